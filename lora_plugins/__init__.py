@@ -1,0 +1,31 @@
+"""LoRA adapters for vLLM, found, verified and served by name.
+
+Importing this package imports neither vLLM nor torch; `lora_plugins.engine` is the one module that touches vLLM.
+"""
+
+from lora_plugins.errors import (
+    AdapterNotFound,
+    IncompatibleAdapter,
+    InvalidAdapter,
+    InvalidSettings,
+    LoRAPluginsError,
+    NoFreeSlot,
+    OutOfMemory,
+    SourceUnavailable,
+)
+from lora_plugins.names import AdapterName
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AdapterName",
+    "AdapterNotFound",
+    "IncompatibleAdapter",
+    "InvalidAdapter",
+    "InvalidSettings",
+    "LoRAPluginsError",
+    "NoFreeSlot",
+    "OutOfMemory",
+    "SourceUnavailable",
+    "__version__",
+]

@@ -1,0 +1,221 @@
+"""`adapter_config.json`: what it says, and whether vLLM 0.30 to 0.33 can serve what it says.
+
+Source: `vllm/lora/peft_helper.py` of vLLM 0.32 and 0.33 (identical there), `peft/tuners/lora/config.py` of PEFT 0.21.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lora_plugins.adapter.patterns import Deadline, first_match
+from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
+
+CONFIG_FILE = "adapter_config.json"
+MAX_CONFIG_BYTES = 1 << 20
+MAX_RANK = 1 << 16
+
+# Initialisations that leave the base model's weights alone, as vLLM's PEFTHelper has them.
+_PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica", "lora_ga"})
+_CLASSIFIER_HEADS = frozenset({"classifier", "score"})
+
+# PEFT features that change what an adapter computes and that vLLM does not implement (it refuses or ignores them).
+_UNSUPPORTED = {
+    "use_dora": "DoRA (use_dora)",
+    "lora_bias": "a bias beside B (lora_bias)",
+    "alora_invocation_tokens": "Activated LoRA (alora_invocation_tokens)",
+    "layer_replication": "layer replication (layer_replication)",
+    "use_bdlora": "block-diagonal LoRA (use_bdlora)",
+    "use_qalora": "QALoRA (use_qalora)",
+    "trainable_token_indices": "trained token embeddings (trainable_token_indices)",
+    "arrow_config": "Arrow routing (arrow_config)",
+    "kasa_config": "KaSA (kasa_config)",
+    "monteclora_config": "MonteCLoRA (monteclora_config)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """The part of an adapter's configuration that says how its tensors are to be read.
+
+    Attributes:
+        rank: `r`, where `rank_pattern` says nothing else.
+        targets: module names (a set), one regular expression (a string), or None where the file leaves it open.
+        base_model: `base_model_name_or_path`, or None where the file does not say.
+    """
+
+    rank: int
+    alpha: float
+    targets: frozenset[str] | str | None
+    base_model: str | None = None
+    use_rslora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    modules_to_save: frozenset[str] = frozenset()
+    target_parameters: bool = False
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank that any module may have; vLLM holds this against `--max-lora-rank`."""
+        return max([self.rank, *self.rank_pattern.values()])
+
+    def rank_of(self, module: str, deadline: Deadline) -> int:
+        """The rank of one module, by its name in the checkpoint without `base_model.model.`."""
+        found = first_match(self.rank_pattern, module, deadline, field="rank_pattern") if self.rank_pattern else None
+        return self.rank if found is None else found
+
+    def targets_module(self, module: str, deadline: Deadline) -> bool:
+        """Whether the file says that this module has weights (PEFT's `check_target_module_exists`)."""
+        if self.targets is None or self.target_parameters or self.targets == "all-linear":
+            return True
+        if isinstance(self.targets, str):
+            return deadline.matches(self.targets, module, field="target_modules")
+        parts = module.split(".")
+        return any(".".join(parts[start:]) in self.targets for start in range(len(parts)))
+
+
+def parse_config(data: bytes) -> AdapterConfig:
+    """Read the bytes of an `adapter_config.json`.
+
+    Raises:
+        InvalidAdapter: not JSON, a key missing, or a value of the wrong kind.
+        IncompatibleAdapter: a PEFT method or feature that vLLM does not serve.
+    """
+    if len(data) > MAX_CONFIG_BYTES:
+        raise InvalidAdapter(f"{len(data)} bytes", expected=f"at most {MAX_CONFIG_BYTES}", remedy="save it with PEFT")
+    raw = _json_object(data)
+    if _required(raw, "peft_type") != "LORA":
+        raise IncompatibleAdapter(
+            f"peft_type {_short(raw['peft_type'])}", expected="LORA", remedy="train or convert it with PEFT's LoRA"
+        )
+    _refuse_unsupported(raw)
+    config = AdapterConfig(
+        rank=_rank("r", _required(raw, "r")),
+        alpha=_alpha("lora_alpha", _required(raw, "lora_alpha")),
+        targets=_targets(_required(raw, "target_modules")),
+        base_model=_optional_text(raw, "base_model_name_or_path"),
+        use_rslora=_flag(raw, "use_rslora"),
+        rank_pattern={key: _rank(f"rank_pattern[{key!r}]", value) for key, value in _mapping(raw, "rank_pattern")},
+        alpha_pattern={key: _alpha(f"alpha_pattern[{key!r}]", value) for key, value in _mapping(raw, "alpha_pattern")},
+        modules_to_save=frozenset(_text_list("modules_to_save", raw.get("modules_to_save") or [])),
+        target_parameters=bool(raw.get("target_parameters")),
+    )
+    unservable = sorted(config.modules_to_save - _CLASSIFIER_HEADS)
+    if unservable:
+        raise IncompatibleAdapter(
+            f"modules_to_save {', '.join(unservable)[:200]}",
+            expected="none, or classifier or score",
+            remedy="train without modules_to_save, or merge those modules into the base model",
+        )
+    return config
+
+
+def _json_object(data: bytes) -> dict[str, Any]:
+    try:
+        raw = json.loads(data.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise _broken("bytes that are not UTF-8", "JSON text") from None
+    except json.JSONDecodeError as error:
+        raise _broken(f"text that stops being JSON at line {error.lineno}, column {error.colno}", "JSON") from None
+    except (ValueError, RecursionError):
+        raise _broken("JSON that nests too deep or holds a number too long", "plain JSON") from None
+    if not isinstance(raw, dict):
+        raise _broken(f"a JSON {_kind(raw)}", "a JSON object")
+    return raw
+
+
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    for key, feature in _UNSUPPORTED.items():
+        if raw.get(key):
+            raise IncompatibleAdapter(
+                feature, expected="plain LoRA, which is what vLLM serves", remedy="merge it into the base model"
+            )
+    if raw.get("bias", "none") not in ("none", None):
+        raise IncompatibleAdapter(
+            f"bias {_short(raw['bias'])}", expected="bias 'none'", remedy="train with bias='none'"
+        )
+    init = raw.get("init_lora_weights", True)
+    if isinstance(init, str) and init.lower() not in _PLAIN_INITS:
+        raise IncompatibleAdapter(
+            f"init_lora_weights {_short(init)}, which changes the base model's weights",
+            expected="an initialisation that leaves the base model alone",
+            remedy="save it again with PEFT's path_initial_model_for_weight_conversion",
+        )
+
+
+def _required(raw: Mapping[str, Any], key: str) -> Any:
+    if key not in raw:
+        raise InvalidAdapter(f"no key '{key}'", expected=f"the key '{key}'", remedy="save the adapter again with PEFT")
+    return raw[key]
+
+
+def _rank(key: str, value: Any) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_RANK:
+        return value
+    raise _broken(f"{key} {_short(value)}", f"a whole number from 1 to {MAX_RANK}")
+
+
+def _alpha(key: str, value: Any) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if math.isfinite(number) and number > 0:
+            return number
+    raise _broken(f"{key} {_short(value)}", "a number above 0")
+
+
+def _flag(raw: Mapping[str, Any], key: str) -> bool:
+    value = raw.get(key)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise _broken(f"{key} {_short(value)}", "true or false")
+
+
+def _targets(value: Any) -> frozenset[str] | str | None:
+    if value is None or isinstance(value, str):
+        return value
+    return frozenset(_text_list("target_modules", value))
+
+
+def _text_list(key: str, value: Any) -> list[str]:
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return value
+    raise _broken(f"{key} {_short(value)}", "a list of module names")
+
+
+def _optional_text(raw: Mapping[str, Any], key: str) -> str | None:
+    value = raw.get(key)
+    if value is None or isinstance(value, str):
+        return value or None
+    raise _broken(f"{key} {_short(value)}", "text")
+
+
+def _mapping(raw: Mapping[str, Any], key: str) -> list[tuple[str, Any]]:
+    value = raw.get(key)
+    if value is None:
+        return []
+    if isinstance(value, dict):
+        return list(value.items())
+    raise _broken(f"{key} {_short(value)}", "an object from module names to numbers")
+
+
+def _broken(found: str, expected: str) -> InvalidAdapter:
+    return InvalidAdapter(found, expected=expected, remedy="save the adapter again with PEFT")
+
+
+def _kind(value: Any) -> str:
+    names = {list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")
+
+
+def _short(value: Any) -> str:
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        text = f"a {_kind(value)}"
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,58 @@
+"""Module-name patterns of `adapter_config.json`, matched as PEFT and vLLM match them, but under a deadline.
+
+The patterns are regular expressions written by whoever made the adapter, and vLLM runs them inside the engine loop.
+The `regex` package (which vLLM uses as well) can stop a match that takes too long, so what would hang an engine is
+refused here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TypeVar
+
+import regex
+
+from lora_plugins.errors import InvalidAdapter
+
+BUDGET_S = 1.0
+
+T = TypeVar("T")
+
+
+class Deadline:
+    """Time that all matches for one adapter may take together."""
+
+    def __init__(self, budget_s: float = BUDGET_S) -> None:
+        self._budget_s = budget_s
+        self._ends = time.monotonic() + budget_s
+
+    def matches(self, pattern: str, name: str, *, field: str) -> bool:
+        """Whether `pattern` matches the whole of `name`.
+
+        Raises:
+            InvalidAdapter: not a regular expression, or out of time; `field` names it in the message.
+        """
+        try:
+            left_s = max(1e-3, self._ends - time.monotonic())
+            return regex.fullmatch(pattern, name, timeout=left_s) is not None
+        except TimeoutError:
+            raise InvalidAdapter(
+                f"a pattern in {field} that takes more than {self._budget_s:g} s to match",
+                expected="patterns without nested repetition",
+                remedy=f"write {field} with plain module names",
+            ) from None
+        except (regex.error, OverflowError, RecursionError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise InvalidAdapter(
+                f"{pattern[:80]!r} in {field}, which is not a regular expression ({str(error)[:80]})",
+                expected="module names or regular expressions",
+                remedy=f"correct {field}",
+            ) from None
+
+
+def first_match(patterns: Mapping[str, T], module: str, deadline: Deadline, *, field: str) -> T | None:
+    """The value of the first pattern that is a suffix of `module` at a dot (PEFT's `get_pattern_key`)."""
+    for pattern, value in patterns.items():
+        if deadline.matches(rf"(.*\.)?({pattern})", module, field=field):
+            return value
+    return None

@@ -1,0 +1,129 @@
+"""The header of a safetensors file, read and checked byte by byte without loading a tensor.
+
+Format (huggingface/safetensors README): 8 bytes little-endian header length, a JSON object from tensor name to
+`{"dtype", "shape", "data_offsets": [begin, end]}` with an optional `__metadata__`, then the tensors' bytes without
+holes or overlaps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO, TypeGuard
+
+from lora_plugins.errors import InvalidAdapter
+
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+MAX_TENSORS = 1_000_000
+MAX_NAME_CHARACTERS = 512
+
+# Bytes per element of every dtype that a weight can have here.
+DTYPE_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor: its bytes lie from `begin` to `end`, counted from the start of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read_header(file: BinaryIO, file_bytes: int) -> tuple[TensorInfo, ...]:
+    """Read the header at the start of `file`, whose size is `file_bytes`; tensors come in the order of their bytes.
+
+    Raises:
+        InvalidAdapter: anything that is not exactly a safetensors file of floating-point tensors.
+    """
+    if file_bytes < LENGTH_BYTES:
+        raise _broken(f"a file of {file_bytes} bytes", "a safetensors file")
+    header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
+    if header_bytes > min(MAX_HEADER_BYTES, file_bytes - LENGTH_BYTES):
+        raise _broken(
+            f"a header of {header_bytes} bytes in a file of {file_bytes}",
+            f"a header that fits in the file and in {MAX_HEADER_BYTES} bytes",
+        )
+    data = file.read(header_bytes)
+    if len(data) != header_bytes:
+        raise _broken(f"{len(data)} of {header_bytes} header bytes", "the whole header")
+    start = LENGTH_BYTES + header_bytes
+    tensors = sorted(_tensors(_parse(data), start), key=lambda tensor: (tensor.begin, tensor.end))
+    _check_layout(tensors, start, file_bytes)
+    return tuple(tensors)
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        raw = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError):
+        raise _broken("a header that is not JSON", "a JSON header") from None
+    if not isinstance(raw, dict):
+        raise _broken("a header that is not a JSON object", "a JSON object")
+    metadata = raw.pop("__metadata__", None)
+    if metadata is not None and not (
+        isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    ):
+        raise _broken("a __metadata__ that is not an object of texts", "texts only")
+    if not raw:
+        raise _broken("no tensors", "at least one pair of lora_A and lora_B")
+    if len(raw) > MAX_TENSORS:
+        raise _broken(f"{len(raw)} tensors", f"at most {MAX_TENSORS}")
+    return raw
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) != len({key for key, _ in pairs}):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise InvalidAdapter(f"'{twice[:100]}' twice in the header", expected="each name once", remedy=_REMEDY)
+    return dict(pairs)
+
+
+def _tensors(raw: Mapping[str, Any], start: int) -> list[TensorInfo]:
+    tensors = []
+    for name, entry in raw.items():
+        if len(name) > MAX_NAME_CHARACTERS or not name.isprintable():
+            raise _broken(f"a tensor name of {len(name)} characters: {name[:60]!r}", "a module's name")
+        if not isinstance(entry, dict):
+            raise _broken(f"no description of tensor '{name}'", "dtype, shape and data_offsets")
+        dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+        if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+            raise _broken(f"dtype {str(dtype)[:20]} of tensor '{name}'", "one of " + ", ".join(DTYPE_BYTES))
+        if not (_whole_numbers(shape) and all(shape) and 1 <= len(shape) <= 8):
+            raise _broken(f"shape {str(shape)[:60]} of tensor '{name}'", "one to eight sizes above 0")
+        if not (_whole_numbers(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
+            raise _broken(f"data_offsets {str(offsets)[:60]} of tensor '{name}'", "a begin and an end")
+        size_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
+        if offsets[1] - offsets[0] != size_bytes:
+            raise _broken(
+                f"{offsets[1] - offsets[0]} bytes for tensor '{name}'", f"{size_bytes}, by its shape and dtype"
+            )
+        tensors.append(TensorInfo(name, dtype, tuple(shape), start + offsets[0], start + offsets[1]))
+    return tensors
+
+
+def _whole_numbers(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 48 for item in value)
+
+
+def _check_layout(tensors: list[TensorInfo], start: int, file_bytes: int) -> None:
+    expected = start
+    for tensor in tensors:
+        if tensor.begin != expected:
+            raise _broken(f"tensor '{tensor.name}' at byte {tensor.begin}", f"byte {expected}, without hole or overlap")
+        expected = tensor.end
+    if expected != file_bytes:
+        raise _broken(f"{file_bytes} bytes in the file", f"{expected}, where the last tensor ends")
+
+
+_REMEDY = "copy or download the file again, or save the adapter again with PEFT"
+
+
+def _broken(found: str, expected: str) -> InvalidAdapter:
+    return InvalidAdapter(found, expected=expected, remedy=_REMEDY)

@@ -1,0 +1,92 @@
+"""Verify an adapter directory before an engine sees it: files, configuration, header, base model, values."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_plugins.adapter.config import CONFIG_FILE, MAX_CONFIG_BYTES, AdapterConfig, parse_config
+from lora_plugins.adapter.finite import check_finite
+from lora_plugins.adapter.safetensors_header import read_header
+from lora_plugins.adapter.weights import Weights, pair_weights
+from lora_plugins.base_model import BaseModel, check_base
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, describing
+from lora_plugins.files import open_regular
+from lora_plugins.settings import Settings
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt")
+_SHARD_INDEX = "adapter_model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedAdapter:
+    """An adapter that this server can serve: what it says of itself, and what was let through with a note."""
+
+    config: AdapterConfig
+    weights: Weights | None
+    size_bytes: int
+    notes: tuple[str, ...] = ()
+
+
+def verify_adapter(
+    directory: Path, base: BaseModel, settings: Settings, *, inside: Path | None = None
+) -> VerifiedAdapter:
+    """Verify the adapter in `directory` against the served base model.
+
+    `inside`: files that are symlinks must stay below this directory; None allows any target.
+
+    Raises:
+        AdapterNotFound: the configuration or the weights are missing.
+        InvalidAdapter: a file is unreadable, malformed, too large, not finite or not allowed.
+        IncompatibleAdapter: well-formed, but not for this server.
+        SourceUnavailable: the file system does not answer or denies.
+    """
+    with open_regular(directory / CONFIG_FILE, inside=inside) as (file, config_bytes):
+        if config_bytes > MAX_CONFIG_BYTES:
+            raise InvalidAdapter(
+                f"{config_bytes} bytes", expected=f"at most {MAX_CONFIG_BYTES}", remedy="save the adapter with PEFT"
+            )
+        config = parse_config(file.read(MAX_CONFIG_BYTES + 1))
+    name = _weights_file(directory, settings)
+    with open_regular(directory / name, inside=inside) as (file, weights_bytes):
+        size_bytes = config_bytes + weights_bytes
+        if size_bytes > settings.max_adapter_bytes:
+            raise InvalidAdapter(
+                f"{size_bytes} bytes",
+                expected=f"at most {settings.max_adapter_bytes}",
+                remedy="raise LORA_PLUGINS_MAX_ADAPTER_BYTES",
+            )
+        if name != WEIGHTS_FILE:
+            with describing(file=CONFIG_FILE):
+                notes = check_base(config, None, base, settings.base_match)
+            return VerifiedAdapter(config, None, size_bytes, (*notes, f"{name} is a pickle; weights not verified"))
+        tensors = read_header(file, weights_bytes)
+        weights = pair_weights(tensors, config)
+        notes = check_base(config, weights, base, settings.base_match)
+        if settings.check_finite:
+            check_finite(file, tensors)
+    return VerifiedAdapter(config, weights, size_bytes, notes)
+
+
+def _weights_file(directory: Path, settings: Settings) -> str:
+    if os.path.lexists(directory / WEIGHTS_FILE):
+        return WEIGHTS_FILE
+    if os.path.lexists(directory / _SHARD_INDEX):
+        raise InvalidAdapter(
+            "weights in several files", expected=WEIGHTS_FILE, remedy="save them as one file", file=_SHARD_INDEX
+        )
+    for name in PICKLE_FILES:
+        if os.path.lexists(directory / name):
+            if settings.allow_pickle:
+                return name
+            raise InvalidAdapter(
+                "a pickle, which can run code when it is loaded",
+                expected=WEIGHTS_FILE,
+                remedy="save it with safetensors, or set LORA_PLUGINS_ALLOW_PICKLE=1 if you trust its source",
+                file=name,
+            )
+    raise AdapterNotFound(
+        "no such file", expected="the adapter's weights", remedy="save the adapter again with PEFT", file=WEIGHTS_FILE
+    )

@@ -1,0 +1,295 @@
+"""Every vLLM symbol that this package touches, as a ledger (`SEAMS`), and the code that touches it.
+
+No other module imports vLLM. vLLM is imported inside the functions, so that reading the ledger needs no vLLM:
+`tools/check_seams.py` holds it against any vLLM's sources, and a test holds it against the installed one.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from lora_plugins.base_model import BaseModel
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
+from lora_plugins.events import Events
+from lora_plugins.logs import LogEvents, logger
+from lora_plugins.resolvers.chain import ResolvedAdapter, SourceChain
+from lora_plugins.resolvers.source import Source
+from lora_plugins.settings import Settings
+
+REGISTRY_NAME = "lora-plugins"
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """One touched symbol of vLLM.
+
+    Attributes:
+        symbol: `module:qualified.name`.
+        has: what must be there: parameter names of a function, in order; attribute or field names of a class.
+        what: what we do with it. why: what for. since: the first vLLM version with it in this form that we support.
+        remove: what would have to change upstream for this entry to go.
+    """
+
+    symbol: str
+    has: tuple[str, ...]
+    what: str
+    why: str
+    since: str
+    remove: str
+
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        symbol="vllm.plugins.lora_resolvers.filesystem_resolver:register_filesystem_resolver",
+        has=(),
+        what="replaced by our function of the same entry-point name, when VLLM_PLUGINS names it",
+        why="vLLM ships an entry point of this name; load_plugins_by_group keeps the last discovered one",
+        since="0.30",
+        remove="vLLM lets a user choose among entry points of one name",
+    ),
+    Seam(
+        symbol="vllm.entrypoints.openai.models.serving:OpenAIServingModels.__init__",
+        has=("self", "engine_client", "base_model_paths", "lora_modules"),
+        what="wrapped: after it has run, its engine client and served names are read",
+        why="resolve_lora is told the model's path only; names, largest rank and shapes hang on these two",
+        since="0.30",
+        remove="LoRAResolver is handed the model and LoRA configuration",
+    ),
+    Seam(
+        symbol="vllm.entrypoints.serve.exception_handling.handlers.http:http_exception_handler",
+        has=("req", "exc"),
+        what="wrapped where `register` refers to it: headers of the HTTPException are put on the response",
+        why="vLLM drops them, and with them Retry-After on a 503",
+        since="0.30",
+        remove="vLLM's handler passes exc.headers on, as FastAPI's own does",
+    ),
+    Seam(
+        symbol="vllm.lora.resolver:LoRAResolver.resolve_lora",
+        has=("self", "base_model_name", "lora_name"),
+        what="implemented by our resolver",
+        why="vLLM asks it for unknown model names",
+        since="0.30",
+        remove="never: this is the public interface",
+    ),
+    Seam(
+        symbol="vllm.lora.resolver:_LoRAResolverRegistry.register_resolver",
+        has=("self", "resolver_name", "resolver"),
+        what="called once per process",
+        why="public interface",
+        since="0.30",
+        remove="never: this is the public interface",
+    ),
+    Seam(
+        symbol="vllm.lora.request:LoRARequest",
+        has=("lora_name", "lora_int_id", "lora_path", "base_model_name"),
+        what="built for each resolved adapter",
+        why="public interface",
+        since="0.30",
+        remove="never: this is the public interface",
+    ),
+    Seam(
+        symbol="vllm.exceptions:VLLMNotFoundError",
+        has=(),
+        what="raised for L002",
+        why="becomes a 404 with our text",
+        since="0.30",
+        remove="never: this is the public interface",
+    ),
+    Seam(
+        symbol="vllm.exceptions:VLLMClientError",
+        has=(),
+        what="raised for L003 and L005",
+        why="becomes a 400 with our text",
+        since="0.30",
+        remove="never: this is the public interface",
+    ),
+)
+
+
+class LoRAPluginsResolver:
+    """What vLLM asks for an unknown model name; all our sources stand behind this one resolver.
+
+    Duck-typed after `vllm.lora.resolver.LoRAResolver`, of which it is registered as a virtual subclass.
+    """
+
+    def __init__(self, chain: SourceChain, executor: ThreadPoolExecutor) -> None:
+        self.chain = chain
+        self.executor = executor
+
+    async def resolve_lora(self, base_model_name: str, lora_name: str) -> Any:
+        """Return a `LoRARequest`, or None where no source has the adapter; errors carry their HTTP status."""
+        try:
+            resolved = await self.chain.resolve(lora_name, base_model_name)
+        except LoRAPluginsError as error:
+            raise http_error(error) from error
+        return None if resolved is None else _lora_request(resolved, self.chain.base)
+
+
+def _lora_request(resolved: ResolvedAdapter, base: BaseModel | None) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(
+        lora_name=resolved.name,
+        lora_int_id=resolved.lora_id,  # vLLM's server puts its own counter here
+        lora_path=str(resolved.path),
+        base_model_name=base.served_names[0] if base and base.served_names else None,
+    )
+
+
+def http_error(error: LoRAPluginsError) -> Exception:
+    """The exception that makes vLLM answer with our status and text (the one place where errors meet HTTP)."""
+    from fastapi import HTTPException
+    from vllm.exceptions import VLLMClientError, VLLMNotFoundError
+
+    if isinstance(error, AdapterNotFound):
+        return VLLMNotFoundError(str(error))  # type: ignore[no-any-return]
+    if error.http_status == 400:
+        return VLLMClientError(str(error))  # type: ignore[no-any-return]
+    headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+    return HTTPException(error.http_status, str(error), headers)
+
+
+_resolver: LoRAPluginsResolver | None = None
+
+
+def take_over_filesystem_resolver(register: Callable[[], None]) -> Callable[[], None]:
+    """Put `register` in the place of vLLM's builtin of the same entry-point name; returns the builtin.
+
+    vLLM imports both entry points and keeps the one that it discovered last. If that is the builtin, it is read
+    from its module after this has run; if it is ours, nothing else is needed. So ours runs in either order.
+    """
+    from vllm.plugins.lora_resolvers import filesystem_resolver as module
+
+    builtin: Callable[[], None] = module.register_filesystem_resolver
+    if builtin is not register:
+        module.register_filesystem_resolver = register
+    return builtin
+
+
+def builtin_filesystem_resolver() -> Callable[[], None]:
+    """VLLM's own function behind the entry point `lora_filesystem_resolver`."""
+    from vllm.plugins.lora_resolvers import filesystem_resolver as module
+
+    return module.register_filesystem_resolver  # type: ignore[no-any-return]
+
+
+def serve_from(make_source: Callable[[ThreadPoolExecutor], Source], settings: Settings) -> None:
+    """Have vLLM ask this source too; called again for the same source, it changes nothing."""
+    global _resolver
+    if _resolver is None:
+        executor = ThreadPoolExecutor(max_workers=8, thread_name_prefix="lora-plugins")
+        chain = SourceChain(settings, Events(LogEvents()), executor=executor)
+        _resolver = _register(chain, executor)
+    source = make_source(_resolver.executor)
+    if all(known.label != source.label for known in _resolver.chain.sources):
+        _resolver.chain.sources.append(source)
+
+
+def _register(chain: SourceChain, executor: ThreadPoolExecutor) -> LoRAPluginsResolver:
+    from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
+
+    _keep_http_headers()
+    LoRAResolver.register(LoRAPluginsResolver)
+    resolver = LoRAPluginsResolver(chain, executor)
+    LoRAResolverRegistry.register_resolver(REGISTRY_NAME, resolver)
+    _bind_when_serving(resolver)
+    return resolver
+
+
+def _bind_when_serving(resolver: LoRAPluginsResolver) -> None:
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+
+    original = OpenAIServingModels.__init__
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        resolver.chain.base = describe_base(self, resolver.chain.settings)
+        _log_in_charge(resolver.chain)
+
+    OpenAIServingModels.__init__ = wrapped
+
+
+def describe_base(models: Any, settings: Settings) -> BaseModel:
+    """Read the served base model off vLLM's `OpenAIServingModels`."""
+    client = models.engine_client
+    lora_config = getattr(getattr(client, "vllm_config", None), "lora_config", None)
+    return BaseModel(
+        path=models.model_config.model,
+        served_names=tuple(path.name for path in models.base_model_paths),
+        aliases=settings.base_aliases,
+        max_rank=None if lora_config is None else lora_config.max_lora_rank,
+        lora_enabled=lora_config is not None,
+        module_shapes=module_shapes(models.model_config.hf_config),
+    )
+
+
+def module_shapes(hf_config: Any) -> Mapping[str, tuple[int, int]]:
+    """Sizes `(in, out)` of every linear layer and embedding, by the module names that PEFT uses.
+
+    Builds the Transformers model of this configuration on torch's meta device: no memory, no weights, exact for
+    every architecture that Transformers has. Empty, with a line in the log, for one that it does not have.
+    """
+    import torch
+    import transformers
+    from transformers.pytorch_utils import Conv1D
+
+    names = getattr(hf_config, "architectures", None) or ["an unnamed architecture"]
+    model_class = getattr(transformers, names[0], None)
+    if model_class is None:
+        logger.warning("Shapes are not checked: Transformers has no %s", names[0])
+        return {}
+    try:
+        with torch.device("meta"):
+            model = model_class._from_config(copy.deepcopy(hf_config))
+    except Exception as error:  # whatever a model's constructor may raise; the server must start all the same
+        logger.warning("Shapes are not checked: %s cannot be built from its configuration (%s)", names[0], error)
+        return {}
+    shapes = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            shapes[name] = (module.in_features, module.out_features)
+        elif isinstance(module, torch.nn.Embedding):
+            shapes[name] = (module.num_embeddings, module.embedding_dim)
+        elif isinstance(module, Conv1D):
+            shapes[name] = (module.weight.shape[0], module.weight.shape[1])
+    return shapes
+
+
+def _log_in_charge(chain: SourceChain) -> None:
+    from lora_plugins import __version__
+
+    base, settings = chain.base, chain.settings
+    logger.info(
+        "lora-plugins %s resolves unknown model names from: %s (vLLM's builtin resolvers of these names do not run); "
+        "base match %s, largest rank %s, %d module shapes known",
+        __version__,
+        ", ".join(str(source) for source in chain.sources),
+        settings.base_match,
+        base.max_rank if base else "unknown",
+        len(base.module_shapes) if base else 0,
+    )
+    if not settings.runtime_lora_updating:
+        logger.warning("vLLM asks no resolver unless VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 is set; it is not")
+    if base and not base.lora_enabled:
+        logger.warning("This server runs without --enable-lora; every adapter will be refused")
+
+
+def _keep_http_headers() -> None:
+    from vllm.entrypoints.serve.exception_handling import register as module
+
+    original = module.http_exception_handler
+
+    @functools.wraps(original)
+    async def wrapped(req: Any, exc: Any) -> Any:
+        response = await original(req, exc)
+        for name, value in (exc.headers or {}).items():
+            response.headers[name] = value
+        return response
+
+    module.http_exception_handler = wrapped

@@ -1,0 +1,124 @@
+"""Every error that this package raises, with the code and HTTP status that a client sees.
+
+```
+LoRAPluginsError
+├── NoFreeSlot           L001  RuntimeError       503  every slot or byte is leased
+├── AdapterNotFound      L002  FileNotFoundError  404  a file that should be there is not
+├── IncompatibleAdapter  L003  ValueError         400  well-formed, but not for this server
+├── OutOfMemory          L004  MemoryError        507  larger than the budget it must fit in
+├── InvalidAdapter       L005  ValueError         400  unreadable, malformed or not allowed
+├── SourceUnavailable    L006  ConnectionError    503  the source does not answer, denies, or times out
+└── InvalidSettings      L007  ValueError         —    an environment variable that cannot be right
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+_FIELDS = ("found", "expected", "remedy", "adapter", "file")
+
+
+class LoRAPluginsError(Exception):
+    """Says what was found, what was expected and what to do, for one adapter and file where there is one."""
+
+    code: ClassVar[str] = "L000"
+    http_status: ClassVar[int] = 500
+    retry_after_s: ClassVar[int | None] = None
+
+    def __init__(
+        self,
+        found: str,
+        *,
+        expected: str = "",
+        remedy: str = "",
+        adapter: str = "",
+        file: str = "",
+    ) -> None:
+        super().__init__(found)
+        self.found = found
+        self.expected = expected
+        self.remedy = remedy
+        self.adapter = adapter
+        self.file = file
+
+    def __str__(self) -> str:
+        subject = ", ".join(
+            part for part in (self.adapter and f"adapter '{self.adapter}'", self.file and f"file '{self.file}'") if part
+        )
+        text = f"[{self.code}] {subject}: found {self.found}" if subject else f"[{self.code}] found {self.found}"
+        if self.expected:
+            text += f"; expected {self.expected}"
+        if self.remedy:
+            text += f". To fix: {self.remedy}"
+        return text + "."
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), {name: getattr(self, name) for name in _FIELDS})
+
+
+def _rebuild(kind: type[LoRAPluginsError], fields: dict[str, str]) -> LoRAPluginsError:
+    return kind(**fields)
+
+
+class NoFreeSlot(LoRAPluginsError, RuntimeError):
+    """L001: every slot or byte is leased; asking again later may succeed."""
+
+    code = "L001"
+    http_status = 503
+    retry_after_s = 1
+
+
+class AdapterNotFound(LoRAPluginsError, FileNotFoundError):
+    """L002: a file that should be there is not."""
+
+    code = "L002"
+    http_status = 404
+
+
+class IncompatibleAdapter(LoRAPluginsError, ValueError):
+    """L003: a well-formed adapter that this server cannot serve (rank, base model, shapes, PEFT feature)."""
+
+    code = "L003"
+    http_status = 400
+
+
+class OutOfMemory(LoRAPluginsError, MemoryError):
+    """L004: an adapter larger than the budget that it must fit in."""
+
+    code = "L004"
+    http_status = 507
+
+
+class InvalidAdapter(LoRAPluginsError, ValueError):
+    """L005: unreadable, truncated, malformed, non-finite, or not allowed (pickle, symlink, oversize)."""
+
+    code = "L005"
+    http_status = 400
+
+
+class SourceUnavailable(LoRAPluginsError, ConnectionError):
+    """L006: a source does not answer, denies, or times out; says nothing about whether the adapter exists."""
+
+    code = "L006"
+    http_status = 503
+    retry_after_s = 5
+
+
+class InvalidSettings(LoRAPluginsError, ValueError):
+    """L007: an environment variable that cannot be right; the server does not start."""
+
+    code = "L007"
+
+
+@contextmanager
+def describing(*, adapter: str = "", file: str = "") -> Iterator[None]:
+    """Fill in the adapter and file of any of our errors raised inside, where they are not yet said."""
+    try:
+        yield
+    except LoRAPluginsError as error:
+        error.adapter = error.adapter or adapter
+        error.file = error.file or file
+        raise

@@ -1,0 +1,68 @@
+"""What happened, as frozen facts; logging and metrics are hooks on them and never lines in the logic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lora_plugins.errors import LoRAPluginsError
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterResolved:
+    """A name was found and its adapter verified; `path` is what the engine will read."""
+
+    name: str
+    source: str
+    path: str
+    rank: int
+    size_bytes: int
+    locate_s: float
+    verify_s: float
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRejected:
+    """A source has the adapter, but it is not served."""
+
+    name: str
+    source: str
+    error: LoRAPluginsError
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFailed:
+    """A source could not say whether it has the adapter."""
+
+    name: str
+    source: str
+    error: LoRAPluginsError
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUnknown:
+    """Every source answered, and none has the adapter; `reason` says why where the name itself is at fault."""
+
+    name: str
+    reason: str = ""
+
+
+Event = AdapterResolved | AdapterRejected | SourceFailed | AdapterUnknown
+Hook = Callable[[Event], None]
+
+
+class Events:
+    """Hands each event to every hook, in the order in which they were added."""
+
+    def __init__(self, *hooks: Hook) -> None:
+        self._hooks = list(hooks)
+
+    def add(self, hook: Hook) -> None:
+        """Have `hook` called with every further event."""
+        self._hooks.append(hook)
+
+    def emit(self, event: Event) -> None:
+        """Tell every hook."""
+        for hook in self._hooks:
+            hook(event)

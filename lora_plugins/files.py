@@ -1,0 +1,80 @@
+"""Open files that somebody else wrote: regular ones only, inside a root, with the system's errors mapped to ours."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable, describing
+
+# The system's way of saying "there is no such file", whatever the reason lies in.
+ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG})
+
+
+def is_inside(path: Path, root: Path) -> bool:
+    """Whether the real path of `path` is the real path of `root` or below it.
+
+    Raises:
+        OSError: `path` or `root` does not exist or cannot be followed.
+    """
+    real = os.path.realpath(path, strict=True)
+    top = os.path.realpath(root, strict=True)
+    return os.path.commonpath([real, top]) == top
+
+
+@contextmanager
+def open_regular(path: Path, *, inside: Path | None = None) -> Iterator[tuple[BinaryIO, int]]:
+    """Open `path` for reading and yield it with its size in bytes.
+
+    Raises:
+        AdapterNotFound: there is no such file.
+        InvalidAdapter: not a regular file, or a symlink that leaves `inside`.
+        SourceUnavailable: the file system denies or fails, also while the caller reads.
+    """
+    with describing(file=path.name):
+        try:
+            if inside is not None and not is_inside(path, inside):
+                raise InvalidAdapter(
+                    "a symlink that leaves the adapter root",
+                    expected="a file below the root",
+                    remedy="copy the file there, or set LORA_PLUGINS_FOLLOW_SYMLINKS=1",
+                )
+            # Non-blocking, so that a named pipe is refused below instead of waited for.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open(descriptor, "rb") as file:
+                status = os.fstat(descriptor)
+                if not stat.S_ISREG(status.st_mode):
+                    raise _not_regular()
+                yield file, status.st_size
+        except LoRAPluginsError:
+            raise
+        except OSError as error:
+            raise map_os_error(error) from error
+
+
+def map_os_error(error: OSError) -> LoRAPluginsError:
+    """Our error for one of the file system's."""
+    if error.errno in ABSENT:
+        return AdapterNotFound("no such file", expected="the file", remedy="save the adapter again with PEFT")
+    if error.errno == errno.ELOOP:
+        return InvalidAdapter(
+            "symlinks that lead in a circle", expected="a file", remedy="copy the file in place of the symlink"
+        )
+    if error.errno in (errno.ENXIO, errno.EISDIR):
+        return _not_regular()
+    return SourceUnavailable(
+        f"a file system that answers '{error.strerror or type(error).__name__}'",
+        expected="a readable file",
+        remedy="check permissions and mounts",
+    )
+
+
+def _not_regular() -> InvalidAdapter:
+    return InvalidAdapter(
+        "something that is not a regular file", expected="a file", remedy="copy the adapter again, without pipes"
+    )

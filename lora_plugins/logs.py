@@ -1,0 +1,57 @@
+"""The logging hook: one line per event, and a rejection's warning once."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+
+from lora_plugins.events import AdapterRejected, AdapterResolved, AdapterUnknown, Event, SourceFailed
+
+_REMEMBERED = 1024
+
+# Below vLLM's own logger, so that its handlers, level and format apply whenever and however vLLM sets them.
+logger = logging.getLogger("vllm.lora_plugins")
+
+
+class LogEvents:
+    """Writes events to the `vllm.lora_plugins` logger.
+
+    A broken adapter that is asked for again and again is worth one warning, not a flood: a repeat of the same name
+    and text is logged at DEBUG. The last 1024 warnings are remembered.
+    """
+
+    def __init__(self) -> None:
+        self._warned: OrderedDict[tuple[str, str], None] = OrderedDict()
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case AdapterResolved():
+                logger.info(
+                    "Adapter '%s' from %s: rank %d, %.1f MB, located in %.1f ms, verified in %.1f ms, path %s",
+                    event.name,
+                    event.source,
+                    event.rank,
+                    event.size_bytes / 1e6,
+                    event.locate_s * 1e3,
+                    event.verify_s * 1e3,
+                    event.path,
+                )
+                for note in event.notes:
+                    self._warn(event.name, f"Adapter '{event.name}': {note}")
+            case AdapterRejected():
+                self._warn(event.name, f"Adapter refused ({event.source}): {event.error}")
+            case SourceFailed():
+                self._warn(event.name, f"Source did not answer ({event.source}): {event.error}")
+            case AdapterUnknown():
+                logger.debug("No such adapter: %r %s", event.name, event.reason)
+
+    def _warn(self, name: str, text: str) -> None:
+        key = (name, text)
+        if key in self._warned:
+            self._warned.move_to_end(key)
+            logger.debug("%s", text)
+            return
+        self._warned[key] = None
+        if len(self._warned) > _REMEMBERED:
+            self._warned.popitem(last=False)
+        logger.warning("%s", text)

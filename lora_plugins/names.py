@@ -1,0 +1,90 @@
+"""The grammar of adapter names: one adapter has exactly one name, and a name can never leave its root.
+
+```
+name     = path [ "@" revision ]        at most 256 characters
+path     = segment *( "/" segment )
+revision = segment *( "/" segment )     no further "@"
+segment  = 1 to 255 UTF-8 bytes, not led by "." or "-", no space at either end
+```
+A segment holds letters, digits, marks, punctuation, symbols and inner spaces, in Unicode's composed form (NFC).
+Backslashes, control, formatting (bidirectional, zero-width), unassigned and invisible characters are refused.
+Percent-encoding is not decoded: `%2e` is three characters like any others.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from dataclasses import dataclass
+
+from lora_plugins.errors import AdapterNotFound
+
+MAX_CHARACTERS = 256
+MAX_SEGMENT_BYTES = 255
+
+# Letters and marks by category that are drawn as nothing at all.
+_INVISIBLE = frozenset({0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x3164, 0xFFA0, *range(0xFE00, 0xFE10)})
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterName:
+    """A well-formed adapter name, split into its path and, where one is pinned, its revision."""
+
+    path: str
+    revision: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> AdapterName:
+        """Read a name as a request spells it.
+
+        Raises:
+            AdapterNotFound: `text` is no name in this grammar, so no adapter can have it.
+        """
+        if len(text) > MAX_CHARACTERS:
+            raise _malformed(f"a name of {len(text)} characters", f"at most {MAX_CHARACTERS}")
+        if not unicodedata.is_normalized("NFC", text):
+            raise _malformed("a name in decomposed Unicode", "Unicode's composed form (NFC)")
+        path, at, revision = text.partition("@")
+        for segment in path.split("/"):
+            _check_segment(segment)
+        if not at:
+            return cls(path)
+        if "@" in revision:
+            raise _malformed("more than one '@'", "one revision at most")
+        for segment in revision.split("/"):
+            _check_segment(segment)
+        return cls(path, revision)
+
+    @property
+    def segments(self) -> tuple[str, ...]:
+        """The parts of the path between slashes."""
+        return tuple(self.path.split("/"))
+
+    def __str__(self) -> str:
+        return self.path if self.revision is None else f"{self.path}@{self.revision}"
+
+
+def _check_segment(segment: str) -> None:
+    if not segment:
+        raise _malformed("an empty segment", "no leading, trailing or double slash")
+    if segment[0] in ".-":
+        raise _malformed(f"a segment led by '{segment[0]}'", "segments that start with another character")
+    if segment[0] == " " or segment[-1] == " ":
+        raise _malformed("a space at the end of a segment", "spaces inside segments only")
+    for character in segment:
+        if not _allowed(character):
+            raise _malformed(f"the character U+{ord(character):04X}", "visible characters, and no backslash")
+    if len(segment.encode()) > MAX_SEGMENT_BYTES:
+        raise _malformed("a segment too long for a file name", f"at most {MAX_SEGMENT_BYTES} bytes of UTF-8")
+
+
+def _allowed(character: str) -> bool:
+    if character == " ":
+        return True
+    if character == "\\" or ord(character) in _INVISIBLE or 0xE0100 <= ord(character) <= 0xE01EF:
+        return False
+    # C*: control, format, surrogate, private, unassigned. Z*: spaces and separators.
+    return unicodedata.category(character)[0] not in "CZ"
+
+
+def _malformed(found: str, expected: str) -> AdapterNotFound:
+    return AdapterNotFound(found, expected=expected, remedy="ask for the adapter by its path below the root")

@@ -1,0 +1,1 @@
+"""Sources of adapters, and the chain that asks them in order."""

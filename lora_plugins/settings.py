@@ -1,0 +1,135 @@
+"""Settings, read once from the environment; no other module reads it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from lora_plugins.errors import InvalidSettings
+
+_PREFIX = "LORA_PLUGINS_"
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"0", "false", "no", "off", ""}
+_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9, "b": 1}
+
+# One line each in docs/settings.md; a test compares the two.
+OWN_VARIABLES = frozenset(
+    {
+        "LORA_PLUGINS_BASE_MATCH",
+        "LORA_PLUGINS_BASE_ALIASES",
+        "LORA_PLUGINS_FOLLOW_SYMLINKS",
+        "LORA_PLUGINS_ALLOW_PICKLE",
+        "LORA_PLUGINS_CHECK_FINITE",
+        "LORA_PLUGINS_MAX_ADAPTER_BYTES",
+    }
+)
+
+
+class BaseMatch(StrEnum):
+    """How an adapter's `base_model_name_or_path` is held against the served model."""
+
+    STRICT = "strict"
+    COMPATIBLE = "compatible"
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the environment asks of us; defaults are those of an empty environment.
+
+    Attributes:
+        runtime_lora_updating: vLLM's `VLLM_ALLOW_RUNTIME_LORA_UPDATING`; without it vLLM asks no resolver.
+        filesystem_root: vLLM's `VLLM_LORA_RESOLVER_CACHE_DIR`, absolute.
+        base_match: see `BaseMatch`.
+        base_aliases: further names under which adapters may know the served base model.
+        follow_symlinks: serve what a symlink below the root points to outside it.
+        allow_pickle: serve `adapter_model.bin` and `.pt`, of which only the configuration is verified.
+        check_finite: read every weight once and refuse NaN and infinity.
+        max_adapter_bytes: size limit of one adapter's files together.
+    """
+
+    runtime_lora_updating: bool = False
+    filesystem_root: Path | None = None
+    base_match: BaseMatch = BaseMatch.COMPATIBLE
+    base_aliases: tuple[str, ...] = ()
+    follow_symlinks: bool = False
+    allow_pickle: bool = False
+    check_finite: bool = True
+    max_adapter_bytes: int = 8 << 30
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
+        """Read the process's environment, or `env` in its place.
+
+        Raises:
+            InvalidSettings: a value that cannot be right, or an unknown `LORA_PLUGINS_*` variable.
+        """
+        env = os.environ if env is None else env
+        _refuse_unknown(env)
+        root = env.get("VLLM_LORA_RESOLVER_CACHE_DIR")
+        return cls(
+            runtime_lora_updating=env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").strip().lower() in {"1", "true"},
+            filesystem_root=Path(root).expanduser().absolute() if root else None,
+            base_match=_base_match(env),
+            base_aliases=_names(env, "LORA_PLUGINS_BASE_ALIASES"),
+            follow_symlinks=_flag(env, "LORA_PLUGINS_FOLLOW_SYMLINKS", default=False),
+            allow_pickle=_flag(env, "LORA_PLUGINS_ALLOW_PICKLE", default=False),
+            check_finite=_flag(env, "LORA_PLUGINS_CHECK_FINITE", default=True),
+            max_adapter_bytes=_bytes(env, "LORA_PLUGINS_MAX_ADAPTER_BYTES", default=8 << 30),
+        )
+
+
+def named_in_environment(plugin: str, env: Mapping[str, str] | None = None) -> bool:
+    """Whether `VLLM_PLUGINS` names this plugin; False where it is unset and vLLM loads all. Never raises."""
+    return plugin in (os.environ if env is None else env).get("VLLM_PLUGINS", "").split(",")
+
+
+def _refuse_unknown(env: Mapping[str, str]) -> None:
+    for name in env:
+        if name.startswith(_PREFIX) and name not in OWN_VARIABLES:
+            raise InvalidSettings(
+                f"the unknown variable {name}",
+                expected="one of " + ", ".join(sorted(OWN_VARIABLES)),
+                remedy=f"correct its spelling or unset {name}",
+            )
+
+
+def _base_match(env: Mapping[str, str]) -> BaseMatch:
+    name = "LORA_PLUGINS_BASE_MATCH"
+    value = env.get(name, BaseMatch.COMPATIBLE).strip().lower()
+    try:
+        return BaseMatch(value)
+    except ValueError:
+        raise _wrong(name, env[name], "strict, compatible or off") from None
+
+
+def _flag(env: Mapping[str, str], name: str, *, default: bool) -> bool:
+    if name not in env:
+        return default
+    value = env[name].strip().lower()
+    if value in _TRUE:
+        return True
+    if value in _FALSE:
+        return False
+    raise _wrong(name, env[name], "1 or 0")
+
+
+def _names(env: Mapping[str, str], name: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in env.get(name, "").split(",") if part.strip())
+
+
+def _bytes(env: Mapping[str, str], name: str, *, default: int) -> int:
+    if name not in env:
+        return default
+    match = re.fullmatch(r"([0-9]{1,18})\s*([a-z]*)", env[name].strip().lower())
+    if match is None or match[2] not in _UNITS or int(match[1]) == 0:
+        raise _wrong(name, env[name], "a positive number of bytes, such as 8GiB or 500MB")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def _wrong(name: str, value: str, expected: str) -> InvalidSettings:
+    return InvalidSettings(f"{name}={value!r}", expected=expected, remedy=f"correct or unset {name}")

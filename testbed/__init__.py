@@ -1,0 +1,1 @@
+"""What tests, demo and benchmarks share: tiny models, a real server, reference answers. Not shipped."""

@@ -1,0 +1,68 @@
+"""What the answer should be: Transformers and PEFT, generating greedily in float32."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Reference:
+    """Greedy token ids of the base model and of adapters on it, computed by PEFT and remembered."""
+
+    def __init__(self, base: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self.base = base
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(base)
+        self._seen: dict[tuple[str | None, tuple[int, ...], int], list[int]] = {}
+
+    def prompt_ids(self, prompt: str) -> list[int]:
+        """Token ids of a completion prompt, as the server makes them."""
+        return [int(i) for i in self.tokenizer(prompt)["input_ids"]]
+
+    def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a chat, as the server makes them with the model's template."""
+        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    def generate(self, adapter: Path | None, prompt_ids: Sequence[int], max_tokens: int) -> list[int]:
+        """The next `max_tokens` greedy token ids, end-of-sequence ignored."""
+        key = (None if adapter is None else str(adapter), tuple(prompt_ids), max_tokens)
+        if key not in self._seen:
+            self._seen[key] = self._generate(adapter, prompt_ids, max_tokens)
+        return self._seen[key]
+
+    def _generate(self, adapter: Path | None, prompt_ids: Sequence[int], max_tokens: int) -> list[int]:
+        import torch
+
+        model = self.load(adapter)
+        ids = torch.tensor([list(prompt_ids)])
+        with torch.no_grad():
+            out = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_tokens,
+                min_new_tokens=max_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=1,
+            )
+        return [int(i) for i in out[0, ids.shape[1] :]]
+
+    def load(self, adapter: Path | None) -> Any:
+        """The base model, with `adapter` on it if one is given, in evaluation mode."""
+        import torch
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
+        if adapter is not None:
+            model = PeftModel.from_pretrained(model, str(adapter))
+        return model.eval()
+
+
+def write_answers(path: Path, answers: Mapping[str, Sequence[int]]) -> None:
+    """Keep reference answers as JSON, for a process that does not import torch."""
+    path.write_text(json.dumps({name: list(ids) for name, ids in answers.items()}))

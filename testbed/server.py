@@ -1,0 +1,110 @@
+"""A real `vllm serve` on loopback: started with small settings, waited for, and ended by its process group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+START_TIMEOUT_S = 300
+SMALL_ENGINE = (
+    "--dtype", "float32",
+    "--enforce-eager",
+    "--max-model-len", "256",
+    "--max-num-batched-tokens", "256",
+    "--max-num-seqs", "16",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server: its base URL, its process and the file with everything that it printed."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log_file: Path
+
+    def log(self) -> str:
+        return self.log_file.read_text(errors="replace")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def vllm_server(
+    model: Path,
+    log_file: Path,
+    *,
+    arguments: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    progress: Callable[[float], None] = lambda seconds: None,
+) -> Iterator[Server]:
+    """Start `vllm serve model`, wait until it is healthy, and end it and all its children afterwards."""
+    port = free_port()
+    environment = {
+        # A development shell's own settings must not leak into the server under test.
+        **{name: value for name, value in os.environ.items() if not name.startswith(("LORA_PLUGINS_", "VLLM_"))},
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **(env or {}),
+    }
+    vllm = Path(sys.executable).with_name("vllm")
+    command = [str(vllm), "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *SMALL_ENGINE, *arguments]
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    with log_file.open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+    try:
+        server = Server(f"http://127.0.0.1:{port}", process, log_file)
+        _wait_until_healthy(server, progress)
+        yield server
+    finally:
+        _end(process)
+
+
+def _wait_until_healthy(server: Server, progress: Callable[[float], None]) -> None:
+    started = time.monotonic()
+    while True:
+        waited_s = time.monotonic() - started
+        if server.process.poll() is not None:
+            raise RuntimeError(f"vllm serve ended with {server.process.returncode}:\n{server.log()[-4000:]}")
+        if waited_s > START_TIMEOUT_S:
+            raise TimeoutError(f"vllm serve is not healthy after {START_TIMEOUT_S} s:\n{server.log()[-4000:]}")
+        try:
+            with urllib.request.urlopen(f"{server.url}/health", timeout=2) as answer:
+                if answer.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            pass
+        progress(waited_s)
+        time.sleep(0.25)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process group that this module started, kindly first."""
+    for number, patience_s in ((signal.SIGINT, 15), (signal.SIGTERM, 5), (signal.SIGKILL, 10)):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            continue
+        # The server has ended; its children get the next, harder signal if any is left.
+        time.sleep(0.2)
+    process.wait()
