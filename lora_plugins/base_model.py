@@ -16,6 +16,7 @@ from lora_plugins.settings import BaseMatch
 
 # The Hub's cache: models--<org>--<name>/snapshots/<commit>
 _HUB_CACHE = re.compile(r"(?:^|/)models--(?P<repo>[^/]+)/snapshots/[0-9a-f]{7,64}/?$")
+_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,9 @@ class BaseModel:
 
     def goes_by(self, name: str) -> bool:
         """Whether `name` means this model: its path, a served name, an alias, or its Hub id in another spelling."""
-        known = {self.path, *self.served_names, *self.aliases}
-        return name in known or bool(_spellings(name) & set().union(*(_spellings(item) for item in known)))
+        return self.is_called(name) or any(
+            _same_model(name, item) for item in (self.path, *self.served_names, *self.aliases)
+        )
 
     def is_called(self, name: str) -> bool:
         """Whether `name` is exactly the path, a served name or an alias."""
@@ -130,7 +132,7 @@ def _check_shapes(weights: Weights, base: BaseModel, config: AdapterConfig) -> N
         if sizes not in allowed:
             raise IncompatibleAdapter(
                 f"{sizes[0]} inputs and {sizes[1]} outputs in module '{pair.module}' ({about_base})",
-                expected=" or ".join(f"{wide} and {high}" for wide, high in sorted(allowed)[:4]),
+                expected=" or ".join(f"{wide} inputs and {high} outputs" for wide, high in sorted(allowed)[:4]),
                 remedy="serve this adapter with the base model that it was trained on",
             )
     for module, tensor in weights.base_embeddings:
@@ -158,21 +160,24 @@ def _tail(module: str) -> str:
     return parts[-1]
 
 
-def _spellings(name: str) -> set[str]:
-    """Names that mean the same model: a Hub id, its snapshot in a cache, a local copy under the id's last part."""
+def _same_model(one: str, other: str) -> bool:
+    """Whether two names mean the same model, by their spelling alone.
+
+    A Hub id is its snapshot in a cache, and a local copy under the id's last part; two Hub ids must be equal.
+    """
+    one, other = _plain_name(one), _plain_name(other)
+    if not one or not other:
+        return False
+    if os.path.isabs(one) and os.path.isabs(other) and os.path.realpath(one) == os.path.realpath(other):
+        return True
+    if _HUB_ID.fullmatch(one) and _HUB_ID.fullmatch(other):
+        return one.lower() == other.lower()
+    return os.path.basename(one).lower() == os.path.basename(other).lower()
+
+
+def _plain_name(name: str) -> str:
     cached = _HUB_CACHE.search(name)
-    if cached:
-        name = cached["repo"].replace("--", "/", 1)
-    name = name.rstrip("/")
-    if not name:
-        return set()
-    spellings = {name, os.path.realpath(name)} if os.path.isabs(name) else {name}
-    if cached or not os.path.isabs(name):
-        # "org/name" also matches a local directory called "name", and the other way round.
-        spellings.add("…/" + name.rsplit("/", 1)[-1].lower())
-    else:
-        spellings.add("…/" + os.path.basename(name).lower())
-    return spellings
+    return cached["repo"].replace("--", "/", 1) if cached else name.rstrip("/")
 
 
 def _slot_rank(rank: int) -> int:

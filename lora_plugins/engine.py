@@ -69,6 +69,22 @@ SEAMS: tuple[Seam, ...] = (
         remove="vLLM's handler passes exc.headers on, as FastAPI's own does",
     ),
     Seam(
+        symbol="vllm.lora.ops.torch_ops.lora_ops:bgmv_shrink",
+        has=("inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor", "scaling"),
+        what="its source is read, to warn where it does not mask index -1",
+        why="on the CPU, vLLM before 0.33 computes base-model rows with the last slot's adapter",
+        since="0.30",
+        remove="0.32 is no longer supported",
+    ),
+    Seam(
+        symbol="vllm.platforms.interface:Platform.is_cpu",
+        has=("self",),
+        what="called",
+        why="the warning above is for the CPU only",
+        since="0.30",
+        remove="0.32 is no longer supported",
+    ),
+    Seam(
         symbol="vllm.lora.resolver:LoRAResolver.resolve_lora",
         has=("self", "base_model_name", "lora_name"),
         what="implemented by our resolver",
@@ -246,8 +262,8 @@ def module_shapes(hf_config: Any) -> Mapping[str, tuple[int, int]]:
         return {}
     try:
         with torch.device("meta"):
-            model = model_class._from_config(copy.deepcopy(hf_config))
-    except Exception as error:  # whatever a model's constructor may raise; the server must start all the same
+            model = model_class._from_config(copy.deepcopy(hf_config))  # noqa: SLF001 - what AutoModel.from_config calls
+    except Exception as error:  # noqa: BLE001 - whatever a model's constructor raises, the server must start
         logger.warning("Shapes are not checked: %s cannot be built from its configuration (%s)", names[0], error)
         return {}
     shapes = {}
@@ -276,8 +292,23 @@ def _log_in_charge(chain: SourceChain) -> None:
     )
     if not settings.runtime_lora_updating:
         logger.warning("vLLM asks no resolver unless VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 is set; it is not")
+    if _cpu_kernels_mix_up_base_rows():
+        logger.warning(
+            "On the CPU, vLLM before 0.33 computes base-model requests with an adapter when both share a batch "
+            "(vllm-project/vllm#48421); serve the base model from another server, or upgrade vLLM"
+        )
     if base and not base.lora_enabled:
         logger.warning("This server runs without --enable-lora; every adapter will be refused")
+
+
+def _cpu_kernels_mix_up_base_rows() -> bool:
+    import inspect
+
+    from vllm.lora.ops import torch_ops
+    from vllm.platforms import current_platform
+
+    # 0.33 masks index -1, which stands for "no adapter"; before, it selects the last slot.
+    return bool(current_platform.is_cpu()) and "-1" not in inspect.getsource(torch_ops.bgmv_shrink)
 
 
 def _keep_http_headers() -> None:

@@ -53,7 +53,8 @@ class LoRAPluginsError(Exception):
             text += f"; expected {self.expected}"
         if self.remedy:
             text += f". To fix: {self.remedy}"
-        return text + "."
+        # Names in adapter files are anybody's text: no line break forged in a log, nothing that UTF-8 cannot carry.
+        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text) + "."
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), {name: getattr(self, name) for name in _FIELDS})

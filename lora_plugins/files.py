@@ -44,10 +44,9 @@ def open_regular(path: Path, *, inside: Path | None = None) -> Iterator[tuple[Bi
                     expected="a file below the root",
                     remedy="copy the file there, or set LORA_PLUGINS_FOLLOW_SYMLINKS=1",
                 )
-            # Non-blocking, so that a named pipe is refused below instead of waited for.
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            with open(descriptor, "rb") as file:
-                status = os.fstat(descriptor)
+            # Python closes what an opener returns, also where it then refuses it (a directory).
+            with open(path, "rb", opener=_open_without_waiting) as file:
+                status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode):
                     raise _not_regular()
                 yield file, status.st_size
@@ -55,6 +54,11 @@ def open_regular(path: Path, *, inside: Path | None = None) -> Iterator[tuple[Bi
             raise
         except OSError as error:
             raise map_os_error(error) from error
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    # Non-blocking, so that a named pipe is refused by its kind instead of waited for.
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def map_os_error(error: OSError) -> LoRAPluginsError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,8 +60,3 @@ class Reference:
         if adapter is not None:
             model = PeftModel.from_pretrained(model, str(adapter))
         return model.eval()
-
-
-def write_answers(path: Path, answers: Mapping[str, Sequence[int]]) -> None:
-    """Keep reference answers as JSON, for a process that does not import torch."""
-    path.write_text(json.dumps({name: list(ids) for name, ids in answers.items()}))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,7 +97,7 @@ def parse_config(data: bytes) -> AdapterConfig:
         rank=_rank("r", _required(raw, "r")),
         alpha=_alpha("lora_alpha", _required(raw, "lora_alpha")),
         targets=_targets(_required(raw, "target_modules")),
-        base_model=_optional_text(raw, "base_model_name_or_path"),
+        base_model=_base_model(raw),
         use_rslora=_flag(raw, "use_rslora"),
         rank_pattern={key: _rank(f"rank_pattern[{key!r}]", value) for key, value in _mapping(raw, "rank_pattern")},
         alpha_pattern={key: _alpha(f"alpha_pattern[{key!r}]", value) for key, value in _mapping(raw, "alpha_pattern")},
@@ -193,6 +194,14 @@ def _optional_text(raw: Mapping[str, Any], key: str) -> str | None:
     if value is None or isinstance(value, str):
         return value or None
     raise _broken(f"{key} {_short(value)}", "text")
+
+
+def _base_model(raw: Mapping[str, Any]) -> str | None:
+    name = _optional_text(raw, "base_model_name_or_path")
+    # It is compared as a path and quoted in logs and errors: no NUL, no line break, no half of a surrogate pair.
+    if name and (len(name) > 4096 or any(unicodedata.category(character) in ("Cc", "Cs") for character in name)):
+        raise _broken(f"base_model_name_or_path {_short(name)}", "the name or path of a model")
+    return name
 
 
 def _mapping(raw: Mapping[str, Any], key: str) -> list[tuple[str, Any]]:

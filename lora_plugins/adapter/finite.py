@@ -1,7 +1,7 @@
 """One pass over the weights that refuses NaN and infinity.
 
-Cost: every byte of the file is read once, in pieces of 4 MiB, with one integer comparison per element; memory stays
-at about 10 MiB whatever the file's size. `make bench-verify` measures it; the figure stands in docs/verification.md.
+Cost: every byte of the file is read once, in pieces of 4 MiB, with one integer comparison per element; memory does
+not grow with the file. `make bench-verify` measures it; the figure stands in docs/verification.md.
 """
 
 from __future__ import annotations

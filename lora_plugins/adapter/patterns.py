@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import regex
 
 from lora_plugins.errors import InvalidAdapter
 
 BUDGET_S = 1.0
+MAX_PATTERN_CHARACTERS = 10_000  # compiling is under no deadline, and takes longer the longer the pattern
+
+_PLAIN_NAME = regex.compile(r"[A-Za-z0-9_.]+")
 
 T = TypeVar("T")
 
@@ -26,19 +29,31 @@ class Deadline:
     def __init__(self, budget_s: float = BUDGET_S) -> None:
         self._budget_s = budget_s
         self._ends = time.monotonic() + budget_s
+        self._compiled: dict[str, Any] = {}
 
     def matches(self, pattern: str, name: str, *, field: str) -> bool:
         """Whether `pattern` matches the whole of `name`.
 
         Raises:
-            InvalidAdapter: not a regular expression, or out of time; `field` names it in the message.
+            InvalidAdapter: not a regular expression, too long, or out of time; `field` names it in the message.
         """
-        try:
-            left_s = max(1e-3, self._ends - time.monotonic())
-            return regex.fullmatch(pattern, name, timeout=left_s) is not None
-        except TimeoutError:
+        if len(pattern) > MAX_PATTERN_CHARACTERS:
             raise InvalidAdapter(
-                f"a pattern in {field} that takes more than {self._budget_s:g} s to match",
+                f"a pattern of {len(pattern)} characters in {field}",
+                expected=f"at most {MAX_PATTERN_CHARACTERS}",
+                remedy=f"write {field} with plain module names",
+            )
+        try:
+            compiled = self._compiled.get(pattern)
+            if compiled is None:
+                compiled = self._compiled[pattern] = regex.compile(pattern, cache_pattern=False)
+            left_s = self._ends - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            return compiled.fullmatch(name, timeout=left_s) is not None
+        except (TimeoutError, MemoryError):  # a recursive pattern runs out of stack before it runs out of time
+            raise InvalidAdapter(
+                f"a pattern in {field} that takes more than {self._budget_s:g} s or too much memory to match",
                 expected="patterns without nested repetition",
                 remedy=f"write {field} with plain module names",
             ) from None
@@ -53,6 +68,9 @@ class Deadline:
 def first_match(patterns: Mapping[str, T], module: str, deadline: Deadline, *, field: str) -> T | None:
     """The value of the first pattern that is a suffix of `module` at a dot (PEFT's `get_pattern_key`)."""
     for pattern, value in patterns.items():
+        # A plain name is as long as what it matches; one per module (80 layers, say) must not use up the deadline.
+        if _PLAIN_NAME.fullmatch(pattern) and module[-len(pattern) - 1 : -len(pattern)] not in ("", "."):
+            continue
         if deadline.matches(rf"(.*\.)?({pattern})", module, field=field):
             return value
     return None

@@ -61,7 +61,9 @@ def read_header(file: BinaryIO, file_bytes: int) -> tuple[TensorInfo, ...]:
 
 def _parse(data: bytes) -> dict[str, Any]:
     try:
-        raw = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+        raw = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_int=_natural)
+    except InvalidAdapter:
+        raise
     except (ValueError, RecursionError):
         raise _broken("a header that is not JSON", "a JSON header") from None
     if not isinstance(raw, dict):
@@ -71,6 +73,8 @@ def _parse(data: bytes) -> dict[str, Any]:
         isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     ):
         raise _broken("a __metadata__ that is not an object of texts", "texts only")
+    if any("\ud800" <= character <= "\udfff" for text in (metadata or {}).items() for character in "".join(text)):
+        raise _broken("half a character in __metadata__", "whole characters")
     if not raw:
         raise _broken("no tensors", "at least one pair of lora_A and lora_B")
     if len(raw) > MAX_TENSORS:
@@ -85,13 +89,19 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
+def _natural(digits: str) -> int:
+    if digits.startswith("-"):  # the safetensors library refuses "-0" too
+        raise ValueError(digits)
+    return int(digits)
+
+
 def _tensors(raw: Mapping[str, Any], start: int) -> list[TensorInfo]:
     tensors = []
     for name, entry in raw.items():
         if len(name) > MAX_NAME_CHARACTERS or not name.isprintable():
             raise _broken(f"a tensor name of {len(name)} characters: {name[:60]!r}", "a module's name")
-        if not isinstance(entry, dict):
-            raise _broken(f"no description of tensor '{name}'", "dtype, shape and data_offsets")
+        if not isinstance(entry, dict) or len(entry) != 3:
+            raise _broken(f"no description of tensor '{name}'", "dtype, shape and data_offsets, no more")
         dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
         if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
             raise _broken(f"dtype {str(dtype)[:20]} of tensor '{name}'", "one of " + ", ".join(DTYPE_BYTES))

@@ -1,0 +1,41 @@
+# Every target sets up .venv first, from nothing if need be; the second time that costs nothing.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; \
+	done || echo python3)
+RUN := .venv/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help set-up demo test test-unit check format seams bench-verify clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+set-up: ## make .venv with an engine that this machine can run
+	@$(PYTHON) tools/set_up.py
+
+demo: set-up ## unknown model names become served adapters, on a real vllm serve
+	@$(RUN) -m examples.demo
+
+test: set-up ## all tests, the real engine included
+	@$(RUN) -m pytest
+
+test-unit: set-up ## the tests that need no engine, in a minute
+	@$(RUN) -m pytest --ignore=tests/e2e
+
+check: set-up ## lint, format and types, as CI has them
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m mypy
+
+format: set-up ## put the code into the one format
+	@$(RUN) -m ruff check --fix-only .
+	@$(RUN) -m ruff format .
+
+seams: set-up ## hold the ledger of vLLM seams against the installed vLLM
+	@$(RUN) tools/check_seams.py
+
+bench-verify: set-up ## what verification costs, by adapter size
+	@$(RUN) -m benchmarks.verify_cost
+
+clean: ## remove .venv and caches
+	rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,100 @@
+"""Adapters that nobody registered answer as PEFT does, on every route."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import openai
+import pytest
+
+from testbed.bed import MAX_TOKENS
+from testbed.client import complete
+from testbed.models import DEMO_ADAPTERS, PROMPT, edit_config
+from tests.e2e.conftest import World
+
+DEMO_NAMES = [spec.name for spec in DEMO_ADAPTERS]
+CHAT = [{"role": "user", "content": "SELECT name FROM"}]
+
+
+def test_base_model_is_untouched(world: World) -> None:
+    assert list(complete(world.client, world.base, PROMPT, MAX_TOKENS).token_ids) == world.bed.answers[None]
+
+
+@pytest.mark.parametrize("name", DEMO_NAMES)
+def test_streamed_completion_equals_peft(world: World, name: str) -> None:
+    answer = complete(world.client, name, PROMPT, MAX_TOKENS)
+    assert answer.status == 200, answer.error
+    assert list(answer.token_ids) == world.bed.answers[name]
+
+
+@pytest.mark.parametrize("name", ["patterned", "regex", "renamed-base", "nameless-base", "alias-inside/poet", "sql@v3"])
+def test_unusual_adapters_equal_peft(world: World, name: str) -> None:
+    if name == "regex":
+        edit_config(world.root / name, target_modules=r".*layers\.\d+\.self_attn\.[qkvo]_proj")
+    if name == "nameless-base":
+        edit_config(world.root / name, base_model_name_or_path=None)
+    prompt = world.reference.prompt_ids(PROMPT)
+    expected = world.reference.generate(world.root / name, prompt, MAX_TOKENS)
+    answer = complete(world.client, name, PROMPT, MAX_TOKENS)
+    assert answer.status == 200, answer.error
+    assert list(answer.token_ids) == expected
+
+
+@pytest.mark.parametrize("name", DEMO_NAMES)
+def test_chat_completion_equals_peft(world: World, name: str) -> None:
+    expected = world.reference.generate(world.root / name, world.reference.chat_ids(CHAT), MAX_TOKENS)
+    answer = world.client.chat.completions.create(
+        model=name,
+        messages=CHAT,
+        max_tokens=MAX_TOKENS,
+        temperature=0,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    assert list(answer.choices[0].token_ids) == expected
+
+
+def test_responses_route_resolves_too(world: World) -> None:
+    answer = world.client.responses.create(
+        model="team/poet", input="SELECT name FROM", max_output_tokens=MAX_TOKENS, temperature=0
+    )
+    assert answer.model == "team/poet"
+    assert answer.usage.output_tokens > 0
+
+
+def test_unknown_name_on_the_tokenize_route_is_404(world: World) -> None:
+    answer = httpx.post(f"{world.server.url}/tokenize", json={"model": "nobody/has-this", "prompt": PROMPT})
+    assert answer.status_code == 404
+
+
+def test_mixed_batch_keeps_adapters_apart(world: World) -> None:
+    # Without the base model: vLLM's CPU kernels before 0.33 compute its rows with the last slot's adapter when
+    # they share a batch with adapters (docs/known-limits.md).
+    names = DEMO_NAMES * 4
+    answers = asyncio.run(_complete_all(world, names))
+    for name, ids in zip(names, answers, strict=True):
+        assert ids == world.bed.answers[name], name
+
+
+def test_fifty_first_requests_load_once(world: World) -> None:
+    answers = asyncio.run(_complete_all(world, ["crowd"] * 50))
+    assert answers == [world.bed.answers["sql"]] * 50
+    log = world.server.log()
+    assert log.count("Adapter 'crowd' from filesystem") == 1
+    assert log.count("Resolved and loaded LoRA adapter 'crowd'") == 1
+
+
+async def _complete_all(world: World, names: list[str]) -> list[list[int]]:
+    async with openai.AsyncOpenAI(base_url=f"{world.server.url}/v1", api_key="none", max_retries=0) as client:
+
+        async def one(name: str) -> list[int]:
+            answer = await client.completions.create(
+                model=name,
+                prompt=PROMPT,
+                max_tokens=MAX_TOKENS,
+                temperature=0,
+                extra_body={"ignore_eos": True, "return_token_ids": True},
+            )
+            return list(answer.choices[0].token_ids)
+
+        return await asyncio.gather(*(one(name) for name in names))

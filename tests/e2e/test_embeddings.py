@@ -1,0 +1,53 @@
+"""The embeddings route of a pooling server resolves unknown names too, and its vectors are PEFT's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from testbed.bed import Bed
+from testbed.client import connect
+from testbed.models import PROMPT
+from testbed.reference import Reference
+from testbed.server import vllm_server
+
+
+@pytest.fixture(scope="module")
+def client(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    with vllm_server(
+        bed.base,
+        tmp_path_factory.mktemp("pooling") / "server.log",
+        arguments=("--runner", "pooling", "--convert", "embed", "--enable-lora", "--max-lora-rank", "64"),
+        env={
+            "VLLM_PLUGINS": "lora_filesystem_resolver",
+            "VLLM_LORA_RESOLVER_CACHE_DIR": str(bed.adapters),
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        },
+    ) as server:
+        yield connect(server)
+
+
+@pytest.mark.parametrize("name", [None, "sql", "team/poet"])
+def test_embedding_equals_peft(client: openai.OpenAI, bed: Bed, name: str | None) -> None:
+    expected = _embedding(bed, bed.adapters / name if name else None)
+    answer = client.embeddings.create(model=name or str(bed.base), input=PROMPT)
+    assert answer.data[0].embedding == pytest.approx(expected, abs=1e-4)
+
+
+def test_unknown_name_is_404(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="nobody/has-this", input=PROMPT)
+
+
+def _embedding(bed: Bed, adapter: Path | None) -> list[float]:
+    """The last token's normed hidden state, as a decoder's last-token pooling has it."""
+    import torch
+
+    reference = Reference(bed.base)
+    ids = torch.tensor([reference.prompt_ids(PROMPT)])
+    with torch.no_grad():
+        hidden = reference.load(adapter)(input_ids=ids, output_hidden_states=True).hidden_states[-1][0, -1]
+    return [float(value) for value in torch.nn.functional.normalize(hidden, dim=0)]

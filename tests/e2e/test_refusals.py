@@ -1,0 +1,78 @@
+"""What must not be served is refused with the right status and a text that helps, and nothing breaks."""
+
+from __future__ import annotations
+
+import pytest
+
+from testbed.bed import MAX_TOKENS
+from testbed.client import complete
+from testbed.models import PROMPT
+from tests.e2e.broken import BROKEN, TRAVERSALS, Broken
+from tests.e2e.conftest import World
+
+
+def test_unknown_name_is_vllms_own_404(world: World) -> None:
+    answer = complete(world.client, "nobody/has-this", PROMPT, 1)
+    assert answer.status == 404
+    assert "The model `nobody/has-this` does not exist." in answer.error
+
+
+@pytest.mark.parametrize("case", BROKEN, ids=lambda case: case.name)
+def test_broken_adapter_is_refused_with_reason(world: World, case: Broken) -> None:
+    answer = complete(world.client, case.name, PROMPT, 1)
+    assert answer.status == case.status, answer.error
+    for text in (f"adapter '{case.name}'", "expected", *case.texts):
+        assert text in answer.error
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("rank-128", ("L003", "rank 128", "at most 64", "--max-lora-rank 128")),
+        ("other-base", ("L003", "someone/other-7b", "128 inputs", "256 inputs")),
+        ("link-out", ("L005", "symlink", "LORA_PLUGINS_FOLLOW_SYMLINKS")),
+        ("link-file-out", ("L005", "symlink", "adapter_model.safetensors")),
+    ],
+)
+def test_unfit_adapter_is_refused_with_reason(world: World, name: str, texts: tuple[str, ...]) -> None:
+    answer = complete(world.client, name, PROMPT, 1)
+    assert answer.status == 400, answer.error
+    for text in (f"adapter '{name}'", *texts):
+        assert text in answer.error
+
+
+@pytest.mark.parametrize("name", TRAVERSALS, ids=ascii)
+def test_other_spellings_are_no_model(world: World, name: str) -> None:
+    answer = complete(world.client, name, PROMPT, 1)
+    assert answer.status == 404, answer.error
+
+
+def test_folder_of_adapters_is_no_model(world: World) -> None:
+    assert complete(world.client, "team", PROMPT, 1).status == 404
+
+
+def test_rejection_is_logged_once_with_its_code(world: World) -> None:
+    for _ in range(3):
+        assert complete(world.client, "dora", PROMPT, 1).status == 400
+    lines = [line for line in world.server.log().splitlines() if "WARNING" in line and "adapter 'dora'" in line]
+    assert len(lines) == 1
+    assert "[L003]" in lines[0]
+
+
+def test_repaired_adapter_is_served(world: World) -> None:
+    path = world.root / "json-array" / "adapter_config.json"
+    assert complete(world.client, "json-array", PROMPT, 1).status == 400
+    path.write_bytes((world.root / "sql" / "adapter_config.json").read_bytes())
+    answer = complete(world.client, "json-array", PROMPT, MAX_TOKENS)
+    assert list(answer.token_ids) == world.bed.answers["sql"]
+
+
+def test_server_is_alive_and_right_after_all_of_it(world: World) -> None:
+    for case in BROKEN:
+        complete(world.client, case.name, PROMPT, 1)
+    for name in ("sql", "chat", "wide", "stable", "team/poet"):
+        assert list(complete(world.client, name, PROMPT, MAX_TOKENS).token_ids) == world.bed.answers[name]
+    assert list(complete(world.client, world.base, PROMPT, MAX_TOKENS).token_ids) == world.bed.answers[None]
+    assert world.server.process.poll() is None
+    assert "500 Internal Server Error" not in world.server.log()
+    assert "Traceback" not in world.server.log()

@@ -1,0 +1,99 @@
+"""Small real adapters, made of bytes: what PEFT would have saved, without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.verify import WEIGHTS_FILE
+from lora_plugins.base_model import BaseModel
+
+LAYER = "model.layers.{}.self_attn.{}"
+PEFT = "base_model.model."
+
+BASE = BaseModel(
+    path="org/tiny",
+    served_names=("tiny",),
+    max_rank=16,
+    module_shapes={
+        "model.embed_tokens": (32, 8),
+        **{LAYER.format(layer, "q_proj"): (8, 8) for layer in range(2)},
+        **{LAYER.format(layer, "v_proj"): (8, 4) for layer in range(2)},
+    },
+)
+
+
+def config(**changes: object) -> dict[str, object]:
+    """The configuration of `weights()`; a value of `...` leaves the key out."""
+    keys = {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "v_proj"],
+        "base_model_name_or_path": "org/tiny",
+        **changes,
+    }
+    return {key: value for key, value in keys.items() if value is not ...}
+
+
+def config_bytes(**changes: object) -> bytes:
+    return json.dumps(config(**changes)).encode()
+
+
+def pair(module: str, rank: int, wide: int, high: int, dtype: str = "float32") -> dict[str, np.ndarray]:
+    """A `(rank, wide)` and B `(high, rank)` of one module, under PEFT's names."""
+    values = np.random.default_rng(0)
+    return {
+        f"{PEFT}{module}.lora_A.weight": values.normal(size=(rank, wide)).astype(dtype),
+        f"{PEFT}{module}.lora_B.weight": values.normal(size=(high, rank)).astype(dtype),
+    }
+
+
+def weights(rank: int = 4) -> dict[str, np.ndarray]:
+    tensors: dict[str, np.ndarray] = {}
+    for layer in range(2):
+        tensors |= pair(LAYER.format(layer, "q_proj"), rank, 8, 8)
+        tensors |= pair(LAYER.format(layer, "v_proj"), rank, 8, 4)
+    return tensors
+
+
+_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "uint16": "BF16"}
+
+
+def header_of(tensors: Mapping[str, np.ndarray]) -> dict[str, object]:
+    """The header of a file that holds these tensors one after the other; `uint16` stands for bfloat16's bits."""
+    entries: dict[str, object] = {}
+    begin = 0
+    for name, array in tensors.items():
+        end = begin + array.nbytes
+        entries[name] = {"dtype": _DTYPES[str(array.dtype)], "shape": list(array.shape), "data_offsets": [begin, end]}
+        begin = end
+    return entries
+
+
+def with_header(header: bytes | object, data: bytes) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def safetensors(tensors: Mapping[str, np.ndarray]) -> bytes:
+    return with_header(header_of(tensors), b"".join(array.tobytes() for array in tensors.values()))
+
+
+def adapter_files(tensors: Mapping[str, np.ndarray] | None = None, **changes: object) -> dict[str, bytes]:
+    """File names to bytes of an adapter that `BASE` serves, with changes to its configuration."""
+    return {
+        CONFIG_FILE: config_bytes(**changes),
+        WEIGHTS_FILE: safetensors(weights() if tensors is None else tensors),
+    }
+
+
+def put(directory: Path, files: Mapping[str, bytes]) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        (directory / name).write_bytes(data)
+    return directory

@@ -1,0 +1,124 @@
+"""Errors: each says what, where and what to do; they survive a process boundary, and any text."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lora_plugins
+from lora_plugins import errors
+from lora_plugins.errors import (
+    AdapterNotFound,
+    IncompatibleAdapter,
+    InvalidAdapter,
+    InvalidSettings,
+    LoRAPluginsError,
+    NoFreeSlot,
+    OutOfMemory,
+    SourceUnavailable,
+    describing,
+)
+
+TABLE = {
+    NoFreeSlot: ("L001", RuntimeError, 503),
+    AdapterNotFound: ("L002", FileNotFoundError, 404),
+    IncompatibleAdapter: ("L003", ValueError, 400),
+    OutOfMemory: ("L004", MemoryError, 507),
+    InvalidAdapter: ("L005", ValueError, 400),
+    SourceUnavailable: ("L006", ConnectionError, 503),
+    InvalidSettings: ("L007", ValueError, 500),
+}
+FIELDS = {"found": "7 bytes", "expected": "8 bytes", "remedy": "copy it", "adapter": "team/sql", "file": "x.json"}
+by_class = pytest.mark.parametrize("kind", TABLE, ids=lambda kind: kind.__name__)
+
+
+def subclasses(kind: type[LoRAPluginsError]) -> Iterator[type[LoRAPluginsError]]:
+    for sub in kind.__subclasses__():
+        yield sub
+        yield from subclasses(sub)
+
+
+def test_the_table_holds_every_error_of_the_package():
+    ours = {kind for kind in subclasses(LoRAPluginsError) if kind.__module__.startswith("lora_plugins")}
+    assert ours == set(TABLE)
+    assert {kind.__name__ for kind in ours} <= set(lora_plugins.__all__)
+
+
+@by_class
+def test_code_builtin_base_and_status(kind):
+    code, builtin, status = TABLE[kind]
+    assert (kind.code, kind.http_status) == (code, status)
+    assert issubclass(kind, builtin)
+    assert issubclass(kind, LoRAPluginsError)
+
+
+@by_class
+def test_only_what_may_pass_says_when_to_try_again(kind):
+    assert (kind.retry_after_s is not None) == (kind in (NoFreeSlot, SourceUnavailable))
+    assert kind.retry_after_s is None or kind.retry_after_s > 0
+
+
+@by_class
+def test_the_module_docstring_draws_it(kind):
+    code, builtin, _ = TABLE[kind]
+    (line,) = [line for line in errors.__doc__.splitlines() if kind.__name__ in line]
+    assert code in line
+    assert builtin.__name__ in line
+
+
+@by_class
+def test_text_says_code_adapter_file_found_expected_and_remedy(kind):
+    text = str(kind(**FIELDS))
+    assert text == (
+        f"[{kind.code}] adapter 'team/sql', file 'x.json': found 7 bytes; expected 8 bytes. To fix: copy it."
+    )
+
+
+def test_text_leaves_out_what_is_not_known():
+    assert str(InvalidAdapter("7 bytes")) == "[L005] found 7 bytes."
+    assert str(InvalidAdapter("7 bytes", file="x")) == "[L005] file 'x': found 7 bytes."
+
+
+@by_class
+def test_pickling_keeps_everything(kind):
+    error = kind(**FIELDS)
+    copied = pickle.loads(pickle.dumps(error))
+    assert type(copied) is kind
+    assert vars(copied) == vars(error) == FIELDS
+    assert str(copied) == str(error)
+
+
+@given(st.text(), st.text())
+def test_no_text_forges_a_log_line_or_breaks_a_response(found, name):
+    # Tensor names and configuration values are anybody's text; half a surrogate pair would end vLLM's JSON answer.
+    text = str(InvalidAdapter(found, adapter=name))
+    assert text.isprintable()
+    json.dumps(text, ensure_ascii=False).encode()
+
+
+def test_text_of_many_languages_stays_readable():
+    assert "größe 模型" in str(InvalidAdapter("größe 模型"))
+
+
+def test_describing_fills_in_what_is_missing():
+    with pytest.raises(InvalidAdapter) as caught, describing(adapter="sql", file="a"):
+        raise InvalidAdapter("x")
+    assert (caught.value.adapter, caught.value.file) == ("sql", "a")
+
+
+def test_describing_keeps_what_was_said_closer_to_the_fault():
+    with pytest.raises(InvalidAdapter) as caught, describing(adapter="outer", file="outer"):  # noqa: SIM117
+        with describing(file="inner"):
+            raise InvalidAdapter("x")
+    assert (caught.value.adapter, caught.value.file) == ("outer", "inner")
+
+
+def test_describing_leaves_other_errors_alone():
+    with pytest.raises(KeyError) as caught, describing(adapter="sql"):
+        raise KeyError("x")
+    assert not hasattr(caught.value, "adapter")
