@@ -17,6 +17,8 @@ from lora_plugins.settings import BaseMatch
 # The Hub's cache: models--<org>--<name>/snapshots/<commit>
 _HUB_CACHE = re.compile(r"(?:^|/)models--(?P<repo>[^/]+)/snapshots/[0-9a-f]{7,64}/?$")
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+# What vLLM takes for --max-lora-rank (`MaxLoRARanks` in vllm/config/lora.py, 0.32 and 0.33).
+_SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class BaseModel:
         max_rank: `--max-lora-rank`; None where it is not known.
         lora_enabled: whether the server runs with `--enable-lora`.
         module_shapes: module name to `(in, out)` sizes of every layer that LoRA can adapt, whole (not sharded);
-            embeddings count as `(vocabulary, hidden)`. Empty where the shapes are not known.
+            embeddings count as `(vocabulary, hidden)`, fused experts as `(0, 0)`. Empty where shapes are not known.
     """
 
     path: str
@@ -46,6 +48,11 @@ class BaseModel:
         for module, shape in self.module_shapes.items():
             tails[_tail(module)].add(shape)
         return {tail: frozenset(shapes) for tail, shapes in tails.items()}
+
+    @cached_property
+    def has_experts(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return any("experts" in module.split(".") for module in self.module_shapes)
 
     def shapes_of(self, module: str) -> frozenset[tuple[int, int]]:
         """The sizes that a module of this name may have; empty if the model has none of this name.
@@ -83,7 +90,7 @@ def check_base(config: AdapterConfig, weights: Weights | None, base: BaseModel, 
         raise IncompatibleAdapter(
             f"rank {config.max_rank}",
             expected=f"at most {base.max_rank}, the server's --max-lora-rank",
-            remedy=f"restart the server with --max-lora-rank {_slot_rank(config.max_rank)}",
+            remedy=_rank_remedy(config.max_rank),
         )
     named = _check_name(config, base, mode)
     if weights is not None and base.module_shapes:
@@ -119,7 +126,7 @@ def _check_name(config: AdapterConfig, base: BaseModel, mode: BaseMatch) -> bool
 def _check_shapes(weights: Weights, base: BaseModel, config: AdapterConfig) -> None:
     about_base = f"base model {config.base_model or 'not named'}, served is {base.path}"
     for pair in weights.pairs:
-        if pair.is_experts:
+        if pair.is_experts and base.has_experts:
             continue  # fused experts are stored in several layouts; the engine knows which it takes
         allowed = base.shapes_of(pair.module)
         if not allowed:
@@ -161,7 +168,7 @@ def _tail(module: str) -> str:
 
 
 def _same_model(one: str, other: str) -> bool:
-    """Whether two names mean the same model, by their spelling alone.
+    """Whether two names mean the same model.
 
     A Hub id is its snapshot in a cache, and a local copy under the id's last part; two Hub ids must be equal.
     """
@@ -180,6 +187,8 @@ def _plain_name(name: str) -> str:
     return cached["repo"].replace("--", "/", 1) if cached else name.rstrip("/")
 
 
-def _slot_rank(rank: int) -> int:
-    """The smallest `--max-lora-rank` that vLLM takes and that is not below `rank`."""
-    return next((size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
+def _rank_remedy(rank: int) -> str:
+    for size in _SLOT_RANKS:
+        if size >= rank:
+            return f"restart the server with --max-lora-rank {size}"
+    return f"train with a lower rank; vLLM's slots take {_SLOT_RANKS[-1]} at most"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -61,12 +62,20 @@ SEAMS: tuple[Seam, ...] = (
         remove="LoRAResolver is handed the model and LoRA configuration",
     ),
     Seam(
-        symbol="vllm.entrypoints.serve.exception_handling.handlers.http:http_exception_handler",
-        has=("req", "exc"),
-        what="wrapped where `register` refers to it: headers of the HTTPException are put on the response",
+        symbol="vllm.entrypoints.serve.exception_handling.register:http_exception_handler",
+        has=(),
+        what="wrapped: headers of the HTTPException are put on the response",
         why="vLLM drops them, and with them Retry-After on a 503",
         since="0.30",
         remove="vLLM's handler passes exc.headers on, as FastAPI's own does",
+    ),
+    Seam(
+        symbol="vllm.entrypoints.serve.exception_handling.handlers.http:http_exception_handler",
+        has=("req", "exc"),
+        what="called from the wrapper",
+        why="as above",
+        since="0.30",
+        remove="as above",
     ),
     Seam(
         symbol="vllm.lora.ops.torch_ops.lora_ops:bgmv_shrink",
@@ -99,6 +108,22 @@ SEAMS: tuple[Seam, ...] = (
         why="public interface",
         since="0.30",
         remove="never: this is the public interface",
+    ),
+    Seam(
+        symbol="vllm.entrypoints.openai.models.serving:OpenAIServingModels",
+        has=("engine_client", "model_config", "base_model_paths"),
+        what="read, with engine_client.vllm_config.lora_config",
+        why="names, configuration and LoRA limits of the served model",
+        since="0.30",
+        remove="LoRAResolver is handed the model and LoRA configuration",
+    ),
+    Seam(
+        symbol="vllm.config.lora:LoRAConfig",
+        has=("max_lora_rank",),
+        what="read",
+        why="a larger rank is refused before the engine sees it",
+        since="0.30",
+        remove="LoRAResolver is handed the model and LoRA configuration",
     ),
     Seam(
         symbol="vllm.lora.request:LoRARequest",
@@ -173,25 +198,25 @@ def http_error(error: LoRAPluginsError) -> Exception:
 _resolver: LoRAPluginsResolver | None = None
 
 
-def take_over_filesystem_resolver(register: Callable[[], None]) -> Callable[[], None]:
-    """Put `register` in the place of vLLM's builtin of the same entry-point name; returns the builtin.
+_builtins: dict[tuple[str, str], Callable[[], None]] = {}
+
+
+def take_over(module_name: str, function_name: str, register: Callable[[], None]) -> None:
+    """Put `register` in the place of vLLM's builtin of the same entry-point name.
 
     vLLM imports both entry points and keeps the one that it discovered last. If that is the builtin, it is read
     from its module after this has run; if it is ours, nothing else is needed. So ours runs in either order.
     """
-    from vllm.plugins.lora_resolvers import filesystem_resolver as module
-
-    builtin: Callable[[], None] = module.register_filesystem_resolver
-    if builtin is not register:
-        module.register_filesystem_resolver = register
-    return builtin
+    _builtins[module_name, function_name] = builtin(module_name, function_name)
+    setattr(importlib.import_module(module_name), function_name, register)
 
 
-def builtin_filesystem_resolver() -> Callable[[], None]:
-    """VLLM's own function behind the entry point `lora_filesystem_resolver`."""
-    from vllm.plugins.lora_resolvers import filesystem_resolver as module
-
-    return module.register_filesystem_resolver  # type: ignore[no-any-return]
+def builtin(module_name: str, function_name: str) -> Callable[[], None]:
+    """vLLM's own function behind an entry point, taken over or not."""
+    known = _builtins.get((module_name, function_name))
+    if known is not None:
+        return known
+    return getattr(importlib.import_module(module_name), function_name)  # type: ignore[no-any-return]
 
 
 def serve_from(make_source: Callable[[ThreadPoolExecutor], Source], settings: Settings) -> None:
@@ -274,6 +299,8 @@ def module_shapes(hf_config: Any) -> Mapping[str, tuple[int, int]]:
             shapes[name] = (module.num_embeddings, module.embedding_dim)
         elif isinstance(module, Conv1D):
             shapes[name] = (module.weight.shape[0], module.weight.shape[1])
+        elif name.endswith(".experts"):
+            shapes[name] = (0, 0)  # fused, in a layout that the engine knows
     return shapes
 
 
@@ -304,11 +331,11 @@ def _log_in_charge(chain: SourceChain) -> None:
 def _cpu_kernels_mix_up_base_rows() -> bool:
     import inspect
 
-    from vllm.lora.ops import torch_ops
+    from vllm.lora.ops.torch_ops import lora_ops
     from vllm.platforms import current_platform
 
     # 0.33 masks index -1, which stands for "no adapter"; before, it selects the last slot.
-    return bool(current_platform.is_cpu()) and "-1" not in inspect.getsource(torch_ops.bgmv_shrink)
+    return bool(current_platform.is_cpu()) and "-1" not in inspect.getsource(lora_ops.bgmv_shrink)
 
 
 def _keep_http_headers() -> None:

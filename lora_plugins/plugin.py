@@ -9,6 +9,8 @@ from lora_plugins.settings import Settings, named_in_environment
 
 FILESYSTEM = "lora_filesystem_resolver"
 
+_FILESYSTEM_BUILTIN = ("vllm.plugins.lora_resolvers.filesystem_resolver", "register_filesystem_resolver")
+
 
 def register_filesystem_resolver() -> None:
     """Entry point `lora_filesystem_resolver`: serve adapters from `VLLM_LORA_RESOLVER_CACHE_DIR`.
@@ -19,7 +21,7 @@ def register_filesystem_resolver() -> None:
         InvalidSettings: the directory does not exist, or a `LORA_PLUGINS_*` variable cannot be right.
     """
     if not named_in_environment(FILESYSTEM):
-        engine.builtin_filesystem_resolver()()
+        engine.builtin(*_FILESYSTEM_BUILTIN)()
         return
     settings = Settings.from_env()
     root = settings.filesystem_root
@@ -37,4 +39,4 @@ def register_filesystem_resolver() -> None:
 
 
 if named_in_environment(FILESYSTEM):
-    engine.take_over_filesystem_resolver(register_filesystem_resolver)
+    engine.take_over(*_FILESYSTEM_BUILTIN, register_filesystem_resolver)

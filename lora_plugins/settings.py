@@ -13,7 +13,7 @@ from lora_plugins.errors import InvalidSettings
 
 _PREFIX = "LORA_PLUGINS_"
 _TRUE = {"1", "true", "yes", "on"}
-_FALSE = {"0", "false", "no", "off", ""}
+_FALSE = {"0", "false", "no", "off"}
 _UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9, "b": 1}
 
 # One line each in docs/settings.md; a test compares the two.
@@ -73,7 +73,7 @@ class Settings:
         root = env.get("VLLM_LORA_RESOLVER_CACHE_DIR")
         return cls(
             runtime_lora_updating=env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").strip().lower() in {"1", "true"},
-            filesystem_root=Path(root).expanduser().absolute() if root else None,
+            filesystem_root=_directory("VLLM_LORA_RESOLVER_CACHE_DIR", root) if root else None,
             base_match=_base_match(env),
             base_aliases=_names(env, "LORA_PLUGINS_BASE_ALIASES"),
             follow_symlinks=_flag(env, "LORA_PLUGINS_FOLLOW_SYMLINKS", default=False),
@@ -107,10 +107,17 @@ def _base_match(env: Mapping[str, str]) -> BaseMatch:
         raise _wrong(name, env[name], "strict, compatible or off") from None
 
 
+def _directory(name: str, value: str) -> Path:
+    try:
+        return Path(value).expanduser().absolute()
+    except RuntimeError:  # ~ of a user that does not exist
+        raise _wrong(name, value, "a path of this machine") from None
+
+
 def _flag(env: Mapping[str, str], name: str, *, default: bool) -> bool:
-    if name not in env:
+    value = env.get(name, "").strip().lower()
+    if not value:
         return default
-    value = env[name].strip().lower()
     if value in _TRUE:
         return True
     if value in _FALSE:

@@ -127,3 +127,12 @@ def test_no_other_module_reads_the_environment():
         for node in ast.walk(ast.parse(path.read_text())):
             used = isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv")
             assert not used, f"{path}:{getattr(node, 'lineno', 0)}"
+
+
+def test_an_empty_flag_is_its_default():
+    assert Settings.from_env({"LORA_PLUGINS_CHECK_FINITE": ""}).check_finite
+
+
+def test_a_home_of_nobody_is_refused():
+    with pytest.raises(InvalidSettings, match="VLLM_LORA_RESOLVER_CACHE_DIR"):
+        Settings.from_env({"VLLM_LORA_RESOLVER_CACHE_DIR": "~no-such-user-here/x"})

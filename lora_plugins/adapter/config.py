@@ -63,6 +63,10 @@ class AdapterConfig:
         """The largest rank that any module may have; vLLM holds this against `--max-lora-rank`."""
         return max([self.rank, *self.rank_pattern.values()])
 
+    @property
+    def _all_linear(self) -> bool:
+        return isinstance(self.targets, str) and self.targets.lower() == "all-linear"  # as PEFT compares it
+
     def rank_of(self, module: str, deadline: Deadline) -> int:
         """The rank of one module, by its name in the checkpoint without `base_model.model.`."""
         found = first_match(self.rank_pattern, module, deadline, field="rank_pattern") if self.rank_pattern else None
@@ -70,7 +74,7 @@ class AdapterConfig:
 
     def targets_module(self, module: str, deadline: Deadline) -> bool:
         """Whether the file says that this module has weights (PEFT's `check_target_module_exists`)."""
-        if self.targets is None or self.target_parameters or self.targets == "all-linear":
+        if self.targets is None or self.target_parameters or self._all_linear:
             return True
         if isinstance(self.targets, str):
             return deadline.matches(self.targets, module, field="target_modules")

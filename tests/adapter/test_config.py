@@ -1,0 +1,291 @@
+"""adapter_config.json: read, refused by name, and never a parser's own error."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_plugins.adapter.config import MAX_CONFIG_BYTES, MAX_RANK, AdapterConfig, parse_config
+from lora_plugins.adapter.patterns import Deadline
+from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, LoRAPluginsError
+from tests.make import config, config_bytes
+
+Q = "model.layers.0.self_attn.q_proj"
+V = "model.layers.1.self_attn.v_proj"
+
+# PEFT feature: what switches it on. Each changes what an adapter computes, and vLLM does not compute it.
+UNSUPPORTED = {
+    "use_dora": True,
+    "lora_bias": True,
+    "alora_invocation_tokens": [1, 2],
+    "layer_replication": [[0, 2], [1, 3]],
+    "use_bdlora": {"target_modules_bd_a": []},
+    "use_qalora": True,
+    "trainable_token_indices": [5],
+    "arrow_config": {"top_k": 1},
+    "kasa_config": {"beta": 1},
+    "monteclora_config": {"sample": 1},
+}
+INITS_THAT_CHANGE_THE_BASE = ["pissa", "PiSSA", "pissa_niter_16", "olora", "OLoRA", "corda", "loftq", "unheard_of"]
+PLAIN_INITS = [True, False, None, "gaussian", "Gaussian", "eva", "orthogonal", "mica", "lora_ga"]
+
+
+def test_what_peft_saves_is_read():
+    parsed = parse_config(config_bytes(use_rslora=True, rank_pattern={"q_proj": 8}, alpha_pattern={"q_proj": 1.5}))
+    assert parsed == AdapterConfig(
+        rank=4,
+        alpha=8.0,
+        targets=frozenset({"q_proj", "v_proj"}),
+        base_model="org/tiny",
+        use_rslora=True,
+        rank_pattern={"q_proj": 8},
+        alpha_pattern={"q_proj": 1.5},
+    )
+    assert parsed.max_rank == 8
+
+
+def test_a_config_as_peft_itself_writes_it_is_read():
+    # PEFT 0.21's keys with the values of a plain LoRA, so that "off" is not taken for a feature.
+    off = {
+        "alora_invocation_tokens": None,
+        "arrow_config": None,
+        "auto_mapping": None,
+        "bias": "none",
+        "corda_config": None,
+        "ensure_weight_tying": False,
+        "eva_config": None,
+        "exclude_modules": None,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layer_replication": None,
+        "layers_pattern": None,
+        "layers_to_transform": None,
+        "loftq_config": {},
+        "lora_bias": False,
+        "lora_dropout": 0.0,
+        "megatron_config": None,
+        "megatron_core": "megatron.core",
+        "modules_to_save": None,
+        "peft_version": "0.21.0",
+        "revision": None,
+        "target_parameters": None,
+        "task_type": "CAUSAL_LM",
+        "trainable_token_indices": None,
+        "use_bdlora": None,
+        "use_dora": False,
+        "use_qalora": False,
+        "use_rslora": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+    assert parse_config(config_bytes(**off)) == parse_config(config_bytes())
+
+
+@pytest.mark.parametrize("key", ["peft_type", "r", "lora_alpha", "target_modules"])
+def test_a_missing_key_is_named(key):
+    with pytest.raises(InvalidAdapter, match=f"no key '{key}'"):
+        parse_config(config_bytes(**{key: ...}))
+
+
+@pytest.mark.parametrize("key", ["base_model_name_or_path", "rank_pattern", "alpha_pattern", "modules_to_save"])
+def test_a_key_that_may_be_missing_may_be_null(key):
+    assert parse_config(config_bytes(**{key: ...})) == parse_config(config_bytes(**{key: None}))
+
+
+def test_an_empty_base_model_is_none():
+    assert parse_config(config_bytes(base_model_name_or_path="")).base_model is None
+
+
+@pytest.mark.parametrize(("key", "value"), UNSUPPORTED.items())
+def test_a_feature_that_vllm_does_not_compute_is_refused_by_name(key, value):
+    with pytest.raises(IncompatibleAdapter, match=key):
+        parse_config(config_bytes(**{key: value}))
+    for off in (None, False, [], {}):
+        assert parse_config(config_bytes(**{key: off})).rank == 4
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only", True, 1])
+def test_a_trained_bias_is_refused(bias):
+    with pytest.raises(IncompatibleAdapter, match="bias"):
+        parse_config(config_bytes(bias=bias))
+
+
+@pytest.mark.parametrize("init", INITS_THAT_CHANGE_THE_BASE)
+def test_an_initialisation_that_changes_the_base_is_refused(init):
+    with pytest.raises(IncompatibleAdapter, match="init_lora_weights"):
+        parse_config(config_bytes(init_lora_weights=init))
+
+
+@pytest.mark.parametrize("init", PLAIN_INITS)
+def test_a_plain_initialisation_is_let_through(init):
+    assert parse_config(config_bytes(init_lora_weights=init)).rank == 4
+
+
+@pytest.mark.parametrize("kind", ["LOHA", "lora", "PROMPT_TUNING", "", None, 1, ["LORA"], {}])
+def test_another_peft_method_is_refused(kind):
+    with pytest.raises(IncompatibleAdapter, match="peft_type"):
+        parse_config(config_bytes(peft_type=kind))
+
+
+@pytest.mark.parametrize("modules", [["embed_tokens"], ["classifier", "lm_head"], ["score", ""]])
+def test_modules_to_save_are_refused_but_for_classifier_heads(modules):
+    with pytest.raises(IncompatibleAdapter, match="modules_to_save"):
+        parse_config(config_bytes(modules_to_save=modules))
+    assert parse_config(config_bytes(modules_to_save=["classifier", "score"])).modules_to_save == {
+        "classifier",
+        "score",
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("r", value) for value in (0, -1, 1.5, 4.0, "4", True, None, [4], MAX_RANK + 1, 10**400)],
+        *[("lora_alpha", value) for value in (0, -1, "8", True, None, [8], 10**400, float("nan"), float("inf"), -0.0)],
+        *[("target_modules", value) for value in (1, True, {"q_proj": 1}, [1], ["q_proj", None])],
+        *[("rank_pattern", value) for value in ([], "x", 1, {"q_proj": 0}, {"q_proj": "4"}, {"q_proj": 10**6})],
+        *[("alpha_pattern", value) for value in ([8], "x", {"q_proj": 0}, {"q_proj": None}, {"q_proj": float("nan")})],
+        *[("modules_to_save", value) for value in ("score", {"score": 1}, [1], 1)],
+        *[("base_model_name_or_path", value) for value in (1, ["a"], {}, True)],
+        *[("use_rslora", value) for value in ("false", 1, [], 0.0)],
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_named(key, value):
+    with pytest.raises(InvalidAdapter, match=key):
+        parse_config(config_bytes(**{key: value}))
+
+
+@pytest.mark.parametrize("name", ["/a\0b", "a\nb", "\ud800", "\x1b[2J", "x" * 5000], ids=ascii)
+def test_a_base_model_that_cannot_be_a_path_or_a_log_line_is_refused(name):
+    with pytest.raises(InvalidAdapter, match="base_model_name_or_path"):
+        parse_config(config_bytes(base_model_name_or_path=name))
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "line 1, column 1"),
+        (b'{"r": 4,\n "x" 1}', "line 2, column 6"),
+        (config_bytes()[:-1], "stops being JSON"),
+        (b"\xff\xfe{}", "UTF-8"),
+        (b"\xef\xbb\xbf" + config_bytes(), "stops being JSON"),
+        (b"[" * 100_000, "nests too deep"),
+        (b'{"r": ' + b"9" * 10_000 + b"}", "number too long"),
+        (b"[]", "a JSON array"),
+        (b"null", "a JSON null"),
+        (b"7", "a JSON number"),
+        (b'"x"', "a JSON string"),
+        (b"true", "a JSON boolean"),
+    ],
+    ids=lambda value: value[:12] if isinstance(value, bytes) else None,
+)
+def test_what_is_no_json_object_is_said_in_our_words(data, says):
+    with pytest.raises(InvalidAdapter, match=says):
+        parse_config(data)
+
+
+def test_every_truncation_is_refused_in_our_words():
+    data = config_bytes()
+    for length in range(len(data)):
+        with pytest.raises(InvalidAdapter):
+            parse_config(data[:length])
+
+
+def test_size_is_limited():
+    padded = config_bytes() + b" " * (MAX_CONFIG_BYTES - len(config_bytes()))
+    assert parse_config(padded).rank == 4
+    with pytest.raises(InvalidAdapter, match=f"at most {MAX_CONFIG_BYTES}"):
+        parse_config(padded + b" ")
+
+
+@pytest.mark.parametrize(
+    ("targets", "q", "v"),
+    [
+        (["q_proj", "v_proj"], True, True),
+        (["q_proj"], True, False),
+        (["proj"], False, False),
+        (["self_attn.q_proj"], True, False),
+        (["layers.0.self_attn.q_proj", V], True, True),
+        (["0"], False, False),  # a name inside the module's is not its end
+        ([], False, False),
+        (r".*\.q_proj", True, False),
+        (r"model\.layers\.\d+\..*", True, True),
+        ("q_proj", False, False),  # one string is an expression for the whole name
+        ("all-linear", True, True),
+        (None, True, True),
+    ],
+)
+def test_targets_name_modules(targets, q, v):
+    parsed = parse_config(config_bytes(target_modules=targets))
+    assert (parsed.targets_module(Q, Deadline()), parsed.targets_module(V, Deadline())) == (q, v)
+
+
+def test_target_parameters_leave_the_module_names_open():
+    parsed = parse_config(config_bytes(target_modules=[], target_parameters=["mlp.experts.down_proj"]))
+    assert parsed.targets_module(Q, Deadline())
+
+
+def test_rank_pattern_decides_a_modules_rank():
+    parsed = parse_config(config_bytes(r=4, rank_pattern={"q_proj": 8, r"layers\.1\..*": 2}))
+    assert parsed.rank_of(Q, Deadline()) == 8
+    assert parsed.rank_of(V, Deadline()) == 2
+    assert parsed.rank_of("model.layers.0.self_attn.v_proj", Deadline()) == 4
+    assert parsed.max_rank == 8
+
+
+def test_the_smallest_and_largest_rank_are_read():
+    assert parse_config(config_bytes(r=1)).rank == 1
+    assert parse_config(config_bytes(r=MAX_RANK)).max_rank == MAX_RANK
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+KEYS = [*config(), *UNSUPPORTED, "bias", "init_lora_weights", "modules_to_save", "rank_pattern", "alpha_pattern"]
+KEYS += ["use_rslora", "target_parameters"]
+
+
+def parsed_or_refused(data: bytes) -> None:
+    try:
+        parsed = parse_config(data)
+    except LoRAPluginsError as error:
+        str(error).encode()  # what is refused is said in text that a response can carry
+    else:
+        assert 1 <= parsed.rank <= parsed.max_rank <= MAX_RANK
+        assert parsed.alpha > 0
+
+
+@given(st.dictionaries(st.sampled_from(KEYS), JSON))
+def test_any_value_under_any_key_is_read_or_refused(changes):
+    parsed_or_refused(json.dumps({**config(), **changes}).encode())
+
+
+@given(JSON)
+def test_any_json_is_read_or_refused(value):
+    parsed_or_refused(json.dumps(value).encode())
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_read_or_refused(data):
+    parsed_or_refused(data)
+
+
+@given(st.integers(0, len(config_bytes()) - 1), st.integers(0, 255))
+def test_any_changed_byte_is_read_or_refused(position, value):
+    data = bytearray(config_bytes())
+    data[position] = value
+    parsed_or_refused(bytes(data))
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("depth", [100, 900, 980])
+def test_deep_nesting_is_read_or_refused(key, depth):
+    # Close to Python's own recursion limit, where printing a value can fail although parsing it did not.
+    text = json.dumps({**config(), key: "@"}).replace('"@"', "[" * depth + "]" * depth)
+    parsed_or_refused(text.encode())

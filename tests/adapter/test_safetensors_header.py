@@ -1,0 +1,256 @@
+"""The safetensors header: whatever we let through, the safetensors library reads, and as the same tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+
+import numpy as np
+import pytest
+import safetensors
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from lora_plugins.adapter.safetensors_header import MAX_HEADER_BYTES, TensorInfo, read_header
+from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
+from tests.make import header_of, weights, with_header
+from tests.make import safetensors as saved
+
+SMALL = {"a": np.arange(6, dtype="float32").reshape(2, 3), "b": np.ones((2, 1), "float16")}
+FILE = saved(SMALL)
+HEADER_BYTES = int.from_bytes(FILE[:8], "little")
+DATA = FILE[8 + HEADER_BYTES :]
+
+
+def read(data: bytes) -> tuple[TensorInfo, ...]:
+    return read_header(io.BytesIO(data), len(data))
+
+
+def entry(**changes: object) -> dict[str, object]:
+    return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}
+
+
+def check(data: bytes) -> bool:
+    """Whether we take these bytes; if so, the library must take them too, and see the same."""
+    try:
+        tensors = read(data)
+    except InvalidAdapter:
+        return False
+    theirs = {
+        name: (part["dtype"], tuple(part["shape"]), bytes(part["data"])) for name, part in safetensors.deserialize(data)
+    }
+    assert theirs == {t.name: (t.dtype, t.shape, data[t.begin : t.end]) for t in tensors}
+    return True
+
+
+def test_tensors_are_found_at_their_bytes():
+    a, b = read(FILE)
+    start = 8 + HEADER_BYTES
+    assert a == TensorInfo("a", "F32", (2, 3), start, start + 24)
+    assert b == TensorInfo("b", "F16", (2, 1), start + 24, start + 28)
+    assert FILE[a.begin : a.end] == SMALL["a"].tobytes()
+    assert check(FILE)
+
+
+def test_tensors_come_in_the_order_of_their_bytes():
+    reversed_header = dict(reversed(header_of(SMALL).items()))
+    assert [tensor.name for tensor in read(with_header(reversed_header, DATA))] == ["a", "b"]
+
+
+@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16"])
+def test_floating_point_dtypes_are_read(dtype):
+    size = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}[dtype]
+    data = with_header({"a": entry(dtype=dtype, shape=[1], data_offsets=[0, size])}, b"\0" * size)
+    assert [tensor.dtype for tensor in read(data)] == [dtype]
+    assert check(data)
+
+
+@pytest.mark.parametrize("dtype", ["I64", "I8", "U8", "BOOL", "F8_E4M3", "f32", "", None, 1, ["F32"], {}])
+def test_other_dtypes_are_refused(dtype):
+    with pytest.raises(InvalidAdapter, match="dtype"):
+        read(with_header({"a": entry(dtype=dtype)}, b"\0" * 8))
+
+
+@pytest.mark.parametrize("metadata", [{}, {"format": "pt"}, None])
+def test_metadata_of_texts_is_let_through(metadata):
+    assert check(with_header({"__metadata__": metadata, **header_of(SMALL)}, DATA))
+
+
+@pytest.mark.parametrize("metadata", [1, [], "x", {"a": 1}, {"a": None}, {"a": {}}, {"a": "\ud800"}, {"\ud800": ""}])
+def test_other_metadata_is_refused(metadata):
+    with pytest.raises(InvalidAdapter, match="__metadata__"):
+        read(with_header({"__metadata__": metadata, **header_of(SMALL)}, DATA))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [[], [0], [2, 0], [-2], [2.0], [True, 2], ["2"], None, 2, "2", {}, [1] * 9, [1 << 48], [2, None], [[2]]],
+)
+def test_wrong_shapes_are_refused(shape):
+    with pytest.raises(InvalidAdapter):
+        read(with_header({"a": entry(shape=shape)}, b"\0" * 8))
+
+
+@pytest.mark.parametrize(
+    "offsets", [[], [0], [0, 8, 8], [8, 0], [0, 4], [0, 9], [-8, 0], [0.0, 8.0], None, "08", [False, 8], [0, 1 << 63]]
+)
+def test_wrong_offsets_are_refused(offsets):
+    with pytest.raises(InvalidAdapter):
+        read(with_header({"a": entry(data_offsets=offsets)}, b"\0" * 8))
+
+
+@pytest.mark.parametrize(
+    ("begin", "says"),
+    [
+        ([0, 0], "without hole or overlap"),  # both at the same bytes
+        ([0, 4], "without hole or overlap"),  # half over each other
+        ([0, 16], "without hole or overlap"),  # a hole between
+        ([8, 16], "without hole or overlap"),  # a hole before
+        ([0, 8], "where the last tensor ends"),  # bytes left over
+    ],
+)
+def test_holes_overlaps_and_left_over_bytes_are_refused(begin, says):
+    header = {name: entry(data_offsets=[at, at + 8]) for name, at in zip("ab", begin, strict=True)}
+    with pytest.raises(InvalidAdapter, match=says):
+        read(with_header(header, b"\0" * 24))
+
+
+def test_one_name_twice_is_refused_by_its_name():
+    one = json.dumps(entry())
+    with pytest.raises(InvalidAdapter, match="'the_name' twice"):
+        read(with_header(f'{{"the_name": {one}, "the_name": {one}}}'.encode(), b"\0" * 8))
+
+
+def test_one_key_twice_is_refused():
+    # Two readers may disagree about which of the two counts.
+    with pytest.raises(InvalidAdapter, match="'shape' twice"):
+        read(with_header(b'{"a":{"dtype":"F32","shape":[2],"shape":[1,2],"data_offsets":[0,8]}}', b"\0" * 8))
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\0", "\ud800", "\u202e", "a" * 513, "a\x1b[2J"], ids=ascii)
+def test_a_name_that_no_module_has_is_refused(name):
+    with pytest.raises(InvalidAdapter, match="tensor name"):
+        read(with_header({name: entry()}, b"\0" * 8))
+
+
+@pytest.mark.parametrize("part", [None, 1, "x", [], {}, {"dtype": "F32"}, entry(extra=1)])
+def test_a_tensor_without_its_three_keys_is_refused(part):
+    with pytest.raises(InvalidAdapter):
+        read(with_header({"a": part}, b"\0" * 8))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *[b"", b"{", b"}", b"null", b"[]", b"7", b"{}", b'{"__metadata__":{}}', b"\xff\xfe", b"[" * 100_000],
+        b'{"a":' * 2000,
+        b"\xef\xbb\xbf" + json.dumps(header_of(SMALL)).encode(),
+    ],
+    ids=lambda header: str(header[:8]),
+)
+def test_a_header_that_describes_no_tensors_is_refused(header):
+    with pytest.raises(InvalidAdapter):
+        read(with_header(header, DATA))
+
+
+@pytest.mark.parametrize("length", [HEADER_BYTES + len(DATA) + 1, MAX_HEADER_BYTES + 1, 1 << 63, (1 << 64) - 1])
+def test_a_header_longer_than_the_file_is_refused_before_it_is_read(length):
+    with pytest.raises(InvalidAdapter, match=f"header of {length} bytes"):
+        read(length.to_bytes(8, "little") + FILE[8:])
+
+
+class _NoMore(io.BytesIO):
+    def read(self, size: int | None = -1) -> bytes:
+        assert size == 8, "the header was read although it is too long"
+        return super().read(size)
+
+
+def test_a_header_over_the_limit_is_not_read_into_memory():
+    # The file claims to be large enough for it.
+    with pytest.raises(InvalidAdapter, match="header"):
+        read_header(_NoMore((MAX_HEADER_BYTES + 1).to_bytes(8, "little")), 1 << 40)
+
+
+@pytest.mark.parametrize("length", [0, 4, 8, 20])
+def test_a_file_that_shrinks_while_it_is_read_is_refused(length):
+    with pytest.raises(InvalidAdapter):
+        read_header(io.BytesIO(FILE[:length]), len(FILE))
+
+
+def test_a_header_that_shrinks_within_its_padding_is_refused():
+    # Its JSON is whole, so only the count of bytes tells.
+    header = json.dumps(header_of(SMALL)).encode()
+    file = with_header(header + b" " * 8, DATA)
+    with pytest.raises(InvalidAdapter, match=f"{len(header)} of {len(header) + 8} header bytes"):
+        read_header(io.BytesIO(file[: 8 + len(header)]), len(file))
+
+
+def test_every_truncation_is_refused():
+    file = saved(weights())
+    for length in range(len(file)):
+        with pytest.raises(InvalidAdapter):
+            read(file[:length])
+
+
+def test_a_byte_more_is_refused():
+    with pytest.raises(InvalidAdapter, match="last tensor"):
+        read(FILE + b"\0")
+
+
+def test_every_changed_byte_of_length_and_header_is_refused_or_read_as_the_library_reads_it():
+    taken = 0
+    values = {*range(0x20, 0x7F), 0, 1, 0x0A, 0x7F, 0x80, 0xC3, 0xFF}
+    for position in range(8 + HEADER_BYTES):
+        for value in values:
+            taken += check(FILE[:position] + bytes([value]) + FILE[position + 1 :])
+    # Some changes are harmless (another letter in a name), most are not.
+    assert 0 < taken < (8 + HEADER_BYTES) * len(values) / 4
+
+
+@given(st.lists(st.tuples(st.integers(0, len(FILE) - 1), st.integers(0, 255)), min_size=2, max_size=6))
+def test_several_changed_bytes_are_refused_or_read_as_the_library_reads_them(changes):
+    data = bytearray(FILE)
+    for position, value in changes:
+        data[position] = value
+    check(bytes(data))
+
+
+@given(st.integers(0, len(FILE)), st.integers(0, len(FILE)), st.binary(max_size=12))
+def test_replaced_stretches_are_refused_or_read_as_the_library_reads_them(one, other, replacement):
+    begin, end = sorted((one, other))
+    check(FILE[:begin] + replacement + FILE[end:])
+
+
+@given(st.binary(max_size=300))
+@example(b"\x02\0\0\0\0\0\0\0{}")
+def test_any_bytes_raise_nothing_but_ours(data):
+    with contextlib.suppress(LoRAPluginsError):
+        assert read(data)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from(["dtype", "shape", "data_offsets", "extra"]), JSON)
+@example("shape", -0.0)
+def test_any_json_in_a_description_is_refused_or_read_as_the_library_reads_it(key, value):
+    check(with_header({"a": entry(**{key: value})}, b"\0" * 8))
+
+
+@given(st.dictionaries(st.text(max_size=6), JSON, max_size=3))
+def test_any_json_as_header_is_refused_or_read_as_the_library_reads_it(header):
+    check(with_header(header, b"\0" * 8))
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    ["[-0,8]", "[0,8.0]", "[0,8e0]", "[0,+8]", "[0,08]", "[0,8,]", "[NaN,8]", "[0,Infinity]", "[0,8]//"],
+)
+def test_numbers_that_the_library_does_not_read_are_refused(offsets):
+    header = f'{{"a":{{"dtype":"F32","shape":[2],"data_offsets":{offsets}}}}}'.encode()
+    assert not check(with_header(header, b"\0" * 8))

@@ -1,0 +1,318 @@
+"""A whole adapter directory: served, or refused by code, file, and what was found and expected."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lora_plugins.adapter.config import CONFIG_FILE, MAX_CONFIG_BYTES
+from lora_plugins.adapter.verify import PICKLE_FILES, WEIGHTS_FILE, VerifiedAdapter, verify_adapter
+from lora_plugins.errors import (
+    AdapterNotFound,
+    IncompatibleAdapter,
+    InvalidAdapter,
+    LoRAPluginsError,
+    SourceUnavailable,
+)
+from lora_plugins.settings import BaseMatch, Settings
+from tests.adapter.test_config import UNSUPPORTED
+from tests.make import BASE, LAYER, adapter_files, config_bytes, header_of, pair, put, safetensors, weights, with_header
+
+NO_PASS = Settings(check_finite=False)
+
+
+def verified(directory, **changes: object) -> VerifiedAdapter:
+    return verify_adapter(directory, BASE, Settings(**changes), inside=directory.parent)
+
+
+def refused(kind: type[LoRAPluginsError], directory, file: str, **changes: object) -> LoRAPluginsError:
+    with pytest.raises(kind) as caught:
+        verified(directory, **changes)
+    error = caught.value
+    assert type(error) is kind
+    assert error.file == file
+    for part in (error.found, error.expected, error.remedy, f"[{kind.code}]", f"'{file}'"):
+        assert part
+        assert part in str(error)
+    return error
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    return put(tmp_path / "sql", adapter_files())
+
+
+def test_a_good_adapter_is_verified(adapter):
+    result = verified(adapter)
+    assert result.config.rank == 4
+    assert len(result.weights.pairs) == 4
+    assert result.size_bytes == sum(file.stat().st_size for file in adapter.iterdir())
+    assert result.notes == ()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_every_floating_point_dtype_is_served(adapter, dtype):
+    # The upper half of a float32 is a bfloat16.
+    tensors = {
+        name: (array.view("<u4") >> 16).astype("uint16") if dtype == "bfloat16" else array.astype(dtype)
+        for name, array in weights().items()
+    }
+    (adapter / WEIGHTS_FILE).write_bytes(safetensors(tensors))
+    assert len(verified(adapter).weights.pairs) == 4
+
+
+def test_ranks_by_pattern_and_rslora_are_served(adapter):
+    tensors = {**weights(), **pair(LAYER.format(1, "q_proj"), 16, 8, 8)}
+    changes = {"rank_pattern": {"layers.1.self_attn.q_proj": 16}, "alpha_pattern": {"q_proj": 2}, "use_rslora": True}
+    put(adapter, adapter_files(tensors, **changes))
+    assert verified(adapter).config.max_rank == 16
+
+
+# --- the configuration
+
+
+def test_a_missing_configuration_is_not_found(adapter):
+    (adapter / CONFIG_FILE).unlink()
+    refused(AdapterNotFound, adapter, CONFIG_FILE)
+
+
+def test_broken_json_is_refused_in_our_words(adapter):
+    (adapter / CONFIG_FILE).write_bytes(b'{"r": 4,')
+    assert "Expecting" not in str(refused(InvalidAdapter, adapter, CONFIG_FILE))
+
+
+def test_a_missing_key_is_refused(adapter):
+    (adapter / CONFIG_FILE).write_bytes(config_bytes(lora_alpha=...))
+    assert "lora_alpha" in refused(InvalidAdapter, adapter, CONFIG_FILE).found
+
+
+@pytest.mark.parametrize(("key", "value"), UNSUPPORTED.items())
+def test_unsupported_features_are_refused(adapter, key, value):
+    (adapter / CONFIG_FILE).write_bytes(config_bytes(**{key: value}))
+    assert key in refused(IncompatibleAdapter, adapter, CONFIG_FILE).found
+
+
+def test_an_oversize_configuration_is_refused(adapter):
+    with open(adapter / CONFIG_FILE, "ab") as file:
+        file.truncate(MAX_CONFIG_BYTES + 1)
+    refused(InvalidAdapter, adapter, CONFIG_FILE)
+
+
+# --- the weights
+
+
+def test_missing_weights_are_not_found(adapter):
+    (adapter / WEIGHTS_FILE).unlink()
+    refused(AdapterNotFound, adapter, WEIGHTS_FILE)
+
+
+def test_every_kind_of_truncation_of_the_weights_is_refused(adapter):
+    whole = (adapter / WEIGHTS_FILE).read_bytes()
+    header_bytes = int.from_bytes(whole[:8], "little")
+    for length in {0, 1, 7, 8, 9, 8 + header_bytes - 1, 8 + header_bytes, len(whole) // 2, len(whole) - 1}:
+        (adapter / WEIGHTS_FILE).write_bytes(whole[:length])
+        refused(InvalidAdapter, adapter, WEIGHTS_FILE)
+
+
+def test_sharded_weights_are_refused(adapter):
+    (adapter / WEIGHTS_FILE).rename(adapter / "adapter_model-00001-of-00002.safetensors")
+    (adapter / "adapter_model.safetensors.index.json").write_text("{}")
+    refused(InvalidAdapter, adapter, "adapter_model.safetensors.index.json")
+
+
+@pytest.mark.parametrize("name", PICKLE_FILES)
+def test_a_pickle_is_refused_unless_allowed(adapter, name):
+    (adapter / WEIGHTS_FILE).rename(adapter / name)
+    assert "LORA_PLUGINS_ALLOW_PICKLE" in refused(InvalidAdapter, adapter, name).remedy
+    allowed = verified(adapter, allow_pickle=True)
+    assert allowed.weights is None
+    assert any("not verified" in note for note in allowed.notes)
+
+
+def test_a_pickle_beside_safetensors_is_never_served(adapter):
+    (adapter / PICKLE_FILES[0]).write_bytes(b"x")
+    assert verified(adapter, allow_pickle=True).weights is not None
+
+
+def test_an_allowed_pickle_must_still_name_the_base_model(adapter):
+    (adapter / WEIGHTS_FILE).rename(adapter / PICKLE_FILES[0])
+    (adapter / CONFIG_FILE).write_bytes(config_bytes(base_model_name_or_path="other/model"))
+    error = refused(IncompatibleAdapter, adapter, CONFIG_FILE, allow_pickle=True)
+    assert "shapes that cannot be compared" in error.found
+
+
+def test_the_size_limit_counts_all_files(adapter):
+    size = sum(file.stat().st_size for file in adapter.iterdir())
+    assert verified(adapter, max_adapter_bytes=size)
+    error = refused(InvalidAdapter, adapter, WEIGHTS_FILE, max_adapter_bytes=size - 1)
+    assert "LORA_PLUGINS_MAX_ADAPTER_BYTES" in error.remedy
+
+
+@pytest.mark.timeout(20)
+def test_the_size_limit_is_held_before_anything_is_read(adapter):
+    # A sparse file of a terabyte: reading it would take for ever.
+    with open(adapter / WEIGHTS_FILE, "r+b") as file:
+        file.truncate(1 << 40)
+    refused(InvalidAdapter, adapter, WEIGHTS_FILE)
+
+
+def test_duplicate_names_are_refused(adapter):
+    one, other = (json.dumps(part) for part in list(header_of(weights()).values())[:2])
+    (adapter / WEIGHTS_FILE).write_bytes(with_header(f'{{"a": {one}, "a": {other}}}'.encode(), b"\0" * 256))
+    assert "twice" in refused(InvalidAdapter, adapter, WEIGHTS_FILE).found
+
+
+@pytest.mark.parametrize("shift", [-4, 4])
+def test_overlaps_and_holes_are_refused(adapter, shift):
+    tensors = weights()
+    header = header_of(tensors)
+    for entry in list(header.values())[1:]:
+        entry["data_offsets"] = [offset + shift for offset in entry["data_offsets"]]
+    data = b"\0" * (sum(array.nbytes for array in tensors.values()) + shift)
+    (adapter / WEIGHTS_FILE).write_bytes(with_header(header, data))
+    assert "hole or overlap" in refused(InvalidAdapter, adapter, WEIGHTS_FILE).expected
+
+
+def test_a_without_b_is_refused(adapter):
+    tensors = weights()
+    tensors.popitem()
+    (adapter / WEIGHTS_FILE).write_bytes(safetensors(tensors))
+    assert "alone" in refused(InvalidAdapter, adapter, WEIGHTS_FILE).found
+
+
+# --- the served model
+
+
+def test_a_rank_above_the_servers_is_refused(adapter):
+    put(adapter, adapter_files(weights(32), r=32))
+    error = refused(IncompatibleAdapter, adapter, WEIGHTS_FILE)
+    assert (error.found, error.remedy) == ("rank 32", "restart the server with --max-lora-rank 32")
+
+
+def test_a_rank_pattern_above_the_servers_is_refused(adapter):
+    (adapter / CONFIG_FILE).write_bytes(config_bytes(rank_pattern={"k_proj": 17}))
+    assert refused(IncompatibleAdapter, adapter, WEIGHTS_FILE).found == "rank 17"
+
+
+def test_another_base_model_is_refused_by_its_shapes(adapter):
+    tensors = {**pair(LAYER.format(0, "q_proj"), 4, 16, 16)}
+    put(adapter, adapter_files(tensors, base_model_name_or_path="other/model"))
+    error = refused(IncompatibleAdapter, adapter, WEIGHTS_FILE)
+    assert "16 inputs and 16 outputs" in error.found
+    assert "other/model" in error.found
+    assert error.expected == "8 inputs and 8 outputs"
+
+
+def test_a_layer_that_the_model_does_not_have_is_refused(adapter):
+    put(adapter, adapter_files({**weights(), **pair(LAYER.format(2, "q_proj"), 4, 8, 8)}))
+    assert LAYER.format(2, "q_proj") in refused(IncompatibleAdapter, adapter, WEIGHTS_FILE).found
+
+
+def test_another_base_name_with_fitting_shapes_is_served_with_a_note(adapter):
+    (adapter / CONFIG_FILE).write_bytes(config_bytes(base_model_name_or_path="other/model"))
+    (note,) = verified(adapter).notes
+    assert "'other/model'" in note
+    assert refused(IncompatibleAdapter, adapter, WEIGHTS_FILE, base_match=BaseMatch.STRICT)
+
+
+# --- the values
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_a_value_that_is_not_finite_is_refused(adapter, value, where):
+    tensors = weights()
+    name = list(tensors)[0 if where == "first" else -1]
+    tensors[name].flat[0 if where == "first" else -1] = value
+    (adapter / WEIGHTS_FILE).write_bytes(safetensors(tensors))
+    assert name in refused(InvalidAdapter, adapter, WEIGHTS_FILE).found
+    assert verified(adapter, check_finite=False)
+
+
+# --- what only looks like a file
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
+def test_a_named_pipe_is_refused_without_waiting(adapter, name):
+    (adapter / name).unlink()
+    os.mkfifo(adapter / name)
+    refused(InvalidAdapter, adapter, name)
+
+
+@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
+def test_a_directory_in_a_files_place_is_refused(adapter, name):
+    (adapter / name).unlink()
+    (adapter / name).mkdir()
+    refused(InvalidAdapter, adapter, name)
+
+
+@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
+def test_a_file_that_leaves_the_root_is_refused(adapter, tmp_path_factory, name):
+    outside = tmp_path_factory.mktemp("outside") / name
+    (adapter / name).rename(outside)
+    (adapter / name).symlink_to(outside)
+    assert "leaves the adapter root" in refused(InvalidAdapter, adapter, name).found
+    assert verify_adapter(adapter, BASE, Settings(), inside=None).config.rank == 4
+
+
+@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
+def test_a_file_symlinked_within_the_root_is_served(adapter, name):
+    (adapter / name).rename(adapter.parent / "shared")
+    (adapter / name).symlink_to("../shared")
+    assert verified(adapter).config.rank == 4
+
+
+@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
+def test_a_symlink_loop_is_refused(adapter, name):
+    (adapter / name).unlink()
+    (adapter / name).symlink_to(name)
+    assert "circle" in refused(InvalidAdapter, adapter, name).found
+
+
+@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
+def test_permission_denied_is_no_verdict_on_the_adapter(adapter, name, permissions_count):
+    (adapter / name).chmod(0)
+    refused(SourceUnavailable, adapter, name)
+
+
+# --- anything else
+
+
+def _served_or_ours(directory) -> None:
+    try:
+        verify_adapter(directory, BASE, NO_PASS, inside=directory.parent)
+    except LoRAPluginsError as error:
+        str(error).encode()
+
+
+def test_every_changed_header_byte_is_served_or_refused_in_our_words(adapter):
+    whole = (adapter / WEIGHTS_FILE).read_bytes()
+    for position in range(8 + int.from_bytes(whole[:8], "little")):
+        for value in {whole[position] ^ 1, whole[position] ^ 0x80, 0x22}:
+            (adapter / WEIGHTS_FILE).write_bytes(whole[:position] + bytes([value]) + whole[position + 1 :])
+            _served_or_ours(adapter)
+
+
+@settings(max_examples=100)
+@given(config=st.binary(max_size=80), tensors=st.binary(max_size=80))
+def test_any_two_files_are_served_or_refused_in_our_words(tmp_path, config, tensors):
+    _served_or_ours(put(tmp_path / "any", {CONFIG_FILE: config, WEIGHTS_FILE: tensors}))
+
+
+@settings(max_examples=100)
+@given(base=st.text(max_size=10), targets=st.one_of(st.text(max_size=10), st.lists(st.text(max_size=5), max_size=3)))
+def test_any_base_name_and_targets_are_served_or_refused_in_our_words(tmp_path, base, targets):
+    changes = {"base_model_name_or_path": f"/{base}", "target_modules": targets}
+    _served_or_ours(put(tmp_path / "any", adapter_files(**changes)))
+
+
+def test_a_server_without_lora_refuses_everything(adapter):
+    with pytest.raises(IncompatibleAdapter, match="--enable-lora"):
+        verify_adapter(adapter, dataclasses.replace(BASE, lora_enabled=False), Settings())

@@ -1,0 +1,147 @@
+"""Tensors: every A with its B, the ranks of the configuration, and only modules that it names."""
+
+from __future__ import annotations
+
+import pytest
+
+from lora_plugins.adapter.config import parse_config
+from lora_plugins.adapter.safetensors_header import TensorInfo
+from lora_plugins.adapter.weights import Weights, pair_weights
+from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
+from tests.make import config_bytes
+
+Q = "model.layers.0.self_attn.q_proj"
+V = "model.layers.0.self_attn.v_proj"
+
+
+def tensor(name: str, *shape: int) -> TensorInfo:
+    return TensorInfo(name, "F32", shape, 0, 0)
+
+
+def both(module: str = Q, rank: int = 4, prefix: str = "base_model.model.") -> list[TensorInfo]:
+    return [
+        tensor(f"{prefix}{module}.lora_A.weight", rank, 8),
+        tensor(f"{prefix}{module}.lora_B.weight", 8, rank),
+    ]
+
+
+def paired(*tensors: TensorInfo, **changes: object) -> Weights:
+    return pair_weights(tensors, parse_config(config_bytes(**changes)))
+
+
+def test_a_and_b_are_paired_under_their_modules_name():
+    weights = paired(*both(Q), *reversed(both(V)))
+    assert [pair.module for pair in weights.pairs] == [Q, V]
+    assert [(pair.a.shape, pair.b.shape) for pair in weights.pairs] == [((4, 8), (8, 4))] * 2
+
+
+def test_names_without_pefts_prefix_are_read_too():
+    assert paired(*both(prefix="")).pairs[0].module == Q
+
+
+def test_embeddings_are_paired():
+    a, b = tensor("base_model.model.model.wte.lora_embedding_A", 4, 32), tensor("model.wte.lora_embedding_B", 8, 4)
+    (pair,) = paired(a, b, target_modules=["wte"]).pairs
+    assert (pair.module, pair.a, pair.b) == ("model.wte", a, b)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_one_side_alone_is_refused(side):
+    with pytest.raises(InvalidAdapter, match=f"lora_{'AB'[side]} of module '{Q}' alone"):
+        paired(*both(V), both(Q)[side])
+
+
+def test_one_side_twice_is_refused():
+    with pytest.raises(InvalidAdapter, match="two A tensors"):
+        paired(*both(Q), *both(Q, prefix=""))
+
+
+def test_no_tensors_are_refused():
+    with pytest.raises(InvalidAdapter, match="no pair"):
+        paired()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"base_model.model.{Q}.weight",
+        f"base_model.model.{Q}.bias",
+        f"base_model.model.{Q}.lora_magnitude_vector",  # DoRA's
+        f"base_model.model.{Q}.lora_B.bias",
+        f"base_model.model.{Q}.lora_A.default.weight",  # saved without PEFT
+        "base_model.model.lora_A.weight.x",
+        "base_model.model..lora_A.weight",
+        ".lora_A.weight",
+        "lm_head.weight",
+    ],
+)
+def test_a_tensor_that_is_no_lora_weight_is_refused_by_name(name):
+    with pytest.raises((IncompatibleAdapter, InvalidAdapter)) as caught:
+        paired(*both(), tensor(name, 8, 8))
+    assert name.removeprefix("base_model.model.").removesuffix(".lora_A.weight") in caught.value.found
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 8, 1, 1), (4, 8, 3)])
+def test_convolutions_are_refused(shape):
+    with pytest.raises(IncompatibleAdapter, match="two dimensions"):
+        paired(tensor(f"{Q}.lora_A.weight", *shape), tensor(f"{Q}.lora_B.weight", 8, 4))
+
+
+@pytest.mark.parametrize(("rank_a", "rank_b"), [(4, 8), (8, 4), (8, 8), (1, 4)])
+def test_ranks_must_be_those_of_the_configuration(rank_a, rank_b):
+    with pytest.raises(InvalidAdapter, match=f"rank {rank_a} in .* and {rank_b} in .*expected rank 4"):
+        paired(tensor(f"{Q}.lora_A.weight", rank_a, 8), tensor(f"{Q}.lora_B.weight", 8, rank_b))
+
+
+def test_rank_pattern_decides_where_it_matches():
+    pattern = {"q_proj": 8}
+    assert len(paired(*both(Q, 8), *both(V, 4), rank_pattern=pattern).pairs) == 2
+    with pytest.raises(InvalidAdapter, match="expected rank 8"):
+        paired(*both(Q, 4), rank_pattern=pattern)
+    with pytest.raises(InvalidAdapter, match="expected rank 4"):
+        paired(*both(V, 8), rank_pattern=pattern)
+
+
+def test_alpha_pattern_changes_no_rank():
+    assert paired(*both(), alpha_pattern={"q_proj": 64}).pairs
+
+
+@pytest.mark.parametrize("targets", [["v_proj"], r".*\.v_proj", ["proj"], []])
+def test_modules_that_the_targets_do_not_name_are_refused(targets):
+    with pytest.raises(InvalidAdapter, match=f"weights for module '{Q}'"):
+        paired(*both(Q), target_modules=targets)
+
+
+@pytest.mark.parametrize("targets", [["q_proj"], r".*\.q_proj", "all-linear", None])
+def test_modules_that_the_targets_name_are_let_through(targets):
+    assert paired(*both(Q), target_modules=targets).pairs[0].module == Q
+
+
+def test_a_pattern_that_does_not_end_is_refused():
+    with pytest.raises(InvalidAdapter, match="target_modules"):
+        paired(*both(Q), target_modules="(?R)")
+
+
+def test_a_classifier_head_is_let_through_where_the_configuration_names_it():
+    head = [tensor("base_model.model.score.weight", 2, 8), tensor("base_model.model.score.bias", 2)]
+    assert len(paired(*both(), *head, modules_to_save=["score"]).pairs) == 1
+    with pytest.raises(IncompatibleAdapter, match=r"score\.weight"):
+        paired(*both(), *head)
+
+
+def test_copies_of_the_base_models_embeddings_are_set_aside():
+    copied = tensor("base_model.model.model.embed_tokens.base_layer.weight", 32, 8)
+    weights = paired(*both(), copied)
+    assert weights.base_embeddings == (("model.embed_tokens", copied),)
+    assert len(weights.pairs) == 1
+
+
+def test_fused_experts_keep_their_own_layout():
+    module = "model.layers.0.mlp.experts"
+    weights = paired(
+        tensor(f"{module}.lora_A.weight", 16, 8),
+        tensor(f"{module}.lora_B.weight", 8, 16, 1),
+        target_modules=[],
+        target_parameters=["mlp.experts.down_proj"],
+    )
+    assert weights.pairs[0].is_experts

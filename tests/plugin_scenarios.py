@@ -1,0 +1,69 @@
+"""Run by test_plugin.py in an interpreter of its own: each scenario is a fork of a process that has imported vLLM.
+
+Reads scenarios as JSON from stdin, one a line: `env`, `order` ("ours last" or "ours first") and `times`, how often the
+loaded functions are called. Writes what each of them came to, one a line.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import sys
+
+# What is slow to import, and neither of the two entry points' modules.
+import vllm.entrypoints.openai.models.serving as serving
+import vllm.entrypoints.serve.exception_handling.register as handlers
+from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
+from vllm.plugins import DEFAULT_PLUGINS_GROUP, load_plugins_by_group
+
+NAME = "lora_filesystem_resolver"
+
+
+def discovered(order: str) -> list[importlib.metadata.EntryPoint]:
+    """The two real entry points of this name, in the order in which vLLM is to discover them."""
+    points = {
+        point.value: point
+        for point in importlib.metadata.entry_points(group=DEFAULT_PLUGINS_GROUP)
+        if point.name == NAME
+    }
+    theirs, ours = sorted(points.values(), key=lambda point: point.value.startswith("lora_plugins."))
+    return [theirs, ours] if order == "ours last" else [ours, theirs]
+
+
+def came_to(scenario: dict[str, object]) -> dict[str, object]:
+    os.environ.update(scenario["env"])
+    points = discovered(scenario["order"])
+    importlib.metadata.entry_points = lambda group: points
+    untouched = serving.OpenAIServingModels.__init__, handlers.http_exception_handler
+    result: dict[str, object] = {}
+    try:
+        for _ in range(scenario["times"]):
+            for function in load_plugins_by_group(DEFAULT_PLUGINS_GROUP).values():
+                function()
+    except Exception as error:
+        result["error"] = f"{type(error).__name__}: {error}"
+    resolvers = LoRAResolverRegistry.resolvers
+    result["registered"] = {name: f"{type(item).__module__}.{type(item).__name__}" for name, item in resolvers.items()}
+    result["are_resolvers"] = all(isinstance(item, LoRAResolver) for item in resolvers.values())
+    result["sources"] = [
+        str(source) for item in resolvers.values() if hasattr(item, "chain") for source in item.chain.sources
+    ]
+    now = serving.OpenAIServingModels.__init__, handlers.http_exception_handler
+    result["untouched"] = now == untouched
+    result["wrapped_once"] = [getattr(wrapped, "__wrapped__", None) for wrapped in now] == list(untouched)
+    return result
+
+
+def main() -> None:
+    for line in sys.stdin:
+        sys.stdout.flush()
+        child = os.fork()
+        if not child:
+            print(json.dumps(came_to(json.loads(line))), flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main()

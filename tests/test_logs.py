@@ -1,0 +1,108 @@
+"""Logging: one line per event, a rejection's warning once, and bounded memory for what was warned of."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from lora_plugins import logs
+from lora_plugins.errors import InvalidAdapter, SourceUnavailable
+from lora_plugins.events import AdapterRejected, AdapterResolved, AdapterUnknown, Events, SourceFailed
+from lora_plugins.logs import LogEvents
+
+
+def resolved(**changes: object) -> AdapterResolved:
+    facts = {
+        "name": "sql",
+        "source": "filesystem",
+        "path": "/adapters/sql",
+        "rank": 8,
+        "size_bytes": 2_500_000,
+        "locate_s": 0.001,
+        "verify_s": 0.02,
+    }
+    return AdapterResolved(**{**facts, **changes})
+
+
+def rejected(name="sql", found="x") -> AdapterRejected:
+    return AdapterRejected(name, "filesystem", InvalidAdapter(found, adapter=name))
+
+
+def levels(logged) -> list[int]:
+    return [record.levelno for record in logged.records if record.name == "vllm.lora_plugins"]
+
+
+def test_a_resolved_adapter_is_one_line_with_its_facts(logged):
+    LogEvents()(resolved())
+    assert levels(logged) == [logging.INFO]
+    for fact in ("'sql'", "filesystem", "rank 8", "2.5 MB", "1.0 ms", "20.0 ms", "/adapters/sql"):
+        assert fact in logged.text
+
+
+def test_what_was_let_through_is_a_warning_once(logged):
+    hook = LogEvents()
+    for _ in range(2):
+        hook(resolved(notes=("weights not verified",)))
+    assert levels(logged) == [logging.INFO, logging.WARNING, logging.INFO, logging.DEBUG]
+    assert "'sql': weights not verified" in logged.text
+
+
+@pytest.mark.parametrize(
+    ("event", "code"),
+    [(rejected(), "L005"), (SourceFailed("sql", "filesystem", SourceUnavailable("x", adapter="sql")), "L006")],
+)
+def test_a_failure_is_a_warning_with_its_code_once_and_then_debug(logged, event, code):
+    hook = LogEvents()
+    for _ in range(3):
+        hook(event)
+    assert levels(logged) == [logging.WARNING, logging.DEBUG, logging.DEBUG]
+    for part in (f"[{code}]", "'sql'", "filesystem"):
+        assert part in logged.records[0].getMessage()
+
+
+def test_another_reason_or_another_adapter_is_another_warning(logged):
+    hook = LogEvents()
+    for event in (rejected(), rejected(found="y"), rejected(name="other")):
+        hook(event)
+    assert levels(logged) == [logging.WARNING] * 3
+
+
+def test_an_unknown_name_is_no_warning_and_forges_no_line(logged):
+    LogEvents()(AdapterUnknown("a\nWARNING forged", "the character U+000A"))
+    assert levels(logged) == [logging.DEBUG]
+    assert "\n" not in logged.records[0].getMessage()
+
+
+def test_what_was_warned_of_is_remembered_in_bounded_memory(logged, monkeypatch):
+    monkeypatch.setattr(logs, "_REMEMBERED", 3)
+    hook = LogEvents()
+    for number in range(100):
+        hook(rejected(name=str(number)))
+    assert len(hook._warned) == 3
+    hook(rejected(name="99"))  # remembered
+    hook(rejected(name="0"))  # forgotten
+    assert levels(logged)[-2:] == [logging.DEBUG, logging.WARNING]
+
+
+def test_a_repeat_keeps_a_warning_remembered(logged, monkeypatch):
+    monkeypatch.setattr(logs, "_REMEMBERED", 2)
+    hook = LogEvents()
+    for name in ("a", "b", "a", "c", "a"):
+        hook(rejected(name=name))
+    assert levels(logged) == [logging.WARNING, logging.WARNING, logging.DEBUG, logging.WARNING, logging.DEBUG]
+
+
+def test_the_logger_is_vllms_child():
+    # vLLM's handlers and level apply to it, without our touching logging's configuration.
+    assert logs.logger.parent.name.startswith("vllm") or logs.logger.name.startswith("vllm.")
+    assert logs.logger.handlers == []
+
+
+def test_every_hook_is_told_in_order():
+    told = []
+    events = Events(lambda event: told.append(("first", event)))
+    events.add(lambda event: told.append(("second", event)))
+    event = AdapterUnknown("sql")
+    events.emit(event)
+    assert told == [("first", event), ("second", event)]

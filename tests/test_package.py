@@ -1,0 +1,82 @@
+"""The package as a whole: light to import, and what its metadata promises."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import lora_plugins
+
+HEAVY = ("torch", "vllm", "transformers", "peft", "safetensors", "fastapi", "numpy")
+# The entry points' module takes over vLLM's name when it is imported, and only where it is named.
+PURE = [
+    "lora_plugins",
+    *(
+        module.name
+        for module in pkgutil.walk_packages(lora_plugins.__path__, "lora_plugins.")
+        if module.name != "lora_plugins.plugin"
+    ),
+]
+
+
+def test_importing_any_module_imports_nothing_heavy():
+    # In one interpreter, one after the other: what the first brings in, all have brought in.
+    script = (
+        "import importlib, sys\n"
+        f"for name in {PURE!r}:\n"
+        "    importlib.import_module(name)\n"
+        f"    heavy = [other for other in {HEAVY!r} if other in sys.modules]\n"
+        "    assert not heavy, (name, heavy)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_pure_modules_are_all_there():
+    assert {
+        "lora_plugins.names",
+        "lora_plugins.errors",
+        "lora_plugins.settings",
+        "lora_plugins.base_model",
+        "lora_plugins.files",
+        "lora_plugins.events",
+        "lora_plugins.adapter.verify",
+        "lora_plugins.adapter.finite",
+        "lora_plugins.resolvers.chain",
+        "lora_plugins.resolvers.filesystem",
+    } <= set(PURE)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_an_unnamed_plugin_is_imported_without_vllm(named):
+    # vLLM imports every entry point of a group; ours costs nothing where it is not named.
+    env = {"PATH": "", "VLLM_PLUGINS": "something_else"}
+    if not named:
+        del env["VLLM_PLUGINS"]
+    script = "import lora_plugins.plugin, sys; assert 'vllm' not in sys.modules and 'torch' not in sys.modules"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, env=env, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names_exist():
+    assert all(hasattr(lora_plugins, name) for name in lora_plugins.__all__)
+    assert sorted(lora_plugins.__all__) == lora_plugins.__all__
+
+
+def test_the_version_is_the_distributions():
+    assert lora_plugins.__version__ == importlib.metadata.version("lora-plugins")
+
+
+def test_the_entry_point_is_declared():
+    (ours,) = [
+        point
+        for point in importlib.metadata.entry_points(group="vllm.general_plugins")
+        if point.name == "lora_filesystem_resolver" and point.value.startswith("lora_plugins.")
+    ]
+    assert ours.value == "lora_plugins.plugin:register_filesystem_resolver"
