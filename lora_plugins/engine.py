@@ -212,7 +212,7 @@ def take_over(module_name: str, function_name: str, register: Callable[[], None]
 
 
 def builtin(module_name: str, function_name: str) -> Callable[[], None]:
-    """vLLM's own function behind an entry point, taken over or not."""
+    """VLLM's own function behind an entry point, taken over or not."""
     known = _builtins.get((module_name, function_name))
     if known is not None:
         return known
