@@ -167,7 +167,7 @@ class LoRAPluginsResolver:
         try:
             resolved = await self.chain.resolve(lora_name, base_model_name)
         except LoRAPluginsError as error:
-            raise http_error(error) from error
+            raise http_error(error) from None  # the event has been logged
         return None if resolved is None else _lora_request(resolved, self.chain.base)
 
 
@@ -212,7 +212,7 @@ def take_over(module_name: str, function_name: str, register: Callable[[], None]
 
 
 def builtin(module_name: str, function_name: str) -> Callable[[], None]:
-    """VLLM's own function behind an entry point, taken over or not."""
+    """The function of vLLM behind an entry point, taken over or not."""
     known = _builtins.get((module_name, function_name))
     if known is not None:
         return known
