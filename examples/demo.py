@@ -5,22 +5,28 @@ Exits with 1 if any answer differs from what it should be.
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from testbed.bed import CACHE, MAX_TOKENS, Bed, prepare
 from testbed.client import Answer, complete, connect
+from testbed.hub import Hub, local_hub
 from testbed.models import DEMO_ADAPTERS, PROMPT
+from testbed.s3 import S3, s3_server
 from testbed.server import Server, vllm_server
 
 LOG = CACHE.parent / "demo-server.log"
+STORE = CACHE.parent / "demo-store"
 UNKNOWN = "nobody/has-this"
+# Which adapter lies where, and under which name it is asked for; the others lie on the filesystem under their own.
+IN_S3 = {"chat": "chat"}
+ON_HUB = {"wide": "acme/wide"}
 
 
 @dataclass(frozen=True)
@@ -44,20 +50,48 @@ class Row:
 
 def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
-    with console.status("preparing") as status:
+    with console.status("preparing") as status, ExitStack() as running:
         bed = prepare(lambda text: _say(console, text))
-        _say(console, "starting vllm serve with VLLM_PLUGINS=lora_filesystem_resolver")
-        with _server(bed, lambda seconds: status.update(f"starting vllm serve, {seconds:.0f} s (about 30)")) as server:
-            status.update("asking")
-            rows = ask(server, bed)
+        _say(console, "starting an S3 server (moto) and a local Hub, and putting adapters there")
+        env = _publish(bed, running.enter_context(s3_server()), running.enter_context(local_hub()))
+        _say(console, f"starting vllm serve with VLLM_PLUGINS={env['VLLM_PLUGINS']}")
+        server = running.enter_context(
+            _server(bed, env, lambda seconds: status.update(f"starting vllm serve, {seconds:.0f} s (about 30)"))
+        )
+        status.update("asking")
+        rows = ask(server, bed)
     console.print(table(rows))
     wrong = [row.name for row in rows if not row.right]
     if wrong:
         console.print(f"[red]Wrong: {', '.join(wrong)}. The server's log: {LOG.relative_to(CACHE.parent.parent)}")
         return 1
     served = sum(row.kind != "base" and row.expected is not None for row in rows)
-    console.print(f"All {served} adapters answered, token for token, as PEFT does; the server has been stopped.")
+    console.print(f"All {served} adapters answered, token for token, as PEFT does; the servers have been stopped.")
     return 0
+
+
+def _publish(bed: Bed, s3: S3, hub: Hub) -> dict[str, str]:
+    """Put each adapter where it is to be found; returns the settings of a server that looks there."""
+    shutil.rmtree(STORE, ignore_errors=True)  # so that the first request of every run is a cold one
+    root = STORE / "adapters"
+    for spec in DEMO_ADAPTERS:
+        adapter = bed.adapters / spec.name
+        if spec.name in IN_S3:
+            s3.bucket("adapters").put_directory(f"loras/{IN_S3[spec.name]}", adapter)
+        elif spec.name in ON_HUB:
+            hub.commit(ON_HUB[spec.name], {file.name: file.read_bytes() for file in adapter.iterdir()})
+        else:
+            shutil.copytree(adapter, root / spec.name)
+    return {
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_PLUGINS": "lora_filesystem_resolver,lora_s3_resolver,lora_hf_hub_resolver",
+        "VLLM_LORA_RESOLVER_CACHE_DIR": str(root),
+        "S3_PATH_TEMPLATE": "s3://adapters/loras/{lora_name}",
+        "VLLM_LORA_RESOLVER_HF_REPO_LIST": "acme/*",
+        "LORA_PLUGINS_STORE_DIR": str(STORE / "store"),
+        **s3.env(),
+        **hub.env(STORE / "hub-home"),
+    }
 
 
 def ask(server: Server, bed: Bed) -> list[Row]:
@@ -67,7 +101,9 @@ def ask(server: Server, bed: Bed) -> list[Row]:
     wanted = [(base, "-", "base", bed.answers[None])]
     for spec in DEMO_ADAPTERS:
         kind = f"rank {spec.rank}" + (", rsLoRA" if spec.extra.get("use_rslora") else "")
-        wanted.append((spec.name, "filesystem", kind, bed.answers[spec.name]))
+        source = "S3" if spec.name in IN_S3 else "Hub" if spec.name in ON_HUB else "filesystem"
+        name = ON_HUB.get(spec.name) or IN_S3.get(spec.name) or spec.name
+        wanted.append((name, source, kind, bed.answers[spec.name]))
     wanted.append((UNKNOWN, "-", "does not exist", None))
     rows = []
     for name, source, kind, expected in wanted:
@@ -99,16 +135,12 @@ def _say(console: Console, text: str) -> None:
     console.print(f"demo: {text}")
 
 
-def _server(bed: Bed, progress: Callable[[float], None]) -> AbstractContextManager[Server]:
+def _server(bed: Bed, env: Mapping[str, str], progress: Callable[[float], None]) -> AbstractContextManager[Server]:
     return vllm_server(
         bed.base,
-        Path(LOG),
+        LOG,
         arguments=("--enable-lora", "--max-lora-rank", "64", "--max-loras", "2", "--max-cpu-loras", "8"),
-        env={
-            "VLLM_PLUGINS": "lora_filesystem_resolver",
-            "VLLM_LORA_RESOLVER_CACHE_DIR": str(bed.adapters),
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        },
+        env=env,
         progress=progress,
     )
 

@@ -6,11 +6,12 @@ No other module imports vLLM. vLLM is imported inside the functions, so that rea
 
 from __future__ import annotations
 
-import copy
+import asyncio
 import functools
 import importlib
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,10 @@ from lora_plugins.events import Events
 from lora_plugins.logs import LogEvents, logger
 from lora_plugins.resolvers.chain import ResolvedAdapter, SourceChain
 from lora_plugins.resolvers.source import Source
+from lora_plugins.resolvers.uris import AllowedUris
+from lora_plugins.served_model import describe_base
 from lora_plugins.settings import Settings
+from lora_plugins.store.opening import open_store
 
 REGISTRY_NAME = "lora-plugins"
 
@@ -54,12 +58,22 @@ SEAMS: tuple[Seam, ...] = (
         remove="vLLM lets a user choose among entry points of one name",
     ),
     Seam(
+        symbol="vllm.plugins.lora_resolvers.hf_hub_resolver:register_hf_hub_resolver",
+        has=(),
+        what="replaced by our function of the same entry-point name, when VLLM_PLUGINS names it",
+        why="as for register_filesystem_resolver",
+        since="0.30",
+        remove="vLLM lets a user choose among entry points of one name",
+    ),
+    Seam(
         symbol="vllm.entrypoints.openai.models.serving:OpenAIServingModels.__init__",
         has=("self", "engine_client", "base_model_paths", "lora_modules"),
-        what="wrapped: after it has run, its engine client and served names are read",
-        why="resolve_lora is told the model's path only; names, largest rank and shapes hang on these two",
+        what="wrapped: after it has run, its engine client and served names are read, and its attribute "
+        "lora_resolver_lock is replaced",
+        why="resolve_lora is told the model's path only; names, largest rank and shapes hang on these two. "
+        "lora_resolver_lock keeps a lock for every name that was ever asked for",
         since="0.30",
-        remove="LoRAResolver is handed the model and LoRA configuration",
+        remove="LoRAResolver is handed the model and LoRA configuration, and unused locks are dropped",
     ),
     Seam(
         symbol="vllm.entrypoints.serve.exception_handling.register:http_exception_handler",
@@ -155,12 +169,30 @@ SEAMS: tuple[Seam, ...] = (
 class LoRAPluginsResolver:
     """What vLLM asks for an unknown model name; all our sources stand behind this one resolver.
 
-    Duck-typed after `vllm.lora.resolver.LoRAResolver`, of which it is registered as a virtual subclass.
+    Duck-typed after `vllm.lora.resolver.LoRAResolver`, of which it is registered as a virtual subclass. It is made in
+    every process of vLLM, so threads and store are made at the first use, which only the API server comes to.
     """
 
-    def __init__(self, chain: SourceChain, executor: ThreadPoolExecutor) -> None:
-        self.chain = chain
-        self.executor = executor
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._make_sources: list[Callable[[Executor], Source]] = []
+
+    def add(self, make_source: Callable[[Executor], Source]) -> None:
+        """Ask this source too; it is made at the first use."""
+        self._make_sources.append(make_source)
+
+    @functools.cached_property
+    def chain(self) -> SourceChain:
+        """The sources behind this resolver.
+
+        Raises:
+            InvalidSettings: the store cannot be made.
+        """
+        executor = ThreadPoolExecutor(max_workers=8, thread_name_prefix="lora-plugins")
+        chain = SourceChain(self.settings, Events(LogEvents()), open_store(self.settings), executor=executor)
+        for make_source in self._make_sources:
+            chain.add(make_source(executor))
+        return chain
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> Any:
         """Return a `LoRARequest`, or None where no source has the adapter; errors carry their HTTP status."""
@@ -219,27 +251,23 @@ def builtin(module_name: str, function_name: str) -> Callable[[], None]:
     return getattr(importlib.import_module(module_name), function_name)  # type: ignore[no-any-return]
 
 
-def serve_from(make_source: Callable[[ThreadPoolExecutor], Source], settings: Settings) -> None:
-    """Have vLLM ask this source too; called again for the same source, it changes nothing."""
+def serve_from(make_source: Callable[[Executor], Source], settings: Settings) -> None:
+    """Have vLLM ask this source too; called again for a source of the same label, it changes nothing."""
     global _resolver
+    AllowedUris.parse(settings.allowed_uris)  # a prefix that cannot be right ends the start
     if _resolver is None:
-        executor = ThreadPoolExecutor(max_workers=8, thread_name_prefix="lora-plugins")
-        chain = SourceChain(settings, Events(LogEvents()), executor=executor)
-        _resolver = _register(chain, executor)
-    source = make_source(_resolver.executor)
-    if all(known.label != source.label for known in _resolver.chain.sources):
-        _resolver.chain.sources.append(source)
+        _resolver = LoRAPluginsResolver(settings)
+        _register(_resolver)
+    _resolver.add(make_source)
 
 
-def _register(chain: SourceChain, executor: ThreadPoolExecutor) -> LoRAPluginsResolver:
+def _register(resolver: LoRAPluginsResolver) -> None:
     from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
 
     _keep_http_headers()
     LoRAResolver.register(LoRAPluginsResolver)
-    resolver = LoRAPluginsResolver(chain, executor)
     LoRAResolverRegistry.register_resolver(REGISTRY_NAME, resolver)
     _bind_when_serving(resolver)
-    return resolver
 
 
 def _bind_when_serving(resolver: LoRAPluginsResolver) -> None:
@@ -250,58 +278,30 @@ def _bind_when_serving(resolver: LoRAPluginsResolver) -> None:
     @functools.wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        resolver.chain.base = describe_base(self, resolver.chain.settings)
+        self.lora_resolver_lock = NameLocks()
+        resolver.chain.base = describe_base(self, resolver.settings)
         _log_in_charge(resolver.chain)
 
     OpenAIServingModels.__init__ = wrapped
 
 
-def describe_base(models: Any, settings: Settings) -> BaseModel:
-    """Read the served base model off vLLM's `OpenAIServingModels`."""
-    client = models.engine_client
-    lora_config = getattr(getattr(client, "vllm_config", None), "lora_config", None)
-    return BaseModel(
-        path=models.model_config.model,
-        served_names=tuple(path.name for path in models.base_model_paths),
-        aliases=settings.base_aliases,
-        max_rank=None if lora_config is None else lora_config.max_lora_rank,
-        lora_enabled=lora_config is not None,
-        module_shapes=module_shapes(models.model_config.hf_config),
-    )
+class NameLocks:
+    """One lock per name for as long as somebody holds or awaits it.
 
-
-def module_shapes(hf_config: Any) -> Mapping[str, tuple[int, int]]:
-    """Sizes `(in, out)` of every linear layer and embedding, by the module names that PEFT uses.
-
-    Builds the Transformers model of this configuration on torch's meta device: no memory, no weights, exact for
-    every architecture that Transformers has. Empty, with a line in the log, for one that it does not have.
+    Takes the place of vLLM's `defaultdict(Lock)`, which keeps a lock for every name that was ever asked for.
     """
-    import torch
-    import transformers
-    from transformers.pytorch_utils import Conv1D
 
-    names = getattr(hf_config, "architectures", None) or ["an unnamed architecture"]
-    model_class = getattr(transformers, names[0], None)
-    if model_class is None:
-        logger.warning("Shapes are not checked: Transformers has no %s", names[0])
-        return {}
-    try:
-        with torch.device("meta"):
-            model = model_class._from_config(copy.deepcopy(hf_config))  # noqa: SLF001 - what AutoModel.from_config calls
-    except Exception as error:  # noqa: BLE001 - whatever a model's constructor raises, the server must start
-        logger.warning("Shapes are not checked: %s cannot be built from its configuration (%s)", names[0], error)
-        return {}
-    shapes = {}
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            shapes[name] = (module.in_features, module.out_features)
-        elif isinstance(module, torch.nn.Embedding):
-            shapes[name] = (module.num_embeddings, module.embedding_dim)
-        elif isinstance(module, Conv1D):
-            shapes[name] = (module.weight.shape[0], module.weight.shape[1])
-        elif name.endswith(".experts"):
-            shapes[name] = (0, 0)  # fused, in a layout that the engine knows
-    return shapes
+    def __init__(self) -> None:
+        self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+
+    def __getitem__(self, name: str) -> asyncio.Lock:
+        lock = self._locks.get(name)
+        if lock is None:
+            lock = self._locks[name] = asyncio.Lock()
+        return lock
+
+    def __len__(self) -> int:
+        return len(self._locks)
 
 
 def _log_in_charge(chain: SourceChain) -> None:

@@ -10,7 +10,11 @@ from lora_plugins.errors import LoRAPluginsError
 
 @dataclass(frozen=True, slots=True)
 class AdapterResolved:
-    """A name was found and its adapter verified; `path` is what the engine will read."""
+    """A name was found and its adapter verified; `path` is what the engine will read.
+
+    `locate_s` was spent asking sources, `obtain_s` finding it in the store or fetching it there (`fetched`), `check_s`
+    holding it against the base model.
+    """
 
     name: str
     source: str
@@ -18,8 +22,21 @@ class AdapterResolved:
     rank: int
     size_bytes: int
     locate_s: float
-    verify_s: float
+    obtain_s: float
+    check_s: float
+    fetched: bool
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFetched:
+    """A version was fetched from its source, verified and published in the store."""
+
+    name: str
+    source: str
+    uri: str
+    size_bytes: int
+    fetch_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +65,7 @@ class AdapterUnknown:
     reason: str = ""
 
 
-Event = AdapterResolved | AdapterRejected | SourceFailed | AdapterUnknown
+Event = AdapterResolved | AdapterFetched | AdapterRejected | SourceFailed | AdapterUnknown
 Hook = Callable[[Event], None]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 
-from lora_plugins.events import AdapterRejected, AdapterResolved, AdapterUnknown, Event, SourceFailed
+from lora_plugins.events import AdapterFetched, AdapterRejected, AdapterResolved, AdapterUnknown, Event, SourceFailed
 
 _REMEMBERED = 1024
 
@@ -25,15 +25,26 @@ class LogEvents:
 
     def __call__(self, event: Event) -> None:
         match event:
+            case AdapterFetched():
+                logger.info(
+                    "Adapter '%s' fetched from %s: %.1f MB in %.2f s (%.0f MB/s)",
+                    event.name,
+                    event.uri,
+                    event.size_bytes / 1e6,
+                    event.fetch_s,
+                    event.size_bytes / 1e6 / max(event.fetch_s, 1e-6),
+                )
             case AdapterResolved():
                 logger.info(
-                    "Adapter '%s' from %s: rank %d, %.1f MB, located in %.1f ms, verified in %.1f ms, path %s",
+                    "Adapter '%s' from %s: rank %d, %.1f MB, located in %.1f ms, %s in %.1f ms, checked in %.1f ms, %s",
                     event.name,
                     event.source,
                     event.rank,
                     event.size_bytes / 1e6,
                     event.locate_s * 1e3,
-                    event.verify_s * 1e3,
+                    "fetched" if event.fetched else "found in the store",
+                    event.obtain_s * 1e3,
+                    event.check_s * 1e3,
                     event.path,
                 )
                 for note in event.notes:

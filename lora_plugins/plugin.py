@@ -8,8 +8,11 @@ from lora_plugins.resolvers.filesystem import FilesystemSource
 from lora_plugins.settings import Settings, named_in_environment
 
 FILESYSTEM = "lora_filesystem_resolver"
+S3 = "lora_s3_resolver"
+HUB = "lora_hf_hub_resolver"
 
 _FILESYSTEM_BUILTIN = ("vllm.plugins.lora_resolvers.filesystem_resolver", "register_filesystem_resolver")
+_HUB_BUILTIN = ("vllm.plugins.lora_resolvers.hf_hub_resolver", "register_hf_hub_resolver")
 
 
 def register_filesystem_resolver() -> None:
@@ -38,5 +41,48 @@ def register_filesystem_resolver() -> None:
     )
 
 
+def register_s3_resolver() -> None:
+    """Entry point `lora_s3_resolver`: serve adapters from `S3_PATH_TEMPLATE`, an S3 or any other fsspec URL.
+
+    Raises:
+        InvalidSettings: the template, or a variable of ours or of the object store, cannot be right.
+    """
+    if not named_in_environment(S3):
+        return
+    settings = Settings.from_env()
+    template = settings.s3_path_template
+    if template is None:
+        return
+    from lora_plugins.resolvers.objects import object_source
+
+    source = object_source(template, settings)
+    engine.serve_from(lambda _: source, settings)
+
+
+def register_hf_hub_resolver() -> None:
+    """Entry point `lora_hf_hub_resolver`: serve adapters from the repositories of `VLLM_LORA_RESOLVER_HF_REPO_LIST`.
+
+    Where `VLLM_PLUGINS` does not name it, vLLM's builtin of the same name runs as if we were not installed.
+
+    Raises:
+        InvalidSettings: the list, or a `LORA_PLUGINS_*` variable, cannot be right.
+    """
+    if not named_in_environment(HUB):
+        engine.builtin(*_HUB_BUILTIN)()
+        return
+    settings = Settings.from_env()
+    if not settings.hub_repos:
+        return
+    from lora_plugins.resolvers.hub import HubSource
+    from lora_plugins.resolvers.hub_patterns import HubPatterns
+
+    patterns = HubPatterns.parse(settings.hub_repos)
+    engine.serve_from(
+        lambda executor: HubSource(patterns, timeout_s=settings.fetch_timeout_s, executor=executor), settings
+    )
+
+
 if named_in_environment(FILESYSTEM):
     engine.take_over(*_FILESYSTEM_BUILTIN, register_filesystem_resolver)
+if named_in_environment(HUB):
+    engine.take_over(*_HUB_BUILTIN, register_hf_hub_resolver)

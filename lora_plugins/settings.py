@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -25,8 +26,18 @@ OWN_VARIABLES = frozenset(
         "LORA_PLUGINS_ALLOW_PICKLE",
         "LORA_PLUGINS_CHECK_FINITE",
         "LORA_PLUGINS_MAX_ADAPTER_BYTES",
+        "LORA_PLUGINS_STORE_DIR",
+        "LORA_PLUGINS_STORE_MAX_BYTES",
+        "LORA_PLUGINS_SOURCES",
+        "LORA_PLUGINS_ALLOWED_URIS",
+        "LORA_PLUGINS_FETCH_TIMEOUT_S",
+        "LORA_PLUGINS_ABSENT_TTL_S",
+        "LORA_PLUGINS_REVALIDATE_S",
     }
 )
+
+
+SOURCES = ("filesystem", "s3", "hub")
 
 
 class BaseMatch(StrEnum):
@@ -50,6 +61,15 @@ class Settings:
         allow_pickle: serve `adapter_model.bin` and `.pt`, of which only the configuration is verified.
         check_finite: read every weight once and refuse NaN and infinity.
         max_adapter_bytes: size limit of one adapter's files together.
+        store_dir: the store's root. store_max_bytes: its budget, None for no limit.
+        sources: labels of the sources, in the order in which they are asked.
+        allowed_uris: prefixes of the source URIs that may be fetched by URI.
+        fetch_timeout_s: deadline for one adapter's fetch, retries included.
+        absent_ttl_s: how long a remote source's "no such adapter" is believed.
+        revalidate_s: how long a remote source is not asked again for a name that it had.
+        s3_path_template, local_path_template: `S3_PATH_TEMPLATE` and `LOCAL_PATH_TEMPLATE` of vLLM's documentation.
+        hub_repos: vLLM's `VLLM_LORA_RESOLVER_HF_REPO_LIST`.
+        aws: the `AWS_*` variables; never logged.
     """
 
     runtime_lora_updating: bool = False
@@ -60,6 +80,17 @@ class Settings:
     allow_pickle: bool = False
     check_finite: bool = True
     max_adapter_bytes: int = 8 << 30
+    store_dir: Path = field(default_factory=lambda: _store_dir({}))
+    store_max_bytes: int | None = None
+    sources: tuple[str, ...] = SOURCES
+    allowed_uris: tuple[str, ...] = ()
+    fetch_timeout_s: float = 300.0
+    absent_ttl_s: float = 15.0
+    revalidate_s: float = 60.0
+    s3_path_template: str | None = None
+    local_path_template: str | None = None
+    hub_repos: tuple[str, ...] = ()
+    aws: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -79,7 +110,18 @@ class Settings:
             follow_symlinks=_flag(env, "LORA_PLUGINS_FOLLOW_SYMLINKS", default=False),
             allow_pickle=_flag(env, "LORA_PLUGINS_ALLOW_PICKLE", default=False),
             check_finite=_flag(env, "LORA_PLUGINS_CHECK_FINITE", default=True),
-            max_adapter_bytes=_bytes(env, "LORA_PLUGINS_MAX_ADAPTER_BYTES", default=8 << 30),
+            max_adapter_bytes=_bytes(env, "LORA_PLUGINS_MAX_ADAPTER_BYTES", default=8 << 30) or 8 << 30,
+            store_dir=_store_dir(env),
+            store_max_bytes=_bytes(env, "LORA_PLUGINS_STORE_MAX_BYTES", default=None),
+            sources=_sources(env),
+            allowed_uris=_names(env, "LORA_PLUGINS_ALLOWED_URIS"),
+            fetch_timeout_s=_seconds(env, "LORA_PLUGINS_FETCH_TIMEOUT_S", default=300.0),
+            absent_ttl_s=_seconds(env, "LORA_PLUGINS_ABSENT_TTL_S", default=15.0, least=0.0),
+            revalidate_s=_seconds(env, "LORA_PLUGINS_REVALIDATE_S", default=60.0, least=0.0),
+            s3_path_template=env.get("S3_PATH_TEMPLATE") or None,
+            local_path_template=env.get("LOCAL_PATH_TEMPLATE") or None,
+            hub_repos=_names(env, "VLLM_LORA_RESOLVER_HF_REPO_LIST"),
+            aws={name: value for name, value in env.items() if name.startswith("AWS_")},
         )
 
 
@@ -129,7 +171,34 @@ def _names(env: Mapping[str, str], name: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in env.get(name, "").split(",") if part.strip())
 
 
-def _bytes(env: Mapping[str, str], name: str, *, default: int) -> int:
+def _store_dir(env: Mapping[str, str]) -> Path:
+    name = "LORA_PLUGINS_STORE_DIR"
+    if env.get(name):
+        return _directory(name, env[name])
+    return _directory(name, env.get("XDG_CACHE_HOME") or "~/.cache") / "lora-plugins"
+
+
+def _sources(env: Mapping[str, str]) -> tuple[str, ...]:
+    name = "LORA_PLUGINS_SOURCES"
+    order = _names(env, name) or SOURCES
+    if len(set(order)) != len(order) or not set(order) <= set(SOURCES):
+        raise _wrong(name, env[name], "each at most once, of " + ", ".join(SOURCES))
+    return order
+
+
+def _seconds(env: Mapping[str, str], name: str, *, default: float, least: float = 0.1) -> float:
+    if name not in env:
+        return default
+    try:
+        value = float(env[name])
+    except ValueError:
+        value = math.nan
+    if not least <= value <= 86_400:
+        raise _wrong(name, env[name], f"seconds, from {least:g} to 86400")
+    return value
+
+
+def _bytes(env: Mapping[str, str], name: str, *, default: int | None) -> int | None:
     if name not in env:
         return default
     match = re.fullmatch(r"([0-9]{1,18})\s*([a-z]*)", env[name].strip().lower())

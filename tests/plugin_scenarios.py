@@ -1,7 +1,7 @@
 """Run by test_plugin.py in an interpreter of its own: each scenario is a fork of a process that has imported vLLM.
 
-Reads scenarios as JSON from stdin, one a line: `env`, `order` ("ours last" or "ours first") and `times`, how often the
-loaded functions are called. Writes what each of them came to, one a line.
+Reads scenarios as JSON from stdin, one a line: `name` or names of the entry points, `env`, `order` ("ours last" or
+"ours first") and `times`, how often the loaded functions are called. Writes what each of them came to, one a line.
 """
 
 from __future__ import annotations
@@ -17,23 +17,21 @@ import vllm.entrypoints.serve.exception_handling.register as handlers
 from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
 from vllm.plugins import DEFAULT_PLUGINS_GROUP, load_plugins_by_group
 
-NAME = "lora_filesystem_resolver"
 
-
-def discovered(order: str) -> list[importlib.metadata.EntryPoint]:
-    """The two real entry points of this name, in the order in which vLLM is to discover them."""
+def discovered(name: str, order: str) -> list[importlib.metadata.EntryPoint]:
+    """The real entry points of this name, or of several, in the order in which vLLM is to discover them."""
     points = {
         point.value: point
         for point in importlib.metadata.entry_points(group=DEFAULT_PLUGINS_GROUP)
-        if point.name == NAME
+        if point.name in name.split(",")
     }
-    theirs, ours = sorted(points.values(), key=lambda point: point.value.startswith("lora_plugins."))
-    return [theirs, ours] if order == "ours last" else [ours, theirs]
+    found = sorted(points.values(), key=lambda point: point.value.startswith("lora_plugins."))
+    return found if order == "ours last" else found[::-1]
 
 
 def came_to(scenario: dict[str, object]) -> dict[str, object]:
     os.environ.update(scenario["env"])
-    points = discovered(scenario["order"])
+    points = discovered(scenario["name"], scenario["order"])
     importlib.metadata.entry_points = lambda group: points
     untouched = serving.OpenAIServingModels.__init__, handlers.http_exception_handler
     result: dict[str, object] = {}
@@ -47,7 +45,7 @@ def came_to(scenario: dict[str, object]) -> dict[str, object]:
     result["registered"] = {name: f"{type(item).__module__}.{type(item).__name__}" for name, item in resolvers.items()}
     result["are_resolvers"] = all(isinstance(item, LoRAResolver) for item in resolvers.values())
     result["sources"] = [
-        str(source) for item in resolvers.values() if hasattr(item, "chain") for source in item.chain.sources
+        str(source) for item in resolvers.values() if hasattr(item, "add") for source in item.chain.sources
     ]
     now = serving.OpenAIServingModels.__init__, handlers.http_exception_handler
     result["untouched"] = now == untouched

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from lora_plugins import engine
 from lora_plugins.base_model import BaseModel
-from lora_plugins.engine import SEAMS, LoRAPluginsResolver, Seam, describe_base, http_error, module_shapes
+from lora_plugins.engine import SEAMS, LoRAPluginsResolver, NameLocks, Seam, http_error
 from lora_plugins.errors import (
     AdapterNotFound,
     IncompatibleAdapter,
     InvalidAdapter,
+    InvalidSettings,
     LoRAPluginsError,
     NoFreeSlot,
     OutOfMemory,
     SourceUnavailable,
 )
-from lora_plugins.events import Events
-from lora_plugins.resolvers.chain import SourceChain, lora_id
+from lora_plugins.resolvers.chain import lora_id
 from lora_plugins.resolvers.filesystem import FilesystemSource
+from lora_plugins.served_model import describe_base, module_shapes
 from lora_plugins.settings import Settings
 from tests.make import BASE, adapter_files, put
 from tools import check_seams
@@ -247,10 +250,10 @@ def test_vllms_handlers_answer_with_our_status_text_and_headers(answered, kind, 
 @pytest.fixture
 def resolver(tmp_path):
     (tmp_path / "root").mkdir()
-    with ThreadPoolExecutor(1) as executor:
-        chain = SourceChain(Settings(), Events(), [FilesystemSource(tmp_path / "root", executor=executor)], executor)
-        chain.base = BASE
-        yield LoRAPluginsResolver(chain, executor)
+    resolver = LoRAPluginsResolver(Settings(store_dir=tmp_path / "store"))
+    resolver.add(lambda executor: FilesystemSource(tmp_path / "root", executor=executor))
+    resolver.chain.base = BASE
+    return resolver
 
 
 def resolve(resolver, name):
@@ -261,7 +264,8 @@ def test_a_found_adapter_becomes_vllms_request(resolver, tmp_path):
     put(tmp_path / "root" / "team" / "sql", adapter_files())
     request = resolve(resolver, "team/sql")
     assert type(request).__name__ == "LoRARequest"
-    assert (request.lora_name, request.lora_path) == ("team/sql", str(tmp_path / "root" / "team" / "sql"))
+    assert request.lora_name == "team/sql"
+    assert Path(request.lora_path).parent == tmp_path / "store"
     assert (request.lora_int_id, request.base_model_name) == (lora_id("team/sql"), "tiny")
 
 
@@ -276,13 +280,13 @@ def test_an_unknown_adapter_is_none(resolver):
     assert resolve(resolver, "../root") is None
 
 
-def test_a_broken_adapter_is_vllms_400_with_our_error_as_its_cause(resolver, tmp_path):
+def test_a_broken_adapter_is_vllms_400_with_our_text(resolver, tmp_path):
     from vllm.exceptions import VLLMClientError
 
     put(tmp_path / "root" / "sql", {**adapter_files(), "adapter_config.json": b"{"})
     with pytest.raises(VLLMClientError, match=r"\[L005\] adapter 'sql', file 'adapter_config.json'") as caught:
         resolve(resolver, "sql")
-    assert isinstance(caught.value.__cause__, InvalidAdapter)
+    assert caught.value.__cause__ is None  # the refusal has been logged; vLLM would log its traceback again
 
 
 # --- the served model
@@ -420,3 +424,141 @@ def test_a_server_without_lora_is_seen():
     base = describe_base(served(None), Settings())
     assert isinstance(base, BaseModel)
     assert (base.max_rank, base.lora_enabled) == (None, False)
+
+
+def test_when_serving_starts_vllms_locks_are_dropped_with_their_last_user(start_serving):
+    models = start_serving(None)
+    assert isinstance(models.lora_resolver_lock, NameLocks)
+
+
+def test_a_store_that_cannot_be_made_ends_the_start(start_serving, resolver, tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    resolver.settings = Settings(store_dir=tmp_path / "file" / "store")
+    del resolver.chain  # not yet made
+    with pytest.raises(InvalidSettings, match="LORA_PLUGINS_STORE_DIR"):
+        start_serving(None)
+
+
+# --- the resolver's parts are made late
+
+
+def test_nothing_is_made_before_the_first_use(tmp_path):
+    made = []
+
+    def make_source(executor):
+        made.append(executor)
+        return FilesystemSource(tmp_path, executor=executor)
+
+    before = threading.active_count()
+    resolver = LoRAPluginsResolver(Settings(store_dir=tmp_path / "store"))
+    resolver.add(make_source)
+    assert (made, threading.active_count(), (tmp_path / "store").exists()) == ([], before, False)
+    assert resolver.chain is resolver.chain
+    assert len(made) == 1
+    assert (tmp_path / "store").is_dir()
+
+
+def test_a_source_added_twice_is_asked_once(resolver, tmp_path):
+    again = LoRAPluginsResolver(resolver.settings)
+    for _ in range(2):
+        again.add(lambda executor: FilesystemSource(tmp_path / "root", executor=executor))
+    assert [source.label for source in again.chain.sources] == ["filesystem"]
+
+
+# --- the builtins' names
+
+
+@pytest.fixture
+def module(monkeypatch):
+    module = ModuleType("a_builtin_of_vllm")
+    module.register = lambda: "builtin"
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(engine, "_builtins", {})
+    return module
+
+
+def test_a_builtin_that_was_taken_over_can_still_be_called(module):
+    assert engine.builtin(module.__name__, "register")() == "builtin"
+    engine.take_over(module.__name__, "register", lambda: "ours")
+    assert module.register() == "ours"
+    assert engine.builtin(module.__name__, "register")() == "builtin"
+
+
+def test_taken_over_twice_the_builtin_is_still_the_builtin(module):
+    for _ in range(2):
+        engine.take_over(module.__name__, "register", lambda: "ours")
+    assert engine.builtin(module.__name__, "register")() == "builtin"
+
+
+# --- locks by name
+
+
+def test_a_name_has_one_lock_while_it_is_held_and_none_afterwards():
+    async def run() -> None:
+        locks = NameLocks()
+        async with locks["sql"]:
+            assert locks["sql"] is locks["sql"]
+            assert locks["sql"].locked()
+            assert not locks["other"].locked()
+            gc.collect()
+            assert len(locks) == 1
+        gc.collect()
+        assert len(locks) == 0
+
+    asyncio.run(run())
+
+
+def test_a_lock_that_is_awaited_is_the_one_that_is_held():
+    locks = NameLocks()
+    order: list[str] = []
+
+    async def hold(name: str) -> None:
+        async with locks["sql"]:
+            order.append(name)
+            await asyncio.sleep(0)
+            gc.collect()
+            order.append(name)
+
+    async def run() -> None:
+        tasks = [asyncio.create_task(hold(name)) for name in "abc"]
+        await asyncio.sleep(0)
+        tasks[1].cancel()  # one that waits gives up; the lock stays
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+    gc.collect()  # the traceback of the one that gave up held the lock until here
+    assert order == ["a", "a", "c", "c"]
+    assert len(locks) == 0
+
+
+def test_of_many_at_once_each_name_lets_one_in():
+    async def run() -> None:
+        locks = NameLocks()
+        inside: Counter[str] = Counter()
+        visits = 0
+
+        async def visit(name: str) -> None:
+            nonlocal visits
+            async with locks[name]:
+                inside[name] += 1
+                assert inside[name] == 1
+                await asyncio.sleep(0)
+                inside[name] -= 1
+                visits += 1
+
+        await asyncio.gather(*(visit(f"name-{number % 7}") for number in range(700)))
+        assert visits == 700
+        assert len(locks) == 0
+
+    asyncio.run(run())
+
+
+def test_a_hundred_thousand_names_leave_nothing():
+    async def run() -> None:
+        locks = NameLocks()
+        for number in range(100_000):
+            async with locks[f"name-{number}"]:
+                pass
+        assert len(locks) == 0
+
+    asyncio.run(run())

@@ -8,7 +8,7 @@ import pytest
 
 from lora_plugins import logs
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
-from lora_plugins.events import AdapterRejected, AdapterResolved, AdapterUnknown, Events, SourceFailed
+from lora_plugins.events import AdapterFetched, AdapterRejected, AdapterResolved, AdapterUnknown, Events, SourceFailed
 from lora_plugins.logs import LogEvents
 
 
@@ -20,7 +20,9 @@ def resolved(**changes: object) -> AdapterResolved:
         "rank": 8,
         "size_bytes": 2_500_000,
         "locate_s": 0.001,
-        "verify_s": 0.02,
+        "obtain_s": 0.02,
+        "check_s": 0.003,
+        "fetched": False,
     }
     return AdapterResolved(**{**facts, **changes})
 
@@ -36,7 +38,23 @@ def levels(logged) -> list[int]:
 def test_a_resolved_adapter_is_one_line_with_its_facts(logged):
     LogEvents()(resolved())
     assert levels(logged) == [logging.INFO]
-    for fact in ("'sql'", "filesystem", "rank 8", "2.5 MB", "1.0 ms", "20.0 ms", "/adapters/sql"):
+    for fact in (
+        "'sql'",
+        "filesystem",
+        "rank 8",
+        "2.5 MB",
+        "1.0 ms",
+        "found in the store in 20.0 ms",
+        "3.0 ms",
+        "/adapters/sql",
+    ):
+        assert fact in logged.text
+
+
+def test_a_fetch_is_one_line_with_its_speed(logged):
+    LogEvents()(AdapterFetched("sql", "s3", "s3://bucket/sql", 50_000_000, 0.5))
+    assert levels(logged) == [logging.INFO]
+    for fact in ("'sql'", "s3://bucket/sql", "50.0 MB", "0.50 s", "100 MB/s"):
         assert fact in logged.text
 
 

@@ -36,6 +36,31 @@ ENVIRONMENTS = {
     },
     "twice": {"VLLM_PLUGINS": NAME, "VLLM_LORA_RESOLVER_CACHE_DIR": "ROOT"},
 }
+HUB, S3 = "lora_hf_hub_resolver", "lora_s3_resolver"
+HUB_REPOS = {"VLLM_LORA_RESOLVER_HF_REPO_LIST": "org/repo,other/*"}
+S3_TEMPLATE = {"S3_PATH_TEMPLATE": "s3://bucket/{lora_name}"}
+REMOTE = {
+    "hub": {"VLLM_PLUGINS": HUB, **HUB_REPOS},
+    "hub, all": HUB_REPOS,
+    "hub, others": {"VLLM_PLUGINS": NAME, **HUB_REPOS},
+    "hub, unset": {"VLLM_PLUGINS": HUB},
+    "hub, wrong": {"VLLM_PLUGINS": HUB, "VLLM_LORA_RESOLVER_HF_REPO_LIST": "org"},
+    "s3": {"VLLM_PLUGINS": S3, **S3_TEMPLATE},
+    "s3, all": S3_TEMPLATE,
+    "s3, unset": {"VLLM_PLUGINS": S3},
+    "s3, wrong": {"VLLM_PLUGINS": S3, "S3_PATH_TEMPLATE": "s3://bucket/{lora}"},
+}
+ALL_THREE = f"{HUB},{S3},{NAME}"
+EVERYWHERE = {"VLLM_LORA_RESOLVER_CACHE_DIR": "ROOT", **HUB_REPOS, **S3_TEMPLATE}
+SEVERAL = {
+    "several": {"VLLM_PLUGINS": ALL_THREE, **EVERYWHERE},
+    "several, ordered": {"VLLM_PLUGINS": ALL_THREE, **EVERYWHERE, "LORA_PLUGINS_SOURCES": "hub,filesystem"},
+    "several, two set": {"VLLM_PLUGINS": ALL_THREE, **HUB_REPOS, "VLLM_LORA_RESOLVER_CACHE_DIR": "ROOT"},
+    "several, two named": {"VLLM_PLUGINS": f"{S3},{NAME}", **EVERYWHERE},
+    "several, none named": EVERYWHERE,
+}
+SOURCES_OF = {name: HUB if name.startswith("hub") else S3 for name in REMOTE} | dict.fromkeys(SEVERAL, ALL_THREE)
+ENVIRONMENTS |= REMOTE | SEVERAL
 both_orders = pytest.mark.parametrize("order", ORDERS)
 
 
@@ -53,7 +78,11 @@ def outcomes(root):
     lines = [
         json.dumps(
             {
-                "env": {key: text.replace("ROOT", str(root)) for key, text in ENVIRONMENTS[name].items()},
+                "name": SOURCES_OF.get(name, NAME),
+                "env": {
+                    "XDG_CACHE_HOME": str(root / "cache"),
+                    **{key: text.replace("ROOT", str(root)) for key, text in ENVIRONMENTS[name].items()},
+                },
                 "order": order,
                 "times": 2 if name == "twice" else 1,
             }
@@ -138,3 +167,57 @@ def test_registering_twice_changes_nothing(outcomes, order, root):
     assert outcome["registered"] == OURS
     assert outcome["sources"] == [f"filesystem ({root})"]
     assert outcome["wrapped_once"]
+
+
+@both_orders
+def test_named_the_hub_resolver_is_ours(outcomes, order):
+    outcome = outcomes["hub", order]
+    assert outcome["registered"] == OURS
+    assert outcome["sources"][0].startswith("hub (")
+
+
+@both_orders
+@pytest.mark.parametrize("name", ["hub, all", "hub, others", "hub, unset", "s3, all", "s3, unset"])
+def test_unnamed_or_without_its_setting_a_remote_resolver_is_not_registered(outcomes, name, order):
+    # vLLM's own Hub resolver registers only where it is named, too.
+    assert outcomes[name, order]["registered"] == {}
+    assert "error" not in outcomes[name, order]
+
+
+@both_orders
+def test_named_the_s3_resolver_is_ours(outcomes, order):
+    outcome = outcomes["s3", order]
+    assert outcome["registered"] == OURS
+    assert outcome["sources"][0].startswith("s3 (")
+
+
+@both_orders
+@pytest.mark.parametrize("name", ["hub, wrong", "s3, wrong"])
+def test_a_wrong_remote_setting_ends_the_start(outcomes, name, order):
+    assert outcomes[name, order]["error"].startswith("InvalidSettings: [L007]")
+
+
+@both_orders
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [
+        ("several", ["filesystem", "s3", "hub"]),
+        ("several, ordered", ["hub", "filesystem", "s3"]),  # the one left out is asked last
+        ("several, two set", ["filesystem", "hub"]),
+        ("several, two named", ["filesystem", "s3"]),
+    ],
+)
+def test_several_sources_stand_behind_one_resolver_in_the_order_of_the_settings(outcomes, name, labels, order):
+    outcome = outcomes[name, order]
+    assert "error" not in outcome
+    assert outcome["registered"] == OURS
+    assert [source.partition(" ")[0] for source in outcome["sources"]] == labels
+    assert outcome["wrapped_once"]
+
+
+@both_orders
+def test_with_everything_set_and_nothing_named_vllm_is_as_without_us(outcomes, order):
+    outcome = outcomes["several, none named", order]
+    assert "error" not in outcome
+    assert outcome["registered"] == BUILTIN
+    assert outcome["untouched"]

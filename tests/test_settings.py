@@ -9,8 +9,41 @@ import pytest
 
 import lora_plugins
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.settings import OWN_VARIABLES, BaseMatch, Settings, named_in_environment
+from lora_plugins.settings import OWN_VARIABLES, SOURCES, BaseMatch, Settings, named_in_environment
 
+DEFAULT_STORE = Path("~/.cache/lora-plugins").expanduser()
+LATER = [
+    ("LORA_PLUGINS_STORE_DIR", "/var/lib/x", "store_dir", Path("/var/lib/x")),
+    ("LORA_PLUGINS_STORE_DIR", "", "store_dir", DEFAULT_STORE),
+    ("XDG_CACHE_HOME", "", "store_dir", DEFAULT_STORE),
+    ("LORA_PLUGINS_SOURCES", "", "sources", SOURCES),
+    ("LORA_PLUGINS_ALLOWED_URIS", "", "allowed_uris", ()),
+    ("LORA_PLUGINS_FETCH_TIMEOUT_S", "86400", "fetch_timeout_s", 86_400.0),
+    ("LORA_PLUGINS_REVALIDATE_S", " 1e3 ", "revalidate_s", 1000.0),
+    ("S3_PATH_TEMPLATE", "", "s3_path_template", None),
+    ("LOCAL_PATH_TEMPLATE", "", "local_path_template", None),
+    ("XDG_CACHE_HOME", "/var/cache", "store_dir", Path("/var/cache/lora-plugins")),
+    ("LORA_PLUGINS_STORE_MAX_BYTES", "2GiB", "store_max_bytes", 2 << 30),
+    ("LORA_PLUGINS_SOURCES", "hub, s3", "sources", ("hub", "s3")),
+    ("LORA_PLUGINS_ALLOWED_URIS", "s3://a/, hf://b", "allowed_uris", ("s3://a/", "hf://b")),
+    ("LORA_PLUGINS_FETCH_TIMEOUT_S", "2.5", "fetch_timeout_s", 2.5),
+    ("LORA_PLUGINS_ABSENT_TTL_S", "0", "absent_ttl_s", 0.0),
+    ("LORA_PLUGINS_REVALIDATE_S", "0", "revalidate_s", 0.0),
+    ("S3_PATH_TEMPLATE", "s3://b/{lora_name}", "s3_path_template", "s3://b/{lora_name}"),
+    ("LOCAL_PATH_TEMPLATE", "/x/{lora_name}", "local_path_template", "/x/{lora_name}"),
+    ("VLLM_LORA_RESOLVER_HF_REPO_LIST", "a/b,c/*", "hub_repos", ("a/b", "c/*")),
+]
+LATER_WRONG = [
+    *[("LORA_PLUGINS_STORE_MAX_BYTES", text) for text in ("", "0", "-1", "much", "8 PB", "1.5GiB", "inf", "٣")],
+    *[("LORA_PLUGINS_SOURCES", text) for text in ("s3,s3", "ftp", "s3;hub", "S3", "filesystem,s3,hub,gcs")],
+    *[
+        (name, text)
+        for name in ("LORA_PLUGINS_FETCH_TIMEOUT_S", "LORA_PLUGINS_ABSENT_TTL_S", "LORA_PLUGINS_REVALIDATE_S")
+        for text in ("", "-1", "86401", "inf", "nan", "soon", "1,5")
+    ],
+    ("LORA_PLUGINS_FETCH_TIMEOUT_S", "0"),
+    ("LORA_PLUGINS_STORE_DIR", "~no-such-user-here/x"),
+]
 RIGHT = [
     ("LORA_PLUGINS_BASE_MATCH", "strict", "base_match", BaseMatch.STRICT),
     ("LORA_PLUGINS_BASE_MATCH", " Compatible ", "base_match", BaseMatch.COMPATIBLE),
@@ -61,13 +94,13 @@ def test_an_empty_environment_gives_the_defaults():
     )
 
 
-@pytest.mark.parametrize(("name", "text", "field", "value"), RIGHT)
+@pytest.mark.parametrize(("name", "text", "field", "value"), [*RIGHT, *LATER])
 def test_a_right_value_is_read(name, text, field, value):
     settings = Settings.from_env({name: text})
     assert getattr(settings, field) == value
 
 
-@pytest.mark.parametrize(("name", "text"), WRONG)
+@pytest.mark.parametrize(("name", "text"), [*WRONG, *LATER_WRONG])
 def test_a_wrong_value_names_the_variable_the_value_and_what_is_right(name, text):
     with pytest.raises(InvalidSettings) as caught:
         Settings.from_env({name: text})
@@ -77,12 +110,27 @@ def test_a_wrong_value_names_the_variable_the_value_and_what_is_right(name, text
 
 
 def test_every_variable_of_ours_is_tried_above():
-    assert {name for name, *_ in RIGHT if name.startswith("LORA_PLUGINS_")} >= OWN_VARIABLES - {
-        # Later sources bring variables of their own tests.
-        name
-        for name in OWN_VARIABLES
-        if name.startswith(("LORA_PLUGINS_S3_", "LORA_PLUGINS_HUB_", "LORA_PLUGINS_STORE_"))
-    }
+    assert {name for name, *_ in [*RIGHT, *LATER] if name.startswith("LORA_PLUGINS_")} >= OWN_VARIABLES
+
+
+def test_every_variable_of_ours_has_its_line_in_the_docs():
+    lines = (Path(__file__).parent.parent / "docs" / "settings.md").read_text().splitlines()
+    rows = [line.split("|")[1:-1] for line in lines if line.startswith("| `LORA_PLUGINS_")]
+    assert sorted(row[0].strip(" `") for row in rows) == sorted(OWN_VARIABLES)
+    for name, default, meaning in rows:
+        assert meaning.strip()
+        # Set to its documented default, a variable changes nothing.
+        field = name.strip(" `").removeprefix("LORA_PLUGINS_").lower()
+        if default.strip() in ("none", "no limit"):
+            assert getattr(Settings(), field) in ((), None)
+        else:
+            assert Settings.from_env({name.strip(" `"): default.strip(" `")}) == Settings.from_env({})
+
+
+def test_credentials_are_read_and_never_shown():
+    settings = Settings.from_env({"AWS_SECRET_ACCESS_KEY": "s3cr3t"})
+    assert settings.aws["AWS_SECRET_ACCESS_KEY"] == "s3cr3t"
+    assert "s3cr3t" not in repr(settings)
 
 
 @pytest.mark.parametrize("name", ["LORA_PLUGINS_BASE_MACTH", "LORA_PLUGINS_", "LORA_PLUGINS_base_match"])

@@ -31,9 +31,9 @@ class VerifiedAdapter:
 
 
 def verify_adapter(
-    directory: Path, base: BaseModel, settings: Settings, *, inside: Path | None = None
+    directory: Path, base: BaseModel | None, settings: Settings, *, inside: Path | None = None
 ) -> VerifiedAdapter:
-    """Verify the adapter in `directory` against the served base model.
+    """Verify the adapter in `directory`, and against the served base model unless `base` is None.
 
     `inside`: files that are symlinks must stay below this directory; None allows any target.
 
@@ -60,11 +60,11 @@ def verify_adapter(
             )
         if name != WEIGHTS_FILE:
             with describing(file=CONFIG_FILE):
-                notes = check_base(config, None, base, settings.base_match)
+                notes = () if base is None else check_base(config, None, base, settings.base_match)
             return VerifiedAdapter(config, None, size_bytes, (*notes, f"{name} is a pickle; weights not verified"))
         tensors = read_header(file, weights_bytes)
         weights = pair_weights(tensors, config)
-        notes = check_base(config, weights, base, settings.base_match)
+        notes = () if base is None else check_base(config, weights, base, settings.base_match)
         if settings.check_finite:
             check_finite(file, tensors)
     return VerifiedAdapter(config, weights, size_bytes, notes)

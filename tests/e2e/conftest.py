@@ -13,8 +13,11 @@ import pytest
 
 from testbed.bed import Bed, prepare
 from testbed.client import connect
+from testbed.hub import Hub, local_hub
 from testbed.models import ATTENTION, AdapterSpec, build_adapter, build_base
+from testbed.proxy import FaultProxy, fault_proxy
 from testbed.reference import Reference
+from testbed.s3 import Bucket, s3_server
 from testbed.server import Server, vllm_server
 from tests.e2e.broken import break_all
 
@@ -30,6 +33,10 @@ class World:
     bed: Bed
     root: Path
     reference: Reference
+    bucket: Bucket
+    s3_proxy: FaultProxy
+    hub: Hub
+    store: Path
 
     @property
     def base(self) -> str:
@@ -47,34 +54,55 @@ def world(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]
     root = home / "adapters"
     shutil.copytree(bed.adapters, root)
     fill(root, bed, home)
-    with vllm_server(
-        bed.base,
-        home / "server.log",
-        arguments=(
-            "--enable-lora",
-            "--max-lora-rank",
-            str(MAX_LORA_RANK),
-            "--max-loras",
-            "4",
-            "--max-cpu-loras",
-            "32",
-            "--lora-modules",
-            f"static={bed.adapters / 'sql'}",
-        ),
-        env={
-            "VLLM_PLUGINS": "lora_filesystem_resolver",
-            "VLLM_LORA_RESOLVER_CACHE_DIR": str(root),
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        },
-    ) as server:
-        yield World(server, connect(server), bed, root, Reference(bed.base))
+    with s3_server() as s3, fault_proxy(s3.url) as s3_proxy, local_hub() as hub:
+        bucket = s3.bucket("adapters")
+        fill_remote(bucket, hub, bed)
+        with vllm_server(
+            bed.base,
+            home / "server.log",
+            arguments=(
+                *("--enable-lora", "--max-lora-rank", str(MAX_LORA_RANK), "--max-loras", "4", "--max-cpu-loras", "8"),
+                *("--lora-modules", f"static={bed.adapters / 'sql'}"),
+            ),
+            env={
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+                "VLLM_PLUGINS": "lora_filesystem_resolver,lora_s3_resolver,lora_hf_hub_resolver",
+                "VLLM_LORA_RESOLVER_CACHE_DIR": str(root),
+                "S3_PATH_TEMPLATE": "s3://adapters/loras/{lora_name}",
+                "LOCAL_PATH_TEMPLATE": str(home / "links" / "{lora_name}"),
+                "VLLM_LORA_RESOLVER_HF_REPO_LIST": "acme/*",
+                "LORA_PLUGINS_STORE_DIR": str(home / "store"),
+                "LORA_PLUGINS_ABSENT_TTL_S": "1",
+                "LORA_PLUGINS_FETCH_TIMEOUT_S": "10",
+                **s3.env(s3_proxy.url),
+                **hub.env(home / "hub-home"),
+            },
+        ) as server:
+            yield World(server, connect(server), bed, root, Reference(bed.base), bucket, s3_proxy, hub, home / "store")
+
+
+def fill_remote(bucket: Bucket, hub: Hub, bed: Bed) -> None:
+    """Adapters that lie only in S3, only on the Hub, or in both and on the filesystem too."""
+    files = {
+        name: {file.name: file.read_bytes() for file in (bed.adapters / name).iterdir()}
+        for name in ("sql", "chat", "wide", "team/poet")
+    }
+    for key in ("cloud", "deep/er/cloud", "shared", "late"):
+        bucket.put_many(f"loras/{key}", files["chat"])
+    spoilt = {**files["chat"], "adapter_model.safetensors": files["chat"]["adapter_model.safetensors"][:-8]}
+    bucket.put_many("loras/cloud-truncated", spoilt)
+    bucket.put_many("loras/cloud-no-weights", {"adapter_config.json": files["chat"]["adapter_config.json"]})
+    hub.commit("acme/poet", files["team/poet"])
+    hub.tag("acme/poet", "v1")
+    hub.commit("acme/poet", files["wide"])
+    hub.commit("acme/many", {f"a/b/{name}": data for name, data in files["chat"].items()})
 
 
 def fill(root: Path, bed: Bed, home: Path) -> None:
     """Add to the demo's adapters what only tests ask for."""
     good = bed.adapters / "sql"
     break_all(good, root)
-    for copy in ("crowd", "vanishing", "sql@v3", "loaded-by-hand", "embedder"):
+    for copy in ("crowd", "vanishing", "sql@v3", "shared"):
         shutil.copytree(good, root / copy)
     build_adapter(bed.base, root, AdapterSpec("patterned", 8, ATTENTION, _PATTERNS))
     build_adapter(bed.base, root, AdapterSpec("regex", 8, ATTENTION, {}))

@@ -17,14 +17,16 @@ from testbed.server import vllm_server
 
 @pytest.fixture(scope="module")
 def client(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    home = tmp_path_factory.mktemp("pooling")
     with vllm_server(
         bed.base,
-        tmp_path_factory.mktemp("pooling") / "server.log",
+        home / "server.log",
         arguments=("--runner", "pooling", "--convert", "embed", "--enable-lora", "--max-lora-rank", "64"),
         env={
             "VLLM_PLUGINS": "lora_filesystem_resolver",
             "VLLM_LORA_RESOLVER_CACHE_DIR": str(bed.adapters),
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "LORA_PLUGINS_STORE_DIR": str(home / "store"),
         },
     ) as server:
         yield connect(server)

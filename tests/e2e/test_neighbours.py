@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import httpx
 
 from testbed.bed import MAX_TOKENS
@@ -21,7 +23,7 @@ def test_log_says_which_resolver_is_in_charge(world: World) -> None:
 def test_models_show_lineage(world: World) -> None:
     assert complete(world.client, "team/poet", PROMPT, 1).status == 200
     cards = {card.id: card for card in world.client.models.list()}
-    assert cards["team/poet"].root == str(world.root / "team" / "poet")
+    assert Path(cards["team/poet"].root).parent == world.store
     assert cards["team/poet"].parent == world.base
     assert cards[world.base].parent is None
 

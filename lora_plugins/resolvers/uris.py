@@ -1,0 +1,238 @@
+"""Source URIs, and the prefixes below which they may be fetched; without any I/O.
+
+```
+file:///adapters/sql     s3://bucket/sql     https://host/sql     hf://org/repo[@revision][/folder]
+```
+A URI that is read has one spelling only, so prefixes are compared segment by segment and nothing is left to be resolved
+later. Refused are `.` and `..`, empty segments, backslashes, invisible characters, queries and fragments (presigned
+URLs carry credentials there), user names and passwords, chains of fsspec (`zip://x::s3://y`), and percent-encoding of
+what needs none. Scheme and host names are compared in lower case, everything else as it stands.
+
+Symlinks below an allowed `file://` prefix are the business of whoever opens the file.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass
+from urllib.parse import quote, unquote
+
+from lora_plugins.errors import InvalidAdapter, InvalidSettings
+from lora_plugins.resolvers.hub_patterns import is_repo
+
+MAX_CHARACTERS = 2048
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?")
+_PORT = re.compile(r"(.*):([0-9]{1,5})")
+_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
+_DEFAULT_PORTS = {"http": "80", "https": "443"}
+# Elsewhere a percent sign is a character of the key like any other; whether it was meant so cannot be told.
+_ENCODED = frozenset({"file", "hf", "http", "https"})
+_NAMED_ACCOUNT = frozenset({"abfs", "abfss"})  # container@account.dfs.core.windows.net: no user, but the address
+_NOT_MODELS = frozenset({"models", "datasets", "spaces", "buckets", "kernels", "collections"})
+_UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
+_PLAIN = "!$&'()*+,;=~-._"  # beside letters and digits, what is written as it stands
+_TWICE = re.compile(r"%[0-9A-Fa-f]{2}")
+_LONG_REVISIONS = {("refs", "pr"), ("refs", "convert"), ("refs", "heads"), ("refs", "tags")}
+
+
+@dataclass(frozen=True, slots=True)
+class SourceUri:
+    """A URI in its one spelling.
+
+    Attributes:
+        scheme: in lower case.
+        authority: bucket, host, container or, on the Hub, organisation; empty for files.
+        segments: of the path, decoded.
+        revision: on the Hub, what stood behind `@`; always None elsewhere.
+    """
+
+    scheme: str
+    authority: str
+    segments: tuple[str, ...]
+    revision: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> SourceUri:
+        """Read a URI of any scheme.
+
+        Raises:
+            InvalidAdapter: it is malformed, has more than one spelling, or carries credentials.
+        """
+        if len(text) > MAX_CHARACTERS:
+            raise _refused(f"a URI of {len(text)} characters", f"at most {MAX_CHARACTERS}")
+        match = _SCHEME.fullmatch(text)
+        if match is None:
+            raise _refused("no URI", "scheme://path")
+        scheme, rest = match[1].lower(), match[2]
+        for character in "?#":
+            if character in rest:
+                raise _refused(f"a URI with '{character}'", "a path only; credentials come from the environment")
+        if "::" in rest:
+            raise _refused("a chain of URIs", "one URI")
+        authority, slash, path = rest.partition("/")
+        authority = _authority(scheme, authority)
+        parts = path.removesuffix("/").split("/") if slash and path not in ("", "/") else []
+        if path == "/":
+            raise _refused("an empty segment", "no double slash")
+        if scheme == "hf":
+            return _hub_uri(authority, parts)
+        return cls(scheme, authority, tuple(_segment(part, scheme) for part in parts))
+
+    @classmethod
+    def hub(cls, repo: str, subfolder: str = "", revision: str | None = None) -> SourceUri:
+        """The URI of a folder of a repository; both must be well-formed."""
+        org, name = repo.split("/")
+        return cls("hf", org, (name, *(subfolder.split("/") if subfolder else ())), revision)
+
+    @property
+    def repo(self) -> str:
+        """On the Hub: organisation and repository."""
+        return f"{self.authority}/{self.segments[0]}"
+
+    @property
+    def subfolder(self) -> str:
+        """On the Hub: the folder inside the repository, empty for its root."""
+        return "/".join(self.segments[1:])
+
+    @property
+    def path(self) -> str:
+        """The segments, joined by slashes: a key in a bucket, or a file's path without the leading slash."""
+        return "/".join(self.segments)
+
+    def is_below(self, prefix: SourceUri) -> bool:
+        """Whether this is what `prefix` names, or lies below it at a segment's boundary."""
+        return (
+            (self.scheme, self.authority) == (prefix.scheme, prefix.authority)
+            and self.segments[: len(prefix.segments)] == prefix.segments
+            and prefix.revision in (None, self.revision)
+        )
+
+    def __str__(self) -> str:
+        safe = _PLAIN if self.scheme == "hf" else _PLAIN + "@"
+        parts = [quote(part, safe) if self.scheme in _ENCODED else part for part in self.segments]
+        if self.revision is not None:
+            parts[0] += "@" + quote(self.revision, "")
+        return f"{self.scheme}://{'/'.join((self.authority, *parts))}"
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedUris:
+    """The prefixes of `LORA_PLUGINS_ALLOWED_URIS`; with none of them, nothing is allowed."""
+
+    prefixes: tuple[SourceUri, ...]
+
+    @classmethod
+    def parse(cls, prefixes: Iterable[str]) -> AllowedUris:
+        """Read the prefixes.
+
+        Raises:
+            InvalidSettings: one of them is no URI in its one spelling.
+        """
+        parsed = []
+        for text in prefixes:
+            try:
+                parsed.append(SourceUri.parse(text))
+            except InvalidAdapter as error:
+                # Not the text itself: it may be the one that carries a password.
+                raise InvalidSettings(
+                    f"a prefix with {error.found} in LORA_PLUGINS_ALLOWED_URIS",
+                    expected=error.expected,
+                    remedy="correct LORA_PLUGINS_ALLOWED_URIS",
+                ) from None
+        return cls(tuple(parsed))
+
+    def check(self, text: str) -> SourceUri:
+        """Read a URI that may be fetched; a Hub URI that is allowed always names a repository.
+
+        Raises:
+            InvalidAdapter: it is malformed, or not below any of the prefixes.
+        """
+        uri = SourceUri.parse(text)
+        if not any(uri.is_below(prefix) for prefix in self.prefixes):
+            raise _refused("a URI that is not allowed", "one below a prefix of LORA_PLUGINS_ALLOWED_URIS")
+        if not uri.segments:
+            raise _refused("a URI without a path", "the adapter's directory")
+        return uri
+
+
+def _authority(scheme: str, text: str) -> str:
+    if scheme == "file":
+        if text.lower() not in ("", "localhost"):
+            raise _refused("a host in a file URI", "file:///path")
+        return ""
+    if "@" in text and scheme in _NAMED_ACCOUNT:
+        container, _, account = text.partition("@")
+        if _NAME.fullmatch(container) and _NAME.fullmatch(account):
+            return f"{container}@{account.lower()}"
+    if "@" in text:
+        raise _refused("a user name or password in a URI", "credentials in the environment")
+    port = _PORT.fullmatch(text)
+    host, number = (port[1], port[2]) if port is not None and scheme != "hf" else (text, "")
+    if _NAME.fullmatch(host) is None or ".." in host:
+        raise _refused("a malformed bucket, host or owner", "letters, digits, '.', '-' and '_'")
+    if scheme in _DEFAULT_PORTS:
+        host, number = host.lower(), number if number != _DEFAULT_PORTS[scheme] else ""
+    return f"{host}:{number}" if number else host
+
+
+def _hub_uri(org: str, parts: list[str]) -> SourceUri:
+    if org in _NOT_MODELS:
+        raise _refused(f"a URI of the Hub's {org}", "hf://org/repo of a model")
+    if not parts:
+        if not is_repo(f"{org}/any"):
+            raise _refused("an owner that the Hub cannot have", "hf://org/repo")
+        return SourceUri("hf", org, ())
+    repo, at, revision = parts[0].partition("@")
+    if not is_repo(f"{org}/{repo}"):
+        raise _refused("a repository that the Hub cannot have", "hf://org/repo")
+    below = parts[1:]
+    if not at:
+        return SourceUri("hf", org, (repo, *(_segment(part, "hf") for part in below)))
+    if revision == "refs" and len(below) >= 2 and ("refs", below[0]) in _LONG_REVISIONS:
+        revision, below = "/".join((revision, *below[:2])), below[2:]
+    # The Hub's own spelling of a revision with slashes is one segment with %2F in it.
+    pieces = re.sub("%2f", "/", revision, flags=re.IGNORECASE).split("/")
+    return SourceUri(
+        "hf",
+        org,
+        (repo, *(_segment(part, "hf") for part in below)),
+        "/".join(_segment(piece, "hf") for piece in pieces),
+    )
+
+
+def _segment(text: str, scheme: str) -> str:
+    decoded = _decode(text) if scheme in _ENCODED else text
+    if "%" in text and scheme not in _ENCODED:
+        raise _refused("a percent sign in a key", "keys without one")
+    if decoded in ("", ".", ".."):
+        raise _refused("an empty segment" if not decoded else f"the segment '{decoded}'", "names between slashes")
+    if scheme in _DEFAULT_PORTS and _TWICE.search(decoded):
+        raise _refused("percent-encoding inside percent-encoding", "one that is decoded once")
+    if scheme == "hf" and "@" in decoded:
+        raise _refused("more than one '@'", "one revision, behind the repository")
+    if not unicodedata.is_normalized("NFC", decoded) or decoded != decoded.strip(" "):
+        raise _refused("a segment with another spelling", "composed Unicode (NFC), and no space at either end")
+    for character in decoded:
+        if character in "\\/" or (character != " " and unicodedata.category(character)[0] in "CZ"):
+            raise _refused(f"the character U+{ord(character):04X} in a segment", "visible characters, no backslash")
+    return decoded
+
+
+def _decode(text: str) -> str:
+    if _ESCAPE.search(text):
+        raise _refused("a percent sign that encodes nothing", "%25 for a percent sign")
+    for escape in re.findall("%(..)", text):
+        if chr(int(escape, 16)) in _UNRESERVED:
+            raise _refused(f"%{escape}, which needs no encoding", "the character itself")
+    try:
+        return unquote(text, errors="strict")
+    except UnicodeDecodeError:
+        raise _refused("percent-encoding that is not UTF-8", "UTF-8") from None
+
+
+def _refused(found: str, expected: str) -> InvalidAdapter:
+    return InvalidAdapter(found, expected=expected, remedy="ask for a URI that the server's operator allows")

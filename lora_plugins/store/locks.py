@@ -1,0 +1,80 @@
+"""One fetch at a time for one version: a lock file with an owner, taken over when the owner is dead.
+
+It works on any file system that hosts can share (hard links are all it needs; where file locks do not reach other
+hosts, two may take over at once), and a process that is killed leaves nothing that blocks others. It saves work and is
+not what keeps the store right: two fetches of one version end in the same directory, published once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from filelock import FileLock
+
+from lora_plugins.errors import SourceUnavailable
+from lora_plugins.store.processes import Processes
+
+_FIRST_WAIT_S = 0.01
+_LONGEST_WAIT_S = 0.25
+
+
+@asynccontextmanager
+async def fetch_lock(path: Path, processes: Processes, *, timeout_s: float) -> AsyncIterator[None]:
+    """Hold the lock at `path` inside.
+
+    Raises:
+        SourceUnavailable: somebody alive has held it for `timeout_s`.
+    """
+    mine = path.with_name(f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    deadline = time.monotonic() + timeout_s
+    wait_s = _FIRST_WAIT_S
+    await asyncio.to_thread(mine.write_text, processes.me())
+    try:
+        while not await asyncio.to_thread(_try, mine, path, processes):
+            if time.monotonic() > deadline:
+                raise SourceUnavailable(
+                    f"another process that has been fetching this adapter for {timeout_s:.0f} s",
+                    expected="an end to it",
+                    remedy="raise LORA_PLUGINS_FETCH_TIMEOUT_S",
+                )
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(mine)
+
+
+def remove_if_dead(path: Path, processes: Processes) -> None:
+    """Remove a lock whose owner is dead; whoever tries to take it next has it."""
+    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+        if processes.is_alive(_owner(path)):
+            return
+        # Looked at again where nobody else removes locks: the one that was dead may have been taken over since.
+        with FileLock(path.with_name("takeover.guard"), timeout=30):
+            if not processes.is_alive(_owner(path)):
+                os.unlink(path)
+
+
+def _owner(path: Path) -> str:
+    """The process that a lock file names; whatever else is in there names nobody."""
+    return path.read_text(errors="replace")
+
+
+def _try(mine: Path, path: Path, processes: Processes) -> bool:
+    try:
+        os.link(mine, path)  # creates the lock with its owner's name in it, or fails
+    except FileExistsError:
+        remove_if_dead(path, processes)
+        return False
+    return True

@@ -1,0 +1,71 @@
+"""What a published adapter is: where it came from, its files, their sizes and SHA-256."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lora_plugins.errors import InvalidAdapter
+from lora_plugins.store.layout import MANIFEST_FILE
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """One file of an adapter."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Written beside the files; `digest` names the directory.
+
+    `uri` and `version` are those of the fetch that brought it; another source may have the same bytes.
+    """
+
+    digest: str
+    uri: str
+    version: str
+    files: tuple[StoredFile, ...]
+    fetched_at: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files together, this manifest aside."""
+        return sum(file.size_bytes for file in self.files)
+
+    def to_json(self) -> str:
+        """The text of manifest.json."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """Read the manifest of a published adapter.
+
+        Raises:
+            InvalidAdapter: it is missing or not what was written.
+        """
+        try:
+            raw = json.loads((directory / MANIFEST_FILE).read_text())
+            files = tuple(StoredFile(**file) for file in raw.pop("files"))
+            if not all(isinstance(file.name, str) and isinstance(file.size_bytes, int) for file in files):
+                raise TypeError("files")
+            return cls(files=files, **raw)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InvalidAdapter(
+                f"a store entry without a readable manifest ({type(error).__name__})",
+                expected="manifest.json as it was written",
+                remedy="remove the entry; it is fetched anew",
+                file=MANIFEST_FILE,
+            ) from None
+
+
+def digest_of(files: Iterable[StoredFile]) -> str:
+    """The name of a set of files: SHA-256 over their names, sizes and SHA-256."""
+    lines = sorted(f"{file.name}\0{file.size_bytes}\0{file.sha256}\n" for file in files)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

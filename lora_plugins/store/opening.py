@@ -1,0 +1,27 @@
+"""Open the store that the settings name, or say at start why that cannot be."""
+
+from __future__ import annotations
+
+from lora_plugins.errors import InvalidSettings
+from lora_plugins.settings import Settings
+from lora_plugins.store.store import Store
+
+
+def open_store(settings: Settings) -> Store:
+    """The store below `LORA_PLUGINS_STORE_DIR`.
+
+    Raises:
+        InvalidSettings: it cannot be made or written.
+    """
+    try:
+        return Store(
+            settings.store_dir.expanduser(),
+            max_bytes=settings.store_max_bytes,
+            fetch_timeout_s=settings.fetch_timeout_s,
+        )
+    except OSError as error:
+        raise InvalidSettings(
+            f"a store below {settings.store_dir} that answers '{error.strerror or type(error).__name__}'",
+            expected="a directory that can be written",
+            remedy="set LORA_PLUGINS_STORE_DIR",
+        ) from error

@@ -1,0 +1,321 @@
+"""Get an adapter's directory for a version of a source: from the store, or fetched once, checked and published."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import shutil
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, OutOfMemory, SourceUnavailable
+from lora_plugins.store.eviction import make_room, remove
+from lora_plugins.store.hashing import ArrivingFile, sha256_of
+from lora_plugins.store.layout import MANIFEST_FILE, Layout, is_digest, key_of, sync_directory, write_small
+from lora_plugins.store.leases import Leases
+from lora_plugins.store.locks import fetch_lock, remove_if_dead
+from lora_plugins.store.manifest import Manifest, StoredFile, digest_of
+from lora_plugins.store.processes import Processes
+
+
+class Arriving:
+    """A directory that an adapter is being fetched into; the fetch says what has landed."""
+
+    def __init__(self, directory: Path, names: Sequence[str]) -> None:
+        self.directory = directory
+        self._names = tuple(names)
+        self._files: dict[str, ArrivingFile] = {}
+        self._first = threading.Lock()
+
+    def landed(self, name: str, size_bytes: int) -> None:
+        """Say that the first `size_bytes` of a file are on disk; may be called from any thread, or not at all."""
+        with self._first:
+            if name not in self._files:
+                self._files[name] = ArrivingFile(self.directory / name)
+        self._files[name].landed(size_bytes)
+
+    def start_over(self) -> None:
+        """Forget what has landed: the fetch begins anew."""
+        self.finish_quietly()
+        self._files = {}
+
+    def finish(self) -> tuple[StoredFile, ...]:
+        """Size and SHA-256 of every file, once all are complete."""
+        for name in self._names:
+            self.landed(name, 0)
+        return tuple(StoredFile(name, *self._files[name].finish()) for name in self._names)
+
+    def finish_quietly(self) -> None:
+        """End the threads that follow the files."""
+        for file in self._files.values():
+            with contextlib.suppress(OSError):
+                file.finish()
+
+
+class Wanted(Protocol):
+    """The part of `resolvers.source.Located` that the store needs."""
+
+    @property
+    def uri(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+    @property
+    def promised(self) -> Sequence[tuple[str, int, str]]:
+        """Name, size in bytes and SHA-256 (or empty) of every file, as the source says."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAdapter:
+    """A published adapter; `directory` is what an engine may read while it is leased."""
+
+    digest: str
+    directory: Path
+    fetched: bool
+
+
+class Store:
+    """Adapters below one root, which processes and hosts may share.
+
+    Raises OSError at construction where the root cannot be written.
+    """
+
+    def __init__(self, root: Path, *, max_bytes: int | None = None, fetch_timeout_s: float = 300) -> None:
+        self.layout = Layout(root)
+        self.layout.create()
+        self.processes = Processes(self.layout.folder("processes"))
+        self.leases = Leases(self.layout, self.processes)
+        self._max_bytes = max_bytes
+        self._fetch_timeout_s = fetch_timeout_s
+        self.processes.me()
+        self._sweep()
+
+    def find(self, uri: str, version: str) -> StoredAdapter | None:
+        """The published adapter of this version, if it is there whole."""
+        try:
+            digest = self._index(uri, version).read_text(errors="replace")
+        except FileNotFoundError:
+            return None
+        if not is_digest(digest) or not self._is_whole(digest):
+            return None
+        return StoredAdapter(digest, self.layout.adapter(digest), fetched=False)
+
+    async def obtain(
+        self,
+        wanted: Wanted,
+        fetch: Callable[[Arriving], Awaitable[None]],
+        check: Callable[[Path], None],
+    ) -> StoredAdapter:
+        """Find this version, or fetch, check and publish it; whichever it is, it is leased for this process.
+
+        `fetch` writes the files; `check` raises where they are no adapter that can be served.
+
+        Raises:
+            NoFreeSlot, OutOfMemory: there is no room.
+            SourceUnavailable: the store cannot be written, or what arrived is not what the source promised.
+            Anything that `fetch` or `check` raises.
+        """
+        lock = self.layout.folder("locks") / f"{key_of(wanted.uri, wanted.version)}.fetch"
+        with _store_errors():
+            found = await asyncio.to_thread(self._find_leased, wanted)
+            if found is not None:
+                return found
+            async with fetch_lock(lock, self.processes, timeout_s=self._fetch_timeout_s):
+                found = await asyncio.to_thread(self._find_leased, wanted)
+                if found is not None:
+                    return found
+                return await self._fetch(wanted, fetch, check)
+
+    async def _fetch(
+        self,
+        wanted: Wanted,
+        fetch: Callable[[Arriving], Awaitable[None]],
+        check: Callable[[Path], None],
+    ) -> StoredAdapter:
+        needed_bytes = sum(size for _, size, _ in wanted.promised)
+        arriving = Arriving(self._scratch(needed_bytes), [name for name, _, _ in wanted.promised])
+        making = asyncio.create_task(asyncio.to_thread(self._make_room, arriving.directory, needed_bytes))
+        try:
+            await asyncio.shield(making)
+            await fetch(arriving)
+            return await asyncio.to_thread(self._publish, wanted, arriving, check)
+        finally:
+            await asyncio.wait([making])  # a cancelled fetch must not leave what its thread makes afterwards
+            await asyncio.to_thread(_discard, arriving)
+
+    def _make_room(self, directory: Path, needed_bytes: int) -> None:
+        """Make room and the directory that announces its use, before another fetch counts what is there."""
+        with self.leases.guard("room"):
+            make_room(self.layout, self.leases, needed_bytes, self._max_bytes)
+            directory.mkdir()
+
+    def _publish(self, wanted: Wanted, arriving: Arriving, check: Callable[[Path], None]) -> StoredAdapter:
+        # Hashing, verifying and writing to the disk each leave the others' resource alone: side by side.
+        with ThreadPoolExecutor(2, thread_name_prefix="lora-plugins-publish") as beside:
+            durable = beside.submit(_make_durable, arriving.directory)
+            checked = beside.submit(check, arriving.directory)
+            files = arriving.finish()
+        _keep_promise(files, wanted)
+        checked.result()
+        durable.result()
+        digest = digest_of(files)
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        manifest = Manifest(digest, wanted.uri, wanted.version, files, now)
+        (arriving.directory / MANIFEST_FILE).write_text(manifest.to_json())
+        _make_durable(arriving.directory)
+        with self.leases.guard(digest):
+            self._put_in_place(arriving.directory, digest)
+        write_small(self._index(wanted.uri, wanted.version), digest, scratch=self._scratch(0))
+        if not self._lease(digest):
+            raise SourceUnavailable("an adapter that was removed while it arrived", remedy="ask again")
+        return StoredAdapter(digest, self.layout.adapter(digest), fetched=True)
+
+    def _put_in_place(self, arrived: Path, digest: str) -> None:
+        target = self.layout.adapter(digest)
+        damaged = self.layout.folder("damaged") / digest
+        if target.exists() and (damaged.exists() or not self._is_whole(digest)):
+            os.rename(target, self.layout.folder("quarantine") / f"{digest}.{os.urandom(4).hex()}")
+        try:
+            os.rename(arrived, target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            return  # the same bytes are there already, by another name or from another source
+        sync_directory(self.layout.root)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(damaged)
+
+    def has(self, directory: Path) -> bool:
+        """Whether a published adapter is there and not known to be damaged; two looks, a few microseconds."""
+        return directory.is_dir() and not (self.layout.folder("damaged") / directory.name).exists()
+
+    def verify(self, digest: str) -> bool:
+        """Hash every file of a published adapter again.
+
+        A damaged one is marked, so that it is fetched anew, and moved to quarantine unless an engine still uses it.
+        """
+        directory = self.layout.adapter(digest)
+        try:
+            manifest = Manifest.read(directory)
+            whole = manifest.digest == digest == digest_of(manifest.files) and all(
+                sha256_of(directory / file.name) == (file.size_bytes, file.sha256) for file in manifest.files
+            )
+        except (InvalidAdapter, OSError):
+            whole = False
+        if not whole:
+            (self.layout.folder("damaged") / digest).touch()
+            with self.leases.guard(digest):
+                if not self.leases.holders(digest) and directory.exists():
+                    os.rename(directory, self.layout.folder("quarantine") / f"{digest}.{os.urandom(4).hex()}")
+        return whole
+
+    def remove(self, digest: str) -> bool:
+        """Remove a published adapter unless it is leased; returns whether it is gone."""
+        return remove(self.layout, self.leases, digest)
+
+    def _find_leased(self, wanted: Wanted) -> StoredAdapter | None:
+        found = self.find(wanted.uri, wanted.version)
+        return found if found is not None and self._lease(found.digest) else None
+
+    def _lease(self, digest: str) -> bool:
+        if not self.leases.take(digest):
+            return False
+        use = self.layout.folder("uses") / digest
+        use.touch()
+        os.utime(use)
+        return True
+
+    def _is_whole(self, digest: str) -> bool:
+        """Whether every file is there in its size; only `verify` looks at every byte."""
+        if (self.layout.folder("damaged") / digest).exists():
+            return False
+        directory = self.layout.adapter(digest)
+        try:
+            return all(
+                (directory / file.name).stat().st_size == file.size_bytes for file in Manifest.read(directory).files
+            )
+        except (InvalidAdapter, OSError):
+            return False
+
+    def _index(self, uri: str, version: str) -> Path:
+        return self.layout.folder("index") / key_of(uri, version)
+
+    def _scratch(self, size_bytes: int) -> Path:
+        """A new path for something on its way in; its name says whose it is and how much room it needs."""
+        return self.layout.folder("tmp") / f"{self.processes.me()}.{os.urandom(6).hex()}.{size_bytes}"
+
+    def _sweep(self) -> None:
+        """Remove what processes that died have left behind."""
+        for entry in list(os.scandir(self.layout.folder("tmp"))):
+            if not self.processes.is_alive(".".join(entry.name.split(".")[:3])):
+                if entry.is_dir():
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                else:
+                    _unlink(entry.path)
+        for entry in list(os.scandir(self.layout.folder("locks"))):
+            if not entry.name.endswith(".guard"):
+                remove_if_dead(Path(entry.path), self.processes)
+        for entry in list(os.scandir(self.layout.folder("quarantine"))):
+            if entry.name.endswith(".removed"):
+                shutil.rmtree(entry.path, ignore_errors=True)
+        self.processes.sweep()
+
+
+def _keep_promise(files: Sequence[StoredFile], wanted: Wanted) -> None:
+    for file, (name, size_bytes, sha256) in zip(files, wanted.promised, strict=True):
+        if file.size_bytes != size_bytes or (sha256 and file.sha256 != sha256):
+            raise SourceUnavailable(
+                f"{file.size_bytes} bytes with SHA-256 {file.sha256[:12]}…, which is not what the source promised",
+                expected=f"{size_bytes} bytes" + (f" with SHA-256 {sha256[:12]}…" if sha256 else ""),
+                remedy="ask again; if it stays so, upload the adapter again",
+                file=name,
+            )
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _make_durable(directory: Path) -> None:
+    for entry in os.scandir(directory):
+        descriptor = os.open(entry.path, os.O_RDONLY)
+        try:
+            os.fchmod(descriptor, 0o444)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    sync_directory(directory)
+
+
+def _discard(arriving: Arriving) -> None:
+    arriving.finish_quietly()
+    shutil.rmtree(arriving.directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _store_errors() -> Iterator[None]:
+    """Errors of the store's own file system, mapped once."""
+    try:
+        yield
+    except LoRAPluginsError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OutOfMemory(
+                f"a full disk below the store ({error.strerror})",
+                expected="room for the adapter",
+                remedy="free space, or set LORA_PLUGINS_STORE_MAX_BYTES or LORA_PLUGINS_STORE_DIR",
+            ) from error
+        raise SourceUnavailable(
+            f"a store that answers '{error.strerror or type(error).__name__}'",
+            expected="a store that can be written",
+            remedy="check LORA_PLUGINS_STORE_DIR, its mount and its permissions",
+        ) from error

@@ -1,0 +1,134 @@
+"""Adapters from S3 and the Hub answer as PEFT does; an outage is an outage and never a 404."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from testbed.bed import MAX_TOKENS
+from testbed.client import complete
+from testbed.models import PROMPT
+from tests.e2e.conftest import World
+
+
+@pytest.fixture
+def s3_down(world: World) -> Iterator[None]:
+    world.s3_proxy.refuse(True)
+    try:
+        yield
+    finally:
+        world.s3_proxy.refuse(False)
+
+
+@pytest.mark.parametrize(
+    ("name", "same_as"),
+    [
+        ("cloud", "chat"),
+        ("deep/er/cloud", "chat"),
+        ("acme/poet", "wide"),
+        ("acme/poet@v1", "team/poet"),
+        ("acme/many/a/b", "chat"),
+    ],
+)
+def test_remote_adapter_equals_peft(world: World, name: str, same_as: str) -> None:
+    answer = complete(world.client, name, PROMPT, MAX_TOKENS)
+    assert answer.status == 200, answer.error
+    assert list(answer.token_ids) == world.bed.answers[same_as]
+
+
+def test_first_source_that_has_it_wins(world: World) -> None:
+    answer = complete(world.client, "shared", PROMPT, MAX_TOKENS)
+    assert list(answer.token_ids) == world.bed.answers["sql"]  # the filesystem's; S3 has another under this name
+
+
+def test_order_of_sources_is_logged(world: World) -> None:
+    (line,) = (line for line in world.server.log().splitlines() if "resolves unknown model names from" in line)
+    assert line.index("filesystem (") < line.index("s3 (") < line.index("hub (")
+
+
+def test_local_path_template_links_to_what_the_engine_reads(world: World) -> None:
+    assert complete(world.client, "cloud", PROMPT, 1).status == 200
+    link = world.store.parent / "links" / "cloud"
+    assert link.is_symlink()
+    roots = {card.id: card.root for card in world.client.models.list()}
+    assert str(link.resolve()) == roots["cloud"]
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "texts"),
+    [
+        ("cloud-truncated", 400, ("L005", "adapter_model.safetensors", "bytes")),
+        ("cloud-no-weights", 404, ("L002", "adapter_model.safetensors")),
+        ("acme/nobody", 404, ("does not exist",)),
+        ("other-org/repo", 404, ("does not exist",)),
+    ],
+)
+def test_remote_refusal_has_its_reason(world: World, name: str, status: int, texts: tuple[str, ...]) -> None:
+    answer = complete(world.client, name, PROMPT, 1)
+    assert answer.status == status, answer.error
+    for text in texts:
+        assert text in answer.error
+
+
+@pytest.mark.usefixtures("s3_down")
+def test_outage_is_503_with_retry_after(world: World) -> None:
+    answer = httpx.post(
+        f"{world.server.url}/v1/completions", json={"model": "late", "prompt": PROMPT, "max_tokens": 1}, timeout=60
+    )
+    assert answer.status_code == 503, answer.text
+    assert int(answer.headers["Retry-After"]) > 0
+    assert "L006" in answer.text
+
+
+def test_after_the_outage_it_is_served(world: World) -> None:
+    assert list(complete(world.client, "late", PROMPT, MAX_TOKENS).token_ids) == world.bed.answers["chat"]
+
+
+@pytest.mark.usefixtures("s3_down")
+def test_outage_does_not_hide_what_others_have(world: World) -> None:
+    shutil.copytree(world.bed.adapters / "sql", world.root / "outage-proof")
+    assert list(complete(world.client, "outage-proof", PROMPT, MAX_TOKENS).token_ids) == world.bed.answers["sql"]
+    name = "acme/poet@main"
+    assert list(complete(world.client, name, PROMPT, MAX_TOKENS).token_ids) == world.bed.answers["wide"]
+
+
+def test_deleted_and_overwritten_directory_changes_nothing(world: World) -> None:
+    directory = world.root / "vanishing"
+    assert list(complete(world.client, "vanishing", PROMPT, MAX_TOKENS).token_ids) == world.bed.answers["sql"]
+    weights = directory / "adapter_model.safetensors"
+    weights.write_bytes(bytes(weights.stat().st_size))
+    _crowd_out_of_the_host_cache(world)
+    assert list(complete(world.client, "vanishing", PROMPT, MAX_TOKENS).token_ids) == world.bed.answers["sql"]
+    shutil.rmtree(directory)
+    _crowd_out_of_the_host_cache(world)
+    assert list(complete(world.client, "vanishing", PROMPT, MAX_TOKENS).token_ids) == world.bed.answers["sql"]
+
+
+def test_changed_adapter_gets_a_new_path_when_it_is_loaded_anew(world: World) -> None:
+    directory = world.root / "changing"
+    shutil.copytree(world.bed.adapters / "sql", directory)
+    assert list(complete(world.client, "changing", PROMPT, MAX_TOKENS).token_ids) == world.bed.answers["sql"]
+    old = _root_of(world, "changing")
+    shutil.rmtree(directory)
+    shutil.copytree(world.bed.adapters / "chat", directory)
+    httpx.post(f"{world.server.url}/v1/unload_lora_adapter", json={"lora_name": "changing"}).raise_for_status()
+    assert list(complete(world.client, "changing", PROMPT, MAX_TOKENS).token_ids) == world.bed.answers["chat"]
+    assert _root_of(world, "changing") != old
+    assert old.is_dir()
+
+
+def _root_of(world: World, name: str) -> Path:
+    return Path(next(card.root for card in world.client.models.list() if card.id == name))
+
+
+def _crowd_out_of_the_host_cache(world: World) -> None:
+    """More adapters than `--max-cpu-loras`, so that vLLM reads the next one from its path again."""
+    for number in range(9):
+        name = f"crowd-{number}"
+        if not (world.root / name).exists():
+            shutil.copytree(world.bed.adapters / "sql", world.root / name)
+        assert complete(world.client, name, PROMPT, 1).status == 200

@@ -1,0 +1,63 @@
+"""A small adapter and a way to fetch it into a store, without any source."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save
+
+from lora_plugins.adapter.verify import verify_adapter
+from lora_plugins.settings import Settings
+from lora_plugins.store.store import Arriving, Store, StoredAdapter
+
+
+def adapter_files(rank: int = 4, hidden: int = 16, seed: int = 0) -> dict[str, bytes]:
+    """The two files of a valid adapter."""
+    random = np.random.default_rng(seed)
+    prefix = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {
+        f"{prefix}.lora_A.weight": random.normal(size=(rank, hidden)).astype(np.float32),
+        f"{prefix}.lora_B.weight": random.normal(size=(hidden, rank)).astype(np.float32),
+    }
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    return {"adapter_config.json": json.dumps(config).encode(), "adapter_model.safetensors": save(tensors)}
+
+
+@dataclass
+class Wanted:
+    """A version of a source, as the store sees it."""
+
+    files: dict[str, bytes]
+    uri: str = "test://adapter"
+    version: str = "v1"
+    promise_sha256: bool = True
+    fetches: int = 0
+    before: Callable[[], None] = field(default=lambda: None)
+
+    @property
+    def promised(self) -> list[tuple[str, int, str]]:
+        return [
+            (name, len(data), sha256(data).hexdigest() if self.promise_sha256 else "")
+            for name, data in self.files.items()
+        ]
+
+    async def fetch(self, arriving: Arriving) -> None:
+        self.fetches += 1
+        self.before()
+        for name, data in self.files.items():
+            (arriving.directory / name).write_bytes(data)
+            arriving.landed(name, len(data))
+
+
+def check(directory: Path) -> None:
+    verify_adapter(directory, None, Settings())
+
+
+def obtain(store: Store, wanted: Wanted) -> StoredAdapter:
+    return asyncio.run(store.obtain(wanted, wanted.fetch, check))

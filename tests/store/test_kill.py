@@ -1,0 +1,72 @@
+"""`kill -9` at any moment leaves either nothing or the whole adapter."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from lora_plugins.store.store import Store
+from tests.store.common import Wanted, adapter_files, obtain
+
+ROUNDS = 100
+# Fetches one version after another, in small pieces, until it is killed.
+FETCHER = """
+import asyncio, sys, time
+from pathlib import Path
+from lora_plugins.store.store import Store
+from tests.store.common import Wanted, adapter_files, check
+store = Store(Path(sys.argv[1]))
+async def fetch(wanted, arriving):
+    for name, data in wanted.files.items():
+        with (arriving.directory / name).open("wb") as file:
+            for start in range(0, len(data), 700):
+                file.write(data[start:start + 700]); file.flush()
+                arriving.landed(name, start + 700)
+                await asyncio.sleep(0.0005)
+async def main():
+    print("ready", flush=True)
+    for seed in range(int(sys.argv[2]), 10**9):
+        wanted = Wanted(adapter_files(seed=seed), version=str(seed))
+        await store.obtain(wanted, lambda arriving: fetch(wanted, arriving), check)
+asyncio.run(main())
+"""
+
+
+def test_a_hundred_kills_leave_no_half_adapter(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    rng = random.Random(7)
+    start = 0
+    for _ in range(ROUNDS // 2):
+        pair = [
+            subprocess.Popen([sys.executable, "-c", FETCHER, str(root), str(start)], stdout=subprocess.PIPE)
+            for _ in range(2)
+        ]
+        for process in pair:
+            process.stdout.readline()
+        time.sleep(rng.uniform(0.0, 0.08))
+        for process in pair:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        # Before the next start sweeps: what a reader could see at this moment.
+        published = [entry for entry in root.iterdir() if not entry.name.startswith(".")]
+        assert all({"adapter_config.json", "adapter_model.safetensors", "manifest.json"} == names(d) for d in published)
+        start += rng.randint(0, 3)
+    store = Store(root)
+    digests = store.layout.digests()
+    assert digests
+    assert all(store.verify(digest) for digest in digests)
+    assert list(store.layout.folder("tmp").iterdir()) == []
+    assert list(store.layout.folder("quarantine").iterdir()) == []
+    # Nothing that a dead process held keeps the next one from fetching.
+    started = time.monotonic()
+    for seed in range(start, start + 3):
+        obtain(store, Wanted(adapter_files(seed=seed), version=str(seed)))
+    assert time.monotonic() - started < 10
+
+
+def names(directory: Path) -> set[str]:
+    return {entry.name for entry in directory.iterdir()}

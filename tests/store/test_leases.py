@@ -1,0 +1,113 @@
+"""Leases: for as long as a process lives, across removal, and without a trace afterwards."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lora_plugins.store.store import Store
+from tests.store.common import Wanted, adapter_files, obtain
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+@pytest.fixture
+def digest(store: Store) -> str:
+    """A published adapter that nobody leases."""
+    digest = obtain(store, Wanted(adapter_files())).digest
+    store.leases.give_back(digest)
+    return digest
+
+
+def test_what_is_not_there_cannot_be_leased(store):
+    assert not store.leases.take("0" * 64)
+    assert store.leases.holders("0" * 64) == []
+    assert os.listdir(store.layout.folder("leases")) == []
+
+
+def test_a_lease_names_its_process_and_can_be_given_back(store, digest):
+    assert store.leases.holders(digest) == []
+    for _ in range(2):  # one lease, however often it is taken
+        assert store.leases.take(digest)
+    assert store.leases.holders(digest) == [store.processes.me()]
+    assert not store.remove(digest)
+    for _ in range(2):
+        store.leases.give_back(digest)
+    assert store.leases.holders(digest) == []
+    assert store.remove(digest)
+    assert not store.leases.take(digest)
+
+
+def test_a_lease_of_one_adapter_is_none_of_another(store, digest):
+    other = obtain(store, Wanted(adapter_files(seed=1), version="v2")).digest
+    assert store.remove(digest)
+    assert not store.remove(other)
+
+
+def test_another_store_object_of_the_process_shares_its_lease(store, digest):
+    store.leases.take(digest)
+    assert not Store(store.layout.root).remove(digest)
+
+
+@pytest.mark.parametrize(("silent_s", "held"), [(0, True), (120, False)])
+def test_a_lease_of_another_host_ends_with_its_heartbeat(store, digest, silent_s, held):
+    name = "otherhost.1.1"
+    beat = store.layout.folder("processes") / name
+    beat.touch()
+    os.utime(beat, (time.time() - silent_s,) * 2)
+    (store.layout.folder("leases") / digest).mkdir(exist_ok=True)
+    lease = store.layout.folder("leases") / digest / name
+    lease.touch()
+    assert store.remove(digest) is not held
+    assert lease.exists() is held
+
+
+def test_another_process_holds_its_lease_until_it_dies(store, digest):
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from lora_plugins.store.store import Store\n"
+        "print(Store(Path(sys.argv[1])).leases.take(sys.argv[2]), flush=True); sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", code, str(store.layout.root), digest]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "True\n"
+        store.leases.take(digest)
+        assert len(store.leases.holders(digest)) == 2
+        store.leases.give_back(digest)
+        assert not store.remove(digest)
+        process.kill()
+        process.wait()
+    assert store.remove(digest)
+
+
+def test_of_leasing_and_removing_at_once_only_one_wins(store, tmp_path):
+    def race(digest: str) -> tuple[bool, bool]:
+        removed: list[bool] = []
+        thread = threading.Thread(target=lambda: removed.append(Store.remove(store, digest)))
+        thread.start()
+        taken = store.leases.take(digest)
+        thread.join()
+        return taken, removed[0]
+
+    for seed in range(30):
+        digest = obtain(store, Wanted(adapter_files(seed=seed), version=str(seed))).digest
+        store.leases.give_back(digest)
+        taken, removed = race(digest)
+        assert taken is not removed
+        assert store.layout.adapter(digest).exists() is taken
+
+
+def test_guards_are_a_bounded_number_of_files(store):
+    for number in range(600):
+        with store.leases.guard(f"{number:064x}"[::-1]):
+            pass
+    assert len(os.listdir(store.layout.folder("locks"))) <= 257

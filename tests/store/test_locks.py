@@ -1,0 +1,205 @@
+"""One fetch at a time for one version: a living owner's lock is waited for, a dead one's is taken over."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lora_plugins.errors import SourceUnavailable
+from lora_plugins.store import locks
+from lora_plugins.store.locks import fetch_lock
+from lora_plugins.store.processes import Processes, _host
+
+HOLDER = """
+import asyncio, sys
+from pathlib import Path
+from lora_plugins.store.locks import fetch_lock
+from lora_plugins.store.processes import Processes
+async def main():
+    async with fetch_lock(Path(sys.argv[1]), Processes(Path(sys.argv[2])), timeout_s=5):
+        print("held", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Processes:
+    (tmp_path / "processes").mkdir()
+    return Processes(tmp_path / "processes")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "locks").mkdir()
+    return tmp_path / "locks" / "key.fetch"
+
+
+@pytest.fixture
+def holder(path: Path, tmp_path: Path):
+    """Another process that holds the lock until its input ends."""
+    command = [sys.executable, "-c", HOLDER, str(path), str(tmp_path / "processes")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def take(path: Path, processes: Processes, timeout_s: float = 5) -> float:
+    """Take and give back; the seconds that it took."""
+
+    async def run() -> float:
+        started = time.monotonic()
+        async with fetch_lock(path, processes, timeout_s=timeout_s):
+            assert processes.is_alive(path.read_text())
+            return time.monotonic() - started
+
+    return asyncio.run(run())
+
+
+def left(path: Path) -> list[str]:
+    return sorted(name for name in os.listdir(path.parent) if not name.endswith(".guard"))
+
+
+def test_held_it_names_its_owner_and_given_back_nothing_is_left(path, processes):
+    take(path, processes)
+    assert left(path) == []
+
+
+def test_an_error_inside_gives_it_back(path, processes):
+    async def run() -> None:
+        async with fetch_lock(path, processes, timeout_s=5):
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        asyncio.run(run())
+    assert left(path) == []
+
+
+def test_one_at_a_time(path, processes):
+    inside = 0
+
+    async def visit() -> None:
+        nonlocal inside
+        async with fetch_lock(path, processes, timeout_s=20):
+            inside += 1
+            assert inside == 1
+            await asyncio.sleep(0.001)
+            inside -= 1
+
+    async def run() -> None:
+        await asyncio.gather(*(visit() for _ in range(10)))
+
+    asyncio.run(run())
+    assert left(path) == []
+
+
+def test_one_that_waits_may_give_up(path, processes):
+    async def run() -> None:
+        async with fetch_lock(path, processes, timeout_s=5):
+            waiting = asyncio.create_task(_enter(path, processes))
+            await asyncio.sleep(0.03)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert left(path)[0] == path.name
+        assert left(path) == []
+
+    asyncio.run(run())
+
+
+async def _enter(path: Path, processes: Processes) -> None:
+    async with fetch_lock(path, processes, timeout_s=5):
+        pass
+
+
+def test_a_living_owners_is_waited_for_and_its_time_is_limited(path, processes, holder):
+    with pytest.raises(SourceUnavailable, match="LORA_PLUGINS_FETCH_TIMEOUT_S"):
+        take(path, processes, timeout_s=0.3)
+    assert processes.is_alive(path.read_text())
+    assert left(path)[0] == path.name  # still held; and of the one that gave up nothing is left
+    assert [name for name in left(path) if f".{os.getpid()}." in name] == []
+    holder.stdin.close()
+    assert take(path, processes) < 5
+    assert holder.wait(10) == 0
+    assert left(path) == []
+
+
+def test_a_dead_owners_is_taken_over_at_once(path, processes, holder):
+    holder.kill()
+    holder.wait()
+    assert path.exists()
+    assert take(path, processes) < 1
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "owner",
+    [
+        b"",
+        b"\0" * 20,
+        b"\xff\xfe",
+        b"nobody",
+        b"host.1",
+        b"../processes",
+        b"a/b.1.1",
+        f"{_host()}.999999999.".encode(),  # cut short
+        f"{_host()}.1.1".encode(),  # pid 1 did not start at that time: the number was used again
+        b"otherhost.1.1",  # has no heartbeat
+    ],
+    ids=repr,
+)
+def test_a_lock_of_nobody_is_taken_over(path, processes, owner):
+    path.write_bytes(owner)
+    assert take(path, processes) < 1
+    assert left(path) == []
+
+
+def test_another_hosts_is_waited_for_while_its_heart_beats(path, processes, tmp_path):
+    path.write_text("otherhost.1.1")
+    beat = tmp_path / "processes" / "otherhost.1.1"
+    beat.touch()
+    with pytest.raises(SourceUnavailable):
+        take(path, processes, timeout_s=0.1)
+    now = time.time()
+    os.utime(beat, (now - 61, now - 61))
+    assert take(path, processes) < 1
+
+
+def test_of_many_that_take_over_one_at_a_time_gets_in(path, processes):
+    path.write_text("nobody")
+    inside = 0
+
+    async def visit() -> None:
+        nonlocal inside
+        async with fetch_lock(path, processes, timeout_s=20):
+            inside += 1
+            assert inside == 1
+            await asyncio.sleep(0.002)
+            inside -= 1
+
+    async def run() -> None:
+        await asyncio.gather(*(visit() for _ in range(8)))
+
+    asyncio.run(run())
+    assert left(path) == []
+
+
+def test_a_lock_that_changed_hands_meanwhile_is_left(path, processes, monkeypatch):
+    # Somebody else takes over between our look at the owner and our turn to remove the file.
+    path.write_text("nobody")
+    guard = locks.FileLock
+
+    def overtaken(*arguments, **options):
+        path.write_text(processes.me())
+        return guard(*arguments, **options)
+
+    monkeypatch.setattr(locks, "FileLock", overtaken)
+    locks.remove_if_dead(path, processes)
+    assert path.read_text() == processes.me()

@@ -1,0 +1,79 @@
+"""The manifest: written and read back, and anything else refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lora_plugins.errors import InvalidAdapter
+from lora_plugins.store.layout import MANIFEST_FILE
+from lora_plugins.store.manifest import Manifest, StoredFile, digest_of
+
+FILES = (StoredFile("adapter_config.json", 10, "a" * 64), StoredFile("adapter_model.safetensors", 20, "b" * 64))
+MANIFEST = Manifest(digest_of(FILES), "s3://bucket/größe", "v1", FILES, "2026-01-01T00:00:00Z")
+
+
+def written(directory: Path, text: str | bytes) -> Path:
+    (directory / MANIFEST_FILE).write_bytes(text if isinstance(text, bytes) else text.encode())
+    return directory
+
+
+def test_it_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    assert Manifest.read(written(tmp_path, MANIFEST.to_json())) == MANIFEST
+    assert MANIFEST.size_bytes == 30
+
+
+def test_it_is_json_that_people_can_read() -> None:
+    raw = json.loads(MANIFEST.to_json())
+    assert set(raw) == {"digest", "uri", "version", "files", "fetched_at"}
+    assert raw["files"][0] == {"name": "adapter_config.json", "size_bytes": 10, "sha256": "a" * 64}
+
+
+RAW = json.loads(MANIFEST.to_json())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "null",
+        "[]",
+        '"text"',
+        b"\xff\xfe",
+        b"\0" * 100,
+        json.dumps({key: value for key, value in RAW.items() if key != "files"}),
+        json.dumps({key: value for key, value in RAW.items() if key != "digest"}),
+        json.dumps({**RAW, "more": 1}),
+        json.dumps({**RAW, "files": 5}),
+        json.dumps({**RAW, "files": ["name"]}),
+        json.dumps({**RAW, "files": [{"name": "x"}]}),
+        json.dumps({**RAW, "files": [{"name": 5, "size_bytes": 1, "sha256": ""}]}),
+        json.dumps({**RAW, "files": [{"name": "x", "size_bytes": "1", "sha256": ""}]}),
+    ],
+    ids=lambda text: repr(text)[:40],
+)
+def test_anything_else_is_refused(tmp_path: Path, text: str | bytes) -> None:
+    with pytest.raises(InvalidAdapter) as caught:
+        Manifest.read(written(tmp_path, text))
+    assert caught.value.file == MANIFEST_FILE
+
+
+def test_a_missing_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidAdapter, match="FileNotFoundError"):
+        Manifest.read(tmp_path)
+
+
+def test_the_digest_is_of_names_sizes_and_bytes_in_any_order() -> None:
+    assert digest_of(FILES) == digest_of(FILES[::-1]) == digest_of(iter(FILES))
+    changed = [
+        (FILES[0],),
+        (),
+        (FILES[0], StoredFile("adapter_model.bin", 20, "b" * 64)),
+        (FILES[0], StoredFile("adapter_model.safetensors", 21, "b" * 64)),
+        (FILES[0], StoredFile("adapter_model.safetensors", 20, "c" * 64)),
+    ]
+    digests = {digest_of(files) for files in (FILES, *changed)}
+    assert len(digests) == 1 + len(changed)

@@ -1,0 +1,244 @@
+"""Published whole or not at all, fetched once, found again, never changed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lora_plugins.errors import InvalidAdapter, NoFreeSlot, OutOfMemory, SourceUnavailable
+from lora_plugins.store.eviction import entries
+from lora_plugins.store.manifest import Manifest, digest_of
+from lora_plugins.store.store import Arriving, Store
+from tests.store.common import Wanted, adapter_files, check, obtain
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+def leftovers(store: Store) -> list[str]:
+    return [entry.name for entry in os.scandir(store.layout.folder("tmp"))]
+
+
+def test_fetched_adapter_is_published_under_its_digest(store: Store) -> None:
+    wanted = Wanted(adapter_files())
+    stored = obtain(store, wanted)
+    manifest = Manifest.read(stored.directory)
+    assert stored.fetched
+    assert stored.directory == store.layout.root / manifest.digest
+    assert manifest.digest == digest_of(manifest.files)
+    assert (manifest.uri, manifest.version) == (wanted.uri, wanted.version)
+    assert {file.name: (stored.directory / file.name).read_bytes() for file in manifest.files} == wanted.files
+    assert leftovers(store) == []
+
+
+def test_second_time_it_is_found(store: Store) -> None:
+    wanted = Wanted(adapter_files())
+    first, second = obtain(store, wanted), obtain(store, wanted)
+    assert (second.directory, second.fetched, wanted.fetches) == (first.directory, False, 1)
+
+
+def test_new_version_is_a_new_path_and_the_old_one_stays(store: Store) -> None:
+    old = obtain(store, Wanted(adapter_files(seed=0), version="v1"))
+    new = obtain(store, Wanted(adapter_files(seed=1), version="v2"))
+    assert old.directory != new.directory
+    assert store.verify(old.digest)
+    assert store.verify(new.digest)
+
+
+def test_same_bytes_from_two_sources_are_stored_once(store: Store) -> None:
+    first = obtain(store, Wanted(adapter_files(), uri="test://a"))
+    second = obtain(store, Wanted(adapter_files(), uri="test://b"))
+    assert first.directory == second.directory
+    assert len(store.layout.digests()) == 1
+
+
+@pytest.mark.parametrize("promise", ["size", "sha256"])
+def test_broken_promise_is_refused_and_leaves_nothing(store: Store, promise: str) -> None:
+    wanted = Wanted(adapter_files())
+    good = dict(wanted.files)
+
+    async def fetch(arriving: Arriving) -> None:
+        data = good["adapter_model.safetensors"]
+        spoilt = data[:-1] if promise == "size" else data[:-1] + bytes([data[-1] ^ 1])
+        (arriving.directory / "adapter_config.json").write_bytes(good["adapter_config.json"])
+        (arriving.directory / "adapter_model.safetensors").write_bytes(spoilt)
+
+    with pytest.raises(SourceUnavailable, match="not what the source promised"):
+        asyncio.run(store.obtain(wanted, fetch, check))
+    assert store.layout.digests() == []
+    assert leftovers(store) == []
+
+
+def test_unservable_adapter_is_not_published(store: Store) -> None:
+    files = adapter_files()
+    files["adapter_config.json"] = b"{}"
+    with pytest.raises(InvalidAdapter, match="peft_type"):
+        obtain(store, Wanted(files))
+    assert store.layout.digests() == []
+    assert leftovers(store) == []
+
+
+def test_failed_fetch_leaves_nothing_and_can_be_repeated(store: Store) -> None:
+    def fail() -> None:
+        raise SourceUnavailable("an outage")
+
+    wanted = Wanted(adapter_files(), before=fail)
+    with pytest.raises(SourceUnavailable):
+        obtain(store, wanted)
+    assert leftovers(store) == []
+    wanted.before = lambda: None
+    assert obtain(store, wanted).fetched
+
+
+def test_many_coroutines_fetch_once(store: Store) -> None:
+    wanted = Wanted(adapter_files())
+
+    async def all_at_once() -> set[Path]:
+        stored = await asyncio.gather(*(store.obtain(wanted, wanted.fetch, check) for _ in range(50)))
+        return {item.directory for item in stored}
+
+    assert len(asyncio.run(all_at_once())) == 1
+    assert wanted.fetches == 1
+
+
+def test_processes_fetch_once(store: Store, tmp_path: Path) -> None:
+    code = """
+import asyncio, sys, time
+from pathlib import Path
+from lora_plugins.store.store import Store
+from tests.store.common import Wanted, adapter_files, check
+root, log = Path(sys.argv[1]), Path(sys.argv[2])
+def note():
+    with log.open("a") as file: file.write("fetch\\n")
+    time.sleep(0.5)
+wanted = Wanted(adapter_files(), before=note)
+asyncio.run(Store(root).obtain(wanted, wanted.fetch, check))
+"""
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", code, str(store.layout.root), str(log)]
+    processes = [subprocess.Popen(command) for _ in range(4)]
+    assert [process.wait(60) for process in processes] == [0] * 4
+    assert log.read_text() == "fetch\n"
+
+
+def test_damage_is_found_quarantined_and_fetched_anew(store: Store) -> None:
+    wanted = Wanted(adapter_files())
+    stored = obtain(store, wanted)
+    store.leases.give_back(stored.digest)
+    weights = stored.directory / "adapter_model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.chmod(0o644)
+    weights.write_bytes(data)
+    assert not store.verify(stored.digest)
+    assert not stored.directory.exists()
+    assert len(list(store.layout.folder("quarantine").iterdir())) == 1
+    again = obtain(store, wanted)
+    assert again.fetched
+    assert store.verify(again.digest)
+
+
+def test_damaged_adapter_in_use_stays_until_its_replacement_is_there(store: Store) -> None:
+    wanted = Wanted(adapter_files())
+    stored = obtain(store, wanted)
+    weights = stored.directory / "adapter_model.safetensors"
+    weights.chmod(0o644)
+    weights.write_bytes(b"x" * weights.stat().st_size)
+    assert not store.verify(stored.digest)
+    assert stored.directory.exists()
+    assert obtain(store, wanted).fetched
+    assert store.verify(stored.digest)
+
+
+def test_file_missing_from_an_entry_is_fetched_anew(store: Store) -> None:
+    wanted = Wanted(adapter_files())
+    stored = obtain(store, wanted)
+    (stored.directory / "adapter_model.safetensors").unlink()
+    assert obtain(store, wanted).fetched
+    assert store.verify(stored.digest)
+
+
+def test_full_disk_is_out_of_memory(store: Store) -> None:
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OutOfMemory, match="LORA_PLUGINS_STORE_DIR"):
+        obtain(store, Wanted(adapter_files(), before=full))
+    assert leftovers(store) == []
+
+
+class TestBudget:
+    """Adapters of one size in a store that holds three."""
+
+    @pytest.fixture
+    def size(self) -> int:
+        return sum(map(len, adapter_files().values()))
+
+    @pytest.fixture
+    def store(self, tmp_path: Path, size: int) -> Store:
+        return Store(tmp_path / "store", max_bytes=3 * size)
+
+    def fill(self, store: Store, seed: int, *, leased: bool = False) -> str:
+        stored = obtain(store, Wanted(adapter_files(seed=seed), version=str(seed)))
+        os.utime(store.layout.folder("uses") / stored.digest, (seed, seed))
+        if not leased:
+            store.leases.give_back(stored.digest)
+        return stored.digest
+
+    def test_oldest_use_goes_first(self, store: Store) -> None:
+        digests = [self.fill(store, seed) for seed in range(1, 6)]
+        assert set(store.layout.digests()) == set(digests[2:])
+
+    def test_use_keeps_an_adapter(self, store: Store) -> None:
+        digests = [self.fill(store, seed) for seed in range(1, 4)]
+        obtain(store, Wanted(adapter_files(seed=1), version="1"))
+        store.leases.give_back(digests[0])
+        digests.append(self.fill(store, 4))
+        assert set(store.layout.digests()) == {digests[0], digests[2], digests[3]}
+
+    def test_leased_is_never_removed(self, store: Store) -> None:
+        first = self.fill(store, 1, leased=True)
+        for seed in range(2, 8):
+            self.fill(store, seed)
+        assert first in store.layout.digests()
+        assert not store.remove(first)
+
+    def test_all_leased_is_no_free_slot_and_no_deletion(self, store: Store) -> None:
+        digests = {self.fill(store, seed, leased=True) for seed in range(1, 4)}
+        with pytest.raises(NoFreeSlot, match="engines still use"):
+            self.fill(store, 4)
+        assert set(store.layout.digests()) == digests
+
+    def test_larger_than_the_budget_is_out_of_memory(self, store: Store) -> None:
+        with pytest.raises(OutOfMemory, match="LORA_PLUGINS_STORE_MAX_BYTES"):
+            obtain(store, Wanted(adapter_files(hidden=4096)))
+
+    def test_budget_holds_at_every_moment(self, store: Store, size: int) -> None:
+        for seed in range(1, 8):
+            self.fill(store, seed)
+            assert sum(entry.size_bytes for entry in entries(store.layout)) <= 3 * size
+
+    def test_lease_of_a_dead_process_expires(self, store: Store) -> None:
+        code = (
+            "import asyncio, os, sys; from pathlib import Path\n"
+            "from lora_plugins.store.store import Store\n"
+            "from tests.store.common import Wanted, adapter_files, obtain\n"
+            "print(obtain(Store(Path(sys.argv[1])), Wanted(adapter_files(seed=1), version='1')).digest, flush=True)\n"
+            "sys.stdin.read()\n"
+        )
+        command = [sys.executable, "-c", code, str(store.layout.root)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            digest = process.stdout.readline().strip()
+            assert len(store.leases.holders(digest)) == 1
+            assert not store.remove(digest)
+            process.kill()
+            process.wait()
+        assert store.leases.holders(digest) == []
+        assert store.remove(digest)

@@ -1,0 +1,243 @@
+"""Each fault arrives at a client as planned, only where planned, and everything is recorded."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import os
+import threading
+import time
+
+import pytest
+import s3fs
+
+from testbed import faults
+from testbed.proxy import FaultProxy, fault_proxy
+from testbed.ranges import range_server
+from testbed.s3 import s3_server
+
+DATA = os.urandom(300_000)
+KEY = "/b/sql/w.safetensors"
+
+
+@pytest.fixture(scope="module")
+def upstream():
+    with range_server(blobs={KEY[1:]: DATA, "b/sql/config.json": b"{}"}) as server:
+        yield server
+
+
+@pytest.fixture
+def proxy(upstream):
+    with fault_proxy(upstream.url) as running:
+        yield running
+
+
+def get(proxy: FaultProxy, path: str = KEY, method: str = "GET", timeout: float = 5, **headers: str):
+    """Status, headers and body of one request on a connection of its own; a broken one keeps what had arrived."""
+    connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=timeout)
+    body = bytearray()
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        while piece := answer.read1(65536):
+            body += piece
+        return answer.status, answer.headers, bytes(body)
+    except (OSError, http.client.HTTPException) as error:
+        error.body = bytes(body)
+        raise
+    finally:
+        connection.close()
+
+
+def test_without_a_fault_nothing_is_changed(proxy):
+    status, headers, body = get(proxy)
+    assert (status, body, headers["Content-Length"]) == (200, DATA, str(len(DATA)))
+    status, headers, body = get(proxy, Range="bytes=10-19")
+    assert (status, body, headers["Content-Range"]) == (206, DATA[10:20], f"bytes 10-19/{len(DATA)}")
+    status, headers, body = get(proxy, method="HEAD")
+    assert (status, body, headers["Content-Length"]) == (200, b"", str(len(DATA)))
+    assert get(proxy, "/b/none")[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "text"),
+    [
+        (faults.server_error(), 500, b"<Code>InternalError</Code>"),
+        (faults.slow_down(), 503, b"<Code>SlowDown</Code>"),
+        (faults.denied(), 403, b"<Code>AccessDenied</Code>"),
+        (faults.expired_token(), 400, b"<Code>ExpiredToken</Code>"),
+        (faults.too_many(7), 429, b"Too many"),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_statuses_are_answered_once_and_without_the_upstream(proxy, upstream, fault, status, text):
+    upstream.reset()
+    proxy.plan(fault)
+    got, headers, body = get(proxy)
+    assert (got, text in body) == (status, True)
+    assert headers.get("Retry-After") == ("7" if status == 429 else None)
+    assert upstream.stats()["requests"] == 0
+    assert get(proxy)[0] == 200
+    proxy.plan(fault)
+    assert get(proxy, method="HEAD")[2] == b""
+
+
+def test_reset_in_the_body(proxy):
+    proxy.plan(faults.reset(after=100_000))
+    with pytest.raises(ConnectionResetError) as caught:
+        get(proxy)
+    assert caught.value.body == DATA[:100_000]
+    assert [(r.sent, r.complete, r.fault) for r in proxy.requests()] == [(100_000, False, "reset")]
+
+
+def test_short_body(proxy):
+    proxy.plan(faults.short(after=1000))
+    with pytest.raises(http.client.IncompleteRead):
+        _read_whole(proxy)
+    assert proxy.bytes_sent() == 1000
+
+
+def test_a_length_that_is_too_small_is_well_formed_and_one_that_is_too_large_is_not(proxy):
+    proxy.plan(faults.wrong_length(-1000))
+    status, headers, body = get(proxy, Range="bytes=0-99999")
+    assert (status, headers["Content-Length"], body) == (206, "99000", DATA[:99_000])
+    assert headers["Content-Range"] == f"bytes 0-99999/{len(DATA)}"
+    proxy.plan(faults.wrong_length(+10))
+    with pytest.raises(http.client.IncompleteRead):
+        _read_whole(proxy)
+    proxy.plan(faults.wrong_length(-1), method="HEAD")
+    assert get(proxy, method="HEAD")[1]["Content-Length"] == str(len(DATA) - 1)
+
+
+def _read_whole(proxy: FaultProxy, **headers: str) -> bytes:
+    connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=5)
+    try:
+        connection.request("GET", KEY, headers=headers)
+        return connection.getresponse().read()
+    finally:
+        connection.close()
+
+
+def test_stalls_before_the_headers_and_in_the_body(proxy):
+    for after in (None, 1000):
+        proxy.plan(faults.stall(0.3, after))
+        started = time.monotonic()
+        assert get(proxy)[2] == DATA
+        assert 0.3 <= time.monotonic() - started < 2
+    proxy.plan(faults.stall(60))
+    with pytest.raises(TimeoutError):
+        get(proxy, timeout=0.2)
+    proxy.plan(faults.stall(60, after=1000))
+    with pytest.raises(TimeoutError) as caught:
+        get(proxy, timeout=0.2)
+    assert caught.value.body == DATA[:1000]
+
+
+def test_a_proxy_with_stalled_requests_ends_at_once(upstream):
+    with fault_proxy(upstream.url) as proxy:
+        proxy.plan(faults.stall(60))
+        client = threading.Thread(target=expect_a_reset, args=(proxy,))
+        client.start()
+        while not proxy.count():
+            time.sleep(0.01)
+        started = time.monotonic()
+    assert time.monotonic() - started < 2
+    client.join(5)
+    assert not client.is_alive()
+
+
+def expect_a_reset(proxy: FaultProxy) -> None:
+    with pytest.raises(ConnectionResetError):
+        get(proxy, timeout=30)
+
+
+def test_a_flipped_byte_of_the_body_or_of_the_object(proxy):
+    proxy.plan(faults.flip(200_000))
+    body = get(proxy)[2]
+    assert [i for i in range(len(DATA)) if body[i] != DATA[i]] == [200_000]
+    proxy.plan(faults.flip(200_000, in_object=True), times=None)
+    assert get(proxy, Range="bytes=0-199999")[2] == DATA[:200_000]
+    part = get(proxy, Range="bytes=199999-200001")[2]
+    assert [a == b for a, b in zip(part, DATA[199_999:200_002], strict=True)] == [True, False, True]
+
+
+def test_bandwidth(proxy):
+    proxy.plan(faults.throttle(600_000))
+    started = time.monotonic()
+    assert get(proxy)[2] == DATA
+    assert 0.4 < time.monotonic() - started < 2
+
+
+def test_an_outage_refuses_and_cuts_and_then_the_same_port_answers_again(proxy):
+    kept = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=5)
+    kept.request("HEAD", KEY)
+    kept.getresponse().read()
+    proxy.refuse()
+    proxy.refuse()
+    with pytest.raises(ConnectionRefusedError):
+        get(proxy)
+    with pytest.raises(ConnectionResetError):
+        kept.sock.recv(1)
+    kept.close()
+    proxy.refuse(False)
+    assert get(proxy)[2] == DATA
+
+
+def test_matching_by_method_path_query_times_and_order(proxy):
+    proxy.plan(faults.server_error(), method="GET", path=r"\.safetensors$", times=2, skip=1)
+    proxy.plan(faults.denied(), path=r"/b\?list-type=2", times=None)
+    assert [get(proxy)[0] for _ in range(4)] == [200, 500, 500, 200]
+    assert get(proxy, "/b/sql/config.json")[0] == 200
+    assert [get(proxy, "/b?list-type=2")[0] for _ in range(2)] == [403, 403]
+    proxy.clear()
+    assert get(proxy, "/b?list-type=2")[0] == 200
+
+
+def test_a_hook_runs_before_or_behind_the_upstream(proxy):
+    calls = []
+    proxy.plan(faults.run_before(lambda: calls.append("before")))
+    proxy.plan(faults.run_after(lambda: calls.append("after")))
+    assert get(proxy)[2] == DATA
+    assert get(proxy)[2] == DATA
+    assert calls == ["before", "after"]
+
+
+def test_requests_are_counted_and_a_range_that_is_fetched_twice_is_seen(proxy):
+    get(proxy, Range="bytes=0-99")
+    proxy.plan(faults.short(after=10))
+    with pytest.raises(http.client.IncompleteRead):
+        _read_whole(proxy, Range="bytes=100-199")
+    get(proxy, Range="bytes=100-199")
+    assert proxy.refetched() == []
+    assert [r.range for r in proxy.requests("GET")] == ["bytes=0-99", "bytes=100-199", "bytes=100-199"]
+    get(proxy, Range="bytes=0-99")
+    _settle(proxy, 310)  # a client can have its answer a moment before the proxy has noted it
+    assert proxy.refetched() == [(f"{KEY}?", "bytes=0-99")]
+    assert proxy.counts() == {("GET", KEY): 4}
+    assert proxy.bytes_sent(r"w\.safetensors") == 310
+    proxy.forget()
+    assert proxy.count() == 0
+
+
+def _settle(proxy, sent_bytes):
+    deadline = time.monotonic() + 5
+    while proxy.bytes_sent() != sent_bytes and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_a_dead_upstream_is_a_bad_gateway():
+    with fault_proxy("http://127.0.0.1:1") as proxy:
+        assert get(proxy)[0] == 502
+
+
+def test_signed_uploads_and_downloads_of_a_real_client_pass_through(monkeypatch, tmp_path):
+    with s3_server() as s3, fault_proxy(s3.url) as proxy:
+        s3.bucket().put("a b/ü+%.bin", DATA)
+        for name, value in s3.env(proxy.url).items():
+            monkeypatch.setenv(name, value)
+        fs = s3fs.S3FileSystem(skip_instance_cache=True)
+        fs.pipe_file("adapters/up", DATA)
+        fs.get_file("adapters/a b/ü+%.bin", str(tmp_path / "down"))
+        assert (tmp_path / "down").read_bytes() == DATA
+        assert fs.info("adapters/up")["ETag"] == f'"{hashlib.md5(DATA).hexdigest()}"'
+        assert proxy.counts()["GET", "/adapters/a b/ü+%.bin"] == 1
