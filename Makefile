@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo test test-unit check format seams bench-verify bench-fetch clean
+.PHONY: help set-up demo test test-unit check format seams bench-verify bench-fetch bench-policies clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -40,6 +40,9 @@ bench-verify: set-up ## what verification costs, by adapter size
 bench-fetch: set-up ## cold fetches against others, warm resolves, crowds and floods (15 minutes)
 	@$(RUN) -m benchmarks.fetch
 	@$(RUN) -m benchmarks.resolve
+
+bench-policies: set-up ## eviction policies on replayed traces, against Belady's optimum
+	@$(RUN) -m benchmarks.policies
 
 clean: ## remove .venv and caches
 	rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,214 @@
+"""How often each eviction policy finds an adapter already loaded, and what the rest cost: bytes and seconds of loading.
+
+Replays made-up request traces against a tier that holds 5 to 40 % of all adapters' bytes. Every miss loads its adapter,
+and evicts until it fits. Belady's optimum knows the future: it evicts what is asked for again last. Where all adapters
+have one size nothing can be better; where sizes differ it is a heuristic, a bound on neither side.
+LRFU's half-life was chosen on the seeds 7 and 101; what is shown is another seed.
+Prints a Markdown table and keeps the raw figures in benchmarks/results/policies.json.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import accumulate
+from statistics import geometric_mean
+
+from benchmarks.record import keep
+from lora_plugins.manager.policies import Among, EvictionPolicy, Gdsf, Lfu, Lrfu, Lru
+
+ADAPTERS = 200
+REQUESTS = 20_000
+SEED = 20260101
+EQUAL_MB = 80
+SHARES = (0.05, 0.10, 0.20, 0.40)
+LATENCY_S, BYTES_PER_S = 0.03, 1e9  # opening, parsing and packing; a network disk's stream
+
+
+@dataclass(frozen=True)
+class Trace:
+    name: str
+    requests: Sequence[int]
+    sizes: Sequence[int]  # by adapter, bytes
+
+    @property
+    def costs(self) -> list[float]:
+        return [LATENCY_S + size / BYTES_PER_S for size in self.sizes]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    hits: int
+    loaded_bytes: int
+    load_s: float
+
+
+class Belady:
+    """Evicts what is asked for again last; told of exactly the trace's requests, in their order."""
+
+    def __init__(self, requests: Sequence[int]) -> None:
+        self._next = [len(requests)] * len(requests)
+        seen: dict[int, int] = {}
+        for at in range(len(requests) - 1, -1, -1):
+            self._next[at] = seen.get(requests[at], len(requests))
+            seen[requests[at]] = at
+        self._at = 0
+        self._due: dict[int, int] = {}
+        self._heap: list[tuple[int, int]] = []
+
+    def added(self, key: int, size_bytes: int, cost_s: float) -> None:
+        self._due[key] = self._next[self._at]
+        heappush(self._heap, (-self._due[key], key))
+        self._at += 1
+
+    def used(self, key: int) -> None:
+        self.added(key, 0, 0)
+
+    def removed(self, key: int) -> None:
+        del self._due[key]
+
+    def victim(self, among: Among[int]) -> int | None:
+        while -self._heap[0][0] != self._due.get(self._heap[0][1]):
+            heappop(self._heap)
+        return self._heap[0][1]
+
+    def __len__(self) -> int:
+        return len(self._due)
+
+
+POLICIES: dict[str, Callable[[Sequence[int]], EvictionPolicy[int]]] = {
+    "LRU": lambda _: Lru(),
+    "LFU": lambda _: Lfu(),
+    "GDSF": lambda _: Gdsf(),
+    "LRFU": lambda _: Lrfu(),
+    "Belady": Belady,
+}
+
+
+def replay(trace: Trace, budget_bytes: int, policy: EvictionPolicy[int]) -> Outcome:
+    held: set[int] = set()
+    hits = held_bytes = loaded_bytes = 0
+    load_s, sizes, costs = 0.0, trace.sizes, trace.costs
+    for key in trace.requests:
+        if key in held:
+            hits += 1
+            policy.used(key)
+            continue
+        while held and held_bytes + sizes[key] > budget_bytes:
+            victim = policy.victim(held)
+            assert victim is not None
+            held.remove(victim)
+            held_bytes -= sizes[victim]
+            policy.removed(victim)
+        held.add(key)
+        held_bytes += sizes[key]
+        loaded_bytes += sizes[key]
+        load_s += costs[key]
+        policy.added(key, sizes[key], costs[key])
+    return Outcome(hits, loaded_bytes, load_s)
+
+
+def zipf(rng: random.Random, exponent: float) -> list[int]:
+    """Popularity falls with the rank; ranks are dealt at random, so that they say nothing about size."""
+    adapters = rng.sample(range(ADAPTERS), ADAPTERS)
+    weights = list(accumulate((rank + 1) ** -exponent for rank in range(ADAPTERS)))
+    return rng.choices(adapters, cum_weights=weights, k=REQUESTS)
+
+
+def shifting(rng: random.Random, every: int = 1000) -> list[int]:
+    """Four of five requests go to ten adapters, others `every` so many requests."""
+    requests: list[int] = []
+    while len(requests) < REQUESTS:
+        hot = rng.sample(range(ADAPTERS), 10)
+        requests += (rng.choice(hot) if rng.random() < 0.8 else rng.randrange(ADAPTERS) for _ in range(every))
+    return requests
+
+
+def scans(rng: random.Random) -> list[int]:
+    """Twenty hot adapters, and after every 400 requests a walk through 60 of the others, once each, in turn."""
+    shuffled = rng.sample(range(ADAPTERS), ADAPTERS)
+    hot, cold = shuffled[:20], shuffled[20:]
+    requests: list[int] = []
+    at = 0
+    while len(requests) < REQUESTS:
+        requests += rng.choices(hot, k=400)
+        requests += (cold[(at + step) % len(cold)] for step in range(60))
+        at += 60
+    return requests[:REQUESTS]
+
+
+def sessions(rng: random.Random) -> list[int]:
+    """Twelve conversations at a time, interleaved, each of 2 to 40 requests to one adapter: LRU's best case."""
+    weights = list(accumulate((rank + 1) ** -0.9 for rank in range(ADAPTERS)))
+    requests: list[int] = []
+    live: list[list[int]] = []
+    while len(requests) < REQUESTS:
+        while len(live) < 12:
+            live.append([rng.choices(range(ADAPTERS), cum_weights=weights)[0], rng.randint(2, 40)])
+        session = rng.choice(live)
+        requests.append(session[0])
+        session[1] -= 1
+        if not session[1]:
+            live.remove(session)
+    return requests
+
+
+def traces(seed: int) -> Iterator[Trace]:
+    equal = [EQUAL_MB * 10**6] * ADAPTERS
+    rng = random.Random(seed)
+    mixed = [round(5e6 * 120 ** rng.random()) for _ in range(ADAPTERS)]  # 5 to 600 MB, log-uniform
+    for exponent in (0.6, 0.9, 1.2):
+        yield Trace(f"Zipf {exponent}", zipf(rng, exponent), equal)
+    yield Trace("Zipf 0.9, mixed sizes", zipf(rng, 0.9), mixed)
+    for label, sizes in (("", equal), (", mixed sizes", mixed)):
+        yield Trace(f"shifting{label}", shifting(rng), sizes)
+        yield Trace(f"shifting fast{label}", shifting(rng, 300), sizes)
+        yield Trace(f"scans{label}", scans(rng), sizes)
+        yield Trace(f"sessions{label}", sessions(rng), sizes)
+
+
+def main() -> int:
+    started = time.perf_counter()
+    rows: list[dict[str, object]] = []
+    ratios: dict[str, list[float]] = {name: [] for name in POLICIES}
+    print("| trace | bytes held | " + " | ".join(POLICIES) + " |")
+    print("|---" * (2 + len(POLICIES)) + "|")
+    for trace in traces(SEED):
+        for share in SHARES:
+            cells = []
+            outcomes = {
+                name: replay(trace, int(sum(trace.sizes) * share), policy(trace.requests))
+                for name, policy in POLICIES.items()
+            }
+            for name, outcome in outcomes.items():
+                ratios[name].append(outcome.load_s / outcomes["LRU"].load_s)
+                hit_rate = outcome.hits / len(trace.requests)
+                cells.append(f"{hit_rate:.1%} · {outcome.loaded_bytes / 1e9:.0f} GB · {outcome.load_s:.0f} s")
+                rows.append(
+                    {
+                        "trace": trace.name,
+                        "share": share,
+                        "policy": name,
+                        "requests": len(trace.requests),
+                        "hit_rate": hit_rate,
+                        "loaded_bytes": outcome.loaded_bytes,
+                        "load_s": outcome.load_s,
+                    }
+                )
+            print(f"| {trace.name} | {share:.0%} | " + " | ".join(cells) + " |")
+    means = (f"{geometric_mean(of):.2f} ({min(of):.2f} to {max(of):.2f})" for of in ratios.values())
+    print("| loading seconds / LRU's, geometric mean (range) | | " + " | ".join(means) + " |")
+    print(
+        f"\nHit rate · bytes loaded · seconds of loading, over {REQUESTS:,} requests to {ADAPTERS} adapters of "
+        f"{EQUAL_MB} MB, or of 5 to 600 MB. Belady's is the optimum for equal sizes, a heuristic for mixed ones.\n"
+        f"Took {time.perf_counter() - started:.0f} s; raw: {keep('policies', rows).name}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
