@@ -16,7 +16,7 @@ from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError
 from lora_plugins.settings import BaseMatch
 from tests.make import BASE, LAYER
 
-SNAPSHOT = "/root/.cache/huggingface/hub/models--org--tiny/snapshots/" + "0123456789abcdef" * 2 + "01234567"
+SNAPSHOT = "/home/someone/.cache/huggingface/hub/models--org--tiny/snapshots/" + "0123456789abcdef" * 2 + "01234567"
 Q, V = LAYER.format(0, "q_proj"), LAYER.format(0, "v_proj")
 
 
