@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo test test-unit check format seams bench-verify bench-fetch bench-policies clean
+.PHONY: help set-up demo test test-unit check format seams bench-verify bench-fetch bench-policies bench-manager bench-kernels-cpu bench-kernels-aot clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -43,6 +43,15 @@ bench-fetch: set-up ## cold fetches against others, warm resolves, crowds and fl
 
 bench-policies: set-up ## eviction policies on replayed traces, against Belady's optimum
 	@$(RUN) -m benchmarks.policies
+
+bench-manager: set-up ## the adapter manager against vLLM's: stalls, thrash, activation, memory
+	@$(RUN) -m benchmarks.manager
+
+bench-kernels-cpu: set-up ## adapters against the base model on the CPU, vLLM's kernels and ours (20 minutes)
+	@$(RUN) -m benchmarks.kernels_cpu
+
+bench-kernels-aot: set-up ## what the GPU kernels compile to, without a GPU: registers, spills, shared memory
+	@$(RUN) -m benchmarks.kernels_aot
 
 clean: ## remove .venv and caches
 	rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis

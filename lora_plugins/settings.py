@@ -11,6 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from lora_plugins.errors import InvalidSettings
+from lora_plugins.kernels.dispatch import Kernels
 
 _PREFIX = "LORA_PLUGINS_"
 _TRUE = {"1", "true", "yes", "on"}
@@ -33,11 +34,19 @@ OWN_VARIABLES = frozenset(
         "LORA_PLUGINS_FETCH_TIMEOUT_S",
         "LORA_PLUGINS_ABSENT_TTL_S",
         "LORA_PLUGINS_REVALIDATE_S",
+        "LORA_PLUGINS_HOST_MAX_BYTES",
+        "LORA_PLUGINS_HOST_POLICY",
+        "LORA_PLUGINS_UNMATCHED",
+        "LORA_PLUGINS_KERNELS",
+        "LORA_PLUGINS_TUNING_DIR",
     }
 )
 
 
 SOURCES = ("filesystem", "s3", "hub")
+
+
+HOST_POLICIES = ("lru", "gdsf", "lfu", "lrfu")
 
 
 class BaseMatch(StrEnum):
@@ -67,6 +76,11 @@ class Settings:
         fetch_timeout_s: deadline for one adapter's fetch, retries included.
         absent_ttl_s: how long a remote source's "no such adapter" is believed.
         revalidate_s: how long a remote source is not asked again for a name that it had.
+        host_max_bytes: budget of a worker's host tier, None for no limit but `--max-cpu-loras`.
+        host_policy: which adapter leaves the host tier first.
+        refuse_unmatched: refuse an adapter of which some modules do not match the model's.
+        kernels: which kernels `lora_kernels` computes adapters with.
+        tuning_dir: tuning tables of the user's, before those of the package.
         s3_path_template, local_path_template: `S3_PATH_TEMPLATE` and `LOCAL_PATH_TEMPLATE` of vLLM's documentation.
         hub_repos: vLLM's `VLLM_LORA_RESOLVER_HF_REPO_LIST`.
         aws: the `AWS_*` variables; never logged.
@@ -87,6 +101,11 @@ class Settings:
     fetch_timeout_s: float = 300.0
     absent_ttl_s: float = 15.0
     revalidate_s: float = 60.0
+    host_max_bytes: int | None = None
+    host_policy: str = "lru"
+    refuse_unmatched: bool = True
+    kernels: Kernels = Kernels.AUTO
+    tuning_dir: Path | None = None
     s3_path_template: str | None = None
     local_path_template: str | None = None
     hub_repos: tuple[str, ...] = ()
@@ -118,6 +137,11 @@ class Settings:
             fetch_timeout_s=_seconds(env, "LORA_PLUGINS_FETCH_TIMEOUT_S", default=300.0),
             absent_ttl_s=_seconds(env, "LORA_PLUGINS_ABSENT_TTL_S", default=15.0, least=0.0),
             revalidate_s=_seconds(env, "LORA_PLUGINS_REVALIDATE_S", default=60.0, least=0.0),
+            host_max_bytes=_bytes(env, "LORA_PLUGINS_HOST_MAX_BYTES", default=None),
+            host_policy=_choice(env, "LORA_PLUGINS_HOST_POLICY", HOST_POLICIES),
+            refuse_unmatched=_choice(env, "LORA_PLUGINS_UNMATCHED", ("refuse", "warn")) == "refuse",
+            kernels=_kernels(env),
+            tuning_dir=_tuning_dir(env),
             s3_path_template=env.get("S3_PATH_TEMPLATE") or None,
             local_path_template=env.get("LOCAL_PATH_TEMPLATE") or None,
             hub_repos=_names(env, "VLLM_LORA_RESOLVER_HF_REPO_LIST"),
@@ -149,11 +173,37 @@ def _base_match(env: Mapping[str, str]) -> BaseMatch:
         raise _wrong(name, env[name], "strict, compatible or off") from None
 
 
+def _kernels(env: Mapping[str, str]) -> Kernels:
+    name = "LORA_PLUGINS_KERNELS"
+    try:
+        return Kernels(env.get(name, Kernels.AUTO).strip().lower())
+    except ValueError:
+        raise _wrong(name, env[name], "one of " + ", ".join(Kernels)) from None
+
+
+def _tuning_dir(env: Mapping[str, str]) -> Path | None:
+    name = "LORA_PLUGINS_TUNING_DIR"
+    value = env.get(name)
+    if not value:
+        return None
+    path = _directory(name, value)
+    if not path.is_dir():
+        raise _wrong(name, value, "a directory that is there")
+    return path
+
+
 def _directory(name: str, value: str) -> Path:
     try:
         return Path(value).expanduser().absolute()
     except RuntimeError:  # ~ of a user that does not exist
         raise _wrong(name, value, "a path of this machine") from None
+
+
+def _choice(env: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
+    value = env.get(name, "").strip().lower() or choices[0]
+    if value not in choices:
+        raise _wrong(name, env[name], " or ".join(choices))
+    return value
 
 
 def _flag(env: Mapping[str, str], name: str, *, default: bool) -> bool:

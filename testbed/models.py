@@ -43,7 +43,15 @@ DEMO_ADAPTERS = (
 )
 
 
-def build_base(directory: Path, *, hidden: int = 256, layers: int = 4, vocab: int = 512, seed: int = 0) -> Path:
+def build_base(
+    directory: Path,
+    *,
+    hidden: int = 256,
+    layers: int = 4,
+    vocab: int = 512,
+    intermediate: int | None = None,
+    seed: int = 0,
+) -> Path:
     """Write a random float32 Llama (2.6 M parameters by default) with a byte-level tokenizer to `directory`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -52,7 +60,7 @@ def build_base(directory: Path, *, hidden: int = 256, layers: int = 4, vocab: in
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=hidden,
-        intermediate_size=2 * hidden,
+        intermediate_size=intermediate or 2 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=hidden // 64,
         num_key_value_heads=max(1, hidden // 128),

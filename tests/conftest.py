@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from testbed import triton_interpreter  # noqa: F401 - before anything imports Triton
+
 # The same examples in every run: a red run is red for everybody. No deadline: these machines share their cores.
 settings.register_profile(
     "unit",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import copy
 import gc
@@ -52,6 +53,19 @@ def test_every_entry_says_what_why_since_and_how_to_remove_it(entry):
     assert all((entry.what, entry.why, entry.since, entry.remove))
 
 
+def test_whatever_the_package_imports_from_vllm_stands_in_the_ledger():
+    noted = [f"{entry.symbol.replace(':', '.')}." for entry in SEAMS]
+    imported = []
+    for file in Path(engine.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "vllm":
+                imported += [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                imported += [alias.name for alias in node.names if alias.name.split(".")[0] == "vllm"]
+    assert len(imported) > 10
+    assert [name for name in imported if not any(symbol.startswith(f"{name}.") for symbol in noted)] == []
+
+
 def test_the_checker_runs_as_a_command_and_imports_no_vllm():
     tool = Path(check_seams.__file__)
     script = (
@@ -98,6 +112,8 @@ def sources(tmp_path: Path) -> Path:
     [
         seam("vllm.module:function", "a", "b", "*more", "c", "**rest"),
         seam("vllm.package:function", "a", "b", "*more", "c", "**rest"),
+        seam("vllm.module:function", "a", "b", "..."),
+        seam("vllm.module:function", "a", "b", "*more", "c", "**rest", "..."),
         seam("vllm.module:Class"),
         seam("vllm.module:Class", "late", "field", "other", "method"),
         seam("vllm.module:Class.method", "self", "new", "key"),
@@ -120,6 +136,7 @@ def test_the_checker_takes_what_is_there(sources, entry):
         (seam("vllm.module:function.inner"), "no function.inner"),
         (seam("vllm.module:moved"), "no moved in vllm.module"),
         (seam("vllm.module:function", "a", "b"), "parameters are (a, b, *more, c, **rest), not (a, b)"),
+        (seam("vllm.module:function", "b", "..."), "parameters are (a, ...), not (b, ...)"),
         (seam("vllm.module:Class.method", "self", "key", "new"), "parameters are (self, new, key)"),  # the order
         (seam("vllm.module:Class.method", "self", "old"), "parameters are (self, new, key)"),  # an overload
         (seam("vllm.module:Class", "field", "gone", "x"), "no gone, x in it"),

@@ -9,10 +9,16 @@ import pytest
 
 import lora_plugins
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.settings import OWN_VARIABLES, SOURCES, BaseMatch, Settings, named_in_environment
+from lora_plugins.kernels.dispatch import Kernels
+from lora_plugins.manager import policies
+from lora_plugins.settings import HOST_POLICIES, OWN_VARIABLES, SOURCES, BaseMatch, Settings, named_in_environment
 
 DEFAULT_STORE = Path("~/.cache/lora-plugins").expanduser()
 LATER = [
+    ("LORA_PLUGINS_TUNING_DIR", "/usr", "tuning_dir", Path("/usr")),
+    ("LORA_PLUGINS_TUNING_DIR", "", "tuning_dir", None),
+    ("LORA_PLUGINS_KERNELS", " Reference ", "kernels", Kernels.REFERENCE),
+    ("LORA_PLUGINS_KERNELS", "vllm", "kernels", Kernels.VLLM),
     ("LORA_PLUGINS_STORE_DIR", "/var/lib/x", "store_dir", Path("/var/lib/x")),
     ("LORA_PLUGINS_STORE_DIR", "", "store_dir", DEFAULT_STORE),
     ("XDG_CACHE_HOME", "", "store_dir", DEFAULT_STORE),
@@ -32,8 +38,17 @@ LATER = [
     ("S3_PATH_TEMPLATE", "s3://b/{lora_name}", "s3_path_template", "s3://b/{lora_name}"),
     ("LOCAL_PATH_TEMPLATE", "/x/{lora_name}", "local_path_template", "/x/{lora_name}"),
     ("VLLM_LORA_RESOLVER_HF_REPO_LIST", "a/b,c/*", "hub_repos", ("a/b", "c/*")),
+    ("LORA_PLUGINS_HOST_MAX_BYTES", "2GiB", "host_max_bytes", 2 << 30),
+    *[("LORA_PLUGINS_HOST_POLICY", name, "host_policy", name) for name in HOST_POLICIES],
+    ("LORA_PLUGINS_HOST_POLICY", " GDSF ", "host_policy", "gdsf"),
+    ("LORA_PLUGINS_HOST_POLICY", "", "host_policy", "lru"),
+    ("LORA_PLUGINS_UNMATCHED", "warn", "refuse_unmatched", False),
+    ("LORA_PLUGINS_UNMATCHED", "Refuse", "refuse_unmatched", True),
+    ("LORA_PLUGINS_UNMATCHED", "", "refuse_unmatched", True),
 ]
 LATER_WRONG = [
+    ("LORA_PLUGINS_TUNING_DIR", "/no/such/directory"),
+    *[("LORA_PLUGINS_KERNELS", text) for text in ("", "cuda", "cpu,triton")],
     *[("LORA_PLUGINS_STORE_MAX_BYTES", text) for text in ("", "0", "-1", "much", "8 PB", "1.5GiB", "inf", "٣")],
     *[("LORA_PLUGINS_SOURCES", text) for text in ("s3,s3", "ftp", "s3;hub", "S3", "filesystem,s3,hub,gcs")],
     *[
@@ -41,6 +56,9 @@ LATER_WRONG = [
         for name in ("LORA_PLUGINS_FETCH_TIMEOUT_S", "LORA_PLUGINS_ABSENT_TTL_S", "LORA_PLUGINS_REVALIDATE_S")
         for text in ("", "-1", "86401", "inf", "nan", "soon", "1,5")
     ],
+    *[("LORA_PLUGINS_HOST_MAX_BYTES", text) for text in ("", "0", "-1", "much")],
+    *[("LORA_PLUGINS_HOST_POLICY", text) for text in ("lru,lfu", "random", "none")],
+    *[("LORA_PLUGINS_UNMATCHED", text) for text in ("1", "off", "ignore")],
     ("LORA_PLUGINS_FETCH_TIMEOUT_S", "0"),
     ("LORA_PLUGINS_STORE_DIR", "~no-such-user-here/x"),
 ]
@@ -111,6 +129,10 @@ def test_a_wrong_value_names_the_variable_the_value_and_what_is_right(name, text
 
 def test_every_variable_of_ours_is_tried_above():
     assert {name for name, *_ in [*RIGHT, *LATER] if name.startswith("LORA_PLUGINS_")} >= OWN_VARIABLES
+
+
+def test_the_policies_are_those_that_there_are():
+    assert sorted(HOST_POLICIES) == sorted(policies.NAMES)
 
 
 def test_every_variable_of_ours_has_its_line_in_the_docs():

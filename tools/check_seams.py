@@ -23,8 +23,8 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 def check(seam: Seam, sources: Path) -> str:
     """What differs from the ledger; empty where nothing does.
 
-    A function must have exactly the parameters of `seam.has`, in order; a class at least these attributes, and a
-    name bound in another way (an import, a variable) none.
+    A function must have exactly the parameters of `seam.has`, in order, or begin with them where it ends with "...";
+    a class must have at least these attributes, and a name bound in another way (an import, a variable) none.
     """
     module, _, qualified = seam.symbol.partition(":")
     path = sources.joinpath(*module.split("."))
@@ -46,6 +46,8 @@ def check(seam: Seam, sources: Path) -> str:
 def _difference(node: ast.stmt | None, has: Sequence[str]) -> str:
     if isinstance(node, _FUNCTIONS):
         found = _parameters(node)
+        if has and has[-1] == "...":
+            found = [*found[: len(has) - 1], "..."]
         return "" if found == list(has) else f"parameters are ({', '.join(found)}), not ({', '.join(has)})"
     found = list(_attributes(node)) if isinstance(node, ast.ClassDef) else []
     missing = [name for name in has if name not in found]

@@ -1,0 +1,247 @@
+"""What adapters cost on the CPU: tokens/s with adapters against the base model, vLLM's kernels and ours.
+
+A 95 M-parameter float32 Llama on the real engine, offline. Each engine (one per kernels and `max_lora_rank`) runs in a
+process of its own, placed on the cores by vLLM as for `vllm serve`, and measures base and adapters in turn, round after
+round. A figure is the fastest round's tokens/s, relative to the base model's in the same engine. Prints Markdown, keeps
+benchmarks/results/kernels_cpu.json. An engine gets `--limit-s`; one that does not get through is reported as such.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.record import RESULTS, keep
+from testbed.models import build_base
+
+HIDDEN, LAYERS, INTERMEDIATE, VOCAB = 1024, 8, 2816, 512
+SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = 16, 64, 32
+SLOT_RANKS = (16, 64, 256)
+PARTS = {"both": (PROMPT_TOKENS, NEW_TOKENS), "prefill": (PROMPT_TOKENS, 1), "decode": (1, NEW_TOKENS)}
+GOALS = {"one16": 0.95, "four16": 0.92, "four64": 0.85}
+
+
+def cases(slot_rank: int) -> dict[str, list[str]]:
+    """Adapters of each case, dealt to the sequences in turn; none for the base model."""
+    result = {"base": [], "one16": ["r16-0"], "four16": [f"r16-{n}" for n in range(4)]}
+    if slot_rank >= 64:
+        result["four64"] = [f"r64-{n}" for n in range(4)]
+    return result
+
+
+def write_adapter(directory: Path, base: Path, rank: int, seed: int) -> None:
+    """A random float32 adapter of all linear layers, written without torch."""
+    kv = HIDDEN // 128 * 64
+    shapes = {
+        "self_attn.q_proj": (HIDDEN, HIDDEN),
+        "self_attn.k_proj": (HIDDEN, kv),
+        "self_attn.v_proj": (HIDDEN, kv),
+        "self_attn.o_proj": (HIDDEN, HIDDEN),
+        "mlp.gate_proj": (HIDDEN, INTERMEDIATE),
+        "mlp.up_proj": (HIDDEN, INTERMEDIATE),
+        "mlp.down_proj": (INTERMEDIATE, HIDDEN),
+    }
+    generator = np.random.default_rng(seed)
+    header, offset, blobs = {}, 0, []
+    for layer in range(LAYERS):
+        for module, (wide, high) in shapes.items():
+            for side, shape in (("A", (rank, wide)), ("B", (high, rank))):
+                data = (generator.standard_normal(shape, np.float32) * 0.01).tobytes()
+                name = f"base_model.model.model.layers.{layer}.{module}.lora_{side}.weight"
+                header[name] = {
+                    "dtype": "F32",
+                    "shape": list(shape),
+                    "data_offsets": [offset, offset + len(data)],
+                }
+                offset += len(data)
+                blobs.append(data)
+    directory.mkdir(parents=True)
+    raw = json.dumps(header).encode()
+    with (directory / "adapter_model.safetensors").open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.writelines(blobs)
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": sorted({module.split(".")[1] for module in shapes}),
+        "base_model_name_or_path": str(base),
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+
+
+def measure(home: Path, slot_rank: int, rounds: int) -> None:
+    """In the child: run every case in turn and print one JSON line for each."""
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    llm = LLM(
+        str(home / "base"),
+        dtype="float32",
+        enforce_eager=True,
+        enable_lora=slot_rank > 0,
+        max_loras=4,
+        max_cpu_loras=8,
+        max_lora_rank=slot_rank or 16,
+        max_model_len=256,
+        max_num_seqs=SEQUENCES,
+        max_num_batched_tokens=SEQUENCES * PROMPT_TOKENS,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+    )
+    names = sorted(path.name for path in home.glob("r*-*"))
+    generator = random.Random(0)
+
+    def run(adapters: list[str], part: str) -> float:
+        prompt_tokens, new_tokens = PARTS[part]
+        prompts = [
+            {"prompt_token_ids": [generator.randrange(10, VOCAB - 10) for _ in range(prompt_tokens)]}
+            for _ in range(SEQUENCES)
+        ]
+        chosen = [adapters[n % len(adapters)] for n in range(SEQUENCES)] if adapters else []
+        requests = [LoRARequest(name, names.index(name) + 1, str(home / name)) for name in chosen] or None
+        params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params, lora_request=requests, use_tqdm=False)
+        elapsed = time.perf_counter() - start
+        assert sum(len(output.outputs[0].token_ids) for output in outputs) == SEQUENCES * new_tokens
+        return elapsed
+
+    todo = cases(slot_rank) if slot_rank else {"base": []}
+    for adapters in todo.values():
+        run(adapters, "decode")  # the first use loads adapters and fills caches
+    for number in range(rounds):
+        order = list(todo) if number % 2 == 0 else list(todo)[::-1]
+        for case in order:
+            run(todo[case], "decode")  # adapters of the case before may have to make room
+            for part in PARTS:
+                row = {"case": case, "part": part, "round": number, "seconds": run(todo[case], part)}
+                row["load"] = os.getloadavg()[0]  # above 2 or 3, others were using the cores
+                print(json.dumps(row), flush=True)
+
+
+def run_engine(home: Path, kernels: str, slot_rank: int, rounds: int, limit_s: float) -> list[dict]:
+    """Measure in a child process; what it printed within the limit."""
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("LORA_PLUGINS_", "VLLM_"))},
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_PLUGINS": "lora_kernels" if kernels == "ours" else "",
+    }
+    command = [sys.executable, "-m", "benchmarks.kernels_cpu", "--child", str(home), "--slot-ranks", str(slot_rank)]
+    command += ["--rounds", str(rounds)]
+    with (home / f"{kernels}-{slot_rank}.log").open("wb") as log, tempfile.TemporaryFile() as out:
+        child = subprocess.Popen(command, stdout=out, stderr=log, env=environment, start_new_session=True)
+        finished = True
+        try:
+            child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            finished = False
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        out.seek(0)
+        rows = [json.loads(line) for line in out.read().decode().splitlines() if line.startswith('{"case"')]
+    if finished and child.returncode:
+        raise RuntimeError((home / f"{kernels}-{slot_rank}.log").read_text()[-4000:])
+    return [{"kernels": kernels, "slot_rank": slot_rank, "finished": finished, **row} for row in rows]
+
+
+def fastest(rows: list[dict], kernels: str, slot_rank: int, case: str, part: str) -> float | None:
+    """Seconds of the fastest round: what else runs on the machine only ever adds."""
+    wanted = (kernels, slot_rank, case, part)
+    return min(
+        (row["seconds"] for row in rows if (row["kernels"], row["slot_rank"], row["case"], row["part"]) == wanted),
+        default=None,
+    )
+
+
+def ratio(rows: list[dict], kernels: str, slot_rank: int, case: str, part: str) -> float | None:
+    """Tokens/s relative to the base model's in the same engine."""
+    base, mine = (fastest(rows, kernels, slot_rank, name, part) for name in ("base", case))
+    return None if base is None or mine is None else base / mine
+
+
+def tokens_per_s(rows: list[dict], kernels: str, slot_rank: int, case: str, part: str) -> float | None:
+    seconds = fastest(rows, kernels, slot_rank, case, part)
+    prompt_tokens, new_tokens = PARTS[part]
+    tokens = prompt_tokens if part == "prefill" else new_tokens
+    return SEQUENCES * tokens / seconds if seconds else None
+
+
+def kept() -> list[dict]:
+    """What an earlier run measured; engines may be measured one at a time."""
+    file = RESULTS / "kernels_cpu.json"
+    return json.loads(file.read_text())["rows"] if file.is_file() else []
+
+
+def print_table(rows: list[dict], slot_ranks: list[int]) -> None:
+    def cell(value: float | None, form: str) -> str:
+        return "–" if value is None else format(value, form)
+
+    base = [
+        tokens_per_s(rows, kernels, rank, "base", "both") for kernels in ("ours", "none") for rank in (0, *slot_ranks)
+    ]
+    print("new tokens/s of the base model, engine by engine:", ", ".join(cell(b, ".0f") for b in base if b))
+    print()
+    print("| kernels | `max_lora_rank` | adapters | tokens/s | of base | prefill alone | decode alone | goal |")
+    print("|---|---|---|---|---|---|---|---|")
+    for kernels in ("vllm", "ours"):
+        for rank in slot_ranks:
+            for case in list(cases(rank))[1:]:
+                if not any(row["kernels"] == kernels and row["slot_rank"] == rank for row in rows):
+                    continue
+                speed = cell(tokens_per_s(rows, kernels, rank, case, "both"), ".0f")
+                parts = [cell(ratio(rows, kernels, rank, case, part), ".1%") for part in PARTS]
+                goal = f"{GOALS[case]:.0%}" if kernels == "ours" else ""
+                print(f"| {kernels} | {rank} | {case} | {speed} | {' | '.join(parts)} | {goal} |")
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--child", type=Path)
+    arguments.add_argument("--rounds", type=int, default=7)
+    arguments.add_argument("--slot-ranks", type=int, nargs="*", default=list(SLOT_RANKS))
+    arguments.add_argument("--kernels", nargs="*", default=["none", "ours", "vllm"])
+    arguments.add_argument("--limit-s", type=float, default=240)
+    arguments.add_argument("--dry", action="store_true", help="keep no result")
+    arguments.add_argument("--fresh", action="store_true", help="without what earlier runs measured of other engines")
+    options = arguments.parse_args()
+    if options.child:
+        measure(options.child, options.slot_ranks[0], options.rounds)
+        return 0
+    rows = [] if options.fresh else kept()
+    with tempfile.TemporaryDirectory() as name:
+        home = Path(name)
+        base = build_base(home / "base", hidden=HIDDEN, layers=LAYERS, vocab=VOCAB, intermediate=INTERMEDIATE)
+        for rank in (16, 64):
+            for number in range(4):
+                write_adapter(home / f"r{rank}-{number}", base, rank, number)
+        for kernels in options.kernels:
+            for slot_rank in (0,) if kernels == "none" else options.slot_ranks:
+                found = run_engine(home, kernels, slot_rank, options.rounds, options.limit_s)
+                rows = [row for row in rows if (row["kernels"], row["slot_rank"]) != (kernels, slot_rank)]
+                rows += found or [{"kernels": kernels, "slot_rank": slot_rank, "finished": False}]
+                print(f"{kernels}, max_lora_rank {slot_rank}: {len(found)} measurements", file=sys.stderr, flush=True)
+    print_table([row for row in rows if "case" in row], list(SLOT_RANKS))
+    for kernels, rank in sorted({(row["kernels"], row["slot_rank"]) for row in rows if not row["finished"]}):
+        count = sum((row["kernels"], row["slot_rank"]) == (kernels, rank) and "case" in row for row in rows)
+        print(f"\n{kernels} at {rank} did not get through: {count} measurements in {options.limit_s:.0f} s.")
+    if not options.dry:
+        print(f"\nRaw: {keep('kernels_cpu', rows).name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Which kernels this process computes with: what was asked for, or the best that can be had; pure.
+
+An explicit choice that cannot be had ends the start. Only `auto` chooses, and it says what it took and why. After an
+error there is no second choice: a kernel that fails, fails.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from lora_plugins.errors import InvalidSettings
+
+CPU_WRAPPER = "lora_plugins.kernels.punica_cpu.GroupedPunicaWrapperCPU"
+REFERENCE_WRAPPER = "lora_plugins.kernels.punica_cpu.ReferencePunicaWrapper"
+TRITON_WRAPPER = "lora_plugins.kernels.punica_triton.TritonPunicaWrapper"
+
+
+class Kernels(StrEnum):
+    """The value of `LORA_PLUGINS_KERNELS`."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    TRITON = "triton"
+    REFERENCE = "reference"
+    VLLM = "vllm"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the choice depends on: vLLM's platform (`cpu`, `cuda`, ...), and whether Triton and our ops are there."""
+
+    platform: str
+    triton: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The kernels taken, why, and the dotted name of their punica wrapper: None leaves vLLM's own in place."""
+
+    kernels: Kernels
+    why: str
+    wrapper: str | None
+
+
+def choose(asked: Kernels, machine: Machine) -> Choice:
+    """The kernels for this machine.
+
+    Raises:
+        InvalidSettings: what was asked for cannot be had here.
+    """
+    if asked is Kernels.AUTO:
+        return _best(machine)
+    why = f"LORA_PLUGINS_KERNELS={asked}"
+    if asked is Kernels.VLLM:
+        return Choice(asked, why, None)
+    if asked is Kernels.TRITON:
+        if machine.platform not in {"cuda", "rocm"}:
+            raise _cannot(asked, f"the platform is {machine.platform}", "a GPU that Triton can compile for")
+        if not machine.triton:
+            raise _cannot(asked, "Triton or our Triton kernels are not installed", "both installed")
+        return Choice(asked, why, TRITON_WRAPPER)
+    if machine.platform != "cpu":
+        raise _cannot(asked, f"the platform is {machine.platform}", "vLLM's CPU platform")
+    return Choice(asked, why, CPU_WRAPPER if asked is Kernels.CPU else REFERENCE_WRAPPER)
+
+
+def _best(machine: Machine) -> Choice:
+    if machine.platform == "cpu":
+        return Choice(Kernels.CPU, "the platform is cpu", CPU_WRAPPER)
+    if machine.platform == "cuda" and machine.triton:
+        return Choice(Kernels.TRITON, "the platform is cuda and Triton is installed", TRITON_WRAPPER)
+    reason = f"the platform is {machine.platform}"
+    return Choice(Kernels.VLLM, f"{reason}{'' if machine.triton else ', without Triton'}", None)
+
+
+def triton_is_there(find: Callable[[str], object | None] = importlib.util.find_spec) -> bool:
+    """Whether Triton and our wrapper for it are installed; imports neither."""
+    return find("triton") is not None and find(TRITON_WRAPPER.rpartition(".")[0]) is not None
+
+
+def _cannot(asked: Kernels, found: str, expected: str) -> InvalidSettings:
+    return InvalidSettings(
+        f"LORA_PLUGINS_KERNELS={asked}, but {found}",
+        expected=expected,
+        remedy="choose auto, or vllm to keep vLLM's own kernels",
+    )

@@ -1,0 +1,55 @@
+"""Learning the true rank of what is written into a slot of one of vLLM's LoRA layers.
+
+Each layer object gets its own `set_lora` and `reset_lora`, which call those of its class and then say what was written.
+So it does not matter which subclass overrides them, nor who calls: vLLM's manager in the engine loop, or ours from a
+thread that fills an idle slot. The vLLM symbols stand in the ledger in `lora_plugins.engine`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lora_plugins.kernels.ranks import SlotRanks, true_ranks
+
+
+def stacks(module: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
+    """A layer's A's and B's, one per slice; None for a layer of another kind (mixture of experts).
+
+    A is `[slots, 1, max_rank, in]`, or `[slots, vocabulary, max_rank]` in an embedding; B `[slots, 1, out, max_rank]`.
+    """
+    a, b = getattr(module, "lora_a_stacked", None), getattr(module, "lora_b_stacked", None)
+    if a is None or b is None:
+        return None
+    a, b = (part if isinstance(part, tuple) else (part,) for part in (a, b))
+    return (a, b) if len(a) == len(b) and all(part.ndim == 4 for part in b) else None
+
+
+def watch(module: Any) -> SlotRanks | None:
+    """Have the layer say what its slots hold; None for a layer of another kind. Watched again, it is not wrapped twice.
+
+    The layer's weights must have been created. What was written before is taken to have the largest rank.
+    """
+    parts = stacks(module)
+    if parts is None:
+        return None
+    known = getattr(module, "_lora_plugins_ranks", None)
+    if isinstance(known, SlotRanks):
+        return known
+    _, b = parts
+    ranks = SlotRanks(b[0].shape[0], [int(b_i.shape[3]) for b_i in b])
+    set_lora, reset_lora = module.set_lora, module.reset_lora
+    expand = getattr(module, "expand_packed_lora", None)
+
+    def set_and_tell(index: int, lora_a: Any, lora_b: Any) -> None:
+        ranks.writing(index)
+        set_lora(index, lora_a, lora_b)  # calls reset_lora first, which tells too
+        ranks.written(index, true_ranks(lora_a, lora_b, ranks.largest, expand))
+
+    def reset_and_tell(index: int) -> None:
+        ranks.writing(index)
+        reset_lora(index)
+        ranks.written(index, [0] * len(ranks.largest))
+
+    module.set_lora, module.reset_lora = set_and_tell, reset_and_tell
+    module._lora_plugins_ranks = ranks  # noqa: SLF001 - ours
+    return ranks

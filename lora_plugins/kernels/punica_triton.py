@@ -1,0 +1,155 @@
+"""Our Triton kernels behind vLLM's punica interface.
+
+Source of the interface: `PunicaWrapperGPU` in vllm/lora/punica_wrapper/punica_gpu.py, 0.30 to 0.33. Mixtures of experts
+and whole classification heads stay vLLM's; all else is overridden, and then vLLM's own grouping of rows, with the
+transfer from the device that it waits for in every step, is left out. The vLLM symbols stand in the ledger in
+`lora_plugins.engine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.config import get_current_vllm_config_or_none
+from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
+
+from lora_plugins.kernels import layers
+from lora_plugins.kernels.triton_ops import operators
+from lora_plugins.kernels.triton_ops.operators import Batch, Operators
+from lora_plugins.kernels.tuning import load_table
+from lora_plugins.logs import logger
+from lora_plugins.settings import Settings
+
+
+class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
+    """Rows cut into chunks once per batch, on the device; work follows each slot's own rank.
+
+    `x` is `[rows, in]` and `y` `[rows, out]`, both perhaps with leading dimensions; stacks are as in
+    `lora_plugins.kernels.reference`. float16, bfloat16 and float32.
+    """
+
+    def __init__(self, max_num_batched_tokens: int, max_batches: int, device: Any, **kwargs: Any) -> None:
+        super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
+        self._rows = Batch(max_num_batched_tokens, self.max_loras, device)
+        self._sampled = Batch(max_num_batched_tokens, self.max_loras, device)
+        self._adopted = False
+        self._vllms_own = False
+        self._operators = _operators_of_this_process(torch.device(device))
+
+    def adopt(self, module: Any) -> None:
+        """Learn of a layer that will call this wrapper; told by `set_mapping`, after its weights were created."""
+        self._adopted = True
+        ranks, parts = layers.watch(module), layers.stacks(module)
+        if ranks is None or parts is None or hasattr(module, "full_weight_stacked"):
+            if not self._vllms_own:
+                logger.info("Triton kernels: %s is computed by vLLM's own path", type(module).__name__)
+            self._vllms_own = True
+        if ranks is not None and parts is not None:
+            self._operators.adopt(*parts, ranks)
+
+    def update_metadata(
+        self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any
+    ) -> None:
+        """Cut the next batch into chunks; called by vLLM when the rows' adapters change."""
+        if self._vllms_own or not self._adopted:
+            super().update_metadata(mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)
+        else:
+            self.is_prefill = mapping.is_prefill
+            self._update_base_metadata(mapping, lora_index_to_id, max_loras, vocab_size)
+        slot_of = {lora_id: slot for slot, lora_id in enumerate(lora_index_to_id) if lora_id is not None}
+        for batch, ids, slots in (
+            (self._rows, mapping.index_mapping, self.token_lora_indices),
+            (self._sampled, mapping.prompt_mapping, self.sampler_indices),
+        ):
+            distinct = set(ids)
+            in_use = {slot_of[lora_id] for lora_id in distinct if lora_id > 0 and lora_id in slot_of}
+            batch.cut(slots, in_use, base_rows=len(in_use) < len(distinct))
+
+    def add_shrink(self, y: Any, x: Any, lora_a_stacked: Sequence[Any], scale: float, **kwargs: Any) -> None:
+        """`y[i] = scale * A_i x` in place, for layers that gather between shrink and expand (fully sharded)."""
+        x = x.view(-1, x.shape[-1])
+        torch.ops.lora_plugins.lora_shrink(y, x, list(lora_a_stacked), *self._rows.tensors, scale)
+
+    def add_expand(
+        self,
+        y: Any,
+        x: Any,
+        lora_b_stacked: Sequence[Any],
+        output_slices: Sequence[int],
+        offset_start: int = 0,
+        add_inputs: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """`y[:, slice i] += B_i x[i]` in place, for layers that gather between shrink and expand (fully sharded)."""
+        y = y.view(-1, y.shape[-1])
+        torch.ops.lora_plugins.lora_expand(
+            y, x, list(lora_b_stacked), *self._rows.tensors, list(output_slices), offset_start, add_inputs
+        )
+
+    def add_lora_embedding(self, y: Any, x: Any, lora_b_stacked: Any, add_inputs: bool = True, **kwargs: Any) -> None:
+        """`y += B x` in place, where `x` `[rows, max_rank]` is what the layer looked up in A."""
+        self.add_expand(y, x.unsqueeze(0), (lora_b_stacked,), (y.shape[-1],), add_inputs=add_inputs)
+
+    def add_lora_linear(
+        self,
+        y: Any,
+        x: Any,
+        lora_a_stacked: Sequence[Any],
+        lora_b_stacked: Sequence[Any],
+        scale: float,
+        output_slices: Sequence[int],
+        *,
+        buffer: Any = None,
+        add_inputs: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """`y += scale * B A x` in place, each row with its own adapter."""
+        self._linear(self._rows, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, add_inputs=add_inputs)
+
+    def add_lora_logits(
+        self,
+        y: Any,
+        x: Any,
+        lora_a_stacked: Any,
+        lora_b_stacked: Any,
+        scale: float,
+        *,
+        buffer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """`y += scale * B A x` in place, with the adapter of each sampled row."""
+        width = min(lora_b_stacked.shape[-2], y.shape[-1])
+        self._linear(self._sampled, y, x, (lora_a_stacked,), (lora_b_stacked,), scale, (width,), add_inputs=True)
+
+    def _linear(
+        self, batch: Batch, y: Any, x: Any, a: Any, b: Any, scale: float, output_slices: Any, *, add_inputs: bool
+    ) -> None:
+        y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
+        torch.ops.lora_plugins.lora_linear(
+            y, x, list(a), list(b), *batch.tensors, list(output_slices), scale, 0, add_inputs
+        )
+
+
+def _operators_of_this_process(device: Any) -> Operators:
+    settings = Settings.from_env()
+    table = load_table(_architecture(device), settings.tuning_dir)
+    config = get_current_vllm_config_or_none()
+    captured = getattr(getattr(config, "compilation_config", None), "max_cudagraph_capture_size", None) or 0
+    made = Operators(table, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT), captured_rows=captured)
+    operators.use(made)
+    logger.info(
+        "Triton kernels cut their work by %s%s",
+        table.origin,
+        ", always alike (VLLM_BATCH_INVARIANT)" if made.batch_invariant else "",
+    )
+    return made
+
+
+def _architecture(device: Any) -> str:
+    if device.type != "cuda":
+        return str(device.type)
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"

@@ -1,0 +1,83 @@
+"""The true ranks of what lies in a module's slots, learned when a slot is written; pure.
+
+vLLM pads every slot to `max_lora_rank`. What was written is told here, by whoever writes: the engine loop, or a thread
+that fills an idle slot beside it. A slot is never read while it is written, for no running request uses it then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+class SlotRanks:
+    """For every slot of one module the rank of each slice; a slot that nobody spoke of has the largest ones.
+
+    Attributes:
+        version: grows with every write of any slot.
+    """
+
+    def __init__(self, slots: int, largest: Sequence[int]) -> None:
+        self.largest = tuple(largest)
+        self.version = 0
+        self._ranks = [self.largest] * slots
+        self._stamps = [0] * slots
+        self._write = threading.Lock()
+        self._listeners: list[Callable[[int], None]] = []
+
+    def listen(self, listener: Callable[[int], None]) -> None:
+        """Have `listener(slot)` called after every `written`, in the thread that wrote."""
+        self._listeners.append(listener)
+
+    def writing(self, slot: int) -> None:
+        """Say that the slot is about to be written: what was known of it holds no longer."""
+        self._set(slot, self.largest)
+
+    def written(self, slot: int, ranks: Sequence[int]) -> None:
+        """Say what the slot holds now.
+
+        Raises:
+            ValueError: not one rank per slice, or one that is larger than the slot.
+        """
+        if len(ranks) != len(self.largest) or not all(
+            0 <= rank <= most for rank, most in zip(ranks, self.largest, strict=True)
+        ):
+            raise ValueError(f"ranks {tuple(ranks)} of slot {slot}, which holds at most {self.largest}")
+        self._set(slot, tuple(ranks))
+        for listener in self._listeners:
+            listener(slot)
+
+    def __getitem__(self, slot: int) -> tuple[int, ...]:
+        return self._ranks[slot]
+
+    def stamp(self, slot: int) -> int:
+        """A number that no earlier content of this slot had."""
+        return self._stamps[slot]
+
+    def _set(self, slot: int, ranks: tuple[int, ...]) -> None:
+        with self._write:
+            self._ranks[slot] = ranks
+            self._stamps[slot] += 1
+            self.version += 1
+
+
+def true_ranks(
+    lora_a: Any, lora_b: Any, largest: Sequence[int], expand: Callable[[Any, Any], tuple[Any, Any]] | None = None
+) -> tuple[int, ...]:
+    """The rank of each slice of what vLLM's `set_lora(index, lora_a, lora_b)` is given.
+
+    Args:
+        lora_a: `[rank, in]`, shared by all slices, or a list with one of these or None for each slice.
+        lora_b: as `lora_a`, `[out, rank]`; read only by `expand`.
+        largest: the slot's rank for each slice.
+        expand: where a list has fewer members than slices, vLLM's `expand_packed_lora(lora_a, lora_b)`, which makes
+            one of each for every slice (vllm/lora/layers/column_parallel_linear.py, 0.32).
+    """
+    if not isinstance(lora_a, list | tuple):
+        return tuple(min(int(lora_a.shape[0]), most) for most in largest)
+    if len(lora_a) != len(largest):
+        if expand is None:
+            return tuple(largest)
+        lora_a, _ = expand(lora_a, lora_b)
+    return tuple(0 if a is None else min(int(a.shape[0]), most) for a, most in zip(lora_a, largest, strict=True))

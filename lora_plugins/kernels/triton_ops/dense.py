@@ -1,0 +1,46 @@
+"""The dense path: a batch of one adapter, as plain matrix products of the slot's true rank.
+
+For long prefills, where the library's products win. What it does is decided on the host, so it is never captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def dense(
+    y: Any,
+    x: Any,
+    a: Sequence[Any],
+    b: Sequence[Any],
+    ranks: Sequence[int],
+    output_slices: Sequence[int],
+    *,
+    scale: float = 1.0,
+    offset: int = 0,
+    add_inputs: bool = True,
+) -> None:
+    """Add `scale * B A x` to the slices' columns of `y`, or put it there.
+
+    Args:
+        y: `[rows, columns]`.
+        x: `[rows, in]`, of the dtype of the weights.
+        a: one slot's `[max_rank, in]` for each slice.
+        b: one slot's `[out_i, max_rank]` for each slice.
+        ranks: the slot's rank for each slice.
+        output_slices: `out_i`.
+        scale: what the shrink is multiplied with.
+        offset: the first slice's first column in `y`.
+        add_inputs: whether what is in `y` counts.
+    """
+    for a_i, b_i, rank, width in zip(a, b, ranks, output_slices, strict=True):
+        into = y[:, offset : offset + width]
+        offset += width
+        if rank:
+            t = torch.mm(x, a_i[:rank].t())
+            torch.addmm(into, t, b_i[:width, :rank].t(), beta=int(add_inputs), alpha=scale, out=into)
+        elif not add_inputs:
+            into.zero_()

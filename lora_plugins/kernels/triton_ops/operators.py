@@ -1,0 +1,280 @@
+"""The kernels as torch operators, so that torch.compile and CUDA graphs take each call as one opaque step.
+
+An operator chooses dense path, fused kernel or shrink and expand by the rows of its input and the tuning table. What it
+needs to know of the batch comes in tensors: `order` and `table` of `Chunks` on the device, and `host`, three numbers on
+the CPU (see `Batch`). A Python number would be frozen into a compiled graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lora_plugins.kernels.ranks import SlotRanks
+from lora_plugins.kernels.triton_ops.chunks import Chunks
+from lora_plugins.kernels.triton_ops.dense import dense
+from lora_plugins.kernels.triton_ops.expand import expand
+from lora_plugins.kernels.triton_ops.fused import fused
+from lora_plugins.kernels.triton_ops.packed import PackedModule
+from lora_plugins.kernels.triton_ops.ranks import DeviceRanks
+from lora_plugins.kernels.triton_ops.shrink import partials, shrink
+from lora_plugins.kernels.tuning import Plan, ShrinkTile, Table
+
+NAMESPACE = "lora_plugins"
+_FULLY_SHARDED = ShrinkTile()  # its result is gathered, so it has to be whole
+
+
+class Batch:
+    """What operators are told of a batch: the chunks of its rows, and what the host knows without asking the device.
+
+    Attributes:
+        host: int64 `[3]` on the CPU: rows, whether any has an adapter, the one slot of all rows or -1.
+    """
+
+    def __init__(self, max_rows: int, slots: int, device: Any) -> None:
+        self.chunks = Chunks(max_rows, slots, device)
+        self.host = torch.tensor([0, 0, -1])
+
+    def cut(self, slot_of_row: Any, slots_in_use: set[int], *, base_rows: bool) -> None:
+        """Take a new batch.
+
+        Args:
+            slot_of_row: int64 `[rows]` on the device, negative for the base model.
+            slots_in_use: what the host knows to be in it.
+            base_rows: whether the host knows of rows without an adapter.
+        """
+        single = next(iter(slots_in_use)) if len(slots_in_use) == 1 and not base_rows else -1
+        self.host[0], self.host[1], self.host[2] = slot_of_row.shape[0], int(bool(slots_in_use)), single
+        self.chunks.cut(slot_of_row)
+
+    @property
+    def tensors(self) -> tuple[Any, Any, Any]:
+        """What every operator takes, in its order."""
+        return self.chunks.order, self.chunks.table, self.host
+
+
+@dataclass
+class _Known:
+    """A module's ranks, on the device and, where somebody tells of them, on the host."""
+
+    device: Any
+    host: SlotRanks | None
+    packed: dict[Any, PackedModule] = field(default_factory=dict)
+
+
+@dataclass
+class Operators:
+    """What the operators of this process go by.
+
+    Attributes:
+        table: how work is cut. batch_invariant: one plan for all batches. captured_rows: sizes up to this one are
+        captured in CUDA graphs, and so never take the dense path, whose choice the host makes.
+    """
+
+    table: Table
+    batch_invariant: bool = False
+    captured_rows: int = 0
+    _known: dict[int, _Known] = field(default_factory=dict)
+    _ranks: dict[Any, DeviceRanks] = field(default_factory=dict)
+
+    def adopt(self, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks) -> None:
+        """Learn the ranks of a module, of which an embedding's A `[slots, vocabulary, max_rank]` is not ours to read.
+
+        A module whose A and B differ in rank (sharded by rank) is computed at its slots' largest rank.
+        """
+        embedding = a[0].ndim == 3
+        if not embedding and any(a_i.shape[2] != b_i.shape[3] for a_i, b_i in zip(a, b, strict=True)):
+            return
+        known = _Known(self._device_ranks(b[0].device).follow(ranks, b[0].shape[0]), ranks)
+        self._known[b[0].data_ptr()] = known
+        if not embedding:
+            self._known[a[0].data_ptr()] = known
+
+    def forget(self) -> None:
+        """Let go of all modules, and so of their weights; for where a process outlives them."""
+        self._known.clear()
+        self._ranks.clear()
+
+    def plan(self, rows: int, n_in: int, n_out: int) -> Plan:
+        """How a batch of these sizes is cut."""
+        return self.table.invariant() if self.batch_invariant else self.table.plan(rows, n_in, n_out)
+
+    def module(
+        self, a: Sequence[Any], b: Sequence[Any], output_slices: Sequence[int], offset: int
+    ) -> tuple[PackedModule, _Known]:
+        """What is known of the module with these stacks; one that nobody told of has the largest ranks.
+
+        Raises:
+            RuntimeError: one that is new while a CUDA graph is captured.
+        """
+        first = (a or b)[0]
+        known = self._known.get(first.data_ptr())
+        if known is None:
+            _refuse_while_capturing()
+            largest = [part.shape[-2] for part in a] or [part.shape[-1] for part in b]
+            known = _Known(self._device_ranks(first.device).constant(largest, first.shape[0]), None)
+            self._known[first.data_ptr()] = known
+        key = (len(a), b[0].data_ptr() if b else 0, *output_slices, offset)
+        packed = known.packed.get(key)
+        if packed is None:
+            _refuse_while_capturing()
+            packed = known.packed[key] = PackedModule(a, b, output_slices, offset)
+        return packed, known
+
+    def takes_dense_path(self, y: Any, x: Any, batch: Any) -> bool:
+        """Whether the host may and should compute this batch by plain products."""
+        least = self.table.dense_min_rows
+        rows, _, single = batch
+        return (
+            least is not None
+            and rows >= max(least, self.captured_rows + 1)
+            and single >= 0
+            and not self.batch_invariant
+            and x.dtype == y.dtype
+            and not _capturing()
+        )
+
+    def _device_ranks(self, device: Any) -> DeviceRanks:
+        if device not in self._ranks:
+            self._ranks[device] = DeviceRanks(device)
+        return self._ranks[device]
+
+
+_operators: Operators | None = None
+
+
+def use(operators: Operators) -> None:
+    """Have the operators of this process go by `operators`."""
+    global _operators
+    _operators = operators
+
+
+def in_use() -> Operators:
+    """What the operators of this process go by."""
+    if _operators is None:
+        raise RuntimeError("the Triton kernels were called before they were set up")
+    return _operators
+
+
+def lora_linear(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    a: list[torch.Tensor],
+    b: list[torch.Tensor],
+    order: torch.Tensor,
+    table: torch.Tensor,
+    host: torch.Tensor,
+    output_slices: list[int],
+    scale: float,
+    offset: int,
+    add_inputs: bool,
+) -> None:
+    """`y[:, slice i] += scale * B_i A_i x`: `y` `[rows, out]`, `x` `[rows, in]`, stacks as in `PackedModule`."""
+    batch = host.tolist()
+    if not batch[1] or not x.shape[0]:
+        return
+    operators = in_use()
+    module, known = operators.module(a, b, output_slices, offset)
+    x = _rows(x, module)
+    if operators.takes_dense_path(y, x, batch):
+        rows, _, slot = batch
+        ranks = known.host[slot] if known.host else (module.max_rank,) * module.slices
+        dense(
+            y[:rows],
+            x[:rows],
+            [_matrix(part, slot) for part in a],
+            [_matrix(part, slot) for part in b],
+            ranks,
+            output_slices,
+            scale=scale,
+            offset=offset,
+            add_inputs=add_inputs,
+        )
+        return
+    chunks = Chunks.over(order, table, module.slots)
+    plan = operators.plan(x.shape[0], x.shape[1], module.widest)
+    if plan.fused is not None:
+        fused(y, x, module, known.device, chunks, plan.chunk, plan.fused, scale, add_inputs=add_inputs)
+        return
+    t = partials(plan.shrink, module, x.shape[0], x.device)
+    shrink(t, x, module, known.device, chunks, plan.chunk, plan.shrink, scale)
+    expand(y, t, module, known.device, chunks, plan.chunk, plan.expand, add_inputs=add_inputs)
+
+
+def lora_shrink(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    a: list[torch.Tensor],
+    order: torch.Tensor,
+    table: torch.Tensor,
+    host: torch.Tensor,
+    scale: float,
+) -> None:
+    """`y[i] = scale * A_i x`, 0 beyond the rank and in base rows: float32 `y` `[slices, rows, max_rank]`."""
+    y.zero_()
+    if not host.tolist()[1] or not x.shape[0]:
+        return
+    operators = in_use()
+    module, known = operators.module(a, [], [], 0)
+    x = _rows(x, module)
+    chunks = Chunks.over(order, table, module.slots)
+    size = operators.plan(x.shape[0], x.shape[1], 0).chunk
+    shrink(y.unsqueeze(0), x, module, known.device, chunks, size, _FULLY_SHARDED, scale)
+
+
+def lora_expand(
+    y: torch.Tensor,
+    t: torch.Tensor,
+    b: list[torch.Tensor],
+    order: torch.Tensor,
+    table: torch.Tensor,
+    host: torch.Tensor,
+    output_slices: list[int],
+    offset: int,
+    add_inputs: bool,
+) -> None:
+    """`y[:, slice i] += B_i t[i]`: `y` `[rows, out]`, `t` `[slices, rows, max_rank]`."""
+    if not host.tolist()[1] or not y.shape[0]:
+        return
+    operators = in_use()
+    module, known = operators.module([], b, output_slices, offset)
+    chunks = Chunks.over(order, table, module.slots)
+    plan = operators.plan(y.shape[0], module.max_rank, module.widest)
+    t = t if t.stride(-1) == 1 else t.contiguous()
+    expand(y, t.unsqueeze(0), module, known.device, chunks, plan.chunk, plan.expand, add_inputs=add_inputs)
+
+
+def _matrix(stack: Any, slot: int) -> Any:
+    return stack[slot, 0] if stack.ndim == 4 else stack[slot]
+
+
+def _rows(x: Any, module: PackedModule) -> Any:
+    if x.dtype != module.dtype:
+        raise TypeError(f"input of {x.dtype}, LoRA weights of {module.dtype}")
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _capturing() -> bool:
+    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def _refuse_while_capturing() -> None:
+    if _capturing():
+        raise RuntimeError("a LoRA layer was first called while a CUDA graph was captured; it must have run before")
+
+
+def _register() -> None:
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    for function in (lora_linear, lora_shrink, lora_expand):
+        name = function.__name__
+        library.define(name + torch.library.infer_schema(function, mutates_args=("y",)))
+        library.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *_args: None, lib=library)
+    _libraries.append(library)  # an operator lives as long as its library
+
+
+_libraries: list[Any] = []
+_register()

@@ -1,0 +1,103 @@
+"""Where the stacked weights of a packed module lie, as a small table on the device, so that one launch serves all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+ELEMENTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)  # as Triton read it when it made these kernels
+
+
+def precision(dtype: Any) -> str:
+    """How tiles are to be multiplied: float32 as float32, not rounded to TF32.
+
+    Triton's interpreter (3.6) multiplies the bits of bfloat16 as integers, so there they are widened first.
+    """
+    if INTERPRETED and dtype == torch.bfloat16:
+        return "widened"
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def columns(of_two_bytes: int, dtype: Any) -> int:
+    """A tile's columns for `dtype`; tables are made for 2 bytes, and as many of 4 would not fit into registers."""
+    return max(16, of_two_bytes * 2 // int(dtype.itemsize))
+
+
+class PackedModule:
+    """The stacked A and B of a module's slices, in vLLM's layout (vllm/lora/layers/base_linear.py, 0.33).
+
+    Attributes:
+        table: int64 `[5, slices]` on the device: addresses of A and of B, widths, first columns in y, rows of B.
+        aligned: every address is a multiple of 16 bytes, every width and first column of 8; so wide loads are right.
+        a_strides: elements from slot to slot and from rank to rank. b_row_stride: elements from column to column of y.
+    """
+
+    def __init__(self, a: Sequence[Any], b: Sequence[Any], output_slices: Sequence[int], offset_start: int = 0) -> None:
+        """Describe `a[i]`: `[slots, 1, max_rank, in]`, `b[i]`: `[slots, 1, out_i, max_rank]` (the 1 may be missing).
+
+        Either may be empty where only the other product is wanted.
+
+        Raises:
+            ValueError: shapes or strides that one launch cannot serve.
+            TypeError: a dtype that the kernels do not have.
+        """
+        a, b = [_three_axes(part) for part in a], [_three_axes(part) for part in b]
+        stacks = [*a, *b]
+        first = stacks[0]
+        if first.dtype not in ELEMENTS or any(part.dtype != first.dtype for part in stacks):
+            raise TypeError(
+                f"LoRA weights of {sorted({str(part.dtype) for part in stacks})}; all must be one of "
+                f"{sorted(map(str, ELEMENTS))}"
+            )
+        if any(part.shape != a[0].shape or part.stride() != a[0].stride() for part in a):
+            raise ValueError(f"stacked A of one module differ: {[tuple(part.shape) for part in a]}")
+        if any(part.shape[2] != b[0].shape[2] or part.stride(1) != b[0].stride(1) for part in b):
+            raise ValueError(f"stacked B of one module differ in rank: {[tuple(part.shape) for part in b]}")
+        if any(part.stride(2) != 1 or part.stride(0) != part.shape[1] * part.stride(1) for part in b) or any(
+            part.stride(2) != 1 for part in a
+        ):
+            raise ValueError("stacked LoRA weights must be contiguous")
+        if b and any(width > part.shape[1] for width, part in zip(output_slices, b, strict=True)):
+            raise ValueError(f"slices of {tuple(output_slices)} columns, B of {[part.shape[1] for part in b]}")
+        self.slices = len(a or b)
+        self.dtype = first.dtype
+        self.device = first.device
+        self.slots = first.shape[0]
+        self.max_rank = a[0].shape[1] if a else b[0].shape[2]
+        self.a_strides = (a[0].stride(0), a[0].stride(1)) if a else (0, 0)
+        self.b_row_stride = b[0].stride(1) if b else 0
+        self.widest = max(output_slices, default=0)
+        self.kept = (tuple(a), tuple(b))  # the table has only their addresses
+        zeros = [0] * self.slices
+        columns = _running(output_slices, offset_start) if b else zeros
+        addresses = [*(part.data_ptr() for part in a), *(part.data_ptr() for part in b)]
+        self.aligned = all(address % 16 == 0 for address in addresses) and all(
+            value % 8 == 0 for value in [*output_slices, *columns]
+        )
+        rows = [
+            [part.data_ptr() for part in a] or zeros,
+            [part.data_ptr() for part in b] or zeros,
+            list(output_slices) if b else zeros,
+            columns,
+            [part.shape[1] for part in b] or zeros,
+        ]
+        self.table = torch.tensor(rows, dtype=torch.int64).to(first.device)
+
+
+def _three_axes(part: Any) -> Any:
+    return part.squeeze(1) if part.ndim == 4 else part
+
+
+def _running(widths: Sequence[int], start: int) -> list[int]:
+    columns = []
+    for width in widths:
+        columns.append(start)
+        start += width
+    return columns

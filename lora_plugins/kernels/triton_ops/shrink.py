@@ -1,0 +1,143 @@
+"""Shrink: `A x` for every row with its slot's adapter, over no more than the slot's rank.
+
+All slices of a packed module go in one launch. The input axis may be split over programs; each stores its own partial
+sum, and whoever reads them adds them in one order. There are no atomics, so a result never depends on timing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from lora_plugins.kernels.triton_ops.chunks import Chunks, chunks_at_most
+from lora_plugins.kernels.triton_ops.packed import ELEMENTS, PackedModule, columns, precision
+from lora_plugins.kernels.triton_ops.tiles import pointer, product
+from lora_plugins.kernels.tuning import ShrinkTile
+
+
+def shrink(
+    out: Any, x: Any, module: PackedModule, ranks: Any, chunks: Chunks, size: int, tile: ShrinkTile, scale: float
+) -> None:
+    """Store `scale * A x` of each split into `out`; base rows and columns beyond the rank are not written.
+
+    Args:
+        out: float32 `[tile.splits, slices, rows, max_rank]`, contiguous in its last axis.
+        x: `[rows, in]`, contiguous in its last axis; `in` may be odd.
+        module: the stacked A of all slices.
+        ranks: int32 `[slices, slots]` on the device.
+        chunks: the batch, cut.
+        size: the chunk size to use, one of `SIZES`.
+        tile: how the work is cut.
+        scale: what every sum is multiplied with.
+    """
+    rows, n_in = x.shape
+    max_rank = module.max_rank
+    rank_programs = min(tile.rank_programs, triton.cdiv(max_rank, tile.rank))
+    per_chunk = tile.splits * rank_programs * module.slices
+    grid = (chunks_at_most(rows, size, chunks.slots) * per_chunk,)
+    if not grid[0]:
+        return
+    _shrink_kernel[grid](
+        x,
+        module.table,
+        ranks,
+        out,
+        chunks.order,
+        chunks.of_size(size),
+        chunks.capacity,
+        rows,
+        n_in,
+        ranks.stride(0),
+        x.stride(0),
+        module.a_strides[0],
+        module.a_strides[1],
+        out.stride(0),
+        out.stride(1),
+        out.stride(2),
+        scale,
+        ELEMENT=ELEMENTS[module.dtype],
+        ALIGNED=module.aligned,
+        PRECISION=precision(module.dtype),
+        SLICES=module.slices,
+        ROWS=size,
+        RANK=tile.rank,
+        IN=columns(tile.columns, module.dtype),
+        SPLITS=tile.splits,
+        RANK_PROGRAMS=rank_programs,
+        num_warps=tile.warps,
+        num_stages=tile.stages if x.dtype == module.dtype else 1,  # see expand
+    )
+
+
+def partials(tile: ShrinkTile, module: PackedModule, rows: int, device: Any) -> Any:
+    """An uninitialised buffer for `shrink`."""
+    return torch.empty(tile.splits, module.slices, rows, module.max_rank, dtype=torch.float32, device=device)
+
+
+@triton.jit(do_not_specialize=["capacity", "rows", "ranks_stride"])
+def _shrink_kernel(
+    x: tl.tensor,
+    module: tl.tensor,
+    ranks: tl.tensor,
+    out: tl.tensor,
+    order: tl.tensor,
+    chunks: tl.tensor,
+    capacity: tl.tensor,
+    rows: tl.tensor,
+    n_in: tl.tensor,
+    ranks_stride: tl.tensor,
+    x_stride: tl.tensor,
+    a_slot_stride: tl.tensor,
+    a_rank_stride: tl.tensor,
+    out_split_stride: tl.tensor,
+    out_slice_stride: tl.tensor,
+    out_row_stride: tl.tensor,
+    scale: tl.tensor,
+    ELEMENT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SLICES: tl.constexpr,
+    ROWS: tl.constexpr,
+    RANK: tl.constexpr,
+    IN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    RANK_PROGRAMS: tl.constexpr,
+) -> None:
+    """One chunk, slice, part of the rank and part of the input axis; programs of one chunk are neighbours."""
+    program = tl.program_id(0)
+    split = program % SPLITS
+    rank_program = program // SPLITS % RANK_PROGRAMS
+    slice_ = program // (SPLITS * RANK_PROGRAMS) % SLICES
+    chunk = program // (SPLITS * RANK_PROGRAMS * SLICES)
+    rows_here = tl.load(chunks + 2 * capacity + chunk)
+    if rows_here == 0:
+        return
+    slot = tl.load(chunks + chunk).to(tl.int64)
+    rank = tl.load(ranks + slice_ * ranks_stride + slot)
+    if rank_program * RANK >= rank:
+        return
+    place = tl.arange(0, ROWS)
+    row = tl.load(order + tl.load(chunks + capacity + chunk) + place, mask=place < rows_here, other=0)
+    mine = (place < rows_here) & (row < rows)
+    a = pointer(module, slice_, ELEMENT, ALIGNED) + slot * a_slot_stride
+    out += split.to(tl.int64) * out_split_stride + slice_.to(tl.int64) * out_slice_stride
+    for rank_begin in range(rank_program * RANK, rank, RANK * RANK_PROGRAMS):
+        r = rank_begin + tl.arange(0, RANK)
+        total = tl.zeros((ROWS, RANK), dtype=tl.float32)
+        for begin in range(split * IN, n_in, IN * SPLITS):
+            k = begin + tl.arange(0, IN)
+            x_tile = tl.load(
+                x + row[:, None] * x_stride + k[None, :], mask=mine[:, None] & (k[None, :] < n_in), other=0.0
+            )
+            a_tile = tl.load(
+                a + r[None, :].to(tl.int64) * a_rank_stride + k[:, None],
+                mask=(r[None, :] < rank) & (k[:, None] < n_in),
+                other=0.0,
+            )
+            total = product(x_tile.to(ELEMENT), a_tile, total, PRECISION)
+        tl.store(
+            out + row[:, None] * out_row_stride + r[None, :], total * scale, mask=mine[:, None] & (r[None, :] < rank)
+        )

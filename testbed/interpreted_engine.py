@@ -1,0 +1,64 @@
+"""The real engine with our Triton wrapper on a machine without a GPU: vLLM on the CPU, Triton in its interpreter.
+
+    TRITON_INTERPRET=1 python -m testbed.interpreted_engine < question.json > answer.json
+
+The question: `base` (a directory), `adapters` (their root), `settings` for `vllm.LLM`, and `batches`: lists of adapter
+names, null for the base model, each batch one call. The answer: for each batch the token ids of each row.
+
+vLLM's GPU wrapper imports its own Triton parts only where it finds a GPU. It is handed one, a plain torch class,
+so that it can be made; no code of ours or vLLM's is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from testbed.models import PROMPT
+
+
+def main() -> None:
+    question = json.load(sys.stdin)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # the engine prints to standard output
+    take_triton()
+    json.dump(ask(question), answers)
+    answers.close()
+
+
+def take_triton() -> None:
+    """What `engine.install_kernels` does on a GPU."""
+    from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
+    from vllm.lora.punica_wrapper import punica_gpu
+    from vllm.platforms import current_platform
+
+    from lora_plugins import engine
+    from lora_plugins.kernels.dispatch import TRITON_WRAPPER
+
+    punica_gpu.LoRAKernelMeta = LoRAKernelMeta
+    type(current_platform).get_punica_wrapper = classmethod(lambda cls: TRITON_WRAPPER)
+    engine._tell_wrappers_of_layers()
+
+
+def ask(question: dict[str, Any]) -> list[list[list[int]]]:
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    llm = LLM(question["base"], enable_lora=True, enforce_eager=True, **question["settings"])
+    sampling = SamplingParams(temperature=0, max_tokens=question["max_tokens"], ignore_eos=True)
+    ids: dict[str, int] = {}
+    answers = []
+    for batch in question["batches"]:
+        requests = [
+            name and LoRARequest(name, ids.setdefault(name, len(ids) + 1), os.path.join(question["adapters"], name))
+            for name in batch
+        ]
+        outputs = llm.generate([PROMPT] * len(batch), sampling, lora_request=requests, use_tqdm=False)
+        answers.append([list(output.outputs[0].token_ids) for output in outputs])
+    return answers
+
+
+if __name__ == "__main__":
+    main()

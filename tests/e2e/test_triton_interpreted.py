@@ -1,0 +1,76 @@
+"""Our Triton wrapper under the real engine, in Triton's interpreter: every row of mixed batches is PEFT's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lora_plugins.kernels import tuning
+from testbed.bed import Bed
+from testbed.models import DEMO_ADAPTERS
+
+pytest.importorskip("triton", reason="Triton's interpreter comes with Triton, which is for Linux only")
+
+NAMES = [spec.name for spec in DEMO_ADAPTERS]
+TOKENS = 4  # the interpreter takes its time
+BATCHES = [
+    [None, *NAMES[:3], None, NAMES[0]],  # mixed ranks and base rows
+    [None, None],
+    *[[name] for name in ("wide", "team/poet", "stable")],  # slots reused by other ranks, one of them in fewer modules
+    ["team/poet", None, "wide"],
+]
+PLANS = {
+    # As large as the model, so that few programs run.
+    "shrink and expand": tuning.Plan(
+        16, tuning.ShrinkTile(64, 512, 1, 1), tuning.ExpandTile(64, 512), max_rows=tuning.ANY
+    ),
+    "fused": tuning.Plan(
+        16, tuning.ShrinkTile(), tuning.ExpandTile(), tuning.FusedTile(64, 512, 512), max_rows=tuning.ANY
+    ),
+}
+
+
+@pytest.mark.parametrize("path", PLANS)
+def test_every_row_of_mixed_batches_is_pefts(path: str, bed: Bed, tmp_path: Path) -> None:
+    table = tuning.Table("", (PLANS[path],), dense_min_rows=7 if path == "fused" else None)
+    (tmp_path / "cpu.json").write_text(json.dumps(tuning.as_json(table)))
+    question = {
+        "base": str(bed.base),
+        "adapters": str(bed.adapters),
+        "settings": {
+            "dtype": "float32",
+            "max_lora_rank": 64,
+            "max_loras": 3,
+            "max_cpu_loras": 5,
+            "max_model_len": 64,
+            "max_num_seqs": 8,
+        },
+        "max_tokens": TOKENS,
+        "batches": BATCHES,
+    }
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("LORA_PLUGINS_", "VLLM_"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "testbed.interpreted_engine"],
+        input=json.dumps(question),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+        env={
+            **env,
+            "TRITON_INTERPRET": "1",
+            "LORA_PLUGINS_TUNING_DIR": str(tmp_path),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_PLUGINS": "",
+        },
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert f"Triton kernels cut their work by {tmp_path / 'cpu.json'}" in done.stderr
+    answers = json.loads(done.stdout)
+    assert answers == [[bed.answers[name][:TOKENS] for name in batch] for batch in BATCHES]

@@ -1,0 +1,89 @@
+"""Random slots with NaN where no kernel may read, and outputs with NaN where none may write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lora_plugins.kernels import reference
+from lora_plugins.kernels.cpu import Batch, Buffers, Plan
+from lora_plugins.kernels.packs import ModuleWeights
+from lora_plugins.kernels.ranks import SlotRanks
+from lora_plugins.kernels.segments import segment
+
+# Largest allowed difference from the float32 reference, relative to the largest value of the output: a few units in the
+# last place of the dtype, since shrunk rows and the sum are each rounded to it once.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+@dataclass
+class Case:
+    """One module: its slots, true ranks, and a batch's input."""
+
+    weights: ModuleWeights
+    ranks: list[tuple[int, ...]]
+    x: torch.Tensor
+    slot_of_row: list[int]
+    widths: tuple[int, ...]
+
+    def outputs(self, padding_rows: int = 0) -> torch.Tensor:
+        """Random `y`, NaN in the base model's rows and in padding: what is added there, or read from there, shows."""
+        y = torch.randn(len(self.slot_of_row) + padding_rows, sum(self.widths)).to(self.x.dtype)
+        for row in range(y.shape[0]):
+            if row >= len(self.slot_of_row) or self.slot_of_row[row] < 0:
+                y[row] = torch.nan
+        return y
+
+    def expected(self, y: torch.Tensor, **options: object) -> torch.Tensor:
+        result = y.clone()
+        weights = self.weights
+        reference.lora_linear(
+            result, self.x, weights.a, weights.b, self.slot_of_row, self.ranks, self.widths, **options
+        )
+        return result
+
+    def batch(self) -> Batch:
+        return Batch(segment(self.slot_of_row), Buffers())
+
+    def computed(self, y: torch.Tensor, batch: Batch | None = None, scale: float = 1.0) -> torch.Tensor:
+        result = y.clone()
+        Plan(self.weights, batch or self.batch(), scale).run(result, self.x)
+        return result
+
+
+def make_case(
+    slot_of_row: list[int],
+    ranks: list[tuple[int, ...]],
+    *,
+    inn: int = 33,
+    widths: tuple[int, ...] = (19,),
+    max_rank: int = 16,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+    slots = len(ranks)
+    a = [torch.full((slots, 1, max_rank, inn), torch.nan, dtype=dtype) for _ in widths]
+    b = [torch.full((slots, 1, width, max_rank), torch.nan, dtype=dtype) for width in widths]
+    learned = SlotRanks(slots, [max_rank] * len(widths))
+    for slot, of_slices in enumerate(ranks):
+        for i, rank in enumerate(of_slices):
+            a[i][slot, 0, :rank] = torch.randn(rank, inn, generator=generator) / inn**0.5
+            b[i][slot, 0, :, :rank] = torch.randn(widths[i], rank, generator=generator)
+        learned.written(slot, of_slices)
+    x = torch.randn(len(slot_of_row), inn, generator=generator).to(dtype)
+    return Case(ModuleWeights(a, b, learned), list(ranks), x, slot_of_row, widths)
+
+
+def assert_equal(found: torch.Tensor, expected: torch.Tensor, before: torch.Tensor, slot_of_row: list[int]) -> None:
+    """Adapted rows are the reference's, and finite; all others have the values that they had, NaN as NaN."""
+    adapted = [row for row, slot in enumerate(slot_of_row) if slot >= 0 and row < found.shape[0]]
+    others = [row for row in range(found.shape[0]) if row not in set(adapted)]
+    assert torch.equal(found[others].isnan(), before[others].isnan())
+    assert torch.equal(found[others].nan_to_num(), before[others].nan_to_num())
+    if adapted:
+        want = expected[adapted].float()
+        assert want.isfinite().all()
+        worst = (found[adapted].float() - want).abs().max() / want.abs().max().clamp(min=1)
+        assert worst <= TOLERANCE[found.dtype], float(worst)

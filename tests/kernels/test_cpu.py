@@ -1,0 +1,245 @@
+"""CPU kernels against the reference, with NaN beyond every true rank and in every row that is not theirs."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_plugins.kernels import packs
+from lora_plugins.kernels.cpu import Batch, Buffers, Plan
+from lora_plugins.kernels.segments import LONG_RUN, segment
+from tests.kernels.common import assert_equal, make_case
+
+RANKS = [(8,), (0,), (16,), (1,), (5,)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+BATCHES = {
+    "empty": [],
+    "one row": [2],
+    "one base row": [-1],
+    "only base rows": [-1] * 70,
+    "one adapter": [0] * 5,
+    "one adapter, many rows": [2] * 70,
+    "an adapter of rank 0": [1] * 3,
+    "interleaved": [0, 2, 3, 4, 0, 2, 3, 4],
+    "interleaved with base": [-1, 0, -1, 2, 1, -1, 0, 4, -1],
+    "base rows between one adapter's": [3, -1, 3],
+    "two long runs": [0] * LONG_RUN + [2] * LONG_RUN,
+    "prefill beside decode": [0, 2, -1, 4] + [2] * 40 + [-1] * 40 + [3, 0],
+    "long runs of one slot, twice": [0] * 40 + [2] * 40 + [0] * 40,
+    "many rows in turn": [row % 5 for row in range(200)],
+    "one has most rows": [0, 2, 0, 0, 4, *[3] * 20, 0, -1, 4],
+}
+batches = pytest.mark.parametrize("slot_of_row", BATCHES.values(), ids=BATCHES)
+
+
+@pytest.fixture(params=[packs.LARGEST_PACKED_RANK, 3], ids=["packed", "larger ones viewed"])
+def large_ones(request, monkeypatch):
+    """Ranks from which on an adapter is computed from views of its slot."""
+    monkeypatch.setattr(packs, "LARGEST_PACKED_RANK", request.param)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@batches
+@pytest.mark.usefixtures("large_ones")
+def test_one_slice(slot_of_row, dtype):
+    case = make_case(slot_of_row, RANKS, dtype=dtype)
+    y = case.outputs(padding_rows=3)
+    assert_equal(case.computed(y), case.expected(y), y, slot_of_row)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@batches
+@pytest.mark.usefixtures("large_ones")
+def test_slices_of_different_widths_and_ranks(slot_of_row, dtype):
+    ranks = [(8, 8, 8), (0, 0, 0), (16, 0, 3), (0, 1, 0), (5, 2, 16)]
+    case = make_case(slot_of_row, ranks, inn=65, widths=(31, 7, 9), dtype=dtype)
+    y = case.outputs(padding_rows=3)
+    assert_equal(case.computed(y), case.expected(y), y, slot_of_row)
+
+
+@given(
+    runs=st.lists(st.tuples(st.integers(-1, 4), st.integers(1, 50)), max_size=9),
+    ranks=st.lists(st.tuples(*[st.integers(0, 9)] * 2), min_size=5, max_size=5),
+    inn=st.integers(1, 70),
+    widths=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    dtype=st.sampled_from(DTYPES),
+    scale=st.sampled_from([1.0, 0.5]),
+    largest_packed=st.integers(0, 9),
+)
+def test_any_shape(runs, ranks, inn, widths, dtype, scale, largest_packed):
+    slot_of_row = [slot for slot, length in runs for _ in range(length)]
+    case = make_case(slot_of_row, ranks, inn=inn, widths=widths, max_rank=9, dtype=dtype)
+    y = case.outputs(padding_rows=1)
+    with mock.patch.object(packs, "LARGEST_PACKED_RANK", largest_packed):
+        computed = case.computed(y, scale=scale)
+    assert_equal(computed, case.expected(y, scale=scale), y, slot_of_row)
+
+
+@batches
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("side", ["a", "b"])
+@pytest.mark.usefixtures("large_ones")
+def test_an_adapter_that_is_not_finite_spoils_its_own_rows_only(slot_of_row, bad, side):
+    case = make_case(slot_of_row, RANKS)
+    getattr(case.weights, side)[0][4, 0, 0, 0] = bad
+    y = case.outputs()
+    found, expected = case.computed(y), case.expected(y)
+    others = [slot if slot != 4 else -1 for slot in slot_of_row]
+    rows = [row for row, slot in enumerate(slot_of_row) if slot != 4]
+    assert_equal(found[rows], expected[rows], y[rows], [others[row] for row in rows])
+    assert not any(found[row].isfinite().all() for row, slot in enumerate(slot_of_row) if slot == 4)
+
+
+def test_an_overflow_in_another_adapters_ranks_does_not_reach_a_row():
+    case = make_case([0, 2, -1], RANKS, dtype=torch.float16)
+    case.weights.a[0][2] = 60000
+    case.x[:] = 1
+    y = case.outputs()
+    found, expected = case.computed(y), case.expected(y)
+    assert_equal(found[[0, 2]], expected[[0, 2]], y[[0, 2]], [0, -1])
+    assert not found[1].isfinite().all()
+
+
+def test_a_slot_reused_by_a_smaller_rank_shows_nothing_of_what_it_held():
+    case = make_case([0, 2, 0, 2], RANKS)
+    y = case.outputs()
+    case.computed(y)  # packs slot 2 at rank 16
+    a, b, ranks = case.weights.a[0], case.weights.b[0], case.weights.ranks
+    ranks.writing(2)
+    a[2], b[2] = torch.nan, torch.nan  # whatever is left of the old adapter must not be read
+    a[2, 0, :3], b[2, 0, :, :3] = torch.randn(3, a.shape[-1]), torch.randn(b.shape[2], 3)
+    ranks.written(2, [3])
+    case.ranks[2] = (3,)
+    assert_equal(case.computed(y), case.expected(y), y, case.slot_of_row)
+    assert sorted(pack.a.shape[1] for ((pack, _),) in case.weights.places([0, 2]).values()) == [3, 8]
+
+
+def test_a_write_makes_plans_of_the_module_old():
+    case = make_case([0], RANKS)
+    plan = Plan(case.weights, case.batch(), 1.0)
+    assert plan.version == plan.ranks.version
+    case.weights.ranks.writing(4)
+    assert plan.version != plan.ranks.version
+
+
+def test_a_pack_is_kept_while_its_adapters_are_in_use_and_holds_no_more_than_twice_what_is_needed():
+    weights = make_case([], [(8,), (8,), (8,), (8,)]).weights
+
+    def packed(*slots):
+        (pack,) = {id(pack): pack for ((pack, _),) in weights.places(slots).values()}.values()
+        return pack
+
+    first = packed(0, 1)
+    assert first.slots == (0, 1)
+    assert packed(0) is first  # slot 1 may come back with the next request
+    assert packed(2).slots == (2,)  # with two others it would be more than is needed
+    grown = packed(3)
+    assert grown.slots == (2, 3)
+    assert weights.packed_bytes == grown.nbytes == 2 * 8 * (33 + 19) * 4
+    weights.ranks.written(3, [8])
+    assert packed(2) is grown  # slot 3 was written again, but nobody asks for it
+    assert packed(2, 3) is not grown
+    assert packed(2, 3).slots == (2, 3)
+
+
+def test_what_was_prepared_beside_the_loop_is_not_made_again():
+    weights = make_case([], [(8,), (8,)]).weights
+    weights.prepare(0)
+    ((pack, at),) = weights.places([0])[0]
+    made_of = pack.a.data_ptr()
+    assert (at, weights.packed_bytes) == (0, pack.nbytes)
+    assert weights.places([0])[0][0][0].a.data_ptr() == made_of
+    weights.prepare(1)
+    weights.ranks.written(1, [4])  # written again since
+    ((pack, _),) = weights.places([1])[1]
+    assert pack.a.shape[1:] == (4, 33)
+
+
+def test_a_slot_written_with_another_rank_has_no_place_where_it_was():
+    weights = make_case([], [(8,), (8,)]).weights
+    weights.places([0, 1])
+    weights.ranks.written(1, [4])
+    places = weights.places([0, 1])
+    assert places[0][0][0].a.shape[1:] == (8, 33)
+    assert places[1][0][0].a.shape[1:] == (4, 33)
+
+
+def test_packs_of_other_ranks_stay_while_they_are_no_larger_than_what_is_needed():
+    weights = make_case([], [(8,), (4,), (16,)]).weights
+    weights.places([1])
+    weights.places([0])
+    assert weights.packed_bytes == (8 + 4) * (33 + 19) * 4
+    weights.places([2])
+    assert weights.packed_bytes == (16 + 8 + 4) * (33 + 19) * 4
+    weights.places([1])
+    assert weights.packed_bytes == 4 * (33 + 19) * 4
+
+
+def test_an_adapter_of_a_large_rank_is_not_copied_in_the_loop():
+    rank = packs.LARGEST_PACKED_RANK + 1
+    weights = make_case([], [(rank, 0, 3)], widths=(5, 6, 7), max_rank=rank).weights
+    ((_, of_q), (_, of_v)) = [(pack.slices[0], pack) for pack, _ in weights.places([0])[0]]
+    assert of_q.a.data_ptr() == weights.a[0].data_ptr()
+    assert of_v.slices[0].b.data_ptr() == weights.b[2].data_ptr()
+    assert (of_v.slices[0].first, of_v.slices[0].last) == (11, 18)
+    assert weights.packed_bytes == 0
+
+
+def test_a_module_that_no_adapter_of_the_batch_touches_does_nothing():
+    case = make_case([1, 1], RANKS)
+    assert case.weights.places([1]) == {}
+    assert case.weights.packed_bytes == 0
+    assert Plan(case.weights, case.batch(), 1.0).steps == ()
+
+
+def test_adapters_narrower_than_the_output_are_computed_in_their_own_dtype():
+    case = make_case([0, -1, 2], RANKS, dtype=torch.bfloat16)
+    y = case.outputs().float()  # vLLM's head_dtype: wide logits over a narrow adapter
+    found, expected = case.computed(y), case.expected(y)
+    assert torch.allclose(found[[0, 2]], expected[[0, 2]], rtol=0.05, atol=0.1)
+    assert found[1].isnan().all()
+
+
+@pytest.mark.parametrize("width", [15, 25])
+@pytest.mark.parametrize("slot_of_row", [[0, 2, -1, 0], [2] * 4], ids=str)
+def test_a_padded_vocabulary_on_either_side(slot_of_row, width):
+    case = make_case(slot_of_row, RANKS, widths=(20,))
+    y = torch.randn(4, width)
+    wide = torch.zeros(4, 20)
+    wide[:, : min(width, 20)] = y[:, :20]
+    expected = y.clone()
+    expected[:, :20] = case.expected(wide)[:, :width]
+    assert torch.allclose(case.computed(y), expected, atol=1e-5)
+
+
+def test_buffers_are_shared_and_only_grow():
+    buffers = Buffers()
+    large = buffers.take((10, 10), torch.float32, "shrunk")
+    assert buffers.take((3, 4), torch.float32, "shrunk").data_ptr() == large.data_ptr()
+    assert buffers.nbytes == 400
+    assert buffers.take((3, 4), torch.float32, "shrunk").is_contiguous()
+
+
+def test_a_plan_made_in_inference_mode_runs_outside_it():
+    case = make_case([0, 2, 0], RANKS)
+    batch, y = case.batch(), case.outputs()
+    with torch.inference_mode():
+        plan = Plan(case.weights, batch, 1.0)
+    found = y.clone()
+    with torch.no_grad():
+        plan.run(found, case.x)
+    assert_equal(found, case.expected(y), y, case.slot_of_row)
+
+
+def test_two_modules_of_one_batch_share_what_depends_on_the_batch_only():
+    slot_of_row = [0, 2, -1, 0]
+    one, other = (make_case(slot_of_row, RANKS, inn=inn, seed=inn) for inn in (33, 65))
+    batch = Batch(segment(slot_of_row), Buffers())
+    for case in (one, other, one):
+        y = case.outputs()
+        assert_equal(case.computed(y, batch), case.expected(y), y, slot_of_row)
+    assert batch.index((0, 3)) is batch.index((0, 3))

@@ -1,0 +1,88 @@
+"""The entry point in a real vLLM process: what a server with it has, and that one without it has vLLM's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import json, os, sys
+from vllm.lora.layers.base import BaseLayerWithLoRA
+from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
+original = BaseLayerWithLoRA.set_mapping
+for line in sys.stdin:
+    sys.stdout.flush()
+    if not os.fork():
+        os.environ.update(json.loads(line))
+        error = ""
+        try:
+            load_general_plugins()
+            from lora_plugins import engine, plugin
+            plugin.register_kernels()  # again: the same process may load plugins twice
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        wrapped = BaseLayerWithLoRA.set_mapping
+        print(json.dumps({
+            "wrapper": current_platform.get_punica_wrapper(),
+            "untouched": wrapped is original,
+            "wrapped_once": getattr(wrapped, "__wrapped__", None) is original,
+            "error": error,
+        }), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+ENVIRONMENTS = {
+    "named": {"VLLM_PLUGINS": "lora_kernels"},
+    "others": {"VLLM_PLUGINS": "lora_filesystem_resolver"},
+    "all": {},
+    "named, reference": {"VLLM_PLUGINS": "lora_kernels", "LORA_PLUGINS_KERNELS": "reference"},
+    "named, vllm": {"VLLM_PLUGINS": "lora_kernels", "LORA_PLUGINS_KERNELS": "vllm"},
+    "named, triton": {"VLLM_PLUGINS": "lora_kernels", "LORA_PLUGINS_KERNELS": "triton"},
+    "named, misspelled": {"VLLM_PLUGINS": "lora_kernels", "LORA_PLUGINS_KERNELS": "fast"},
+}
+VLLMS_OWN = "vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU"
+OURS = "lora_plugins.kernels.punica_cpu."
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    ours = ("VLLM_PLUGINS", "VLLM_LORA_RESOLVER_", "LORA_PLUGINS_")
+    env = {key: text for key, text in os.environ.items() if not key.startswith(ours)}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        input="\n".join(json.dumps(case) for case in ENVIRONMENTS.values()),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+        env=env,
+    )
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(results) == len(ENVIRONMENTS), done.stderr[-4000:]
+    return dict(zip(ENVIRONMENTS, results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("env", "wrapper"),
+    [("named", OURS + "GroupedPunicaWrapperCPU"), ("named, reference", OURS + "ReferencePunicaWrapper")],
+)
+def test_where_it_is_named_our_wrapper_is_made_and_told_of_layers(outcomes, env, wrapper):
+    assert outcomes[env] == {"wrapper": wrapper, "untouched": False, "wrapped_once": True, "error": ""}
+
+
+@pytest.mark.parametrize("env", ["others", "all", "named, vllm"])
+def test_elsewhere_vllm_is_as_without_us(outcomes, env):
+    assert outcomes[env] == {"wrapper": VLLMS_OWN, "untouched": True, "wrapped_once": False, "error": ""}
+
+
+@pytest.mark.parametrize(("env", "says"), [("named, triton", "platform is cpu"), ("named, misspelled", "'fast'")])
+def test_what_cannot_be_had_ends_the_start(outcomes, env, says):
+    outcome = outcomes[env]
+    assert outcome["error"].startswith("InvalidSettings: [L007]")
+    assert says in outcome["error"]
+    assert outcome["untouched"]

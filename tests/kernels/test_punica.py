@@ -1,0 +1,246 @@
+"""Our wrapper as vLLM calls it: real mapping, real layers' set_lora, every path; base rows and padding untouched."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from vllm.lora.layers import LoRAMapping
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.layers.column_parallel_linear import MergedColumnParallelLinearWithLoRA
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+from lora_plugins.kernels.punica_cpu import GroupedPunicaWrapperCPU, ReferencePunicaWrapper
+from tests.kernels.common import assert_equal, make_case
+
+SLOTS, MAX_RANK, INN = 3, 8, 21
+IDS = [7, 5, 9]  # of the adapters in the slots
+BATCHES = {
+    "mixed": [0, -1, 2, 1, 0, -1],
+    "one adapter": [1] * 4,
+    "base only": [-1] * 3,
+    "long": [0] * 40 + [-1] * 3 + [2] * 40,
+    "empty": [],
+}
+batches = pytest.mark.parametrize("slot_of_row", BATCHES.values(), ids=BATCHES)
+
+
+def layer_of(kind: type, widths: tuple[int, ...]) -> torch.nn.Module:
+    """A real LoRA layer of one process, without the base layer that these tests do not run."""
+    layer = object.__new__(kind)
+    torch.nn.Module.__init__(layer)
+    layer.tp_size, layer.n_slices, layer.output_slices = 1, len(widths), widths
+    layer.output_sizes = list(widths)
+    layer.lora_a_stacked = tuple(torch.zeros(SLOTS, 1, MAX_RANK, INN) for _ in widths)
+    layer.lora_b_stacked = tuple(torch.zeros(SLOTS, 1, width, MAX_RANK) for width in widths)
+    return layer
+
+
+def wrapper_for(slot_of_row: list[int], kind: type = GroupedPunicaWrapperCPU, sampled: list[int] | None = None):
+    wrapper = kind(256, max_batches=16, device="cpu")
+    map_rows(wrapper, slot_of_row, sampled)
+    return wrapper
+
+
+def map_rows(wrapper, slot_of_row: list[int], sampled: list[int] | None = None) -> None:
+    def ids(slots: list[int]) -> tuple[int, ...]:
+        return tuple(0 if slot < 0 else IDS[slot] for slot in slots)
+
+    prompts = slot_of_row if sampled is None else sampled
+    # vLLM's own prefill metadata has no answer for no rows at all.
+    mapping = LoRAMapping(ids(slot_of_row), ids(prompts), is_prefill=bool(slot_of_row))
+    wrapper.update_metadata(mapping, IDS, SLOTS + 1, 100)
+
+
+def adapter(rank: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(rank, INN), torch.randn(width, rank)
+
+
+@pytest.mark.parametrize("kind", [GroupedPunicaWrapperCPU, ReferencePunicaWrapper])
+@batches
+def test_linear(slot_of_row, kind):
+    case = make_case(slot_of_row, [(8, 8), (3, 0), (0, 1)], inn=INN, widths=(11, 5), max_rank=MAX_RANK)
+    for part in (*case.weights.a, *case.weights.b):
+        part.nan_to_num_(0)  # vLLM pads with zeros
+    wrapper = wrapper_for(slot_of_row, kind)
+    y = case.outputs(padding_rows=2)
+    found = y.clone()
+    wrapper.add_lora_linear(found, case.x, case.weights.a, case.weights.b, 1.0, case.widths)
+    assert_equal(found, case.expected(y), y, slot_of_row)
+
+
+def test_vllms_own_gives_base_rows_an_adapter_or_masks_them():
+    # What the issue is about; where this fails, 0.32 is no longer supported and our warning can go.
+    slot_of_row = [0, -1]
+    case = make_case(slot_of_row, [(8,)] * SLOTS, inn=INN, max_rank=MAX_RANK)
+    y = torch.zeros(2, 19)
+    wrapper_for(slot_of_row, PunicaWrapperCPU).add_lora_linear(y, case.x, case.weights.a, case.weights.b, 1.0, (19,))
+    wrong = y[1].abs().max() > 0
+    import vllm
+
+    assert bool(wrong) is (tuple(map(int, vllm.__version__.split(".")[:2])) < (0, 33))
+
+
+@pytest.mark.parametrize("widths", [(11,), (11, 5)])
+def test_a_layers_set_lora_tells_the_true_rank_and_nothing_beyond_it_is_read(widths):
+    kind = BaseLinearLayerWithLoRA if len(widths) == 1 else MergedColumnParallelLinearWithLoRA
+    layer = layer_of(kind, widths)
+    slot_of_row = [0, 1, -1, 0]
+    wrapper = wrapper_for(slot_of_row)
+    wrapper.adopt(layer)
+    wrapper.adopt(layer)  # a second wrapper may be told too; the layer tells its ranks once
+    for slot, rank in ((0, 8), (1, 2), (0, 3)):
+        pairs = [adapter(rank, width) for width in widths]
+        a, b = pairs[0] if len(widths) == 1 else ([a for a, _ in pairs], [b for _, b in pairs])
+        layer.set_lora(slot, a, b)
+    for part in (*layer.lora_a_stacked, *layer.lora_b_stacked):  # zeros beyond the rank become a trap
+        part[part == 0] = torch.nan
+    x, y = torch.randn(4, INN), torch.randn(4, sum(widths))
+    found = y.clone()
+    wrapper.add_lora_linear(found, x, layer.lora_a_stacked, layer.lora_b_stacked, 1.0, widths)
+    for row, slot in enumerate(slot_of_row):
+        expected = y[row].clone()
+        offset = 0
+        for a, b in zip(layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
+            if slot >= 0:
+                rank = {0: 3, 1: 2}[slot]
+                expected[offset : offset + b.shape[2]] += b[slot, 0, :, :rank] @ a[slot, 0, :rank] @ x[row]
+            offset += b.shape[2]
+        assert torch.allclose(found[row], expected, atol=1e-5)
+
+
+def test_a_packed_layer_with_an_unadapted_slice_and_a_reset_slot():
+    widths = (11, 5, 5)
+    layer = layer_of(MergedColumnParallelLinearWithLoRA, widths)
+    wrapper = wrapper_for([0, 1])
+    wrapper.adopt(layer)
+    (a, b), (c, d) = adapter(4, 11), adapter(2, 5)
+    layer.set_lora(0, [a, None, c], [b, None, d])
+    layer.set_lora(1, [a, None, c], [b, None, d])
+    layer.reset_lora(1)
+    assert (layer._lora_plugins_ranks[0], layer._lora_plugins_ranks[1]) == ((4, 0, 2), (0, 0, 0))
+    x, y = torch.randn(2, INN), torch.zeros(2, 21)
+    wrapper.add_lora_linear(y, x, layer.lora_a_stacked, layer.lora_b_stacked, 1.0, widths)
+    assert torch.allclose(y[0], torch.cat([b @ a @ x[0], torch.zeros(5), d @ c @ x[0]]), atol=1e-5)
+    assert not y[1].any()
+
+
+def test_the_same_batch_goes_on_after_its_slot_was_written_anew():
+    # vLLM calls update_metadata only when the mapping changes; an adapter loaded in place changes none.
+    layer = layer_of(BaseLinearLayerWithLoRA, (11,))
+    wrapper = wrapper_for([0])
+    wrapper.adopt(layer)
+    x = torch.randn(1, INN)
+    for rank in (8, 2, 5):
+        a, b = adapter(rank, 11)
+        layer.set_lora(0, a, b)
+        y = torch.zeros(1, 11)
+        wrapper.add_lora_linear(y, x, layer.lora_a_stacked, layer.lora_b_stacked, 1.0, (11,))
+        assert torch.allclose(y[0], b @ a @ x[0], atol=1e-5)
+
+
+def test_a_slot_filled_beside_the_loop_changes_no_running_batch():
+    layer = layer_of(BaseLinearLayerWithLoRA, (11,))
+    wrapper = wrapper_for([0, -1])
+    wrapper.adopt(layer)
+    a, b = adapter(4, 11)
+    layer.set_lora(0, a, b)
+    x = torch.randn(2, INN)
+    for _ in range(2):
+        y = torch.zeros(2, 11)
+        wrapper.add_lora_linear(y, x, layer.lora_a_stacked, layer.lora_b_stacked, 1.0, (11,))
+        assert torch.allclose(y[0], b @ a @ x[0], atol=1e-5)
+        layer.set_lora(2, *adapter(8, 11))
+
+
+def test_a_layer_that_sees_the_first_rows_only_and_one_with_leading_dimensions():
+    case = make_case([0, -1, 2, 1], [(8,)] * SLOTS, inn=INN, max_rank=MAX_RANK)
+    wrapper = wrapper_for(case.slot_of_row)
+    y = case.outputs()
+    first = y[:3].clone()
+    wrapper.add_lora_linear(first, case.x[:3], case.weights.a, case.weights.b, 1.0, case.widths)
+    assert_equal(first, case.expected(y)[:3], y[:3], case.slot_of_row[:3])
+    whole = y.clone().view(1, 4, -1)
+    wrapper.add_lora_linear(whole, case.x.view(1, 4, -1), case.weights.a, case.weights.b, 1.0, case.widths)
+    assert_equal(whole[0], case.expected(y), y, case.slot_of_row)
+
+
+def test_without_adding_adapted_rows_are_overwritten_and_others_are_not():
+    case = make_case([0, -1, 2], [(8,), (8,), (0,)], inn=INN, max_rank=MAX_RANK)
+    y = case.outputs()
+    found = y.clone()
+    wrapper = wrapper_for(case.slot_of_row)
+    wrapper.adopt(adopted(case))
+    wrapper.add_lora_linear(found, case.x, case.weights.a, case.weights.b, 1.0, case.widths, add_inputs=False)
+    assert_equal(found, case.expected(y, add_inputs=False), y, case.slot_of_row)
+
+
+def adopted(case) -> torch.nn.Module:
+    layer = layer_of(BaseLinearLayerWithLoRA, case.widths)
+    layer.lora_a_stacked, layer.lora_b_stacked = case.weights.a, case.weights.b
+    layer._lora_plugins_ranks = case.weights.ranks
+    return layer
+
+
+def test_logits_follow_the_sampled_rows():
+    sampled = [2, -1, 0]
+    case = make_case(sampled, [(8,)] * SLOTS, inn=INN, widths=(30,), max_rank=MAX_RANK)
+    wrapper = wrapper_for([2] * 9 + [-1] * 4 + [0] * 2, sampled=sampled)
+    y = case.outputs()
+    found = y.clone()
+    wrapper.add_lora_logits(found, case.x, case.weights.a[0], case.weights.b[0], 1.0)
+    assert_equal(found, case.expected(y), y, sampled)
+
+
+@batches
+def test_embedding(slot_of_row):
+    case = make_case(slot_of_row, [(8,)] * SLOTS, inn=MAX_RANK, max_rank=MAX_RANK)
+    b = case.weights.b[0]
+    y = case.outputs(padding_rows=1)
+    x = torch.randn(len(slot_of_row), MAX_RANK)
+    found, expected = y.clone(), y.clone()
+    wrapper_for(slot_of_row).add_lora_embedding(found, x, b, add_input=True)
+    for row, slot in enumerate(slot_of_row):
+        if slot >= 0:
+            expected[row] += b[slot, 0] @ x[row]
+    assert_equal(found, expected, y, slot_of_row)
+
+
+@batches
+def test_shrink_and_expand_apart_as_fully_sharded_layers_call_them(slot_of_row):
+    widths = (11, 5)
+    case = make_case(slot_of_row, [(8, 8)] * SLOTS, inn=INN, widths=widths, max_rank=MAX_RANK)
+    wrapper = wrapper_for(slot_of_row)
+    n = len(slot_of_row)
+    shrunk = torch.full((2, n, MAX_RANK), torch.nan)
+    wrapper.add_shrink(shrunk, case.x, case.weights.a, 0.5)
+    y = torch.randn(n, 3 + sum(widths))
+    found = y.clone()
+    wrapper.add_expand(found, shrunk, case.weights.b, widths, offset_start=3, add_input=True)
+    expected = y.clone()
+    case_expected = expected[:, 3:]
+    if n:
+        case_expected.copy_(case.expected(case_expected, scale=0.5))
+    assert_equal(found, expected, y, slot_of_row)
+    assert shrunk[:, [row for row, slot in enumerate(slot_of_row) if slot < 0]].isnan().all()
+
+
+def test_a_layer_of_another_kind_is_left_to_vllm_and_that_is_said_once(logged):
+    wrapper = wrapper_for([])
+    for _ in range(2):
+        wrapper.adopt(torch.nn.Linear(1, 1))
+    said = [record.getMessage() for record in logged.records if record.levelno == logging.INFO]
+    assert said == ["CPU kernels: Linear is computed by vLLM's own path"]
+
+
+def test_the_memory_of_packs_is_counted():
+    layer = layer_of(BaseLinearLayerWithLoRA, (11,))
+    wrapper = wrapper_for([0])
+    wrapper.adopt(layer)
+    layer.set_lora(0, *adapter(3, 11))
+    assert wrapper.packed_bytes == 0
+    wrapper.add_lora_linear(
+        torch.zeros(1, 11), torch.randn(1, INN), layer.lora_a_stacked, layer.lora_b_stacked, 1.0, (11,)
+    )
+    assert wrapper.packed_bytes == 4 * (3 * (INN + 11) + 3)

@@ -1,0 +1,76 @@
+"""True ranks: learned from what is written, forgotten while it is written."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from lora_plugins.kernels.ranks import SlotRanks, true_ranks
+
+
+def matrix(rank: int) -> SimpleNamespace:
+    return SimpleNamespace(shape=(rank, 100))
+
+
+def test_a_slot_that_nobody_spoke_of_has_the_largest_ranks():
+    assert SlotRanks(2, [16, 8])[1] == (16, 8)
+
+
+def test_what_is_written_is_known_and_while_it_is_written_it_is_not():
+    ranks = SlotRanks(2, [16, 16])
+    ranks.written(0, [4, 0])
+    assert (ranks[0], ranks[1]) == ((4, 0), (16, 16))
+    ranks.writing(0)
+    assert ranks[0] == (16, 16)
+
+
+def test_every_write_has_a_stamp_of_its_own_and_a_newer_version():
+    ranks = SlotRanks(2, [16])
+    seen = {ranks.stamp(0)}
+    for step in (ranks.writing, lambda slot: ranks.written(slot, [4])) * 3:
+        before, other = ranks.version, ranks.stamp(1)
+        step(0)
+        assert ranks.stamp(0) not in seen
+        assert ranks.version > before
+        assert ranks.stamp(1) == other
+        seen.add(ranks.stamp(0))
+
+
+def test_writes_from_two_threads_are_all_counted():
+    ranks = SlotRanks(2, [16])
+    threads = [threading.Thread(target=lambda n=n: [ranks.writing(n) for _ in range(5000)]) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ranks.version == 10_000
+
+
+@pytest.mark.parametrize("wrong", [[], [1, 1], [17], [-1]])
+def test_ranks_that_cannot_be_are_refused(wrong):
+    with pytest.raises(ValueError, match="slot 0"):
+        SlotRanks(1, [16]).written(0, wrong)
+
+
+@pytest.mark.parametrize(
+    ("lora_a", "largest", "expected"),
+    [
+        (matrix(4), [16], (4,)),
+        (matrix(4), [16, 16, 16], (4, 4, 4)),  # one A for all slices
+        ([matrix(4), None, matrix(8)], [16, 16, 16], (4, 0, 8)),
+        ([None, None], [16, 16], (0, 0)),
+        (matrix(32), [16], (16,)),  # vLLM cuts what does not fit
+        ([matrix(4)], [16, 16], (16, 16)),  # fewer than slices, and nobody to ask how they are shared
+    ],
+)
+def test_true_ranks(lora_a, largest, expected):
+    assert true_ranks(lora_a, lora_a, largest) == expected
+
+
+def test_a_group_that_covers_several_slices_is_expanded_as_the_layer_does():
+    def expand(lora_a, lora_b):
+        return [lora_a[0]] * 3 + [lora_a[1]], None
+
+    assert true_ranks([matrix(4), None], [matrix(4), None], [16] * 4, expand) == (4, 4, 4, 0)

@@ -1,0 +1,222 @@
+"""The operators in Triton's interpreter: every path, the sharded halves, changing ranks, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton's interpreter comes with Triton, which is for Linux only")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lora_plugins.kernels.ranks import SlotRanks
+from lora_plugins.kernels.triton_ops import operators
+from lora_plugins.kernels.triton_ops.operators import Batch, Operators
+from lora_plugins.kernels.tuning import PACKAGED, ExpandTile, FusedTile, Plan, ShrinkTile, Table, read_table
+from tests.kernels.triton_bed import TOLERANCE, Bed
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+TWO = Plan(16, ShrinkTile(columns=32, splits=2), ExpandTile(columns=32))
+ONE = Plan(16, ShrinkTile(), ExpandTile(), FusedTile(columns_in=32, columns_out=32))
+PATHS = {
+    "shrink and expand": Table("test", (TWO,)),
+    "fused": Table("test", (ONE,)),
+    "dense": Table("test", (TWO,), dense_min_rows=1),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_operators_left() -> Iterator[None]:
+    yield
+    operators._operators = None
+
+
+def set_up(table: Table, **kwargs: object) -> Operators:
+    made = Operators(table, **kwargs)
+    operators.use(made)
+    return made
+
+
+def cut(bed: Bed) -> Batch:
+    batch = Batch(max(1, bed.x.shape[0]), len(bed.ranks), "cpu")
+    slots = torch.tensor(bed.slot_of_row, dtype=torch.int64)
+    batch.cut(slots, {slot for slot in bed.slot_of_row if slot >= 0}, base_rows=any(s < 0 for s in bed.slot_of_row))
+    return batch
+
+
+def slot_ranks(bed: Bed) -> SlotRanks:
+    ranks = SlotRanks(len(bed.ranks), [bed.max_rank] * len(bed.widths))
+    for slot, per_slice in enumerate(bed.ranks):
+        ranks.written(slot, per_slice)
+    return ranks
+
+
+def linear(bed: Bed, *, scale: float = 1.0, add_inputs: bool = True) -> torch.Tensor:
+    y = bed.y.clone()
+    torch.ops.lora_plugins.lora_linear(
+        y, bed.x, bed.a, bed.b, *cut(bed).tensors, bed.widths, scale, 0, add_inputs
+    )  # fmt: skip
+    return y
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("slot_of_row", [[0, -1, 2, 1, 1, 0], [1, 1, 1]], ids=["mixed", "one slot"])
+def test_every_path_is_right(path: str, dtype: torch.dtype, slot_of_row: list[int]) -> None:
+    ranks = [[0, 16, 5], [32, 8, 1], [7, 0, 0]]
+    bed = Bed.make(slot_of_row, ranks, n_in=39, widths=(24, 40, 9), dtype=dtype, padding=2)
+    set_up(PATHS[path]).adopt(bed.a, bed.b, slot_ranks(bed))
+    bed.check(linear(bed, scale=0.5), scale=0.5)
+    bed.check(linear(bed, add_inputs=False), add_inputs=False)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("slot_of_row", [[], [-1, -1]], ids=["empty", "base rows"])
+def test_batches_without_an_adapter_change_nothing(path: str, slot_of_row: list[int]) -> None:
+    bed = Bed.make(slot_of_row, [[8], [8]])
+    set_up(PATHS[path]).adopt(bed.a, bed.b, slot_ranks(bed))
+    assert torch.equal(linear(bed), bed.y)
+
+
+@settings(max_examples=10)
+@given(data=st.data(), path=st.sampled_from(sorted(PATHS)), dtype=st.sampled_from(DTYPES), n_in=st.integers(1, 70))
+def test_any_batch_on_any_path(data: st.DataObject, path: str, dtype: torch.dtype, n_in: int) -> None:
+    widths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
+    ranks = [[data.draw(st.integers(0, 16)) for _ in widths] for _ in range(3)]
+    slot_of_row = data.draw(st.lists(st.integers(-1, 2), max_size=8))
+    bed = Bed.make(slot_of_row, ranks, n_in=n_in, widths=widths, max_rank=16, dtype=dtype)
+    set_up(PATHS[path]).adopt(bed.a, bed.b, slot_ranks(bed))
+    bed.check(linear(bed))
+
+
+def test_every_plan_of_the_default_table_is_right() -> None:
+    table = read_table(PACKAGED / "default.json")
+    for plan in table.plans:
+        bed = Bed.make([0, 1, -1, 0], [[8, 32], [32, 3]], n_in=72, widths=(40, 24), dtype=torch.float16)
+        set_up(Table("test", (Plan(plan.chunk, plan.shrink, plan.expand, plan.fused),))).adopt(
+            bed.a, bed.b, slot_ranks(bed)
+        )
+        bed.check(linear(bed))
+
+
+def test_a_slot_reused_by_another_rank_is_computed_at_the_new_one() -> None:
+    bed = Bed.make([0, 0], [[16]])
+    ranks = slot_ranks(bed)
+    set_up(PATHS["shrink and expand"]).adopt(bed.a, bed.b, ranks)
+    bed.check(linear(bed))
+    for rank in (4, 0, 32):
+        smaller = Bed.make([0, 0], [[rank]], seed=rank)
+        bed.a[0].copy_(smaller.a[0])
+        bed.b[0].copy_(smaller.b[0])
+        bed.ranks = [[rank]]
+        ranks.writing(0)
+        ranks.written(0, [rank])
+        bed.check(linear(bed))
+
+
+def test_device_ranks_keep_their_place() -> None:
+    bed = Bed.make([0], [[16, 4]], widths=(8, 8))
+    ranks = slot_ranks(bed)
+    made = set_up(PATHS["shrink and expand"])
+    made.adopt(bed.a, bed.b, ranks)
+    _, known = made.module(bed.a, bed.b, bed.widths, 0)
+    where = known.device.data_ptr()
+    assert known.device.tolist() == [[16], [4]]
+    ranks.written(0, [3, 32])
+    assert known.device.tolist() == [[3], [32]]
+    assert known.device.data_ptr() == where
+
+
+def test_a_module_that_nobody_told_of_is_computed_at_its_slots_rank() -> None:
+    bed = Bed.make([0, 1, -1], [[32], [32]])
+    set_up(PATHS["shrink and expand"])
+    bed.check(linear(bed))
+
+
+def test_more_modules_than_one_block_of_ranks_holds() -> None:
+    made = set_up(PATHS["shrink and expand"])
+    beds = [Bed.make([0, 1], [[seed % 9], [3]], n_in=16, max_rank=8, seed=seed) for seed in range(260)]
+    for bed in beds:
+        made.adopt(bed.a, bed.b, slot_ranks(bed))
+    for bed in (beds[0], beds[255], beds[256], beds[259]):
+        bed.check(linear(bed))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_shrink_and_expand_apart_as_sharded_layers_use_them(dtype: torch.dtype) -> None:
+    bed = Bed.make([1, -1, 0], [[8, 0], [3, 32]], widths=(24, 9), dtype=dtype, padding=1)
+    set_up(PATHS["shrink and expand"]).adopt(bed.a, bed.b, slot_ranks(bed))
+    batch = cut(bed)
+    t = torch.full((2, 4, 32), float("nan"))
+    torch.ops.lora_plugins.lora_shrink(t, bed.x, bed.a, *batch.tensors, 1.0)
+    assert not t[:, [1, 3]].any()
+    assert not t[0, 0, 3:].any()
+    y = bed.y.clone()
+    torch.ops.lora_plugins.lora_expand(y, t, bed.b, *batch.tensors, bed.widths, 0, True)
+    bed.check(y)
+
+
+def test_expand_from_an_offset_leaves_the_columns_before_it() -> None:
+    bed = Bed.make([0, -1], [[8]], widths=(16,))
+    set_up(PATHS["shrink and expand"]).adopt(bed.a, bed.b, slot_ranks(bed))
+    t = torch.randn(1, 2, 32)
+    y = torch.zeros(2, 21)
+    torch.ops.lora_plugins.lora_expand(y, t, bed.b, *cut(bed).tensors, bed.widths, 5, True)
+    assert not y[:, :5].any()
+    want = bed.b[0][0, 0, :, :8].double() @ t[0, 0, :8].double()
+    assert (y[0, 5:].double() - want).abs().max() < TOLERANCE[torch.float32] * 10
+
+
+def test_one_plan_for_all_batches_gives_a_row_the_same_bits_in_any_batch() -> None:
+    ranks = [[8], [24]]
+    long = Bed.make([0, 1, 0, 1, 1], ranks, n_in=80, dtype=torch.float16)
+    table = read_table(PACKAGED / "default.json")
+    made = set_up(table, batch_invariant=True)
+    assert made.plan(1, 8, 8) is made.plan(10**6, 8, 8)
+    made.adopt(long.a, long.b, slot_ranks(long))
+    whole = linear(long)
+    alone = Bed(long.x[3:4], long.y[3:4], long.a, long.b, [1], ranks, [32], 32)
+    assert torch.equal(linear(alone)[0], whole[3])
+
+
+@pytest.mark.parametrize(
+    ("change", "dense"),
+    [({}, True), ({"captured_rows": 3}, False), ({"batch_invariant": True}, False)],
+    ids=["free", "captured", "invariant"],
+)
+def test_the_dense_path_is_for_batches_that_no_graph_holds(change: dict[str, object], dense: bool) -> None:
+    bed = Bed.make([1, 1, 1], [[8], [8]])
+    made = set_up(PATHS["dense"], **change)
+    assert made.takes_dense_path(bed.y, bed.x, [3, 1, 1]) is dense
+    assert not made.takes_dense_path(bed.y, bed.x, [3, 1, -1])
+    assert not made.takes_dense_path(bed.y.half(), bed.x, [3, 1, 1])
+
+
+def test_the_host_sees_the_single_slot_only_where_all_rows_have_it() -> None:
+    for slots, single in (([1, 1], 1), ([1, 0], -1), ([1, -1], -1), ([-1], -1)):
+        assert cut(Bed.make(slots, [[8], [8]])).host.tolist() == [len(slots), int(max(slots) >= 0), single]
+
+
+def test_an_input_of_another_dtype_than_the_weights_is_refused() -> None:
+    bed = Bed.make([0], [[8]])
+    set_up(PATHS["fused"])
+    bed.x = bed.x.half()
+    with pytest.raises(TypeError, match=r"input of torch\.float16"):
+        linear(bed)
+
+
+def test_compiled_code_calls_the_operator_as_one_step() -> None:
+    bed = Bed.make([0, -1, 1], [[8], [3]], n_in=24)
+    set_up(PATHS["shrink and expand"]).adopt(bed.a, bed.b, slot_ranks(bed))
+    tensors = cut(bed).tensors
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        y = y * 1.0
+        torch.ops.lora_plugins.lora_linear(y, x, bed.a, bed.b, *tensors, bed.widths, 1.0, 0, True)
+        return y
+
+    bed.check(step(bed.y, bed.x))

@@ -1,0 +1,136 @@
+"""Shrink and expand in Triton's interpreter, against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="Triton's interpreter comes with Triton, which is for Linux only")
+
+from lora_plugins.kernels.triton_ops.expand import expand
+from lora_plugins.kernels.triton_ops.packed import PackedModule
+from lora_plugins.kernels.triton_ops.shrink import partials, shrink
+from lora_plugins.kernels.tuning import ExpandTile, ShrinkTile
+from tests.kernels.triton_bed import Bed
+
+SMALL_SHRINK = ShrinkTile(columns=16)
+SMALL_EXPAND = ExpandTile(columns=16)
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def run(
+    bed: Bed,
+    *,
+    size: int = 16,
+    tile: ShrinkTile = SMALL_SHRINK,
+    out: ExpandTile = SMALL_EXPAND,
+    scale: float = 1.0,
+    add_inputs: bool = True,
+    max_rows: int | None = None,
+) -> torch.Tensor:
+    module, ranks, chunks, y = bed.module, bed.device_ranks, bed.chunks(max_rows), bed.y.clone()
+    t = partials(tile, module, bed.x.shape[0], "cpu").fill_(float("nan"))
+    shrink(t, bed.x, module, ranks, chunks, size, tile, scale)
+    expand(y, t, module, ranks, chunks, size, out, add_inputs=add_inputs)
+    return y
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_mixed_ranks_among_base_rows_with_slices_of_different_widths(dtype: torch.dtype) -> None:
+    ranks = [[5, 8, 32], [0, 16, 1], [32, 3, 8]]
+    bed = Bed.make([1, -1, 0, 2, 1, 1, -1, 2], ranks, n_in=72, widths=(40, 24, 33), dtype=dtype, padding=3)
+    bed.check(run(bed))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("rank_programs", [1, 2])
+def test_any_split_of_the_work_gives_the_same_answer(splits: int, rank_programs: int) -> None:
+    bed = Bed.make([0, 1, 0, -1], [[32, 17], [8, 32]], n_in=67, widths=(24, 24))
+    bed.check(run(bed, tile=ShrinkTile(columns=16, splits=splits, rank_programs=rank_programs)))
+
+
+def test_the_same_batch_gives_the_same_bits_every_time() -> None:
+    bed = Bed.make([0, 1, 0, 1], [[16], [32]], n_in=80, dtype=torch.float16)
+    tile = ShrinkTile(columns=16, splits=4)
+    assert torch.equal(run(bed, tile=tile), run(bed, tile=tile))
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+def test_chunks_of_every_size_with_slots_that_need_several(size: int) -> None:
+    slot_of_row = [row % 3 - 1 for row in range(150)]
+    bed = Bed.make(slot_of_row, [[8], [16]], n_in=32)
+    bed.check(run(bed, size=size, out=ExpandTile(columns=32)))
+
+
+@pytest.mark.parametrize(
+    "slot_of_row",
+    [[], [0], [-1], [-1] * 5, [1] * 20],
+    ids=["empty", "one row", "one base row", "base rows", "one slot"],
+)
+def test_small_and_uniform_batches(slot_of_row: list[int]) -> None:
+    bed = Bed.make(slot_of_row, [[4], [32]], padding=2 if slot_of_row else 0)
+    bed.check(run(bed))
+
+
+def test_scale_and_writing_in_place_of_adding() -> None:
+    bed = Bed.make([0, -1, 1, 2], [[8, 8], [0, 3], [3, 0]], widths=(16, 9), padding=1)
+    bed.check(run(bed, scale=0.25), scale=0.25)
+    bed.check(run(bed, add_inputs=False), add_inputs=False)
+
+
+def test_buffers_larger_than_the_batch_keep_nothing_of_the_batch_before() -> None:
+    bed = Bed.make([0] * 40, [[8], [8]])
+    chunks = bed.chunks(max_rows=64)
+    chunks.cut(torch.tensor([1, -1]))
+    assert chunks.of_size(16)[2].tolist()[:2] == [1, 0]
+    assert chunks.of_size(16)[0, 0] == 1
+    assert chunks.table[:, 2].sum() == len(chunks.table)
+
+
+def test_rows_beyond_y_are_left_out() -> None:
+    bed = Bed.make([0, 1, 0, 1, 0, 1], [[8], [8]])
+    short = Bed(bed.x[:4], bed.y[:4], bed.a, bed.b, bed.slot_of_row, bed.ranks, bed.widths, bed.max_rank)
+    short.check(run(short, max_rows=8))
+
+
+@settings(max_examples=12)
+@given(
+    data=st.data(),
+    n_in=st.integers(1, 70),
+    widths=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    max_rank=st.sampled_from([8, 16, 48]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_any_shape(data: st.DataObject, n_in: int, widths: list[int], max_rank: int, dtype: torch.dtype) -> None:
+    slots = data.draw(st.integers(1, 4))
+    ranks = data.draw(
+        st.lists(
+            st.lists(st.integers(0, max_rank), min_size=len(widths), max_size=len(widths)),
+            min_size=slots,
+            max_size=slots,
+        )
+    )
+    slot_of_row = data.draw(st.lists(st.integers(-1, slots - 1), max_size=20))
+    padding = data.draw(st.integers(0, 3))
+    bed = Bed.make(slot_of_row, ranks, n_in=n_in, widths=widths, max_rank=max_rank, dtype=dtype, padding=padding)
+    bed.check(run(bed, tile=ShrinkTile(columns=32, splits=data.draw(st.integers(1, 3))), out=ExpandTile(columns=32)))
+
+
+def test_weights_that_one_launch_cannot_serve_are_refused() -> None:
+    a, b = torch.zeros(2, 1, 8, 16), torch.zeros(2, 1, 24, 8)
+    with pytest.raises(ValueError, match="stacked A of one module differ"):
+        PackedModule([a, torch.zeros(2, 1, 4, 16)], [b, b], (24, 24))
+    with pytest.raises(TypeError, match=r"torch\.float64"):
+        PackedModule([a.double()], [b.double()], (24,))
+    with pytest.raises(ValueError, match="slices of"):
+        PackedModule([a], [b], (25,))
+
+
+def test_shrink_writes_nothing_beyond_the_rank_nor_for_base_rows() -> None:
+    bed = Bed.make([0, -1, 1], [[5, 0], [32, 17]], widths=(16, 16), padding=1)
+    t = partials(SMALL_SHRINK, bed.module, 4, "cpu").fill_(float("nan"))
+    shrink(t, bed.x, bed.module, bed.device_ranks, bed.chunks(), 16, SMALL_SHRINK, 1.0)
+    written = [[int((~t[0, i, row].isnan()).sum()) for row in range(4)] for i in range(2)]
+    assert written == [[5, 0, 32, 0], [0, 0, 17, 0]]
