@@ -113,6 +113,14 @@ class SourceChain:
         # Shielded: a client that goes away must not end the fetch for those who still wait.
         return await asyncio.shield(flight)
 
+    def stored(self, digest: str) -> Path | None:
+        """The adapter of this digest, leased, if the store has it, wherever it came from."""
+        return self.store.take(digest)
+
+    def give_back(self, digest: str) -> None:
+        """End a lease of `stored` or `resolve`; the adapter may then be evicted."""
+        self.store.leases.give_back(digest)
+
     def _landed(self, text: str, flight: asyncio.Task[ResolvedAdapter | None]) -> None:
         self._flights.pop(text, None)
         if not flight.cancelled():

@@ -196,6 +196,10 @@ class Store:
         """Whether a published adapter is there and not known to be damaged; two looks, a few microseconds."""
         return directory.is_dir() and not (self.layout.folder("damaged") / directory.name).exists()
 
+    def take(self, digest: str) -> Path | None:
+        """Lease the adapter of this digest and return its directory; None where it is missing or not whole."""
+        return self.layout.adapter(digest) if self._lease(digest) and self._is_whole(digest) else None
+
     def verify(self, digest: str) -> bool:
         """Hash every file of a published adapter again.
 

@@ -1,0 +1,156 @@
+"""What becomes of a parsed adapter before it may enter the host tier: matched with the model, fitted, and owned.
+
+Source: `LoRAModel` and `LoRALayerWeights` in vllm/lora, 0.32 and 0.33, of which only attributes are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, LoRAPluginsError, OutOfMemory
+
+_EXAMPLES = 3
+_TORCH_OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # RuntimeErrors, of the CPU and of CUDA
+
+
+def unmatched_modules(model: Any, matched: Mapping[str, Any]) -> list[str]:
+    """Names of the adapter's modules that are none of `matched`, which maps the model's modules to their weights."""
+    known = {id(weights) for weights in matched.values()}
+    return sorted(name for name, weights in model.loras.items() if id(weights) not in known)
+
+
+def mismatch(adapter: str, unmatched: list[str], total: int, modules: list[str]) -> LoRAPluginsError:
+    """The error that names examples of what does not match, and of what would."""
+    return IncompatibleAdapter(
+        f"{len(unmatched)} of {total} modules that the model does not have, such as {_some(unmatched)}",
+        expected=f"modules of the model, such as {_some(modules)}",
+        remedy="serve it with the base model that it was trained on, or set LORA_PLUGINS_UNMATCHED=warn",
+        adapter=adapter,
+    )
+
+
+def check_fits(adapter: str, module_name: str, module: Any, weights: Any) -> None:
+    """Compare a module's weights with its slot, so that no copy into it can fail or fill less than it should.
+
+    Modules whose slots are not one A and one B for each slice (mixtures of experts, embeddings) are left to vLLM.
+
+    Raises:
+        IncompatibleAdapter: another rank than fits, or other sizes than the module's. InvalidAdapter: A and B that are
+            no pair of matrices.
+    """
+    slots_a, slots_b = getattr(module, "lora_a_stacked", None), getattr(module, "lora_b_stacked", None)
+    if not isinstance(slots_a, tuple) or not isinstance(slots_b, tuple) or not hasattr(module, "output_slices"):
+        return
+    lora_a, lora_b = weights.lora_a, weights.lora_b
+    if getattr(module, "tp_size", 1) > 1:
+        lora_a, lora_b = module.slice_lora_a(lora_a), module.slice_lora_b(lora_b)
+    sides_a = lora_a if isinstance(lora_a, list) else [lora_a]
+    sides_b = lora_b if isinstance(lora_b, list) else [lora_b]
+    if not len(sides_a) == len(sides_b) == len(slots_a):
+        return  # packed in another way than its slots; vLLM splits it
+    for a, b, slot_a, slot_b in zip(sides_a, sides_b, slots_a, slots_b, strict=True):
+        _check_pair(adapter, module_name, a, b)
+        for side, given, place in (("lora_A", a, slot_a), ("lora_B", b, slot_b)):
+            if given is None:
+                continue
+            rows, columns = place.shape[-2:]
+            rank, max_rank, size, wanted = (
+                (given.shape[0], rows, given.shape[1], columns)
+                if side == "lora_A"
+                else (given.shape[1], columns, given.shape[0], rows)
+            )
+            if rank > max_rank or size != wanted:
+                raise IncompatibleAdapter(
+                    f"{side} of {module_name} with rank {rank} and {size} features",
+                    expected=f"rank up to {max_rank} and {wanted} features",
+                    remedy="serve it with the base model that it was trained on, or raise --max-lora-rank",
+                    adapter=adapter,
+                )
+
+
+def _check_pair(adapter: str, module_name: str, a: torch.Tensor | None, b: torch.Tensor | None) -> None:
+    if a is None and b is None:
+        return
+    if a is None or b is None or a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
+        shapes = " and ".join("nothing" if side is None else str(tuple(side.shape)) for side in (a, b))
+        raise InvalidAdapter(
+            f"lora_A and lora_B of {module_name} with {shapes}",
+            expected="(rank, features) and (features, rank)",
+            remedy="save the adapter again with PEFT",
+            adapter=adapter,
+        )
+
+
+def check_finite(adapter: str, model: Any) -> None:
+    """Look at every weight once, in the precision that is served.
+
+    Raises:
+        InvalidAdapter: NaN or infinity, of which every answer would be made.
+    """
+    for name, weights in model.loras.items():
+        for tensor in _sides(weights):
+            if tensor.numel() and not all(torch.isfinite(edge) for edge in torch.aminmax(tensor)):
+                raise InvalidAdapter(
+                    f"NaN or infinity in the weights of {name}",
+                    expected="finite values",
+                    remedy="train it anew, or set LORA_PLUGINS_CHECK_FINITE=0",
+                    adapter=adapter,
+                )
+
+
+def tensors(model: Any) -> Iterator[torch.Tensor]:
+    """All tensors of a parsed adapter."""
+    for weights in model.loras.values():
+        yield from _sides(weights)
+    for full in (getattr(model, "modules_to_save", None) or {}).values():
+        for name in ("weight", "bias"):
+            tensor = getattr(full, name, None)
+            if isinstance(tensor, torch.Tensor):
+                yield tensor
+
+
+def _sides(weights: Any) -> Iterator[torch.Tensor]:
+    for side in (weights.lora_a, weights.lora_b):
+        for tensor in side if isinstance(side, list) else [side]:
+            if tensor is not None:
+                yield tensor
+
+
+def size_bytes(model: Any) -> int:
+    """Bytes of all tensors of a parsed adapter, shared ones counted once."""
+    unique = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors(model)}
+    return sum(unique.values())
+
+
+def explained(error: BaseException, adapter: str) -> LoRAPluginsError:
+    """One of our errors for whatever vLLM raised over an adapter."""
+    if isinstance(error, LoRAPluginsError):
+        error.adapter = error.adapter or adapter
+        return error
+    if isinstance(error, MemoryError) or any(text in str(error) for text in _TORCH_OUT_OF_MEMORY):
+        return OutOfMemory(
+            f"no memory to bring it in ({str(error)[:200]})",
+            expected="room beside the model and the adapters that are held",
+            remedy="lower LORA_PLUGINS_HOST_MAX_BYTES or --max-cpu-loras",
+            adapter=adapter,
+        )
+    if isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError):
+        return AdapterNotFound(
+            f"files missing ({str(error)[:300]})",
+            expected="the adapter's files where it was registered",
+            remedy="put them back, or register it anew",
+            adapter=adapter,
+        )
+    return InvalidAdapter(
+        f"an adapter that cannot be loaded ({type(error).__name__}: {str(error)[:300]})",
+        expected="an adapter for this model",
+        remedy="see the server's log; save the adapter again with PEFT",
+        adapter=adapter,
+    )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names[:_EXAMPLES])

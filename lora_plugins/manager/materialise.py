@@ -1,0 +1,115 @@
+"""Bring an adapter to this machine where its directory is missing: another node's store, or one that was deleted.
+
+A worker on another node than the API server is told a path that exists only there. The last part of a path of our
+store is the digest of the adapter's bytes, and the adapter's name says where it comes from; so it is asked for here as
+the API server asked for it, and served only if its bytes are the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from lora_plugins.errors import AdapterNotFound, SourceUnavailable
+from lora_plugins.store.layout import is_digest
+
+
+class Resolved(Protocol):
+    """An adapter in this machine's store."""
+
+    @property
+    def path(self) -> Path: ...
+
+
+class Sources(Protocol):
+    """What this process would ask for an adapter (`SourceChain`)."""
+
+    async def resolve(self, text: str, base_path: str) -> Resolved | None: ...
+
+    def stored(self, digest: str) -> Path | None:
+        """The adapter of this digest, leased, if this machine's store has it."""
+
+    def give_back(self, digest: str) -> None:
+        """End the lease of `stored` or `resolve`."""
+
+
+class Materialiser:
+    """Finds or fetches what a path stands for. For one thread, which may wait.
+
+    Args:
+        base_path: the served model's path or Hub id. sources: made at the first use; None where there are none.
+    """
+
+    def __init__(self, base_path: str, sources: Callable[[], Sources | None]) -> None:
+        self._base_path = base_path
+        self._make_sources = sources
+        self._runner: asyncio.Runner | None = None
+        self._sources: Sources | None = None
+        self._brought: Counter[str] = Counter()  # a process has one lease of an adapter, however many names it has
+        self._lock = threading.Lock()
+
+    def is_here(self, path: str) -> bool:
+        """Whether the directory can be read as it is."""
+        return os.path.isdir(path)
+
+    def bring(self, name: str, path: str) -> str:
+        """Return a directory on this machine with the bytes that `path` stands for.
+
+        Raises:
+            AdapterNotFound: no source has the adapter any more, or the path is none of a store's.
+            SourceUnavailable: the sources have other bytes by now, or cannot say.
+            LoRAPluginsError: what they have cannot be served.
+        """
+        digest = Path(path).name
+        if self._runner is None:
+            self._runner, self._sources = asyncio.Runner(), self._make_sources()
+        if self._sources is None or not is_digest(digest):
+            raise AdapterNotFound(
+                "no such directory in this worker",
+                expected="the adapter's files on every node, or a resolver of lora-plugins that finds it",
+                remedy="share the directory among the nodes, or name a resolver in VLLM_PLUGINS",
+                adapter=name,
+            )
+        found = self._sources.stored(digest)
+        if found is not None:
+            return self._note(found)
+        resolved = self._runner.run(self._sources.resolve(name, self._base_path))
+        if resolved is None:
+            raise AdapterNotFound(
+                "no such adapter at any source of this worker",
+                expected=f"the one with digest {digest[:12]}, which the API server has",
+                remedy="put it back, or give the workers the API server's settings",
+                adapter=name,
+            )
+        if resolved.path.name != digest:
+            self._sources.give_back(resolved.path.name)
+            raise SourceUnavailable(
+                f"another version at the source (digest {resolved.path.name[:12]})",
+                expected=f"digest {digest[:12]}, which the API server has",
+                remedy="ask again once the API server has seen the new version, or pin a revision",
+                adapter=name,
+            )
+        return self._note(resolved.path)
+
+    def _note(self, path: Path) -> str:
+        with self._lock:
+            self._brought[str(path)] += 1
+        return str(path)
+
+    def done_with(self, path: str) -> None:
+        """Let the store have what `bring` brought; its bytes have been read. Callable from any thread."""
+        if self._sources is None:
+            return
+        with self._lock:
+            if path not in self._brought:
+                return
+            self._brought[path] -= 1
+            if self._brought[path]:
+                return  # brought under another name too, which has not been read yet
+            del self._brought[path]
+            self._sources.give_back(Path(path).name)

@@ -1,0 +1,50 @@
+"""One thread beside the engine loop that parses, packs and copies adapters, so that the loop does not have to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Callable
+
+from lora_plugins.logs import logger
+
+
+class Stager:
+    """Runs jobs one after another, on cores that the engine's compute threads leave free where there are any."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True, name=name)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run `job` soon; it handles its own errors."""
+        self._jobs.put(job)
+
+    def _run(self) -> None:
+        _leave_compute_cores()
+        while True:
+            job = self._jobs.get()
+            if job is None:
+                return
+            try:
+                job()
+            except BaseException:  # noqa: BLE001 - the thread serves the others
+                logger.exception("A staging job broke off; its adapter is reported as failed")
+
+    def close(self) -> None:
+        """End the thread after the jobs that wait."""
+        self._jobs.put(None)
+        self._thread.join(timeout=10)
+
+
+def _leave_compute_cores() -> None:
+    """Move this thread off the cores that the worker is bound to, if its parent may use others."""
+    with contextlib.suppress(OSError, AttributeError):
+        compute = os.sched_getaffinity(os.getpid())
+        others = os.sched_getaffinity(os.getppid()) | set(range(os.cpu_count() or 1))
+        free = others - compute
+        if free:
+            os.sched_setaffinity(threading.get_native_id(), free)

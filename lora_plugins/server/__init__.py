@@ -1,0 +1,1 @@
+"""What stands in the API server's process: the gate."""

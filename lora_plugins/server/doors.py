@@ -1,0 +1,164 @@
+"""Every door of vLLM's API server through which a request with an adapter goes, with the gate before it.
+
+The vLLM symbols that are wrapped stand in the ledger in `lora_plugins.engine`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from lora_plugins.engine import http_error
+from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.server.gate import Gate, Rpc
+
+_gates: weakref.WeakKeyDictionary[Any, Gate] = weakref.WeakKeyDictionary()
+
+# vLLM swallows what `add_lora` raises; whoever wants its text puts a list here before calling.
+_refusals: ContextVar[list[LoRAPluginsError] | None] = ContextVar("lora_plugins_refusals", default=None)
+
+
+def put_gate() -> None:
+    """Have every request that names an adapter wait at the gate before it enters the engine."""
+    _before_the_engine()
+    _before_streaming()
+    _with_the_text_of_refusals()
+
+
+def gate_of(client: Any) -> Gate:
+    """The gate before this engine client, made at the first use."""
+    gate = _gates.get(client)
+    if gate is None:
+        slots = client.vllm_config.lora_config.max_loras
+        gate = _gates[client] = Gate(_rpc_of(weakref.ref(client)), slots=slots)
+    return gate
+
+
+def _rpc_of(client: weakref.ref[Any]) -> Rpc:
+    """Call a method of every worker; with data parallelism, of every engine's."""
+
+    async def call(method: str, arguments: tuple[Any, ...]) -> list[Any]:
+        target = client()
+        if target is None:
+            return []
+        core = target.engine_core
+        engines = getattr(core, "core_engines", None) or []
+        if len(engines) < 2:
+            return list(await target.collective_rpc(method, args=arguments))
+        # `collective_rpc` would ask all engines and return the first one's answers only.
+        of_each = await asyncio.gather(
+            *(core._call_utility_async("collective_rpc", method, None, arguments, None, engine=e) for e in engines)  # noqa: SLF001 - in the ledger
+        )
+        return [answer for answers in of_each for answer in answers]
+
+    return call
+
+
+@asynccontextmanager
+async def _held(client: Any, lora_request: Any) -> AsyncIterator[None]:
+    """Inside, the request's adapter is staged and leased; a request without one passes."""
+    if lora_request is None:
+        yield
+        return
+    gate = gate_of(client)
+    try:
+        hold = await gate.enter(lora_request)
+    except LoRAPluginsError as error:
+        _note(error)
+        raise http_error(error) from None
+    try:
+        yield
+    finally:
+        gate.leave(hold)
+
+
+def _note(error: LoRAPluginsError) -> None:
+    refusals = _refusals.get()
+    if refusals is not None:
+        refusals.append(error)
+
+
+def _before_the_engine() -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    add_lora, generate, encode = AsyncLLM.add_lora, AsyncLLM.generate, AsyncLLM.encode
+
+    @functools.wraps(add_lora)
+    async def gated_add_lora(self: Any, lora_request: Any) -> Any:
+        if lora_request.load_inplace:  # replaces what is there; vLLM's own way
+            return await add_lora(self, lora_request)
+        async with _held(self, lora_request):
+            return True  # staged on every worker; a step that needs it flips its slot
+
+    @functools.wraps(generate)
+    async def gated_generate(self: Any, *args: Any, lora_request: Any = None, **kwargs: Any) -> Any:
+        async with _held(self, lora_request):
+            async for output in generate(self, *args, lora_request=lora_request, **kwargs):
+                yield output
+
+    @functools.wraps(encode)
+    async def gated_encode(
+        self: Any,
+        prompt: Any,
+        pooling_params: Any,
+        request_id: str,
+        lora_request: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        async with _held(self, lora_request):
+            async for output in encode(self, prompt, pooling_params, request_id, lora_request, *args, **kwargs):
+                yield output
+
+    AsyncLLM.add_lora = gated_add_lora
+    AsyncLLM.generate = gated_generate
+    AsyncLLM.encode = gated_encode
+
+
+def _before_streaming() -> None:
+    """A stream's status is sent before the engine is asked, so an adapter that cannot be staged is found out before."""
+    from vllm.entrypoints.serve.engine.serving import BaseServing
+
+    check_model = BaseServing._check_model  # noqa: SLF001 - in the ledger
+
+    @functools.wraps(check_model)
+    async def checked(self: Any, request: Any) -> Any:
+        refused = await check_model(self, request)
+        lora_request = self.models.lora_requests.get(request.model) if request.model else None
+        if refused is None and lora_request is not None and getattr(request, "stream", False):
+            try:
+                await gate_of(self.models.engine_client).admit(lora_request)
+            except LoRAPluginsError as error:
+                raise http_error(error) from None
+        return refused
+
+    BaseServing._check_model = checked  # noqa: SLF001
+
+
+def _with_the_text_of_refusals() -> None:
+    """Where `add_lora` raises, vLLM answers "could not be loaded" or a 500; here it is our status and text."""
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+
+    for name in ("resolve_lora", "load_lora_adapter"):
+        setattr(OpenAIServingModels, name, _explaining(getattr(OpenAIServingModels, name)))
+
+
+def _explaining(method: Any) -> Any:
+    @functools.wraps(method)
+    async def explained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        refusals: list[LoRAPluginsError] = []
+        token = _refusals.set(refusals)
+        try:
+            result = await method(self, *args, **kwargs)
+        finally:
+            _refusals.reset(token)
+        if refusals and hasattr(result, "error"):  # an ErrorResponse
+            raise http_error(refusals[-1]) from None
+        return result
+
+    return explained

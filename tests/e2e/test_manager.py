@@ -1,0 +1,337 @@
+"""`lora_lru_manager` in a real server: more adapters than slots and host places, and every answer is PEFT's.
+
+With `lora_kernels`, so that base-model requests may share batches with adapters; `test_manager_workers.py` runs the
+manager with vLLM's kernels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from testbed.bed import MAX_TOKENS, Bed
+from testbed.client import Answer, complete, connect
+from testbed.models import DEMO_ADAPTERS, PROMPT, edit_config
+from testbed.server import Server, vllm_server
+from tests.e2e.broken import BROKEN
+
+HOST_PLACES = 3
+HOST_MAX_BYTES = 5_200_000  # "wide" and its copies have 4.2 MB each, the others less than 0.5
+DEMO_NAMES = [spec.name for spec in DEMO_ADAPTERS]
+COPIES = {f"{name}-{copy}": name for name in DEMO_NAMES for copy in ("two", "three")}
+ALIKE = {**{name: name for name in DEMO_NAMES}, **COPIES}  # adapter to the one whose answer it gives
+FIXED_SEED = 20260731
+LONGEST_WAIT_S = 30  # a quantum and a request, on a slow machine
+
+
+@dataclass(frozen=True)
+class Managed:
+    """A server with our manager: two slots, three host places, and the root that it serves from."""
+
+    server: Server
+    client: openai.OpenAI
+    bed: Bed
+    root: Path
+
+    def ask(self, name: str) -> Answer:
+        return complete(self.client, name, PROMPT, MAX_TOKENS)
+
+    def is_right(self, name: str) -> bool:
+        answer = self.ask(name)
+        return answer.status == 200 and list(answer.token_ids) == self.bed.answers[ALIKE[name]]
+
+    def ask_all(self, names: Sequence[str], at_once: int = 8) -> list[list[int] | int]:
+        """Token ids, or the status of a refusal, for each name; `at_once` requests run at any time."""
+        return asyncio.run(_ask_all(self.server, names, at_once))
+
+    def wrong(self, names: Sequence[str], at_once: int = 8) -> list[tuple[str, list[int] | int]]:
+        answers = self.ask_all(names, at_once)
+        expected = [self.bed.answers[ALIKE.get(name)] for name in names]  # None for the base model
+        return [(name, answer) for name, answer, ids in zip(names, answers, expected, strict=True) if answer != ids]
+
+    def rpc(self, method: str) -> list[Any]:
+        answer = httpx.post(f"{self.server.url}/collective_rpc", json={"method": method}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return list(answer.json()["results"])
+
+    def stored_at(self, name: str) -> Path:
+        return Path({card.id: card for card in self.client.models.list()}[name].root)
+
+    def push_out(self, name: str) -> None:
+        """Use as many others as the host tier has places, so that `name` leaves it."""
+        others = [other for other in ALIKE if ALIKE[other] != ALIKE[name]]
+        for other in others[: HOST_PLACES + 1]:
+            assert self.is_right(other), other
+
+
+async def _ask_all(server: Server, names: Sequence[str], at_once: int) -> list[list[int] | int]:
+    places = asyncio.Semaphore(at_once)
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+
+        async def one(name: str) -> list[int] | int:
+            async with places:
+                try:
+                    answer = await client.completions.create(
+                        model=name,
+                        prompt=PROMPT,
+                        max_tokens=MAX_TOKENS,
+                        temperature=0,
+                        extra_body={"ignore_eos": True, "return_token_ids": True},
+                    )
+                except openai.APIStatusError as error:
+                    return error.status_code
+                return list(answer.choices[0].token_ids)
+
+        return list(await asyncio.gather(*(one(name) for name in names)))
+
+
+@pytest.fixture(scope="module")
+def managed(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Managed]:
+    home = tmp_path_factory.mktemp("managed")
+    root = home / "adapters"
+    for name, original in ALIKE.items():
+        shutil.copytree(bed.adapters / original, root / name)
+        if name != original:
+            edit_config(root / name, revision=name)  # other bytes, so a directory of its own in the store
+    shutil.copytree(bed.adapters / "stable", home / "static")
+    with vllm_server(
+        bed.base,
+        home / "server.log",
+        arguments=(
+            *("--enable-lora", "--max-lora-rank", "64"),
+            *("--max-loras", "2", "--max-cpu-loras", str(HOST_PLACES)),
+            *("--lora-modules", f"static={home / 'static'}"),
+        ),
+        env={
+            "VLLM_PLUGINS": "lora_filesystem_resolver,lora_lru_manager,lora_kernels",
+            "VLLM_LORA_RESOLVER_CACHE_DIR": str(root),
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "LORA_PLUGINS_STORE_DIR": str(home / "store"),
+            "LORA_PLUGINS_HOST_MAX_BYTES": str(HOST_MAX_BYTES),
+            "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc
+        },
+    ) as server:
+        yield Managed(server, connect(server), bed, root)
+
+
+@pytest.fixture(autouse=True)
+def engine_lives(managed: Managed) -> Iterator[None]:
+    """Whatever a test does, the engine is there afterwards, and never said that it was not."""
+    yield
+    assert managed.server.process.poll() is None
+    assert httpx.get(f"{managed.server.url}/health", timeout=30).status_code == 200
+    assert managed.is_right("chat")
+    log = managed.server.log()
+    for sign in ("EngineDeadError", "EngineCore encountered a fatal error", "EngineCore failed"):
+        assert sign not in log
+
+
+@pytest.mark.parametrize("name", DEMO_NAMES)
+def test_cold_and_warm_answers_equal_peft(managed: Managed, name: str) -> None:
+    assert managed.is_right(name)
+    assert managed.is_right(name)
+
+
+def test_long_random_schedule_equals_peft(managed: Managed) -> None:
+    chance = random.Random(FIXED_SEED)
+    names = [chance.choice([*ALIKE, str(managed.bed.base)]) for _ in range(160)]
+    assert len(set(names)) > HOST_PLACES
+    assert managed.wrong(names) == []
+
+
+def test_hot_adapters_do_not_starve_others(managed: Managed) -> None:
+    """More hot adapters than host places, asked for without a pause: everybody is answered."""
+    hot = ["sql", "chat", "wide", "stable"] * 10
+    names = [*hot, "team/poet", *hot[:8]]
+    assert managed.wrong(names) == []
+
+
+def test_answers_after_its_directory_is_gone(managed: Managed) -> None:
+    """Once staged, nothing is read again, not even for a new slot."""
+    name = "sql-two"
+    assert managed.is_right(name)
+    shutil.rmtree(managed.stored_at(name))
+    for other in ("chat", "wide"):  # both slots, and with it all host places
+        assert managed.is_right(other)
+    assert managed.is_right(name)
+
+
+def test_vanished_from_the_store_is_fetched_again(managed: Managed) -> None:
+    """A worker that lacks the directory brings it from the source, and serves it if its digest is the same."""
+    name = "stable-three"
+    assert managed.is_right(name)
+    gone = managed.stored_at(name)
+    managed.push_out(name)
+    shutil.rmtree(gone)
+    names = [name, "sql", "chat", "wide", "team/poet"] * 2
+    assert managed.wrong(names) == []
+    assert gone.is_dir()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_vanished_from_store_and_source_fails_alone(managed: Managed, streaming: bool) -> None:
+    name = f"wide-{'three' if streaming else 'two'}"
+    assert managed.is_right(name)
+    gone = managed.stored_at(name)
+    managed.push_out(name)
+    shutil.rmtree(gone)
+    away = managed.root / f"away-{streaming}"
+    (managed.root / name).rename(away)
+    others = ["sql", "chat", "stable", "team/poet"]
+
+    async def all_at_once() -> tuple[httpx.Response, list[list[int] | int]]:
+        async with httpx.AsyncClient(timeout=120) as client:
+            running = asyncio.create_task(_ask_all(managed.server, others, 4))
+            body = {"model": name, "prompt": PROMPT, "max_tokens": 4, "stream": streaming}
+            refused = await client.post(f"{managed.server.url}/v1/completions", json=body)
+            return refused, await running
+
+    refused, answers = asyncio.run(all_at_once())
+    assert refused.status_code == 404, refused.text  # before the first byte of a stream
+    assert "L002" in refused.text
+    assert name in refused.text
+    assert answers == [managed.bed.answers[other] for other in others]
+    away.rename(managed.root / name)
+    assert managed.is_right(name)
+
+
+def test_another_version_at_the_source_is_not_served_in_its_name(managed: Managed) -> None:
+    name = "poet-other"
+    shutil.copytree(managed.bed.adapters / "team/poet", managed.root / name)
+    first = managed.ask(name)
+    assert first.status == 200
+    gone = managed.stored_at(name)
+    managed.push_out("team/poet")
+    shutil.rmtree(gone)
+    shutil.rmtree(managed.root / name)
+    shutil.copytree(managed.bed.adapters / "sql", managed.root / name)
+    answer = managed.ask(name)
+    assert answer.status == 503
+    assert "L006" in answer.error
+
+
+@pytest.mark.parametrize("kind", ["wrong-shapes", "no-such-module", "truncated"])
+def test_broken_only_in_the_engine_fails_alone(managed: Managed, tmp_path: Path, kind: str) -> None:
+    """Loaded by hand, past the resolver's checks, while others run."""
+    directory = tmp_path / kind
+    shutil.copytree(managed.bed.adapters / "sql", directory)
+    next(case for case in BROKEN if case.name == kind).make(directory)
+    others = ["chat", "wide", "stable", "team/poet"] * 2
+
+    async def both() -> tuple[httpx.Response, list[list[int] | int]]:
+        async with httpx.AsyncClient(timeout=120) as client:
+            body = {"lora_name": f"by-hand-{kind}", "lora_path": str(directory)}
+            running = asyncio.create_task(_ask_all(managed.server, others, 4))
+            await asyncio.sleep(0.05)
+            loaded = await client.post(f"{managed.server.url}/v1/load_lora_adapter", json=body)
+            return loaded, await running
+
+    loaded, answers = asyncio.run(both())
+    assert loaded.status_code == 400, loaded.text
+    assert f"by-hand-{kind}" in loaded.text
+    assert "[L00" in loaded.text
+    assert answers == [managed.bed.answers[name] for name in others]
+    assert managed.ask(f"by-hand-{kind}").status == 404
+
+
+def test_a_static_module_is_served_and_staged_again(managed: Managed) -> None:
+    for _ in range(2):
+        assert list(managed.ask("static").token_ids) == managed.bed.answers["stable"]
+        managed.push_out("stable")
+    directory = managed.stored_at("static")
+    directory.rename(directory.with_name("away"))  # no source has it
+    refused = managed.ask("static")
+    assert (refused.status, "L002" in refused.error) == (404, True)
+    directory.with_name("away").rename(directory)
+    assert list(managed.ask("static").token_ids) == managed.bed.answers["stable"]
+
+
+def test_loaded_in_place_answers_with_the_new_weights(managed: Managed, tmp_path: Path) -> None:
+    """A broken replacement leaves the old one serving."""
+    for step, original in enumerate(("sql", "chat")):
+        directory = tmp_path / f"version-{step}"
+        shutil.copytree(managed.bed.adapters / original, directory)
+        body = {"lora_name": "in-place", "lora_path": str(directory), "load_inplace": step > 0}
+        loaded = httpx.post(f"{managed.server.url}/v1/load_lora_adapter", json=body, timeout=60)
+        assert loaded.status_code == 200, loaded.text
+        answer = managed.ask("in-place")
+        assert list(answer.token_ids) == managed.bed.answers[original]
+    broken = tmp_path / "broken"
+    shutil.copytree(managed.bed.adapters / "sql", broken)
+    next(case for case in BROKEN if case.name == "truncated").make(broken)
+    body = {"lora_name": "in-place", "lora_path": str(broken), "load_inplace": True}
+    assert httpx.post(f"{managed.server.url}/v1/load_lora_adapter", json=body, timeout=60).status_code >= 400
+    shutil.rmtree(tmp_path / "version-1")  # read once, not at every step
+    assert list(managed.ask("in-place").token_ids) == managed.bed.answers["chat"]
+
+
+def test_a_client_that_goes_away_leaves_nothing_leased(managed: Managed) -> None:
+    async def vanish(name: str) -> None:
+        async with httpx.AsyncClient(timeout=30) as client:
+            body = {"model": name, "prompt": PROMPT, "max_tokens": 200, "stream": True, "ignore_eos": True}
+            async with client.stream("POST", f"{managed.server.url}/v1/completions", json=body) as answer:
+                async for _ in answer.aiter_bytes():
+                    return
+
+    async def all_vanish() -> None:
+        await asyncio.gather(*(vanish(name) for name in list(ALIKE)[:8]))
+
+    asyncio.run(all_vanish())
+    assert managed.wrong(list(ALIKE)) == []  # more than the host places, so nothing that vanished still holds one
+
+
+def test_the_workers_metrics_say_what_is_there(managed: Managed) -> None:
+    assert managed.is_right("sql")
+    (metrics,) = managed.rpc("get_lora_metrics")
+    adapters, memory, performance = metrics["adapters"], metrics["memory"], metrics["performance"]
+    assert (adapters["capacity"], adapters["slots"]) == (HOST_PLACES, 2)
+    assert 1 <= adapters["active"] <= 2
+    assert 1 <= adapters["registered"] <= HOST_PLACES
+    assert memory["host_mb"] == pytest.approx(sum(memory["adapter_mb"].values()))
+    assert memory["host_mb"] <= memory["host_max_mb"] == HOST_MAX_BYTES / 1e6
+    assert memory["slot_mb"] > 0
+    assert performance["flips"] > performance["copies_in_loop"]  # the loop only flips, but for loads in place
+    assert performance["mean_staging_ms"] > 0
+    assert "Punica" in performance["kernel_backend"]
+
+
+def test_adapters_that_are_never_idle_do_not_keep_another_from_a_slot(managed: Managed) -> None:
+    """Two adapters hold both slots with overlapping requests; a third is answered while they go on."""
+    hot = ("sql", "chat")
+
+    async def keep_busy(client: openai.AsyncOpenAI, name: str, done: asyncio.Event, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+        while not done.is_set():
+            await client.completions.create(
+                model=name, prompt=PROMPT, max_tokens=200, temperature=0, extra_body={"ignore_eos": True}
+            )
+
+    async def run() -> bool:
+        done = asyncio.Event()
+        async with openai.AsyncOpenAI(base_url=f"{managed.server.url}/v1", api_key="none", timeout=120) as client:
+            tasks = [
+                asyncio.create_task(keep_busy(client, name, done, delay_s))
+                for name in hot
+                for delay_s in (0.0, 0.3, 0.6, 0.9, 1.2)
+            ]
+            await asyncio.sleep(2)
+            try:
+                async with asyncio.timeout(LONGEST_WAIT_S):
+                    await client.completions.create(model="team/poet", prompt=PROMPT, max_tokens=4, temperature=0)
+                return not any(task.done() for task in tasks)
+            finally:
+                done.set()
+                await asyncio.gather(*tasks)
+
+    for name in (*hot, "team/poet"):
+        assert managed.is_right(name)
+    assert asyncio.run(run())

@@ -1,0 +1,48 @@
+"""`lora_lru_manager` with two workers (tensor parallelism): both stage, and both bring what they lack."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import httpx
+
+from testbed.bed import MAX_TOKENS, Bed
+from testbed.client import complete, connect
+from testbed.models import DEMO_ADAPTERS, PROMPT
+from testbed.server import vllm_server
+
+
+def test_two_workers_answer_as_peft_does_also_without_their_directories(bed: Bed, tmp_path: Path) -> None:
+    root, store = tmp_path / "adapters", tmp_path / "store"
+    shutil.copytree(bed.adapters, root)
+    with vllm_server(
+        bed.base,
+        tmp_path / "server.log",
+        arguments=(
+            *("--enable-lora", "--max-lora-rank", "64", "--max-loras", "2", "--max-cpu-loras", "3"),
+            *("--tensor-parallel-size", "2"),
+        ),
+        env={
+            "VLLM_PLUGINS": "lora_filesystem_resolver,lora_lru_manager",
+            "VLLM_LORA_RESOLVER_CACHE_DIR": str(root),
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "LORA_PLUGINS_STORE_DIR": str(store),
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        },
+    ) as server:
+        client = connect(server)
+
+        def wrong() -> list[str]:
+            answers = {spec.name: complete(client, spec.name, PROMPT, MAX_TOKENS) for spec in DEMO_ADAPTERS}
+            return [name for name, answer in answers.items() if list(answer.token_ids) != bed.answers[name]]
+
+        assert wrong() == []
+        for weights in list(store.glob("**/adapter_model.safetensors")):
+            shutil.rmtree(weights.parent)
+        assert wrong() == []  # more adapters than host places, so all but a few are fetched anew
+        answer = httpx.post(f"{server.url}/collective_rpc", json={"method": "get_lora_metrics"}, timeout=60)
+        workers = answer.json()["results"]
+        assert len(workers) == 2
+        assert all(worker["performance"]["copies_in_loop"] == 0 for worker in workers)

@@ -1,0 +1,47 @@
+"""Worker managers over a small real model, one process of vLLM's for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.manager import small_model
+from tests.manager.small_model import Adapter, make_adapter
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A base model's directory, while vLLM's layers may be made."""
+    root = tmp_path_factory.mktemp("small-model")
+    with small_model.one_process(root / "rendezvous"):
+        yield small_model.base_directory(root / "base")
+
+
+@pytest.fixture
+def make_manager(base: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Makes worker managers (ours, or of `kind`) with so many slots, adapters and bytes; their threads end."""
+    made = []
+
+    def make(
+        *, slots: int = 2, max_adapters: int = 4, kind: type | None = None, env: dict[str, str] | None = None
+    ) -> Any:
+        for name, value in (env or {}).items():
+            monkeypatch.setenv(name, value)
+        manager = small_model.manager_of(small_model.vllm_config(base, slots=slots, max_adapters=max_adapters), kind)
+        made.append(manager)
+        return manager
+
+    yield make
+    for manager in made:
+        for name in ("_stager", "_fetcher"):
+            if hasattr(manager, name):
+                getattr(manager, name).close()
+
+
+@pytest.fixture
+def adapters(tmp_path: Path) -> list[Adapter]:
+    """Five adapters of one size; the first one's id is 1."""
+    return [make_adapter(tmp_path / f"adapter-{adapter_id}", adapter_id) for adapter_id in range(1, 6)]

@@ -1,0 +1,275 @@
+"""A small real model of vLLM's own layers on the CPU, adapters for it, and what its slots should hold for each."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import save_file
+
+WIDTH, HIGH, LAYERS, MAX_RANK = 16, 32, 2, 8
+# The adapter's modules: features in, features out.
+ATTENTION = {"q_proj": (WIDTH, WIDTH), "k_proj": (WIDTH, 8), "v_proj": (WIDTH, 8), "o_proj": (WIDTH, WIDTH)}
+MLP = {"gate_proj": (WIDTH, HIGH), "up_proj": (WIDTH, HIGH), "down_proj": (HIGH, WIDTH)}
+MORE = {"column": (WIDTH, WIDTH), "replicated": (WIDTH, WIDTH)}
+SHAPES = ATTENTION | MLP | MORE
+PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+
+
+def base_directory(directory: Path) -> Path:
+    """The configuration of a base model; it has no weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": WIDTH,
+        "intermediate_size": HIGH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 64,
+        "max_position_embeddings": 64,
+        "torch_dtype": "float32",
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@contextmanager
+def one_process(rendezvous: Path) -> Iterator[None]:
+    """What vLLM's layers ask of torch.distributed, with a world of this process alone, on the loopback."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(1, 0, f"file://{rendezvous}", 0, "gloo")
+        parallel_state.initialize_model_parallel(1, 1)
+        yield
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+
+
+def vllm_config(base: Path, *, slots: int = 2, max_adapters: int = 4) -> Any:
+    from vllm.config import LoRAConfig, ModelConfig, SchedulerConfig, VllmConfig
+
+    model = ModelConfig(str(base), skip_tokenizer_init=True, dtype="float32", max_model_len=64)
+    lora = LoRAConfig(max_lora_rank=MAX_RANK, max_loras=slots, max_cpu_loras=max_adapters, lora_dtype=torch.float32)
+    scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, is_encoder_decoder=False)
+    return VllmConfig(model_config=model, lora_config=lora, scheduler_config=scheduler)
+
+
+def small_model() -> Any:
+    """Two layers with one of each of vLLM's linear layers."""
+    from torch import nn
+    from vllm.model_executor.layers.linear import (
+        ColumnParallelLinear,
+        MergedColumnParallelLinear,
+        QKVParallelLinear,
+        ReplicatedLinear,
+        RowParallelLinear,
+    )
+    from vllm.model_executor.models.interfaces import SupportsLoRA
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv_proj = QKVParallelLinear(WIDTH, 8, 2, 1, bias=False)
+            self.o_proj = RowParallelLinear(WIDTH, WIDTH, bias=False)
+            self.gate_up_proj = MergedColumnParallelLinear(WIDTH, [HIGH, HIGH], bias=False)
+            self.down_proj = RowParallelLinear(HIGH, WIDTH, bias=False)
+            self.column = ColumnParallelLinear(WIDTH, WIDTH, bias=False)
+            self.replicated = ReplicatedLinear(WIDTH, WIDTH, bias=False)
+
+    class SmallModel(nn.Module, SupportsLoRA):
+        packed_modules_mapping = PACKED
+        embedding_modules: ClassVar[dict[str, str]] = {}
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+            self.config = None
+
+    return SmallModel()
+
+
+def manager_of(config: Any, kind: type | None = None) -> Any:
+    """A worker manager over a model of its own; ours, or vLLM's `kind`."""
+    from lora_plugins.manager.worker_manager import StagedWorkerLoRAManager
+
+    manager = (kind or StagedWorkerLoRAManager)(config, torch.device("cpu"), {})
+    manager.create_lora_manager(small_model(), config)
+    return manager
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """An adapter on disk and, by module and side, what should be computed with: scaling folded in, as float32."""
+
+    adapter_id: int
+    path: Path
+    a: dict[str, torch.Tensor]
+    b: dict[str, torch.Tensor]
+
+    @property
+    def name(self) -> str:
+        return f"adapter-{self.adapter_id}"
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.nbytes for side in (self.a, self.b) for tensor in side.values())
+
+    @property
+    def file_bytes(self) -> int:
+        """What the gate says of its size."""
+        return sum(file.stat().st_size for file in self.path.iterdir())
+
+    def request(self, **changes: Any) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(lora_name=self.name, lora_int_id=self.adapter_id, lora_path=str(self.path), **changes)
+
+    def vanish(self) -> None:
+        shutil.rmtree(self.path)
+
+
+def make_adapter(
+    directory: Path,
+    adapter_id: int,
+    *,
+    rank: int = 4,
+    seed: int | None = None,
+    modules: dict[str, tuple[int, int]] = SHAPES,
+    prefix: str = "layers.{}.",
+    dtype: torch.dtype = torch.float32,
+    change: dict[str, torch.Tensor] | None = None,
+    drop: Sequence[str] = (),
+) -> Adapter:
+    """Write an adapter as PEFT would; `change` replaces and `drop` leaves out tensors by their PEFT names."""
+    generator = torch.Generator().manual_seed(adapter_id if seed is None else seed)
+    names = [prefix.format(layer) + name for layer in range(LAYERS) for name in modules]
+    tensors: dict[str, torch.Tensor] = {}
+    a, b = {}, {}
+    for name in names:
+        wide, high = modules[name.rsplit(".", 1)[-1]]
+        a[name] = torch.randn(rank, wide, generator=generator).to(dtype)
+        b[name] = torch.randn(high, rank, generator=generator).to(dtype)
+        tensors[f"base_model.model.{name}.lora_A.weight"] = a[name]
+        tensors[f"base_model.model.{name}.lora_B.weight"] = b[name]
+    tensors |= change or {}
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in drop}
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": sorted({name.rsplit(".", 1)[-1] for name in names}),
+        "base_model_name_or_path": "org/small",
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return Adapter(
+        adapter_id,
+        directory,
+        {name: tensor.float() for name, tensor in a.items()},
+        {name: 2 * tensor.float() for name, tensor in b.items()},
+    )
+
+
+def differences(manager: Any, index: int, adapter: Adapter) -> list[str]:
+    """Names of the modules whose slot `index` does not hold exactly this adapter, zeros around it."""
+    wrong = []
+    for module_name, module in manager._adapter_manager.modules.items():
+        parent, _, last = module_name.rpartition(".")
+        for slice_index, part in enumerate(PACKED.get(last, [last])):
+            name = f"{parent}.{part}"
+            for stacked, sides in ((module.lora_a_stacked, adapter.a), (module.lora_b_stacked, adapter.b)):
+                held = stacked[slice_index][index, 0]
+                wanted = torch.zeros_like(held)
+                side = sides.get(name)
+                if side is not None:
+                    wanted[: side.shape[0], : side.shape[1]] = side
+                if not torch.equal(held, wanted):
+                    wrong.append(name)
+    return wrong
+
+
+class Blocked:
+    """Holds up whoever calls `set_lora` of one module of a manager, until `go`; counts the calls.
+
+    Only calls from other threads than the one that made it are held up.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._module = next(iter(manager._adapter_manager.modules.values()))
+        self._set_lora = self._module.set_lora
+        self._me = threading.current_thread()
+        self.entered, self.go = threading.Event(), threading.Event()
+        self._module.set_lora = self._wait_first
+
+    def _wait_first(self, *args: Any) -> Any:
+        if threading.current_thread() is not self._me:
+            self.entered.set()
+            assert self.go.wait(20)
+        return self._set_lora(*args)
+
+    def end(self) -> None:
+        self.go.set()
+        self._module.set_lora = self._set_lora
+
+
+# --- what the API server and the engine do with a worker manager ---
+
+
+def ask(manager: Any, adapter: Adapter, busy: Sequence[int] | None = (), owner: str = "server") -> dict[str, Any]:
+    """`stage`, as the gate's RPC does."""
+    size_bytes = adapter.file_bytes if adapter.path.is_dir() else 0
+    return manager.stage(owner, adapter.request(), {"size_bytes": size_bytes}, busy)
+
+
+def settled(manager: Any, adapter_id: int, busy: Sequence[int] | None = (), timeout_s: float = 10) -> dict[str, Any]:
+    """Its state once nothing is on its way."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        state = manager.stage_state(adapter_id, busy)
+        if state["state"] not in {"staging", "placing"}:
+            return state
+        assert time.monotonic() < deadline, state
+        time.sleep(0.002)
+
+
+def bring(manager: Any, adapter: Adapter, busy: Sequence[int] | None = (), owner: str = "server") -> str:
+    ask(manager, adapter, busy, owner)
+    return settled(manager, adapter.adapter_id, busy)["state"]
+
+
+def step(manager: Any, *adapters: Adapter) -> None:
+    """What the engine does before a forward pass with these adapters, one token for each."""
+    from vllm.lora.layers import LoRAMapping
+
+    ids = tuple(adapter.adapter_id for adapter in adapters) or (0,)
+    manager.set_active_adapters({adapter.request() for adapter in adapters}, LoRAMapping(ids, ids, is_prefill=True))
+
+
+def slots_of(manager: Any) -> list[int | None]:
+    return list(manager._adapter_manager.lora_index_to_id)
+
+
+def holds(manager: Any, adapter: Adapter) -> bool:
+    """Whether the adapter is in a slot, and that slot holds it and nothing else."""
+    return differences(manager, slots_of(manager).index(adapter.adapter_id), adapter) == []
+
+
+def punica_indices(manager: Any) -> list[int]:
+    """The slot of each token of the batch that was prepared last."""
+    wrapper = next(iter(manager._adapter_manager.punica_wrapper_mapping.values()))
+    return wrapper.token_lora_indices.tolist()

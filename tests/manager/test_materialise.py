@@ -1,0 +1,201 @@
+"""Two workers whose stores are different directories: what one lacks is fetched from its source, by digest."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, SourceUnavailable
+from lora_plugins.events import Events
+from lora_plugins.manager.materialise import Materialiser
+from lora_plugins.resolvers.chain import SourceChain
+from lora_plugins.resolvers.filesystem import FilesystemSource
+from lora_plugins.settings import BaseMatch, Settings
+from lora_plugins.store.store import Store
+from tests.manager.small_model import Adapter, ask, bring, holds, make_adapter, settled, step
+
+BASE = "org/small"
+
+
+class Node:
+    """A machine with a store of its own, which sees the same adapters."""
+
+    def __init__(self, store: Path, adapters: Path) -> None:
+        settings = Settings(store_dir=store, base_match=BaseMatch.OFF)
+        self.store = Store(store)
+        self.chain = SourceChain(settings, Events(), self.store, [FilesystemSource(adapters)])
+        self.materialiser = Materialiser(BASE, lambda: self.chain)
+
+    def serve(self, name: str) -> Path:
+        resolved = asyncio.run(self.chain.resolve(name, BASE))
+        assert resolved is not None
+        return resolved.path
+
+    def is_leased(self, digest: str) -> bool:
+        return bool(self.store.leases.holders(digest))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    make_adapter(tmp_path / "adapters" / "adapter-1", 1)
+    return tmp_path / "adapters"
+
+
+@pytest.fixture
+def here(tmp_path: Path, root: Path) -> Node:
+    """The API server's machine."""
+    return Node(tmp_path / "store-here", root)
+
+
+@pytest.fixture
+def there(tmp_path: Path, root: Path) -> Node:
+    """A worker's machine."""
+    return Node(tmp_path / "store-there", root)
+
+
+def test_what_this_machine_lacks_is_fetched_from_its_source(here: Node, there: Node) -> None:
+    path = here.serve("adapter-1")
+    brought = Path(there.materialiser.bring("adapter-1", str(path)))
+    assert brought == there.store.layout.adapter(path.name)
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (brought / file).read_bytes() == (path / file).read_bytes()
+
+
+def test_it_is_leased_until_it_has_been_read(here: Node, there: Node) -> None:
+    path = here.serve("adapter-1")
+    for _ in range(2):  # fetched the first time, found in the store the second
+        brought = there.materialiser.bring("adapter-1", str(path))
+        assert there.is_leased(path.name)
+        assert not there.store.remove(path.name)
+        there.materialiser.done_with(brought)
+        assert not there.is_leased(path.name)
+    there.materialiser.done_with(brought)
+
+
+def test_two_names_of_the_same_bytes_are_leased_until_both_have_been_read(here: Node, there: Node, root: Path) -> None:
+    shutil.copytree(root / "adapter-1", root / "copy")
+    path = here.serve("adapter-1")
+    assert here.serve("copy") == path
+    first, second = (there.materialiser.bring(name, str(path)) for name in ("adapter-1", "copy"))
+    there.materialiser.done_with(first)
+    assert there.is_leased(path.name)
+    there.materialiser.done_with(second)
+    assert not there.is_leased(path.name)
+
+
+def test_other_bytes_at_the_source_are_refused(here: Node, there: Node, root: Path) -> None:
+    path = here.serve("adapter-1")
+    make_adapter(root / "adapter-1", 1, seed=99)
+    with pytest.raises(SourceUnavailable, match="another version"):
+        there.materialiser.bring("adapter-1", str(path))
+
+
+def test_other_bytes_that_were_refused_are_not_kept_leased(here: Node, there: Node, root: Path) -> None:
+    path = here.serve("adapter-1")
+    make_adapter(root / "adapter-1", 1, seed=99)
+    with pytest.raises(SourceUnavailable):
+        there.materialiser.bring("adapter-1", str(path))
+    assert not [digest for digest in there.store.layout.digests() if there.is_leased(digest)]
+
+
+def test_gone_from_the_source_is_not_found(here: Node, there: Node, root: Path) -> None:
+    path = here.serve("adapter-1")
+    shutil.rmtree(root / "adapter-1")
+    with pytest.raises(AdapterNotFound, match=path.name[:12]):
+        there.materialiser.bring("adapter-1", str(path))
+
+
+def test_gone_from_the_source_but_in_the_store_is_served(here: Node, there: Node, root: Path) -> None:
+    path = here.serve("adapter-1")
+    there.serve("adapter-1")
+    shutil.rmtree(root / "adapter-1")
+    assert there.materialiser.bring("adapter-1", str(path)) == str(there.store.layout.adapter(path.name))
+
+
+def test_broken_at_the_source_is_said(here: Node, there: Node, root: Path) -> None:
+    path = here.serve("adapter-1")
+    (root / "adapter-1" / "adapter_model.safetensors").write_bytes(b"short")
+    with pytest.raises(InvalidAdapter):
+        there.materialiser.bring("adapter-1", str(path))
+
+
+@pytest.mark.parametrize("path", ["/somewhere/by/hand", "/store/0123"])
+def test_a_path_of_no_store_is_not_found(there: Node, path: str) -> None:
+    with pytest.raises(AdapterNotFound, match="no such directory in this worker"):
+        there.materialiser.bring("adapter-1", path)
+
+
+def test_without_sources_it_is_not_found(here: Node) -> None:
+    path = here.serve("adapter-1")
+    with pytest.raises(AdapterNotFound, match="name a resolver"):
+        Materialiser(BASE, lambda: None).bring("adapter-1", str(path))
+
+
+def test_a_worker_on_another_machine_serves_it(
+    make_manager: Callable[..., Any], here: Node, there: Node, root: Path
+) -> None:
+    manager = make_manager()
+    manager._materialiser = there.materialiser
+    path = here.serve("adapter-1")
+    shutil.move(path, path.with_name("another-machine"))
+    original = make_adapter(root.parent / "again", 1)
+    adapter = Adapter(1, path, original.a, original.b)
+    ask(manager, adapter)
+    state = settled(manager, 1)
+    assert state["state"] == "ready", state
+    assert not there.is_leased(path.name)
+    shutil.rmtree(there.store.layout.adapter(path.name))
+    step(manager, adapter)
+    assert holds(manager, adapter)
+
+
+def test_a_worker_that_nobody_waits_for_gives_the_lease_back(
+    make_manager: Callable[..., Any], here: Node, there: Node, tmp_path: Path
+) -> None:
+    manager = make_manager()
+    manager._materialiser = there.materialiser
+    path = here.serve("adapter-1")
+    shutil.move(path, path.with_name("another-machine"))
+    bring_, gone = there.materialiser.bring, []
+
+    def bring_and_forget(name: str, path: str) -> str:
+        brought = bring_(name, path)
+        manager.tier.drop(1)  # unloaded in this moment
+        gone.append(brought)
+        return brought
+
+    there.materialiser.bring = bring_and_forget  # type: ignore[method-assign]
+    ask(manager, Adapter(1, path, {}, {}))
+    other = make_adapter(tmp_path / "other", 2)
+    assert settled(manager, 1)["state"] == "absent"
+    manager._fetcher.close()
+    assert bring(manager, other) == "ready"  # the staging thread has done what came before
+    assert manager.tier.get(1) is None
+    assert not there.is_leased(path.name)
+
+
+def test_others_are_staged_while_one_is_fetched(
+    make_manager: Callable[..., Any], here: Node, there: Node, tmp_path: Path
+) -> None:
+    import threading
+
+    manager = make_manager()
+    manager._materialiser = there.materialiser
+    go = threading.Event()
+
+    def slow(name: str, path: str) -> str:
+        go.wait(10)
+        raise SourceUnavailable("slow")
+
+    there.materialiser.bring = slow  # type: ignore[method-assign]
+    ask(manager, Adapter(1, tmp_path / "missing", {}, {}))
+    other = make_adapter(tmp_path / "other", 2)
+    assert bring(manager, other) == "ready"
+    assert manager.stage_state(1, [])["state"] == "staging"
+    go.set()
+    assert settled(manager, 1)["kind"] == "SourceUnavailable"

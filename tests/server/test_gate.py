@@ -1,0 +1,642 @@
+"""The gate before a made-up set of workers: who is let in when, who keeps a lease, and what an error does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError, NoFreeSlot, SourceUnavailable
+from lora_plugins.server import gate as gate_module
+from lora_plugins.server.gate import Gate
+
+LINGER_S = 0.05
+
+
+@dataclass(frozen=True)
+class Asked:
+    lora_int_id: int
+    lora_path: str = "/somewhere"
+
+    @property
+    def lora_name(self) -> str:
+        return f"adapter-{self.lora_int_id}"
+
+
+@dataclass
+class Worker:
+    """Holds `places` adapters in host memory, those that are leased for as long as they are, and `slots` of them.
+
+    One that is asked for is staged after `delay_s`, or has failed; it gets a slot of none of the busy, if one is idle.
+    """
+
+    delay_s: float = 0.01
+    places: int = 99
+    slots: int = 99
+    broken: LoRAPluginsError | None = None
+    paths: dict[int, str] = field(default_factory=dict)
+    ready_at: dict[int, float] = field(default_factory=dict)
+    leases: dict[int, set[str]] = field(default_factory=dict)
+    stagings: Counter[tuple[int, str]] = field(default_factory=Counter)
+    in_slots: list[int] = field(default_factory=list)
+
+    def lora_plugins_stage(
+        self, owner: str, name: str, adapter_id: int, path: str, origin: dict[str, Any], busy: list[int] | None
+    ) -> dict[str, Any]:
+        assert origin["size_bytes"] == 0, "there is no such directory"
+        if self.paths.get(adapter_id) != path:
+            if adapter_id not in self.paths and len(self.paths) >= self.places:
+                idle = next((key for key in self.paths if not self.leases[key]), None)
+                if idle is None:
+                    return failure(NoFreeSlot("all leased", adapter=name))
+                self.forget(idle)
+            self.forget(adapter_id)
+            self.paths[adapter_id], self.leases[adapter_id] = path, set()
+            self.ready_at[adapter_id] = asyncio.get_running_loop().time() + self.delay_s
+            self.stagings[adapter_id, path] += 1
+        self.leases[adapter_id].add(owner)
+        return self.lora_plugins_stage_state(adapter_id, busy)
+
+    def lora_plugins_stage_state(self, adapter_id: int, busy: list[int] | None) -> dict[str, Any]:
+        if adapter_id not in self.paths:
+            return {"state": "absent"}
+        if asyncio.get_running_loop().time() < self.ready_at[adapter_id]:
+            return {"state": "staging", "displaced": []}
+        if self.broken is not None:
+            error = failure(self.broken)
+            self.paths[adapter_id] = "failed; the next staging begins anew"
+            return error
+        displaced = []
+        if busy is not None and adapter_id not in self.in_slots:
+            if len(self.in_slots) >= self.slots:
+                displaced = [key for key in self.in_slots if key not in busy][:1]
+            for key in displaced:
+                self.in_slots.remove(key)
+            if len(self.in_slots) < self.slots:
+                self.in_slots.append(adapter_id)
+        return {"state": "ready" if adapter_id in self.in_slots else "staged", "displaced": displaced}
+
+    def lora_plugins_release(self, owner: str, adapter_id: int) -> None:
+        if adapter_id in self.leases:
+            self.leases[adapter_id].discard(owner)
+
+    def forget(self, adapter_id: int) -> None:
+        for of_all in (self.paths, self.ready_at, self.leases):
+            of_all.pop(adapter_id, None)
+        if adapter_id in self.in_slots:
+            self.in_slots.remove(adapter_id)
+
+    def is_ready(self, adapter_id: int) -> bool:
+        return self.lora_plugins_stage_state(adapter_id, None)["state"] == "ready"
+
+
+def failure(error: LoRAPluginsError) -> dict[str, Any]:
+    fields = {name: getattr(error, name) for name in ("found", "expected", "remedy", "adapter", "file")}
+    return {"state": "failed", "kind": type(error).__name__, "fields": fields}
+
+
+class Workers:
+    """A gate before some workers; counts the calls."""
+
+    def __init__(self, *workers: Worker, **options: Any) -> None:
+        self.workers = workers
+        self.calls: Counter[str] = Counter()
+        slots = options.pop("slots", min(worker.slots for worker in workers))
+        self.gate = Gate(self.call, slots=slots, linger_s=options.pop("linger_s", LINGER_S), **options)
+        self.inside: Counter[int] = Counter()
+
+    async def call(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
+        self.calls[method] += 1
+        answers = [getattr(worker, method)(*arguments) for worker in self.workers]
+        await asyncio.sleep(0.001)
+        return answers
+
+    def leased(self) -> set[int]:
+        return {key for worker in self.workers for key, owners in worker.leases.items() if owners}
+
+    async def use(self, request: Asked, seconds: float = 0.0) -> None:
+        async with self.gate.held(request):
+            self.inside[request.lora_int_id] += 1
+            try:
+                self.everybody_inside_is_leased()
+                await asyncio.sleep(seconds)
+                self.everybody_inside_is_leased()
+            finally:
+                self.inside[request.lora_int_id] -= 1
+
+    def everybody_inside_is_leased(self) -> None:
+        """What the gate is for: the engine never meets an adapter that a worker may have dropped."""
+        for worker in self.workers:
+            for adapter_id in +self.inside:
+                assert worker.leases.get(adapter_id), f"adapter {adapter_id} runs without a lease"
+
+    async def nothing_is_left(self) -> None:
+        async with asyncio.timeout(2):
+            while self.leased() or self.gate._entries:
+                await asyncio.sleep(0.005)
+        assert not self.gate._next_for_room.locked()
+        assert not self.gate._turns.in_flight()
+        assert not self.gate._turns._waiting
+        assert not self.gate._turns._lacking_room
+
+
+def runs(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test, and what it asks pytest for, on an event loop of its own, with an end."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **fixtures: Any) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(30):
+                await test(*args, **fixtures)
+
+        asyncio.run(bounded())
+
+    return run
+
+
+@runs
+async def test_fifty_at_once_stage_once() -> None:
+    workers = Workers(Worker(), Worker())
+    await asyncio.gather(*(workers.use(Asked(1)) for _ in range(50)))
+    assert workers.calls["lora_plugins_stage"] == 1
+    assert [worker.stagings.total() for worker in workers.workers] == [1, 1]
+    await workers.nothing_is_left()
+    assert workers.calls["lora_plugins_release"] == 1
+
+
+@runs
+async def test_nobody_enters_before_the_slowest_worker_is_ready() -> None:
+    workers = Workers(Worker(delay_s=0.0), Worker(delay_s=0.15))
+    started = asyncio.get_running_loop().time()
+
+    async def enter() -> None:
+        await workers.gate.enter(Asked(1))
+        assert all(worker.is_ready(1) for worker in workers.workers)
+
+    await asyncio.gather(*(enter() for _ in range(5)))
+    assert asyncio.get_running_loop().time() - started >= 0.15
+
+
+@runs
+async def test_others_do_not_wait_for_a_slow_one() -> None:
+    worker = Worker()
+    workers = Workers(worker)
+    await workers.use(Asked(2))
+    worker.delay_s = 5
+    slow = asyncio.create_task(workers.use(Asked(1)))
+    await asyncio.sleep(0.02)
+    worker.delay_s = 0
+    await asyncio.wait_for(asyncio.gather(workers.use(Asked(2)), workers.use(Asked(3))), 1)
+    assert not slow.done()
+    slow.cancel()
+
+
+@runs
+async def test_a_failure_reaches_every_waiter_and_the_next_tries_again() -> None:
+    broken = IncompatibleAdapter("rank 99", expected="at most 64", remedy="train it anew", adapter="a", file="f")
+    good, bad = Worker(), Worker(broken=broken)
+    workers = Workers(good, bad)
+    outcomes = await asyncio.gather(*(workers.use(Asked(1)) for _ in range(20)), return_exceptions=True)
+    for error in outcomes:
+        assert isinstance(error, IncompatibleAdapter)
+        assert failure(error) == failure(broken)
+    assert bad.stagings[1, "/somewhere"] == 1
+    bad.broken = None
+    await workers.use(Asked(1))
+    assert bad.stagings[1, "/somewhere"] == 2
+    await workers.nothing_is_left()
+
+
+@runs
+async def test_after_a_failure_nothing_stays_leased() -> None:
+    workers = Workers(Worker(), Worker(broken=IncompatibleAdapter("x")))
+    with pytest.raises(IncompatibleAdapter):
+        await workers.use(Asked(1))
+    await workers.nothing_is_left()
+
+
+@runs
+async def test_the_lease_ends_after_the_last_leave_and_the_linger() -> None:
+    workers = Workers(Worker(delay_s=0.0))
+    first, second = await workers.gate.enter(Asked(1)), await workers.gate.enter(Asked(1))
+    workers.gate.leave(first)
+    await asyncio.sleep(3 * LINGER_S)
+    assert workers.leased() == {1}
+    workers.gate.leave(second)
+    await asyncio.sleep(LINGER_S / 3)
+    assert workers.leased() == {1}
+    await asyncio.sleep(2 * LINGER_S)
+    assert workers.leased() == set()
+
+
+@runs
+async def test_coming_back_during_the_linger_needs_no_call() -> None:
+    workers = Workers(Worker(delay_s=0.0))
+    for _ in range(5):
+        await workers.use(Asked(1))
+        before = workers.calls.total()
+        await asyncio.sleep(LINGER_S / 3)
+        await workers.use(Asked(1))
+        assert workers.calls.total() == before
+    assert workers.calls["lora_plugins_stage"] == 1
+
+
+@runs
+async def test_what_a_request_raises_ends_its_hold() -> None:
+    workers = Workers(Worker(delay_s=0.0))
+    with pytest.raises(ZeroDivisionError):
+        async with workers.gate.held(Asked(1)):
+            raise ZeroDivisionError
+    await workers.nothing_is_left()
+
+
+# --- turns ---
+
+
+@runs
+async def test_more_adapters_than_slots_are_served_in_order() -> None:
+    workers = Workers(Worker(slots=2, delay_s=0.0), Worker(slots=2, delay_s=0.01))
+    order: list[int] = []
+
+    async def one(adapter_id: int) -> None:
+        async with workers.gate.held(Asked(adapter_id)):
+            order.append(adapter_id)
+            assert len(workers.gate._turns.in_flight()) <= 2
+            await asyncio.sleep(0.02)
+
+    async with asyncio.TaskGroup() as group:
+        for adapter_id in range(12):
+            group.create_task(one(adapter_id))
+            await asyncio.sleep(0.005)
+    assert order == list(range(12))
+    await workers.nothing_is_left()
+
+
+@runs
+async def test_one_that_waits_for_its_turn_is_staged_meanwhile() -> None:
+    workers = Workers(Worker(slots=1, delay_s=0.05))
+    hold = await workers.gate.enter(Asked(0))
+    waiting = asyncio.create_task(workers.use(Asked(1)))
+    await asyncio.sleep(0.15)
+    assert workers.workers[0].lora_plugins_stage_state(1, None)["state"] == "staged"
+    assert workers.workers[0].in_slots == [0], "its slot comes with its turn"
+    workers.gate.leave(hold)
+    await waiting
+    await workers.nothing_is_left()
+
+
+@runs
+async def test_one_that_cannot_be_staged_is_told_before_its_turn() -> None:
+    worker = Worker(slots=1, delay_s=0.0)
+    workers = Workers(worker)
+    hold = await workers.gate.enter(Asked(0))
+    worker.broken = IncompatibleAdapter("rank 99")
+    outcomes = await asyncio.wait_for(
+        asyncio.gather(*(workers.use(Asked(1)) for _ in range(3)), return_exceptions=True), 1
+    )
+    assert [type(outcome) for outcome in outcomes] == [IncompatibleAdapter] * 3
+    assert workers.gate._turns.in_flight() == [0]
+    assert not workers.gate._turns._waiting
+    workers.gate.leave(hold)
+    await workers.nothing_is_left()
+
+
+@runs
+async def test_adapters_that_are_never_idle_do_not_keep_another_out() -> None:
+    workers = Workers(Worker(slots=1, delay_s=0.0), quantum_s=0.1)
+    stop = asyncio.Event()
+
+    async def stream(offset_s: float) -> None:
+        await asyncio.sleep(offset_s)
+        while not stop.is_set():
+            await workers.use(Asked(0), 0.05)
+
+    streams = [asyncio.create_task(stream(offset_s)) for offset_s in (0, 0.02, 0.04)]
+    await asyncio.sleep(0.1)
+    await asyncio.wait_for(workers.use(Asked(1)), 1)
+    stop.set()
+    await asyncio.gather(*streams)
+    await workers.nothing_is_left()
+
+
+@runs
+async def test_a_displaced_adapter_is_placed_again() -> None:
+    worker = Worker(slots=1, delay_s=0.0)
+    workers = Workers(worker, linger_s=10)
+    await workers.use(Asked(0))
+    await workers.use(Asked(1))
+    assert worker.in_slots == [1]
+    async with workers.gate.held(Asked(0)):
+        assert worker.in_slots == [0]
+    assert worker.stagings[0, "/somewhere"] == 1, "it was still in host memory"
+
+
+# --- host memory ---
+
+
+@runs
+async def test_room_for_one_and_more_slots_than_that_is_no_deadlock() -> None:
+    for slots in (1, 3):
+        workers = Workers(Worker(places=1, slots=slots, delay_s=0.0), Worker(places=1, slots=slots), quantum_s=0.02)
+        await asyncio.gather(*(workers.use(Asked(n % 4), 0.01) for n in range(16)))
+        await workers.nothing_is_left()
+
+
+@runs
+async def test_hot_adapters_for_which_there_is_no_room_at_once_share_it() -> None:
+    workers = Workers(Worker(places=1, slots=2, delay_s=0.0), quantum_s=0.05)
+    stop, served = asyncio.Event(), Counter[int]()
+
+    async def stream(adapter_id: int) -> None:
+        while not stop.is_set():
+            await workers.use(Asked(adapter_id), 0.02)
+            served[adapter_id] += 1
+
+    streams = [asyncio.create_task(stream(n % 3)) for n in range(6)]
+    await asyncio.sleep(1.5)
+    stop.set()
+    await asyncio.gather(*streams)
+    assert min(served.values()) >= 5, served
+    await workers.nothing_is_left()
+
+
+@runs
+async def test_who_waits_for_a_turn_gives_its_lease_up_for_one_that_has_it() -> None:
+    worker = Worker(places=2, slots=2, delay_s=0.0)
+    workers = Workers(worker, linger_s=10)
+    busy = await workers.gate.enter(Asked(0))
+    await workers.use(Asked(1))  # lingers, and with it its lease
+    assert worker.leases == {0: {workers.gate._owner}, 1: {workers.gate._owner}}
+    await asyncio.wait_for(workers.use(Asked(2)), 1)
+    assert worker.leases.keys() == {0, 2}
+    await asyncio.wait_for(workers.use(Asked(1)), 1)
+    workers.gate.leave(busy)
+
+
+@runs
+async def test_workers_with_room_for_different_adapters_are_no_deadlock() -> None:
+    """Each of two has room in one worker: neither may keep that while it waits for the other worker's."""
+    left, right = Worker(places=1, delay_s=0.0), Worker(places=1, delay_s=0.0)
+    workers = Workers(left, right, slots=3, room_timeout_s=5)
+    right.lora_plugins_stage("another server", "", 9, "/9", {"size_bytes": 0}, None)
+    first = asyncio.create_task(workers.use(Asked(1)))
+    await asyncio.sleep(0.02)
+    right.forget(9)  # between two questions of the first
+    second = asyncio.create_task(workers.use(Asked(2)))
+    await asyncio.wait_for(asyncio.gather(first, second), 2)
+    await workers.nothing_is_left()
+
+
+@runs
+async def test_a_newcomer_does_not_overtake_who_waits() -> None:
+    worker = Worker(places=1, slots=3, delay_s=0.0)
+    workers = Workers(worker)
+    order: list[int] = []
+
+    async def one(adapter_id: int) -> None:
+        async with workers.gate.held(Asked(adapter_id)):
+            order.append(adapter_id)
+
+    hold = await workers.gate.enter(Asked(0))
+    waiting = asyncio.create_task(one(1))
+    await asyncio.sleep(0.07)  # between two of its questions
+    workers.gate.leave(hold)
+    worker.leases[0].clear()
+    await asyncio.gather(waiting, one(2))
+    assert order == [1, 2]
+
+
+@runs
+async def test_waiting_for_room_ends() -> None:
+    workers = Workers(Worker(places=1, slots=2, delay_s=0.0), room_timeout_s=0.2)
+    hold = await workers.gate.enter(Asked(0))
+    started = asyncio.get_running_loop().time()
+    with pytest.raises(NoFreeSlot) as caught:
+        await workers.gate.enter(Asked(1))
+    assert 0.2 <= asyncio.get_running_loop().time() - started < 1
+    assert caught.value.adapter == "adapter-1"
+    workers.gate.leave(hold)
+    await workers.use(Asked(1))
+    await workers.nothing_is_left()
+
+
+@runs
+async def test_one_that_loses_its_turn_and_its_lease_while_it_is_placed_gets_both_again() -> None:
+    """Its first request goes away while it is placed, its second waits for a turn, and a third party lacks room."""
+    worker = Worker(slots=2, delay_s=0.0)
+    workers = Workers(worker, quantum_s=0.0)
+    busy = await workers.gate.enter(Asked(0))
+    worker.delay_s = 0.2
+    first = asyncio.create_task(workers.use(Asked(1)))
+    await asyncio.sleep(0.02)
+    third = asyncio.create_task(workers.use(Asked(2)))  # waits for a turn: there are two slots
+    await asyncio.sleep(0.02)
+    second = asyncio.create_task(workers.use(Asked(1), 0.1))  # behind it, as its quantum is over
+    await asyncio.sleep(0.02)
+    first.cancel()
+    await asyncio.sleep(0.02)
+    for entry in list(workers.gate._entries.values()):  # what one that lacks room would do
+        if entry.request.lora_int_id == 1:
+            await workers.gate._release(entry)
+    workers.gate.leave(busy)
+    await asyncio.gather(second, third)  # each looks at its lease
+    await workers.nothing_is_left()
+
+
+# --- those who go away ---
+
+
+@runs
+async def test_one_cancelled_waiter_leaves_the_others_waiting() -> None:
+    workers = Workers(Worker(delay_s=0.1))
+    tasks = [asyncio.create_task(workers.use(Asked(1))) for _ in range(3)]
+    await asyncio.sleep(0.02)
+    tasks[0].cancel()
+    await asyncio.gather(*tasks[1:])
+    assert tasks[0].cancelled()
+    assert workers.calls["lora_plugins_stage"] == 1
+    await workers.nothing_is_left()
+
+
+@runs
+async def test_a_waiter_that_disappears_leaves_no_lease() -> None:
+    for waited_s in (0.0, 0.0005, 0.003, 0.02):
+        workers = Workers(Worker(delay_s=0.5))
+        task = asyncio.create_task(workers.use(Asked(1)))
+        await asyncio.sleep(waited_s)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(3 * LINGER_S)
+        await workers.nothing_is_left()
+
+
+@runs
+async def test_one_that_disappears_while_it_waits_for_room_takes_none() -> None:
+    workers = Workers(Worker(places=1, slots=2, delay_s=0.0))
+    hold = await workers.gate.enter(Asked(0))
+    task = asyncio.create_task(workers.use(Asked(1)))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    await asyncio.sleep(2 * LINGER_S)
+    workers.gate.leave(hold)
+    await workers.nothing_is_left()
+    assert (1, "/somewhere") not in workers.workers[0].stagings
+
+
+@runs
+async def test_one_that_disappears_while_it_waits_for_its_turn_takes_none() -> None:
+    for waited_s in (0.0, 0.0005, 0.003, 0.02, 0.06):
+        workers = Workers(Worker(slots=1, delay_s=0.02))
+        hold = await workers.gate.enter(Asked(0))
+        task = asyncio.create_task(workers.use(Asked(1)))
+        await asyncio.sleep(waited_s)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await workers.use(Asked(0))
+        workers.gate.leave(hold)
+        await workers.nothing_is_left()
+
+
+@runs
+async def test_coming_back_after_all_disappeared() -> None:
+    workers = Workers(Worker(delay_s=0.05))
+    task = asyncio.create_task(workers.use(Asked(1)))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    await workers.use(Asked(1))
+    await workers.nothing_is_left()
+
+
+@runs
+async def test_any_of_many_may_go_away_at_any_moment() -> None:
+    """A random schedule: everybody inside is leased, everybody else gets in, and nothing is left over."""
+    for seed in range(12):
+        choose = random.Random(seed)
+        slots = choose.randint(1, 3)
+        workers = Workers(
+            Worker(slots=slots, places=choose.randint(1, slots + 1), delay_s=choose.choice([0.0, 0.01])),
+            Worker(slots=slots, places=choose.randint(1, slots + 1), delay_s=choose.choice([0.0, 0.01])),
+            quantum_s=choose.choice([0.0, 0.02]),
+            linger_s=choose.choice([0.0, 0.01]),
+        )
+        tasks = []
+        for _ in range(60):
+            tasks.append(asyncio.create_task(workers.use(Asked(choose.randint(1, 5)), choose.choice([0.0, 0.01]))))
+            await asyncio.sleep(choose.choice([0.0, 0.0, 0.003]))
+            if choose.random() < 0.4:
+                choose.choice(tasks).cancel()
+        outcomes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+        assert {type(outcome) for outcome in outcomes} <= {type(None), asyncio.CancelledError}, outcomes
+        await workers.nothing_is_left()
+
+
+# --- tickets ---
+
+
+@runs
+async def test_who_was_admitted_enters_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(slots=1, delay_s=0.0)
+    workers = Workers(worker, quantum_s=0.0)
+    await workers.gate.admit(Asked(1))
+    other = asyncio.create_task(workers.use(Asked(2)))
+    await asyncio.sleep(0.05)
+    assert not other.done(), "the turn is the admitted one's"
+    before = workers.calls.total()
+    hold = await asyncio.wait_for(workers.gate.enter(Asked(1)), 0.1)
+    assert workers.calls.total() == before
+    workers.gate.leave(hold)
+    await other
+    await workers.nothing_is_left()
+
+
+@runs
+async def test_who_was_admitted_and_does_not_come_loses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_module, "TICKET_S", 0.1)
+    workers = Workers(Worker(slots=1, delay_s=0.0))
+    for _ in range(3):
+        await workers.gate.admit(Asked(1))
+        await asyncio.sleep(0.02)
+    hold = await workers.gate.enter(Asked(1))  # the first one's
+    await asyncio.sleep(0.15)
+    assert workers.gate._turns.in_flight() == [1]
+    workers.gate.leave(hold)
+    assert not workers.gate._turns.in_flight()
+    await workers.nothing_is_left()
+
+
+@runs
+async def test_who_is_refused_gets_no_ticket() -> None:
+    workers = Workers(Worker(broken=IncompatibleAdapter("x")))
+    with pytest.raises(IncompatibleAdapter):
+        await workers.gate.admit(Asked(1))
+    await workers.nothing_is_left()
+
+
+# --- one that changes ---
+
+
+@runs
+async def test_another_path_under_the_same_id_is_staged_anew() -> None:
+    workers = Workers(Worker(delay_s=0.0))
+    old = await workers.gate.enter(Asked(1, "/old"))
+    new = await workers.gate.enter(Asked(1, "/new"))
+    assert workers.workers[0].paths == {1: "/new"}
+    workers.gate.leave(old)  # must not end the new one's lease
+    await asyncio.sleep(3 * LINGER_S)
+    assert workers.leased() == {1}
+    workers.gate.leave(new)
+    await workers.nothing_is_left()
+
+
+@runs
+async def test_one_that_waits_is_not_staged_over_its_successor() -> None:
+    """vLLM knows an adapter by its id: what was loaded in place under it last is what all of its requests get."""
+    workers = Workers(Worker(slots=1, delay_s=0.0))
+    busy = await workers.gate.enter(Asked(0))
+    old = asyncio.create_task(workers.use(Asked(1, "/old")))
+    await asyncio.sleep(0.02)
+    new = asyncio.create_task(workers.use(Asked(1, "/new")))
+    await asyncio.sleep(0.02)
+    workers.gate.leave(busy)
+    await asyncio.gather(old, new)
+    assert workers.workers[0].paths[1] == "/new"
+    assert workers.workers[0].stagings[1, "/new"] == 1
+    await workers.nothing_is_left()
+
+
+@runs
+async def test_one_that_is_removed_while_it_is_staged_is_staged_again() -> None:
+    worker = Worker(delay_s=0.05)
+    workers = Workers(worker)
+    task = asyncio.create_task(workers.use(Asked(1)))
+    await asyncio.sleep(0.02)
+    worker.forget(1)
+    await asyncio.wait_for(task, 1)
+    assert worker.stagings[1, "/somewhere"] == 2
+    await workers.nothing_is_left()
+
+
+@runs
+async def test_staging_without_an_end_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_module, "_STAGE_TIMEOUT_S", 0.1)
+    workers = Workers(Worker(delay_s=60))
+    with pytest.raises(SourceUnavailable, match="still being staged"):
+        await workers.use(Asked(1))
+    await workers.nothing_is_left()
+
+
+def test_size_is_that_of_the_weights(tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"x" * 15)
+    (tmp_path / "optimizer.pt").write_bytes(b"x" * 100)
+    assert gate_module._size_bytes(str(tmp_path)) == 15
+    assert gate_module._size_bytes(str(tmp_path / "gone")) == 0
