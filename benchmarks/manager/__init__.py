@@ -1,0 +1,1 @@
+"""The adapter manager against vLLM's own: stalls, thrashing, activation, memory; `python -m benchmarks.manager`."""

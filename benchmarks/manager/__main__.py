@@ -1,0 +1,110 @@
+"""`python -m benchmarks.manager [stall|thrash|activation|memory]`, all of them by default.
+
+Each prints Markdown and keeps its raw rows in benchmarks/results/. A part can be run by itself (`stall --sizes 40`):
+its rows then replace those of the same sizes in the kept file, so that a long benchmark can be taken up again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+
+from benchmarks.record import RESULTS, keep
+
+
+def merged(name: str, rows: list[dict], same: tuple[str, ...]) -> list[dict]:
+    """Keep `rows` together with earlier ones that differ from all of them in one of the `same` fields."""
+    path = RESULTS / f"{name}.json"
+    earlier = json.loads(path.read_text())["rows"] if path.exists() else []
+    new = {tuple(row.get(field) for field in same) for row in rows}
+    rows = [row for row in earlier if tuple(row.get(field) for field in same) not in new] + rows
+    keep(name, rows)
+    return rows
+
+
+def stall(options: argparse.Namespace) -> None:
+    from benchmarks.manager import plot
+    from benchmarks.manager.stall import measure, table
+
+    name = "stall_disk" if options.disk else "stall"
+    name += f"_rank{options.max_rank}" if options.max_rank else ""
+    for size_mb in options.sizes:
+        rows: list[dict] = []
+        try:
+            measure(
+                size_mb,
+                options.arms,
+                rows,
+                blocks=options.blocks,
+                arrivals=options.arrivals,
+                max_rank=options.max_rank,
+                disk=options.disk,
+            )
+        finally:  # a time limit leaves what has been measured
+            if rows:
+                print(table(rows), flush=True)
+                rows = merged(name, rows, ("arm", "size_mb"))
+    print(table(rows))
+    if name == "stall":
+        plot.stall(rows)
+
+
+def activation(options: argparse.Namespace) -> None:
+    from benchmarks.manager.activation import measure, table
+
+    rows = merged("activation", measure(options.pairs), ("rank", "max_rank"))
+    print(table(rows))
+
+
+def thrash(options: argparse.Namespace) -> None:
+    from benchmarks.manager.thrash import measure, table
+
+    rows = measure(options.rank, options.arms, stretches=options.stretches, stretch_s=options.stretch_s)
+    print(table(merged("thrash", rows, ("arm", "rank", "draw"))))
+
+
+def memory(options: argparse.Namespace) -> None:
+    from benchmarks.manager.memory import measure, table
+
+    print(table(merged("memory", measure(options.cycles), ("arm", "what"))))
+
+
+def _pair(text: str) -> tuple[int, int]:
+    rank, max_rank = text.split("/")
+    return int(rank), int(max_rank)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parts = parser.add_subparsers(dest="part")
+    part = parts.add_parser("stall")
+    part.add_argument("--sizes", type=int, nargs="*", default=[40, 150, 600])
+    part.add_argument("--arms", nargs="*", default=["vllm", "vllm+kernels", "ours+kernels"])
+    part.add_argument("--blocks", type=int, default=3)
+    part.add_argument("--arrivals", type=int, default=3)
+    part.add_argument("--max-rank", type=int, help="max_lora_rank; by default the adapter's own rank")
+    part.add_argument("--disk", action="store_true", help="drop the adapter from the page cache before it arrives")
+    part.set_defaults(run=stall)
+    part = parts.add_parser("activation")
+    pairs = [(16, 16), (64, 64), (256, 256), (16, 64), (16, 256), (64, 256)]
+    part.add_argument("--pairs", type=_pair, nargs="*", default=pairs, metavar="RANK/MAX_LORA_RANK")
+    part.set_defaults(run=activation)
+    part = parts.add_parser("thrash")
+    part.add_argument("--rank", type=int, default=64)
+    part.add_argument("--arms", nargs="*", default=["vllm+kernels", "ours+kernels"])
+    part.add_argument("--stretches", type=int, default=3)
+    part.add_argument("--stretch-s", type=float, default=12.0)
+    part.set_defaults(run=thrash)
+    part = parts.add_parser("memory")
+    part.add_argument("--cycles", type=int, default=10_000)
+    part.set_defaults(run=memory)
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the servers would outlive a time limit
+    options.run(options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""What running streams feel while cold adapters arrive: vLLM's own manager against ours.
+
+One server for each arm, all up at once; blocks of a few arrivals alternate between them. Streams of the base model run
+at a steady rate; an adapter that no process has seen is loaded and asked for a few tokens; a moment later it is asked
+again, now resident, which shows what computing such a request costs the streams without any loading. Gaps between
+tokens are divided by the median gap of the same block before the first arrival.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.manager import bed
+from benchmarks.manager.arms import NAMES, Arm, servers
+from benchmarks.manager.client import load, stream
+
+STREAMS = 4
+SETTLE_S, QUIET_S, AFTER_S = 1.0, 2.5, 1.0
+COLD_TOKENS = 2
+COLD_PROMPT = [37, 38]  # so that what is computed for it is little beside the streams
+
+
+def measure(
+    size_mb: int,
+    arms: Sequence[str],
+    rows: list[dict],
+    *,
+    blocks: int,
+    arrivals: int,
+    max_rank: int | None,
+    disk: bool,
+) -> None:
+    """Append the rows of one size: one for each arrival, cold and resident, of each arm."""
+    rank = bed.RANKS[size_mb]
+    base = bed.base_model()
+    source = bed.adapter(base, rank)
+    bed.warm_page_cache(source)
+    arguments = ("--max-lora-rank", str(max_rank or rank), "--max-loras", "2", "--max-cpu-loras", "3")
+    with (
+        tempfile.TemporaryDirectory(dir=bed.CACHE) as home,
+        servers(arms, base, Path(home), arguments) as running,
+    ):
+        arrived = 0
+        for block in range(-1, blocks):  # the first one touches what is touched for the first time, and does not count
+            print(f"{size_mb} MB, block {block + 1} of {blocks}", flush=True)
+            for turn in range(len(running)):
+                arm = running[(block + turn) % len(running)]
+                links = []
+                for _ in range(arrivals):
+                    arrived += 1
+                    links.append(bed.link(source, Path(home) / f"cold-{arrived}"))
+                measured = asyncio.run(_block(arm, str(base), links, disk=disk))
+                if block >= 0:
+                    rows += [{"arm": arm.name, "size_mb": size_mb, "rank": rank, "block": block, **r} for r in measured]
+
+
+async def _block(arm: Arm, base: str, adapters: list[Path], *, disk: bool) -> list[dict]:
+    streams: list[list[float]] = [[] for _ in range(STREAMS)]
+    running = [asyncio.create_task(stream(arm.port, base, 900, times)) for times in streams]
+    rows = []
+    try:
+        await asyncio.sleep(SETTLE_S + QUIET_S)
+        now = time.perf_counter()
+        quiet = _gaps(streams, now - QUIET_S, now)
+        for directory in adapters:
+            if disk:
+                bed.drop_page_cache(directory)
+            rows.append(await _arrival(arm, directory, streams, quiet, cold=True))
+            rows.append(await _arrival(arm, directory, streams, quiet, cold=False))
+        if any(task.done() for task in running):
+            raise RuntimeError("a steady stream ended too early")
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    return rows
+
+
+async def _arrival(arm: Arm, directory: Path, streams: list[list[float]], quiet: list[float], *, cold: bool) -> dict:
+    started = time.perf_counter()
+    if cold:
+        await load(arm.port, directory.name, str(directory))
+    loaded = time.perf_counter()
+    answer: list[float] = []
+    await stream(arm.port, directory.name, COLD_TOKENS, answer, prompt=COLD_PROMPT)
+    ended = time.perf_counter() + AFTER_S
+    await asyncio.sleep(AFTER_S)
+    loud = _gaps(streams, started, ended)
+    return {
+        "cold": cold,
+        "quiet_median_ms": statistics.median(quiet) * 1e3,
+        "quiet_gaps_ms": [round(gap * 1e3, 2) for gap in quiet],
+        "gaps_ms": [round(gap * 1e3, 2) for gap in loud],
+        "load_s": loaded - started,
+        "first_token_s": answer[0] - started,
+        "window_s": ended - started,
+        "tokens": len(loud) + len(answer),
+    }
+
+
+def _gaps(streams: list[list[float]], start: float, end: float) -> list[float]:
+    """Gaps that end in the window; so the one that an event at `start` lengthens is among them."""
+    return [
+        later - earlier for times in streams for earlier, later in itertools.pairwise(times) if start < later <= end
+    ]
+
+
+def summary(rows: list[dict]) -> dict[str, float]:
+    """Of one arm, size and kind of arrival; all gaps are multiples of their block's undisturbed median."""
+    of_blocks = {row["block"]: row for row in rows}.values()
+    quiet = [gap / row["quiet_median_ms"] for row in of_blocks for gap in row["quiet_gaps_ms"]]
+    loud = [gap / row["quiet_median_ms"] for row in rows for gap in row["gaps_ms"]]
+    each = [max(row["gaps_ms"]) / row["quiet_median_ms"] for row in rows]
+    return {
+        "arrivals": len(rows),
+        "quiet_median_ms": statistics.median(row["quiet_median_ms"] for row in of_blocks),
+        "quiet_p99": float(np.percentile(quiet, 99)),
+        "quiet_max": max(quiet),
+        "p99": float(np.percentile(loud, 99)),
+        "max": max(loud),
+        "max_of_each_median": statistics.median(each),
+        "first_token_s": statistics.median(row["first_token_s"] for row in rows),
+        "tokens": sum(row["tokens"] for row in rows),
+        "tokens_per_s": sum(row["tokens"] for row in rows) / sum(row["window_s"] for row in rows),
+    }
+
+
+def table(rows: list[dict]) -> str:
+    head = (
+        "adapter | manager | arrivals | quiet gap: median, p99, max | p99 gap | largest gap (median of each) "
+        "| first token | tokens/s | resident: p99, max | resident: first token"
+    )
+    lines = [f"| {head} |", "|---" * 10 + "|"]
+    for size_mb in sorted({row["size_mb"] for row in rows}):
+        for arm in NAMES:
+            of_arm = [row for row in rows if (row["arm"], row["size_mb"]) == (arm, size_mb)]
+            if not of_arm:
+                continue
+            cold, warm = (summary([row for row in of_arm if row["cold"] is kind]) for kind in (True, False))
+            lines.append(
+                f"| {size_mb} MB | {NAMES[arm]} | {cold['arrivals']} "
+                f"| {cold['quiet_median_ms']:.0f} ms, {cold['quiet_p99']:.2f}×, {cold['quiet_max']:.2f}× "
+                f"| {cold['p99']:.2f}× | {cold['max']:.2f}× ({cold['max_of_each_median']:.2f}×) "
+                f"| {cold['first_token_s']:.2f} s | {cold['tokens_per_s']:.1f} "
+                f"| {warm['p99']:.2f}×, {warm['max']:.2f}× | {warm['first_token_s']:.2f} s |"
+            )
+    return "\n".join(lines)
