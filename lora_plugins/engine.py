@@ -471,6 +471,14 @@ SEAMS: tuple[Seam, ...] = (
         remove="vLLM stages adapters off its engine loop itself",
     ),
     Seam(
+        symbol="vllm.utils.gc_utils:freeze_gc_heap",
+        has=(),
+        what="called once, on the CPU, after the LoRA manager was made",
+        why="a full garbage collection in the worker stops the engine for most of a second",
+        since="0.30",
+        remove="vLLM's CPU worker freezes its heap, as its GPU worker does",
+    ),
+    Seam(
         symbol="vllm.lora.lora_model:LoRAModel",
         has=("loras",),
         what="read, and its tensors replaced by copies",

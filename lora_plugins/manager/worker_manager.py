@@ -7,6 +7,7 @@ The vLLM symbols that are touched stand in the ledger in `lora_plugins.engine`.
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ import torch
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from vllm.utils.gc_utils import freeze_gc_heap
 
 from lora_plugins import engine
 from lora_plugins.errors import LoRAPluginsError, NoFreeSlot, describing
@@ -63,6 +65,8 @@ class StagedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         self._materialiser = Materialiser(vllm_config.model_config.model, engine.sources_of_worker)
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._touch_slots()
+        if self.device.type == "cpu":
+            _freeze_heap()
         return result
 
     def _touch_slots(self) -> None:
@@ -323,3 +327,13 @@ class StagedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         """An entry leaves the host tier, and with it its slot."""
         self._adapter_manager.cancel_place(adapter_id)
         self._adapter_manager.remove_adapter(adapter_id)
+
+
+@functools.cache  # once in a process
+def _freeze_heap() -> None:
+    """Keep the garbage collector from what is there by now: model, vLLM, torch.
+
+    Its first full pass over them stops every thread, and so the engine, for most of a second, sometime after the start.
+    vLLM's GPU worker does the same once it is warm (vllm/v1/worker/gpu_worker.py, 0.32); its CPU worker does not.
+    """
+    freeze_gc_heap()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -334,3 +335,9 @@ def test_paths_that_vllm_expands_are_still_its_business(
     assert bring(manager, at_home) == "ready"
     step(manager, at_home)
     assert holds(manager, adapter)
+
+
+def test_the_garbage_collector_leaves_alone_what_was_there_at_the_start(make_manager: Make) -> None:
+    """Its first full pass over all of vLLM would stop the engine for most of a second."""
+    make_manager()
+    assert gc.get_freeze_count() > 100_000
