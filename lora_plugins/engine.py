@@ -455,6 +455,14 @@ SEAMS: tuple[Seam, ...] = (
         remove="vLLM stages adapters off its engine loop itself",
     ),
     Seam(
+        symbol="vllm.lora.model_manager:LoRAModelManager.get_adapter",
+        has=("self", "adapter_id"),
+        what="called",
+        why="whether what is registered is what the host tier has",
+        since="0.30",
+        remove="vLLM stages adapters off its engine loop itself",
+    ),
+    Seam(
         symbol="vllm.lora.model_manager:LoRAModelManager._get_lora_layer_weights",
         has=("self", "lora_model", "module_name"),
         what="called",

@@ -56,8 +56,12 @@ class LoRAPluginsError(Exception):
         # Names in adapter files are anybody's text: no line break forged in a log, nothing that UTF-8 cannot carry.
         return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text) + "."
 
+    def fields(self) -> dict[str, str]:
+        """What it says, by the names of its arguments: `type(error)(**error.fields())` says the same."""
+        return {name: getattr(self, name) for name in _FIELDS}
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), {name: getattr(self, name) for name in _FIELDS})
+        return _rebuild, (type(self), self.fields())
 
 
 def _rebuild(kind: type[LoRAPluginsError], fields: dict[str, str]) -> LoRAPluginsError:

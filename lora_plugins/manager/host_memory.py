@@ -34,13 +34,13 @@ def own_memory(model: Any) -> None:
         for name in ("weight", "bias")
         if isinstance(getattr(full, name, None), torch.Tensor)
     ]
-    block = _Block(sum(_room(tensor) for part, name in sides for tensor in _tensors(getattr(part, name))))
+    block = _Block(sum(_room(tensor) for part, name in sides for tensor in tensors_of(getattr(part, name))))
     copies: dict[int, torch.Tensor] = {}  # what is shared stays shared
     for part, name in sides:
         side = getattr(part, name)
         scaling = getattr(part, "scaling", 1)
         fold = name == "lora_b" and isinstance(side, torch.Tensor) and isinstance(scaling, float | int)
-        for tensor in _tensors(side):
+        for tensor in tensors_of(side):
             if id(tensor) not in copies:
                 copies[id(tensor)] = block.take(tensor, scaling if fold else 1)
         if fold and scaling != 1:
@@ -93,7 +93,8 @@ def _room(tensor: torch.Tensor) -> int:
     return -int(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
 
 
-def _tensors(side: Any) -> Iterator[torch.Tensor]:
+def tensors_of(side: Any) -> Iterator[torch.Tensor]:
+    """The tensors of one side of a module's weights, which is a tensor, None, or a list of these."""
     for tensor in side if isinstance(side, list) else [side]:
         if tensor is not None:
             yield tensor

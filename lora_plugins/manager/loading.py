@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, LoRAPluginsError, OutOfMemory
+from lora_plugins.manager.host_memory import tensors_of
 
 _EXAMPLES = 3
 _TORCH_OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # RuntimeErrors, of the CPU and of CUDA
@@ -113,10 +114,8 @@ def tensors(model: Any) -> Iterator[torch.Tensor]:
 
 
 def _sides(weights: Any) -> Iterator[torch.Tensor]:
-    for side in (weights.lora_a, weights.lora_b):
-        for tensor in side if isinstance(side, list) else [side]:
-            if tensor is not None:
-                yield tensor
+    yield from tensors_of(weights.lora_a)
+    yield from tensors_of(weights.lora_b)
 
 
 def size_bytes(model: Any) -> int:

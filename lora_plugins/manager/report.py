@@ -15,7 +15,7 @@ def failure(error: LoRAPluginsError) -> dict[str, Any]:
     return {
         "state": "failed",
         "kind": type(error).__name__,
-        "fields": {name: getattr(error, name) for name in ("found", "expected", "remedy", "adapter", "file")},
+        "fields": error.fields(),
     }
 
 

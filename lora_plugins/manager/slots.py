@@ -6,6 +6,7 @@ The vLLM symbols that are touched stand in the ledger in `lora_plugins.engine`.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Container
@@ -41,8 +42,8 @@ class SlotModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
     """Slots that can be filled beside the loop: a reserved one belongs to nobody until it is flipped to its adapter.
 
     A reserved slot's place in `lora_index_to_id` holds a negative number, which is no adapter's id. All methods are
-    called in the engine loop, but for `pack`, `fill_slot` and `placed`, which the staging thread calls. Where nobody
-    reserves anything, it behaves as vLLM's.
+    called in the engine loop, but for `pack` and `fill_slot`, which the staging thread calls. Where nobody reserves
+    anything, it behaves as vLLM's.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -110,7 +111,7 @@ class SlotModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
         self._create_merged_loras_inplace(lora)
         setattr(lora, _PACKED, True)
 
-    @property
+    @functools.cached_property  # some hundred modules, which stay the same
     def can_place(self) -> bool:
         """Whether every module's slot can be filled beside the loop (classification heads keep more than a slot)."""
         return not any(hasattr(module, "set_module_to_save") for module in self.modules.values())

@@ -259,7 +259,7 @@ class StagedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             raise RuntimeError(f"adapter {adapter_id} was dropped while it was added")
         self.tier.used(adapter_id)
         manager = self._adapter_manager
-        registered = manager.list_adapters().get(adapter_id)
+        registered = manager.get_adapter(adapter_id)
         if registered is not entry.model:
             if registered is not None:
                 manager.remove_adapter(adapter_id)  # a dummy: with data parallelism they come at any time
