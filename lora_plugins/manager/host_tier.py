@@ -14,9 +14,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from cachetools import LRUCache
+
 from lora_plugins.errors import LoRAPluginsError, NoFreeSlot, OutOfMemory
 from lora_plugins.manager.policies import EvictionPolicy
 
+_REMEMBERED_SIZES = 10_000
 _MAKING_ROOM = "making room"  # an owner of leases
 
 
@@ -78,6 +81,7 @@ class HostTier:
         self._on_evict = on_evict
         self._entries: dict[int, HostEntry] = {}
         self._lock = threading.RLock()
+        self._sizes: LRUCache[str, int] = LRUCache(_REMEMBERED_SIZES)  # of what has landed, by path
         self.evictions = 0
         self.stagings = 0
         self.staging_s = 0.0
@@ -99,6 +103,10 @@ class HostTier:
         """All entries, whatever their stage."""
         with self._lock:
             return list(self._entries.values())
+
+    def expected_bytes(self, path: str, estimate: int) -> int:
+        """What an adapter will take: what it took when it last landed from this path, else the estimate."""
+        return int(self._sizes.get(path, estimate))
 
     def reserve(self, adapter_id: int, path: str, size_bytes: int) -> HostEntry:
         """Make room for an adapter and enter it as being staged, in the place of what has its id.
@@ -175,6 +183,7 @@ class HostTier:
             if self._entries.get(entry.adapter_id) is not entry or entry.stage is not Stage.STAGING:
                 return
             entry.landed = (model, size_bytes, cost_s)
+            self._sizes[entry.path] = size_bytes
             self.stagings += 1
             self.staging_s += cost_s
             if not self._is_over(size_bytes - entry.size_bytes, 0):

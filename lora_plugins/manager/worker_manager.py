@@ -98,7 +98,8 @@ class StagedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         entry = self.tier.get(adapter_id)
         if entry is None or entry.path != request.lora_path or entry.stage is Stage.FAILED:
             try:
-                entry = self.tier.reserve(adapter_id, request.lora_path, origin["size_bytes"])
+                size_bytes = self.tier.expected_bytes(request.lora_path, origin["size_bytes"])
+                entry = self.tier.reserve(adapter_id, request.lora_path, size_bytes)
             except LoRAPluginsError as error:
                 error.adapter = error.adapter or request.lora_name
                 return failure(error)

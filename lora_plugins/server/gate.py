@@ -191,21 +191,25 @@ class Gate:
         entry.linger = asyncio.get_running_loop().call_later(self._linger_s, self._idle, entry)
 
     def _idle(self, entry: _Entry) -> None:
-        if entry.users == 0:
+        if entry.users == 0 and self._forget(entry):
             task = asyncio.get_running_loop().create_task(self._release(entry))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    async def _release(self, entry: _Entry) -> None:
-        """End the lease of an adapter that nobody uses, or that waits for its turn."""
-        adapter_id = entry.request.lora_int_id
+    def _forget(self, entry: _Entry) -> bool:
+        """Count an adapter as leased no longer; False where the lease is another one's by now."""
         entry.is_leased = entry.is_placed = False
+        adapter_id = entry.request.lora_int_id
         if self._entries.get(adapter_id) is not entry:
-            return  # another path has replaced it, and the lease is that one's
+            return False  # another path has replaced it
         if entry.users == 0:
             if entry.linger is not None:
                 entry.linger.cancel()
             del self._entries[adapter_id]
-        await self._rpc("lora_plugins_release", (self._owner, adapter_id))
+        return True
+
+    async def _release(self, entry: _Entry) -> None:
+        """End its lease on every worker."""
+        await self._rpc("lora_plugins_release", (self._owner, entry.request.lora_int_id))
 
     # --- what it takes to bring an adapter ---
 
@@ -219,12 +223,16 @@ class Gate:
         """Bring it into a slot of every worker; where none is idle, the loop will copy it."""
         if entry.staging is not None:
             await asyncio.shield(entry.staging)  # else its failure would end the lease that this one takes
-        busy, is_there = self._turns.in_flight, False
-        while not is_there:
-            answers = await self._ask(entry, busy())
-            if _lacks_room(answers):
-                answers = await self._wait_for_room(entry)
-            is_there = await self._until(entry, ("ready", "staged"), answers, busy)
+        busy, deadline = self._turns.in_flight, 0.0
+        answers = await self._ask(entry, busy())
+        while True:
+            try:
+                if await self._until(entry, ("ready", "staged"), answers, busy):
+                    break
+                answers = await self._ask(entry, busy())
+            except NoFreeSlot:  # at once, or it turned out larger than it seemed; the workers know its size then
+                deadline = deadline or time.monotonic() + self._room_timeout_s
+                answers = await self._wait_for_room(entry, deadline)
         entry.is_placed = entry.is_leased  # given up meanwhile, where the requests that had the turn went away
 
     async def _ask(self, entry: _Entry, busy: list[int] | None) -> list[dict[str, Any]]:
@@ -278,32 +286,36 @@ class Gate:
                     self._entries[adapter_id].is_placed = False
         return answers
 
-    async def _wait_for_room(self, entry: _Entry) -> list[dict[str, Any]]:
+    async def _wait_for_room(self, entry: _Entry, deadline: float) -> list[dict[str, Any]]:
         """Ask until there is room, in the order of arrival, so that nobody is overtaken for ever.
 
         What has no turn gives its lease up first, and those who have one get no further request for longer than their
-        quantum. After `room_timeout_s` the last answer, L001, stands.
+        quantum.
+
+        Raises:
+            NoFreeSlot: there is still none at the deadline.
         """
-        deadline = time.monotonic() + self._room_timeout_s
         with self._turns.lacking_room():
-            await self._give_lease_up(entry)  # where a worker had room: another one may wait for just that
             async with self._next_for_room:
                 while True:
                     await self._release_those_without_a_turn()
                     answers = await self._ask(entry, self._turns.in_flight())
-                    if not _lacks_room(answers) or time.monotonic() > deadline:
+                    if not _lacks_room(answers):
                         return answers
+                    if time.monotonic() > deadline:
+                        await self._give_lease_up(entry)
+                        _raise_failure(answers)
                     await asyncio.sleep(_LONGEST_WAIT_S)
 
     async def _give_lease_up(self, entry: _Entry) -> None:
         entry.is_leased = False
-        await self._rpc("lora_plugins_release", (self._owner, entry.request.lora_int_id))
+        await self._release(entry)
 
     async def _release_those_without_a_turn(self) -> None:
         for entry in list(self._entries.values()):
             adapter_id = entry.request.lora_int_id
-            if entry.is_leased and adapter_id not in self._turns.in_flight():
-                await self._release(entry)
+            if entry.is_leased and adapter_id not in self._turns.in_flight() and self._forget(entry):
+                await self._release(entry)  # of one that nobody uses, or that waits for its turn
 
 
 def _lacks_room(answers: list[dict[str, Any]]) -> bool:

@@ -45,9 +45,10 @@ class Managed:
     def ask(self, name: str) -> Answer:
         return complete(self.client, name, PROMPT, MAX_TOKENS)
 
-    def is_right(self, name: str) -> bool:
+    def assert_right(self, name: str) -> None:
         answer = self.ask(name)
-        return answer.status == 200 and list(answer.token_ids) == self.bed.answers[ALIKE[name]]
+        assert (answer.status, answer.error) == (200, ""), name
+        assert list(answer.token_ids) == self.bed.answers[ALIKE[name]], name
 
     def ask_all(self, names: Sequence[str], at_once: int = 8) -> list[list[int] | int]:
         """Token ids, or the status of a refusal, for each name; `at_once` requests run at any time."""
@@ -70,7 +71,7 @@ class Managed:
         """Use as many others as the host tier has places, so that `name` leaves it."""
         others = [other for other in ALIKE if ALIKE[other] != ALIKE[name]]
         for other in others[: HOST_PLACES + 1]:
-            assert self.is_right(other), other
+            self.assert_right(other)
 
 
 async def _ask_all(server: Server, names: Sequence[str], at_once: int) -> list[list[int] | int]:
@@ -129,7 +130,7 @@ def engine_lives(managed: Managed) -> Iterator[None]:
     yield
     assert managed.server.process.poll() is None
     assert httpx.get(f"{managed.server.url}/health", timeout=30).status_code == 200
-    assert managed.is_right("chat")
+    managed.assert_right("chat")
     log = managed.server.log()
     for sign in ("EngineDeadError", "EngineCore encountered a fatal error", "EngineCore failed"):
         assert sign not in log
@@ -137,8 +138,8 @@ def engine_lives(managed: Managed) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", DEMO_NAMES)
 def test_cold_and_warm_answers_equal_peft(managed: Managed, name: str) -> None:
-    assert managed.is_right(name)
-    assert managed.is_right(name)
+    managed.assert_right(name)
+    managed.assert_right(name)
 
 
 def test_long_random_schedule_equals_peft(managed: Managed) -> None:
@@ -158,17 +159,17 @@ def test_hot_adapters_do_not_starve_others(managed: Managed) -> None:
 def test_answers_after_its_directory_is_gone(managed: Managed) -> None:
     """Once staged, nothing is read again, not even for a new slot."""
     name = "sql-two"
-    assert managed.is_right(name)
+    managed.assert_right(name)
     shutil.rmtree(managed.stored_at(name))
     for other in ("chat", "wide"):  # both slots, and with it all host places
-        assert managed.is_right(other)
-    assert managed.is_right(name)
+        managed.assert_right(other)
+    managed.assert_right(name)
 
 
 def test_vanished_from_the_store_is_fetched_again(managed: Managed) -> None:
     """A worker that lacks the directory brings it from the source, and serves it if its digest is the same."""
     name = "stable-three"
-    assert managed.is_right(name)
+    managed.assert_right(name)
     gone = managed.stored_at(name)
     managed.push_out(name)
     shutil.rmtree(gone)
@@ -180,7 +181,7 @@ def test_vanished_from_the_store_is_fetched_again(managed: Managed) -> None:
 @pytest.mark.parametrize("streaming", [False, True])
 def test_vanished_from_store_and_source_fails_alone(managed: Managed, streaming: bool) -> None:
     name = f"wide-{'three' if streaming else 'two'}"
-    assert managed.is_right(name)
+    managed.assert_right(name)
     gone = managed.stored_at(name)
     managed.push_out(name)
     shutil.rmtree(gone)
@@ -201,7 +202,7 @@ def test_vanished_from_store_and_source_fails_alone(managed: Managed, streaming:
     assert name in refused.text
     assert answers == [managed.bed.answers[other] for other in others]
     away.rename(managed.root / name)
-    assert managed.is_right(name)
+    managed.assert_right(name)
 
 
 def test_another_version_at_the_source_is_not_served_in_its_name(managed: Managed) -> None:
@@ -290,7 +291,7 @@ def test_a_client_that_goes_away_leaves_nothing_leased(managed: Managed) -> None
 
 
 def test_the_workers_metrics_say_what_is_there(managed: Managed) -> None:
-    assert managed.is_right("sql")
+    managed.assert_right("sql")
     (metrics,) = managed.rpc("get_lora_metrics")
     adapters, memory, performance = metrics["adapters"], metrics["memory"], metrics["performance"]
     assert (adapters["capacity"], adapters["slots"]) == (HOST_PLACES, 2)
@@ -333,5 +334,5 @@ def test_adapters_that_are_never_idle_do_not_keep_another_from_a_slot(managed: M
                 await asyncio.gather(*tasks)
 
     for name in (*hot, "team/poet"):
-        assert managed.is_right(name)
+        managed.assert_right(name)
     assert asyncio.run(run())

@@ -124,6 +124,7 @@ def test_landed_larger_than_all_that_may_go_fails_alone() -> None:
     assert not tier.settle(2)
     assert isinstance(entry.error, NoFreeSlot)
     assert (evicted, entry.stage, entry.model, tier.used_bytes) == ([], Stage.FAILED, None, 60)
+    assert (tier.expected_bytes("/2", 40), tier.expected_bytes("/3", 40)) == (80, 40)
 
 
 def test_landed_larger_than_the_budget_is_out_of_memory() -> None:

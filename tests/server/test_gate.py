@@ -36,12 +36,15 @@ class Worker:
     """Holds `places` adapters in host memory, those that are leased for as long as they are, and `slots` of them.
 
     One that is asked for is staged after `delay_s`, or has failed; it gets a slot of none of the busy, if one is idle.
+    The `large` take all places; what has landed once is known to.
     """
 
     delay_s: float = 0.01
     places: int = 99
     slots: int = 99
     broken: LoRAPluginsError | None = None
+    large: set[int] = field(default_factory=set)
+    known_large: set[int] = field(default_factory=set)
     paths: dict[int, str] = field(default_factory=dict)
     ready_at: dict[int, float] = field(default_factory=dict)
     leases: dict[int, set[str]] = field(default_factory=dict)
@@ -53,11 +56,10 @@ class Worker:
     ) -> dict[str, Any]:
         assert origin["size_bytes"] == 0, "there is no such directory"
         if self.paths.get(adapter_id) != path:
-            if adapter_id not in self.paths and len(self.paths) >= self.places:
-                idle = next((key for key in self.paths if not self.leases[key]), None)
-                if idle is None:
-                    return failure(NoFreeSlot("all leased", adapter=name))
-                self.forget(idle)
+            if adapter_id not in self.paths and not self.make_room(1):
+                return failure(NoFreeSlot("all leased", adapter=name))
+            if adapter_id in self.known_large and not self.make_room(self.places):
+                return failure(NoFreeSlot("all leased", adapter=name))
             self.forget(adapter_id)
             self.paths[adapter_id], self.leases[adapter_id] = path, set()
             self.ready_at[adapter_id] = asyncio.get_running_loop().time() + self.delay_s
@@ -70,10 +72,13 @@ class Worker:
             return {"state": "absent"}
         if asyncio.get_running_loop().time() < self.ready_at[adapter_id]:
             return {"state": "staging", "displaced": []}
-        if self.broken is not None:
-            error = failure(self.broken)
+        error = self.broken
+        if adapter_id in self.large and not self.make_room(self.places, but=adapter_id):
+            self.known_large.add(adapter_id)
+            error = NoFreeSlot("landed larger than was reserved")
+        if error is not None:
             self.paths[adapter_id] = "failed; the next staging begins anew"
-            return error
+            return failure(error)
         displaced = []
         if busy is not None and adapter_id not in self.in_slots:
             if len(self.in_slots) >= self.slots:
@@ -87,6 +92,17 @@ class Worker:
     def lora_plugins_release(self, owner: str, adapter_id: int) -> None:
         if adapter_id in self.leases:
             self.leases[adapter_id].discard(owner)
+
+    def make_room(self, places: int, but: int | None = None) -> bool:
+        """Forget who is not leased until there are so many free places, if that is possible."""
+        others = [key for key in self.paths if key != but]
+        idle = [key for key in others if not self.leases[key]]
+        lacking = len(others) + places - self.places
+        if lacking > len(idle):
+            return False
+        for key in idle[: max(lacking, 0)]:
+            self.forget(key)
+        return True
 
     def forget(self, adapter_id: int) -> None:
         for of_all in (self.paths, self.ready_at, self.leases):
@@ -429,6 +445,45 @@ async def test_waiting_for_room_ends() -> None:
 
 
 @runs
+async def test_one_that_lands_larger_than_it_seemed_waits_for_room() -> None:
+    """Its size was not known: its directory is on another node, or has gone."""
+    workers = Workers(Worker(places=2, slots=2, large={1}), linger_s=30)
+    await workers.use(Asked(0))  # idle, and leased for as long as it lingers
+    async with asyncio.timeout(1):
+        await workers.use(Asked(1))
+    assert workers.workers[0].stagings[1, "/somewhere"] == 2
+    assert workers.leased() == {1}
+
+
+@runs
+async def test_one_that_lands_larger_than_what_is_ever_free_is_refused_in_time() -> None:
+    workers = Workers(Worker(places=2, slots=2, large={1}), room_timeout_s=0.2)
+    async with workers.gate.held(Asked(0)):
+        started = asyncio.get_running_loop().time()
+        with pytest.raises(NoFreeSlot):
+            await workers.gate.enter(Asked(1))
+        assert 0.2 <= asyncio.get_running_loop().time() - started < 1
+    await workers.use(Asked(1))
+    await workers.nothing_is_left()
+
+
+@runs
+async def test_one_that_comes_back_as_its_linger_ends_has_a_lease() -> None:
+    """Whichever runs first in the event loop: the end of the linger, the release, or the request."""
+    for turns_of_the_loop in range(6):
+        workers = Workers(Worker(), linger_s=LINGER_S)
+        await workers.use(Asked(0))
+        (entry,) = workers.gate._entries.values()
+        assert entry.linger is not None
+        entry.linger.cancel()
+        workers.gate._idle(entry)
+        for _ in range(turns_of_the_loop):
+            await asyncio.sleep(0)
+        await workers.use(Asked(0), 0.02)
+        await workers.nothing_is_left()
+
+
+@runs
 async def test_one_that_loses_its_turn_and_its_lease_while_it_is_placed_gets_both_again() -> None:
     """Its first request goes away while it is placed, its second waits for a turn, and a third party lacks room."""
     worker = Worker(slots=2, delay_s=0.0)
@@ -444,7 +499,7 @@ async def test_one_that_loses_its_turn_and_its_lease_while_it_is_placed_gets_bot
     first.cancel()
     await asyncio.sleep(0.02)
     for entry in list(workers.gate._entries.values()):  # what one that lacks room would do
-        if entry.request.lora_int_id == 1:
+        if entry.request.lora_int_id == 1 and workers.gate._forget(entry):
             await workers.gate._release(entry)
     workers.gate.leave(busy)
     await asyncio.gather(second, third)  # each looks at its lease
