@@ -657,6 +657,9 @@ SEAMS: tuple[Seam, ...] = (
 )
 
 
+EVENTS = Events(LogEvents())  # of this process
+
+
 class LoRAPluginsResolver:
     """What vLLM asks for an unknown model name; all our sources stand behind this one resolver.
 
@@ -680,7 +683,7 @@ class LoRAPluginsResolver:
             InvalidSettings: the store cannot be made.
         """
         executor = ThreadPoolExecutor(max_workers=8, thread_name_prefix="lora-plugins")
-        chain = SourceChain(self.settings, Events(LogEvents()), open_store(self.settings), executor=executor)
+        chain = SourceChain(self.settings, EVENTS, open_store(self.settings), executor=executor)
         for make_source in self._make_sources:
             chain.add(make_source(executor))
         return chain

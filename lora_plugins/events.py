@@ -65,7 +65,43 @@ class AdapterUnknown:
     reason: str = ""
 
 
-Event = AdapterResolved | AdapterFetched | AdapterRejected | SourceFailed | AdapterUnknown
+@dataclass(frozen=True, slots=True)
+class AdapterSwapped:
+    """A name points to another version; requests that run go on with the old one. Versions are digests."""
+
+    name: str
+    before: str
+    after: str
+    stage_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateFailed:
+    """There is another version at the source that cannot be served; the old one goes on."""
+
+    name: str
+    error: LoRAPluginsError
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUnloaded:
+    """Nobody uses it any more, and slot, host memory and lease are free; `aborted` requests were ended for that."""
+
+    name: str
+    drain_s: float
+    aborted: int
+
+
+Event = (
+    AdapterResolved
+    | AdapterFetched
+    | AdapterRejected
+    | SourceFailed
+    | AdapterUnknown
+    | AdapterSwapped
+    | UpdateFailed
+    | AdapterUnloaded
+)
 Hook = Callable[[Event], None]
 
 

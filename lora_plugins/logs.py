@@ -5,7 +5,17 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 
-from lora_plugins.events import AdapterFetched, AdapterRejected, AdapterResolved, AdapterUnknown, Event, SourceFailed
+from lora_plugins.events import (
+    AdapterFetched,
+    AdapterRejected,
+    AdapterResolved,
+    AdapterSwapped,
+    AdapterUnknown,
+    AdapterUnloaded,
+    Event,
+    SourceFailed,
+    UpdateFailed,
+)
 
 _REMEMBERED = 1024
 
@@ -53,6 +63,23 @@ class LogEvents:
                 self._warn(event.name, f"Adapter refused ({event.source}): {event.error}")
             case SourceFailed():
                 self._warn(event.name, f"Source did not answer ({event.source}): {event.error}")
+            case AdapterSwapped():
+                logger.info(
+                    "Adapter '%s' swapped from %.12s to %.12s, staged in %.2f s",
+                    event.name,
+                    event.before,
+                    event.after,
+                    event.stage_s,
+                )
+            case UpdateFailed():
+                self._warn(event.name, f"Adapter '{event.name}' goes on with its old version: {event.error}")
+            case AdapterUnloaded():
+                logger.info(
+                    "Adapter '%s' unloaded after %.2f s; %d requests were ended",
+                    event.name,
+                    event.drain_s,
+                    event.aborted,
+                )
             case AdapterUnknown():
                 logger.debug("No such adapter: %r %s", event.name, event.reason)
 

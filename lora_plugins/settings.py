@@ -39,6 +39,13 @@ OWN_VARIABLES = frozenset(
         "LORA_PLUGINS_UNMATCHED",
         "LORA_PLUGINS_KERNELS",
         "LORA_PLUGINS_TUNING_DIR",
+        "LORA_PLUGINS_PRELOAD",
+        "LORA_PLUGINS_PRELOAD_WAIT",
+        "LORA_PLUGINS_RESTORE",
+        "LORA_PLUGINS_REFRESH_S",
+        "LORA_PLUGINS_DRAIN_TIMEOUT_S",
+        "LORA_PLUGINS_POLICY",
+        "LORA_PLUGINS_METRICS_ADAPTERS",
     }
 )
 
@@ -81,6 +88,12 @@ class Settings:
         refuse_unmatched: refuse an adapter of which some modules do not match the model's.
         kernels: which kernels `lora_kernels` computes adapters with.
         tuning_dir: tuning tables of the user's, before those of the package.
+        preload: names that are served from the start. preload_wait: whether the start waits for them.
+        restore: serve from the start what was served when the last server of this base model and store stopped.
+        refresh_s: how often `lora_admin` looks for new versions of what is served; 0 for never.
+        drain_timeout_s: how long an unload waits for running requests before it ends them.
+        policy_file: who may use which adapters; None for everybody all.
+        metrics_adapters: how many adapters have a label of their own in metrics.
         s3_path_template, local_path_template: `S3_PATH_TEMPLATE` and `LOCAL_PATH_TEMPLATE` of vLLM's documentation.
         hub_repos: vLLM's `VLLM_LORA_RESOLVER_HF_REPO_LIST`.
         aws: the `AWS_*` variables; never logged.
@@ -106,6 +119,13 @@ class Settings:
     refuse_unmatched: bool = True
     kernels: Kernels = Kernels.AUTO
     tuning_dir: Path | None = None
+    preload: tuple[str, ...] = ()
+    preload_wait: bool = True
+    restore: bool = False
+    refresh_s: float = 60.0
+    drain_timeout_s: float = 60.0
+    policy_file: Path | None = None
+    metrics_adapters: int = 200
     s3_path_template: str | None = None
     local_path_template: str | None = None
     hub_repos: tuple[str, ...] = ()
@@ -142,6 +162,13 @@ class Settings:
             refuse_unmatched=_choice(env, "LORA_PLUGINS_UNMATCHED", ("refuse", "warn")) == "refuse",
             kernels=_kernels(env),
             tuning_dir=_tuning_dir(env),
+            preload=_names(env, "LORA_PLUGINS_PRELOAD"),
+            preload_wait=_flag(env, "LORA_PLUGINS_PRELOAD_WAIT", default=True),
+            restore=_flag(env, "LORA_PLUGINS_RESTORE", default=False),
+            refresh_s=_seconds(env, "LORA_PLUGINS_REFRESH_S", default=60.0, least=0.0),
+            drain_timeout_s=_seconds(env, "LORA_PLUGINS_DRAIN_TIMEOUT_S", default=60.0, least=0.0),
+            policy_file=_policy_file(env),
+            metrics_adapters=_count(env, "LORA_PLUGINS_METRICS_ADAPTERS", default=200),
             s3_path_template=env.get("S3_PATH_TEMPLATE") or None,
             local_path_template=env.get("LOCAL_PATH_TEMPLATE") or None,
             hub_repos=_names(env, "VLLM_LORA_RESOLVER_HF_REPO_LIST"),
@@ -190,6 +217,24 @@ def _tuning_dir(env: Mapping[str, str]) -> Path | None:
     if not path.is_dir():
         raise _wrong(name, value, "a directory that is there")
     return path
+
+
+def _policy_file(env: Mapping[str, str]) -> Path | None:
+    name = "LORA_PLUGINS_POLICY"
+    value = env.get(name)
+    if not value:
+        return None
+    path = _directory(name, value)
+    if not path.is_file():
+        raise _wrong(name, value, "a file that is there")
+    return path
+
+
+def _count(env: Mapping[str, str], name: str, *, default: int) -> int:
+    value = env.get(name, "").strip() or str(default)
+    if re.fullmatch("[0-9]{1,6}", value) is None:
+        raise _wrong(name, env[name], "a number, 0 to 999999")
+    return int(value)
 
 
 def _directory(name: str, value: str) -> Path:

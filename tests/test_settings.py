@@ -45,6 +45,16 @@ LATER = [
     ("LORA_PLUGINS_UNMATCHED", "warn", "refuse_unmatched", False),
     ("LORA_PLUGINS_UNMATCHED", "Refuse", "refuse_unmatched", True),
     ("LORA_PLUGINS_UNMATCHED", "", "refuse_unmatched", True),
+    ("LORA_PLUGINS_PRELOAD", "sql, team/chat", "preload", ("sql", "team/chat")),
+    ("LORA_PLUGINS_PRELOAD_WAIT", "0", "preload_wait", False),
+    ("LORA_PLUGINS_RESTORE", "1", "restore", True),
+    ("LORA_PLUGINS_REFRESH_S", "0", "refresh_s", 0.0),
+    ("LORA_PLUGINS_REFRESH_S", "2.5", "refresh_s", 2.5),
+    ("LORA_PLUGINS_DRAIN_TIMEOUT_S", "0", "drain_timeout_s", 0.0),
+    ("LORA_PLUGINS_POLICY", "", "policy_file", None),
+    ("LORA_PLUGINS_POLICY", __file__, "policy_file", Path(__file__)),
+    ("LORA_PLUGINS_METRICS_ADAPTERS", " 0 ", "metrics_adapters", 0),
+    ("LORA_PLUGINS_METRICS_ADAPTERS", "", "metrics_adapters", 200),
 ]
 LATER_WRONG = [
     ("LORA_PLUGINS_TUNING_DIR", "/no/such/directory"),
@@ -60,6 +70,14 @@ LATER_WRONG = [
     *[("LORA_PLUGINS_HOST_POLICY", text) for text in ("lru,lfu", "random", "none")],
     *[("LORA_PLUGINS_UNMATCHED", text) for text in ("1", "off", "ignore")],
     ("LORA_PLUGINS_FETCH_TIMEOUT_S", "0"),
+    *[
+        (name, text)
+        for name in ("LORA_PLUGINS_REFRESH_S", "LORA_PLUGINS_DRAIN_TIMEOUT_S")
+        for text in ("", "-1", "86401", "inf", "nan", "soon")
+    ],
+    *[(name, "2") for name in ("LORA_PLUGINS_PRELOAD_WAIT", "LORA_PLUGINS_RESTORE")],
+    *[("LORA_PLUGINS_POLICY", text) for text in ("/no/such/file", "/")],
+    *[("LORA_PLUGINS_METRICS_ADAPTERS", text) for text in ("-1", "many", "1000000", "1.5")],
     ("LORA_PLUGINS_STORE_DIR", "~no-such-user-here/x"),
 ]
 RIGHT = [

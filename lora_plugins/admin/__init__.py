@@ -1,0 +1,1 @@
+"""The admin API: what is served, over HTTP."""

@@ -1,0 +1,80 @@
+"""What the admin API takes and answers; these models make its part of vLLM's OpenAPI page."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class State(StrEnum):
+    """What requests for a name meet."""
+
+    LOADING = "loading"
+    SERVING = "serving"
+    DRAINING = "draining"
+    BLOCKED = "blocked"
+
+
+class AdapterSource(BaseModel):
+    """Where an adapter comes from."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    uri: str = Field(description="file://, s3:// or hf:// below a prefix of LORA_PLUGINS_ALLOWED_URIS", max_length=2048)
+
+
+class LoadAdapterRequest(BaseModel):
+    """Serve an adapter under a name; without a source, the server's own sources are asked for the name."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    lora_name: str = Field(min_length=1, max_length=512)
+    source: AdapterSource | None = None
+
+
+class AdapterStatus(BaseModel):
+    """What became of a request of the admin API."""
+
+    status: str = Field(description='"success", or "draining" where requests still run')
+    message: str
+    lora_name: str
+    lora_id: int = Field(description="derived from the name: the same on every replica and after every restart")
+
+
+class LastError(BaseModel):
+    """What went wrong last with an adapter that goes on serving, or that could not be served."""
+
+    code: str
+    message: str
+    at: float = Field(description="seconds since 1970")
+
+
+class AdapterView(BaseModel):
+    """One adapter as this server knows it."""
+
+    lora_name: str
+    lora_id: int
+    state: State
+    source: str | None = Field(description="label of the source; null for adapters loaded by path")
+    uri: str | None
+    version: str | None = Field(description="at the source: a commit, or a digest of names, sizes and ETags")
+    digest: str | None = Field(description="SHA-256 over the served files; `name@digest` asks for just this one")
+    path: str
+    size_bytes: int
+    rank: int | None
+    tiers: list[str] = Field(description='those that it is in: "store", "host", "slot"')
+    leases: int = Field(description="API servers that keep it in the workers' host memory")
+    requests_in_flight: int
+    last_used_at: float | None = Field(description="seconds since 1970")
+    pinned: bool = Field(description="stays in host memory and slot until it is unpinned")
+    pinned_digest: str | None = Field(description="the version that it was rolled back to, and stays at")
+    previous_digests: list[str] = Field(description="versions that a rollback can go to, the last one first")
+    last_error: LastError | None
+
+
+class AdapterList(BaseModel):
+    """All adapters that this server serves or has blocked."""
+
+    loras: list[AdapterView]
+    count: int
