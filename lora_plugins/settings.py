@@ -92,7 +92,7 @@ class Settings:
         restore: serve from the start what was served when the last server of this base model and store stopped.
         refresh_s: how often `lora_admin` looks for new versions of what is served; 0 for never.
         drain_timeout_s: how long an unload waits for running requests before it ends them.
-        policy_file: who may use which adapters; None for everybody all.
+        policy: the file that says who may use which adapters; None for everybody all.
         metrics_adapters: how many adapters have a label of their own in metrics.
         s3_path_template, local_path_template: `S3_PATH_TEMPLATE` and `LOCAL_PATH_TEMPLATE` of vLLM's documentation.
         hub_repos: vLLM's `VLLM_LORA_RESOLVER_HF_REPO_LIST`.
@@ -124,7 +124,7 @@ class Settings:
     restore: bool = False
     refresh_s: float = 60.0
     drain_timeout_s: float = 60.0
-    policy_file: Path | None = None
+    policy: Path | None = None
     metrics_adapters: int = 200
     s3_path_template: str | None = None
     local_path_template: str | None = None
@@ -167,7 +167,7 @@ class Settings:
             restore=_flag(env, "LORA_PLUGINS_RESTORE", default=False),
             refresh_s=_seconds(env, "LORA_PLUGINS_REFRESH_S", default=60.0, least=0.0),
             drain_timeout_s=_seconds(env, "LORA_PLUGINS_DRAIN_TIMEOUT_S", default=60.0, least=0.0),
-            policy_file=_policy_file(env),
+            policy=_policy_file(env),
             metrics_adapters=_count(env, "LORA_PLUGINS_METRICS_ADAPTERS", default=200),
             s3_path_template=env.get("S3_PATH_TEMPLATE") or None,
             local_path_template=env.get("LOCAL_PATH_TEMPLATE") or None,

@@ -51,8 +51,8 @@ LATER = [
     ("LORA_PLUGINS_REFRESH_S", "0", "refresh_s", 0.0),
     ("LORA_PLUGINS_REFRESH_S", "2.5", "refresh_s", 2.5),
     ("LORA_PLUGINS_DRAIN_TIMEOUT_S", "0", "drain_timeout_s", 0.0),
-    ("LORA_PLUGINS_POLICY", "", "policy_file", None),
-    ("LORA_PLUGINS_POLICY", __file__, "policy_file", Path(__file__)),
+    ("LORA_PLUGINS_POLICY", "", "policy", None),
+    ("LORA_PLUGINS_POLICY", __file__, "policy", Path(__file__)),
     ("LORA_PLUGINS_METRICS_ADAPTERS", " 0 ", "metrics_adapters", 0),
     ("LORA_PLUGINS_METRICS_ADAPTERS", "", "metrics_adapters", 200),
 ]
