@@ -1,8 +1,8 @@
 """Bring an adapter to this machine where its directory is missing: another node's store, or one that was deleted.
 
 A worker on another node than the API server is told a path that exists only there. The last part of a path of our
-store is the digest of the adapter's bytes, and the adapter's name says where it comes from; so it is asked for here as
-the API server asked for it, and served only if its bytes are the same.
+store is the digest of the adapter's bytes, and the adapter's name, or the URI that it was loaded by, says where it
+comes from; so it is asked for here as the API server asked for it, and served only if its bytes are the same.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ class Resolved(Protocol):
 class Sources(Protocol):
     """What this process would ask for an adapter (`SourceChain`)."""
 
-    async def resolve(self, text: str, base_path: str) -> Resolved | None: ...
+    async def latest(self, name: str, uri: str | None, base_path: str) -> Resolved | None:
+        """The newest version of a name or URI, fetched and leased; None where no source has it."""
 
     def stored(self, digest: str) -> Path | None:
         """The adapter of this digest, leased, if this machine's store has it."""
 
     def give_back(self, digest: str) -> None:
-        """End the lease of `stored` or `resolve`."""
+        """End the lease of `stored` or `latest`."""
 
 
 class Materialiser:
@@ -57,11 +58,14 @@ class Materialiser:
         """Whether the directory can be read as it is."""
         return os.path.isdir(path)
 
-    def bring(self, name: str, path: str) -> str:
+    def bring(self, name: str, path: str, uri: str | None = None) -> str:
         """Return a directory on this machine with the bytes that `path` stands for.
+
+        `uri`: what the API server loaded the adapter by, where it was not by its name.
 
         Raises:
             AdapterNotFound: no source has the adapter any more, or the path is none of a store's.
+            InvalidAdapter: the URI is not allowed in this process.
             SourceUnavailable: the sources have other bytes by now, or cannot say.
             LoRAPluginsError: what they have cannot be served.
         """
@@ -78,7 +82,8 @@ class Materialiser:
         found = self._sources.stored(digest)
         if found is not None:
             return self._note(found)
-        resolved = self._runner.run(self._sources.resolve(name, self._base_path))
+        # Not what this process remembers: the API server may have just taken up a version that is new.
+        resolved = self._runner.run(self._sources.latest(name, uri, self._base_path))
         if resolved is None:
             raise AdapterNotFound(
                 "no such adapter at any source of this worker",

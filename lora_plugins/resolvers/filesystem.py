@@ -38,8 +38,17 @@ class FilesystemSource:
     label = "filesystem"
     remote = False
 
-    def __init__(self, root: Path, *, follow_symlinks: bool = False, executor: Executor | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        follow_symlinks: bool = False,
+        executor: Executor | None = None,
+        variable: str = "VLLM_LORA_RESOLVER_CACHE_DIR",
+    ) -> None:
+        """Make the source; `variable` is the one that names `root`."""
         self.root = root
+        self._variable = variable
         self._inside = None if follow_symlinks else root
         self._executor = executor
 
@@ -143,7 +152,7 @@ class FilesystemSource:
             pass
         raise SourceUnavailable(
             f"no directory at {self.root}",
-            expected="the adapter root VLLM_LORA_RESOLVER_CACHE_DIR",
+            expected=f"the adapter root {self._variable}",
             remedy="mount or create it",
         )
 

@@ -96,7 +96,9 @@ def check_protocol(protocol: str) -> None:
         raise InvalidSettings(
             f"the protocol {protocol}:// without an installed file system",
             expected="a protocol of fsspec",
-            remedy="install the package that fsspec needs for it, such as s3fs or gcsfs",
+            remedy="pip install 'lora-plugins[s3]'"
+            if protocol == "s3"
+            else "install the package that fsspec needs for it, such as gcsfs",
         ) from error
 
 

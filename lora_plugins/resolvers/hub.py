@@ -100,9 +100,10 @@ class HubSource:
             return None
         return await self.locate_repo(target.repo, target.subfolder, target.revision, name, explicit=target.explicit)
 
-    async def locate_uri(self, uri: SourceUri, name: AdapterName) -> Located | None:
-        """Find what an `hf://` URI names that `AllowedUris.check` has let through; raises as `locate`."""
-        return await self.locate_repo(uri.repo, uri.subfolder, uri.revision or DEFAULT_REVISION, name)
+    async def locate_uri(self, uri: SourceUri, name: AdapterName, *, explicit: bool = True) -> Located | None:
+        """Find what an `hf://` URI names that `AllowedUris.check` has let through; as `locate_repo`."""
+        revision = uri.revision or DEFAULT_REVISION
+        return await self.locate_repo(uri.repo, uri.subfolder, revision, name, explicit=explicit)
 
     async def locate_repo(
         self, repo: str, subfolder: str, revision: str, name: AdapterName, *, explicit: bool = True

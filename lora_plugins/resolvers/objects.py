@@ -67,8 +67,8 @@ class _Files(Protocol):
     async def reader(self, uri: str, files: Sequence[SourceFile], timeout_s: float) -> RangeReader: ...
 
 
-def object_source(template: str, settings: Settings) -> ObjectSource:
-    """The source that `S3_PATH_TEMPLATE` and the `AWS_*` variables describe.
+def object_source(template: str, settings: Settings, *, locate_timeout_s: float = 15.0) -> ObjectSource:
+    """The source that `S3_PATH_TEMPLATE` and the `AWS_*` variables describe; `locate_timeout_s` as of `ObjectSource`.
 
     Raises:
         InvalidSettings: a template or a variable that cannot be right, or a package that is not installed.
@@ -79,6 +79,7 @@ def object_source(template: str, settings: Settings) -> ObjectSource:
         local_template=settings.local_path_template,
         storage_options=s3_storage_options(settings.aws) if is_s3 else None,
         limits=Limits(timeout_s=settings.fetch_timeout_s),
+        locate_timeout_s=locate_timeout_s,
     )
 
 

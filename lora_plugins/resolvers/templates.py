@@ -34,6 +34,8 @@ class Template:
         self._variable = variable
         try:
             self._parts = [self._part(*part) for part in string.Formatter().parse(text)]
+        except InvalidSettings:
+            raise
         except ValueError as error:
             raise self.wrong("unbalanced braces") from error
         used = {field for _, field in self._parts}

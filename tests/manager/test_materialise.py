@@ -26,7 +26,7 @@ class Node:
     """A machine with a store of its own, which sees the same adapters."""
 
     def __init__(self, store: Path, adapters: Path) -> None:
-        settings = Settings(store_dir=store, base_match=BaseMatch.OFF)
+        settings = Settings(store_dir=store, base_match=BaseMatch.OFF, allowed_uris=(adapters.as_uri(),))
         self.store = Store(store)
         self.chain = SourceChain(settings, Events(), self.store, [FilesystemSource(adapters)])
         self.materialiser = Materialiser(BASE, lambda: self.chain)
@@ -64,6 +64,42 @@ def test_what_this_machine_lacks_is_fetched_from_its_source(here: Node, there: N
     assert brought == there.store.layout.adapter(path.name)
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         assert (brought / file).read_bytes() == (path / file).read_bytes()
+
+
+def load(node: Node, name: str, uri: str) -> Path:
+    return asyncio.run(node.chain.resolve_uri(name, uri, BASE)).path
+
+
+def test_what_was_loaded_by_uri_is_fetched_from_there(here: Node, there: Node, root: Path) -> None:
+    uri = (root / "adapter-1").as_uri()
+    path = load(here, "sql", uri)
+    with pytest.raises(AdapterNotFound):
+        there.materialiser.bring("sql", str(path))
+    brought = there.materialiser.bring("sql", str(path), uri)
+    assert Path(brought) == there.store.layout.adapter(path.name)
+    there.materialiser.done_with(brought)
+    assert not there.is_leased(path.name)
+
+
+def test_a_uri_that_this_process_does_not_allow_is_refused(here: Node, tmp_path: Path, root: Path) -> None:
+    path = load(here, "sql", (root / "adapter-1").as_uri())
+    make_adapter(tmp_path / "elsewhere" / "adapter-1", 1)
+    there = Node(tmp_path / "store-there", tmp_path / "elsewhere")
+    with pytest.raises(InvalidAdapter, match="not allowed"):
+        there.materialiser.bring("sql", str(path), (root / "adapter-1").as_uri())
+
+
+@pytest.mark.parametrize("by_uri", [False, True])
+def test_a_version_that_is_new_is_fetched_though_the_old_one_was_a_moment_ago(
+    here: Node, there: Node, root: Path, by_uri: bool
+) -> None:
+    uri = (root / "adapter-1").as_uri() if by_uri else None
+    for seed in (1, 2):
+        make_adapter(root / "adapter-1", 1, seed=seed)
+        newest = asyncio.run(here.chain.latest("adapter-1", uri, BASE))
+        assert newest is not None
+        brought = there.materialiser.bring("adapter-1", str(newest.path), uri)
+        assert Path(brought).name == newest.digest
 
 
 def test_it_is_leased_until_it_has_been_read(here: Node, there: Node) -> None:
@@ -154,6 +190,21 @@ def test_a_worker_on_another_machine_serves_it(
     assert holds(manager, adapter)
 
 
+def test_a_worker_is_told_the_uri_that_an_adapter_was_loaded_by(
+    make_manager: Callable[..., Any], here: Node, there: Node, root: Path
+) -> None:
+    manager = make_manager()
+    manager._materialiser = there.materialiser
+    uri = (root / "adapter-1").as_uri()
+    path = load(here, "sql", uri)
+    shutil.move(path, path.with_name("another-machine"))
+    request = Adapter(1, path, {}, {}).request()
+    request.lora_name = "sql"
+    manager.stage("server", request, {"size_bytes": 0, "uri": uri}, ())
+    state = settled(manager, 1)
+    assert state["state"] == "ready", state
+
+
 def test_a_worker_that_nobody_waits_for_gives_the_lease_back(
     make_manager: Callable[..., Any], here: Node, there: Node, tmp_path: Path
 ) -> None:
@@ -163,8 +214,8 @@ def test_a_worker_that_nobody_waits_for_gives_the_lease_back(
     shutil.move(path, path.with_name("another-machine"))
     bring_, gone = there.materialiser.bring, []
 
-    def bring_and_forget(name: str, path: str) -> str:
-        brought = bring_(name, path)
+    def bring_and_forget(name: str, path: str, uri: str | None) -> str:
+        brought = bring_(name, path, uri)
         manager.tier.drop(1)  # unloaded in this moment
         gone.append(brought)
         return brought
@@ -188,7 +239,7 @@ def test_others_are_staged_while_one_is_fetched(
     manager._materialiser = there.materialiser
     go = threading.Event()
 
-    def slow(name: str, path: str) -> str:
+    def slow(name: str, path: str, uri: str | None) -> str:
         go.wait(10)
         raise SourceUnavailable("slow")
 

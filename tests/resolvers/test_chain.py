@@ -25,10 +25,21 @@ from lora_plugins.errors import (
     OutOfMemory,
     SourceUnavailable,
 )
-from lora_plugins.events import AdapterFetched, AdapterRejected, AdapterResolved, AdapterUnknown, Events, SourceFailed
+from lora_plugins.events import (
+    AbsenceRemembered,
+    AdapterConfirmed,
+    AdapterFetched,
+    AdapterRejected,
+    AdapterResolved,
+    AdapterUnknown,
+    Events,
+    SourceFailed,
+    StoreEvicted,
+)
 from lora_plugins.logs import LogEvents
 from lora_plugins.names import AdapterName
 from lora_plugins.resolvers import chain as chain_module
+from lora_plugins.resolvers import versions as versions_module
 from lora_plugins.resolvers.chain import SourceChain, lora_id
 from lora_plugins.resolvers.filesystem import FilesystemSource
 from lora_plugins.resolvers.source import Located, SourceFile, VersionChanged, version_of
@@ -128,7 +139,7 @@ def test_a_found_adapter_is_fetched_verified_published_and_told(make):
     assert (fetched.name, fetched.source, fetched.uri, fetched.size_bytes) == ("sql", "one", "one://sql", size_bytes)
     assert isinstance(event, AdapterResolved)
     assert (event.name, event.source, event.path, event.rank) == ("sql", "one", str(path), 4)
-    assert (event.size_bytes, event.fetched) == (size_bytes, True)
+    assert (event.size_bytes, event.fetched, event.uri) == (size_bytes, True, "one://sql")
     assert min(event.locate_s, event.obtain_s, event.check_s, fetched.fetch_s) >= 0
 
 
@@ -434,13 +445,13 @@ def test_verification_runs_in_the_executor_not_on_the_event_loop(tmp_path):
     with ThreadPoolExecutor(1, thread_name_prefix="ours") as executor:
         source = FakeSource("one", {"sql": adapter_files()})
         chain = SourceChain(Settings(), Events(), Store(tmp_path / "store"), [source], executor)
-        check = chain._check_fits
+        check = chain._versions._check_fits
 
         def recorded(*arguments):
             threads.append(threading.current_thread().name)
             return check(*arguments)
 
-        chain._check_fits = recorded
+        chain._versions._check_fits = recorded
         assert asyncio.run(chain.resolve("sql", BASE.path))
     assert [name.startswith("ours") for name in threads] == [True]
 
@@ -534,6 +545,17 @@ def test_larger_than_the_store_passes_through_and_is_not_fetched(make):
     assert source.fetched == []
 
 
+def test_what_leaves_the_store_for_another_is_told(make):
+    size_bytes = sum(map(len, adapter_files().values()))
+    chain = make(FakeSource("one", {"sql": adapter_files(), "chat": turned()}), max_bytes=size_bytes + 10)
+    first = chain.ask()
+    chain.give_back(first.path.name)
+    chain.ask("chat")
+    assert [event for event in chain.told if isinstance(event, StoreEvicted)] == [
+        StoreEvicted(first.path.name, size_bytes)
+    ]
+
+
 # --- what is remembered
 
 
@@ -543,6 +565,8 @@ def test_a_remote_sources_absence_is_believed_for_its_time(make):
     for _ in range(3):
         assert chain.ask() is None
     assert (remote.asked, local.asked) == (["sql"], ["sql"] * 3)
+    assert chain.kinds == [AdapterUnknown, AbsenceRemembered, AdapterUnknown, AbsenceRemembered, AdapterUnknown]
+    assert chain.told[1] == AbsenceRemembered("sql", "s3")
     assert chain.ask("other") is None
     assert remote.asked == ["sql", "other"]
     remote.answers["sql"] = adapter_files()
@@ -573,9 +597,10 @@ def test_a_remote_source_is_not_asked_again_within_its_time(make):
     first = chain.ask()
     assert all(chain.ask() is first for _ in range(3))
     assert (source.asked, source.fetched) == (["sql"], ["sql"])
-    assert chain.kinds == [AdapterFetched, AdapterResolved]
+    assert chain.kinds == [AdapterFetched, AdapterResolved, *[AdapterConfirmed] * 3]
     time.sleep(0.25)
     assert chain.ask() == first
+    assert chain.told[-1] == AdapterConfirmed("sql", "s3")
     assert (source.asked, source.fetched, len(source.published_to)) == (["sql"] * 2, ["sql"], 1)
     source.answers["sql"] = turned()
     assert chain.ask() == first
@@ -601,7 +626,7 @@ def test_a_local_source_is_asked_every_time(make):
     first = chain.ask()
     assert chain.ask() == first
     assert (source.asked, source.fetched) == (["sql"] * 2, ["sql"])
-    assert chain.kinds == [AdapterFetched, AdapterResolved]
+    assert chain.kinds == [AdapterFetched, AdapterResolved, AdapterConfirmed]
     source.answers["sql"] = turned()
     assert content(chain.ask().path) == turned()
 
@@ -634,7 +659,8 @@ def test_an_adapter_that_was_found_damaged_is_fetched_again(make, remote):
 
 def test_memory_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(chain_module, "_REMEMBERED_NAMES", 20)
-    monkeypatch.setattr(chain_module, "_REMEMBERED_REJECTIONS", 10)
+    monkeypatch.setattr(versions_module, "_REMEMBERED_NAMES", 20)
+    monkeypatch.setattr(versions_module, "_REMEMBERED_REJECTIONS", 10)
     served = {f"good-{number}": adapter_files() for number in range(30)}
     broken = {f"bad-{number}": BROKEN for number in range(30)}
     chain = Chain(tmp_path / "store", FakeSource("s3", served | broken))
@@ -648,7 +674,9 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
         assert all(isinstance(result, InvalidAdapter) for result in results)
 
     asyncio.run(flood())
-    assert [len(memory) for memory in (chain._absent, chain._fresh, chain._served, chain._refused)] == [20, 20, 20, 10]
+    versions = chain._versions
+    memories = (chain._absent, chain._fresh, versions._served, versions._origins, versions._refused)
+    assert [len(memory) for memory in memories] == [20, 20, 20, 20, 10]
     assert chain._flights == {}
 
 

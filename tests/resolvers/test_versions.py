@@ -1,0 +1,285 @@
+"""Versions of names: asked for anew, leased while a name needs them, found again by digest."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, SourceUnavailable
+from lora_plugins.events import AdapterConfirmed, AdapterFetched
+from tests.make import BASE, adapter_files
+from tests.resolvers.contract import content, turned
+from tests.resolvers.test_chain import Chain, FakeSource, make
+
+_ = make
+GOOD = adapter_files()
+
+
+def newest(chain: Chain, name: str = "sql"):
+    return asyncio.run(chain.latest(name, None, BASE.path))
+
+
+def of_digest(chain: Chain, name: str, prefix: str, **more: bool):
+    return asyncio.run(chain.of_digest(name, prefix, **more))
+
+
+# --- the newest version
+
+
+def test_the_source_is_asked_anew_whatever_it_said_a_moment_ago(make):
+    source = FakeSource("s3")
+    chain = make(source)
+    assert chain.ask() is None
+    source.answers["sql"] = GOOD
+    assert chain.ask() is None, "believed for its time"
+    first = newest(chain)
+    assert content(first.path) == GOOD
+    assert chain.ask() is first
+    source.answers["sql"] = turned()
+    assert chain.ask() is first, "not asked again within its time"
+    second = newest(chain)
+    assert content(second.path) == turned()
+    assert chain.ask() is second
+    del source.answers["sql"]
+    assert newest(chain) is None
+    assert chain.ask() is None
+    assert content(second.path) == turned()
+
+
+def test_a_version_that_has_not_changed_is_only_confirmed(make):
+    chain = make(FakeSource("s3", {"sql": GOOD}))
+    first = chain.ask()
+    told = list(chain.told)
+    assert newest(chain) is first
+    assert chain.told == [*told, AdapterConfirmed("sql", "s3")]
+
+
+def test_no_name_is_none(make):
+    source = FakeSource("s3")
+    assert newest(make(source), "../sql") is None
+    assert source.asked == []
+
+
+def test_an_outage_of_where_it_came_from_is_no_reason_to_take_anothers(make):
+    one, two = FakeSource("one", {"sql": GOOD}), FakeSource("two", {"sql": turned()})
+    chain = make(one, two)
+    first = chain.ask()
+    one.answers["sql"] = SourceUnavailable("away")
+    with pytest.raises(SourceUnavailable, match="away"):
+        newest(chain)
+    assert content(first.path) == GOOD
+
+
+def test_an_outage_elsewhere_does_not_keep_a_name_from_its_new_version(make):
+    one, two = FakeSource("one", {"sql": SourceUnavailable("away")}), FakeSource("two", {"sql": GOOD})
+    chain = make(one, two)
+    assert chain.ask().source == "two"
+    two.answers["sql"] = turned()
+    assert content(newest(chain).path) == turned()
+
+
+def test_those_who_ask_anew_share_one_answer_but_not_that_of_an_earlier_question(make):
+    source = FakeSource("s3", {"sql": GOOD})
+    chain = make(source)
+
+    async def run() -> None:
+        source.gate = asyncio.Event()
+        early = asyncio.create_task(chain.resolve("sql", BASE.path))
+        while not source.fetched:
+            await asyncio.sleep(0.001)
+        anew = [asyncio.create_task(chain.latest("sql", None, BASE.path)) for _ in range(5)]
+        await asyncio.sleep(0.01)
+        source.gate.set()
+        assert len({each.digest for each in await asyncio.gather(early, *anew)}) == 1
+
+    asyncio.run(run())
+    assert source.asked == ["sql"] * 2
+    assert source.fetched == ["sql"]
+
+
+# --- leases
+
+
+def leased(chain: Chain, resolved) -> bool:
+    return bool(chain.store.leases.holders(resolved.digest))
+
+
+def test_a_version_is_leased_until_its_name_is_released(make):
+    chain = make(FakeSource("s3", {"sql": GOOD}))
+    resolved = chain.ask()
+    chain.release("other", resolved.path)
+    chain.release("sql", resolved.path.with_name("0" * 64))
+    assert leased(chain, resolved)
+    chain.release("sql", str(resolved.path))
+    assert not leased(chain, resolved)
+
+
+@pytest.mark.parametrize("remote", [True, False])
+def test_what_was_released_is_leased_again_when_it_is_asked_for(make, remote):
+    source = FakeSource("one", {"sql": GOOD}, remote=remote)
+    chain = make(source)
+    first = chain.ask()
+    chain.release("sql", first.path)
+    assert chain.ask() == first
+    assert leased(chain, first)
+    assert source.fetched == ["sql"]
+
+
+def test_a_new_version_that_is_released_takes_nothing_from_the_old_one(make):
+    source = FakeSource("s3", {"sql": GOOD})
+    chain = make(source)
+    first = chain.ask()
+    source.answers["sql"] = turned()
+    second = newest(chain)
+    chain.release("sql", second.path)
+    assert leased(chain, first)
+    assert not leased(chain, second)
+
+
+def test_a_lease_that_ends_while_another_name_is_verified_is_taken_again(make):
+    chain = make(FakeSource("s3", {"sql": GOOD, "other": GOOD}))
+    first = chain.ask("sql")
+    check = chain._versions._check_fits
+
+    def release_meanwhile(directory, base):
+        verified = check(directory, base)
+        chain.release("sql", first.path)
+        return verified
+
+    chain._versions._check_fits = release_meanwhile
+    second = chain.ask("other")
+    assert second.path == first.path
+    assert leased(chain, second)
+
+
+def test_a_version_that_is_evicted_while_it_is_verified_is_fetched_again(make):
+    source = FakeSource("s3", {"sql": GOOD, "other": GOOD})
+    chain = make(source)
+    first = chain.ask("sql")
+    check = chain._versions._check_fits
+    evicted = []
+
+    def evict_meanwhile(directory, base):
+        verified = check(directory, base)
+        if not evicted:
+            chain.release("sql", first.path)
+            evicted.append(chain.store.remove(first.digest))
+        return verified
+
+    chain._versions._check_fits = evict_meanwhile
+    second = chain.ask("other")
+    assert evicted == [True]
+    assert content(second.path) == GOOD
+    assert leased(chain, second)
+    assert source.fetched == ["sql", "other", "other"]
+
+
+def test_a_new_version_that_does_not_fit_is_not_leased_and_the_old_one_is(make):
+    source = FakeSource("s3", {"sql": GOOD})
+    chain = make(source)
+    first = chain.ask()
+    source.answers["sql"] = turned()
+    chain.base = replace(BASE, max_rank=1)
+    with pytest.raises(IncompatibleAdapter):
+        newest(chain)
+    (other,) = set(chain.store.layout.digests()) - {first.digest}
+    assert leased(chain, first)
+    assert chain.store.remove(other)
+
+
+# --- by digest
+
+
+def test_an_earlier_version_is_found_by_its_digest_without_asking(make):
+    source = FakeSource("s3", {"sql": GOOD})
+    chain = make(source)
+    first = chain.ask()
+    source.answers["sql"] = turned()
+    second = newest(chain)
+    chain.release("sql", first.path)
+    asked = len(source.asked)
+    for prefix in (first.digest, first.digest[:12], first.digest[:8]):
+        found = of_digest(chain, "sql", prefix)
+        assert (found.name, found.path, found.version, found.uri) == ("sql", first.path, first.version, first.uri)
+        assert (found.lora_id, found.rank, found.size_bytes) == (first.lora_id, 4, first.size_bytes)
+        assert leased(chain, first)
+    assert of_digest(chain, "sql", second.digest).path == second.path
+    assert len(source.asked) == asked
+
+
+def test_a_prefix_that_is_short_or_unknown_or_empty_finds_nothing(make):
+    chain = make(FakeSource("s3", {"sql": GOOD}))
+    digest = chain.ask().digest
+    other = "0" if digest[0] != "0" else "1"
+    for prefix in ("", digest[:7], other * 8, digest + "0", digest.upper(), "*" * 8):
+        assert of_digest(chain, "sql", prefix) is None, prefix
+
+
+def test_two_versions_of_one_prefix_are_none(make, monkeypatch):
+    source = FakeSource("s3", {"sql": GOOD})
+    chain = make(source)
+    chain.ask()
+    source.answers["sql"] = turned()
+    newest(chain)
+    monkeypatch.setattr("lora_plugins.resolvers.versions._SHORTEST_PREFIX", 0)
+    assert of_digest(chain, "sql", "") is None
+
+
+def test_a_name_does_not_reach_versions_of_another(make):
+    chain = make(FakeSource("s3", {"mine": GOOD, "theirs": turned()}))
+    chain.ask("mine")
+    theirs = chain.ask("theirs")
+    assert of_digest(chain, "mine", theirs.digest) is None
+    assert of_digest(chain, "unheard-of", theirs.digest) is None
+    assert of_digest(chain, "mine", theirs.digest, of_any_name=True).path == theirs.path
+
+
+def test_after_a_restart_the_versions_of_a_name_are_found_once_its_source_is_known(make):
+    source = FakeSource("s3", {"sql": GOOD})
+    before = make(source)
+    first = before.ask()
+    before.release("sql", first.path)
+    source.answers["sql"] = turned()
+    after = make(source)
+    assert of_digest(after, "sql", first.digest) is None
+    assert of_digest(after, "sql", first.digest, of_any_name=True).path == first.path
+    after.ask()
+    assert of_digest(after, "sql", first.digest).path == first.path
+    assert after.kinds.count(AdapterFetched) == 1
+
+
+def test_a_version_by_digest_is_held_against_the_served_model(make):
+    chain = make(FakeSource("s3", {"sql": GOOD}))
+    first = chain.ask()
+    chain.release("sql", first.path)
+    chain.base = replace(BASE, max_rank=1)
+    with pytest.raises(IncompatibleAdapter, match="'sql'"):
+        of_digest(chain, "sql", first.digest)
+    assert not leased(chain, first)
+
+
+def test_a_damaged_version_is_not_found(make):
+    chain = make(FakeSource("s3", {"sql": GOOD}))
+    first = chain.ask()
+    (first.path / "manifest.json").chmod(0o600)
+    (first.path / "manifest.json").write_text("{")
+    assert of_digest(chain, "sql", first.digest) is None
+
+
+def test_a_pickle_by_digest_is_refused_where_it_is_not_allowed(make):
+    files = {"adapter_config.json": GOOD["adapter_config.json"], "adapter_model.bin": b"pickle"}
+    source = FakeSource("s3", {"sql": files})
+    digest = make(source, allow_pickle=True).ask().digest
+    with pytest.raises(InvalidAdapter, match="LORA_PLUGINS_ALLOW_PICKLE"):
+        of_digest(make(source), "sql", digest, of_any_name=True)
+
+
+def test_what_a_resolved_adapter_says_of_itself(make):
+    resolved = make(FakeSource("s3", {"team/sql": GOOD})).ask("team/sql")
+    assert resolved.digest == resolved.path.name
+    assert Path(resolved.path).is_dir()
+    assert (resolved.uri, resolved.asked_uri, resolved.rank) == ("s3://team/sql", "", 4)
+    assert resolved.size_bytes == sum(map(len, GOOD.values()))
