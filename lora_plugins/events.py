@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from lora_plugins.errors import LoRAPluginsError
 
@@ -26,6 +27,15 @@ class AdapterResolved:
     check_s: float
     fetched: bool
     notes: tuple[str, ...] = ()
+    uri: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfirmed:
+    """A name was asked for again, and what was resolved before still holds."""
+
+    name: str
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +76,61 @@ class AdapterUnknown:
 
 
 @dataclass(frozen=True, slots=True)
+class AbsenceRemembered:
+    """A source was not asked, because it said a moment ago that it has no such adapter."""
+
+    name: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEvicted:
+    """A published adapter was removed from the store to make room; told from a thread."""
+
+    digest: str
+    size_bytes: int
+
+
+class Found(StrEnum):
+    """Where the workers had an adapter when it was asked for: in a slot, in host memory, or on disk at best."""
+
+    SLOT = "slot"
+    HOST = "host"
+    STORE = "store"
+
+
+@dataclass(frozen=True, slots=True)
+class GatePassed:
+    """The gate let a request in, or a `load` through that no request stands behind, after `wait_s`."""
+
+    name: str
+    found: Found
+    wait_s: float
+    load: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GateRefused:
+    """The workers cannot have the adapter."""
+
+    name: str
+    error: LoRAPluginsError
+    wait_s: float
+    load: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterReady:
+    """Every worker has brought an adapter from its directory into host memory (`stage_s`), then a slot (`place_s`)."""
+
+    name: str
+    path: str
+    size_bytes: int
+    stage_s: float
+    place_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterSwapped:
     """A name points to another version; requests that run go on with the old one. Versions are digests."""
 
@@ -94,10 +159,16 @@ class AdapterUnloaded:
 
 Event = (
     AdapterResolved
+    | AdapterConfirmed
     | AdapterFetched
     | AdapterRejected
     | SourceFailed
     | AdapterUnknown
+    | AbsenceRemembered
+    | StoreEvicted
+    | GatePassed
+    | GateRefused
+    | AdapterReady
     | AdapterSwapped
     | UpdateFailed
     | AdapterUnloaded

@@ -1,23 +1,30 @@
-"""The logging hook: one line per event, and a rejection's warning once."""
+"""The logging hook: one line for an adapter's whole way into the engine, and a rejection's warning once."""
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from typing import TypeVar
 
 from lora_plugins.events import (
     AdapterFetched,
+    AdapterReady,
     AdapterRejected,
     AdapterResolved,
     AdapterSwapped,
     AdapterUnknown,
     AdapterUnloaded,
     Event,
+    Found,
+    GatePassed,
+    GateRefused,
     SourceFailed,
     UpdateFailed,
 )
 
 _REMEMBERED = 1024
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 # Below vLLM's own logger, so that its handlers, level and format apply whenever and however vLLM sets them.
 logger = logging.getLogger("vllm.lora_plugins")
@@ -28,60 +35,93 @@ class LogEvents:
 
     A broken adapter that is asked for again and again is worth one warning, not a flood: a repeat of the same name
     and text is logged at DEBUG. The last 1024 warnings are remembered.
+
+    Attributes:
+        waits_for_ready: whether a gate says when an adapter is in the engine, so that the line about it can wait for
+            that; without one it is written once the adapter is resolved.
     """
 
     def __init__(self) -> None:
+        self.waits_for_ready = False
         self._warned: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._resolved: OrderedDict[str, tuple[str, str]] = (
+            OrderedDict()
+        )  # by name: path, and what the line begins with
+        self._loaded: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def __call__(self, event: Event) -> None:
         match event:
             case AdapterFetched():
-                logger.info(
-                    "Adapter '%s' fetched from %s: %.1f MB in %.2f s (%.0f MB/s)",
-                    event.name,
-                    event.uri,
-                    event.size_bytes / 1e6,
-                    event.fetch_s,
-                    event.size_bytes / 1e6 / max(event.fetch_s, 1e-6),
-                )
+                self._log_fetched(event)
             case AdapterResolved():
-                logger.info(
-                    "Adapter '%s' from %s: rank %d, %.1f MB, located in %.1f ms, %s in %.1f ms, checked in %.1f ms, %s",
-                    event.name,
-                    event.source,
-                    event.rank,
-                    event.size_bytes / 1e6,
-                    event.locate_s * 1e3,
-                    "fetched" if event.fetched else "found in the store",
-                    event.obtain_s * 1e3,
-                    event.check_s * 1e3,
-                    event.path,
-                )
-                for note in event.notes:
-                    self._warn(event.name, f"Adapter '{event.name}': {note}")
+                self._log_resolved(event)
+            case AdapterReady():
+                self._log_ready(event)
+            case GateRefused():
+                self._log_rest(event.name, "not let into the engine")
+                self._warn(event.name, f"Adapter not let into the engine: {event.error}")
+            case GatePassed() if event.load:
+                self._log_rest(event.name, f"already in {'a slot' if event.found is Found.SLOT else 'host memory'}")
             case AdapterRejected():
                 self._warn(event.name, f"Adapter refused ({event.source}): {event.error}")
             case SourceFailed():
                 self._warn(event.name, f"Source did not answer ({event.source}): {event.error}")
-            case AdapterSwapped():
-                logger.info(
-                    "Adapter '%s' swapped from %.12s to %.12s, staged in %.2f s",
-                    event.name,
-                    event.before,
-                    event.after,
-                    event.stage_s,
-                )
             case UpdateFailed():
                 self._warn(event.name, f"Adapter '{event.name}' goes on with its old version: {event.error}")
-            case AdapterUnloaded():
-                logger.info(
-                    "Adapter '%s' unloaded after %.2f s; %d requests were ended",
-                    event.name,
-                    event.drain_s,
-                    event.aborted,
-                )
             case AdapterUnknown():
                 logger.debug("No such adapter: %r %s", event.name, event.reason)
+            case _:
+                _log_change(event)
+
+    @staticmethod
+    def _log_fetched(event: AdapterFetched) -> None:
+        logger.debug(
+            "Adapter '%s' fetched from %s: %.1f MB in %.2f s (%.0f MB/s)",
+            event.name,
+            event.uri,
+            event.size_bytes / 1e6,
+            event.fetch_s,
+            event.size_bytes / 1e6 / max(event.fetch_s, 1e-6),
+        )
+
+    def _log_resolved(self, event: AdapterResolved) -> None:
+        line = (
+            f"Adapter '{event.name}' from {event.source}{f' ({event.uri})' if event.uri else ''}: rank {event.rank}, "
+            f"{event.size_bytes / 1e6:.1f} MB, located in {event.locate_s * 1e3:.1f} ms, "
+            f"{'fetched' if event.fetched else 'found in the store'} in {event.obtain_s * 1e3:.1f} ms, "
+            f"checked in {event.check_s * 1e3:.1f} ms"
+        )
+        if self.waits_for_ready:
+            logger.debug("%s, %s", line, event.path)
+            _remember(self._resolved, event.name, (event.path, line))
+        else:
+            logger.info("%s, %s", line, event.path)
+        for note in event.notes:
+            self._warn(event.name, f"Adapter '{event.name}': {note}")
+
+    def _log_ready(self, event: AdapterReady) -> None:
+        key = (event.name, event.path)
+        path, line = self._resolved.get(event.name, ("", ""))
+        if path == event.path:
+            del self._resolved[event.name]
+        else:
+            line = ""
+        is_new = bool(line) or key not in self._loaded
+        _remember(self._loaded, key, None)
+        logger.log(
+            logging.INFO if is_new else logging.DEBUG,
+            "%s, staged in %.1f ms, placed in %.1f ms, %s",
+            line or f"Adapter {event.name!r}{'' if is_new else ' again'}: {event.size_bytes / 1e6:.1f} MB",
+            event.stage_s * 1e3,
+            event.place_s * 1e3,
+            event.path,
+        )
+
+    def _log_rest(self, name: str, end: str) -> None:
+        """Write the line of what was resolved and then not brought."""
+        if name in self._resolved:
+            path, line = self._resolved.pop(name)
+            logger.info("%s, %s, %s", line, end, path)
 
     def _warn(self, name: str, text: str) -> None:
         key = (name, text)
@@ -89,7 +129,31 @@ class LogEvents:
             self._warned.move_to_end(key)
             logger.debug("%s", text)
             return
-        self._warned[key] = None
-        if len(self._warned) > _REMEMBERED:
-            self._warned.popitem(last=False)
+        _remember(self._warned, key, None)
         logger.warning("%s", text)
+
+
+def _remember(memory: OrderedDict[_K, _V], key: _K, value: _V) -> None:
+    memory[key] = value
+    memory.move_to_end(key)
+    if len(memory) > _REMEMBERED:
+        memory.popitem(last=False)
+
+
+def _log_change(event: Event) -> None:
+    match event:
+        case AdapterSwapped():
+            logger.info(
+                "Adapter '%s' swapped from %.12s to %.12s, staged in %.2f s",
+                event.name,
+                event.before,
+                event.after,
+                event.stage_s,
+            )
+        case AdapterUnloaded():
+            logger.info(
+                "Adapter '%s' unloaded after %.2f s; %d requests were ended",
+                event.name,
+                event.drain_s,
+                event.aborted,
+            )

@@ -8,7 +8,18 @@ import pytest
 
 from lora_plugins import logs
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
-from lora_plugins.events import AdapterFetched, AdapterRejected, AdapterResolved, AdapterUnknown, Events, SourceFailed
+from lora_plugins.events import (
+    AdapterFetched,
+    AdapterReady,
+    AdapterRejected,
+    AdapterResolved,
+    AdapterUnknown,
+    Events,
+    Found,
+    GatePassed,
+    GateRefused,
+    SourceFailed,
+)
 from lora_plugins.logs import LogEvents
 
 
@@ -51,11 +62,93 @@ def test_a_resolved_adapter_is_one_line_with_its_facts(logged):
         assert fact in logged.text
 
 
-def test_a_fetch_is_one_line_with_its_speed(logged):
+def test_a_fetch_is_a_detail_as_the_line_of_its_load_has_it(logged):
     LogEvents()(AdapterFetched("sql", "s3", "s3://bucket/sql", 50_000_000, 0.5))
-    assert levels(logged) == [logging.INFO]
+    assert levels(logged) == [logging.DEBUG]
     for fact in ("'sql'", "s3://bucket/sql", "50.0 MB", "0.50 s", "100 MB/s"):
         assert fact in logged.text
+
+
+def ready(name="sql", path="/adapters/sql") -> AdapterReady:
+    return AdapterReady(name, path, 2_500_000, 0.04, 0.005)
+
+
+def gated() -> LogEvents:
+    hook = LogEvents()
+    hook.waits_for_ready = True
+    return hook
+
+
+def infos(logged) -> list[str]:
+    return [record.getMessage() for record in logged.records if record.levelno >= logging.INFO]
+
+
+def test_a_load_is_one_line_with_the_seconds_of_each_stage(logged):
+    hook = gated()
+    hook(AdapterFetched("sql", "s3", "s3://bucket/sql", 2_500_000, 0.02))
+    hook(resolved(source="s3", uri="s3://bucket/sql", fetched=True))
+    assert infos(logged) == []
+    hook(ready())
+    hook(GatePassed("sql", Found.STORE, 0.05, load=True))
+    (line,) = infos(logged)
+    for fact in ("'sql'", "s3", "s3://bucket/sql", "rank 8", "2.5 MB", "located in 1.0 ms", "fetched in 20.0 ms",
+                 "checked in 3.0 ms", "staged in 40.0 ms", "placed in 5.0 ms", "/adapters/sql"):  # fmt: skip
+        assert fact in line
+
+
+def test_a_load_by_path_is_one_line_and_the_same_again_a_detail(logged):
+    hook = gated()
+    for _ in range(2):
+        hook(ready("by\nhand", "/somewhere"))
+    assert levels(logged) == [logging.INFO, logging.DEBUG]
+    first, again = (record.getMessage() for record in logged.records)
+    for fact in ("'by\\nhand'", "2.5 MB", "staged in 40.0 ms", "/somewhere"):
+        assert fact in first
+    assert "again" in again
+    assert "again" not in first
+
+
+def test_another_version_of_a_name_does_not_take_the_line_of_the_one_that_was_resolved(logged):
+    hook = gated()
+    hook(resolved())
+    hook(ready(path="/adapters/old"))
+    hook(ready())
+    other, own = infos(logged)
+    assert "rank 8" not in other
+    assert "rank 8" in own
+
+
+@pytest.mark.parametrize(("found", "where"), [(Found.HOST, "host memory"), (Found.SLOT, "a slot")])
+def test_what_the_workers_had_already_is_one_line_too(logged, found, where):
+    hook = gated()
+    hook(resolved())
+    hook(GatePassed("sql", Found.SLOT, 0.0, load=False))  # of another request
+    assert infos(logged) == []
+    for _ in range(2):
+        hook(GatePassed("sql", found, 0.0, load=True))
+    (line,) = infos(logged)
+    for fact in ("'sql'", "rank 8", f"already in {where}", "/adapters/sql"):
+        assert fact in line
+
+
+def test_what_the_workers_refuse_is_its_line_and_one_warning(logged):
+    hook = gated()
+    hook(resolved())
+    for _ in range(2):
+        hook(GateRefused("sql", InvalidAdapter("x", adapter="sql"), 0.1, load=True))
+    line, warning = infos(logged)
+    assert "rank 8" in line
+    assert "not let into the engine" in line
+    assert "[L005]" in warning
+
+
+def test_what_is_resolved_and_never_brought_is_remembered_in_bounded_memory(logged, monkeypatch):
+    monkeypatch.setattr(logs, "_REMEMBERED", 3)
+    hook = gated()
+    for number in range(100):
+        hook(resolved(name=str(number)))
+        hook(ready(str(number), "/elsewhere"))
+    assert len(hook._resolved) == len(hook._loaded) == 3
 
 
 def test_what_was_let_through_is_a_warning_once(logged):

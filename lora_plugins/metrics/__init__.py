@@ -1,0 +1,1 @@
+"""Figures on vLLM's own `/metrics`: a hook on events, and what the workers count."""

@@ -1,0 +1,132 @@
+"""Put our metrics on vLLM's `/metrics`, in the process that has it.
+
+The vLLM symbols that are touched stand in the ledger in `lora_plugins.engine`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+
+from lora_plugins import engine
+from lora_plugins.metrics.prometheus import CountEvents
+from lora_plugins.metrics.scrape import Asgi, Figures, RefreshBeforeScrape, Reports
+from lora_plugins.metrics.store import InStore, StoreSize
+from lora_plugins.settings import Settings
+
+_OURS = "_lora_plugins"  # marks what is ours on objects that outlive a second registration
+
+
+def install_metrics(settings: Settings) -> None:
+    """Have every API server of this process count what happens, and show it; a second call changes nothing."""
+    from vllm.entrypoints.serve.instrumentator import metrics as module
+
+    original = module.attach_router
+    if getattr(original, _OURS, False):
+        return
+
+    @functools.wraps(original)
+    def attach_router(app: Any) -> None:
+        original(app)
+        serve_metrics(app, settings)
+
+    setattr(attach_router, _OURS, True)
+    module.attach_router = attach_router
+
+
+def serve_metrics(app: Any, settings: Settings) -> None:
+    """Count from here on, and show it on the `/metrics` of this app.
+
+    Called again, for another app of the process, it goes on counting where it was.
+    """
+    from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+    shown = get_prometheus_registry()
+    is_shared = shown is not REGISTRY  # several API servers count in files, and any of them shows the sums
+    counted = _counted(settings, can_forget=not is_shared)
+    figures = Figures(_ask_workers, _look_at_store, settings.metrics_adapters)
+    engine.LOG.waits_for_ready = _has_our_manager()
+    if is_shared:
+        shown.register(figures)
+        app.add_middleware(RefreshBeforeScrape, refresh=figures.refresh, answer=_answer_from(shown))
+        return
+    _show(_Both(counted, figures))
+    app.add_middleware(RefreshBeforeScrape, refresh=figures.refresh)
+
+
+def _answer_from(registry: CollectorRegistry) -> Asgi:
+    """`/metrics` as vLLM's own answers, of this registry: its own makes a new one at each scrape."""
+    from starlette.responses import Response
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        text = await asyncio.to_thread(generate_latest, registry)
+        await Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})(scope, receive, send)
+
+    return answer
+
+
+_registry: CollectorRegistry | None = None
+
+
+def _counted(settings: Settings, *, can_forget: bool) -> CollectorRegistry:
+    """The registry of what is counted from events, made once; not vLLM's, which a second one would not enter."""
+    global _registry
+    if _registry is None:
+        _registry = CollectorRegistry()
+        engine.EVENTS.add(CountEvents(_registry, settings.metrics_adapters, can_forget=can_forget))
+    return _registry
+
+
+class _Both:
+    """A collector without a name: vLLM unregisters those called `vllm:…` whenever it makes its own."""
+
+    def __init__(self, counted: CollectorRegistry, figures: Figures) -> None:
+        self._counted = counted
+        self._figures = figures
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._counted.collect()
+        yield from self._figures.collect()
+
+
+def _show(both: _Both) -> None:
+    """Enter it into the process's registry in the place of what was there from us."""
+    before = getattr(REGISTRY, _OURS, None)
+    if before is not None:
+        REGISTRY.unregister(before)
+    REGISTRY.register(both)
+    setattr(REGISTRY, _OURS, both)
+
+
+def _has_our_manager() -> bool:
+    from lora_plugins.manager import installation
+
+    return installation.is_installed()
+
+
+async def _ask_workers(client: Any) -> Reports | None:
+    if client is None or not _has_our_manager() or client.vllm_config.lora_config is None:
+        return None
+    from lora_plugins.server.doors import answers_by_engine
+
+    answers = await answers_by_engine(client, "get_lora_metrics", ())
+    return Reports(
+        str(client.vllm_config.model_config.served_model_name),
+        {number: [answer["counters"] for answer in workers] for number, workers in answers.items()},
+    )
+
+
+_store_size = StoreSize()
+
+
+def _look_at_store() -> InStore | None:
+    store = engine.store_in_use()
+    return None if store is None else _store_size.look(store)

@@ -1,0 +1,39 @@
+"""What the store holds, looked at from outside: other servers and the command line change it too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lora_plugins.errors import InvalidAdapter
+from lora_plugins.store.manifest import Manifest
+from lora_plugins.store.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class InStore:
+    """What the store holds; `max_bytes` is None where it has no budget."""
+
+    adapters: int
+    size_bytes: int
+    max_bytes: int | None
+
+
+class StoreSize:
+    """Looks at one store; as what lies at a digest never changes, each manifest is read once."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[str, int] = {}  # by digest
+
+    def look(self, store: Store) -> InStore:
+        """Count the published adapters and their bytes; one whose manifest cannot be read is left out."""
+        sizes = {}
+        for digest in store.layout.digests():
+            size_bytes = self._sizes.get(digest)
+            if size_bytes is None:
+                try:
+                    size_bytes = Manifest.read(store.layout.adapter(digest)).size_bytes
+                except InvalidAdapter:
+                    continue
+            sizes[digest] = size_bytes
+        self._sizes = sizes
+        return InStore(len(sizes), sum(sizes.values()), store.max_bytes)

@@ -1,0 +1,299 @@
+"""A real server's `/metrics`, compared with what was done: every number that is determined, exactly."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from testbed.bed import MAX_TOKENS, Bed
+from testbed.client import complete, connect
+from testbed.models import PROMPT
+from testbed.server import Server, vllm_server
+from tests.e2e.broken import BROKEN
+
+SLOTS, HOST_PLACES = 2, 3
+TELLING_INTERVAL_S = 1.1  # the workers are asked once a second at most
+
+
+def samples_of(server: Server) -> dict[str, float]:
+    """Every sample of a scrape, by its name and label values in the order of the labels' names."""
+    answer = httpx.get(f"{server.url}/metrics", timeout=30)
+    assert answer.status_code == 200
+    samples = {}
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            key = ",".join((sample.name, *(value for _, value in sorted(sample.labels.items()))))
+            assert key not in samples, f"{key} is there twice"
+            samples[key] = sample.value
+    return samples
+
+
+@dataclass
+class Metered:
+    """A server with its metrics, and what they were when last looked at."""
+
+    server: Server
+    client: openai.OpenAI
+    bed: Bed
+    root: Path
+    before: dict[str, float]
+
+    def scrape(self) -> dict[str, float]:
+        """All samples, with what the workers say now."""
+        time.sleep(TELLING_INTERVAL_S)
+        return samples_of(self.server)
+
+    def changes(self) -> dict[str, float]:
+        """What of ours has changed since the last look, but for buckets, sums of seconds and times of creation."""
+        before, self.before = self.before, self.scrape()
+        return {
+            key.removeprefix("lora_plugins_").replace(f",{self.bed.base}", ""): value - before.get(key, 0.0)
+            for key, value in self.before.items()
+            if key.startswith(("lora_plugins_", "vllm:lora_adapter_load_seconds", "vllm:num_", "vllm:max_gpu"))
+            and not re.search(
+                "store_(adapters|bytes)|_bucket|_created|_sum|_age_|requests_(running|waiting)|num_preempt", key
+            )
+            and value != before.get(key, 0.0)
+        }
+
+    def loaded(self) -> dict[str, str]:
+        """Level by adapter, as last looked at."""
+        found = {}
+        for key, value in self.before.items():
+            if key.startswith("vllm:lora_adapter_loaded,"):
+                _, adapter, engine, level, _, pinned = key.split(",")
+                assert (engine, pinned, value) == ("0", "false", 1.0)
+                found[adapter] = level
+        return found
+
+    def ask(self, name: str, status: int = 200) -> None:
+        answer = complete(self.client, name, PROMPT, MAX_TOKENS)
+        assert answer.status == status, answer.error
+        if status == 200:
+            assert list(answer.token_ids) == self.bed.answers[name]
+
+    def lines(self, name: str) -> list[str]:
+        """What the log says of an adapter at INFO or above."""
+        return [line for line in self.server.log().splitlines() if f"Adapter '{name}'" in line and "DEBUG" not in line]
+
+    def stored_at(self, name: str) -> Path:
+        return Path({card.id: card for card in self.client.models.list()}[name].root)
+
+
+@pytest.fixture(scope="module")
+def metered(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metered]:
+    home = tmp_path_factory.mktemp("metered")
+    root = home / "adapters"
+    shutil.copytree(bed.adapters, root)
+    shutil.copytree(root / "sql", root / "truncated")
+    next(case for case in BROKEN if case.name == "truncated").make(root / "truncated")
+    with vllm_server(
+        bed.base,
+        home / "server.log",
+        arguments=(
+            *("--enable-lora", "--max-lora-rank", "64"),
+            *("--max-loras", str(SLOTS), "--max-cpu-loras", str(HOST_PLACES)),
+        ),
+        env={
+            "VLLM_PLUGINS": "lora_filesystem_resolver,lora_lru_manager,lora_kernels",
+            "VLLM_LORA_RESOLVER_CACHE_DIR": str(root),
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "LORA_PLUGINS_STORE_DIR": str(home / "store"),
+        },
+    ) as server:
+        yield Metered(server, connect(server), bed, root, {})
+
+
+def fetched_bytes(directory: Path) -> int:
+    return sum((directory / name).stat().st_size for name in ("adapter_config.json", "adapter_model.safetensors"))
+
+
+def cold(name_bytes: int) -> dict[str, float]:
+    """What the first request for an adapter that exists counts, apart from who loses what."""
+    return {
+        "resolves_total,served,filesystem": 1,
+        "locate_seconds_count,filesystem": 1,
+        "fetch_seconds_count,filesystem": 1,
+        "fetched_bytes_total,filesystem": name_bytes,
+        "store_misses_total": 1,
+        "gate_wait_seconds_count,store,load": 1,
+        "gate_wait_seconds_count,slot,request": 1,
+        "slot_misses_total": 1,
+        "host_misses_total": 1,
+        "slot_hits_total": 1,
+        "stage_seconds_count": 1,
+        "place_seconds_count": 1,
+        "slot_flips_total,0": 1,
+        "activate_seconds_count,0": 1,
+        "vllm:lora_adapter_load_seconds_count,0": 1,
+    }
+
+
+def test_what_is_done_is_what_is_counted(metered: Metered) -> None:
+    """One story, as each step starts from where the last one ended."""
+    # Nothing has been asked for.
+    changes = metered.changes()
+    assert changes.pop("vllm:max_gpu_lora_adapters,0") == SLOTS
+    assert changes.pop("host_max_adapters,0") == HOST_PLACES
+    assert changes == {}
+    assert metered.loaded() == {}
+    assert any(key.startswith("vllm:request_success_total") for key in metered.before), "vLLM's own"
+
+    # A cold adapter, and twice more.
+    for _ in range(3):
+        metered.ask("sql")
+    time.sleep(5)  # its lease has ended, and the store is looked at again
+    changes = metered.changes()
+    host_bytes = changes.pop("host_bytes,0")
+    assert 0 < host_bytes <= 2 * fetched_bytes(metered.root / "sql")
+    stored = (metered.before["lora_plugins_store_adapters"], metered.before["lora_plugins_store_bytes"])
+    assert stored == (1, fetched_bytes(metered.root / "sql"))
+    expected = cold(fetched_bytes(metered.root / "sql"))
+    expected["gate_wait_seconds_count,slot,request"] = expected["slot_hits_total"] = 3
+    assert changes == {**expected, "requests_total,sql": 3, "vllm:num_gpu_loaded_lora_adapters,0": 1}
+    assert metered.loaded() == {"sql": "gpu"}
+    (line,) = metered.lines("sql")
+    for fact in (
+        "filesystem",
+        "file://",
+        "rank 8",
+        " MB",
+        "located in",
+        "fetched in",
+        "checked in",
+        "staged in",
+        "placed in",
+    ):
+        assert fact in line
+
+    # No such adapter, twice; and one that cannot be served.
+    for _ in range(2):
+        metered.ask("no-such-adapter", 404)
+    metered.ask("truncated", 400)
+    assert metered.changes() == {
+        "resolves_total,absent,none": 2,
+        "resolves_total,refused,filesystem": 1,
+        "errors_total,L005,resolve": 1,
+    }
+
+    # Three more than there are slots, and one more than there are places in host memory.
+    for name in ("chat", "wide", "stable"):
+        metered.ask(name)
+    time.sleep(2.5)
+    changes = metered.changes()
+    changes.pop("host_bytes,0")
+    expected = {key: 3 * value for key, value in cold(0).items()}
+    expected["fetched_bytes_total,filesystem"] = sum(
+        fetched_bytes(metered.root / name) for name in ("chat", "wide", "stable")
+    )
+    assert changes == {
+        **expected,
+        **{f"requests_total,{name}": 1 for name in ("chat", "wide", "stable")},
+        "slot_evictions_total,0": 2,
+        "host_evictions_total,0": 1,
+        "host_evicted_bytes_total,0": host_bytes,
+        "vllm:num_gpu_loaded_lora_adapters,0": 1,
+        "vllm:num_cpu_loaded_lora_adapters,0": 1,
+    }
+    assert metered.loaded() == {"chat": "cpu", "wide": "gpu", "stable": "gpu"}
+
+    # The one that had to go comes back: its name is known, so it is only staged.
+    metered.ask("sql")
+    time.sleep(2.5)
+    changes = metered.changes()
+    changes.pop("host_bytes,0")
+    changes.pop("host_evicted_bytes_total,0")
+    assert changes == {
+        "requests_total,sql": 1,
+        "gate_wait_seconds_count,store,request": 1,
+        "slot_misses_total": 1,
+        "host_misses_total": 1,
+        "stage_seconds_count": 1,
+        "place_seconds_count": 1,
+        "slot_flips_total,0": 1,
+        "slot_evictions_total,0": 1,
+        "activate_seconds_count,0": 1,
+        "vllm:lora_adapter_load_seconds_count,0": 1,
+        "host_evictions_total,0": 1,
+    }
+    assert metered.loaded() == {"sql": "gpu", "wide": "cpu", "stable": "gpu"}
+    assert len(metered.lines("sql")) == 1, "its line stands where it came first"
+
+    # One that lost its slot, but not its place in host memory.
+    metered.ask("wide")
+    time.sleep(2.5)
+    assert metered.changes() == {
+        "requests_total,wide": 1,
+        "gate_wait_seconds_count,host,request": 1,
+        "slot_misses_total": 1,
+        "host_hits_total": 1,
+        "slot_flips_total,0": 1,
+        "slot_evictions_total,0": 1,
+        "activate_seconds_count,0": 1,
+    }
+
+    # One that is in no memory any more has vanished from store and source.
+    shutil.rmtree(metered.stored_at("chat"))
+    shutil.rmtree(metered.root / "chat")
+    metered.ask("chat", 404)
+    changes = metered.changes()
+    changes.pop("host_bytes,0")
+    changes.pop("host_evicted_bytes_total,0")
+    assert changes == {
+        "errors_total,L002,gate": 1,
+        "load_failures_total,0": 1,
+        "host_evictions_total,0": 1,  # place and slot were made free for it before it was known that it is gone
+        "slot_evictions_total,0": 1,
+        "vllm:num_gpu_loaded_lora_adapters,0": -1,
+    }
+    assert metered.loaded() == {"sql": "cpu", "wide": "gpu"}
+
+
+def test_a_scrape_is_the_same_with_a_slash_and_for_a_prometheus(metered: Metered) -> None:
+    names = set()
+    for path, headers in (("/metrics", {}), ("/metrics/", {}), ("/metrics", {"Accept": "text/plain;version=0.0.4"})):
+        answer = httpx.get(f"{metered.server.url}{path}", headers=headers, timeout=30)
+        assert answer.status_code == 200
+        names.add(frozenset(re.findall(r"^# TYPE (\S+)", answer.text, re.MULTILINE)))
+    (same,) = names
+    assert "lora_plugins_gate_wait_seconds" in same
+    assert "vllm:lora_adapter_loaded" in same
+
+
+def test_several_api_servers_show_one_sum(bed: Bed, tmp_path: Path) -> None:
+    """vLLM's multiprocess mode, in which it serves static modules only: whichever server is asked, all is counted."""
+    names = ["sql", "chat", "wide"]
+    with vllm_server(
+        bed.base,
+        tmp_path / "server.log",
+        arguments=(
+            *("--enable-lora", "--max-lora-rank", "64", "--max-loras", "2", "--max-cpu-loras", "3"),
+            *("--api-server-count", "2", "--lora-modules"),
+            *(f"{name}={bed.adapters / name}" for name in names),
+        ),
+        env={"VLLM_PLUGINS": "lora_lru_manager,lora_kernels", "LORA_PLUGINS_STORE_DIR": str(tmp_path / "store")},
+    ) as server:
+        for name in names * 4:
+            answer = complete(connect(server), name, PROMPT, MAX_TOKENS)  # a connection of its own, to either
+            assert list(answer.token_ids) == bed.answers[name]
+        shown = []
+        for _ in range(6):
+            shown.append(samples_of(server))
+            time.sleep(TELLING_INTERVAL_S / 2)
+        for samples in shown:
+            for name in names:
+                assert samples[f"lora_plugins_requests_total,{name}"] == 4
+            loaded = [key for key in samples if key.startswith("vllm:lora_adapter_loaded,")]
+            assert len(loaded) == len(names)
+            assert samples[f"vllm:num_gpu_loaded_lora_adapters,0,{bed.base}"] == 2
+        # Both ask the same workers, whose figures are not added up.
+        assert len({samples[f"lora_plugins_slot_flips_total,0,{bed.base}"] for samples in shown}) == 1
