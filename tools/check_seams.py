@@ -8,123 +8,21 @@ line per seam and version; the exit code is 1 where any of them differs from the
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from lora_plugins import seams as ledger
 from lora_plugins.engine import SEAMS, Seam
-
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-
-
-def check(seam: Seam, sources: Path) -> str:
-    """What differs from the ledger; empty where nothing does.
-
-    A function must have exactly the parameters of `seam.has`, in order, or begin with them where it ends with "...";
-    a class must have at least these attributes, and a name bound in another way (an import, a variable) none.
-    """
-    module, _, qualified = seam.symbol.partition(":")
-    path = sources.joinpath(*module.split("."))
-    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    if not file.is_file():
-        return f"no module {module}"
-    scope: list[ast.stmt] = ast.parse(file.read_text(encoding="utf-8")).body
-    node: ast.stmt | None = None
-    done = []
-    for name in qualified.split("."):
-        done.append(name)
-        node = _binding(scope, name)
-        if node is None:
-            return f"no {'.'.join(done)} in {module}"
-        scope = node.body if isinstance(node, ast.ClassDef) else []
-    return _difference(node, seam.has)
-
-
-def _difference(node: ast.stmt | None, has: Sequence[str]) -> str:
-    if isinstance(node, _FUNCTIONS):
-        found = _parameters(node)
-        if has and has[-1] == "...":
-            found = [*found[: len(has) - 1], "..."]
-        return "" if found == list(has) else f"parameters are ({', '.join(found)}), not ({', '.join(has)})"
-    found = list(_attributes(node)) if isinstance(node, ast.ClassDef) else []
-    missing = [name for name in has if name not in found]
-    return f"no {', '.join(missing)} in it" if missing else ""
-
-
-def _statements(scope: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of one scope, those inside `if`, `try` and `with` included."""
-    for statement in scope:
-        yield statement
-        if not isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
-            for part in ("body", "orelse", "finalbody"):
-                yield from _statements(getattr(statement, part, []))
-            for handler in getattr(statement, "handlers", []):
-                yield from _statements(handler.body)
-
-
-def _names(statement: ast.stmt) -> Iterator[str]:
-    """The names that one statement binds in its scope."""
-    if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
-        yield statement.name
-    elif isinstance(statement, (ast.Import, ast.ImportFrom)):
-        for alias in statement.names:
-            yield alias.asname or alias.name.split(".")[0]
-    elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
-        for target in statement.targets if isinstance(statement, ast.Assign) else [statement.target]:
-            yield from (part.id for part in ast.walk(target) if isinstance(part, ast.Name))
-
-
-def _binding(scope: Sequence[ast.stmt], name: str) -> ast.stmt | None:
-    """The last statement that binds `name`, which is the one that counts (earlier ones are overloads)."""
-    found = None
-    for statement in _statements(scope):
-        if name in _names(statement):
-            found = statement
-    return found
-
-
-def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
-    arguments = function.args
-    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-    if arguments.vararg:
-        names.append(f"*{arguments.vararg.arg}")
-    names += [argument.arg for argument in arguments.kwonlyargs]
-    if arguments.kwarg:
-        names.append(f"**{arguments.kwarg.arg}")
-    return names
-
-
-def _attributes(node: ast.ClassDef) -> Iterator[str]:
-    for statement in _statements(node.body):
-        yield from _names(statement)
-        if isinstance(statement, _FUNCTIONS):
-            for part in ast.walk(statement):
-                if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store) and _is_self(part.value):
-                    yield part.attr
-
-
-def _is_self(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and node.id == "self"
-
-
-def version(sources: Path) -> str:
-    """What the sources call themselves: the version of the distribution that lies beside them."""
-    for metadata in sorted(sources.glob("vllm*.dist-info/METADATA")):
-        number = re.search(r"^Version: (\S+)$", metadata.read_text(encoding="utf-8"), re.MULTILINE)
-        if number:
-            return f"vllm {number[1]}"
-    return f"vllm in {sources}"
+from lora_plugins.seams import check, version
 
 
 def installed() -> Path:
     """Where the installed vLLM's sources are; it is not imported."""
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:
+    found = ledger.installed()
+    if found is None:
         raise SystemExit("no vLLM is installed; name a directory with its sources")
-    return Path(found.origin).parent.parent
+    return found
 
 
 def main(arguments: Sequence[str], seams: Sequence[Seam] = SEAMS) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, OutOfMemory
@@ -41,8 +42,14 @@ def entries(layout: Layout) -> list[Entry]:
     return sorted(found, key=lambda entry: (entry.used_at, entry.digest))
 
 
-def make_room(layout: Layout, leases: Leases, needed_bytes: int, max_bytes: int | None) -> list[str]:
-    """Remove adapters until `needed_bytes` more fit under `max_bytes`; returns what was removed.
+def make_room(
+    layout: Layout,
+    leases: Leases,
+    needed_bytes: int,
+    max_bytes: int | None,
+    on_evict: Callable[[str, int], None] | None = None,
+) -> list[str]:
+    """Remove adapters until `needed_bytes` more fit under `max_bytes`; tells and returns what was removed.
 
     Raises:
         OutOfMemory: it does not fit even in an empty store.
@@ -66,6 +73,8 @@ def make_room(layout: Layout, leases: Leases, needed_bytes: int, max_bytes: int 
         if remove(layout, leases, entry.digest):
             removed.append(entry.digest)
             excess -= entry.size_bytes
+            if on_evict is not None:
+                on_evict(entry.digest, entry.size_bytes)
     if excess > 0:
         raise NoFreeSlot(
             f"a store of {max_bytes} bytes of which engines still use all that would have to go",

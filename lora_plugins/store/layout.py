@@ -10,6 +10,7 @@
 <root>/.uses/<digest>           its modification time is the adapter's last use
 <root>/.damaged/<digest>        set by `verify`: to be fetched anew
 <root>/.quarantine/             what was damaged
+<root>/.served/<key>.json       what servers of one base model served last
 ```
 """
 
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MANIFEST_FILE = "manifest.json"
-_FOLDERS = ("index", "tmp", "locks", "leases", "processes", "uses", "damaged", "quarantine")
+_FOLDERS = ("index", "tmp", "locks", "leases", "processes", "uses", "damaged", "quarantine", "served")
 
 
 @dataclass(frozen=True, slots=True)

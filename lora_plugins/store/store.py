@@ -92,7 +92,8 @@ class Store:
         self.layout.create()
         self.processes = Processes(self.layout.folder("processes"))
         self.leases = Leases(self.layout, self.processes)
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
+        self.on_evict: Callable[[str, int], None] | None = None  # told digest and bytes, in a thread
         self._fetch_timeout_s = fetch_timeout_s
         self.processes.me()
         self._sweep()
@@ -153,7 +154,7 @@ class Store:
     def _make_room(self, directory: Path, needed_bytes: int) -> None:
         """Make room and the directory that announces its use, before another fetch counts what is there."""
         with self.leases.guard("room"):
-            make_room(self.layout, self.leases, needed_bytes, self._max_bytes)
+            make_room(self.layout, self.leases, needed_bytes, self.max_bytes, self.on_evict)
             directory.mkdir()
 
     def _publish(self, wanted: Wanted, arriving: Arriving, check: Callable[[Path], None]) -> StoredAdapter:

@@ -1,0 +1,32 @@
+"""The command line `lora-plugins`; typer and rich come with `pip install 'lora-plugins[cli]'`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+
+from lora_plugins.cli.exits import Exit
+
+_NEEDED = ("typer", "rich")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command of `sys.argv` and end the process with its exit code; see `exits.Exit`."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.stderr.write(
+            f"lora-plugins: the command line needs {' and '.join(missing)}. To fix: pip install 'lora-plugins[cli]'\n"
+        )
+        sys.exit(Exit.USAGE)
+    try:
+        from lora_plugins.cli.app import run
+
+        code = run(sys.argv[1:] if arguments is None else list(arguments))
+    except KeyboardInterrupt:
+        code = Exit.INTERRUPTED
+    if code in (Exit.INTERRUPTED, Exit.BROKEN_PIPE):
+        # Threads of a fetch that was broken off, or a pipe that nobody reads, must not hold up the end.
+        os._exit(code)
+    sys.exit(code)

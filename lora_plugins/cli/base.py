@@ -1,0 +1,44 @@
+"""The base model that `--base-model` names, described as a server that serves it would."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+from collections.abc import Sequence
+
+from lora_plugins.base_model import BaseModel
+from lora_plugins.cli.exits import UsageProblem
+from lora_plugins.settings import Settings
+
+
+def read_base(path: str, served_names: Sequence[str], max_rank: int | None, settings: Settings) -> BaseModel:
+    """Describe the base model at a path or Hub id; its shapes come from its configuration, no weights are read.
+
+    Raises:
+        UsageProblem: it has no configuration that can be read.
+    """
+    if os.path.exists(path):
+        path = os.path.abspath(path)
+    # Libraries announce themselves on stderr while they are imported; what is wrong with the base is said below.
+    with contextlib.redirect_stderr(io.StringIO()):
+        logging.disable(logging.WARNING)
+        try:
+            from transformers import AutoConfig
+
+            from lora_plugins.served_model import module_shapes
+
+            shapes = module_shapes(AutoConfig.from_pretrained(path))
+        except Exception as error:  # noqa: BLE001 - Transformers raises whatever its configuration classes raise
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UsageProblem(f"--base-model {path}: no configuration that can be read ({reason})") from None
+        finally:
+            logging.disable(logging.NOTSET)
+    return BaseModel(
+        path=path,
+        served_names=tuple(served_names),
+        aliases=settings.base_aliases,
+        max_rank=max_rank,
+        module_shapes=shapes,
+    )

@@ -1,0 +1,46 @@
+"""How commands end: one exit code for each kind of outcome; docs/cli.md has the table."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from lora_plugins.errors import (
+    AdapterNotFound,
+    InvalidSettings,
+    LoRAPluginsError,
+    NoFreeSlot,
+    OutOfMemory,
+    SourceUnavailable,
+)
+
+
+class Exit(IntEnum):
+    """Exit codes; 130 and 141 are what a shell reports for the signals behind them."""
+
+    OK = 0
+    WRONG = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    UNAVAILABLE = 4
+    NO_ROOM = 5
+    SETTINGS = 6
+    BUG = 70
+    INTERRUPTED = 130
+    BROKEN_PIPE = 141
+
+
+class UsageProblem(Exception):
+    """An argument that cannot be right."""
+
+
+def exit_of(error: LoRAPluginsError) -> Exit:
+    """The exit code for one of our errors."""
+    if isinstance(error, AdapterNotFound):
+        return Exit.NOT_FOUND
+    if isinstance(error, SourceUnavailable):
+        return Exit.UNAVAILABLE
+    if isinstance(error, (NoFreeSlot, OutOfMemory)):
+        return Exit.NO_ROOM
+    if isinstance(error, InvalidSettings):
+        return Exit.SETTINGS
+    return Exit.WRONG

@@ -1,0 +1,188 @@
+"""`inspect`: what an adapter is, and what a server would say of it, before any engine sees it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_plugins.adapter.config import CONFIG_FILE, MAX_CONFIG_BYTES, AdapterConfig, parse_config
+from lora_plugins.adapter.safetensors_header import TensorInfo, read_header
+from lora_plugins.adapter.verify import WEIGHTS_FILE, VerifiedAdapter, verify_adapter
+from lora_plugins.adapter.weights import LoraPair, pair_weights
+from lora_plugins.amounts import size
+from lora_plugins.base_model import BaseModel
+from lora_plugins.cli.exits import Exit, exit_of
+from lora_plugins.cli.output import Output, error_fields
+from lora_plugins.cli.stored import find_digest
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
+from lora_plugins.files import open_regular
+from lora_plugins.resolvers.source import ADAPTER_FILES
+from lora_plugins.settings import Settings
+from lora_plugins.store.layout import Layout
+from lora_plugins.store.manifest import Manifest
+
+_DIGEST = re.compile("[0-9a-f]{4,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What could be read of an adapter, and what is wrong with it."""
+
+    config: AdapterConfig | None
+    tensors: tuple[TensorInfo, ...]
+    pairs: tuple[LoraPair, ...]
+    verified: VerifiedAdapter | None
+    error: LoRAPluginsError | None
+
+
+def inspect(output: Output, settings: Settings, path: Path, base: BaseModel | None, *, uri: str | None = None) -> Exit:
+    """Read and verify the adapter in a directory; `uri` is where it came from.
+
+    Raises:
+        AdapterNotFound: there is no such directory.
+    """
+    path = path.absolute()
+    if not path.is_dir():
+        raise AdapterNotFound(
+            "no such directory",
+            expected=f"a directory with {CONFIG_FILE} and {WEIGHTS_FILE}",
+            remedy="give the adapter's directory, a URI with '://', or a digest that 'lora-plugins ls' shows",
+            file=str(path),
+        )
+    found = _look(path, settings, base)
+    answer = _answer(path, uri, found, base)
+    output.json(answer)
+    for line in _lines(answer, found, base):
+        output.line(line)
+    code = Exit.OK if found.error is None else exit_of(found.error)
+    output.line(
+        f"verdict      {'would be served' if found.error is None else 'would be refused'}",
+        style="bold green" if found.error is None else "bold red",
+    )
+    if found.error is not None and not output.as_json:
+        output.error(error_fields(found.error))
+    return code
+
+
+def subject(output: Output, settings: Settings, text: str) -> tuple[Path, str | None]:
+    """The directory that `text` means, and its URI: a path, a URI, or the beginning of a digest in the store.
+
+    Raises:
+        LoRAPluginsError: a URI whose adapter cannot be had.
+    """
+    if "://" in text:
+        from lora_plugins.cli.pull import pull_uri
+
+        return pull_uri(output, settings, text)
+    path = Path(text)
+    if not path.exists() and _DIGEST.fullmatch(text):
+        directory = Layout(settings.store_dir).adapter(find_digest(Layout(settings.store_dir), text))
+        return directory, Manifest.read(directory).uri
+    return path, None
+
+
+def _look(path: Path, settings: Settings, base: BaseModel | None) -> Found:
+    verified: VerifiedAdapter | None = None
+    error: LoRAPluginsError | None = None
+    try:
+        verified = verify_adapter(path, base, settings)
+    except LoRAPluginsError as refused:
+        error = refused
+    config, tensors = _config(path), _tensors(path)
+    return Found(config, tensors, _pairs(tensors, config), verified, error)
+
+
+def _config(path: Path) -> AdapterConfig | None:
+    """The configuration, where it can be read whatever else is wrong."""
+    try:
+        with open_regular(path / CONFIG_FILE) as (file, _):
+            return parse_config(file.read(MAX_CONFIG_BYTES + 1))
+    except LoRAPluginsError:
+        return None
+
+
+def _tensors(path: Path) -> tuple[TensorInfo, ...]:
+    try:
+        with open_regular(path / WEIGHTS_FILE) as (file, size_bytes):
+            return read_header(file, size_bytes)
+    except LoRAPluginsError:
+        return ()
+
+
+def _pairs(tensors: tuple[TensorInfo, ...], config: AdapterConfig | None) -> tuple[LoraPair, ...]:
+    if config is None or not tensors:
+        return ()
+    try:
+        return pair_weights(tensors, config).pairs
+    except LoRAPluginsError:
+        return ()
+
+
+def _answer(path: Path, uri: str | None, found: Found, base: BaseModel | None) -> dict[str, Any]:
+    files = {name: (path / name).stat().st_size for name in ADAPTER_FILES if (path / name).is_file()}
+    config = found.config
+    answer: dict[str, Any] = {
+        "path": str(path),
+        "uri": uri,
+        "files": [{"name": name, "size_bytes": size_bytes} for name, size_bytes in files.items()],
+        "size_bytes": sum(files.values()),
+        "config": None
+        if config is None
+        else {
+            "base_model": config.base_model,
+            "rank": config.rank,
+            "max_rank": config.max_rank,
+            "alpha": config.alpha,
+            "rslora": config.use_rslora,
+            "rank_pattern": dict(config.rank_pattern),
+            "alpha_pattern": dict(config.alpha_pattern),
+            "target_modules": sorted(config.targets) if isinstance(config.targets, frozenset) else config.targets,
+        },
+        "dtypes": dict(Counter(tensor.dtype for tensor in found.tensors)),
+        "modules": [_module(pair) for pair in found.pairs],
+        "base": None
+        if base is None
+        else {"path": base.path, "shapes": len(base.module_shapes), "max_rank": base.max_rank},
+        "verdict": "served" if found.error is None else "refused",
+        "notes": list(found.verified.notes) if found.verified else [],
+    }
+    if found.error is not None:
+        answer["error"] = error_fields(found.error)
+    return answer
+
+
+def _module(pair: LoraPair) -> dict[str, Any]:
+    return {
+        "module": pair.module,
+        "rank": pair.a.shape[0],
+        "in": pair.a.shape[-1],
+        "out": pair.b.shape[0],
+        "dtype": pair.a.dtype,
+    }
+
+
+def _lines(answer: dict[str, Any], found: Found, base: BaseModel | None) -> Iterator[str]:
+    yield f"adapter      {answer['uri'] or answer['path']}"
+    files = ", ".join(f"{file['name']} {size(file['size_bytes'])}" for file in answer["files"])
+    yield f"files        {files or 'none'}"
+    config = found.config
+    if config is not None:
+        yield f"base model   {config.base_model or 'not named'}"
+        patterns = f", up to {config.max_rank} by rank_pattern" if config.max_rank != config.rank else ""
+        yield f"rank         {config.rank}{patterns}, alpha {config.alpha:g}{', rsLoRA' if config.use_rslora else ''}"
+    if answer["dtypes"]:
+        yield "tensors      " + ", ".join(f"{count} {dtype}" for dtype, count in sorted(answer["dtypes"].items()))
+    if answer["modules"]:
+        kinds = Counter(module["module"].rpartition(".")[2] for module in answer["modules"])
+        yield f"modules      {len(answer['modules'])}: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    if base is None:
+        yield "held against no base model (--base-model)"
+    else:
+        limit = "any rank (--max-lora-rank)" if base.max_rank is None else f"ranks up to {base.max_rank}"
+        yield f"held against {base.path}: {len(base.module_shapes)} module shapes, {limit}"
+    for note in answer["notes"]:
+        yield f"note         {note}"

@@ -1,0 +1,80 @@
+"""How far the fetches of this process are, read off the store's own folder of what is on its way in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from lora_plugins.cli.output import Output, printable
+from lora_plugins.store.store import Store
+
+_LOOK_S = 0.1
+
+
+@asynccontextmanager
+async def shown_progress(output: Output, store: Store, name: str) -> AsyncIterator[None]:
+    """Draw a bar on stderr while an adapter arrives inside; nothing in a pipe or where JSON was asked for."""
+    if output.as_json or not output.errors.is_terminal:
+        yield
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=output.errors, transient=True) as progress:
+        watching = asyncio.create_task(_watch(progress, store, name))
+        try:
+            yield
+        finally:
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
+
+
+async def _watch(progress: Progress, store: Store, name: str) -> None:
+    task = None
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        arriving = await asyncio.to_thread(arrived, store)
+        if arriving is None:
+            continue
+        done, total = arriving
+        if task is None:
+            task = progress.add_task(printable(name).replace("[", r"\["), total=total)
+        progress.update(task, completed=done, total=total)
+
+
+def arrived(store: Store) -> tuple[int, int] | None:
+    """Bytes on disk, and bytes in all, of what this process fetches; None where it fetches nothing.
+
+    Blocks are counted, not lengths: ranges arrive in any order in a file that has its full length from the start.
+    """
+    mine = store.processes.me()
+    done = total = 0
+    found = False
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(store.layout.folder("tmp")):
+            owner, _, _ = entry.name.rpartition(".")
+            size = entry.name.rpartition(".")[2]
+            if owner.startswith(mine) and entry.is_dir() and size.isdigit() and int(size):
+                found = True
+                total += int(size)
+                done += min(int(size), _on_disk(entry.path))
+    return (done, total) if found else None
+
+
+def _on_disk(directory: str) -> int:
+    blocks = 0
+    for folder, _, files in os.walk(directory):
+        for file in files:
+            with contextlib.suppress(OSError):
+                blocks += os.stat(os.path.join(folder, file)).st_blocks
+    return blocks * 512

@@ -1,0 +1,178 @@
+"""Run commands in this process, with an environment of their own, and hold what they print against golden files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from lora_plugins.cli.app import run
+
+GOLDEN = Path(__file__).parent / "golden"
+RENEW = "RENEW_GOLDEN"  # RENEW_GOLDEN=1 pytest tests/cli writes the files anew; look at the difference before a commit
+_OTHERS = (
+    "LORA_PLUGINS_",
+    "VLLM_",
+    "S3_",
+    "LOCAL_PATH",
+    "AWS_",
+    "HF_",
+    "HUGGING",
+    "COLUMNS",
+    "NO_COLOR",
+    "FORCE_COLOR",
+)
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+    def assert_no_traceback(self) -> None:
+        assert "Traceback" not in self.out + self.err
+        assert "This should not happen" not in self.out + self.err
+
+
+class Cli:
+    """Runs commands; `env` is all of our, vLLM's and the sources' variables that they see."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.root = root
+        self.store = root / "store"
+        self.adapters = root / "adapters"
+        self.env: dict[str, str] = {
+            "LORA_PLUGINS_STORE_DIR": str(self.store),
+            "VLLM_PLUGINS": "lora_filesystem_resolver",
+            "VLLM_LORA_RESOLVER_CACHE_DIR": str(self.adapters),
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        }
+        self._monkeypatch = monkeypatch
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str | Path) -> Done:
+        logger = logging.getLogger()
+        handlers, level = list(logger.handlers), logger.level
+        with self._monkeypatch.context() as patch:
+            for name in list(os.environ):
+                if name.startswith(_OTHERS):
+                    patch.delenv(name)
+            for name, value in self.env.items():
+                patch.setenv(name, value)
+            self._capsys.readouterr()
+            code = run([str(argument) for argument in arguments])
+            out, err = self._capsys.readouterr()
+        logger.handlers[:] = handlers  # --debug puts its own there
+        logger.setLevel(level)
+        return Done(code, out, err)
+
+
+def outside(*arguments: str | Path, env: Mapping[str, str], timeout_s: float = 60, before: str = "") -> Done:
+    """Run a command as a process of its own, as a shell does; `before` is Python that runs first."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OTHERS)} | dict(env)
+    done = subprocess.run(
+        [sys.executable, "-c", f"{before}\nfrom lora_plugins.cli import main; main()", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=timeout_s,
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+class Terminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, cli: Cli, *arguments: str, env: Mapping[str, str]) -> None:
+        self._pid, self._file = pty.fork()
+        if self._pid == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where the tests run in the background
+            os.execve(
+                sys.executable,
+                [sys.executable, "-c", "from lora_plugins.cli import main; main()", *arguments],
+                {
+                    **{name: value for name, value in os.environ.items() if not name.startswith(_OTHERS)},
+                    **cli.env,
+                    **env,
+                },
+            )
+        self._seen = 0
+        self.text = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+
+    def read(self) -> bool:
+        """Take what is there, or wait for more; False at the end."""
+        try:
+            piece = os.read(self._file, 65536)
+        except OSError:  # the other end is closed
+            return False
+        self.text += piece.decode(errors="replace")
+        return bool(piece)
+
+    def wait_for(self, text: str) -> None:
+        """Wait until `text` is written anew."""
+        while text not in self.text[self._seen :]:
+            assert self.read(), self.text
+        self._seen = len(self.text)
+
+    def type(self, text: str) -> None:
+        os.write(self._file, text.encode())
+
+    def end(self) -> int:
+        """Read to the end; the exit code."""
+        while self.read():
+            pass
+        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+
+
+def on_terminal(cli: Cli, *arguments: str, env: Mapping[str, str]) -> str:
+    """All that a command writes to a terminal of its own."""
+    with Terminal(cli, *arguments, env=env) as terminal:
+        terminal.end()
+    return terminal.text
+
+
+def golden(name: str, done: Done, root: Path) -> None:
+    """Compare both streams and the exit code with a golden file; paths, times and file identities are made equal."""
+    text = f"exit {done.code}\n--- stdout\n{done.out}--- stderr\n{done.err}"
+    text = text.replace(str(root), "<root>")
+    for pattern, instead in (
+        (r"version [0-9a-f]{12}", "version <version>"),
+        (r'"version": "[0-9a-f]{64}"', '"version": "<version>"'),
+        (r'"(used_at|fetched_at|elapsed_s|bytes_s)": ("?)[^",\n]+("?)', r'"\1": <time>'),
+        (r"in \d+\.\d\d s", "in <time>"),
+        (r"\([\d.]+ k?B/s\)", "(<speed>)"),
+        (r"\d+ s ago ?", "now     "),
+        (r"vLLM 0\.3\d\S*", "vLLM <version>"),
+        (r"all \d+ places", "all <n> places"),
+        (r"[\d.]+ [GT]B free", "<free> free"),
+    ):
+        text = re.sub(pattern, instead, text)
+    file = GOLDEN / name
+    if os.environ.get(RENEW):
+        file.write_text(text)
+    assert text == file.read_text()

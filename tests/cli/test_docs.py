@@ -1,0 +1,93 @@
+"""docs/cli.md against the commands: exit codes, commands, options and every field of their JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_plugins.cli.exits import Exit
+
+PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+# Their keys are modules, patterns and dtypes of the adapter.
+BY_DATA = ("rank_pattern", "alpha_pattern", "dtypes")
+COMMANDS = {
+    "doctor": ["--no-network"],
+    "resolve": ["sql"],
+    "inspect": ["{adapters}/sql"],
+    "pull": ["sql"],
+    "ls": [],
+    "verify": [],
+    "gc": ["--max-bytes", "1", "--dry-run"],
+}
+
+
+def fields(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, below in value.items():
+            yield name
+            if name not in BY_DATA:
+                yield from fields(below)
+    elif isinstance(value, list):
+        for item in value:
+            yield from fields(item)
+
+
+def documented(command: str) -> set[str]:
+    (row,) = re.findall(rf"^\| `{command}` \| (.*) \|$", PAGE.partition("## JSON")[2], re.MULTILINE)
+    same = re.search(r"lists as in `(\w+)`", row)
+    if same:
+        (rows,) = re.findall(rf"^\| `{same[1]}` \| .*?`adapters`: list of (.*?);", PAGE, re.MULTILINE)
+        row = row.replace(same[0], rows)
+    return set(re.findall(r"`([a-z_]+)`", row))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_field_is_documented(cli, command):
+    cli("pull", "team/poet")
+    done = cli(command, *(part.format(adapters=cli.adapters) for part in COMMANDS[command]), "--json")
+    assert done.code == Exit.OK
+    found = set(fields(done.json))
+    assert len(found) > 4
+    assert found <= documented(command)
+
+
+def test_every_documented_field_is_there(cli):
+    cli("pull", "team/poet")
+    verdicts = {
+        "served",
+        "unknown",
+        "refused",
+        "unavailable",
+        "ok",
+        "on",
+        "off",
+        "warning",
+        "problem",
+        "yes",
+        "no",
+        "failed",
+    }
+    for command, arguments in COMMANDS.items():
+        done = cli(command, *(part.format(adapters=cli.adapters) for part in arguments), "--json")
+        missing = documented(command) - set(fields(done.json)) - verdicts
+        # With a base model, or a quarantine, which these runs are without.
+        assert missing <= {"inspect": {"shapes"}, "gc": {"name"}}.get(command, set()), command
+
+
+def test_every_exit_code_is_documented():
+    table = PAGE.partition("## Exit codes")[2].partition("##")[0]
+    codes = {int(code) for row in re.findall(r"^\| ([\d, ]+) \|", table, re.MULTILINE) for code in row.split(",")}
+    assert codes == {int(code) for code in Exit}
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "top"])
+def test_every_command_and_option_is_documented(cli, command):
+    done = cli(command, "--help")
+    assert done.code == Exit.OK
+    options = set(re.findall(r"^ +(?:-\w, )?(--[a-z-]+)", done.out, re.MULTILINE)) - {"--help", "--network"}
+    assert "--json" in options
+    assert [option for option in options if f"`{option}`" not in PAGE and f"{option} " not in PAGE] == []

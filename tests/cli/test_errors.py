@@ -1,0 +1,414 @@
+"""Bad inputs end in one of our errors and a documented exit code, never in a traceback; so do pipes and signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import lora_plugins.errors
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.verify import WEIGHTS_FILE
+from lora_plugins.cli.exits import Exit, exit_of
+from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.settings import Settings
+from lora_plugins.store.store import Store
+from tests.cli.common import on_terminal, outside
+from tests.make import adapter_files, put
+
+FILES = adapter_files()
+
+
+def broken(**files: bytes | None) -> dict[str, bytes]:
+    names = {"config": CONFIG_FILE, "weights": WEIGHTS_FILE}
+    made = {**FILES, **{names.get(name, name): data for name, data in files.items()}}
+    return {name: data for name, data in made.items() if data is not None}
+
+
+ADAPTERS = {
+    "no-config": (broken(config=None), Exit.NOT_FOUND, "L002"),
+    "no-weights": (broken(weights=None), Exit.NOT_FOUND, "L002"),
+    "empty": ({}, Exit.NOT_FOUND, "L002"),
+    "truncated-config": (broken(config=FILES[CONFIG_FILE][:20]), Exit.WRONG, "L005"),
+    "config-not-an-object": (broken(config=b"[]"), Exit.WRONG, "L005"),
+    "config-binary": (broken(config=b"\xff\xfe\x00"), Exit.WRONG, "L005"),
+    "truncated-weights": (broken(weights=FILES[WEIGHTS_FILE][:-1]), Exit.WRONG, "L005"),
+    "weights-header-too-long": (broken(weights=b"\xff" * 8), Exit.WRONG, "L005"),
+    "weights-empty": (broken(weights=b""), Exit.WRONG, "L005"),
+    "pickle": ({CONFIG_FILE: FILES[CONFIG_FILE], "adapter_model.bin": b"\x80"}, Exit.WRONG, "L005"),
+    "dora": (adapter_files(use_dora=True), Exit.WRONG, "L003"),
+    "other-rank": (adapter_files(r=8), Exit.WRONG, "L005"),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_inspect_says_what_is_wrong_with_an_adapter(cli, kind):
+    files, code, said = ADAPTERS[kind]
+    done = cli("inspect", put(cli.root / kind, files))
+    done.assert_no_traceback()
+    assert (done.code, f"[{said}]" in done.err) == (code, True)
+    assert "would be refused" in done.out
+    error = cli("inspect", cli.root / kind, "--json").json["error"]
+    assert error["code"] == said
+    assert set(error) == {"code", "kind", "message", "found", "expected", "remedy", "adapter", "file"}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ADAPTERS if kind != "empty"])
+def test_pull_and_resolve_refuse_it_with_the_same_code(cli, kind):
+    files, code, said = ADAPTERS[kind]
+    put(cli.adapters / kind, files)
+    for command in ("pull", "resolve"):
+        done = cli(command, kind, "--json")
+        done.assert_no_traceback()
+        assert (done.code, done.json["error"]["code"], done.err) == (code, said, "")
+        assert done.json["error"]["adapter"] == kind
+
+
+WRONG_ARGUMENTS = {
+    "no directory": (["inspect", "/no/such/directory"], Exit.NOT_FOUND),
+    "a file": (["inspect", __file__], Exit.NOT_FOUND),
+    "a name that leaves the root": (["pull", "../sql"], Exit.NOT_FOUND),
+    "an absolute name": (["pull", "/etc/passwd"], Exit.NOT_FOUND),
+    "a name with a line break": (["resolve", "a\nb"], Exit.NOT_FOUND),
+    "a name too long": (["pull", "a" * 5000], Exit.NOT_FOUND),
+    "a path too long": (["inspect", "a" * 5000], Exit.NOT_FOUND),
+    "a path with NUL": (["inspect", "a\0b"], Exit.NOT_FOUND),
+    "a name that nobody has": (["pull", "nobody"], Exit.NOT_FOUND),
+    "an unknown digest": (["verify", "0123456789ab"], Exit.NOT_FOUND),
+    "no digest": (["verify", "../../etc"], Exit.USAGE),
+    "a digest too short": (["verify", "ab"], Exit.USAGE),
+    "a URI that climbs": (["pull", "file:///a/../b"], Exit.WRONG),
+    "a URI with a password": (["pull", "s3://user:secret@bucket/x"], Exit.WRONG),
+    "a URI of nothing": (["inspect", "nothing://bucket/x"], Exit.UNAVAILABLE),
+    "a URI with nothing there": (["pull", f"file://{Path(__file__).parent}/nothing"], Exit.NOT_FOUND),
+    "a URI of what is not mounted": (["pull", "file:///no/such/adapter"], Exit.UNAVAILABLE),
+    "no such command": (["serve"], Exit.USAGE),
+    "no such option": (["ls", "--all"], Exit.USAGE),
+    "no name": (["resolve"], Exit.USAGE),
+    "no number": (["doctor", "--timeout", "soon"], Exit.USAGE),
+    "no budget": (["gc", "--dry-run"], Exit.USAGE),
+    "no bytes": (["gc", "--max-bytes", "much"], Exit.USAGE),
+    "no base model": (["inspect", "/tmp", "--base-model", "/no/such/model"], Exit.USAGE),
+    "a rank without a base model": (["resolve", "sql", "--max-lora-rank", "8"], Exit.USAGE),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_ARGUMENTS)
+def test_wrong_arguments(cli, kind):
+    arguments, code = WRONG_ARGUMENTS[kind]
+    done = cli(*arguments)
+    done.assert_no_traceback()
+    assert done.code == code
+    assert "secret" not in done.out + done.err
+    if code is Exit.USAGE:
+        assert done.out == ""
+        assert done.err.startswith("error: ")
+    done = cli(*arguments, "--json")
+    assert done.code == code
+    assert done.err == ""
+    assert done.json["error"]["message"]
+    assert (done.json["error"]["code"] == "usage") == (code is Exit.USAGE)
+
+
+def test_without_a_command_the_help_is_shown(cli):
+    done = cli()
+    assert done.code == Exit.USAGE
+    commands = re.findall(r"^  (\w+) ", done.err.partition("Commands:")[2].partition("Exit")[0], re.MULTILINE)
+    assert sorted(commands) == ["doctor", "gc", "inspect", "ls", "pull", "resolve", "top", "verify"]
+    assert "..." not in done.err.partition("Commands:")[2]
+
+
+def test_settings_that_cannot_be_right(cli):
+    cli.env["LORA_PLUGINS_STORE_MAX_BYTES"] = "plenty"
+    for command in (["ls"], ["resolve", "sql"], ["gc"]):
+        done = cli(*command)
+        done.assert_no_traceback()
+        assert (done.code, done.out) == (Exit.SETTINGS, "")
+        assert "LORA_PLUGINS_STORE_MAX_BYTES='plenty'" in done.err
+
+
+@pytest.mark.parametrize("command", ["pull", "resolve"])
+def test_an_environment_without_a_source(cli, command):
+    del cli.env["VLLM_PLUGINS"]
+    done = cli(command, "sql")
+    assert done.code == Exit.SETTINGS
+    assert "no source of adapters in this environment" in done.err
+
+
+def test_a_root_that_is_gone_is_not_a_missing_adapter(cli):
+    cli.env["VLLM_LORA_RESOLVER_CACHE_DIR"] = str(cli.root / "unmounted")
+    done = cli("pull", "sql")
+    assert (done.code, "[L007]" in done.err) == (Exit.SETTINGS, True)
+
+
+@pytest.mark.usefixtures("permissions_count")
+def test_what_may_not_be_read(cli):
+    weights = cli.adapters / "sql" / WEIGHTS_FILE
+    weights.chmod(0)
+    for command in (["inspect", cli.adapters / "sql"], ["pull", "sql"]):
+        done = cli(*command)
+        done.assert_no_traceback()
+        assert (done.code, "[L006]" in done.err) == (Exit.UNAVAILABLE, True)
+    weights.chmod(0o644)
+    cli.adapters.chmod(0)
+    try:
+        done = cli("inspect", cli.adapters / "sql")
+    finally:
+        cli.adapters.chmod(0o755)
+    done.assert_no_traceback()
+    assert (done.code, "Permission denied" in done.err) == (Exit.UNAVAILABLE, True)
+
+
+@pytest.mark.usefixtures("permissions_count")
+def test_a_store_that_may_only_be_read_is_listed_and_not_written(cli):
+    digest = cli("pull", "sql", "--json").json["digest"]
+    folders = [cli.store, *(path for path in cli.store.rglob("*") if path.is_dir())]
+    for folder in folders:
+        folder.chmod(0o555)
+    try:
+        listed = cli("ls", "--json")
+        planned = cli("gc", "--dry-run", "--max-bytes", "0", "--json")
+        refused = [cli(*command) for command in (["pull", "team/poet"], ["gc", "--max-bytes", "0"])]
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
+    assert (listed.code, [row["digest"] for row in listed.json["adapters"]]) == (Exit.OK, [digest])
+    assert (planned.code, [row["digest"] for row in planned.json["removed"]]) == (Exit.OK, [digest])
+    for done in refused:
+        done.assert_no_traceback()
+        assert done.code in (Exit.SETTINGS, Exit.UNAVAILABLE)
+        assert "Permission denied" in done.err
+
+
+def test_a_store_that_is_a_file(cli):
+    cli.store.write_bytes(b"")
+    for command in (["ls"], ["pull", "sql"], ["verify"], ["gc", "--max-bytes", "0"]):
+        done = cli(*command)
+        done.assert_no_traceback()
+        assert (done.code, "[L007]" in done.err) == (Exit.SETTINGS, True)
+
+
+def test_what_is_damaged_is_found_put_aside_and_collected(cli):
+    digest = cli("pull", "sql", "--json").json["digest"]
+    weights = cli.store / digest / WEIGHTS_FILE
+    weights.chmod(0o644)
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    done = cli("verify", digest[:8], "--json")
+    assert (done.code, done.json["adapters"]) == (Exit.WRONG, [{"digest": digest, "whole": False, "put_aside": True}])
+    assert cli("ls", "--json").json["adapters"] == []
+    assert [item["size_bytes"] > 0 for item in cli("gc", "--max-bytes", "1GB", "--json").json["quarantine"]] == [True]
+    assert list((cli.store / ".quarantine").iterdir()) == []
+
+
+def test_what_is_damaged_and_in_use_stays_and_is_said_so(cli):
+    digest = cli("pull", "sql", "--json").json["digest"]
+    server = Store(cli.store)
+    assert server.take(digest)
+    (cli.store / digest / WEIGHTS_FILE).unlink()
+    done = cli("verify")
+    assert (done.code, "damaged, and in use" in done.out) == (Exit.WRONG, True)
+    assert [row["damaged"] for row in cli("ls", "--json").json["adapters"]] == [True]
+    assert "(damaged)" in cli("ls").out
+    server.leases.give_back(digest)
+    assert "damaged, put aside" in cli("verify").out
+
+
+def test_gc_leaves_what_a_server_has_leased_and_says_so(cli):
+    digest = cli("pull", "sql", "--json").json["digest"]
+    other = cli("pull", "team/poet", "--json").json["digest"]
+    server = Store(cli.store)
+    assert server.take(digest)
+    assert [row["leases"] for row in cli("ls", "--json").json["adapters"] if row["digest"] == digest] == [1]
+    for more in (["--dry-run"], []):
+        done = cli("gc", "--max-bytes", "0", "--json", *more)
+        assert done.code == Exit.NO_ROOM
+        assert [row["digest"] for row in done.json["removed"]] == [other]
+        assert [row["digest"] for row in done.json["leased"]] == [digest]
+        assert not done.json["fits"]
+        assert (cli.store / other).exists() == bool(more)
+    server.leases.give_back(digest)
+    assert cli("gc", "--max-bytes", "0").code == Exit.OK
+    assert not (cli.store / digest).exists()
+
+
+def test_gc_removes_no_more_than_it_must_and_the_oldest_first(cli):
+    put(cli.adapters / "third", adapter_files(lora_alpha=32))
+    digests = [cli("pull", name, "--json").json["digest"] for name in ("team/poet", "third", "sql")]
+    for age_s, digest in enumerate(reversed(digests)):
+        use = cli.store / ".uses" / digest
+        os.utime(use, (use.stat().st_atime, time.time() - 100 * age_s))
+    assert [row["digest"] for row in cli("ls", "--json").json["adapters"]] == digests[::-1]
+    done = cli("gc", "--max-bytes", "5kB", "--json")
+    assert [row["digest"] for row in done.json["removed"]] == digests[:1]
+    assert done.json["after_bytes"] == sum(row["size_bytes"] for row in cli("ls", "--json").json["adapters"])
+
+
+def test_pulling_leaves_no_lease(cli):
+    cli("pull", "sql")
+    cli("resolve", "team/poet")
+    assert [row["leases"] for row in cli("ls", "--json").json["adapters"]] == [0, 0]
+
+
+def test_a_uri_on_the_command_line_is_allowed_and_widens_nothing_else(cli):
+    link = cli.root / "elsewhere" / "link"
+    link.parent.mkdir()
+    os.symlink(cli.adapters / "sql", link)
+    assert cli("pull", f"file://{cli.adapters}/sql", "--json").json["uri"] == f"file://{cli.adapters}/sql"
+    done = cli("pull", f"file://{link}")
+    assert (done.code, "a symlink that leaves the adapter root" in done.err) == (Exit.WRONG, True)
+
+
+def test_control_characters_of_files_do_not_reach_the_terminal(cli):
+    put(cli.root / "evil", adapter_files(base_model_name_or_path="org/\u202etiny", target_modules=["q_proj", "v_proj"]))
+    done = cli("inspect", cli.root / "evil")
+    assert "\u202e" not in done.out
+    assert "\\u202e" in done.out
+
+
+# --- as a process
+
+
+def test_every_error_of_ours_has_an_exit_code():
+    kinds = [
+        kind
+        for kind in vars(lora_plugins.errors).values()
+        if isinstance(kind, type) and kind.__mro__[1] is LoRAPluginsError
+    ]
+    assert len(kinds) == 7
+    assert all(exit_of(kind("x")) in set(Exit) - {Exit.OK, Exit.USAGE, Exit.BUG} for kind in kinds)
+
+
+def test_a_pipe_that_is_closed_early(cli):
+    for _ in range(3):
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from lora_plugins.cli import main; main()", "ls", "--json"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **cli.env},
+            text=True,
+        )
+        process.stdout.close()
+        _, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (Exit.BROKEN_PIPE, "")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--no-network"], ["ls"]])
+def test_a_full_pipe_is_no_bug(cli, arguments):
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", "from lora_plugins.cli import main; main()", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **cli.env},
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("uri", ["URL/sql", "hf://acme/sql"])
+def test_ctrl_c(cli, uri):
+    """While a server that takes connections says nothing, be it to the event loop or to a thread."""
+    # What a shell starts in the background ignores the signal, and with it the test would.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    run = f"{heed}\nfrom lora_plugins.cli import main; main()"
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        silent.settimeout(60)
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        process = subprocess.Popen(
+            [sys.executable, "-c", run, "pull", uri.replace("URL", url)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **cli.env, "HF_ENDPOINT": url, "HF_HOME": str(cli.root)},
+            text=True,
+        )
+        connection, _ = silent.accept()
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        started = time.monotonic()
+        out, err = process.communicate(timeout=20)
+        connection.close()
+    assert (process.returncode, out, err) == (Exit.INTERRUPTED, "", "interrupted\n")
+    assert time.monotonic() - started < 6  # and not when the Hub's time-out of 10 s has passed
+    assert list((cli.store / ".tmp").iterdir()) == []
+
+
+def test_colours_only_on_terminals_and_never_with_no_color(cli):
+    assert "\x1b" not in outside("ls", env=cli.env).out
+    assert "\x1b[" in on_terminal(cli, "inspect", str(cli.adapters / "sql"), env={"TERM": "xterm"})
+    plain = on_terminal(cli, "inspect", str(cli.adapters / "sql"), env={"TERM": "xterm", "NO_COLOR": "1"})
+    assert "would be served" in plain
+    assert not re.search(r"\x1b\[[\d;]*3\dm", plain)
+
+
+def test_a_terminal_without_utf8_gets_escapes(cli):
+    put(cli.adapters / "größe", adapter_files())
+    done = outside("resolve", "größe", env={**cli.env, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"})
+    done.assert_no_traceback()
+    assert done.code == Exit.OK
+    assert "gr\\xf6\\xdfe: would be served" in done.out
+
+
+def test_neither_vllm_nor_torch_is_imported_where_nothing_needs_them(cli):
+    script = (
+        "import sys\n"
+        "from lora_plugins.cli.app import run\n"
+        "for command in (['ls'], ['pull', 'sql'], ['resolve', 'sql'], ['verify'], ['doctor', '--no-network']):\n"
+        "    assert run(command) == 0, command\n"
+        "    heavy = [name for name in ('vllm', 'torch', 'transformers', 'fastapi') if name in sys.modules]\n"
+        "    assert not heavy, (command, heavy)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **cli.env},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_without_typer_it_says_what_to_install():
+    script = (
+        "import importlib.util, sys\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *more: None if name == 'typer' else find(name, *more)\n"
+        "sys.modules['typer'] = None\n"
+        "from lora_plugins.cli import main\n"
+        "main(['ls'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == Exit.USAGE
+    assert done.stderr == ("lora-plugins: the command line needs typer. To fix: pip install 'lora-plugins[cli]'\n")
+
+
+def test_what_should_not_happen_is_said_in_one_line_and_traced_on_request(cli, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("first line\nsecond line")
+
+    monkeypatch.setattr(Settings, "from_env", fail)
+    done = cli("ls")
+    assert done.code == Exit.BUG
+    assert done.err == "error: RuntimeError: first line. This should not happen; --debug shows where it did\n"
+    assert json.loads(cli("ls", "--json").out)["error"]["code"] == "bug"
+    assert "Traceback" in cli("--debug", "ls").err
+
+
+def test_the_version():
+    done = outside("--version", env={})
+    assert (done.code, done.out) == (Exit.OK, "lora-plugins 0.1.0\n")

@@ -1,0 +1,82 @@
+"""What people and programs see of each command, held against golden files (`RENEW_GOLDEN=1` writes them anew)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cli.common import GOLDEN, golden
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 32,
+}
+
+
+@pytest.mark.parametrize("name", ["sql", "cut", "nobody", "../outside"])
+@pytest.mark.parametrize("how", ["txt", "json"])
+def test_resolve(cli, name, how):
+    done = cli("resolve", name, *(["--json"] if how == "json" else []))
+    golden(f"resolve-{name.replace('../', 'dots-')}.{how}", done, cli.root)
+
+
+@pytest.mark.parametrize("name", ["sql", "cut"])
+@pytest.mark.parametrize("how", ["txt", "json"])
+def test_inspect(cli, name, how):
+    done = cli("inspect", cli.adapters / name, *(["--json"] if how == "json" else []))
+    golden(f"inspect-{name}.{how}", done, cli.root)
+
+
+@pytest.mark.parametrize("how", ["txt", "json"])
+def test_pull_then_ls_verify_and_gc(cli, how):
+    more = ["--json"] if how == "json" else []
+    golden(f"pull.{how}", cli("pull", "team/poet", *more), cli.root)
+    golden(f"pull-again.{how}", cli("pull", "team/poet", *more), cli.root)
+    golden(f"ls.{how}", cli("ls", *more), cli.root)
+    golden(f"verify.{how}", cli("verify", *more), cli.root)
+    golden(f"gc-dry-run.{how}", cli("gc", "--dry-run", "--max-bytes", "1kB", *more), cli.root)
+    golden(f"gc.{how}", cli("gc", "--max-bytes", "1kB", *more), cli.root)
+    golden(f"ls-empty.{how}", cli("ls", *more), cli.root)
+
+
+@pytest.mark.parametrize("how", ["txt", "json"])
+def test_doctor(cli, how):
+    cli.env["LORA_PLUGINS_STORE_MAX_BYTES"] = "1MB"
+    golden(f"doctor.{how}", cli("doctor", *(["--json"] if how == "json" else [])), cli.root)
+
+
+def test_an_adapter_held_against_a_base_model(cli):
+    base = cli.root / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(LLAMA))
+    golden("inspect-base.txt", cli("inspect", cli.adapters / "sql", "--base-model", base), cli.root)
+    golden("resolve-base.txt", cli("resolve", "sql", "--base-model", base, "--max-lora-rank", "2"), cli.root)
+
+
+def test_every_golden_file_belongs_to_a_test():
+    names = {file.name for file in GOLDEN.iterdir()}
+    resolve = {f"resolve-{name}.{how}" for name in ("sql", "cut", "nobody", "dots-outside") for how in ("txt", "json")}
+    stored = (
+        "pull",
+        "pull-again",
+        "ls",
+        "verify",
+        "gc-dry-run",
+        "gc",
+        "ls-empty",
+        "doctor",
+        "inspect-sql",
+        "inspect-cut",
+    )
+    top = {"top.txt", "top-narrow.txt"}
+    assert names == resolve | top | {f"{name}.{how}" for name in stored for how in ("txt", "json")} | {
+        "inspect-base.txt",
+        "resolve-base.txt",
+    }

@@ -1,0 +1,123 @@
+"""`pull`, `resolve` and `inspect` from S3 and the Hub, by name and by URI, and the bar on a terminal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from lora_plugins.cli.exits import Exit
+from testbed import faults
+from testbed.hub import Hub, local_hub
+from testbed.proxy import fault_proxy
+from testbed.s3 import S3, s3_server
+from tests.cli.common import on_terminal, outside
+from tests.make import adapter_files
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3]:
+    with s3_server() as server:
+        server.bucket("adapters").put_many("loras/sql", adapter_files())
+        server.bucket("adapters").put_many("loras/broken", {**adapter_files(), "adapter_config.json": b"{"})
+        yield server
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    with local_hub() as running:
+        running.commit("acme/many", {f"en/{name}": data for name, data in adapter_files(lora_alpha=16).items()})
+        running.commit("acme/secret", adapter_files())
+        running.private("acme/secret")
+        yield running
+
+
+@pytest.fixture
+def env(cli, s3, hub) -> dict[str, str]:
+    return {
+        **cli.env,
+        **s3.env(),
+        **hub.env(cli.root / "home"),
+        "VLLM_PLUGINS": "lora_filesystem_resolver,lora_s3_resolver,lora_hf_hub_resolver",
+        "S3_PATH_TEMPLATE": "s3://adapters/loras/{lora_name}",
+        "VLLM_LORA_RESOLVER_HF_REPO_LIST": "acme/*",
+    }
+
+
+def test_names_are_asked_of_every_source_in_order(env):
+    done = outside("resolve", "acme/many/en", "--json", env=env)
+    assert done.code == Exit.OK
+    steps = {step["step"]: step["verdict"] for step in done.json["steps"]}
+    assert list(steps) == ["name", "filesystem", "s3", "hub", "store", "adapter", "base"]
+    assert [steps[source] for source in ("filesystem", "s3", "hub")] == ["no", "no", "yes"]
+    done = outside("resolve", "sql", "--json", env={**env, "LORA_PLUGINS_SOURCES": "s3"})
+    steps = {step["step"]: step["verdict"] for step in done.json["steps"]}
+    assert [steps[source] for source in ("s3", "filesystem", "hub")] == ["yes", "not asked", "not asked"]
+
+
+def test_a_source_that_cannot_say_hides_no_later_one_and_is_told(env):
+    away = {**env, "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
+    done = outside("resolve", "acme/many/en", "--json", env=away)
+    steps = {step["step"]: step for step in done.json["steps"]}
+    assert (done.code, steps["s3"]["verdict"], steps["hub"]["verdict"]) == (Exit.OK, "failed", "yes")
+    assert done.err == ""  # not what a library logs of its retries
+    done = outside("resolve", "nobody", "--json", env=away)
+    assert (done.code, done.json["verdict"]) == (Exit.UNAVAILABLE, "unavailable")
+    failed = [step["step"] for step in done.json["steps"] if step["verdict"] == "failed"]
+    assert failed == ["s3"]
+    assert "[L006] adapter 'nobody'" in done.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("what", "source", "uri"),
+    [
+        ("acme/many/en", "hub", "hf://acme/many/en"),
+        ("hf://acme/many/en", "hub", "hf://acme/many/en"),
+        ("hf://acme/many@main/en", "hub", "hf://acme/many/en"),
+        ("s3://adapters/loras/sql", "s3", "s3://adapters/loras/sql"),
+    ],
+)
+def test_pull(env, cli, what, source, uri):
+    done = outside("pull", what, "--json", env=env)
+    done.assert_no_traceback()
+    assert (done.code, done.err) == (Exit.OK, "")
+    answer = done.json
+    assert (answer["source"], answer["uri"], answer["fetched"]) == (source, uri, True)
+    assert answer["size_bytes"] == sum(
+        (cli.store / answer["digest"] / name).stat().st_size
+        for name in ("adapter_config.json", "adapter_model.safetensors")
+    )
+    again = outside("pull", what, "--json", env=env).json
+    assert (again["digest"], again["fetched"], again["bytes_s"]) == (answer["digest"], False, None)
+    inspected = outside("inspect", what if "://" in what else answer["digest"][:12], "--json", env=env).json
+    assert (inspected["uri"], inspected["verdict"], len(inspected["modules"])) == (uri, "served", 4)
+
+
+def test_what_cannot_be_had(env):
+    for what, code in (
+        ("hf://acme/secret", Exit.UNAVAILABLE),
+        ("hf://acme/none", Exit.UNAVAILABLE),  # the Hub does not tell anonymous clients missing from private
+        ("hf://acme/many/nothing", Exit.NOT_FOUND),
+        ("s3://adapters/loras/none", Exit.NOT_FOUND),
+        ("s3://nowhere/sql", Exit.UNAVAILABLE),
+        ("s3://adapters/loras/broken", Exit.WRONG),
+        ("hf://acme", Exit.WRONG),
+    ):
+        done = outside("pull", what, env=env)
+        done.assert_no_traceback()
+        assert (done.code, done.out) == (code, ""), (what, done)
+
+
+def test_a_bar_on_a_terminal_and_none_in_a_pipe(env, cli, s3):
+    cli.env = env
+    with fault_proxy(s3.url) as proxy:
+        proxy.plan(faults.stall(1.0), method="GET", path="adapter_model.safetensors")
+        shown = on_terminal(
+            cli, "pull", "s3://adapters/loras/sql", env={"TERM": "xterm", "AWS_ENDPOINT_URL": proxy.url}
+        )
+    assert re.search(r"0%|/2\.1 kB|0\.0/2\.1 kB|bytes/s|kB/s", shown)
+    assert "fetched in" in shown
+    piped = outside("pull", "s3://adapters/loras/sql", env=env)
+    assert (piped.code, piped.err) == (Exit.OK, "")
+    assert "was there" in piped.out

@@ -1,0 +1,186 @@
+"""`top` against servers that answer, deny, lack the admin API, talk nonsense, or are not there."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from testbed.server import free_port
+from tests.cli.common import Terminal, golden, outside
+
+ADAPTER = {
+    "lora_name": "team/sql",
+    "lora_id": 1,
+    "state": "serving",
+    "source": "s3",
+    "uri": "s3://adapters/team/sql",
+    "version": "v" * 64,
+    "digest": "ab" * 32,
+    "path": "/store/" + "ab" * 32,
+    "size_bytes": 25_300_000,
+    "rank": 16,
+    "tiers": ["store", "host", "slot"],
+    "leases": 1,
+    "requests_in_flight": 3,
+    "last_used_at": None,
+    "pinned": True,
+    "pinned_digest": None,
+    "previous_digests": [],
+    "last_error": None,
+}
+TROUBLED = {
+    **ADAPTER,
+    "lora_name": "idle\x1b[31m",
+    "state": "loading",
+    "requests_in_flight": 0,
+    "pinned": False,
+    "rank": None,
+    "digest": None,
+    "last_error": {"code": "L005", "message": "[L005] found no JSON.", "at": 1.0},
+}
+LIST = {"loras": [TROUBLED, ADAPTER], "count": 2}
+
+
+class Server:
+    """Answers `GET /v1/loras` with what it is told to."""
+
+    def __init__(self) -> None:
+        self.status = 200
+        self.body = json.dumps(LIST).encode()
+        self.seen: list[tuple[str, str | None]] = []
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                server.seen.append((self.path, self.headers["Authorization"]))
+                self.send_response(server.status)
+                self.end_headers()
+                self.wfile.write(server.body)
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    thread = threading.Thread(target=made.http.serve_forever, daemon=True)
+    thread.start()
+    yield made
+    made.http.shutdown()
+    made.http.server_close()
+    thread.join()
+
+
+def shown(cli, server, *arguments):
+    done = cli("top", "--once", "--url", server.url, *arguments)
+    done.assert_no_traceback()
+    return type(done)(done.code, done.out.replace(server.url, "<url>"), done.err.replace(server.url, "<url>"))
+
+
+def test_a_table_with_what_is_busy_first(cli, server):
+    golden("top.txt", shown(cli, server), cli.root)
+
+
+def test_a_narrow_terminal_gets_the_columns_that_matter_most(cli, server):
+    cli.env["COLUMNS"] = "60"
+    done = shown(cli, server)
+    assert max(map(len, done.out.splitlines()[1:])) <= 60
+    golden("top-narrow.txt", done, cli.root)
+
+
+def test_json_is_the_admin_apis_own(cli, server):
+    assert shown(cli, server, "--json").json == LIST
+
+
+def test_the_key_of_the_option_goes_before_that_of_the_environment(cli, server):
+    cli.env["VLLM_API_KEY"] = "from-environment"
+    shown(cli, server)
+    shown(cli, server, "--api-key", "given")
+    assert server.seen == [("/v1/loras", "Bearer from-environment"), ("/v1/loras", "Bearer given")]
+    del cli.env["VLLM_API_KEY"]
+    shown(cli, server)
+    assert server.seen[-1] == ("/v1/loras", None)
+
+
+def test_an_openai_base_url_will_do(cli, server):
+    assert cli("top", "--once", "--url", f"{server.url}/v1/").code == 0
+    assert server.seen[-1][0] == "/v1/loras"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "says"),
+    [
+        (401, b"", "denies access (HTTP 401)"),
+        (403, b"", "denies access (HTTP 403)"),
+        (404, b"", "name lora_admin and lora_lru_manager in the server's VLLM_PLUGINS"),
+        (500, b"", "answers HTTP 500"),
+        (200, b"<html>", "no list of adapters"),
+        (200, b'{"object": "list", "data": []}', "no list of adapters"),
+    ],
+)
+def test_what_a_server_may_answer_instead(cli, server, status, body, says):
+    server.status, server.body = status, body
+    done = shown(cli, server, "--api-key", "secret-key")
+    assert (done.code, done.out) == (4, "")
+    assert says in done.err
+    assert "secret-key" not in done.err
+    error = shown(cli, server, "--json").json["error"]
+    assert (error["code"], error["kind"]) == ("L006", "SourceUnavailable")
+
+
+@pytest.mark.parametrize(
+    "url", [f"http://127.0.0.1:{free_port()}", "http://nobody.invalid:1", "http://127.0.0.1:99999"]
+)
+def test_nobody_there(cli, url):
+    done = cli("top", "--once", "--url", url)
+    done.assert_no_traceback()
+    assert done.code == 4
+    assert "no answer from" in done.err
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://[::1", ""])
+def test_no_address_of_a_server(cli, url):
+    done = cli("top", "--once", "--url", url)
+    done.assert_no_traceback()
+    assert done.code == 2
+
+
+def test_watching_on_a_terminal_survives_an_outage_and_ends_with_ctrl_c(cli, server):
+    with Terminal(
+        cli, "top", "--interval", "0.1", "--url", server.url, env={"TERM": "xterm", "COLUMNS": "100"}
+    ) as shown:
+        shown.wait_for("team/sql")
+        server.status = 500
+        shown.wait_for("answers HTTP 500")
+        server.status = 200
+        server.body = json.dumps({"loras": [], "count": 0}).encode()
+        shown.wait_for("0 adapters")
+        shown.type("\x03")
+        assert shown.end() == 0
+    assert "Traceback" not in shown.text
+
+
+def test_watching_in_a_pipe_prints_a_table_at_every_look(server):
+    threading.Timer(1.5, lambda: setattr(server, "status", 500)).start()
+    done = outside("top", "--interval", "0.1", "--url", server.url, env={})
+    assert done.code == 4
+    assert done.out.count("team/sql") > 3
+    assert "answers HTTP 500" in done.err
+
+
+def test_watching_prints_a_line_of_json_at_every_look_and_ends_with_the_server(server):
+    threading.Timer(1.5, lambda: setattr(server, "status", 500)).start()
+    done = outside("top", "--json", "--interval", "0.1", "--url", server.url, env={})
+    *looks, error = done.out.split("\n", done.out.count('{"loras"'))
+    assert len(looks) > 3
+    assert all(json.loads(look) == LIST for look in looks)
+    assert json.loads(error)["error"]["code"] == "L006"
+    assert done.code == 4
