@@ -1,0 +1,51 @@
+"""Patterns of adapter names: `*` stands for any characters, slashes included, `?` for one, everything else for itself.
+
+A pattern without `@` says nothing of revisions: `team-a/sql` covers `team-a/sql@v2`. One with `@` is held against the
+whole name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_WILD = frozenset("*?")
+
+
+@dataclass(frozen=True, slots=True)
+class NamePattern:
+    """One pattern; must not be empty."""
+
+    text: str
+
+    def matches(self, name: str) -> bool:
+        """Whether it covers this name; upper and lower case differ. Takes time in proportion to both lengths."""
+        return _fits(self.text, name if "@" in self.text else name.partition("@")[0])
+
+    @property
+    def spelled_out(self) -> tuple[str, ...]:
+        """The segments before the last one and before any wildcard: the folders that it is about."""
+        *folders, _ = self.text.partition("@")[0].split("/")
+        plain = []
+        for folder in folders:
+            if _WILD & set(folder):
+                break
+            plain.append(folder)
+        return tuple(plain)
+
+
+def _fits(pattern: str, text: str) -> bool:
+    """Match without ever going back further than to the last star, so that no pattern and name take long."""
+    at, of = 0, 0  # in text, in pattern
+    star, resume = -1, 0
+    while at < len(text):
+        if of < len(pattern) and pattern[of] == "*":
+            star, resume = of, at
+            of += 1
+        elif of < len(pattern) and pattern[of] in ("?", text[at]):
+            at, of = at + 1, of + 1
+        elif star >= 0:
+            resume += 1
+            at, of = resume, star + 1
+        else:
+            return False
+    return not pattern[of:].strip("*")

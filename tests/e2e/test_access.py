@@ -1,0 +1,156 @@
+"""Three tenants, a stranger and nobody on one real server: each meets their own adapters, and no sign of any other."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from testbed.bed import MAX_TOKENS, Bed
+from testbed.client import complete, connect
+from testbed.models import PROMPT
+from testbed.server import Server, vllm_server
+
+POLICY = """
+[default]
+adapters = ["public/*"]
+[tenants.team-a]
+keys = ["key-a"]
+adapters = ["team-a/*", "shared"]
+[tenants.team-b]
+keys = ["key-b"]
+adapters = ["team-b/*", "shared"]
+[tenants.operators]
+keys = ["key-root"]
+admin = true
+"""
+KEYS = ("key-a", "key-b", "key-root", "unlisted")
+# Where each lies, and whose answer it gives.
+ADAPTERS = {"team-a/sql": "sql", "team-b/sql": "chat", "team-b/cold": "chat", "shared": "wide", "public/sql": "sql"}
+MAY = {
+    "key-a": {"team-a/sql", "shared"},
+    "key-b": {"team-b/sql", "team-b/cold", "shared"},
+    "key-root": set(ADAPTERS),
+    "unlisted": {"public/sql"},
+}
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A server with a policy, and what its adapters answer."""
+
+    server: Server
+    bed: Bed
+
+    def post(self, path: str, key: str | None, **body: Any) -> httpx.Response:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        return httpx.post(f"{self.server.url}{path}", headers=headers, json=body, timeout=120)
+
+    def listed(self, key: str) -> set[str]:
+        headers = {"Authorization": f"Bearer {key}"}
+        cards = httpx.get(f"{self.server.url}/v1/models", headers=headers, timeout=60).json()["data"]
+        return {card["id"] for card in cards}
+
+    def answer(self, name: str, key: str) -> list[int]:
+        client = connect(self.server).with_options(api_key=key)
+        return list(complete(client, name, PROMPT, MAX_TOKENS).token_ids)
+
+
+@pytest.fixture(scope="module")
+def guarded(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    home = tmp_path_factory.mktemp("guarded")
+    for name, like in ADAPTERS.items():
+        shutil.copytree(bed.adapters / like, home / "adapters" / name)
+    (home / "policy.toml").write_text(POLICY)
+    with vllm_server(
+        bed.base,
+        home / "server.log",
+        arguments=(
+            *("--enable-lora", "--max-lora-rank", "64", "--max-loras", "2", "--enable-scale-out"),
+            *("--api-key", *KEYS),
+        ),
+        env={
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "VLLM_PLUGINS": "lora_filesystem_resolver,lora_lru_manager,lora_kernels,lora_admin",
+            "VLLM_LORA_RESOLVER_CACHE_DIR": str(home / "adapters"),
+            "LORA_PLUGINS_STORE_DIR": str(home / "store"),
+            "LORA_PLUGINS_POLICY": str(home / "policy.toml"),
+        },
+    ) as server:
+        yield Guarded(server, bed)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_everybody_has_the_base_model_and_their_own_adapters_right(guarded: Guarded, key: str) -> None:
+    assert guarded.answer(str(guarded.bed.base), key) == guarded.bed.answers[None]
+    for name in sorted(MAY[key]):
+        assert guarded.answer(name, key) == guarded.bed.answers[ADAPTERS[name]], name
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_everybody_sees_their_own_adapters_only(guarded: Guarded, key: str) -> None:
+    for name in ADAPTERS:
+        guarded.answer(name, "key-root")
+    assert guarded.listed(key) == {str(guarded.bed.base)} | MAY[key]
+
+
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": PROMPT, "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+    "/v1/responses": {"input": "x", "max_output_tokens": 1},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+    "/tokenize": {"prompt": PROMPT},
+    "/inference/v1/generate": {"token_ids": [1, 2], "sampling_params": {"max_tokens": 1}},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ROUTES)
+def test_what_one_may_not_use_does_not_exist(guarded: Guarded, path: str, stream: bool) -> None:
+    """Loaded, not loaded, or not there; in status, text and headers, compared with a name of one's own folder."""
+    assert guarded.answer("team-b/sql", "key-b")
+
+    def seen(name: str) -> tuple[int, str, dict[str, str]]:
+        answer = guarded.post(path, "key-a", model=name, stream=stream, **ROUTES[path])
+        headers = {key: value for key, value in answer.headers.items() if key not in {"date", "content-length"}}
+        return answer.status_code, answer.text.replace(name, "<name>"), headers
+
+    unknown = seen("team-a/nobody")
+    assert unknown[0] == 404, unknown
+    assert "<name>" in unknown[1]
+    for name in ("team-b/sql", "team-b/cold", "team-b/nobody", "public/sql", "nobody"):
+        assert seen(name) == unknown, name
+    assert guarded.answer("team-b/sql", "key-b") == guarded.bed.answers["chat"], "it is there all the same"
+
+
+def test_without_a_key_vllm_asks_for_one_where_it_does_and_elsewhere_one_has_the_default(guarded: Guarded) -> None:
+    assert guarded.post("/v1/completions", None, model="public/sql", prompt="x").status_code == 401
+    assert guarded.post("/v1/completions", "nobodys", model="public/sql", prompt="x").status_code == 401
+    assert guarded.post("/tokenize", None, model="public/sql", prompt="x").status_code == 200
+    assert guarded.post("/tokenize", None, model="team-a/sql", prompt="x").status_code == 404
+
+
+@pytest.mark.parametrize("name", ["team-a/sql", "team-b/sql", "nobody"])
+def test_only_administrators_load_and_unload(guarded: Guarded, name: str) -> None:
+    guarded.answer("team-a/sql", "key-root")
+    for route in ("load_lora_adapter", "unload_lora_adapter"):
+        for key in ("key-a", "unlisted"):
+            refused = guarded.post(f"/v1/{route}", key, lora_name=name, lora_path="/x")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, 403)
+        assert guarded.post(f"/v1/{route}", None, lora_name=name, lora_path="/x").status_code == 401
+    assert "team-a/sql" in guarded.listed("key-a")
+    path = str(guarded.bed.adapters / "sql")
+    assert guarded.post("/v1/load_lora_adapter", "key-root", lora_name="team-a/new", lora_path=path).status_code == 200
+    assert guarded.answer("team-a/new", "key-a") == guarded.bed.answers["sql"]
+    assert guarded.post("/v1/unload_lora_adapter", "key-root", lora_name="team-a/new").status_code == 200
+
+
+def test_the_log_says_who_is_known_and_no_key(guarded: Guarded) -> None:
+    log = guarded.server.log()
+    assert "Access policy: 3 keys of team-a, team-b, operators" in log
+    ours = [line for line in log.splitlines() if "lora_plugins" in line or "ccess" in line]
+    assert not [line for line in ours if any(key in line for key in KEYS)]
