@@ -239,7 +239,9 @@ def main() -> int:
         count = sum((row["kernels"], row["slot_rank"]) == (kernels, rank) and "case" in row for row in rows)
         print(f"\n{kernels} at {rank} did not get through: {count} measurements in {options.limit_s:.0f} s.")
     if not options.dry:
-        print(f"\nRaw: {keep('kernels_cpu', rows).name}")
+        from benchmarks.kernels_plot import plot
+
+        print(f"\nRaw: {keep('kernels_cpu', rows).name}; drawn: {plot([row for row in rows if 'case' in row]).name}")
     return 0
 
 
