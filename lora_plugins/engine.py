@@ -26,6 +26,7 @@ from lora_plugins.resolvers.uris import AllowedUris
 from lora_plugins.served_model import describe_base
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.opening import open_store
+from lora_plugins.store.store import Store
 
 REGISTRY_NAME = "lora-plugins"
 
@@ -246,6 +247,63 @@ SEAMS: tuple[Seam, ...] = (
         remove="never: this is the public interface",
     ),
     Seam(
+        symbol="vllm.entrypoints.serve.engine.serving:BaseServing._check_model",
+        has=("self", "request"),
+        what="wrapped where there is an access policy: a name that the request's key may not use is asked for as a "
+        "decoy, which nobody has",
+        why="it must look like one that does not exist",
+        since="0.30",
+        remove="vLLM asks a plugin which adapters a request may use",
+    ),
+    Seam(
+        symbol="vllm.entrypoints.pooling.base.serving:PoolingBaseServing._check_model",
+        has=("self", "request"),
+        what="wrapped, as BaseServing._check_model",
+        why="as above",
+        since="0.30",
+        remove="as above",
+    ),
+    Seam(
+        symbol="vllm.entrypoints.serve.engine.serving:BaseServing._maybe_get_adapters",
+        has=("self", "request", "supports_default_mm_loras"),
+        what="wrapped, as BaseServing._check_model",
+        why="as above; pooling routes refuse an unknown name here, and default multimodal adapters come from here",
+        since="0.30",
+        remove="as above",
+    ),
+    Seam(
+        symbol="vllm.entrypoints.serve.engine.serving:BaseServing.create_error_response",
+        has=("message", "err_type", "status_code", "param"),
+        what="called with the text of its own error, in which the asked name is put back",
+        why="as above",
+        since="0.30",
+        remove="as above",
+    ),
+    Seam(
+        symbol="vllm.entrypoints.openai.models.serving:OpenAIServingModels.show_available_models",
+        has=("self",),
+        what="wrapped where there is an access policy: lists what the request's key may use",
+        why="as above",
+        since="0.30",
+        remove="as above",
+    ),
+    Seam(
+        symbol="vllm.entrypoints.openai.models.serving:OpenAIServingModels.unload_lora_adapter",
+        has=("self", "request"),
+        what="wrapped where there is an access policy, as load_lora_adapter: for administrators only",
+        why="vLLM knows no rights",
+        since="0.30",
+        remove="as above",
+    ),
+    Seam(
+        symbol="vllm.envs:VLLM_API_KEY",
+        has=(),
+        what="read, beside app.state.args.api_key",
+        why="to warn where vLLM would not let the policy's keys in",
+        since="0.30",
+        remove="never: this is the public interface",
+    ),
+    Seam(
         symbol="vllm.lora.resolver:LoRAResolver.resolve_lora",
         has=("self", "base_model_name", "lora_name"),
         what="implemented by our resolver",
@@ -271,9 +329,12 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         symbol="vllm.entrypoints.openai.models.serving:OpenAIServingModels",
-        has=("engine_client", "model_config", "base_model_paths"),
-        what="read, with engine_client.vllm_config.lora_config",
-        why="names, configuration and LoRA limits of the served model",
+        has=(
+            *("engine_client", "model_config", "base_model_paths"),
+            *("lora_requests", "lora_id_counter", "lora_resolver_lock"),
+        ),
+        what="read, with engine_client.vllm_config.lora_config; names are put into lora_requests",
+        why="names, configuration and LoRA limits of the served model; the table of what is served",
         since="0.30",
         remove="LoRAResolver is handed the model and LoRA configuration",
     ),
@@ -639,6 +700,94 @@ SEAMS: tuple[Seam, ...] = (
         remove="as above",
     ),
     Seam(
+        symbol="vllm.entrypoints.openai.models.serving:OpenAIServingModels.unload_lora_adapter",
+        has=("self", "request"),
+        what="wrapped: waits for running requests and frees slot, host memory and lease",
+        why="vLLM's takes the name out of its table only",
+        since="0.30",
+        remove="vLLM frees what it unloads",
+    ),
+    Seam(
+        symbol="vllm.entrypoints.openai.models.serving:OpenAIServingModels.is_base_model",
+        has=("self", "model_name"),
+        what="called",
+        why="no adapter takes the base model's name",
+        since="0.30",
+        remove="vLLM has an admin API of its own",
+    ),
+    Seam(
+        symbol="vllm.v1.engine.async_llm:AsyncLLM.abort",
+        has=("self", "request_id", "internal"),
+        what="called",
+        why="ends requests that an unload has waited for long enough",
+        since="0.30",
+        remove="vLLM has an admin API of its own",
+    ),
+    Seam(
+        symbol="vllm.lora.request:LoRARequest.__eq__",
+        has=("self", "value"),
+        what="replaced, with __hash__: compares names and ids",
+        why="a batch with two versions under one name would hold only one of them",
+        since="0.30",
+        remove="vLLM compares ids too",
+    ),
+    Seam(
+        symbol="vllm.lora.request:LoRARequest.__hash__",
+        has=("self",),
+        what="replaced, with __eq__",
+        why="as for __eq__",
+        since="0.30",
+        remove="vLLM compares ids too",
+    ),
+    Seam(
+        symbol="vllm.v1.core.kv_cache_utils:_gen_lora_extra_hash_keys",
+        has=("request",),
+        what="replaced up to 0.30, whose keys hold the adapter's name only",
+        why="a new version must not read prefixes that the old one has computed",
+        since="0.30",
+        remove="vLLM 0.30 is no longer supported",
+    ),
+    Seam(
+        symbol="vllm.plugins.endpoint_plugins.interface:EndpointPlugin.attach_router",
+        has=("self", "app"),
+        what="implemented",
+        why="the routes of lora_admin",
+        since="0.30",
+        remove="never: this is the public interface",
+    ),
+    Seam(
+        symbol="vllm.plugins.endpoint_plugins.interface:EndpointPlugin.init_state",
+        has=("self", "engine_client", "state", "args"),
+        what="implemented; state.openai_serving_models is read",
+        why="what is served from the start",
+        since="0.30",
+        remove="never: this is the public interface",
+    ),
+    Seam(
+        symbol="vllm.entrypoints.serve.instrumentator.metrics:attach_router",
+        has=("app",),
+        what="wrapped: metrics are made once it has run, and a middleware refreshes them before a scrape",
+        why="it runs where /metrics is, which is in API servers only",
+        since="0.30",
+        remove="vLLM lets a plugin refresh its metrics before a scrape",
+    ),
+    Seam(
+        symbol="vllm.v1.metrics.prometheus:get_prometheus_registry",
+        has=(),
+        what="called",
+        why="which registry /metrics shows: with several API servers one that reads all processes' files",
+        since="0.30",
+        remove="never: this is the public interface",
+    ),
+    Seam(
+        symbol="vllm.v1.metrics.prometheus:unregister_vllm_metrics",
+        has=(),
+        what="evaded: it removes every named collector of vllm:… metrics; ours has no name",
+        why="vLLM calls it whenever it makes its own metrics",
+        since="0.30",
+        remove="vLLM removes only what it has registered",
+    ),
+    Seam(
         symbol="vllm.exceptions:VLLMNotFoundError",
         has=(),
         what="raised for L002",
@@ -657,7 +806,8 @@ SEAMS: tuple[Seam, ...] = (
 )
 
 
-EVENTS = Events(LogEvents())  # of this process
+LOG = LogEvents()
+EVENTS = Events(LOG)  # of this process
 
 
 class LoRAPluginsResolver:
@@ -747,12 +897,22 @@ def builtin(module_name: str, function_name: str) -> Callable[[], None]:
 
 def serve_from(make_source: Callable[[Executor], Source], settings: Settings) -> None:
     """Have vLLM ask this source too; called again for a source of the same label, it changes nothing."""
+    resolver_of_process(settings).add(make_source)
+
+
+def resolver_of_process(settings: Settings) -> LoRAPluginsResolver:
+    """The one resolver of this process, made and registered at the first call; without sources it serves URIs only."""
     global _resolver
     AllowedUris.parse(settings.allowed_uris)  # a prefix that cannot be right ends the start
     if _resolver is None:
         _resolver = LoRAPluginsResolver(settings)
         _register(_resolver)
-    _resolver.add(make_source)
+    return _resolver
+
+
+def store_in_use() -> Store | None:
+    """The store of this process's sources; None without any, and before the first use of them."""
+    return None if _resolver is None or "chain" not in vars(_resolver) else _resolver.chain.store
 
 
 def sources_of_worker() -> SourceChain | None:
@@ -766,6 +926,25 @@ def sources_of_worker() -> SourceChain | None:
     for make_source in _resolver._make_sources:  # noqa: SLF001 - of the same class
         resolver.add(make_source)
     return resolver.chain
+
+
+def sources_of_server() -> SourceChain:
+    """The sources of this API server; without a resolver among the plugins, those that URIs name.
+
+    Raises:
+        InvalidSettings: the store cannot be made.
+    """
+    return resolver_of_process(settings_of_server()).chain
+
+
+@functools.cache
+def settings_of_server() -> Settings:
+    """The settings of this process.
+
+    Raises:
+        InvalidSettings: a variable cannot be right.
+    """
+    return Settings.from_env()
 
 
 def _register(resolver: LoRAPluginsResolver) -> None:
@@ -784,6 +963,10 @@ def _bind_when_serving(resolver: LoRAPluginsResolver) -> None:
 
     @functools.wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        if resolver.settings.policy is not None:
+            from lora_plugins.access.doors import require_in_force
+
+            require_in_force()
         original(self, *args, **kwargs)
         self.lora_resolver_lock = NameLocks()
         resolver.chain.base = describe_base(self, resolver.settings)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lora_plugins import engine
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.resolvers.filesystem import FilesystemSource
+from lora_plugins.resolvers.configured import MakeSource, filesystem_source, hub_source, s3_source
 from lora_plugins.settings import Settings, named_in_environment
 
 FILESYSTEM = "lora_filesystem_resolver"
@@ -12,6 +14,7 @@ S3 = "lora_s3_resolver"
 HUB = "lora_hf_hub_resolver"
 MANAGER = "lora_lru_manager"
 KERNELS = "lora_kernels"
+ADMIN = "lora_admin"
 
 _FILESYSTEM_BUILTIN = ("vllm.plugins.lora_resolvers.filesystem_resolver", "register_filesystem_resolver")
 _HUB_BUILTIN = ("vllm.plugins.lora_resolvers.hf_hub_resolver", "register_hf_hub_resolver")
@@ -28,19 +31,7 @@ def register_filesystem_resolver() -> None:
     if not named_in_environment(FILESYSTEM):
         engine.builtin(*_FILESYSTEM_BUILTIN)()
         return
-    settings = Settings.from_env()
-    root = settings.filesystem_root
-    if root is None:
-        return
-    if not root.is_dir():
-        raise InvalidSettings(
-            f"VLLM_LORA_RESOLVER_CACHE_DIR={str(root)!r}, which is no directory",
-            expected="a directory of adapters",
-            remedy="create it or correct the variable",
-        )
-    engine.serve_from(
-        lambda executor: FilesystemSource(root, follow_symlinks=settings.follow_symlinks, executor=executor), settings
-    )
+    _serve(filesystem_source)
 
 
 def register_s3_resolver() -> None:
@@ -49,16 +40,8 @@ def register_s3_resolver() -> None:
     Raises:
         InvalidSettings: the template, or a variable of ours or of the object store, cannot be right.
     """
-    if not named_in_environment(S3):
-        return
-    settings = Settings.from_env()
-    template = settings.s3_path_template
-    if template is None:
-        return
-    from lora_plugins.resolvers.objects import object_source
-
-    source = object_source(template, settings)
-    engine.serve_from(lambda _: source, settings)
+    if named_in_environment(S3):
+        _serve(s3_source)
 
 
 def register_hf_hub_resolver() -> None:
@@ -72,16 +55,7 @@ def register_hf_hub_resolver() -> None:
     if not named_in_environment(HUB):
         engine.builtin(*_HUB_BUILTIN)()
         return
-    settings = Settings.from_env()
-    if not settings.hub_repos:
-        return
-    from lora_plugins.resolvers.hub import HubSource
-    from lora_plugins.resolvers.hub_patterns import HubPatterns
-
-    patterns = HubPatterns.parse(settings.hub_repos)
-    engine.serve_from(
-        lambda executor: HubSource(patterns, timeout_s=settings.fetch_timeout_s, executor=executor), settings
-    )
+    _serve(hub_source)
 
 
 def register_lru_manager() -> None:
@@ -93,8 +67,9 @@ def register_lru_manager() -> None:
     if named_in_environment(MANAGER):
         from lora_plugins.manager.installation import install_manager
 
-        Settings.from_env()  # a variable that cannot be right ends the start here, not in a worker
+        settings = Settings.from_env()  # a variable that cannot be right ends the start here, not in a worker
         install_manager()
+        _count(settings)
 
 
 def register_kernels() -> None:
@@ -104,7 +79,41 @@ def register_kernels() -> None:
         InvalidSettings: the kernels asked for cannot be had here, or a `LORA_PLUGINS_*` variable cannot be right.
     """
     if named_in_environment(KERNELS):
-        engine.install_kernels(Settings.from_env())
+        settings = Settings.from_env()
+        engine.install_kernels(settings)
+        _count(settings)
+
+
+def _count(settings: Settings) -> None:
+    from lora_plugins.metrics.installation import install_metrics
+
+    install_metrics(settings)
+
+
+def register_admin() -> None:
+    """Entry point `lora_admin`, the general half: the routes are those of `lora_plugins.admin.plugin`.
+
+    Raises:
+        InvalidSettings: `lora_lru_manager` is not named too, or a `LORA_PLUGINS_*` variable cannot be right.
+    """
+    if not named_in_environment(ADMIN):
+        return
+    settings = Settings.from_env()
+    if not named_in_environment(MANAGER):
+        raise InvalidSettings(
+            f"VLLM_PLUGINS with {ADMIN} and without {MANAGER}",
+            expected="both, as only our manager can unload and swap while requests run",
+            remedy=f"name {MANAGER} too",
+        )
+    engine.resolver_of_process(settings)  # without a source among the plugins, adapters come from URIs only
+
+
+def _serve(configured: Callable[[Settings], MakeSource | None]) -> None:
+    settings = Settings.from_env()
+    make_source = configured(settings)
+    if make_source is not None:
+        _count(settings)
+        engine.serve_from(make_source, settings)
 
 
 if named_in_environment(FILESYSTEM):

@@ -181,6 +181,19 @@ def named_in_environment(plugin: str, env: Mapping[str, str] | None = None) -> b
     return plugin in (os.environ if env is None else env).get("VLLM_PLUGINS", "").split(",")
 
 
+def environment() -> Mapping[str, str]:
+    """The process's environment as it is, for whoever judges it instead of taking settings from it."""
+    return dict(os.environ)
+
+
+def bytes_of(text: str) -> int | None:
+    """Read a positive number of bytes such as `8GiB`, `500MB` or `1024`; None where it is none."""
+    match = re.fullmatch(r"([0-9]{1,18})\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in _UNITS or int(match[1]) == 0:
+        return None
+    return int(match[1]) * _UNITS[match[2]]
+
+
 def _refuse_unknown(env: Mapping[str, str]) -> None:
     for name in env:
         if name.startswith(_PREFIX) and name not in OWN_VARIABLES:
@@ -296,10 +309,10 @@ def _seconds(env: Mapping[str, str], name: str, *, default: float, least: float 
 def _bytes(env: Mapping[str, str], name: str, *, default: int | None) -> int | None:
     if name not in env:
         return default
-    match = re.fullmatch(r"([0-9]{1,18})\s*([a-z]*)", env[name].strip().lower())
-    if match is None or match[2] not in _UNITS or int(match[1]) == 0:
+    value = bytes_of(env[name])
+    if value is None:
         raise _wrong(name, env[name], "a positive number of bytes, such as 8GiB or 500MB")
-    return int(match[1]) * _UNITS[match[2]]
+    return value
 
 
 def _wrong(name: str, value: str, expected: str) -> InvalidSettings:

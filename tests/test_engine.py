@@ -482,6 +482,29 @@ def test_a_source_added_twice_is_asked_once(resolver, tmp_path):
     assert [source.label for source in again.chain.sources] == ["filesystem"]
 
 
+def test_uris_are_served_where_no_source_is_named_and_a_worker_knows_them_too(tmp_path, monkeypatch):
+    registered = []
+    monkeypatch.setattr(engine, "_resolver", None)
+    monkeypatch.setattr(engine, "_register", registered.append)
+    assert engine.sources_of_worker() is None
+    uri = (tmp_path / "adapters").as_uri()
+    put(tmp_path / "adapters" / "sql", adapter_files())
+    settings = Settings(store_dir=tmp_path / "store", allowed_uris=(uri,))
+    resolver = engine.resolver_of_process(settings)
+    assert engine.resolver_of_process(settings) is resolver
+    assert registered == [resolver]
+    for chain in (resolver.chain, engine.sources_of_worker()):
+        assert asyncio.run(chain.resolve_uri("a", f"{uri}/sql", BASE.path)).rank == 4
+        assert asyncio.run(chain.resolve("sql", BASE.path)) is None
+
+
+def test_a_prefix_that_cannot_be_right_ends_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "_resolver", None)
+    with pytest.raises(InvalidSettings, match="LORA_PLUGINS_ALLOWED_URIS"):
+        engine.resolver_of_process(Settings(store_dir=tmp_path / "store", allowed_uris=("s3://a/../b",)))
+    assert engine._resolver is None
+
+
 # --- the builtins' names
 
 

@@ -13,13 +13,15 @@ import lora_plugins
 
 HEAVY = ("torch", "vllm", "transformers", "peft", "safetensors", "fastapi", "numpy")
 # The entry points' module takes over vLLM's name when it is imported, and only where it is named. The others are
-# subclasses of vLLM's own classes, or work on tensors; nothing imports them before a plugin that needs them runs.
+# subclasses of vLLM's own classes, work on tensors, or are FastAPI's; nothing imports them before a plugin that needs
+# them runs.
 WITH_VLLM = {
     "lora_plugins.plugin",
     "lora_plugins.manager.host_memory",
     "lora_plugins.manager.loading",
     "lora_plugins.manager.slots",
     "lora_plugins.manager.worker_manager",
+    "lora_plugins.admin.routes",
 }
 # Kernels compute with torch; what chooses and what groups stays pure.
 COMPUTING = {f"lora_plugins.kernels.{name}" for name in ("reference", "packs", "cpu", "punica_cpu", "punica_triton")}

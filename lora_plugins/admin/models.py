@@ -33,6 +33,16 @@ class LoadAdapterRequest(BaseModel):
     source: AdapterSource | None = None
 
 
+class RollbackRequest(BaseModel):
+    """Which version to go back to; without one, the one before."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    digest: str | None = Field(
+        default=None, description="the beginning of a kept version's digest", pattern="^[0-9a-f]{6,64}$"
+    )
+
+
 class AdapterStatus(BaseModel):
     """What became of a request of the admin API."""
 
@@ -56,21 +66,25 @@ class AdapterView(BaseModel):
     lora_name: str
     lora_id: int
     state: State
-    source: str | None = Field(description="label of the source; null for adapters loaded by path")
-    uri: str | None
-    version: str | None = Field(description="at the source: a commit, or a digest of names, sizes and ETags")
-    digest: str | None = Field(description="SHA-256 over the served files; `name@digest` asks for just this one")
-    path: str
-    size_bytes: int
-    rank: int | None
-    tiers: list[str] = Field(description='those that it is in: "store", "host", "slot"')
-    leases: int = Field(description="API servers that keep it in the workers' host memory")
-    requests_in_flight: int
-    last_used_at: float | None = Field(description="seconds since 1970")
-    pinned: bool = Field(description="stays in host memory and slot until it is unpinned")
-    pinned_digest: str | None = Field(description="the version that it was rolled back to, and stays at")
-    previous_digests: list[str] = Field(description="versions that a rollback can go to, the last one first")
-    last_error: LastError | None
+    source: str | None = Field(default=None, description="label of the source; null for adapters loaded by path")
+    uri: str | None = None
+    version: str | None = Field(
+        default=None, description="at the source: a commit, or a digest of names, sizes and ETags"
+    )
+    digest: str | None = Field(default=None, description="SHA-256 over the served files")
+    path: str | None = None
+    size_bytes: int = 0
+    rank: int | None = None
+    tiers: list[str] = Field(default_factory=list, description='those that it is in: "store", "host", "slot"')
+    leases: int = Field(default=0, description="API servers that keep it in the workers' host memory")
+    requests_in_flight: int = 0
+    last_used_at: float | None = Field(default=None, description="seconds since 1970")
+    pinned: bool = Field(default=False, description="stays in host memory and slot until it is unpinned")
+    pinned_digest: str | None = Field(default=None, description="the version that it was rolled back to, and stays at")
+    previous_digests: list[str] = Field(
+        default_factory=list, description="versions that a rollback can go to, the last one first"
+    )
+    last_error: LastError | None = None
 
 
 class AdapterList(BaseModel):

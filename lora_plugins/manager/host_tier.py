@@ -83,6 +83,8 @@ class HostTier:
         self._lock = threading.RLock()
         self._sizes: LRUCache[str, int] = LRUCache(_REMEMBERED_SIZES)  # of what has landed, by path
         self.evictions = 0
+        self.evicted_bytes = 0
+        self.failures = 0
         self.stagings = 0
         self.staging_s = 0.0
 
@@ -158,8 +160,9 @@ class HostTier:
                     expected="one adapter that is idle",
                     remedy="ask again, or raise --max-cpu-loras or LORA_PLUGINS_HOST_MAX_BYTES",
                 )
-            self.drop(victim)
             self.evictions += 1
+            self.evicted_bytes += self._entries[victim].size_bytes
+            self.drop(victim)
 
     def _abandoned(self) -> int | None:
         """An entry that nobody waits for any more and that never became an adapter."""
@@ -222,6 +225,7 @@ class HostTier:
                 return
             if entry.stage is Stage.STAGED:
                 self._policy.removed(entry.adapter_id)
+            self.failures += 1
             entry.error, entry.stage, entry.size_bytes = error, Stage.FAILED, 0
             entry.model = entry.landed = None
 
@@ -275,6 +279,15 @@ class HostTier:
         """Keep it until it is removed."""
         with self._lock:
             self._entries[adapter_id].pinned = True
+
+    def unpin(self, adapter_id: int) -> bool:
+        """Let it go when its turn comes; returns whether it was pinned."""
+        with self._lock:
+            entry = self._entries.get(adapter_id)
+            was_pinned = entry is not None and entry.pinned
+            if entry is not None:
+                entry.pinned = False
+            return was_pinned
 
     def drop(self, adapter_id: int) -> bool:
         """Forget an adapter, whatever its state; returns whether it was here."""

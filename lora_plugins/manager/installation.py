@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lora_plugins.manager.identity import tell_versions_apart
 from lora_plugins.server.doors import put_gate
 
 _installed = False
@@ -27,10 +28,20 @@ def install_manager() -> None:
     WorkerBase.lora_plugins_stage = _stage
     WorkerBase.lora_plugins_stage_state = _stage_state
     WorkerBase.lora_plugins_release = _release
+    WorkerBase.lora_plugins_remove = _remove
+    WorkerBase.lora_plugins_pin = _pin
+    WorkerBase.lora_plugins_unpin = _unpin
+    WorkerBase.lora_plugins_residency = _residency
     WorkerBase.get_lora_metrics = _metrics
     put_exact_slots()
+    tell_versions_apart()
     put_gate()
     _installed = True
+
+
+def is_installed() -> bool:
+    """Whether the workers are ours, and a gate is before them."""
+    return _installed
 
 
 # `self` is a worker; each of these is reached by `AsyncLLM.collective_rpc`, by its name.
@@ -55,6 +66,25 @@ def _stage_state(self: Any, adapter_id: int, busy: list[int] | None) -> dict[str
 
 def _release(self: Any, owner: str, adapter_id: int) -> None:
     _manager_of(self).release(owner, adapter_id)
+
+
+def _remove(self: Any, owner: str, adapter_id: int) -> None:
+    manager = _manager_of(self)
+    manager.release(owner, adapter_id)
+    manager.remove_adapter(adapter_id)
+
+
+def _pin(self: Any, adapter_id: int) -> bool:
+    return bool(_manager_of(self).pin_adapter(adapter_id))
+
+
+def _unpin(self: Any, adapter_id: int) -> bool:
+    return bool(_manager_of(self).unpin_adapter(adapter_id))
+
+
+def _residency(self: Any) -> dict[int, dict[str, Any]]:
+    residency: dict[int, dict[str, Any]] = _manager_of(self).residency()
+    return residency
 
 
 def _metrics(self: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.manager.host_tier import HostTier
+from lora_plugins.manager.host_tier import HostTier, Stage
 
 _MB = 1e6
 
@@ -55,6 +55,20 @@ def report(tier: HostTier, manager: Any, device: Any) -> dict[str, Any]:
             "evictions": tier.evictions,
             "kernel_backend": type(wrapper).__name__,
         },
+    }
+
+
+def residency(tier: HostTier, manager: Any) -> dict[int, dict[str, Any]]:
+    """For each adapter of a worker: its bytes, its leases, and where it is."""
+    return {
+        entry.adapter_id: {
+            "size_bytes": entry.size_bytes,
+            "leases": len(entry.leases),
+            "staged": entry.stage is Stage.STAGED,
+            "slot": manager.is_ready(entry.adapter_id),
+            "pinned": entry.pinned,
+        }
+        for entry in tier.snapshot()
     }
 
 

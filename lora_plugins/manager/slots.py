@@ -17,6 +17,8 @@ import torch
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 
+from lora_plugins.manager.counters import Seconds
+
 _PACKED = "_lora_plugins_packed"
 
 
@@ -54,6 +56,8 @@ class SlotModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
         self.copying_in_loop_s = 0.0
         self.flips = 0
         self.switching_s = 0.0
+        self.slot_evictions = 0
+        self.activating = Seconds()
         super().__init__(*args, **kwargs)
 
     # --- vLLM's manager API ---
@@ -64,7 +68,7 @@ class SlotModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
         reservation = self._reserved.get(lora_id)
         if reservation is not None and reservation.filled:
             self._flip(reservation)
-            self.switching_s += time.perf_counter() - started
+            self._switched(time.perf_counter() - started)
             return True
         self.cancel_place(lora_id)  # half filled: it is needed now
         if lora_id not in self._active_adapters and None not in self.lora_index_to_id:
@@ -77,8 +81,17 @@ class SlotModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
         if copied:
             self.copies_in_loop += 1
             self.copying_in_loop_s += time.perf_counter() - started
-            self.switching_s += time.perf_counter() - started
+            self._switched(time.perf_counter() - started)
         return copied
+
+    def unpin(self, lora_id: int) -> None:
+        """Let a pinned adapter's slot go; vLLM unpins only what it removes."""
+        for cache in (self._registered_adapters, self._active_adapters):
+            cache.pinned_items.discard(lora_id)
+
+    def _switched(self, duration_s: float) -> None:
+        self.switching_s += duration_s
+        self.activating.observe(duration_s)
 
     def remove_all_adapters(self) -> None:
         """Remove all adapters from the manager, reserved slots included."""
@@ -98,6 +111,7 @@ class SlotModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
         for adapter_id in list(self._active_adapters.cache):
             if adapter_id not in self.needed and adapter_id not in pinned:
                 self.deactivate_adapter(adapter_id)
+                self.slot_evictions += 1
                 return
         for adapter_id in list(self._reserved):  # nobody runs on it yet
             if adapter_id not in self.needed:
@@ -148,6 +162,7 @@ class SlotModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
                 return None
             index = self.lora_index_to_id.index(displaced)
             self.deactivate_adapter(displaced)
+            self.slot_evictions += 1
         self.lora_index_to_id[index] = -1 - index  # nobody's id, and not free
         reservation = self._reserved[lora_id] = Reservation(lora_id, index, displaced)
         if self.device.type == "cuda":

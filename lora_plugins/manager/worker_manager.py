@@ -23,13 +23,15 @@ from vllm.utils.gc_utils import freeze_gc_heap
 
 from lora_plugins import engine
 from lora_plugins.errors import LoRAPluginsError, NoFreeSlot, describing
+from lora_plugins.events import Found
 from lora_plugins.logs import logger
 from lora_plugins.manager import loading
+from lora_plugins.manager.counters import Seconds, counters
 from lora_plugins.manager.host_memory import own_memory
 from lora_plugins.manager.host_tier import HostEntry, HostTier, Stage
 from lora_plugins.manager.materialise import Materialiser
 from lora_plugins.manager.policies import make_policy
-from lora_plugins.manager.report import failure, report
+from lora_plugins.manager.report import failure, report, residency
 from lora_plugins.manager.slots import Reservation, SlotModelManager
 from lora_plugins.manager.staging import Stager
 from lora_plugins.settings import Settings
@@ -60,6 +62,7 @@ class StagedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             make_policy(settings.host_policy),
             self._forget,
         )
+        self.loading = Seconds()
         self._stager = Stager("lora-plugins-staging")
         self._fetcher = Stager("lora-plugins-fetching")
         self._materialiser = Materialiser(vllm_config.model_config.model, engine.sources_of_worker)
@@ -83,9 +86,11 @@ class StagedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         """Lease an adapter for `owner`, begin to bring it if need be, and return its state.
 
         It is brought into an idle slot too, of none of the adapters in `busy`, unless that is None. `origin` has
-        `size_bytes`, of the adapter's files.
+        `size_bytes`, of the adapter's files, and `uri`, where it was loaded by one. `found` says where it was, if
+        there was room.
         """
         adapter_id, manager = request.lora_int_id, self._adapter_manager
+        found = self._found(request)
         if busy is not None and manager.unpinned_slots < 1 and not manager.is_ready(adapter_id):
             return failure(
                 NoFreeSlot(
@@ -106,10 +111,16 @@ class StagedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             entry.name = request.lora_name
             self.tier.lease(adapter_id, owner)
             state = self.stage_state(adapter_id, busy)  # reserves the slot, so that one job does both
-            self._stager.submit(partial(self._stage, request, entry))
-            return state
+            self._stager.submit(partial(self._stage, request, entry, origin.get("uri")))
+            return {**state, "found": found}
         self.tier.lease(adapter_id, owner)
-        return self.stage_state(adapter_id, busy)
+        return {**self.stage_state(adapter_id, busy), "found": found}
+
+    def _found(self, request: LoRARequest) -> str:
+        entry = self.tier.get(request.lora_int_id)
+        if entry is None or entry.path != request.lora_path or entry.stage is not Stage.STAGED:
+            return Found.STORE.value
+        return Found.SLOT.value if self._adapter_manager.is_ready(request.lora_int_id) else Found.HOST.value
 
     def stage_state(self, adapter_id: int, busy: Sequence[int] | None) -> dict[str, Any]:
         """How far an adapter is, whom it `displaced`, and `unpinned_slots`; as for `stage`, `busy` asks for a slot.
@@ -142,7 +153,14 @@ class StagedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
 
     def lora_metrics(self) -> dict[str, Any]:
         """Adapters, memory and performance of this worker (R24)."""
-        return report(self.tier, self._adapter_manager, self.device)
+        return {
+            **report(self.tier, self._adapter_manager, self.device),
+            "counters": counters(self.tier, self._adapter_manager, self.loading),
+        }
+
+    def residency(self) -> dict[int, dict[str, Any]]:
+        """What is here of each adapter: `size_bytes`, `leases`, and whether it is `staged`, in a `slot`, `pinned`."""
+        return residency(self.tier, self._adapter_manager)
 
     def _reserve_slot(self, entry: HostEntry, busy: Sequence[int] | None) -> list[int]:
         """Reserve an idle slot and have the staging thread fill it; returns who lost it."""
@@ -158,18 +176,18 @@ class StagedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
 
     # --- in the staging thread ---
 
-    def _stage(self, request: LoRARequest, entry: HostEntry) -> None:
+    def _stage(self, request: LoRARequest, entry: HostEntry, uri: str | None) -> None:
         path = request.lora_path
         if self._materialiser.is_here(path):
             self._parse(request, entry)
         elif os.path.isabs(path):
-            self._fetcher.submit(partial(self._fetch, request, entry))  # others need not wait for it
+            self._fetcher.submit(partial(self._fetch, request, entry, uri))  # others need not wait for it
         else:
             self._fetcher.submit(partial(self._parse, request, entry))  # vLLM expands ~, and fetches from the Hub
 
-    def _fetch(self, request: LoRARequest, entry: HostEntry) -> None:
+    def _fetch(self, request: LoRARequest, entry: HostEntry, uri: str | None) -> None:
         try:
-            path = self._materialiser.bring(request.lora_name, request.lora_path)
+            path = self._materialiser.bring(request.lora_name, request.lora_path, uri)
         except BaseException as error:  # noqa: BLE001 - the adapter fails alone
             self.tier.failed(entry, loading.explained(error, request.lora_name))
             return
@@ -205,6 +223,7 @@ class StagedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         Raises:
             LoRAPluginsError, or whatever vLLM raises.
         """
+        started = time.perf_counter()
         with describing(adapter=lora_request.lora_name):
             model = super()._load_adapter(lora_request)
             if self.device.type == "cpu":
@@ -213,6 +232,7 @@ class StagedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             self._check_matched(model, lora_request.lora_name)
             if self._check_finite and not is_digest(Path(lora_request.lora_path).name):  # else it was looked at
                 loading.check_finite(lora_request.lora_name, model)
+        self.loading.observe(time.perf_counter() - started)
         return model
 
     def _check_matched(self, model: LoRAModel, adapter: str) -> None:
@@ -277,7 +297,7 @@ class StagedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         before = self.tier.get(adapter_id)
         leases = set() if before is None else before.leases
         entry = self.tier.reserve(adapter_id, request.lora_path, size_bytes)
-        entry.leases = leases
+        entry.leases, entry.name = leases, request.lora_name
         self.tier.arrived(entry, model, size_bytes, 0.0)
 
     def _apply_adapters(self, lora_requests: set[LoRARequest]) -> None:
@@ -318,6 +338,11 @@ class StagedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         if entry is not None:
             self.tier.pin(adapter_id)
         return result
+
+    def unpin_adapter(self, adapter_id: int) -> bool:
+        """Let a pinned adapter go when its turn comes; returns whether it was pinned."""
+        self._adapter_manager.unpin(adapter_id)
+        return self.tier.unpin(adapter_id)
 
     def list_adapters(self) -> set[int]:
         """Ids of the adapters that are here: staged, or registered without the host tier (vLLM's dummies)."""

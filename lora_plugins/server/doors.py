@@ -13,9 +13,11 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from lora_plugins.engine import http_error
-from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.engine import EVENTS, http_error, settings_of_server
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
+from lora_plugins.server.changes import Changes
 from lora_plugins.server.gate import Gate, Rpc
+from lora_plugins.server.of_vllm import changes_of
 
 _gates: weakref.WeakKeyDictionary[Any, Gate] = weakref.WeakKeyDictionary()
 
@@ -28,6 +30,14 @@ def put_gate() -> None:
     _before_the_engine()
     _before_streaming()
     _with_the_text_of_refusals()
+    _with_what_is_blocked()
+    _freeing_what_is_unloaded()
+
+
+def changes(models: Any) -> Changes:
+    """The changes to what this `OpenAIServingModels` serves."""
+    client = models.engine_client
+    return changes_of(models, gate_of(client), _rpc_of(weakref.ref(client)))
 
 
 def gate_of(client: Any) -> Gate:
@@ -35,7 +45,7 @@ def gate_of(client: Any) -> Gate:
     gate = _gates.get(client)
     if gate is None:
         slots = client.vllm_config.lora_config.max_loras
-        gate = _gates[client] = Gate(_rpc_of(weakref.ref(client)), slots=slots)
+        gate = _gates[client] = Gate(_rpc_of(weakref.ref(client)), slots=slots, events=EVENTS)
     return gate
 
 
@@ -46,28 +56,35 @@ def _rpc_of(client: weakref.ref[Any]) -> Rpc:
         target = client()
         if target is None:
             return []
-        core = target.engine_core
-        engines = getattr(core, "core_engines", None) or []
-        if len(engines) < 2:
-            return list(await target.collective_rpc(method, args=arguments))
-        # `collective_rpc` would ask all engines and return the first one's answers only.
-        of_each = await asyncio.gather(
-            *(core._call_utility_async("collective_rpc", method, None, arguments, None, engine=e) for e in engines)  # noqa: SLF001 - in the ledger
-        )
-        return [answer for answers in of_each for answer in answers]
+        of_each = await answers_by_engine(target, method, arguments)
+        return [answer for answers in of_each.values() for answer in answers]
 
     return call
 
 
+async def answers_by_engine(client: Any, method: str, arguments: tuple[Any, ...]) -> dict[int, list[Any]]:
+    """Call a method of every worker of every engine; the answers of an engine's workers by its number."""
+    core = client.engine_core
+    engines = getattr(core, "core_engines", None) or []
+    numbers = [int.from_bytes(identity, "little") for identity in engines] or [0]
+    if len(engines) < 2:
+        return {numbers[0]: list(await client.collective_rpc(method, args=arguments))}
+    # `collective_rpc` would ask all engines and return the first one's answers only.
+    of_each = await asyncio.gather(
+        *(core._call_utility_async("collective_rpc", method, None, arguments, None, engine=e) for e in engines)  # noqa: SLF001 - in the ledger
+    )
+    return {number: list(answers) for number, answers in zip(numbers, of_each, strict=True)}
+
+
 @asynccontextmanager
-async def _held(client: Any, lora_request: Any) -> AsyncIterator[None]:
+async def _held(client: Any, lora_request: Any, request_id: Any = "", *, load: bool = False) -> AsyncIterator[None]:
     """Inside, the request's adapter is staged and leased; a request without one passes."""
     if lora_request is None:
         yield
         return
     gate = gate_of(client)
     try:
-        hold = await gate.enter(lora_request)
+        hold = await gate.enter(lora_request, str(request_id), load=load)
     except LoRAPluginsError as error:
         _note(error)
         raise http_error(error) from None
@@ -92,13 +109,23 @@ def _before_the_engine() -> None:
     async def gated_add_lora(self: Any, lora_request: Any) -> Any:
         if lora_request.load_inplace:  # replaces what is there; vLLM's own way
             return await add_lora(self, lora_request)
-        async with _held(self, lora_request):
+        async with _held(self, lora_request, load=True):
             return True  # staged on every worker; a step that needs it flips its slot
 
     @functools.wraps(generate)
-    async def gated_generate(self: Any, *args: Any, lora_request: Any = None, **kwargs: Any) -> Any:
-        async with _held(self, lora_request):
-            async for output in generate(self, *args, lora_request=lora_request, **kwargs):
+    async def gated_generate(
+        self: Any,
+        prompt: Any,
+        sampling_params: Any,
+        request_id: str,
+        *,
+        lora_request: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        async with _held(self, lora_request, request_id):
+            async for output in generate(
+                self, prompt, sampling_params, request_id, lora_request=lora_request, **kwargs
+            ):
                 yield output
 
     @functools.wraps(encode)
@@ -111,7 +138,7 @@ def _before_the_engine() -> None:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        async with _held(self, lora_request):
+        async with _held(self, lora_request, request_id):
             async for output in encode(self, prompt, pooling_params, request_id, lora_request, *args, **kwargs):
                 yield output
 
@@ -162,3 +189,53 @@ def _explaining(method: Any) -> Any:
         return result
 
     return explained
+
+
+def _with_what_is_blocked() -> None:
+    """A name that was unloaded and blocked is not resolved anew, and whatever is resolved is known to the catalogue."""
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+
+    resolve_lora = OpenAIServingModels.resolve_lora
+
+    @functools.wraps(resolve_lora)
+    async def resolved(self: Any, lora_name: str) -> Any:
+        known = changes(self)
+        if lora_name in known.catalogue.blocked:
+            error = AdapterNotFound(
+                "a name that was unloaded and blocked",
+                expected="one that is served",
+                remedy="load it again with POST /v1/loras",
+                adapter=lora_name,
+            )
+            raise http_error(error)
+        result = await resolve_lora(self, lora_name)
+        if hasattr(result, "error"):
+            try:
+                served = await known.load_version(lora_name)
+            except LoRAPluginsError as error:
+                raise http_error(error) from None
+            return result if served is None else served.request
+        known.changed()
+        return result
+
+    OpenAIServingModels.resolve_lora = resolved
+
+
+def _freeing_what_is_unloaded() -> None:
+    """The unload endpoint takes the name out of vLLM's table only; with this, its slot, memory and lease are freed."""
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+
+    unload_lora_adapter = OpenAIServingModels.unload_lora_adapter
+
+    @functools.wraps(unload_lora_adapter)
+    async def unloaded(self: Any, request: Any) -> Any:
+        known = changes(self)
+        served = known.catalogue.get(request.lora_name) if request.lora_name else None
+        result = await unload_lora_adapter(self, request)
+        if served is not None and not hasattr(result, "error"):
+            known.changed()
+            if not await known.free(served, settings_of_server().drain_timeout_s):
+                return f"{result} Requests that still run keep its memory until they end."
+        return result
+
+    OpenAIServingModels.unload_lora_adapter = unloaded

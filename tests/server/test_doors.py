@@ -92,7 +92,7 @@ class Gate:
     def __init__(self) -> None:
         self.inside: list[str] = []
 
-    async def enter(self, request: Any) -> str:
+    async def enter(self, request: Any, request_id: str, *, load: bool = False) -> str:
         if request == "bad":
             raise NoFreeSlot("all leased", adapter="bad")
         self.inside.append(request)

@@ -50,11 +50,14 @@ class Worker:
     leases: dict[int, set[str]] = field(default_factory=dict)
     stagings: Counter[tuple[int, str]] = field(default_factory=Counter)
     in_slots: list[int] = field(default_factory=list)
+    pinned: set[int] = field(default_factory=set)
+    uris: dict[int, str | None] = field(default_factory=dict)
 
     def lora_plugins_stage(
         self, owner: str, name: str, adapter_id: int, path: str, origin: dict[str, Any], busy: list[int] | None
     ) -> dict[str, Any]:
         assert origin["size_bytes"] == 0, "there is no such directory"
+        self.uris[adapter_id] = origin.get("uri")
         if self.paths.get(adapter_id) != path:
             if adapter_id not in self.paths and not self.make_room(1):
                 return failure(NoFreeSlot("all leased", adapter=name))
@@ -92,6 +95,32 @@ class Worker:
     def lora_plugins_release(self, owner: str, adapter_id: int) -> None:
         if adapter_id in self.leases:
             self.leases[adapter_id].discard(owner)
+
+    def lora_plugins_remove(self, owner: str, adapter_id: int) -> None:
+        self.lora_plugins_release(owner, adapter_id)
+        if adapter_id in self.paths and not self.leases[adapter_id]:
+            self.forget(adapter_id)
+
+    def lora_plugins_pin(self, adapter_id: int) -> bool:
+        assert self.is_ready(adapter_id)
+        self.pinned.add(adapter_id)
+        return True
+
+    def lora_plugins_unpin(self, adapter_id: int) -> bool:
+        self.pinned.discard(adapter_id)
+        return True
+
+    def lora_plugins_residency(self) -> dict[int, dict[str, Any]]:
+        return {
+            key: {
+                "size_bytes": 10,
+                "leases": len(self.leases[key]),
+                "staged": True,
+                "slot": key in self.in_slots,
+                "pinned": key in self.pinned,
+            }
+            for key in self.paths
+        }
 
     def make_room(self, places: int, but: int | None = None) -> bool:
         """Forget who is not leased until there are so many free places, if that is possible."""
@@ -186,6 +215,14 @@ async def test_fifty_at_once_stage_once() -> None:
     assert [worker.stagings.total() for worker in workers.workers] == [1, 1]
     await workers.nothing_is_left()
     assert workers.calls["lora_plugins_release"] == 1
+
+
+@runs
+async def test_workers_are_told_what_an_adapter_was_loaded_by() -> None:
+    workers = Workers(Worker(slots=2), Worker(slots=2))
+    workers.gate.uris[1] = "s3://bucket/sql"
+    await asyncio.gather(workers.use(Asked(1)), workers.use(Asked(2)))
+    assert [worker.uris for worker in workers.workers] == [{1: "s3://bucket/sql", 2: None}] * 2
 
 
 @runs
@@ -638,6 +675,98 @@ async def test_who_is_refused_gets_no_ticket() -> None:
 
 
 # --- one that changes ---
+
+
+# --- for those who change what is served ---
+
+
+@runs
+async def test_staging_needs_no_turn_and_lingers() -> None:
+    workers = Workers(Worker(slots=1), linger_s=0.3)
+    async with workers.gate.held(Asked(0)):  # the only slot
+        await workers.gate.stage(Asked(1))
+        assert workers.leased() == {0, 1}
+        assert workers.workers[0].in_slots == [0]
+    await workers.use(Asked(1))
+    assert workers.workers[0].stagings[1, "/somewhere"] == 1, "it was there"
+    await workers.nothing_is_left()
+
+
+@runs
+async def test_staging_where_there_is_no_room_takes_it_from_what_lingers() -> None:
+    workers = Workers(Worker(places=1, slots=1), linger_s=30)
+    await workers.use(Asked(0))
+    async with asyncio.timeout(1):
+        await workers.gate.stage(Asked(1))
+    assert workers.leased() == {1}
+
+
+@runs
+async def test_staging_where_there_is_no_room_is_refused_in_time() -> None:
+    workers = Workers(Worker(places=1, slots=1), room_timeout_s=0.1)
+    async with workers.gate.held(Asked(0)):
+        with pytest.raises(NoFreeSlot):
+            await workers.gate.stage(Asked(1))
+    await workers.nothing_is_left()
+
+
+@runs
+async def test_staging_a_broken_one_says_so() -> None:
+    workers = Workers(Worker(broken=IncompatibleAdapter("rank 99")))
+    with pytest.raises(IncompatibleAdapter, match="rank 99"):
+        await workers.gate.stage(Asked(1))
+    await workers.nothing_is_left()
+
+
+@runs
+async def test_what_is_retired_goes_when_its_last_request_has_left() -> None:
+    workers = Workers(Worker(), linger_s=30)
+    first = await workers.gate.enter(Asked(0), "a")
+    second = await workers.gate.enter(Asked(0), "b")
+    assert sorted(workers.gate.in_flight(0)) == ["a", "b"]
+    task = asyncio.create_task(workers.gate.retire(0))
+    await asyncio.sleep(0.02)
+    workers.gate.leave(first)
+    await asyncio.sleep(0.02)
+    assert not task.done()
+    assert 0 in workers.workers[0].paths
+    workers.gate.leave(second)
+    async with asyncio.timeout(1):
+        await task
+    assert workers.workers[0].paths == {}
+    assert workers.gate.in_flight(0) == []
+
+
+@runs
+async def test_what_is_retired_while_it_lingers_or_unknown_goes_at_once() -> None:
+    workers = Workers(Worker(), linger_s=30)
+    await workers.use(Asked(0))
+    async with asyncio.timeout(1):
+        await workers.gate.retire(0)
+        await workers.gate.retire(7)
+    assert workers.workers[0].paths == {}
+
+
+@runs
+async def test_a_late_request_for_what_is_retired_is_served_and_leaves_nothing() -> None:
+    workers = Workers(Worker(), linger_s=30)
+    await workers.use(Asked(0))
+    await workers.gate.retire(0)
+    await workers.use(Asked(0), 0.02)
+    await asyncio.sleep(0.05)
+    assert workers.workers[0].paths == {}
+
+
+@runs
+async def test_a_request_that_is_ended_is_not_in_flight() -> None:
+    workers = Workers(Worker())
+    task = asyncio.create_task(workers.use(Asked(0), 30))
+    await asyncio.sleep(0.05)
+    assert len(workers.gate.in_flight(0)) == 1
+    task.cancel()
+    await asyncio.sleep(0.02)
+    assert workers.gate.in_flight(0) == []
+    await workers.nothing_is_left()
 
 
 @runs

@@ -1,0 +1,81 @@
+"""What a server serves from its start: names that are to be preloaded, and those that the last one served."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.logs import logger
+from lora_plugins.server.changes import Changes
+from lora_plugins.server.remembered import Remembered, ServedSet
+from lora_plugins.settings import Settings
+
+_AT_ONCE = 4
+_WRITE_DELAY_S = 0.5
+
+
+class Start:
+    """Brings them, and from then on writes down what is served."""
+
+    def __init__(self, changes: Changes, settings: Settings, file: ServedSet) -> None:
+        self._changes = changes
+        self._settings = settings
+        self._file = file
+        self._writing: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Serve them all; one that cannot be served is logged, and the server starts without it."""
+        started = time.perf_counter()
+        wanted = {name: Remembered(name) for name in self._settings.preload}
+        if self._settings.restore:
+            for one in await asyncio.to_thread(self._file.read):
+                wanted[one.name] = one
+        places = asyncio.Semaphore(_AT_ONCE)
+
+        async def bring(one: Remembered) -> bool:
+            async with places:
+                try:
+                    await self._bring(one)
+                except LoRAPluginsError as error:
+                    logger.error("Adapter '%s' is not served from the start: %s", one.name, error)
+                except Exception:  # noqa: BLE001 - one that is broken in an unknown way does not keep the others out
+                    logger.exception("Adapter '%s' is not served from the start", one.name)
+                else:
+                    return True
+            return False
+
+        came = await asyncio.gather(*(bring(one) for one in wanted.values()))
+        if wanted:
+            logger.info(
+                "%d of %d adapters are served from the start, after %.1f s",
+                sum(came),
+                len(wanted),
+                time.perf_counter() - started,
+            )
+        self._changes.changed = self._write_soon
+        self._write_soon()
+
+    async def _bring(self, one: Remembered) -> None:
+        served, _ = await self._changes.load(one.name, one.uri)
+        if one.held_digest is not None and served.version is not None and served.version.digest != one.held_digest:
+            await self._changes.rollback(one.name, one.held_digest)
+        if one.is_pinned:
+            await self._changes.pin(one.name)
+
+    def _write_soon(self) -> None:
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write())
+
+    async def _write(self) -> None:
+        await asyncio.sleep(_WRITE_DELAY_S)  # many changes come together
+        self._writing = None
+        served = [
+            Remembered(one.name, one.uri, one.held_digest, one.is_pinned)
+            for one in self._changes.catalogue.all()
+            if one.version is not None  # loaded by its path, it is the business of who loaded it
+        ]
+        try:
+            await asyncio.to_thread(self._file.write, served)
+        except OSError as error:
+            logger.warning("What is served cannot be written to %s: %s", self._file.path, error)

@@ -1,0 +1,159 @@
+"""What a server serves from its start, and what it writes down for the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lora_plugins.admin import start as start_module
+from lora_plugins.admin.plugin import AdminPlugin
+from lora_plugins.admin.start import Start
+from lora_plugins.errors import IncompatibleAdapter, InvalidSettings, SourceUnavailable
+from lora_plugins.plugin import register_admin
+from lora_plugins.server import revalidation
+from lora_plugins.server.remembered import Remembered, ServedSet
+from lora_plugins.server.revalidation import look_out
+from lora_plugins.settings import Settings
+from tests.server.test_changes import Request, Version, World, serving
+from tests.server.test_gate import runs
+
+
+@pytest.fixture(autouse=True)
+def written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_module, "_WRITE_DELAY_S", 0.01)
+
+
+def world_with(*names: str) -> World:
+    world = World()
+    world.sources.has |= {name: Version(name) for name in names}
+    return world
+
+
+@runs
+async def test_preloaded_names_are_served_and_written(tmp_path: Path) -> None:
+    world, file = world_with("sql", "chat"), ServedSet(tmp_path / "served.json")
+    await Start(world.changes, Settings(preload=("sql", "chat")), file).run()
+    assert await world.ask("sql") == "/store/sql"
+    await asyncio.sleep(0.1)
+    assert file.read() == [Remembered("sql"), Remembered("chat")]
+
+
+@runs
+async def test_one_that_cannot_be_served_does_not_keep_the_others_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = world_with("sql")
+    world.sources.has |= {"broken": IncompatibleAdapter("rank 99"), "down": SourceUnavailable("no answer")}
+    names = ("broken", "../x", "nobody", "down", "base", "sql")
+    with caplog.at_level(logging.INFO, "vllm.lora_plugins"):
+        await Start(world.changes, Settings(preload=names), ServedSet(tmp_path / "served.json")).run()
+    assert [served.name for served in world.changes.catalogue.all()] == ["sql"]
+    assert sum("is not served from the start" in line for line in caplog.messages) == 5
+    assert "1 of 6 adapters are served from the start" in caplog.text
+
+
+@runs
+async def test_what_was_served_is_served_again_if_asked(tmp_path: Path) -> None:
+    file = ServedSet(tmp_path / "served.json")
+    first = World(slots=3)
+    await Start(first.changes, Settings(), file).run()
+    await serving(first, "aa" * 32, "bb" * 32)
+    await first.changes.rollback("sql")
+    first.sources.has["s3://b/x"] = Version("cc")
+    await first.changes.load("by-uri", "s3://b/x")
+    await first.changes.pin("by-uri")
+    first.table.lora_requests["by-path"] = Request("by-path", 99, "/by/hand")
+    await asyncio.sleep(0.1)
+    assert [one.name for one in file.read()] == ["sql", "by-uri"]
+
+    again = World(slots=3)
+    again.sources.has |= {"sql": Version("bb" * 32), "s3://b/x": Version("cc")}
+    again.sources.store["aa" * 32] = Version("aa" * 32)
+    await Start(again.changes, Settings(), ServedSet(tmp_path / "other.json")).run()
+    assert again.changes.catalogue.all() == [], "not asked to"
+    await Start(again.changes, Settings(restore=True), file).run()
+    sql, by_uri = again.changes.catalogue.get("sql"), again.changes.catalogue.get("by-uri")
+    assert sql is not None
+    assert by_uri is not None
+    assert (await again.ask("sql"), sql.held_digest) == (f"/store/{'aa' * 32}", "aa" * 32)
+    assert (by_uri.uri, by_uri.is_pinned) == ("s3://b/x", True)
+
+
+@runs
+async def test_a_disk_that_is_full_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    world = world_with("sql")
+    with caplog.at_level(logging.WARNING, "vllm.lora_plugins"):
+        await Start(world.changes, Settings(preload=("sql",)), ServedSet(tmp_path / "file" / "x")).run()
+        await asyncio.sleep(0.1)
+    assert "cannot be written" in caplog.text
+    assert await world.ask("sql") == "/store/sql"
+
+
+@runs
+async def test_the_look_out_swaps_what_changed_and_goes_on_whatever_happens(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = world_with("sql", "chat", "odd")
+    for name in ("odd", "sql", "chat"):
+        await world.changes.load(name)
+    latest = world.sources.latest
+
+    async def sometimes_odd(name: str, uri: str | None, base_path: str) -> Version | None:
+        if name == "odd":
+            raise ZeroDivisionError
+        return await latest(name, uri, base_path)
+
+    monkeypatch.setattr(world.sources, "latest", sometimes_odd)
+    task = asyncio.create_task(look_out(world.changes, 0.02))
+    world.sources.has |= {"sql": Version("new"), "chat": SourceUnavailable("down")}
+    await asyncio.sleep(0.3)
+    assert await world.ask("sql") == "/store/new"
+    assert await world.ask("chat") == "/store/chat"
+    assert "Looking for a new version of adapter 'odd' failed" in caplog.text
+    world.sources.has["chat"] = Version("later")
+    await asyncio.sleep(0.3)
+    assert await world.ask("chat") == "/store/later"
+    task.cancel()
+
+
+@runs
+async def test_replicas_do_not_look_at_the_same_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 50:
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(revalidation.asyncio, "sleep", sleep)
+    with pytest.raises(asyncio.CancelledError):
+        await look_out(World().changes, 60)
+    assert len(set(waits)) == 50
+    assert all(48 <= seconds <= 72 for seconds in waits)
+
+
+def test_the_render_server_has_nothing_to_administer() -> None:
+    asyncio.run(AdminPlugin().init_state(None, SimpleNamespace(), SimpleNamespace()))
+
+
+def test_several_api_servers_end_the_start() -> None:
+    with pytest.raises(InvalidSettings, match="--api-server-count 2"):
+        asyncio.run(AdminPlugin().init_state(object(), SimpleNamespace(), SimpleNamespace(api_server_count=2)))
+
+
+def test_without_the_manager_there_is_no_admin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "lora_admin,lora_filesystem_resolver")
+    with pytest.raises(InvalidSettings, match="without lora_lru_manager"):
+        register_admin()
+
+
+def test_not_named_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORA_PLUGINS_TYPO", "1")
+    for plugins in ("", "lora_lru_manager"):
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+        register_admin()

@@ -1,0 +1,609 @@
+"""`lora_admin` in a real server: every route, unloading under load, hot swaps, and a restart.
+
+One server with three slots and an API key; names in capitals stand for the version of an adapter that they serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import httpx
+import hypothesis
+import openai
+import psutil
+import pytest
+import schemathesis
+from hypothesis import strategies
+
+from testbed.bed import MAX_TOKENS, Bed
+from testbed.client import Answer, complete, connect
+from testbed.models import PROMPT, edit_config
+from testbed.server import Server, vllm_server
+from tests.e2e.broken import BROKEN
+
+KEY = "none"  # what `connect` sends
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+SWAPS = 200
+COMPANIONS = 8
+MOST_GROWTH_MB = 40
+LONG_PROMPT = PROMPT + " the lazy dog and runs away into the wood where nobody ever finds it again"
+
+
+@dataclass(frozen=True)
+class Admin:
+    """A server with `lora_admin`, a root that it serves by name, and a directory that URIs may name."""
+
+    server: Server
+    client: openai.OpenAI
+    bed: Bed
+    root: Path
+    allowed: Path
+
+    def call(self, method: str, path: str, body: Any = None, **params: Any) -> httpx.Response:
+        return httpx.request(
+            method, f"{self.server.url}{path}", json=body, params=params or None, headers=HEADERS, timeout=120
+        )
+
+    def done(self, method: str, path: str, body: Any = None, **params: Any) -> dict[str, Any]:
+        answer = self.call(method, path, body, **params)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def ask(self, name: str) -> Answer:
+        return complete(self.client, name, PROMPT, MAX_TOKENS)
+
+    def text_of(self, name: str, prompt: str) -> tuple[int, ...]:
+        answer = complete(self.client, name, prompt, MAX_TOKENS)
+        assert (answer.status, answer.error) == (200, "")
+        return answer.token_ids
+
+    def answers_like(self, name: str, original: str) -> None:
+        answer = self.ask(name)
+        assert (answer.status, answer.error) == (200, "")
+        assert list(answer.token_ids) == self.bed.answers[original]
+
+    def publish(self, name: str, original: str, number: int = 0, *, below: Path | None = None) -> Path:
+        """Put `original` in the place of what has this name, as a trainer does: complete, by renaming."""
+        target = (below or self.root) / name
+        fresh = target.with_name(f"fresh-{target.name}")
+        shutil.copytree(self.bed.adapters / original, fresh)
+        edit_config(fresh, revision=f"{number}")
+        if target.exists():
+            old = target.with_name(f"old-{target.name}")
+            target.rename(old)
+            fresh.rename(target)
+            shutil.rmtree(old)
+        else:
+            fresh.rename(target)
+        return target
+
+    def view(self, name: str) -> dict[str, Any]:
+        return self.done("GET", f"/v1/loras/{name}")
+
+    def residency(self) -> dict[str, Any]:
+        answer = self.call("POST", "/collective_rpc", {"method": "lora_plugins_residency"})
+        (worker,) = answer.json()["results"]
+        return dict(worker)
+
+    def engine_is_free_of(self, name: str) -> bool:
+        return all(view["lora_name"] != name for view in self.done("GET", "/v1/loras")["loras"])
+
+
+@pytest.fixture(scope="module")
+def admin(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admin]:
+    home = tmp_path_factory.mktemp("admin")
+    root, allowed = home / "adapters", home / "allowed"
+    for name in ("sql", "chat", "stable", "team/poet"):
+        shutil.copytree(bed.adapters / name, root / name)
+    allowed.mkdir()
+    with serving(bed, home) as server:
+        yield Admin(server, connect(server), bed, root, allowed)
+
+
+def serving(bed: Bed, home: Path, **env: str) -> Any:
+    return vllm_server(
+        bed.base,
+        home / f"server-{len(list(home.glob('server-*')))}.log",
+        arguments=(
+            *("--enable-lora", "--max-lora-rank", "64", "--max-loras", "3", "--max-cpu-loras", "8"),
+            *("--api-key", KEY, "--max-model-len", "1000"),
+        ),
+        env={
+            "VLLM_PLUGINS": "lora_filesystem_resolver,lora_lru_manager,lora_kernels,lora_admin",
+            "VLLM_LORA_RESOLVER_CACHE_DIR": str(home / "adapters"),
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "LORA_PLUGINS_STORE_DIR": str(home / "store"),
+            "LORA_PLUGINS_ALLOWED_URIS": (home / "allowed").as_uri(),
+            "LORA_PLUGINS_REFRESH_S": "0",
+            "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc
+            **env,
+        },
+    )
+
+
+@pytest.fixture(autouse=True)
+def engine_lives(admin: Admin) -> Iterator[None]:
+    yield
+    assert admin.server.process.poll() is None
+    assert httpx.get(f"{admin.server.url}/health", timeout=30).status_code == 200
+    log = admin.server.log()
+    for sign in ("EngineDeadError", "EngineCore encountered a fatal error", "Task exception was never retrieved"):
+        assert sign not in log
+
+
+# --- load ---
+
+
+def test_an_adapter_is_loaded_from_a_uri(admin: Admin) -> None:
+    uri = admin.publish("by-uri", "sql", below=admin.allowed).as_uri()
+    body = {"lora_name": "from/uri", "source": {"uri": uri}}
+    first = admin.done("POST", "/v1/loras", body)
+    assert first["status"] == "success"
+    assert first["lora_name"] == "from/uri"
+    assert 1 <= first["lora_id"] < 2**31
+    admin.answers_like("from/uri", "sql")
+    again = admin.done("POST", "/v1/loras", body)
+    assert again["lora_id"] == first["lora_id"]
+    view = admin.view("from/uri")
+    assert view["uri"] == uri
+    assert (view["state"], view["rank"], view["lora_id"]) == ("serving", 8, first["lora_id"])
+    assert {"store", "host"} <= set(view["tiers"])
+    cards = {card.id: card for card in admin.client.models.list()}
+    assert cards["from/uri"].root == view["path"]
+    assert cards["from/uri"].parent == str(admin.bed.base)
+    admin.done("DELETE", "/v1/loras/from/uri")
+
+
+def test_without_a_source_the_servers_own_are_asked(admin: Admin) -> None:
+    admin.done("POST", "/v1/loras", {"lora_name": "team/poet"})
+    admin.answers_like("team/poet", "team/poet")
+    assert admin.view("team/poet")["source"] == "filesystem"
+    admin.done("DELETE", "/v1/loras/team/poet")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ({"lora_name": "x", "source": {"uri": "file:///etc"}}, 400, "L005"),
+        ({"lora_name": "x", "source": {"uri": "s3://bucket/x"}}, 400, "L005"),
+        ({"lora_name": "x", "source": {"uri": "ALLOWED/../adapters/sql"}}, 400, "L005"),
+        ({"lora_name": "x", "source": {"uri": "ALLOWED/missing"}}, 404, "L002"),
+        ({"lora_name": "x", "source": {"uri": "no uri"}}, 400, "L005"),
+        ({"lora_name": "no-such-adapter"}, 404, "L002"),
+        ({"lora_name": "../sql"}, 400, "L005"),
+        ({"lora_name": "BASE", "source": {"uri": "ALLOWED/x"}}, 400, "L005"),
+        ({"lora_name": ""}, 400, ""),
+        ({}, 400, ""),
+        ({"lora_name": "x", "typo": 1}, 400, ""),
+        ({"lora_name": "x", "source": {"url": "s3://b/x"}}, 400, ""),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_and_leaves_nothing(
+    admin: Admin, body: dict[str, Any], status: int, says: str
+) -> None:
+    before = admin.done("GET", "/v1/loras")
+    text = str(body).replace("ALLOWED", admin.allowed.as_uri()).replace("BASE", str(admin.bed.base))
+    answer = admin.call("POST", "/v1/loras", eval(text))
+    assert answer.status_code == status, answer.text
+    assert says in answer.json()["error"]["message"]
+    assert admin.done("GET", "/v1/loras")["count"] == before["count"]
+
+
+@pytest.mark.parametrize("case", BROKEN, ids=lambda case: case.name)
+def test_a_broken_adapter_is_refused_and_leaves_nothing(admin: Admin, case: Any) -> None:
+    directory = admin.publish(f"broken-{case.name}", "sql", below=admin.allowed)
+    case.make(directory)
+    answer = admin.call("POST", "/v1/loras", {"lora_name": case.name, "source": {"uri": directory.as_uri()}})
+    assert 400 <= answer.status_code < 600, answer.text
+    assert "[L00" in answer.json()["error"]["message"]
+    assert admin.call("GET", f"/v1/loras/{case.name}").status_code == 404
+    assert case.name not in {card.id for card in admin.client.models.list()}
+
+
+def test_the_key_guards_every_route(admin: Admin) -> None:
+    for method, path in [
+        ("GET", "/v1/loras"),
+        ("GET", "/v1/loras/sql"),
+        ("DELETE", "/v1/loras/sql"),
+        ("POST", "/v1/loras"),
+        *(("POST", f"/v1/loras/sql/{what}") for what in ("prefetch", "pin", "unpin", "refresh", "rollback")),
+    ]:
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            answer = httpx.request(method, f"{admin.server.url}{path}", headers=headers, timeout=30)
+            assert answer.status_code == 401, (method, path)
+
+
+# --- the list ---
+
+
+def test_the_list_says_what_is_where(admin: Admin) -> None:
+    for name in ("sql", "chat"):
+        admin.answers_like(name, name)
+    body = {"lora_name": "by-hand", "lora_path": str(admin.bed.adapters / "stable")}
+    assert admin.call("POST", "/v1/load_lora_adapter", body).status_code == 200
+    listed = admin.done("GET", "/v1/loras")
+    assert listed["count"] == len(listed["loras"])
+    views = {view["lora_name"]: view for view in listed["loras"]}
+    assert views["sql"] == {**admin.view("sql"), "requests_in_flight": 0}
+    sql, by_hand = views["sql"], views["by-hand"]
+    assert (sql["source"], sql["uri"]) == ("filesystem", (admin.root / "sql").as_uri())
+    assert sql["digest"] == Path(sql["path"]).name
+    assert {"store", "host", "slot"} == set(sql["tiers"])
+    assert time.time() - 60 < sql["last_used_at"] < time.time() + 1
+    assert sql["size_bytes"] > 1000
+    assert (by_hand["source"], by_hand["digest"], by_hand["state"]) == (None, None, "serving")
+    admin.done("DELETE", "/v1/loras/by-hand")
+    assert admin.call("GET", "/v1/loras/nobody").status_code == 404
+
+
+def test_the_routes_stand_on_vllms_openapi_page(admin: Admin) -> None:
+    page = httpx.get(f"{admin.server.url}/openapi.json", timeout=30).json()
+    ours = {path: sorted(page["paths"][path]) for path in page["paths"] if path.startswith("/v1/loras")}
+    assert ours["/v1/loras"] == ["get", "post"]
+    assert ours["/v1/loras/{lora_name}"] == ["delete", "get"]
+    assert {path.rsplit("/", 1)[1] for path in ours} >= {"prefetch", "pin", "unpin", "refresh", "rollback"}
+    assert "AdapterView" in page["components"]["schemas"]
+
+
+def test_pin_and_unpin(admin: Admin) -> None:
+    for name in ("sql", "chat", "team/poet"):
+        admin.answers_like(name, name)
+    admin.done("POST", "/v1/loras/sql/pin")
+    admin.done("POST", "/v1/loras/team/poet/pin")
+    assert admin.view("team/poet")["pinned"]
+    refused = admin.call("POST", "/v1/loras/chat/pin")  # the last slot
+    assert (refused.status_code, "L001" in refused.text) == (503, True)
+    for name in ("chat", "stable", "chat", "stable"):  # through the one slot that is left
+        admin.answers_like(name, name)
+    assert "slot" in admin.view("sql")["tiers"]
+    admin.answers_like("sql", "sql")
+    for name in ("sql", "team/poet"):
+        admin.done("POST", f"/v1/loras/{name}/unpin")
+        assert not admin.view(name)["pinned"]
+    admin.done("POST", "/v1/loras/chat/pin")
+    admin.done("POST", "/v1/loras/chat/unpin")
+    assert admin.call("POST", "/v1/loras/nobody/pin").status_code == 404
+
+
+def test_prefetch_brings_it_into_host_memory(admin: Admin) -> None:
+    admin.publish("cold", "stable", 7)
+    admin.done("POST", "/v1/loras/cold/prefetch")
+    assert "host" in admin.view("cold")["tiers"]
+    admin.answers_like("cold", "stable")
+    assert admin.call("POST", "/v1/loras/nobody/prefetch").status_code == 404
+
+
+# --- unload ---
+
+
+async def stream(admin: Admin, name: str, tokens: int, started: asyncio.Event) -> tuple[list[int], str | None]:
+    """Token ids and finish reason of one long stream."""
+    async with openai.AsyncOpenAI(base_url=f"{admin.server.url}/v1", api_key=KEY, timeout=120) as client:
+        ids: list[int] = []
+        reason = None
+        answer = await client.completions.create(
+            model=name,
+            prompt=PROMPT,
+            max_tokens=tokens,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        )
+        async for chunk in answer:
+            started.set()
+            for choice in chunk.choices:
+                ids.extend(getattr(choice, "token_ids", None) or [])
+                reason = choice.finish_reason or reason
+        return ids, reason
+
+
+def while_streaming(
+    admin: Admin, name: str, tokens: int, act: Callable[[httpx.AsyncClient], Awaitable[Any]]
+) -> tuple[tuple[list[int], str | None], Any]:
+    async def both() -> Any:
+        started = asyncio.Event()
+        async with httpx.AsyncClient(base_url=admin.server.url, headers=HEADERS, timeout=120) as client:
+            # Others that share its batches, so that it runs for seconds on every machine; not streams, which would keep
+            # this process busy.
+            body = {"model": str(admin.bed.base), "prompt": PROMPT, "max_tokens": 900, "ignore_eos": True}
+            others = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(COMPANIONS)]
+            running = asyncio.create_task(stream(admin, name, tokens, started))
+            await started.wait()
+            result = await act(client)
+            answered = await running
+            for other in others:
+                other.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+        return answered, result
+
+    return asyncio.run(both())
+
+
+def test_unload_lets_running_requests_finish_and_frees_everything(admin: Admin) -> None:
+    uri = admin.publish("drained", "sql", 1, below=admin.allowed).as_uri()
+    admin.done("POST", "/v1/loras", {"lora_name": "drained", "source": {"uri": uri}})
+    engine_ids = set(admin.residency())
+    path = Path(admin.view("drained")["path"])
+
+    async def unload(client: httpx.AsyncClient) -> Any:
+        unloading = asyncio.create_task(client.delete("/v1/loras/drained"))
+        await asyncio.sleep(0.05)
+        body = {"model": "drained", "prompt": PROMPT, "max_tokens": 1}
+        view, refused = await asyncio.gather(client.get("/v1/loras/drained"), client.post("/v1/completions", json=body))
+        return await unloading, refused, view
+
+    (ids, reason), (unloaded, refused, view) = while_streaming(admin, "drained", 900, unload)
+    assert (len(ids), reason) == (900, "length")
+    assert ids[:MAX_TOKENS] == admin.bed.answers["sql"]
+    assert (unloaded.status_code, unloaded.json()["status"]) == (200, "success")
+    assert refused.status_code == 404, "no new request"
+    assert (view.json()["state"], view.json()["requests_in_flight"]) == ("draining", 1)
+    assert admin.call("GET", "/v1/loras/drained").status_code == 404
+    assert len(engine_ids - set(admin.residency())) == 1, "gone from host memory and slot"
+    assert list((path.parent / ".leases" / path.name).glob("*")) == [], "the store may evict it"
+
+
+def test_after_the_deadline_running_requests_are_ended(admin: Admin) -> None:
+    uri = admin.publish("ended", "sql", 2, below=admin.allowed).as_uri()
+    admin.done("POST", "/v1/loras", {"lora_name": "ended", "source": {"uri": uri}})
+
+    async def unload(client: httpx.AsyncClient) -> Any:
+        return await client.delete("/v1/loras/ended", params={"timeout_s": 0.2})
+
+    (ids, reason), unloaded = while_streaming(admin, "ended", 900, unload)
+    assert reason == "abort"
+    assert 0 < len(ids) < 900
+    assert unloaded.json()["status"] == "success"
+    assert admin.engine_is_free_of("ended")
+
+
+def test_an_unloaded_name_is_resolved_anew_unless_it_is_blocked(admin: Admin) -> None:
+    admin.answers_like("chat", "chat")
+    admin.done("DELETE", "/v1/loras/chat")
+    admin.answers_like("chat", "chat")
+    admin.done("DELETE", "/v1/loras/chat", block=True)
+    refused = admin.ask("chat")
+    assert (refused.status, "blocked" in refused.error) == (404, True)
+    assert admin.view("chat")["state"] == "blocked"
+    assert admin.call("DELETE", "/v1/loras/chat").status_code == 404
+    admin.done("POST", "/v1/loras", {"lora_name": "chat"})
+    admin.answers_like("chat", "chat")
+
+
+def test_vllms_unload_endpoint_frees_too(admin: Admin) -> None:
+    admin.answers_like("stable", "stable")
+    before = set(admin.residency())
+    answer = admin.call("POST", "/v1/unload_lora_adapter", {"lora_name": "stable"})
+    assert answer.status_code == 200, answer.text
+    assert admin.engine_is_free_of("stable")
+    assert len(before - set(admin.residency())) == 1
+    assert admin.call("POST", "/v1/unload_lora_adapter", {"lora_name": "stable"}).status_code == 404
+
+
+# --- hot swap ---
+
+
+def test_a_changed_adapter_is_swapped_and_rolled_back(admin: Admin) -> None:
+    admin.publish("swapped", "sql", 1)
+    admin.answers_like("swapped", "sql")
+    first = admin.view("swapped")
+    assert admin.done("POST", "/v1/loras/swapped/refresh")["message"].endswith("serves the newest version.")
+    admin.publish("swapped", "chat", 2)
+    admin.answers_like("swapped", "sql")  # until somebody looks
+    admin.done("POST", "/v1/loras/swapped/refresh")
+    admin.answers_like("swapped", "chat")
+    second = admin.view("swapped")
+    assert second["digest"] != first["digest"]
+    assert second["lora_id"] == first["lora_id"]
+    assert second["previous_digests"] == [first["digest"]]
+    admin.done("POST", "/v1/loras/swapped/rollback")
+    admin.answers_like("swapped", "sql")
+    assert admin.view("swapped")["pinned_digest"] == first["digest"]
+    admin.done("POST", "/v1/loras/swapped/rollback", {"digest": second["digest"][:12]})
+    admin.answers_like("swapped", "chat")
+    admin.done("POST", "/v1/loras/swapped/refresh")
+    assert admin.view("swapped")["pinned_digest"] is None
+    assert admin.call("POST", "/v1/loras/swapped/rollback", {"digest": "abcdef"}).status_code == 404
+    assert admin.call("POST", "/v1/loras/sql/refresh").status_code == 200
+
+
+def test_a_running_request_finishes_on_the_old_weights(admin: Admin) -> None:
+    admin.publish("during", "sql", 1)
+    alone = asyncio.run(stream(admin, "during", 900, asyncio.Event()))
+
+    async def swap(client: httpx.AsyncClient) -> Any:
+        admin.publish("during", "chat", 2)
+        swapped = await client.post("/v1/loras/during/refresh")
+        new = await client.post(
+            "/v1/completions",
+            json={"model": "during", "prompt": PROMPT, "max_tokens": MAX_TOKENS, "temperature": 0,
+                  "ignore_eos": True, "return_token_ids": True},
+        )  # fmt: skip
+        return swapped, new, await client.get("/v1/loras/during")
+
+    running, (swapped, new, view) = while_streaming(admin, "during", 900, swap)
+    assert swapped.status_code == 200, swapped.text
+    assert view.json()["previous_digests"], "swapped while it ran"
+    assert new.json()["choices"][0]["token_ids"] == admin.bed.answers["chat"]
+    assert running == alone, "the same 900 tokens as without a swap"
+
+
+def test_cached_prefixes_of_the_old_version_are_not_used(admin: Admin) -> None:
+    prompt = " ".join([LONG_PROMPT] * 2)
+    admin.publish("cached", "sql", 1)
+    for _ in range(2):
+        assert admin.text_of("cached", prompt) == admin.text_of("sql", prompt)
+    admin.publish("cached", "chat", 2)
+    admin.done("POST", "/v1/loras/cached/refresh")
+    assert admin.text_of("cached", prompt) == admin.text_of("chat", prompt) != admin.text_of("sql", prompt)
+
+
+@pytest.mark.parametrize("kind", ["truncated", "wrong-shapes", "no-such-module"])
+def test_a_broken_update_leaves_the_old_one_serving(admin: Admin, kind: str) -> None:
+    name = f"update-{kind}"
+    admin.publish(name, "sql", 1)
+    admin.answers_like(name, "sql")
+    fresh = admin.publish(f"fresh-{kind}", "chat", 2)
+    next(case for case in BROKEN if case.name == kind).make(fresh)
+    (admin.root / name).rename(admin.root / f"gone-{kind}")
+    fresh.rename(admin.root / name)
+    refused = admin.call("POST", f"/v1/loras/{name}/refresh")
+    assert refused.status_code == 400, refused.text
+    admin.answers_like(name, "sql")
+    error = admin.view(name)["last_error"]
+    assert error["code"] in ("L003", "L005")
+    subject = error["message"].partition(": found ")[0]  # what follows may hold paths, which vLLM hides from clients
+    assert refused.json()["error"]["message"].startswith(subject)
+    admin.publish(name, "chat", 3)
+    admin.done("POST", f"/v1/loras/{name}/refresh")
+    admin.answers_like(name, "chat")
+    assert admin.view(name)["last_error"] is None
+
+
+def resident_mb(server: Server) -> float:
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    return sum(child.memory_info().rss for child in children if child.is_running()) / 1e6
+
+
+def test_two_hundred_swaps_under_load(admin: Admin) -> None:
+    """Every answer is that of the old or of the new version, nobody is refused, and nothing grows."""
+    versions = [list(admin.bed.answers[name]) for name in ("sql", "chat")]
+    admin.publish("rollout", "sql", 0)
+    admin.answers_like("rollout", "sql")
+    answered: list[list[int]] = []
+    resident: dict[int, float] = {}
+
+    async def traffic(client: openai.AsyncOpenAI, done: asyncio.Event) -> None:
+        while not done.is_set():
+            answer = await client.completions.create(
+                model="rollout", prompt=PROMPT, max_tokens=MAX_TOKENS, temperature=0,
+                extra_body={"ignore_eos": True, "return_token_ids": True},
+            )  # fmt: skip
+            answered.append(list(answer.choices[0].token_ids))
+
+    async def run() -> None:
+        done = asyncio.Event()
+        async with (
+            openai.AsyncOpenAI(base_url=f"{admin.server.url}/v1", api_key=KEY, max_retries=0, timeout=120) as client,
+            httpx.AsyncClient(base_url=admin.server.url, headers=HEADERS, timeout=120) as control,
+        ):
+            tasks = [asyncio.create_task(traffic(client, done)) for _ in range(4)]
+            for number in range(1, SWAPS + 1):
+                await asyncio.to_thread(admin.publish, "rollout", ("sql", "chat")[number % 2], number)
+                swapped = await control.post("/v1/loras/rollout/refresh")
+                assert swapped.status_code == 200, swapped.text
+                assert "swapped" in swapped.json()["message"]
+                if number in (SWAPS // 2, SWAPS):
+                    resident[number] = resident_mb(admin.server)
+            done.set()
+            await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+    assert [ids for ids in answered if ids not in versions] == []
+    assert all(answered.count(version) > 5 for version in versions)
+    view = admin.view("rollout")
+    assert len(view["previous_digests"]) == 2
+    time.sleep(1)
+    assert len(admin.residency()) <= 8
+    views = admin.done("GET", "/v1/loras")["loras"]
+    needed = {digest for view in views for digest in (view["digest"], *view["previous_digests"])}
+    leases = Path(view["path"]).parent / ".leases"
+    assert {entry.name for entry in leases.iterdir() if list(entry.glob("*"))} <= needed, "none of the other versions"
+    assert resident[SWAPS] - resident[SWAPS // 2] < MOST_GROWTH_MB
+
+
+# --- the look-out, and restarts ---
+
+
+def test_the_look_out_swaps_and_a_restart_serves_what_was_served(
+    admin: Admin, bed: Bed, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    home = tmp_path_factory.mktemp("restarted")
+    for name in ("sql", "chat"):
+        shutil.copytree(bed.adapters / name, home / "adapters" / name)
+    (home / "allowed").mkdir()
+    shutil.copytree(bed.adapters / "stable", home / "allowed" / "there")
+    uri = (home / "allowed" / "there").as_uri()
+    with serving(bed, home, LORA_PLUGINS_PRELOAD="sql,nobody", LORA_PLUGINS_REFRESH_S="0.5") as server:
+        first = Admin(server, connect(server), bed, home / "adapters", home / "allowed")
+        assert set(first.view("sql")["tiers"]) == {"store", "host", "slot"}, "there before the server is ready"
+        assert "Adapter 'nobody' is not served from the start" in server.log()
+        first.publish("sql", "chat", 5)
+        deadline = time.monotonic() + 20
+        while list(first.ask("sql").token_ids) != bed.answers["chat"]:
+            assert time.monotonic() < deadline, "the look-out does not see the new version"
+            time.sleep(0.1)
+        first.done("POST", "/v1/loras/sql/rollback")
+        first.done("POST", "/v1/loras", {"lora_name": "kept", "source": {"uri": uri}})
+        first.done("POST", "/v1/loras/kept/pin")
+        time.sleep(2)  # the look-out comes by, and what is served is written
+        first.answers_like("sql", "sql")
+    with serving(bed, home, LORA_PLUGINS_RESTORE="1", LORA_PLUGINS_REFRESH_S="0.5") as server:
+        second = Admin(server, connect(server), bed, home / "adapters", home / "allowed")
+        assert {"sql", "kept"} <= {view["lora_name"] for view in second.done("GET", "/v1/loras")["loras"]}
+        assert second.view("kept")["pinned"]
+        assert second.view("kept")["uri"] == uri
+        second.answers_like("kept", "stable")
+        second.answers_like("sql", "sql")  # rolled back, also after the restart
+        second.done("POST", "/v1/loras/sql/refresh")
+        second.answers_like("sql", "chat")
+
+
+def test_without_the_manager_the_start_ends(bed: Bed, tmp_path: Path) -> None:
+    (tmp_path / "adapters").mkdir()
+    with (
+        pytest.raises(RuntimeError, match=r"L007.*lora_admin and without lora_lru_manager"),
+        serving(bed, tmp_path, VLLM_PLUGINS="lora_filesystem_resolver,lora_admin"),
+    ):
+        pass
+
+
+# --- whatever a client may send ---
+
+
+@pytest.fixture(scope="module")
+def api(admin: Admin) -> Any:
+    page = httpx.get(f"{admin.server.url}/openapi.json", timeout=30).json()
+    page["paths"] = {path: routes for path, routes in page["paths"].items() if path.startswith("/v1/loras")}
+    return schemathesis.openapi.from_dict(page)
+
+
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [
+        ("/v1/loras", "GET"),
+        ("/v1/loras", "POST"),
+        ("/v1/loras/{lora_name}", "GET"),
+        ("/v1/loras/{lora_name}", "DELETE"),
+        *((f"/v1/loras/{{lora_name}}/{what}", "POST") for what in ("prefetch", "pin", "unpin", "refresh", "rollback")),
+    ],
+)
+@hypothesis.settings(
+    max_examples=25, deadline=None, suppress_health_check=list(hypothesis.HealthCheck), derandomize=True, database=None
+)
+@hypothesis.given(data=strategies.data())
+def test_whatever_comes_is_answered_in_vllms_shape(admin: Admin, api: Any, path: str, method: str, data: Any) -> None:
+    """Names, bodies and queries made up from our OpenAPI page."""
+    case = data.draw(api[path][method].as_strategy())
+    answer = case.call(base_url=admin.server.url, headers={**(case.headers or {}), **HEADERS}, timeout=60)
+    assert answer.status_code in (200, 400, 404, 405, 422), answer.text
+    if answer.status_code == 405:
+        return  # an empty name is another route
+    body = answer.json()
+    if answer.status_code == 200:
+        assert "lora_name" in body or "loras" in body or "data" in body
+    else:
+        if body == {"detail": "Not Found"}:  # a line break is in no route
+            name = unquote(case.path_parameters["lora_name"])
+            assert set(name) & {"\n", "\r", "\x85", "\u2028", "\u2029"}
+            return
+        assert set(body["error"]) >= {"message", "type", "param", "code"}, answer.text
+        assert body["error"]["code"] == answer.status_code
+        assert "Traceback" not in answer.text
