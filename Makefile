@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo test test-unit check format seams bench-verify bench-fetch bench-policies bench-manager bench-kernels-cpu bench-kernels-aot clean
+.PHONY: help set-up demo test test-unit check format seams bench-verify bench-fetch bench-policies bench-manager bench-kernels-cpu bench-access bench-kernels-aot clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -49,6 +49,9 @@ bench-manager: set-up ## the adapter manager against vLLM's: stalls, thrash, act
 
 bench-kernels-cpu: set-up ## adapters against the base model on the CPU, vLLM's kernels and ours (20 minutes)
 	@$(RUN) -m benchmarks.kernels_cpu
+
+bench-access: set-up ## whether a clock tells an adapter that a key may not use from one that does not exist
+	@$(RUN) -m benchmarks.access
 
 bench-kernels-aot: set-up ## what the GPU kernels compile to, without a GPU: registers, spills, shared memory
 	@$(RUN) -m benchmarks.kernels_aot

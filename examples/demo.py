@@ -1,5 +1,7 @@
 """The main job, shown: a server is asked for names that it has never heard of, and answers as PEFT does.
 
+Then one of the adapters gets a new version while requests for it run.
+
 Exits with 1 if any answer differs from what it should be.
 """
 
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from examples.hot_swap import Swap, swap
 from testbed.bed import CACHE, MAX_TOKENS, Bed, prepare
 from testbed.client import Answer, complete, connect
 from testbed.hub import Hub, local_hub
@@ -23,7 +26,9 @@ from testbed.server import Server, vllm_server
 
 LOG = CACHE.parent / "demo-server.log"
 STORE = CACHE.parent / "demo-store"
+ADAPTERS = STORE / "adapters"
 UNKNOWN = "nobody/has-this"
+SWAPPED, SWAPPED_TO = "sql", "stable"
 # Which adapter lies where, and under which name it is asked for; the others lie on the filesystem under their own.
 IN_S3 = {"chat": "chat"}
 ON_HUB = {"wide": "acme/wide"}
@@ -60,8 +65,11 @@ def main() -> int:
         )
         status.update("asking")
         rows = ask(server, bed)
+        status.update("swapping")
+        swapped = swap(server, bed, ADAPTERS, SWAPPED, SWAPPED_TO)
     console.print(table(rows))
-    wrong = [row.name for row in rows if not row.right]
+    console.print(_told(swapped))
+    wrong = [row.name for row in rows if not row.right] + ([] if swapped.right else [f"the swap of {SWAPPED}"])
     if wrong:
         console.print(f"[red]Wrong: {', '.join(wrong)}. The server's log: {LOG.relative_to(CACHE.parent.parent)}")
         return 1
@@ -73,7 +81,7 @@ def main() -> int:
 def _publish(bed: Bed, s3: S3, hub: Hub) -> dict[str, str]:
     """Put each adapter where it is to be found; returns the settings of a server that looks there."""
     shutil.rmtree(STORE, ignore_errors=True)  # so that the first request of every run is a cold one
-    root = STORE / "adapters"
+    root = ADAPTERS
     for spec in DEMO_ADAPTERS:
         adapter = bed.adapters / spec.name
         if spec.name in IN_S3:
@@ -84,7 +92,9 @@ def _publish(bed: Bed, s3: S3, hub: Hub) -> dict[str, str]:
             shutil.copytree(adapter, root / spec.name)
     return {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "VLLM_PLUGINS": "lora_filesystem_resolver,lora_s3_resolver,lora_hf_hub_resolver",
+        "VLLM_PLUGINS": (
+            "lora_filesystem_resolver,lora_s3_resolver,lora_hf_hub_resolver,lora_lru_manager,lora_kernels,lora_admin"
+        ),
         "VLLM_LORA_RESOLVER_CACHE_DIR": str(root),
         "S3_PATH_TEMPLATE": "s3://adapters/loras/{lora_name}",
         "VLLM_LORA_RESOLVER_HF_REPO_LIST": "acme/*",
@@ -125,6 +135,14 @@ def table(rows: Sequence[Row]) -> Table:
             row.name, row.kind, row.source, str(row.cold.status), _milliseconds(row.cold), _milliseconds(row.warm), same
         )
     return result
+
+
+def _told(swapped: Swap) -> str:
+    seen = ", ".join(f"{swapped.answers[kind]} {kind}" for kind in ("old", "new", "neither", "refused"))
+    return (
+        f"A new version of '{SWAPPED}' was published while clients asked for it. POST /v1/loras/{SWAPPED}/refresh: "
+        f"{swapped.message} ({swapped.swap_s * 1e3:.0f} ms). Answers: {seen}."
+    )
 
 
 def _milliseconds(answer: Answer) -> str:
