@@ -24,7 +24,6 @@ from lora_plugins.admin.models import (
 )
 from lora_plugins.engine import http_error, settings_of_server
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
-from lora_plugins.resolvers.chain import lora_id
 from lora_plugins.server.changes import Changes
 from lora_plugins.server.doors import changes
 from lora_plugins.server.served import Place, Served
@@ -52,7 +51,7 @@ async def load(body: LoadAdapterRequest, known: _Changes) -> AdapterStatus:
     """Serve an adapter under a name, from a URI or from wherever the server's sources have it. Idempotent."""
     async with _as_http():
         served, is_new = await known.load(body.lora_name, None if body.source is None else body.source.uri)
-    return _status(served.name, "loaded" if is_new else "is served")
+    return _status(known, served.name, "loaded" if is_new else "is served")
 
 
 @router.get("")
@@ -64,7 +63,7 @@ async def list_all(known: _Changes) -> AdapterList:
     for served in known.catalogue.draining.values():
         views.append(_view(served, place_of(served), known, State.DRAINING))
         names.add(served.name)
-    views += [_blocked(name) for name in sorted(known.catalogue.blocked - names)]
+    views += [_blocked(name, known) for name in sorted(known.catalogue.blocked - names)]
     return AdapterList(loras=views, count=len(views))
 
 
@@ -78,7 +77,7 @@ async def show(lora_name: str, known: _Changes) -> AdapterView:
         if draining.name == lora_name:
             return _view(draining, (await known.places())(draining), known, State.DRAINING)
     if lora_name in known.catalogue.blocked:
-        return _blocked(lora_name)
+        return _blocked(lora_name, known)
     raise http_error(
         AdapterNotFound("no such adapter", expected="one that is served", remedy="see GET /v1/loras", adapter=lora_name)
     )
@@ -98,8 +97,8 @@ async def unload(
     async with _as_http():
         is_free = await known.unload(lora_name, block=block, timeout_s=limit_s)
     if is_free:
-        return _status(lora_name, "unloaded" + (" and blocked" if block else ""))
-    return _status(lora_name, "unloaded; requests that still run keep its memory until they end", "draining")
+        return _status(known, lora_name, "unloaded" + (" and blocked" if block else ""))
+    return _status(known, lora_name, "unloaded; requests that still run keep its memory until they end", "draining")
 
 
 @router.post("/{lora_name:path}/prefetch")
@@ -107,7 +106,7 @@ async def prefetch(lora_name: str, known: _Changes) -> AdapterStatus:
     """Bring an adapter into the workers' host memory before it is asked for."""
     async with _as_http():
         await known.prefetch(lora_name)
-    return _status(lora_name, "is in host memory")
+    return _status(known, lora_name, "is in host memory")
 
 
 @router.post("/{lora_name:path}/pin")
@@ -115,7 +114,7 @@ async def pin(lora_name: str, known: _Changes) -> AdapterStatus:
     """Keep an adapter in host memory and in a slot."""
     async with _as_http():
         await known.pin(lora_name)
-    return _status(lora_name, "pinned")
+    return _status(known, lora_name, "pinned")
 
 
 @router.post("/{lora_name:path}/unpin")
@@ -123,7 +122,7 @@ async def unpin(lora_name: str, known: _Changes) -> AdapterStatus:
     """Let a pinned adapter go when its turn comes."""
     async with _as_http():
         await known.unpin(lora_name)
-    return _status(lora_name, "unpinned")
+    return _status(known, lora_name, "unpinned")
 
 
 @router.post("/{lora_name:path}/refresh")
@@ -131,7 +130,7 @@ async def refresh(lora_name: str, known: _Changes) -> AdapterStatus:
     """Look for a new version at the source now, and swap to it; ends the effect of a rollback."""
     async with _as_http():
         is_swapped = await known.refresh(lora_name)
-    return _status(lora_name, "swapped to a new version" if is_swapped else "serves the newest version")
+    return _status(known, lora_name, "swapped to a new version" if is_swapped else "serves the newest version")
 
 
 @router.post("/{lora_name:path}/rollback")
@@ -141,11 +140,12 @@ async def rollback(
     """Go back to the version before, or to a kept one, and stay there until the next refresh."""
     async with _as_http():
         served = await known.rollback(lora_name, None if body is None else body.digest)
-    return _status(lora_name, f"rolled back to {(served.held_digest or '')[:12]}")
+    return _status(known, lora_name, f"rolled back to {(served.held_digest or '')[:12]}")
 
 
-def _status(name: str, what: str, status: str = "success") -> AdapterStatus:
-    return AdapterStatus(status=status, message=f"LoRA adapter '{name}' {what}.", lora_name=name, lora_id=lora_id(name))
+def _status(known: Changes, name: str, what: str, status: str = "success") -> AdapterStatus:
+    message = f"LoRA adapter '{name}' {what}."
+    return AdapterStatus(status=status, message=message, lora_name=name, lora_id=known.catalogue.lora_id(name))
 
 
 def _view(served: Served, place: Place, known: Changes, state: State = State.SERVING) -> AdapterView:
@@ -156,7 +156,7 @@ def _view(served: Served, place: Place, known: Changes, state: State = State.SER
         error = LastError(code=served.last_error[0].code, message=str(served.last_error[0]), at=served.last_error[1])
     return AdapterView(
         lora_name=served.name,
-        lora_id=lora_id(served.name),
+        lora_id=known.catalogue.lora_id(served.name),
         state=state,
         source=None if version is None else version.source,
         uri=None if version is None else version.uri,
@@ -176,5 +176,5 @@ def _view(served: Served, place: Place, known: Changes, state: State = State.SER
     )
 
 
-def _blocked(name: str) -> AdapterView:
-    return AdapterView(lora_name=name, lora_id=lora_id(name), state=State.BLOCKED)
+def _blocked(name: str, known: Changes) -> AdapterView:
+    return AdapterView(lora_name=name, lora_id=known.catalogue.lora_id(name), state=State.BLOCKED)

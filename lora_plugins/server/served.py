@@ -6,6 +6,7 @@ its endpoints, or ours. What is known beyond it is kept here and dropped as soon
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.resolvers.versions import lora_id
 
 KEPT_VERSIONS = 2
 
@@ -109,6 +111,7 @@ class Catalogue:
         self._table = table
         self._version_of = version_of
         self._served: dict[str, Served] = {}
+        self._names_of_ids: dict[int, str] = {}
         self.draining: dict[int, Served] = {}  # unloaded, with requests that still run, by engine id
         self.blocked: set[str] = set()
 
@@ -144,6 +147,17 @@ class Catalogue:
             del self._table.lora_requests[name]
             del self._served[name]
         return served
+
+    def lora_id(self, name: str) -> int:
+        """The number of a name: the same on every replica and after every restart, and no other name's on this server.
+
+        Of two names with the same number, the one that comes second here gets another.
+        """
+        for attempt in itertools.count():
+            number = lora_id(name if not attempt else f"{name}\0{attempt}")
+            if self._names_of_ids.setdefault(number, name) == name:
+                return number
+        raise AssertionError("unreachable")
 
     def needs(self, name: str, path: Path) -> bool:
         """Whether a name may still need a version, as the one that it stands for or one to roll back to."""

@@ -20,6 +20,7 @@ from lora_plugins.errors import (
     SourceUnavailable,
 )
 from lora_plugins.events import AdapterSwapped, AdapterUnloaded, Events, UpdateFailed
+from lora_plugins.resolvers.versions import lora_id
 from lora_plugins.server.changes import Changes
 from lora_plugins.server.served import KEPT_VERSIONS, Catalogue, Place, Served
 from tests.server.test_gate import Worker, Workers, runs
@@ -588,3 +589,16 @@ def test_the_catalogue_follows_vllms_table() -> None:
     assert (second.version, second is first) == (None, False)
     del table.lora_requests["sql"]
     assert (catalogue.get("sql"), catalogue.all()) == (None, [])
+
+
+def test_two_names_never_have_one_id() -> None:
+    seen: dict[int, str] = {}
+    names = (f"adapter-{number}" for number in itertools.count())
+    second = next(name for name in names if seen.setdefault(lora_id(name), name) != name)
+    first = seen[lora_id(second)]
+    catalogue = Catalogue(Table(), {}.get)
+    ids = [catalogue.lora_id(name) for name in (first, second, "sql", first, second)]
+    assert ids[0] == lora_id(first) == lora_id(second)
+    assert len({*ids}) == 3
+    assert ids[:2] == ids[3:]
+    assert all(1 <= number < 2**31 for number in ids)
