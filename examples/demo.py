@@ -141,7 +141,7 @@ def _told(swapped: Swap) -> str:
     seen = ", ".join(f"{swapped.answers[kind]} {kind}" for kind in ("old", "new", "neither", "refused"))
     return (
         f"A new version of '{SWAPPED}' was published while clients asked for it. POST /v1/loras/{SWAPPED}/refresh: "
-        f"{swapped.message} ({swapped.swap_s * 1e3:.0f} ms). Answers: {seen}."
+        f"{swapped.message.rstrip('.')} ({swapped.swap_s * 1e3:.0f} ms). Answers: {seen}."
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from openai import OpenAI
 
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import complete, connect
@@ -40,13 +41,14 @@ def swap(server: Server, bed: Bed, root: Path, name: str, new: str) -> Swap:
     answers: list[str] = []
     done = threading.Event()
 
-    def ask() -> str:
-        answer = complete(connect(server), name, PROMPT, MAX_TOKENS)
+    def ask(client: OpenAI) -> str:
+        answer = complete(client, name, PROMPT, MAX_TOKENS)
         return kinds.get(answer.token_ids, "neither") if answer.status == 200 else "refused"
 
     def traffic() -> None:
+        client = connect(server)
         while not done.is_set():
-            answers.append(ask())
+            answers.append(ask(client))
 
     clients = [threading.Thread(target=traffic) for _ in range(CLIENTS)]
     for client in clients:
@@ -56,7 +58,7 @@ def swap(server: Server, bed: Bed, root: Path, name: str, new: str) -> Swap:
     started = time.perf_counter()
     status = httpx.post(f"{server.url}/v1/loras/{name}/refresh", timeout=60).raise_for_status().json()
     swap_s = time.perf_counter() - started
-    after = ask() == "new"
+    after = ask(connect(server)) == "new"
     time.sleep(RUN_S)
     done.set()
     for client in clients:
