@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.adapters import write_adapter
 from benchmarks.record import RESULTS, keep
 from testbed.models import build_base
 
@@ -39,45 +40,11 @@ def cases(slot_rank: int) -> dict[str, list[str]]:
     return result
 
 
-def write_adapter(directory: Path, base: Path, rank: int, seed: int) -> None:
-    """A random float32 adapter of all linear layers, written without torch."""
-    kv = HIDDEN // 128 * 64
-    shapes = {
-        "self_attn.q_proj": (HIDDEN, HIDDEN),
-        "self_attn.k_proj": (HIDDEN, kv),
-        "self_attn.v_proj": (HIDDEN, kv),
-        "self_attn.o_proj": (HIDDEN, HIDDEN),
-        "mlp.gate_proj": (HIDDEN, INTERMEDIATE),
-        "mlp.up_proj": (HIDDEN, INTERMEDIATE),
-        "mlp.down_proj": (INTERMEDIATE, HIDDEN),
-    }
+def random_adapter(directory: Path, base: Path, rank: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
-    header, offset, blobs = {}, 0, []
-    for layer in range(LAYERS):
-        for module, (wide, high) in shapes.items():
-            for side, shape in (("A", (rank, wide)), ("B", (high, rank))):
-                data = (generator.standard_normal(shape, np.float32) * 0.01).tobytes()
-                name = f"base_model.model.model.layers.{layer}.{module}.lora_{side}.weight"
-                header[name] = {
-                    "dtype": "F32",
-                    "shape": list(shape),
-                    "data_offsets": [offset, offset + len(data)],
-                }
-                offset += len(data)
-                blobs.append(data)
-    directory.mkdir(parents=True)
-    raw = json.dumps(header).encode()
-    with (directory / "adapter_model.safetensors").open("wb") as file:
-        file.write(len(raw).to_bytes(8, "little") + raw)
-        file.writelines(blobs)
-    config = {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": rank,
-        "target_modules": sorted({module.split(".")[1] for module in shapes}),
-        "base_model_name_or_path": str(base),
-    }
-    (directory / "adapter_config.json").write_text(json.dumps(config))
+    write_adapter(
+        directory, base, rank, lambda shape: generator.standard_normal(shape, np.float32) * 0.01, lora_alpha=rank
+    )
 
 
 def measure(home: Path, slot_rank: int, rounds: int) -> None:
@@ -227,7 +194,7 @@ def main() -> int:
         base = build_base(home / "base", hidden=HIDDEN, layers=LAYERS, vocab=VOCAB, intermediate=INTERMEDIATE)
         for rank in (16, 64):
             for number in range(4):
-                write_adapter(home / f"r{rank}-{number}", base, rank, number)
+                random_adapter(home / f"r{rank}-{number}", base, rank, number)
         for kernels in options.kernels:
             for slot_rank in (0,) if kernels == "none" else options.slot_ranks:
                 found = run_engine(home, kernels, slot_rank, options.rounds, options.limit_s)

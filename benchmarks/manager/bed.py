@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.adapters import write_adapter
 from testbed.models import build_base
 
 HIDDEN, LAYERS = 1024, 36  # 340 M parameters, 1.4 GB in float32
@@ -63,39 +63,11 @@ def drop_page_cache(directory: Path) -> None:
 
 
 def _write(directory: Path, base: Path, rank: int) -> None:
-    config = json.loads((base / "config.json").read_text())
-    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
-    kv = config["num_key_value_heads"] * hidden // config["num_attention_heads"]
-    shapes = {
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (hidden, kv),
-        "self_attn.v_proj": (hidden, kv),
-        "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (hidden, intermediate),
-        "mlp.up_proj": (hidden, intermediate),
-        "mlp.down_proj": (intermediate, hidden),
-    }
     random = np.random.default_rng(rank)
-    header: dict[str, dict] = {}
-    offset, blobs = 0, []
-    for layer in range(config["num_hidden_layers"]):
-        for module, (wide, high) in shapes.items():
-            for side, shape in (("A", (rank, wide)), ("B", (high, rank))):
-                data = ((random.random(shape, np.float32) - 0.5) * 0.002).tobytes()
-                name = f"base_model.model.model.layers.{layer}.{module}.lora_{side}.weight"
-                header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, offset + len(data)]}
-                offset += len(data)
-                blobs.append(data)
-    directory.mkdir(parents=True)
-    raw = json.dumps(header).encode()
-    with (directory / "adapter_model.safetensors").open("wb") as file:
-        file.write(len(raw).to_bytes(8, "little") + raw)
-        file.writelines(blobs)
-    adapter_config = {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": 2 * rank,  # a scaling that has to be folded in, as almost every adapter's
-        "target_modules": sorted({module.split(".")[1] for module in shapes}),
-        "base_model_name_or_path": str(base),
-    }
-    (directory / "adapter_config.json").write_text(json.dumps(adapter_config))
+    write_adapter(
+        directory,
+        base,
+        rank,
+        lambda shape: (random.random(shape, np.float32) - 0.5) * 0.002,
+        lora_alpha=2 * rank,  # a scaling that has to be folded in, as almost every adapter's
+    )
