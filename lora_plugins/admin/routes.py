@@ -23,10 +23,10 @@ from lora_plugins.admin.models import (
     State,
 )
 from lora_plugins.engine import http_error, settings_of_server
-from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
+from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.server.changes import Changes
 from lora_plugins.server.doors import changes
-from lora_plugins.server.served import Place, Served
+from lora_plugins.server.served import Place, Served, not_served
 
 router = APIRouter(prefix="/v1/loras", tags=["LoRA adapters"], dependencies=[Depends(require_admin)])
 
@@ -78,9 +78,7 @@ async def show(lora_name: str, known: _Changes) -> AdapterView:
             return _view(draining, (await known.places())(draining), known, State.DRAINING)
     if lora_name in known.catalogue.blocked:
         return _blocked(lora_name, known)
-    raise http_error(
-        AdapterNotFound("no such adapter", expected="one that is served", remedy="see GET /v1/loras", adapter=lora_name)
-    )
+    raise http_error(not_served(lora_name))
 
 
 @router.delete("/{lora_name:path}")

@@ -18,7 +18,7 @@ from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsErro
 from lora_plugins.events import AdapterSwapped, AdapterUnloaded, Events, UpdateFailed
 from lora_plugins.names import AdapterName
 from lora_plugins.server.gate import Gate, Rpc
-from lora_plugins.server.served import KEPT_VERSIONS, Catalogue, Place, Served, Version
+from lora_plugins.server.served import KEPT_VERSIONS, Catalogue, Place, Served, Version, not_served
 
 _ABORT_S = 10.0
 _DIGEST = re.compile("[0-9a-f]{8,64}")
@@ -149,9 +149,7 @@ class Changes:
         if served is None:
             if block:
                 return True
-            raise AdapterNotFound(
-                "no such adapter", expected="one that is served", remedy="see GET /v1/loras", adapter=name
-            )
+            raise not_served(name)
         self.changed()
         return await self.free(served, timeout_s)
 
@@ -376,9 +374,7 @@ class Changes:
     def _known(self, name: str) -> Served:
         served = self.catalogue.get(name)
         if served is None:
-            raise AdapterNotFound(
-                "no such adapter", expected="one that is served", remedy="see GET /v1/loras", adapter=name
-            )
+            raise not_served(name)
         return served
 
     @staticmethod

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 from lora_plugins.resolvers.versions import lora_id
 
 KEPT_VERSIONS = 2
@@ -70,6 +70,11 @@ class Served:
     def failed(self, error: LoRAPluginsError) -> None:
         """Note what went wrong; it goes on serving what it served."""
         self.last_error = (error, time.time())
+
+
+def not_served(name: str) -> AdapterNotFound:
+    """What to raise where a name is asked for that is not served."""
+    return AdapterNotFound("no such adapter", expected="one that is served", remedy="see GET /v1/loras", adapter=name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,8 +144,7 @@ class Worker:
 
 
 def failure(error: LoRAPluginsError) -> dict[str, Any]:
-    fields = {name: getattr(error, name) for name in ("found", "expected", "remedy", "adapter", "file")}
-    return {"state": "failed", "kind": type(error).__name__, "fields": fields}
+    return {"state": "failed", "kind": type(error).__name__, "fields": error.fields()}
 
 
 class Workers:
