@@ -19,6 +19,7 @@ from lora_plugins.base_model import BaseModel
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 from lora_plugins.events import Events
 from lora_plugins.kernels import dispatch
+from lora_plugins.kernels.compiled import build
 from lora_plugins.logs import LogEvents, logger
 from lora_plugins.resolvers.chain import ResolvedAdapter, SourceChain
 from lora_plugins.resolvers.source import Source
@@ -1042,7 +1043,7 @@ def install_kernels(settings: Settings) -> None:
         return
     from vllm.platforms import current_platform
 
-    machine = dispatch.Machine(current_platform.device_type, dispatch.triton_is_there())
+    machine = dispatch.Machine(current_platform.device_type, dispatch.triton_is_there(), build.problem)
     choice = dispatch.choose(settings.kernels, machine)
     logger.info("LoRA kernels: %s (%s)", choice.kernels, choice.why)
     if choice.wrapper is None:

@@ -15,6 +15,7 @@ from lora_plugins.doctor.installation import is_cpu_build, is_ours, missing_entr
 from lora_plugins.doctor.reach import is_offline, reach_hub, reach_s3
 from lora_plugins.errors import InvalidSettings, LoRAPluginsError
 from lora_plugins.kernels import dispatch
+from lora_plugins.kernels.compiled import build
 from lora_plugins.resolvers.configured import filesystem_source, hub_source, s3_source
 from lora_plugins.settings import Settings, named_in_environment
 
@@ -198,7 +199,8 @@ def _check_kernels(around: Surroundings) -> Iterator[Finding]:
         return
     platform = "cpu" if cpu else "cuda"
     try:
-        choice = dispatch.choose(around.settings.kernels, dispatch.Machine(platform, dispatch.triton_is_there()))
+        machine = dispatch.Machine(platform, dispatch.triton_is_there(), build.problem)
+        choice = dispatch.choose(around.settings.kernels, machine)
     except InvalidSettings as error:
         yield problem_of("kernels", error)
         return

@@ -1,26 +1,33 @@
 """Grouped, rank-exact LoRA on the CPU: a plan for each module and batch, and its few products.
 
-Everything that Python has to decide is decided when the plan is made: once per batch and module. A long run of one
-adapter costs one product with A, all slices at once, and one with each slice's B, on plain slices of `x` and `y`. Short
-runs that lie together, such as decoding sequences of many adapters, are gathered adapter by adapter and go through one
-batched product for A and one for each B, whatever the number of adapters of the same ranks. Every row meets its own
-adapter only, so nothing that an adapter holds reaches another's rows. Base rows are in no product.
+Everything that Python has to decide is decided when the plan is made: once per batch and module. Where there is a
+compiled product (`lora_plugins.kernels.compiled`), it is one call for all adapters.
+
+What is left is PyTorch's. A long run of one adapter costs one product with A, all slices at once, and one with each
+slice's B, on plain slices of `x` and `y`. Short runs that lie together, such as decoding sequences of many adapters,
+are gathered adapter by adapter and go through one batched product for A and one for each B, whatever the number of
+adapters of the same ranks. Every row meets its own adapter only, so nothing that an adapter holds reaches another's.
 
 Products are summed by the BLAS, in float32 for half-precision inputs; the shrunk rows are kept in the weights' dtype.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from lora_plugins.kernels.compiled import step as compiled
 from lora_plugins.kernels.packs import ModuleWeights, Pack
-from lora_plugins.kernels.segments import Dense, Mixed, Segments
+from lora_plugins.kernels.segments import LONG_RUN, Dense, Mixed, Segments
 
 Step = Callable[[Any, Any], None]
 Group = tuple[int, tuple[int, ...]]  # a place in a pack, and the rows of the adapter there
+# PyTorch has bfloat16 products that are faster than sums of float32; in the compiled product those count, with few rows
+# the memory does.
+LONG_RUNS_BY_TORCH = {torch.bfloat16}
 LARGEST_PADDING = 2  # gathered rows over true ones, up to which adapters of unlike numbers of rows share a product
 
 
@@ -53,12 +60,26 @@ class Batch:
         self.segments = segments
         self.buffers = buffers
         self._indices: dict[tuple[int, ...], Any] = {}
+        self._rows: dict[bool, dict[int, Any]] = {}
 
     def index(self, rows: tuple[int, ...]) -> Any:
         """These rows as an index, the same tensor for every module."""
         if rows not in self._indices:
             self._indices[rows] = torch.tensor(rows)
         return self._indices[rows]
+
+    def rows(self, *, long_runs: bool) -> dict[int, Any]:
+        """Every slot's rows, int32, the same tensors for every module; perhaps without those in long runs."""
+        if long_runs not in self._rows:
+            found: dict[int, list[int]] = {}
+            for block in self.segments.blocks:
+                if isinstance(block, Mixed):
+                    for slot, rows in zip(block.slots, block.rows, strict=True):
+                        found.setdefault(slot, []).extend(rows)
+                elif long_runs or not _is_long(block):
+                    found.setdefault(block.slot, []).extend(range(block.start, block.stop))
+            self._rows[long_runs] = {slot: torch.tensor(rows, dtype=torch.int32) for slot, rows in found.items()}
+        return self._rows[long_runs]
 
 
 class Plan:
@@ -70,10 +91,7 @@ class Plan:
         self.scale = scale
         self.dtype = weights.dtype
         self.width = weights.width
-        places = weights.places(batch.segments.slots)
-        self.steps: tuple[Step, ...] = tuple(
-            step for block in batch.segments.blocks for step in _steps(block, places, batch, scale)
-        )
+        self.steps: tuple[Step, ...] = tuple(_steps(weights, batch, scale))
 
     def run(self, y: Any, x: Any) -> None:
         """Add to `y` `[rows, out]` what the adapters make of `x` `[rows, in]`."""
@@ -82,10 +100,10 @@ class Plan:
         dtype = self.dtype
         if x.dtype is not dtype:
             x = x.to(dtype)
-        if y.dtype is dtype and y.shape[1] == self.width:
+        if y.dtype is dtype and y.shape[1] == self.width and y.stride(1) == 1:
             for step in self.steps:
                 step(y, x)
-        else:  # logits: of a wider dtype (vLLM's head_dtype), or the vocabulary padded in one of the two
+        else:  # strided, or logits: of a wider dtype (vLLM's head_dtype), or the vocabulary padded in one of the two
             delta = torch.zeros(y.shape[0], self.width, dtype=dtype)
             for step in self.steps:
                 step(delta, x)
@@ -93,7 +111,29 @@ class Plan:
             y[:, :width] += delta[:, :width]
 
 
-def _steps(
+def _is_long(block: Dense) -> bool:
+    return block.stop - block.start >= LONG_RUN
+
+
+def _steps(weights: ModuleWeights, batch: Batch, scale: float) -> Iterator[Step]:
+    """The compiled product's step, and PyTorch's for the slots and runs that are not the compiled one's."""
+    slots = batch.segments.slots
+    panels = weights.panelled(slots)
+    places = weights.places([slot for slot in slots if slot not in panels])
+    long_runs = weights.dtype not in LONG_RUNS_BY_TORCH
+    in_long_runs = places if long_runs else places | weights.views(list(panels))
+    for block in batch.segments.blocks:
+        yield from _of_block(
+            block, in_long_runs if isinstance(block, Dense) and _is_long(block) else places, batch, scale
+        )
+    rows = batch.rows(long_runs=long_runs)
+    own = {slot: found for slot, found in panels.items() if slot in rows}
+    if weights.panels is not None and own:
+        take = functools.partial(batch.buffers.take, dtype=torch.float32, use="shrunk")
+        yield compiled.step(weights.panels.product, own, rows, weights.a[0].shape[-1], scale, take)
+
+
+def _of_block(
     block: Dense | Mixed, places: dict[int, tuple[tuple[Pack, int], ...]], batch: Batch, scale: float
 ) -> Iterator[Step]:
     if isinstance(block, Dense):

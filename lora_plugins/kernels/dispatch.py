@@ -13,7 +13,8 @@ from enum import StrEnum
 
 from lora_plugins.errors import InvalidSettings
 
-CPU_WRAPPER = "lora_plugins.kernels.punica_cpu.GroupedPunicaWrapperCPU"
+CPU_WRAPPER = "lora_plugins.kernels.punica_cpu.CompiledPunicaWrapperCPU"
+TORCH_WRAPPER = "lora_plugins.kernels.punica_cpu.GroupedPunicaWrapperCPU"
 REFERENCE_WRAPPER = "lora_plugins.kernels.punica_cpu.ReferencePunicaWrapper"
 TRITON_WRAPPER = "lora_plugins.kernels.punica_triton.TritonPunicaWrapper"
 
@@ -23,17 +24,32 @@ class Kernels(StrEnum):
 
     AUTO = "auto"
     CPU = "cpu"
+    TORCH = "torch"
     TRITON = "triton"
     REFERENCE = "reference"
     VLLM = "vllm"
 
 
+CPU_WRAPPERS = {
+    Kernels.CPU: CPU_WRAPPER,
+    Kernels.TORCH: TORCH_WRAPPER,
+    Kernels.REFERENCE: REFERENCE_WRAPPER,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the choice depends on: vLLM's platform (`cpu`, `cuda`, ...), and whether Triton and our ops are there."""
+    """What the choice depends on.
+
+    Attributes:
+        platform: vLLM's: `cpu`, `cuda`, ...
+        triton: whether Triton and our ops for it are there.
+        cannot_compile: why there is no compiled CPU product, None where there is; asked only if the choice needs it.
+    """
 
     platform: str
     triton: bool
+    cannot_compile: Callable[[], str | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +80,15 @@ def choose(asked: Kernels, machine: Machine) -> Choice:
         return Choice(asked, why, TRITON_WRAPPER)
     if machine.platform != "cpu":
         raise _cannot(asked, f"the platform is {machine.platform}", "vLLM's CPU platform")
-    return Choice(asked, why, CPU_WRAPPER if asked is Kernels.CPU else REFERENCE_WRAPPER)
+    if asked is Kernels.CPU and (problem := machine.cannot_compile()):
+        raise _cannot(asked, problem, "a C compiler", remedy="install gcc, or choose torch, which needs no compiler")
+    return Choice(asked, why, CPU_WRAPPERS[asked])
 
 
 def _best(machine: Machine) -> Choice:
     if machine.platform == "cpu":
+        if problem := machine.cannot_compile():
+            return Choice(Kernels.TORCH, f"the platform is cpu, and {problem}", TORCH_WRAPPER)
         return Choice(Kernels.CPU, "the platform is cpu", CPU_WRAPPER)
     if machine.platform == "cuda" and machine.triton:
         return Choice(Kernels.TRITON, "the platform is cuda and Triton is installed", TRITON_WRAPPER)
@@ -81,9 +101,7 @@ def triton_is_there(find: Callable[[str], object | None] = importlib.util.find_s
     return find("triton") is not None and find(TRITON_WRAPPER.rpartition(".")[0]) is not None
 
 
-def _cannot(asked: Kernels, found: str, expected: str) -> InvalidSettings:
-    return InvalidSettings(
-        f"LORA_PLUGINS_KERNELS={asked}, but {found}",
-        expected=expected,
-        remedy="choose auto, or vllm to keep vLLM's own kernels",
-    )
+def _cannot(
+    asked: Kernels, found: str, expected: str, remedy: str = "choose auto, or vllm to keep vLLM's own kernels"
+) -> InvalidSettings:
+    return InvalidSettings(f"LORA_PLUGINS_KERNELS={asked}, but {found}", expected=expected, remedy=remedy)

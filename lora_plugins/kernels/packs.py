@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lora_plugins.kernels.compiled.panels import Panels, SlotPanels
 from lora_plugins.kernels.ranks import SlotRanks
 
 LARGEST_PACKED_RANK = 64
@@ -65,16 +66,17 @@ class Pack:
 
 
 class ModuleWeights:
-    """The slots of one module, and the packs made of them.
+    """The slots of one module, and the packs or panels made of them.
 
     Args:
         a: one `[slots, 1, max_rank, in]` per slice; vLLM's own tensors, read only.
         b: one `[slots, 1, out, max_rank]` per slice.
         ranks: what lies in them.
+        panels: of the same slots, where the compiled product computes them: it takes the place of packs.
     """
 
-    def __init__(self, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks) -> None:
-        self.a, self.b, self.ranks = tuple(a), tuple(b), ranks
+    def __init__(self, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks, panels: SlotPanels | None = None) -> None:
+        self.a, self.b, self.ranks, self.panels = tuple(a), tuple(b), ranks, panels
         self.dtype = self.a[0].dtype
         self.width = sum(int(b_i.shape[2]) for b_i in self.b)
         self._packs: dict[tuple[int, ...], Pack] = {}
@@ -82,27 +84,38 @@ class ModuleWeights:
 
     @property
     def packed_bytes(self) -> int:
-        return sum(pack.nbytes for pack in [*self._packs.values(), *list(self._ready.values())])
+        packs = sum(pack.nbytes for pack in [*self._packs.values(), *list(self._ready.values())])
+        return packs + (self.panels.nbytes if self.panels else 0)
 
     def prepare(self, slot: int) -> None:
-        """Make the pack of one slot now, so that no step has to; the slot has just been written, and nobody reads it.
+        """Copy one slot now, so that no step has to; the slot has just been written, and nobody reads it.
 
         Callable from the thread that fills idle slots.
         """
-        ranks = self.ranks[slot]
         self._ready.pop(slot, None)
+        if self.panels is not None:
+            self.panels.forget(slot)
+        ranks = self.ranks[slot]
         if any(ranks) and max(ranks) <= LARGEST_PACKED_RANK:
-            self._ready[slot] = self._make(ranks, (slot,))
+            if self.panels is not None:
+                self.panels.make(slot)
+            else:
+                self._ready[slot] = self._make(ranks, (slot,))
+
+    def panelled(self, slots: Sequence[int]) -> dict[int, Panels]:
+        """The panels of those of these slots that the compiled product computes."""
+        panels = self.panels
+        if panels is None:
+            return {}
+        return {slot: panels.of(slot) for slot in slots if 0 < max(self.ranks[slot]) <= LARGEST_PACKED_RANK}
 
     def places(self, slots: Sequence[int]) -> dict[int, tuple[tuple[Pack, int], ...]]:
         """Where each of these slots lies: packs and the places in them; none where it adapts nothing here."""
         wanted: dict[tuple[int, ...], list[int]] = {}
-        views: dict[int, tuple[tuple[Pack, int], ...]] = {}
+        views = self.views([slot for slot in slots if max(self.ranks[slot]) > LARGEST_PACKED_RANK])
         for slot in slots:
             ranks = self.ranks[slot]
-            if max(ranks) > LARGEST_PACKED_RANK:
-                views[slot] = tuple((pack, 0) for pack in self._views(ranks, slot))
-            elif any(ranks):
+            if slot not in views and any(ranks):
                 wanted.setdefault(ranks, []).append(slot)
         found = {ranks: self._pack(ranks, of_ranks) for ranks, of_ranks in wanted.items()}
         # An adapter that has just left the batch often comes back with the next request: it stays while that is cheap.
@@ -118,6 +131,10 @@ class ModuleWeights:
             for ranks, of_ranks in wanted.items()
             for slot in of_ranks
         }
+
+    def views(self, slots: Sequence[int]) -> dict[int, tuple[tuple[Pack, int], ...]]:
+        """As `places`, with nothing copied."""
+        return {slot: tuple((pack, 0) for pack in self._views(self.ranks[slot], slot)) for slot in slots}
 
     def _views(self, ranks: tuple[int, ...], slot: int) -> Iterator[Pack]:
         """One pack for each slice that has a rank, of which nothing is copied."""

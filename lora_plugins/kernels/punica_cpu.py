@@ -14,6 +14,8 @@ import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 from lora_plugins.kernels import cpu, layers, reference
+from lora_plugins.kernels.compiled import build
+from lora_plugins.kernels.compiled.panels import SlotPanels
 from lora_plugins.kernels.packs import ModuleWeights
 from lora_plugins.kernels.ranks import SlotRanks
 from lora_plugins.kernels.segments import NONE, segment
@@ -47,13 +49,18 @@ class GroupedPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
             return
         a, b = parts
         if all(a_i.ndim == 4 and a_i.shape[2] == b_i.shape[3] for a_i, b_i in zip(a, b, strict=True)):
-            weights = self._modules[_key(module.lora_a_stacked)] = ModuleWeights(a, b, ranks)
+            panels = self._panels(a, b, ranks)
+            weights = self._modules[_key(module.lora_a_stacked)] = ModuleWeights(a, b, ranks, panels)
             module._lora_plugins_prepare = weights.prepare  # noqa: SLF001 - ours, for whoever fills a slot beside the loop
             if isinstance(module.lora_a_stacked, tuple) and len(a) == 1:
                 # A classification head hands its only pair to add_lora_logits without the tuple.
                 self._modules[id(a[0])] = self._modules[_key(module.lora_a_stacked)]
         else:
             self._tell_once(type(module).__name__, "is computed adapter by adapter at the slot's full rank")
+
+    def _panels(self, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks) -> SlotPanels | None:
+        """None: this module's products are PyTorch's."""
+        return None
 
     @property
     def packed_bytes(self) -> int:
@@ -185,6 +192,21 @@ class GroupedPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
         if what not in self._told:
             self._told.add(what)
             logger.info("CPU kernels: %s %s", what, how)
+
+
+class CompiledPunicaWrapperCPU(GroupedPunicaWrapperCPU):
+    """As the grouped one, with products by our C, compiled for this machine and the model's dtype.
+
+    Raises:
+        CannotCompile: this machine cannot make them.
+    """
+
+    def _panels(self, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks) -> SlotPanels | None:
+        dtype = str(a[0].dtype).removeprefix("torch.")
+        if dtype in build.ELEMENTS:
+            return SlotPanels(build.product(dtype), a, b, ranks)
+        self._tell_once(f"a layer of {dtype}", "is computed by PyTorch's products")
+        return None
 
 
 class ReferencePunicaWrapper(GroupedPunicaWrapperCPU):

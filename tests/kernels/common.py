@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from lora_plugins.kernels import reference
+from lora_plugins.kernels.compiled import build
+from lora_plugins.kernels.compiled.panels import SlotPanels
 from lora_plugins.kernels.cpu import Batch, Buffers, Plan
 from lora_plugins.kernels.packs import ModuleWeights
 from lora_plugins.kernels.ranks import SlotRanks
@@ -61,6 +63,7 @@ def make_case(
     max_rank: int = 16,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    products: str = "torch",
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)
     slots = len(ranks)
@@ -73,7 +76,9 @@ def make_case(
             b[i][slot, 0, :, :rank] = torch.randn(widths[i], rank, generator=generator)
         learned.written(slot, of_slices)
     x = torch.randn(len(slot_of_row), inn, generator=generator).to(dtype)
-    return Case(ModuleWeights(a, b, learned), list(ranks), x, slot_of_row, widths)
+    compiled = products == "compiled"
+    panels = SlotPanels(build.product(str(dtype).removeprefix("torch.")), a, b, learned) if compiled else None
+    return Case(ModuleWeights(a, b, learned, panels), list(ranks), x, slot_of_row, widths)
 
 
 def assert_equal(found: torch.Tensor, expected: torch.Tensor, before: torch.Tensor, slot_of_row: list[int]) -> None:

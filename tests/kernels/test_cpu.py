@@ -10,12 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_plugins.kernels import packs
+from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.cpu import Batch, Buffers, Plan
 from lora_plugins.kernels.segments import LONG_RUN, segment
 from tests.kernels.common import assert_equal, make_case
 
 RANKS = [(8,), (0,), (16,), (1,), (5,)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+WHOSE = ["torch"] if build.problem() else ["torch", "compiled"]
+PRODUCTS = [(whose, dtype) for whose in WHOSE for dtype in DTYPES]
+products = pytest.mark.parametrize(("products", "dtype"), PRODUCTS, ids=[f"{who}-{dtype}" for who, dtype in PRODUCTS])
 BATCHES = {
     "empty": [],
     "one row": [2],
@@ -42,21 +46,21 @@ def large_ones(request, monkeypatch):
     monkeypatch.setattr(packs, "LARGEST_PACKED_RANK", request.param)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@products
 @batches
 @pytest.mark.usefixtures("large_ones")
-def test_one_slice(slot_of_row, dtype):
-    case = make_case(slot_of_row, RANKS, dtype=dtype)
+def test_one_slice(slot_of_row, products, dtype):
+    case = make_case(slot_of_row, RANKS, dtype=dtype, products=products)
     y = case.outputs(padding_rows=3)
     assert_equal(case.computed(y), case.expected(y), y, slot_of_row)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@products
 @batches
 @pytest.mark.usefixtures("large_ones")
-def test_slices_of_different_widths_and_ranks(slot_of_row, dtype):
+def test_slices_of_different_widths_and_ranks(slot_of_row, products, dtype):
     ranks = [(8, 8, 8), (0, 0, 0), (16, 0, 3), (0, 1, 0), (5, 2, 16)]
-    case = make_case(slot_of_row, ranks, inn=65, widths=(31, 7, 9), dtype=dtype)
+    case = make_case(slot_of_row, ranks, inn=65, widths=(31, 7, 9), dtype=dtype, products=products)
     y = case.outputs(padding_rows=3)
     assert_equal(case.computed(y), case.expected(y), y, slot_of_row)
 
@@ -66,13 +70,14 @@ def test_slices_of_different_widths_and_ranks(slot_of_row, dtype):
     ranks=st.lists(st.tuples(*[st.integers(0, 9)] * 2), min_size=5, max_size=5),
     inn=st.integers(1, 70),
     widths=st.tuples(st.integers(1, 40), st.integers(1, 40)),
-    dtype=st.sampled_from(DTYPES),
+    products=st.sampled_from(PRODUCTS),
     scale=st.sampled_from([1.0, 0.5]),
     largest_packed=st.integers(0, 9),
 )
-def test_any_shape(runs, ranks, inn, widths, dtype, scale, largest_packed):
+def test_any_shape(runs, ranks, inn, widths, products, scale, largest_packed):
     slot_of_row = [slot for slot, length in runs for _ in range(length)]
-    case = make_case(slot_of_row, ranks, inn=inn, widths=widths, max_rank=9, dtype=dtype)
+    whose, dtype = products
+    case = make_case(slot_of_row, ranks, inn=inn, widths=widths, max_rank=9, dtype=dtype, products=whose)
     y = case.outputs(padding_rows=1)
     with mock.patch.object(packs, "LARGEST_PACKED_RANK", largest_packed):
         computed = case.computed(y, scale=scale)
@@ -82,9 +87,10 @@ def test_any_shape(runs, ranks, inn, widths, dtype, scale, largest_packed):
 @batches
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("side", ["a", "b"])
+@pytest.mark.parametrize("products", WHOSE)
 @pytest.mark.usefixtures("large_ones")
-def test_an_adapter_that_is_not_finite_spoils_its_own_rows_only(slot_of_row, bad, side):
-    case = make_case(slot_of_row, RANKS)
+def test_an_adapter_that_is_not_finite_spoils_its_own_rows_only(slot_of_row, bad, side, products):
+    case = make_case(slot_of_row, RANKS, products=products)
     getattr(case.weights, side)[0][4, 0, 0, 0] = bad
     y = case.outputs()
     found, expected = case.computed(y), case.expected(y)
@@ -94,8 +100,9 @@ def test_an_adapter_that_is_not_finite_spoils_its_own_rows_only(slot_of_row, bad
     assert not any(found[row].isfinite().all() for row, slot in enumerate(slot_of_row) if slot == 4)
 
 
-def test_an_overflow_in_another_adapters_ranks_does_not_reach_a_row():
-    case = make_case([0, 2, -1], RANKS, dtype=torch.float16)
+@pytest.mark.parametrize("products", WHOSE)
+def test_an_overflow_in_another_adapters_ranks_does_not_reach_a_row(products):
+    case = make_case([0, 2, -1], RANKS, dtype=torch.float16, products=products)
     case.weights.a[0][2] = 60000
     case.x[:] = 1
     y = case.outputs()

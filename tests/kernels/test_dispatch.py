@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.kernels.dispatch import CPU_WRAPPER, REFERENCE_WRAPPER, Kernels, Machine, choose, triton_is_there
+from lora_plugins.kernels.dispatch import (
+    CPU_WRAPPER,
+    REFERENCE_WRAPPER,
+    TORCH_WRAPPER,
+    Kernels,
+    Machine,
+    choose,
+    triton_is_there,
+)
 
+NO_COMPILER = "no C compiler is on the PATH"
 TRITON = "lora_plugins.kernels.punica_triton.TritonPunicaWrapper"
 
 
@@ -19,6 +28,8 @@ TRITON = "lora_plugins.kernels.punica_triton.TritonPunicaWrapper"
         ("auto", Machine("cuda", triton=False), "vllm", None),
         ("auto", Machine("tpu", triton=True), "vllm", None),
         ("cpu", Machine("cpu", triton=False), "cpu", CPU_WRAPPER),
+        ("auto", Machine("cpu", triton=False, cannot_compile=lambda: NO_COMPILER), "torch", TORCH_WRAPPER),
+        ("torch", Machine("cpu", triton=False, cannot_compile=lambda: NO_COMPILER), "torch", TORCH_WRAPPER),
         ("reference", Machine("cpu", triton=False), "reference", REFERENCE_WRAPPER),
         ("triton", Machine("cuda", triton=True), "triton", TRITON),
         ("vllm", Machine("cuda", triton=True), "vllm", None),
@@ -27,6 +38,7 @@ TRITON = "lora_plugins.kernels.punica_triton.TritonPunicaWrapper"
 def test_what_is_taken(asked, machine, kernels, wrapper):
     choice = choose(Kernels(asked), machine)
     assert (choice.kernels, choice.wrapper) == (kernels, wrapper)
+    assert (NO_COMPILER in choice.why) is (asked == "auto" and machine.cannot_compile() is not None)
     assert (machine.platform if asked == "auto" else f"LORA_PLUGINS_KERNELS={asked}") in choice.why
 
 
@@ -34,6 +46,8 @@ def test_what_is_taken(asked, machine, kernels, wrapper):
     ("asked", "machine", "says"),
     [
         ("cpu", Machine("cuda", triton=True), "platform is cuda"),
+        ("cpu", Machine("cpu", triton=True, cannot_compile=lambda: NO_COMPILER), f"{NO_COMPILER}.*install gcc"),
+        ("torch", Machine("cuda", triton=True), "platform is cuda"),
         ("reference", Machine("cuda", triton=True), "platform is cuda"),
         ("triton", Machine("cpu", triton=True), "platform is cpu"),
         ("triton", Machine("cuda", triton=False), "not installed"),
@@ -51,3 +65,10 @@ def test_triton_needs_the_compiler_and_our_wrapper(installed, there):
 
 def test_triton_is_there_with_both():
     assert triton_is_there(lambda name: name)
+
+
+@pytest.mark.parametrize("asked", ["torch", "reference", "vllm"])
+def test_nothing_is_compiled_for_a_choice_that_does_not_need_it(asked):
+    asked_for = []
+    choose(Kernels(asked), Machine("cpu", triton=False, cannot_compile=lambda: asked_for.append(1)))
+    assert asked_for == []

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from lora_plugins.kernels.compiled import build
+
 SCRIPT = """
 import json, os, sys
 from vllm.lora.layers.base import BaseLayerWithLoRA
@@ -41,6 +43,9 @@ ENVIRONMENTS = {
     "others": {"VLLM_PLUGINS": "lora_filesystem_resolver"},
     "all": {},
     "named, reference": {"VLLM_PLUGINS": "lora_kernels", "LORA_PLUGINS_KERNELS": "reference"},
+    "named, torch": {"VLLM_PLUGINS": "lora_kernels", "LORA_PLUGINS_KERNELS": "torch"},
+    "named, without a compiler": {"VLLM_PLUGINS": "lora_kernels", "PATH": ""},
+    "named, cpu, without a compiler": {"VLLM_PLUGINS": "lora_kernels", "LORA_PLUGINS_KERNELS": "cpu", "PATH": ""},
     "named, vllm": {"VLLM_PLUGINS": "lora_kernels", "LORA_PLUGINS_KERNELS": "vllm"},
     "named, triton": {"VLLM_PLUGINS": "lora_kernels", "LORA_PLUGINS_KERNELS": "triton"},
     "named, misspelled": {"VLLM_PLUGINS": "lora_kernels", "LORA_PLUGINS_KERNELS": "fast"},
@@ -69,7 +74,16 @@ def outcomes():
 
 @pytest.mark.parametrize(
     ("env", "wrapper"),
-    [("named", OURS + "GroupedPunicaWrapperCPU"), ("named, reference", OURS + "ReferencePunicaWrapper")],
+    [
+        pytest.param(
+            "named",
+            OURS + "CompiledPunicaWrapperCPU",
+            marks=pytest.mark.skipif(build.problem() is not None, reason=f"{build.problem()}"),
+        ),
+        ("named, torch", OURS + "GroupedPunicaWrapperCPU"),
+        ("named, without a compiler", OURS + "GroupedPunicaWrapperCPU"),
+        ("named, reference", OURS + "ReferencePunicaWrapper"),
+    ],
 )
 def test_where_it_is_named_our_wrapper_is_made_and_told_of_layers(outcomes, env, wrapper):
     assert outcomes[env] == {"wrapper": wrapper, "untouched": False, "wrapped_once": True, "error": ""}
@@ -80,7 +94,14 @@ def test_elsewhere_vllm_is_as_without_us(outcomes, env):
     assert outcomes[env] == {"wrapper": VLLMS_OWN, "untouched": True, "wrapped_once": False, "error": ""}
 
 
-@pytest.mark.parametrize(("env", "says"), [("named, triton", "platform is cpu"), ("named, misspelled", "'fast'")])
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ("named, triton", "platform is cpu"),
+        ("named, misspelled", "'fast'"),
+        ("named, cpu, without a compiler", "install gcc"),
+    ],
+)
 def test_what_cannot_be_had_ends_the_start(outcomes, env, says):
     outcome = outcomes[env]
     assert outcome["error"].startswith("InvalidSettings: [L007]")

@@ -1,0 +1,1 @@
+"""The CPU product in C, compiled when the engine starts."""

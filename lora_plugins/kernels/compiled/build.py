@@ -1,0 +1,119 @@
+"""Compiling `lora.c` for this machine and loading it, in every process that asks.
+
+It takes half a second for each dtype, and nothing is kept: a library found in a cache would be somebody's code to run,
+made for somebody's processor. vLLM's CPU platform too expects a compiler, wherever it compiles models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).with_name("lora.c")
+COMPILERS = ("cc", "gcc", "clang")
+ELEMENTS = {"float32": "FLOAT32", "bfloat16": "BFLOAT16", "float16": "FLOAT16"}  # dtypes, as lora.c names them
+FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC")
+TIMEOUT_S = 60
+
+
+class CannotCompile(Exception):
+    """There is no compiled product on this machine; says why in one line."""
+
+
+class Slice(ctypes.Structure):
+    """`struct slice` of `lora.c`."""
+
+    _fields_ = (
+        ("b", ctypes.c_void_p),
+        ("rank", ctypes.c_int64),
+        ("top", ctypes.c_int64),
+        ("first", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+    )
+
+
+class Group(ctypes.Structure):
+    """`struct group` of `lora.c`."""
+
+    _fields_ = (
+        ("rows", ctypes.c_void_p),
+        ("n_rows", ctypes.c_int64),
+        ("a", ctypes.c_void_p),
+        ("rank", ctypes.c_int64),
+        ("n_slices", ctypes.c_int64),
+        ("slices", ctypes.c_void_p),
+        ("shrunk", ctypes.c_void_p),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """The compiled product for one dtype of x, y and the weights.
+
+    Attributes:
+        add: `add(groups, n_groups, in, scale, x, x_stride, y, y_stride)`, pointers and strides in elements; unchecked.
+        panel: columns of a full panel of A or B. lanes: columns of a narrow one, and what a panel is filled up to.
+        compiler: what made it.
+    """
+
+    add: Any
+    panel: int
+    lanes: int
+    compiler: str
+
+
+@functools.cache
+def _outcome(dtype: str) -> Product | str:
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        return f"no C compiler is on the PATH ({', '.join(COMPILERS)})"
+    with tempfile.TemporaryDirectory(prefix="lora-plugins-") as directory:
+        library = Path(directory) / "lora.so"
+        try:
+            done = subprocess.run(  # noqa: S603 - the machine's compiler, our source
+                [compiler, *FLAGS, f"-DELEMENT={ELEMENTS[dtype]}", str(SOURCE), "-o", str(library)],
+                capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False,
+            )  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"{compiler} did not run: {error}"
+        if done.returncode:
+            return f"{compiler} failed: {_first_error(done.stderr)}"
+        try:
+            loaded = ctypes.CDLL(str(library))
+        except OSError as error:
+            return f"what {compiler} made cannot be loaded: {error}"
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    loaded.lora_add.argtypes = [pointer, number, number, ctypes.c_float, pointer, number, pointer, number]
+    loaded.lora_add.restype = None
+    for size in (loaded.lora_panel, loaded.lora_lanes):
+        size.restype = number
+    return Product(loaded.lora_add, int(loaded.lora_panel()), int(loaded.lora_lanes()), compiler)
+
+
+def _first_error(text: str) -> str:
+    lines = text.strip().splitlines() or ["no message"]
+    return next((line for line in lines if "error" in line), lines[0])
+
+
+def problem(dtype: str = "float32") -> str | None:
+    """Why there is no compiled product here, in one line; None where there is one. The first call compiles."""
+    outcome = _outcome(dtype)
+    return outcome if isinstance(outcome, str) else None
+
+
+def product(dtype: str = "float32") -> Product:
+    """The compiled product of this process for `float32`, `bfloat16` or `float16`.
+
+    Raises:
+        CannotCompile: there is none.
+    """
+    outcome = _outcome(dtype)
+    if isinstance(outcome, str):
+        raise CannotCompile(outcome)
+    return outcome

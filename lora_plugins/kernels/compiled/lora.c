@@ -1,0 +1,327 @@
+/* y[rows] += scale * B A x[rows] for every adapter of a batch, each with its own rows and its own rank.
+ *
+ * A and B lie in panels: [panel][k][PANEL columns], the columns being those of the product's result, so that the inner
+ * loop reads a panel front to back, once for a tile of rows, and keeps the tile's sums in registers. With few rows
+ * (decoding) that is as fast as the memory gives the panels; with many it is bound by the arithmetic.
+ *
+ * x, y and the panels are of ELEMENT (float32, bfloat16 or float16: one library for each); all sums are of float32.
+ *
+ * The idea of tiles kept in registers over packed panels: Goto and van de Geijn, "Anatomy of High-Performance Matrix
+ * Multiplication" (2008); of grouping rows by adapter: Punica and S-LoRA (arXiv:2310.18547, arXiv:2311.03285).
+ */
+#include <stdint.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define TALL 12 /* rows of the largest tile: its sums, 2 registers a row, fill 24 of 32 */
+#elif defined(__AVX__)
+#define LANES 8
+#define TALL 6
+#else
+#define LANES 4
+#define TALL 8
+#endif
+#define PANEL (2 * LANES)
+#define CHUNK (8 * TALL) /* rows of one task: their x stays in the second-level cache from panel to panel */
+#define BLOCK 8          /* panels of one task of the second product */
+#define DEPTH 512        /* steps of the first product's sum at a time, where x has to be converted */
+
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
+
+#define FLOAT32 1
+#define BFLOAT16 2
+#define FLOAT16 3
+
+#if ELEMENT == FLOAT32
+typedef float element;
+static inline vec load(const element *p) { return *(const vec *)p; }
+static inline void store(element *p, vec v) { *(vec *)p = v; }
+static inline float wide(element e) { return e; }
+static inline element narrow(float f) { return f; }
+
+#elif ELEMENT == BFLOAT16 /* the upper half of a float32 */
+typedef uint16_t element;
+typedef uint16_t half_vec __attribute__((vector_size(2 * LANES), aligned(2)));
+static inline vec load(const element *p)
+{
+    return (vec)(__builtin_convertvector(*(const half_vec *)p, uvec) << 16);
+}
+static inline void store(element *p, vec v)
+{
+    uvec bits = (uvec)v, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16; /* to the nearest, ties to even */
+    uvec is_nan = (uvec)(v != v);
+    *(half_vec *)p = __builtin_convertvector((is_nan & ((bits >> 16) | 0x40)) | (~is_nan & rounded), half_vec);
+}
+static inline float wide(element e)
+{
+    union { uint32_t bits; float f; } u = {(uint32_t)e << 16};
+    return u.f;
+}
+static inline element narrow(float f)
+{
+    union { float f; uint32_t bits; } u = {f};
+    return f != f ? (u.bits >> 16) | 0x40 : (u.bits + 0x7fff + ((u.bits >> 16) & 1)) >> 16;
+}
+
+#elif ELEMENT == FLOAT16
+typedef _Float16 element;
+#if defined(__AVX512F__)
+#include <immintrin.h>
+static inline vec load(const element *p) { return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)p)); }
+static inline void store(element *p, vec v)
+{
+    _mm256_storeu_si256((void *)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+#elif defined(__F16C__)
+#include <immintrin.h>
+static inline vec load(const element *p) { return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const void *)p)); }
+static inline void store(element *p, vec v)
+{
+    _mm_storeu_si128((void *)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+#else
+typedef element half_vec __attribute__((vector_size(2 * LANES), aligned(2)));
+static inline vec load(const element *p) { return __builtin_convertvector(*(const half_vec *)p, vec); }
+static inline void store(element *p, vec v) { *(half_vec *)p = __builtin_convertvector(v, half_vec); }
+#endif
+static inline float wide(element e) { return (float)e; }
+static inline element narrow(float f) { return (element)f; }
+#endif
+
+struct slice {
+    const element *b; /* panels of `rank` rows */
+    int64_t rank, top, first, width; /* top: its first column of the shrunk rows; first, width: columns of y */
+};
+
+struct group {
+    const int32_t *rows;
+    int64_t n_rows;
+    const element *a; /* panels of `in` rows */
+    int64_t rank;   /* of all slices together */
+    int64_t n_slices;
+    const struct slice *slices;
+    float *shrunk; /* [n_rows][rank, up to a full register] */
+};
+
+struct work {
+    const struct group *groups;
+    int64_t n_groups;
+    element *y;
+    int64_t y_stride;
+    const element *x;
+    int64_t x_stride;
+    int64_t in;
+    float scale;
+};
+
+int64_t lora_panel(void) { return PANEL; }
+int64_t lora_lanes(void) { return LANES; }
+
+static inline int64_t up(int64_t n, int64_t unit) { return (n + unit - 1) / unit; }
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* One tile: ROWS rows, WIDE registers of columns. `from` and `to` are the rows' places; ADD: sums start from `to`. */
+#define TILE(NAME, ROWS, WIDE, ADD)                                                                          \
+    static inline __attribute__((always_inline)) void NAME(                                                  \
+        const float *const *from, const element *p, int64_t depth, float *const *to)                         \
+    {                                                                                                        \
+        vec sum[ROWS][WIDE];                                                                                 \
+        const float *x[ROWS];                                                                                \
+        _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++)                                              \
+        {                                                                                                    \
+            x[r] = from[r];                                                                                  \
+            _Pragma("GCC unroll 2") for (int w = 0; w < WIDE; w++) sum[r][w] =                               \
+                ADD ? *(const vec *)(to[r] + w * LANES) : (vec){0};                                          \
+        }                                                                                                    \
+        for (int64_t k = 0; k < depth; k++, p += WIDE * LANES) {                                             \
+            vec b[WIDE];                                                                                     \
+            _Pragma("GCC unroll 2") for (int w = 0; w < WIDE; w++) b[w] = load(p + w * LANES);               \
+            _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++)                                          \
+            {                                                                                                \
+                vec one = x[r][k] - (vec){0};                                                                \
+                _Pragma("GCC unroll 2") for (int w = 0; w < WIDE; w++) sum[r][w] += one * b[w];              \
+            }                                                                                                \
+        }                                                                                                    \
+        _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++)                                              \
+            _Pragma("GCC unroll 2") for (int w = 0; w < WIDE; w++) *(vec *)(to[r] + w * LANES) = sum[r][w];  \
+    }
+
+/* Some rows with one panel, in tiles as tall as there are rows left. */
+#define PRODUCT(NAME, WIDE, ADD)                                                                             \
+    TILE(NAME##_tall, TALL, WIDE, ADD)                                                                       \
+    TILE(NAME##_4, 4, WIDE, ADD)                                                                             \
+    TILE(NAME##_2, 2, WIDE, ADD)                                                                             \
+    TILE(NAME##_1, 1, WIDE, ADD)                                                                             \
+    static void NAME(const float *const *from, int64_t n, const element *p, int64_t depth, float *const *to) \
+    {                                                                                                        \
+        int64_t r = 0;                                                                                       \
+        for (; r + TALL <= n; r += TALL) NAME##_tall(from + r, p, depth, to + r);                            \
+        for (; r + 4 <= n; r += 4) NAME##_4(from + r, p, depth, to + r);                                     \
+        for (; r + 2 <= n; r += 2) NAME##_2(from + r, p, depth, to + r);                                     \
+        for (; r < n; r++) NAME##_1(from + r, p, depth, to + r);                                             \
+    }
+
+PRODUCT(write_wide, 2, 0)
+PRODUCT(write_narrow, 1, 0)
+PRODUCT(add_wide, 2, 1)
+PRODUCT(add_narrow, 1, 1)
+
+static void product(
+    int add, int64_t columns, const float *const *from, int64_t n, const element *p, int64_t depth, float *const *to)
+{
+    if (columns > LANES)
+        (add ? add_wide : write_wide)(from, n, p, depth, to);
+    else
+        (add ? add_narrow : write_narrow)(from, n, p, depth, to);
+}
+
+static inline int64_t shrunk_width(const struct group *g) { return up(g->rank, LANES) * LANES; }
+
+/* Task `t` of the first product: one panel of A with one chunk of rows. */
+static void shrink(const struct work *w, const struct group *g, int64_t t)
+{
+    const float *from[CHUNK];
+    float *to[CHUNK];
+    int64_t panels = up(g->rank, PANEL), width = shrunk_width(g);
+    int64_t column = t % panels * PANEL, row = t / panels * CHUNK;
+    int64_t n = least(CHUNK, g->n_rows - row), columns = least(PANEL, width - column);
+    const element *p = g->a + column * w->in;
+    for (int64_t r = 0; r < n; r++) to[r] = g->shrunk + (row + r) * width + column;
+#if ELEMENT == FLOAT32
+    for (int64_t r = 0; r < n; r++) from[r] = w->x + g->rows[row + r] * w->x_stride;
+    product(0, columns, from, n, p, w->in, to);
+#else
+    float x[CHUNK][DEPTH];
+    for (int64_t r = 0; r < n; r++) from[r] = x[r];
+    for (int64_t k = 0; k < w->in; k += DEPTH) {
+        int64_t depth = least(DEPTH, w->in - k);
+        for (int64_t r = 0; r < n; r++) {
+            const element *own = w->x + g->rows[row + r] * w->x_stride + k;
+            int64_t i = 0;
+            for (; i + LANES <= depth; i += LANES) *(vec *)(x[r] + i) = load(own + i);
+            for (; i < depth; i++) x[r][i] = wide(own[i]);
+        }
+        product(k > 0, columns, from, n, p + k * columns, depth, to);
+    }
+#endif
+    if (w->scale != 1)
+        for (int64_t r = 0; r < n; r++)
+            for (int64_t c = 0; c < columns; c++) to[r][c] *= w->scale;
+}
+
+static int64_t shrink_tasks(const struct group *g) { return up(g->rank, PANEL) * up(g->n_rows, CHUNK); }
+
+/* One panel of B with a tile of rows, summed beside y and added to it: where y is no float32, or ends in a register. */
+static void add_beside(
+    const float *const *from, int64_t n, const element *p, int64_t depth, element *const *to, int64_t columns)
+{
+    float sums[TALL][PANEL];
+    float *into[TALL];
+    for (int64_t r = 0; r < n; r++) into[r] = sums[r];
+    product(0, columns, from, n, p, depth, into);
+    for (int64_t r = 0; r < n; r++) {
+        int64_t c = 0;
+        for (; c + LANES <= columns; c += LANES) store(to[r] + c, load(to[r] + c) + *(vec *)(sums[r] + c));
+        for (; c < columns; c++) to[r][c] = narrow(wide(to[r][c]) + sums[r][c]);
+    }
+}
+
+/* Task `t` of the second product: one block of a slice's panels of B with one chunk of rows. */
+static void expand(const struct work *w, const struct group *g, const struct slice *s, int64_t t)
+{
+    const float *from[TALL];
+    element *to[TALL];
+    int64_t blocks = up(up(s->width, PANEL), BLOCK), width = shrunk_width(g);
+    int64_t first = t % blocks * BLOCK * PANEL, row = t / blocks * CHUNK;
+    int64_t last_row = least(row + CHUNK, g->n_rows), last = least(s->width, first + BLOCK * PANEL);
+    /* A tile's rows of y from left to right: streams that the processor sees coming. */
+    for (; row < last_row; row += TALL) {
+        int64_t n = least(TALL, last_row - row);
+        for (int64_t r = 0; r < n; r++) {
+            from[r] = g->shrunk + (row + r) * width + s->top;
+            to[r] = w->y + g->rows[row + r] * w->y_stride + s->first + first;
+        }
+        for (int64_t column = first; column < last; column += PANEL) {
+            int64_t columns = least(PANEL, last - column);
+            const element *p = s->b + column * s->rank;
+#if ELEMENT == FLOAT32
+            if (columns % LANES == 0)
+                product(1, columns, from, n, p, s->rank, to);
+            else
+#endif
+                add_beside(from, n, p, s->rank, to, columns);
+            for (int64_t r = 0; r < n; r++) to[r] += PANEL;
+        }
+    }
+}
+
+static int64_t expand_tasks(const struct group *g, const struct slice *s)
+{
+    return up(up(s->width, PANEL), BLOCK) * up(g->n_rows, CHUNK);
+}
+
+/* Threads: those of the OpenMP that PyTorch has loaded, which vLLM has bound to cores. All of them or one: a smaller
+ * team would end threads, and new ones would not be bound. Without OpenMP in the process there is one. */
+extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak));
+extern int omp_get_thread_num(void) __attribute__((weak));
+extern int omp_get_num_threads(void) __attribute__((weak));
+extern int omp_get_max_threads(void) __attribute__((weak));
+
+static int have_threads(void)
+{
+    return GOMP_parallel && omp_get_thread_num && omp_get_num_threads && omp_get_max_threads
+           && omp_get_max_threads() > 1;
+}
+
+static void share(int64_t tasks, int threaded, int64_t *first, int64_t *last)
+{
+    int64_t n = threaded ? omp_get_num_threads() : 1, mine = threaded ? omp_get_thread_num() : 0;
+    *first = tasks * mine / n;
+    *last = tasks * (mine + 1) / n;
+}
+
+static void shrink_share(const struct work *w, int threaded)
+{
+    int64_t tasks = 0, first, last, start = 0;
+    for (int64_t i = 0; i < w->n_groups; i++) tasks += shrink_tasks(w->groups + i);
+    share(tasks, threaded, &first, &last);
+    for (int64_t i = 0; i < w->n_groups; i++) {
+        const struct group *g = w->groups + i;
+        int64_t own = shrink_tasks(g);
+        for (int64_t t = first > start ? first - start : 0; t < own && start + t < last; t++) shrink(w, g, t);
+        start += own;
+    }
+}
+
+static void expand_share(const struct work *w, int threaded)
+{
+    int64_t tasks = 0, first, last, start = 0;
+    for (int64_t i = 0; i < w->n_groups; i++)
+        for (int64_t j = 0; j < w->groups[i].n_slices; j++) tasks += expand_tasks(w->groups + i, w->groups[i].slices + j);
+    share(tasks, threaded, &first, &last);
+    for (int64_t i = 0; i < w->n_groups; i++)
+        for (int64_t j = 0; j < w->groups[i].n_slices; j++) {
+            const struct slice *s = w->groups[i].slices + j;
+            int64_t own = expand_tasks(w->groups + i, s);
+            for (int64_t t = first > start ? first - start : 0; t < own && start + t < last; t++)
+                expand(w, w->groups + i, s, t);
+            start += own;
+        }
+}
+
+static void shrink_in_team(void *work) { shrink_share(work, 1); }
+static void expand_in_team(void *work) { expand_share(work, 1); }
+
+void lora_add(const struct group *groups, int64_t n_groups, int64_t in, float scale, const element *x,
+              int64_t x_stride, element *y, int64_t y_stride)
+{
+    struct work w = {groups, n_groups, y, y_stride, x, x_stride, in, scale};
+    if (have_threads()) {
+        GOMP_parallel(shrink_in_team, &w, 0, 0);
+        GOMP_parallel(expand_in_team, &w, 0, 0);
+    } else {
+        shrink_share(&w, 0);
+        expand_share(&w, 0);
+    }
+}

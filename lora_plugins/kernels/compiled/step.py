@@ -1,0 +1,55 @@
+"""One module's part of a batch as a single call of the compiled product."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lora_plugins.kernels.compiled.build import Group, Product
+from lora_plugins.kernels.compiled.panels import Panels
+
+Take = Callable[[tuple[int, ...]], Any]
+
+
+def step(
+    product: Product, panels: Mapping[int, Panels], rows: Mapping[int, Any], inn: int, scale: float, take: Take
+) -> Callable[[Any, Any], None]:
+    """`run(y, x)`, which adds to `y` `[rows, out]` what these slots make of `x` `[rows, inn]`.
+
+    Args:
+        product: for the dtype that `x`, `y` and the panels have.
+        panels: by slot.
+        rows: by slot, the batch's rows that it adapts, int32.
+        inn: columns of `x`.
+        scale: factor of what is added.
+        take: gives a float32 buffer of a shape, undefined in content, that is nobody else's until `run` has returned.
+    """
+    groups = (Group * len(panels))()
+    wide = [len(rows[slot]) * (-(-found.rank // product.lanes) * product.lanes) for slot, found in panels.items()]
+    buffer = take((sum(wide),))
+    shrunk = buffer.data_ptr()
+    for group, (slot, found), size in zip(groups, panels.items(), wide, strict=True):
+        group.rows, group.n_rows = rows[slot].data_ptr(), len(rows[slot])
+        group.a, group.rank = found.flat.data_ptr(), found.rank
+        group.slices, group.n_slices = ctypes.addressof(found.slices), len(found.slices)
+        group.shrunk = shrunk
+        shrunk += 4 * size
+    n_rows = 1 + max(int(rows[slot].max()) for slot in panels)
+    width = max(place.first + place.width for found in panels.values() for place in found.slices)
+    add, address, n_groups = product.add, ctypes.addressof(groups), len(groups)
+    kept = (groups, dict(panels), dict(rows), buffer)  # what the addresses point to
+
+    def run(y: Any, x: Any, _kept: Any = kept) -> None:
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        x_rows, x_width = x.shape
+        y_rows, y_width = y.shape
+        if x_rows < n_rows or y_rows < n_rows or x_width != inn or y_width < width or y.stride(1) != 1:
+            raise ValueError(
+                f"x {tuple(x.shape)} and y {tuple(y.shape)} with strides {y.stride()}: "
+                f"the product needs {n_rows} rows, {inn} columns of x and {width} adjacent ones of y"
+            )
+        add(address, n_groups, inn, scale, x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0))
+
+    return run

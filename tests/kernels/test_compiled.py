@@ -1,0 +1,197 @@
+"""The compiled product: what it needs, what it refuses, and shapes of many panels, blocks and chunks."""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from lora_plugins.kernels.compiled import build
+from lora_plugins.kernels.compiled.panels import make
+from lora_plugins.kernels.cpu import Plan
+from tests.kernels.common import assert_equal, make_case
+
+if build.problem():
+    pytest.skip(f"{build.problem()}: then PyTorch computes, as LORA_PLUGINS_KERNELS=torch", allow_module_level=True)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+PANEL = build.product().panel
+LANES = build.product().lanes
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def fresh():
+    """What this process knows of the compiler is found out anew, and afterwards again."""
+    build._outcome.cache_clear()
+    yield
+    build._outcome.cache_clear()
+
+
+# Around the widths of panels and registers, and beyond one block of panels.
+@pytest.mark.parametrize(
+    "width", [1, LANES - 1, LANES, LANES + 1, PANEL - 1, PANEL, PANEL + 1, 8 * PANEL, 9 * PANEL + 3]
+)
+@pytest.mark.parametrize("rank", [1, LANES, LANES + 1, PANEL, PANEL + LANES, 64])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("threads")
+def test_panels_of_every_width(width, rank, dtype):
+    slot_of_row = [0, 1, -1, 0, 0, 1, 0]
+    case = make_case(
+        slot_of_row, [(rank,), (3,)], inn=37, widths=(width,), max_rank=64, dtype=dtype, products="compiled"
+    )
+    y = case.outputs(padding_rows=1)
+    assert_equal(case.computed(y), case.expected(y), y, slot_of_row)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 11, 12, 13, 95, 96, 97, 250])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("threads")
+def test_every_number_of_rows(rows, dtype):
+    slot_of_row = [-1, *[1] * rows, 0]
+    case = make_case(
+        slot_of_row, [(5, 40), (40, 7)], inn=50, widths=(70, 33), max_rank=40, dtype=dtype, products="compiled"
+    )
+    y = case.outputs()
+    assert_equal(case.computed(y), case.expected(y), y, slot_of_row)
+
+
+@pytest.mark.usefixtures("threads")
+def test_many_adapters_of_unlike_ranks_in_turn():
+    ranks = [(n % 5 * 16, (n + 3) % 7 * 9) for n in range(9)]
+    slot_of_row = [row % 10 - 1 for row in range(333)]
+    case = make_case(slot_of_row, ranks, inn=129, widths=(300, 77), max_rank=64, products="compiled")
+    y = case.outputs()
+    assert_equal(case.computed(y), case.expected(y), y, slot_of_row)
+
+
+@pytest.mark.parametrize("inn", [511, 512, 513, 1500])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_of_several_depths(inn, scale, dtype):
+    slot_of_row = [0, 1, -1, 0, 1]
+    case = make_case(slot_of_row, [(20,), (7,)], inn=inn, widths=(40,), max_rank=20, dtype=dtype, products="compiled")
+    y = case.outputs()
+    assert_equal(case.computed(y, scale=scale), case.expected(y, scale=scale), y, slot_of_row)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rounded_to_the_nearest(dtype):
+    """What a rank of one adds with factors that are exact in the dtype is rounded once, as PyTorch rounds."""
+    values = torch.tensor([1.0, 1 + 2**-7, 3.0, 2**-9, -1 - 2**-8, 255.0, 257.0]).to(dtype)
+    case = make_case([0], [(1,)], inn=1, widths=(len(values),), max_rank=1, dtype=dtype, products="compiled")
+    case.weights.a[0][0] = case.x[:] = 1
+    case.weights.b[0][0, 0, :, 0] = values
+    for start in (1.0, 1 + 2**-7, -(2.0**-9)):
+        y = torch.full((1, len(values)), start).to(dtype)
+        assert torch.equal(case.computed(y), (y.double() + values.double()).to(dtype))
+
+
+@pytest.mark.parametrize("strides", ["every second column", "every second row"])
+def test_inputs_with_strides(strides):
+    case = make_case([0, 1, -1, 0], [(8,), (3,)], inn=20, products="compiled")
+    case.x = (torch.randn(4, 40)[:, ::2] if strides == "every second column" else torch.randn(8, 20)[::2]).detach()
+    y = case.outputs()
+    assert_equal(case.computed(y), case.expected(y), y, case.slot_of_row)
+
+
+def test_an_output_with_gaps_between_its_columns():
+    case = make_case([0, 1, -1, 0], [(8,), (3,)], products="compiled")
+    y = case.outputs()
+    wide = torch.full((4, 38), 7.0)
+    found = wide[:, ::2]
+    found.copy_(y)
+    Plan(case.weights, case.batch(), 1.0).run(found, case.x)
+    assert_equal(found, case.expected(y), y, case.slot_of_row)
+    assert (wide[:, 1::2] == 7).all()
+
+
+@pytest.mark.parametrize(("rows", "inn"), [(3, 33), (4, 32)], ids=["rows", "columns of x"])
+def test_tensors_that_are_too_small_are_refused(rows, inn):
+    case = make_case([0, 1, -1, 0], [(8,), (3,)], products="compiled")
+    plan = Plan(case.weights, case.batch(), 1.0)
+    y = torch.zeros(rows, 19)
+    with pytest.raises(ValueError, match="needs 4 rows, 33 columns of x"):
+        plan.run(y, torch.randn(4, inn))
+    assert not y.any()
+
+
+def test_panels_are_made_once_for_what_a_slot_holds():
+    panels = make_case([], [(8,), (8,)], products="compiled").weights.panels
+    first = panels.of(0)
+    assert panels.of(0) is first
+    assert panels.nbytes == first.nbytes == (math.ceil(8 / LANES) * LANES * 33 + math.ceil(19 / LANES) * LANES * 8) * 4
+    panels.ranks.written(0, [4])
+    assert panels.of(0) is not first
+    assert panels.of(0).rank == 4
+
+
+def test_what_was_prepared_beside_the_loop_is_used():
+    weights = make_case([], [(8,), (8,)], products="compiled").weights
+    weights.prepare(1)
+    (prepared,) = weights.panels._of_slot.values()
+    assert weights.panelled([1]) == {1: prepared}
+    weights.ranks.written(1, [0])
+    weights.prepare(1)
+    assert weights.panelled([1]) == {}
+    assert weights.packed_bytes == 0
+
+
+def test_nothing_is_read_beyond_a_true_rank_and_the_rest_of_a_panel_is_zero():
+    case = make_case([], [(3, 0, LANES - 2)], widths=(5, 6, 7), products="compiled", max_rank=LANES - 2)
+    weights = case.weights
+    made = make(build.product(), weights.a, weights.b, 0, (3, 0, LANES - 2), 1)
+    assert made.flat.isfinite().all()
+    assert [(s.rank, s.top, s.first, s.width) for s in made.slices] == [(3, 0, 0, 5), (LANES - 2, 3, 11, 7)]
+    of_a = made.flat[: PANEL * 33].view(33, PANEL)
+    assert torch.equal(of_a[:, :3], weights.a[0][0, 0, :3].t())
+    assert torch.equal(of_a[:, 3 : LANES + 1], weights.a[2][0, 0, : LANES - 2].t())
+    assert not of_a[:, LANES + 1 :].any()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_without_a_compiler_the_reason_is_said(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build.problem() == "no C compiler is on the PATH (cc, gcc, clang)"
+    with pytest.raises(build.CannotCompile, match="no C compiler"):
+        build.product()
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("echo 'lora.c:3:1: error: no such luck' >&2; exit 1", "failed: lora.c:3:1: error: no such luck"),
+        ("exit 3", "failed: no message"),
+        ("while [ $1 != -o ]; do shift; done; echo nonsense > $2", "cannot be loaded"),
+    ],
+)
+@pytest.mark.usefixtures("fresh")
+def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path, script, says):
+    compiler = tmp_path / "cc"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert says in build.problem()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_nothing_is_left_behind(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert build.problem() is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_source_is_in_the_package():
+    assert build.SOURCE.parent == Path(build.__file__).parent
+    assert build.SOURCE.is_file()
