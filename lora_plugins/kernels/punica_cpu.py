@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
+from lora_plugins.errors import InvalidSettings
 from lora_plugins.kernels import cpu, layers, reference
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.compiled.panels import SlotPanels
@@ -195,18 +196,21 @@ class GroupedPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
 
 
 class CompiledPunicaWrapperCPU(GroupedPunicaWrapperCPU):
-    """As the grouped one, with products by our C, compiled for this machine and the model's dtype.
-
-    Raises:
-        CannotCompile: this machine cannot make them.
-    """
+    """As the grouped one, with products by our C, compiled for this machine and the model's dtype."""
 
     def _panels(self, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks) -> SlotPanels | None:
         dtype = str(a[0].dtype).removeprefix("torch.")
-        if dtype in build.ELEMENTS:
+        if dtype not in build.ELEMENTS:
+            self._tell_once(f"a layer of {dtype}", "is computed by PyTorch's products")
+            return None
+        try:
             return SlotPanels(build.product(dtype), a, b, ranks)
-        self._tell_once(f"a layer of {dtype}", "is computed by PyTorch's products")
-        return None
+        except build.CannotCompile as error:
+            raise InvalidSettings(
+                f"there are no compiled LoRA kernels for {dtype} here: {error}",
+                expected="a compiler and a processor for it",
+                remedy="set LORA_PLUGINS_KERNELS=torch",
+            ) from error
 
 
 class ReferencePunicaWrapper(GroupedPunicaWrapperCPU):

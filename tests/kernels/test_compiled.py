@@ -98,6 +98,10 @@ def test_rounded_to_the_nearest(dtype):
         assert torch.equal(case.computed(y), (y.double() + values.double()).to(dtype))
 
 
+def test_pytorchs_threads_are_used(threads):
+    assert build.product().threads() == torch.get_num_threads() == threads
+
+
 @pytest.mark.parametrize("strides", ["every second column", "every second row"])
 def test_inputs_with_strides(strides):
     case = make_case([0, 1, -1, 0], [(8,), (3,)], inn=20, products="compiled")
@@ -149,7 +153,7 @@ def test_what_was_prepared_beside_the_loop_is_used():
 
 
 def test_nothing_is_read_beyond_a_true_rank_and_the_rest_of_a_panel_is_zero():
-    case = make_case([], [(3, 0, LANES - 2)], widths=(5, 6, 7), products="compiled", max_rank=LANES - 2)
+    case = make_case([], [(3, 0, LANES - 2)], widths=(5, 6, 7), products="compiled", max_rank=LANES)
     weights = case.weights
     made = make(build.product(), weights.a, weights.b, 0, (3, 0, LANES - 2), 1)
     assert made.flat.isfinite().all()

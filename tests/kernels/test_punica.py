@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import pytest
@@ -11,7 +12,13 @@ from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.layers.column_parallel_linear import MergedColumnParallelLinearWithLoRA
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-from lora_plugins.kernels.punica_cpu import GroupedPunicaWrapperCPU, ReferencePunicaWrapper
+from lora_plugins.errors import InvalidSettings
+from lora_plugins.kernels.compiled import build
+from lora_plugins.kernels.punica_cpu import (
+    CompiledPunicaWrapperCPU,
+    GroupedPunicaWrapperCPU,
+    ReferencePunicaWrapper,
+)
 from tests.kernels.common import assert_equal, make_case
 
 SLOTS, MAX_RANK, INN = 3, 8, 21
@@ -23,6 +30,7 @@ BATCHES = {
     "long": [0] * 40 + [-1] * 3 + [2] * 40,
     "empty": [],
 }
+OURS = [GroupedPunicaWrapperCPU] if build.problem() else [GroupedPunicaWrapperCPU, CompiledPunicaWrapperCPU]
 batches = pytest.mark.parametrize("slot_of_row", BATCHES.values(), ids=BATCHES)
 
 
@@ -37,10 +45,16 @@ def layer_of(kind: type, widths: tuple[int, ...]) -> torch.nn.Module:
     return layer
 
 
-def wrapper_for(slot_of_row: list[int], kind: type = GroupedPunicaWrapperCPU, sampled: list[int] | None = None):
+def made(kind: type, slot_of_row: list[int], sampled: list[int] | None = None):
     wrapper = kind(256, max_batches=16, device="cpu")
     map_rows(wrapper, slot_of_row, sampled)
     return wrapper
+
+
+@pytest.fixture(params=OURS, ids=lambda kind: kind.__name__)
+def wrapper_for(request):
+    """Makes a wrapper for a batch's rows and perhaps sampled ones; once with PyTorch's products, once compiled."""
+    return functools.partial(made, request.param)
 
 
 def map_rows(wrapper, slot_of_row: list[int], sampled: list[int] | None = None) -> None:
@@ -57,13 +71,13 @@ def adapter(rank: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rank, INN), torch.randn(width, rank)
 
 
-@pytest.mark.parametrize("kind", [GroupedPunicaWrapperCPU, ReferencePunicaWrapper])
+@pytest.mark.parametrize("kind", [*OURS, ReferencePunicaWrapper])
 @batches
 def test_linear(slot_of_row, kind):
     case = make_case(slot_of_row, [(8, 8), (3, 0), (0, 1)], inn=INN, widths=(11, 5), max_rank=MAX_RANK)
     for part in (*case.weights.a, *case.weights.b):
         part.nan_to_num_(0)  # vLLM pads with zeros
-    wrapper = wrapper_for(slot_of_row, kind)
+    wrapper = made(kind, slot_of_row)
     y = case.outputs(padding_rows=2)
     found = y.clone()
     wrapper.add_lora_linear(found, case.x, case.weights.a, case.weights.b, 1.0, case.widths)
@@ -75,7 +89,7 @@ def test_vllms_own_gives_base_rows_an_adapter_or_masks_them():
     slot_of_row = [0, -1]
     case = make_case(slot_of_row, [(8,)] * SLOTS, inn=INN, max_rank=MAX_RANK)
     y = torch.zeros(2, 19)
-    wrapper_for(slot_of_row, PunicaWrapperCPU).add_lora_linear(y, case.x, case.weights.a, case.weights.b, 1.0, (19,))
+    made(PunicaWrapperCPU, slot_of_row).add_lora_linear(y, case.x, case.weights.a, case.weights.b, 1.0, (19,))
     wrong = y[1].abs().max() > 0
     import vllm
 
@@ -83,7 +97,7 @@ def test_vllms_own_gives_base_rows_an_adapter_or_masks_them():
 
 
 @pytest.mark.parametrize("widths", [(11,), (11, 5)])
-def test_a_layers_set_lora_tells_the_true_rank_and_nothing_beyond_it_is_read(widths):
+def test_a_layers_set_lora_tells_the_true_rank_and_nothing_beyond_it_is_read(widths, wrapper_for):
     kind = BaseLinearLayerWithLoRA if len(widths) == 1 else MergedColumnParallelLinearWithLoRA
     layer = layer_of(kind, widths)
     slot_of_row = [0, 1, -1, 0]
@@ -110,7 +124,7 @@ def test_a_layers_set_lora_tells_the_true_rank_and_nothing_beyond_it_is_read(wid
         assert torch.allclose(found[row], expected, atol=1e-5)
 
 
-def test_a_packed_layer_with_an_unadapted_slice_and_a_reset_slot():
+def test_a_packed_layer_with_an_unadapted_slice_and_a_reset_slot(wrapper_for):
     widths = (11, 5, 5)
     layer = layer_of(MergedColumnParallelLinearWithLoRA, widths)
     wrapper = wrapper_for([0, 1])
@@ -126,7 +140,7 @@ def test_a_packed_layer_with_an_unadapted_slice_and_a_reset_slot():
     assert not y[1].any()
 
 
-def test_the_same_batch_goes_on_after_its_slot_was_written_anew():
+def test_the_same_batch_goes_on_after_its_slot_was_written_anew(wrapper_for):
     # vLLM calls update_metadata only when the mapping changes; an adapter loaded in place changes none.
     layer = layer_of(BaseLinearLayerWithLoRA, (11,))
     wrapper = wrapper_for([0])
@@ -140,7 +154,7 @@ def test_the_same_batch_goes_on_after_its_slot_was_written_anew():
         assert torch.allclose(y[0], b @ a @ x[0], atol=1e-5)
 
 
-def test_a_slot_filled_beside_the_loop_changes_no_running_batch():
+def test_a_slot_filled_beside_the_loop_changes_no_running_batch(wrapper_for):
     layer = layer_of(BaseLinearLayerWithLoRA, (11,))
     wrapper = wrapper_for([0, -1])
     wrapper.adopt(layer)
@@ -154,7 +168,7 @@ def test_a_slot_filled_beside_the_loop_changes_no_running_batch():
         layer.set_lora(2, *adapter(8, 11))
 
 
-def test_a_layer_that_sees_the_first_rows_only_and_one_with_leading_dimensions():
+def test_a_layer_that_sees_the_first_rows_only_and_one_with_leading_dimensions(wrapper_for):
     case = make_case([0, -1, 2, 1], [(8,)] * SLOTS, inn=INN, max_rank=MAX_RANK)
     wrapper = wrapper_for(case.slot_of_row)
     y = case.outputs()
@@ -166,7 +180,7 @@ def test_a_layer_that_sees_the_first_rows_only_and_one_with_leading_dimensions()
     assert_equal(whole[0], case.expected(y), y, case.slot_of_row)
 
 
-def test_without_adding_adapted_rows_are_overwritten_and_others_are_not():
+def test_without_adding_adapted_rows_are_overwritten_and_others_are_not(wrapper_for):
     case = make_case([0, -1, 2], [(8,), (8,), (0,)], inn=INN, max_rank=MAX_RANK)
     y = case.outputs()
     found = y.clone()
@@ -183,7 +197,7 @@ def adopted(case) -> torch.nn.Module:
     return layer
 
 
-def test_logits_follow_the_sampled_rows():
+def test_logits_follow_the_sampled_rows(wrapper_for):
     sampled = [2, -1, 0]
     case = make_case(sampled, [(8,)] * SLOTS, inn=INN, widths=(30,), max_rank=MAX_RANK)
     wrapper = wrapper_for([2] * 9 + [-1] * 4 + [0] * 2, sampled=sampled)
@@ -194,7 +208,7 @@ def test_logits_follow_the_sampled_rows():
 
 
 @batches
-def test_embedding(slot_of_row):
+def test_embedding(slot_of_row, wrapper_for):
     case = make_case(slot_of_row, [(8,)] * SLOTS, inn=MAX_RANK, max_rank=MAX_RANK)
     b = case.weights.b[0]
     y = case.outputs(padding_rows=1)
@@ -208,7 +222,7 @@ def test_embedding(slot_of_row):
 
 
 @batches
-def test_shrink_and_expand_apart_as_fully_sharded_layers_call_them(slot_of_row):
+def test_shrink_and_expand_apart_as_fully_sharded_layers_call_them(slot_of_row, wrapper_for):
     widths = (11, 5)
     case = make_case(slot_of_row, [(8, 8)] * SLOTS, inn=INN, widths=widths, max_rank=MAX_RANK)
     wrapper = wrapper_for(slot_of_row)
@@ -226,7 +240,7 @@ def test_shrink_and_expand_apart_as_fully_sharded_layers_call_them(slot_of_row):
     assert shrunk[:, [row for row, slot in enumerate(slot_of_row) if slot < 0]].isnan().all()
 
 
-def test_a_layer_of_another_kind_is_left_to_vllm_and_that_is_said_once(logged):
+def test_a_layer_of_another_kind_is_left_to_vllm_and_that_is_said_once(logged, wrapper_for):
     wrapper = wrapper_for([])
     for _ in range(2):
         wrapper.adopt(torch.nn.Linear(1, 1))
@@ -234,7 +248,7 @@ def test_a_layer_of_another_kind_is_left_to_vllm_and_that_is_said_once(logged):
     assert said == ["CPU kernels: Linear is computed by vLLM's own path"]
 
 
-def test_the_memory_of_packs_is_counted():
+def test_the_memory_of_packs_is_counted(wrapper_for):
     layer = layer_of(BaseLinearLayerWithLoRA, (11,))
     wrapper = wrapper_for([0])
     wrapper.adopt(layer)
@@ -243,4 +257,17 @@ def test_the_memory_of_packs_is_counted():
     wrapper.add_lora_linear(
         torch.zeros(1, 11), torch.randn(1, INN), layer.lora_a_stacked, layer.lora_b_stacked, 1.0, (11,)
     )
-    assert wrapper.packed_bytes == 4 * (3 * (INN + 11) + 3)
+    lanes = build.product().lanes if isinstance(wrapper, CompiledPunicaWrapperCPU) else 1
+    rank, width = (-(-columns // lanes) * lanes for columns in (3, 11))  # filled up to whole registers
+    assert wrapper.packed_bytes == 4 * (rank * INN + 3 * width + rank)
+
+
+def test_a_dtype_that_cannot_be_compiled_ends_the_start_with_a_way_out(monkeypatch):
+    def refuse(dtype: str):
+        raise build.CannotCompile(f"cc failed: no {dtype}")
+
+    monkeypatch.setattr(build, "product", refuse)
+    wrapper = made(CompiledPunicaWrapperCPU, [0])
+    layer = layer_of(BaseLinearLayerWithLoRA, (11,))
+    with pytest.raises(InvalidSettings, match=r"no float32.*LORA_PLUGINS_KERNELS=torch"):
+        wrapper.adopt(layer)

@@ -11,6 +11,7 @@ import functools
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,12 @@ class Product:
     Attributes:
         add: `add(groups, n_groups, in, scale, x, x_stride, y, y_stride)`, pointers and strides in elements; unchecked.
         panel: columns of a full panel of A or B. lanes: columns of a narrow one, and what a panel is filled up to.
+        threads: `threads()`, how many it would use now.
         compiler: what made it.
     """
 
     add: Any
+    threads: Callable[[], int]
     panel: int
     lanes: int
     compiler: str
@@ -91,9 +94,9 @@ def _outcome(dtype: str) -> Product | str:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     loaded.lora_add.argtypes = [pointer, number, number, ctypes.c_float, pointer, number, pointer, number]
     loaded.lora_add.restype = None
-    for size in (loaded.lora_panel, loaded.lora_lanes):
-        size.restype = number
-    return Product(loaded.lora_add, int(loaded.lora_panel()), int(loaded.lora_lanes()), compiler)
+    for count in (loaded.lora_threads, loaded.lora_panel, loaded.lora_lanes):
+        count.restype = number
+    return Product(loaded.lora_add, loaded.lora_threads, loaded.lora_panel(), loaded.lora_lanes(), compiler)
 
 
 def _first_error(text: str) -> str:

@@ -64,29 +64,35 @@ static inline element narrow(float f)
     return f != f ? (u.bits >> 16) | 0x40 : (u.bits + 0x7fff + ((u.bits >> 16) & 1)) >> 16;
 }
 
-#elif ELEMENT == FLOAT16
-typedef _Float16 element;
-#if defined(__AVX512F__)
+#elif ELEMENT == FLOAT16 && defined(__F16C__) /* no _Float16: compilers of 2021 have none */
 #include <immintrin.h>
+typedef uint16_t element;
+#if LANES == 16
 static inline vec load(const element *p) { return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)p)); }
 static inline void store(element *p, vec v)
 {
     _mm256_storeu_si256((void *)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
-#elif defined(__F16C__)
-#include <immintrin.h>
+#else
 static inline vec load(const element *p) { return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const void *)p)); }
 static inline void store(element *p, vec v)
 {
-    _mm_storeu_si128((void *)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    _mm_storeu_si128((void *)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
 }
-#else
+#endif
+static inline float wide(element e) { return _cvtsh_ss(e); }
+static inline element narrow(float f) { return _cvtss_sh(f, _MM_FROUND_TO_NEAREST_INT); }
+
+#elif ELEMENT == FLOAT16 && defined(__ARM_FP16_FORMAT_IEEE)
+typedef __fp16 element;
 typedef element half_vec __attribute__((vector_size(2 * LANES), aligned(2)));
 static inline vec load(const element *p) { return __builtin_convertvector(*(const half_vec *)p, vec); }
 static inline void store(element *p, vec v) { *(half_vec *)p = __builtin_convertvector(v, half_vec); }
-#endif
-static inline float wide(element e) { return (float)e; }
-static inline element narrow(float f) { return (element)f; }
+static inline float wide(element e) { return e; }
+static inline element narrow(float f) { return f; }
+
+#else
+#error "float16 needs a processor that converts it (F16C, or ARM)"
 #endif
 
 struct slice {
@@ -268,10 +274,9 @@ extern int omp_get_thread_num(void) __attribute__((weak));
 extern int omp_get_num_threads(void) __attribute__((weak));
 extern int omp_get_max_threads(void) __attribute__((weak));
 
-static int have_threads(void)
+int64_t lora_threads(void)
 {
-    return GOMP_parallel && omp_get_thread_num && omp_get_num_threads && omp_get_max_threads
-           && omp_get_max_threads() > 1;
+    return GOMP_parallel && omp_get_thread_num && omp_get_num_threads && omp_get_max_threads ? omp_get_max_threads() : 1;
 }
 
 static void share(int64_t tasks, int threaded, int64_t *first, int64_t *last)
@@ -317,7 +322,7 @@ void lora_add(const struct group *groups, int64_t n_groups, int64_t in, float sc
               int64_t x_stride, element *y, int64_t y_stride)
 {
     struct work w = {groups, n_groups, y, y_stride, x, x_stride, in, scale};
-    if (have_threads()) {
+    if (lora_threads() > 1) {
         GOMP_parallel(shrink_in_team, &w, 0, 0);
         GOMP_parallel(expand_in_team, &w, 0, 0);
     } else {
