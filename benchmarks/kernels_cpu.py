@@ -1,8 +1,9 @@
 """What adapters cost on the CPU: tokens/s with adapters against the base model, vLLM's kernels and ours.
 
-A 95 M-parameter float32 Llama on the real engine, offline. Each engine (one per kernels and `max_lora_rank`) runs in a
-process of its own, placed on the cores by vLLM as for `vllm serve`, and measures base and adapters in turn, round after
-round. A figure is the fastest round's tokens/s, relative to the base model's in the same engine. Prints Markdown, keeps
+A 95 M-parameter Llama, float32 unless `--dtype` says otherwise, on the real engine, offline. `torch` are our kernels as
+they are without a compiler. Each engine (one per kernels and `max_lora_rank`) runs in a process of its own, placed on
+the cores by vLLM as for `vllm serve`, and measures base and adapters in turn, round after round. A figure is the
+fastest round's tokens/s, relative to the base model's in the same engine. Prints Markdown, keeps
 benchmarks/results/kernels_cpu.json. An engine gets `--limit-s`; one that does not get through is reported as such.
 """
 
@@ -29,6 +30,7 @@ HIDDEN, LAYERS, INTERMEDIATE, VOCAB = 1024, 8, 2816, 512
 SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = 16, 64, 32
 SLOT_RANKS = (16, 64, 256)
 PARTS = {"both": (PROMPT_TOKENS, NEW_TOKENS), "prefill": (PROMPT_TOKENS, 1), "decode": (1, NEW_TOKENS)}
+CHOICES = {"ours": "cpu", "torch": "torch"}  # of LORA_PLUGINS_KERNELS
 GOALS = {"one16": 0.95, "four16": 0.92, "four64": 0.85}
 
 
@@ -47,14 +49,14 @@ def random_adapter(directory: Path, base: Path, rank: int, seed: int) -> None:
     )
 
 
-def measure(home: Path, slot_rank: int, rounds: int) -> None:
+def measure(home: Path, slot_rank: int, rounds: int, dtype: str) -> None:
     """In the child: run every case in turn and print one JSON line for each."""
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
     llm = LLM(
         str(home / "base"),
-        dtype="float32",
+        dtype=dtype,
         enforce_eager=True,
         enable_lora=slot_rank > 0,
         max_loras=4,
@@ -97,7 +99,7 @@ def measure(home: Path, slot_rank: int, rounds: int) -> None:
                 print(json.dumps(row), flush=True)
 
 
-def run_engine(home: Path, kernels: str, slot_rank: int, rounds: int, limit_s: float) -> list[dict]:
+def run_engine(home: Path, kernels: str, slot_rank: int, rounds: int, limit_s: float, dtype: str) -> list[dict]:
     """Measure in a child process; what it printed within the limit."""
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("LORA_PLUGINS_", "VLLM_"))},
@@ -105,10 +107,11 @@ def run_engine(home: Path, kernels: str, slot_rank: int, rounds: int, limit_s: f
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_PLUGINS": "lora_kernels" if kernels == "ours" else "",
+        "VLLM_PLUGINS": "lora_kernels" if kernels in CHOICES else "",
+        **({"LORA_PLUGINS_KERNELS": CHOICES[kernels]} if kernels in CHOICES else {}),
     }
     command = [sys.executable, "-m", "benchmarks.kernels_cpu", "--child", str(home), "--slot-ranks", str(slot_rank)]
-    command += ["--rounds", str(rounds)]
+    command += ["--rounds", str(rounds), "--dtype", dtype]
     with (home / f"{kernels}-{slot_rank}.log").open("wb") as log, tempfile.TemporaryFile() as out:
         child = subprocess.Popen(command, stdout=out, stderr=log, env=environment, start_new_session=True)
         finished = True
@@ -147,9 +150,13 @@ def tokens_per_s(rows: list[dict], kernels: str, slot_rank: int, case: str, part
     return SEQUENCES * tokens / seconds if seconds else None
 
 
-def kept() -> list[dict]:
+def result_name(dtype: str) -> str:
+    return "kernels_cpu" if dtype == "float32" else f"kernels_cpu_{dtype}"
+
+
+def kept(dtype: str = "float32") -> list[dict]:
     """What an earlier run measured; engines may be measured one at a time."""
-    file = RESULTS / "kernels_cpu.json"
+    file = RESULTS / f"{result_name(dtype)}.json"
     return json.loads(file.read_text())["rows"] if file.is_file() else []
 
 
@@ -158,13 +165,13 @@ def print_table(rows: list[dict], slot_ranks: list[int]) -> None:
         return "–" if value is None else format(value, form)
 
     base = [
-        tokens_per_s(rows, kernels, rank, "base", "both") for kernels in ("ours", "none") for rank in (0, *slot_ranks)
+        tokens_per_s(rows, kernels, rank, "base", "both") for kernels in (*CHOICES, "none") for rank in (0, *slot_ranks)
     ]
     print("new tokens/s of the base model, engine by engine:", ", ".join(cell(b, ".0f") for b in base if b))
     print()
     print("| kernels | `max_lora_rank` | adapters | tokens/s | of base | prefill alone | decode alone | goal |")
     print("|---|---|---|---|---|---|---|---|")
-    for kernels in ("vllm", "ours"):
+    for kernels in ("vllm", "torch", "ours"):
         for rank in slot_ranks:
             for case in list(cases(rank))[1:]:
                 if not any(row["kernels"] == kernels and row["slot_rank"] == rank for row in rows):
@@ -180,15 +187,16 @@ def main() -> int:
     arguments.add_argument("--child", type=Path)
     arguments.add_argument("--rounds", type=int, default=7)
     arguments.add_argument("--slot-ranks", type=int, nargs="*", default=list(SLOT_RANKS))
-    arguments.add_argument("--kernels", nargs="*", default=["none", "ours", "vllm"])
+    arguments.add_argument("--kernels", nargs="*", default=["none", "ours", "torch", "vllm"])
+    arguments.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     arguments.add_argument("--limit-s", type=float, default=240)
     arguments.add_argument("--dry", action="store_true", help="keep no result")
     arguments.add_argument("--fresh", action="store_true", help="without what earlier runs measured of other engines")
     options = arguments.parse_args()
     if options.child:
-        measure(options.child, options.slot_ranks[0], options.rounds)
+        measure(options.child, options.slot_ranks[0], options.rounds, options.dtype)
         return 0
-    rows = [] if options.fresh else kept()
+    rows = [] if options.fresh else kept(options.dtype)
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
         base = build_base(home / "base", hidden=HIDDEN, layers=LAYERS, vocab=VOCAB, intermediate=INTERMEDIATE)
@@ -197,7 +205,7 @@ def main() -> int:
                 random_adapter(home / f"r{rank}-{number}", base, rank, number)
         for kernels in options.kernels:
             for slot_rank in (0,) if kernels == "none" else options.slot_ranks:
-                found = run_engine(home, kernels, slot_rank, options.rounds, options.limit_s)
+                found = run_engine(home, kernels, slot_rank, options.rounds, options.limit_s, options.dtype)
                 rows = [row for row in rows if (row["kernels"], row["slot_rank"]) != (kernels, slot_rank)]
                 rows += found or [{"kernels": kernels, "slot_rank": slot_rank, "finished": False}]
                 print(f"{kernels}, max_lora_rank {slot_rank}: {len(found)} measurements", file=sys.stderr, flush=True)
@@ -206,9 +214,11 @@ def main() -> int:
         count = sum((row["kernels"], row["slot_rank"]) == (kernels, rank) and "case" in row for row in rows)
         print(f"\n{kernels} at {rank} did not get through: {count} measurements in {options.limit_s:.0f} s.")
     if not options.dry:
-        from benchmarks.kernels_plot import plot
+        print(f"\nRaw: {keep(result_name(options.dtype), rows).name}")
+        if options.dtype == "float32":
+            from benchmarks.kernels_plot import plot
 
-        print(f"\nRaw: {keep('kernels_cpu', rows).name}; drawn: {plot([row for row in rows if 'case' in row]).name}")
+            print(f"Drawn: {plot([row for row in rows if 'case' in row]).name}")
     return 0
 
 
