@@ -93,8 +93,6 @@ class ModuleWeights:
         Callable from the thread that fills idle slots.
         """
         self._ready.pop(slot, None)
-        if self.panels is not None:
-            self.panels.forget(slot)
         ranks = self.ranks[slot]
         if any(ranks) and max(ranks) <= LARGEST_PACKED_RANK:
             if self.panels is not None:

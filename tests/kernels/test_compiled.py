@@ -146,7 +146,13 @@ def test_what_was_prepared_beside_the_loop_is_used():
     weights.prepare(1)
     (prepared,) = weights.panels._of_slot.values()
     assert weights.panelled([1]) == {1: prepared}
+
+
+def test_an_emptied_slot_leaves_no_panels():
+    weights = make_case([], [(8,), (8,)], products="compiled").weights
+    weights.prepare(1)
     weights.ranks.written(1, [0])
+    assert weights.packed_bytes == 0
     weights.prepare(1)
     assert weights.panelled([1]) == {}
     assert weights.packed_bytes == 0

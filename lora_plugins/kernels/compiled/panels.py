@@ -79,7 +79,7 @@ def _fill(product: Product, flat: Any, matrix: Any, column: int) -> None:
 
 
 class SlotPanels:
-    """The panels of a module's slots, each made once for what the slot holds: those slots' memory once more.
+    """The panels of a module's slots, each made once for what the slot holds: the adapters' memory once more.
 
     Args:
         product: whose panels.
@@ -90,6 +90,7 @@ class SlotPanels:
     def __init__(self, product: Product, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks) -> None:
         self.product, self.a, self.b, self.ranks = product, tuple(a), tuple(b), ranks
         self._of_slot: dict[int, Panels] = {}
+        ranks.listen(self._forget)  # what an unloaded adapter left behind is memory
 
     @property
     def nbytes(self) -> int:
@@ -103,9 +104,8 @@ class SlotPanels:
     def make(self, slot: int) -> Panels:
         """Copy the slot, which nobody is writing; callable from the thread that fills idle slots."""
         stamp = self.ranks.stamp(slot)
-        self.forget(slot)
         found = self._of_slot[slot] = make(self.product, self.a, self.b, slot, self.ranks[slot], stamp)
         return found
 
-    def forget(self, slot: int) -> None:
+    def _forget(self, slot: int) -> None:
         self._of_slot.pop(slot, None)
