@@ -52,12 +52,14 @@ class Server:
         self.status = 200
         self.body = json.dumps(LIST).encode()
         self.seen: list[tuple[str, str | None]] = []
+        self.looks_until_it_fails: int | None = None
         server = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 server.seen.append((self.path, self.headers["Authorization"]))
-                self.send_response(server.status)
+                worn_out = server.looks_until_it_fails is not None and len(server.seen) > server.looks_until_it_fails
+                self.send_response(500 if worn_out else server.status)
                 self.end_headers()
                 self.wfile.write(server.body)
 
@@ -169,18 +171,18 @@ def test_watching_on_a_terminal_survives_an_outage_and_ends_with_ctrl_c(cli, ser
 
 
 def test_watching_in_a_pipe_prints_a_table_at_every_look(server):
-    threading.Timer(1.5, lambda: setattr(server, "status", 500)).start()
+    server.looks_until_it_fails = 4
     done = outside("top", "--interval", "0.1", "--url", server.url, env={})
     assert done.code == 4
-    assert done.out.count("team/sql") > 3
+    assert done.out.count("team/sql") == 4
     assert "answers HTTP 500" in done.err
 
 
 def test_watching_prints_a_line_of_json_at_every_look_and_ends_with_the_server(server):
-    threading.Timer(1.5, lambda: setattr(server, "status", 500)).start()
+    server.looks_until_it_fails = 4
     done = outside("top", "--json", "--interval", "0.1", "--url", server.url, env={})
     *looks, error = done.out.split("\n", done.out.count('{"loras"'))
-    assert len(looks) > 3
+    assert len(looks) == 4
     assert all(json.loads(look) == LIST for look in looks)
     assert json.loads(error)["error"]["code"] == "L006"
     assert done.code == 4
