@@ -78,3 +78,31 @@ def runs(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
         run_in_virtual_time(test(*args, **fixtures))
 
     return run
+
+
+def run_until_late(
+    main: Coroutine[Any, Any, Result],
+    once: Callable[[], bool],
+    late_s: float,
+    loop: asyncio.AbstractEventLoop | None = None,
+) -> Result:
+    """As `asyncio.run`, but `late_s` pass as soon as `once` says so: what comes before a deadline has come by then.
+
+    They pass for `loop`, or for the one that runs it. For what waits for threads and sockets too.
+    """
+
+    async def hurried() -> Result:
+        late = loop or asyncio.get_running_loop()
+        real = late.time
+        task = asyncio.create_task(main)
+        while not once() and not task.done():
+            await asyncio.sleep(0.001)
+
+        def later() -> float:
+            return real() + late_s
+
+        with mock.patch.object(late, "time", later):
+            late.call_soon_threadsafe(lambda: None)  # it looks at its clock
+            return await task
+
+    return asyncio.run(hurried())
