@@ -22,7 +22,7 @@ class Answer:
 
 def connect(server: Server) -> openai.OpenAI:
     """A client that does not retry: a test wants to see the first answer."""
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=240)
 
 
 def complete(client: openai.OpenAI, model: str, prompt: str, max_tokens: int) -> Answer:

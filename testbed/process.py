@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-START_TIMEOUT_S = 60
+START_TIMEOUT_S = 240
 END_TIMEOUT_S = 5
 
 

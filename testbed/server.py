@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-START_TIMEOUT_S = 300
+START_TIMEOUT_S = 600
 SMALL_ENGINE = (
     "--dtype", "float32",
     "--enforce-eager",
@@ -37,10 +37,17 @@ class Server:
         return self.log_file.read_text(errors="replace")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A loopback port that nobody else is given while the block runs; connections to it are refused.
+
+    A server may listen on it that sets SO_REUSEADDR or SO_REUSEPORT, as vLLM's does.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])
 
 
 @contextmanager
@@ -53,7 +60,6 @@ def vllm_server(
     progress: Callable[[float], None] = lambda seconds: None,
 ) -> Iterator[Server]:
     """Start `vllm serve model`, wait until it is healthy, and end it and all its children afterwards."""
-    port = free_port()
     environment = {
         # A development shell's own settings must not leak into the server under test.
         **{name: value for name, value in os.environ.items() if not name.startswith(("LORA_PLUGINS_", "VLLM_"))},
@@ -64,16 +70,18 @@ def vllm_server(
         **(env or {}),
     }
     vllm = Path(sys.executable).with_name("vllm")
-    command = [str(vllm), "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *SMALL_ENGINE, *arguments]
     log_file.parent.mkdir(parents=True, exist_ok=True)
-    with log_file.open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-    try:
-        server = Server(f"http://127.0.0.1:{port}", process, log_file)
-        _wait_until_healthy(server, progress)
-        yield server
-    finally:
-        _end(process)
+    with reserved_port() as port:
+        address = ("--host", "127.0.0.1", "--port", str(port))
+        with log_file.open("wb") as log:
+            command = [str(vllm), "serve", str(model), *address, *SMALL_ENGINE, *arguments]
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        try:
+            server = Server(f"http://127.0.0.1:{port}", process, log_file)
+            _wait_until_healthy(server, progress)
+            yield server
+        finally:
+            _end(process)
 
 
 def _wait_until_healthy(server: Server, progress: Callable[[float], None]) -> None:
@@ -85,7 +93,7 @@ def _wait_until_healthy(server: Server, progress: Callable[[float], None]) -> No
         if waited_s > START_TIMEOUT_S:
             raise TimeoutError(f"vllm serve is not healthy after {START_TIMEOUT_S} s:\n{server.log()[-4000:]}")
         try:
-            with urllib.request.urlopen(f"{server.url}/health", timeout=2) as answer:
+            with urllib.request.urlopen(f"{server.url}/health", timeout=10) as answer:
                 if answer.status == 200:
                     return
         except (urllib.error.URLError, OSError):

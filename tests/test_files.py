@@ -42,14 +42,14 @@ def test_a_path_that_cannot_exist_is_not_found(tmp_path, path):
         opened(tmp_path / path)
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_a_named_pipe_is_refused_without_waiting_for_its_writer(tmp_path):
     os.mkfifo(tmp_path / "a")
     with pytest.raises(InvalidAdapter, match="not a regular file"):
         opened(tmp_path / "a", tmp_path)
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_a_named_pipe_with_a_writer_is_refused_too(tmp_path):
     os.mkfifo(tmp_path / "a")
     writer = threading.Thread(target=lambda: open(tmp_path / "a", "wb").close(), daemon=True)

@@ -50,7 +50,7 @@ class _Load:
     """An adapter that is on its way from its directory; times are `time.monotonic()`."""
 
     size_bytes: int
-    asked_at: float = field(default_factory=time.monotonic)
+    asked_at: float
     staged_at: float | None = None
 
 
@@ -367,7 +367,7 @@ class Gate:
         answers = self._noted(await self._rpc("lora_plugins_stage", what))
         entry.found = entry.found or _worst_found(answers)
         if entry.found is Found.STORE and entry.load is None:
-            entry.load = _Load(origin["size_bytes"])
+            entry.load = _Load(origin["size_bytes"], time.monotonic())
         return answers
 
     async def _until(

@@ -12,13 +12,13 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class _Turn:
+    since: float
     in_flight: int = 0
-    since: float = field(default_factory=time.monotonic)
 
 
 class Turns:
@@ -41,7 +41,7 @@ class Turns:
         if turn is None:
             if self._is_contended or len(self._turns) >= self.slots:
                 return False
-            turn = self._turns[adapter_id] = _Turn()
+            turn = self._turns[adapter_id] = _Turn(time.monotonic())
         elif self._is_contended and time.monotonic() - turn.since >= self._quantum_s:
             return False
         turn.in_flight += 1
@@ -104,7 +104,7 @@ class Turns:
             if turn is None:
                 if len(self._turns) >= self.slots:
                     return
-                turn = self._turns[adapter_id] = _Turn()
+                turn = self._turns[adapter_id] = _Turn(time.monotonic())
             else:
                 turn.since = time.monotonic()  # nobody stands before it, so it goes on
             for place in self._waiting.pop(adapter_id):

@@ -51,7 +51,7 @@ def test_no_name_takes_long_however_many_stars():
     pattern = NamePattern("*a" * 30 + "b")
     started = time.perf_counter()
     assert not pattern.matches("a" * 20_000)
-    assert time.perf_counter() - started < 5, "a backtracking match would not end"
+    assert time.perf_counter() - started < 60, "a backtracking match would not end"
 
 
 @pytest.mark.parametrize(

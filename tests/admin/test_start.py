@@ -19,7 +19,7 @@ from lora_plugins.server.remembered import Remembered, ServedSet
 from lora_plugins.server.revalidation import look_out
 from lora_plugins.settings import Settings
 from tests.server.test_changes import Request, Version, World, serving
-from tests.server.test_gate import runs
+from tests.virtual_time import runs
 
 
 @pytest.fixture(autouse=True)

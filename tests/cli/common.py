@@ -85,7 +85,7 @@ class Cli:
         return Done(code, out, err)
 
 
-def outside(*arguments: str | Path, env: Mapping[str, str], timeout_s: float = 60, before: str = "") -> Done:
+def outside(*arguments: str | Path, env: Mapping[str, str], timeout_s: float = 240, before: str = "") -> Done:
     """Run a command as a process of its own, as a shell does; `before` is Python that runs first."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_OTHERS)} | dict(env)
     done = subprocess.run(

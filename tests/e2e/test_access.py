@@ -48,11 +48,11 @@ class Guarded:
 
     def post(self, path: str, key: str | None, **body: Any) -> httpx.Response:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        return httpx.post(f"{self.server.url}{path}", headers=headers, json=body, timeout=120)
+        return httpx.post(f"{self.server.url}{path}", headers=headers, json=body, timeout=240)
 
     def listed(self, key: str) -> set[str]:
         headers = {"Authorization": f"Bearer {key}"}
-        cards = httpx.get(f"{self.server.url}/v1/models", headers=headers, timeout=60).json()["data"]
+        cards = httpx.get(f"{self.server.url}/v1/models", headers=headers, timeout=240).json()["data"]
         return {card["id"] for card in cards}
 
     def answer(self, name: str, key: str) -> list[int]:

@@ -63,7 +63,9 @@ def test_responses_route_resolves_too(world: World) -> None:
 
 
 def test_unknown_name_on_the_tokenize_route_is_404(world: World) -> None:
-    answer = httpx.post(f"{world.server.url}/tokenize", json={"model": "nobody/has-this", "prompt": PROMPT})
+    answer = httpx.post(
+        f"{world.server.url}/tokenize", json={"model": "nobody/has-this", "prompt": PROMPT}, timeout=240
+    )
     assert answer.status_code == 404
 
 

@@ -42,7 +42,7 @@ def ask(kernels: Kernels, models: list[str], prompt: str = PROMPT) -> list[list[
 
     async def gathered() -> list[list[int]]:
         url = f"{kernels.server.url}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=240) as client:
 
             async def one(model: str) -> list[int]:
                 answer = await client.completions.create(

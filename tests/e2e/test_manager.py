@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ DEMO_NAMES = [spec.name for spec in DEMO_ADAPTERS]
 COPIES = {f"{name}-{copy}": name for name in DEMO_NAMES for copy in ("two", "three")}
 ALIKE = {**{name: name for name in DEMO_NAMES}, **COPIES}  # adapter to the one whose answer it gives
 FIXED_SEED = 20260731
-LONGEST_WAIT_S = 30  # a quantum and a request, on a slow machine
+LONGEST_WAIT_S = 240  # a quantum and a request, on a machine that is slow, or stands still for a while
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Managed:
         return [(name, answer) for name, answer, ids in zip(names, answers, expected, strict=True) if answer != ids]
 
     def rpc(self, method: str) -> list[Any]:
-        answer = httpx.post(f"{self.server.url}/collective_rpc", json={"method": method}, timeout=60)
+        answer = httpx.post(f"{self.server.url}/collective_rpc", json={"method": method}, timeout=240)
         assert answer.status_code == 200, answer.text
         return list(answer.json()["results"])
 
@@ -76,7 +77,7 @@ class Managed:
 
 async def _ask_all(server: Server, names: Sequence[str], at_once: int) -> list[list[int] | int]:
     places = asyncio.Semaphore(at_once)
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=240) as client:
 
         async def one(name: str) -> list[int] | int:
             async with places:
@@ -129,7 +130,7 @@ def engine_lives(managed: Managed) -> Iterator[None]:
     """Whatever a test does, the engine is there afterwards, and never said that it was not."""
     yield
     assert managed.server.process.poll() is None
-    assert httpx.get(f"{managed.server.url}/health", timeout=30).status_code == 200
+    assert httpx.get(f"{managed.server.url}/health", timeout=240).status_code == 200
     managed.assert_right("chat")
     log = managed.server.log()
     for sign in ("EngineDeadError", "EngineCore encountered a fatal error", "EngineCore failed"):
@@ -190,7 +191,7 @@ def test_vanished_from_store_and_source_fails_alone(managed: Managed, streaming:
     others = ["sql", "chat", "stable", "team/poet"]
 
     async def all_at_once() -> tuple[httpx.Response, list[list[int] | int]]:
-        async with httpx.AsyncClient(timeout=120) as client:
+        async with httpx.AsyncClient(timeout=240) as client:
             running = asyncio.create_task(_ask_all(managed.server, others, 4))
             body = {"model": name, "prompt": PROMPT, "max_tokens": 4, "stream": streaming}
             refused = await client.post(f"{managed.server.url}/v1/completions", json=body)
@@ -229,10 +230,9 @@ def test_broken_only_in_the_engine_fails_alone(managed: Managed, tmp_path: Path,
     others = ["chat", "wide", "stable", "team/poet"] * 2
 
     async def both() -> tuple[httpx.Response, list[list[int] | int]]:
-        async with httpx.AsyncClient(timeout=120) as client:
+        async with httpx.AsyncClient(timeout=240) as client:
             body = {"lora_name": f"by-hand-{kind}", "lora_path": str(directory)}
             running = asyncio.create_task(_ask_all(managed.server, others, 4))
-            await asyncio.sleep(0.05)
             loaded = await client.post(f"{managed.server.url}/v1/load_lora_adapter", json=body)
             return loaded, await running
 
@@ -262,7 +262,7 @@ def test_loaded_in_place_answers_with_the_new_weights(managed: Managed, tmp_path
         directory = tmp_path / f"version-{step}"
         shutil.copytree(managed.bed.adapters / original, directory)
         body = {"lora_name": "in-place", "lora_path": str(directory), "load_inplace": step > 0}
-        loaded = httpx.post(f"{managed.server.url}/v1/load_lora_adapter", json=body, timeout=60)
+        loaded = httpx.post(f"{managed.server.url}/v1/load_lora_adapter", json=body, timeout=240)
         assert loaded.status_code == 200, loaded.text
         answer = managed.ask("in-place")
         assert list(answer.token_ids) == managed.bed.answers[original]
@@ -270,14 +270,14 @@ def test_loaded_in_place_answers_with_the_new_weights(managed: Managed, tmp_path
     shutil.copytree(managed.bed.adapters / "sql", broken)
     next(case for case in BROKEN if case.name == "truncated").make(broken)
     body = {"lora_name": "in-place", "lora_path": str(broken), "load_inplace": True}
-    assert httpx.post(f"{managed.server.url}/v1/load_lora_adapter", json=body, timeout=60).status_code >= 400
+    assert httpx.post(f"{managed.server.url}/v1/load_lora_adapter", json=body, timeout=240).status_code >= 400
     shutil.rmtree(tmp_path / "version-1")  # read once, not at every step
     assert list(managed.ask("in-place").token_ids) == managed.bed.answers["chat"]
 
 
 def test_a_client_that_goes_away_leaves_nothing_leased(managed: Managed) -> None:
     async def vanish(name: str) -> None:
-        async with httpx.AsyncClient(timeout=30) as client:
+        async with httpx.AsyncClient(timeout=240) as client:
             body = {"model": name, "prompt": PROMPT, "max_tokens": 200, "stream": True, "ignore_eos": True}
             async with client.stream("POST", f"{managed.server.url}/v1/completions", json=body) as answer:
                 async for _ in answer.aiter_bytes():
@@ -308,24 +308,28 @@ def test_the_workers_metrics_say_what_is_there(managed: Managed) -> None:
 def test_adapters_that_are_never_idle_do_not_keep_another_from_a_slot(managed: Managed) -> None:
     """Two adapters hold both slots with overlapping requests; a third is answered while they go on."""
     hot = ("sql", "chat")
+    asked: Counter[str] = Counter()
 
     async def keep_busy(client: openai.AsyncOpenAI, name: str, done: asyncio.Event, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
         while not done.is_set():
+            asked[name] += 1
             await client.completions.create(
                 model=name, prompt=PROMPT, max_tokens=200, temperature=0, extra_body={"ignore_eos": True}
             )
 
     async def run() -> bool:
         done = asyncio.Event()
-        async with openai.AsyncOpenAI(base_url=f"{managed.server.url}/v1", api_key="none", timeout=120) as client:
+        async with openai.AsyncOpenAI(base_url=f"{managed.server.url}/v1", api_key="none", timeout=240) as client:
             tasks = [
                 asyncio.create_task(keep_busy(client, name, done, delay_s))
                 for name in hot
                 for delay_s in (0.0, 0.3, 0.6, 0.9, 1.2)
             ]
-            await asyncio.sleep(2)
             try:
+                while min(asked[name] for name in hot) <= 5:  # all five have begun, and one of them anew
+                    assert not any(task.done() for task in tasks)
+                    await asyncio.sleep(0.01)
                 async with asyncio.timeout(LONGEST_WAIT_S):
                     await client.completions.create(model="team/poet", prompt=PROMPT, max_tokens=4, temperature=0)
                 return not any(task.done() for task in tasks)

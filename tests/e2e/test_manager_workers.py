@@ -42,7 +42,7 @@ def test_two_workers_answer_as_peft_does_also_without_their_directories(bed: Bed
         for weights in list(store.glob("**/adapter_model.safetensors")):
             shutil.rmtree(weights.parent)
         assert wrong() == []  # more adapters than host places, so all but a few are fetched anew
-        answer = httpx.post(f"{server.url}/collective_rpc", json={"method": "get_lora_metrics"}, timeout=60)
+        answer = httpx.post(f"{server.url}/collective_rpc", json={"method": "get_lora_metrics"}, timeout=240)
         workers = answer.json()["results"]
         assert len(workers) == 2
         assert all(worker["performance"]["copies_in_loop"] == 0 for worker in workers)

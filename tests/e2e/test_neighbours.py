@@ -40,15 +40,15 @@ def test_static_module_answers(world: World) -> None:
 def test_load_and_unload_by_hand(world: World) -> None:
     url = f"{world.server.url}/v1"
     path = str(world.bed.adapters / "chat")
-    loaded = httpx.post(f"{url}/load_lora_adapter", json={"lora_name": "by-hand", "lora_path": path})
+    loaded = httpx.post(f"{url}/load_lora_adapter", json={"lora_name": "by-hand", "lora_path": path}, timeout=240)
     assert loaded.status_code == 200, loaded.text
     assert list(complete(world.client, "by-hand", PROMPT, MAX_TOKENS).token_ids) == world.bed.answers["chat"]
-    assert httpx.post(f"{url}/unload_lora_adapter", json={"lora_name": "by-hand"}).status_code == 200
+    assert httpx.post(f"{url}/unload_lora_adapter", json={"lora_name": "by-hand"}, timeout=240).status_code == 200
     assert complete(world.client, "by-hand", PROMPT, 1).status == 404
 
 
 def test_unloaded_adapter_is_resolved_again(world: World) -> None:
     assert complete(world.client, "stable", PROMPT, 1).status == 200
-    unloaded = httpx.post(f"{world.server.url}/v1/unload_lora_adapter", json={"lora_name": "stable"})
+    unloaded = httpx.post(f"{world.server.url}/v1/unload_lora_adapter", json={"lora_name": "stable"}, timeout=240)
     assert unloaded.status_code == 200
     assert list(complete(world.client, "stable", PROMPT, MAX_TOKENS).token_ids) == world.bed.answers["stable"]

@@ -115,7 +115,9 @@ def test_changed_adapter_gets_a_new_path_when_it_is_loaded_anew(world: World) ->
     old = _root_of(world, "changing")
     shutil.rmtree(directory)
     shutil.copytree(world.bed.adapters / "chat", directory)
-    httpx.post(f"{world.server.url}/v1/unload_lora_adapter", json={"lora_name": "changing"}).raise_for_status()
+    httpx.post(
+        f"{world.server.url}/v1/unload_lora_adapter", json={"lora_name": "changing"}, timeout=240
+    ).raise_for_status()
     assert list(complete(world.client, "changing", PROMPT, MAX_TOKENS).token_ids) == world.bed.answers["chat"]
     assert _root_of(world, "changing") != old
     assert old.is_dir()

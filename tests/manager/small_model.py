@@ -219,7 +219,7 @@ class Blocked:
     def _wait_first(self, *args: Any) -> Any:
         if threading.current_thread() is not self._me:
             self.entered.set()
-            assert self.go.wait(20)
+            assert self.go.wait(60)
         return self._set_lora(*args)
 
     def end(self) -> None:
@@ -236,7 +236,7 @@ def ask(manager: Any, adapter: Adapter, busy: Sequence[int] | None = (), owner: 
     return manager.stage(owner, adapter.request(), {"size_bytes": size_bytes}, busy)
 
 
-def settled(manager: Any, adapter_id: int, busy: Sequence[int] | None = (), timeout_s: float = 10) -> dict[str, Any]:
+def settled(manager: Any, adapter_id: int, busy: Sequence[int] | None = (), timeout_s: float = 60) -> dict[str, Any]:
     """Its state once nothing is on its way."""
     deadline = time.monotonic() + timeout_s
     while True:

@@ -324,12 +324,12 @@ def test_removed_while_it_is_parsed(make_manager: Make, tmp_path: Path, others: 
         @classmethod
         def from_local_checkpoint(cls, *args: Any, **kwargs: Any) -> Any:
             entered.set()
-            assert go.wait(10)
+            assert go.wait(60)
             return parse(*args, **kwargs)
 
     manager._lora_model_cls = Slow
     ask(manager, adapter)
-    assert entered.wait(10)
+    assert entered.wait(60)
     manager.release("server", BAD)
     assert manager.remove_adapter(BAD) is True
     assert manager.stage_state(BAD, [])["state"] == "absent"
@@ -343,7 +343,7 @@ def test_removed_while_its_slot_is_filled(make_manager: Make, tmp_path: Path, ot
     adapter = make_adapter(tmp_path / "a", BAD)
     blocked = Blocked(manager)
     ask(manager, adapter)
-    assert blocked.entered.wait(10)
+    assert blocked.entered.wait(60)
     manager.release("server", BAD)
     threading.Timer(0.05, blocked.go.set).start()
     assert manager.remove_adapter(BAD) is True

@@ -240,7 +240,7 @@ def test_others_are_staged_while_one_is_fetched(
     go = threading.Event()
 
     def slow(name: str, path: str, uri: str | None) -> str:
-        go.wait(10)
+        go.wait(60)
         raise SourceUnavailable("slow")
 
     there.materialiser.bring = slow  # type: ignore[method-assign]

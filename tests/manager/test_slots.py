@@ -13,6 +13,7 @@ import pytest
 from tests.manager.small_model import Adapter, Blocked, ask, bring, holds, make_adapter, settled, slots_of, step
 
 Make = Callable[..., Any]
+BATCHES = 300
 
 
 def later(blocked: Blocked, seconds: float = 0.05) -> None:
@@ -25,7 +26,7 @@ def being_filled(manager: Any, adapter: Adapter) -> Blocked:
     bring(manager, adapter, busy=None)
     blocked = Blocked(manager)
     assert ask(manager, adapter)["state"] == "placing"
-    assert blocked.entered.wait(10)
+    assert blocked.entered.wait(60)
     assert manager.stage_state(adapter.adapter_id, [])["state"] == "placing", "asking does not wait"
     return blocked
 
@@ -79,7 +80,7 @@ def test_given_back_before_the_thread_came_to_it(make_manager: Make, adapters: l
         bring(manager, adapter, busy=None)
     blocked = Blocked(manager)
     ask(manager, adapters[0])
-    assert blocked.entered.wait(10)
+    assert blocked.entered.wait(60)
     later(blocked)
     manager._adapter_manager.cancel_place(1)
     assert ask(manager, adapters[1])["state"] in {"placing", "ready"}
@@ -177,9 +178,7 @@ def test_a_storm_of_both_threads(make_manager: Make, tmp_path: Path, seed: int) 
     choose = random.Random(seed)
     adapters = [make_adapter(tmp_path / str(n), n, rank=choose.choice([2, 4, 8])) for n in range(1, 8)]
     manager = make_manager(slots=2, max_adapters=4)
-    ends = time.monotonic() + 1.5
-    batches = 0
-    while time.monotonic() < ends:
+    for _ in range(BATCHES):
         some = choose.sample(adapters, 2)
         busy = [adapter.adapter_id for adapter in some]
         for adapter in some:
@@ -196,7 +195,5 @@ def test_a_storm_of_both_threads(make_manager: Make, tmp_path: Path, seed: int) 
         ]  # fmt: skip
         step(manager, *ready)
         assert all(holds(manager, adapter) for adapter in ready)
-        batches += 1
         for adapter in some:
             manager.release("server", adapter.adapter_id)
-    assert batches > 20

@@ -35,7 +35,7 @@ class Bed:
         self.store = Store(self.root)
 
     def source(self, entries: str = "team/sql, team/secret, acme/*", **more) -> HubSource:
-        more = {"timeout_s": 20, "endpoint": self.hub.url, "cache_dir": self.cache, **more}
+        more = {"timeout_s": 120, "endpoint": self.hub.url, "cache_dir": self.cache, **more}
         return HubSource(HubPatterns.parse(entries), **more)
 
     def locate(self, name: str, **more) -> Located | None:
@@ -57,7 +57,7 @@ class Bed:
 
     def leftovers(self) -> list[Path]:
         """What lies in the store unfinished, once the threads that nobody waits for any more have ended."""
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 120
         while any(thread.name == "lora-plugins-hub" for thread in threading.enumerate()):
             assert time.monotonic() < deadline
             time.sleep(0.02)

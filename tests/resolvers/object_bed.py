@@ -22,7 +22,7 @@ from testbed.proxy import FaultProxy, fault_proxy
 from testbed.s3 import S3, Bucket, s3_server
 
 RANGE = 256 << 10
-LIMITS = Limits(range_bytes=RANGE, parallel=4, timeout_s=8, attempts=4, wait_s=0.01, max_wait_s=0.05)
+LIMITS = Limits(range_bytes=RANGE, parallel=4, timeout_s=60, attempts=4, wait_s=0.01, max_wait_s=0.05)
 # Four ranges and a little one.
 WEIGHTS = os.urandom(4 * RANGE + 1000)
 FILES = {CONFIG_FILE: b'{"r": 4}', WEIGHTS_FILE: WEIGHTS}
@@ -36,9 +36,11 @@ class Bed:
     bucket: Bucket
     store: Store
 
-    def source(self, template: str = "", *, url: str = "", read_timeout_s: float = 1.0, **changes: Any) -> ObjectSource:
+    def source(
+        self, template: str = "", *, url: str = "", read_timeout_s: float = 30.0, **changes: Any
+    ) -> ObjectSource:
         options = s3_storage_options(self.s3.env(url or self.proxy.url))
-        options["config_kwargs"] |= {"read_timeout": read_timeout_s, "connect_timeout": 1.0}
+        options["config_kwargs"] |= {"read_timeout": read_timeout_s, "connect_timeout": 30.0}
         template = template or f"s3://{self.bucket.name}/loras/{{lora_name}}"
         return ObjectSource(template, **{"storage_options": options, "limits": LIMITS, **changes})
 
@@ -48,12 +50,12 @@ class Bed:
     async def obtain(self, source: ObjectSource, located: ObjectLocated) -> StoredAdapter:
         return await self.store.obtain(located, partial(source.fetch, located), lambda _: None)
 
-    def serve(self, source: ObjectSource, name: str = "sql") -> StoredAdapter | None:
-        async def run() -> StoredAdapter | None:
-            located = await source.locate(AdapterName.parse(name), BASE)
-            return None if located is None else await self.obtain(source, located)
+    async def ask(self, source: ObjectSource, name: str = "sql") -> StoredAdapter | None:
+        located = await source.locate(AdapterName.parse(name), BASE)
+        return None if located is None else await self.obtain(source, located)
 
-        return asyncio.run(run())
+    def serve(self, source: ObjectSource, name: str = "sql") -> StoredAdapter | None:
+        return asyncio.run(self.ask(source, name))
 
     def assert_clean(self) -> None:
         """Nothing half there: no leftovers, and every published adapter verifies."""

@@ -6,13 +6,14 @@ import asyncio
 import logging
 import shutil
 import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from cachetools import TTLCache
 
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.verify import PICKLE_FILES, WEIGHTS_FILE
@@ -113,6 +114,24 @@ class Chain(SourceChain):
 def make(tmp_path: Path):
     """A chain over these sources and the test's one store."""
     return lambda *sources, **settings: Chain(tmp_path / "store", *sources, **settings)
+
+
+class Clock:
+    """Time that passes only when the test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """What the chains of this test read off the time for which they remember."""
+    clock = Clock()
+    monkeypatch.setattr(chain_module, "TTLCache", partial(TTLCache, timer=clock))
+    return clock
 
 
 def warnings(logged) -> list[str]:
@@ -559,9 +578,9 @@ def test_what_leaves_the_store_for_another_is_told(make):
 # --- what is remembered
 
 
-def test_a_remote_sources_absence_is_believed_for_its_time(make):
+def test_a_remote_sources_absence_is_believed_for_its_time(make, clock):
     remote, local = FakeSource("s3"), FakeSource("filesystem", remote=False)
-    chain = make(local, remote, absent_ttl_s=0.2)
+    chain = make(local, remote, absent_ttl_s=20)
     for _ in range(3):
         assert chain.ask() is None
     assert (remote.asked, local.asked) == (["sql"], ["sql"] * 3)
@@ -570,7 +589,9 @@ def test_a_remote_sources_absence_is_believed_for_its_time(make):
     assert chain.ask("other") is None
     assert remote.asked == ["sql", "other"]
     remote.answers["sql"] = adapter_files()
-    time.sleep(0.25)
+    clock.now_s += 19
+    assert chain.ask() is None
+    clock.now_s += 2
     assert chain.ask().source == "s3"
 
 
@@ -591,20 +612,22 @@ def test_an_absence_says_nothing_of_other_sources(make):
     assert (one.asked, two.asked) == (["sql"], ["sql"] * 3)
 
 
-def test_a_remote_source_is_not_asked_again_within_its_time(make):
+def test_a_remote_source_is_not_asked_again_within_its_time(make, clock):
     source = FakeSource("s3", {"sql": adapter_files()})
-    chain = make(source, revalidate_s=0.2)
+    chain = make(source, revalidate_s=20)
     first = chain.ask()
     assert all(chain.ask() is first for _ in range(3))
+    clock.now_s += 19
+    assert chain.ask() is first
     assert (source.asked, source.fetched) == (["sql"], ["sql"])
-    assert chain.kinds == [AdapterFetched, AdapterResolved, *[AdapterConfirmed] * 3]
-    time.sleep(0.25)
+    assert chain.kinds == [AdapterFetched, AdapterResolved, *[AdapterConfirmed] * 4]
+    clock.now_s += 21
     assert chain.ask() == first
     assert chain.told[-1] == AdapterConfirmed("sql", "s3")
     assert (source.asked, source.fetched, len(source.published_to)) == (["sql"] * 2, ["sql"], 1)
     source.answers["sql"] = turned()
     assert chain.ask() == first
-    time.sleep(0.25)
+    clock.now_s += 21
     second = chain.ask()
     assert second.path != first.path
     assert second.version != first.version

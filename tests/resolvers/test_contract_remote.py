@@ -100,7 +100,7 @@ class HubHarness(SourceHarness):
 
     def make_source(self) -> HubSource:
         patterns = HubPatterns.parse([self.repo])
-        return HubSource(patterns, timeout_s=20, endpoint=self.proxy.url, cache_dir=self.cache)
+        return HubSource(patterns, timeout_s=120, endpoint=self.proxy.url, cache_dir=self.cache)
 
     def put_adapter(self, name: str, files: Mapping[str, bytes]) -> None:
         folder, _, revision = name.partition("@")
@@ -113,7 +113,7 @@ class HubHarness(SourceHarness):
         self.proxy.refuse(False)
 
     def settle(self) -> None:
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 120
         while any(thread.name == "lora-plugins-hub" for thread in threading.enumerate()):
             assert time.monotonic() < deadline
             time.sleep(0.01)

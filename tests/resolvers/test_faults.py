@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from fsspec.asyn import get_loop
 
 from lora_plugins.adapter.verify import WEIGHTS_FILE
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, OutOfMemory, SourceUnavailable
@@ -21,10 +22,12 @@ from lora_plugins.store.store import Store
 from testbed import faults
 from testbed.faults import Fault
 from tests.resolvers.object_bed import BASE, FILES, LIMITS, RANGE, WEIGHTS, Bed, bed, locate, read, s3, shared_proxy
+from tests.virtual_time import run_until_late
 
 _ = (bed, s3, shared_proxy)
 WEIGHTS_PATH = r"\.safetensors"
 LIST = "list-type=2"
+LONG_S = 600.0
 
 PASSING: dict[str, Callable[[Bed], None]] = {
     "500 at list": lambda b: b.proxy.plan(faults.server_error(), path=LIST, times=2),
@@ -55,7 +58,7 @@ PASSING: dict[str, Callable[[Bed], None]] = {
 def test_passing_fault_ends_in_the_right_bytes(bed: Bed, fault: str) -> None:
     bed.put()
     PASSING[fault](bed)
-    assert read(bed.serve(bed.source())) == FILES
+    assert read(bed.serve(bed.source(read_timeout_s=1.0 if "stall" in fault else 30.0))) == FILES
     assert any(request.fault for request in bed.proxy.requests())
     bed.assert_clean()
 
@@ -115,10 +118,10 @@ def test_flipped_twice_is_invalid(bed: Bed) -> None:
 
 def test_stalls_end_at_the_deadline(bed: Bed) -> None:
     bed.put()
-    bed.proxy.plan(faults.stall(20, after=1000), path=WEIGHTS_PATH, times=None)
-    source = bed.source(limits=replace(LIMITS, timeout_s=1.2), read_timeout_s=30)
-    with pytest.raises(SourceUnavailable, match=r"within 1\.2 s"):
-        bed.serve(source)
+    bed.proxy.plan(faults.stall(LONG_S, after=1000), path=WEIGHTS_PATH, times=None)
+    source = bed.source(limits=replace(LIMITS, timeout_s=LONG_S), read_timeout_s=LONG_S)
+    with pytest.raises(SourceUnavailable, match=r"within 600 s"):
+        run_until_late(bed.ask(source), lambda: bed.proxy.bytes_sent(WEIGHTS_PATH) >= 1000, LONG_S, get_loop())
     assert not _range_threads_busy(source)
     bed.assert_clean()
 
@@ -126,9 +129,11 @@ def test_stalls_end_at_the_deadline(bed: Bed) -> None:
 def test_slow_store_ends_at_the_deadline_with_the_last_failure(bed: Bed) -> None:
     bed.put()
     bed.proxy.plan(faults.server_error(), path=WEIGHTS_PATH, times=None)
-    limits = replace(LIMITS, timeout_s=0.5, attempts=1000)
-    with pytest.raises(SourceUnavailable, match=r"within 0.5 s; the last failure: .*HTTP 500"):
-        bed.serve(bed.source(limits=limits))
+    limits = replace(LIMITS, timeout_s=LONG_S, attempts=1_000_000)
+    more_than_once = 2 * LIMITS.parallel
+    asking = bed.ask(bed.source(limits=limits))
+    with pytest.raises(SourceUnavailable, match=r"within 600 s; the last failure: .*HTTP 500"):
+        run_until_late(asking, lambda: bed.proxy.count("GET", WEIGHTS_PATH) > more_than_once, LONG_S, get_loop())
 
 
 @pytest.mark.parametrize("same_size", [True, False])
@@ -200,19 +205,18 @@ def test_full_disk_is_not_retried(bed: Bed) -> None:
 
 def test_cancelling_leaves_no_thread_and_no_file(bed: Bed) -> None:
     bed.put()
-    bed.proxy.plan(faults.stall(20, after=1000), path=WEIGHTS_PATH, times=None)
-    source = bed.source(read_timeout_s=30)
+    bed.proxy.plan(faults.stall(LONG_S, after=1000), path=WEIGHTS_PATH, times=None)
+    source = bed.source(read_timeout_s=LONG_S)
 
     async def run() -> None:
         located = await source.locate(AdapterName.parse("sql"), BASE)
         assert located is not None
         task = asyncio.create_task(bed.obtain(source, located))
-        while not bed.proxy.requests(path=WEIGHTS_PATH):
+        while bed.proxy.bytes_sent(WEIGHTS_PATH) < 1000:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(task, 3)
+            await asyncio.wait_for(task, 60)
         assert not _range_threads_busy(source)
 
     asyncio.run(run())
@@ -245,13 +249,16 @@ def test_requests_of_a_healthy_fetch(bed: Bed) -> None:
 
 def test_at_most_parallel_ranges_in_flight(bed: Bed) -> None:
     bed.put()
-    guard, now, most = threading.Lock(), [0], [0]
+    guard, now, most, three = threading.Lock(), [0], [0], threading.Event()
 
     def enter() -> None:
         with guard:
             now[0] += 1
             most[0] = max(most[0], now[0])
-        threading.Event().wait(0.05)
+            if now[0] == 3:
+                three.set()
+        three.wait(60)  # the first ones until there are three
+        threading.Event().wait(0.05)  # time for a fourth, if there is one
         with guard:
             now[0] -= 1
 
@@ -301,7 +308,7 @@ def test_peak_memory_of_a_large_object(tmp_path) -> None:
         file.truncate(200 << 20)
     with range_server(tmp_path) as server:
         command = [sys.executable, "-c", PEAK, server.url, str(tmp_path / "out")]
-        ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+        ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
     assert (tmp_path / "out" / WEIGHTS_FILE).stat().st_size == 200 << 20
     assert int(ran.stdout) < 128, f"{ran.stdout.strip()} MB above idle"
 
@@ -311,7 +318,7 @@ def _range_threads_busy(source: ObjectSource) -> bool:
     idle = [source._pool.submit(int) for _ in range(LIMITS.parallel)]
     try:
         for future in idle:
-            future.result(1)
+            future.result(60)
     except TimeoutError:
         return True
     return False

@@ -211,7 +211,7 @@ def test_a_symlink_loop_is_refused(root, follow):
         locate(FilesystemSource(root, follow_symlinks=follow), "sql")
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_a_named_pipe_for_a_configuration_does_not_hang(root):
     put(root / "sql", adapter_files())
     (root / "sql" / CONFIG_FILE).unlink()
@@ -220,7 +220,7 @@ def test_a_named_pipe_for_a_configuration_does_not_hang(root):
         locate(FilesystemSource(root), "sql")
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_a_named_pipe_that_takes_a_files_place_does_not_hang(root, store):
     put(root / "sql", adapter_files())
     found = located(FilesystemSource(root), "sql")

@@ -22,6 +22,7 @@ from lora_plugins.resolvers.object_errors import Trouble, diagnose
 from lora_plugins.resolvers.source import SourceFile
 
 DATA = os.urandom(3_000_000)
+LONG_S = 200.0
 FILE = SourceFile("f", len(DATA), '"etag"')
 
 
@@ -29,7 +30,8 @@ class _Server(http.server.BaseHTTPRequestHandler):
     """Ranges of DATA; also a proxy: for absolute URLs, and by CONNECT to whatever it is asked for."""
 
     protocol_version = "HTTP/1.1"
-    stall_s = 0.0
+    stalled: threading.Event | None = None
+    go: threading.Event
     seen: list[tuple[str, str | None]]
 
     def do_GET(self) -> None:
@@ -41,7 +43,9 @@ class _Server(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(end + 1 - start))
         self.end_headers()
         self.wfile.write(DATA[start : start + 1000])
-        time.sleep(self.stall_s)
+        if self.stalled is not None:
+            self.stalled.set()
+            self.go.wait(LONG_S)
         self.wfile.write(DATA[start + 1000 : end + 1])
 
     def do_CONNECT(self) -> None:
@@ -164,16 +168,23 @@ def test_through_a_proxy_with_a_login(secure, certificate, encrypted: bool) -> N
 def test_stop_ends_a_stalled_read(secure, certificate, encrypted: bool) -> None:
     with serving() as plain:
         port, handler = secure if encrypted else plain
-        handler.stall_s = 5
-        options = HttpOptions(tls=ssl.create_default_context(cafile=certificate[0]), read_timeout_s=30)
+        handler.stalled, handler.go = threading.Event(), threading.Event()
+        options = HttpOptions(tls=ssl.create_default_context(cafile=certificate[0]), read_timeout_s=LONG_S)
         reader = HttpReader({"f": f"{'https' if encrypted else 'http'}://127.0.0.1:{port}/k"}, options)
-        threading.Timer(0.3, reader.stop).start()
-        began = time.monotonic()
+
+        def stop() -> None:
+            assert handler.stalled is not None
+            handler.stalled.wait(LONG_S)
+            time.sleep(0.3)  # most often the reader has what came, and waits for more
+            reader.stop()
+
+        threading.Thread(target=stop, daemon=True).start()
         data = bytearray()
         with pytest.raises(Exception, match=r".*"):
             reader.read(FILE, 0, len(DATA), data.extend)
-        assert time.monotonic() - began < 2
         assert data == DATA[: len(data)]
+        assert len(data) <= 1000, "and not when the server went on"
+        handler.go.set()
         with pytest.raises(ConnectionAbortedError):
             read(reader)
         assert not reader._idle

@@ -23,7 +23,8 @@ from lora_plugins.events import AdapterSwapped, AdapterUnloaded, Events, UpdateF
 from lora_plugins.resolvers.versions import lora_id
 from lora_plugins.server.changes import Changes
 from lora_plugins.server.served import KEPT_VERSIONS, Catalogue, Place, Served
-from tests.server.test_gate import Worker, Workers, runs
+from tests.server.test_gate import Worker, Workers
+from tests.virtual_time import runs
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import pytest
 from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError, NoFreeSlot, SourceUnavailable
 from lora_plugins.server import gate as gate_module
 from lora_plugins.server.gate import Gate
+from tests.virtual_time import runs
 
 LINGER_S = 0.05
 
@@ -190,20 +189,6 @@ class Workers:
         assert not self.gate._turns.in_flight()
         assert not self.gate._turns._waiting
         assert not self.gate._turns._lacking_room
-
-
-def runs(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a test, and what it asks pytest for, on an event loop of its own, with an end."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **fixtures: Any) -> None:
-        async def bounded() -> None:
-            async with asyncio.timeout(30):
-                await test(*args, **fixtures)
-
-        asyncio.run(bounded())
-
-    return run
 
 
 @runs

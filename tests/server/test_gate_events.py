@@ -9,7 +9,8 @@ import pytest
 
 from lora_plugins.errors import IncompatibleAdapter
 from lora_plugins.events import AdapterReady, Event, Events, Found, GatePassed, GateRefused
-from tests.server.test_gate import Asked, Worker, Workers, runs
+from tests.server.test_gate import Asked, Worker, Workers
+from tests.virtual_time import runs
 
 STAGE_S = 0.1
 

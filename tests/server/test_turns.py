@@ -6,39 +6,24 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import pytest
 
 from lora_plugins.server import turns as turns_module
 from lora_plugins.server.turns import Turns
+from tests.virtual_time import runs
 
 LONG_S = 3600.0
 
 
-def runs(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a test on an event loop of its own, with an end."""
-
-    def run(**arguments: Any) -> None:
-        async def bounded() -> None:
-            async with asyncio.timeout(30):
-                await test(**arguments)
-
-        asyncio.run(bounded())
-
-    run.__name__, run.__doc__ = test.__name__, test.__doc__
-    return run
-
-
 class Clock:
-    """Time that passes faster when the test says so."""
+    """Time that passes only when the test says so."""
 
     def __init__(self) -> None:
-        self.ahead_s = 0.0
+        self.now_s = 0.0
 
     def monotonic(self) -> float:
-        return time.monotonic() + self.ahead_s
+        return self.now_s
 
 
 @pytest.fixture
@@ -124,10 +109,10 @@ def test_within_its_quantum_an_adapter_goes_on_and_then_no_more(clock: Clock) ->
         queue = Queue(slots=1, quantum_s=1.0)
         await queue.ask(1)
         await queue.ask(2)
-        clock.ahead_s += 0.9
+        clock.now_s += 0.9
         await queue.ask(1)
         assert queue.order == [1, 1]
-        clock.ahead_s += 0.2
+        clock.now_s += 0.2
         late = await queue.ask(1)
         assert queue.order == [1, 1]
         await queue.give_back(1)
@@ -144,7 +129,7 @@ def test_without_others_a_turn_lasts(clock: Clock) -> None:
     async def run() -> None:
         queue = Queue(slots=1, quantum_s=1.0)
         await queue.ask(1)
-        clock.ahead_s += 100
+        clock.now_s += 100
         await queue.ask(1)
         assert queue.order == [1, 1]
         await queue.ask(2)
@@ -159,7 +144,7 @@ def test_one_at_the_head_of_the_queue_begins_a_new_quantum(clock: Clock) -> None
         queue = Queue(slots=2, quantum_s=1.0)
         for adapter_id in (1, 2, 3):
             await queue.ask(adapter_id)
-        clock.ahead_s += 2
+        clock.now_s += 2
         await queue.ask(1)
         assert queue.order == [1, 2]
         await queue.give_back(2)
@@ -194,7 +179,7 @@ async def test_a_hot_adapter_keeps_nobody_out_for_longer_than_its_quantum_and_re
     stop.set()
     await asyncio.gather(*clients)
     bound_s = (hot / slots) * (quantum_s + request_s)
-    assert max(max(each) for each in waits.values()) < 2 * bound_s, "twice, as the machine is shared"
+    assert max(max(each) for each in waits.values()) <= bound_s + 1e-9
     served = [len(each) for each in waits.values()]
     assert min(served) > 10
     assert max(served) < 2 * min(served), served
@@ -359,7 +344,7 @@ def test_any_order_of_events(seed: int, clock: Clock) -> None:
                 case "go away" if waiting:
                     choose.choice(list(waiting)).cancel()
                 case "late":
-                    clock.ahead_s += choose.choice([0.1, 1.1])
+                    clock.now_s += choose.choice([0.1, 1.1])
                 case "lack":
                     lacking.enter_context(turns.lacking_room())
                     lacks += 1

@@ -94,7 +94,7 @@ def test_hashing_has_begun_before_the_file_is_complete(tmp_path: Path, monkeypat
     path.write_bytes(b"x" * 1000)
     arriving = ArrivingFile(path)
     arriving.landed(1000)
-    for _ in range(500):
+    for _ in range(6000):
         if arriving._size_bytes == 1000:
             break
         threading.Event().wait(0.01)

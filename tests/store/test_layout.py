@@ -94,7 +94,7 @@ for seed in range(8):
 """
     command = [sys.executable, "-c", code, str(tmp_path / "store")]
     processes = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(3)]
-    errors = [process.communicate(timeout=60)[1].decode() for process in processes]
+    errors = [process.communicate(timeout=240)[1].decode() for process in processes]
     assert [process.returncode for process in processes] == [0] * 3, errors
     store = Store(tmp_path / "store")
     assert len(store.layout.digests()) == 8
@@ -272,12 +272,12 @@ def test_a_cancelled_fetch_leaves_nothing(store: Store) -> None:
 
 
 def test_a_fetch_cancelled_while_it_makes_room_leaves_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = threading.Event()
+    begun, go = threading.Event(), threading.Event()
     real = store_module.make_room
 
     def slow(*arguments: object) -> list[str]:
         begun.set()
-        threading.Event().wait(0.2)
+        assert go.wait(60)
         return real(*arguments)
 
     monkeypatch.setattr(store_module, "make_room", slow)
@@ -287,6 +287,8 @@ def test_a_fetch_cancelled_while_it_makes_room_leaves_nothing(store: Store, monk
         fetching = asyncio.create_task(store.obtain(wanted, wanted.fetch, check))
         await asyncio.to_thread(begun.wait)
         fetching.cancel()
+        await asyncio.sleep(0)  # it has been told, and room is still being made
+        go.set()
         with pytest.raises(asyncio.CancelledError):
             await fetching
 
@@ -391,7 +393,7 @@ except OutOfMemory as error:
     print(error)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "store")], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", code, str(tmp_path / "store")], capture_output=True, text=True, check=False, timeout=240
     )
     assert "[L004]" in done.stdout, done.stderr
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 50_000

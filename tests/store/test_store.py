@@ -124,7 +124,7 @@ asyncio.run(Store(root).obtain(wanted, wanted.fetch, check))
     log = tmp_path / "log"
     command = [sys.executable, "-c", code, str(store.layout.root), str(log)]
     processes = [subprocess.Popen(command) for _ in range(4)]
-    assert [process.wait(60) for process in processes] == [0] * 4
+    assert [process.wait(240) for process in processes] == [0] * 4
     assert log.read_text() == "fetch\n"
 
 

@@ -32,7 +32,7 @@ def proxy(upstream):
         yield running
 
 
-def get(proxy: FaultProxy, path: str = KEY, method: str = "GET", timeout: float = 5, **headers: str):
+def get(proxy: FaultProxy, path: str = KEY, method: str = "GET", timeout: float = 60, **headers: str):
     """Status, headers and body of one request on a connection of its own; a broken one keeps what had arrived."""
     connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=timeout)
     body = bytearray()
@@ -110,7 +110,7 @@ def test_a_length_that_is_too_small_is_well_formed_and_one_that_is_too_large_is_
 
 
 def _read_whole(proxy: FaultProxy, **headers: str) -> bytes:
-    connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=60)
     try:
         connection.request("GET", KEY, headers=headers)
         return connection.getresponse().read()
@@ -123,32 +123,37 @@ def test_stalls_before_the_headers_and_in_the_body(proxy):
         proxy.plan(faults.stall(0.3, after))
         started = time.monotonic()
         assert get(proxy)[2] == DATA
-        assert 0.3 <= time.monotonic() - started < 2
-    proxy.plan(faults.stall(60))
+        assert time.monotonic() - started >= 0.3
+    proxy.plan(faults.stall(600))
     with pytest.raises(TimeoutError):
         get(proxy, timeout=0.2)
-    proxy.plan(faults.stall(60, after=1000))
-    with pytest.raises(TimeoutError) as caught:
-        get(proxy, timeout=0.2)
-    assert caught.value.body == DATA[:1000]
+    proxy.plan(faults.stall(600, after=1000))
+    connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=60)
+    connection.request("GET", KEY)
+    answer = connection.getresponse()
+    assert answer.read(1000) == DATA[:1000]
+    connection.sock.settimeout(0.2)
+    with pytest.raises(TimeoutError):
+        answer.read(1)
+    connection.close()
 
 
 def test_a_proxy_with_stalled_requests_ends_at_once(upstream):
     with fault_proxy(upstream.url) as proxy:
-        proxy.plan(faults.stall(60))
+        proxy.plan(faults.stall(600))
         client = threading.Thread(target=expect_a_reset, args=(proxy,))
         client.start()
         while not proxy.count():
             time.sleep(0.01)
         started = time.monotonic()
-    assert time.monotonic() - started < 2
-    client.join(5)
+    assert time.monotonic() - started < 60, "and not when its requests end"
+    client.join(60)
     assert not client.is_alive()
 
 
 def expect_a_reset(proxy: FaultProxy) -> None:
     with pytest.raises(ConnectionResetError):
-        get(proxy, timeout=30)
+        get(proxy, timeout=300)
 
 
 def test_a_flipped_byte_of_the_body_or_of_the_object(proxy):
@@ -165,11 +170,11 @@ def test_bandwidth(proxy):
     proxy.plan(faults.throttle(600_000))
     started = time.monotonic()
     assert get(proxy)[2] == DATA
-    assert 0.4 < time.monotonic() - started < 2
+    assert time.monotonic() - started > 0.4
 
 
 def test_an_outage_refuses_and_cuts_and_then_the_same_port_answers_again(proxy):
-    kept = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=5)
+    kept = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=60)
     kept.request("HEAD", KEY)
     kept.getresponse().read()
     proxy.refuse()
@@ -220,7 +225,7 @@ def test_requests_are_counted_and_a_range_that_is_fetched_twice_is_seen(proxy):
 
 
 def _settle(proxy, sent_bytes):
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while proxy.bytes_sent() != sent_bytes and time.monotonic() < deadline:
         time.sleep(0.01)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 
 import pytest
 import s3fs
@@ -76,11 +75,10 @@ def test_anonymous_clients_read_public_objects_only(s3, monkeypatch):
         fs.cat_file("adapters/closed")
 
 
-def test_reset_forgets_everything_and_is_cheap(s3):
+def test_reset_forgets_everything_in_the_running_server(s3):
     s3.bucket().put("k", b"1")
-    started = time.monotonic()
     s3.reset()
-    assert time.monotonic() - started < 1
+    os.kill(s3.pid, 0)
     assert s3.bucket().list() == {}
 
 

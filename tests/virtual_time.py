@@ -1,0 +1,108 @@
+"""An event loop whose time passes only while nothing can run: a test of waits then has one outcome, on every machine.
+
+A sleep of a minute takes no time, and a machine that stops for three seconds takes none away from anybody. What the
+loop hands to threads runs at once, in the loop's own thread, so that nothing depends on who is scheduled first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import selectors
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+from unittest import mock
+
+LONGEST_S = 3600.0
+Result = TypeVar("Result")
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """`time()` and, in a run, `time.monotonic()` and `time.perf_counter()` move by waiting only, and that at once."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        super().__init__(_Waiting(self))
+
+    def time(self) -> float:
+        return self.now
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        done = self.create_future()
+
+        def finish() -> None:
+            if done.cancelled():
+                return
+            try:
+                done.set_result(func(*args))
+            except Exception as error:
+                done.set_exception(error)
+
+        self.call_soon(finish)
+        return done
+
+
+class _Waiting(selectors.DefaultSelector):
+    """Passes the time that the loop would wait for."""
+
+    def __init__(self, loop: VirtualTimeLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> Any:
+        if timeout is None:
+            raise RuntimeError("every task waits for another one: nothing will ever happen")
+        self._loop.now += max(timeout, 0.0)
+        return super().select(0)
+
+
+def run_in_virtual_time(main: Coroutine[Any, Any, Result], *, longest_s: float = LONGEST_S) -> Result:
+    """As `asyncio.run`; raises TimeoutError once it has taken `longest_s` of virtual time."""
+
+    async def bounded() -> Result:
+        async with asyncio.timeout(longest_s):
+            return await main
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        loop = runner.get_loop()
+        with mock.patch.multiple(time, monotonic=loop.time, perf_counter=loop.time):
+            return runner.run(bounded())
+
+
+def runs(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test, and what it asks pytest for, on an event loop of its own, in virtual time, with an end."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **fixtures: Any) -> None:
+        run_in_virtual_time(test(*args, **fixtures))
+
+    return run
+
+
+def run_until_late(
+    main: Coroutine[Any, Any, Result],
+    once: Callable[[], bool],
+    late_s: float,
+    loop: asyncio.AbstractEventLoop | None = None,
+) -> Result:
+    """As `asyncio.run`, but `late_s` pass as soon as `once` says so: what comes before a deadline has come by then.
+
+    They pass for `loop`, or for the one that runs it. For what waits for threads and sockets too.
+    """
+
+    async def hurried() -> Result:
+        late = loop or asyncio.get_running_loop()
+        real = late.time
+        task = asyncio.create_task(main)
+        while not once() and not task.done():
+            await asyncio.sleep(0.001)
+
+        def later() -> float:
+            return real() + late_s
+
+        with mock.patch.object(late, "time", later):
+            late.call_soon_threadsafe(lambda: None)  # it looks at its clock
+            return await task
+
+    return asyncio.run(hurried())
