@@ -1,6 +1,6 @@
 """Compiling `lora.c` for this machine and loading it, in every process that asks.
 
-It takes half a second for each dtype, and nothing is kept: a library found in a cache would be somebody's code to run,
+It is done once for each dtype, and nothing is kept: a library found in a cache would be somebody's code to run,
 made for somebody's processor. vLLM's CPU platform too expects a compiler, wherever it compiles models.
 """
 
@@ -61,14 +61,12 @@ class Product:
         add: `add(groups, n_groups, in, scale, x, x_stride, y, y_stride)`, pointers and strides in elements; unchecked.
         panel: columns of a full panel of A or B. lanes: columns of a narrow one, and what a panel is filled up to.
         threads: `threads()`, how many it would use now.
-        compiler: what made it.
     """
 
     add: Any
     threads: Callable[[], int]
     panel: int
     lanes: int
-    compiler: str
 
 
 @functools.cache
@@ -96,7 +94,7 @@ def _outcome(dtype: str) -> Product | str:
     loaded.lora_add.restype = None
     for count in (loaded.lora_threads, loaded.lora_panel, loaded.lora_lanes):
         count.restype = number
-    return Product(loaded.lora_add, loaded.lora_threads, loaded.lora_panel(), loaded.lora_lanes(), compiler)
+    return Product(loaded.lora_add, loaded.lora_threads, loaded.lora_panel(), loaded.lora_lanes())
 
 
 def _first_error(text: str) -> str:
