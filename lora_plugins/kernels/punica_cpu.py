@@ -34,6 +34,7 @@ class GroupedPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._buffers = cpu.Buffers()
         self._modules: dict[int, ModuleWeights] = {}
+        self._embeddings: dict[int, SlotRanks] = {}
         self._plans: dict[int, cpu.Plan] = {}
         self._logits_plans: dict[int, cpu.Plan] = {}
         self._slots: list[int] = []
@@ -56,6 +57,8 @@ class GroupedPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
             if isinstance(module.lora_a_stacked, tuple) and len(a) == 1:
                 # A classification head hands its only pair to add_lora_logits without the tuple.
                 self._modules[id(a[0])] = self._modules[_key(module.lora_a_stacked)]
+        elif a[0].ndim == 3:
+            self._embeddings[_key(module.lora_b_stacked)] = ranks
         else:
             self._tell_once(type(module).__name__, "is computed adapter by adapter at the slot's full rank")
 
@@ -136,7 +139,14 @@ class GroupedPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
 
     def add_lora_embedding(self, y: Any, x: Any, lora_b_stacked: Any, add_inputs: bool = True, **kwargs: Any) -> None:
         """`y += B x` in place, where `x` `[rows, max_rank]` is what the layer looked up in A."""
-        self.add_expand(y, (x,), (lora_b_stacked,), (lora_b_stacked.shape[2],), add_inputs=add_inputs)
+        ranks = self._embeddings.get(_key(lora_b_stacked))
+        y, width = y.view(-1, y.shape[-1]), int(lora_b_stacked.shape[2])
+        if not add_inputs:
+            self._adapted_rows_to_zero(y, width)
+        for slot, rows in self._rows(y.shape[0]):
+            rank = lora_b_stacked.shape[3] if ranks is None else ranks[slot][0]
+            if rank:  # few adapters hold an embedding
+                cpu.add_expanded(y, x, lora_b_stacked[slot, 0], rows, rank, slice(0, width))
 
     def add_shrink(self, y: Any, x: Any, lora_a_stacked: Sequence[Any], scale: float, **kwargs: Any) -> None:
         """`y[i] = scale * A_i x` in place, for layers that gather between shrink and expand (fully sharded)."""
@@ -235,5 +245,5 @@ class _UnknownRanks(SlotRanks):
         return self.version
 
 
-def _key(lora_a_stacked: Any) -> int:
-    return id(lora_a_stacked)
+def _key(stacked: Any) -> int:
+    return id(stacked)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import math
 import os
 import stat
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from lora_plugins.kernels.compiled import build
+from lora_plugins.kernels.compiled.build import Group, Slice
 from lora_plugins.kernels.compiled.panels import make
 from lora_plugins.kernels.cpu import Plan
 from tests.kernels.common import assert_equal, make_case
@@ -84,6 +87,33 @@ def test_sums_of_several_depths(inn, scale, dtype):
     case = make_case(slot_of_row, [(20,), (7,)], inn=inn, widths=(40,), max_rank=20, dtype=dtype, products="compiled")
     y = case.outputs()
     assert_equal(case.computed(y, scale=scale), case.expected(y, scale=scale), y, slot_of_row)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 7])
+@pytest.mark.parametrize("inn", [7, 600, 1500])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("threads")
+def test_sums_that_are_divided_among_threads(parts, inn, dtype):
+    """Here in parts of our choosing: a machine of many cores makes many."""
+    slot_of_row = [0, 1, -1, *[2] * 100, 0, 1]
+    ranks, widths = [(20, 7), (0, 64), (5, 0)], (40, 300)
+    case = make_case(slot_of_row, ranks, inn=inn, widths=widths, max_rank=64, dtype=dtype, products="compiled")
+    panels = case.weights.panels
+    panels.product = dataclasses.replace(panels.product, parts=lambda *_: parts)
+    y = case.outputs()
+    assert_equal(case.computed(y, scale=0.5), case.expected(y, scale=0.5), y, slot_of_row)
+
+
+@pytest.mark.parametrize(
+    ("rows", "rank", "inn", "parts"),
+    [(1, 16, 100, 2), (50, 16, 100, 1), (50, 16, 200, 2), (16, 8 * PANEL, 1024, 1), (96, 65, 1024, 1)],
+    ids=["one row", "too little for two", "enough for two", "a task for every thread", "a rank that is not divided"],
+)
+def test_a_sum_is_divided_where_threads_would_be_idle(threads, rows, rank, inn, parts):
+    kept = Slice(rank=65 if rank == 65 else 16)
+    group = Group(n_rows=rows, rank=rank, n_slices=1, slices=ctypes.addressof(kept))
+    found = build.product().parts(ctypes.addressof(group), 1, inn)
+    assert found == (parts if threads == 2 else 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -10,6 +10,7 @@ import torch
 from vllm.lora.layers import LoRAMapping
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.layers.column_parallel_linear import MergedColumnParallelLinearWithLoRA
+from vllm.lora.layers.vocab_parallel_embedding import VocabParallelEmbeddingWithLoRA
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 from lora_plugins.errors import InvalidSettings
@@ -55,6 +56,15 @@ def made(kind: type, slot_of_row: list[int], sampled: list[int] | None = None):
 def wrapper_for(request):
     """Makes a wrapper for a batch's rows and perhaps sampled ones; once with PyTorch's products, once compiled."""
     return functools.partial(made, request.param)
+
+
+@pytest.fixture
+def one_thread():
+    """The compiled product divides no sum."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def map_rows(wrapper, slot_of_row: list[int], sampled: list[int] | None = None) -> None:
@@ -221,6 +231,25 @@ def test_embedding(slot_of_row, wrapper_for):
     assert_equal(found, expected, y, slot_of_row)
 
 
+def test_embeddings_are_computed_at_their_own_rank(wrapper_for):
+    """Most adapters hold no embedding: their slots are not even read."""
+    layer = layer_of(VocabParallelEmbeddingWithLoRA, (11,))
+    layer.lora_a_stacked, layer.lora_b_stacked = torch.zeros(SLOTS, 30, MAX_RANK), layer.lora_b_stacked[0]
+    slot_of_row = [0, 1, -1, 2, 0]
+    wrapper = wrapper_for(slot_of_row)
+    wrapper.adopt(layer)
+    layer.set_lora(0, torch.randn(3, 30), torch.randn(11, 3))
+    layer.reset_lora(1)
+    layer.set_lora(2, torch.randn(MAX_RANK, 30), torch.randn(11, MAX_RANK))
+    x, y = torch.randn(5, MAX_RANK), torch.randn(5, 11)
+    expected, found = y.clone(), y.clone()
+    for row, rank in ((0, 3), (3, MAX_RANK), (4, 3)):
+        expected[row] += layer.lora_b_stacked[slot_of_row[row], 0, :, :rank] @ x[row, :rank]
+    layer.lora_b_stacked[0, ..., 3:] = layer.lora_b_stacked[1] = torch.nan
+    wrapper.add_lora_embedding(found, x, layer.lora_b_stacked, add_input=True)
+    assert_equal(found, expected, y, slot_of_row)
+
+
 @batches
 def test_shrink_and_expand_apart_as_fully_sharded_layers_call_them(slot_of_row, wrapper_for):
     widths = (11, 5)
@@ -248,6 +277,7 @@ def test_a_layer_of_another_kind_is_left_to_vllm_and_that_is_said_once(logged, w
     assert said == ["CPU kernels: Linear is computed by vLLM's own path"]
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_the_memory_of_packs_is_counted(wrapper_for):
     layer = layer_of(BaseLinearLayerWithLoRA, (11,))
     wrapper = wrapper_for([0])

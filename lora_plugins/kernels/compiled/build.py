@@ -58,12 +58,16 @@ class Product:
     """The compiled product for one dtype of x, y and the weights.
 
     Attributes:
-        add: `add(groups, n_groups, in, scale, x, x_stride, y, y_stride)`, pointers and strides in elements; unchecked.
+        add: `add(groups, n_groups, in, parts, scale, x, x_stride, y, y_stride)`, pointers and strides in elements;
+            unchecked.
+        parts: `parts(groups, n_groups, in)`, into how many parts the first product's sum is best divided; of each
+            group's `shrunk` there are as many.
         panel: columns of a full panel of A or B. lanes: columns of a narrow one, and what a panel is filled up to.
         threads: `threads()`, how many it would use now.
     """
 
     add: Any
+    parts: Any
     threads: Callable[[], int]
     panel: int
     lanes: int
@@ -90,11 +94,12 @@ def _outcome(dtype: str) -> Product | str:
         except OSError as error:
             return f"what {compiler} made cannot be loaded: {error}"
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    loaded.lora_add.argtypes = [pointer, number, number, ctypes.c_float, pointer, number, pointer, number]
+    loaded.lora_add.argtypes = [pointer, number, number, number, ctypes.c_float, pointer, number, pointer, number]
     loaded.lora_add.restype = None
-    for count in (loaded.lora_threads, loaded.lora_panel, loaded.lora_lanes):
+    loaded.lora_parts.argtypes = [pointer, number, number]
+    for count in (loaded.lora_parts, loaded.lora_threads, loaded.lora_panel, loaded.lora_lanes):
         count.restype = number
-    return Product(loaded.lora_add, loaded.lora_threads, loaded.lora_panel(), loaded.lora_lanes())
+    return Product(loaded.lora_add, loaded.lora_parts, loaded.lora_threads, loaded.lora_panel(), loaded.lora_lanes())
 
 
 def _first_error(text: str) -> str:

@@ -25,6 +25,7 @@
 #define CHUNK (8 * TALL) /* rows of one task: their x stays in the second-level cache from panel to panel */
 #define BLOCK 8          /* panels of one task of the second product */
 #define DEPTH 512        /* steps of the first product's sum at a time, where x has to be converted */
+#define MOST_SUMMED 64   /* rank of a slice, up to which the first product's sum may be divided */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
@@ -107,7 +108,7 @@ struct group {
     int64_t rank;   /* of all slices together */
     int64_t n_slices;
     const struct slice *slices;
-    float *shrunk; /* [n_rows][rank, up to a full register] */
+    float *shrunk; /* [parts][n_rows][rank, up to a full register] */
 };
 
 struct work {
@@ -118,6 +119,7 @@ struct work {
     const element *x;
     int64_t x_stride;
     int64_t in;
+    int64_t parts; /* of the first product's sum, each computed by itself */
     float scale;
 };
 
@@ -126,6 +128,7 @@ int64_t lora_lanes(void) { return LANES; }
 
 static inline int64_t up(int64_t n, int64_t unit) { return (n + unit - 1) / unit; }
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* One tile: ROWS rows, WIDE registers of columns. `from` and `to` are the rows' places; ADD: sums start from `to`. */
 #define TILE(NAME, ROWS, WIDE, ADD)                                                                          \
@@ -184,31 +187,35 @@ static void product(
 
 static inline int64_t shrunk_width(const struct group *g) { return up(g->rank, LANES) * LANES; }
 
-/* Task `t` of the first product: one panel of A with one chunk of rows. */
-static void shrink(const struct work *w, const struct group *g, int64_t t)
+static inline int64_t shrunk_size(const struct group *g) { return g->n_rows * shrunk_width(g); }
+
+/* Task `t` of one part of the first product: one panel of A with one chunk of rows. */
+static void shrink(const struct work *w, const struct group *g, int64_t part, int64_t t)
 {
     const float *from[CHUNK];
     float *to[CHUNK];
     int64_t panels = up(g->rank, PANEL), width = shrunk_width(g);
     int64_t column = t % panels * PANEL, row = t / panels * CHUNK;
     int64_t n = least(CHUNK, g->n_rows - row), columns = least(PANEL, width - column);
+    int64_t start = w->in * part / w->parts, end = w->in * (part + 1) / w->parts;
     const element *p = g->a + column * w->in;
-    for (int64_t r = 0; r < n; r++) to[r] = g->shrunk + (row + r) * width + column;
+    float *shrunk = g->shrunk + part * shrunk_size(g);
+    for (int64_t r = 0; r < n; r++) to[r] = shrunk + (row + r) * width + column;
 #if ELEMENT == FLOAT32
-    for (int64_t r = 0; r < n; r++) from[r] = w->x + g->rows[row + r] * w->x_stride;
-    product(0, columns, from, n, p, w->in, to);
+    for (int64_t r = 0; r < n; r++) from[r] = w->x + g->rows[row + r] * w->x_stride + start;
+    product(0, columns, from, n, p + start * columns, end - start, to);
 #else
     float x[CHUNK][DEPTH];
     for (int64_t r = 0; r < n; r++) from[r] = x[r];
-    for (int64_t k = 0; k < w->in; k += DEPTH) {
-        int64_t depth = least(DEPTH, w->in - k);
+    for (int64_t k = start; k < end; k += DEPTH) {
+        int64_t depth = least(DEPTH, end - k);
         for (int64_t r = 0; r < n; r++) {
             const element *own = w->x + g->rows[row + r] * w->x_stride + k;
             int64_t i = 0;
             for (; i + LANES <= depth; i += LANES) *(vec *)(x[r] + i) = load(own + i);
             for (; i < depth; i++) x[r][i] = wide(own[i]);
         }
-        product(k > 0, columns, from, n, p + k * columns, depth, to);
+        product(k > start, columns, from, n, p + k * columns, depth, to);
     }
 #endif
     if (w->scale != 1)
@@ -237,6 +244,7 @@ static void add_beside(
 static void expand(const struct work *w, const struct group *g, const struct slice *s, int64_t t)
 {
     const float *from[TALL];
+    float sums[TALL][MOST_SUMMED];
     element *to[TALL];
     int64_t blocks = up(up(s->width, PANEL), BLOCK), width = shrunk_width(g);
     int64_t first = t % blocks * BLOCK * PANEL, row = t / blocks * CHUNK;
@@ -246,6 +254,12 @@ static void expand(const struct work *w, const struct group *g, const struct sli
         int64_t n = least(TALL, last_row - row);
         for (int64_t r = 0; r < n; r++) {
             from[r] = g->shrunk + (row + r) * width + s->top;
+            if (w->parts > 1) {
+                for (int64_t k = 0; k < s->rank; k++) sums[r][k] = from[r][k];
+                for (int64_t part = 1; part < w->parts; part++)
+                    for (int64_t k = 0; k < s->rank; k++) sums[r][k] += from[r][part * shrunk_size(g) + k];
+                from[r] = sums[r];
+            }
             to[r] = w->y + g->rows[row + r] * w->y_stride + s->first + first;
         }
         for (int64_t column = first; column < last; column += PANEL) {
@@ -270,63 +284,75 @@ static int64_t expand_tasks(const struct group *g, const struct slice *s)
 /* Threads: those of the OpenMP that PyTorch has loaded, which vLLM has bound to cores. All of them or one: a smaller
  * team would end threads, and new ones would not be bound. Without OpenMP in the process there is one. */
 extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak));
+extern void GOMP_barrier(void) __attribute__((weak));
 extern int omp_get_thread_num(void) __attribute__((weak));
 extern int omp_get_num_threads(void) __attribute__((weak));
 extern int omp_get_max_threads(void) __attribute__((weak));
 
 int64_t lora_threads(void)
 {
-    return GOMP_parallel && omp_get_thread_num && omp_get_num_threads && omp_get_max_threads ? omp_get_max_threads() : 1;
+    int can = GOMP_parallel && GOMP_barrier && omp_get_thread_num && omp_get_num_threads && omp_get_max_threads;
+    return can ? omp_get_max_threads() : 1;
 }
 
-static void share(int64_t tasks, int threaded, int64_t *first, int64_t *last)
+/* The parts of the first product's sum: more than one where its tasks are too few to keep every thread busy, which
+ * they are while decoding with few adapters. Every thread of the second product reads all parts again, so that they
+ * stay fewer than would make them larger than A's own share. */
+int64_t lora_parts(const struct group *groups, int64_t n_groups, int64_t in)
 {
-    int64_t n = threaded ? omp_get_num_threads() : 1, mine = threaded ? omp_get_thread_num() : 0;
-    *first = tasks * mine / n;
-    *last = tasks * (mine + 1) / n;
+    int64_t threads = lora_threads(), tasks = 0, rows = 1, parts = 1;
+    for (int64_t i = 0; i < n_groups; i++) {
+        tasks += shrink_tasks(groups + i);
+        rows = most(rows, least(CHUNK, groups[i].n_rows));
+        for (int64_t j = 0; j < groups[i].n_slices; j++)
+            if (groups[i].slices[j].rank > MOST_SUMMED) return 1;
+    }
+    int64_t wanted = least(threads, up(4 * threads, most(1, tasks)));
+    while (parts < wanted && (parts + 1) * (parts + 1) * rows <= in) parts++;
+    return threads > 1 && tasks < 4 * threads ? parts : 1;
 }
 
-static void shrink_share(const struct work *w, int threaded)
+/* This thread's share of one of the two products' tasks; those of one part of the sum lie together. */
+static void share(const struct work *w, int second, int64_t mine, int64_t threads)
 {
-    int64_t tasks = 0, first, last, start = 0;
-    for (int64_t i = 0; i < w->n_groups; i++) tasks += shrink_tasks(w->groups + i);
-    share(tasks, threaded, &first, &last);
+    int64_t parts = second ? 1 : w->parts, tasks = 0, start = 0;
     for (int64_t i = 0; i < w->n_groups; i++) {
         const struct group *g = w->groups + i;
-        int64_t own = shrink_tasks(g);
-        for (int64_t t = first > start ? first - start : 0; t < own && start + t < last; t++) shrink(w, g, t);
-        start += own;
+        if (!second) tasks += shrink_tasks(g);
+        for (int64_t j = 0; second && j < g->n_slices; j++) tasks += expand_tasks(g, g->slices + j);
     }
-}
-
-static void expand_share(const struct work *w, int threaded)
-{
-    int64_t tasks = 0, first, last, start = 0;
-    for (int64_t i = 0; i < w->n_groups; i++)
-        for (int64_t j = 0; j < w->groups[i].n_slices; j++) tasks += expand_tasks(w->groups + i, w->groups[i].slices + j);
-    share(tasks, threaded, &first, &last);
-    for (int64_t i = 0; i < w->n_groups; i++)
-        for (int64_t j = 0; j < w->groups[i].n_slices; j++) {
-            const struct slice *s = w->groups[i].slices + j;
-            int64_t own = expand_tasks(w->groups + i, s);
-            for (int64_t t = first > start ? first - start : 0; t < own && start + t < last; t++)
-                expand(w, w->groups + i, s, t);
-            start += own;
+    int64_t first = parts * tasks * mine / threads, last = parts * tasks * (mine + 1) / threads;
+    for (int64_t part = 0; part < parts; part++)
+        for (int64_t i = 0; i < w->n_groups; i++) {
+            const struct group *g = w->groups + i;
+            for (int64_t j = 0; j < (second ? g->n_slices : 1); j++) {
+                int64_t own = second ? expand_tasks(g, g->slices + j) : shrink_tasks(g);
+                for (int64_t t = most(0, first - start); t < own && start + t < last; t++)
+                    if (second)
+                        expand(w, g, g->slices + j, t);
+                    else
+                        shrink(w, g, part, t);
+                start += own;
+            }
         }
 }
 
-static void shrink_in_team(void *work) { shrink_share(work, 1); }
-static void expand_in_team(void *work) { expand_share(work, 1); }
+static void in_team(void *work)
+{
+    int64_t mine = omp_get_thread_num(), threads = omp_get_num_threads();
+    share(work, 0, mine, threads);
+    GOMP_barrier();
+    share(work, 1, mine, threads);
+}
 
-void lora_add(const struct group *groups, int64_t n_groups, int64_t in, float scale, const element *x,
+void lora_add(const struct group *groups, int64_t n_groups, int64_t in, int64_t parts, float scale, const element *x,
               int64_t x_stride, element *y, int64_t y_stride)
 {
-    struct work w = {groups, n_groups, y, y_stride, x, x_stride, in, scale};
+    struct work w = {groups, n_groups, y, y_stride, x, x_stride, in, parts, scale};
     if (lora_threads() > 1) {
-        GOMP_parallel(shrink_in_team, &w, 0, 0);
-        GOMP_parallel(expand_in_team, &w, 0, 0);
+        GOMP_parallel(in_team, &w, 0, 0);
     } else {
-        shrink_share(&w, 0);
-        expand_share(&w, 0);
+        share(&w, 0, 0, 1);
+        share(&w, 1, 0, 1);
     }
 }

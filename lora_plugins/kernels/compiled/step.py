@@ -26,18 +26,20 @@ def step(
         take: gives a float32 buffer of a shape, undefined in content, that is nobody else's until `run` has returned.
     """
     groups = (Group * len(panels))()
-    wide = [len(rows[slot]) * (-(-found.rank // product.lanes) * product.lanes) for slot, found in panels.items()]
-    buffer = take((sum(wide),))
-    shrunk = buffer.data_ptr()
-    for group, (slot, found), size in zip(groups, panels.items(), wide, strict=True):
+    for group, (slot, found) in zip(groups, panels.items(), strict=True):
         group.rows, group.n_rows = rows[slot].data_ptr(), len(rows[slot])
         group.a, group.rank = found.flat.data_ptr(), found.rank
         group.slices, group.n_slices = ctypes.addressof(found.slices), len(found.slices)
+    add, address, n_groups = product.add, ctypes.addressof(groups), len(groups)
+    parts = product.parts(address, n_groups, inn)
+    sizes = [parts * group.n_rows * (-(-group.rank // product.lanes) * product.lanes) for group in groups]
+    buffer = take((sum(sizes),))
+    shrunk = buffer.data_ptr()
+    for group, size in zip(groups, sizes, strict=True):
         group.shrunk = shrunk
         shrunk += 4 * size
     n_rows = 1 + max(int(rows[slot].max()) for slot in panels)
     width = max(place.first + place.width for found in panels.values() for place in found.slices)
-    add, address, n_groups = product.add, ctypes.addressof(groups), len(groups)
     kept = (groups, dict(panels), dict(rows), buffer)  # what the addresses point to
 
     def run(y: Any, x: Any, _kept: Any = kept) -> None:
@@ -50,6 +52,6 @@ def step(
                 f"x {tuple(x.shape)} and y {tuple(y.shape)} with strides {y.stride()}: "
                 f"the product needs {n_rows} rows, {inn} columns of x and {width} adjacent ones of y"
             )
-        add(address, n_groups, inn, scale, x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0))
+        add(address, n_groups, inn, parts, scale, x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0))
 
     return run
