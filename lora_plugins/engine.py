@@ -549,6 +549,14 @@ SEAMS: tuple[Seam, ...] = (
         remove="vLLM's CPU worker freezes its heap, as its GPU worker does",
     ),
     Seam(
+        symbol="vllm.lora.lora_model:safetensors",
+        has=(),
+        what="replaced in this module by one whose safe_open is lora_plugins.manager.weights_file.open_weights",
+        why="safetensors' get_tensor for torch leaves 64 bytes for each tensor that is read, for ever",
+        since="0.30",
+        remove="every supported safetensors frees them (0.8.0 does not)",
+    ),
+    Seam(
         symbol="vllm.lora.lora_model:LoRAModel",
         has=("loras",),
         what="read, and its tensors replaced by copies",
