@@ -22,8 +22,9 @@ from lora_plugins.admin.models import (
     RollbackRequest,
     State,
 )
-from lora_plugins.engine import http_error, settings_of_server
+from lora_plugins.engine import http_error
 from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.process import settings_of_server
 from lora_plugins.server.changes import Changes
 from lora_plugins.server.doors import changes
 from lora_plugins.server.served import Place, Served, not_served

@@ -13,8 +13,9 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from lora_plugins.engine import EVENTS, http_error, settings_of_server
+from lora_plugins.engine import http_error
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
+from lora_plugins.process import EVENTS, settings_of_server
 from lora_plugins.server.changes import Changes
 from lora_plugins.server.gate import Gate, Rpc
 from lora_plugins.server.of_vllm import changes_of
