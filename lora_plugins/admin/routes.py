@@ -1,4 +1,4 @@
-"""The routes of the admin API; what they do is in `lora_plugins.server.changes`.
+"""The routes of the admin API; what they do is in `lora_plugins.server.changes` and its parts.
 
 vLLM's `--api-key` guards them, as everything below /v1, and an access policy lets administrators in only. Errors have
 vLLM's shape, with our code in the message.

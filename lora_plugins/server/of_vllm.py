@@ -33,7 +33,7 @@ def changes_of(models: Any, gate: Gate, rpc: Rpc) -> Changes:
 
 
 class _Server:
-    """What `Changes` asks of vLLM (`server.changes.Engine`)."""
+    """What `Changes` asks of vLLM (`server.serving.Engine`)."""
 
     def __init__(self, models: Any) -> None:
         self._models = weakref.proxy(models)
