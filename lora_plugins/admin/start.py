@@ -22,6 +22,7 @@ class Start:
         self._changes = changes
         self._settings = settings
         self._file = file
+        self._is_written = True
         self._writing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -64,18 +65,21 @@ class Start:
             await self._changes.pin(one.name)
 
     def _write_soon(self) -> None:
+        self._is_written = False
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write())
 
     async def _write(self) -> None:
-        await asyncio.sleep(_WRITE_DELAY_S)  # many changes come together
-        self._writing = None
-        served = [
-            Remembered(one.name, one.uri, one.held_digest, one.is_pinned)
-            for one in self._changes.catalogue.all()
-            if one.version is not None  # loaded by its path, it is the business of who loaded it
-        ]
-        try:
-            await asyncio.to_thread(self._file.write, served)
-        except OSError as error:
-            logger.warning("What is served cannot be written to %s: %s", self._file.path, error)
+        """Write until nothing has changed meanwhile: one writer at a time, so that the last state wins."""
+        while not self._is_written:
+            await asyncio.sleep(_WRITE_DELAY_S)  # many changes come together
+            self._is_written = True
+            served = [
+                Remembered(one.name, one.uri, one.held_digest, one.is_pinned)
+                for one in self._changes.catalogue.all()
+                if one.version is not None  # loaded by its path, it is the business of who loaded it
+            ]
+            try:
+                await asyncio.to_thread(self._file.write, served)
+            except OSError as error:
+                logger.warning("What is served cannot be written to %s: %s", self._file.path, error)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -92,6 +94,37 @@ async def test_a_disk_that_is_full_changes_nothing(tmp_path: Path, caplog: pytes
         await asyncio.sleep(0.1)
     assert "cannot be written" in caplog.text
     assert await world.ask("sql") == "/store/sql"
+
+
+class SlowFile(ServedSet):
+    """A disk that keeps the first writer waiting until it is let go."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.begun, self.let_go = threading.Event(), threading.Event()
+        self.writing = self.most_at_once = 0
+
+    def write(self, served: Sequence[Remembered]) -> None:
+        self.writing += 1
+        self.most_at_once = max(self.most_at_once, self.writing)
+        if not self.begun.is_set():
+            self.begun.set()
+            assert self.let_go.wait(30)
+        super().write(served)
+        self.writing -= 1
+
+
+@runs
+async def test_what_changes_while_it_is_written_is_written_afterwards_and_not_at_once(tmp_path: Path) -> None:
+    world, file = world_with("sql", "chat"), SlowFile(tmp_path / "served.json")
+    await Start(world.changes, Settings(preload=("sql",)), file).run()
+    assert await asyncio.to_thread(file.begun.wait, 30)
+    await world.changes.load("chat")
+    await asyncio.sleep(0.1)  # ten times what a change waits for others; a second writer would have begun
+    file.let_go.set()
+    while file.read() != [Remembered("sql"), Remembered("chat")]:
+        await asyncio.sleep(0.005)
+    assert file.most_at_once == 1
 
 
 @runs
