@@ -127,29 +127,30 @@ class Swaps(Pins):
             )
         )
 
-    async def load_version(self, text: str) -> Served | None:
+    async def load_version(self, text: str, known_digest: str | None = None) -> Served | None:
         """Serve `name@digest`, the digest's first 8 characters or more, as a name of its own, beside `name`.
 
-        None where the name has had no such version in this process, or the text is no such name.
+        `known_digest`: all of it, from a caller that knows the version for this name's. Without it, None where the name
+        has had no such version in this process. None too where the store has it no more, or the text is no such name.
 
         Raises:
             LoRAPluginsError: it cannot be served.
         """
-        name, _, digest = text.partition("@")
-        if not _DIGEST.fullmatch(digest):
+        name, _, prefix = text.partition("@")
+        if not is_of_digest(text, known_digest or prefix):
             return None
         async with self._engine.lock(text):
             served = self.catalogue.get(text)
             if served is not None:
                 return served
-            found = await self._sources.of_digest(name, digest)
-            if found is None:
-                return None
+            found = await self._sources.of_digest(name, prefix) if known_digest is None else None
+            digest = known_digest if found is None else found.digest
             try:
-                version = await self._sources.of_digest(text, found.digest, of_any_name=True)
+                version = digest and await self._sources.of_digest(text, digest, of_any_name=True)
             finally:
-                self._release(name, found)
-            if version is None:
+                if found is not None:
+                    self._release(name, found)
+            if not version:
                 return None
             served = await self._enter(text, None, version)
             served.held_digest = version.digest
@@ -166,3 +167,9 @@ class Swaps(Pins):
                 adapter=served.name,
             )
         return served.version
+
+
+def is_of_digest(text: str, digest: str | None) -> bool:
+    """Whether a name says `name@` and the beginning of this digest."""
+    prefix = text.partition("@")[2]
+    return digest is not None and _DIGEST.fullmatch(prefix) is not None and digest.startswith(prefix)

@@ -86,6 +86,53 @@ async def test_what_was_served_is_served_again_if_asked(tmp_path: Path) -> None:
 
 
 @runs
+async def test_a_version_served_under_a_name_of_its_own_is_served_again_though_nobody_has_asked_for_the_plain_name(
+    tmp_path: Path,
+) -> None:
+    file, old, new = ServedSet(tmp_path / "served.json"), "aa" * 32, "bb" * 32
+    name = f"sql@{old[:12]}"
+    first = World()
+    await Start(first.changes, Settings(), file).run()
+    await serving(first, old, new)
+    assert await first.changes.load_version(name)
+    await first.changes.unload("sql", block=False, timeout_s=1)
+    while [one.name for one in file.read()] != [name]:
+        await asyncio.sleep(0.005)
+
+    again = World()
+    again.sources.store |= {old: Version(old), new: Version(new)}
+    await Start(again.changes, Settings(restore=True), file).run()
+    served = again.changes.catalogue.get(name)
+    assert served is not None
+    assert (await again.ask(name), served.held_digest) == (f"/store/{old}", old)
+    assert again.sources.needed == {(name, old)}
+    assert again.sources.asked == [], "no source has a name like this"
+
+
+@runs
+async def test_a_version_that_has_left_the_store_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file, digest = ServedSet(tmp_path / "served.json"), "aa" * 32
+    file.write([Remembered(f"sql@{digest[:12]}", held_digest=digest), Remembered("chat")])
+    world = world_with("chat")
+    await Start(world.changes, Settings(restore=True), file).run()
+    assert [served.name for served in world.changes.catalogue.all()] == ["chat"]
+    assert "'sql@aaaaaaaaaaaa' is not served from the start: [L002]" in caplog.text
+
+
+@runs
+async def test_a_revision_that_was_rolled_back_is_asked_of_its_source(tmp_path: Path) -> None:
+    """`sql@v3` is a name that a source has; only what names its digest is a version of another name."""
+    file, old, new = ServedSet(tmp_path / "served.json"), "aa" * 32, "bb" * 32
+    file.write([Remembered("sql@v3", held_digest=old), Remembered("sql@cccccccc", held_digest=old)])
+    world = World()
+    world.sources.has |= {"sql@v3": Version(new), "sql@cccccccc": Version(new)}
+    world.sources.store[old] = Version(old)
+    await Start(world.changes, Settings(restore=True), file).run()
+    assert sorted(world.sources.asked) == ["sql@cccccccc", "sql@v3"]
+    assert await world.ask("sql@v3") == f"/store/{old}"
+
+
+@runs
 async def test_a_disk_that_is_full_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     world = world_with("sql")
