@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 
-from lora_plugins.errors import AdapterNotFound, InvalidAdapter
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError
 from lora_plugins.events import AdapterUnloaded
 from lora_plugins.names import AdapterName
-from lora_plugins.server.served import Served, Version, not_served
+from lora_plugins.server.served import Served, Version, blocked, no_longer_served, not_served
 from lora_plugins.server.swaps import Swaps
 
 _ABORT_S = 10.0
@@ -56,8 +56,9 @@ class Changes(Swaps):
     async def unload(self, name: str, *, block: bool, timeout_s: float) -> bool:
         """Serve a name no longer, and free its slot, host memory and lease once its running requests have left.
 
-        They have `timeout_s` for that, then they are ended. Returns whether all is free; if not, it will be as soon as
-        the last has left. Where it is not `block`ed, a later request has it resolved anew.
+        They have `timeout_s` for that, then they are ended; those that still wait at the gate are refused at once.
+        Returns whether all is free; if not, it will be as soon as the last has left. Where it is not `block`ed, a later
+        request has it resolved anew.
 
         Raises:
             AdapterNotFound: there is no such name to unload.
@@ -72,11 +73,12 @@ class Changes(Swaps):
                 return True
             raise not_served(name)
         self.changed()
-        return await self.free(served, timeout_s)
+        return await self.free(served, timeout_s, blocked(name) if block else no_longer_served(name))
 
-    async def free(self, served: Served, timeout_s: float) -> bool:
-        """Free what was taken out of the table; as for `unload`."""
+    async def free(self, served: Served, timeout_s: float, refusal: LoRAPluginsError) -> bool:
+        """Free what was taken out of the table, as for `unload`; `refusal` is for requests that wait at the gate."""
         started, engine_id = time.perf_counter(), served.request.lora_int_id
+        self.gate.refusals.refuse(engine_id, refusal)
         self.catalogue.draining[engine_id] = served
         aborted = 0
 

@@ -14,11 +14,12 @@ from contextvars import ContextVar
 from typing import Any
 
 from lora_plugins.engine import http_error
-from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
+from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.process import EVENTS, settings_of_server
 from lora_plugins.server.changes import Changes
 from lora_plugins.server.gate import Gate, Rpc
 from lora_plugins.server.of_vllm import changes_of
+from lora_plugins.server.served import blocked, no_longer_served
 
 _gates: weakref.WeakKeyDictionary[Any, Gate] = weakref.WeakKeyDictionary()
 
@@ -202,13 +203,7 @@ def _with_what_is_blocked() -> None:
     async def resolved(self: Any, lora_name: str) -> Any:
         known = changes(self)
         if lora_name in known.catalogue.blocked:
-            error = AdapterNotFound(
-                "a name that was unloaded and blocked",
-                expected="one that is served",
-                remedy="load it again with POST /v1/loras",
-                adapter=lora_name,
-            )
-            raise http_error(error)
+            raise http_error(blocked(lora_name))
         result = await resolve_lora(self, lora_name)
         if hasattr(result, "error"):
             try:
@@ -235,7 +230,7 @@ def _freeing_what_is_unloaded() -> None:
         result = await unload_lora_adapter(self, request)
         if served is not None and not hasattr(result, "error"):
             known.changed()
-            if not await known.free(served, settings_of_server().drain_timeout_s):
+            if not await known.free(served, settings_of_server().drain_timeout_s, no_longer_served(served.name)):
                 return f"{result} Requests that still run keep its memory until they end."
         return result
 

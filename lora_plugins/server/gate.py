@@ -21,6 +21,7 @@ from cachetools import LRUCache
 from lora_plugins import errors
 from lora_plugins.errors import LoRAPluginsError, NoFreeSlot, SourceUnavailable
 from lora_plugins.events import AdapterReady, Events, Found, GatePassed, GateRefused
+from lora_plugins.server.refusals import Refusals
 from lora_plugins.server.turns import Turns
 
 LINGER_S = 2.0
@@ -107,6 +108,7 @@ class Gate:
         self._next_for_room = asyncio.Lock()
         self._owner = f"{os.getpid()}.{os.urandom(4).hex()}"
         self._entries: dict[int, _Entry] = {}
+        self.refusals = Refusals()
         self.uris: dict[int, str] = {}  # what adapters were loaded by, for workers that lack their files
         self._retired: LRUCache[int, bool] = LRUCache(_REMEMBERED)
         self.last_used_at: LRUCache[int, float] = LRUCache(_REMEMBERED)  # by adapter id, in seconds since 1970
@@ -126,7 +128,7 @@ class Gate:
         `load` says that no request stands behind it.
 
         Raises:
-            LoRAPluginsError: a worker cannot stage it.
+            LoRAPluginsError: a worker cannot stage it, or it was refused meanwhile (`refusals`).
         """
         entry = self._entry_of(request)
         self.last_used_at[request.lora_int_id] = time.time()
@@ -139,14 +141,15 @@ class Gate:
         came_at = time.monotonic()
         found = Found.SLOT if entry.is_placed else None
         try:
-            found = await self._take_turn(entry) or found
-            try:
-                while not entry.is_placed:
-                    await self._shared(entry, "placing", self._place)
-                    found = found or entry.found
-            except BaseException:
-                self._turns.give_back(request.lora_int_id)
-                raise
+            with self.refusals.refusing(request.lora_int_id):
+                found = await self._take_turn(entry) or found
+                try:
+                    while not entry.is_placed:
+                        await self._shared(entry, "placing", self._place)
+                        found = found or entry.found
+                except BaseException:
+                    self._turns.give_back(request.lora_int_id)
+                    raise
         except BaseException as error:
             self._no_longer(entry)
             if isinstance(error, LoRAPluginsError):
