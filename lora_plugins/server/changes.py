@@ -79,18 +79,12 @@ class Changes(Swaps):
         """Free what was taken out of the table, as for `unload`; `refusal` is for requests that wait at the gate."""
         started, engine_id = time.perf_counter(), served.request.lora_int_id
         self.gate.refusals.refuse(engine_id, refusal)
-        self.catalogue.draining[engine_id] = served
         aborted = 0
 
-        async def all_of_it() -> None:
-            await self.gate.retire(engine_id)
-            del self.catalogue.draining[engine_id]
-            for version in (served.version, *served.previous):
-                if version is not None:
-                    self._release(served.name, version)
+        def tell() -> None:
             self._events.emit(AdapterUnloaded(served.name, time.perf_counter() - started, aborted))
 
-        task = self._in_background(all_of_it())
+        task = self._let_go(served, tell)
         done, _ = await asyncio.wait([task], timeout=timeout_s)
         if not done:
             running = [request_id for request_id in self.gate.in_flight(engine_id) if request_id]

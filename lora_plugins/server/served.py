@@ -165,6 +165,10 @@ class Catalogue:
         self._served[served.name] = served
         self._table.lora_requests[served.name] = served.request
 
+    def expect(self, served: Served) -> None:
+        """What to know of a request that vLLM is about to put into its table; forgotten if it does not."""
+        self._served[served.name] = served
+
     def take_out(self, name: str) -> Served | None:
         """Serve this name no longer; a request that comes may have it resolved anew."""
         served = self.get(name)

@@ -85,6 +85,21 @@ class Serving:
         if not self.catalogue.needs(name, version.path):
             self._sources.release(name, version.path)
 
+    def _let_go(self, served: Served, then: Callable[[], None] = lambda: None) -> asyncio.Task[None]:
+        """Free what the table has no more, once its last request has left: slots, host memory and leases."""
+        engine_id = served.request.lora_int_id
+        self.catalogue.draining[engine_id] = served
+
+        async def all_of_it() -> None:
+            await self.gate.retire(engine_id)
+            del self.catalogue.draining[engine_id]
+            for version in (served.version, *served.previous):
+                if version is not None:
+                    self._release(served.name, version)
+            then()
+
+        return self._in_background(all_of_it())
+
     def _in_background(self, work: Awaitable[None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._retiring.add(task)

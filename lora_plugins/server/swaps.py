@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import time
+from typing import Any
 
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError
 from lora_plugins.events import AdapterSwapped, UpdateFailed
@@ -101,11 +102,8 @@ class Swaps(Pins):
         started = time.perf_counter()
         request = self._request(served.name, version, uri or served.uri)
         try:
-            await self.gate.stage(request)
-            if served.is_pinned:
-                await self._pin(request)
+            await self._stage_beside(served, request)
         except BaseException:
-            self._in_background(self.gate.retire(request.lora_int_id))
             if version not in served.previous:
                 self._release(served.name, version)
             raise
@@ -126,6 +124,44 @@ class Swaps(Pins):
                 served.name, "" if before is None else before.digest, version.digest, time.perf_counter() - started
             )
         )
+
+    async def take_in_place(self, request: Any) -> bool:
+        """Stage what vLLM will put into the place of a served name at once; the lock of the name is held.
+
+        `request`, vLLM's `LoRARequest` with `load_inplace`, gets an engine id of its own, so that what runs goes on
+        with the weights that it began with. What was served before goes when its last request has left. Returns False
+        where nothing is served under the name: it is no swap then, and nothing was done.
+
+        Raises:
+            LoRAPluginsError: it cannot be staged; the old one goes on.
+        """
+        request.load_inplace = False  # else the workers would read it again
+        before = self.catalogue.get(request.lora_name)
+        if before is None:
+            return False
+        started = time.perf_counter()
+        request.lora_int_id = self._engine.new_request(request.lora_name, request.lora_path).lora_int_id
+        try:
+            await self._stage_beside(before, request)
+        except LoRAPluginsError as error:
+            before.failed(error)
+            self._events.emit(UpdateFailed(before.name, error))
+            raise
+        self.catalogue.expect(Served(before.name, request, is_pinned=before.is_pinned))
+        self._let_go(before)
+        digest_or_path = before.request.lora_path if before.version is None else before.version.digest
+        self._events.emit(AdapterSwapped(before.name, digest_or_path, request.lora_path, time.perf_counter() - started))
+        return True
+
+    async def _stage_beside(self, served: Served, request: Any) -> None:
+        """Stage what will take the place of `served`, pinned if that is; a failure leaves nothing in the workers."""
+        try:
+            await self.gate.stage(request)
+            if served.is_pinned:
+                await self._pin(request)
+        except BaseException:
+            self._in_background(self.gate.retire(request.lora_int_id))
+            raise
 
     async def load_version(self, text: str, known_digest: str | None = None) -> Served | None:
         """Serve `name@digest`, the digest's first 8 characters or more, as a name of its own, beside `name`.
