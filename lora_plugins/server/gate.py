@@ -16,6 +16,7 @@ from cachetools import LRUCache
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import Events, Found, GatePassed, GateRefused
 from lora_plugins.server.leases import REMEMBERED, Entry, Hold, Leases, Request
+from lora_plugins.server.refusals import Refusals
 from lora_plugins.server.staging import Rpc, Staging
 from lora_plugins.server.turns import Turns
 
@@ -51,6 +52,7 @@ class Gate:
         self._turns = Turns(slots, quantum_s)
         self._leases = Leases()
         self._staging = Staging(rpc, self._turns, self._leases, self._events, room_timeout_s)
+        self.refusals = Refusals()
         self.uris = self._staging.uris  # what adapters were loaded by, by id; whoever loads one notes it
         self.last_used_at: LRUCache[int, float] = LRUCache(REMEMBERED)  # by adapter id, in seconds since 1970
 
@@ -69,7 +71,7 @@ class Gate:
         `load` says that no request stands behind it.
 
         Raises:
-            LoRAPluginsError: a worker cannot stage it.
+            LoRAPluginsError: a worker cannot stage it, or it was refused meanwhile (`refusals`).
         """
         entry = self._leases.of(request)
         self.last_used_at[request.lora_int_id] = time.time()
@@ -82,14 +84,15 @@ class Gate:
         came_at = time.monotonic()
         found = Found.SLOT if entry.is_placed else None
         try:
-            found = await self._take_turn(entry) or found
-            try:
-                while not entry.is_placed:
-                    await self._staging.place(entry)
-                    found = found or entry.found
-            except BaseException:
-                self._turns.give_back(request.lora_int_id)
-                raise
+            with self.refusals.refusing(request.lora_int_id):
+                found = await self._take_turn(entry) or found
+                try:
+                    while not entry.is_placed:
+                        await self._staging.place(entry)
+                        found = found or entry.found
+                except BaseException:
+                    self._turns.give_back(request.lora_int_id)
+                    raise
         except BaseException as error:
             self._no_longer(entry)
             if isinstance(error, LoRAPluginsError):
