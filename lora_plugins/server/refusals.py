@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from cachetools import LRUCache
 
 from lora_plugins.errors import LoRAPluginsError
-
-_REMEMBERED = 10_000
+from lora_plugins.server.leases import REMEMBERED
 
 
 class Refusals:
@@ -22,7 +21,7 @@ class Refusals:
 
     def __init__(self) -> None:
         self._waiting: dict[int, set[asyncio.Task[object]]] = {}
-        self._refused: LRUCache[int, LoRAPluginsError] = LRUCache(_REMEMBERED)
+        self._refused: LRUCache[int, LoRAPluginsError] = LRUCache(REMEMBERED)
 
     @contextmanager
     def refusing(self, adapter_id: int) -> Iterator[None]:
