@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,7 @@ import pytest
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.models import PROMPT, edit_config
 from testbed.server import Server, vllm_server
-
-TOKENS = 900  # of a long request
-LONGEST_S = 240.0  # for what comes for certain
+from tests.e2e.standing_still import LONGEST_S, TOKENS, in_state, in_the_midst_of, seen
 
 
 @dataclass(frozen=True)
@@ -90,31 +88,19 @@ async def view_of(client: httpx.AsyncClient, name: str) -> dict[str, Any]:
     return dict(answer.json()) if answer.status_code == 200 else {}
 
 
-async def until(is_so: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(LONGEST_S):
-        while not await is_so():
-            await asyncio.sleep(0.01)
-
-
-@asynccontextmanager
-async def standing_still(client: httpx.AsyncClient, name: str) -> AsyncIterator[asyncio.Task[list[int]]]:
+def standing_still(client: httpx.AsyncClient, name: str) -> AbstractAsyncContextManager[asyncio.Task[list[int]]]:
     """Inside, a long request for this adapter is in the engine, which stands still: it has the slot."""
-    while True:
+
+    async def begin() -> asyncio.Task[list[int]]:
         running = asyncio.create_task(tokens_of(client, name, TOKENS))
 
-        async def is_in_the_engine(running: asyncio.Task[list[int]] = running) -> bool:
-            return running.done() or (await view_of(client, name))["requests_in_flight"] == 1
+        async def is_in_the_engine() -> bool:
+            return running.done() or await in_state(client, name, "serving", 1)
 
-        await until(is_in_the_engine)
-        try:
-            paused = await client.post("/pause", params={"mode": "keep", "clear_cache": "false"})
-            assert paused.status_code == 200, paused.text
-            if (await view_of(client, name))["requests_in_flight"] == 1:
-                yield running
-                return
-        finally:
-            assert (await client.post("/resume")).status_code == 200
-        await running  # it was faster than the pause
+        await seen(is_in_the_engine)
+        return running
+
+    return in_the_midst_of(client, name, begin)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -137,7 +123,7 @@ def test_what_waits_for_its_turn_is_refused_at_once_when_it_is_unloaded(
                 async def is_at_the_gate() -> bool:
                     return bool((await view_of(client, waits))["last_used_at"] > before)
 
-                await until(is_at_the_gate)
+                await seen(is_at_the_gate)
                 params = {"timeout_s": LONGEST_S, "block": block}
                 unloaded = await client.delete(f"/v1/loras/{waits}", params=params)
                 refused = await waiting
@@ -182,7 +168,7 @@ def test_loading_in_place_is_a_swap_that_no_running_request_notices(small: Small
                 listed = (await client.get("/v1/loras")).json()["loras"]
                 return [view["state"] for view in listed if view["lora_name"] == "during"] == ["serving"]
 
-            await until(has_gone)
+            await seen(has_gone)
             assert small.leases(old) == [], "the store may evict it"
             assert f"Adapter 'during' swapped from {old['digest'][:12]} to {by_hand}" in small.server.log()
 
@@ -203,7 +189,7 @@ def test_a_version_with_a_name_of_its_own_is_served_again_after_a_restart(bed: B
             async def is_written() -> bool:
                 return f'"{name}"' in file.read_text() and '"versioned"' not in file.read_text()
 
-            await until(is_written)
+            await seen(is_written)
         return name
 
     name = asyncio.run(name_it())
