@@ -1,35 +1,20 @@
-"""Every vLLM symbol that this package touches, as a ledger (`SEAMS`), and the code that touches it.
+"""Every vLLM symbol that this package touches, as a ledger (`SEAMS`), and what every part of it needs of vLLM.
 
-No other module imports vLLM. vLLM is imported inside the functions, so that reading the ledger needs no vLLM:
-`tools/check_seams.py` holds it against any vLLM's sources, and a test holds it against the installed one.
+Reading it needs no vLLM, which is imported inside functions: `tools/check_seams.py` holds the ledger against any vLLM's
+sources, and a test holds it against the installed one. What subclasses or wraps vLLM for one purpose stands with that
+purpose (`manager/`, `server/doors.py`, `kernels/`, `access/doors.py`, `metrics/installation.py`), and its symbols here.
 """
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import importlib
-import weakref
+import inspect
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from lora_plugins.base_model import BaseModel
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
-from lora_plugins.events import Events
-from lora_plugins.kernels import dispatch
-from lora_plugins.kernels.compiled import build
-from lora_plugins.logs import LogEvents, logger
-from lora_plugins.resolvers.chain import ResolvedAdapter, SourceChain
-from lora_plugins.resolvers.source import Source
-from lora_plugins.resolvers.uris import AllowedUris
-from lora_plugins.served_model import describe_base
-from lora_plugins.settings import BaseMatch, Settings
-from lora_plugins.store.opening import open_store
-from lora_plugins.store.store import Store
-
-REGISTRY_NAME = "lora-plugins"
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,9 +334,9 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         symbol="vllm.lora.request:LoRARequest",
-        has=("lora_name", "lora_int_id", "lora_path", "base_model_name"),
-        what="built for each resolved adapter",
-        why="public interface",
+        has=("lora_name", "lora_int_id", "lora_path", "base_model_name", "load_inplace"),
+        what="built for each resolved adapter; one with load_inplace gets an id of its own instead",
+        why="public interface; a swap must not change the weights under what runs",
         since="0.30",
         remove="never: this is the public interface",
     ),
@@ -549,6 +534,14 @@ SEAMS: tuple[Seam, ...] = (
         remove="vLLM's CPU worker freezes its heap, as its GPU worker does",
     ),
     Seam(
+        symbol="vllm.lora.lora_model:safetensors",
+        has=(),
+        what="replaced in this module by one whose safe_open is lora_plugins.manager.weights_file.open_weights",
+        why="safetensors' get_tensor for torch leaves 64 bytes for each tensor that is read, for ever",
+        since="0.30",
+        remove="every supported safetensors frees them (0.8.0 does not)",
+    ),
+    Seam(
         symbol="vllm.lora.lora_model:LoRAModel",
         has=("loras",),
         what="read, and its tensors replaced by copies",
@@ -695,8 +688,16 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         symbol="vllm.entrypoints.openai.models.serving:OpenAIServingModels.load_lora_adapter",
         has=("self", "request", "base_model_name"),
-        what="wrapped, as resolve_lora",
-        why="vLLM answers with a 500",
+        what="wrapped, as resolve_lora; and where the request has load_inplace, its add_lora is a swap",
+        why="vLLM answers with a 500; and loads in place in its engine loop, under what runs",
+        since="0.30",
+        remove="as above",
+    ),
+    Seam(
+        symbol="vllm.entrypoints.serve.lora.protocol:LoadLoRAAdapterRequest",
+        has=("load_inplace",),
+        what="read",
+        why="as above",
         since="0.30",
         remove="as above",
     ),
@@ -807,73 +808,7 @@ SEAMS: tuple[Seam, ...] = (
 )
 
 
-LOG = LogEvents()
-EVENTS = Events(LOG)  # of this process
-
-
-class LoRAPluginsResolver:
-    """What vLLM asks for an unknown model name; all our sources stand behind this one resolver.
-
-    Duck-typed after `vllm.lora.resolver.LoRAResolver`, of which it is registered as a virtual subclass. It is made in
-    every process of vLLM, so threads and store are made at the first use, which only the API server comes to.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self._make_sources: list[Callable[[Executor], Source]] = []
-
-    def add(self, make_source: Callable[[Executor], Source]) -> None:
-        """Ask this source too; it is made at the first use."""
-        self._make_sources.append(make_source)
-
-    @functools.cached_property
-    def chain(self) -> SourceChain:
-        """The sources behind this resolver.
-
-        Raises:
-            InvalidSettings: the store cannot be made.
-        """
-        executor = ThreadPoolExecutor(max_workers=8, thread_name_prefix="lora-plugins")
-        chain = SourceChain(self.settings, EVENTS, open_store(self.settings), executor=executor)
-        for make_source in self._make_sources:
-            chain.add(make_source(executor))
-        return chain
-
-    async def resolve_lora(self, base_model_name: str, lora_name: str) -> Any:
-        """Return a `LoRARequest`, or None where no source has the adapter; errors carry their HTTP status."""
-        try:
-            resolved = await self.chain.resolve(lora_name, base_model_name)
-        except LoRAPluginsError as error:
-            raise http_error(error) from None  # the event has been logged
-        return None if resolved is None else _lora_request(resolved, self.chain.base)
-
-
-def _lora_request(resolved: ResolvedAdapter, base: BaseModel | None) -> Any:
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(
-        lora_name=resolved.name,
-        lora_int_id=resolved.lora_id,  # vLLM's server puts its own counter here
-        lora_path=str(resolved.path),
-        base_model_name=base.served_names[0] if base and base.served_names else None,
-    )
-
-
-def http_error(error: LoRAPluginsError) -> Exception:
-    """The exception that makes vLLM answer with our status and text (the one place where errors meet HTTP)."""
-    from fastapi import HTTPException
-    from vllm.exceptions import VLLMClientError, VLLMNotFoundError
-
-    if isinstance(error, AdapterNotFound):
-        return VLLMNotFoundError(str(error))  # type: ignore[no-any-return]
-    if error.http_status == 400:
-        return VLLMClientError(str(error))  # type: ignore[no-any-return]
-    headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
-    return HTTPException(error.http_status, str(error), headers)
-
-
-_resolver: LoRAPluginsResolver | None = None
-
+# --- vLLM's plugins ---
 
 _builtins: dict[tuple[str, str], Callable[[], None]] = {}
 
@@ -896,177 +831,57 @@ def builtin(module_name: str, function_name: str) -> Callable[[], None]:
     return getattr(importlib.import_module(module_name), function_name)  # type: ignore[no-any-return]
 
 
-def serve_from(make_source: Callable[[Executor], Source], settings: Settings) -> None:
-    """Have vLLM ask this source too; called again for a source of the same label, it changes nothing."""
-    resolver_of_process(settings).add(make_source)
+# --- vLLM's resolvers ---
 
 
-def resolver_of_process(settings: Settings) -> LoRAPluginsResolver:
-    """The one resolver of this process, made and registered at the first call; without sources it serves URIs only."""
-    global _resolver
-    AllowedUris.parse(settings.allowed_uris)  # a prefix that cannot be right ends the start
-    if _resolver is None:
-        _resolver = LoRAPluginsResolver(settings)
-        _register(_resolver)
-    return _resolver
-
-
-def store_in_use() -> Store | None:
-    """The store of this process's sources; None without any, and before the first use of them."""
-    return None if _resolver is None or "chain" not in vars(_resolver) else _resolver.chain.store
-
-
-def sources_of_worker() -> SourceChain | None:
-    """The sources that this process was told of, for a worker that lacks an adapter's files; None without any.
-
-    The base model is not looked at: the API server has, and the worker will match every tensor with its model.
-    """
-    if _resolver is None:
-        return None
-    resolver = LoRAPluginsResolver(replace(_resolver.settings, base_match=BaseMatch.OFF))
-    for make_source in _resolver._make_sources:  # noqa: SLF001 - of the same class
-        resolver.add(make_source)
-    return resolver.chain
-
-
-def sources_of_server() -> SourceChain:
-    """The sources of this API server; without a resolver among the plugins, those that URIs name.
-
-    Raises:
-        InvalidSettings: the store cannot be made.
-    """
-    return resolver_of_process(settings_of_server()).chain
-
-
-@functools.cache
-def settings_of_server() -> Settings:
-    """The settings of this process.
-
-    Raises:
-        InvalidSettings: a variable cannot be right.
-    """
-    return Settings.from_env()
-
-
-def _register(resolver: LoRAPluginsResolver) -> None:
+def register_resolver(name: str, resolver: Any) -> None:
+    """Have vLLM ask `resolver`, whose class has a `resolve_lora`, for unknown model names."""
     from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
 
-    _keep_http_headers()
-    LoRAResolver.register(LoRAPluginsResolver)
-    LoRAResolverRegistry.register_resolver(REGISTRY_NAME, resolver)
-    _bind_when_serving(resolver)
+    LoRAResolver.register(type(resolver))
+    LoRAResolverRegistry.register_resolver(name, resolver)
 
 
-def _bind_when_serving(resolver: LoRAPluginsResolver) -> None:
+def lora_request(name: str, lora_id: int, path: str, base_model_name: str | None) -> Any:
+    """VLLM's `LoRARequest`."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name=name, lora_int_id=lora_id, lora_path=path, base_model_name=base_model_name)
+
+
+def when_serving(before: Callable[[], None], after: Callable[[Any], None]) -> None:
+    """Call `before` and `after` around the making of each `OpenAIServingModels`; what they raise ends the start."""
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
     original = OpenAIServingModels.__init__
 
     @functools.wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        if resolver.settings.policy is not None:
-            from lora_plugins.access.doors import require_in_force
-
-            require_in_force()
+        before()
         original(self, *args, **kwargs)
-        self.lora_resolver_lock = NameLocks()
-        resolver.chain.base = describe_base(self, resolver.settings)
-        _log_in_charge(resolver.chain)
+        after(self)
 
     OpenAIServingModels.__init__ = wrapped
 
 
-class NameLocks:
-    """One lock per name for as long as somebody holds or awaits it.
-
-    Takes the place of vLLM's `defaultdict(Lock)`, which keeps a lock for every name that was ever asked for.
-    """
-
-    def __init__(self) -> None:
-        self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
-
-    def __getitem__(self, name: str) -> asyncio.Lock:
-        lock = self._locks.get(name)
-        if lock is None:
-            lock = self._locks[name] = asyncio.Lock()
-        return lock
-
-    def __len__(self) -> int:
-        return len(self._locks)
+# --- vLLM's answers ---
 
 
-def _log_in_charge(chain: SourceChain) -> None:
-    from lora_plugins import __version__
+def http_error(error: LoRAPluginsError) -> Exception:
+    """The exception that makes vLLM answer with our status and text (the one place where errors meet HTTP)."""
+    from fastapi import HTTPException
+    from vllm.exceptions import VLLMClientError, VLLMNotFoundError
 
-    base, settings = chain.base, chain.settings
-    logger.info(
-        "lora-plugins %s resolves unknown model names from: %s (vLLM's builtin resolvers of these names do not run); "
-        "base match %s, largest rank %s, %d module shapes known",
-        __version__,
-        ", ".join(str(source) for source in chain.sources),
-        settings.base_match,
-        base.max_rank if base else "unknown",
-        len(base.module_shapes) if base else 0,
-    )
-    if not settings.runtime_lora_updating:
-        logger.warning("vLLM asks no resolver unless VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 is set; it is not")
-    if kernels_in_use is None and _cpu_kernels_mix_up_base_rows():
-        logger.warning(
-            "On the CPU, vLLM before 0.33 computes base-model requests with an adapter when both share a batch "
-            "(vllm-project/vllm#48421); name lora_kernels in VLLM_PLUGINS, or upgrade vLLM"
-        )
-    if base and not base.lora_enabled:
-        logger.warning("This server runs without --enable-lora; every adapter will be refused")
+    if isinstance(error, AdapterNotFound):
+        return VLLMNotFoundError(str(error))  # type: ignore[no-any-return]
+    if error.http_status == 400:
+        return VLLMClientError(str(error))  # type: ignore[no-any-return]
+    headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+    return HTTPException(error.http_status, str(error), headers)
 
 
-def _cpu_kernels_mix_up_base_rows() -> bool:
-    import inspect
-
-    from vllm.lora.ops.torch_ops import lora_ops
-    from vllm.platforms import current_platform
-
-    # 0.33 masks index -1, which stands for "no adapter"; before, it selects the last slot.
-    return bool(current_platform.is_cpu()) and "-1" not in inspect.getsource(lora_ops.bgmv_shrink)
-
-
-kernels_in_use: dispatch.Choice | None = None  # None where a batch is computed by vLLM's own kernels
-
-
-def install_kernels(settings: Settings) -> None:
-    """Put our kernels behind vLLM's punica interface in this process, and say which and why.
-
-    Raises:
-        InvalidSettings: the kernels asked for cannot be had on this machine.
-    """
-    global kernels_in_use
-    if kernels_in_use is not None:
-        return
-    from vllm.platforms import current_platform
-
-    machine = dispatch.Machine(current_platform.device_type, dispatch.triton_is_there(), build.problem)
-    choice = dispatch.choose(settings.kernels, machine)
-    logger.info("LoRA kernels: %s (%s)", choice.kernels, choice.why)
-    if choice.wrapper is None:
-        return
-    kernels_in_use = choice
-    type(current_platform).get_punica_wrapper = classmethod(lambda _: choice.wrapper)
-    _tell_wrappers_of_layers()
-
-
-def _tell_wrappers_of_layers() -> None:
-    from vllm.lora.layers.base import BaseLayerWithLoRA
-
-    original = BaseLayerWithLoRA.set_mapping
-
-    @functools.wraps(original)
-    def wrapped(self: Any, punica_wrapper: Any) -> None:
-        original(self, punica_wrapper)
-        punica_wrapper.adopt(self)
-
-    BaseLayerWithLoRA.set_mapping = wrapped
-
-
-def _keep_http_headers() -> None:
+def keep_http_headers() -> None:
+    """Have vLLM put an `HTTPException`'s headers on its response."""
     from vllm.entrypoints.serve.exception_handling import register as module
 
     original = module.http_exception_handler
@@ -1079,3 +894,15 @@ def _keep_http_headers() -> None:
         return response
 
     module.http_exception_handler = wrapped
+
+
+# --- vLLM's kernels ---
+
+
+def cpu_kernels_mix_up_base_rows() -> bool:
+    """Whether vLLM's own kernels run on the CPU and compute base-model rows with an adapter."""
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.platforms import current_platform
+
+    # 0.33 masks index -1, which stands for "no adapter"; before, it selects the last slot.
+    return bool(current_platform.is_cpu()) and "-1" not in inspect.getsource(lora_ops.bgmv_shrink)

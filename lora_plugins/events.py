@@ -132,7 +132,10 @@ class AdapterReady:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSwapped:
-    """A name points to another version; requests that run go on with the old one. Versions are digests."""
+    """A name points to another version; requests that run go on with the old one.
+
+    Versions are digests, or paths where they were loaded by them.
+    """
 
     name: str
     before: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import OrderedDict
 from typing import TypeVar
 
@@ -144,10 +145,10 @@ def _log_change(event: Event) -> None:
     match event:
         case AdapterSwapped():
             logger.info(
-                "Adapter '%s' swapped from %.12s to %.12s, staged in %.2f s",
+                "Adapter '%s' swapped from %s to %s, staged in %.2f s",
                 event.name,
-                event.before,
-                event.after,
+                _short(event.before),
+                _short(event.after),
                 event.stage_s,
             )
         case AdapterUnloaded():
@@ -157,3 +158,8 @@ def _log_change(event: Event) -> None:
                 event.drain_s,
                 event.aborted,
             )
+
+
+def _short(version: str) -> str:
+    """A digest's beginning; a path as it is."""
+    return version if os.sep in version else version[:12]

@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 from lora_plugins import engine
 from lora_plugins.errors import InvalidSettings
+from lora_plugins.kernels.installation import install_kernels
 from lora_plugins.resolvers.configured import MakeSource, filesystem_source, hub_source, s3_source
+from lora_plugins.resolvers.resolver import resolver_of_process, serve_from
 from lora_plugins.settings import Settings, named_in_environment
 
 FILESYSTEM = "lora_filesystem_resolver"
@@ -80,7 +82,7 @@ def register_kernels() -> None:
     """
     if named_in_environment(KERNELS):
         settings = Settings.from_env()
-        engine.install_kernels(settings)
+        install_kernels(settings)
         _count(settings)
 
 
@@ -105,7 +107,7 @@ def register_admin() -> None:
             expected="both, as only our manager can unload and swap while requests run",
             remedy=f"name {MANAGER} too",
         )
-    engine.resolver_of_process(settings)  # without a source among the plugins, adapters come from URIs only
+    resolver_of_process(settings)  # without a source among the plugins, adapters come from URIs only
 
 
 def _serve(configured: Callable[[Settings], MakeSource | None]) -> None:
@@ -113,7 +115,7 @@ def _serve(configured: Callable[[Settings], MakeSource | None]) -> None:
     make_source = configured(settings)
     if make_source is not None:
         _count(settings)
-        engine.serve_from(make_source, settings)
+        serve_from(make_source, settings)
 
 
 if named_in_environment(FILESYSTEM):

@@ -29,17 +29,17 @@ def main() -> None:
 
 
 def take_triton() -> None:
-    """What `engine.install_kernels` does on a GPU."""
+    """What `install_kernels` does on a GPU."""
     from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
     from vllm.lora.punica_wrapper import punica_gpu
     from vllm.platforms import current_platform
 
-    from lora_plugins import engine
+    from lora_plugins.kernels import installation
     from lora_plugins.kernels.dispatch import TRITON_WRAPPER
 
     punica_gpu.LoRAKernelMeta = LoRAKernelMeta
     type(current_platform).get_punica_wrapper = classmethod(lambda cls: TRITON_WRAPPER)
-    engine._tell_wrappers_of_layers()
+    installation.tell_wrappers_of_layers()
 
 
 def ask(question: dict[str, Any]) -> list[list[list[int]]]:

@@ -20,6 +20,7 @@ WITH_VLLM = {
     "lora_plugins.manager.host_memory",
     "lora_plugins.manager.loading",
     "lora_plugins.manager.slots",
+    "lora_plugins.manager.weights_file",
     "lora_plugins.manager.worker_manager",
     "lora_plugins.admin.routes",
 }
@@ -64,6 +65,7 @@ def test_the_pure_modules_are_all_there():
         "lora_plugins.manager.policies",
         "lora_plugins.manager.materialise",
         "lora_plugins.server.gate",
+        "lora_plugins.server.staging",
         "lora_plugins.server.turns",
         "lora_plugins.kernels.segments",
         "lora_plugins.kernels.ranks",

@@ -7,8 +7,8 @@ from typing import Any
 
 from lora_plugins.access.doors import install
 from lora_plugins.admin.start import Start
-from lora_plugins.engine import settings_of_server
 from lora_plugins.errors import InvalidSettings
+from lora_plugins.process import settings_of_server
 from lora_plugins.server.doors import changes
 from lora_plugins.server.remembered import ServedSet
 from lora_plugins.server.revalidation import look_out

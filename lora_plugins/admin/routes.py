@@ -1,4 +1,4 @@
-"""The routes of the admin API; what they do is in `lora_plugins.server.changes`.
+"""The routes of the admin API; what they do is in `lora_plugins.server.changes` and its parts.
 
 vLLM's `--api-key` guards them, as everything below /v1, and an access policy lets administrators in only. Errors have
 vLLM's shape, with our code in the message.
@@ -22,8 +22,9 @@ from lora_plugins.admin.models import (
     RollbackRequest,
     State,
 )
-from lora_plugins.engine import http_error, settings_of_server
+from lora_plugins.engine import http_error
 from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.process import settings_of_server
 from lora_plugins.server.changes import Changes
 from lora_plugins.server.doors import changes
 from lora_plugins.server.served import Place, Served, not_served

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 
-from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 from lora_plugins.logs import logger
 from lora_plugins.server.changes import Changes
 from lora_plugins.server.remembered import Remembered, ServedSet
+from lora_plugins.server.swaps import is_of_digest
 from lora_plugins.settings import Settings
 
 _AT_ONCE = 4
@@ -22,6 +23,7 @@ class Start:
         self._changes = changes
         self._settings = settings
         self._file = file
+        self._is_written = True
         self._writing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -57,25 +59,41 @@ class Start:
         self._write_soon()
 
     async def _bring(self, one: Remembered) -> None:
-        served, _ = await self._changes.load(one.name, one.uri)
-        if one.held_digest is not None and served.version is not None and served.version.digest != one.held_digest:
-            await self._changes.rollback(one.name, one.held_digest)
+        if is_of_digest(one.name, one.held_digest):
+            await self._bring_version(one)
+        else:
+            served, _ = await self._changes.load(one.name, one.uri)
+            if one.held_digest is not None and served.version is not None and served.version.digest != one.held_digest:
+                await self._changes.rollback(one.name, one.held_digest)
         if one.is_pinned:
             await self._changes.pin(one.name)
 
+    async def _bring_version(self, one: Remembered) -> None:
+        """One that was served as `name@digest`: no source has it under this name, and it was this name's then."""
+        if await self._changes.load_version(one.name, one.held_digest) is None:
+            raise AdapterNotFound(
+                "no such version in the store any more",
+                expected=f"digest {one.held_digest}",
+                remedy="load it from its source, or raise LORA_PLUGINS_STORE_MAX_BYTES",
+                adapter=one.name,
+            )
+
     def _write_soon(self) -> None:
+        self._is_written = False
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write())
 
     async def _write(self) -> None:
-        await asyncio.sleep(_WRITE_DELAY_S)  # many changes come together
-        self._writing = None
-        served = [
-            Remembered(one.name, one.uri, one.held_digest, one.is_pinned)
-            for one in self._changes.catalogue.all()
-            if one.version is not None  # loaded by its path, it is the business of who loaded it
-        ]
-        try:
-            await asyncio.to_thread(self._file.write, served)
-        except OSError as error:
-            logger.warning("What is served cannot be written to %s: %s", self._file.path, error)
+        """Write until nothing has changed meanwhile: one writer at a time, so that the last state wins."""
+        while not self._is_written:
+            await asyncio.sleep(_WRITE_DELAY_S)  # many changes come together
+            self._is_written = True
+            served = [
+                Remembered(one.name, one.uri, one.held_digest, one.is_pinned)
+                for one in self._changes.catalogue.all()
+                if one.version is not None  # loaded by its path, it is the business of who loaded it
+            ]
+            try:
+                await asyncio.to_thread(self._file.write, served)
+            except OSError as error:
+                logger.warning("What is served cannot be written to %s: %s", self._file.path, error)

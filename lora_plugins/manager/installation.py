@@ -22,6 +22,7 @@ def install_manager() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
     from lora_plugins.manager.slot_copy import put_exact_slots
+    from lora_plugins.manager.weights_file import put_weights_file
     from lora_plugins.manager.worker_manager import StagedWorkerLoRAManager
 
     lora_model_runner_mixin.LRUCacheWorkerLoRAManager = StagedWorkerLoRAManager
@@ -34,6 +35,7 @@ def install_manager() -> None:
     WorkerBase.lora_plugins_residency = _residency
     WorkerBase.get_lora_metrics = _metrics
     put_exact_slots()
+    put_weights_file()
     tell_versions_apart()
     put_gate()
     _installed = True

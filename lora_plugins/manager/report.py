@@ -11,7 +11,7 @@ _MB = 1e6
 
 
 def failure(error: LoRAPluginsError) -> dict[str, Any]:
-    """The state of an adapter that cannot be served; `lora_plugins.server.gate` raises it anew."""
+    """The state of an adapter that cannot be served; `lora_plugins.server.staging` raises it anew."""
     return {
         "state": "failed",
         "kind": type(error).__name__,

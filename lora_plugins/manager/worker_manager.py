@@ -21,7 +21,6 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.utils.gc_utils import freeze_gc_heap
 
-from lora_plugins import engine
 from lora_plugins.errors import LoRAPluginsError, NoFreeSlot, describing
 from lora_plugins.events import Found
 from lora_plugins.logs import logger
@@ -34,6 +33,7 @@ from lora_plugins.manager.policies import make_policy
 from lora_plugins.manager.report import failure, report, residency
 from lora_plugins.manager.slots import Reservation, SlotModelManager
 from lora_plugins.manager.staging import Stager
+from lora_plugins.resolvers.resolver import sources_of_worker
 from lora_plugins.settings import Settings
 from lora_plugins.store.layout import is_digest
 
@@ -65,7 +65,7 @@ class StagedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         self.loading = Seconds()
         self._stager = Stager("lora-plugins-staging")
         self._fetcher = Stager("lora-plugins-fetching")
-        self._materialiser = Materialiser(vllm_config.model_config.model, engine.sources_of_worker)
+        self._materialiser = Materialiser(vllm_config.model_config.model, sources_of_worker)
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._touch_slots()
         if self.device.type == "cpu":

@@ -13,10 +13,11 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 
-from lora_plugins import engine
 from lora_plugins.metrics.prometheus import CountEvents
 from lora_plugins.metrics.scrape import Asgi, Figures, RefreshBeforeScrape, Reports
 from lora_plugins.metrics.store import InStore, StoreSize
+from lora_plugins.process import EVENTS, LOG
+from lora_plugins.resolvers.resolver import store_in_use
 from lora_plugins.settings import Settings
 
 _OURS = "_lora_plugins"  # marks what is ours on objects that outlive a second registration
@@ -50,7 +51,7 @@ def serve_metrics(app: Any, settings: Settings) -> None:
     is_shared = shown is not REGISTRY  # several API servers count in files, and any of them shows the sums
     counted = _counted(settings, can_forget=not is_shared)
     figures = Figures(_ask_workers, _look_at_store, settings.metrics_adapters)
-    engine.LOG.waits_for_ready = _has_our_manager()
+    LOG.waits_for_ready = _has_our_manager()
     if is_shared:
         shown.register(figures)
         app.add_middleware(RefreshBeforeScrape, refresh=figures.refresh, answer=_answer_from(shown))
@@ -78,7 +79,7 @@ def _counted(settings: Settings, *, can_forget: bool) -> CollectorRegistry:
     global _registry
     if _registry is None:
         _registry = CollectorRegistry()
-        engine.EVENTS.add(CountEvents(_registry, settings.metrics_adapters, can_forget=can_forget))
+        EVENTS.add(CountEvents(_registry, settings.metrics_adapters, can_forget=can_forget))
     return _registry
 
 
@@ -128,5 +129,5 @@ _store_size = StoreSize()
 
 
 def _look_at_store() -> InStore | None:
-    store = engine.store_in_use()
+    store = store_in_use()
     return None if store is None else _store_size.look(store)

@@ -13,11 +13,13 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from lora_plugins.engine import EVENTS, http_error, settings_of_server
-from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
+from lora_plugins.engine import http_error
+from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.process import EVENTS, settings_of_server
 from lora_plugins.server.changes import Changes
 from lora_plugins.server.gate import Gate, Rpc
 from lora_plugins.server.of_vllm import changes_of
+from lora_plugins.server.served import blocked, no_longer_served
 
 _gates: weakref.WeakKeyDictionary[Any, Gate] = weakref.WeakKeyDictionary()
 
@@ -25,10 +27,15 @@ _gates: weakref.WeakKeyDictionary[Any, Gate] = weakref.WeakKeyDictionary()
 _refusals: ContextVar[list[LoRAPluginsError] | None] = ContextVar("lora_plugins_refusals", default=None)
 
 
+# The names of the server whose endpoint loads in place: `add_lora` is told of its engine only.
+_loads_in_place: ContextVar[Changes | None] = ContextVar("lora_plugins_loads_in_place", default=None)
+
+
 def put_gate() -> None:
     """Have every request that names an adapter wait at the gate before it enters the engine."""
     _before_the_engine()
     _before_streaming()
+    _knowing_what_loads_in_place()
     _with_the_text_of_refusals()
     _with_what_is_blocked()
     _freeing_what_is_unloaded()
@@ -86,12 +93,16 @@ async def _held(client: Any, lora_request: Any, request_id: Any = "", *, load: b
     try:
         hold = await gate.enter(lora_request, str(request_id), load=load)
     except LoRAPluginsError as error:
-        _note(error)
-        raise http_error(error) from None
+        raise _noted(error) from None
     try:
         yield
     finally:
         gate.leave(hold)
+
+
+def _noted(error: LoRAPluginsError) -> Exception:
+    _note(error)
+    return http_error(error)
 
 
 def _note(error: LoRAPluginsError) -> None:
@@ -107,8 +118,15 @@ def _before_the_engine() -> None:
 
     @functools.wraps(add_lora)
     async def gated_add_lora(self: Any, lora_request: Any) -> Any:
-        if lora_request.load_inplace:  # replaces what is there; vLLM's own way
-            return await add_lora(self, lora_request)
+        if lora_request.load_inplace:
+            known = _loads_in_place.get()
+            if known is None:  # not from the endpoint, so there are no names to swap; vLLM's own way
+                return await add_lora(self, lora_request)
+            try:
+                if await known.take_in_place(lora_request):
+                    return True
+            except LoRAPluginsError as error:
+                raise _noted(error) from None
         async with _held(self, lora_request, load=True):
             return True  # staged on every worker; a step that needs it flips its slot
 
@@ -167,6 +185,28 @@ def _before_streaming() -> None:
     BaseServing._check_model = checked  # noqa: SLF001
 
 
+def _knowing_what_loads_in_place() -> None:
+    """`load_inplace` changes weights in the engine loop, under what runs; with this, it is a swap like any other."""
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+
+    load_lora_adapter = OpenAIServingModels.load_lora_adapter
+
+    @functools.wraps(load_lora_adapter)
+    async def loaded(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if not request.load_inplace:
+            return await load_lora_adapter(self, request, *args, **kwargs)
+        known = changes(self)
+        token = _loads_in_place.set(known)
+        try:
+            result = await load_lora_adapter(self, request, *args, **kwargs)
+        finally:
+            _loads_in_place.reset(token)
+        known.changed()
+        return result
+
+    OpenAIServingModels.load_lora_adapter = loaded
+
+
 def _with_the_text_of_refusals() -> None:
     """Where `add_lora` raises, vLLM answers "could not be loaded" or a 500; here it is our status and text."""
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -201,13 +241,7 @@ def _with_what_is_blocked() -> None:
     async def resolved(self: Any, lora_name: str) -> Any:
         known = changes(self)
         if lora_name in known.catalogue.blocked:
-            error = AdapterNotFound(
-                "a name that was unloaded and blocked",
-                expected="one that is served",
-                remedy="load it again with POST /v1/loras",
-                adapter=lora_name,
-            )
-            raise http_error(error)
+            raise http_error(blocked(lora_name))
         result = await resolve_lora(self, lora_name)
         if hasattr(result, "error"):
             try:
@@ -234,7 +268,7 @@ def _freeing_what_is_unloaded() -> None:
         result = await unload_lora_adapter(self, request)
         if served is not None and not hasattr(result, "error"):
             known.changed()
-            if not await known.free(served, settings_of_server().drain_timeout_s):
+            if not await known.free(served, settings_of_server().drain_timeout_s, no_longer_served(served.name)):
                 return f"{result} Requests that still run keep its memory until they end."
         return result
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from lora_plugins import engine
+from lora_plugins.process import EVENTS
+from lora_plugins.resolvers.resolver import sources_of_server
 from lora_plugins.server.changes import Changes
 from lora_plugins.server.gate import Gate, Rpc
 from lora_plugins.server.served import Catalogue
@@ -24,17 +25,15 @@ def changes_of(models: Any, gate: Gate, rpc: Rpc) -> Changes:
     """
     known = _changes.get(models)
     if known is None:
-        sources = engine.sources_of_server()
+        sources = sources_of_server()
         # Not `models` itself, of which it is a value: it would never go.
         catalogue = Catalogue(weakref.proxy(models), sources.served)
-        known = _changes[models] = Changes(
-            catalogue, gate, rpc, engine=_Server(models), sources=sources, events=engine.EVENTS
-        )
+        known = _changes[models] = Changes(catalogue, gate, rpc, engine=_Server(models), sources=sources, events=EVENTS)
     return known
 
 
 class _Server:
-    """What `Changes` asks of vLLM (`server.changes.Engine`)."""
+    """What `Changes` asks of vLLM (`server.serving.Engine`)."""
 
     def __init__(self, models: Any) -> None:
         self._models = weakref.proxy(models)

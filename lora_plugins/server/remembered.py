@@ -57,7 +57,8 @@ class ServedSet:
             OSError: it cannot be written; what was written before stays.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        # Replicas in containers of their own may have one process id.
+        scratch = self.path.with_name(f".{self.path.name}.{os.getpid()}.{os.urandom(4).hex()}")
         try:
             scratch.write_text(json.dumps({"format": FORMAT, "served": [asdict(one) for one in served]}, indent=1))
             os.replace(scratch, self.path)

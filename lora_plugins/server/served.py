@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
 from lora_plugins.resolvers.versions import lora_id
 
 KEPT_VERSIONS = 2
@@ -75,6 +75,26 @@ class Served:
 def not_served(name: str) -> AdapterNotFound:
     """What to raise where a name is asked for that is not served."""
     return AdapterNotFound("no such adapter", expected="one that is served", remedy="see GET /v1/loras", adapter=name)
+
+
+def no_longer_served(name: str) -> NoFreeSlot:
+    """What a request gets that waited for an adapter which was unloaded meanwhile, and may be resolved anew."""
+    return NoFreeSlot(
+        "an adapter that was unloaded before there was a slot for this request",
+        expected="one that is served",
+        remedy="ask again: it is looked for at its source then",
+        adapter=name,
+    )
+
+
+def blocked(name: str) -> AdapterNotFound:
+    """What to raise where a name is asked for that was unloaded and blocked."""
+    return AdapterNotFound(
+        "a name that was unloaded and blocked",
+        expected="one that is served",
+        remedy="load it again with POST /v1/loras",
+        adapter=name,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +164,10 @@ class Catalogue:
         """From here on, requests for this name get what `served` says."""
         self._served[served.name] = served
         self._table.lora_requests[served.name] = served.request
+
+    def expect(self, served: Served) -> None:
+        """What to know of a request that vLLM is about to put into its table; forgotten if it does not."""
+        self._served[served.name] = served
 
     def take_out(self, name: str) -> Served | None:
         """Serve this name no longer; a request that comes may have it resolved anew."""

@@ -17,8 +17,8 @@ from starlette.testclient import TestClient
 
 from lora_plugins.access import doors
 from lora_plugins.access.principals import principal_of_request
-from lora_plugins.engine import LoRAPluginsResolver
 from lora_plugins.errors import InvalidSettings, SourceUnavailable
+from lora_plugins.resolvers.resolver import LoRAPluginsResolver
 from lora_plugins.settings import BaseMatch, Settings
 from tests.make import adapter_files
 from tests.resolvers.test_chain import FakeSource
@@ -432,7 +432,8 @@ def test_a_server_that_does_not_keep_to_its_policy_does_not_start(tmp_path, poli
     monkeypatch.setattr(OpenAIServingModels, "__init__", OpenAIServingModels.__init__)  # put back afterwards
     monkeypatch.setattr(served_model, "module_shapes", lambda _: {})
     settings = Settings(store_dir=tmp_path / "store", policy=policy)
-    engine._bind_when_serving(LoRAPluginsResolver(settings))
+    resolver = LoRAPluginsResolver(settings)
+    engine.when_serving(resolver.require_what_it_needs, resolver.bind)
     client = Engine()
     client.model_config.hf_config = None
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +22,8 @@ from lora_plugins.server.revalidation import look_out
 from lora_plugins.settings import Settings
 from tests.server.test_changes import Request, Version, World, serving
 from tests.virtual_time import runs
+
+LONGEST_S = 240.0  # for what comes for certain
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +88,53 @@ async def test_what_was_served_is_served_again_if_asked(tmp_path: Path) -> None:
 
 
 @runs
+async def test_a_version_served_under_a_name_of_its_own_is_served_again_though_nobody_has_asked_for_the_plain_name(
+    tmp_path: Path,
+) -> None:
+    file, old, new = ServedSet(tmp_path / "served.json"), "aa" * 32, "bb" * 32
+    name = f"sql@{old[:12]}"
+    first = World()
+    await Start(first.changes, Settings(), file).run()
+    await serving(first, old, new)
+    assert await first.changes.load_version(name)
+    await first.changes.unload("sql", block=False, timeout_s=1)
+    while [one.name for one in file.read()] != [name]:
+        await asyncio.sleep(0.005)
+
+    again = World()
+    again.sources.store |= {old: Version(old), new: Version(new)}
+    await Start(again.changes, Settings(restore=True), file).run()
+    served = again.changes.catalogue.get(name)
+    assert served is not None
+    assert (await again.ask(name), served.held_digest) == (f"/store/{old}", old)
+    assert again.sources.needed == {(name, old)}
+    assert again.sources.asked == [], "no source has a name like this"
+
+
+@runs
+async def test_a_version_that_has_left_the_store_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file, digest = ServedSet(tmp_path / "served.json"), "aa" * 32
+    file.write([Remembered(f"sql@{digest[:12]}", held_digest=digest), Remembered("chat")])
+    world = world_with("chat")
+    await Start(world.changes, Settings(restore=True), file).run()
+    assert [served.name for served in world.changes.catalogue.all()] == ["chat"]
+    assert "'sql@aaaaaaaaaaaa' is not served from the start: [L002]" in caplog.text
+
+
+@runs
+async def test_a_revision_that_was_rolled_back_is_asked_of_its_source(tmp_path: Path) -> None:
+    """`sql@v3` is a name that a source has; only what names its digest is a version of another name."""
+    file, old, new = ServedSet(tmp_path / "served.json"), "aa" * 32, "bb" * 32
+    file.write([Remembered("sql@v3", held_digest=old), Remembered("sql@cccccccc", held_digest=old)])
+    world = World()
+    world.sources.has |= {"sql@v3": Version(new), "sql@cccccccc": Version(new)}
+    world.sources.store[old] = Version(old)
+    await Start(world.changes, Settings(restore=True), file).run()
+    assert sorted(world.sources.asked) == ["sql@cccccccc", "sql@v3"]
+    assert await world.ask("sql@v3") == f"/store/{old}"
+
+
+@runs
 async def test_a_disk_that_is_full_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     world = world_with("sql")
@@ -92,6 +143,42 @@ async def test_a_disk_that_is_full_changes_nothing(tmp_path: Path, caplog: pytes
         await asyncio.sleep(0.1)
     assert "cannot be written" in caplog.text
     assert await world.ask("sql") == "/store/sql"
+
+
+class SlowFile(ServedSet):
+    """A disk that keeps the first writer waiting until it is let go."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.begun, self.let_go = threading.Event(), threading.Event()
+        self.writing = self.most_at_once = 0
+
+    def write(self, served: Sequence[Remembered]) -> None:
+        self.writing += 1
+        self.most_at_once = max(self.most_at_once, self.writing)
+        if not self.begun.is_set():
+            self.begun.set()
+            assert self.let_go.wait(LONGEST_S)
+        super().write(served)
+        self.writing -= 1
+
+
+def test_what_changes_while_it_is_written_is_written_afterwards_and_not_at_once(tmp_path: Path) -> None:
+    file = SlowFile(tmp_path / "served.json")
+
+    async def run() -> None:  # in real time, as a thread of its own waits for its disk
+        world = world_with("sql", "chat")
+        await Start(world.changes, Settings(preload=("sql",)), file).run()
+        assert await asyncio.to_thread(file.begun.wait, LONGEST_S)
+        await world.changes.load("chat")
+        await asyncio.sleep(0.1)  # ten times what a change waits for others; a second writer would have begun
+        file.let_go.set()
+        async with asyncio.timeout(LONGEST_S):
+            while file.read() != [Remembered("sql"), Remembered("chat")]:
+                await asyncio.sleep(0.005)
+
+    asyncio.run(run())
+    assert file.most_at_once == 1
 
 
 @runs

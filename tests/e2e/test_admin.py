@@ -9,8 +9,8 @@ import asyncio
 import json
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -31,14 +31,13 @@ from testbed.client import Answer, complete, connect
 from testbed.models import PROMPT, edit_config
 from testbed.server import Server, vllm_server
 from tests.e2e.broken import BROKEN
+from tests.e2e.standing_still import LONGEST_S, TOKENS, in_state, in_the_midst_of, seen
 
 KEY = "none"  # what `connect` sends
 HEADERS = {"Authorization": f"Bearer {KEY}"}
-TOKENS = 900  # of a long request
 SWAPS = 200
 MARKS = tuple(range(SWAPS // 2, SWAPS + 1, SWAPS // 8))  # swaps after which memory is looked at
 MOST_GROWTH_MB = 10  # from one mark to the next
-LONGEST_S = 240.0  # for what comes for certain, on a machine that is slow or stands still for a while
 LONG_PROMPT = PROMPT + " the lazy dog and runs away into the wood where nobody ever finds it again"
 
 
@@ -315,39 +314,18 @@ def asynchronous(admin: Admin) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=admin.server.url, headers=HEADERS, timeout=LONGEST_S)
 
 
-@asynccontextmanager
-async def in_the_midst_of_a_stream(
+def in_the_midst_of_a_stream(
     admin: Admin, client: httpx.AsyncClient, name: str
-) -> AsyncIterator[asyncio.Task[tuple[list[int], str | None]]]:
-    """Inside, a request for this adapter has its first token and not its last: the engine stands still until the end.
+) -> AbstractAsyncContextManager[asyncio.Task[tuple[list[int], str | None]]]:
+    """Inside, a request for this adapter has its first token and not its last, and the engine stands still."""
 
-    It answers all but requests for tokens meanwhile: those wait in it.
-    """
-    while True:
+    async def begin() -> asyncio.Task[tuple[list[int], str | None]]:
         started = asyncio.Event()
         running = asyncio.create_task(stream(admin, name, TOKENS, started))
         await asyncio.wait((running, asyncio.create_task(started.wait())), return_when=asyncio.FIRST_COMPLETED)
-        try:
-            paused = await client.post("/pause", params={"mode": "keep", "clear_cache": "false"})
-            assert paused.status_code == 200, paused.text
-            if await in_state(client, name, "serving", 1):
-                yield running
-                return
-        finally:
-            assert (await client.post("/resume")).status_code == 200
-        await running  # it was faster than the pause
+        return running
 
-
-async def seen(what: Callable[[], Awaitable[bool]]) -> None:
-    """Wait until it is so."""
-    async with asyncio.timeout(LONGEST_S):
-        while not await what():
-            await asyncio.sleep(0.01)
-
-
-async def in_state(client: httpx.AsyncClient, name: str, state: str, in_flight: int) -> bool:
-    view = await client.get(f"/v1/loras/{name}")
-    return view.status_code == 200 and (view.json()["state"], view.json()["requests_in_flight"]) == (state, in_flight)
+    return in_the_midst_of(client, name, begin)
 
 
 def test_unload_lets_running_requests_finish_and_frees_everything(admin: Admin) -> None:

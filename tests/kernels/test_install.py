@@ -24,7 +24,7 @@ for line in sys.stdin:
         error = ""
         try:
             load_general_plugins()
-            from lora_plugins import engine, plugin
+            from lora_plugins import plugin
             plugin.register_kernels()  # again: the same process may load plugins twice
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"

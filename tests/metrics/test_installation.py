@@ -19,7 +19,7 @@ import httpx
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from vllm.entrypoints.serve.instrumentator import metrics as vllms
-from lora_plugins import engine
+from lora_plugins import process
 from lora_plugins.events import AdapterUnknown, Found, GatePassed
 from lora_plugins.metrics.installation import install_metrics
 from lora_plugins.settings import Settings
@@ -67,7 +67,7 @@ def test_events_are_counted_on_vllms_own_metrics(path):
     install_metrics(Settings())
     app = serve()
     assert absent(scrape(app, {path!r})) == []
-    engine.EVENTS.emit(AdapterUnknown("sql"))
+    process.EVENTS.emit(AdapterUnknown("sql"))
     lines = scrape(app, {path!r})
     assert absent(lines) == [1.0]
     assert any(line.startswith("process_cpu_seconds_total") for line in lines), "what is not ours"
@@ -80,10 +80,10 @@ def test_a_second_registration_a_second_app_and_vllms_own_clearing_change_nothin
     for _ in range(3):
         install_metrics(Settings())
     first = serve()
-    engine.EVENTS.emit(AdapterUnknown("sql"))
+    process.EVENTS.emit(AdapterUnknown("sql"))
     unregister_vllm_metrics()
     second = serve()
-    engine.EVENTS.emit(AdapterUnknown("sql"))
+    process.EVENTS.emit(AdapterUnknown("sql"))
     unregister_vllm_metrics()
     for app in (first, second):
         assert absent(scrape(app)) == [2.0]
@@ -96,10 +96,10 @@ def test_modules_that_are_imported_anew_start_anew_without_a_crash():
     import importlib, sys
     install_metrics(Settings())
     serve()
-    engine.EVENTS.emit(AdapterUnknown("sql"))
+    process.EVENTS.emit(AdapterUnknown("sql"))
     for name in [name for name in sys.modules if name.startswith("lora_plugins")]:
         del sys.modules[name]
-    from lora_plugins import engine as anew
+    from lora_plugins import process as anew
     from lora_plugins.events import AdapterUnknown as Unknown
     from lora_plugins.metrics.installation import install_metrics as install
     from lora_plugins.settings import Settings as NewSettings
@@ -114,7 +114,7 @@ def test_where_no_server_is_made_nothing_is_counted():
     run("""
     from prometheus_client import REGISTRY, generate_latest
     install_metrics(Settings())
-    engine.EVENTS.emit(AdapterUnknown("sql"))
+    process.EVENTS.emit(AdapterUnknown("sql"))
     assert b"lora_plugins" not in generate_latest(REGISTRY)
     """)
 
@@ -125,10 +125,10 @@ def test_several_api_servers_show_the_sums_of_all(tmp_path: Path):
     install_metrics(Settings(metrics_adapters=1))
     app = serve()
     for name in ("sql", "chat"):
-        engine.EVENTS.emit(AdapterUnknown(name))
-        engine.EVENTS.emit(GatePassed(name, Found.STORE, 0.25, load=False))
+        process.EVENTS.emit(AdapterUnknown(name))
+        process.EVENTS.emit(GatePassed(name, Found.STORE, 0.25, load=False))
     from lora_plugins.events import AdapterUnloaded
-    engine.EVENTS.emit(AdapterUnloaded("sql", 0.0, 0))
+    process.EVENTS.emit(AdapterUnloaded("sql", 0.0, 0))
     serve()
     print("\\n".join(scrape(app)))
     """

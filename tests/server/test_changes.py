@@ -488,7 +488,7 @@ async def test_two_hundred_swaps_under_load_fail_nobody_and_leave_nothing() -> N
     assert max(max(order[:at]) - order[at] for at in range(1, len(order))) <= 5, "old ones end soon"
     assert world.in_workers <= {"v200"}
     assert world.sources.leased == {"v198", "v199", "v200"}
-    assert len(world.workers.gate._entries) <= 1
+    assert len(world.workers.gate._leases) <= 1
     assert served.request.lora_int_id == 201
 
 

@@ -72,7 +72,7 @@ def test_a_client_that_is_gone_is_not_asked_and_not_kept() -> None:
     gate, reference = asyncio.run(run())
     gc.collect()
     assert reference() is None, "its gate keeps it alive"
-    assert asyncio.run(gate._rpc("method", ())) == []
+    assert asyncio.run(gate._staging._rpc("method", ())) == []
 
 
 def test_each_client_has_one_gate_with_its_slots() -> None:

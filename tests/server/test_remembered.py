@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,23 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     file.write(SERVED[:1])
     assert file.read() == SERVED[:1]
     assert [entry.name for entry in file.path.parent.iterdir()] == [file.path.name], "nothing half written is left"
+
+
+def test_two_replicas_with_one_process_id_do_not_take_each_others_half_written_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = ServedSet.of_store(tmp_path, "org/base"), ServedSet.of_store(tmp_path, "org/base")
+    replace = os.replace
+
+    def replace_after_the_other(scratch: Path, path: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        second.write(SERVED[:1])  # from its beginning to its end, while the first stands before its last step
+        replace(scratch, path)
+
+    monkeypatch.setattr(os, "replace", replace_after_the_other)
+    first.write(SERVED)
+    assert first.read() == SERVED, "the last one that comes to its end wins"
+    assert [entry.name for entry in first.path.parent.iterdir()] == [first.path.name]
 
 
 def test_each_base_model_has_its_own(tmp_path: Path) -> None:

@@ -1,0 +1,204 @@
+"""Requests that run, or wait for their turn, while what they asked for is changed; and what a restart brings back.
+
+One server with one slot, whose engine is made to stand still where the order of events matters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from testbed.bed import MAX_TOKENS, Bed
+from testbed.models import PROMPT, edit_config
+from testbed.server import Server, vllm_server
+from tests.e2e.standing_still import LONGEST_S, TOKENS, in_state, in_the_midst_of, seen
+
+
+@dataclass(frozen=True)
+class Small:
+    """A server with one slot, and the root that it serves."""
+
+    server: Server
+    bed: Bed
+    home: Path
+
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.server.url, timeout=LONGEST_S)
+
+    def publish(self, name: str, original: str, number: int) -> Path:
+        target = self.home / "adapters" / name
+        shutil.copytree(self.bed.adapters / original, target)
+        edit_config(target, revision=f"{number}")
+        return target
+
+    def leases(self, view: dict[str, Any]) -> list[Path]:
+        return list((self.home / "store" / ".leases" / view["digest"]).glob("*"))
+
+
+def serving(bed: Bed, home: Path, **env: str) -> Any:
+    return vllm_server(
+        bed.base,
+        home / f"server-{len(list(home.glob('server-*')))}.log",
+        arguments=(
+            *("--enable-lora", "--max-lora-rank", "64", "--max-loras", "1", "--max-cpu-loras", "8"),
+            *("--max-model-len", "1000"),
+        ),
+        env={
+            "VLLM_PLUGINS": "lora_filesystem_resolver,lora_lru_manager,lora_kernels,lora_admin",
+            "VLLM_LORA_RESOLVER_CACHE_DIR": str(home / "adapters"),
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "LORA_PLUGINS_STORE_DIR": str(home / "store"),
+            "LORA_PLUGINS_REFRESH_S": "0",
+            "VLLM_SERVER_DEV_MODE": "1",  # /pause and /resume
+            **env,
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def small(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Small]:
+    home = tmp_path_factory.mktemp("in-flight")
+    (home / "adapters").mkdir()
+    with serving(bed, home) as server:
+        yield Small(server, bed, home)
+
+
+async def tokens_of(client: httpx.AsyncClient, name: str, tokens: int = MAX_TOKENS) -> list[int]:
+    answer = await client.post("/v1/completions", json=body(name, tokens))
+    assert answer.status_code == 200, answer.text
+    return list(answer.json()["choices"][0]["token_ids"])
+
+
+def body(name: str, tokens: int, **more: Any) -> dict[str, Any]:
+    fixed = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return {"model": name, "max_tokens": tokens, **fixed, **more}
+
+
+async def view_of(client: httpx.AsyncClient, name: str) -> dict[str, Any]:
+    answer = await client.get(f"/v1/loras/{name}")
+    return dict(answer.json()) if answer.status_code == 200 else {}
+
+
+def standing_still(client: httpx.AsyncClient, name: str) -> AbstractAsyncContextManager[asyncio.Task[list[int]]]:
+    """Inside, a long request for this adapter is in the engine, which stands still: it has the slot."""
+
+    async def begin() -> asyncio.Task[list[int]]:
+        running = asyncio.create_task(tokens_of(client, name, TOKENS))
+
+        async def is_in_the_engine() -> bool:
+            return running.done() or await in_state(client, name, "serving", 1)
+
+        await seen(is_in_the_engine)
+        return running
+
+    return in_the_midst_of(client, name, begin)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(("block", "status", "code"), [(False, 503, "L001"), (True, 404, "L002")])
+def test_what_waits_for_its_turn_is_refused_at_once_when_it_is_unloaded(
+    small: Small, stream: bool, block: bool, status: int, code: str
+) -> None:
+    runs, waits = f"runs-{stream}-{block}", f"waits-{stream}-{block}"
+    for name, original in ((runs, "sql"), (waits, "chat")):
+        small.publish(name, original, 1)
+
+    async def unload() -> tuple[httpx.Response, httpx.Response, list[int]]:
+        async with small.client() as client:
+            assert await tokens_of(client, waits) == small.bed.answers["chat"]
+            assert await tokens_of(client, runs) == small.bed.answers["sql"]
+            before = (await view_of(client, waits))["last_used_at"]
+            async with standing_still(client, runs) as running:
+                waiting = asyncio.create_task(client.post("/v1/completions", json=body(waits, 1, stream=stream)))
+
+                async def is_at_the_gate() -> bool:
+                    return bool((await view_of(client, waits))["last_used_at"] > before)
+
+                await seen(is_at_the_gate)
+                params = {"timeout_s": LONGEST_S, "block": block}
+                unloaded = await client.delete(f"/v1/loras/{waits}", params=params)
+                refused = await waiting
+                assert not running.done()
+            return unloaded, refused, await running
+
+    unloaded, refused, ran = asyncio.run(unload())
+    assert (unloaded.status_code, unloaded.json()["status"]) == (200, "success")
+    assert (refused.status_code, f"[{code}]" in refused.text) == (status, True), refused.text
+    assert ("retry-after" in refused.headers) == (status == 503)
+    assert len(ran) == TOKENS, "what runs is another adapter's"
+
+
+def test_loading_in_place_is_a_swap_that_no_running_request_notices(small: Small, tmp_path: Path) -> None:
+    small.publish("during", "sql", 7)
+    by_hand = tmp_path / "by-hand"
+    shutil.copytree(small.bed.adapters / "chat", by_hand)
+    load = {"lora_name": "during", "lora_path": str(by_hand), "load_inplace": True}
+
+    async def swaps(client: httpx.AsyncClient) -> float:
+        (count,) = re.findall(r"^lora_plugins_swaps_total (\S+)$", (await client.get("/metrics")).text, re.MULTILINE)
+        return float(count)
+
+    async def swap() -> None:
+        async with small.client() as client:
+            alone = await tokens_of(client, "during", TOKENS)
+            assert alone[:MAX_TOKENS] == small.bed.answers["sql"]
+            old, before = await view_of(client, "during"), await swaps(client)
+            async with standing_still(client, "during") as running:
+                loaded = await client.post("/v1/load_lora_adapter", json=load)
+                assert loaded.status_code == 200, loaded.text
+                now = await view_of(client, "during")
+                assert (now["path"], now["digest"], now["state"]) == (str(by_hand), None, "serving")
+                assert "host" in now["tiers"], "staged before anybody asks for it"
+                assert small.leases(old), "what runs may need its directory"
+                assert not running.done()
+            assert await running == alone, "the weights that it began with"
+            assert await tokens_of(client, "during") == small.bed.answers["chat"]
+            assert await swaps(client) == before + 1
+
+            async def has_gone() -> bool:
+                listed = (await client.get("/v1/loras")).json()["loras"]
+                return [view["state"] for view in listed if view["lora_name"] == "during"] == ["serving"]
+
+            await seen(has_gone)
+            assert small.leases(old) == [], "the store may evict it"
+            assert f"Adapter 'during' swapped from {old['digest'][:12]} to {by_hand}" in small.server.log()
+
+    asyncio.run(swap())
+
+
+def test_a_version_with_a_name_of_its_own_is_served_again_after_a_restart(bed: Bed, small: Small) -> None:
+    small.publish("versioned", "sql", 8)
+
+    async def name_it() -> str:
+        async with small.client() as client:
+            await tokens_of(client, "versioned")
+            name = f"versioned@{(await view_of(client, 'versioned'))['digest'][:12]}"
+            assert await tokens_of(client, name) == bed.answers["sql"]
+            assert (await client.delete("/v1/loras/versioned")).status_code == 200
+            (file,) = (small.home / "store" / ".served").glob("*.json")
+
+            async def is_written() -> bool:
+                return f'"{name}"' in file.read_text() and '"versioned"' not in file.read_text()
+
+            await seen(is_written)
+        return name
+
+    name = asyncio.run(name_it())
+    shutil.rmtree(small.home / "adapters" / "versioned")  # only the store has it
+
+    async def ask_again(again: Small) -> None:
+        async with again.client() as client:
+            assert (await view_of(client, name))["state"] == "serving", "before anybody has asked"
+            assert await tokens_of(client, name) == bed.answers["sql"]
+
+    with serving(bed, small.home, LORA_PLUGINS_RESTORE="1") as server:
+        asyncio.run(ask_again(Small(server, bed, small.home)))
