@@ -99,11 +99,14 @@ def measure(home: Path, slot_rank: int, rounds: int, dtype: str) -> None:
                 print(json.dumps(row), flush=True)
 
 
-def run_engine(home: Path, kernels: str, slot_rank: int, rounds: int, limit_s: float, dtype: str) -> list[dict]:
+def run_engine(
+    home: Path, kernels: str, slot_rank: int, rounds: int, limit_s: float, dtype: str, reserved_cores: int | None
+) -> list[dict]:
     """Measure in a child process; what it printed within the limit."""
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("LORA_PLUGINS_", "VLLM_"))},
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        **({} if reserved_cores is None else {"VLLM_CPU_NUM_OF_RESERVED_CPU": str(reserved_cores)}),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -150,13 +153,14 @@ def tokens_per_s(rows: list[dict], kernels: str, slot_rank: int, case: str, part
     return SEQUENCES * tokens / seconds if seconds else None
 
 
-def result_name(dtype: str) -> str:
-    return "kernels_cpu" if dtype == "float32" else f"kernels_cpu_{dtype}"
+def result_name(dtype: str, reserved_cores: int | None = None) -> str:
+    name = "kernels_cpu" if dtype == "float32" else f"kernels_cpu_{dtype}"
+    return name if reserved_cores is None else f"{name}_reserved_{reserved_cores}"
 
 
-def kept(dtype: str = "float32") -> list[dict]:
+def kept(name: str = "kernels_cpu") -> list[dict]:
     """What an earlier run measured; engines may be measured one at a time."""
-    file = RESULTS / f"{result_name(dtype)}.json"
+    file = RESULTS / f"{name}.json"
     return json.loads(file.read_text())["rows"] if file.is_file() else []
 
 
@@ -189,6 +193,7 @@ def main() -> int:
     arguments.add_argument("--slot-ranks", type=int, nargs="*", default=list(SLOT_RANKS))
     arguments.add_argument("--kernels", nargs="*", default=["none", "ours", "torch", "vllm"])
     arguments.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    arguments.add_argument("--reserved-cores", type=int, help="cores that vLLM leaves free, if not its default")
     arguments.add_argument("--limit-s", type=float, default=240)
     arguments.add_argument("--dry", action="store_true", help="keep no result")
     arguments.add_argument("--fresh", action="store_true", help="without what earlier runs measured of other engines")
@@ -196,7 +201,8 @@ def main() -> int:
     if options.child:
         measure(options.child, options.slot_ranks[0], options.rounds, options.dtype)
         return 0
-    rows = [] if options.fresh else kept(options.dtype)
+    result = result_name(options.dtype, options.reserved_cores)
+    rows = [] if options.fresh else kept(result)
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
         base = build_base(home / "base", hidden=HIDDEN, layers=LAYERS, vocab=VOCAB, intermediate=INTERMEDIATE)
@@ -205,7 +211,9 @@ def main() -> int:
                 random_adapter(home / f"r{rank}-{number}", base, rank, number)
         for kernels in options.kernels:
             for slot_rank in (0,) if kernels == "none" else options.slot_ranks:
-                found = run_engine(home, kernels, slot_rank, options.rounds, options.limit_s, options.dtype)
+                found = run_engine(
+                    home, kernels, slot_rank, options.rounds, options.limit_s, options.dtype, options.reserved_cores
+                )
                 rows = [row for row in rows if (row["kernels"], row["slot_rank"]) != (kernels, slot_rank)]
                 rows += found or [{"kernels": kernels, "slot_rank": slot_rank, "finished": False}]
                 print(f"{kernels}, max_lora_rank {slot_rank}: {len(found)} measurements", file=sys.stderr, flush=True)
@@ -214,8 +222,8 @@ def main() -> int:
         count = sum((row["kernels"], row["slot_rank"]) == (kernels, rank) and "case" in row for row in rows)
         print(f"\n{kernels} at {rank} did not get through: {count} measurements in {options.limit_s:.0f} s.")
     if not options.dry:
-        print(f"\nRaw: {keep(result_name(options.dtype), rows).name}")
-        if options.dtype == "float32":
+        print(f"\nRaw: {keep(result, rows).name}")
+        if result == result_name("float32"):
             from benchmarks.kernels_plot import plot
 
             print(f"Drawn: {plot([row for row in rows if 'case' in row]).name}")
