@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.manager.arms import NAMES
-from benchmarks.manager.stall import summary
+from benchmarks.manager.stall import KINDS, summary
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 _COLOURS = {"vllm": "#b0413e", "vllm+kernels": "#d9a441", "ours": "#7fa7c9", "ours+kernels": "#2f6690"}
@@ -30,7 +30,7 @@ def stall(rows: list[dict]) -> Path:
                 if not some:
                     continue
                 x = at + (number - (len(arms) - 1) / 2) * wide
-                cold, resident = (summary([r for r in some if r["cold"] is kind])[key] for kind in (True, False))
+                cold, resident = (summary([r for r in some if r["kind"] == kind])[key] for kind in KINDS[:2])
                 label = NAMES[arm] if at == 0 else None
                 axis.bar(x, cold, wide * 0.92, color=_COLOURS[arm], label=label)
                 axis.text(x, cold * 1.05, f"{cold:.1f}", ha="center", fontsize=7)

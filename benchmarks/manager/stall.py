@@ -2,8 +2,8 @@
 
 One server for each arm, all up at once; blocks of a few arrivals alternate between them. Streams of the base model run
 at a steady rate; an adapter that no process has seen is loaded and asked for a few tokens; a moment later it is asked
-again, now resident, which shows what computing such a request costs the streams without any loading. Gaps between
-tokens are divided by the median gap of the same block before the first arrival.
+again, now resident, and then the base model is: what computing such a request costs the streams without any loading,
+and without any adapter. Gaps between tokens are divided by the median gap of the same block before the first arrival.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ STREAMS = 4
 SETTLE_S, QUIET_S, AFTER_S = 1.0, 2.5, 1.0
 COLD_TOKENS = 2
 COLD_PROMPT = [37, 38]  # so that what is computed for it is little beside the streams
+KINDS = ("cold", "resident", "base")  # of arrivals
 
 
 def measure(
@@ -38,7 +39,7 @@ def measure(
     max_rank: int | None,
     disk: bool,
 ) -> None:
-    """Append the rows of one size: one for each arrival, cold and resident, of each arm."""
+    """Append the rows of one size: one for each arrival, of each kind and arm."""
     rank = bed.RANKS[size_mb]
     base = bed.base_model()
     source = bed.adapter(base, rank)
@@ -73,8 +74,7 @@ async def _block(arm: Arm, base: str, adapters: list[Path], *, disk: bool) -> li
         for directory in adapters:
             if disk:
                 bed.drop_page_cache(directory)
-            rows.append(await _arrival(arm, directory, streams, quiet, cold=True))
-            rows.append(await _arrival(arm, directory, streams, quiet, cold=False))
+            rows += [await _arrival(arm, directory, base, streams, quiet, kind) for kind in KINDS]
         if any(task.done() for task in running):
             raise RuntimeError("a steady stream ended too early")
     finally:
@@ -84,18 +84,20 @@ async def _block(arm: Arm, base: str, adapters: list[Path], *, disk: bool) -> li
     return rows
 
 
-async def _arrival(arm: Arm, directory: Path, streams: list[list[float]], quiet: list[float], *, cold: bool) -> dict:
+async def _arrival(
+    arm: Arm, directory: Path, base: str, streams: list[list[float]], quiet: list[float], kind: str
+) -> dict:
     started = time.perf_counter()
-    if cold:
+    if kind == "cold":
         await load(arm.port, directory.name, str(directory))
     loaded = time.perf_counter()
     answer: list[float] = []
-    await stream(arm.port, directory.name, COLD_TOKENS, answer, prompt=COLD_PROMPT)
+    await stream(arm.port, base if kind == "base" else directory.name, COLD_TOKENS, answer, prompt=COLD_PROMPT)
     ended = time.perf_counter() + AFTER_S
     await asyncio.sleep(AFTER_S)
     loud = _gaps(streams, started, ended)
     return {
-        "cold": cold,
+        "kind": kind,
         "quiet_median_ms": statistics.median(quiet) * 1e3,
         "quiet_gaps_ms": [round(gap * 1e3, 2) for gap in quiet],
         "gaps_ms": [round(gap * 1e3, 2) for gap in loud],
@@ -136,20 +138,21 @@ def summary(rows: list[dict]) -> dict[str, float]:
 def table(rows: list[dict]) -> str:
     head = (
         "adapter | manager | arrivals | quiet gap: median, p99, max | p99 gap | largest gap (median of each) "
-        "| first token | tokens/s | resident: p99, max | resident: first token"
+        "| first token | tokens/s | resident: p99, max | resident: first token | base: p99, max"
     )
-    lines = [f"| {head} |", "|---" * 10 + "|"]
+    lines = [f"| {head} |", "|---" * 11 + "|"]
     for size_mb in sorted({row["size_mb"] for row in rows}):
         for arm in NAMES:
             of_arm = [row for row in rows if (row["arm"], row["size_mb"]) == (arm, size_mb)]
             if not of_arm:
                 continue
-            cold, warm = (summary([row for row in of_arm if row["cold"] is kind]) for kind in (True, False))
+            cold, warm, base = (summary([row for row in of_arm if row["kind"] == kind]) for kind in KINDS)
             lines.append(
                 f"| {size_mb} MB | {NAMES[arm]} | {cold['arrivals']} "
                 f"| {cold['quiet_median_ms']:.0f} ms, {cold['quiet_p99']:.2f}×, {cold['quiet_max']:.2f}× "
                 f"| {cold['p99']:.2f}× | {cold['max']:.2f}× ({cold['max_of_each_median']:.2f}×) "
                 f"| {cold['first_token_s']:.2f} s | {cold['tokens_per_s']:.1f} "
-                f"| {warm['p99']:.2f}×, {warm['max']:.2f}× | {warm['first_token_s']:.2f} s |"
+                f"| {warm['p99']:.2f}×, {warm['max']:.2f}× | {warm['first_token_s']:.2f} s "
+                f"| {base['p99']:.2f}×, {base['max']:.2f}× |"
             )
     return "\n".join(lines)
