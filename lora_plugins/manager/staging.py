@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 
 from lora_plugins.logs import logger
 
-
 SWITCH_INTERVAL_S = 0.0002
 
 
@@ -52,7 +51,7 @@ _usual_interval_s = 0.0
 
 @contextlib.contextmanager
 def _quick_turns() -> Iterator[None]:
-    """Have threads hand the interpreter on after 0.2 ms instead of 5: the loop wants it after each of its operations."""
+    """Have threads hand the interpreter on after 0.2 ms, not 5: the loop wants it after each of its operations."""
     global _jobs_running, _usual_interval_s
     with _turns:
         _jobs_running += 1
