@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.kernels.dispatch import Kernels
+from lora_plugins.manager import policies
 
 _PREFIX = "LORA_PLUGINS_"
 _TRUE = {"1", "true", "yes", "on"}
@@ -50,7 +51,6 @@ OWN_VARIABLES = frozenset(
 )
 
 SOURCES = ("filesystem", "s3", "hub")
-HOST_POLICIES = ("lru", "gdsf", "lfu", "lrfu")
 
 
 class BaseMatch(StrEnum):
@@ -155,7 +155,7 @@ class Settings:
             absent_ttl_s=_seconds(env, "LORA_PLUGINS_ABSENT_TTL_S", default=15.0, least=0.0),
             revalidate_s=_seconds(env, "LORA_PLUGINS_REVALIDATE_S", default=60.0, least=0.0),
             host_max_bytes=_bytes(env, "LORA_PLUGINS_HOST_MAX_BYTES", default=None),
-            host_policy=_choice(env, "LORA_PLUGINS_HOST_POLICY", HOST_POLICIES),
+            host_policy=_choice(env, "LORA_PLUGINS_HOST_POLICY", policies.NAMES),
             refuse_unmatched=_choice(env, "LORA_PLUGINS_UNMATCHED", ("refuse", "warn")) == "refuse",
             kernels=_kernels(env),
             tuning_dir=_existing(env, "LORA_PLUGINS_TUNING_DIR", Path.is_dir, "a directory that is there"),
