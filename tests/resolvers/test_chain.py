@@ -41,9 +41,10 @@ from lora_plugins.logs import LogEvents
 from lora_plugins.names import AdapterName
 from lora_plugins.resolvers import chain as chain_module
 from lora_plugins.resolvers import versions as versions_module
-from lora_plugins.resolvers.chain import SourceChain, lora_id
+from lora_plugins.resolvers.chain import SourceChain
 from lora_plugins.resolvers.filesystem import FilesystemSource
 from lora_plugins.resolvers.source import Located, SourceFile, VersionChanged, version_of
+from lora_plugins.resolvers.versions import lora_id
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.store import Arriving, Store
 from tests.make import BASE, adapter_files, put, weights
