@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field
 class State(StrEnum):
     """What requests for a name meet."""
 
-    LOADING = "loading"
     SERVING = "serving"
     DRAINING = "draining"
     BLOCKED = "blocked"
