@@ -38,7 +38,7 @@ class RollbackRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     digest: str | None = Field(
-        default=None, description="the beginning of a kept version's digest", pattern="^[0-9a-f]{6,64}$"
+        default=None, description="the beginning of a kept version's digest", pattern="^[0-9a-f]{8,64}$"
     )
 
 
