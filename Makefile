@@ -19,7 +19,7 @@ demo: set-up ## unknown model names become served adapters, on a real vllm serve
 test: set-up ## all tests, the real engine included
 	@$(RUN) -m pytest
 
-test-unit: set-up ## the tests that need no engine, in a minute
+test-unit: set-up ## the tests that need no engine
 	@$(RUN) -m pytest --ignore=tests/e2e
 
 check: set-up ## lint, format and types, as CI has them

@@ -22,7 +22,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.record import keep
-from testbed.bed import Bed, prepare
+from testbed.bed import prepare
 from testbed.s3 import s3_server
 from testbed.server import vllm_server
 
@@ -74,7 +74,7 @@ def main() -> None:
                 **s3.env(),
             },
         ) as server:
-            rows = measure(server.url, bed)
+            rows = measure(server.url)
     print("| asked for | names | first, median ms | longer than control | again, median ms | longer than control |")
     print("|---|---|---|---|---|---|")
     for row in rows:
@@ -85,7 +85,7 @@ def main() -> None:
     print(f"\nkept {keep('access', rows)}")
 
 
-def measure(url: str, bed: Bed) -> list[dict[str, object]]:
+def measure(url: str) -> list[dict[str, object]]:
     with httpx.Client(base_url=url, timeout=60) as client:
 
         def ask(name: str, key: str) -> tuple[int, float]:

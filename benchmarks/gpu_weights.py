@@ -38,9 +38,9 @@ class Stacks:
         return Stacks(a, b, slots, self.rank, self.slot_rank)
 
 
-def copies_for(case: Case, budget_bytes: int | None = None, itemsize: int = 2) -> int:
+def copies_for(case: Case, budget_bytes: int | None = None) -> int:
     """How many copies make the weights that the case reads exceed the cache, within `budget_bytes` of slots."""
-    per_rank = case.adapters * sum(case.n_in + width for width in case.widths) * itemsize
+    per_rank = case.adapters * sum(case.n_in + width for width in case.widths) * 2  # bytes of an element
     wanted = min(MOST_COPIES, -(-COLD_BYTES // (per_rank * case.rank)))
     return wanted if budget_bytes is None else max(1, min(wanted, budget_bytes // (per_rank * case.slot_rank)))
 

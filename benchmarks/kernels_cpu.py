@@ -25,6 +25,7 @@ import numpy as np
 from benchmarks.adapters import write_adapter
 from benchmarks.record import RESULTS, keep
 from testbed.models import build_base
+from testbed.server import outer_environment
 
 HIDDEN, LAYERS, INTERMEDIATE, VOCAB = 1024, 8, 2816, 512
 SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = 16, 64, 32
@@ -104,7 +105,7 @@ def run_engine(
 ) -> list[dict]:
     """Measure in a child process; what it printed within the limit."""
     environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("LORA_PLUGINS_", "VLLM_"))},
+        **outer_environment(),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         **({} if reserved_cores is None else {"VLLM_CPU_NUM_OF_RESERVED_CPU": str(reserved_cores)}),
         "VLLM_NO_USAGE_STATS": "1",

@@ -181,8 +181,9 @@ def _in_turn(torch: Any, runs: dict[str, Callable[[], None]], calls_per_run: int
     return {name: median(values) for name, values in took.items()}
 
 
-def copy_bandwidth(torch: Any, device: Any, size: int = 1 << 30) -> float:
+def copy_bandwidth(torch: Any, device: Any) -> float:
     """Bytes per second, in and out together, of copies of 1 GiB."""
+    size = 1 << 30
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     best = min(_in_turn(torch, {"copy": lambda: target.copy_(source)}, 1)["copy"] for _ in range(2))

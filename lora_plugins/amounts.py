@@ -17,11 +17,11 @@ def size(size_bytes: float) -> str:
     return f"{value:.0f} {unit}" if unit == "B" or value >= 99.5 else f"{value:.3g} {unit}"
 
 
-def ago(at: float | None, now: float | None = None) -> str:
+def ago(at: float | None) -> str:
     """How long ago a time in seconds since 1970 was; `never` for none."""
     if not at:
         return "never"
-    seconds = max(0.0, (time.time() if now is None else now) - at)
+    seconds = max(0.0, time.time() - at)
     for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit} ago"

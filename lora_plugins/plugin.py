@@ -7,16 +7,10 @@ from collections.abc import Callable
 from lora_plugins import engine
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.kernels.installation import install_kernels
+from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, S3
 from lora_plugins.resolvers.configured import MakeSource, filesystem_source, hub_source, s3_source
 from lora_plugins.resolvers.resolver import resolver_of_process, serve_from
 from lora_plugins.settings import Settings, named_in_environment
-
-FILESYSTEM = "lora_filesystem_resolver"
-S3 = "lora_s3_resolver"
-HUB = "lora_hf_hub_resolver"
-MANAGER = "lora_lru_manager"
-KERNELS = "lora_kernels"
-ADMIN = "lora_admin"
 
 _FILESYSTEM_BUILTIN = ("vllm.plugins.lora_resolvers.filesystem_resolver", "register_filesystem_resolver")
 _HUB_BUILTIN = ("vllm.plugins.lora_resolvers.hf_hub_resolver", "register_hf_hub_resolver")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.kernels.dispatch import Kernels
+from lora_plugins.manager import policies
 
 _PREFIX = "LORA_PLUGINS_"
 _TRUE = {"1", "true", "yes", "on"}
@@ -49,11 +50,7 @@ OWN_VARIABLES = frozenset(
     }
 )
 
-
 SOURCES = ("filesystem", "s3", "hub")
-
-
-HOST_POLICIES = ("lru", "gdsf", "lfu", "lrfu")
 
 
 class BaseMatch(StrEnum):
@@ -143,7 +140,7 @@ class Settings:
         root = env.get("VLLM_LORA_RESOLVER_CACHE_DIR")
         return cls(
             runtime_lora_updating=env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").strip().lower() in {"1", "true"},
-            filesystem_root=_directory("VLLM_LORA_RESOLVER_CACHE_DIR", root) if root else None,
+            filesystem_root=_path("VLLM_LORA_RESOLVER_CACHE_DIR", root) if root else None,
             base_match=_base_match(env),
             base_aliases=_names(env, "LORA_PLUGINS_BASE_ALIASES"),
             follow_symlinks=_flag(env, "LORA_PLUGINS_FOLLOW_SYMLINKS", default=False),
@@ -158,16 +155,16 @@ class Settings:
             absent_ttl_s=_seconds(env, "LORA_PLUGINS_ABSENT_TTL_S", default=15.0, least=0.0),
             revalidate_s=_seconds(env, "LORA_PLUGINS_REVALIDATE_S", default=60.0, least=0.0),
             host_max_bytes=_bytes(env, "LORA_PLUGINS_HOST_MAX_BYTES", default=None),
-            host_policy=_choice(env, "LORA_PLUGINS_HOST_POLICY", HOST_POLICIES),
+            host_policy=_choice(env, "LORA_PLUGINS_HOST_POLICY", policies.NAMES),
             refuse_unmatched=_choice(env, "LORA_PLUGINS_UNMATCHED", ("refuse", "warn")) == "refuse",
             kernels=_kernels(env),
-            tuning_dir=_tuning_dir(env),
+            tuning_dir=_existing(env, "LORA_PLUGINS_TUNING_DIR", Path.is_dir, "a directory that is there"),
             preload=_names(env, "LORA_PLUGINS_PRELOAD"),
             preload_wait=_flag(env, "LORA_PLUGINS_PRELOAD_WAIT", default=True),
             restore=_flag(env, "LORA_PLUGINS_RESTORE", default=False),
             refresh_s=_seconds(env, "LORA_PLUGINS_REFRESH_S", default=60.0, least=0.0),
             drain_timeout_s=_seconds(env, "LORA_PLUGINS_DRAIN_TIMEOUT_S", default=60.0, least=0.0),
-            policy=_policy_file(env),
+            policy=_existing(env, "LORA_PLUGINS_POLICY", Path.is_file, "a file that is there"),
             metrics_adapters=_count(env, "LORA_PLUGINS_METRICS_ADAPTERS", default=200),
             s3_path_template=env.get("S3_PATH_TEMPLATE") or None,
             local_path_template=env.get("LOCAL_PATH_TEMPLATE") or None,
@@ -221,25 +218,13 @@ def _kernels(env: Mapping[str, str]) -> Kernels:
         raise _wrong(name, env[name], "one of " + ", ".join(Kernels)) from None
 
 
-def _tuning_dir(env: Mapping[str, str]) -> Path | None:
-    name = "LORA_PLUGINS_TUNING_DIR"
+def _existing(env: Mapping[str, str], name: str, is_right: Callable[[Path], bool], expected: str) -> Path | None:
     value = env.get(name)
     if not value:
         return None
-    path = _directory(name, value)
-    if not path.is_dir():
-        raise _wrong(name, value, "a directory that is there")
-    return path
-
-
-def _policy_file(env: Mapping[str, str]) -> Path | None:
-    name = "LORA_PLUGINS_POLICY"
-    value = env.get(name)
-    if not value:
-        return None
-    path = _directory(name, value)
-    if not path.is_file():
-        raise _wrong(name, value, "a file that is there")
+    path = _path(name, value)
+    if not is_right(path):
+        raise _wrong(name, value, expected)
     return path
 
 
@@ -250,7 +235,7 @@ def _count(env: Mapping[str, str], name: str, *, default: int) -> int:
     return int(value)
 
 
-def _directory(name: str, value: str) -> Path:
+def _path(name: str, value: str) -> Path:
     try:
         return Path(value).expanduser().absolute()
     except RuntimeError:  # ~ of a user that does not exist
@@ -282,8 +267,8 @@ def _names(env: Mapping[str, str], name: str) -> tuple[str, ...]:
 def _store_dir(env: Mapping[str, str]) -> Path:
     name = "LORA_PLUGINS_STORE_DIR"
     if env.get(name):
-        return _directory(name, env[name])
-    return _directory(name, env.get("XDG_CACHE_HOME") or "~/.cache") / "lora-plugins"
+        return _path(name, env[name])
+    return _path(name, env.get("XDG_CACHE_HOME") or "~/.cache") / "lora-plugins"
 
 
 def _sources(env: Mapping[str, str]) -> tuple[str, ...]:

@@ -46,7 +46,6 @@ class Request:
     query: str
     headers: Mapping[str, str]
     range: str | None
-    at_s: float
     fault: str | None = None
     status: int | None = None
     sent: int = 0
@@ -150,7 +149,7 @@ class FaultProxy(Listener):
     def _admit(self, request: web.BaseRequest) -> tuple[Request, Fault | None]:
         path, _, query = request.raw_path.partition("?")
         headers = CIMultiDict(request.headers)
-        seen = Request(request.method, unquote(path), query, headers, headers.get("Range"), time.monotonic())
+        seen = Request(request.method, unquote(path), query, headers, headers.get("Range"))
         with self._lock:
             self._requests.append(seen)
             target = f"{seen.path}?{query}" if query else seen.path

@@ -37,6 +37,11 @@ class Server:
         return self.log_file.read_text(errors="replace")
 
 
+def outer_environment() -> dict[str, str]:
+    """This process's environment without a development shell's own settings, which must not leak into an engine."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("LORA_PLUGINS_", "VLLM_"))}
+
+
 @contextmanager
 def reserved_port() -> Iterator[int]:
     """A loopback port that nobody else is given while the block runs; connections to it are refused.
@@ -61,8 +66,7 @@ def vllm_server(
 ) -> Iterator[Server]:
     """Start `vllm serve model`, wait until it is healthy, and end it and all its children afterwards."""
     environment = {
-        # A development shell's own settings must not leak into the server under test.
-        **{name: value for name, value in os.environ.items() if not name.startswith(("LORA_PLUGINS_", "VLLM_"))},
+        **outer_environment(),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",

@@ -11,7 +11,7 @@ import lora_plugins
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.kernels.dispatch import Kernels
 from lora_plugins.manager import policies
-from lora_plugins.settings import HOST_POLICIES, OWN_VARIABLES, SOURCES, BaseMatch, Settings, named_in_environment
+from lora_plugins.settings import OWN_VARIABLES, SOURCES, BaseMatch, Settings, named_in_environment
 
 DEFAULT_STORE = Path("~/.cache/lora-plugins").expanduser()
 LATER = [
@@ -39,7 +39,7 @@ LATER = [
     ("LOCAL_PATH_TEMPLATE", "/x/{lora_name}", "local_path_template", "/x/{lora_name}"),
     ("VLLM_LORA_RESOLVER_HF_REPO_LIST", "a/b,c/*", "hub_repos", ("a/b", "c/*")),
     ("LORA_PLUGINS_HOST_MAX_BYTES", "2GiB", "host_max_bytes", 2 << 30),
-    *[("LORA_PLUGINS_HOST_POLICY", name, "host_policy", name) for name in HOST_POLICIES],
+    *[("LORA_PLUGINS_HOST_POLICY", name, "host_policy", name) for name in policies.NAMES],
     ("LORA_PLUGINS_HOST_POLICY", " GDSF ", "host_policy", "gdsf"),
     ("LORA_PLUGINS_HOST_POLICY", "", "host_policy", "lru"),
     ("LORA_PLUGINS_UNMATCHED", "warn", "refuse_unmatched", False),
@@ -147,10 +147,6 @@ def test_a_wrong_value_names_the_variable_the_value_and_what_is_right(name, text
 
 def test_every_variable_of_ours_is_tried_above():
     assert {name for name, *_ in [*RIGHT, *LATER] if name.startswith("LORA_PLUGINS_")} >= OWN_VARIABLES
-
-
-def test_the_policies_are_those_that_there_are():
-    assert sorted(HOST_POLICIES) == sorted(policies.NAMES)
 
 
 def test_every_variable_of_ours_has_its_line_in_the_docs():

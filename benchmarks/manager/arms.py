@@ -42,9 +42,7 @@ def environment(arm: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def servers(
-    arms: Sequence[str], base: Path, home: Path, arguments: Sequence[str], *, logs: bool = False
-) -> Iterator[list[Arm]]:
+def servers(arms: Sequence[str], base: Path, home: Path, arguments: Sequence[str]) -> Iterator[list[Arm]]:
     """All arms' servers at once; those that are not asked wait on a socket. So measurements can alternate quickly."""
     with contextlib.ExitStack() as stack:
         running = []
@@ -57,9 +55,8 @@ def servers(
                     env=environment(arm),
                 )
             )
-            with contextlib.suppress(
-                OSError
-            ):  # on a machine that others use too, a niceness counts within a session only
+            # On a machine that others use too, a niceness counts within a session only.
+            with contextlib.suppress(OSError):
                 Path(f"/proc/{server.process.pid}/autogroup").write_text(str(os.nice(0)))
             running.append(Arm(arm, server, int(server.url.rpartition(":")[2])))
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # vLLM binds its compute threads to the other ones

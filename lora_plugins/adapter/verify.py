@@ -30,12 +30,8 @@ class VerifiedAdapter:
     notes: tuple[str, ...] = ()
 
 
-def verify_adapter(
-    directory: Path, base: BaseModel | None, settings: Settings, *, inside: Path | None = None
-) -> VerifiedAdapter:
+def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) -> VerifiedAdapter:
     """Verify the adapter in `directory`, and against the served base model unless `base` is None.
-
-    `inside`: files that are symlinks must stay below this directory; None allows any target.
 
     Raises:
         AdapterNotFound: the configuration or the weights are missing.
@@ -43,14 +39,14 @@ def verify_adapter(
         IncompatibleAdapter: well-formed, but not for this server.
         SourceUnavailable: the file system does not answer or denies.
     """
-    with open_regular(directory / CONFIG_FILE, inside=inside) as (file, config_bytes):
+    with open_regular(directory / CONFIG_FILE) as (file, config_bytes):
         if config_bytes > MAX_CONFIG_BYTES:
             raise InvalidAdapter(
                 f"{config_bytes} bytes", expected=f"at most {MAX_CONFIG_BYTES}", remedy="save the adapter with PEFT"
             )
         config = parse_config(file.read(MAX_CONFIG_BYTES + 1))
     name = _weights_file(directory, settings)
-    with open_regular(directory / name, inside=inside) as (file, weights_bytes):
+    with open_regular(directory / name) as (file, weights_bytes):
         size_bytes = config_bytes + weights_bytes
         if size_bytes > settings.max_adapter_bytes:
             raise InvalidAdapter(

@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field
 class State(StrEnum):
     """What requests for a name meet."""
 
-    LOADING = "loading"
     SERVING = "serving"
     DRAINING = "draining"
     BLOCKED = "blocked"
@@ -39,7 +38,7 @@ class RollbackRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     digest: str | None = Field(
-        default=None, description="the beginning of a kept version's digest", pattern="^[0-9a-f]{6,64}$"
+        default=None, description="the beginning of a kept version's digest", pattern="^[0-9a-f]{8,64}$"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from lora_plugins.access.doors import install
 from lora_plugins.admin.start import Start
 from lora_plugins.errors import InvalidSettings
+from lora_plugins.plugin_names import ADMIN
 from lora_plugins.process import settings_of_server
 from lora_plugins.server.doors import changes
 from lora_plugins.server.remembered import ServedSet
@@ -17,7 +18,7 @@ from lora_plugins.server.revalidation import look_out
 class AdminPlugin:
     """What vLLM asks of an endpoint plugin (vllm/plugins/endpoint_plugins/interface.py, 0.30)."""
 
-    name = "lora_admin"
+    name = ADMIN
     required_tasks = None
 
     def __init__(self) -> None:

@@ -14,8 +14,9 @@ from lora_plugins.cli.output import Output
 from lora_plugins.cli.progress import shown_progress
 from lora_plugins.errors import AdapterNotFound
 from lora_plugins.names import AdapterName
-from lora_plugins.resolvers.chain import ResolvedAdapter, SourceChain
+from lora_plugins.resolvers.chain import SourceChain
 from lora_plugins.resolvers.uris import SourceUri
+from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.settings import Settings
 from lora_plugins.store.manifest import Manifest
 

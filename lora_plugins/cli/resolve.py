@@ -15,7 +15,8 @@ from lora_plugins.cli.progress import shown_progress
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot, OutOfMemory, SourceUnavailable
 from lora_plugins.events import AdapterFetched, AdapterResolved, Event
 from lora_plugins.names import AdapterName
-from lora_plugins.resolvers.chain import ResolvedAdapter, SourceChain
+from lora_plugins.resolvers.chain import SourceChain
+from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.settings import Settings
 
 

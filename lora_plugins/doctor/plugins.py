@@ -16,15 +16,9 @@ from lora_plugins.doctor.reach import is_offline, reach_hub, reach_s3
 from lora_plugins.errors import InvalidSettings, LoRAPluginsError
 from lora_plugins.kernels import dispatch
 from lora_plugins.kernels.compiled import build
+from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, S3
 from lora_plugins.resolvers.configured import filesystem_source, hub_source, s3_source
 from lora_plugins.settings import Settings, named_in_environment
-
-FILESYSTEM = "lora_filesystem_resolver"
-S3 = "lora_s3_resolver"
-HUB = "lora_hf_hub_resolver"
-MANAGER = "lora_lru_manager"
-KERNELS = "lora_kernels"
-ADMIN = "lora_admin"
 
 _MOST_FOLDERS = 10_000
 _OF_MANAGER = ("LORA_PLUGINS_HOST_MAX_BYTES", "LORA_PLUGINS_HOST_POLICY", "LORA_PLUGINS_UNMATCHED")

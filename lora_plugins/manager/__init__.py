@@ -1,1 +1,1 @@
-"""The worker's adapter manager: so far the policies that choose what leaves a full tier."""
+"""The worker's adapter manager: host memory with a budget, slots, staging, and what leaves first."""

@@ -27,11 +27,9 @@ from lora_plugins.names import AdapterName
 from lora_plugins.resolvers.by_uri import UriSources
 from lora_plugins.resolvers.source import Located, Source, VersionChanged
 from lora_plugins.resolvers.uris import SourceUri
-from lora_plugins.resolvers.versions import Key, ResolvedAdapter, Versions, lora_id
+from lora_plugins.resolvers.versions import Key, ResolvedAdapter, Versions
 from lora_plugins.settings import Settings
 from lora_plugins.store.store import Store
-
-__all__ = ["ResolvedAdapter", "SourceChain", "lora_id"]
 
 _REMEMBERED_NAMES = 10_000
 _LOCATES_AT_ONCE = 32

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 
 from lora_plugins.errors import InvalidSettings
+from lora_plugins.plugin_names import FILESYSTEM, HUB, S3
 from lora_plugins.resolvers.filesystem import FilesystemSource
 from lora_plugins.resolvers.source import Source
 from lora_plugins.settings import Settings
@@ -66,7 +67,7 @@ def hub_source(settings: Settings) -> MakeSource | None:
 
 # By the name of the plugin that serves from it.
 SOURCE_PLUGINS: Mapping[str, Callable[[Settings], MakeSource | None]] = {
-    "lora_filesystem_resolver": filesystem_source,
-    "lora_s3_resolver": s3_source,
-    "lora_hf_hub_resolver": hub_source,
+    FILESYSTEM: filesystem_source,
+    S3: s3_source,
+    HUB: hub_source,
 }

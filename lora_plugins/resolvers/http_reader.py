@@ -1,9 +1,8 @@
 """Ranges of objects by plain HTTP GET, from sockets straight into a buffer and to disk, without an event loop.
 
-Measured on 2 cores over loopback, 200 MB in 8 ranges of 8 MiB at a time to disk, medians of 9 interleaved runs with
-warm clients: `http.client` into a buffer 0.09 s (0.12 s of CPU), urllib3 0.10 (0.14), aiohttp 0.16 (0.16), aiobotocore
-0.18 (0.18), s3fs's `get` 0.60 (0.60). Reading and writing release the interpreter's lock, so that vLLM's own event loop
-goes on meanwhile. URLs are signed beforehand (`s3.py`).
+`http.client` into a buffer of ours, because aiohttp and s3fs hand every byte on as new objects, in an event loop;
+`benchmarks/fetch.py` measures the whole against s3fs and boto3. Reading and writing release the interpreter's lock, so
+that vLLM's own event loop goes on meanwhile. URLs are signed beforehand (`s3.py`).
 """
 
 from __future__ import annotations

@@ -183,13 +183,6 @@ def diagnose(error: BaseException) -> Diagnosis:
     return Diagnosis(trouble, name)
 
 
-def is_retryable(error: BaseException) -> bool:
-    """Whether the same request may succeed a little later."""
-    if isinstance(error, LoRAPluginsError):
-        return isinstance(error, Transient)
-    return diagnose(error).trouble.retryable
-
-
 def backoff(error: Exception) -> bool | float:
     """For `stamina`: whether to try again, or after how many seconds where the store says so.
 

@@ -36,8 +36,6 @@ from lora_plugins.resolvers.templates import LocalLinks, Template
 from lora_plugins.settings import Settings
 from lora_plugins.store.store import Arriving
 
-__all__ = ["ObjectLocated", "ObjectSource", "object_source", "s3_storage_options"]
-
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)(/.*)", re.DOTALL)
 _VARIABLE = "S3_PATH_TEMPLATE"
 # Local directories have their own resolver, which knows about symlinks and mounts.
@@ -93,7 +91,6 @@ class ObjectSource:
         storage_options: of the fsspec file system; for S3 see `s3_storage_options`.
         limits: range size, ranges in flight, deadline and retries of one fetch.
         locate_timeout_s: deadline of one `locate`, retries included.
-        check_md5: hold S3 objects against ETags that look like an MD5; switch it off for a store where they are none.
 
     Raises:
         InvalidSettings: a template that cannot be right, or a protocol that is not installed.
@@ -110,7 +107,6 @@ class ObjectSource:
         storage_options: Mapping[str, Any] | None = None,
         limits: Limits | None = None,
         locate_timeout_s: float = 15.0,
-        check_md5: bool = True,
     ) -> None:
         self.label = label
         protocol, url = _split(template)
@@ -126,7 +122,6 @@ class ObjectSource:
             self._files = FsspecFiles(protocol, options)
         self._limits = limits or Limits()
         self._locate_limits = replace(self._limits, attempts=_LOCATE_ATTEMPTS, timeout_s=locate_timeout_s)
-        self._check_md5 = check_md5
         # Shared by all fetches of this source, so that their memory together is bounded; threads start when needed.
         self._pool = ThreadPoolExecutor(self._limits.parallel, thread_name_prefix="lora-plugins-ranges")
 
@@ -184,7 +179,7 @@ class ObjectSource:
         asking = self._locate_limits
         reader = await self._asking(lambda: self._files.reader(located.uri, located.files, limits.timeout_s), asking)
         try:
-            await download(located.files, reader, arriving, pool=self._pool, limits=limits, md5=self._check_md5)
+            await download(located.files, reader, arriving, pool=self._pool, limits=limits)
         finally:
             close = getattr(reader, "close", None)
             if close is not None:

@@ -101,13 +101,13 @@ class _Part:
 
 
 class _File:
-    """One file on disk: its parts, how much of its beginning is there, and the MD5 of that where it is wanted."""
+    """One file on disk: its parts, how much of its beginning is there, and the MD5 of that where the ETag is one."""
 
-    def __init__(self, source: SourceFile, arriving: Arriving, range_bytes: int, *, md5: bool) -> None:
+    def __init__(self, source: SourceFile, arriving: Arriving, range_bytes: int) -> None:
         self.source = source
         self._arriving = arriving
         self._range_bytes = range_bytes
-        found = _MD5_ETAG.fullmatch(source.etag) if md5 else None
+        found = _MD5_ETAG.fullmatch(source.etag)
         self.expected_md5 = found[1].lower() if found else ""
         self._lock = threading.Lock()
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -176,11 +176,11 @@ class _File:
 
 
 async def download(
-    files: Sequence[SourceFile], reader: RangeReader, arriving: Arriving, *, pool: Executor, limits: Limits, md5: bool
+    files: Sequence[SourceFile], reader: RangeReader, arriving: Arriving, *, pool: Executor, limits: Limits
 ) -> None:
     """Write `files` to `arriving.directory`, all together.
 
-    With `md5`, a file whose ETag is an MD5 is held against it, and fetched once more where it differs.
+    A file whose ETag is an MD5 is held against it, and fetched once more where it differs.
 
     Raises:
         VersionChanged: a file changed or vanished meanwhile. SourceUnavailable: it cannot be had, or not in time.
@@ -190,7 +190,7 @@ async def download(
     opened: list[_File] = []
     try:
         for source in sorted(files, key=lambda file: file.size_bytes):
-            opened.append(_File(source, arriving, limits.range_bytes, md5=md5))  # noqa: PERF401 - kept where one fails
+            opened.append(_File(source, arriving, limits.range_bytes))  # noqa: PERF401 - kept where one fails
         async with deadline(limits.timeout_s, last):
             await _fetch(opened, reader, pool, limits, last)
             damaged = [file for file in opened if reader.has_md5_etag(file.source.name) and file.is_damaged()]

@@ -17,9 +17,10 @@ from lora_plugins.engine import http_error
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.process import EVENTS, settings_of_server
 from lora_plugins.server.changes import Changes
-from lora_plugins.server.gate import Gate, Rpc
+from lora_plugins.server.gate import Gate
 from lora_plugins.server.of_vllm import changes_of
 from lora_plugins.server.served import blocked, no_longer_served
+from lora_plugins.server.staging import Rpc
 
 _gates: weakref.WeakKeyDictionary[Any, Gate] = weakref.WeakKeyDictionary()
 

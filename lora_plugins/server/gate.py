@@ -20,8 +20,6 @@ from lora_plugins.server.refusals import Refusals
 from lora_plugins.server.staging import Rpc, Staging
 from lora_plugins.server.turns import Turns
 
-__all__ = ["Gate", "Hold", "Request", "Rpc"]
-
 LINGER_S = 2.0
 QUANTUM_S = 1.0
 ROOM_TIMEOUT_S = 60.0

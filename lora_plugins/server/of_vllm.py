@@ -11,8 +11,9 @@ from typing import Any
 from lora_plugins.process import EVENTS
 from lora_plugins.resolvers.resolver import sources_of_server
 from lora_plugins.server.changes import Changes
-from lora_plugins.server.gate import Gate, Rpc
+from lora_plugins.server.gate import Gate
 from lora_plugins.server.served import Catalogue
+from lora_plugins.server.staging import Rpc
 
 _changes: weakref.WeakKeyDictionary[Any, Changes] = weakref.WeakKeyDictionary()
 

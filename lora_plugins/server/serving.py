@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from lora_plugins.events import Events
-from lora_plugins.server.gate import Gate, Rpc
+from lora_plugins.server.gate import Gate
 from lora_plugins.server.served import Catalogue, Place, Served, Version, not_served
+from lora_plugins.server.staging import Rpc
 
 
 class Sources(Protocol):

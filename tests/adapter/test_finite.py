@@ -84,7 +84,10 @@ def test_it_is_found_at_the_boundary_of_the_real_piece(dtype):
 def test_only_the_tensors_own_bytes_are_looked_at():
     ones = b"\xff" * 8
     data = ones + b"\0" * 8 + ones
-    check_finite(io.BytesIO(data), [TensorInfo("a", "F32", (2,), 8, 16)])
+    check_finite(io.BytesIO(data), [TensorInfo("a", "F32", (2,), 8, 16)])  # lets it through
+    for begin in (0, 16):
+        with pytest.raises(InvalidAdapter):
+            check_finite(io.BytesIO(data), [TensorInfo("a", "F32", (2,), begin, begin + 8)])
 
 
 def test_every_tensor_is_looked_at():

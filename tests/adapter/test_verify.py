@@ -28,7 +28,7 @@ NO_PASS = Settings(check_finite=False)
 
 
 def verified(directory, **changes: object) -> VerifiedAdapter:
-    return verify_adapter(directory, BASE, Settings(**changes), inside=directory.parent)
+    return verify_adapter(directory, BASE, Settings(**changes))
 
 
 def refused(kind: type[LoRAPluginsError], directory, file: str, **changes: object) -> LoRAPluginsError:
@@ -254,16 +254,7 @@ def test_a_directory_in_a_files_place_is_refused(adapter, name):
 
 
 @pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
-def test_a_file_that_leaves_the_root_is_refused(adapter, tmp_path_factory, name):
-    outside = tmp_path_factory.mktemp("outside") / name
-    (adapter / name).rename(outside)
-    (adapter / name).symlink_to(outside)
-    assert "leaves the adapter root" in refused(InvalidAdapter, adapter, name).found
-    assert verify_adapter(adapter, BASE, Settings(), inside=None).config.rank == 4
-
-
-@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
-def test_a_file_symlinked_within_the_root_is_served(adapter, name):
+def test_a_symlinked_file_is_read(adapter, name):
     (adapter / name).rename(adapter.parent / "shared")
     (adapter / name).symlink_to("../shared")
     assert verified(adapter).config.rank == 4
@@ -287,9 +278,11 @@ def test_permission_denied_is_no_verdict_on_the_adapter(adapter, name, permissio
 
 def _served_or_ours(directory) -> None:
     try:
-        verify_adapter(directory, BASE, NO_PASS, inside=directory.parent)
+        said = verify_adapter(directory, BASE, NO_PASS).config.rank
     except LoRAPluginsError as error:
-        str(error).encode()
+        said = str(error)
+        said.encode()  # no half of a surrogate pair in it
+    assert said
 
 
 def test_every_changed_header_byte_is_served_or_refused_in_our_words(adapter):

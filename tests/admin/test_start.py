@@ -16,6 +16,7 @@ from lora_plugins.admin.plugin import AdminPlugin
 from lora_plugins.admin.start import Start
 from lora_plugins.errors import IncompatibleAdapter, InvalidSettings, SourceUnavailable
 from lora_plugins.plugin import register_admin
+from lora_plugins.resolvers import resolver as resolver_module
 from lora_plugins.server import revalidation
 from lora_plugins.server.remembered import Remembered, ServedSet
 from lora_plugins.server.revalidation import look_out
@@ -225,7 +226,10 @@ async def test_replicas_do_not_look_at_the_same_moment(monkeypatch: pytest.Monke
 
 
 def test_the_render_server_has_nothing_to_administer() -> None:
-    asyncio.run(AdminPlugin().init_state(None, SimpleNamespace(), SimpleNamespace()))
+    plugin, state = AdminPlugin(), SimpleNamespace()
+    asyncio.run(plugin.init_state(None, state, SimpleNamespace()))
+    assert plugin._tasks == []
+    assert vars(state) == {}
 
 
 def test_several_api_servers_end_the_start() -> None:
@@ -240,7 +244,12 @@ def test_without_the_manager_there_is_no_admin(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_not_named_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolver_module, "_resolver", None)
     monkeypatch.setenv("LORA_PLUGINS_TYPO", "1")
     for plugins in ("", "lora_lru_manager"):
         monkeypatch.setenv("VLLM_PLUGINS", plugins)
+        register_admin()
+    assert resolver_module._resolver is None
+    monkeypatch.setenv("VLLM_PLUGINS", "lora_lru_manager,lora_admin")
+    with pytest.raises(InvalidSettings, match="LORA_PLUGINS_TYPO"):
         register_admin()

@@ -34,7 +34,7 @@ ADAPTER = {
 TROUBLED = {
     **ADAPTER,
     "lora_name": "idle\x1b[31m",
-    "state": "loading",
+    "state": "blocked",
     "requests_in_flight": 0,
     "pinned": False,
     "rank": None,

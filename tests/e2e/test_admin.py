@@ -420,7 +420,7 @@ def test_a_changed_adapter_is_swapped_and_rolled_back(admin: Admin) -> None:
     admin.answers_like("swapped", "chat")
     admin.done("POST", "/v1/loras/swapped/refresh")
     assert admin.view("swapped")["pinned_digest"] is None
-    assert admin.call("POST", "/v1/loras/swapped/rollback", {"digest": "abcdef"}).status_code == 404
+    assert admin.call("POST", "/v1/loras/swapped/rollback", {"digest": "abcdef00"}).status_code == 404
     assert admin.call("POST", "/v1/loras/sql/refresh").status_code == 200
 
 

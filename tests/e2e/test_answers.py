@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import httpx
-import openai
 import pytest
 
 from testbed.bed import MAX_TOKENS
-from testbed.client import complete
+from testbed.client import complete, complete_all
 from testbed.models import DEMO_ADAPTERS, PROMPT, edit_config
 from tests.e2e.conftest import World
 
@@ -73,30 +72,14 @@ def test_mixed_batch_keeps_adapters_apart(world: World) -> None:
     # Without the base model: vLLM's CPU kernels before 0.33 compute its rows with the last slot's adapter when
     # they share a batch with adapters (docs/known-limits.md).
     names = DEMO_NAMES * 4
-    answers = asyncio.run(_complete_all(world, names))
+    answers = asyncio.run(complete_all(world.server, names, PROMPT, MAX_TOKENS))
     for name, ids in zip(names, answers, strict=True):
         assert ids == world.bed.answers[name], name
 
 
 def test_fifty_first_requests_load_once(world: World) -> None:
-    answers = asyncio.run(_complete_all(world, ["crowd"] * 50))
+    answers = asyncio.run(complete_all(world.server, ["crowd"] * 50, PROMPT, MAX_TOKENS))
     assert answers == [world.bed.answers["sql"]] * 50
     log = world.server.log()
     assert log.count("Adapter 'crowd' from filesystem") == 1
     assert log.count("Resolved and loaded LoRA adapter 'crowd'") == 1
-
-
-async def _complete_all(world: World, names: list[str]) -> list[list[int]]:
-    async with openai.AsyncOpenAI(base_url=f"{world.server.url}/v1", api_key="none", max_retries=0) as client:
-
-        async def one(name: str) -> list[int]:
-            answer = await client.completions.create(
-                model=name,
-                prompt=PROMPT,
-                max_tokens=MAX_TOKENS,
-                temperature=0,
-                extra_body={"ignore_eos": True, "return_token_ids": True},
-            )
-            return list(answer.choices[0].token_ids)
-
-        return await asyncio.gather(*(one(name) for name in names))

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import openai
 import pytest
 
 from lora_plugins.kernels.compiled import build
 from testbed.bed import MAX_TOKENS, Bed
+from testbed.client import complete_all
 from testbed.models import DEMO_ADAPTERS, PROMPT
 from testbed.server import Server, vllm_server
 
@@ -37,26 +37,9 @@ def kernels(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kern
         yield Kernels(server, bed)
 
 
-def ask(kernels: Kernels, models: list[str], prompt: str = PROMPT) -> list[list[int]]:
+def ask(kernels: Kernels, models: list[str], prompt: str = PROMPT) -> list[list[int] | int]:
     """The greedy answers of all these models at once, in one batch or as many as the slots allow."""
-
-    async def gathered() -> list[list[int]]:
-        url = f"{kernels.server.url}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=240) as client:
-
-            async def one(model: str) -> list[int]:
-                answer = await client.completions.create(
-                    model=model,
-                    prompt=prompt,
-                    max_tokens=MAX_TOKENS,
-                    temperature=0,
-                    extra_body={"ignore_eos": True, "return_token_ids": True},
-                )
-                return list(answer.choices[0].token_ids)
-
-            return await asyncio.gather(*(one(model) for model in models))
-
-    return asyncio.run(gathered())
+    return asyncio.run(complete_all(kernels.server, models, prompt, MAX_TOKENS))
 
 
 def expected(kernels: Kernels, models: list[str]) -> list[list[int]]:

@@ -20,7 +20,7 @@ import openai
 import pytest
 
 from testbed.bed import MAX_TOKENS, Bed
-from testbed.client import Answer, complete, connect
+from testbed.client import Answer, complete, complete_all, connect
 from testbed.models import DEMO_ADAPTERS, PROMPT, edit_config
 from testbed.server import Server, vllm_server
 from tests.e2e.broken import BROKEN
@@ -53,7 +53,11 @@ class Managed:
 
     def ask_all(self, names: Sequence[str], at_once: int = 8) -> list[list[int] | int]:
         """Token ids, or the status of a refusal, for each name; `at_once` requests run at any time."""
-        return asyncio.run(_ask_all(self.server, names, at_once))
+        return asyncio.run(self.ask_beside(names, at_once))
+
+    async def ask_beside(self, names: Sequence[str], at_once: int) -> list[list[int] | int]:
+        """As `ask_all`, for a test that does something else meanwhile."""
+        return await complete_all(self.server, names, PROMPT, MAX_TOKENS, at_once=at_once)
 
     def wrong(self, names: Sequence[str], at_once: int = 8) -> list[tuple[str, list[int] | int]]:
         answers = self.ask_all(names, at_once)
@@ -73,27 +77,6 @@ class Managed:
         others = [other for other in ALIKE if ALIKE[other] != ALIKE[name]]
         for other in others[: HOST_PLACES + 1]:
             self.assert_right(other)
-
-
-async def _ask_all(server: Server, names: Sequence[str], at_once: int) -> list[list[int] | int]:
-    places = asyncio.Semaphore(at_once)
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=240) as client:
-
-        async def one(name: str) -> list[int] | int:
-            async with places:
-                try:
-                    answer = await client.completions.create(
-                        model=name,
-                        prompt=PROMPT,
-                        max_tokens=MAX_TOKENS,
-                        temperature=0,
-                        extra_body={"ignore_eos": True, "return_token_ids": True},
-                    )
-                except openai.APIStatusError as error:
-                    return error.status_code
-                return list(answer.choices[0].token_ids)
-
-        return list(await asyncio.gather(*(one(name) for name in names)))
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +175,7 @@ def test_vanished_from_store_and_source_fails_alone(managed: Managed, streaming:
 
     async def all_at_once() -> tuple[httpx.Response, list[list[int] | int]]:
         async with httpx.AsyncClient(timeout=240) as client:
-            running = asyncio.create_task(_ask_all(managed.server, others, 4))
+            running = asyncio.create_task(managed.ask_beside(others, 4))
             body = {"model": name, "prompt": PROMPT, "max_tokens": 4, "stream": streaming}
             refused = await client.post(f"{managed.server.url}/v1/completions", json=body)
             return refused, await running
@@ -232,7 +215,7 @@ def test_broken_only_in_the_engine_fails_alone(managed: Managed, tmp_path: Path,
     async def both() -> tuple[httpx.Response, list[list[int] | int]]:
         async with httpx.AsyncClient(timeout=240) as client:
             body = {"lora_name": f"by-hand-{kind}", "lora_path": str(directory)}
-            running = asyncio.create_task(_ask_all(managed.server, others, 4))
+            running = asyncio.create_task(managed.ask_beside(others, 4))
             loaded = await client.post(f"{managed.server.url}/v1/load_lora_adapter", json=body)
             return loaded, await running
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from lora_plugins.kernels import tuning
 from testbed.bed import Bed
 from testbed.models import DEMO_ADAPTERS
+from testbed.server import outer_environment
 
 pytest.importorskip("triton", reason="Triton's interpreter comes with Triton, which is for Linux only")
 
@@ -53,7 +53,6 @@ def test_every_row_of_mixed_batches_is_pefts(path: str, bed: Bed, tmp_path: Path
         "max_tokens": TOKENS,
         "batches": BATCHES,
     }
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("LORA_PLUGINS_", "VLLM_"))}
     done = subprocess.run(
         [sys.executable, "-m", "testbed.interpreted_engine"],
         input=json.dumps(question),
@@ -62,7 +61,7 @@ def test_every_row_of_mixed_batches_is_pefts(path: str, bed: Bed, tmp_path: Path
         check=False,
         cwd=Path(__file__).parents[2],
         env={
-            **env,
+            **outer_environment(),
             "TRITON_INTERPRET": "1",
             "LORA_PLUGINS_TUNING_DIR": str(tmp_path),
             "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -78,7 +78,7 @@ def outcomes():
         pytest.param(
             "named",
             OURS + "CompiledPunicaWrapperCPU",
-            marks=pytest.mark.skipif(build.problem() is not None, reason=f"{build.problem()}"),
+            marks=pytest.mark.skipif(build.problem() is not None, reason=f"{build.problem()}: then PyTorch computes"),
         ),
         ("named, torch", OURS + "GroupedPunicaWrapperCPU"),
         ("named, without a compiler", OURS + "GroupedPunicaWrapperCPU"),

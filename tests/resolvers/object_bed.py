@@ -15,8 +15,9 @@ import pytest
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.verify import WEIGHTS_FILE
 from lora_plugins.names import AdapterName
-from lora_plugins.resolvers.objects import ObjectLocated, ObjectSource, s3_storage_options
+from lora_plugins.resolvers.objects import ObjectLocated, ObjectSource
 from lora_plugins.resolvers.ranges import Limits
+from lora_plugins.resolvers.s3 import s3_storage_options
 from lora_plugins.store.store import Store, StoredAdapter
 from testbed.proxy import FaultProxy, fault_proxy
 from testbed.s3 import S3, Bucket, s3_server

@@ -19,8 +19,9 @@ from lora_plugins.adapter.verify import WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, SourceUnavailable
 from lora_plugins.events import AdapterFetched, AdapterRejected, AdapterResolved, AdapterUnknown, Events, SourceFailed
 from lora_plugins.resolvers import hub as hub_module
-from lora_plugins.resolvers.chain import ResolvedAdapter, SourceChain, lora_id
+from lora_plugins.resolvers.chain import SourceChain
 from lora_plugins.resolvers.filesystem import FilesystemSource
+from lora_plugins.resolvers.versions import ResolvedAdapter, lora_id
 from lora_plugins.settings import Settings
 from lora_plugins.store.store import Store
 from testbed.hub import Hub, local_hub

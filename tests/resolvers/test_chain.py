@@ -41,9 +41,10 @@ from lora_plugins.logs import LogEvents
 from lora_plugins.names import AdapterName
 from lora_plugins.resolvers import chain as chain_module
 from lora_plugins.resolvers import versions as versions_module
-from lora_plugins.resolvers.chain import SourceChain, lora_id
+from lora_plugins.resolvers.chain import SourceChain
 from lora_plugins.resolvers.filesystem import FilesystemSource
 from lora_plugins.resolvers.source import Located, SourceFile, VersionChanged, version_of
+from lora_plugins.resolvers.versions import lora_id
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.store import Arriving, Store
 from tests.make import BASE, adapter_files, put, weights
@@ -759,21 +760,26 @@ def test_a_client_that_goes_away_does_not_end_the_fetch_for_others(make):
     assert source.fetched == ["sql"]
 
 
+async def ask_and_leave(chain: SourceChain, source: FakeSource) -> None:
+    """Ask for 'sql', give up while it is fetched, and let the fetch go on."""
+    source.gate = asyncio.Event()
+    asking = asyncio.create_task(chain.resolve("sql", BASE.path))
+    while not source.fetched:
+        await asyncio.sleep(0.001)
+    asking.cancel()
+    await asyncio.wait([asking])
+    source.gate.set()
+
+
 def test_a_fetch_for_which_nobody_waits_any_more_still_ends_in_the_store(make):
     source = FakeSource("one", {"sql": adapter_files()})
     chain = make(source)
 
-    async def ask_and_leave() -> object:
-        source.gate = asyncio.Event()
-        asking = asyncio.create_task(chain.resolve("sql", BASE.path))
-        while not source.fetched:
-            await asyncio.sleep(0.001)
-        asking.cancel()
-        await asyncio.wait([asking])
-        source.gate.set()
+    async def run() -> object:
+        await ask_and_leave(chain, source)
         return await chain.resolve("sql", BASE.path)
 
-    assert asyncio.run(ask_and_leave()).source == "one"
+    assert asyncio.run(run()).source == "one"
     assert (source.asked, source.fetched) == (["sql"], ["sql"])
 
 
@@ -785,17 +791,12 @@ def test_a_failure_for_which_nobody_waits_any_more_is_reported_and_not_lost(make
     source.while_fetching = fail
     chain = make(source)
 
-    async def ask_and_leave() -> None:
-        source.gate = asyncio.Event()
-        asking = asyncio.create_task(chain.resolve("sql", BASE.path))
-        while not source.fetched:
-            await asyncio.sleep(0.001)
-        asking.cancel()
-        source.gate.set()
+    async def run() -> None:
+        await ask_and_leave(chain, source)
         while chain._flights:
             await asyncio.sleep(0.001)
 
-    asyncio.run(ask_and_leave())
+    asyncio.run(run())
     assert chain.kinds == [SourceFailed]
     assert "never retrieved" not in caplog.text
 

@@ -16,6 +16,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from cryptography import x509  # comes with moto, which is our S3
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from lora_plugins.resolvers.http_reader import HttpOptions, HttpReader
 from lora_plugins.resolvers.object_errors import Trouble, diagnose
@@ -94,10 +97,6 @@ def serving(tls: ssl.SSLContext | None = None) -> Iterator[tuple[int, type[_Serv
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    x509 = pytest.importorskip("cryptography.x509")
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
     now = dt.datetime.now(dt.UTC)

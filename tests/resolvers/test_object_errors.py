@@ -25,7 +25,6 @@ from lora_plugins.resolvers.object_errors import (
     Trouble,
     backoff,
     diagnose,
-    is_retryable,
     map_error,
     trouble_of,
 )
@@ -72,7 +71,7 @@ def test_an_unknown_exception_is_neither_absence_nor_retried() -> None:
     assert trouble_of(Novelty) is None
     mapped = map_error(Novelty("https://user:secret@host/?X-Amz-Signature=1"))
     assert type(mapped) is SourceUnavailable
-    assert not is_retryable(mapped)
+    assert not backoff(mapped)
     assert "secret" not in str(mapped)
     assert "Signature" not in str(mapped)
 
@@ -152,7 +151,7 @@ CASES = [
 def test_meaning(error: Exception, trouble: Trouble) -> None:
     assert diagnose(error).trouble is trouble
     mapped = map_error(error, file="f")
-    assert is_retryable(error) is trouble.retryable is isinstance(mapped, Transient) is bool(backoff(mapped))
+    assert trouble.retryable is isinstance(mapped, Transient) is bool(backoff(mapped))
     assert isinstance(mapped, AdapterNotFound) is (trouble is Trouble.MISSING)
     assert isinstance(mapped, VersionChanged) is (trouble is Trouble.CHANGED)
     assert mapped.file == "f"

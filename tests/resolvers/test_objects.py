@@ -18,7 +18,8 @@ from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.verify import WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, SourceUnavailable
 from lora_plugins.names import AdapterName
-from lora_plugins.resolvers.objects import ObjectSource, object_source, s3_storage_options
+from lora_plugins.resolvers.objects import ObjectSource, object_source
+from lora_plugins.resolvers.s3 import s3_storage_options
 from lora_plugins.resolvers.source import VersionChanged
 from lora_plugins.settings import Settings
 from testbed import faults

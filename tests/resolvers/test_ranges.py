@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import resource
+import signal
 import tempfile
 import threading
 from collections.abc import Callable
@@ -56,12 +58,12 @@ class Shelf:
         self.stopped.set()
 
 
-def run(shelf: Shelf, directory: Path, limits: Limits = FAST, *, md5: bool = True, etags=None) -> tuple:
+def run(shelf: Shelf, directory: Path, limits: Limits = FAST, *, etags=None) -> tuple:
     files = [SourceFile(name, len(data), (etags or {}).get(name, _md5(data))) for name, data in shelf.files.items()]
     arriving = Arriving(directory, list(shelf.files))
     with ThreadPoolExecutor(limits.parallel) as pool:
         try:
-            asyncio.run(download(files, shelf, arriving, pool=pool, limits=limits, md5=md5))
+            asyncio.run(download(files, shelf, arriving, pool=pool, limits=limits))
         except BaseException:
             arriving.finish_quietly()
             raise
@@ -113,9 +115,6 @@ def test_what_no_retry_helps_is_tried_once(tmp_path: Path, status: int, kind: ty
 
 
 def test_disk_error_is_raised_as_it_is(tmp_path: Path) -> None:
-    resource = pytest.importorskip("resource")
-    import signal
-
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
@@ -149,11 +148,10 @@ def test_damaged_once_is_fetched_once_more(tmp_path: Path) -> None:
     assert sum(name == "config" for name, _, _ in shelf.reads) == 1
 
 
-def test_damaged_twice_is_invalid_unless_md5_is_not_asked_for(tmp_path: Path) -> None:
+def test_damaged_twice_is_invalid_unless_the_etag_is_no_md5(tmp_path: Path) -> None:
     shelf = Shelf({"weights": bytes(5000)})
     with pytest.raises(InvalidAdapter, match="MD5"):
         run(shelf, tmp_path, etags={"weights": _md5(b"other")})
-    run(Shelf({"weights": bytes(5000)}), tmp_path, md5=False, etags={"weights": _md5(b"other")})
     run(Shelf({"weights": bytes(5000)}), tmp_path, etags={"weights": _md5(b"other")[:-1] + '-2"'})
     assert (tmp_path / "weights").read_bytes() == bytes(5000)
 

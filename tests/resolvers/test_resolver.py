@@ -12,10 +12,10 @@ import pytest
 from lora_plugins import engine
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.resolvers import resolver as resolver_module
-from lora_plugins.resolvers.chain import lora_id
 from lora_plugins.resolvers.filesystem import FilesystemSource
 from lora_plugins.resolvers.name_locks import NameLocks
 from lora_plugins.resolvers.resolver import LoRAPluginsResolver, resolver_of_process, sources_of_worker
+from lora_plugins.resolvers.versions import lora_id
 from lora_plugins.settings import Settings
 from tests.make import BASE, adapter_files, put
 from tests.test_served_model import served

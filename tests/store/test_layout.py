@@ -331,7 +331,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("may not mount a file system")
+        pytest.skip("needs the right to mount a tmpfs")
     try:
         yield path
     finally:

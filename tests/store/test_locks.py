@@ -95,7 +95,7 @@ def test_an_error_inside_gives_it_back(path, processes):
     assert left(path) == []
 
 
-def test_one_at_a_time(path, processes):
+def visit_one_at_a_time(path, processes, visitors: int) -> None:
     inside = 0
 
     async def visit() -> None:
@@ -107,9 +107,13 @@ def test_one_at_a_time(path, processes):
             inside -= 1
 
     async def run() -> None:
-        await asyncio.gather(*(visit() for _ in range(10)))
+        await asyncio.gather(*(visit() for _ in range(visitors)))
 
     asyncio.run(run())
+
+
+def test_one_at_a_time(path, processes):
+    visit_one_at_a_time(path, processes, 10)
     assert left(path) == []
 
 
@@ -192,20 +196,7 @@ def test_another_hosts_is_waited_for_while_its_heart_beats(path, processes, tmp_
 
 def test_of_many_that_take_over_one_at_a_time_gets_in(path, processes):
     path.write_text("nobody")
-    inside = 0
-
-    async def visit() -> None:
-        nonlocal inside
-        async with fetch_lock(path, processes, timeout_s=LONG_S):
-            inside += 1
-            assert inside == 1
-            await asyncio.sleep(0.002)
-            inside -= 1
-
-    async def run() -> None:
-        await asyncio.gather(*(visit() for _ in range(8)))
-
-    asyncio.run(run())
+    visit_one_at_a_time(path, processes, 8)
     assert left(path) == []
 
 

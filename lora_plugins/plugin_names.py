@@ -1,0 +1,8 @@
+"""The names of our plugins: those of the entry points in `pyproject.toml`, and what `VLLM_PLUGINS` asks for."""
+
+FILESYSTEM = "lora_filesystem_resolver"
+S3 = "lora_s3_resolver"
+HUB = "lora_hf_hub_resolver"
+MANAGER = "lora_lru_manager"
+KERNELS = "lora_kernels"
+ADMIN = "lora_admin"
