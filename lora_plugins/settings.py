@@ -27,6 +27,7 @@ OWN_VARIABLES = frozenset(
         "LORA_PLUGINS_FOLLOW_SYMLINKS",
         "LORA_PLUGINS_ALLOW_PICKLE",
         "LORA_PLUGINS_CHECK_FINITE",
+        "LORA_PLUGINS_CHECK_MD5",
         "LORA_PLUGINS_MAX_ADAPTER_BYTES",
         "LORA_PLUGINS_STORE_DIR",
         "LORA_PLUGINS_STORE_MAX_BYTES",
@@ -73,6 +74,7 @@ class Settings:
         follow_symlinks: serve what a symlink below the root points to outside it.
         allow_pickle: serve `adapter_model.bin` and `.pt`, of which only the configuration is verified.
         check_finite: read every weight once and refuse NaN and infinity.
+        check_md5: hold S3 objects against ETags that look like an MD5.
         max_adapter_bytes: size limit of one adapter's files together.
         store_dir: the store's root. store_max_bytes: its budget, None for no limit.
         sources: labels of the sources, in the order in which they are asked.
@@ -103,6 +105,7 @@ class Settings:
     follow_symlinks: bool = False
     allow_pickle: bool = False
     check_finite: bool = True
+    check_md5: bool = True
     max_adapter_bytes: int = 8 << 30
     store_dir: Path = field(default_factory=lambda: _store_dir({}))
     store_max_bytes: int | None = None
@@ -146,6 +149,7 @@ class Settings:
             follow_symlinks=_flag(env, "LORA_PLUGINS_FOLLOW_SYMLINKS", default=False),
             allow_pickle=_flag(env, "LORA_PLUGINS_ALLOW_PICKLE", default=False),
             check_finite=_flag(env, "LORA_PLUGINS_CHECK_FINITE", default=True),
+            check_md5=_flag(env, "LORA_PLUGINS_CHECK_MD5", default=True),
             max_adapter_bytes=_bytes(env, "LORA_PLUGINS_MAX_ADAPTER_BYTES", default=8 << 30) or 8 << 30,
             store_dir=_store_dir(env),
             store_max_bytes=_bytes(env, "LORA_PLUGINS_STORE_MAX_BYTES", default=None),

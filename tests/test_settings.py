@@ -92,6 +92,7 @@ RIGHT = [
             ("LORA_PLUGINS_FOLLOW_SYMLINKS", "follow_symlinks"),
             ("LORA_PLUGINS_ALLOW_PICKLE", "allow_pickle"),
             ("LORA_PLUGINS_CHECK_FINITE", "check_finite"),
+            ("LORA_PLUGINS_CHECK_MD5", "check_md5"),
         ]
         for text, value in [("1", True), ("true", True), ("On", True), ("0", False), ("no", False), ("FALSE", False)]
     ],

@@ -77,6 +77,7 @@ def object_source(template: str, settings: Settings, *, locate_timeout_s: float 
         local_template=settings.local_path_template,
         storage_options=s3_storage_options(settings.aws) if is_s3 else None,
         limits=Limits(timeout_s=settings.fetch_timeout_s),
+        check_md5=settings.check_md5,
         locate_timeout_s=locate_timeout_s,
     )
 
@@ -91,6 +92,7 @@ class ObjectSource:
         storage_options: of the fsspec file system; for S3 see `s3_storage_options`.
         limits: range size, ranges in flight, deadline and retries of one fetch.
         locate_timeout_s: deadline of one `locate`, retries included.
+        check_md5: hold S3 objects against ETags that look like an MD5.
 
     Raises:
         InvalidSettings: a template that cannot be right, or a protocol that is not installed.
@@ -107,6 +109,7 @@ class ObjectSource:
         storage_options: Mapping[str, Any] | None = None,
         limits: Limits | None = None,
         locate_timeout_s: float = 15.0,
+        check_md5: bool = True,
     ) -> None:
         self.label = label
         protocol, url = _split(template)
@@ -121,6 +124,7 @@ class ObjectSource:
         else:
             self._files = FsspecFiles(protocol, options)
         self._limits = limits or Limits()
+        self._check_md5 = check_md5
         self._locate_limits = replace(self._limits, attempts=_LOCATE_ATTEMPTS, timeout_s=locate_timeout_s)
         # Shared by all fetches of this source, so that their memory together is bounded; threads start when needed.
         self._pool = ThreadPoolExecutor(self._limits.parallel, thread_name_prefix="lora-plugins-ranges")
@@ -148,8 +152,8 @@ class ObjectSource:
         """Download the located files in parallel ranges.
 
         Raises:
-            VersionChanged: an object changed or vanished since it was located. SourceUnavailable: it cannot be had.
-            InvalidAdapter: a file arrived twice with another MD5 than its ETag. OSError: the disk refuses.
+            VersionChanged: an object changed or vanished since it was located. SourceUnavailable: it cannot be had, or
+            arrived twice with another MD5 than its ETag. OSError: the disk refuses.
         """
         await _on_fsspec_loop(self._fetch(located, arriving))
 
@@ -179,7 +183,7 @@ class ObjectSource:
         asking = self._locate_limits
         reader = await self._asking(lambda: self._files.reader(located.uri, located.files, limits.timeout_s), asking)
         try:
-            await download(located.files, reader, arriving, pool=self._pool, limits=limits)
+            await download(located.files, reader, arriving, pool=self._pool, limits=limits, md5=self._check_md5)
         finally:
             close = getattr(reader, "close", None)
             if close is not None:

@@ -25,7 +25,7 @@ from typing import Protocol
 
 import stamina
 
-from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable
 from lora_plugins.resolvers.object_errors import Transient, backoff, map_error
 from lora_plugins.resolvers.source import SourceFile, VersionChanged
 from lora_plugins.store.store import Arriving
@@ -101,13 +101,13 @@ class _Part:
 
 
 class _File:
-    """One file on disk: its parts, how much of its beginning is there, and the MD5 of that where the ETag is one."""
+    """One file on disk: its parts, how much of its beginning is there, and the MD5 of that where it is wanted."""
 
-    def __init__(self, source: SourceFile, arriving: Arriving, range_bytes: int) -> None:
+    def __init__(self, source: SourceFile, arriving: Arriving, range_bytes: int, *, md5: bool) -> None:
         self.source = source
         self._arriving = arriving
         self._range_bytes = range_bytes
-        found = _MD5_ETAG.fullmatch(source.etag)
+        found = _MD5_ETAG.fullmatch(source.etag) if md5 else None
         self.expected_md5 = found[1].lower() if found else ""
         self._lock = threading.Lock()
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -176,21 +176,21 @@ class _File:
 
 
 async def download(
-    files: Sequence[SourceFile], reader: RangeReader, arriving: Arriving, *, pool: Executor, limits: Limits
+    files: Sequence[SourceFile], reader: RangeReader, arriving: Arriving, *, pool: Executor, limits: Limits, md5: bool
 ) -> None:
     """Write `files` to `arriving.directory`, all together.
 
-    A file whose ETag is an MD5 is held against it, and fetched once more where it differs.
+    With `md5`, a file whose ETag is an MD5 is held against it, and fetched once more where it differs.
 
     Raises:
-        VersionChanged: a file changed or vanished meanwhile. SourceUnavailable: it cannot be had, or not in time.
-        InvalidAdapter: it arrived twice with another MD5 than its ETag. OSError: the disk.
+        VersionChanged: a file changed or vanished meanwhile. SourceUnavailable: it cannot be had, or not in time, or
+            it arrived twice with another MD5 than its ETag. OSError: the disk.
     """
     last: list[LoRAPluginsError] = []
     opened: list[_File] = []
     try:
         for source in sorted(files, key=lambda file: file.size_bytes):
-            opened.append(_File(source, arriving, limits.range_bytes))  # noqa: PERF401 - kept where one fails
+            opened.append(_File(source, arriving, limits.range_bytes, md5=md5))  # noqa: PERF401 - kept where one fails
         async with deadline(limits.timeout_s, last):
             await _fetch(opened, reader, pool, limits, last)
             damaged = [file for file in opened if reader.has_md5_etag(file.source.name) and file.is_damaged()]
@@ -227,10 +227,10 @@ async def deadline(timeout_s: float, last: Sequence[LoRAPluginsError]) -> AsyncI
 def _refuse_damaged(files: Sequence[_File]) -> None:
     for file in files:
         if file.is_damaged():
-            raise InvalidAdapter(
+            raise SourceUnavailable(
                 f"bytes with MD5 {file.md5.hexdigest()}, twice",
                 expected=f"MD5 {file.expected_md5}, the object's ETag",
-                remedy="upload the file again; if the store's ETags are no MD5, switch their check off",
+                remedy="upload the file again; where the store's ETags are no MD5, set LORA_PLUGINS_CHECK_MD5=0",
                 file=file.source.name,
             )
 

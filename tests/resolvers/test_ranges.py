@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lora_plugins.errors import InvalidAdapter, SourceUnavailable
+from lora_plugins.errors import SourceUnavailable
 from lora_plugins.resolvers.object_errors import HttpStatus
 from lora_plugins.resolvers.ranges import Limits, download
 from lora_plugins.resolvers.source import SourceFile, VersionChanged
@@ -58,12 +58,12 @@ class Shelf:
         self.stopped.set()
 
 
-def run(shelf: Shelf, directory: Path, limits: Limits = FAST, *, etags=None) -> tuple:
+def run(shelf: Shelf, directory: Path, limits: Limits = FAST, *, md5: bool = True, etags=None) -> tuple:
     files = [SourceFile(name, len(data), (etags or {}).get(name, _md5(data))) for name, data in shelf.files.items()]
     arriving = Arriving(directory, list(shelf.files))
     with ThreadPoolExecutor(limits.parallel) as pool:
         try:
-            asyncio.run(download(files, shelf, arriving, pool=pool, limits=limits))
+            asyncio.run(download(files, shelf, arriving, pool=pool, limits=limits, md5=md5))
         except BaseException:
             arriving.finish_quietly()
             raise
@@ -148,10 +148,12 @@ def test_damaged_once_is_fetched_once_more(tmp_path: Path) -> None:
     assert sum(name == "config" for name, _, _ in shelf.reads) == 1
 
 
-def test_damaged_twice_is_invalid_unless_the_etag_is_no_md5(tmp_path: Path) -> None:
+def test_damaged_twice_is_not_had_unless_the_etag_is_no_md5(tmp_path: Path) -> None:
     shelf = Shelf({"weights": bytes(5000)})
-    with pytest.raises(InvalidAdapter, match="MD5"):
+    with pytest.raises(SourceUnavailable, match="MD5") as caught:
         run(shelf, tmp_path, etags={"weights": _md5(b"other")})
+    assert "LORA_PLUGINS_CHECK_MD5=0" in caught.value.remedy
+    run(Shelf({"weights": bytes(5000)}), tmp_path, md5=False, etags={"weights": _md5(b"other")})
     run(Shelf({"weights": bytes(5000)}), tmp_path, etags={"weights": _md5(b"other")[:-1] + '-2"'})
     assert (tmp_path / "weights").read_bytes() == bytes(5000)
 
