@@ -52,6 +52,7 @@ class Serving:
         self._sources = sources
         self._events = events
         self._retiring: set[asyncio.Task[None]] = set()
+        self._pinning: list[str] = []  # names that are about to be pinned
 
     async def places(self) -> Callable[[Served], Place]:
         """Where each adapter is now, asked of all workers at once."""

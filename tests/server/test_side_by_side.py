@@ -1,0 +1,40 @@
+"""Changes of one server that meet each other: what one waits for, another one may do first."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from lora_plugins.admin.start import Start
+from lora_plugins.errors import NoFreeSlot
+from lora_plugins.server.remembered import Remembered, ServedSet
+from lora_plugins.settings import Settings
+from tests.server.test_changes import Version, World
+from tests.virtual_time import runs
+
+
+@runs
+async def test_pins_at_once_leave_a_slot_for_all_others() -> None:
+    world = World(slots=2)
+    world.sources.has |= {name: Version(name) for name in ("sql", "chat", "other")}
+    for name in world.sources.has:
+        await world.changes.load(name)
+    outcomes = await asyncio.gather(*(world.changes.pin(name) for name in ("sql", "chat")), return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes if isinstance(outcome, Exception)] == [NoFreeSlot]
+    assert len(world.worker.pinned) == 1
+    pinned = next(served.name for served in world.changes.catalogue.all() if served.is_pinned)
+    await world.changes.unpin(pinned)
+    for name in ("chat", "sql"):
+        await world.changes.pin(name)
+        await world.changes.unpin(name)
+
+
+@runs
+async def test_pins_of_a_larger_server_are_restored_as_far_as_there_is_room(tmp_path: Path) -> None:
+    world, file = World(slots=2), ServedSet(tmp_path / "served.json")
+    names = ("sql", "chat", "other")
+    world.sources.has |= {name: Version(name) for name in names}
+    file.write([Remembered(name, is_pinned=True) for name in names])
+    await Start(world.changes, Settings(restore=True), file).run()
+    assert len(world.worker.pinned) == 1
+    assert [await world.ask(name) for name in names] == [f"/store/{name}" for name in names]
