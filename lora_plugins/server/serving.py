@@ -72,6 +72,7 @@ class Serving:
                 served = Served(name, request, version, uri)
                 self.catalogue.put(served)
         except BaseException:
+            self._in_background(self.gate.retire(request.lora_int_id))  # nobody will ask for this id again
             self._release(name, version)
             raise
         return served

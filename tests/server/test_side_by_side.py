@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from lora_plugins.admin.start import Start
-from lora_plugins.errors import NoFreeSlot
+from lora_plugins.errors import IncompatibleAdapter, NoFreeSlot
 from lora_plugins.server.remembered import Remembered, ServedSet
 from lora_plugins.settings import Settings
 from tests.server.test_changes import Version, World
@@ -38,3 +40,16 @@ async def test_pins_of_a_larger_server_are_restored_as_far_as_there_is_room(tmp_
     await Start(world.changes, Settings(restore=True), file).run()
     assert len(world.worker.pinned) == 1
     assert [await world.ask(name) for name in names] == [f"/store/{name}" for name in names]
+
+
+@runs
+async def test_what_could_not_be_loaded_from_a_uri_leaves_nothing_behind() -> None:
+    world = World()
+    world.sources.has["s3://b/x"] = Version("aa")
+    world.worker.broken = IncompatibleAdapter("shape")
+    for _ in range(3):
+        with pytest.raises(IncompatibleAdapter):
+            await world.changes.load("sql", "s3://b/x")
+    await world.settled()
+    assert world.workers.gate.uris == {}
+    assert world.sources.leased == set()
