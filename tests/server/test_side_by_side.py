@@ -53,3 +53,26 @@ async def test_what_could_not_be_loaded_from_a_uri_leaves_nothing_behind() -> No
     await world.settled()
     assert world.workers.gate.uris == {}
     assert world.sources.leased == set()
+
+
+@runs
+async def test_a_blocked_name_is_refused_while_its_unload_waits_for_a_resolver() -> None:
+    world = World()
+    async with world.server.lock("sql"):
+        unload = asyncio.create_task(world.changes.unload("sql", block=True, timeout_s=1))
+        await asyncio.sleep(0.01)
+        assert "sql" in world.changes.catalogue.blocked, "a request that comes now would have it resolved after it"
+    assert await unload
+    assert "sql" in world.changes.catalogue.blocked
+
+
+@runs
+async def test_a_name_that_is_blocked_while_it_is_loaded_stays_blocked() -> None:
+    world = World()
+    world.sources.has["sql"] = Version("aa")
+    load = asyncio.create_task(world.changes.load("sql"))
+    await asyncio.sleep(0)
+    assert await world.changes.unload("sql", block=True, timeout_s=1)
+    await load
+    assert world.changes.catalogue.blocked == {"sql"}
+    assert world.changes.catalogue.all() == []
