@@ -37,7 +37,7 @@ class Changes(Swaps):
                 served = await self._enter(name, uri, await self._find(name, uri))
             elif uri not in (None, served.uri):
                 await self._swap(served, await self._find(name, uri), uri)
-                served.uri = uri
+                served.uri, served.held_digest = uri, None
             self.catalogue.blocked.discard(name)
         self.changed()
         return served, is_new

@@ -11,7 +11,7 @@ from lora_plugins.admin.start import Start
 from lora_plugins.errors import IncompatibleAdapter, NoFreeSlot
 from lora_plugins.server.remembered import Remembered, ServedSet
 from lora_plugins.settings import Settings
-from tests.server.test_changes import Version, World
+from tests.server.test_changes import Version, World, serving
 from tests.virtual_time import runs
 
 
@@ -40,6 +40,17 @@ async def test_pins_of_a_larger_server_are_restored_as_far_as_there_is_room(tmp_
     await Start(world.changes, Settings(restore=True), file).run()
     assert len(world.worker.pinned) == 1
     assert [await world.ask(name) for name in names] == [f"/store/{name}" for name in names]
+
+
+@runs
+async def test_another_uri_ends_the_effect_of_a_rollback() -> None:
+    world = World()
+    served = await serving(world, "aa", "bb")
+    await world.changes.rollback("sql")
+    assert served.held_digest == "aa"
+    world.sources.has["s3://b/x"] = Version("cc")
+    await world.changes.load("sql", "s3://b/x")
+    assert (served.held_digest, await world.ask("sql")) == (None, "/store/cc")
 
 
 @runs
