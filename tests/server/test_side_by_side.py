@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from lora_plugins.admin.start import Start
-from lora_plugins.errors import IncompatibleAdapter, NoFreeSlot
+from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, NoFreeSlot
+from lora_plugins.server import doors
 from lora_plugins.server.remembered import Remembered, ServedSet
 from lora_plugins.settings import Settings
-from tests.server.test_changes import Version, World, serving
+from tests.server.test_changes import Request, Version, World, serving
 from tests.virtual_time import runs
 
 
@@ -87,3 +90,69 @@ async def test_a_name_that_is_blocked_while_it_is_loaded_stays_blocked() -> None
     await load
     assert world.changes.catalogue.blocked == {"sql"}
     assert world.changes.catalogue.all() == []
+
+
+class Unload:
+    """vLLM's endpoint, on its own class, over a made-up server."""
+
+    def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+
+        for name in ("unload_lora_adapter", "_check_unload_lora_adapter_request"):
+            monkeypatch.setattr(OpenAIServingModels, name, getattr(OpenAIServingModels, name))  # put back afterwards
+        monkeypatch.setattr(doors, "changes", lambda _: world.changes)
+        monkeypatch.setattr(doors, "settings_of_server", Settings)
+        doors._freeing_what_is_unloaded()
+        self._models = OpenAIServingModels.__new__(OpenAIServingModels)
+        self._models.lora_requests = world.table.lora_requests
+        self._models.lora_resolver_lock = world.server.locks
+
+    def __call__(self, name: str) -> asyncio.Task[Any]:
+        return asyncio.create_task(self._models.unload_lora_adapter(SimpleNamespace(lora_name=name)))
+
+
+@runs
+async def test_unloading_frees_what_a_load_in_place_has_put_there_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    unload = Unload(world, monkeypatch)
+    await serving(world, "aa")
+    async with world.server.lock("sql"):
+        task = unload("sql")
+        await asyncio.sleep(0.01)
+        request = world.server.new_request("sql", "/by/hand")
+        in_place = SimpleNamespace(**vars(request), load_inplace=True)
+        assert await world.changes.take_in_place(in_place)
+        world.table.lora_requests["sql"] = in_place
+    assert "removed successfully" in await task
+    await world.settled()
+    assert (world.in_workers, world.sources.leased, world.changes.catalogue.draining) == (set(), set(), {})
+
+
+@runs
+async def test_unloading_frees_what_a_resolver_has_put_there_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    unload = Unload(world, monkeypatch)
+    async with world.server.lock("sql"):
+        task = unload("sql")
+        await asyncio.sleep(0.01)
+        found = await world.sources.resolve("sql", "/base") or Version("aa")
+        world.sources.needed.add(("sql", "aa"))
+        world.sources.served_under["sql"] = found
+        request = world.server.new_request("sql", "/store/aa")
+        async with world.workers.gate.held(request):
+            world.table.lora_requests["sql"] = request
+    assert "removed successfully" in await task
+    await world.settled()
+    assert (world.in_workers, world.sources.leased) == (set(), set())
+
+
+@runs
+async def test_unloading_what_is_not_there_stays_vllms_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    unload = Unload(world, monkeypatch)
+    assert (await unload("sql")).error.code == 404
+    world.table.lora_requests["sql"] = Request("sql", 5, "/by/hand")
+    assert "removed successfully" in await unload("sql")
+    assert (await unload("sql")).error.code == 404
+    with pytest.raises(AdapterNotFound):
+        await world.changes.unload("sql", block=False, timeout_s=1)
