@@ -710,6 +710,14 @@ SEAMS: tuple[Seam, ...] = (
         remove="vLLM frees what it unloads",
     ),
     Seam(
+        symbol="vllm.entrypoints.openai.models.serving:OpenAIServingModels._check_unload_lora_adapter_request",
+        has=("self", "request"),
+        what="wrapped: notes what the name stands for while the name's lock is held",
+        why="a load in place or a resolver that has the lock first puts another adapter there",
+        since="0.30",
+        remove="as above",
+    ),
+    Seam(
         symbol="vllm.entrypoints.openai.models.serving:OpenAIServingModels.is_base_model",
         has=("self", "model_name"),
         what="called",

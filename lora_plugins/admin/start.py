@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot, SourceUnavailable
 from lora_plugins.logs import logger
 from lora_plugins.server.changes import Changes
 from lora_plugins.server.remembered import Remembered, ServedSet
@@ -25,6 +25,7 @@ class Start:
         self._file = file
         self._is_written = True
         self._writing: asyncio.Task[None] | None = None
+        self._put_off: dict[str, Remembered] = {}  # what could not be brought now, and may be the next time
 
     async def run(self) -> None:
         """Serve them all; one that cannot be served is logged, and the server starts without it."""
@@ -40,6 +41,8 @@ class Start:
                 try:
                     await self._bring(one)
                 except LoRAPluginsError as error:
+                    if isinstance(error, SourceUnavailable | NoFreeSlot):
+                        self._put_off[one.name] = one
                     logger.error("Adapter '%s' is not served from the start: %s", one.name, error)
                 except Exception:  # noqa: BLE001 - one that is broken in an unknown way does not keep the others out
                     logger.exception("Adapter '%s' is not served from the start", one.name)
@@ -93,6 +96,8 @@ class Start:
                 for one in self._changes.catalogue.all()
                 if one.version is not None  # loaded by its path, it is the business of who loaded it
             ]
+            known = self._changes.catalogue.blocked | {one.name for one in self._changes.catalogue.all()}
+            served += [one for name, one in self._put_off.items() if name not in known]
             try:
                 await asyncio.to_thread(self._file.write, served)
             except OSError as error:

@@ -34,7 +34,7 @@ class GroupedPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._buffers = cpu.Buffers()
         self._modules: dict[int, ModuleWeights] = {}
-        self._embeddings: dict[int, SlotRanks] = {}
+        self._embeddings: dict[int, tuple[Any, SlotRanks]] = {}  # with the tensor, so that its id stays its own
         self._plans: dict[int, cpu.Plan] = {}
         self._logits_plans: dict[int, cpu.Plan] = {}
         self._slots: list[int] = []
@@ -58,7 +58,7 @@ class GroupedPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
                 # A classification head hands its only pair to add_lora_logits without the tuple.
                 self._modules[id(a[0])] = self._modules[_key(module.lora_a_stacked)]
         elif a[0].ndim == 3:
-            self._embeddings[_key(module.lora_b_stacked)] = ranks
+            self._embeddings[_key(module.lora_b_stacked)] = module.lora_b_stacked, ranks
         else:
             self._tell_once(type(module).__name__, "is computed adapter by adapter at the slot's full rank")
 
@@ -139,7 +139,7 @@ class GroupedPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
 
     def add_lora_embedding(self, y: Any, x: Any, lora_b_stacked: Any, add_inputs: bool = True, **kwargs: Any) -> None:
         """`y += B x` in place, where `x` `[rows, max_rank]` is what the layer looked up in A."""
-        ranks = self._embeddings.get(_key(lora_b_stacked))
+        _, ranks = self._embeddings.get(_key(lora_b_stacked), (None, None))
         y, width = y.view(-1, y.shape[-1]), int(lora_b_stacked.shape[2])
         if not add_inputs:
             self._adapted_rows_to_zero(y, width)

@@ -36,22 +36,32 @@ def mismatch(adapter: str, unmatched: list[str], total: int, modules: list[str])
 def check_fits(adapter: str, module_name: str, module: Any, weights: Any) -> None:
     """Compare a module's weights with its slot, so that no copy into it can fail or fill less than it should.
 
-    Modules whose slots are not one A and one B for each slice (mixtures of experts, embeddings) are left to vLLM.
+    A copy that fails in the engine loop, where there is no idle slot to try it in beside the loop, ends the engine.
+    Mixtures of experts, whose slots are of other shapes, are left to vLLM.
 
     Raises:
         IncompatibleAdapter: another rank than fits, or other sizes than the module's. InvalidAdapter: A and B that are
-            no pair of matrices.
+            no pair of matrices. ValueError: packed weights that are not the module's slices together.
     """
-    slots_a, slots_b = getattr(module, "lora_a_stacked", None), getattr(module, "lora_b_stacked", None)
-    if not isinstance(slots_a, tuple) or not isinstance(slots_b, tuple) or not hasattr(module, "output_slices"):
+    slots = _slots(module, weights)
+    if slots is None:
         return
+    slots_a, slots_b = slots
     lora_a, lora_b = weights.lora_a, weights.lora_b
-    if getattr(module, "tp_size", 1) > 1:
+    if len(slots_a) > 1 and (not isinstance(lora_b, list) or len(lora_b) != len(slots_a)):
+        sides = (side if isinstance(side, list) else [side] for side in (lora_a, lora_b))
+        lora_a, lora_b = module.expand_packed_lora(*sides)  # several slices in one pair; vLLM splits it as well
+    if getattr(module, "tp_size", 1) > 1 and hasattr(module, "slice_lora_a"):
         lora_a, lora_b = module.slice_lora_a(lora_a), module.slice_lora_b(lora_b)
     sides_a = lora_a if isinstance(lora_a, list) else [lora_a]
     sides_b = lora_b if isinstance(lora_b, list) else [lora_b]
     if not len(sides_a) == len(sides_b) == len(slots_a):
-        return  # packed in another way than its slots; vLLM splits it
+        raise IncompatibleAdapter(
+            f"weights of {module_name} for {len(sides_b)} slices",
+            expected=f"{len(slots_a)}",
+            remedy="serve it with the base model that it was trained on",
+            adapter=adapter,
+        )
     for a, b, slot_a, slot_b in zip(sides_a, sides_b, slots_a, slots_b, strict=True):
         _check_pair(adapter, module_name, a, b)
         for side, given, place in (("lora_A", a, slot_a), ("lora_B", b, slot_b)):
@@ -70,6 +80,18 @@ def check_fits(adapter: str, module_name: str, module: Any, weights: Any) -> Non
                     remedy="serve it with the base model that it was trained on, or raise --max-lora-rank",
                     adapter=adapter,
                 )
+
+
+def _slots(module: Any, weights: Any) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]] | None:
+    """Where each slice's A and B go, by their last two dimensions; None for a mixture of experts."""
+    slots_a, slots_b = getattr(module, "lora_a_stacked", None), getattr(module, "lora_b_stacked", None)
+    if isinstance(slots_a, torch.Tensor) and isinstance(slots_b, torch.Tensor):
+        if slots_a.dim() == 3:  # an embedding's, which is looked up in: [slots, vocabulary, rank]
+            return (slots_a.transpose(1, 2),), (slots_b,)
+        return (slots_a,), (slots_b[:, :, : len(weights.lora_b)],)  # a head may know fewer words, as with vLLM
+    if isinstance(slots_a, tuple) and isinstance(slots_b, tuple) and hasattr(module, "output_slices"):
+        return slots_a, slots_b
+    return None
 
 
 def _check_pair(adapter: str, module_name: str, a: torch.Tensor | None, b: torch.Tensor | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lora_plugins import errors
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.manager.host_tier import HostTier, Stage
 
@@ -11,10 +12,13 @@ _MB = 1e6
 
 
 def failure(error: LoRAPluginsError) -> dict[str, Any]:
-    """The state of an adapter that cannot be served; `lora_plugins.server.staging` raises it anew."""
+    """The state of an adapter that cannot be served; `lora_plugins.server.staging` raises it anew.
+
+    `kind` is a class of `lora_plugins.errors`, as sources have kinds of their own below it.
+    """
     return {
         "state": "failed",
-        "kind": type(error).__name__,
+        "kind": next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__),
         "fields": error.fields(),
     }
 

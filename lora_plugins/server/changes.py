@@ -37,7 +37,7 @@ class Changes(Swaps):
                 served = await self._enter(name, uri, await self._find(name, uri))
             elif uri not in (None, served.uri):
                 await self._swap(served, await self._find(name, uri), uri)
-                served.uri = uri
+                served.uri, served.held_digest = uri, None
             self.catalogue.blocked.discard(name)
         self.changed()
         return served, is_new
@@ -63,10 +63,12 @@ class Changes(Swaps):
         Raises:
             AdapterNotFound: there is no such name to unload.
         """
+        if block:
+            self._check_name(name)
+            self.catalogue.blocked.add(name)  # at once: who comes while this waits for the lock would resolve it anew
         async with self._engine.lock(name):
             if block:
-                self._check_name(name)
-                self.catalogue.blocked.add(name)
+                self.catalogue.blocked.add(name)  # a load that had the lock before has taken it out
             served = self.catalogue.take_out(name)
         if served is None:
             if block:

@@ -19,7 +19,7 @@ from lora_plugins.process import EVENTS, settings_of_server
 from lora_plugins.server.changes import Changes
 from lora_plugins.server.gate import Gate
 from lora_plugins.server.of_vllm import changes_of
-from lora_plugins.server.served import blocked, no_longer_served
+from lora_plugins.server.served import Served, blocked, no_longer_served
 from lora_plugins.server.staging import Rpc
 
 _gates: weakref.WeakKeyDictionary[Any, Gate] = weakref.WeakKeyDictionary()
@@ -30,6 +30,9 @@ _refusals: ContextVar[list[LoRAPluginsError] | None] = ContextVar("lora_plugins_
 
 # The names of the server whose endpoint loads in place: `add_lora` is told of its engine only.
 _loads_in_place: ContextVar[Changes | None] = ContextVar("lora_plugins_loads_in_place", default=None)
+
+# vLLM's unload waits for the name's lock before it looks; whoever wants to know what it takes out puts a list here.
+_leaving: ContextVar[list[Served | None] | None] = ContextVar("lora_plugins_leaving", default=None)
 
 
 def put_gate() -> None:
@@ -261,16 +264,31 @@ def _freeing_what_is_unloaded() -> None:
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
     unload_lora_adapter = OpenAIServingModels.unload_lora_adapter
+    check_unload = OpenAIServingModels._check_unload_lora_adapter_request  # noqa: SLF001 - in the ledger
+
+    @functools.wraps(check_unload)
+    async def checked(self: Any, request: Any) -> Any:
+        refused = await check_unload(self, request)
+        leaving = _leaving.get()
+        if refused is None and leaving is not None:  # only here is it the one that vLLM is about to take out
+            leaving.append(changes(self).catalogue.get(request.lora_name))
+        return refused
 
     @functools.wraps(unload_lora_adapter)
     async def unloaded(self: Any, request: Any) -> Any:
         known = changes(self)
-        served = known.catalogue.get(request.lora_name) if request.lora_name else None
-        result = await unload_lora_adapter(self, request)
+        leaving: list[Served | None] = []
+        token = _leaving.set(leaving)
+        try:
+            result = await unload_lora_adapter(self, request)
+        finally:
+            _leaving.reset(token)
+        served = leaving[-1] if leaving else None
         if served is not None and not hasattr(result, "error"):
             known.changed()
             if not await known.free(served, settings_of_server().drain_timeout_s, no_longer_served(served.name)):
                 return f"{result} Requests that still run keep its memory until they end."
         return result
 
+    OpenAIServingModels._check_unload_lora_adapter_request = checked  # noqa: SLF001
     OpenAIServingModels.unload_lora_adapter = unloaded

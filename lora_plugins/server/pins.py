@@ -40,7 +40,8 @@ class Pins(Serving):
         return served
 
     async def _pin(self, request: Any) -> None:
-        pinned = sum(served.is_pinned and served.name != request.lora_name for served in self.catalogue.all())
+        names = {served.name for served in self.catalogue.all() if served.is_pinned} | set(self._pinning)
+        pinned = len(names - {request.lora_name})
         if pinned + 1 >= self._engine.slots:
             raise NoFreeSlot(
                 f"{self._engine.slots} slots, of which {pinned} are pinned",
@@ -48,5 +49,9 @@ class Pins(Serving):
                 remedy="unpin an adapter, or raise --max-loras",
                 adapter=request.lora_name,
             )
-        async with self.gate.held(request):
-            await self._rpc("lora_plugins_pin", (request.lora_int_id,))
+        self._pinning.append(request.lora_name)  # staging takes its time, and others may be pinned meanwhile
+        try:
+            async with self.gate.held(request):
+                await self._rpc("lora_plugins_pin", (request.lora_int_id,))
+        finally:
+            self._pinning.remove(request.lora_name)

@@ -53,6 +53,7 @@ class Serving:
         self._sources = sources
         self._events = events
         self._retiring: set[asyncio.Task[None]] = set()
+        self._pinning: list[str] = []  # names that are about to be pinned
 
     async def places(self) -> Callable[[Served], Place]:
         """Where each adapter is now, asked of all workers at once."""
@@ -72,6 +73,7 @@ class Serving:
                 served = Served(name, request, version, uri)
                 self.catalogue.put(served)
         except BaseException:
+            self._in_background(self.gate.retire(request.lora_int_id))  # nobody will ask for this id again
             self._release(name, version)
             raise
         return served

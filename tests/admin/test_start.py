@@ -113,6 +113,21 @@ async def test_a_version_served_under_a_name_of_its_own_is_served_again_though_n
 
 
 @runs
+async def test_what_a_source_could_not_say_at_the_start_is_remembered_for_the_next_one(tmp_path: Path) -> None:
+    file, world = ServedSet(tmp_path / "served.json"), world_with("chat")
+    down = Remembered("sql", "s3://b/x", "aa" * 32, is_pinned=True)
+    file.write([down, Remembered("gone"), Remembered("chat")])
+    world.sources.has["s3://b/x"] = SourceUnavailable("no answer")
+    await Start(world.changes, Settings(restore=True), file).run()
+    await asyncio.sleep(0.1)
+    assert file.read() == [Remembered("chat"), down]
+    world.sources.has["sql"] = Version("bb")
+    await world.changes.load("sql")
+    await asyncio.sleep(0.1)
+    assert file.read() == [Remembered("chat"), Remembered("sql")], "what is served now is what counts"
+
+
+@runs
 async def test_a_version_that_has_left_the_store_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file, digest = ServedSet(tmp_path / "served.json"), "aa" * 32
     file.write([Remembered(f"sql@{digest[:12]}", held_digest=digest), Remembered("chat")])

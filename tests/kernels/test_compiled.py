@@ -225,6 +225,12 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path, script, says):
 
 
 @pytest.mark.usefixtures("fresh")
+def test_without_a_temporary_directory_the_reason_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    assert "no temporary directory" in build.problem()
+
+
+@pytest.mark.usefixtures("fresh")
 def test_nothing_is_left_behind(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert build.problem() is None

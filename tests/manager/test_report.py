@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from lora_plugins import errors
-from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError, NoFreeSlot
+from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError, NoFreeSlot, SourceUnavailable
 from lora_plugins.manager.host_tier import HostTier
 from lora_plugins.manager.policies import Lru
 from lora_plugins.manager.report import failure, report, slot_bytes
+from lora_plugins.resolvers.object_errors import Transient
+from lora_plugins.resolvers.source import VersionChanged
 
 
 class Punica:
@@ -48,6 +50,15 @@ def test_a_failure_can_be_carried_and_raised_anew(kind: type[LoRAPluginsError]) 
     again = getattr(errors, carried["kind"])(**carried["fields"])
     assert type(again) is kind
     assert str(again) == str(error)
+
+
+@pytest.mark.parametrize("kind", [Transient, VersionChanged])
+def test_a_failure_of_a_kind_that_only_sources_know_is_carried_as_what_it_is_to_a_client(
+    kind: type[LoRAPluginsError],
+) -> None:
+    carried = failure(kind("no answer", adapter="sql"))
+    again = getattr(errors, carried["kind"])(**carried["fields"])
+    assert (type(again), again.http_status, again.retry_after_s) == (SourceUnavailable, 503, 5)
 
 
 def test_the_figures() -> None:

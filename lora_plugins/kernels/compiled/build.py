@@ -78,21 +78,13 @@ def _outcome(dtype: str) -> Product | str:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         return f"no C compiler is on the PATH ({', '.join(COMPILERS)})"
-    with tempfile.TemporaryDirectory(prefix="lora-plugins-") as directory:
-        library = Path(directory) / "lora.so"
-        try:
-            done = subprocess.run(  # noqa: S603 - the machine's compiler, our source
-                [compiler, *FLAGS, f"-DELEMENT={ELEMENTS[dtype]}", str(SOURCE), "-o", str(library)],
-                capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False,
-            )  # fmt: skip
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return f"{compiler} did not run: {error}"
-        if done.returncode:
-            return f"{compiler} failed: {_first_error(done.stderr)}"
-        try:
-            loaded = ctypes.CDLL(str(library))
-        except OSError as error:
-            return f"what {compiler} made cannot be loaded: {error}"
+    try:
+        with tempfile.TemporaryDirectory(prefix="lora-plugins-") as directory:
+            loaded = _compiled(compiler, dtype, Path(directory) / "lora.so")
+    except OSError as error:
+        return f"there is no temporary directory to compile in: {error}"
+    if isinstance(loaded, str):
+        return loaded
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     loaded.lora_add.argtypes = [pointer, number, number, number, ctypes.c_float, pointer, number, pointer, number]
     loaded.lora_add.restype = None
@@ -100,6 +92,22 @@ def _outcome(dtype: str) -> Product | str:
     for count in (loaded.lora_parts, loaded.lora_threads, loaded.lora_panel, loaded.lora_lanes):
         count.restype = number
     return Product(loaded.lora_add, loaded.lora_parts, loaded.lora_threads, loaded.lora_panel(), loaded.lora_lanes())
+
+
+def _compiled(compiler: str, dtype: str, library: Path) -> ctypes.CDLL | str:
+    try:
+        done = subprocess.run(  # noqa: S603 - the machine's compiler, our source
+            [compiler, *FLAGS, f"-DELEMENT={ELEMENTS[dtype]}", str(SOURCE), "-o", str(library)],
+            capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{compiler} did not run: {error}"
+    if done.returncode:
+        return f"{compiler} failed: {_first_error(done.stderr)}"
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        return f"what {compiler} made cannot be loaded: {error}"
 
 
 def _first_error(text: str) -> str:

@@ -1,0 +1,158 @@
+"""Changes of one server that meet each other: what one waits for, another one may do first."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lora_plugins.admin.start import Start
+from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, NoFreeSlot
+from lora_plugins.server import doors
+from lora_plugins.server.remembered import Remembered, ServedSet
+from lora_plugins.settings import Settings
+from tests.server.test_changes import Request, Version, World, serving
+from tests.virtual_time import runs
+
+
+@runs
+async def test_pins_at_once_leave_a_slot_for_all_others() -> None:
+    world = World(slots=2)
+    world.sources.has |= {name: Version(name) for name in ("sql", "chat", "other")}
+    for name in world.sources.has:
+        await world.changes.load(name)
+    outcomes = await asyncio.gather(*(world.changes.pin(name) for name in ("sql", "chat")), return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes if isinstance(outcome, Exception)] == [NoFreeSlot]
+    assert len(world.worker.pinned) == 1
+    pinned = next(served.name for served in world.changes.catalogue.all() if served.is_pinned)
+    await world.changes.unpin(pinned)
+    for name in ("chat", "sql"):
+        await world.changes.pin(name)
+        await world.changes.unpin(name)
+
+
+@runs
+async def test_pins_of_a_larger_server_are_restored_as_far_as_there_is_room(tmp_path: Path) -> None:
+    world, file = World(slots=2), ServedSet(tmp_path / "served.json")
+    names = ("sql", "chat", "other")
+    world.sources.has |= {name: Version(name) for name in names}
+    file.write([Remembered(name, is_pinned=True) for name in names])
+    await Start(world.changes, Settings(restore=True), file).run()
+    assert len(world.worker.pinned) == 1
+    assert [await world.ask(name) for name in names] == [f"/store/{name}" for name in names]
+
+
+@runs
+async def test_another_uri_ends_the_effect_of_a_rollback() -> None:
+    world = World()
+    served = await serving(world, "aa", "bb")
+    await world.changes.rollback("sql")
+    assert served.held_digest == "aa"
+    world.sources.has["s3://b/x"] = Version("cc")
+    await world.changes.load("sql", "s3://b/x")
+    assert (served.held_digest, await world.ask("sql")) == (None, "/store/cc")
+
+
+@runs
+async def test_what_could_not_be_loaded_from_a_uri_leaves_nothing_behind() -> None:
+    world = World()
+    world.sources.has["s3://b/x"] = Version("aa")
+    world.worker.broken = IncompatibleAdapter("shape")
+    for _ in range(3):
+        with pytest.raises(IncompatibleAdapter):
+            await world.changes.load("sql", "s3://b/x")
+    await world.settled()
+    assert world.workers.gate.uris == {}
+    assert world.sources.leased == set()
+
+
+@runs
+async def test_a_blocked_name_is_refused_while_its_unload_waits_for_a_resolver() -> None:
+    world = World()
+    async with world.server.lock("sql"):
+        unload = asyncio.create_task(world.changes.unload("sql", block=True, timeout_s=1))
+        await asyncio.sleep(0.01)
+        assert "sql" in world.changes.catalogue.blocked, "a request that comes now would have it resolved after it"
+    assert await unload
+    assert "sql" in world.changes.catalogue.blocked
+
+
+@runs
+async def test_a_name_that_is_blocked_while_it_is_loaded_stays_blocked() -> None:
+    world = World()
+    world.sources.has["sql"] = Version("aa")
+    load = asyncio.create_task(world.changes.load("sql"))
+    await asyncio.sleep(0)
+    assert await world.changes.unload("sql", block=True, timeout_s=1)
+    await load
+    assert world.changes.catalogue.blocked == {"sql"}
+    assert world.changes.catalogue.all() == []
+
+
+class Unload:
+    """vLLM's endpoint, on its own class, over a made-up server."""
+
+    def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+
+        for name in ("unload_lora_adapter", "_check_unload_lora_adapter_request"):
+            monkeypatch.setattr(OpenAIServingModels, name, getattr(OpenAIServingModels, name))  # put back afterwards
+        monkeypatch.setattr(doors, "changes", lambda _: world.changes)
+        monkeypatch.setattr(doors, "settings_of_server", Settings)
+        doors._freeing_what_is_unloaded()
+        self._models = OpenAIServingModels.__new__(OpenAIServingModels)
+        self._models.lora_requests = world.table.lora_requests
+        self._models.lora_resolver_lock = world.server.locks
+
+    def __call__(self, name: str) -> asyncio.Task[Any]:
+        return asyncio.create_task(self._models.unload_lora_adapter(SimpleNamespace(lora_name=name)))
+
+
+@runs
+async def test_unloading_frees_what_a_load_in_place_has_put_there_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    unload = Unload(world, monkeypatch)
+    await serving(world, "aa")
+    async with world.server.lock("sql"):
+        task = unload("sql")
+        await asyncio.sleep(0.01)
+        request = world.server.new_request("sql", "/by/hand")
+        in_place = SimpleNamespace(**vars(request), load_inplace=True)
+        assert await world.changes.take_in_place(in_place)
+        world.table.lora_requests["sql"] = in_place
+    assert "removed successfully" in await task
+    await world.settled()
+    assert (world.in_workers, world.sources.leased, world.changes.catalogue.draining) == (set(), set(), {})
+
+
+@runs
+async def test_unloading_frees_what_a_resolver_has_put_there_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    unload = Unload(world, monkeypatch)
+    async with world.server.lock("sql"):
+        task = unload("sql")
+        await asyncio.sleep(0.01)
+        found = await world.sources.resolve("sql", "/base") or Version("aa")
+        world.sources.needed.add(("sql", "aa"))
+        world.sources.served_under["sql"] = found
+        request = world.server.new_request("sql", "/store/aa")
+        async with world.workers.gate.held(request):
+            world.table.lora_requests["sql"] = request
+    assert "removed successfully" in await task
+    await world.settled()
+    assert (world.in_workers, world.sources.leased) == (set(), set())
+
+
+@runs
+async def test_unloading_what_is_not_there_stays_vllms_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    unload = Unload(world, monkeypatch)
+    assert (await unload("sql")).error.code == 404
+    world.table.lora_requests["sql"] = Request("sql", 5, "/by/hand")
+    assert "removed successfully" in await unload("sql")
+    assert (await unload("sql")).error.code == 404
+    with pytest.raises(AdapterNotFound):
+        await world.changes.unload("sql", block=False, timeout_s=1)
