@@ -133,7 +133,12 @@ class SlotModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
     @property
     def unpinned_slots(self) -> int:
         """Slots that can change their owner."""
-        return int(self.lora_slots) - len(self._active_adapters.pinned_items)
+        return int(self.lora_slots) - len(self.pinned)
+
+    @property
+    def pinned(self) -> list[int]:
+        """The adapters whose slots cannot."""
+        return sorted(self._active_adapters.pinned_items)
 
     def reserve_slot(self, lora_id: int, busy: Container[int]) -> Reservation | None:
         """A slot that nobody reads, for `lora_id`; None where all are used, or it has one.

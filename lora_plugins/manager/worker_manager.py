@@ -123,8 +123,9 @@ class StagedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         return Found.SLOT.value if self._adapter_manager.is_ready(request.lora_int_id) else Found.HOST.value
 
     def stage_state(self, adapter_id: int, busy: Sequence[int] | None) -> dict[str, Any]:
-        """How far an adapter is, whom it `displaced`, and `unpinned_slots`; as for `stage`, `busy` asks for a slot.
+        """How far an adapter is; as for `stage`, `busy` asks for a slot.
 
+        The answer also says whom it `displaced`, which adapters are `pinned`, and how many `unpinned_slots` there are.
         `state` is `absent`, `failed` (with the error), `staging`, `placing` (a slot is being filled), `staged` (the
         loop will copy it into a slot, as none is idle or none was asked for) or `ready` (no copy is left to do).
         """
@@ -145,7 +146,8 @@ class StagedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             state = "ready"
         else:
             state = "placing" if manager.is_placing(adapter_id) else "staged"
-        return {"state": state, "displaced": displaced, "unpinned_slots": manager.unpinned_slots}
+        slots = {"unpinned_slots": manager.unpinned_slots, "pinned": manager.pinned}
+        return {"state": state, "displaced": displaced, **slots}
 
     def release(self, owner: str, adapter_id: int) -> None:
         """End the lease of `owner`."""

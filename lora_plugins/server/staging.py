@@ -208,6 +208,7 @@ class Staging:
     def _noted(self, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for answer in answers:
             self._turns.slots = max(1, answer.get("unpinned_slots", self._turns.slots))
+            self._turns.pinned = frozenset(answer.get("pinned", self._turns.pinned))
             for adapter_id in answer.get("displaced", ()):
                 entry = self._leases.get(adapter_id)
                 if entry is not None:

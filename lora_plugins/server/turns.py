@@ -3,7 +3,8 @@
 vLLM's scheduler passes over a waiting request while every slot belongs to an adapter with running requests, for as long
 as those go on. Here at most as many adapters as there are slots are let in. An adapter whose turn has lasted for its
 quantum gets no further request while another waits: what is running ends, and the turn passes on, first come first
-served. The longest wait is so bounded by the quantum and the longest request, times the number of those before it.
+served. The longest wait is so bounded by the quantum and the longest request, times the number of those before it. A
+pinned adapter has a slot of its own and takes nobody's turn.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ class Turns:
     """Lets the requests of at most `slots` adapters in at once. For one event loop.
 
     Args:
-        slots: vLLM's `max_loras`. quantum_s: how long an adapter may take further requests while another waits.
+        slots: vLLM's `max_loras`, less those of pinned adapters.
+        quantum_s: how long an adapter may take further requests while another waits.
     """
 
     def __init__(self, slots: int, quantum_s: float) -> None:
         self.slots = slots
+        self.pinned: frozenset[int] = frozenset()  # adapters that have a slot beside these
         self._quantum_s = quantum_s
         self._turns: dict[int, _Turn] = {}
         self._waiting: dict[int, list[asyncio.Future[None]]] = {}  # the one that came first stands first
@@ -39,10 +42,10 @@ class Turns:
         """Let one request of this adapter in, if that needs no waiting."""
         turn = self._turns.get(adapter_id)
         if turn is None:
-            if self._is_contended or len(self._turns) >= self.slots:
+            if adapter_id not in self.pinned and (self._is_contended or self._are_all_taken):
                 return False
             turn = self._turns[adapter_id] = _Turn(time.monotonic())
-        elif self._is_contended and time.monotonic() - turn.since >= self._quantum_s:
+        elif adapter_id not in self.pinned and self._is_contended and time.monotonic() - turn.since >= self._quantum_s:
             return False
         turn.in_flight += 1
         return True
@@ -89,6 +92,10 @@ class Turns:
     def _is_contended(self) -> bool:
         return bool(self._waiting) or self._lacking_room > 0
 
+    @property
+    def _are_all_taken(self) -> bool:
+        return sum(adapter_id not in self.pinned for adapter_id in self._turns) >= self.slots
+
     def _step_out(self, adapter_id: int, place: asyncio.Future[None]) -> None:
         places = self._waiting.get(adapter_id, [])
         if place in places:
@@ -102,7 +109,7 @@ class Turns:
             adapter_id = next(iter(self._waiting))
             turn = self._turns.get(adapter_id)
             if turn is None:
-                if len(self._turns) >= self.slots:
+                if self._are_all_taken:
                     return
                 turn = self._turns[adapter_id] = _Turn(time.monotonic())
             else:

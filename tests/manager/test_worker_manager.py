@@ -175,6 +175,8 @@ def test_pinned_stays_in_host_memory_and_slot(make_manager: Make, adapters: list
     bring(manager, adapters[0])
     manager.release("server", 1)
     assert manager.pin_adapter(1) is True
+    state = manager.stage_state(1, [])
+    assert (state["pinned"], state["unpinned_slots"]) == ([1], 1)
     for adapter in adapters[1:]:
         step(manager, adapter)
         assert 1 in slots_of(manager)

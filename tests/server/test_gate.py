@@ -83,12 +83,14 @@ class Worker:
         displaced = []
         if busy is not None and adapter_id not in self.in_slots:
             if len(self.in_slots) >= self.slots:
-                displaced = [key for key in self.in_slots if key not in busy][:1]
+                displaced = [key for key in self.in_slots if key not in busy and key not in self.pinned][:1]
             for key in displaced:
                 self.in_slots.remove(key)
             if len(self.in_slots) < self.slots:
                 self.in_slots.append(adapter_id)
-        return {"state": "ready" if adapter_id in self.in_slots else "staged", "displaced": displaced}
+        state = "ready" if adapter_id in self.in_slots else "staged"
+        pinned = sorted(self.pinned)
+        return {"state": state, "displaced": displaced, "pinned": pinned, "unpinned_slots": self.slots - len(pinned)}
 
     def lora_plugins_release(self, owner: str, adapter_id: int) -> None:
         if adapter_id in self.leases:
@@ -281,6 +283,18 @@ async def test_more_adapters_than_slots_are_served_in_order() -> None:
             group.create_task(one(adapter_id))
             await asyncio.sleep(0.005)
     assert order == list(range(12))
+    await workers.nothing_is_left()
+
+
+@runs
+async def test_a_pinned_adapter_leaves_the_other_slots_to_the_others() -> None:
+    worker = Worker(slots=2)
+    workers = Workers(worker)
+    await workers.use(Asked(1))
+    worker.lora_plugins_pin(1)
+    await workers.use(Asked(2))  # whose answers say what is pinned
+    async with workers.gate.held(Asked(1)), asyncio.timeout(LINGER_S):
+        await workers.use(Asked(3))
     await workers.nothing_is_left()
 
 

@@ -369,3 +369,34 @@ def test_any_order_of_events(seed: int, clock: Clock) -> None:
         assert not turns._waiting
 
     asyncio.run(run())
+
+
+@runs
+async def test_a_pinned_adapter_takes_nobodys_turn():
+    queue = Queue(slots=1)
+    queue.turns.pinned = frozenset({1})
+    for adapter_id in (1, 2, 1):
+        await queue.ask(adapter_id)
+    assert queue.order == [1, 2, 1]
+    third = await queue.ask(3)
+    assert not third.done()
+    await queue.ask(1)  # though another waits
+    assert queue.order == [1, 2, 1, 1]
+    for _ in range(3):
+        await queue.give_back(1)
+    assert not third.done()
+    await queue.give_back(2)
+    assert third.done()
+
+
+@runs
+async def test_unpinned_while_it_has_requests_it_is_one_of_all():
+    queue = Queue(slots=1)
+    queue.turns.pinned = frozenset({1})
+    await queue.ask(1)
+    queue.turns.slots, queue.turns.pinned = 2, frozenset()
+    for adapter_id in (2, 3):
+        await queue.ask(adapter_id)
+    assert queue.order == [1, 2]
+    await queue.give_back(1)
+    assert queue.order == [1, 2, 3]
