@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from benchmarks.manager import bed
 from benchmarks.manager.arms import NAMES, Arm, servers
@@ -87,6 +88,7 @@ async def _block(arm: Arm, base: str, adapters: list[Path], *, disk: bool) -> li
 async def _arrival(
     arm: Arm, directory: Path, base: str, streams: list[list[float]], quiet: list[float], kind: str
 ) -> dict:
+    faults = _major_faults(arm)
     started = time.perf_counter()
     if kind == "cold":
         await load(arm.port, directory.name, str(directory))
@@ -105,7 +107,15 @@ async def _arrival(
         "first_token_s": answer[0] - started,
         "window_s": ended - started,
         "tokens": len(loud) + len(answer),
+        "major_faults": _major_faults(arm) - faults,
     }
+
+
+def _major_faults(arm: Arm) -> int:
+    """Pages that the server's processes had to wait for a disk for: some machines drop what lies idle."""
+    server = psutil.Process(arm.server.process.pid)
+    stats = [Path(f"/proc/{process.pid}/stat") for process in (server, *server.children(recursive=True))]
+    return sum(int(stat.read_text().rpartition(")")[2].split()[9]) for stat in stats if stat.exists())
 
 
 def _gaps(streams: list[list[float]], start: float, end: float) -> list[float]:
