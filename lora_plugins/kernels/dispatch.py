@@ -81,7 +81,12 @@ def choose(asked: Kernels, machine: Machine) -> Choice:
     if machine.platform != "cpu":
         raise _cannot(asked, f"the platform is {machine.platform}", "vLLM's CPU platform")
     if asked is Kernels.CPU and (problem := machine.cannot_compile()):
-        raise _cannot(asked, problem, "a C compiler", remedy="install gcc, or choose torch, which needs no compiler")
+        raise _cannot(
+            asked,
+            problem,
+            "a C compiler that works",
+            remedy="mend that (install gcc), or choose torch, which needs none",
+        )
     return Choice(asked, why, CPU_WRAPPERS[asked])
 
 

@@ -107,7 +107,7 @@ def _compiled(compiler: str, dtype: str, library: Path) -> ctypes.CDLL | str:
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
-        return f"what {compiler} made cannot be loaded: {error}"
+        return f"what {compiler} made cannot be loaded from TMPDIR (is it mounted noexec?): {error}"
 
 
 def _first_error(text: str) -> str:
