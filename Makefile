@@ -26,6 +26,7 @@ check: set-up ## lint, format and types, as CI has them
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
+	@! git grep -nE '^(<{7}|>{7}) ' || { echo 'marks of an unfinished merge'; exit 1; }
 
 format: set-up ## put the code into the one format
 	@$(RUN) -m ruff check --fix-only .

@@ -55,7 +55,13 @@ class AdminPlugin:
         )
         if settings.preload_wait:
             await start.run()
+            self._tasks.append(asyncio.create_task(start.bring_put_off()))
         else:
-            self._tasks.append(asyncio.create_task(start.run()))
+            self._tasks.append(asyncio.create_task(_start_beside(start)))
         if settings.refresh_s:
             self._tasks.append(asyncio.create_task(look_out(known, settings.refresh_s)))
+
+
+async def _start_beside(start: Start) -> None:
+    await start.run()
+    await start.bring_put_off()

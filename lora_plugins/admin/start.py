@@ -14,6 +14,7 @@ from lora_plugins.settings import Settings
 
 _AT_ONCE = 4
 _WRITE_DELAY_S = 0.5
+_AGAIN_S = 15.0
 
 
 class Start:
@@ -25,7 +26,7 @@ class Start:
         self._file = file
         self._is_written = True
         self._writing: asyncio.Task[None] | None = None
-        self._put_off: dict[str, Remembered] = {}  # what could not be brought now, and may be the next time
+        self._put_off: dict[str, Remembered] = {}  # what could not be brought now, and may be later
 
     async def run(self) -> None:
         """Serve them all; one that cannot be served is logged, and the server starts without it."""
@@ -60,6 +61,26 @@ class Start:
             )
         self._changes.changed = self._write_soon
         self._write_soon()
+
+    async def bring_put_off(self) -> None:
+        """Try again what a source could not say, until all of it is served, or somebody has said otherwise of it."""
+        while self._put_off:
+            await asyncio.sleep(_AGAIN_S)
+            for name, one in list(self._put_off.items()):
+                catalogue = self._changes.catalogue
+                if catalogue.get(name) is None and name not in catalogue.blocked:
+                    try:
+                        await self._bring(one)
+                    except (SourceUnavailable, NoFreeSlot):
+                        continue
+                    except LoRAPluginsError as error:
+                        logger.error("Adapter '%s' is not served: %s", name, error)
+                    except Exception:  # noqa: BLE001 - as at the start
+                        logger.exception("Adapter '%s' is not served", name)
+                    else:
+                        logger.info("Adapter '%s' is served now, as its source answers", name)
+                del self._put_off[name]
+            self._write_soon()
 
     async def _bring(self, one: Remembered) -> None:
         if is_of_digest(one.name, one.held_digest):

@@ -128,6 +128,31 @@ async def test_what_a_source_could_not_say_at_the_start_is_remembered_for_the_ne
 
 
 @runs
+async def test_what_a_source_could_not_say_at_the_start_is_served_when_it_can(tmp_path: Path) -> None:
+    file, world = ServedSet(tmp_path / "served.json"), World()
+    file.write([Remembered("sql", is_pinned=True), Remembered("broken"), Remembered("taken"), Remembered("never")])
+    for name in ("sql", "broken", "taken", "never"):
+        world.sources.has[name] = SourceUnavailable("no answer")
+    start = Start(world.changes, Settings(restore=True), file)
+    await start.run()
+    trying = asyncio.create_task(start.bring_put_off())
+    await asyncio.sleep(100)
+    assert world.changes.catalogue.all() == []
+    world.sources.has |= {"sql": Version("sql"), "broken": IncompatibleAdapter("rank 99"), "taken": Version("new")}
+    taken, _ = await world.changes.load("taken")
+    await world.changes.unload("never", timeout_s=1, block=True)
+    asked = len(world.sources.asked)
+    await asyncio.wait_for(trying, 100)
+    served = world.changes.catalogue.get("sql")
+    assert served is not None
+    assert served.is_pinned
+    assert world.changes.catalogue.get("taken") is taken
+    assert sorted(world.sources.asked[asked:]) == ["broken", "sql"]
+    await asyncio.sleep(0.1)
+    assert file.read() == [Remembered("taken"), Remembered("sql", is_pinned=True)]
+
+
+@runs
 async def test_a_version_that_has_left_the_store_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file, digest = ServedSet(tmp_path / "served.json"), "aa" * 32
     file.write([Remembered(f"sql@{digest[:12]}", held_digest=digest), Remembered("chat")])
