@@ -39,17 +39,7 @@ class Start:
 
         async def bring(one: Remembered) -> bool:
             async with places:
-                try:
-                    await self._bring(one)
-                except LoRAPluginsError as error:
-                    if isinstance(error, SourceUnavailable | NoFreeSlot):
-                        self._put_off[one.name] = one
-                    logger.error("Adapter '%s' is not served from the start: %s", one.name, error)
-                except Exception:  # noqa: BLE001 - one that is broken in an unknown way does not keep the others out
-                    logger.exception("Adapter '%s' is not served from the start", one.name)
-                else:
-                    return True
-            return False
+                return await self._is_brought(one)
 
         came = await asyncio.gather(*(bring(one) for one in wanted.values()))
         if wanted:
@@ -64,23 +54,36 @@ class Start:
 
     async def bring_put_off(self) -> None:
         """Try again what a source could not say, until all of it is served, or somebody has said otherwise of it."""
+        catalogue = self._changes.catalogue
         while self._put_off:
             await asyncio.sleep(_AGAIN_S)
             for name, one in list(self._put_off.items()):
-                catalogue = self._changes.catalogue
-                if catalogue.get(name) is None and name not in catalogue.blocked:
-                    try:
-                        await self._bring(one)
-                    except (SourceUnavailable, NoFreeSlot):
-                        continue
-                    except LoRAPluginsError as error:
-                        logger.error("Adapter '%s' is not served: %s", name, error)
-                    except Exception:  # noqa: BLE001 - as at the start
-                        logger.exception("Adapter '%s' is not served", name)
-                    else:
-                        logger.info("Adapter '%s' is served now, as its source answers", name)
-                del self._put_off[name]
-            self._write_soon()
+                if catalogue.get(name) is not None or name in catalogue.blocked:
+                    del self._put_off[name]
+                elif await self._is_brought(one):
+                    logger.info("Adapter '%s' is served now, as its source answers", name)
+                if name not in self._put_off:
+                    self._write_soon()
+
+    async def _is_brought(self, one: Remembered) -> bool:
+        """Serve it; what cannot be is logged once, and put off where it may be later."""
+        again = False
+        try:
+            await self._bring(one)
+        except LoRAPluginsError as error:
+            again = isinstance(error, SourceUnavailable | NoFreeSlot)
+            if not again or one.name not in self._put_off:
+                logger.error("Adapter '%s' is not served from the start: %s", one.name, error)
+        except Exception:  # noqa: BLE001 - one that is broken in an unknown way does not keep the others out
+            logger.exception("Adapter '%s' is not served from the start", one.name)
+        else:
+            self._put_off.pop(one.name, None)
+            return True
+        if again:
+            self._put_off[one.name] = one
+        else:
+            self._put_off.pop(one.name, None)
+        return False
 
     async def _bring(self, one: Remembered) -> None:
         if is_of_digest(one.name, one.held_digest):
@@ -112,12 +115,13 @@ class Start:
         while not self._is_written:
             await asyncio.sleep(_WRITE_DELAY_S)  # many changes come together
             self._is_written = True
+            present = self._changes.catalogue.all()
             served = [
                 Remembered(one.name, one.uri, one.held_digest, one.is_pinned)
-                for one in self._changes.catalogue.all()
+                for one in present
                 if one.version is not None  # loaded by its path, it is the business of who loaded it
             ]
-            known = self._changes.catalogue.blocked | {one.name for one in self._changes.catalogue.all()}
+            known = self._changes.catalogue.blocked | {one.name for one in present}
             served += [one for name, one in self._put_off.items() if name not in known]
             try:
                 await asyncio.to_thread(self._file.write, served)
