@@ -309,7 +309,7 @@ int64_t lora_parts(const struct group *groups, int64_t n_groups, int64_t in)
     }
     int64_t wanted = least(threads, up(4 * threads, most(1, tasks)));
     while (parts < wanted && (parts + 1) * (parts + 1) * rows <= in) parts++;
-    return threads > 1 && tasks < 4 * threads ? parts : 1;
+    return parts;
 }
 
 /* This thread's share of one of the two products' tasks; those of one part of the sum lie together. */

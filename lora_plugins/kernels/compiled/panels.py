@@ -39,7 +39,7 @@ def make(product: Product, a: Sequence[Any], b: Sequence[Any], slot: int, ranks:
     inn, rank = int(a[0].shape[-1]), sum(ranks)
     own = [i for i, of_slice in enumerate(ranks) if of_slice]
     widths = [int(b_i.shape[2]) for b_i in b]
-    sizes = [_filled(product, rank) * inn, *(_filled(product, widths[i]) * ranks[i] for i in own)]
+    sizes = [filled(product, rank) * inn, *(filled(product, widths[i]) * ranks[i] for i in own)]
     flat = a[0].new_zeros(sum(sizes))
     of_a, *of_b = flat.split(sizes)
     top = 0
@@ -53,14 +53,15 @@ def make(product: Product, a: Sequence[Any], b: Sequence[Any], slot: int, ranks:
     return Panels(stamp, flat, rank, slices)
 
 
-def _filled(product: Product, columns: int) -> int:
+def filled(product: Product, columns: int) -> int:
+    """So many columns, up to a whole register."""
     return -(-columns // product.lanes) * product.lanes
 
 
 def _fill(product: Product, flat: Any, matrix: Any, column: int) -> None:
     """Write `matrix` `[depth, columns]` into the panels in `flat`, from their `column` on."""
     depth, columns = matrix.shape
-    filled = flat.numel() // depth
+    total = flat.numel() // depth
     done = 0
     while done < columns:
         within = (column + done) % product.panel
@@ -71,7 +72,7 @@ def _fill(product: Product, flat: Any, matrix: Any, column: int) -> None:
             into = flat[start * depth : (start + count) * depth].view(whole, depth, product.panel)
             into.copy_(matrix[:, done : done + count].view(depth, whole, product.panel).transpose(0, 1))
         else:
-            wide = min(product.panel, filled - start)
+            wide = min(product.panel, total - start)
             count = min(wide - within, columns - done)
             into = flat[start * depth : (start + wide) * depth].view(depth, wide)
             into[:, within : within + count] = matrix[:, done : done + count]

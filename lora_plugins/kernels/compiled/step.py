@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lora_plugins.kernels.compiled.build import Group, Product
-from lora_plugins.kernels.compiled.panels import Panels
+from lora_plugins.kernels.compiled.panels import Panels, filled
 
 Take = Callable[[tuple[int, ...]], Any]
 
@@ -32,7 +32,7 @@ def step(
         group.slices, group.n_slices = ctypes.addressof(found.slices), len(found.slices)
     add, address, n_groups = product.add, ctypes.addressof(groups), len(groups)
     parts = product.parts(address, n_groups, inn)
-    sizes = [parts * group.n_rows * (-(-group.rank // product.lanes) * product.lanes) for group in groups]
+    sizes = [parts * group.n_rows * filled(product, group.rank) for group in groups]
     buffer = take((sum(sizes),))
     shrunk = buffer.data_ptr()
     for group, size in zip(groups, sizes, strict=True):
