@@ -19,7 +19,8 @@ import pytest
 
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.models import PROMPT, edit_config
-from testbed.server import Server, vllm_server
+from testbed.server import Server
+from tests.e2e.admin_server import admin_server
 from tests.e2e.standing_still import LONGEST_S, TOKENS, in_state, in_the_midst_of, seen
 
 
@@ -45,23 +46,7 @@ class Small:
 
 
 def serving(bed: Bed, home: Path, **env: str) -> Any:
-    return vllm_server(
-        bed.base,
-        home / f"server-{len(list(home.glob('server-*')))}.log",
-        arguments=(
-            *("--enable-lora", "--max-lora-rank", "64", "--max-loras", "1", "--max-cpu-loras", "8"),
-            *("--max-model-len", "1000"),
-        ),
-        env={
-            "VLLM_PLUGINS": "lora_filesystem_resolver,lora_lru_manager,lora_kernels,lora_admin",
-            "VLLM_LORA_RESOLVER_CACHE_DIR": str(home / "adapters"),
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-            "LORA_PLUGINS_STORE_DIR": str(home / "store"),
-            "LORA_PLUGINS_REFRESH_S": "0",
-            "VLLM_SERVER_DEV_MODE": "1",  # /pause and /resume
-            **env,
-        },
-    )
+    return admin_server(bed, home, "--max-loras", "1", **env)
 
 
 @pytest.fixture(scope="module")
