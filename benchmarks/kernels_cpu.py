@@ -14,6 +14,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -147,6 +148,18 @@ def ratio(rows: list[dict], kernels: str, slot_rank: int, case: str, part: str) 
     return None if base is None or mine is None else base / mine
 
 
+def paired(rows: list[dict], kernels: str, slot_rank: int, case: str) -> list[float]:
+    """As `ratio` of both parts together, but of each round by itself, ascending."""
+    seconds = {
+        (row["case"], row["round"]): row["seconds"]
+        for row in rows
+        if (row["kernels"], row["slot_rank"], row["part"]) == (kernels, slot_rank, "both")
+    }
+    return sorted(
+        seconds["base", n] / taken for (of, n), taken in seconds.items() if of == case and ("base", n) in seconds
+    )
+
+
 def tokens_per_s(rows: list[dict], kernels: str, slot_rank: int, case: str, part: str) -> float | None:
     seconds = fastest(rows, kernels, slot_rank, case, part)
     prompt_tokens, new_tokens = PARTS[part]
@@ -173,9 +186,13 @@ def print_table(rows: list[dict], slot_ranks: list[int]) -> None:
         tokens_per_s(rows, kernels, rank, "base", "both") for kernels in (*CHOICES, "none") for rank in (0, *slot_ranks)
     ]
     print("new tokens/s of the base model, engine by engine:", ", ".join(cell(b, ".0f") for b in base if b))
+    print("largest load that ours met:", max((row["load"] for row in rows if row["kernels"] == "ours"), default="–"))
     print()
-    print("| kernels | `max_lora_rank` | adapters | tokens/s | of base | prefill alone | decode alone | goal |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "| kernels | `max_lora_rank` | adapters | tokens/s | of base | prefill alone | decode alone | goal "
+        "| round by round: median (all) |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for kernels in ("vllm", "torch", "ours"):
         for rank in slot_ranks:
             for case in list(cases(rank))[1:]:
@@ -183,8 +200,10 @@ def print_table(rows: list[dict], slot_ranks: list[int]) -> None:
                     continue
                 speed = cell(tokens_per_s(rows, kernels, rank, case, "both"), ".0f")
                 parts = [cell(ratio(rows, kernels, rank, case, part), ".1%") for part in PARTS]
+                each = paired(rows, kernels, rank, case)
+                rounds = f"{statistics.median(each):.1%} ({each[0]:.0%} to {each[-1]:.0%})" if each else "–"
                 goal = f"{GOALS[case]:.0%}" if kernels == "ours" else ""
-                print(f"| {kernels} | {rank} | {case} | {speed} | {' | '.join(parts)} | {goal} |")
+                print(f"| {kernels} | {rank} | {case} | {speed} | {' | '.join(parts)} | {goal} | {rounds} |")
 
 
 def main() -> int:
