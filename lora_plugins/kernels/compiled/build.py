@@ -62,12 +62,14 @@ class Product:
             unchecked.
         parts: `parts(groups, n_groups, in)`, into how many parts the first product's sum is best divided; of each
             group's `shrunk` there are as many.
+        pack: `pack(from, stride, columns, depth, panels, first, total)`, which writes columns into panels; unchecked.
         panel: columns of a full panel of A or B. lanes: columns of a narrow one, and what a panel is filled up to.
         threads: `threads()`, how many it would use now.
     """
 
     add: Any
     parts: Any
+    pack: Any
     threads: Callable[[], int]
     panel: int
     lanes: int
@@ -89,9 +91,14 @@ def _outcome(dtype: str) -> Product | str:
     loaded.lora_add.argtypes = [pointer, number, number, number, ctypes.c_float, pointer, number, pointer, number]
     loaded.lora_add.restype = None
     loaded.lora_parts.argtypes = [pointer, number, number]
+    loaded.lora_pack.argtypes = [pointer, number, number, number, pointer, number, number]
+    loaded.lora_pack.restype = None
     for count in (loaded.lora_parts, loaded.lora_threads, loaded.lora_panel, loaded.lora_lanes):
         count.restype = number
-    return Product(loaded.lora_add, loaded.lora_parts, loaded.lora_threads, loaded.lora_panel(), loaded.lora_lanes())
+    return Product(
+        loaded.lora_add, loaded.lora_parts, loaded.lora_pack, loaded.lora_threads,
+        panel=loaded.lora_panel(), lanes=loaded.lora_lanes(),
+    )  # fmt: skip
 
 
 def _compiled(compiler: str, dtype: str, library: Path) -> ctypes.CDLL | str:

@@ -26,6 +26,7 @@
 #define BLOCK 8          /* panels of one task of the second product */
 #define DEPTH 512        /* steps of the first product's sum at a time, where x has to be converted */
 #define MOST_SUMMED 64   /* rank of a slice, up to which the first product's sum may be divided */
+#define STEP 8           /* elements of each column that are turned at a time when panels are made */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
@@ -183,6 +184,49 @@ static void product(
         (add ? add_wide : write_wide)(from, n, p, depth, to);
     else
         (add ? add_narrow : write_narrow)(from, n, p, depth, to);
+}
+
+/* `n` columns of `depth` elements each, side by side in `from`, into a panel of `width` columns, or a part of one. */
+static inline __attribute__((always_inline)) void interleave(
+    const element *from, int64_t stride, int64_t n, int64_t depth, element *to, int64_t width)
+{
+    int64_t k = 0;
+    for (; k + STEP <= depth; k += STEP) {
+        element tile[PANEL][STEP];
+        for (int64_t c = 0; c < n; c++) __builtin_memcpy(tile[c], from + c * stride + k, sizeof tile[c]);
+        for (int64_t i = 0; i < STEP; i++)
+            for (int64_t c = 0; c < n; c++) to[(k + i) * width + c] = tile[c][i];
+    }
+    for (; k < depth; k++)
+        for (int64_t c = 0; c < n; c++) to[k * width + c] = from[c * stride + k];
+}
+
+/* Columns `first` and following of the `total` that `panels` are for; after the last one, zeros up to a register. A
+ * column's `depth` elements lie side by side in `from`, those of the next one `stride` elements further on. */
+void lora_pack(const element *from, int64_t stride, int64_t columns, int64_t depth, element *panels, int64_t first,
+               int64_t total)
+{
+    int64_t filled = up(total, LANES) * LANES, last = first + columns;
+    while (first < last) {
+        int64_t within = first % PANEL, width = least(PANEL, filled - first + within);
+        int64_t n = least(width - within, last - first);
+        element *to = panels + (first - within) * depth + within;
+        if (n == PANEL)
+            interleave(from, stride, PANEL, depth, to, PANEL);
+        else if (n == LANES && width == LANES)
+            interleave(from, stride, LANES, depth, to, LANES);
+        else if (n == LANES && width == PANEL)
+            interleave(from, stride, LANES, depth, to, PANEL);
+        else
+            interleave(from, stride, n, depth, to, width);
+        first += n;
+        from += n * stride;
+    }
+    if (last == total && filled > total) {
+        int64_t within = total % PANEL, start = total - within, width = filled - start;
+        for (int64_t k = 0; k < depth; k++)
+            for (int64_t c = within; c < width; c++) panels[start * depth + k * width + c] = 0;
+    }
 }
 
 static inline int64_t shrunk_width(const struct group *g) { return up(g->rank, LANES) * LANES; }

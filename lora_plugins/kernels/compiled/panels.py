@@ -36,47 +36,45 @@ class Panels:
 
 def make(product: Product, a: Sequence[Any], b: Sequence[Any], slot: int, ranks: tuple[int, ...], stamp: int) -> Panels:
     """Copy one slot's A's `[slots, 1, max_rank, in]` and B's `[slots, 1, out, max_rank]` into panels."""
-    inn, rank = int(a[0].shape[-1]), sum(ranks)
-    own = [i for i, of_slice in enumerate(ranks) if of_slice]
-    widths = [int(b_i.shape[2]) for b_i in b]
-    sizes = [filled(product, rank) * inn, *(filled(product, widths[i]) * ranks[i] for i in own)]
-    flat = a[0].new_zeros(sum(sizes))
-    of_a, *of_b = flat.split(sizes)
-    top = 0
+    inn, widths = int(a[0].shape[-1]), [int(b_i.shape[2]) for b_i in b]
+    flat = a[0].new_empty(size(product, inn, widths, ranks))
+    sides = [(a_i[slot, 0, :rank], b_i[slot, 0, :, :rank]) for rank, a_i, b_i in zip(ranks, a, b, strict=True)]
+    return Panels(stamp, flat, sum(ranks), fill(product, flat, inn, widths, sides))
+
+
+def size(product: Product, inn: int, widths: Sequence[int], ranks: Sequence[int]) -> int:
+    """Elements of the panels of slices of these widths and ranks."""
+    return filled(product, sum(ranks)) * inn + sum(
+        filled(product, width) * rank for width, rank in zip(widths, ranks, strict=True)
+    )
+
+
+def fill(product: Product, flat: Any, inn: int, widths: Sequence[int], sides: Sequence[tuple[Any, Any]]) -> Any:
+    """Write A `[rank, in]` and B `[out, rank]` of each slice into `flat`; returns the slices as `lora.c` wants them.
+
+    The rows of A and B are contiguous. `flat` has `size` elements of their dtype, of any content.
+    """
+    ranks = [int(a.shape[0]) for a, _ in sides]
+    own = [i for i, rank in enumerate(ranks) if rank]
     slices = (Slice * len(own))()
-    for place, i, into in zip(slices, own, of_b, strict=True):
-        _fill(product, of_a, a[i][slot, 0, : ranks[i]].t(), top)
-        _fill(product, into, b[i][slot, 0, :, : ranks[i]].t(), 0)
-        place.b, place.rank, place.top = into.data_ptr(), ranks[i], top
-        place.first, place.width = sum(widths[:i]), widths[i]
-        top += ranks[i]
-    return Panels(stamp, flat, rank, slices)
+    total = sum(ranks)
+    into_a = flat.data_ptr()
+    into_b = into_a + filled(product, total) * inn * flat.element_size()
+    top = 0
+    for place, i in zip(slices, own, strict=True):
+        (a, b), rank, width = sides[i], ranks[i], widths[i]
+        product.pack(a.data_ptr(), a.stride(0), rank, inn, into_a, top, total)
+        product.pack(b.data_ptr(), b.stride(0), width, rank, into_b, 0, width)
+        place.b, place.rank, place.top = into_b, rank, top
+        place.first, place.width = sum(widths[:i]), width
+        top += rank
+        into_b += filled(product, width) * rank * flat.element_size()
+    return slices
 
 
 def filled(product: Product, columns: int) -> int:
     """So many columns, up to a whole register."""
     return -(-columns // product.lanes) * product.lanes
-
-
-def _fill(product: Product, flat: Any, matrix: Any, column: int) -> None:
-    """Write `matrix` `[depth, columns]` into the panels in `flat`, from their `column` on."""
-    depth, columns = matrix.shape
-    total = flat.numel() // depth
-    done = 0
-    while done < columns:
-        within = (column + done) % product.panel
-        start = column + done - within  # of the panel
-        whole = (columns - done) // product.panel
-        if within == 0 and whole:
-            count = whole * product.panel
-            into = flat[start * depth : (start + count) * depth].view(whole, depth, product.panel)
-            into.copy_(matrix[:, done : done + count].view(depth, whole, product.panel).transpose(0, 1))
-        else:
-            wide = min(product.panel, total - start)
-            count = min(wide - within, columns - done)
-            into = flat[start * depth : (start + wide) * depth].view(depth, wide)
-            into[:, within : within + count] = matrix[:, done : done + count]
-        done += count
 
 
 class SlotPanels:
