@@ -1,4 +1,4 @@
-"""Learning the true rank of what is written into a slot of one of vLLM's LoRA layers.
+"""What is written into the slots of vLLM's LoRA layers: slice by slice, and of which true rank.
 
 Each layer object gets its own `set_lora` and `reset_lora`, which call those of its class and then say what was written.
 So it does not matter which subclass overrides them, nor who calls: vLLM's manager in the engine loop, or ours from a
@@ -7,6 +7,7 @@ thread that fills an idle slot. The vLLM symbols stand in the ledger in `lora_pl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lora_plugins.kernels.ranks import SlotRanks, true_ranks
@@ -22,6 +23,33 @@ def stacks(module: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
         return None
     a, b = (part if isinstance(part, tuple) else (part,) for part in (a, b))
     return (a, b) if len(a) == len(b) and all(part.ndim == 4 for part in b) else None
+
+
+def sides_of_slices(
+    layer: Any, stacks_a: Sequence[Any], stacks_b: Sequence[Any], lora_a: Any, lora_b: Any
+) -> tuple[list[Any], list[Any]] | None:
+    """What `set_lora(index, lora_a, lora_b)` puts into each slice of a slot, None where a slice is not adapted.
+
+    Expanded and divided among workers as vLLM does; None where these weights do not fill the slot's width.
+    """
+    if isinstance(lora_a, list) != isinstance(lora_b, list):
+        return None
+    if isinstance(lora_b, list) and len(lora_b) != len(stacks_b):
+        expand = getattr(layer, "expand_packed_lora", None)
+        if expand is None:
+            return None
+        lora_a, lora_b = expand(lora_a, lora_b)
+    if hasattr(layer, "n_slices") and layer.tp_size > 1:  # a head's logits are gathered first
+        lora_a, lora_b = layer.slice_lora_a(lora_a), layer.slice_lora_b(lora_b)
+    sides_a, sides_b = (list(side) if isinstance(side, list) else [side] for side in (lora_a, lora_b))
+    if not len(sides_a) == len(sides_b) == len(stacks_b):
+        return None
+    for a, b, stack_a, stack_b in zip(sides_a, sides_b, stacks_a, stacks_b, strict=True):
+        if a is not None and a.shape[1] != stack_a.shape[3]:
+            return None
+        if b is not None and b.shape[0] != stack_b.shape[2]:
+            return None
+    return sides_a, sides_b
 
 
 def watch(module: Any) -> SlotRanks | None:

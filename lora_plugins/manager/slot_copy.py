@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lora_plugins.kernels.layers import sides_of_slices
+
 _SLOTS = "_lora_plugins_slots"
 _PUT = "_lora_plugins_exact_slots"
 
@@ -41,7 +43,7 @@ def exact_set_lora(whole: SetLora) -> SetLora:
 
     def set_lora(self: Any, index: int, lora_a: Any, lora_b: Any) -> None:
         slot = _slot(self, index)
-        sides = _slices(self, lora_a, lora_b)
+        sides = sides_of_slices(self, self.lora_a_stacked, self.lora_b_stacked, lora_a, lora_b)
         before, slot.held = slot.held, None  # while it is written, it may hold anything
         if sides is None:
             whole(self, index, lora_a, lora_b)  # resets the slot first; how far it writes is not known here
@@ -104,26 +106,6 @@ def _clear(layer: Any, index: int, ranks: Ranks, left: Ranks | None) -> None:
             stack_a[index, 0, rank_a:left_a] = 0
         if left_b > rank_b:
             stack_b[index, 0, :, rank_b:left_b] = 0
-
-
-def _slices(layer: Any, lora_a: Any, lora_b: Any) -> tuple[list[Any], list[Any]] | None:
-    """The A and B of each slice as they go into a slot; None where they do not fill its width."""
-    if isinstance(lora_a, list) != isinstance(lora_b, list):
-        return None
-    if isinstance(lora_b, list) and len(lora_b) != layer.n_slices:
-        lora_a, lora_b = layer.expand_packed_lora(lora_a, lora_b)
-    if layer.tp_size > 1:
-        lora_a, lora_b = layer.slice_lora_a(lora_a), layer.slice_lora_b(lora_b)
-    sides_a, sides_b = (list(side) if isinstance(side, list) else [side] for side in (lora_a, lora_b))
-    if not len(sides_a) == len(sides_b) == layer.n_slices:
-        return None
-    for i in range(layer.n_slices):
-        a, b = sides_a[i], sides_b[i]
-        if a is not None and a.shape[1] != layer.lora_a_stacked[i].shape[3]:
-            return None
-        if b is not None and b.shape[0] != layer.lora_b_stacked[i].shape[2]:
-            return None
-    return sides_a, sides_b
 
 
 def put_exact_slots() -> None:
