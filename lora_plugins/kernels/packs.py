@@ -6,7 +6,8 @@ batched product serves them all. A pack is made when a batch first needs it and 
 memory of a module's packs is that of these adapters at their true ranks, once, and at most twice that after a change.
 
 An adapter of a large rank is not copied: its products are long enough without company, and a copy of hundreds of
-megabytes would be made in the engine's loop. It is computed from views of its slot, slice by slice.
+megabytes would be made in the engine's loop. It is computed from views of its slot, slice by slice. One that was placed
+(`lora_plugins.kernels.packing`) brings its panels along, of whatever rank.
 """
 
 from __future__ import annotations
@@ -94,9 +95,9 @@ class ModuleWeights:
         """
         self._ready.pop(slot, None)
         ranks = self.ranks[slot]
-        if any(ranks) and max(ranks) <= LARGEST_PACKED_RANK:
+        if 0 < max(ranks) <= LARGEST_PACKED_RANK:
             if self.panels is not None:
-                self.panels.make(slot)
+                self.panels.of(slot)
             else:
                 self._ready[slot] = self._make(ranks, (slot,))
 
@@ -105,7 +106,11 @@ class ModuleWeights:
         panels = self.panels
         if panels is None:
             return {}
-        return {slot: panels.of(slot) for slot in slots if 0 < max(self.ranks[slot]) <= LARGEST_PACKED_RANK}
+        return {
+            slot: panels.of(slot)
+            for slot in slots
+            if 0 < max(self.ranks[slot]) <= LARGEST_PACKED_RANK or panels.is_placed(slot)
+        }
 
     def places(self, slots: Sequence[int]) -> dict[int, tuple[tuple[Pack, int], ...]]:
         """Where each of these slots lies: packs and the places in them; none where it adapts nothing here."""

@@ -7,6 +7,8 @@ overridden here stays vLLM's. The vLLM symbols stand in the ledger in `lora_plug
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.kernels import cpu, layers, reference
+from lora_plugins.kernels import cpu, layers, packing, reference
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.compiled.panels import SlotPanels
 from lora_plugins.kernels.packs import ModuleWeights
@@ -51,7 +53,9 @@ class GroupedPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
             return
         a, b = parts
         if all(a_i.ndim == 4 and a_i.shape[2] == b_i.shape[3] for a_i, b_i in zip(a, b, strict=True)):
-            panels = self._panels(a, b, ranks)
+            panels = self._panels(module, a, b, ranks)
+            packing.give_packer(module, panels)
+            ranks.listen(functools.partial(self._drop_plans, (_key(module.lora_a_stacked), id(a[0]))))
             weights = self._modules[_key(module.lora_a_stacked)] = ModuleWeights(a, b, ranks, panels)
             module._lora_plugins_prepare = weights.prepare  # noqa: SLF001 - ours, for whoever fills a slot beside the loop
             if isinstance(module.lora_a_stacked, tuple) and len(a) == 1:
@@ -62,13 +66,19 @@ class GroupedPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
         else:
             self._tell_once(type(module).__name__, "is computed adapter by adapter at the slot's full rank")
 
-    def _panels(self, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks) -> SlotPanels | None:
+    def _panels(self, module: Any, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks) -> SlotPanels | None:
         """None: this module's products are PyTorch's."""
         return None
 
+    def _drop_plans(self, keys: Sequence[int], slot: int) -> None:
+        """After a write of a module's slot its plans are old, and must not keep what the slot pointed at."""
+        for key in keys:
+            self._plans.pop(key, None)
+            self._logits_plans.pop(key, None)
+
     @property
     def packed_bytes(self) -> int:
-        """Memory of packs and buffers, beside vLLM's slots."""
+        """Memory of packs and buffers, beside vLLM's slots and the panels that belong to adapters."""
         distinct = {id(module): module for module in self._modules.values()}
         return self._buffers.nbytes + sum(module.packed_bytes for module in distinct.values())
 
@@ -208,7 +218,10 @@ class GroupedPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
 class CompiledPunicaWrapperCPU(GroupedPunicaWrapperCPU):
     """As the grouped one, with products by our C, compiled for this machine and the model's dtype."""
 
-    def _panels(self, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks) -> SlotPanels | None:
+    def _panels(self, module: Any, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks) -> SlotPanels | None:
+        packer = packing.packer_of(module)
+        if packer is not None and all(map(operator.is_, packer.panels.a, a)):
+            return packer.panels  # adopted before: what was placed stays so
         dtype = str(a[0].dtype).removeprefix("torch.")
         if dtype not in build.ELEMENTS:
             self._tell_once(f"a layer of {dtype}", "is computed by PyTorch's products")

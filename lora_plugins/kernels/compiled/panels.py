@@ -22,12 +22,14 @@ class Panels:
         stamp: what `SlotRanks.stamp` said when it was copied.
         flat: all panels, those of A first. rank: of all slices together.
         slices: those that have a rank, as `lora.c` wants them.
+        placed: whether they were made of the adapter itself: the slot's stacks hold something else.
     """
 
     stamp: int
     flat: Any
     rank: int
     slices: Any
+    placed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +80,7 @@ def filled(product: Product, columns: int) -> int:
 
 
 class SlotPanels:
-    """The panels of a module's slots, each made once for what the slot holds: the adapters' memory once more.
+    """The panels of a module's slots: made once of what a slot holds, or an adapter's own that the slot points at.
 
     Args:
         product: whose panels.
@@ -93,18 +95,33 @@ class SlotPanels:
 
     @property
     def nbytes(self) -> int:
-        return sum(found.nbytes for found in list(self._of_slot.values()))
+        """Memory of the panels that were made of slots; that of placed ones is the adapters'."""
+        return sum(found.nbytes for found in list(self._of_slot.values()) if not found.placed)
 
     def of(self, slot: int) -> Panels:
-        """The panels of what this slot holds now."""
-        found = self._of_slot.get(slot)
-        return found if found is not None and found.stamp == self.ranks.stamp(slot) else self.make(slot)
+        """The panels of what this slot holds now, copied where nobody has done that; nobody is writing the slot.
 
-    def make(self, slot: int) -> Panels:
-        """Copy the slot, which nobody is writing; callable from the thread that fills idle slots."""
-        stamp = self.ranks.stamp(slot)
-        found = self._of_slot[slot] = make(self.product, self.a, self.b, slot, self.ranks[slot], stamp)
+        Callable from the thread that fills idle slots.
+        """
+        found = self._current(slot)
+        if found is None:
+            stamp = self.ranks.stamp(slot)
+            found = self._of_slot[slot] = make(self.product, self.a, self.b, slot, self.ranks[slot], stamp)
         return found
+
+    def place(self, slot: int, ranks: Sequence[int], flat: Any, slices: Any) -> None:
+        """Point the slot at panels of these ranks, until it is written or placed again."""
+        self.ranks.written(slot, ranks)
+        if slices:
+            self._of_slot[slot] = Panels(self.ranks.stamp(slot), flat, sum(ranks), slices, placed=True)
+
+    def is_placed(self, slot: int) -> bool:
+        found = self._current(slot)
+        return found is not None and found.placed
+
+    def _current(self, slot: int) -> Panels | None:
+        found = self._of_slot.get(slot)
+        return found if found is not None and found.stamp == self.ranks.stamp(slot) else None
 
     def _forget(self, slot: int) -> None:
         self._of_slot.pop(slot, None)
