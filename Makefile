@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo test test-unit check format seams bench-verify bench-fetch bench-policies bench-manager bench-kernels-cpu bench-access bench-kernels-aot clean
+.PHONY: help set-up demo test test-unit check format seams bench-verify bench-fetch bench-policies bench-manager bench-admission bench-kernels-cpu bench-access bench-kernels-aot clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,6 +47,9 @@ bench-policies: set-up ## eviction policies on replayed traces, against Belady's
 
 bench-manager: set-up ## the adapter manager against vLLM's: stalls, thrash, activation, memory
 	@$(RUN) -m benchmarks.manager
+
+bench-admission: set-up ## who is admitted when, simulated with 1,000 adapters, against vLLM's order
+	@$(RUN) -m benchmarks.admission
 
 bench-kernels-cpu: set-up ## adapters against the base model on the CPU, vLLM's kernels and ours (20 minutes)
 	@$(RUN) -m benchmarks.kernels_cpu

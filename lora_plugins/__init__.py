@@ -1,6 +1,6 @@
 """LoRA adapters for vLLM, found, verified and served by name.
 
-Importing this package imports neither vLLM nor torch; `lora_plugins.engine` is the ledger of what we touch in vLLM.
+Importing this package imports neither vLLM nor torch; `lora_plugins.ledger` says what we touch in vLLM.
 """
 
 from lora_plugins.errors import (

@@ -60,6 +60,14 @@ class LoRAPluginsError(Exception):
         """What it says, by the names of its arguments: `type(error)(**error.fields())` says the same."""
         return {name: getattr(self, name) for name in _FIELDS}
 
+    def plain(self) -> dict[str, str]:
+        """As text, for another process; `error_of` makes an error of it again.
+
+        Its class is one of this module: sources have kinds of their own below these.
+        """
+        kind = next(kind.__name__ for kind in type(self).__mro__ if kind.__module__ == __name__)
+        return {"kind": kind, **self.fields()}
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.fields())
 
@@ -116,6 +124,13 @@ class InvalidSettings(LoRAPluginsError, ValueError):
     """L007: an environment variable that cannot be right; the server does not start."""
 
     code = "L007"
+
+
+def error_of(plain: dict[str, str]) -> LoRAPluginsError:
+    """The error that said `plain`."""
+    fields = dict(plain)
+    kind: type[LoRAPluginsError] = globals()[fields.pop("kind")]
+    return kind(**fields)
 
 
 @contextmanager

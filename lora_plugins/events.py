@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 
 from lora_plugins.errors import LoRAPluginsError
 
@@ -91,43 +90,37 @@ class StoreEvicted:
     size_bytes: int
 
 
-class Found(StrEnum):
-    """Where the workers had an adapter when it was asked for: in a slot, in host memory, or on disk at best."""
-
-    SLOT = "slot"
-    HOST = "host"
-    STORE = "store"
-
-
 @dataclass(frozen=True, slots=True)
-class GatePassed:
-    """The gate let a request in, or a `load` through that no request stands behind, after `wait_s`."""
+class RequestServed:
+    """The engine has begun to answer a request for an adapter."""
 
     name: str
-    found: Found
-    wait_s: float
-    load: bool
 
 
 @dataclass(frozen=True, slots=True)
-class GateRefused:
-    """The workers cannot have the adapter."""
+class RequestRefused:
+    """The engine cannot have the adapter of a request."""
 
     name: str
     error: LoRAPluginsError
-    wait_s: float
-    load: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRefused:
+    """The engine cannot have an adapter that was to be loaded without a request."""
+
+    name: str
+    error: LoRAPluginsError
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterReady:
-    """Every worker has brought an adapter from its directory into host memory (`stage_s`), then a slot (`place_s`)."""
+    """Every worker has brought an adapter from its directory into host memory."""
 
     name: str
     path: str
     size_bytes: int
-    stage_s: float
-    place_s: float
+    load_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +133,7 @@ class AdapterSwapped:
     name: str
     before: str
     after: str
-    stage_s: float
+    load_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +162,9 @@ Event = (
     | AdapterUnknown
     | AbsenceRemembered
     | StoreEvicted
-    | GatePassed
-    | GateRefused
+    | RequestServed
+    | RequestRefused
+    | LoadRefused
     | AdapterReady
     | AdapterSwapped
     | UpdateFailed

@@ -16,9 +16,8 @@ from lora_plugins.events import (
     AdapterUnknown,
     AdapterUnloaded,
     Event,
-    Found,
-    GatePassed,
-    GateRefused,
+    LoadRefused,
+    RequestRefused,
     SourceFailed,
     UpdateFailed,
 )
@@ -38,8 +37,8 @@ class LogEvents:
     and text is logged at DEBUG. The last 1024 warnings are remembered.
 
     Attributes:
-        waits_for_ready: whether a gate says when an adapter is in the engine, so that the line about it can wait for
-            that; without one it is written once the adapter is resolved.
+        waits_for_ready: whether it is said when an adapter is in the engine, so that the line about it can wait for
+            that; else it is written once the adapter is resolved.
     """
 
     def __init__(self) -> None:
@@ -58,11 +57,9 @@ class LogEvents:
                 self._log_resolved(event)
             case AdapterReady():
                 self._log_ready(event)
-            case GateRefused():
-                self._log_rest(event.name, "not let into the engine")
-                self._warn(event.name, f"Adapter not let into the engine: {event.error}")
-            case GatePassed() if event.load:
-                self._log_rest(event.name, f"already in {'a slot' if event.found is Found.SLOT else 'host memory'}")
+            case RequestRefused() | LoadRefused():
+                self._log_rest(event.name, "not loaded")
+                self._warn(event.name, f"Adapter not loaded: {event.error}")
             case AdapterRejected():
                 self._warn(event.name, f"Adapter refused ({event.source}): {event.error}")
             case SourceFailed():
@@ -111,10 +108,9 @@ class LogEvents:
         _remember(self._loaded, key, None)
         logger.log(
             logging.INFO if is_new else logging.DEBUG,
-            "%s, staged in %.1f ms, placed in %.1f ms, %s",
+            "%s, loaded in %.1f ms, %s",
             line or f"Adapter {event.name!r}{'' if is_new else ' again'}: {event.size_bytes / 1e6:.1f} MB",
-            event.stage_s * 1e3,
-            event.place_s * 1e3,
+            event.load_s * 1e3,
             event.path,
         )
 
@@ -145,11 +141,11 @@ def _log_change(event: Event) -> None:
     match event:
         case AdapterSwapped():
             logger.info(
-                "Adapter '%s' swapped from %s to %s, staged in %.2f s",
+                "Adapter '%s' swapped from %s to %s, loaded in %.2f s",
                 event.name,
                 _short(event.before),
                 _short(event.after),
-                event.stage_s,
+                event.load_s,
             )
         case AdapterUnloaded():
             logger.info(

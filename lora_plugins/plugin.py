@@ -55,16 +55,16 @@ def register_hf_hub_resolver() -> None:
 
 
 def register_lru_manager() -> None:
-    """Entry point `lora_lru_manager`: hold adapters in a host tier, staged beside the engine loop.
+    """Entry point `lora_lru_manager`: the scheduler plans which adapters are loaded and run, the workers carry it out.
 
     Raises:
         InvalidSettings: a `LORA_PLUGINS_*` variable cannot be right.
     """
     if named_in_environment(MANAGER):
-        from lora_plugins.manager.installation import install_manager
+        from lora_plugins.vllm_patches.installation import install
 
         settings = Settings.from_env()  # a variable that cannot be right ends the start here, not in a worker
-        install_manager()
+        install()
         _count(settings)
 
 

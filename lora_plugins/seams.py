@@ -1,4 +1,4 @@
-"""Hold the ledger of vLLM seams against vLLM's sources, without importing vLLM; see `engine.SEAMS`."""
+"""Hold the ledger of vLLM seams against vLLM's sources, without importing vLLM; see `ledger.SEAMS`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lora_plugins.engine import Seam
+from lora_plugins.ledger import Seam
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -18,8 +18,11 @@ def check(seam: Seam, sources: Path) -> str:
     """What differs from the ledger; empty where nothing does.
 
     A function must have exactly the parameters of `seam.has`, in order, or begin with them where it ends with "...";
-    a class must have at least these attributes, and a name bound in another way (an import, a variable) none.
+    a class must have at least these attributes, and a name bound in another way (an import, a variable) none. What
+    vLLM has only since a later release than the sources' is not looked for.
     """
+    if _is_before(_release(sources), seam.since):
+        return ""
     module, _, qualified = seam.symbol.partition(":")
     path = sources.joinpath(*module.split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -38,12 +41,26 @@ def check(seam: Seam, sources: Path) -> str:
 
 
 def version(sources: Path) -> str:
-    """What the sources call themselves: the version of the distribution that lies beside them."""
+    """What the sources call themselves."""
+    release = _release(sources)
+    return f"vllm {release}" if release else f"vllm in {sources}"
+
+
+@functools.lru_cache(maxsize=8)
+def _release(sources: Path) -> str:
+    """Empty where the sources do not say."""
     for metadata in sorted(sources.glob("vllm*.dist-info/METADATA")):
         number = re.search(r"^Version: (\S+)$", metadata.read_text(encoding="utf-8"), re.MULTILINE)
         if number:
-            return f"vllm {number[1]}"
-    return f"vllm in {sources}"
+            return number[1]
+    file = sources / "vllm" / "_version.py"
+    number = re.search(r"version = '([^']+)'", file.read_text(encoding="utf-8")) if file.is_file() else None
+    return number[1] if number else ""
+
+
+def _is_before(release: str, since: str) -> bool:
+    numbers = [[int(part) for part in re.findall(r"\d+", text)[:2]] for text in (release, since)]
+    return bool(numbers[0]) and numbers[0] < numbers[1]
 
 
 def installed() -> Path | None:
@@ -57,7 +74,11 @@ def installed() -> Path | None:
 @functools.lru_cache(maxsize=128)
 def _parsed(file: Path, _mtime_ns: int) -> Sequence[ast.stmt]:
     """One file holds many seams."""
-    return ast.parse(file.read_text(encoding="utf-8")).body
+    text = file.read_text(encoding="utf-8")
+    try:
+        return ast.parse(text).body
+    except SystemError:  # CPython 3.11 counts depth wrongly where a garbage collection comes between (gh-106905)
+        return ast.parse(text).body
 
 
 def _difference(node: ast.stmt | None, has: Sequence[str]) -> str:

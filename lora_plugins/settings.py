@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.kernels.dispatch import Kernels
-from lora_plugins.manager import policies
+from lora_plugins.scheduler import policies
 
 _PREFIX = "LORA_PLUGINS_"
 _TRUE = {"1", "true", "yes", "on"}
@@ -38,6 +38,8 @@ OWN_VARIABLES = frozenset(
         "LORA_PLUGINS_REVALIDATE_S",
         "LORA_PLUGINS_HOST_MAX_BYTES",
         "LORA_PLUGINS_HOST_POLICY",
+        "LORA_PLUGINS_SPARE_SLOTS",
+        "LORA_PLUGINS_SPARE_SLOTS_WITHIN",
         "LORA_PLUGINS_UNMATCHED",
         "LORA_PLUGINS_KERNELS",
         "LORA_PLUGINS_TUNING_DIR",
@@ -82,8 +84,10 @@ class Settings:
         fetch_timeout_s: deadline for one adapter's fetch, retries included.
         absent_ttl_s: how long a remote source's "no such adapter" is believed.
         revalidate_s: how long a remote source is not asked again for a name that it had.
-        host_max_bytes: budget of a worker's host tier, None for no limit but `--max-cpu-loras`.
-        host_policy: which adapter leaves the host tier first.
+        host_max_bytes: budget of a worker's host cache, None for no limit but `--max-cpu-loras`.
+        host_policy: which adapter leaves the host cache first.
+        spare_slots: slots that are written while all others are in use.
+        spare_slots_within: whether these are among `--max-loras`, instead of beside them.
         refuse_unmatched: refuse an adapter of which some modules do not match the model's.
         kernels: which kernels `lora_kernels` computes adapters with.
         tuning_dir: tuning tables of the user's, before those of the package.
@@ -116,6 +120,8 @@ class Settings:
     revalidate_s: float = 60.0
     host_max_bytes: int | None = None
     host_policy: str = "lru"
+    spare_slots: int = 1
+    spare_slots_within: bool = False
     refuse_unmatched: bool = True
     kernels: Kernels = Kernels.AUTO
     tuning_dir: Path | None = None
@@ -160,6 +166,8 @@ class Settings:
             revalidate_s=_seconds(env, "LORA_PLUGINS_REVALIDATE_S", default=60.0, least=0.0),
             host_max_bytes=_bytes(env, "LORA_PLUGINS_HOST_MAX_BYTES", default=None),
             host_policy=_choice(env, "LORA_PLUGINS_HOST_POLICY", policies.NAMES),
+            spare_slots=_count(env, "LORA_PLUGINS_SPARE_SLOTS", default=1),
+            spare_slots_within=_flag(env, "LORA_PLUGINS_SPARE_SLOTS_WITHIN", default=False),
             refuse_unmatched=_choice(env, "LORA_PLUGINS_UNMATCHED", ("refuse", "warn")) == "refuse",
             kernels=_kernels(env),
             tuning_dir=_existing(env, "LORA_PLUGINS_TUNING_DIR", Path.is_dir, "a directory that is there"),
@@ -175,6 +183,25 @@ class Settings:
             hub_repos=_names(env, "VLLM_LORA_RESOLVER_HF_REPO_LIST"),
             aws={name: value for name, value in env.items() if name.startswith("AWS_")},
         )
+
+    def slots(self, max_loras: int) -> int:
+        """How many slots a worker makes where vLLM would make `max_loras`."""
+        return max_loras if self.spare_slots_within else max_loras + self.spare_slots
+
+    def running(self, max_loras: int) -> int:
+        """How many adapters may run at once.
+
+        Raises:
+            InvalidSettings: none, as all slots are spare ones.
+        """
+        running = max_loras - self.spare_slots if self.spare_slots_within else max_loras
+        if running < 1:
+            raise InvalidSettings(
+                f"{self.spare_slots} spare slots within --max-loras {max_loras}",
+                expected="one slot at least that requests can use",
+                remedy="lower LORA_PLUGINS_SPARE_SLOTS, or raise --max-loras",
+            )
+        return running
 
 
 def named_in_environment(plugin: str, env: Mapping[str, str] | None = None) -> bool:

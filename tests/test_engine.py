@@ -11,8 +11,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from lora_plugins import engine
-from lora_plugins.engine import SEAMS, Seam, http_error
+from lora_plugins import engine, ledger
+from lora_plugins.engine import http_error
 from lora_plugins.errors import (
     AdapterNotFound,
     IncompatibleAdapter,
@@ -22,13 +22,14 @@ from lora_plugins.errors import (
     OutOfMemory,
     SourceUnavailable,
 )
+from lora_plugins.ledger import SEAMS, Seam
 from tools import check_seams
 
 # --- the ledger
 
 
-def seam(symbol: str, *has: str) -> Seam:
-    return Seam(symbol, has, what="", why="", since="", remove="")
+def seam(symbol: str, *has: str, since: str = "") -> Seam:
+    return Seam(symbol, has, what="", why="", since=since, remove="")
 
 
 @pytest.mark.parametrize("entry", SEAMS, ids=lambda entry: entry.symbol)
@@ -54,14 +55,22 @@ def test_whatever_the_package_imports_from_vllm_stands_in_the_ledger():
     assert [name for name in imported if not any(symbol.startswith(f"{name}.") for symbol in noted)] == []
 
 
-def test_the_module_of_the_ledger_holds_it_and_what_touches_vllm_and_no_more():
-    tree = ast.parse(Path(engine.__file__).read_text())
-    ours = [
-        node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "lora_plugins" in node.module
-    ]
+def tree(module: ModuleType) -> ast.Module:
+    return ast.parse(Path(module.__file__).read_text())
+
+
+def test_the_ledger_stands_alone():
+    imported = [node.module for node in ast.walk(tree(ledger)) if isinstance(node, ast.ImportFrom)]
+    assert imported == ["__future__", "collections.abc", "dataclasses"]
+    assert not [node for node in ast.walk(tree(ledger)) if isinstance(node, ast.Import)]
+
+
+def test_the_engine_module_holds_what_touches_vllm_and_no_more():
+    nodes = list(ast.walk(tree(engine)))
+    ours = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and "lora_plugins" in node.module]
     assert ours == ["lora_plugins.errors"]
-    assert [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)] == ["Seam"]
-    for function in [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]:
+    assert not [node for node in nodes if isinstance(node, ast.ClassDef)]
+    for function in [node for node in tree(engine).body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]:
         touches = ast.unparse(function)
         assert "from vllm" in touches or "import_module" in touches, f"{function.name} touches no vLLM"
 
@@ -155,7 +164,9 @@ def test_the_checker_fails_on_a_changed_signature(tmp_path, capsys):
             module.with_suffix(".py") if (installed / module.with_suffix(".py")).is_file() else module / "__init__.py"
         )
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(installed / file, tmp_path / file)
+        if (installed / file).is_file():
+            shutil.copy(installed / file, tmp_path / file)
+    shutil.copy(installed / "vllm" / "_version.py", tmp_path / "vllm" / "_version.py")
     assert check_seams.main([str(tmp_path)]) == 0
     resolver = tmp_path / "vllm" / "lora" / "resolver.py"
     changed = resolver.read_text().replace("base_model_name: str, lora_name: str", "lora_name: str")
@@ -177,6 +188,13 @@ def test_the_checker_reads_several_versions(sources, capsys):
     assert check_seams.main(paths, [seam("vllm.module:Class")]) == 0
     assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()] == ["vllm 1.0", "vllm 2.0"]
     assert check_seams.main(paths, [seam("vllm.module:Gone")]) == 1
+
+
+@pytest.mark.parametrize(("number", "says"), [("0.9.1", ""), ("0.10.0rc1", "no gone"), ("0.11.0", "no gone")])
+def test_what_a_later_release_has_is_not_looked_for(sources, number, says):
+    (sources / "vllm" / "_version.py").write_text(f"__version__ = version = '{number}'\n")
+    assert says in check_seams.check(seam("vllm.module:gone", since="0.10"), sources)
+    assert bool(says) == bool(check_seams.check(seam("vllm.module:gone", since="0.10"), sources))
 
 
 def test_a_directory_without_vllm_is_no_success(tmp_path):

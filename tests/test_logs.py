@@ -13,12 +13,15 @@ from lora_plugins.events import (
     AdapterReady,
     AdapterRejected,
     AdapterResolved,
+    AdapterSwapped,
     AdapterUnknown,
+    AdapterUnloaded,
     Events,
-    Found,
-    GatePassed,
-    GateRefused,
+    LoadRefused,
+    RequestRefused,
+    RequestServed,
     SourceFailed,
+    UpdateFailed,
 )
 from lora_plugins.logs import LogEvents
 
@@ -70,10 +73,10 @@ def test_a_fetch_is_a_detail_as_the_line_of_its_load_has_it(logged):
 
 
 def ready(name="sql", path="/adapters/sql") -> AdapterReady:
-    return AdapterReady(name, path, 2_500_000, 0.04, 0.005)
+    return AdapterReady(name, path, 2_500_000, 0.04)
 
 
-def gated() -> LogEvents:
+def with_manager() -> LogEvents:
     hook = LogEvents()
     hook.waits_for_ready = True
     return hook
@@ -83,33 +86,33 @@ def infos(logged) -> list[str]:
     return [record.getMessage() for record in logged.records if record.levelno >= logging.INFO]
 
 
-def test_a_load_is_one_line_with_the_seconds_of_each_stage(logged):
-    hook = gated()
+def test_a_load_is_one_line_with_what_each_step_took(logged):
+    hook = with_manager()
     hook(AdapterFetched("sql", "s3", "s3://bucket/sql", 2_500_000, 0.02))
     hook(resolved(source="s3", uri="s3://bucket/sql", fetched=True))
     assert infos(logged) == []
     hook(ready())
-    hook(GatePassed("sql", Found.STORE, 0.05, load=True))
+    hook(RequestServed("sql"))
     (line,) = infos(logged)
     for fact in ("'sql'", "s3", "s3://bucket/sql", "rank 8", "2.5 MB", "located in 1.0 ms", "fetched in 20.0 ms",
-                 "checked in 3.0 ms", "staged in 40.0 ms", "placed in 5.0 ms", "/adapters/sql"):  # fmt: skip
+                 "checked in 3.0 ms", "loaded in 40.0 ms", "/adapters/sql"):  # fmt: skip
         assert fact in line
 
 
 def test_a_load_by_path_is_one_line_and_the_same_again_a_detail(logged):
-    hook = gated()
+    hook = with_manager()
     for _ in range(2):
         hook(ready("by\nhand", "/somewhere"))
     assert levels(logged) == [logging.INFO, logging.DEBUG]
     first, again = (record.getMessage() for record in logged.records)
-    for fact in ("'by\\nhand'", "2.5 MB", "staged in 40.0 ms", "/somewhere"):
+    for fact in ("'by\\nhand'", "2.5 MB", "loaded in 40.0 ms", "/somewhere"):
         assert fact in first
     assert "again" in again
     assert "again" not in first
 
 
 def test_another_version_of_a_name_does_not_take_the_line_of_the_one_that_was_resolved(logged):
-    hook = gated()
+    hook = with_manager()
     hook(resolved())
     hook(ready(path="/adapters/old"))
     hook(ready())
@@ -118,33 +121,39 @@ def test_another_version_of_a_name_does_not_take_the_line_of_the_one_that_was_re
     assert "rank 8" in own
 
 
-@pytest.mark.parametrize(("found", "where"), [(Found.HOST, "host memory"), (Found.SLOT, "a slot")])
-def test_what_the_workers_had_already_is_one_line_too(logged, found, where):
-    hook = gated()
-    hook(resolved())
-    hook(GatePassed("sql", Found.SLOT, 0.0, load=False))  # of another request
-    assert infos(logged) == []
-    for _ in range(2):
-        hook(GatePassed("sql", found, 0.0, load=True))
-    (line,) = infos(logged)
-    for fact in ("'sql'", "rank 8", f"already in {where}", "/adapters/sql"):
-        assert fact in line
-
-
-def test_what_the_workers_refuse_is_its_line_and_one_warning(logged):
-    hook = gated()
+@pytest.mark.parametrize("kind", [LoadRefused, RequestRefused])
+def test_what_the_engine_refuses_is_its_line_and_one_warning(logged, kind):
+    hook = with_manager()
     hook(resolved())
     for _ in range(2):
-        hook(GateRefused("sql", InvalidAdapter("x", adapter="sql"), 0.1, load=True))
+        hook(kind("sql", InvalidAdapter("x", adapter="sql")))
     line, warning = infos(logged)
     assert "rank 8" in line
-    assert "not let into the engine" in line
+    assert "not loaded" in line
     assert "[L005]" in warning
+
+
+def test_a_load_and_its_request_that_fail_are_one_warning(logged):
+    hook, error = with_manager(), InvalidAdapter("x", adapter="sql")
+    hook(LoadRefused("sql", error))
+    hook(RequestRefused("sql", error))
+    assert levels(logged) == [logging.WARNING, logging.DEBUG]
+
+
+def test_a_swap_an_unload_and_an_update_that_fails_are_a_line_each(logged):
+    hook = LogEvents()
+    hook(AdapterSwapped("sql", "ab" * 32, "/by/hand", 0.5))
+    hook(AdapterUnloaded("sql", 1.5, 2))
+    hook(UpdateFailed("sql", InvalidAdapter("x", adapter="sql")))
+    swapped, unloaded, failed = infos(logged)
+    assert "'sql' swapped from abababababab to /by/hand, loaded in 0.50 s" in swapped
+    assert "'sql' unloaded after 1.50 s; 2 requests were ended" in unloaded
+    assert "goes on with its old version: [L005]" in failed
 
 
 def test_what_is_resolved_and_never_brought_is_remembered_in_bounded_memory(logged, monkeypatch):
     monkeypatch.setattr(logs, "_REMEMBERED", 3)
-    hook = gated()
+    hook = with_manager()
     for number in range(100):
         hook(resolved(name=str(number)))
         hook(ready(str(number), "/elsewhere"))

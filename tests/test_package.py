@@ -17,15 +17,17 @@ HEAVY = ("torch", "vllm", "transformers", "peft", "safetensors", "fastapi", "num
 # them runs.
 WITH_VLLM = {
     "lora_plugins.plugin",
-    "lora_plugins.manager.host_memory",
-    "lora_plugins.manager.loading",
-    "lora_plugins.manager.slots",
-    "lora_plugins.manager.weights_file",
-    "lora_plugins.manager.worker_manager",
+    *(f"lora_plugins.worker.{name}" for name in ("manager", "slots", "weights_file")),
     "lora_plugins.admin.routes",
 }
-# Kernels compute with torch; what chooses and what groups stays pure.
-COMPUTING = {f"lora_plugins.kernels.{name}" for name in ("reference", "packs", "cpu", "punica_cpu", "punica_triton")}
+# These compute with torch, or hold tensors; what chooses, groups and plans stays pure.
+COMPUTING = {
+    *(
+        f"lora_plugins.kernels.{name}"
+        for name in ("reference", "packs", "packing", "cpu", "punica_cpu", "punica_triton")
+    ),
+    *(f"lora_plugins.worker.{name}" for name in ("host_memory", "jobs", "loaded_adapter", "loading", "report")),
+}
 PURE = [
     "lora_plugins",
     *(
@@ -53,6 +55,7 @@ def test_the_pure_modules_are_all_there():
     assert {
         "lora_plugins.names",
         "lora_plugins.errors",
+        "lora_plugins.ledger",
         "lora_plugins.settings",
         "lora_plugins.base_model",
         "lora_plugins.files",
@@ -61,12 +64,16 @@ def test_the_pure_modules_are_all_there():
         "lora_plugins.adapter.finite",
         "lora_plugins.resolvers.chain",
         "lora_plugins.resolvers.filesystem",
-        "lora_plugins.manager.host_tier",
-        "lora_plugins.manager.policies",
-        "lora_plugins.manager.materialise",
-        "lora_plugins.server.gate",
-        "lora_plugins.server.staging",
-        "lora_plugins.server.turns",
+        "lora_plugins.scheduler.planner",
+        "lora_plugins.vllm_patches.scheduler",
+        "lora_plugins.scheduler.placement",
+        "lora_plugins.scheduler.policies",
+        "lora_plugins.worker.materialise",
+        "lora_plugins.worker.agreement",
+        "lora_plugins.server.changes",
+        "lora_plugins.server.planner_client",
+        "lora_plugins.server.response_start",
+        "lora_plugins.metrics.engines",
         "lora_plugins.kernels.segments",
         "lora_plugins.kernels.ranks",
         "lora_plugins.kernels.layers",

@@ -1,4 +1,4 @@
-"""Hold the ledger of vLLM seams (`lora_plugins.engine.SEAMS`) against vLLM's sources, without importing vLLM.
+"""Hold the ledger of vLLM seams (`lora_plugins.ledger.SEAMS`) against vLLM's sources, without importing vLLM.
 
     python tools/check_seams.py [SOURCES_DIR ...]
 
@@ -12,14 +12,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lora_plugins import seams as ledger
-from lora_plugins.engine import SEAMS, Seam
+from lora_plugins.ledger import SEAMS, Seam
 from lora_plugins.seams import check, version
+from lora_plugins.seams import installed as installed_sources
 
 
 def installed() -> Path:
     """Where the installed vLLM's sources are; it is not imported."""
-    found = ledger.installed()
+    found = installed_sources()
     if found is None:
         raise SystemExit("no vLLM is installed; name a directory with its sources")
     return found

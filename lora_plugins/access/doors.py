@@ -1,6 +1,6 @@
 """Every door of vLLM's API server through which a request names an adapter, with the access policy before it.
 
-The vLLM symbols that are wrapped stand in the ledger in `lora_plugins.engine`.
+The vLLM symbols that are wrapped stand in `lora_plugins.ledger`.
 """
 
 from __future__ import annotations

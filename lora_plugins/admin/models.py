@@ -75,8 +75,8 @@ class AdapterView(BaseModel):
     size_bytes: int = 0
     rank: int | None = None
     tiers: list[str] = Field(default_factory=list, description='those that it is in: "store", "host", "slot"')
-    leases: int = Field(default=0, description="API servers that keep it in the workers' host memory")
-    requests_in_flight: int = 0
+    requests_in_flight: int = Field(default=0, description="admitted to the engine's scheduler, and not finished")
+    requests_held: int = Field(default=0, description="waiting for the adapter to be loaded, or for a slot")
     last_used_at: float | None = Field(default=None, description="seconds since 1970")
     pinned: bool = Field(default=False, description="stays in host memory and slot until it is unpinned")
     pinned_digest: str | None = Field(default=None, description="the version that it was rolled back to, and stays at")

@@ -10,9 +10,9 @@ from lora_plugins.admin.start import Start
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.plugin_names import ADMIN
 from lora_plugins.process import settings_of_server
-from lora_plugins.server.doors import changes
 from lora_plugins.server.remembered import ServedSet
 from lora_plugins.server.revalidation import look_out
+from lora_plugins.vllm_patches.serving_models import changes
 
 
 class AdminPlugin:

@@ -26,8 +26,9 @@ from lora_plugins.engine import http_error
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.process import settings_of_server
 from lora_plugins.server.changes import Changes
-from lora_plugins.server.doors import changes
-from lora_plugins.server.served import Place, Served, not_served
+from lora_plugins.server.planner_client import Place
+from lora_plugins.server.served import Served, not_served
+from lora_plugins.vllm_patches.serving_models import changes
 
 router = APIRouter(prefix="/v1/loras", tags=["LoRA adapters"], dependencies=[Depends(require_admin)])
 
@@ -58,11 +59,11 @@ async def load(body: LoadAdapterRequest, known: _Changes) -> AdapterStatus:
 @router.get("")
 async def list_all(known: _Changes) -> AdapterList:
     """What is served, what still drains, and which names are blocked."""
-    place_of = await known.places()
-    views = [_view(served, place_of(served), known) for served in known.catalogue.all()]
+    place_of = await known.planner.places()
+    views = [_view(served, place_of(served.request.lora_int_id), known) for served in known.catalogue.all()]
     names = {view.lora_name for view in views}
     for served in known.catalogue.draining.values():
-        views.append(_view(served, place_of(served), known, State.DRAINING))
+        views.append(_view(served, place_of(served.request.lora_int_id), known, State.DRAINING))
         names.add(served.name)
     views += [_blocked(name, known) for name in sorted(known.catalogue.blocked - names)]
     return AdapterList(loras=views, count=len(views))
@@ -73,10 +74,11 @@ async def show(lora_name: str, known: _Changes) -> AdapterView:
     """One adapter, as in the list."""
     served = known.catalogue.get(lora_name)
     if served is not None:
-        return _view(served, (await known.places())(served), known)
+        return _view(served, (await known.planner.places())(served.request.lora_int_id), known)
     for draining in known.catalogue.draining.values():
         if draining.name == lora_name:
-            return _view(draining, (await known.places())(draining), known, State.DRAINING)
+            place = (await known.planner.places())(draining.request.lora_int_id)
+            return _view(draining, place, known, State.DRAINING)
     if lora_name in known.catalogue.blocked:
         return _blocked(lora_name, known)
     raise http_error(not_served(lora_name))
@@ -149,7 +151,7 @@ def _status(known: Changes, name: str, what: str, status: str = "success") -> Ad
 
 def _view(served: Served, place: Place, known: Changes, state: State = State.SERVING) -> AdapterView:
     version, engine_id = served.version, served.request.lora_int_id
-    tiers: dict[str, Any] = {"store": version is not None, "host": place.staged, "slot": place.slot}
+    tiers: dict[str, Any] = {"store": version is not None, "host": place.host, "slot": place.slot}
     error = None
     if served.last_error is not None:
         error = LastError(code=served.last_error[0].code, message=str(served.last_error[0]), at=served.last_error[1])
@@ -165,9 +167,9 @@ def _view(served: Served, place: Place, known: Changes, state: State = State.SER
         size_bytes=place.size_bytes or (0 if version is None else version.size_bytes),
         rank=None if version is None else version.rank,
         tiers=[name for name, is_there in tiers.items() if is_there],
-        leases=place.leases,
-        requests_in_flight=len(known.gate.in_flight(engine_id)),
-        last_used_at=known.gate.last_used_at.get(engine_id),
+        requests_in_flight=len(place.running),
+        requests_held=len(place.held),
+        last_used_at=known.planner.used_at.get(engine_id),
         pinned=served.is_pinned,
         pinned_digest=served.held_digest,
         previous_digests=[kept.digest for kept in served.previous],

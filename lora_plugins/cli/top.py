@@ -22,8 +22,8 @@ from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
 
 _PATH = "/v1/loras"
 _MOST_BYTES = 64 << 20
-_HEADS = ("name", "state", "running", "rank", "size", "tiers", "used", "version", "")
-_MOST_WANTED = ("name", "state", "running", "size", "")
+_HEADS = ("name", "state", "running", "held", "rank", "size", "tiers", "used", "version", "")
+_MOST_WANTED = ("name", "state", "running", "held", "size", "")
 _WIDE_ENOUGH = 90  # columns, for all of them to be readable
 
 
@@ -127,14 +127,17 @@ def _refused(url: str, status: int) -> SourceUnavailable:
 
 def _view(listed: AdapterList, url: str, trouble: LoRAPluginsError | None, width: int) -> Group:
     heads = _HEADS if width >= _WIDE_ENOUGH else _MOST_WANTED
-    adapters = sorted(listed.loras, key=lambda item: (-item.requests_in_flight, -(item.last_used_at or 0)))
+    adapters = sorted(
+        listed.loras, key=lambda item: (-item.requests_in_flight, -item.requests_held, -(item.last_used_at or 0))
+    )
     states = Counter(str(item.state) for item in adapters)
     running = sum(item.requests_in_flight for item in adapters)
-    head = f"{url}: {number(listed.count, 'adapter')}, {number(running, 'request')} in flight" + "".join(
+    held = sum(item.requests_held for item in adapters)
+    head = f"{url}: {number(listed.count, 'adapter')}, {number(running, 'request')} in flight, {held} held" + "".join(
         f", {count} {state}" for state, count in sorted(states.items())
     )
     rows = [dict(zip(_HEADS, _row(item), strict=True)) for item in adapters]
-    shown = table(heads, [[row[head] for head in heads] for row in rows], right=("running", "rank", "size"))
+    shown = table(heads, [[row[head] for head in heads] for row in rows], right=("running", "held", "rank", "size"))
     last = [] if trouble is None else [Text(printable(str(trouble)), style="bold red")]
     return Group(Text(printable(head)), *([shown] if adapters else []), *last)
 
@@ -149,6 +152,7 @@ def _row(item: AdapterView) -> tuple[str, ...]:
         item.lora_name,
         str(item.state),
         str(item.requests_in_flight),
+        str(item.requests_held),
         "" if item.rank is None else str(item.rank),
         size(item.size_bytes),
         " ".join(item.tiers),

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 from lora_plugins import seams
 from lora_plugins.doctor.findings import Finding, State
-from lora_plugins.engine import SEAMS
+from lora_plugins.ledger import SEAMS
 
 DISTRIBUTION = "lora-plugins"
 # Those that vLLM 0.30 to 0.33 look into.

@@ -21,7 +21,13 @@ from lora_plugins.resolvers.configured import filesystem_source, hub_source, s3_
 from lora_plugins.settings import Settings, named_in_environment
 
 _MOST_FOLDERS = 10_000
-_OF_MANAGER = ("LORA_PLUGINS_HOST_MAX_BYTES", "LORA_PLUGINS_HOST_POLICY", "LORA_PLUGINS_UNMATCHED")
+_OF_MANAGER = (
+    "LORA_PLUGINS_HOST_MAX_BYTES",
+    "LORA_PLUGINS_HOST_POLICY",
+    "LORA_PLUGINS_SPARE_SLOTS",
+    "LORA_PLUGINS_SPARE_SLOTS_WITHIN",
+    "LORA_PLUGINS_UNMATCHED",
+)
 _OF_KERNELS = ("LORA_PLUGINS_KERNELS", "LORA_PLUGINS_TUNING_DIR")
 _OF_ADMIN = (
     "LORA_PLUGINS_PRELOAD",

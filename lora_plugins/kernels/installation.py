@@ -1,6 +1,6 @@
 """Put our kernels behind vLLM's punica interface, in every process that computes.
 
-The vLLM symbols that are touched stand in the ledger in `lora_plugins.engine`.
+The vLLM symbols that are touched stand in `lora_plugins.ledger`.
 """
 
 from __future__ import annotations

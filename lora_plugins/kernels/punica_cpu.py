@@ -2,7 +2,7 @@
 
 Source of the interface: `PunicaWrapperBase` in vllm/lora/punica_wrapper/punica_base.py, 0.30 to 0.33. Rows of no
 adapter stay as they are on every path, which vLLM before 0.33 does not ensure (vllm-project/vllm#48421). What is not
-overridden here stays vLLM's. The vLLM symbols stand in the ledger in `lora_plugins.engine`.
+overridden here stays vLLM's. The vLLM symbols stand in `lora_plugins.ledger`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Source of the interface: `PunicaWrapperGPU` in vllm/lora/punica_wrapper/punica_gpu.py, 0.30 to 0.33. Mixtures of experts
 and whole classification heads stay vLLM's; all else is overridden, and then vLLM's own grouping of rows, with the
-transfer from the device that it waits for in every step, is left out. The vLLM symbols stand in the ledger in
-`lora_plugins.engine`.
+transfer from the device that it waits for in every step, is left out. The vLLM symbols stand in
+`lora_plugins.ledger`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Figures on vLLM's own `/metrics`: a hook on events, and what the workers count."""
+"""Figures on vLLM's own `/metrics`: a hook on events, and what the engines count."""

@@ -1,6 +1,6 @@
 """Put our metrics on vLLM's `/metrics`, in the process that has it.
 
-The vLLM symbols that are touched stand in the ledger in `lora_plugins.engine`.
+The vLLM symbols that are touched stand in `lora_plugins.ledger`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from lora_plugins.metrics.store import InStore, StoreSize
 from lora_plugins.process import EVENTS, LOG
 from lora_plugins.resolvers.resolver import store_in_use
 from lora_plugins.settings import Settings
+from lora_plugins.vllm_patches.installation import is_installed
 
 _OURS = "_lora_plugins"  # marks what is ours on objects that outlive a second registration
 
@@ -50,8 +51,8 @@ def serve_metrics(app: Any, settings: Settings) -> None:
     shown = get_prometheus_registry()
     is_shared = shown is not REGISTRY  # several API servers count in files, and any of them shows the sums
     counted = _counted(settings, can_forget=not is_shared)
-    figures = Figures(_ask_workers, _look_at_store, settings.metrics_adapters)
-    LOG.waits_for_ready = _has_our_manager()
+    figures = Figures(_ask_planners, _look_at_store, settings.metrics_adapters)
+    LOG.waits_for_ready = is_installed()
     if is_shared:
         shown.register(figures)
         app.add_middleware(RefreshBeforeScrape, refresh=figures.refresh, answer=_answer_from(shown))
@@ -107,22 +108,14 @@ def _show(both: _Both) -> None:
     setattr(REGISTRY, _OURS, both)
 
 
-def _has_our_manager() -> bool:
-    from lora_plugins.manager import installation
-
-    return installation.is_installed()
-
-
-async def _ask_workers(client: Any) -> Reports | None:
-    if client is None or not _has_our_manager() or client.vllm_config.lora_config is None:
+async def _ask_planners(client: Any) -> Reports | None:
+    if not is_installed():
         return None
-    from lora_plugins.server.doors import answers_by_engine
+    from lora_plugins.vllm_patches.async_llm import has_planner, planner_of
 
-    answers = await answers_by_engine(client, "get_lora_metrics", ())
-    return Reports(
-        str(client.vllm_config.model_config.served_model_name),
-        {number: [answer["counters"] for answer in workers] for number, workers in answers.items()},
-    )
+    if not has_planner(client):
+        return None
+    return Reports(str(client.vllm_config.model_config.served_model_name), await planner_of(client).figures())
 
 
 _store_size = StoreSize()

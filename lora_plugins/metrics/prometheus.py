@@ -1,7 +1,7 @@
 """The metrics hook: what happens in the API server, counted; `docs/metrics.md` has the table of them all.
 
 Our own metrics begin with `lora_plugins_`. `vllm:` is only before the names that vLLM itself is about to have
-(vllm-project/vllm#54830), which routers read; those are in `workers.py`.
+(vllm-project/vllm#54830), which routers read; those are in `engines.py`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from lora_plugins.events import (
     AbsenceRemembered,
     AdapterConfirmed,
     AdapterFetched,
-    AdapterReady,
     AdapterRejected,
     AdapterResolved,
     AdapterSwapped,
     AdapterUnknown,
     AdapterUnloaded,
     Event,
-    Found,
-    GatePassed,
-    GateRefused,
+    LoadRefused,
+    RequestRefused,
+    RequestServed,
     SourceFailed,
     StoreEvicted,
     UpdateFailed,
@@ -34,7 +33,6 @@ NO_SOURCE = "none"  # the source of a name that no source has
 # A question to a file system takes tenths of a millisecond, a fetch of gigabytes minutes.
 _ASKING_S = (0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _FETCHING_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-_WAITING_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 class CountEvents:
@@ -66,7 +64,7 @@ class CountEvents:
             "source",
         )  # fmt: skip
         self._errors = counter(
-            "errors", "Adapters that could not be served, by where (resolve, gate, update) and error code",
+            "errors", "Adapters that could not be served, by where (resolve, load, request, update) and error code",
             "stage", "code",
         )  # fmt: skip
         self._locate_s = histogram("locate", "Asking sources where an adapter is", _ASKING_S, "source")
@@ -76,20 +74,10 @@ class CountEvents:
         self._store_misses = counter("store_misses", "Versions that had to be fetched")
         self._store_evictions = counter("store_evictions", "Adapters removed from the store to make room")
         self._store_evicted_bytes = counter("store_evicted_bytes", "Their bytes")
-        self._requests = counter("requests", "Requests that the gate let into the engine", "adapter_name")
-        self._gate_s = histogram(
-            "gate_wait", "Waiting at the gate, by what waits (request, load) and where its adapter was found",
-            _WAITING_S, "what", "found",
-        )  # fmt: skip
-        self._slot_hits = counter("slot_hits", "Passages of the gate that found the adapter in a slot")
-        self._slot_misses = counter("slot_misses", "Passages of the gate that did not")
-        self._host_hits = counter("host_hits", "Of the slots' misses, those that found it in host memory")
-        self._host_misses = counter("host_misses", "Of the slots' misses, those that had it staged from disk")
-        self._stage_s = histogram("stage", "From disk into the host memory of every worker, waits included", _WAITING_S)
-        self._place_s = histogram("place", "From host memory into a slot of every worker, waits included", _WAITING_S)
+        self._requests = counter("requests", "Requests that the engine has begun to answer", "adapter_name")
         self._swaps = counter("swaps", "Names that were pointed to another version")
         self._swap_s = histogram(
-            "swap_stage", "Staging a version beside the one that it takes the place of", _FETCHING_S
+            "swap_load", "Loading a version beside the one that it takes the place of", _FETCHING_S
         )
         self._unloads = counter("unloads", "Adapters that were unloaded")
         self._drain_s = histogram("drain", "From an unload until its last request had ended", _FETCHING_S)
@@ -97,16 +85,15 @@ class CountEvents:
 
     def __call__(self, event: Event) -> None:
         match event:
-            case GatePassed():
-                self._passed(event)
-            case GateRefused():
-                self._failed("gate", event.error)
-            case AdapterReady():
-                self._stage_s.observe(event.stage_s)
-                self._place_s.observe(event.place_s)
+            case RequestServed():
+                self._requests.labels(self._labels.of(event.name)).inc()
+            case RequestRefused():
+                self._failed("request", event.error)
+            case LoadRefused():
+                self._failed("load", event.error)
             case AdapterSwapped():
                 self._swaps.inc()
-                self._swap_s.observe(event.stage_s)
+                self._swap_s.observe(event.load_s)
             case UpdateFailed():
                 self._failed("update", event.error)
             case AdapterUnloaded():
@@ -138,16 +125,6 @@ class CountEvents:
             case StoreEvicted():
                 self._store_evictions.inc()
                 self._store_evicted_bytes.inc(event.size_bytes)
-
-    def _passed(self, event: GatePassed) -> None:
-        self._gate_s.labels("load" if event.load else "request", event.found.value).observe(event.wait_s)
-        if not event.load:
-            self._requests.labels(self._labels.of(event.name)).inc()
-        if event.found is Found.SLOT:
-            self._slot_hits.inc()
-            return
-        self._slot_misses.inc()
-        (self._host_hits if event.found is Found.HOST else self._host_misses).inc()
 
     def _failed(self, stage: str, error: LoRAPluginsError) -> None:
         self._errors.labels(stage, error.code).inc()

@@ -1,4 +1,4 @@
-"""`/metrics` with what the workers say now: asked for when somebody scrapes, and not otherwise.
+"""`/metrics` with what the engines say now: asked for when somebody scrapes, and not otherwise.
 
 An answer costs the engine loop one call between two steps. It is asked for once a second at most, and a scrape waits
 two seconds for it at most; then it gets what was known before.
@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from lora_plugins.logs import logger
+from lora_plugins.metrics import engines as of_engines
 from lora_plugins.metrics.store import InStore
-from lora_plugins.metrics.workers import Worker, families
 
 INTERVAL_S = 1.0
 PATIENCE_S = 2.0
@@ -29,10 +29,10 @@ Asgi = Callable[[_Message, Callable[[], Awaitable[_Message]], Callable[[_Message
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """What is known of one server's workers: the model's name, and each engine's workers by its number."""
+    """What is known of one server's engines: the model's name, and each engine's figures by its number."""
 
     model_name: str = ""
-    engines: Mapping[int, Sequence[Worker]] = field(default_factory=dict)
+    engines: Mapping[int, of_engines.Figures] = field(default_factory=dict)
 
 
 class Latest:
@@ -75,30 +75,30 @@ class Latest:
 
 
 class Figures:
-    """What is collected at a scrape: the workers' figures and the store's.
+    """What is collected at a scrape: the planners' figures and the store's.
 
     Args:
-        ask_workers: the figures of the workers behind an engine client, or None where there are none of ours.
+        ask_planners: the figures of the planners behind an engine client, or None where there are none of ours.
         look_at_store: what the store holds, or None without one; called in a thread.
         most_adapters: how many have a label of their own.
     """
 
     def __init__(
         self,
-        ask_workers: Callable[[Any], Awaitable[Reports | None]],
+        ask_planners: Callable[[Any], Awaitable[Reports | None]],
         look_at_store: Callable[[], InStore | None],
         most_adapters: int,
     ) -> None:
-        self._ask_workers = ask_workers
+        self._ask_planners = ask_planners
         self._look_at_store = look_at_store
         self._most_adapters = most_adapters
-        self._workers = Latest(INTERVAL_S)
+        self._planners = Latest(INTERVAL_S)
         self._store = Latest(STORE_INTERVAL_S)
 
     async def refresh(self, client: Any) -> None:
         """Have what is collected next be recent."""
         await asyncio.gather(
-            self._workers.refresh(lambda: self._ask_workers(client), PATIENCE_S),
+            self._planners.refresh(lambda: self._ask_planners(client), PATIENCE_S),
             self._store.refresh(lambda: asyncio.to_thread(self._look_at_store), PATIENCE_S),
         )
 
@@ -108,11 +108,11 @@ class Figures:
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, as `prometheus_client` wants them of a collector."""
-        reports: Reports | None = self._workers.answer
+        reports: Reports | None = self._planners.answer
         if reports is not None:
-            yield from families(reports.model_name, reports.engines, self._most_adapters)
+            yield from of_engines.families(reports.model_name, reports.engines, self._most_adapters)
             yield GaugeMetricFamily(
-                "lora_plugins_workers_age_seconds", "Since the workers last told their figures", self._workers.age_s
+                "lora_plugins_figures_age_seconds", "Since the engines last told their figures", self._planners.age_s
             )
         store: InStore | None = self._store.answer
         if store is not None:

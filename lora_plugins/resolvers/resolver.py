@@ -1,6 +1,6 @@
 """The one resolver of a process: what vLLM asks for an unknown model name, with all our sources behind it.
 
-The vLLM symbols that are touched stand in the ledger in `lora_plugins.engine`, with the functions that touch them.
+The vLLM symbols that are touched stand in `lora_plugins.ledger`, the functions that touch them in `engine.py`.
 """
 
 from __future__ import annotations

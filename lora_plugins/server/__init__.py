@@ -1,1 +1,1 @@
-"""What stands in the API server's process: the gate, and what is served, swapped and unloaded."""
+"""What stands in the API server's process: what is served, swapped and unloaded, and the way to the planners."""

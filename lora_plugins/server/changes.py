@@ -50,13 +50,13 @@ class Changes(Swaps):
         """
         served, is_new = await self.load(name)
         if not is_new:
-            await self.gate.stage(served.request)
+            await self.planner.load(served.request, uri=served.uri, wants_slot=False)
         return served
 
     async def unload(self, name: str, *, block: bool, timeout_s: float) -> bool:
         """Serve a name no longer, and free its slot, host memory and lease once its running requests have left.
 
-        They have `timeout_s` for that, then they are ended; those that still wait at the gate are refused at once.
+        They have `timeout_s` for that, then they are ended; those that are not admitted yet are refused at once.
         Returns whether all is free; if not, it will be as soon as the last has left. Where it is not `block`ed, a later
         request has it resolved anew.
 
@@ -78,20 +78,19 @@ class Changes(Swaps):
         return await self.free(served, timeout_s, blocked(name) if block else no_longer_served(name))
 
     async def free(self, served: Served, timeout_s: float, refusal: LoRAPluginsError) -> bool:
-        """Free what was taken out of the table, as for `unload`; `refusal` is for requests that wait at the gate."""
+        """Free what was taken out of the table, as for `unload`; `refusal` is for requests that are not admitted."""
         started, engine_id = time.perf_counter(), served.request.lora_int_id
-        self.gate.refusals.refuse(engine_id, refusal)
         aborted = 0
 
         def tell() -> None:
             self._events.emit(AdapterUnloaded(served.name, time.perf_counter() - started, aborted))
 
-        task = self._let_go(served, tell)
+        task = self._let_go(served, refusal, tell)
         done, _ = await asyncio.wait([task], timeout=timeout_s)
         if not done:
-            running = [request_id for request_id in self.gate.in_flight(engine_id) if request_id]
+            running = (await self.planner.places())(engine_id).running
             aborted = len(running)
-            await self._engine.abort(running)
+            await self._engine.abort(list(running))
             done, _ = await asyncio.wait([task], timeout=_ABORT_S)
         return bool(done)
 

@@ -1,6 +1,6 @@
 """The catalogue of one of vLLM's API servers, and the changes to it, made at the first use.
 
-The vLLM symbols that are touched stand in the ledger in `lora_plugins.engine`.
+The vLLM symbols that are touched stand in `lora_plugins.ledger`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from typing import Any
 from lora_plugins.process import EVENTS
 from lora_plugins.resolvers.resolver import sources_of_server
 from lora_plugins.server.changes import Changes
-from lora_plugins.server.gate import Gate
+from lora_plugins.server.planner_client import PlannerClient
 from lora_plugins.server.served import Catalogue
-from lora_plugins.server.staging import Rpc
 
 _changes: weakref.WeakKeyDictionary[Any, Changes] = weakref.WeakKeyDictionary()
 
 
-def changes_of(models: Any, gate: Gate, rpc: Rpc) -> Changes:
+def changes_of(models: Any, planner: PlannerClient) -> Changes:
     """The changes to what `models`, vLLM's `OpenAIServingModels`, serves; the same object every time.
 
     Raises:
@@ -29,7 +28,7 @@ def changes_of(models: Any, gate: Gate, rpc: Rpc) -> Changes:
         sources = sources_of_server()
         # Not `models` itself, of which it is a value: it would never go.
         catalogue = Catalogue(weakref.proxy(models), sources.served)
-        known = _changes[models] = Changes(catalogue, gate, rpc, engine=_Server(models), sources=sources, events=EVENTS)
+        known = _changes[models] = Changes(catalogue, planner, engine=_Server(models), sources=sources, events=EVENTS)
     return known
 
 
@@ -42,10 +41,6 @@ class _Server:
     @property
     def base_path(self) -> str:
         return str(self._models.model_config.model)
-
-    @property
-    def slots(self) -> int:
-        return int(self._models.engine_client.vllm_config.lora_config.max_loras)
 
     def is_base_model(self, name: str) -> bool:
         return bool(self._models.is_base_model(name))
@@ -64,4 +59,4 @@ class _Server:
         )
 
     async def abort(self, request_ids: list[str]) -> None:
-        await self._models.engine_client.abort(request_ids)
+        await self._models.engine_client.abort(request_ids, internal=True)  # the ids are those of the engine core

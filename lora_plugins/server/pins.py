@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from lora_plugins.errors import NoFreeSlot
 from lora_plugins.server.served import Served
 from lora_plugins.server.serving import Serving
 
@@ -21,7 +18,7 @@ class Pins(Serving):
         async with self._engine.lock(name):
             served = self._known(name)
             if not served.is_pinned:
-                await self._pin(served.request)
+                await self.planner.pin(served.request, uri=served.uri)
                 served.is_pinned = True
         self.changed()
         return served
@@ -35,23 +32,6 @@ class Pins(Serving):
         async with self._engine.lock(name):
             served = self._known(name)
             served.is_pinned = False
-            await self._rpc("lora_plugins_unpin", (served.request.lora_int_id,))
+            await self.planner.unpin(served.request.lora_int_id)
         self.changed()
         return served
-
-    async def _pin(self, request: Any) -> None:
-        names = {served.name for served in self.catalogue.all() if served.is_pinned} | set(self._pinning)
-        pinned = len(names - {request.lora_name})
-        if pinned + 1 >= self._engine.slots:
-            raise NoFreeSlot(
-                f"{self._engine.slots} slots, of which {pinned} are pinned",
-                expected="one slot at least that is left for all others",
-                remedy="unpin an adapter, or raise --max-loras",
-                adapter=request.lora_name,
-            )
-        self._pinning.append(request.lora_name)  # staging takes its time, and others may be pinned meanwhile
-        try:
-            async with self.gate.held(request):
-                await self._rpc("lora_plugins_pin", (request.lora_int_id,))
-        finally:
-            self._pinning.remove(request.lora_name)

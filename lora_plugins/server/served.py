@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -95,33 +94,6 @@ def blocked(name: str) -> AdapterNotFound:
         remedy="load it again with POST /v1/loras",
         adapter=name,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where an adapter is, on all workers together."""
-
-    size_bytes: int = 0
-    leases: int = 0
-    staged: bool = False
-    slot: bool = False
-    pinned: bool = False
-
-    @classmethod
-    def of(cls, adapter_id: int, workers: Sequence[Mapping[int, Mapping[str, Any]]]) -> Place:
-        """What the workers' `lora_plugins_residency` says of one adapter: it is where every worker has it."""
-        told = [worker.get(adapter_id) for worker in workers]
-        here = [one for one in told if one is not None]
-        if not here:
-            return cls()
-        everywhere = len(here) == len(told)
-        return cls(
-            max(one["size_bytes"] for one in here),
-            max(one["leases"] for one in here),
-            everywhere and all(one["staged"] for one in here),
-            everywhere and all(one["slot"] for one in here),
-            any(one["pinned"] for one in here),
-        )
 
 
 class Catalogue:

@@ -1,4 +1,4 @@
-"""What all changes of what is served share: the names, the gate, the sources, and how a version enters and leaves."""
+"""What all changes of what is served share: the names, the planners, the sources, how a version enters and leaves."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
+from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import Events
-from lora_plugins.server.gate import Gate
-from lora_plugins.server.served import Catalogue, Place, Served, Version, not_served
-from lora_plugins.server.staging import Rpc
+from lora_plugins.server.planner_client import PlannerClient
+from lora_plugins.server.served import Catalogue, Served, Version, not_served
 
 
 class Sources(Protocol):
@@ -27,8 +27,6 @@ class Engine(Protocol):
 
     @property
     def base_path(self) -> str: ...
-    @property
-    def slots(self) -> int: ...
     def is_base_model(self, name: str) -> bool: ...
     def lock(self, name: str) -> Any: ...
     def new_request(self, name: str, path: str) -> Any: ...
@@ -43,22 +41,15 @@ class Serving:
     """
 
     def __init__(
-        self, catalogue: Catalogue, gate: Gate, rpc: Rpc, *, engine: Engine, sources: Sources, events: Events
+        self, catalogue: Catalogue, planner: PlannerClient, *, engine: Engine, sources: Sources, events: Events
     ) -> None:
         self.catalogue = catalogue
-        self.gate = gate
+        self.planner = planner
         self.changed: Callable[[], None] = lambda: None
-        self._rpc = rpc
         self._engine = engine
         self._sources = sources
         self._events = events
         self._retiring: set[asyncio.Task[None]] = set()
-        self._pinning: list[str] = []  # names that are about to be pinned
-
-    async def places(self) -> Callable[[Served], Place]:
-        """Where each adapter is now, asked of all workers at once."""
-        workers = await self._rpc("lora_plugins_residency", ())
-        return lambda served: Place.of(served.request.lora_int_id, workers)
 
     def _known(self, name: str) -> Served:
         served = self.catalogue.get(name)
@@ -67,34 +58,44 @@ class Serving:
         return served
 
     async def _enter(self, name: str, uri: str | None, version: Version) -> Served:
-        request = self._request(name, version, uri)
+        request = self._engine.new_request(name, str(version.path))
         try:
-            async with self.gate.held(request):
-                served = Served(name, request, version, uri)
-                self.catalogue.put(served)
+            await self.planner.load(request, uri=uri)
         except BaseException:
-            self._in_background(self.gate.retire(request.lora_int_id))  # nobody will ask for this id again
+            self._in_background(self.planner.retire(request.lora_int_id))  # nobody will ask for this id again
             self._release(name, version)
             raise
+        served = Served(name, request, version, uri)
+        self.catalogue.put(served)
         return served
 
-    def _request(self, name: str, version: Version, uri: str | None) -> Any:
-        request = self._engine.new_request(name, str(version.path))
-        if uri is not None:
-            self.gate.uris[request.lora_int_id] = uri
-        return request
+    def not_loaded(self, request: Any) -> None:
+        """What was resolved, and is in vLLM's table, cannot be loaded after all: serve it no longer."""
+        served = self.catalogue.get(request.lora_name)
+        if served is None or served.request is not request:
+            return
+        self.catalogue.take_out(served.name)
+        if served.version is not None:
+            self._release(served.name, served.version)
+        self._in_background(self.planner.retire(request.lora_int_id))  # another engine may have it
+        self.changed()
 
     def _release(self, name: str, version: Version) -> None:
         if not self.catalogue.needs(name, version.path):
             self._sources.release(name, version.path)
 
-    def _let_go(self, served: Served, then: Callable[[], None] = lambda: None) -> asyncio.Task[None]:
-        """Free what the table has no more, once its last request has left: slots, host memory and leases."""
+    def _let_go(
+        self, served: Served, refusal: LoRAPluginsError | None = None, then: Callable[[], None] = lambda: None
+    ) -> asyncio.Task[None]:
+        """Free what the table has no more, once its last request has left: slots, host memory and leases.
+
+        With a `refusal`, requests that are not admitted yet, or still come, are refused with it.
+        """
         engine_id = served.request.lora_int_id
         self.catalogue.draining[engine_id] = served
 
         async def all_of_it() -> None:
-            await self.gate.retire(engine_id)
+            await self.planner.retire(engine_id, refusal)
             del self.catalogue.draining[engine_id]
             for version in (served.version, *served.previous):
                 if version is not None:

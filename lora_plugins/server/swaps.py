@@ -1,6 +1,6 @@
 """To another version of what is served, and back, while requests run.
 
-A name points to a version through vLLM's table of names. A new version gets an engine id of its own, is staged beside
+A name points to a version through vLLM's table of names. A new version gets an engine id of its own, is loaded beside
 the old one, and takes its place in the table in one step: requests that run go on with the old one, and every later one
 gets the new one. When the last request of the old one has left, it is removed from slots and host memory. Its prefix
 cache is not used for the new one, as vLLM's cache keys hold the adapter's path (0.30: see the ledger).
@@ -73,7 +73,7 @@ class Swaps(Pins):
         Kept are the last two versions; the store may have older ones still.
 
         Raises:
-            AdapterNotFound: there is none. LoRAPluginsError: it cannot be staged; the present one goes on.
+            AdapterNotFound: there is none. LoRAPluginsError: it cannot be loaded; the present one goes on.
         """
         async with self._engine.lock(name):
             served = self._known(name)
@@ -100,9 +100,9 @@ class Swaps(Pins):
             served.version = version
             return
         started = time.perf_counter()
-        request = self._request(served.name, version, uri or served.uri)
+        request = self._engine.new_request(served.name, str(version.path))
         try:
-            await self._stage_beside(served, request)
+            await self._load_beside(served, request, uri or served.uri)
         except BaseException:
             if version not in served.previous:
                 self._release(served.name, version)
@@ -113,12 +113,12 @@ class Swaps(Pins):
             served.previous.insert(0, before)
         dropped, served.previous = served.previous[KEPT_VERSIONS:], served.previous[:KEPT_VERSIONS]
         self.catalogue.put(served)
-        used_at = self.gate.last_used_at.get(old_request.lora_int_id)
+        used_at = self.planner.used_at.get(old_request.lora_int_id)
         if used_at is not None:
-            self.gate.last_used_at[request.lora_int_id] = used_at
+            self.planner.used_at[request.lora_int_id] = used_at
         for old in dropped:
             self._release(served.name, old)
-        self._in_background(self.gate.retire(old_request.lora_int_id))
+        self._in_background(self.planner.retire(old_request.lora_int_id))
         self._events.emit(
             AdapterSwapped(
                 served.name, "" if before is None else before.digest, version.digest, time.perf_counter() - started
@@ -126,14 +126,14 @@ class Swaps(Pins):
         )
 
     async def take_in_place(self, request: Any) -> bool:
-        """Stage what vLLM will put into the place of a served name at once; the lock of the name is held.
+        """Load what vLLM will put into the place of a served name at once; the lock of the name is held.
 
         `request`, vLLM's `LoRARequest` with `load_inplace`, gets an engine id of its own, so that what runs goes on
         with the weights that it began with. What was served before goes when its last request has left. Returns False
         where nothing is served under the name: it is no swap then, and nothing was done.
 
         Raises:
-            LoRAPluginsError: it cannot be staged; the old one goes on.
+            LoRAPluginsError: it cannot be loaded; the old one goes on.
         """
         request.load_inplace = False  # else the workers would read it again
         before = self.catalogue.get(request.lora_name)
@@ -142,7 +142,7 @@ class Swaps(Pins):
         started = time.perf_counter()
         request.lora_int_id = self._engine.new_request(request.lora_name, request.lora_path).lora_int_id
         try:
-            await self._stage_beside(before, request)
+            await self._load_beside(before, request, None)
         except LoRAPluginsError as error:
             before.failed(error)
             self._events.emit(UpdateFailed(before.name, error))
@@ -153,14 +153,14 @@ class Swaps(Pins):
         self._events.emit(AdapterSwapped(before.name, digest_or_path, request.lora_path, time.perf_counter() - started))
         return True
 
-    async def _stage_beside(self, served: Served, request: Any) -> None:
-        """Stage what will take the place of `served`, pinned if that is; a failure leaves nothing in the workers."""
+    async def _load_beside(self, served: Served, request: Any, uri: str | None) -> None:
+        """Load what will take the place of `served`, pinned if that is; a failure leaves nothing in the workers."""
         try:
-            await self.gate.stage(request)
+            await self.planner.load(request, uri=uri, wants_slot=False)
             if served.is_pinned:
-                await self._pin(request)
+                await self.planner.pin(request, uri=uri)
         except BaseException:
-            self._in_background(self.gate.retire(request.lora_int_id))
+            self._in_background(self.planner.retire(request.lora_int_id))
             raise
 
     async def load_version(self, text: str, known_digest: str | None = None) -> Served | None:

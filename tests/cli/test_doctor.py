@@ -13,7 +13,7 @@ from lora_plugins.cli.exits import Exit
 from lora_plugins.doctor.findings import Finding, State
 from lora_plugins.doctor.installation import check_vllm, plugin_names
 from lora_plugins.doctor.plugins import Surroundings, check_plugins
-from lora_plugins.engine import SEAMS
+from lora_plugins.ledger import SEAMS
 from lora_plugins.settings import OWN_VARIABLES, Settings
 from testbed.hub import local_hub
 from testbed.s3 import s3_server
@@ -357,11 +357,12 @@ def copied(tmp_path: Path) -> Path:
             if (seams.installed() / file).is_file():
                 (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(seams.installed() / file, tmp_path / file)
+    (tmp_path / "vllm" / "_version.py").write_text("__version__ = version = '0.32.0'\n")
     return tmp_path
 
 
 @pytest.mark.parametrize(
-    ("number", "state"), [("0.29.1", "problem"), ("0.30.0", "ok"), ("0.33.2+cu130", "ok"), ("0.34.0", "problem")]
+    ("number", "state"), [("0.29.1", "problem"), ("0.30.0", "ok"), ("0.32.5+cu130", "ok"), ("0.34.0", "problem")]
 )
 def test_vllm_in_and_out_of_range(copied, number, state):
     metadata = copied / f"vllm-{number}.dist-info" / "METADATA"
@@ -370,7 +371,8 @@ def test_vllm_in_and_out_of_range(copied, number, state):
     findings = {finding.check: finding for finding in check_vllm(copied)}
     assert findings["vllm"].state == state
     assert number in findings["vllm"].found
-    assert findings["seams"].state is State.OK
+    if number < "0.33":  # the sources are 0.32's, which lack what came later
+        assert findings["seams"].state is State.OK
 
 
 def test_a_vllm_that_somebody_changed(copied):

@@ -23,7 +23,7 @@ from lora_plugins.kernels import reference
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.packing import packer_of
 from lora_plugins.kernels.punica_cpu import CompiledPunicaWrapperCPU, GroupedPunicaWrapperCPU
-from lora_plugins.manager.slot_copy import put_exact_slots
+from lora_plugins.worker.slot_copy import put_exact_slots
 from tests.kernels.common import assert_equal
 
 if build.problem():

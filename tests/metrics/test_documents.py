@@ -12,11 +12,11 @@ import yaml
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
+from lora_plugins.metrics.engines import families
 from lora_plugins.metrics.prometheus import CountEvents
 from lora_plugins.metrics.scrape import Figures, Reports
 from lora_plugins.metrics.store import InStore
-from lora_plugins.metrics.workers import families
-from tests.metrics.test_workers import worker
+from tests.metrics.test_engines import engine
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # What Prometheus itself puts on every series, and on buckets.
@@ -24,14 +24,14 @@ EVERYWHERE = {"instance", "job", "le"}
 
 
 def all_families() -> Iterator[Metric]:
-    """Every metric that there can be, with a series for those from the workers and the store."""
+    """Every metric that there can be, with a series for those from the engines and the store."""
     registry = CollectorRegistry()
     CountEvents(registry, 3)
     yield from registry.collect()
-    full = worker(loaded=[["sql", True, False]], host_max_bytes=1)
-    yield from families("llama", {0: [full]}, 10)
+    full = engine(loaded=[["sql", True, False]], host_max_bytes=1, refused={"L001": 1})
+    yield from families("llama", {0: full}, 10)
     figures = Figures(None, None, 10)
-    figures._workers.answer, figures._workers.answered_at = Reports("llama", {}), 0.0
+    figures._planners.answer, figures._planners.answered_at = Reports("llama", {}), 0.0
     figures._store.answer = InStore(1, 2, 3)
     known = {family.name for family in families("llama", {}, 10)}
     yield from (family for family in figures.collect() if family.name not in known)

@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from vllm.entrypoints.serve.instrumentator import metrics as vllms
 from lora_plugins import process
-from lora_plugins.events import AdapterUnknown, Found, GatePassed
+from lora_plugins.events import AdapterUnknown, RequestServed
 from lora_plugins.metrics.installation import install_metrics
 from lora_plugins.settings import Settings
 
@@ -126,7 +126,7 @@ def test_several_api_servers_show_the_sums_of_all(tmp_path: Path):
     app = serve()
     for name in ("sql", "chat"):
         process.EVENTS.emit(AdapterUnknown(name))
-        process.EVENTS.emit(GatePassed(name, Found.STORE, 0.25, load=False))
+        process.EVENTS.emit(RequestServed(name))
     from lora_plugins.events import AdapterUnloaded
     process.EVENTS.emit(AdapterUnloaded("sql", 0.0, 0))
     serve()
@@ -140,10 +140,9 @@ def test_several_api_servers_show_the_sums_of_all(tmp_path: Path):
     assert absents + "4.0" in second
     assert 'lora_plugins_requests_total{adapter_name="sql"} 2.0' in second
     assert 'lora_plugins_requests_total{adapter_name="_other"} 2.0' in second
-    assert 'lora_plugins_gate_wait_seconds_sum{found="store",what="request"} 1.0' in second
 
 
-def test_several_api_servers_show_what_the_workers_and_the_store_say(tmp_path: Path):
+def test_several_api_servers_show_what_engines_and_store_say(tmp_path: Path):
     run(
         """
     from lora_plugins.metrics import installation
@@ -157,37 +156,37 @@ def test_several_api_servers_show_what_the_workers_and_the_store_say(tmp_path: P
     )
 
 
-def test_the_workers_are_asked_through_the_engine_client_and_only_with_our_manager():
+def test_the_engines_are_asked_and_only_with_our_manager():
     run("""
     from types import SimpleNamespace
-    from lora_plugins.manager import installation as manager
-    from lora_plugins.manager.counters import Seconds
+    from lora_plugins.vllm_patches import installation as ours
+    from tests.metrics.test_engines import engine
     install_metrics(Settings())
     asked = []
 
-    async def collective_rpc(method, args=()):
-        asked.append(method)
-        keys = ("host_evictions host_evicted_bytes load_failures slot_flips slot_copies slot_evictions slots "
-                "host_bytes host_max_adapters host_leased host_max_bytes").split()
-        counters = dict.fromkeys(keys, 7) | {"loaded": [["sql", True, False]]}
-        counters |= {"load_seconds": Seconds().plain(), "activate_seconds": Seconds().plain()}
-        return [{"counters": counters}]
+    class Core:
+        core_engines = [(3).to_bytes(2, "little")]
 
-    def client(lora_config):
-        config = SimpleNamespace(lora_config=lora_config, model_config=SimpleNamespace(served_model_name="llama"))
-        core = SimpleNamespace(core_engines=[(3).to_bytes(2, "little")])
-        return SimpleNamespace(vllm_config=config, engine_core=core, collective_rpc=collective_rpc)
+        async def call_utility_async(self, utility, *arguments):
+            asked.append((utility, *arguments))
+            return engine(loaded=[["sql", True, False]])
+
+    class Client:
+        def __init__(self, lora_config):
+            model_config = SimpleNamespace(served_model_name="llama")
+            self.vllm_config = SimpleNamespace(lora_config=lora_config, model_config=model_config)
+            self.engine_core = Core()
 
     def loaded(installed, lora_config="there"):
-        manager._installed = installed
+        ours._installed = installed
         app = serve()
-        app.state.engine_client = client(lora_config)
+        app.state.engine_client = Client(lora_config)
         return [line for line in scrape(app) if line.startswith("vllm:lora_adapter_loaded{")]
 
     assert loaded(False) == [] and asked == []
     assert loaded(True, None) == [] and asked == []
     (line,) = loaded(True)
-    assert asked == ["get_lora_metrics"]
+    assert asked == [("lora_plugins_figures",)]
     for label in ('model_name="llama"', 'engine="3"', 'adapter_name="sql"', 'level="gpu"', 'pinned="false"'):
         assert label in line, line
     """)

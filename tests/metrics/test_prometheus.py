@@ -16,9 +16,9 @@ from lora_plugins.events import (
     AdapterSwapped,
     AdapterUnknown,
     AdapterUnloaded,
-    Found,
-    GatePassed,
-    GateRefused,
+    LoadRefused,
+    RequestRefused,
+    RequestServed,
     SourceFailed,
     StoreEvicted,
     UpdateFailed,
@@ -73,20 +73,12 @@ def test_before_anything_has_happened_all_is_zero():
         (AdapterUnknown("sql"), {"resolves_total,none,absent": 1}),
         (AbsenceRemembered("sql", "s3"), {"absences_remembered_total,s3": 1}),
         (StoreEvicted("d", 7), {"store_evictions_total": 1, "store_evicted_bytes_total": 7}),
-        (GatePassed("sql", Found.SLOT, 0.5, load=False),
-         {"gate_wait_seconds_count,request,slot": 1, "gate_wait_seconds_sum,request,slot": 0.5,
-          "requests_total,sql": 1, "slot_hits_total": 1}),
-        (GatePassed("sql", Found.HOST, 0.5, load=False),
-         {"gate_wait_seconds_count,request,host": 1, "gate_wait_seconds_sum,request,host": 0.5,
-          "requests_total,sql": 1, "slot_misses_total": 1, "host_hits_total": 1}),
-        (GatePassed("sql", Found.STORE, 0.5, load=True),
-         {"gate_wait_seconds_count,load,store": 1, "gate_wait_seconds_sum,load,store": 0.5,
-          "slot_misses_total": 1, "host_misses_total": 1}),
-        (GateRefused("sql", NoFreeSlot("x"), 0.5, load=False), {"errors_total,gate,L001": 1}),
-        (AdapterReady("sql", "/x", 10, 0.5, 0.25),
-         {"stage_seconds_count": 1, "stage_seconds_sum": 0.5, "place_seconds_count": 1, "place_seconds_sum": 0.25}),
+        (RequestServed("sql"), {"requests_total,sql": 1}),
+        (RequestRefused("sql", NoFreeSlot("x")), {"errors_total,request,L001": 1}),
+        (LoadRefused("sql", NoFreeSlot("x")), {"errors_total,load,L001": 1}),
+        (AdapterReady("sql", "/x", 10, 0.5), {}),  # the engines count it
         (AdapterSwapped("sql", "a", "b", 2.0),
-         {"swaps_total": 1, "swap_stage_seconds_count": 1, "swap_stage_seconds_sum": 2.0}),
+         {"swaps_total": 1, "swap_load_seconds_count": 1, "swap_load_seconds_sum": 2.0}),
         (UpdateFailed("sql", InvalidAdapter("x")), {"errors_total,update,L005": 1}),
         (AdapterUnloaded("sql", 3.0, 2),
          {"unloads_total": 1, "drain_seconds_count": 1, "drain_seconds_sum": 3.0, "drain_aborted_requests_total": 2}),
@@ -99,8 +91,8 @@ def test_an_event_is_counted_once_and_nowhere_else(event, counted):
     assert Counted().tell(event, event).all == {key: 2 * value for key, value in counted.items()}
 
 
-def passed(name: str, times: int = 1) -> list[GatePassed]:
-    return [GatePassed(name, Found.SLOT, 0.0, load=False)] * times
+def served(name: str, times: int = 1) -> list[RequestServed]:
+    return [RequestServed(name)] * times
 
 
 def requests(counted: Counted) -> dict[str, float]:
@@ -108,31 +100,31 @@ def requests(counted: Counted) -> dict[str, float]:
 
 
 def test_adapters_beyond_the_bound_share_a_label():
-    counted = Counted(2).tell(*passed("a", 2), *passed("b"), *passed("c", 3), *passed("d"), *passed("a"))
+    counted = Counted(2).tell(*served("a", 2), *served("b"), *served("c", 3), *served("d"), *served("a"))
     assert requests(counted) == {"a": 3, "b": 1, OTHERS: 4}
 
 
 def test_names_that_are_only_asked_for_get_no_label():
     counted = Counted(1)
     for number in range(1000):
-        counted.tell(AdapterUnknown(f"x{number}"), GateRefused(f"y{number}", NoFreeSlot("x"), 0.0, load=False))
-    counted.tell(*passed("a"))
+        counted.tell(AdapterUnknown(f"x{number}"), RequestRefused(f"y{number}", NoFreeSlot("x")))
+    counted.tell(*served("a"))
     assert requests(counted) == {"a": 1}
     assert len(list(generate_latest(counted.registry).splitlines())) < 600
 
 
 def test_an_adapter_that_is_gone_leaves_no_series_and_gives_its_label_up():
-    counted = Counted(1).tell(*passed("a"), *passed("b"))
-    counted.tell(AdapterUnloaded("a", 0.0, 0), AdapterUnloaded("b", 0.0, 0), *passed("b"))
+    counted = Counted(1).tell(*served("a"), *served("b"))
+    counted.tell(AdapterUnloaded("a", 0.0, 0), AdapterUnloaded("b", 0.0, 0), *served("b"))
     assert requests(counted) == {"b": 1, OTHERS: 1}
 
 
 def test_where_series_cannot_go_their_number_is_bounded_all_the_same():
     counted = Counted(1, can_forget=False)
     for name in ("a", "b", "c"):
-        counted.tell(*passed(name), AdapterUnloaded(name, 0.0, 0))
+        counted.tell(*served(name), AdapterUnloaded(name, 0.0, 0))
     assert requests(counted) == {"a": 1, OTHERS: 2}
 
 
 def test_a_name_that_no_text_can_carry_is_shown_all_the_same():
-    assert b"\\\\ud800" in generate_latest(Counted().tell(*passed("\ud800")).registry)
+    assert b"\\\\ud800" in generate_latest(Counted().tell(*served("\ud800")).registry)

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, make_asgi_app
 from lora_plugins.metrics import scrape
 from lora_plugins.metrics.scrape import Figures, Latest, RefreshBeforeScrape, Reports
 from lora_plugins.metrics.store import InStore
-from tests.metrics.test_workers import worker
+from tests.metrics.test_engines import engine
 from tests.virtual_time import run_in_virtual_time
 
 
@@ -76,7 +76,7 @@ def test_nobody_waits_longer_than_he_would_for_an_answer_that_comes_later():
 
 
 def test_a_question_that_fails_leaves_the_last_answer_and_is_asked_again():
-    answers = iter([1, RuntimeError("no worker answers"), 3])
+    answers = iter([1, RuntimeError("no engine answers"), 3])
 
     async def ask():
         answer = next(answers)
@@ -159,15 +159,15 @@ class Server:
         return b"".join(message.get("body", b"") for message in sent).decode()
 
 
-REPORTS = Reports("llama", {0: [worker(slot_flips=3)]})
+REPORTS = Reports("llama", {0: engine(instant_activations=3)})
 
 
-def test_a_scrape_shows_what_the_workers_say_now():
+def test_a_scrape_shows_what_the_engines_say_now():
     server = Server(REPORTS)
     text = server.get()
     assert server.asked_of == [server.client]
-    assert 'lora_plugins_slot_flips_total{engine="0",model_name="llama"} 3.0' in text
-    assert "lora_plugins_workers_age_seconds 0.0" in text
+    assert 'lora_plugins_instant_activations_total{engine="0",model_name="llama"} 3.0' in text
+    assert "lora_plugins_figures_age_seconds 0.0" in text
     assert server.passed == ["/metrics"]
 
 
@@ -183,7 +183,7 @@ def test_the_store_is_looked_at_and_its_budget_shown_where_it_has_one():
 def test_without_an_answer_the_rest_is_shown(reports):
     text = Server(reports, InStore(2, 300, None)).get()
     assert "lora_plugins_store_adapters 2.0" in text
-    assert "slot_flips" not in text
+    assert "instant_activations" not in text
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/metrics2", "/", "/v1/metrics"])
@@ -215,7 +215,7 @@ def test_a_server_that_is_not_there_yet_is_asked_for_nothing():
 
 def test_where_the_app_does_not_know_of_us_the_answer_is_ours():
     server = Server(REPORTS, answers_itself=True)
-    assert "lora_plugins_slot_flips_total" in server.get()
+    assert "lora_plugins_instant_activations_total" in server.get()
     assert server.passed == []
     server.get("/health")
     assert server.passed == ["/health"]
@@ -225,5 +225,5 @@ def test_two_scrapes_in_a_moment_are_one_question(monkeypatch):
     monkeypatch.setattr(scrape, "INTERVAL_S", 1000.0)
     server = Server(REPORTS)
     for _ in range(3):
-        assert "slot_flips" in server.get()
+        assert "instant_activations" in server.get()
     assert len(server.asked_of) == 1

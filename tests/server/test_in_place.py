@@ -1,4 +1,4 @@
-"""vLLM's `load_inplace`: other weights under a served name, staged beside the old ones as every swap is."""
+"""vLLM's `load_inplace`: other weights under a served name, loaded beside the old ones as every swap is."""
 
 from __future__ import annotations
 
@@ -34,25 +34,26 @@ async def load_in_place(world: World, name: str, path: str) -> bool:
 
 
 @runs
-async def test_what_runs_goes_on_and_the_next_gets_the_new_weights_and_the_old_lease_ends() -> None:
+async def test_what_runs_goes_on_and_the_next_gets_new_weights() -> None:
     world = World()
     served = await serving(world, "aa", "bb")
-    old_id, end = served.request.lora_int_id, asyncio.Event()
-    hold = await world.workers.gate.enter(served.request, "running")
+    old_id = served.request.lora_int_id
+    running = world.start("sql", 30)
+    while not world.engine.is_running("running"):
+        await asyncio.sleep(0.001)
     assert await load_in_place(world, "sql", "/by/hand")
     assert await world.ask("sql") == "/by/hand"
     assert world.table.lora_requests["sql"].lora_int_id != old_id
     assert world.worker.paths[old_id] == "/store/bb", "what runs keeps its weights"
     assert world.sources.leased == {"aa", "bb"}
     assert [old.request.lora_int_id for old in world.changes.catalogue.draining.values()] == [old_id]
-    world.workers.gate.leave(hold)
+    assert await running == "/store/bb"
     while world.changes.catalogue.draining:
         await asyncio.sleep(0.001)
     assert world.in_workers == {"hand"}
     assert world.sources.leased == set()
     told = [event for event in world.told if isinstance(event, AdapterSwapped)][-1]
     assert (told.name, told.before, told.after) == ("sql", "bb", "/by/hand")
-    end.set()
 
 
 @runs
@@ -69,7 +70,7 @@ async def test_again_and_again_leaves_nothing_of_what_was_before() -> None:
 
 
 @runs
-async def test_weights_that_no_worker_can_stage_leave_the_old_ones() -> None:
+async def test_weights_that_no_worker_can_load_leave_the_old_ones() -> None:
     world = World()
     served = await serving(world, "aa")
     world.worker.broken = IncompatibleAdapter("shape")
@@ -93,7 +94,8 @@ async def test_what_was_pinned_is_pinned_again() -> None:
     served = world.changes.catalogue.get("sql")
     assert served is not None
     assert served.is_pinned
-    assert served.request.lora_int_id in world.worker.pinned
+    await world.settled()
+    assert world.engine.pinned == {served.request.lora_int_id}
 
 
 @runs

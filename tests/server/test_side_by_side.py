@@ -11,9 +11,9 @@ import pytest
 
 from lora_plugins.admin.start import Start
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, NoFreeSlot
-from lora_plugins.server import doors
 from lora_plugins.server.remembered import Remembered, ServedSet
 from lora_plugins.settings import Settings
+from lora_plugins.vllm_patches import serving_models
 from tests.server.test_changes import Request, Version, World, serving
 from tests.virtual_time import runs
 
@@ -26,7 +26,7 @@ async def test_pins_at_once_leave_a_slot_for_all_others() -> None:
         await world.changes.load(name)
     outcomes = await asyncio.gather(*(world.changes.pin(name) for name in ("sql", "chat")), return_exceptions=True)
     assert [type(outcome) for outcome in outcomes if isinstance(outcome, Exception)] == [NoFreeSlot]
-    assert len(world.worker.pinned) == 1
+    assert len(world.engine.pinned) == 1
     pinned = next(served.name for served in world.changes.catalogue.all() if served.is_pinned)
     await world.changes.unpin(pinned)
     for name in ("chat", "sql"):
@@ -41,7 +41,7 @@ async def test_pins_of_a_larger_server_are_restored_as_far_as_there_is_room(tmp_
     world.sources.has |= {name: Version(name) for name in names}
     file.write([Remembered(name, is_pinned=True) for name in names])
     await Start(world.changes, Settings(restore=True), file).run()
-    assert len(world.worker.pinned) == 1
+    assert len(world.engine.pinned) == 1
     assert [await world.ask(name) for name in names] == [f"/store/{name}" for name in names]
 
 
@@ -65,7 +65,8 @@ async def test_what_could_not_be_loaded_from_a_uri_leaves_nothing_behind() -> No
         with pytest.raises(IncompatibleAdapter):
             await world.changes.load("sql", "s3://b/x")
     await world.settled()
-    assert world.workers.gate.uris == {}
+    assert world.in_workers == set()
+    assert world.engine.planner.adapters == {}
     assert world.sources.leased == set()
 
 
@@ -98,12 +99,15 @@ class Unload:
     def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
-        for name in ("unload_lora_adapter", "_check_unload_lora_adapter_request"):
-            monkeypatch.setattr(OpenAIServingModels, name, getattr(OpenAIServingModels, name))  # put back afterwards
-        monkeypatch.setattr(doors, "changes", lambda _: world.changes)
-        monkeypatch.setattr(doors, "settings_of_server", Settings)
-        doors._freeing_what_is_unloaded()
+        for name, wrap in (
+            ("unload_lora_adapter", serving_models._freeing),
+            ("_check_unload_lora_adapter_request", serving_models._checking),
+        ):
+            monkeypatch.setattr(OpenAIServingModels, name, wrap(getattr(OpenAIServingModels, name)))
+        monkeypatch.setattr(serving_models, "changes", lambda _: world.changes)
+        monkeypatch.setattr(serving_models, "settings_of_server", Settings)
         self._models = OpenAIServingModels.__new__(OpenAIServingModels)
+        self._models.engine_client = SimpleNamespace(vllm_config=SimpleNamespace(lora_config="there"))
         self._models.lora_requests = world.table.lora_requests
         self._models.lora_resolver_lock = world.server.locks
 
@@ -139,8 +143,8 @@ async def test_unloading_frees_what_a_resolver_has_put_there_meanwhile(monkeypat
         world.sources.needed.add(("sql", "aa"))
         world.sources.served_under["sql"] = found
         request = world.server.new_request("sql", "/store/aa")
-        async with world.workers.gate.held(request):
-            world.table.lora_requests["sql"] = request
+        await world.planner.load(request)
+        world.table.lora_requests["sql"] = request
     assert "removed successfully" in await task
     await world.settled()
     assert (world.in_workers, world.sources.leased) == (set(), set())

@@ -1,1 +1,0 @@
-"""The worker's adapter manager: host memory with a budget, slots, staging, and what leaves first."""

@@ -1,0 +1,286 @@
+"""Moving adapters between disk, host cache and slots: who gives way to whom, and the commands that do it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from lora_plugins.errors import LoRAPluginsError, NoFreeSlot, OutOfMemory
+from lora_plugins.scheduler.adapter import Adapter, Residency
+from lora_plugins.scheduler.host_cache import HostCache
+from lora_plugins.scheduler.messages import Activate, Command, Evict, Load
+from lora_plugins.scheduler.slots import Slots
+from lora_plugins.scheduler.stats import Stats
+
+MAX_LOADS = 4
+
+
+class Placement:
+    """What is in which slot and in the host cache, as it will be once the commands have been carried out.
+
+    Args:
+        evicted: called with each adapter that leaves the host cache.
+
+    Attributes:
+        adapters: all that are known, by engine id. pinned: those that are pinned.
+        idle: those that are loaded, and that nobody uses or waits for.
+        jobs: adapters that are being loaded, or activated in the background.
+        expects_copy: whether activating the adapter that was loaded last costs a copy.
+        yielding: adapters that are given no further requests, as they go once the one is loaded that `room_is_for`.
+    """
+
+    def __init__(self, slots: int, cache: HostCache, stats: Stats, evicted: Callable[[Adapter], None]) -> None:
+        self.slots = Slots(slots)
+        self.cache = cache
+        self.adapters: dict[int, Adapter] = {}
+        self.pinned: dict[int, Adapter] = {}
+        self.idle: set[int] = set()
+        self.jobs: dict[int, Adapter] = {}
+        self.expects_copy = True
+        self.yielding: set[int] = set()
+        self.room_is_for: Adapter | None = None
+        self.commands: list[Command] = []
+        self._stats = stats
+        self._evicted = evicted
+        self._numbers = count(1)
+
+    @property
+    def may_load(self) -> bool:
+        """Whether the workers have time to load one more; activations are not held up by loads."""
+        return sum(job.residency is Residency.LOADING for job in self.jobs.values()) < MAX_LOADS
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no place in the host cache, nor an idle adapter that could give up its own."""
+        return not self.idle and not self.cache.fits_without(0, 1, 0, 0)
+
+    @property
+    def loading_slots(self) -> int:
+        """How many slots wait for an adapter that is being loaded."""
+        return sum(job.residency is Residency.LOADING and job.slot is not None for job in self.jobs.values())
+
+    def note_use(self, adapter: Adapter) -> None:
+        """Note whether an adapter is idle, after anything about it has changed."""
+        if adapter.is_idle:
+            self.idle.add(adapter.engine_id)
+        else:
+            self.idle.discard(adapter.engine_id)
+
+    def _job(self, adapter: Adapter) -> int:
+        adapter.job = next(self._numbers)
+        self.jobs[adapter.job] = adapter
+        return adapter.job
+
+    def job_done(self, adapter: Adapter) -> None:
+        """The workers have nothing more to do for it."""
+        if adapter.job is not None:
+            del self.jobs[adapter.job]
+            adapter.job = None
+
+    # --- slots ---
+
+    def activate(self, adapter: Adapter, displaces: Callable[[Adapter], bool] | None = None) -> bool:
+        """See that a loaded adapter has a slot, at once or once it is written; False where it cannot have one now."""
+        if adapter.slot is not None:
+            return True
+        if adapter.residency is not Residency.LOADED or not self.free_slot(displaces):
+            return False
+        slot = self._take_slot(adapter)
+        adapter.is_active = adapter.is_instant
+        self.note_use(adapter)
+        job = None if adapter.is_instant else self._job(adapter)
+        self._stats.instant_activations += adapter.is_instant
+        self.commands.append(Activate(adapter.engine_id, slot, job))
+        return True
+
+    def free_slot(self, displaces: Callable[[Adapter], bool] | None = None) -> bool:
+        """See that a slot is free: the one used longest ago of those that nobody uses is given up.
+
+        Where there is none, one that waits gives way if `displaces` says so.
+        """
+        if self.slots.has_free:
+            return True
+        owners = [self.adapters[engine_id] for engine_id in self.slots.owners()]
+        victim = next((owner for owner in owners if owner.is_idle), None)
+        if victim is None and displaces is not None:
+            victim = next((owner for owner in owners if owner.can_be_displaced and displaces(owner)), None)
+        if victim is None:
+            return False
+        self.lose_slot(victim)
+        self._stats.slot_evictions += 1
+        return True
+
+    def _take_slot(self, adapter: Adapter) -> int:
+        slot = adapter.slot = self.slots.take(adapter.engine_id)
+        adapter.had_turn = False
+        return slot
+
+    def lose_slot(self, adapter: Adapter) -> None:
+        """Its slot belongs to nobody."""
+        self.slots.release(adapter.engine_id)
+        adapter.slot, adapter.is_active = None, False
+
+    # --- the host cache ---
+
+    def size_bytes(self, adapter: Adapter) -> int:
+        """What an adapter will take of the host cache, as far as is known."""
+        return self.cache.expected_bytes(adapter.spec.path, adapter.spec.size_bytes)
+
+    def never_fits(self, adapter: Adapter) -> LoRAPluginsError | None:
+        """Why an adapter can have no place for as long as others are pinned; None where it can."""
+        size_bytes, cache = self.size_bytes(adapter), self.cache
+        if cache.max_bytes is not None and size_bytes > cache.max_bytes:
+            return OutOfMemory(
+                f"an adapter of {size_bytes} bytes in host memory",
+                expected=f"at most {cache.max_bytes}",
+                remedy="raise LORA_PLUGINS_HOST_MAX_BYTES",
+                adapter=adapter.spec.name,
+            )
+        pinned = [other for other in self.pinned.values() if other is not adapter]
+        pinned_bytes = sum(self.size_bytes(other) for other in pinned)
+        is_too_large = cache.max_bytes is not None and pinned_bytes + size_bytes > cache.max_bytes
+        if not is_too_large and len(pinned) < cache.max_adapters:
+            return None
+        return NoFreeSlot(
+            f"{len(pinned)} pinned adapters with {pinned_bytes} bytes in host memory",
+            expected=f"room for {size_bytes} more in {cache.max_bytes}" if is_too_large else "room for one more",
+            remedy="unpin an adapter, or raise LORA_PLUGINS_HOST_MAX_BYTES or --max-cpu-loras",
+            adapter=adapter.spec.name,
+        )
+
+    def load(self, adapter: Adapter, *, is_overdue: bool, may_take_slot: bool) -> bool:
+        """Have an adapter loaded, and activated at once where a slot is idle; False where there is no room for it."""
+        if not self._make_room(adapter, is_overdue=is_overdue):
+            return False
+        self.cache.reserve(adapter.engine_id, self.size_bytes(adapter))
+        adapter.residency = Residency.LOADING
+        if self.room_is_for is adapter:
+            self.keep_no_room()
+        if may_take_slot and self.expects_copy and self.free_slot():
+            self._take_slot(adapter)
+        self.commands.append(Load(adapter.spec, self._job(adapter), adapter.slot))
+        return True
+
+    def loaded(self, adapter: Adapter, size_bytes: int, cost_s: float, *, is_instant: bool) -> bool:
+        """The workers have it in host memory; False where it takes more than there is room for, and is evicted."""
+        adapter.residency, adapter.is_instant = Residency.LOADED, is_instant
+        self.expects_copy = not is_instant
+        self.cache.loaded(adapter.engine_id, adapter.spec.path, size_bytes, cost_s)
+        if adapter.slot is not None and is_instant:
+            self.lose_slot(adapter)  # it was taken for a copy that is not needed
+        if adapter.slot is None:
+            self.job_done(adapter)
+        victims = self._idle_to_evict(0, 0, (), but=adapter)
+        if victims is None:
+            self.evict(adapter)
+            return False
+        self._evict_all(victims)
+        return True
+
+    def evict(self, adapter: Adapter) -> None:
+        """Remove an adapter from the workers: from slot and host memory."""
+        self.job_done(adapter)
+        size_bytes = self.cache.remove(adapter.engine_id)
+        self.lose_slot(adapter)
+        if adapter.residency is Residency.LOADED and not adapter.is_retired:
+            self._stats.host_evictions += 1
+            self._stats.host_evicted_bytes += size_bytes
+        adapter.residency = Residency.ABSENT
+        self.note_use(adapter)
+        self.commands.append(Evict(adapter.engine_id))
+        self._evicted(adapter)
+
+    def _evict_all(self, victims: list[Adapter]) -> None:
+        for victim in victims:
+            self.evict(victim)
+
+    def _make_room(self, adapter: Adapter, *, is_overdue: bool) -> bool:
+        """Evict what it takes for an adapter to fit; nothing, where all that may go is not enough.
+
+        For one that is overdue others give way too: room is kept for it from then on, and what is loaded meanwhile
+        has to fit beside it.
+        """
+        size_bytes = self.size_bytes(adapter)
+        if self.room_is_for not in (None, adapter):
+            victims = self._idle_beside(self.room_is_for, size_bytes)
+        else:
+            victims = self._idle_to_evict(size_bytes, 1, ())
+            if victims is None and is_overdue:
+                victims = self._keep_room(adapter, size_bytes)
+        if victims is None:
+            return False
+        self._evict_all(victims)
+        return True
+
+    def keep_no_room(self) -> None:
+        """The one that room is kept for is loaded, or not wanted any more."""
+        self.room_is_for = None
+        self.yielding.clear()
+
+    def _keep_room(self, adapter: Adapter, size_bytes: int) -> list[Adapter] | None:
+        """Choose who makes room for an adapter; all of them, once none of them is used, and None before.
+
+        The choice stands until it is loaded. Else what one gives up would be used again before the next has finished.
+        """
+        chosen = self._leaving()
+        if self.room_is_for is None or not self._fits(size_bytes, 1, chosen):
+            chosen = self._choose(adapter, size_bytes)
+            self.room_is_for, self.yielding = adapter, {other.engine_id for other in chosen}
+        is_enough = self._fits(size_bytes, 1, chosen)
+        return chosen if is_enough and all(other.can_be_displaced for other in chosen) else None
+
+    def _leaving(self) -> list[Adapter]:
+        """Those that make room, as far as they are still there and not pinned."""
+        adapters = (self.adapters[engine_id] for engine_id in self.yielding if engine_id in self.cache)
+        return [adapter for adapter in adapters if not adapter.is_pinned]
+
+    def _choose(self, newcomer: Adapter, size_bytes: int) -> list[Adapter]:
+        """As few as make room: who is idle first, then who came later, then who has run longest."""
+        idle, behind, running = [], [], []
+        for adapter in (self.adapters[engine_id] for engine_id in self.cache):
+            if adapter.is_idle:
+                idle.append(adapter)
+            elif adapter.can_be_displaced and _since(adapter) > _since(newcomer):
+                behind.append(adapter)
+            elif adapter.running and not adapter.is_pinned:
+                running.append(adapter)
+        behind.sort(key=_since, reverse=True)
+        running.sort(key=lambda adapter: adapter.admits_since)
+        chosen: list[Adapter] = []
+        for adapter in (*idle, *behind, *running):
+            if self._fits(size_bytes, 1, chosen):
+                break
+            chosen.append(adapter)
+        for adapter in list(chosen):
+            without = [other for other in chosen if other is not adapter]
+            if self._fits(size_bytes, 1, without):
+                chosen = without
+        return chosen
+
+    def _idle_beside(self, other: Adapter, size_bytes: int) -> list[Adapter] | None:
+        """Idle adapters to evict for a load now that leaves the room that is kept for another."""
+        chosen = self._idle_to_evict(size_bytes + self.size_bytes(other), 2, self._leaving())
+        return None if chosen is None or not self._fits(size_bytes, 1, chosen) else chosen
+
+    def _idle_to_evict(
+        self, size_bytes: int, more: int, leaving: Sequence[Adapter], *, but: Adapter | None = None
+    ) -> list[Adapter] | None:
+        """Idle adapters, in the policy's order, without which and without those who leave there is room."""
+        victims: list[Adapter] = []
+        spared = {adapter.engine_id for adapter in leaving} | ({but.engine_id} if but is not None else set())
+        while not self._fits(size_bytes, more, (*victims, *leaving)):
+            candidates = self.idle - spared
+            found = self.cache.victim(candidates.__contains__) if candidates else None
+            if found is None:
+                return None
+            spared.add(found)
+            victims.append(self.adapters[found])
+        return victims
+
+    def _fits(self, size_bytes: int, more: int, gone: Sequence[Adapter]) -> bool:
+        gone_bytes = sum(self.cache.size_bytes(adapter.engine_id) for adapter in gone)
+        return self.cache.fits_without(size_bytes, more, gone_bytes, len(gone))
+
+
+def _since(adapter: Adapter) -> float:
+    return float("-inf") if adapter.waits_since is None else adapter.waits_since

@@ -1,0 +1,145 @@
+"""What an API server asks of the planners in its engines; no vLLM, no torch.
+
+With data parallelism every engine has a planner of its own: what is asked for is asked of all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from cachetools import LRUCache
+
+from lora_plugins.errors import LoRAPluginsError, error_of
+from lora_plugins.events import AdapterReady, Events, LoadRefused
+
+REMEMBERED = 10_000
+
+# Calls a utility of every engine, and returns their answers by the engines' numbers.
+Ask = Callable[[str, tuple[Any, ...]], Awaitable[Mapping[int, Any]]]
+
+
+class Request(Protocol):
+    """The part of vLLM's `LoRARequest` that is needed here."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an adapter is, in all engines together, and how many of its requests are held and run."""
+
+    size_bytes: int = 0
+    host: bool = False
+    slot: bool = False
+    pinned: bool = False
+    held: tuple[str, ...] = ()
+    running: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, engine_id: int, engines: Sequence[Mapping[int, Mapping[str, Any]]]) -> Place:
+        """What the engines' `residency` says of one adapter: it is where every engine has it."""
+        here = [engine[engine_id] for engine in engines if engine_id in engine]
+        if not here:
+            return cls()
+        everywhere = len(here) == len(engines)
+        return cls(
+            max(one["size_bytes"] for one in here),
+            everywhere and all(one["host"] for one in here),
+            everywhere and all(one["slot"] for one in here),
+            any(one["pinned"] for one in here),
+            tuple(request_id for one in here for request_id in one["held"]),
+            tuple(request_id for one in here for request_id in one["running"]),
+        )
+
+
+class PlannerClient:
+    """Loads, pins and retires adapters in the engines.
+
+    Attributes:
+        used_at: when a request for an adapter came last, by engine id, in seconds since 1970.
+    """
+
+    def __init__(self, ask: Ask, events: Events) -> None:
+        self._ask = ask
+        self._events = events
+        self.used_at: LRUCache[int, float] = LRUCache(REMEMBERED)
+
+    def used(self, request: Request) -> None:
+        """A request for this adapter has come."""
+        self.used_at[request.lora_int_id] = time.time()
+
+    async def load(
+        self, request: Request, *, uri: str | None = None, wants_slot: bool = True, is_urgent: bool = False
+    ) -> None:
+        """Bring an adapter into every engine's host memory, and into a slot where one is idle.
+
+        `uri`: what it was loaded from, for workers that lack its files; None where its name says it. `is_urgent`: ends
+        as soon as it is in host memory.
+
+        Raises:
+            LoRAPluginsError: an engine cannot have it.
+        """
+        try:
+            answers = await self._answers("lora_plugins_load", _spec(request, uri), wants_slot, is_urgent)
+        except LoRAPluginsError as error:
+            self._events.emit(LoadRefused(request.lora_name, error))
+            raise
+        loads = [answer for answer in answers if answer["load_s"] is not None]
+        if loads:
+            size_bytes, load_s = (max(answer[what] for answer in loads) for what in ("size_bytes", "load_s"))
+            self._events.emit(AdapterReady(request.lora_name, request.lora_path, size_bytes, load_s))
+
+    async def pin(self, request: Request, *, uri: str | None = None) -> None:
+        """Keep an adapter in every engine's host memory, and in a slot.
+
+        Raises:
+            LoRAPluginsError: an engine cannot have it. NoFreeSlot: nothing would be left for all others.
+        """
+        try:
+            await self._answers("lora_plugins_pin", _spec(request, uri))
+        except LoRAPluginsError:
+            await self.unpin(request.lora_int_id)
+            raise
+
+    async def unpin(self, engine_id: int) -> None:
+        """Let a pinned adapter go when others need its place."""
+        await self._ask("lora_plugins_unpin", (engine_id,))
+
+    async def retire(self, engine_id: int, refusal: LoRAPluginsError | None = None) -> None:
+        """Evict an adapter as soon as nobody uses it, and wait for that.
+
+        With a `refusal`, requests that are not admitted yet, or still come, are refused with it.
+        """
+        await self._ask("lora_plugins_retire", (engine_id, None if refusal is None else refusal.plain()))
+
+    async def places(self) -> Callable[[int], Place]:
+        """Where each adapter is now, by engine id."""
+        answers = await self._ask("lora_plugins_residency", ())
+        engines = [{row["engine_id"]: row for row in rows} for rows in answers.values()]
+        return lambda engine_id: Place.of(engine_id, engines)
+
+    async def figures(self) -> Mapping[int, Mapping[str, Any]]:
+        """What each engine's planner counts, by the engine's number."""
+        return await self._ask("lora_plugins_figures", ())
+
+    async def _answers(self, utility: str, *arguments: Any) -> list[dict[str, Any]]:
+        answers = list((await self._ask(utility, arguments)).values())
+        for answer in answers:
+            if "error" in answer:
+                raise error_of(answer["error"])
+        return answers
+
+
+def _spec(request: Request, uri: str | None) -> dict[str, Any]:
+    return {
+        "engine_id": request.lora_int_id,
+        "name": request.lora_name,
+        "path": request.lora_path,
+        "uri": uri,
+        "is_3d": bool(getattr(request, "is_3d_lora_weight", False)),
+    }

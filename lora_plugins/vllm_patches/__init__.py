@@ -1,0 +1,1 @@
+"""What is changed in vLLM, a file for each object that is; the symbols stand in `lora_plugins.ledger`."""

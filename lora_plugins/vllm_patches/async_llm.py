@@ -1,0 +1,171 @@
+"""vLLM's asynchronous engine client: loads go to the planner, and an error of ours reaches whoever asked.
+
+Wrapped are `AsyncLLM.add_lora`, `generate` and `encode` (vllm/v1/engine/async_llm.py, 0.30 to 0.33).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import weakref
+from collections.abc import AsyncIterator
+from contextvars import ContextVar
+from typing import Any
+
+from lora_plugins.engine import http_error
+from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.events import RequestRefused, RequestServed
+from lora_plugins.process import EVENTS
+from lora_plugins.server.planner_client import Ask, PlannerClient
+from lora_plugins.server.response_start import pending
+from lora_plugins.vllm_patches.scheduler import error_in, error_in_tensor
+
+_planners: weakref.WeakKeyDictionary[Any, PlannerClient] = weakref.WeakKeyDictionary()
+
+# vLLM swallows what `add_lora` raises; whoever wants its text puts a list here before calling.
+refusals: ContextVar[list[LoRAPluginsError] | None] = ContextVar("lora_plugins_refusals", default=None)
+
+# Where a request's adapter is resolved, nobody waits for its load: the request itself will. Called if it fails.
+on_failed_load: ContextVar[Any] = ContextVar("lora_plugins_on_failed_load", default=None)
+
+# Takes a `LoRARequest` with `load_inplace` from vLLM's endpoint; it returns whether it was a swap.
+load_in_place: ContextVar[Any] = ContextVar("lora_plugins_load_in_place", default=None)
+
+_loading: set[asyncio.Task[None]] = set()
+
+
+def patch() -> None:
+    """Have every client of this process do so."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    AsyncLLM.add_lora = _adding(AsyncLLM.add_lora)
+    AsyncLLM.generate = _generating(AsyncLLM.generate)
+    AsyncLLM.encode = _encoding(AsyncLLM.encode)
+
+
+def planner_of(client: Any) -> PlannerClient:
+    """The planners behind an engine client; the same object every time."""
+    planner = _planners.get(client)
+    if planner is None:
+        planner = _planners[client] = PlannerClient(_asking(weakref.ref(client)), EVENTS)
+    return planner
+
+
+def has_planner(client: Any) -> bool:
+    """Whether LoRA is on."""
+    return client is not None and client.vllm_config.lora_config is not None
+
+
+def _asking(client: weakref.ref[Any]) -> Ask:
+    async def ask(utility: str, arguments: tuple[Any, ...]) -> dict[int, Any]:
+        """Call a utility of every engine: vLLM's own call returns the first engine's answer only."""
+        target = client()
+        if target is None:
+            raise RuntimeError("the engine client is gone")
+        core = target.engine_core
+        engines = getattr(core, "core_engines", None) or []
+        numbers = [int.from_bytes(identity, "little") for identity in engines] or [0]
+        if len(engines) < 2:
+            return {numbers[0]: await core.call_utility_async(utility, *arguments)}
+        calls = (core._call_utility_async(utility, *arguments, engine=engine) for engine in engines)  # noqa: SLF001
+        return dict(zip(numbers, await asyncio.gather(*calls), strict=True))
+
+    return ask
+
+
+def noted(error: LoRAPluginsError) -> Exception:
+    """The error as vLLM answers it, noted for whoever wants its text."""
+    wanted = refusals.get()
+    if wanted is not None:
+        wanted.append(error)
+    return http_error(error)
+
+
+def _adding(original: Any) -> Any:
+    @functools.wraps(original)
+    async def add_lora(self: Any, lora_request: Any) -> Any:
+        if not has_planner(self):
+            return await original(self, lora_request)
+        swap = load_in_place.get()
+        try:
+            if lora_request.load_inplace:
+                if swap is None:  # not from the endpoint: the caller's own id, and no name to swap
+                    return await original(self, lora_request)
+                if await swap(lora_request):
+                    return True
+            failed = on_failed_load.get()
+            load = planner_of(self).load(lora_request, is_urgent=failed is None)
+            if failed is None:
+                await load
+            else:
+                _in_background(load, lora_request, failed)
+        except LoRAPluginsError as error:
+            raise noted(error) from None
+        return True
+
+    return add_lora
+
+
+def _in_background(load: Any, lora_request: Any, failed: Any) -> None:
+    async def loading() -> None:
+        try:
+            await load
+        except LoRAPluginsError:  # its request is answered with it
+            failed(lora_request)
+
+    task = asyncio.get_running_loop().create_task(loading())
+    _loading.add(task)
+    task.add_done_callback(_loading.discard)
+
+
+def _generating(original: Any) -> Any:
+    @functools.wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = original(self, *args, **kwargs)
+        lora_request = kwargs.get("lora_request")
+        return outputs if lora_request is None else _watched(self, outputs, lora_request, _error_of_completion)
+
+    return generate
+
+
+def _encoding(original: Any) -> Any:
+    @functools.wraps(original)
+    def encode(
+        self: Any,
+        prompt: Any,
+        pooling_params: Any,
+        request_id: str,
+        lora_request: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        outputs = original(self, prompt, pooling_params, request_id, lora_request, *args, **kwargs)
+        return outputs if lora_request is None else _watched(self, outputs, lora_request, _error_of_pooling)
+
+    return encode
+
+
+async def _watched(client: Any, outputs: Any, lora_request: Any, error_of_output: Any) -> AsyncIterator[Any]:
+    """The outputs of a request for an adapter; raises where the engine could not have it."""
+    name, response, has_begun = lora_request.lora_name, pending(), False
+    planner_of(client).used(lora_request)
+    async for output in outputs:
+        error = error_of_output(output)
+        if error is not None:
+            EVENTS.emit(RequestRefused(name, error))
+            response.error = noted(error)
+            raise response.error
+        if not has_begun:
+            has_begun = response.has_begun = True
+            EVENTS.emit(RequestServed(name))
+        yield output
+
+
+def _error_of_completion(output: Any) -> LoRAPluginsError | None:
+    if not output.finished and not any(one.finish_reason for one in output.outputs):
+        return None
+    return next((error for one in output.outputs if (error := error_in(one.stop_reason)) is not None), None)
+
+
+def _error_of_pooling(output: Any) -> LoRAPluginsError | None:
+    return error_in_tensor(output.outputs.data)

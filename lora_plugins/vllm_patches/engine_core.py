@@ -1,0 +1,270 @@
+"""What API servers and offline engines ask of the planner, as utilities of vLLM's engine core.
+
+Methods are added to `EngineCore` (vllm/v1/engine/core.py, 0.30 to 0.33), where vLLM's clients reach them by name, and
+those that vLLM has for adapters are replaced. One that has to wait returns a Future, which vLLM answers in the end.
+In the caller's own process (offline, without multiprocessing) nobody steps meanwhile, so it is waited for here.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from concurrent.futures import Future
+from typing import Any
+
+from lora_plugins.errors import LoRAPluginsError, error_of
+from lora_plugins.scheduler.adapter import Residency
+from lora_plugins.scheduler.messages import AdapterSpec
+from lora_plugins.scheduler.planner import Planner
+from lora_plugins.vllm_patches.notices import Notices
+from lora_plugins.vllm_patches.scheduler import Admission
+
+_STEP_WAIT_S = 0.05
+Answer = dict[str, Any]  # {"error": …} where it failed
+
+
+def patch() -> None:
+    """Give every engine core of this process these utilities."""
+    from vllm.v1.engine.core import EngineCore
+
+    for utility in (_load, _pin, _unpin, _retire, _residency, _figures):
+        setattr(EngineCore, f"lora_plugins{utility.__name__}", utility)
+    EngineCore.add_lora = _adding(EngineCore.add_lora)
+    EngineCore.remove_lora = _removing(EngineCore.remove_lora)
+    EngineCore.pin_lora = _pinning(EngineCore.pin_lora)
+    EngineCore.wake_up = _waking(EngineCore.wake_up)
+
+
+# `self` is an EngineCore.
+
+
+def _load(self: Any, spec: dict[str, Any], wants_slot: bool, is_urgent: bool = False) -> Future[Answer] | Answer:
+    """Bring an adapter into host memory, and into a slot if one is idle.
+
+    An urgent one is answered as soon as it is loaded, while the step goes on.
+    """
+    scheduler = _scheduler(self)
+    planned = _spec(scheduler, spec)
+    was_loaded = planned.engine_id in scheduler.planner.placement.cache
+
+    def said(answer: Answer) -> Answer:
+        if answer:  # an error, or what the workers themselves said
+            return answer
+        adapter = scheduler.planner.adapters.get(planned.engine_id)
+        if adapter is None:
+            return {"load_s": None}
+        size_bytes = scheduler.planner.placement.size_bytes(adapter)
+        return {"load_s": None if was_loaded else adapter.load_s, "size_bytes": size_bytes}
+
+    is_urgent = is_urgent and _can_notice(self)
+    if is_urgent and scheduler.notices is None:
+        scheduler.notices = Notices(self.vllm_config.parallel_config.world_size)
+    load = scheduler.planner.load(planned, time.monotonic(), wants_slot=wants_slot, is_urgent=is_urgent)
+    answer = _answer(self, load)
+    result: Future[Answer] | Answer = _then(answer, said)
+    return result
+
+
+def _can_notice(core: Any) -> bool:
+    """Whether workers reach a local socket of this process, and something is answered while it steps."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    parallel = core.vllm_config.parallel_config
+    is_local = getattr(parallel, "nnodes", 1) == 1 and parallel.distributed_executor_backend in {None, "mp", "uni"}
+    return is_local and isinstance(core, EngineCoreProc) and sys.platform == "linux"
+
+
+def _pin(self: Any, spec: dict[str, Any]) -> Future[Answer] | Answer:
+    """Keep an adapter in host memory and in a slot."""
+    scheduler = _scheduler(self)
+    return _answer(self, scheduler.planner.pin(_spec(scheduler, spec), time.monotonic()))
+
+
+def _unpin(self: Any, engine_id: int) -> bool:
+    """Let a pinned adapter go when others need its place."""
+    return bool(_scheduler(self).planner.unpin(engine_id))
+
+
+def _retire(self: Any, engine_id: int, refusal: dict[str, str] | None) -> Future[Answer] | Answer:
+    """Evict an adapter as soon as nobody uses it."""
+    scheduler = _scheduler(self)
+    error = None if refusal is None else error_of(refusal)
+    return _answer(self, scheduler.planner.retire(engine_id, error))
+
+
+def _residency(self: Any) -> list[dict[str, Any]]:
+    """What is known of each adapter: where it is, and which requests are held and run."""
+    cache = _planner(self).placement.cache
+    return [
+        {
+            "engine_id": adapter.engine_id,
+            "name": adapter.spec.name,
+            "size_bytes": cache.size_bytes(adapter.engine_id) if adapter.engine_id in cache else 0,
+            "host": adapter.residency is Residency.LOADED,
+            "slot": adapter.is_active,
+            "pinned": adapter.is_pinned,
+            "held": list(adapter.held),
+            "running": list(adapter.running),
+        }
+        for adapter in _planner(self).adapters.values()
+    ]
+
+
+def _figures(self: Any) -> dict[str, Any]:
+    """What the planner counts, for metrics."""
+    planner = _planner(self)
+    cache, stats = planner.placement.cache, planner.stats
+    loaded = [adapter for adapter in planner.adapters.values() if adapter.residency is Residency.LOADED]
+    return {
+        "loaded": [(adapter.spec.name, adapter.is_active, adapter.is_pinned) for adapter in loaded],
+        "slots": planner.max_running,
+        "spare_slots": planner.placement.slots.count - planner.max_running,
+        "held": planner.held_count,
+        "host_max_adapters": cache.max_adapters,
+        "host_max_bytes": cache.max_bytes,
+        "host_bytes": cache.used_bytes,
+        "host_evictions": stats.host_evictions,
+        "host_evicted_bytes": stats.host_evicted_bytes,
+        "load_failures": stats.load_failures,
+        "slot_evictions": stats.slot_evictions,
+        "instant_activations": stats.instant_activations,
+        "background_activations": stats.background_activations,
+        "refused": dict(stats.refused),
+        "load_seconds": stats.load_seconds.plain(),
+        "activate_seconds": stats.activate_seconds.plain(),
+        "wait_seconds": {found.value: seconds.plain() for found, seconds in stats.waits.items()},
+    }
+
+
+def _adding(original: Any) -> Any:
+    @functools.wraps(original)
+    def add_lora(self: Any, lora_request: Any) -> Any:
+        scheduler = self.scheduler
+        if getattr(scheduler, "planner", None) is None:
+            return original(self, lora_request)
+        error = scheduler.make_way_for(lora_request, reload=lora_request.load_inplace)
+        if error is not None:
+            raise error
+        spec = scheduler.spec_of(lora_request)
+        answer = _answer(self, scheduler.planner.load(spec, time.monotonic(), wants_slot=True))
+        return _then(answer, _true_or_raise)
+
+    return add_lora
+
+
+def _removing(original: Any) -> Any:
+    @functools.wraps(original)
+    def remove_lora(self: Any, lora_id: int) -> Any:
+        planner = getattr(self.scheduler, "planner", None)
+        if planner is None:
+            return original(self, lora_id)
+        is_known = lora_id in planner.adapters
+        return _then(_answer(self, planner.retire(lora_id, None)), lambda _: is_known)
+
+    return remove_lora
+
+
+def _pinning(original: Any) -> Any:
+    @functools.wraps(original)
+    def pin_lora(self: Any, lora_id: int) -> Any:
+        planner = getattr(self.scheduler, "planner", None)
+        known = None if planner is None else planner.adapters.get(lora_id)
+        if planner is None or known is None:
+            return original(self, lora_id)
+        return _then(_answer(self, planner.pin(known.spec, time.monotonic())), _true_or_raise)
+
+    return pin_lora
+
+
+def _waking(original: Any) -> Any:
+    """While the engine slept, what lay in slots may have been lost; the host cache was not."""
+
+    @functools.wraps(original)
+    def wake_up(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if getattr(self.scheduler, "planner", None) is not None and not self.model_executor.is_sleeping:
+            self.model_executor.collective_rpc("lora_plugins_rewrite_slots")
+        return result
+
+    return wake_up
+
+
+def _scheduler(core: Any) -> Any:
+    scheduler = core.scheduler
+    if not isinstance(scheduler, Admission) or scheduler.planner is None:
+        raise RuntimeError("lora_plugins: this engine has no planner, as LoRA is off")
+    return scheduler
+
+
+def _planner(core: Any) -> Planner:
+    planner: Planner = _scheduler(core).planner
+    return planner
+
+
+def _spec(scheduler: Any, spec: dict[str, Any]) -> AdapterSpec:
+    from vllm.lora.request import LoRARequest
+
+    if spec["uri"] is not None:
+        scheduler.uris[spec["engine_id"]] = spec["uri"]
+    request = LoRARequest(
+        lora_name=spec["name"],
+        lora_int_id=spec["engine_id"],
+        lora_path=spec["path"],
+        is_3d_lora_weight=spec["is_3d"],
+    )
+    planned: AdapterSpec = scheduler.spec_of(request)
+    return planned
+
+
+def _answer(core: Any, future: Future[Any]) -> Future[Answer] | Answer:
+    """The end of what was asked for, with its error as plain values: vLLM carries an exception's text only."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    if not isinstance(core, EngineCoreProc):
+        _step_until_done(core, future)
+        return _plain(future)
+    answer: Future[Answer] = Future()
+    future.add_done_callback(lambda done: answer.set_result(_plain(done)))
+    return answer
+
+
+def _plain(done: Future[Any]) -> Answer:
+    error = done.exception()
+    if error is None:
+        loaded = done.result()
+        return {} if loaded is None else {"load_s": loaded.load_s, "size_bytes": loaded.size_bytes}
+    if not isinstance(error, LoRAPluginsError):
+        raise error
+    return {"error": error.plain()}
+
+
+def _then(answer: Future[Answer] | Answer, what: Any) -> Any:
+    if not isinstance(answer, Future):
+        return what(answer)
+    result: Future[Any] = Future()
+
+    def done(of_answer: Future[Answer]) -> None:
+        try:
+            result.set_result(what(of_answer.result()))
+        except Exception as error:  # noqa: BLE001 - handed to whoever asked
+            result.set_exception(error)
+
+    answer.add_done_callback(done)
+    return result
+
+
+def _true_or_raise(answer: Answer) -> bool:
+    if "error" in answer:
+        raise error_of(answer["error"])
+    return True
+
+
+def _step_until_done(core: Any, future: Future[Any]) -> None:
+    """Steps without batches, for a caller that steps only when it has requests."""
+    scheduler = core.scheduler
+    while not future.done():
+        commands = scheduler.plan()
+        of_workers = core.model_executor.collective_rpc("lora_plugins_step", args=(commands, _STEP_WAIT_S))
+        scheduler.planner.carried_out(commands)
+        scheduler.planner.reported([report for reports in of_workers for report in reports], time.monotonic())

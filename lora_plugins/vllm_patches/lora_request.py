@@ -1,0 +1,35 @@
+"""Two versions of one adapter, under one name, in the engine at the same time.
+
+vLLM takes requests' adapters for the same where their names are the same: a batch with both versions would hold one of
+them only, and the other's rows would be computed with whatever is in its slot. With this, name and id tell them apart.
+The vLLM symbols stand in `lora_plugins.ledger`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def tell_versions_apart() -> None:
+    """Compare requests' adapters by name and id, and cached prefixes by name and path, in this process."""
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.core import kv_cache_utils
+
+    LoRARequest.__eq__ = _is_same
+    LoRARequest.__hash__ = _hash
+    if "lora_path" not in kv_cache_utils._gen_lora_extra_hash_keys.__code__.co_names:  # noqa: SLF001 - up to 0.30
+        kv_cache_utils._gen_lora_extra_hash_keys = _prefix_keys  # noqa: SLF001
+
+
+def _is_same(self: Any, value: object) -> bool:
+    return isinstance(value, type(self)) and self.lora_name == value.lora_name and self.lora_int_id == value.lora_int_id
+
+
+def _hash(self: Any) -> int:
+    return hash((self.lora_name, self.lora_int_id))
+
+
+def _prefix_keys(request: Any) -> list[str]:
+    """What a cached prefix of this request depends on: the adapter's path changes with its bytes."""
+    adapter = request.lora_request
+    return [] if not adapter else [adapter.lora_name, adapter.lora_path]

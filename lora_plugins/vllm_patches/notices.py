@@ -1,0 +1,85 @@
+"""Ends of loads, as soon as the workers have them: whoever waits need not wait for the end of the step as well.
+
+The planner hears of them with the step's output as always. Here only futures are resolved, in a thread of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Listener
+from typing import Any
+
+from lora_plugins.logs import logger
+from lora_plugins.scheduler.messages import Command, Failed, Load, Loaded, Notify
+from lora_plugins.scheduler.planner import Planner
+from lora_plugins.worker.agreement import merged
+
+
+@dataclass(slots=True)
+class _Waiting:
+    futures: list[Future[Any]]
+    loaded: list[Loaded] = field(default_factory=list)
+
+
+class Notices:
+    """Resolves the futures of urgent calls by what workers say.
+
+    Args:
+        world_size: workers, all of which have to have an adapter.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._waiting: dict[int, _Waiting] = {}
+        self._lock = threading.Lock()
+        key = os.urandom(32)
+        # In Linux's abstract namespace: there is no file that could be left behind.
+        address = f"\0lora-plugins-{os.getpid()}-{os.urandom(8).hex()}"
+        self._listener = Listener(address, "AF_UNIX", authkey=key)
+        self._notify = Notify(address, key)
+        threading.Thread(target=self._listen, daemon=True, name="lora-plugins-notices").start()
+
+    def asked_for(self, commands: Sequence[Command], planner: Planner) -> list[Command]:
+        """The same commands, where loads that somebody waits for say where to tell."""
+        return [self._noting(command, planner) for command in commands]
+
+    def _noting(self, command: Command, planner: Planner) -> Command:
+        adapter = planner.adapters.get(command.spec.engine_id) if isinstance(command, Load) else None
+        if adapter is None or not isinstance(command, Load):
+            return command
+        futures: list[Future[Any]] = [call.future for call in adapter.calls if call.is_urgent and not call.needs_slot]
+        if not futures:
+            return command
+        with self._lock:
+            self._waiting[command.job] = _Waiting(futures)
+        return replace(command, notify=self._notify)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                with self._listener.accept() as connection:
+                    self._said(connection.recv())
+            except Exception:  # noqa: BLE001 - the planner says it again; the next one is to be heard
+                logger.debug("A notice was not understood", exc_info=True)
+
+    def _said(self, report: Any) -> None:
+        with self._lock:
+            waiting = self._waiting.get(report.job)
+            if waiting is None:
+                return
+            if isinstance(report, Loaded):
+                waiting.loaded.append(report)
+                if len(waiting.loaded) < self._world_size:
+                    return
+            del self._waiting[report.job]
+        for future in waiting.futures:
+            with suppress(InvalidStateError):  # the planner was faster, or nobody waits any more
+                if isinstance(report, Failed):
+                    future.set_exception(report.error)
+                else:
+                    future.set_result(merged([*waiting.loaded]))

@@ -1,0 +1,353 @@
+"""vLLM's scheduler, with admission by adapter before it.
+
+`SchedulerConfig.get_scheduler_cls` is wrapped to return a subclass of whatever class it names. A request that names an
+adapter is held until the planner admits it; from then on it is vLLM's like any other. Requests without an adapter pass
+through. Only public methods are overridden (`SchedulerInterface` in vllm/v1/core/sched/interface.py, 0.30 to 0.33).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from cachetools import LRUCache
+
+from lora_plugins.errors import InvalidAdapter, InvalidSettings, LoRAPluginsError, error_of
+from lora_plugins.scheduler.host_cache import HostCache
+from lora_plugins.scheduler.messages import AdapterSpec, Command
+from lora_plugins.scheduler.planner import Planner
+from lora_plugins.scheduler.policies import make_policy
+from lora_plugins.settings import Settings
+from lora_plugins.vllm_patches.notices import Notices
+
+COMMANDS = "lora_plugins_commands"  # on SchedulerOutput
+REPORTS = "lora_plugins_reports"  # on ModelRunnerOutput
+_REMEMBERED = 10_000
+ERROR = "lora-plugins:"  # how the stop reason of a refused request begins
+
+
+class Admission:
+    """What is put before a scheduler class of vLLM; `planner` is None where LoRA is off."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        self.planner = planner_of(vllm_config)
+        self._hides_held = False
+        self._refused: list[tuple[Any, LoRAPluginsError]] = []
+        self._later_parts: dict[str, list[Any]] = {}  # of sessions that are held, by request id
+        self.notices: Notices | None = None  # made when somebody has an urgent call
+        self.uris: LRUCache[int, str] = LRUCache(_REMEMBERED)  # what adapters were loaded from, by engine id
+        self._by_priority = vllm_config.scheduler_config.policy == "priority"
+        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
+
+    # --- requests ---
+
+    def add_request(self, request: Any) -> None:
+        """Hold a request that names an adapter; later parts of a session that is held follow it."""
+        planner: Planner | None = self.planner
+        if (
+            planner is None
+            or request.lora_request is None
+            or getattr(request, "abort_immediately", False)
+            or request.request_id in self.requests  # type: ignore[attr-defined]
+        ):
+            super().add_request(request)  # type: ignore[misc]
+            return
+        if planner.is_held(request.request_id):
+            self._later_parts.setdefault(request.request_id, []).append(request)
+            return
+        if self.log_stats:  # type: ignore[attr-defined]
+            from vllm.v1.engine import EngineCoreEventType
+
+            request.record_event(EngineCoreEventType.QUEUED)
+        error = self.make_way_for(request.lora_request)
+        if error is not None:
+            self._refused.append((request, error))
+            return
+        priority = request.priority if self._by_priority else 0
+        spec = self.spec_of(request.lora_request)
+        planner.arrived(spec, request.request_id, request, time.monotonic(), priority)
+
+    def make_way_for(self, lora_request: Any, *, reload: bool = False) -> LoRAPluginsError | None:
+        """Evict another adapter that has this one's id; the error where somebody uses it.
+
+        API servers give no id twice; whoever makes `LoRARequest`s himself may. `reload`: also what comes from the same
+        path.
+        """
+        engine_id = lora_request.lora_int_id
+        known = None if self.planner is None else self.planner.adapters.get(engine_id)
+        if self.planner is None or known is None:
+            return None
+        if known.spec.path == lora_request.lora_path and not reload:
+            return None
+        if self.planner.evict_unused(engine_id):
+            return None
+        return InvalidAdapter(
+            f"lora_int_id {engine_id}, which '{known.spec.name}' from {known.spec.path} has, and is used",
+            expected="an id of its own for each adapter",
+            remedy="give it another lora_int_id, or wait for the requests of the other",
+            adapter=lora_request.lora_name,
+        )
+
+    def spec_of(self, lora_request: Any) -> AdapterSpec:
+        """What the planner knows an adapter by, of vLLM's `LoRARequest`."""
+        known = None if self.planner is None else self.planner.adapters.get(lora_request.lora_int_id)
+        if known is not None and known.spec.path == lora_request.lora_path:
+            return known.spec
+        return AdapterSpec(
+            lora_request.lora_int_id,
+            lora_request.lora_name,
+            lora_request.lora_path,
+            self.uris.get(lora_request.lora_int_id),
+            bool(getattr(lora_request, "is_3d_lora_weight", False)),
+            _weights_bytes(lora_request.lora_path),
+        )
+
+    def _admit(self, request: Any) -> None:
+        super().add_request(request)  # type: ignore[misc]
+        if self.log_stats and len(request.events) > 1:  # type: ignore[attr-defined]
+            request.events.pop()  # it has been queued since it came
+        for part in self._later_parts.pop(request.request_id, ()):
+            super().add_request(part)  # type: ignore[misc]
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
+        """As vLLM's, of held requests too."""
+        planner: Planner | None = self.planner
+        if planner is None:
+            return super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+        if isinstance(request_ids, str):
+            request_ids = (request_ids,)
+        elif request_ids is not None:
+            request_ids = list(request_ids)
+        gone = planner.take_back(request_ids)
+        for request in gone:
+            self._forget(request, finished_status)
+        finished = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+        planner.finished([request.request_id for request in finished], time.monotonic())
+        return gone + finished
+
+    def _forget(self, request: Any, status: Any) -> None:
+        """End a held request, of which the scheduler itself knows nothing."""
+        request.status = status
+        self._later_parts.pop(request.request_id, None)
+        if self.finished_req_ids_dict is not None:  # type: ignore[attr-defined]
+            self.finished_req_ids_dict[request.client_index].add(request.request_id)  # type: ignore[attr-defined]
+
+    def has_request(self, request_id: str) -> bool:
+        """As vLLM's (which has it from 0.33), of held requests too."""
+        if self.planner is not None and self.planner.is_held(request_id):
+            return True
+        vllms = getattr(super(), "has_request", None)
+        return request_id in self.requests if vllms is None else bool(vllms(request_id))  # type: ignore[attr-defined]
+
+    # --- steps ---
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Admit whose turn it is, then schedule as vLLM does; commands for the workers ride on the output."""
+        planner: Planner | None = self.planner
+        if planner is None:
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        commands = self.plan()
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        if commands:
+            setattr(output, COMMANDS, commands)
+        return output
+
+    def plan(self) -> list[Command]:
+        """Admit whose turn it is; returns what the workers have to do before these requests run."""
+        if self.planner is None:
+            return []
+        plan = self.planner.plan(time.monotonic(), is_paused=self._is_paused)
+        for request in plan.admitted:
+            self._admit(request)
+        self._refused.extend(plan.refused)
+        return plan.commands if self.notices is None else self.notices.asked_for(plan.commands, self.planner)
+
+    @property
+    def _is_paused(self) -> bool:
+        return bool(self.pause_state != 0)  # type: ignore[attr-defined]
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """As vLLM's, with what the workers report, and errors for requests that were refused."""
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        planner: Planner | None = self.planner
+        if planner is None:
+            return outputs
+        now = time.monotonic()
+        for of_client in outputs.values():
+            ended = [output.request_id for output in of_client.outputs if output.finish_reason is not None]
+            if ended:
+                planner.finished([one for one in ended if self._has_ended(one)], now)
+        planner.carried_out(getattr(scheduler_output, COMMANDS, ()))
+        planner.reported(getattr(model_runner_output, REPORTS, ()), now)
+        self._refused.extend(planner.take_refused())
+        if self._refused:
+            self._answer_refused(outputs)
+        return outputs
+
+    def _has_ended(self, request_id: str) -> bool:
+        """Whether it has left; a session that waits for its next part has a finish reason too."""
+        request = self.requests.get(request_id)  # type: ignore[attr-defined]
+        return request is None or bool(request.is_finished())
+
+    def _answer_refused(self, outputs: dict[int, Any]) -> None:
+        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+        from vllm.v1.request import RequestStatus
+
+        for request, error in self._refused:
+            request.status = RequestStatus.FINISHED_ERROR
+            self._later_parts.pop(request.request_id, None)
+            of_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            of_client.outputs.append(
+                EngineCoreOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    pooling_output=None if request.pooling_params is None else error_tensor(error),
+                    finish_reason=FinishReason.ERROR,
+                    stop_reason=stop_reason(error),
+                    events=request.take_events(),
+                    trace_headers=request.trace_headers,
+                )
+            )
+            if self.finished_req_ids_dict is not None:  # type: ignore[attr-defined]
+                of_client.finished_requests = (of_client.finished_requests or set()) | {request.request_id}
+        self._refused.clear()
+
+    # --- counts ---
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """Running and waiting requests, the held ones among the latter."""
+        running, waiting = super().get_request_counts()  # type: ignore[misc]
+        return running, waiting + self._held
+
+    @property
+    def _held(self) -> int:
+        return 0 if self.planner is None or self._hides_held else self.planner.held_count
+
+    def get_num_unfinished_requests(self) -> int:
+        """As vLLM's, with held requests, unless all new ones are paused."""
+        unfinished = int(self._without_held("get_num_unfinished_requests"))
+        return unfinished if self._is_paused else unfinished + self._held
+
+    def has_finished_requests(self) -> bool:
+        """As vLLM's, which compares what is queued with what it knows: held requests are neither."""
+        return bool(self._without_held("has_finished_requests"))
+
+    def has_requests(self) -> bool:
+        """Whether to go on with steps: also for what the workers do, or are to do, without any request."""
+        return bool(super().has_requests()) or (  # type: ignore[misc]
+            self.planner is not None and (self.planner.has_work or bool(self._refused))
+        )
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's, where held requests wait."""
+        stats = self._without_held("make_stats", *args, **kwargs)
+        if stats is not None and self.planner is not None and self.planner.held_count:
+            stats.num_waiting_reqs += self.planner.held_count
+            stats.waiting_lora_adapters.update(self.planner.held_by_name)
+        return stats
+
+    def _without_held(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """VLLM's own method, which must not count what is held (0.30 counts its queues, others call each other)."""
+        hid, self._hides_held = self._hides_held, True
+        try:
+            return getattr(super(), method)(*args, **kwargs)
+        finally:
+            self._hides_held = hid
+
+
+def planner_of(vllm_config: Any) -> Planner | None:
+    """The planner for an engine of this configuration; None where LoRA is off.
+
+    Raises:
+        InvalidSettings: a setting, or an executor whose workers would not see the commands.
+    """
+    lora = vllm_config.lora_config
+    if lora is None:
+        return None
+    _refuse_executor(vllm_config)
+    settings = Settings.from_env()
+    cache = HostCache(settings.host_max_bytes, lora.max_cpu_loras, make_policy(settings.host_policy))
+    return Planner(settings.running(lora.max_loras), settings.slots(lora.max_loras), cache)
+
+
+def _refuse_executor(vllm_config: Any) -> None:
+    """Ray's executor before 0.33 calls the model runner past the worker, where commands are read.
+
+    With an external launcher every rank has a scheduler of its own, and only one rank's outputs would reach its own.
+    """
+    from vllm.v1.executor.abstract import Executor
+
+    executor = Executor.get_class(vllm_config)
+    if executor.__name__ == "ExecutorWithExternalLauncher" and vllm_config.parallel_config.world_size > 1:
+        raise InvalidSettings(
+            "lora_lru_manager with an external launcher of several workers",
+            expected="one scheduler for all workers",
+            remedy="leave --distributed-executor-backend external_launcher out, or lora_lru_manager",
+        )
+    if executor.__name__ == "RayDistributedExecutor":
+        raise InvalidSettings(
+            "lora_lru_manager with vLLM's first Ray executor",
+            expected="multiprocessing, or Ray's second executor",
+            remedy="set VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1, or leave --distributed-executor-backend ray out",
+        )
+
+
+def _weights_bytes(path: str) -> int:
+    """What the weights will take of host memory, as far as their file says; the workers find out more."""
+    try:
+        return sum(entry.stat().st_size for entry in os.scandir(path) if entry.name.startswith("adapter_model."))
+    except OSError:
+        return 0  # on another node; the workers will say what is wrong with it
+
+
+def stop_reason(error: LoRAPluginsError) -> str:
+    """An error as vLLM's outputs can carry it."""
+    return ERROR + json.dumps(error.plain())
+
+
+def error_tensor(error: LoRAPluginsError) -> Any:
+    """An error as the output of a pooling request can carry it: vLLM asks for a tensor, and drops the stop reason."""
+    import torch
+
+    return torch.frombuffer(bytearray(stop_reason(error).encode()), dtype=torch.uint8)
+
+
+def error_in_tensor(pooled: Any) -> LoRAPluginsError | None:
+    """The error that a pooled output carries; None where it is a result, which is none of bytes."""
+    if str(getattr(pooled, "dtype", "")) != "torch.uint8":
+        return None
+    return error_in(bytes(pooled.tolist()).decode(errors="replace"))
+
+
+def error_in(reason: object) -> LoRAPluginsError | None:
+    """The error that a stop reason carries; None where it is another one."""
+    if isinstance(reason, str) and reason.startswith(ERROR):
+        return error_of(json.loads(reason.removeprefix(ERROR)))
+    return None
+
+
+def get_scheduler_cls_with_admission(original: Any) -> Any:
+    """`SchedulerConfig.get_scheduler_cls`, of classes with admission before them."""
+
+    @functools.wraps(original)
+    def get_scheduler_cls(self: Any) -> type:
+        return with_admission(original(self))
+
+    return get_scheduler_cls
+
+
+@functools.cache
+def with_admission(scheduler: type) -> type:
+    """A subclass of a scheduler class of vLLM's, or of a user's."""
+    return type(f"{scheduler.__name__}WithAdmission", (Admission, scheduler), {})
+
+
+def patch() -> None:
+    """Have every engine of this process plan its adapters."""
+    from vllm.config.scheduler import SchedulerConfig
+
+    SchedulerConfig.get_scheduler_cls = get_scheduler_cls_with_admission(SchedulerConfig.get_scheduler_cls)

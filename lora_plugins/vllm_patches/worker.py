@@ -1,0 +1,102 @@
+"""vLLM's workers carry the scheduler's commands out: before the batch that they come with, and in the background.
+
+`WorkerWrapperBase.execute_model` and `sample_tokens` (vllm/v1/worker/worker_base.py, 0.30 to 0.33) are wrapped; the
+mixin's `LRUCacheWorkerLoRAManager` is replaced by ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from lora_plugins.scheduler.messages import Command, Report
+from lora_plugins.vllm_patches.scheduler import COMMANDS, REPORTS
+
+# While there is no batch, a step waits so long for what is being loaded: the engine need not spin.
+EMPTY_STEP_WAIT_S = 0.005
+
+
+def patch() -> None:
+    """Have every worker of this process do so."""
+    from vllm.v1.worker import lora_model_runner_mixin
+    from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
+
+    from lora_plugins.worker.manager import PlannedWorkerLoRAManager
+
+    lora_model_runner_mixin.LRUCacheWorkerLoRAManager = PlannedWorkerLoRAManager
+    WorkerWrapperBase.execute_model = _executing(WorkerWrapperBase.execute_model)
+    WorkerWrapperBase.sample_tokens = _sampling
+    WorkerBase.lora_plugins_step = _step
+    WorkerBase.lora_plugins_rewrite_slots = _rewrite_slots
+    WorkerBase.get_lora_metrics = _metrics
+
+
+def manager_of(worker: Any) -> Any:
+    """Our manager in a worker; None where LoRA is off."""
+    return getattr(getattr(worker, "model_runner", None), "lora_manager", None)
+
+
+def _executing(original: Any) -> Any:
+    @functools.wraps(original)
+    def execute_model(self: Any, scheduler_output: Any) -> Any:
+        manager = manager_of(self.worker)
+        if manager is None:
+            return original(self, scheduler_output)
+        manager.begin_step(getattr(scheduler_output, COMMANDS, ()))
+        output = original(self, scheduler_output)
+        wait_s = 0.0 if scheduler_output.total_num_scheduled_tokens else EMPTY_STEP_WAIT_S
+        return output if output is None else _with_reports(output, manager.reports(wait_s))
+
+    return execute_model
+
+
+def _sampling(self: Any, grammar_output: Any) -> Any:
+    """`sample_tokens`, which vLLM's wrapper leaves to the worker."""
+    output = self.worker.sample_tokens(grammar_output)
+    manager = manager_of(self.worker)
+    return output if manager is None or output is None else _with_reports(output, manager.reports())
+
+
+def _with_reports(output: Any, reports: list[Report]) -> Any:
+    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+    if not reports:
+        return output
+    if hasattr(output, "get_output"):  # asynchronous scheduling: made in another thread
+        output.get_output = _reporting(output.get_output, reports)
+        return output
+    if output is EMPTY_MODEL_RUNNER_OUTPUT:
+        output = copy.copy(output)  # it is everybody's
+    setattr(output, REPORTS, reports)
+    return output
+
+
+def _reporting(original: Any, reports: list[Report]) -> Any:
+    @functools.wraps(original)
+    def get_output() -> Any:
+        return _with_reports(original(), reports)
+
+    return get_output
+
+
+# `self` is a worker; these are reached by `collective_rpc`, by their names.
+
+
+def _step(self: Any, commands: Sequence[Command], wait_s: float) -> list[Report]:
+    """A step without a batch."""
+    manager = manager_of(self)
+    manager.begin_step(commands)
+    reports: list[Report] = manager.reports(wait_s)
+    return reports
+
+
+def _rewrite_slots(self: Any) -> None:
+    """Write every slot again, after its memory may have been lost."""
+    manager_of(self).rewrite_slots()
+
+
+def _metrics(self: Any) -> dict[str, Any]:
+    metrics: dict[str, Any] = manager_of(self).lora_metrics()
+    return metrics

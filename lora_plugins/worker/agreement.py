@@ -1,0 +1,174 @@
+"""Several workers of one engine (tensor or pipeline parallelism) agree on what came of a job.
+
+Only one worker's output reaches the scheduler, so that one has to know of the others. Each publishes its own results
+under the job's number in the key-value store by which torch.distributed met; so it does not matter in which order, at
+which step, or in which thread they finish, and nobody waits for anybody. Source: torch.distributed's `Store`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lora_plugins.errors import InvalidSettings
+from lora_plugins.scheduler.messages import Activated, Failed, Loaded, Report
+
+
+class Store(Protocol):
+    """The part of torch.distributed's `Store` that is used."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def delete_key(self, key: str) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Published:
+    """All that one worker has to say of a job by now; `is_last`: it has done with it."""
+
+    reports: tuple[Report, ...]
+    is_last: bool
+
+
+@dataclass(slots=True)
+class Agreement:
+    """Results by job, of all workers together.
+
+    Args:
+        rank: this worker's, of `world_size`. store: None where there is one worker only.
+        prefix: keeps the engines of one store apart.
+        is_asked: whether this worker's output reaches the scheduler. It alone reports, and deletes what was published.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    store: Store | None = None
+    prefix: str = ""
+    is_asked: bool = True
+    _here: dict[int, tuple[Report, ...]] = field(default_factory=dict)  # published, and more is to come
+    _waiting: list[tuple[Report, bool]] = field(default_factory=list)  # done here, and whether that was the job's last
+    _ending: dict[int, bool] = field(default_factory=dict)  # reported on no more; whether this worker has done with it
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something that was done here is not done everywhere."""
+        return bool(self._waiting)
+
+    def publish(self, report: Report, *, is_last: bool) -> None:
+        """Tell the others what came of a job here; `is_last`: nothing more will. Called in the background."""
+        if self.store is None:
+            return
+        reports = (*self._here.pop(report.job, ()), report)
+        if not is_last:
+            self._here[report.job] = reports
+        # What is published is of our own processes, over the store that they trust for everything else.
+        self.store.set(self._key(report.job, self.rank), pickle.dumps(_Published(reports, is_last)))
+
+    def done_here(self, report: Report, *, is_last: bool, is_wanted: bool = True) -> None:
+        """This worker has come so far with a job, of which nothing is reported once it is not wanted.
+
+        Called, as `reports`, in the engine loop, after `publish` or before.
+        """
+        if not self.is_asked:
+            return
+        if not is_wanted:
+            self._ending.setdefault(report.job, False)
+        if report.job in self._ending:
+            self._ending[report.job] |= is_last
+        else:
+            self._waiting.append((report, is_last))
+
+    def reports(self) -> list[Report]:
+        """What is done everywhere since the last call, in the order in which it was done here."""
+        reports, waiting = [], []
+        for report, is_last in self._waiting:
+            if report.job in self._ending:
+                self._ending[report.job] |= is_last
+                continue
+            of_all = self._of_all(report)
+            if of_all is None:
+                waiting.append((report, is_last))
+                continue
+            reports.append(of_all)
+            if is_last or isinstance(of_all, Failed):
+                self._ending[report.job] = is_last
+        self._waiting = waiting
+        for job in [job for job, is_done_here in self._ending.items() if is_done_here]:
+            self._end(job)
+        return reports
+
+    def _of_all(self, report: Report) -> Report | None:
+        """What came of a job everywhere, of which this is the result here; None while a worker is not done yet."""
+        if self.store is None:
+            return report
+        published = [self._published(report.job, rank) for rank in range(self.world_size)]
+        everything = [one for of_rank in published if of_rank for one in of_rank.reports]
+        failed = next((one for one in (report, *everything) if isinstance(one, Failed)), None)
+        alike = [one for one in everything if type(one) is type(report)]
+        if failed is None and len(alike) < self.world_size:
+            return None
+        return failed or merged(alike)
+
+    def _end(self, job: int) -> None:
+        """Delete what was published of a job, once nobody publishes any more."""
+        if self.store is not None:
+            ranks = range(self.world_size)
+            if not all(of_rank and of_rank.is_last for of_rank in (self._published(job, rank) for rank in ranks)):
+                return
+            for rank in ranks:
+                self.store.delete_key(self._key(job, rank))
+        del self._ending[job]
+
+    def _published(self, job: int, rank: int) -> _Published | None:
+        key = self._key(job, rank)
+        if self.store is None or not self.store.check([key]):
+            return None
+        published: _Published = pickle.loads(self.store.get(key))  # noqa: S301 - see publish
+        return published
+
+    def _key(self, job: int, rank: int) -> str:
+        return f"{self.prefix}/{job}/{rank}"
+
+
+def merged(reports: list[Report]) -> Report:
+    """One report of all workers' for the same job: it takes as much, and took as long, as where it is most."""
+    loaded = [report for report in reports if isinstance(report, Loaded)]
+    if loaded:
+        return Loaded(
+            loaded[0].job,
+            max(report.size_bytes for report in loaded),
+            all(report.is_instant for report in loaded),
+            max(report.load_s for report in loaded),
+        )
+    activated = [report for report in reports if isinstance(report, Activated)]
+    return Activated(activated[0].job, max(report.activate_s for report in activated))
+
+
+def agreement_of(vllm_config: Any) -> Agreement:
+    """For this process, whose workers have met.
+
+    Raises:
+        InvalidSettings: workers that met in another way than by torch.distributed (elastic expert parallelism).
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.world_size == 1:
+        return Agreement()
+    from torch import distributed
+    from torch.distributed import distributed_c10d
+
+    if not distributed.is_initialized():
+        raise InvalidSettings(
+            "several workers without torch.distributed, as with elastic expert parallelism",
+            expected="workers that can agree on what was loaded",
+            remedy="leave --enable-elastic-ep out, or lora_lru_manager",
+        )
+    asked = parallel.world_size - parallel.tensor_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
+    return Agreement(
+        rank=parallel.rank,
+        world_size=parallel.world_size,
+        store=distributed_c10d._get_default_store(),  # noqa: SLF001 - torch names no public way to it
+        prefix=f"lora_plugins/{parallel.data_parallel_rank}",  # engines may share one store
+        is_asked=parallel.rank == asked,
+    )

@@ -1,0 +1,94 @@
+"""One block of host memory for each adapter, so that loading it costs few page faults and freeing it one call.
+
+A tensor that safetensors hands out is a window into the mapped file: each of its pages is a fault at the first read,
+folding the scaling in makes a private copy of each page, and with tensors allocated one by one the kernel's map of the
+process is changed hundreds of times while the engine runs on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+ALIGNMENT = 64
+_SPARE_RATIO = 1.2
+
+
+class Block:
+    """Memory of at least this many bytes, handed out piece by piece; it lives as long as any of the pieces.
+
+    Args:
+        is_pinned: page-locked, for copies to a CUDA device that do not wait.
+    """
+
+    def __init__(self, size_bytes: int, *, is_pinned: bool = False) -> None:
+        if is_pinned:
+            self._memory = torch.empty(max(size_bytes, 1), dtype=torch.uint8, pin_memory=True)
+        else:
+            mapping = _spare_for(size_bytes) or _map(size_bytes)
+            # The pieces hold the array, the array holds the mapping; when the last piece goes, the mapping is spare.
+            array = np.frombuffer(mapping, dtype=np.uint8)
+            weakref.finalize(array, _spares.append, mapping)
+            self._memory = torch.from_numpy(array)
+        self._used = 0
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        """The next bytes, one-dimensional and aligned."""
+        piece = self._memory[self._used : self._used + size_bytes]
+        self._used += room(size_bytes)
+        return piece
+
+    def give_back(self, size_bytes: int) -> None:
+        """Hand out the bytes that were taken last again."""
+        self._used -= room(size_bytes)
+
+    def copy(self, tensor: torch.Tensor, scaling: float = 1) -> torch.Tensor:
+        """A contiguous copy of `tensor`, times `scaling`, in its dtype."""
+        if tensor.numel() == 0:
+            return tensor.clone()
+        place = self.take(tensor.numel() * tensor.element_size()).view(tensor.dtype).view(tensor.shape)
+        if scaling == 1:
+            return place.copy_(tensor)
+        return torch.mul(tensor, scaling, out=place)
+
+
+# A full host cache drops one adapter for each that it loads: the next one gets the memory of the last one, with its
+# pages, and nothing is unmapped in the engine loop. One block at most, so that this much is held beyond the budget.
+_spares: deque[mmap.mmap] = deque(maxlen=1)
+
+
+def _spare_for(size_bytes: int) -> mmap.mmap | None:
+    with contextlib.suppress(IndexError):
+        mapping = _spares.pop()
+        if size_bytes <= len(mapping) <= size_bytes * _SPARE_RATIO:
+            return mapping
+    return None
+
+
+def _map(size_bytes: int) -> mmap.mmap:
+    # No huge pages: gathering them takes long where a virtual machine has to get its memory from its host first.
+    return mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def room(size_bytes: int) -> int:
+    """What a piece of so many bytes takes of a block."""
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def tensors_of(side: Any) -> Iterator[torch.Tensor]:
+    """The tensors of one side of a module's weights, which is a tensor, None, or a list of these."""
+    for tensor in side if isinstance(side, list) else [side]:
+        if tensor is not None:
+            yield tensor
+
+
+def bytes_of(side: Any) -> int:
+    """What a copy of one side takes of a block."""
+    return sum(room(tensor.numel() * tensor.element_size()) for tensor in tensors_of(side))

@@ -1,0 +1,155 @@
+"""An adapter in a worker's host memory, in the form in which its slot is written.
+
+Source: `LoRAModel` in vllm/lora/lora_model.py and `LoRAModelManager.activate_adapter` in vllm/lora/model_manager.py,
+0.32; only attributes are read. Where the kernels offer a packer for a layer (`lora_plugins.kernels.packing`), its
+weights are packed here, once, and a slot is pointed at them; else they are copied into the slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lora_plugins.kernels.packing import packer_of
+from lora_plugins.worker.host_memory import Block, bytes_of, room
+
+WriteSlot = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """One adapter, nothing of which is on disk any more.
+
+    Attributes:
+        size_bytes: of all its tensors. is_instant: whether `write` copies nothing.
+        writes: what writes each layer's slot. packers: of the layers that may point at its memory.
+    """
+
+    name: str
+    path: str
+    size_bytes: int
+    is_instant: bool
+    writes: tuple[WriteSlot, ...]
+    packers: tuple[Any, ...] = ()
+
+    def write(self, slot: int) -> None:
+        """Have every layer compute with this adapter where a row's slot is `slot`."""
+        for write in self.writes:
+            write(slot)
+
+    def leave(self, slot: int) -> None:
+        """Let the slot hold nothing that is this adapter's memory."""
+        for packer in self.packers:
+            packer.place(slot, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer of the model, and an adapter's weights for it; `scalings` are still to be multiplied into each B."""
+
+    module: Any
+    lora_a: Any
+    lora_b: Any
+    scalings: list[float]
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes of a block, packed or copied."""
+        packer = packer_of(self.module)
+        packed = 0 if packer is None else packer.size_bytes(self.lora_a, self.lora_b)
+        return room(packed or bytes_of(self.lora_a) + bytes_of(self.lora_b))
+
+
+def take_scalings(model: Any) -> dict[int, float]:
+    """Take the scalings off a parsed adapter, before vLLM multiplies them in; returns them by the id of each B.
+
+    Multiplying there would make private copies of the mapped file's pages. A mixture of experts is left to vLLM, which
+    stacks its weights before they could be told apart.
+    """
+    if any(".experts" in name for name in model.loras):
+        return {}
+    scalings = {}
+    for weights in model.loras.values():
+        if isinstance(weights.lora_b, torch.Tensor) and isinstance(weights.scaling, float | int):
+            scalings[id(weights.lora_b)] = float(weights.scaling)
+            weights.scaling = 1
+    return scalings
+
+
+def build(
+    name: str, path: str, manager: Any, model: Any, scalings: Mapping[int, float], *, is_pinned: bool
+) -> LoadedAdapter:
+    """Copy a parsed and merged adapter off its file, into memory of our own.
+
+    Args:
+        name: what errors call it.
+        path: where it was read from.
+        manager: vLLM's `LoRAModelManager`.
+        model: its `LoRAModel`.
+        scalings: of `take_scalings`.
+        is_pinned: whether the memory is page-locked.
+    """
+    layers: list[_Layer] = []
+    writes: list[WriteSlot] = []
+    heads: list[tuple[Any, Any]] = []
+    for module_name, module in manager.modules.items():
+        if hasattr(module, "set_module_to_save"):
+            heads.append((module, manager._get_module_to_save_weights(model, module_name)))  # noqa: SLF001 - as vLLM
+        weights = manager._get_lora_layer_weights(model, module_name)  # noqa: SLF001 - as vLLM looks up
+        if weights is None:
+            writes.append(_nothing(module))
+            continue
+        of_slices = weights.lora_b if isinstance(weights.lora_b, list) else [weights.lora_b]
+        layers.append(_Layer(module, weights.lora_a, weights.lora_b, [scalings.get(id(b), 1.0) for b in of_slices]))
+    sizes = [layer.size_bytes for layer in layers]
+    tensors = [t for _, full in heads if full is not None for t in (full.weight, full.bias) if t is not None]
+    block = Block(sum(sizes) + bytes_of(tensors), is_pinned=is_pinned)
+    is_instant = not heads
+    for layer, size_bytes in zip(layers, sizes, strict=True):
+        packed = _pack(layer, block, size_bytes)
+        is_instant = is_instant and packed is not None
+        writes.append(packed or _copy(layer, block))
+    writes.extend(_head(module, full, block) for module, full in heads)
+    packers = tuple(packer for module in manager.modules.values() if (packer := packer_of(module)) is not None)
+    return LoadedAdapter(name, path, sum(sizes) + bytes_of(tensors), is_instant, tuple(writes), packers)
+
+
+def _nothing(module: Any) -> WriteSlot:
+    packer = packer_of(module)
+    return module.reset_lora if packer is None else lambda slot: packer.place(slot, None)
+
+
+def _pack(layer: _Layer, block: Block, size_bytes: int) -> WriteSlot | None:
+    packer = packer_of(layer.module)
+    if packer is None or not packer.size_bytes(layer.lora_a, layer.lora_b):
+        return None
+    scaling = layer.scalings if isinstance(layer.lora_b, list) else layer.scalings[0]
+    packed = packer.pack(layer.lora_a, layer.lora_b, scaling, memory=block.take(size_bytes))
+    if packed is None:
+        block.give_back(size_bytes)
+        return None
+    return lambda slot: packer.place(slot, packed)
+
+
+def _copy(layer: _Layer, block: Block) -> WriteSlot:
+    lora_a = [_copied(block, a) for a in layer.lora_a] if isinstance(layer.lora_a, list) else block.copy(layer.lora_a)
+    lora_b = (
+        [_copied(block, b, scaling) for b, scaling in zip(layer.lora_b, layer.scalings, strict=True)]
+        if isinstance(layer.lora_b, list)
+        else block.copy(layer.lora_b, layer.scalings[0])
+    )
+    return lambda slot: layer.module.set_lora(slot, lora_a, lora_b)
+
+
+def _copied(block: Block, tensor: torch.Tensor | None, scaling: float = 1) -> torch.Tensor | None:
+    return None if tensor is None else block.copy(tensor, scaling)
+
+
+def _head(module: Any, full: Any, block: Block) -> WriteSlot:
+    if full is None:
+        return module.reset_module_to_save  # type: ignore[no-any-return]
+    weight, bias = block.copy(full.weight), None if full.bias is None else block.copy(full.bias)
+    return lambda slot: module.set_module_to_save(slot, weight, bias)

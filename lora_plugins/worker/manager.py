@@ -1,0 +1,225 @@
+"""vLLM's worker LoRA manager, whose adapters come and go as the scheduler says.
+
+Source: `LRUCacheWorkerLoRAManager` in vllm/lora/worker_manager.py, 0.30 to 0.33; what is not overridden stays vLLM's.
+The vLLM symbols that are touched stand in `lora_plugins.ledger`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.lora.layers.utils import LoRAMapping
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from vllm.utils.gc_utils import freeze_gc_heap
+
+from lora_plugins.errors import describing
+from lora_plugins.logs import logger
+from lora_plugins.resolvers.resolver import sources_of_worker
+from lora_plugins.scheduler.messages import AdapterSpec, Command, Report
+from lora_plugins.settings import Settings
+from lora_plugins.store.layout import is_digest
+from lora_plugins.worker import loading
+from lora_plugins.worker.agreement import agreement_of
+from lora_plugins.worker.jobs import Jobs
+from lora_plugins.worker.loaded_adapter import LoadedAdapter, build, take_scalings
+from lora_plugins.worker.materialise import Materialiser
+from lora_plugins.worker.report import report
+from lora_plugins.worker.slot_copy import forget
+from lora_plugins.worker.slots import PlannedModelManager, SlotDevice
+
+
+class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
+    """Holds what the scheduler had loaded, and computes with what it had put into slots.
+
+    An adapter that nobody planned (warm-up, dummy batches, `add_adapter` by others) is treated as in vLLM; once there
+    is a plan, dummies are computed without an adapter.
+    """
+
+    _manager_cls = PlannedModelManager
+    _adapter_manager: PlannedModelManager
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        self._settings = Settings.from_env()
+        super().__init__(with_spare_slots(vllm_config, self._settings), *args, **kwargs)
+        self._is_planned = False
+        self._dummies: set[LoRARequest] = set()
+
+    def create_lora_manager(self, model: torch.nn.Module, vllm_config: Any) -> Any:
+        """As vLLM's, with the threads that load beside it."""
+        result = super().create_lora_manager(model, with_spare_slots(vllm_config, self._settings))
+        # With pipeline parallelism a worker has only some of the model's modules.
+        self._is_whole_model = vllm_config.parallel_config.pipeline_parallel_size == 1
+        self.jobs = Jobs(
+            self._read,
+            Materialiser(vllm_config.model_config.model, sources_of_worker),
+            self._adapter_manager,
+            SlotDevice(torch.device(self.device)),
+            agreement_of(vllm_config),
+        )
+        self._empty_slots()
+        if torch.device(self.device).type == "cpu":
+            _freeze_heap()
+        return result
+
+    def _empty_slots(self) -> None:
+        """Have the system give the slots' pages now, not at each one's first use."""
+        for module in self._adapter_manager.modules.values():
+            for index in range(self._adapter_manager.lora_slots):
+                module.reset_lora(index)
+
+    # --- the scheduler's commands, in the engine loop ---
+
+    def begin_step(self, commands: Sequence[Command]) -> None:
+        """Carry out what comes before this step's batch."""
+        self._is_planned = self._is_planned or bool(commands)
+        self.jobs.begin_step(commands)
+
+    def reports(self, wait_s: float = 0.0) -> list[Report]:
+        """What has been done since the last call; waits for something for so long, while a job runs."""
+        return self.jobs.reports(wait_s)
+
+    def rewrite_slots(self) -> None:
+        """Write every slot again from host memory, after the device's may have been lost."""
+        for module in self._adapter_manager.modules.values():
+            forget(module)
+        self._empty_slots()
+        self.jobs.rewrite_slots()
+
+    def lora_metrics(self) -> dict[str, Any]:
+        """Adapters, memory and performance of this worker (R24)."""
+        return report(self.jobs.entries, self._adapter_manager, self.device)
+
+    # --- in the background ---
+
+    def _read(self, spec: AdapterSpec, path: str) -> LoadedAdapter:
+        """Parse, check against the model, pack, and copy off the file: nothing is left that would be read later.
+
+        Raises:
+            LoRAPluginsError, or whatever vLLM raises.
+        """
+        request = LoRARequest(
+            lora_name=spec.name, lora_int_id=spec.engine_id, lora_path=path, is_3d_lora_weight=spec.is_3d
+        )
+        manager = self._adapter_manager
+        with describing(adapter=spec.name):
+            model = self._load_adapter(request)
+            if hasattr(manager, "_validate_moe_lora_format"):  # from 0.32
+                manager._validate_moe_lora_format(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
+            scalings = take_scalings(model)
+            manager._create_merged_loras_inplace(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
+            self._check_matched(model, spec.name)
+            if self._settings.check_finite and not is_digest(Path(path).name):  # else the store has looked
+                loading.check_finite(spec.name, model)
+            is_pinned = torch.device(self.device).type == "cuda"
+            return build(spec.name, path, manager, model, scalings, is_pinned=is_pinned)
+
+    def _check_matched(self, model: Any, adapter: str) -> None:
+        manager = self._adapter_manager
+        matched = {
+            name: weights
+            for name in manager.modules
+            if (weights := manager._get_lora_layer_weights(model, name)) is not None  # noqa: SLF001 - as vLLM looks up
+        }
+        for name, weights in matched.items():
+            loading.check_fits(adapter, name, manager.modules[name], weights)
+        unmatched = loading.unmatched_modules(model, matched)
+        if not unmatched or (matched and not self._is_whole_model):
+            return
+        error = loading.mismatch(adapter, unmatched, len(model.loras), list(manager.modules))
+        if self._settings.refuse_unmatched or not matched:
+            raise error
+        logger.warning("Served without what does not match: %s", error)
+
+    # --- vLLM's manager API, in the engine loop ---
+
+    def set_active_adapters(self, requests: set[Any], mapping: Any | None) -> None:
+        """As vLLM's; rows of dummies that are in no slot are computed without an adapter."""
+        self._apply_adapters(requests)
+        if mapping is None:
+            return
+        if self._dummies:
+            mapping = _without(mapping, self._adapter_manager.lora_index_to_id)
+        self._adapter_manager.set_adapter_mapping(mapping)
+
+    def _apply_adapters(self, lora_requests: set[LoRARequest]) -> None:
+        wanted = [request for request in lora_requests if request]
+        for request in wanted:
+            self._adapter_manager.touch(request.lora_int_id)  # those that are here stay when others are added
+        for request in wanted:
+            if request.lora_int_id in self._adapter_manager.lora_index_to_id:
+                continue
+            if request in self._dummies:
+                continue
+            if request.lora_int_id in self.jobs.entries:
+                raise RuntimeError(f"a batch with adapter '{request.lora_name}', which is in no slot")
+            self.add_adapter(request)
+
+    def add_dummy_lora(self, lora_request: LoRARequest, rank: int) -> bool:
+        """As vLLM's before there is a plan; later, slots are not its to write."""
+        if not self._is_planned:
+            return bool(super().add_dummy_lora(lora_request, rank))
+        self._dummies.add(lora_request)
+        return True
+
+    def add_adapter(self, lora_request: LoRARequest) -> bool:
+        """As vLLM's: load and activate here and now what nobody planned, in a slot that nobody else has.
+
+        Raises:
+            LoRAPluginsError: it cannot be loaded. ValueError: no slot is left.
+        """
+        if lora_request.lora_int_id in self.jobs.entries:
+            return True
+        try:
+            return bool(super().add_adapter(lora_request))
+        except Exception as error:
+            self._adapter_manager.remove_adapter(lora_request.lora_int_id)  # with what has been written of its slot
+            raise loading.explained(error, lora_request.lora_name) from error
+
+    def remove_adapter(self, adapter_id: int) -> bool:
+        """Forget what nobody planned; what is planned, the scheduler evicts."""
+        return adapter_id not in self.jobs.entries and bool(super().remove_adapter(adapter_id))
+
+    def remove_all_adapters(self) -> None:
+        """Forget what nobody planned, such as vLLM's dummies."""
+        self._dummies.clear()
+        super().remove_all_adapters()
+
+    def list_adapters(self) -> set[int]:
+        """Ids of the adapters that are in host memory."""
+        loaded = {engine_id for engine_id, entry in self.jobs.entries.items() if entry.adapter is not None}
+        return loaded | set(super().list_adapters())
+
+
+def with_spare_slots(vllm_config: Any, settings: Settings) -> Any:
+    """The configuration with which this worker makes its slots: vLLM's, and the spare ones."""
+    lora_config = copy.copy(vllm_config.lora_config)
+    lora_config.max_loras = settings.slots(lora_config.max_loras)
+    lora_config.max_cpu_loras = max(lora_config.max_cpu_loras, lora_config.max_loras)
+    changed = copy.copy(vllm_config)
+    changed.lora_config = lora_config
+    return changed
+
+
+def _without(mapping: LoRAMapping, owners: Sequence[int | None]) -> LoRAMapping:
+    """The mapping with 0, for no adapter, in the place of ids that are in no slot."""
+    known = {owner for owner in owners if owner is not None}
+    changed = copy.copy(mapping)
+    changed.index_mapping = tuple(owner if owner in known else 0 for owner in mapping.index_mapping)
+    changed.prompt_mapping = tuple(owner if owner in known else 0 for owner in mapping.prompt_mapping)
+    return changed
+
+
+@functools.cache  # once in a process
+def _freeze_heap() -> None:
+    """Keep the garbage collector from what is there by now: model, vLLM, torch.
+
+    Its first full pass over them stops every thread, and so the engine, for most of a second, sometime after the start.
+    vLLM's GPU worker does the same once it is warm (vllm/v1/worker/gpu_worker.py, 0.32); its CPU worker does not.
+    """
+    freeze_gc_heap()

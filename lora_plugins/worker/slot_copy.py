@@ -1,0 +1,126 @@
+"""Writing an adapter into a slot at its own rank: its rows, and zeros only where a larger one has been.
+
+vLLM zeroes the whole slot, of `max_lora_rank`, and then copies. The replacements stand in the layer classes, so that
+whoever writes a slot (vLLM's manager in the loop, ours beside it) and whoever watches writes (`lora_plugins.kernels`)
+calls them. Source: vllm/lora/layers/base_linear.py and column_parallel_linear.py, 0.32. The vLLM symbols stand in
+`lora_plugins.ledger`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lora_plugins.kernels.layers import sides_of_slices
+
+_SLOTS = "_lora_plugins_slots"
+_PUT = "_lora_plugins_exact_slots"
+
+SetLora = Callable[[Any, int, Any, Any], None]
+ResetLora = Callable[[Any, int], None]
+Ranks = tuple[tuple[int, int], ...]  # rows of A and columns of B, for each slice
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What is known of one slot of one layer.
+
+    Attributes:
+        stacks: the layer's A's and B's that all this is about.
+        held: beyond these ranks there are zeros; None where that is not known.
+        views: where an adapter of the ranks `viewed` goes. Making them anew takes as long as copying a small adapter.
+    """
+
+    stacks: tuple[Any, Any]
+    held: Ranks | None = None
+    viewed: Ranks | None = None
+    views: tuple[tuple[Any, Any], ...] = ()
+
+
+def exact_set_lora(whole: SetLora) -> SetLora:
+    """`set_lora(index, lora_a, lora_b)` of linear layers; `whole` is vLLM's, for what has another shape than a slot."""
+
+    def set_lora(self: Any, index: int, lora_a: Any, lora_b: Any) -> None:
+        slot = _slot(self, index)
+        sides = sides_of_slices(self, self.lora_a_stacked, self.lora_b_stacked, lora_a, lora_b)
+        before, slot.held = slot.held, None  # while it is written, it may hold anything
+        if sides is None:
+            whole(self, index, lora_a, lora_b)  # resets the slot first; how far it writes is not known here
+            slot.held = None
+            return
+        ranks = tuple(
+            (0 if a is None else a.shape[0], 0 if b is None else b.shape[1]) for a, b in zip(*sides, strict=True)
+        )
+        if slot.viewed != ranks:
+            slot.views, slot.viewed = _views(self, index, ranks), ranks
+        for a, b, (place_a, place_b) in zip(*sides, slot.views, strict=True):
+            if a is not None:
+                place_a.copy_(a, non_blocking=True)
+            if b is not None:
+                place_b.copy_(b, non_blocking=True)
+        if before != ranks:
+            _clear(self, index, ranks, before)
+        slot.held = ranks
+
+    return set_lora
+
+
+def exact_reset_lora(whole: ResetLora) -> ResetLora:
+    """`reset_lora(index)` of linear layers: zeros where something is; `whole` is vLLM's, for a slot not written yet."""
+
+    def reset_lora(self: Any, index: int) -> None:
+        slot = _slot(self, index)
+        nothing = ((0, 0),) * self.n_slices
+        before, slot.held = slot.held, None
+        if before is None:
+            whole(self, index)
+        elif before != nothing:
+            _clear(self, index, nothing, before)
+        slot.held = nothing
+
+    return reset_lora
+
+
+def forget(layer: Any) -> None:
+    """Its stacks may hold anything: nothing is known of any slot any more."""
+    layer.__dict__.pop(_SLOTS, None)
+
+
+def _slot(layer: Any, index: int) -> _Slot:
+    known: dict[int, _Slot] = layer.__dict__.setdefault(_SLOTS, {})
+    slot = known.get(index)
+    if slot is None or slot.stacks[0] is not layer.lora_a_stacked or slot.stacks[1] is not layer.lora_b_stacked:
+        slot = known[index] = _Slot((layer.lora_a_stacked, layer.lora_b_stacked))
+    return slot
+
+
+def _views(layer: Any, index: int, ranks: Ranks) -> tuple[tuple[Any, Any], ...]:
+    return tuple(
+        (stack_a[index, 0, :rank_a], stack_b[index, 0, :, :rank_b])
+        for (rank_a, rank_b), stack_a, stack_b in zip(ranks, layer.lora_a_stacked, layer.lora_b_stacked, strict=True)
+    )
+
+
+def _clear(layer: Any, index: int, ranks: Ranks, left: Ranks | None) -> None:
+    """Zero what lies beyond `ranks`: as far as `left`, where earlier adapters have been, or to the slot's end."""
+    for i, (rank_a, rank_b) in enumerate(ranks):
+        stack_a, stack_b = layer.lora_a_stacked[i], layer.lora_b_stacked[i]
+        left_a, left_b = left[i] if left else (stack_a.shape[2], stack_b.shape[3])
+        if left_a > rank_a:
+            stack_a[index, 0, rank_a:left_a] = 0
+        if left_b > rank_b:
+            stack_b[index, 0, :, rank_b:left_b] = 0
+
+
+def put_exact_slots() -> None:
+    """Have vLLM's linear layers write their slots so; a second call changes nothing."""
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+    from vllm.lora.layers.column_parallel_linear import MergedColumnParallelLinearWithLoRA
+
+    if hasattr(BaseLinearLayerWithLoRA, _PUT):
+        return
+    setattr(BaseLinearLayerWithLoRA, _PUT, True)
+    BaseLinearLayerWithLoRA.reset_lora = exact_reset_lora(BaseLinearLayerWithLoRA.reset_lora)
+    for layer in (BaseLinearLayerWithLoRA, MergedColumnParallelLinearWithLoRA):
+        layer.set_lora = exact_set_lora(layer.set_lora)

@@ -1,0 +1,98 @@
+"""vLLM's table of slots, kept by the scheduler's commands.
+
+Source: `LRUCacheLoRAModelManager` in vllm/lora/model_manager.py, 0.30 to 0.33; what is not overridden stays vLLM's, and
+holds what others than the scheduler add (warm-up, dummy batches, `collective_rpc("add_lora")`). The vLLM symbols that
+are touched stand in `lora_plugins.ledger`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.lora.model_manager import LRUCacheLoRAModelManager
+
+
+class PlannedModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
+    """Slots that belong to whom the scheduler says; a slot that is being written holds a negative id, nobody's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.planned: set[int] = set()  # slots that the scheduler has given away
+        super().__init__(*args, **kwargs)
+
+    def own(self, slot: int, engine_id: int | None) -> None:
+        """From the next batch on, the slot is this adapter's, or free."""
+        self._push_out(slot)
+        if engine_id is not None:
+            self.remove_adapter(engine_id)  # where somebody else has added it too: an id has one slot
+        self.lora_index_to_id[slot] = engine_id
+        if engine_id is None:
+            self.planned.discard(slot)
+        else:
+            self.planned.add(slot)
+
+    def reserve(self, slot: int) -> None:
+        """The slot is being written: it is nobody's, and not free."""
+        self._push_out(slot)
+        self.lora_index_to_id[slot] = -1 - slot
+        self.planned.add(slot)
+
+    def _push_out(self, slot: int) -> None:
+        holder = self.lora_index_to_id[slot]
+        if slot not in self.planned and holder is not None:
+            self.deactivate_adapter(holder)  # added by somebody else; it is activated again where it is needed
+
+    def activate_adapter(self, lora_id: int) -> bool:
+        """As vLLM's, among the slots that the scheduler has not given away."""
+        if lora_id not in self._active_adapters and None not in self.lora_index_to_id:
+            self._active_adapters.remove_oldest()
+        return bool(super().activate_adapter(lora_id))
+
+    def touch(self, lora_id: int) -> None:
+        """What others have added is used."""
+        self._registered_adapters.touch(lora_id)
+        self._active_adapters.touch(lora_id)
+
+    def remove_all_adapters(self) -> None:
+        """Remove what others than the scheduler have added, such as vLLM's dummies."""
+        kept = {slot: self.lora_index_to_id[slot] for slot in self.planned}
+        super().remove_all_adapters()
+        for slot, holder in kept.items():
+            self.lora_index_to_id[slot] = holder
+
+
+class SlotDevice:
+    """Writes slots on the device that has them: on CUDA in a side stream, elsewhere at once.
+
+    Source: the rules of torch's CUDA streams.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def idle_event(self) -> Any:
+        """After this, nothing that was launched until now reads a slot; None where launching is computing."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def write(self, idle_event: Any, write: Callable[[], None]) -> Any:
+        """Write once the slot is idle, and wait for the end of it; returns the event of that."""
+        if self._stream is None:
+            write()
+            return None
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(idle_event)
+            write()
+            event = torch.cuda.Event()
+            event.record()
+        event.synchronize()
+        return event
+
+    def wait_for(self, written_event: Any) -> None:
+        """Have what is launched from here on see what was written."""
+        if written_event is not None:
+            torch.cuda.current_stream().wait_event(written_event)

@@ -1,0 +1,332 @@
+from __future__ import annotations
+
+import pytest
+
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, NoFreeSlot, OutOfMemory
+from lora_plugins.scheduler.adapter import Found
+from lora_plugins.scheduler.messages import Activate, Evict, Load
+from tests.scheduler.simulated import SimulatedEngine, SimulatedWorkers, make_planner, spec
+
+
+def engine_with(is_instant: bool = True, load_s: float = 0.1, fails=lambda _: False, **options) -> SimulatedEngine:
+    workers = SimulatedWorkers(load_s=lambda _: load_s, is_instant=lambda _: is_instant, fails=fails)
+    return SimulatedEngine(make_planner(**options), workers)
+
+
+def test_a_request_is_admitted_once_its_adapter_is_there() -> None:
+    engine = engine_with(load_s=0.05)
+    request = engine.submit(1)
+    plan = engine.step()
+    assert [type(command) for command in plan.commands] == [Load]
+    assert not plan.admitted
+    plan = engine.step()
+    assert [type(command) for command in plan.commands] == [Activate]
+    assert plan.admitted == [request]
+    engine.run_until_idle()
+    engine.check_nothing_left()
+
+
+def test_requests_of_a_running_adapter_join_it_at_once() -> None:
+    engine = engine_with(max_running=1)
+    engine.submit(1, tokens=100)
+    engine.run(1)
+    request = engine.submit(1)
+    engine.step()
+    assert request.wait_s == 0
+
+
+def test_a_running_adapter_takes_nobody_more_after_its_quantum() -> None:
+    engine = engine_with(max_running=1, quantum_s=1.0)
+    engine.submit(1, tokens=100)
+    engine.run(1)
+    other = engine.submit(2)
+    engine.run(2)
+    late = engine.submit(1)
+    engine.run(1)
+    assert late.is_held
+    engine.run_until_idle()
+    assert other.admitted_at < late.admitted_at
+
+
+def test_adapters_are_loaded_beside_those_that_run() -> None:
+    engine = engine_with(max_running=1)
+    engine.submit(1, tokens=100)
+    engine.run(1)
+    engine.submit(2)
+    engine.run(1)
+    assert 2 in engine.workers.host
+
+
+def test_no_more_is_loaded_than_will_run_soon() -> None:
+    engine = engine_with(max_running=1, max_bytes=None)
+    engine.submit(1, tokens=200)
+    engine.run(1)
+    for engine_id in range(2, 50):
+        engine.submit(engine_id)
+    engine.run(3)
+    assert len(engine.workers.host) == 1 + 1 + 4
+
+
+def test_what_is_larger_than_the_budget_is_refused() -> None:
+    engine = engine_with(max_bytes=100)
+    request = engine.submit(spec(1, 101))
+    assert engine.planner.has_work
+    engine.step()
+    assert isinstance(request.refusal, OutOfMemory)
+    engine.check_nothing_left()
+
+
+def test_what_turns_out_larger_than_the_budget_is_refused() -> None:
+    engine = engine_with(max_bytes=150)
+    engine.workers.size_bytes = lambda it: 2 * it.size_bytes
+    request = engine.submit(1)
+    engine.run_until_idle()
+    assert isinstance(request.refusal, OutOfMemory)
+    engine.check_nothing_left()
+
+
+def test_a_failed_load_refuses_all_who_wait() -> None:
+    engine = engine_with(fails=lambda command: isinstance(command, Load))
+    requests = [engine.submit(1), engine.submit(1)]
+    call = engine.planner.load(spec(1), engine.now)
+    pin = engine.planner.pin(spec(1), engine.now)
+    engine.run_until_idle()
+    assert all(isinstance(request.refusal, InvalidAdapter) for request in requests)
+    assert isinstance(call.exception(), InvalidAdapter)
+    assert isinstance(pin.exception(), InvalidAdapter)
+    assert not engine.planner.placement.pinned
+    assert engine.planner.stats.refused == {"L005": 2}
+    engine.check_nothing_left()
+
+
+def test_nothing_is_admitted_or_written_while_paused() -> None:
+    engine = engine_with(is_instant=False, spare=1)
+    engine.is_paused = True
+    request = engine.submit(1)
+    call = engine.planner.load(spec(2), engine.now)
+    slot = engine.planner.load(spec(3), engine.now, needs_slot=True)
+    engine.run(2)
+    assert call.done()
+    assert request.is_held
+    assert not slot.done()
+    assert not engine.workers.activations
+    assert not engine.planner.has_work
+    engine.is_paused = False
+    engine.run_until_idle()
+    assert slot.done()
+    assert request.ended_at is not None
+
+
+@pytest.mark.parametrize("is_instant", [True, False])
+def test_a_pinned_adapter_keeps_its_slot_under_load(is_instant: bool) -> None:
+    engine = engine_with(is_instant, max_running=2, max_bytes=300)
+    pin = engine.planner.pin(spec(1), engine.now)
+    engine.run(1)
+    assert pin.done()
+    slot = engine.planner.adapters[1].slot
+    for engine_id in (2, 3, 4, 5) * 3:
+        engine.submit(engine_id)
+        engine.run(0.2)
+        assert engine.workers.slots[slot] == 1
+    request = engine.submit(1)
+    engine.step()
+    assert request.wait_s == 0
+    engine.run_until_idle()
+
+
+def test_a_pin_is_met_under_load_that_never_ends() -> None:
+    engine = engine_with(max_running=2)
+    pin = None
+    for at in range(200):
+        engine.submit(1 + at % 2, tokens=20)
+        engine.run(0.2)
+        if at == 20:
+            pin = engine.planner.pin(spec(3), engine.now)
+            call = engine.planner.load(spec(4), engine.now, needs_slot=True)
+    assert pin is not None
+    assert pin.done()
+    assert call.done()
+
+
+def test_the_last_slot_is_never_pinned() -> None:
+    engine = engine_with(max_running=2)
+    engine.planner.pin(spec(1), engine.now)
+    assert isinstance(engine.planner.pin(spec(2), engine.now).exception(), NoFreeSlot)
+    assert isinstance(engine_with(max_running=1).planner.pin(spec(1), 0.0).exception(), NoFreeSlot)
+
+
+def test_a_pin_whose_caller_left_fails_without_a_trace() -> None:
+    engine = engine_with(fails=lambda command: isinstance(command, Load))
+    engine.planner.pin(spec(1), engine.now).cancel()
+    engine.run_until_idle()
+    assert not engine.planner.placement.pinned
+    engine.check_nothing_left()
+
+
+def test_what_is_evicted_and_fits_no_more_is_refused() -> None:
+    engine = engine_with(max_running=3, max_bytes=200)
+    engine.submit(spec(2, 50), tokens=100)
+    held = [engine.submit(spec(1, 120)) for _ in range(2)]
+    engine.is_paused = True
+    engine.planner.load(spec(1, 120), engine.now)
+    engine.run(1)
+    engine.planner.pin(spec(3, 100), engine.now)
+    engine.is_paused = False
+    engine.run_until_idle()
+    assert all(request.ended_at is not None or request.refusal is not None for request in held)
+
+
+def test_a_retired_adapter_serves_first_and_then_goes() -> None:
+    engine = engine_with()
+    request = engine.submit(1, tokens=5)
+    engine.run(0.3)
+    retired = engine.planner.retire(1, None)
+    assert not retired.done()
+    engine.run_until_idle()
+    assert request.ended_at is not None
+    assert retired.done()
+    assert 1 not in engine.workers.host
+    engine.check_nothing_left()
+
+
+def test_retiring_is_done_when_the_workers_have_evicted() -> None:
+    engine = engine_with()
+    engine.submit(1, tokens=1)
+    engine.run_until_idle()
+    first, second = engine.planner.retire(1, None), engine.planner.retire(1, None)
+    assert not first.done()
+    assert engine.step().commands == [Evict(1)]
+    assert first.done()
+    assert second.done()
+    assert engine.planner.retire(7, None).done()
+
+
+def test_retiring_with_a_refusal_answers_who_waits_and_comes() -> None:
+    engine = engine_with(load_s=1.0)
+    held = engine.submit(1)
+    engine.step()
+    refusal = AdapterNotFound("an adapter that was removed")
+    retired = engine.planner.retire(1, refusal)
+    late = engine.submit(1)
+    engine.run_until_idle()
+    assert held.refusal is late.refusal is refusal
+    assert retired.done()
+    engine.check_nothing_left()
+
+
+def test_a_retired_adapter_cannot_be_pinned() -> None:
+    engine = engine_with(max_running=3)
+    engine.submit(1)
+    engine.planner.retire(1, None)
+    assert isinstance(engine.planner.pin(spec(1), engine.now).exception(), AdapterNotFound)
+    engine.run_until_idle()
+    assert 1 not in engine.workers.host
+
+
+def test_taking_back_forgets_held_requests_only() -> None:
+    engine = engine_with(max_running=1)
+    running = engine.submit(1, tokens=100)
+    engine.run(1)
+    held = [engine.submit(2), engine.submit(3)]
+    assert engine.planner.take_back([running.id, "nobody", held[0].id]) == [held[0]]
+    assert engine.planner.take_back(None) == [held[1]]
+    assert [request_id for request_id, _ in engine.planner.running()] == [running.id]
+    engine.held.clear()
+    engine.run_until_idle()
+    engine.check_nothing_left()
+
+
+def test_better_priorities_go_first() -> None:
+    engine = engine_with(max_running=1)
+    engine.submit(1, tokens=20)
+    engine.run(0.5)
+    requests = [engine.submit(2, priority=5), engine.submit(3, priority=1), engine.submit(4, priority=3)]
+    engine.run_until_idle()
+    assert sorted(requests, key=lambda it: it.admitted_at) == [requests[1], requests[2], requests[0]]
+
+
+def test_long_loads_do_not_hold_up_an_activation() -> None:
+    engine = engine_with(is_instant=False, max_running=6, max_bytes=None)
+    engine.planner.load(spec(1), engine.now)
+    engine.run(1)
+    engine.workers.load_s = lambda _: 30.0
+    for engine_id in range(2, 8):
+        engine.submit(engine_id)
+    engine.step()
+    request = engine.submit(1)
+    engine.run(1)
+    assert not request.is_held
+    engine.run_until_idle()
+
+
+def test_a_long_load_holds_no_slot_that_others_need() -> None:
+    engine = engine_with(is_instant=False, max_running=1)
+    call = engine.planner.load(spec(2), engine.now)
+    engine.run(1)
+    assert call.done()
+    engine.workers.load_s = lambda _: 30.0
+    engine.submit(1)
+    engine.step()
+    request = engine.submit(2)
+    engine.run(1)
+    assert not request.is_held
+    engine.run_until_idle()
+
+
+def test_waits_are_counted_by_where_the_adapter_was() -> None:
+    engine = engine_with()
+    for _ in range(2):
+        engine.submit(1)
+        engine.run_until_idle()
+    waits = engine.planner.stats.waits
+    assert [sum(waits[found].counts) for found in (Found.STORE, Found.HOST, Found.SLOT)] == [1, 0, 1]
+    assert sum(engine.planner.stats.load_seconds.counts) == engine.planner.stats.instant_activations == 1
+    assert waits[Found.SLOT].plain()["total_s"] == 0.0
+
+
+def test_a_call_for_a_slot_leaves_a_pinned_adapter_its_own() -> None:
+    engine = engine_with(max_running=2)
+    engine.planner.pin(spec(1), engine.now)
+    engine.run(1)
+    engine.submit(2, tokens=40)
+    engine.run(1)
+    call = engine.planner.load(spec(3), engine.now, needs_slot=True)
+    engine.run(0.5)
+    assert engine.planner.adapters[1].is_active
+    assert not call.done()
+    engine.run_until_idle()
+    assert call.done()
+
+
+def test_a_loaded_adapter_admits_nobody_while_paused() -> None:
+    engine = engine_with()
+    engine.submit(1, tokens=1)
+    engine.run_until_idle()
+    engine.is_paused = True
+    request = engine.submit(1)
+    engine.run(1)
+    assert request.is_held
+    assert not engine.planner.has_work
+
+
+def test_a_call_for_a_slot_ends_under_load_without_gaps() -> None:
+    engine = engine_with(max_running=1)
+    engine.submit(1, tokens=20)
+    engine.run(1)
+    call = engine.planner.load(spec(2), engine.now, needs_slot=True)
+    for _ in range(40):
+        engine.submit(1, tokens=20)
+        engine.run(0.3)
+    assert call.done()
+
+
+def test_a_loaded_adapter_is_activated_in_a_spare_slot_ahead() -> None:
+    engine = engine_with(is_instant=False, max_running=1, spare=1)
+    engine.planner.load(spec(2), engine.now)
+    engine.run(1)
+    engine.submit(1, tokens=40)
+    engine.run(1)
+    following = engine.submit(2)
+    engine.run(0.3)
+    assert following.is_held
+    assert engine.planner.adapters[2].is_active

@@ -1,0 +1,421 @@
+"""Policies: each against a model too plain to be wrong, and none that names what it must not."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections import OrderedDict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lora_plugins.errors import InvalidSettings
+from lora_plugins.scheduler import policies
+from lora_plugins.scheduler.policies import NAMES, Gdsf, Lfu, Lrfu, Lru, make_policy
+
+KEYS = st.integers(0, 9)
+SIZES = st.sampled_from([1, 7, 5_000_000, 80_000_000, 600_000_000])
+COSTS = st.sampled_from([0.0, 0.001, 0.05, 0.6, 30.0])
+EVERY = pytest.mark.parametrize("name", NAMES)
+
+
+def always(_key):
+    return True
+
+
+def filled(policy, *keys, size=100, cost=1.0):
+    for key in keys:
+        policy.added(key, size, cost)
+    return policy
+
+
+def drained(policy):
+    order = []
+    while (key := policy.victim(always)) is not None:
+        order.append(key)
+        policy.removed(key)
+    return order
+
+
+class NaiveLru:
+    """An OrderedDict, first out first."""
+
+    def __init__(self):
+        self.keys = OrderedDict()
+
+    def added(self, key, size, cost):
+        self.keys.pop(key, None)
+        self.keys[key] = True
+
+    def used(self, key):
+        if key in self.keys:
+            self.keys.move_to_end(key)
+
+    def removed(self, key):
+        self.keys.pop(key, None)
+
+    def victim(self, among):
+        return next((key for key in self.keys if among(key)), None)
+
+
+class NaiveRanked:
+    """Every rank computed anew, the lowest found by looking at all of them."""
+
+    def __init__(self):
+        self.keys = {}  # key: what its rank is made of
+        self.tick = 0
+
+    def removed(self, key):
+        self.keys.pop(key, None)
+
+    def used(self, key):
+        if key in self.keys:
+            self.keys[key]["uses"] += 1
+            self.touch(key)
+
+    def added(self, key, size, cost):
+        self.keys[key] = {"uses": 1, "density": min(max(cost, 1e-6), 1e6) / max(size, 1)}
+        self.touch(key)
+
+    def touch(self, key):
+        self.tick += 1
+        self.keys[key]["tick"] = self.tick
+
+    def victim(self, among):
+        ranked = sorted((self.rank(entry), entry["tick"], key) for key, entry in self.keys.items() if among(key))
+        return ranked[0][2] if ranked else None
+
+
+class NaiveLfu(NaiveRanked):
+    def rank(self, entry):
+        return entry["uses"]
+
+
+class NaiveGdsf(NaiveRanked):
+    clock = 0.0
+
+    def touch(self, key):
+        super().touch(key)
+        self.keys[key]["clock"] = self.clock
+
+    def rank(self, entry):
+        return entry["clock"] + entry["uses"] * entry["density"]
+
+    def victim(self, among):
+        key = super().victim(among)
+        if key is not None:
+            self.clock = max(self.clock, self.rank(self.keys[key]))
+        return key
+
+
+class NaiveLrfu(NaiveRanked):
+    """Sums over the whole history, as in the paper; nothing in logarithms."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+        self.history = {}
+
+    def touch(self, key):
+        super().touch(key)
+        self.now += 1 / (3 * len(self.keys))
+        self.history.setdefault(key, []).append(self.now)
+        self.keys[key]["key"] = key
+
+    def rank(self, entry):
+        return sum(2 ** (at - self.now) for at in self.history[entry["key"]]) * entry["density"]
+
+
+class AnyPolicy(RuleBasedStateMachine):
+    """A policy beside its model, under any order of events."""
+
+    policy: object
+    model: object
+
+    def __init__(self):
+        super().__init__()
+        self.subject, self.beside, self.there = self.policy(), self.model(), set()
+
+    @rule(key=KEYS, size=SIZES, cost=COSTS)
+    def add(self, key, size, cost):
+        self.subject.added(key, size, cost)
+        self.beside.added(key, size, cost)
+        self.there.add(key)
+
+    @rule(key=KEYS)
+    def use(self, key):
+        self.subject.used(key)
+        self.beside.used(key)
+
+    @rule(key=KEYS)
+    def remove(self, key):
+        self.subject.removed(key)
+        self.beside.removed(key)
+        self.there.discard(key)
+
+    @rule(evictable=st.sets(KEYS), as_set=st.booleans())
+    def ask(self, evictable, as_set):
+        victim = self.subject.victim(evictable if as_set else evictable.__contains__)
+        expected = self.beside.victim(evictable.__contains__)
+        assert (victim is None) == (not evictable & self.there)
+        assert victim is None or victim in evictable & self.there
+        self.compare(victim, expected)
+
+    @precondition(lambda self: self.there)
+    @rule(pinned=st.sets(KEYS, max_size=3))
+    def evict(self, pinned):
+        victim = self.subject.victim(lambda key: key not in pinned)
+        self.compare(victim, self.beside.victim(lambda key: key not in pinned))
+        if victim is not None:
+            self.remove(victim)
+
+    def compare(self, victim, expected):
+        assert victim == expected
+
+    @invariant()
+    def counts_what_is_there(self):
+        assert len(self.subject) == len(self.there)
+
+
+class LruMachine(AnyPolicy):
+    policy, model = Lru, NaiveLru
+
+
+class LfuMachine(AnyPolicy):
+    policy, model = Lfu, NaiveLfu
+
+
+class GdsfMachine(AnyPolicy):
+    policy, model = Gdsf, NaiveGdsf
+
+
+class LrfuMachine(AnyPolicy):
+    policy, model = Lrfu, NaiveLrfu
+
+    def compare(self, victim, expected):
+        if victim != expected:  # the same value, summed in another order
+            ranks = [self.beside.rank(self.beside.keys[key]) for key in (victim, expected)]
+            assert math.isclose(*ranks, rel_tol=1e-9)
+
+
+TestLru, TestLfu = LruMachine.TestCase, LfuMachine.TestCase
+TestGdsf, TestLrfu = GdsfMachine.TestCase, LrfuMachine.TestCase
+
+
+@EVERY
+def test_an_empty_policy_has_no_victim(name):
+    assert make_policy(name).victim(always) is None
+
+
+@EVERY
+def test_nothing_is_named_when_nothing_may_go(name):
+    policy = filled(make_policy(name), "a", "b")
+    assert policy.victim(lambda _: False) is None
+    assert policy.victim(set()) is None
+    assert policy.victim(["elsewhere"]) is None
+
+
+@EVERY
+def test_with_all_else_equal_the_longest_unused_goes_first(name):
+    assert drained(filled(make_policy(name), "a", "b", "c")) == ["a", "b", "c"]
+
+
+@EVERY
+def test_naming_a_victim_removes_nothing(name):
+    policy = filled(make_policy(name), "a", "b")
+    assert policy.victim(always) == policy.victim(always) == "a"
+    assert len(policy) == 2
+
+
+@EVERY
+def test_those_passed_over_are_named_once_they_may_go(name):
+    policy = filled(make_policy(name), "a", "b", "c")
+    assert policy.victim({"c"}) == "c"
+    assert drained(policy) == ["a", "b", "c"]
+
+
+@EVERY
+def test_a_failing_test_loses_no_key(name):
+    policy = filled(make_policy(name), "a", "b", "c")
+
+    def fails_on_b(key):
+        if key == "b":
+            raise RuntimeError
+        return False
+
+    with pytest.raises(RuntimeError):
+        policy.victim(fails_on_b)
+    assert drained(policy) == ["a", "b", "c"]
+
+
+@EVERY
+def test_events_of_unknown_keys_change_nothing(name):
+    policy = filled(make_policy(name), "a")
+    policy.used("b")
+    policy.removed("b")
+    policy.removed("b")
+    assert (len(policy), policy.victim(always)) == (1, "a")
+
+
+@EVERY
+def test_a_key_loaded_again_counts_once(name):
+    policy = filled(make_policy(name), "a", "b", "a")
+    assert len(policy) == 2
+    policy.removed("a")
+    assert drained(policy) == ["b"]
+
+
+@EVERY
+@pytest.mark.parametrize("cost", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("size", [0, -5, 10**15])
+def test_figures_that_cannot_be_break_nothing(name, size, cost):
+    policy = filled(make_policy(name), "odd", size=size, cost=cost)
+    filled(policy, "a", "b")
+    assert sorted(drained(policy)) == ["a", "b", "odd"]
+
+
+@EVERY
+def test_keys_need_no_order_among_themselves(name):
+    keys = ["a", 1, ("t",), None.__class__]
+    assert drained(filled(make_policy(name), *keys)) == keys
+
+
+def entries(thing):
+    """How many entries all containers of a policy hold together."""
+    total = 0
+    for value in vars(thing).values():
+        if isinstance(value, dict | list):
+            total += len(value)
+        elif hasattr(value, "__dict__"):
+            total += entries(value)
+    return total
+
+
+@EVERY
+def test_bookkeeping_follows_what_is_there(name):
+    policy = make_policy(name)
+    for key in range(20_000):
+        policy.added(key, 100, 1.0)
+        policy.used(key)
+        if key >= 50:
+            policy.removed(key - 50)
+    remembered = len(getattr(policy, "_gone", ()))
+    assert entries(policy) - remembered <= 10 * 50
+    assert remembered <= Lrfu.REMEMBERED
+
+
+@EVERY
+def test_bookkeeping_does_not_grow_by_uses_or_questions(name):
+    policy = filled(make_policy(name), *range(20))
+    for step in range(20_000):
+        policy.used(step % 20)
+        policy.victim({step % 20})
+    assert entries(policy) <= 10 * 20
+
+
+@EVERY
+def test_bookkeeping_does_not_grow_over_load_and_unload_cycles(name):
+    policy = make_policy(name)
+    for step in range(20_000):
+        policy.added(step % 7, 100, 1.0)
+        policy.removed(step % 7)
+    assert len(policy) == 0
+    assert entries(policy) <= 40
+
+
+def test_lfu_keeps_what_was_used_most():
+    policy = filled(Lfu(), "a", "b")
+    policy.used("a")
+    assert policy.victim(always) == "b"
+    policy.removed("a")
+    policy.added("a", 100, 1.0)  # its count is forgotten
+    assert policy.victim(always) == "b"
+    policy.used("b")
+    assert policy.victim(always) == "a"
+
+
+@pytest.mark.parametrize("name", ["gdsf", "lrfu"])
+def test_large_and_cheap_go_before_small_and_dear(name):
+    policy = make_policy(name)
+    policy.added("small", 5_000_000, 0.1)
+    policy.added("large", 600_000_000, 0.1)
+    policy.added("cheap", 5_000_000, 0.01)
+    assert drained(policy) == ["large", "cheap", "small"]
+
+
+@pytest.mark.parametrize("name", ["gdsf", "lrfu"])
+def test_a_past_favourite_is_let_go_at_last(name):
+    policy = filled(make_policy(name), "favourite")
+    for _ in range(50):
+        policy.used("favourite")
+    filled(policy, *range(4))
+    evicted = []
+    for key in range(4, 4000):
+        for _ in range(2):
+            policy.used(key - 1)
+        evicted.append(policy.victim(always))
+        policy.removed(evicted[-1])
+        policy.added(key, 100, 1.0)
+    assert evicted[0] != "favourite"
+    assert "favourite" in evicted
+
+
+def test_lrfu_knows_an_adapter_that_comes_back():
+    policy = filled(Lrfu(), "regular")
+    policy.used("regular")
+    policy.removed("regular")
+    filled(policy, "regular", "newcomer")
+    assert policy.victim(always) == "newcomer"
+
+
+def test_lrfu_keeps_its_hot_set_through_a_scan_that_lru_does_not():
+    left = {}
+    for name in ("lru", "lrfu"):
+        policy = filled(make_policy(name), *range(10))
+        for step in range(100):
+            policy.used(step % 10)
+        for scanned in range(100, 120):
+            policy.removed(policy.victim(always))
+            policy.added(scanned, 100, 1.0)
+        left[name] = len([key for key in drained(policy) if key < 10])
+    assert left == {"lru": 0, "lrfu": 9}
+
+
+def test_lrfu_forgets_the_first_evicted_beyond_its_memory():
+    policy = Lrfu()
+    for key in range(Lrfu.REMEMBERED + 5):
+        policy.added(key, 100, 1.0)
+        policy.removed(key)
+    assert (len(policy._gone), 4 in policy._gone, 5 in policy._gone) == (Lrfu.REMEMBERED, False, True)
+
+
+@given(st.lists(KEYS, min_size=1, max_size=60), st.floats(0.1, 1000))
+def test_any_half_life_gives_each_key_once(uses, half_life):
+    policy = Lrfu(half_life)
+    for key in uses:
+        if key in policy._ranking:
+            policy.used(key)
+        else:
+            policy.added(key, 100, 1.0)
+    assert sorted(drained(policy)) == sorted(set(uses))
+
+
+def test_policies_are_made_by_name():
+    assert [type(make_policy(name)) for name in ("lru", "lfu", "gdsf", "lrfu")] == [Lru, Lfu, Gdsf, Lrfu]
+    assert make_policy("lru") is not make_policy("lru")
+
+
+@pytest.mark.parametrize("name", ["", "LRU", "fifo", "lru "])
+def test_an_unknown_name_is_a_wrong_setting(name):
+    with pytest.raises(InvalidSettings, match=r"L007.*lru or lfu or gdsf or lrfu"):
+        make_policy(name)
+
+
+def test_policies_need_neither_the_engine_nor_arrays():
+    with open(policies.__file__) as file:
+        tree = ast.parse(file.read())
+    imported = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not {name.partition(".")[0] for name in imported} & {"torch", "vllm", "numpy"}

@@ -1,0 +1,203 @@
+"""An engine in virtual time: the real planner, reached as an API server reaches it, before a made-up worker.
+
+One task takes the engine's steps. What a server asks for goes through the utilities of vLLM's engine core, so what is
+tested is what comes and goes between the processes too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import pickle
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.scheduler.host_cache import HostCache
+from lora_plugins.scheduler.messages import Activate, Activated, Command, Evict, Failed, Load, Loaded, Report
+from lora_plugins.scheduler.planner import Planner
+from lora_plugins.scheduler.policies import make_policy
+from lora_plugins.vllm_patches import engine_core
+from lora_plugins.vllm_patches.scheduler import Admission
+
+STEP_S = 0.002
+COPY_S = 0.003  # to write a slot, where that takes a copy
+
+
+@dataclass
+class Worker:
+    """Brings what it is told to into host memory within `delay_s`, and finds some of it `broken`."""
+
+    delay_s: float = 0.01
+    size_bytes: int = 10
+    is_instant: bool = True
+    broken: LoRAPluginsError | None = None
+    paths: dict[int, str] = field(default_factory=dict)  # in host memory or on their way, by engine id
+    loaded: set[int] = field(default_factory=set)
+    slots: dict[int, int] = field(default_factory=dict)  # engine id by slot
+    loads: Counter[str] = field(default_factory=Counter)  # by path
+    uris: dict[str, str | None] = field(default_factory=dict)  # by path
+    _jobs: list[tuple[float, int, Report]] = field(default_factory=list)  # when it is done, whose, and what it says
+
+    def carry_out(self, commands: Sequence[Command]) -> None:
+        now = time.monotonic()
+        for command in commands:
+            match command:
+                case Load(spec, job, slot):
+                    assert spec.engine_id not in self.paths, "loaded twice"
+                    self.paths[spec.engine_id] = spec.path
+                    self.uris[spec.path] = spec.uri
+                    self.loads[spec.path] += 1
+                    done = Loaded(job, self.size_bytes, self.is_instant, self.delay_s)
+                    self._jobs.append((now + self.delay_s, spec.engine_id, done))
+                    if slot is not None and not self.is_instant:
+                        self._own(slot, None)
+                        self._write(spec.engine_id, slot, job, now + self.delay_s)
+                case Activate(engine_id, slot, None):
+                    assert engine_id in self.loaded
+                    self._own(slot, engine_id)
+                case Activate(engine_id, slot, job):
+                    assert engine_id in self.loaded
+                    self._own(slot, None)
+                    self._write(engine_id, slot, job, now)
+                case Evict(engine_id):
+                    self.paths.pop(engine_id, None)
+                    self.loaded.discard(engine_id)
+                    self.slots = {slot: owner for slot, owner in self.slots.items() if owner != engine_id}
+                    self._jobs = [job for job in self._jobs if job[1] != engine_id]
+
+    def reports(self) -> list[Report]:
+        now = time.monotonic()
+        due = sorted((job for job in self._jobs if job[0] <= now), key=lambda job: job[0])
+        self._jobs = [job for job in self._jobs if job[0] > now]
+        return [self._end(engine_id, report) for _, engine_id, report in due]
+
+    def _end(self, engine_id: int, report: Report) -> Report:
+        if isinstance(report, Loaded):
+            if self.broken is not None:
+                self._jobs = [job for job in self._jobs if job[1] != engine_id]
+                return Failed(report.job, self.broken)
+            self.loaded.add(engine_id)
+            return replace(report, size_bytes=self.size_bytes)
+        assert isinstance(report, Activated)
+        self._own(self._writing.pop(report.job), engine_id)
+        return report
+
+    def _write(self, engine_id: int, slot: int, job: int, at: float) -> None:
+        self._writing[job] = slot
+        self._jobs.append((at + COPY_S, engine_id, Activated(job, COPY_S)))
+
+    def _own(self, slot: int, engine_id: int | None) -> None:
+        self.slots = {other: owner for other, owner in self.slots.items() if other != slot and owner != engine_id}
+        if engine_id is not None:
+            self.slots[slot] = engine_id
+
+    _writing: dict[int, int] = field(default_factory=dict)  # slot by job
+
+
+class _Scheduler(Admission):
+    """The planner, and nothing of vLLM's scheduler."""
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+        self.uris = {}
+
+
+class SimulatedEngine:
+    """See the module; `ask` is what a `PlannerClient` wants."""
+
+    def __init__(
+        self, *, slots: int = 99, places: int = 99, max_bytes: int | None = None, spare_slots: int = 1, **worker: Any
+    ) -> None:
+        from vllm.v1.engine.core import EngineCoreProc
+
+        cache = HostCache(max_bytes, places, make_policy("lru"))
+        self.planner = Planner(slots, slots + spare_slots, cache)
+        self.worker = Worker(**worker)
+        self.asked: Counter[str] = Counter()
+        self._core = EngineCoreProc.__new__(EngineCoreProc)
+        self._core.scheduler = _Scheduler(self.planner)
+        # Workers that reach no socket of this process: all is said by steps, in virtual time.
+        self._core.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(nnodes=2, world_size=1, distributed_executor_backend="mp")
+        )
+        self._numbers = itertools.count(1)
+        self._has_news = asyncio.Event()
+        self._stepping: asyncio.Task[None] | None = None
+
+    async def ask(self, utility: str, arguments: tuple[Any, ...]) -> Mapping[int, Any]:
+        self.asked[utility] += 1
+        function = getattr(engine_core, utility.removeprefix("lora_plugins"))
+        await asyncio.sleep(0.0005)  # to another process
+        answer = function(self._core, *pickle.loads(pickle.dumps(arguments)))
+        self._go_on()
+        if isinstance(answer, Future):
+            # Whoever asked may go away: nothing tells the engine.
+            answer = await asyncio.shield(asyncio.wrap_future(answer))
+        return {0: pickle.loads(pickle.dumps(answer))}
+
+    async def run(self, request: Any, seconds: float = 0.0, request_id: str | None = None) -> None:
+        """What becomes of a request: held, admitted, and finished after some time; or refused, or ended."""
+        request_id = request_id or f"request-{next(self._numbers)}"
+        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        spec = self._core.scheduler.spec_of(request)
+        self.planner.arrived(spec, request_id, admitted, time.monotonic())
+        self._go_on()
+        try:
+            await admitted
+            self._runs(request)
+            await asyncio.sleep(seconds)
+            self._runs(request)
+        finally:
+            self.planner.take_back([request_id])
+            self.planner.finished([request_id], time.monotonic())
+            self._go_on()
+
+    @property
+    def pinned(self) -> set[int]:
+        return set(self.planner.placement.pinned)
+
+    def is_held(self, request_id: str) -> bool:
+        return self.planner.is_held(request_id)
+
+    def is_running(self, request_id: str) -> bool:
+        return request_id in dict(self.planner.running())
+
+    def _runs(self, request: Any) -> None:
+        """What the planner is for: a batch never meets an adapter that is not in a slot, with the weights asked for."""
+        assert request.lora_int_id in self.worker.slots.values()
+        assert self.worker.paths[request.lora_int_id] == request.lora_path
+
+    def _go_on(self) -> None:
+        self._has_news.set()
+        if self._stepping is None:
+            self._stepping = asyncio.create_task(self._steps())
+        elif self._stepping.done():
+            self._stepping.result()
+
+    async def _steps(self) -> None:
+        while True:
+            if not (self.planner.has_work or self.planner.held_count or any(self.planner.running())):
+                self._has_news.clear()
+                await self._has_news.wait()
+            plan = self.planner.plan(time.monotonic())
+            self.worker.carry_out(plan.commands)
+            for admitted in plan.admitted:
+                if not admitted.done():
+                    admitted.set_result(None)
+            self._refuse(plan.refused)
+            await asyncio.sleep(STEP_S)
+            self.planner.carried_out(plan.commands)
+            self.planner.reported(self.worker.reports(), time.monotonic())
+            self._refuse(self.planner.take_refused())
+
+    @staticmethod
+    def _refuse(refused: list[tuple[Any, LoRAPluginsError]]) -> None:
+        for admitted, error in refused:
+            if not admitted.done():
+                admitted.set_exception(error)

@@ -1,0 +1,192 @@
+"""What an API server asks of its engines' planners: of all engines alike, and an error of one is everybody's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError, NoFreeSlot
+from lora_plugins.events import AdapterReady, Event, Events, LoadRefused
+from lora_plugins.server.planner_client import Place, PlannerClient
+from tests.server.simulated_engine import SimulatedEngine
+from tests.virtual_time import runs
+
+
+@dataclass(frozen=True)
+class Request:
+    lora_name: str = "sql"
+    lora_int_id: int = 1
+    lora_path: str = "/store/sql"
+
+
+@dataclass
+class Engines:
+    """Several engines behind one API server, which asks them at once."""
+
+    engines: list[SimulatedEngine]
+    told: list[Event] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.client = PlannerClient(self.ask, Events(self.told.append))
+
+    async def ask(self, utility: str, arguments: tuple[Any, ...]) -> Mapping[int, Any]:
+        answers = await asyncio.gather(*(engine.ask(utility, arguments) for engine in self.engines))
+        return {number: answer[0] for number, answer in enumerate(answers)}
+
+    async def settled(self) -> None:
+        await asyncio.sleep(1)
+
+
+@runs
+async def test_a_load_is_everybodys_and_told_once_by_the_slowest() -> None:
+    engines = Engines([SimulatedEngine(delay_s=0.1, size_bytes=7), SimulatedEngine(delay_s=0.3, size_bytes=5)])
+    await engines.client.load(Request(), uri="s3://b/sql")
+    assert [engine.worker.loaded for engine in engines.engines] == [{1}, {1}]
+    assert [engine.worker.uris["/store/sql"] for engine in engines.engines] == ["s3://b/sql"] * 2
+    (ready,) = engines.told
+    assert ready == AdapterReady("sql", "/store/sql", 7, 0.3)
+
+
+@runs
+async def test_what_is_loaded_already_is_told_no_more() -> None:
+    engines = Engines([SimulatedEngine()])
+    for _ in range(3):
+        await engines.client.load(Request())
+    assert len(engines.told) == 1
+    assert engines.engines[0].worker.loads.total() == 1
+
+
+@runs
+async def test_loads_at_once_are_one_load() -> None:
+    engines = Engines([SimulatedEngine(delay_s=0.1)])
+    await asyncio.gather(*(engines.client.load(Request()) for _ in range(10)))
+    assert engines.engines[0].worker.loads.total() == 1
+    assert engines.engines[0].worker.loaded == {1}
+
+
+@runs
+async def test_a_load_takes_an_idle_slot_where_it_wants_one() -> None:
+    engines = Engines([SimulatedEngine()])
+    await engines.client.load(Request())
+    await engines.client.load(Request("chat", 2, "/store/chat"), wants_slot=False)
+    place_of = await engines.client.places()
+    assert (place_of(1).slot, place_of(2).slot) == (True, False)
+    assert place_of(1).host
+    assert place_of(2).host
+
+
+@runs
+async def test_an_error_of_one_engine_is_everybodys() -> None:
+    error = IncompatibleAdapter("rank 99", expected="rank 8", remedy="train anew", adapter="sql")
+    engines = Engines([SimulatedEngine(), SimulatedEngine(broken=error)])
+    with pytest.raises(IncompatibleAdapter) as caught:
+        await engines.client.load(Request())
+    assert str(caught.value) == str(error), "every part of it"
+    (refused,) = engines.told
+    assert isinstance(refused, LoadRefused)
+    assert (refused.name, str(refused.error)) == ("sql", str(error))
+
+
+@runs
+async def test_a_pin_that_fails_in_one_engine_is_none() -> None:
+    engines = Engines([SimulatedEngine(slots=3), SimulatedEngine(slots=1)])
+    with pytest.raises(NoFreeSlot, match="1 slots, of which 0 are pinned"):
+        await engines.client.pin(Request())
+    await engines.settled()
+    assert [engine.pinned for engine in engines.engines] == [set(), set()]
+    assert not (await engines.client.places())(1).pinned
+
+
+@runs
+async def test_a_pin_is_in_every_engine_until_it_is_unpinned() -> None:
+    engines = Engines([SimulatedEngine(slots=3), SimulatedEngine(slots=3)])
+    await engines.client.pin(Request())
+    assert (await engines.client.places())(1) == Place(10, host=True, slot=True, pinned=True)
+    await engines.client.unpin(1)
+    assert [engine.pinned for engine in engines.engines] == [set(), set()]
+
+
+@runs
+async def test_what_is_retired_goes_when_its_last_request_has_left() -> None:
+    engines = Engines([SimulatedEngine()])
+    (engine,) = engines.engines
+    await engines.client.load(Request())
+    running = [asyncio.create_task(engine.run(Request(), seconds)) for seconds in (1, 2)]
+    await asyncio.sleep(0.5)
+    retiring = asyncio.create_task(engines.client.retire(1))
+    await asyncio.sleep(1)
+    assert running[0].done()
+    assert not retiring.done()
+    assert engine.worker.loaded == {1}
+    await retiring
+    await running[1]
+    assert engine.worker.paths == {}
+
+
+@runs
+async def test_what_is_unknown_is_retired_at_once() -> None:
+    engines = Engines([SimulatedEngine()])
+    await engines.client.retire(7)
+    await engines.client.retire(7, NoFreeSlot("gone"))
+    assert (await engines.client.places())(7) == Place()
+
+
+@pytest.mark.parametrize("refusal", [None, NoFreeSlot("unloaded", adapter="sql")])
+@runs
+async def test_a_late_request_is_refused_only_with_a_refusal(refusal: LoRAPluginsError | None) -> None:
+    engines = Engines([SimulatedEngine()])
+    (engine,) = engines.engines
+    await engines.client.load(Request())
+    await engines.client.retire(1, refusal)
+    if refusal is None:
+        await engine.run(Request(), 0.1)
+    else:
+        with pytest.raises(NoFreeSlot, match="unloaded"):
+            await engine.run(Request(), 0.1)
+    await engines.settled()
+    assert engine.worker.paths == {}, "and it leaves nothing"
+
+
+@runs
+async def test_places_say_what_is_held_and_what_runs() -> None:
+    engines = Engines([SimulatedEngine(slots=1)])
+    (engine,) = engines.engines
+    requests = [Request(), Request("chat", 2, "/store/chat")]
+    for request in requests:
+        await engines.client.load(request)
+    tasks = [asyncio.create_task(engine.run(requests[0], 30, "a"))]
+    await engines.settled()
+    tasks.append(asyncio.create_task(engine.run(requests[1], 1, "b")))
+    await engines.settled()
+    place_of = await engines.client.places()
+    assert (place_of(1).running, place_of(1).held) == (("a",), ())
+    assert (place_of(2).running, place_of(2).held) == ((), ("b",))
+    figures = await engines.client.figures()
+    assert (figures[0]["held"], figures[0]["slots"], figures[0]["spare_slots"]) == (1, 1, 1)
+    await asyncio.gather(*tasks)
+
+
+@runs
+async def test_the_last_use_of_an_adapter_is_remembered() -> None:
+    client = Engines([]).client
+    assert client.used_at.get(1) is None
+    client.used(Request())
+    assert client.used_at[1] > 1e9
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    return {"size_bytes": 10, "host": True, "slot": True, "pinned": False, "held": [], "running": [], **changes}
+
+
+def test_a_place_is_where_every_engine_has_it() -> None:
+    slot, host = row(running=["a"]), row(slot=False, size_bytes=12, held=["b"], running=["c"])
+    assert Place.of(1, [{1: slot}, {1: host}]) == Place(12, host=True, held=("b",), running=("a", "c"))
+    assert Place.of(1, [{1: slot}, {}]) == Place(10, running=("a",))
+    assert Place.of(1, [{1: slot}]) == Place(10, host=True, slot=True, running=("a",))
+    assert Place.of(1, [{1: row(pinned=True)}, {}]).pinned
+    assert Place.of(1, [{}, {}]) == Place()
+    assert Place.of(1, []) == Place()

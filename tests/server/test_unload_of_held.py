@@ -1,0 +1,123 @@
+"""Requests that are held for an adapter which is unloaded: refused at once, not served and not left waiting."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
+from lora_plugins.events import AdapterUnloaded
+from tests.server.test_changes import Version, World
+from tests.virtual_time import runs
+
+LONG_S = 60.0
+
+
+async def one_runs_and_one_is_held(world: World) -> tuple[asyncio.Task[str], asyncio.Task[str]]:
+    """Of one slot, `chat` has it until its request is ended, and a request for `sql` is held."""
+    world.sources.has |= {"sql": Version("aa"), "chat": Version("bb")}
+    for name in ("sql", "chat"):
+        await world.changes.load(name)
+    running = world.start("chat", LONG_S, "running")
+    while not world.engine.is_running("running"):
+        await asyncio.sleep(0.001)
+    held = world.start("sql", 0, "held")
+    await world.settled()
+    assert world.engine.is_held("held")
+    return running, held
+
+
+async def ended(running: asyncio.Task[str]) -> None:
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+@pytest.mark.parametrize(("block", "kind", "code"), [(False, NoFreeSlot, "L001"), (True, AdapterNotFound, "L002")])
+@runs
+async def test_what_is_held_for_a_slot_is_refused_at_once(block: bool, kind: type[LoRAPluginsError], code: str) -> None:
+    world = World(slots=1)
+    running, held = await one_runs_and_one_is_held(world)
+    assert await world.changes.unload("sql", block=block, timeout_s=LONG_S), "free, though another adapter runs on"
+    assert not running.done()
+    with pytest.raises(kind) as caught:
+        await held
+    assert (caught.value.code, caught.value.adapter) == (code, "sql")
+    assert world.server.aborted == []
+    assert [event.aborted for event in world.told if isinstance(event, AdapterUnloaded)] == [0]
+    assert world.in_workers == {"bb"}
+    assert world.sources.leased == {"bb"}
+    await ended(running)
+
+
+@runs
+async def test_what_is_held_for_a_load_is_refused_too() -> None:
+    world = World(places=1)
+    world.sources.has |= {"sql": Version("aa"), "chat": Version("bb")}
+    for name in ("sql", "chat"):
+        await world.changes.load(name)
+    world.worker.delay_s = LONG_S / 2
+    held = world.start("sql", 0, "held")
+    while world.in_workers != {"aa"}:
+        await asyncio.sleep(0.001)
+    unloading = asyncio.create_task(world.changes.unload("sql", block=False, timeout_s=LONG_S))
+    with pytest.raises(NoFreeSlot):
+        await held
+    assert world.worker.loaded == set(), "refused before it is loaded"
+    assert await unloading
+    assert world.in_workers == set()
+
+
+@runs
+async def test_one_that_comes_late_with_what_was_unloaded_is_refused() -> None:
+    """It has read the table before; its adapter's lease in the store has ended, so it must not be loaded again."""
+    world = World()
+    world.sources.has["sql"] = Version("aa")
+    served, _ = await world.changes.load("sql")
+    await world.changes.unload("sql", block=False, timeout_s=LONG_S)
+    with pytest.raises(NoFreeSlot):
+        await world.engine.run(served.request)
+    assert world.in_workers == set()
+    await world.changes.load("sql")
+    assert await world.ask("sql") == "/store/aa", "loaded again, it is another one"
+
+
+@runs
+async def test_a_swap_refuses_nobody() -> None:
+    world = World(slots=1)
+    running, held = await one_runs_and_one_is_held(world)
+    world.sources.has["sql"] = Version("cc")
+    assert await world.changes.refresh("sql")
+    assert not held.done()
+    await ended(running)
+    assert await held == "/store/aa"
+
+
+@runs
+async def test_a_client_that_goes_away_while_it_is_held_is_forgotten() -> None:
+    world = World(slots=1)
+    running, held = await one_runs_and_one_is_held(world)
+    await ended(held)
+    assert world.engine.planner.held_count == 0
+    assert await world.changes.unload("sql", block=False, timeout_s=LONG_S)
+    assert world.in_workers == {"bb"}
+    await ended(running)
+
+
+@runs
+async def test_after_the_deadline_only_admitted_requests_are_ended() -> None:
+    """Those of another adapter, and of the same name's next version, go on."""
+    world = World(slots=2)
+    world.sources.has |= {"sql": Version("aa"), "chat": Version("bb")}
+    await world.changes.load("sql")
+    await world.changes.load("chat")
+    old, other = world.start("sql", LONG_S, "old"), world.start("chat", LONG_S, "other")
+    await world.settled()
+    unloading = asyncio.create_task(world.changes.unload("sql", block=False, timeout_s=1))
+    await asyncio.sleep(0.5)
+    await world.changes.load("sql")
+    new = world.start("sql", LONG_S, "new")
+    assert await unloading
+    assert world.server.aborted == ["old"]
+    assert old.cancelled()
+    assert (await new, await other) == ("/store/aa", "/store/bb")

@@ -1,0 +1,168 @@
+"""VLLM's real scheduler beside a model runner that makes tokens up, and workers that do what they are told at once."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.scheduler.messages import Activate, Activated, Command, Failed, Load, Loaded, Report
+from lora_plugins.vllm_patches.scheduler import COMMANDS, REPORTS, with_admission
+
+BLOCK = 16
+
+
+def vllm_config(
+    base: Path, *, max_loras: int = 1, is_async: bool = False, policy: str = "fcfs", lora: bool = True
+) -> Any:
+    import torch
+    from vllm.config import CacheConfig, LoRAConfig, ModelConfig, SchedulerConfig, VllmConfig
+
+    model = ModelConfig(str(base), skip_tokenizer_init=True, dtype="float32", max_model_len=64)
+    scheduler = SchedulerConfig(
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_model_len=64,
+        is_encoder_decoder=False,
+        policy=policy,
+        async_scheduling=is_async,
+    )
+    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=False)
+    loras = LoRAConfig(max_lora_rank=8, max_loras=max_loras, max_cpu_loras=max(2, max_loras), lora_dtype=torch.float32)
+    config = VllmConfig(
+        model_config=model, lora_config=loras if lora else None, scheduler_config=scheduler, cache_config=cache
+    )
+    config.scheduler_config.async_scheduling = is_async  # which vLLM switches off where a platform has none
+    return config
+
+
+def make_scheduler(
+    config: Any, kind: type | None = None, *, blocks: int = 64, include_finished_set: bool = False
+) -> Any:
+    """The class that this configuration names, or `kind`."""
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    config.cache_config.num_gpu_blocks = blocks
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    kind = kind or with_admission(config.scheduler_config.get_scheduler_cls())
+    return kind(
+        config,
+        cache,
+        StructuredOutputManager(config),
+        BLOCK,
+        BLOCK,
+        include_finished_set=include_finished_set,
+        log_stats=True,
+    )
+
+
+def adapter(number: int) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(f"adapter-{number}", number, f"/store/{number}")
+
+
+def request(name: str, lora: int | None = None, *, tokens: int = 3, prompt: int = 4, **more: Any) -> Any:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    sampling = None if "pooling_params" in more else SamplingParams(max_tokens=tokens, ignore_eos=True)
+    if sampling is not None:
+        sampling.update_from_generation_config({}, 2)
+    return Request(
+        request_id=name,
+        prompt_token_ids=list(range(3, 3 + prompt)),
+        sampling_params=sampling,
+        lora_request=None if lora is None else adapter(lora),
+        **({"pooling_params": None} | more),
+    )
+
+
+class Engine:
+    """Steps of an engine, `lag` of them under way at a time.
+
+    Attributes:
+        commands: all that the workers were sent. fails: errors of adapters that cannot be loaded, by id.
+        outputs: all that clients were sent, in order, with the step.
+    """
+
+    def __init__(self, scheduler: Any, *, is_instant: bool = True, lag: int = 0) -> None:
+        self.scheduler = scheduler
+        self.commands: list[Command] = []
+        self.fails: dict[int, LoRAPluginsError] = {}
+        self.holds_back = False  # workers that have not done anything yet
+        self.outputs: list[Any] = []
+        self.finished: list[set[str]] = []
+        self.stats: Any = None
+        self._is_instant = is_instant
+        self._lag = lag
+        self._under_way: deque[tuple[Any, Any]] = deque()
+        self._reports: list[Report] = []
+
+    def step(self) -> dict[str, int]:
+        """Schedule once; returns the tokens of each request that are computed in this step."""
+        output = self.scheduler.schedule()
+        self._obey(getattr(output, COMMANDS, ()))
+        self._under_way.append((output, self._run(output)))
+        if len(self._under_way) > self._lag:
+            self._update()
+        return dict(output.num_scheduled_tokens)
+
+    def drain(self) -> None:
+        while self._under_way:
+            self._update()
+
+    def _update(self) -> None:
+        output, made = self._under_way.popleft()
+        for of_client in self.scheduler.update_from_output(output, made).values():
+            self.outputs += of_client.outputs
+            if of_client.finished_requests:
+                self.finished.append(set(of_client.finished_requests))
+            self.stats = of_client.scheduler_stats or self.stats
+
+    def run(self, steps: int = 200) -> None:
+        """Until nothing is to be done."""
+        for _ in range(steps):
+            if not self.scheduler.has_requests():
+                self.drain()
+                if not self.scheduler.has_requests():
+                    return
+            self.step()
+        raise AssertionError("it does not come to rest")
+
+    def tokens_of(self, name: str) -> list[int]:
+        return [token for output in self.outputs if output.request_id == name for token in output.new_token_ids]
+
+    def end_of(self, name: str) -> Any:
+        return next(one for one in self.outputs if one.request_id == name and one.finish_reason is not None)
+
+    def _obey(self, commands: Any) -> None:
+        for command in commands:
+            self.commands.append(command)
+            if isinstance(command, Load) and (error := self.fails.get(command.spec.engine_id)) is not None:
+                self._reports.append(Failed(command.job, error))
+            elif isinstance(command, Load):
+                self._reports.append(Loaded(command.job, 100, self._is_instant, 0.01))
+                if not self._is_instant and command.slot is not None:
+                    self._reports.append(Activated(command.job, 0.01))
+            elif isinstance(command, Activate) and command.job is not None:
+                self._reports.append(Activated(command.job, 0.01))
+
+    def _run(self, output: Any) -> Any:
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        names = list(output.num_scheduled_tokens)
+        sampled = []
+        for name in names:
+            of = self.scheduler.requests[name]
+            is_done = of.num_computed_tokens >= of.num_tokens + max(0, of.num_output_placeholders - 1)
+            sampled.append([5 + (len(name) + of.num_computed_tokens) % 50] if is_done else [])
+        made = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
+        if self._reports and not self.holds_back:
+            setattr(made, REPORTS, self._reports)
+            self._reports = []
+        return made

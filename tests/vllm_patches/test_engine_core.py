@@ -1,0 +1,268 @@
+"""What clients ask of the engine core about adapters: futures end, errors are plain values, in-process it steps."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+from lora_plugins.errors import InvalidAdapter, NoFreeSlot, error_of
+from lora_plugins.scheduler.messages import Activate, Failed, Load, Loaded
+from lora_plugins.vllm_patches import engine_core
+from tests.vllm_patches.engine_bed import Engine, adapter, make_scheduler, request, vllm_config
+
+BROKEN = InvalidAdapter("nothing that can be read", adapter="adapter-1")
+
+
+@pytest.fixture(autouse=True)
+def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("LORA_PLUGINS_SPARE_SLOTS", "0")
+    for name in ("add_lora", "remove_lora", "pin_lora"):
+        monkeypatch.setattr(EngineCore, name, getattr(EngineCore, name))  # to be put back
+    before = dict(vars(EngineCore))
+    engine_core.patch()
+    yield
+    for name in set(vars(EngineCore)) - before.keys():
+        delattr(EngineCore, name)
+    for name in ("add_lora", "remove_lora", "pin_lora", "wake_up"):
+        setattr(EngineCore, name, before[name])
+
+
+class Executor:
+    """Workers that carry commands out at once, by the RPC of an in-process engine."""
+
+    def __init__(self) -> None:
+        self.commands: list[Any] = []
+        self.fails: dict[int, InvalidAdapter] = {}
+        self.is_sleeping, self.rewrites = True, 0
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.is_sleeping = tags is not None
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[list[Any]]:
+        if method == "lora_plugins_rewrite_slots":
+            self.rewrites += 1
+            return [[]]
+        assert method == "lora_plugins_step"
+        commands, wait_s = args
+        assert wait_s > 0
+        self.commands += commands
+        reports: list[Any] = []
+        for command in commands:
+            if isinstance(command, Load):
+                error = self.fails.get(command.spec.engine_id)
+                reports.append(Failed(command.job, error) if error else Loaded(command.job, 100, True, 0.25))
+        return [reports]
+
+    def add_lora(self, lora_request: LoRARequest) -> str:
+        return f"vLLM's, of {lora_request.lora_name}"
+
+    def remove_lora(self, lora_id: int) -> str:
+        return f"vLLM's, of {lora_id}"
+
+    pin_lora = remove_lora
+
+
+def core_of(base: Path, kind: type, **config: Any) -> Any:
+    core = object.__new__(kind)
+    core.scheduler, core.model_executor = make_scheduler(vllm_config(base, **config)), Executor()
+    return core
+
+
+@pytest.fixture
+def core(base: Path) -> Any:
+    """In the caller's process."""
+    return core_of(base, EngineCore, max_loras=2)
+
+
+@pytest.fixture
+def proc(base: Path) -> tuple[Any, Engine]:
+    """In a process of its own, and its steps."""
+    core = core_of(base, EngineCoreProc, max_loras=2)
+    return core, Engine(core.scheduler)
+
+
+def spec(number: int, uri: str | None = None) -> dict[str, Any]:
+    return {"engine_id": number, "name": f"adapter-{number}", "path": f"/store/{number}", "uri": uri, "is_3d": False}
+
+
+def answer_of(engine: Engine, answer: Any) -> Any:
+    assert isinstance(answer, Future)
+    engine.run()
+    return answer.result(timeout=0)
+
+
+# --- in a process of its own: futures ---
+
+
+def test_load_ends_when_the_workers_have_it(proc: tuple[Any, Engine]) -> None:
+    core, engine = proc
+    engine.holds_back = True
+    future = core.lora_plugins_load(spec(1, "s3://bucket/a"), False)
+    for _ in range(3):
+        engine.step()
+    assert not future.done()
+    (command,) = engine.commands
+    assert isinstance(command, Load)
+    assert (command.spec.uri, command.slot) == ("s3://bucket/a", None)
+    engine.holds_back = False
+    assert answer_of(engine, future) == {"load_s": 0.01, "size_bytes": 100}
+    again = core.lora_plugins_load(spec(1), False)
+    assert answer_of(engine, again) == {"load_s": None, "size_bytes": 100}, "it was here"
+
+
+@pytest.mark.parametrize("utility", ["load", "pin"])
+def test_errors_are_plain_values(proc: tuple[Any, Engine], utility: str) -> None:
+    core, engine = proc
+    engine.fails[1] = BROKEN
+    future = core.lora_plugins_load(spec(1), True) if utility == "load" else core.lora_plugins_pin(spec(1))
+    answer = answer_of(engine, future)
+    assert answer == msgspec.msgpack.decode(msgspec.msgpack.encode(answer)), "what vLLM's messages carry"
+    error = error_of(answer["error"])
+    assert isinstance(error, InvalidAdapter)
+    assert (error.found, error.adapter) == (BROKEN.found, BROKEN.adapter)
+
+
+def test_pinned_and_unpinned(proc: tuple[Any, Engine]) -> None:
+    core, engine = proc
+    assert answer_of(engine, core.lora_plugins_pin(spec(1))) == {}
+    (row,) = core.lora_plugins_residency()
+    assert (row["name"], row["host"], row["slot"], row["pinned"]) == ("adapter-1", True, True, True)
+    refused = core.lora_plugins_pin(spec(2))
+    assert isinstance(error_of(refused.result(timeout=0)["error"]), NoFreeSlot)
+    assert core.lora_plugins_unpin(1) is True
+    assert core.lora_plugins_unpin(1) is False
+
+
+def test_retired_once_nobody_uses_it(proc: tuple[Any, Engine]) -> None:
+    core, engine = proc
+    engine.scheduler.add_request(request("a", 1, tokens=4))
+    while not engine.tokens_of("a"):
+        engine.step()
+    future = core.lora_plugins_retire(1, None)
+    engine.step()
+    assert not future.done()
+    assert answer_of(engine, future) == {}
+    assert len(engine.tokens_of("a")) == 4
+    assert core.lora_plugins_residency() == []
+    late = core.lora_plugins_retire(1, BROKEN.plain())
+    assert late.result(timeout=0) == {}, "it was gone"
+    engine.scheduler.add_request(request("b", 1))
+    engine.run()
+    assert "nothing that can be read" in engine.end_of("b").stop_reason
+
+
+def test_who_is_held_and_who_runs_is_told(proc: tuple[Any, Engine]) -> None:
+    core, engine = proc
+    engine.scheduler.add_request(request("a", 1, tokens=10))
+    while not engine.tokens_of("a"):
+        engine.step()
+    engine.holds_back = True
+    engine.scheduler.add_request(request("b", 2))
+    engine.step()
+    rows = {row["engine_id"]: row for row in core.lora_plugins_residency()}
+    assert (rows[1]["held"], rows[1]["running"], rows[1]["size_bytes"]) == ([], ["a"], 100)
+    assert (rows[2]["held"], rows[2]["running"], rows[2]["host"]) == (["b"], [], False)
+    figures = core.lora_plugins_figures()
+    assert figures == msgspec.msgpack.decode(msgspec.msgpack.encode(figures), strict=False) | {
+        "loaded": [("adapter-1", True, False)]
+    }
+    assert (figures["held"], figures["slots"], figures["spare_slots"]) == (1, 2, 0)
+
+
+# --- vLLM's own utilities ---
+
+
+def test_add_lora_loads_by_the_plan_and_raises_our_error(proc: tuple[Any, Engine]) -> None:
+    core, engine = proc
+    assert answer_of(engine, core.add_lora(adapter(1))) is True
+    engine.fails[2] = BROKEN
+    future = core.add_lora(adapter(2))
+    engine.run()
+    assert isinstance(future.exception(timeout=0), InvalidAdapter)
+    assert {type(command) for command in engine.commands} >= {Load}
+
+
+def test_remove_lora_and_pin_lora_go_by_the_plan(proc: tuple[Any, Engine]) -> None:
+    core, engine = proc
+    answer_of(engine, core.add_lora(adapter(1)))
+    assert answer_of(engine, core.pin_lora(1)) is True
+    assert answer_of(engine, core.remove_lora(1)) is True
+    assert core.remove_lora(1).result(timeout=0) is False
+    assert core.pin_lora(9) == "vLLM's, of 9", "which says what is wrong"
+
+
+def test_where_lora_is_off_all_is_vllms(base: Path) -> None:
+    core = core_of(base, EngineCoreProc, lora=False)
+    assert core.add_lora(adapter(1)) == "vLLM's, of adapter-1"
+    assert core.remove_lora(1) == core.pin_lora(1) == "vLLM's, of 1"
+    for ask in (core.lora_plugins_residency, core.lora_plugins_figures):
+        with pytest.raises(RuntimeError, match="no planner"):
+            ask()
+
+
+def test_vllm_still_converts_what_its_clients_send(proc: tuple[Any, Engine]) -> None:
+    """A LoRARequest comes as a list of its fields."""
+    core, _ = proc
+    plain = msgspec.msgpack.decode(msgspec.msgpack.encode(adapter(1)))
+    (converted,) = EngineCoreProc._convert_msgspec_args(core.add_lora, (plain,))
+    assert converted == adapter(1)
+    assert list(inspect.signature(core.add_lora).parameters) == ["lora_request"]
+    sent = (spec(1), True)
+    assert EngineCoreProc._convert_msgspec_args(core.lora_plugins_load, sent) == sent
+    assert EngineCoreProc._convert_msgspec_args(core.remove_lora, (1,)) == (1,)
+
+
+# --- in the caller's process, where nobody steps meanwhile ---
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda core: core.lora_plugins_load(spec(1), False), {"load_s": 0.25, "size_bytes": 100}),
+        (lambda core: core.lora_plugins_pin(spec(1)), {}),
+        (lambda core: core.lora_plugins_retire(1, None), {}),
+        (lambda core: core.add_lora(adapter(1)), True),
+        (lambda core: core.remove_lora(1), False),
+    ],
+    ids=["load", "pin", "retire", "add_lora", "remove_lora"],
+)
+def test_in_process_the_answer_is_waited_for(core: Any, ask: Callable[[Any], Any], said: Any) -> None:
+    assert ask(core) == said
+
+
+def test_in_process_errors_are_plain_values_or_raised(core: Any) -> None:
+    core.model_executor.fails[1] = BROKEN
+    assert error_of(core.lora_plugins_load(spec(1), False)["error"]).found == BROKEN.found
+    with pytest.raises(InvalidAdapter, match="nothing that can be read"):
+        core.add_lora(adapter(1))
+
+
+def test_in_process_a_pin_writes_the_slot_at_once(core: Any) -> None:
+    assert core.lora_plugins_pin(spec(1)) == {}
+    assert [type(command) for command in core.model_executor.commands] == [Load, Activate]
+    assert core.lora_plugins_retire(1, None) == {}
+    assert core.lora_plugins_residency() == []
+
+
+def test_in_process_requests_admitted_meanwhile_are_not_lost(core: Any) -> None:
+    core.scheduler.add_request(request("a", 1))
+    assert core.add_lora(adapter(2)) is True
+    engine = Engine(core.scheduler)
+    engine.run()
+    assert len(engine.tokens_of("a")) == 3
+
+
+def test_slots_are_written_again_once_nothing_sleeps(core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "resume_scheduler", lambda: None)
+    core.wake_up(["weights"])
+    assert core.model_executor.rewrites == 0, "what slots lie in may still be unmapped"
+    core.wake_up()
+    assert core.model_executor.rewrites == 1

@@ -1,0 +1,401 @@
+"""Admission over vLLM's real schedulers: what it holds, when it lets go, and that all others notice nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EngineCoreEventType, FinishReason
+from vllm.v1.request import RequestStatus
+
+from lora_plugins.errors import InvalidAdapter
+from lora_plugins.scheduler.messages import Activate, AdapterSpec, Load
+from lora_plugins.vllm_patches.scheduler import Admission, error_in, error_in_tensor, with_admission
+from tests.vllm_patches.engine_bed import Engine, adapter, make_scheduler, request, vllm_config
+
+Make = Callable[..., Engine]
+
+
+@pytest.fixture(autouse=True)
+def no_spare_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORA_PLUGINS_SPARE_SLOTS", "0")
+
+
+@pytest.fixture(params=[False, True], ids=["Scheduler", "AsyncScheduler"])
+def make_engine(request: pytest.FixtureRequest, base: Path) -> Make:
+    def make(
+        *,
+        kind: type | None = None,
+        is_instant: bool = True,
+        blocks: int = 64,
+        finished_set: bool = False,
+        **config: Any,
+    ) -> Engine:
+        scheduler = make_scheduler(
+            vllm_config(base, is_async=request.param, **config), kind, blocks=blocks, include_finished_set=finished_set
+        )
+        assert ("Async" in type(scheduler).__name__) == request.param or kind is not None
+        return Engine(scheduler, is_instant=is_instant, lag=int(request.param))
+
+    return make
+
+
+def load_spec(number: int) -> AdapterSpec:
+    return AdapterSpec(number, f"adapter-{number}", f"/store/{number}")
+
+
+# --- what is not about adapters ---
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["LoRA on", "LoRA off"])
+@pytest.mark.parametrize("blocks", [64, 8], ids=["room", "preemptions"])
+def test_requests_without_adapters_are_scheduled_as_by_vllm(
+    make_engine: Make, base: Path, blocks: int, lora: bool
+) -> None:
+    ours = make_engine(blocks=blocks, lora=lora)
+    vllms = make_engine(kind=type(ours.scheduler).__mro__[2], blocks=blocks, lora=lora)
+    assert not isinstance(vllms.scheduler, Admission)
+    choose, known = random.Random(blocks), 0
+    for _ in range(200):
+        if choose.random() < 0.4:
+            known += 1
+            more = {"tokens": choose.randint(1, 20), "prompt": choose.randint(1, 40)}
+            for engine in (ours, vllms):
+                engine.scheduler.add_request(request(f"r{known}", **more))
+        if known and choose.random() < 0.1:
+            gone = f"r{choose.randint(1, known)}"
+            said = [
+                [one.request_id for one in engine.scheduler.finish_requests(gone, RequestStatus.FINISHED_ABORTED)]
+                for engine in (ours, vllms)
+            ]
+            assert said[0] == said[1]
+        for method in ("has_requests", "get_num_unfinished_requests", "get_request_counts", "has_finished_requests"):
+            assert getattr(ours.scheduler, method)() == getattr(vllms.scheduler, method)()
+        assert ours.step() == vllms.step()
+        told = [
+            [(one.request_id, one.new_token_ids, one.finish_reason) for one in engine.outputs]
+            for engine in (ours, vllms)
+        ]
+        assert told[0] == told[1]
+    assert len(ours.outputs) > 100
+
+
+def test_no_planner_where_lora_is_off(make_engine: Make) -> None:
+    engine = make_engine(lora=False)
+    assert engine.scheduler.planner is None
+    engine.scheduler.add_request(request("a"))
+    assert engine.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+
+
+# --- held, and admitted ---
+
+
+def test_held_until_its_adapter_is_in_a_slot(make_engine: Make) -> None:
+    engine = make_engine(is_instant=False)
+    scheduler = engine.scheduler
+    scheduler.add_request(request("a", 1))
+    scheduler.add_request(request("b"))
+    assert scheduler.get_request_counts() == (0, 2)
+    assert scheduler.get_num_unfinished_requests() == 2
+    assert not scheduler.has_finished_requests()
+    engine.holds_back = True
+    for _ in range(5):
+        assert "a" not in engine.step()
+    assert [type(command) for command in engine.commands] == [Load]
+    stats = scheduler.make_stats()
+    assert (stats.num_waiting_reqs, dict(stats.waiting_lora_adapters)) == (1, {"adapter-1": 1})
+    assert scheduler.has_requests()
+    engine.holds_back = False
+    engine.run()
+    assert len(engine.tokens_of("a")) == len(engine.tokens_of("b")) == 3
+    assert scheduler.get_request_counts() == (0, 0)
+    assert not scheduler.has_requests()
+
+
+def test_one_that_is_packed_is_activated_with_its_batch(make_engine: Make) -> None:
+    engine = make_engine()
+    engine.scheduler.add_request(request("a", 1))
+    while "a" not in engine.step():
+        pass
+    assert [type(command) for command in engine.commands] == [Load, Activate]
+    assert engine.commands[1] == Activate(1, 0)
+
+
+def test_a_slot_goes_to_the_next_in_the_very_next_step(make_engine: Make) -> None:
+    engine = make_engine()
+    for number in (1, 2):
+        engine.scheduler.add_request(request(f"warm-{number}", number, tokens=1))
+    engine.run()
+    engine.scheduler.add_request(request("a", 1))
+    engine.scheduler.add_request(request("b", 2))
+    while not [one for one in engine.outputs if one.request_id == "a" and one.finish_reason is not None]:
+        assert "b" not in engine.step()
+    assert "b" in engine.step()
+
+
+def test_queued_is_recorded_once_when_it_came(make_engine: Make) -> None:
+    engine = make_engine()
+    held = request("a", 1)
+    engine.scheduler.add_request(held)
+    came = held.events[0].timestamp
+    engine.run()
+    events = [event for one in engine.outputs if one.events for event in one.events]
+    assert [event.type for event in events].count(EngineCoreEventType.QUEUED) == 1
+    assert next(event.timestamp for event in events if event.type is EngineCoreEventType.QUEUED) == came
+
+
+def test_preempted_it_keeps_its_adapter_in_flight(make_engine: Make) -> None:
+    engine = make_engine(blocks=5)
+    for name in ("a", "b", "c"):
+        engine.scheduler.add_request(request(name, 1, prompt=12, tokens=30))
+    engine.scheduler.add_request(request("other", 2))
+    preempted = False
+    while not engine.tokens_of("other"):
+        engine.step()
+        waiting = [one for one in engine.scheduler.requests.values() if one.num_preemptions]
+        preempted = preempted or bool(waiting)
+        in_flight = [name for name, _ in engine.scheduler.planner.running()]
+        if set(in_flight) & {"a", "b", "c"}:
+            assert not engine.tokens_of("other")
+    assert preempted
+    engine.run()
+    assert {len(engine.tokens_of(name)) for name in ("a", "b", "c")} == {30}
+
+
+# --- finished from outside ---
+
+
+@pytest.mark.parametrize("how", ["by id", "by ids", "all"])
+def test_held_requests_are_aborted(make_engine: Make, how: str) -> None:
+    engine = make_engine(finished_set=True)
+    engine.holds_back = True
+    for name, lora in (("a", 1), ("b", 1), ("c", None)):
+        engine.scheduler.add_request(request(name, lora))
+    engine.step()
+    chosen = {"by id": "a", "by ids": ["a", "c", "unknown"], "all": None}[how]
+    gone = engine.scheduler.finish_requests(chosen, RequestStatus.FINISHED_ABORTED)
+    names = {"by id": {"a"}, "by ids": {"a", "c"}, "all": {"a", "b", "c"}}[how]
+    assert {one.request_id for one in gone} == names
+    assert all(one.status is RequestStatus.FINISHED_ABORTED for one in gone)
+    assert engine.scheduler.finish_requests(chosen, RequestStatus.FINISHED_ABORTED) == []
+    assert engine.scheduler.planner.held_count == len({"a", "b"} - names)
+    engine.holds_back = False
+    engine.run()
+    assert set.union(*engine.finished) == {"a", "b", "c"}
+    assert sum(len(finished) for finished in engine.finished) == 3, "each is said once"
+    assert [name for name in ("a", "b") if engine.tokens_of(name)] == sorted({"a", "b"} - names)
+
+
+def test_an_aborted_running_request_gives_its_slot_away(make_engine: Make) -> None:
+    engine = make_engine()
+    engine.scheduler.add_request(request("a", 1, tokens=50))
+    engine.scheduler.add_request(request("b", 2))
+    for _ in range(6):
+        engine.step()
+    assert engine.tokens_of("a")
+    engine.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    engine.run()
+    assert len(engine.tokens_of("b")) == 3
+
+
+def test_has_request_knows_the_held(make_engine: Make) -> None:
+    engine = make_engine()
+    engine.scheduler.add_request(request("a", 1))
+    engine.scheduler.add_request(request("b"))
+    assert [engine.scheduler.has_request(name) for name in ("a", "b", "c")] == [True, True, False]
+
+
+# --- refused ---
+
+
+def test_a_refused_request_gets_the_error(make_engine: Make) -> None:
+    engine = make_engine(finished_set=True)
+    engine.fails[1] = InvalidAdapter("nothing that can be read", adapter="adapter-1")
+    engine.scheduler.add_request(request("a", 1))
+    engine.scheduler.add_request(request("b", 1, client_index=0))
+    engine.scheduler.add_request(request("c"))
+    engine.run()
+    for name in ("a", "b"):
+        end = engine.end_of(name)
+        assert (end.finish_reason, end.new_token_ids) == (FinishReason.ERROR, [])
+        error = error_in(end.stop_reason)
+        assert isinstance(error, InvalidAdapter)
+        assert (error.found, error.adapter) == ("nothing that can be read", "adapter-1")
+        assert [event.type for event in end.events] == [EngineCoreEventType.QUEUED]
+    assert len(engine.tokens_of("c")) == 3
+    assert {name for finished in engine.finished for name in finished} == {"a", "b", "c"}
+    assert not engine.scheduler.has_requests()
+
+
+def test_a_refused_pooling_request_gets_the_error_as_a_tensor(make_engine: Make) -> None:
+    from vllm.pooling_params import PoolingParams
+
+    engine = make_engine()
+    engine.fails[1] = InvalidAdapter("nothing that can be read")
+    engine.scheduler.add_request(request("a", 1, pooling_params=PoolingParams(task="embed")))
+    engine.run()
+    error = error_in_tensor(engine.end_of("a").pooling_output)
+    assert isinstance(error, InvalidAdapter)
+    assert error.found == "nothing that can be read"
+
+
+def test_other_stop_reasons_and_results_carry_no_error() -> None:
+    import torch
+
+    assert error_in(None) is error_in(7) is error_in("\n\n") is None
+    assert error_in_tensor(None) is error_in_tensor(torch.zeros(3)) is None
+
+
+def test_clients_are_told_of_their_own_requests_only(make_engine: Make) -> None:
+    engine = make_engine(finished_set=True)
+    engine.fails[1] = InvalidAdapter("nothing that can be read")
+    engine.scheduler.add_request(request("a", 1, client_index=3))
+    engine.run()
+    assert engine.finished == [{"a"}]
+
+
+# --- paused ---
+
+
+@pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
+def test_while_paused_nothing_is_admitted_and_calls_go_on(make_engine: Make, state: PauseState) -> None:
+    engine = make_engine()
+    scheduler = engine.scheduler
+    scheduler.add_request(request("first", 1, tokens=1))
+    engine.run()
+    scheduler.set_pause_state(state)
+    scheduler.add_request(request("a", 1))
+    scheduler.add_request(request("b", 2))
+    for _ in range(3):
+        engine.step()
+    engine.drain()
+    assert not engine.tokens_of("a")
+    assert not scheduler.has_requests(), "nothing is to be done"
+    future = scheduler.planner.load(load_spec(2), 0.0)
+    assert scheduler.has_requests()
+    engine.run()
+    assert future.done()
+    assert scheduler.planner.held_count == 2
+    assert not scheduler.has_requests()
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.run()
+    assert len(engine.tokens_of("a")) == len(engine.tokens_of("b")) == 3
+
+
+# --- sessions ---
+
+
+def test_parts_of_a_session_that_is_held_follow_it(make_engine: Make) -> None:
+    engine = make_engine()
+    engine.holds_back = True
+    engine.scheduler.add_request(request("a", 1, tokens=2, resumable=True))
+    engine.scheduler.add_request(request("a", 1, tokens=2, resumable=True))
+    assert engine.scheduler.get_request_counts() == (0, 1)
+    engine.step()
+    engine.holds_back = False
+    for _ in range(15):
+        engine.step()
+    assert len(engine.tokens_of("a")) == 4
+    assert [name for name, _ in engine.scheduler.planner.running()] == ["a"], "its next part comes any moment"
+    engine.scheduler.add_request(request("b", 2))
+    for _ in range(4):
+        engine.step()
+    assert not engine.tokens_of("b")
+    engine.scheduler.add_request(request("a", 1, tokens=1))  # the end of it
+    engine.run()
+    assert len(engine.tokens_of("b")) == 3
+
+
+def test_what_is_to_be_aborted_at_once_is_not_held(make_engine: Make) -> None:
+    engine = make_engine()
+    engine.scheduler.add_request(request("a", 1, abort_immediately=True))
+    assert engine.scheduler.planner.held_count == 0
+    assert "a" in engine.scheduler.requests
+
+
+def test_priorities_count_where_the_policy_says_so(make_engine: Make) -> None:
+    for policy, first in (("fcfs", "a"), ("priority", "b")):
+        engine = make_engine(policy=policy)
+        engine.holds_back = True
+        engine.scheduler.add_request(request("a", 1, priority=2))
+        engine.scheduler.add_request(request("b", 2, priority=1))
+        engine.step()
+        engine.holds_back = False
+        while not (scheduled := engine.step()):
+            pass
+        assert set(scheduled) == {first}
+
+
+# --- the class ---
+
+
+def test_a_users_own_scheduler_gets_admission_too(make_engine: Make, base: Path) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    class Own(Scheduler):  # type: ignore[misc]
+        steps = 0
+
+        def schedule(self, *args: Any, **kwargs: Any) -> Any:
+            self.steps += 1
+            return super().schedule(*args, **kwargs)
+
+    kind = with_admission(Own)
+    assert with_admission(Own) is kind
+    assert issubclass(kind, Own)
+    assert kind.__name__ == "OwnWithAdmission"
+    engine = Engine(make_scheduler(vllm_config(base), kind))
+    engine.scheduler.add_request(request("a", 1))
+    engine.run()
+    assert len(engine.tokens_of("a")) == 3
+    assert engine.scheduler.steps > 3
+
+
+def test_a_new_path_of_an_id_is_another_spec(make_engine: Make) -> None:
+    scheduler = make_engine().scheduler
+    scheduler.uris[1] = "s3://bucket/a"
+    assert scheduler.spec_of(adapter(1)) == AdapterSpec(1, "adapter-1", "/store/1", "s3://bucket/a")
+
+
+def test_another_adapter_with_an_id_in_use_is_refused(make_engine: Make) -> None:
+    """Whoever makes `LoRARequest`s himself may give an id twice; the first one's weights must not answer for both."""
+    engine = make_engine()
+    engine.scheduler.add_request(request("first", 1, tokens=8))
+    while not engine.tokens_of("first"):
+        engine.step()
+    second = request("second", 1)
+    second.lora_request = LoRARequest(lora_name="other", lora_int_id=1, lora_path="/store/other")
+    engine.scheduler.add_request(second)
+    engine.run()
+    error = error_in(engine.end_of("second").stop_reason)
+    assert isinstance(error, InvalidAdapter)
+    assert "'adapter-1' from /store/1" in error.found
+    third = request("third", 1)
+    third.lora_request = second.lora_request
+    engine.scheduler.add_request(third)  # nobody uses the first any more
+    engine.run()
+    assert engine.tokens_of("third")
+    assert [command.spec.path for command in engine.commands if isinstance(command, Load)] == [
+        "/store/1",
+        "/store/other",
+    ]
+
+
+def test_loaded_in_place_it_is_loaded_again_once(make_engine: Make) -> None:
+    engine = make_engine()
+    engine.scheduler.add_request(request("first", 1))
+    engine.run()
+    again = request("again", 1)
+    again.lora_request.load_inplace = True  # its requests say so ever after
+    assert engine.scheduler.make_way_for(again.lora_request, reload=True) is None
+    assert 1 not in engine.scheduler.planner.adapters
+    for name in ("again", "later"):
+        one = request(name, 1)
+        one.lora_request.load_inplace = True
+        engine.scheduler.add_request(one)
+        engine.run()
+    assert sum(isinstance(command, Load) for command in engine.commands) == 2

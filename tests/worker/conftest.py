@@ -1,0 +1,56 @@
+"""Worker managers over a small real model, one process of vLLM's for all tests."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.worker import small_model
+from tests.worker.small_model import Adapter, make_adapter
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A base model's directory, while vLLM's layers may be made."""
+    root = tmp_path_factory.mktemp("small-model")
+    with small_model.one_process(root / "rendezvous"):
+        yield small_model.base_directory(root / "base")
+    gc.unfreeze()  # a worker's heap is frozen, which Triton's bindings take for a leak when this process ends
+
+
+@pytest.fixture
+def make_manager(base: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Makes worker managers (ours, or of `kind`) with so many slots, adapters and bytes; their threads end."""
+    made = []
+
+    def make(
+        *, slots: int = 2, max_adapters: int = 4, kind: type | None = None, env: dict[str, str] | None = None
+    ) -> Any:
+        for name, value in {"LORA_PLUGINS_SPARE_SLOTS": "0", **(env or {})}.items():
+            monkeypatch.setenv(name, value)
+        manager = small_model.manager_of(small_model.vllm_config(base, slots=slots, max_adapters=max_adapters), kind)
+        made.append(manager)
+        return manager
+
+    yield make
+    for manager in made:
+        if hasattr(manager, "jobs"):
+            manager.jobs.close()
+
+
+@pytest.fixture(params=["copied", "placed"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to put an adapter into a slot: copied into it, or the slot pointed at what was packed."""
+    if request.param == "placed":
+        small_model.use_compiled_kernels(monkeypatch)
+    return str(request.param)
+
+
+@pytest.fixture
+def adapters(tmp_path: Path) -> list[Adapter]:
+    """Five adapters of one size; the first one's id is 1."""
+    return [make_adapter(tmp_path / f"adapter-{adapter_id}", adapter_id) for adapter_id in range(1, 6)]

@@ -1,0 +1,178 @@
+"""Several workers come to one result for each job, in whatever order they finish, and leave nothing behind."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from lora_plugins.errors import InvalidAdapter, SourceUnavailable
+from lora_plugins.scheduler.messages import Activated, Failed, Loaded, Report
+from lora_plugins.worker.agreement import Agreement, merged
+
+BROKEN, AWAY = InvalidAdapter("nothing that can be read"), SourceUnavailable("slow")
+
+
+def workers(count: int, asked: int = 0, store: Any = None) -> list[Agreement]:
+    store = store or HashStore()
+    return [Agreement(rank, count, store, "engine", is_asked=rank == asked) for rank in range(count)]
+
+
+def done(worker: Agreement, report: Report, *, is_last: bool = True) -> None:
+    worker.publish(report, is_last=is_last)
+    worker.done_here(report, is_last=is_last)
+
+
+def loaded(job: int = 1, size_bytes: int = 10, load_s: float = 0.1, *, is_instant: bool = False) -> Loaded:
+    return Loaded(job, size_bytes, is_instant, load_s)
+
+
+def keys_left(store: Any) -> int:
+    return int(store.num_keys())
+
+
+def test_one_worker_asks_nobody() -> None:
+    alone = Agreement()
+    done(alone, loaded(), is_last=False)
+    done(alone, Activated(1, 0.2))
+    done(alone, Failed(2, BROKEN))
+    assert alone.reports() == [loaded(), Activated(1, 0.2), Failed(2, BROKEN)]
+    assert alone.reports() == []
+    alone.done_here(loaded(3), is_last=True, is_wanted=False)
+    assert alone.reports() == []
+    assert not alone._ending
+
+
+def test_the_larger_and_the_slower_count() -> None:
+    assert merged([loaded(1, 10, 0.5, is_instant=True), loaded(1, 30, 0.1)]) == loaded(1, 30, 0.5)
+    assert merged([Activated(1, 0.1), Activated(1, 0.3)]) == Activated(1, 0.3)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("asked", [0, 1])
+def test_reported_once_all_are_done_and_by_one_only(count: int, asked: int) -> None:
+    store = HashStore()
+    before = keys_left(store)
+    ranks = workers(count, asked, store)
+    for rank, worker in enumerate(ranks):
+        assert [reports for each in ranks if (reports := each.reports())] == []
+        done(worker, loaded(1, 10 + rank))
+    assert [worker.reports() for worker in ranks] == [
+        [loaded(1, 10 + count - 1)] if rank == asked else [] for rank in range(count)
+    ]
+    assert not any(worker.is_waiting for worker in ranks)
+    assert keys_left(store) == before
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_failure_of_any_is_everybodys_at_once(failing: int) -> None:
+    store = HashStore()
+    before = keys_left(store)
+    ranks = workers(3, store=store)
+    done(ranks[failing], Failed(1, BROKEN))
+    if failing:
+        done(ranks[0], loaded(), is_last=False)
+    (report,) = ranks[0].reports()
+    assert isinstance(report, Failed)
+    assert report.error.found == BROKEN.found
+    for rank in {0, 1, 2} - {failing}:
+        done(ranks[rank], Activated(1, 0.1))
+        assert ranks[0].reports() == [], "it is said once"
+    assert keys_left(store) == before
+
+
+def test_two_failures_are_reported_once() -> None:
+    store = HashStore()
+    before = keys_left(store)
+    ranks = workers(2, store=store)
+    done(ranks[0], Failed(1, BROKEN))
+    done(ranks[1], Failed(1, AWAY))
+    assert [report.job for report in ranks[0].reports()] == [1]
+    assert ranks[0].reports() == []
+    assert keys_left(store) == before
+
+
+def test_what_was_published_before_it_was_told_here_is_still_reported() -> None:
+    """The job's thread publishes at any moment between two looks of the loop."""
+    store = HashStore()
+    before = keys_left(store)
+    asked, other = workers(2, store=store)
+    done(other, loaded(), is_last=False)
+    done(other, Activated(1, 0.1))
+    asked.publish(loaded(), is_last=False)
+    asked.done_here(loaded(), is_last=False)
+    asked.publish(Activated(1, 0.3), is_last=True)
+    assert asked.reports() == [loaded()]
+    asked.done_here(Activated(1, 0.3), is_last=True)
+    assert asked.reports() == [Activated(1, 0.3)]
+    assert keys_left(store) == before
+
+
+def test_nothing_is_said_of_what_nobody_wants_any_more() -> None:
+    store = HashStore()
+    before = keys_left(store)
+    asked, other = workers(2, store=store)
+    done(asked, loaded(), is_last=False)
+    done(other, loaded(), is_last=False)
+    asked.publish(Activated(1, 0.1), is_last=True)
+    asked.done_here(Activated(1, 0.1), is_last=True, is_wanted=False)
+    assert asked.reports() == []
+    assert not asked.is_waiting
+    assert keys_left(store) > before, "the other worker is not done"
+    done(other, Failed(1, AWAY))
+    assert asked.reports() == []
+    assert keys_left(store) == before
+
+
+def test_engines_of_one_store_do_not_hear_each_other() -> None:
+    store = HashStore()
+    one, other = (Agreement(0, 2, store, prefix) for prefix in ("a", "b"))
+    done(one, loaded())
+    done(other, Activated(1, 0.1))
+    assert one.reports() == other.reports() == []
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_order_of_many_jobs(seed: int) -> None:
+    """Each rank does its jobs in its own order, told to the loop at any later moment."""
+    choose, store = random.Random(seed), HashStore()
+    before = keys_left(store)
+    count = choose.choice([2, 3])
+    ranks = workers(count, choose.randrange(count), store)
+    asked = next(worker for worker in ranks if worker.is_asked)
+    fails = {(rank, job): choose.random() < 0.15 for rank in range(count) for job in range(1, 9)}
+    queues: list[list[tuple[Report, bool]]] = []
+    for rank in range(count):
+        queue: list[tuple[Report, bool]] = []
+        for job in choose.sample(range(1, 9), 8):
+            if fails[rank, job] and choose.random() < 0.5:
+                queue.append((Failed(job, BROKEN), True))
+            else:
+                end = Failed(job, BROKEN) if fails[rank, job] else Activated(job, float(rank))
+                queue += [(loaded(job, rank + 1), False), (end, True)]
+        queues.append(queue)
+    untold: list[list[tuple[Report, bool]]] = [[] for _ in ranks]
+    said: list[Report] = []
+    while any(queues) or any(untold):
+        rank = choose.randrange(count)
+        if queues[rank] and choose.random() < 0.6:
+            report, is_last = queues[rank].pop(0)
+            untold[rank].append((report, is_last))
+            ranks[rank].publish(report, is_last=is_last)
+        elif untold[rank]:
+            report, is_last = untold[rank].pop(0)
+            ranks[rank].done_here(report, is_last=is_last)
+        said += asked.reports()
+    said += asked.reports()
+    for job in range(1, 9):
+        of_job = [report for report in said if report.job == job]
+        if any(fails[rank, job] for rank in range(count)):
+            assert isinstance(of_job[-1], Failed)
+            assert of_job[:-1] in ([], [loaded(job, count)])
+        else:
+            assert of_job == [loaded(job, count), Activated(job, float(count - 1))]
+    assert keys_left(store) == before
+    assert not asked.is_waiting
+    assert not asked._ending

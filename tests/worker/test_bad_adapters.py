@@ -1,0 +1,359 @@
+"""One bad adapter fails alone: its requests get the error, and slots, bytes and everybody else's requests go on."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.scheduler.messages import Failed, Loaded
+from lora_plugins.worker import loaded_adapter
+from tests.worker.small_model import (
+    MORE,
+    SHAPES,
+    Adapter,
+    Blocked,
+    activate,
+    bring,
+    ended,
+    evict,
+    holds,
+    load,
+    make_adapter,
+    put,
+    serve,
+    slots_of,
+    step,
+)
+
+Make = Callable[..., Any]
+Q_A = "base_model.model.layers.0.q_proj.lora_A.weight"
+Q_B = "base_model.model.layers.0.q_proj.lora_B.weight"
+COLUMN_A = "base_model.model.layers.1.column.lora_A.weight"
+DOWN_A = "base_model.model.layers.1.down_proj.lora_A.weight"
+BAD = 9
+
+
+def in_place(adapter: Adapter, file: str, change: Callable[[bytes], bytes]) -> Adapter:
+    path = adapter.path / file
+    path.write_bytes(change(path.read_bytes()))
+    return adapter
+
+
+def configured(adapter: Adapter, **changes: Any) -> Adapter:
+    return in_place(adapter, "adapter_config.json", lambda data: json.dumps(json.loads(data) | changes).encode())
+
+
+def without(adapter: Adapter, file: str) -> Adapter:
+    (adapter.path / file).unlink()
+    return adapter
+
+
+def nan_at(value: float) -> torch.Tensor:
+    tensor = torch.zeros(4, 16)
+    tensor[3, 15] = value
+    return tensor
+
+
+def gone(adapter: Adapter) -> Adapter:
+    adapter.vanish()
+    return adapter
+
+
+WEIGHTS = "adapter_model.safetensors"
+BROKEN: dict[str, tuple[Callable[[Path], Adapter], str]] = {
+    "vanished": (lambda path: gone(make_adapter(path, BAD)), "AdapterNotFound"),
+    "no configuration": (lambda path: without(make_adapter(path, BAD), "adapter_config.json"), "AdapterNotFound"),
+    "no weights": (lambda path: without(make_adapter(path, BAD), WEIGHTS), "InvalidAdapter"),
+    "configuration that is no JSON": (
+        lambda path: in_place(make_adapter(path, BAD), "adapter_config.json", lambda data: data[:-2]),
+        "InvalidAdapter",
+    ),
+    "truncated": (lambda path: in_place(make_adapter(path, BAD), WEIGHTS, lambda data: data[:-100]), "InvalidAdapter"),
+    "cut in the header": (
+        lambda path: in_place(make_adapter(path, BAD), WEIGHTS, lambda data: data[:50]),
+        "InvalidAdapter",
+    ),
+    "empty": (lambda path: in_place(make_adapter(path, BAD), WEIGHTS, lambda _: b""), "InvalidAdapter"),
+    "rank too large": (lambda path: make_adapter(path, BAD, rank=16), "InvalidAdapter"),
+    "rank larger than it says": (
+        lambda path: configured(make_adapter(path, BAD, rank=16), r=4, lora_alpha=8),
+        "IncompatibleAdapter",
+    ),
+    "A too narrow": (lambda path: make_adapter(path, BAD, change={Q_A: torch.ones(4, 15)}), "IncompatibleAdapter"),
+    "A too wide": (lambda path: make_adapter(path, BAD, change={DOWN_A: torch.ones(4, 33)}), "IncompatibleAdapter"),
+    "B too short": (lambda path: make_adapter(path, BAD, change={Q_B: torch.ones(15, 4)}), "IncompatibleAdapter"),
+    "A of one dimension": (lambda path: make_adapter(path, BAD, change={Q_A: torch.ones(4)}), "InvalidAdapter"),
+    "NaN": (lambda path: make_adapter(path, BAD, change={Q_A: nan_at(float("nan"))}), "InvalidAdapter"),
+    "infinite": (lambda path: make_adapter(path, BAD, change={Q_A: nan_at(float("-inf"))}), "InvalidAdapter"),
+    "no module matches": (lambda path: make_adapter(path, BAD, prefix="towers.{}."), "IncompatibleAdapter"),
+    "some modules do not match": (
+        lambda path: make_adapter(path, BAD, change={Q_A.replace("layers.0", "layers.7"): torch.ones(4, 16),
+                                                     Q_B.replace("layers.0", "layers.7"): torch.ones(16, 4)}),
+        "IncompatibleAdapter",
+    ),
+    "B without A": (lambda path: make_adapter(path, BAD, drop=[COLUMN_A]), "InvalidAdapter"),
+    "A without B": (lambda path: make_adapter(path, BAD, drop=[Q_B]), "InvalidAdapter"),
+    "A and B of different ranks": (
+        lambda path: make_adapter(path, BAD, change={Q_A: torch.ones(2, 16)}),
+        "InvalidAdapter",
+    ),
+    "A of three dimensions": (
+        lambda path: make_adapter(path, BAD, change={Q_A: torch.ones(4, 16, 1)}),
+        "InvalidAdapter",
+    ),
+    "nothing in it": (lambda path: make_adapter(path, BAD, modules={}), "InvalidAdapter"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def others(tmp_path: Path) -> list[Adapter]:
+    return [make_adapter(tmp_path / f"good-{adapter_id}", adapter_id) for adapter_id in (1, 2)]
+
+
+def everybody_else_goes_on(manager: Any, others: list[Adapter]) -> None:
+    """The bad one leaves nothing behind once the scheduler evicts it, and two others use both slots."""
+    evict(manager, make_nothing(BAD))
+    assert BAD not in manager.list_adapters()
+    assert not any(slot is not None and slot < 0 for slot in slots_of(manager)), "a slot is still reserved"
+    assert BAD not in slots_of(manager)
+    for slot, adapter in enumerate(others):
+        if adapter.adapter_id in manager.list_adapters():
+            evict(manager, adapter)
+        serve(manager, adapter, slot)
+    step(manager, *others)
+    assert all(holds(manager, adapter) for adapter in others)
+    assert manager.list_adapters() == {adapter.adapter_id for adapter in others}
+
+
+def make_nothing(adapter_id: int) -> Adapter:
+    return Adapter(adapter_id, Path("/nowhere"), {}, {})
+
+
+def failure(manager: Any, adapter: Adapter, slot: int | None = 1) -> LoRAPluginsError:
+    report = bring(manager, adapter, slot)
+    assert isinstance(report, Failed), report
+    return report.error
+
+
+@pytest.mark.parametrize("slot", [1, None], ids=["for a slot", "for host memory"])
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_on_disk_fails_alone(
+    make_manager: Make, tmp_path: Path, others: list[Adapter], name: str, slot: int | None
+) -> None:
+    manager = make_manager(slots=2)
+    serve(manager, others[0], 0)
+    step(manager, others[0])
+    make, kind = BROKEN[name]
+    bad = make(tmp_path / "bad")
+    error = failure(manager, bad, slot)
+    assert (type(error).__name__, error.adapter) == (kind, bad.name), error
+    step(manager, others[0])
+    assert holds(manager, others[0])
+    everybody_else_goes_on(manager, others)
+
+
+@pytest.mark.parametrize("name", ["vanished", "no weights", "truncated", "rank too large", "A too wide"])
+def test_broken_on_disk_and_added_by_others(
+    make_manager: Make, tmp_path: Path, others: list[Adapter], name: str
+) -> None:
+    manager = make_manager(slots=2)
+    serve(manager, others[0], 0)
+    bad = BROKEN[name][0](tmp_path / "bad")
+    with pytest.raises(LoRAPluginsError):
+        manager.add_adapter(bad.request())
+    assert manager.list_adapters() == {1}
+    assert slots_of(manager) == [1, None]
+    everybody_else_goes_on(manager, others)
+
+
+def test_the_error_names_examples_of_both(make_manager: Make, tmp_path: Path) -> None:
+    error = failure(make_manager(), make_adapter(tmp_path / "a", BAD, prefix="towers.{}."))
+    assert "towers.0.column" in error.found
+    assert error.expected is not None
+    assert "layers.0." in error.expected
+
+
+def test_by_setting_what_does_not_match_is_left_out(
+    make_manager: Make, tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
+    manager = make_manager(env={"LORA_PLUGINS_UNMATCHED": "warn"})
+    elsewhere = {
+        Q_A.replace("layers.0", "layers.7"): torch.ones(4, 16),
+        Q_B.replace("layers.0", "layers.7"): torch.ones(16, 4),
+    }
+    adapter = make_adapter(tmp_path / "a", BAD, change=elsewhere)
+    serve(manager, adapter, 0)
+    step(manager, adapter)
+    assert holds(manager, adapter)
+    assert "layers.7.q_proj" in logged.text
+    error = failure(manager, make_adapter(tmp_path / "b", 1, prefix="towers.{}."))
+    assert error.code == "L003", "nothing of it would be served"
+
+
+def test_some_of_an_adapters_modules_are_enough(make_manager: Make, tmp_path: Path) -> None:
+    """An adapter need not have weights for every module, nor for every part of a packed one."""
+    modules = {name: SHAPES[name] for name in ("v_proj", "up_proj")} | MORE
+    manager = make_manager(slots=1)
+    full, some = make_adapter(tmp_path / "full", 1), make_adapter(tmp_path / "some", 2, modules=modules)
+    for adapter in (full, some):
+        assert isinstance(bring(manager, adapter), Loaded)
+    for adapter in (full, some, full, some):
+        put(manager, adapter, 0)
+        step(manager, adapter)
+        assert holds(manager, adapter), "nothing of the one before is left"
+
+
+# --- failures that lie in the machine, at each step of the way ---
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def raises(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return raises
+
+
+MACHINE: dict[str, tuple[BaseException, str]] = {
+    "out of memory": (MemoryError("no room"), "OutOfMemory"),
+    "out of memory, as torch says it": (
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried"),
+        "OutOfMemory",
+    ),
+    "anything": (RuntimeError("odd"), "InvalidAdapter"),
+    "an end of the thread": (SystemExit("now"), "InvalidAdapter"),
+}
+
+
+@pytest.mark.parametrize("name", MACHINE)
+@pytest.mark.parametrize("where", ["reading", "merging", "copying", "writing a slot"])
+def test_a_failing_machine_fails_one_adapter_once(
+    make_manager: Make, tmp_path: Path, others: list[Adapter], monkeypatch: pytest.MonkeyPatch, where: str, name: str
+) -> None:
+    manager = make_manager(slots=2)
+    serve(manager, others[0], 0)
+    error, kind = MACHINE[name]
+    module = next(reversed(manager._adapter_manager.modules.values()))
+    place, attribute = {
+        "reading": (manager._lora_model_cls, "from_local_checkpoint"),
+        "merging": (manager._adapter_manager, "_create_merged_loras_inplace"),
+        "copying": (loaded_adapter, "Block"),
+        "writing a slot": (module, "set_lora"),
+    }[where]
+    bad = make_adapter(tmp_path / "bad", BAD)
+    with monkeypatch.context() as patch:
+        patch.setattr(place, attribute, raising(error))
+        found = failure(manager, bad)
+    assert (type(found).__name__, found.adapter) == (kind, bad.name)
+    with pytest.raises(RuntimeError, match="in no slot"):  # the engine's end, rather than a text of another model
+        step(manager, bad)
+    everybody_else_goes_on(manager, others)
+    evict(manager, others[1])
+    serve(manager, bad, 1)  # it was not the adapter's fault
+    step(manager, bad)
+    assert holds(manager, bad)
+
+
+def test_a_second_write_that_fails_leaves_no_half_adapter(
+    make_manager: Make, tmp_path: Path, others: list[Adapter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make_manager(slots=2)
+    adapter = make_adapter(tmp_path / "a", BAD)
+    assert isinstance(bring(manager, adapter), Loaded)
+    module = next(reversed(manager._adapter_manager.modules.values()))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "set_lora", raising(RuntimeError("odd")))
+        assert isinstance(ended(manager, activate(manager, adapter, 0)), Failed)
+    assert slots_of(manager)[0] == -1, "nobody computes with it"
+    everybody_else_goes_on(manager, others)
+
+
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+def test_files_that_vanish_around_loading(
+    make_manager: Make, tmp_path: Path, others: list[Adapter], monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    manager = make_manager(slots=2)
+    adapter = make_adapter(tmp_path / "a", BAD)
+    parse = manager._lora_model_cls.from_local_checkpoint
+
+    def vanishing(*args: Any, **kwargs: Any) -> Any:
+        adapter.vanish()
+        return parse(*args, **kwargs)
+
+    if when == "before":
+        adapter.vanish()
+    with monkeypatch.context() as patch:
+        if when == "during":
+            patch.setattr(manager._lora_model_cls, "from_local_checkpoint", vanishing)
+        report = bring(manager, adapter)
+    if when == "after":
+        adapter.vanish()
+        put(manager, adapter, 0)
+        step(manager, adapter)
+        assert holds(manager, adapter)
+    else:
+        assert isinstance(report, Failed)
+    everybody_else_goes_on(manager, others)
+
+
+class SlowlyRead:
+    """Holds up reading adapters until `go`."""
+
+    def __init__(self, manager: Any) -> None:
+        self.entered, self.go = threading.Event(), threading.Event()
+        slow, parse = self, manager._lora_model_cls.from_local_checkpoint
+
+        class Slow(manager._lora_model_cls):  # type: ignore[misc]
+            @classmethod
+            def from_local_checkpoint(cls, *args: Any, **kwargs: Any) -> Any:
+                slow.entered.set()
+                assert slow.go.wait(60)
+                return parse(*args, **kwargs)
+
+        manager._lora_model_cls = Slow
+
+
+def test_evicted_while_it_is_read_it_never_writes_its_slot(
+    make_manager: Make, tmp_path: Path, others: list[Adapter]
+) -> None:
+    manager = make_manager(slots=2)
+    assert isinstance(bring(manager, others[0]), Loaded)
+    slow, writes = SlowlyRead(manager), Blocked(manager)
+    load(manager, make_adapter(tmp_path / "a", BAD), 0)
+    assert slow.entered.wait(60)
+    evict(manager, make_nothing(BAD))
+    assert slots_of(manager) == [None, None]
+    slow.go.set()
+    assert not [report for report in [*iter_reports(manager)] if not isinstance(report, Failed)]
+    assert not writes.entered.is_set(), "its slot may be another's by now"
+    writes.end()
+    put(manager, others[0], 0)
+    step(manager, others[0])
+    assert holds(manager, others[0])
+    assert manager.list_adapters() == {1}
+
+
+def iter_reports(manager: Any) -> list[Any]:
+    reports: list[Any] = []
+    while manager.jobs.is_busy:
+        reports += manager.reports(0.1)
+    return reports
+
+
+def test_evicted_while_its_slot_is_written(make_manager: Make, tmp_path: Path, others: list[Adapter]) -> None:
+    manager = make_manager(slots=2)
+    blocked = Blocked(manager)
+    load(manager, make_adapter(tmp_path / "a", BAD), 1)
+    assert blocked.entered.wait(60)
+    threading.Timer(0.05, blocked.go.set).start()
+    evict(manager, make_nothing(BAD))
+    assert blocked.go.is_set(), "the write has ended"
+    assert slots_of(manager) == [None, None]
+    blocked.end()
+    everybody_else_goes_on(manager, others)

@@ -1,0 +1,359 @@
+"""The worker manager on a small real model: vLLM's contract, and adapters that come and go as the scheduler says."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_plugins.scheduler.messages import Activate, Activated, Failed, Loaded
+from tests.worker.small_model import (
+    Adapter,
+    bring,
+    evict,
+    holds,
+    make_adapter,
+    punica_indices,
+    put,
+    serve,
+    slots_of,
+    step,
+    wrong_answers,
+)
+
+Make = Callable[..., Any]
+
+# --- vLLM's manager API, next to vLLM's own manager ---
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """What a call returned, or that it raised."""
+    try:
+        return call()
+    except Exception:
+        return "raised"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_same_answers_as_vllms_where_nothing_is_planned(make_manager: Make, adapters: list[Adapter], seed: int) -> None:
+    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+
+    slots, max_adapters = [(1, 1), (1, 3), (2, 2), (2, 4)][seed % 4]
+    ours = make_manager(slots=slots, max_adapters=max_adapters)
+    vllms = make_manager(slots=slots, max_adapters=max_adapters, kind=LRUCacheWorkerLoRAManager)
+    choose, log = random.Random(seed), []
+    for _ in range(80):
+        adapter = choose.choice(adapters)
+        some = choose.sample(adapters, choose.randint(0, slots))
+        name = choose.choice(["add", "add", "inplace", "remove", "step", "step", "clear"])
+        if name == "clear" and choose.random() < 0.6:
+            continue  # it ends the interest of what went before
+
+        def act(manager: Any, name=name, adapter=adapter, some=some) -> Any:
+            match name:
+                case "add":
+                    return manager.add_adapter(adapter.request())
+                case "inplace":
+                    return manager.add_adapter(adapter.request(load_inplace=True))
+                case "remove":  # which one an LRU cache dropped before hangs on the order of a set
+                    was_here = adapter.adapter_id in manager.list_adapters()
+                    assert manager.remove_adapter(adapter.adapter_id) is was_here
+                    return adapter.adapter_id in manager.list_adapters()
+                case "step":
+                    return step(manager, *some)
+                case "clear":
+                    return manager.remove_all_adapters()
+            return None
+
+        log.append((name, adapter.adapter_id, [each.adapter_id for each in some]))
+        said = "\n".join(map(str, log))
+        assert outcome(lambda: act(ours)) == outcome(lambda: act(vllms)), said
+        if name == "step":
+            for manager in (ours, vllms):
+                assert {each.adapter_id for each in some} <= set(slots_of(manager)), said
+            assert all(holds(ours, each) for each in some), said
+        elif name in {"add", "inplace"}:
+            assert holds(ours, adapter), said
+        assert len(ours.list_adapters()) <= max_adapters
+
+
+def test_a_batch_is_computed_with_the_slots_of_its_adapters(make_manager: Make, adapters: list[Adapter]) -> None:
+    manager = make_manager(slots=3)
+    serve(manager, adapters[0], 0)
+    serve(manager, adapters[1], 1)
+    step(manager, adapters[0], adapters[1])
+    assert punica_indices(manager) == [0, 1]
+    put(manager, adapters[0], 2)
+    step(manager, adapters[0], adapters[1])  # the same batch again, with the first in another slot
+    assert punica_indices(manager) == [2, 1]
+
+
+def test_load_inplace_of_a_planned_adapter_changes_nothing(make_manager: Make, tmp_path: Path) -> None:
+    """A request says so for ever; what the scheduler had loaded is what is served."""
+    manager = make_manager()
+    old = make_adapter(tmp_path / "a", 1, seed=10)
+    serve(manager, old, 0)
+    make_adapter(tmp_path / "a", 1, seed=11)
+    assert manager.add_adapter(old.request(load_inplace=True)) is True
+    manager.set_active_adapters({old.request(load_inplace=True)}, None)
+    assert holds(manager, old)
+
+
+def test_load_inplace_of_others_is_read_once_and_then_served(make_manager: Make, tmp_path: Path) -> None:
+    manager = make_manager()
+    step(manager, make_adapter(tmp_path / "a", 1, seed=10))
+    new = make_adapter(tmp_path / "a", 1, seed=11)
+    assert manager.add_adapter(new.request(load_inplace=True)) is True
+    assert holds(manager, new)
+    new.vanish()
+    manager.set_active_adapters({new.request(load_inplace=True)}, None)
+    assert holds(manager, new)
+
+
+# --- vLLM's dummies ---
+
+
+def dummies(count: int) -> list[Any]:
+    from vllm.lora.request import LoRARequest
+
+    return [LoRARequest(f"warmup_{number}", number, "/not/a/real/path") for number in range(1, count + 1)]
+
+
+def run_dummies(manager: Any, count: int) -> None:
+    """As `maybe_dummy_run_with_lora` does in a warm-up, and on an idle engine of several for as long as it is idle."""
+    from vllm.lora.layers import LoRAMapping
+
+    requests, ids = dummies(count), tuple(range(1, count + 1))
+    with manager.dummy_lora_cache():
+        for request in requests:
+            manager.add_dummy_lora(request, rank=4)
+        for mapped in (ids, (0,) * count):
+            manager.set_active_adapters(set(requests), LoRAMapping(mapped, mapped, is_prefill=True))
+        manager.remove_all_adapters()
+
+
+def test_dummies_before_there_is_a_plan_are_as_in_vllm(make_manager: Make, adapters: list[Adapter]) -> None:
+    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+
+    ours, vllms = make_manager(), make_manager(kind=LRUCacheWorkerLoRAManager)
+    for manager in (ours, vllms):
+        with manager.dummy_lora_cache():
+            assert [manager.add_dummy_lora(request, rank=4) for request in dummies(2)] == [True, True]
+            assert manager.add_dummy_lora(dummies(1)[0], rank=4) is False
+            manager.set_active_adapters(set(dummies(2)), None)  # no file is read for them
+            assert manager.list_adapters() == {1, 2}
+            assert set(slots_of(manager)) == {1, 2}
+        manager.remove_all_adapters()
+        assert manager.list_adapters() == set()
+        assert slots_of(manager) == [None, None]
+    serve(ours, adapters[0], 0)
+    step(ours, adapters[0])
+    assert holds(ours, adapters[0])
+
+
+def test_dummies_take_no_planned_slot_and_no_entry(make_manager: Make, adapters: list[Adapter], kernels: str) -> None:
+    manager = make_manager(slots=2)
+    run_dummies(manager, 2)
+    far = Adapter(77, adapters[0].path, adapters[0].a, adapters[0].b)
+    serve(manager, far, 1)
+    for _ in range(2):
+        run_dummies(manager, 2)
+        assert slots_of(manager) == [None, 77]
+        assert manager.list_adapters() == {77}
+        assert wrong_answers(manager, far) == []
+
+
+def test_dummies_with_the_ids_of_planned_adapters(make_manager: Make, adapters: list[Adapter]) -> None:
+    """VLLM numbers what `--lora-modules` names from 1, and dummies too; 2 is in host memory and in no slot."""
+    manager = make_manager(slots=2)
+    serve(manager, adapters[0], 0)
+    bring(manager, adapters[1])
+    run_dummies(manager, 2)
+    assert slots_of(manager) == [1, None]
+    assert manager.list_adapters() == {1, 2}
+    step(manager, adapters[0])
+    assert holds(manager, adapters[0])
+    put(manager, adapters[1], 1)
+    assert wrong_answers(manager, adapters[0], adapters[1]) == []
+
+
+def test_a_dummy_is_never_computed_in_an_adapters_name(make_manager: Make, adapters: list[Adapter]) -> None:
+    manager = make_manager(slots=2)
+    bring(manager, adapters[0])
+    manager.add_dummy_lora(dummies(1)[0], rank=4)
+    with pytest.raises(RuntimeError, match="in no slot"):
+        step(manager, adapters[0])
+
+
+def test_dummies_that_were_not_removed_make_way(make_manager: Make, adapters: list[Adapter]) -> None:
+    manager = make_manager(slots=2)
+    for request in dummies(2):
+        manager.add_dummy_lora(request, rank=4)
+    manager.set_active_adapters(set(dummies(2)), None)
+    serve(manager, adapters[4], 0)
+    serve(manager, adapters[3], 1)
+    step(manager, *adapters[3:])
+    assert holds(manager, adapters[3])
+    assert holds(manager, adapters[4])
+
+
+# --- what the scheduler says ---
+
+
+def test_what_is_loaded_is_never_read_again(make_manager: Make, adapters: list[Adapter], kernels: str) -> None:
+    manager = make_manager(slots=1, max_adapters=4)
+    for adapter in adapters[:3]:
+        assert isinstance(bring(manager, adapter), Loaded)
+    for adapter in adapters[:3]:
+        weights = adapter.path / "adapter_model.safetensors"
+        weights.write_bytes(bytes(weights.stat().st_size))  # a mapping that is still read would turn to zeros
+        adapter.vanish()
+    for adapter in [*adapters[:3], *adapters[:3]]:  # each from its slot by the next
+        put(manager, adapter, 0)
+        assert wrong_answers(manager, adapter) == []
+
+
+def test_slots_whose_memory_was_lost_are_written_again(
+    make_manager: Make, adapters: list[Adapter], kernels: str
+) -> None:
+    """As after a sleep, which may discard what slots lie in."""
+    manager = make_manager(slots=2, max_adapters=4)
+    for slot, adapter in enumerate(adapters[:2]):
+        bring(manager, adapter)
+        put(manager, adapter, slot)
+    for module in manager._adapter_manager.modules.values():
+        for stack in (*module.lora_a_stacked, *module.lora_b_stacked):
+            stack.fill_(float("nan"))
+    manager.rewrite_slots()
+    for adapter in adapters[:2]:
+        assert wrong_answers(manager, adapter) == []
+    bring(manager, adapters[2])
+    put(manager, adapters[2], 0)
+    assert wrong_answers(manager, adapters[2]) == [], "zeros around it"
+
+
+def test_reports_say_size_time_and_kind(make_manager: Make, adapters: list[Adapter], kernels: str) -> None:
+    manager = make_manager()
+    report = bring(manager, adapters[0])
+    assert isinstance(report, Loaded)
+    assert report.is_instant is (kernels == "placed")
+    assert adapters[0].size_bytes <= report.size_bytes <= 2 * adapters[0].size_bytes
+    assert 0 < report.load_s < 60
+    if kernels == "copied":
+        written = bring(manager, adapters[1], 0)
+        assert isinstance(written, Activated)
+        assert 0 < written.activate_s < 60
+
+
+def test_waiting_for_reports_ends_with_the_first(make_manager: Make, adapters: list[Adapter]) -> None:
+    manager = make_manager()
+    assert manager.reports(60) == [], "nothing is on its way"
+    bring(manager, adapters[0])
+    assert manager.reports(60) == []
+
+
+def test_an_activation_of_what_is_not_loaded_ends_the_engine(make_manager: Make, adapters: list[Adapter]) -> None:
+    with pytest.raises(RuntimeError, match="no loaded adapter 1"):
+        make_manager().begin_step([Activate(1, 0)])
+
+
+def test_an_evict_of_what_is_not_here_does_nothing(make_manager: Make, adapters: list[Adapter]) -> None:
+    manager = make_manager()
+    evict(manager, adapters[0])
+    assert manager.reports() == []
+
+
+def test_memory_is_freed_with_an_eviction(make_manager: Make, adapters: list[Adapter], kernels: str) -> None:
+    manager = make_manager(slots=2)
+    for slot in (0, None):
+        serve(manager, adapters[0], 0) if slot == 0 else bring(manager, adapters[0])
+        entry = manager.jobs.entries[1]
+        gone = [weakref.ref(packer.panels.of(0).flat) for packer in entry.adapter.packers] if slot == 0 else []
+        written = entry.adapter.writes
+        held = [weakref.ref(cell.cell_contents) for write in written for cell in write.__closure__ or ()
+                if type(cell.cell_contents).__name__ in {"Tensor", "PackedModule"}]  # fmt: skip
+        assert held
+        del entry, written
+        evict(manager, adapters[0])
+        gc.collect()
+        assert not [ref for ref in [*gone, *held] if ref() is not None]
+        assert manager.list_adapters() == set()
+        assert manager.lora_metrics()["memory"]["host_mb"] == 0
+
+
+def test_threads_end_with_the_manager(make_manager: Make, adapters: list[Adapter]) -> None:
+    before = set(threading.enumerate())
+    manager = make_manager()
+    bring(manager, adapters[0])
+    started = set(threading.enumerate()) - before
+    assert {thread.name for thread in started} == {"lora-plugins-loading", "lora-plugins-fetching"}
+    manager.jobs.close()
+    assert not started & set(threading.enumerate())
+
+
+def test_another_path_is_another_adapter(make_manager: Make, tmp_path: Path) -> None:
+    manager = make_manager()
+    old, new = make_adapter(tmp_path / "old", 1, seed=10), make_adapter(tmp_path / "new", 1, seed=11)
+    serve(manager, old, 0)
+    evict(manager, old)
+    serve(manager, new, 0)
+    step(manager, new)
+    assert holds(manager, new)
+
+
+def test_metrics_have_three_groups_with_the_right_numbers(make_manager: Make, adapters: list[Adapter]) -> None:
+    manager = make_manager(slots=2, max_adapters=4)
+    for adapter in adapters[:3]:
+        bring(manager, adapter)
+    put(manager, adapters[0], 0)
+    put(manager, adapters[1], 1)
+    metrics = manager.lora_metrics()
+    megabytes = adapters[0].size_bytes / 1e6
+    assert metrics["adapters"] == {"registered": 3, "active": 2, "capacity": 4, "slots": 2, "utilisation": 1.0}
+    memory = metrics["memory"]
+    assert memory["adapter_mb"] == {"1": megabytes, "2": megabytes, "3": megabytes}
+    assert memory["host_mb"] == pytest.approx(3 * megabytes)
+    assert memory["device"] == "cpu"
+    assert memory["efficiency"] == pytest.approx(2 / 3)
+    assert memory["slot_mb"] == pytest.approx(2 * 2 * megabytes)  # two slots of twice the rank
+    assert metrics["performance"] == {"instant": False, "kernel_backend": "PunicaWrapperCPU"}
+
+
+def test_spare_slots_are_beside_those_of_vllm(make_manager: Make, adapters: list[Adapter]) -> None:
+    manager = make_manager(slots=1, max_adapters=1, env={"LORA_PLUGINS_SPARE_SLOTS": "2"})
+    for slot, adapter in enumerate(adapters[:3]):
+        serve(manager, adapter, slot)
+    assert wrong_answers(manager, *adapters[:3]) == []
+
+
+def test_paths_that_vllm_expands_are_still_its_business(
+    make_manager: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    adapter = make_adapter(tmp_path / "in-my-home", 1)
+    manager = make_manager()
+    at_home = Adapter(1, Path("~/in-my-home"), adapter.a, adapter.b)
+    serve(manager, at_home, 0)
+    step(manager, at_home)
+    assert holds(manager, adapter)
+
+
+def test_a_relative_path_that_is_not_there_fails_alone(
+    make_manager: Make, adapters: list[Adapter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    manager = make_manager()
+    assert isinstance(bring(manager, Adapter(9, Path("nobody/has-this"), {}, {})), Failed)
+    assert isinstance(bring(manager, adapters[0]), Loaded)
+
+
+def test_the_garbage_collector_leaves_alone_what_was_there_at_the_start(make_manager: Make) -> None:
+    """Its first full pass over all of vLLM would stop the engine for most of a second."""
+    make_manager()
+    assert gc.get_freeze_count() > 100_000

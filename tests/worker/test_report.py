@@ -1,0 +1,66 @@
+"""What a worker tells of its adapters: the three groups of figures."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lora_plugins.scheduler.messages import AdapterSpec
+from lora_plugins.worker.jobs import Entry
+from lora_plugins.worker.loaded_adapter import LoadedAdapter
+from lora_plugins.worker.report import report, slot_bytes
+
+
+class Punica:
+    pass
+
+
+def manager_of(*index_to_id: int | None) -> SimpleNamespace:
+    linear = SimpleNamespace(
+        lora_a_stacked=(torch.zeros(2, 1, 4, 8),) * 2, lora_b_stacked=(torch.zeros(2, 1, 8, 4),) * 2
+    )
+    logits = SimpleNamespace(lora_a_stacked=torch.zeros(2, 1, 4, 8), lora_b_stacked=torch.zeros(2, 1, 64, 4))
+    return SimpleNamespace(
+        lora_index_to_id=list(index_to_id),
+        lora_slots=len(index_to_id),
+        capacity=5,
+        modules={"a": linear, "b": logits, "c": SimpleNamespace()},
+        punica_wrapper_mapping={"language_model": Punica()},
+    )
+
+
+def entry(adapter_id: int, size_bytes: int | None, *, is_instant: bool = False) -> Entry:
+    loaded = None if size_bytes is None else LoadedAdapter("a", "/a", size_bytes, is_instant, ())
+    return Entry(AdapterSpec(adapter_id, "a", "/a"), loaded)
+
+
+def test_the_figures() -> None:
+    entries = {1: entry(1, 1_000_000), 2: entry(2, 3_000_000, is_instant=True), 3: entry(3, None)}
+    assert report(entries, manager_of(2, -2, None, None), "cpu") == {
+        "adapters": {"registered": 2, "active": 1, "capacity": 5, "slots": 4, "utilisation": 0.25},
+        "memory": {
+            "adapter_mb": {"1": 1.0, "2": 3.0},
+            "host_mb": 4.0,
+            "slot_mb": pytest.approx(4 * (2 * 64 + 2 * 64 + 64 + 512) / 1e6),
+            "device": "cpu",
+            "efficiency": 3 / 4,
+        },
+        "performance": {"instant": False, "kernel_backend": "Punica"},
+    }
+
+
+def test_before_anything_has_happened() -> None:
+    manager = manager_of(None)
+    manager.punica_wrapper_mapping = {}
+    figures = report({}, manager, "cpu")
+    assert figures["memory"]["efficiency"] == figures["adapters"]["utilisation"] == 0.0
+    assert figures["performance"]["instant"] is None
+
+
+def test_slots_of_every_kind_of_module_count() -> None:
+    manager = manager_of(None)
+    del manager.modules["b"]
+    linear_only = slot_bytes(manager)
+    assert linear_only == 4 * 2 * (2 * 4 * 8 + 2 * 8 * 4)

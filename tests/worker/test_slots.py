@@ -1,0 +1,271 @@
+"""Slots that are written beside the loop: whose they are at each moment, and no batch with anything but its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lora_plugins.scheduler.messages import Activate, Activated, Evict, Load, Loaded
+from tests.worker.small_model import (
+    Adapter,
+    Blocked,
+    activate,
+    bring,
+    differences,
+    ended,
+    evict,
+    holds,
+    load,
+    put,
+    serve,
+    slots_of,
+    step,
+    wrong_answers,
+)
+
+Make = Callable[..., Any]
+
+
+def being_written(manager: Any, adapter: Adapter, slot: int) -> tuple[Blocked, int]:
+    """The loading thread stands in the middle of writing its slot."""
+    assert isinstance(bring(manager, adapter), Loaded)
+    blocked = Blocked(manager)
+    job = activate(manager, adapter, slot)
+    assert blocked.entered.wait(60)
+    return blocked, job
+
+
+def test_a_slot_that_is_written_belongs_to_nobody(make_manager: Make, adapters: list[Adapter]) -> None:
+    manager = make_manager(slots=2)
+    serve(manager, adapters[0], 0)
+    blocked, job = being_written(manager, adapters[1], 1)
+    assert slots_of(manager) == [1, -2]
+    step(manager, adapters[0])  # batches are prepared meanwhile
+    assert manager.reports() == []
+    assert manager.lora_metrics()["adapters"]["active"] == 1
+    with pytest.raises(RuntimeError, match="in no slot"):
+        step(manager, adapters[1])
+    blocked.end()
+    assert isinstance(ended(manager, job), Activated)
+    step(manager, adapters[0], adapters[1])
+    assert all(holds(manager, adapter) for adapter in adapters[:2])
+
+
+def test_an_earlier_owner_is_gone_before_its_slot_is_written(make_manager: Make, adapters: list[Adapter]) -> None:
+    manager = make_manager(slots=1)
+    serve(manager, adapters[0], 0)
+    blocked, job = being_written(manager, adapters[1], 0)
+    assert slots_of(manager) == [-1]
+    with pytest.raises(RuntimeError, match="in no slot"):
+        step(manager, adapters[0])
+    blocked.end()
+    ended(manager, job)
+    assert slots_of(manager) == [2]
+    assert holds(manager, adapters[1])
+    evict(manager, adapters[0])
+    assert slots_of(manager) == [2], "its slot is another's by now"
+    assert holds(manager, adapters[1])
+
+
+@pytest.mark.parametrize("how", ["loaded for it", "activated in it"])
+def test_an_evict_waits_for_a_write_and_the_slot_is_empty(
+    make_manager: Make, adapters: list[Adapter], how: str
+) -> None:
+    manager = make_manager(slots=2)
+    if how == "activated in it":
+        blocked, _ = being_written(manager, adapters[0], 0)
+    else:
+        blocked = Blocked(manager)
+        load(manager, adapters[0], 0)
+        assert blocked.entered.wait(60)
+    threading.Timer(0.05, blocked.go.set).start()
+    evict(manager, adapters[0])
+    assert blocked.go.is_set()
+    blocked.end()
+    assert slots_of(manager) == [None, None]
+    serve(manager, adapters[1], 0)
+    assert manager.reports() == []
+    assert slots_of(manager) == [2, None]
+    assert holds(manager, adapters[1])
+
+
+def test_evicted_and_loaded_again_before_the_first_job_began(make_manager: Make, adapters: list[Adapter]) -> None:
+    """Its first job is still in the queue when the same id has a new one, for another slot."""
+    manager = make_manager(slots=2)
+    blocked, _ = being_written(manager, adapters[0], 0)
+    manager.begin_step([Load(adapters[1].spec, 1001, 1)])
+    manager.begin_step([Evict(2), Load(adapters[2].spec, 1002, 1)])
+    threading.Timer(0.05, blocked.go.set).start()
+    manager.begin_step([Evict(1), Load(adapters[1].spec, 1003, 0)])
+    last = ended(manager, 1003)
+    blocked.end()
+    assert isinstance(last, Activated)
+    assert slots_of(manager) == [2, 3]
+    assert all(holds(manager, adapter) for adapter in adapters[1:3])
+
+
+def test_all_of_one_step_in_the_order_in_which_it_was_planned(make_manager: Make, adapters: list[Adapter]) -> None:
+    manager = make_manager(slots=1)
+    serve(manager, adapters[0], 0)
+    bring(manager, adapters[1])
+    manager.begin_step([Evict(1), Activate(2, 0, 2001), Load(adapters[0].spec, 2002)])
+    assert isinstance(ended(manager, 2002), Loaded)
+    assert slots_of(manager) == [2]
+    assert holds(manager, adapters[1])
+    assert manager.list_adapters() == {1, 2}
+
+
+# --- beside what others add ---
+
+
+def test_what_others_add_lives_beside_what_is_planned(make_manager: Make, adapters: list[Adapter]) -> None:
+    manager = make_manager(slots=3)
+    serve(manager, adapters[0], 1)
+    for adapter in adapters[1:4]:  # one more than has room beside the planned one
+        assert manager.add_adapter(adapter.request()) is True
+        assert slots_of(manager)[1] == 1
+        assert holds(manager, adapters[0])
+        assert holds(manager, adapter)
+    assert set(slots_of(manager)) == {1, 3, 4}
+    step(manager, adapters[0], adapters[2], adapters[3])
+    assert manager.remove_adapter(3) is True
+    assert manager.remove_adapter(1) is False, "what is planned, the scheduler evicts"
+    assert manager.list_adapters() >= {1, 4}
+    assert holds(manager, adapters[0])
+
+
+def test_a_slot_that_is_planned_pushes_others_out(make_manager: Make, adapters: list[Adapter]) -> None:
+    manager = make_manager(slots=1)
+    manager.add_adapter(adapters[0].request())
+    assert slots_of(manager) == [1]
+    serve(manager, adapters[1], 0)
+    assert slots_of(manager) == [2]
+    with pytest.raises(Exception, match="No free lora slots"):
+        manager.add_adapter(adapters[2].request())
+    assert slots_of(manager) == [2]
+    assert manager.list_adapters() == {1, 2}
+    evict(manager, adapters[1])
+    step(manager, adapters[0])
+    assert holds(manager, adapters[0])
+
+
+def test_an_adapter_that_others_added_first_has_one_slot(make_manager: Make, adapters: list[Adapter]) -> None:
+    manager = make_manager(slots=2)
+    manager.add_adapter(adapters[0].request())
+    serve(manager, adapters[0], 1)
+    assert slots_of(manager) == [None, 1]
+    manager.add_adapter(adapters[0].request(load_inplace=True))
+    manager.remove_adapter(1)
+    assert slots_of(manager) == [None, 1]
+    evict(manager, adapters[0])
+    assert slots_of(manager) == [None, None]
+    assert manager.list_adapters() == set()
+
+
+def test_remove_all_leaves_what_is_planned(make_manager: Make, adapters: list[Adapter]) -> None:
+    manager = make_manager(slots=3)
+    manager.add_adapter(adapters[2].request())
+    serve(manager, adapters[0], 2)
+    blocked, job = being_written(manager, adapters[1], 1)
+    manager.remove_all_adapters()
+    assert slots_of(manager) == [None, -2, 1]
+    assert manager.list_adapters() == {1, 2}
+    blocked.end()
+    ended(manager, job)
+    step(manager, adapters[0], adapters[1])
+    assert all(holds(manager, adapter) for adapter in adapters[:2])
+
+
+# --- with both kinds of kernels ---
+
+
+def test_every_batch_is_computed_with_its_own_slots(make_manager: Make, adapters: list[Adapter], kernels: str) -> None:
+    manager = make_manager(slots=2)
+    serve(manager, adapters[0], 0)
+    serve(manager, adapters[1], 1)
+    assert wrong_answers(manager, adapters[1], adapters[0], adapters[1]) == []
+    bring(manager, adapters[2])
+    put(manager, adapters[2], 0)
+    assert wrong_answers(manager, adapters[1], adapters[2]) == []
+    put(manager, adapters[0], 1)
+    assert wrong_answers(manager, adapters[2], adapters[0]) == []
+    evict(manager, adapters[2])
+    put(manager, adapters[1], 0)
+    assert wrong_answers(manager, adapters[1], adapters[0], adapters[0]) == []
+
+
+def test_what_others_add_is_computed_as_well(make_manager: Make, adapters: list[Adapter], kernels: str) -> None:
+    manager = make_manager(slots=2)
+    serve(manager, adapters[0], 0)
+    manager.add_adapter(adapters[1].request())
+    assert wrong_answers(manager, adapters[1], adapters[0]) == []
+    put_over = adapters[2]
+    serve(manager, put_over, 1)
+    assert wrong_answers(manager, put_over, adapters[0]) == []
+    evict(manager, adapters[0])
+    step(manager, adapters[1])
+    assert wrong_answers(manager, put_over, adapters[1]) == []
+
+
+def test_one_that_is_packed_takes_no_slot_while_it_is_loaded(
+    make_manager: Make, adapters: list[Adapter], kernels: str
+) -> None:
+    manager = make_manager(slots=1)
+    report = bring(manager, adapters[0], 0)
+    if kernels == "placed":
+        assert isinstance(report, Loaded)
+        assert report.is_instant
+        assert slots_of(manager) == [None]
+        manager.begin_step([Activate(1, 0)])
+    assert slots_of(manager) == [1]
+    assert wrong_answers(manager, adapters[0]) == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_storm_of_both_threads(make_manager: Make, adapters: list[Adapter], seed: int) -> None:
+    """Commands, batches and writes as fast as they go: every batch finds its adapters' own weights."""
+    import random
+
+    choose, manager = random.Random(seed), make_manager(slots=2)
+    number = 5000
+    owner: dict[int, int] = {}  # by slot
+    pending: dict[int, tuple[int, int]] = {}  # job: slot, adapter
+    here: set[int] = set()
+    deadline = time.monotonic() + 60
+    for _ in range(300):
+        assert time.monotonic() < deadline
+        commands: list[Any] = []
+        number += 1
+        busy = {slot for slot, _ in pending.values()}
+        idle_ids = sorted(here - {each for _, each in pending.values()})
+        free = [slot for slot in range(2) if slot not in busy]
+        action = choose.choice(["load", "activate", "evict", "nothing"])
+        if action == "load" and free and (absent := sorted({1, 2, 3, 4, 5} - here)):
+            slot, chosen = choose.choice(free), choose.choice(absent)
+            commands.append(Load(adapters[chosen - 1].spec, number, slot))
+            here.add(chosen)
+            pending[number] = slot, chosen
+            owner.pop(slot, None)
+        elif action == "activate" and free and (able := [each for each in idle_ids if each not in owner.values()]):
+            slot, chosen = choose.choice(free), choose.choice(able)
+            commands.append(Activate(chosen, slot, number))
+            pending[number] = slot, chosen
+            owner.pop(slot, None)
+        elif action == "evict" and here:
+            chosen = choose.choice(sorted(here))
+            commands.append(Evict(chosen))
+            here.discard(chosen)
+            pending = {job: each for job, each in pending.items() if each[1] != chosen}
+            owner = {slot: each for slot, each in owner.items() if each != chosen}
+        manager.begin_step(commands)
+        batch = [adapters[each - 1] for each in owner.values()]
+        step(manager, *batch)
+        assert all(differences(manager, slot, adapters[each - 1]) == [] for slot, each in owner.items())
+        for report in manager.reports(choose.choice([0.0, 0.0, 0.01])):
+            if isinstance(report, Activated) and report.job in pending:
+                slot, chosen = pending.pop(report.job)
+                owner[slot] = chosen
