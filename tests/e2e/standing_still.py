@@ -26,13 +26,19 @@ async def in_state(client: httpx.AsyncClient, name: str, state: str, in_flight: 
     return view.status_code == 200 and (view.json()["state"], view.json()["requests_in_flight"]) == (state, in_flight)
 
 
+async def is_held(client: httpx.AsyncClient, name: str) -> bool:
+    """Whether a request for this adapter waits in the engine's scheduler: for the adapter, a slot, or a pause's end."""
+    view = await client.get(f"/v1/loras/{name}")
+    return view.status_code == 200 and view.json()["requests_held"] > 0
+
+
 @asynccontextmanager
 async def in_the_midst_of(
     client: httpx.AsyncClient, name: str, begin: Callable[[], Awaitable[asyncio.Task[Answer]]]
 ) -> AsyncIterator[asyncio.Task[Answer]]:
-    """Inside, the request for this adapter that `begin` began is in the engine, which stands still until the end.
+    """Inside, the request for this adapter that `begin` began is in flight, and the engine stands still until the end.
 
-    It answers all but requests for tokens meanwhile: those wait in it. Needs VLLM_SERVER_DEV_MODE=1.
+    It answers all but requests for tokens meanwhile: those are held. Needs VLLM_SERVER_DEV_MODE=1.
     """
     while True:
         running = await begin()

@@ -1,6 +1,7 @@
 """`lora_admin` in a real server: every route, unloading under load, hot swaps, and a restart.
 
-One server with three slots and an API key; names in capitals stand for the version of an adapter that they serve.
+One server with three slots, a spare one, and an API key; names in capitals stand for the version of an adapter that
+they serve.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from testbed.models import PROMPT, edit_config
 from testbed.server import Server
 from tests.e2e.admin_server import admin_server
 from tests.e2e.broken import BROKEN
-from tests.e2e.standing_still import LONGEST_S, TOKENS, in_state, in_the_midst_of, seen
+from tests.e2e.standing_still import LONGEST_S, TOKENS, in_state, in_the_midst_of, is_held, seen
 
 KEY = "none"  # what `connect` sends
 HEADERS = {"Authorization": f"Bearer {KEY}"}
@@ -93,10 +94,11 @@ class Admin:
     def view(self, name: str) -> dict[str, Any]:
         return self.done("GET", f"/v1/loras/{name}")
 
-    def residency(self) -> dict[str, Any]:
-        answer = self.call("POST", "/collective_rpc", {"method": "lora_plugins_residency"})
+    def in_worker(self) -> set[str]:
+        """Engine ids of what the worker itself says that it holds."""
+        answer = self.call("POST", "/collective_rpc", {"method": "get_lora_metrics"})
         (worker,) = answer.json()["results"]
-        return dict(worker)
+        return set(worker["memory"]["adapter_mb"])
 
     def engine_is_free_of(self, name: str) -> bool:
         return all(view["lora_name"] != name for view in self.done("GET", "/v1/loras")["loras"])
@@ -222,7 +224,8 @@ def test_the_list_says_what_is_where(admin: Admin) -> None:
     listed = admin.done("GET", "/v1/loras")
     assert listed["count"] == len(listed["loras"])
     views = {view["lora_name"]: view for view in listed["loras"]}
-    assert views["sql"] == {**admin.view("sql"), "requests_in_flight": 0}
+    assert views["sql"] == admin.view("sql")
+    assert (views["sql"]["requests_in_flight"], views["sql"]["requests_held"]) == (0, 0)
     sql, by_hand = views["sql"], views["by-hand"]
     assert (sql["source"], sql["uri"]) == ("filesystem", (admin.root / "sql").as_uri())
     assert sql["digest"] == Path(sql["path"]).name
@@ -316,7 +319,7 @@ def in_the_midst_of_a_stream(
 def test_unload_lets_running_requests_finish_and_frees_everything(admin: Admin) -> None:
     uri = admin.publish("drained", "sql", 1, below=admin.allowed).as_uri()
     admin.done("POST", "/v1/loras", {"lora_name": "drained", "source": {"uri": uri}})
-    engine_ids = set(admin.residency())
+    engine_ids = admin.in_worker()
     path = Path(admin.view("drained")["path"])
 
     async def unload() -> Any:
@@ -328,7 +331,7 @@ def test_unload_lets_running_requests_finish_and_frees_everything(admin: Admin) 
                 body = {"model": "drained", "prompt": PROMPT, "max_tokens": 1}
                 refused = await client.post("/v1/completions", json=body)
                 assert await in_state(client, "drained", "draining", 1)
-                assert engine_ids <= set(await asyncio.to_thread(admin.residency)), "what runs keeps its memory"
+                assert engine_ids <= await asyncio.to_thread(admin.in_worker), "what runs keeps its memory"
                 assert list((path.parent / ".leases" / path.name).glob("*")), "and the store's files"
                 assert not unloading.done()
                 assert not running.done()
@@ -340,7 +343,7 @@ def test_unload_lets_running_requests_finish_and_frees_everything(admin: Admin) 
     assert (unloaded.status_code, unloaded.json()["status"]) == (200, "success")
     assert refused.status_code == 404, "no new request"
     assert admin.call("GET", "/v1/loras/drained").status_code == 404
-    assert len(engine_ids - set(admin.residency())) == 1, "gone from host memory and slot"
+    assert len(engine_ids - admin.in_worker()) == 1, "gone from host memory and slot"
     assert list((path.parent / ".leases" / path.name).glob("*")) == [], "the store may evict it"
 
 
@@ -374,11 +377,11 @@ def test_an_unloaded_name_is_resolved_anew_unless_it_is_blocked(admin: Admin) ->
 
 def test_vllms_unload_endpoint_frees_too(admin: Admin) -> None:
     admin.answers_like("stable", "stable")
-    before = set(admin.residency())
+    before = admin.in_worker()
     answer = admin.call("POST", "/v1/unload_lora_adapter", {"lora_name": "stable"})
     assert answer.status_code == 200, answer.text
     assert admin.engine_is_free_of("stable")
-    assert len(before - set(admin.residency())) == 1
+    assert len(before - admin.in_worker()) == 1
     assert admin.call("POST", "/v1/unload_lora_adapter", {"lora_name": "stable"}).status_code == 404
 
 
@@ -421,7 +424,7 @@ def test_a_running_request_finishes_on_the_old_weights(admin: Admin) -> None:
                 body = {"model": "during", "prompt": PROMPT, "max_tokens": MAX_TOKENS, "temperature": 0}
                 asked = client.post("/v1/completions", json={**body, "ignore_eos": True, "return_token_ids": True})
                 answering = asyncio.create_task(asked)
-                await seen(lambda: in_state(client, "during", "serving", 1))  # the new one's: they will share batches
+                await seen(lambda: is_held(client, "during"))  # with the new weights: they will share batches
                 view = await client.get("/v1/loras/during")
                 assert not running.done()
             return await running, swapped, await answering, view
@@ -517,7 +520,7 @@ def test_two_hundred_swaps_under_load(admin: Admin) -> None:
     assert all(answered.count(version) > 5 for version in versions)
     view = admin.view("rollout")
     assert len(view["previous_digests"]) == 2
-    assert len(admin.residency()) <= 8
+    assert len(admin.in_worker()) <= 8
     views = admin.done("GET", "/v1/loras")["loras"]
     needed = {digest for view in views for digest in (view["digest"], *view["previous_digests"])}
     leases = Path(view["path"]).parent / ".leases"

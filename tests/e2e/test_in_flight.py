@@ -1,4 +1,4 @@
-"""Requests that run, or wait for their turn, while what they asked for is changed; and what a restart brings back.
+"""Requests that run, or are held, while what they asked for is changed; and what a restart brings back.
 
 One server with one slot, whose engine is made to stand still where the order of events matters.
 """
@@ -21,7 +21,7 @@ from testbed.bed import MAX_TOKENS, Bed
 from testbed.models import PROMPT, edit_config
 from testbed.server import Server
 from tests.e2e.admin_server import admin_server
-from tests.e2e.standing_still import LONGEST_S, TOKENS, in_state, in_the_midst_of, seen
+from tests.e2e.standing_still import LONGEST_S, TOKENS, in_state, in_the_midst_of, is_held, seen
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ async def view_of(client: httpx.AsyncClient, name: str) -> dict[str, Any]:
 
 
 def standing_still(client: httpx.AsyncClient, name: str) -> AbstractAsyncContextManager[asyncio.Task[list[int]]]:
-    """Inside, a long request for this adapter is in the engine, which stands still: it has the slot."""
+    """Inside, a long request for this adapter is in flight in the engine, which stands still: it has the slot."""
 
     async def begin() -> asyncio.Task[list[int]]:
         running = asyncio.create_task(tokens_of(client, name, TOKENS))
@@ -90,7 +90,7 @@ def standing_still(client: httpx.AsyncClient, name: str) -> AbstractAsyncContext
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(("block", "status", "code"), [(False, 503, "L001"), (True, 404, "L002")])
-def test_what_waits_for_its_turn_is_refused_at_once_when_it_is_unloaded(
+def test_what_is_held_is_refused_at_once_by_an_unload(
     small: Small, stream: bool, block: bool, status: int, code: str
 ) -> None:
     runs, waits = f"runs-{stream}-{block}", f"waits-{stream}-{block}"
@@ -105,10 +105,9 @@ def test_what_waits_for_its_turn_is_refused_at_once_when_it_is_unloaded(
             async with standing_still(client, runs) as running:
                 waiting = asyncio.create_task(client.post("/v1/completions", json=body(waits, 1, stream=stream)))
 
-                async def is_at_the_gate() -> bool:
-                    return bool((await view_of(client, waits))["last_used_at"] > before)
-
-                await seen(is_at_the_gate)
+                await seen(lambda: is_held(client, waits))
+                view = await view_of(client, waits)
+                assert (view["requests_in_flight"], view["last_used_at"] > before) == (0, True)
                 params = {"timeout_s": LONGEST_S, "block": block}
                 unloaded = await client.delete(f"/v1/loras/{waits}", params=params)
                 refused = await waiting
@@ -142,7 +141,7 @@ def test_loading_in_place_is_a_swap_that_no_running_request_notices(small: Small
                 assert loaded.status_code == 200, loaded.text
                 now = await view_of(client, "during")
                 assert (now["path"], now["digest"], now["state"]) == (str(by_hand), None, "serving")
-                assert "host" in now["tiers"], "staged before anybody asks for it"
+                assert "host" in now["tiers"], "loaded before anybody asks for it"
                 assert small.leases(old), "what runs may need its directory"
                 assert not running.done()
             assert await running == alone, "the weights that it began with"

@@ -25,6 +25,8 @@ from testbed.models import DEMO_ADAPTERS, PROMPT, edit_config
 from testbed.server import Server, vllm_server
 from tests.e2e.broken import BROKEN
 
+SLOTS = 2
+SPARE_SLOTS = 1  # the default of LORA_PLUGINS_SPARE_SLOTS
 HOST_PLACES = 3
 HOST_MAX_BYTES = 5_200_000  # "wide" and its copies have 4.2 MB each, the others less than 0.5
 DEMO_NAMES = [spec.name for spec in DEMO_ADAPTERS]
@@ -36,7 +38,7 @@ LONGEST_WAIT_S = 240  # a quantum and a request, on a machine that is slow, or s
 
 @dataclass(frozen=True)
 class Managed:
-    """A server with our manager: two slots, three host places, and the root that it serves from."""
+    """A server with our manager: two slots and a spare one, three host places, and the root that it serves from."""
 
     server: Server
     client: openai.OpenAI
@@ -73,7 +75,7 @@ class Managed:
         return Path({card.id: card for card in self.client.models.list()}[name].root)
 
     def push_out(self, name: str) -> None:
-        """Use as many others as the host tier has places, so that `name` leaves it."""
+        """Use as many others as the host cache has places, so that `name` leaves it."""
         others = [other for other in ALIKE if ALIKE[other] != ALIKE[name]]
         for other in others[: HOST_PLACES + 1]:
             self.assert_right(other)
@@ -93,7 +95,7 @@ def managed(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mana
         home / "server.log",
         arguments=(
             *("--enable-lora", "--max-lora-rank", "64"),
-            *("--max-loras", "2", "--max-cpu-loras", str(HOST_PLACES)),
+            *("--max-loras", str(SLOTS), "--max-cpu-loras", str(HOST_PLACES)),
             *("--lora-modules", f"static={home / 'static'}"),
         ),
         env={
@@ -141,11 +143,11 @@ def test_hot_adapters_do_not_starve_others(managed: Managed) -> None:
 
 
 def test_answers_after_its_directory_is_gone(managed: Managed) -> None:
-    """Once staged, nothing is read again, not even for a new slot."""
+    """Once loaded, nothing is read again, not even for a new slot."""
     name = "sql-two"
     managed.assert_right(name)
     shutil.rmtree(managed.stored_at(name))
-    for other in ("chat", "wide"):  # both slots, and with it all host places
+    for other in ("chat", "wide"):  # both slots that are not spare, and with it all host places
         managed.assert_right(other)
     managed.assert_right(name)
 
@@ -227,7 +229,7 @@ def test_broken_only_in_the_engine_fails_alone(managed: Managed, tmp_path: Path,
     assert managed.ask(f"by-hand-{kind}").status == 404
 
 
-def test_a_static_module_is_served_and_staged_again(managed: Managed) -> None:
+def test_a_static_module_is_served_and_loaded_again(managed: Managed) -> None:
     for _ in range(2):
         assert list(managed.ask("static").token_ids) == managed.bed.answers["stable"]
         managed.push_out("stable")
@@ -258,7 +260,7 @@ def test_loaded_in_place_answers_with_the_new_weights(managed: Managed, tmp_path
     assert list(managed.ask("in-place").token_ids) == managed.bed.answers["chat"]
 
 
-def test_a_client_that_goes_away_leaves_nothing_leased(managed: Managed) -> None:
+def test_a_client_that_goes_away_leaves_nothing_held(managed: Managed) -> None:
     async def vanish(name: str) -> None:
         async with httpx.AsyncClient(timeout=240) as client:
             body = {"model": name, "prompt": PROMPT, "max_tokens": 200, "stream": True, "ignore_eos": True}
@@ -277,14 +279,15 @@ def test_the_workers_metrics_say_what_is_there(managed: Managed) -> None:
     managed.assert_right("sql")
     (metrics,) = managed.rpc("get_lora_metrics")
     adapters, memory, performance = metrics["adapters"], metrics["memory"], metrics["performance"]
-    assert (adapters["capacity"], adapters["slots"]) == (HOST_PLACES, 2)
-    assert 1 <= adapters["active"] <= 2
+    assert (adapters["capacity"], adapters["slots"]) == (HOST_PLACES, SLOTS + SPARE_SLOTS)
+    assert 1 <= adapters["active"] <= SLOTS + SPARE_SLOTS
     assert 1 <= adapters["registered"] <= HOST_PLACES
+    assert adapters["utilisation"] == adapters["active"] / adapters["slots"]
     assert memory["host_mb"] == pytest.approx(sum(memory["adapter_mb"].values()))
-    assert memory["host_mb"] <= memory["host_max_mb"] == HOST_MAX_BYTES / 1e6
+    assert 0 < memory["host_mb"] <= HOST_MAX_BYTES / 1e6
+    assert 0 < memory["efficiency"] <= 1
     assert memory["slot_mb"] > 0
-    assert performance["flips"] > performance["copies_in_loop"]  # the loop only flips, but for loads in place
-    assert performance["mean_staging_ms"] > 0
+    assert performance["instant"] in (True, False)
     assert "Punica" in performance["kernel_backend"]
 
 

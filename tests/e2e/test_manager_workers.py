@@ -1,4 +1,4 @@
-"""`lora_lru_manager` with two workers (tensor parallelism): both stage, and both bring what they lack."""
+"""`lora_lru_manager` with two workers (tensor parallelism): both load, and both bring what they lack."""
 
 from __future__ import annotations
 
@@ -45,4 +45,6 @@ def test_two_workers_answer_as_peft_does_also_without_their_directories(bed: Bed
         answer = httpx.post(f"{server.url}/collective_rpc", json={"method": "get_lora_metrics"}, timeout=240)
         workers = answer.json()["results"]
         assert len(workers) == 2
-        assert all(worker["performance"]["copies_in_loop"] == 0 for worker in workers)
+        assert {worker["adapters"]["slots"] for worker in workers} == {3}, "two, and a spare one"
+        assert all(1 <= worker["adapters"]["registered"] <= 3 for worker in workers)
+        assert len({tuple(sorted(worker["memory"]["adapter_mb"])) for worker in workers}) == 1, "they hold the same"

@@ -1,0 +1,251 @@
+"""Admission in the scheduler of a real server: one slot, room for few adapters, and a KV cache that is soon full.
+
+Each test stands for something that went wrong while requests were held in the API server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from testbed.bed import MAX_TOKENS, Bed
+from testbed.client import complete, connect
+from testbed.models import DEMO_ADAPTERS, PROMPT
+from testbed.server import Server, vllm_server
+from tests.e2e.admin_server import admin_server
+
+HOST_MAX_BYTES = 6_000_000  # "wide" takes 4.3 MB of it, the others less than 0.6
+LONGEST_S = 240.0  # for what comes for certain, on a machine that is slow or stands still for a while
+NAMES = [spec.name for spec in DEMO_ADAPTERS]
+FIXED = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+
+@dataclass(frozen=True)
+class OneSlot:
+    """A server with `--max-loras 1`, and the root that it serves."""
+
+    server: Server
+    bed: Bed
+    root: Path
+
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.server.url, timeout=LONGEST_S)
+
+
+@pytest.fixture(scope="module")
+def one(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneSlot]:
+    home = tmp_path_factory.mktemp("one-slot")
+    shutil.copytree(bed.adapters, home / "adapters")
+    with admin_server(
+        bed, home, "--max-loras", "1", "--block-size", "32", "--num-gpu-blocks-override", "40",
+        LORA_PLUGINS_HOST_MAX_BYTES=str(HOST_MAX_BYTES),
+    ) as server:  # fmt: skip
+        yield OneSlot(server, bed, home / "adapters")
+
+
+@pytest.fixture(autouse=True)
+def engine_lives(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever a test does, the engine is there afterwards, holds nothing, and never said that it was not."""
+    yield
+    if "one" not in request.fixturenames:
+        return
+    one: OneSlot = request.getfixturevalue("one")
+    assert complete(connect(one.server), "chat", PROMPT, MAX_TOKENS).token_ids == tuple(one.bed.answers["chat"])
+    views = httpx.get(f"{one.server.url}/v1/loras", timeout=LONGEST_S).json()["loras"]
+    assert [view for view in views if view["requests_held"] or view["requests_in_flight"]] == []
+    log = one.server.log()
+    for sign in ("EngineDeadError", "EngineCore encountered a fatal error", "Task exception was never retrieved"):
+        assert sign not in log
+
+
+async def ids_of(client: httpx.AsyncClient, name: str, tokens: int = MAX_TOKENS, **more: Any) -> list[int]:
+    answer = await client.post("/v1/completions", json={"model": name, "max_tokens": tokens, **FIXED, **more})
+    assert answer.status_code == 200, answer.text
+    return list(answer.json()["choices"][0]["token_ids"])
+
+
+async def is_so(what: Any) -> None:
+    async with asyncio.timeout(LONGEST_S):
+        while not await what():
+            await asyncio.sleep(0.02)
+
+
+async def held_of(client: httpx.AsyncClient, name: str) -> int:
+    view = await client.get(f"/v1/loras/{name}")
+    return int(view.json()["requests_held"]) if view.status_code == 200 else 0
+
+
+def test_one_slot_serves_all_in_turn_as_peft_does(one: OneSlot) -> None:
+    async def run() -> list[list[int]]:
+        async with one.client() as client:
+            return list(await asyncio.gather(*(ids_of(client, name) for name in NAMES * 6)))
+
+    assert asyncio.run(run()) == [one.bed.answers[name] for name in NAMES * 6]
+
+
+def test_long_requests_are_preempted_and_end_as_alone(one: OneSlot) -> None:
+    """Together they need more KV cache than there is; an adapter keeps its slot until the last of them has finished."""
+
+    async def run() -> tuple[list[int], list[list[int]], float]:
+        async with one.client() as client:
+            alone = await ids_of(client, "sql", 300)
+            together = await asyncio.gather(*(ids_of(client, name, 300) for name in ["sql"] * 8 + ["chat"] * 2))
+            metrics = (await client.get("/metrics")).text
+            (preempted,) = re.findall(r"^vllm:num_preemptions_total\{.*\} (\S+)$", metrics, re.MULTILINE)
+            return alone, list(together[:8]), float(preempted)
+
+    alone, together, preempted = asyncio.run(run())
+    assert together == [alone] * 8
+    assert preempted > 0
+
+
+def test_streams_that_fail_hold_no_slot(one: OneSlot) -> None:
+    """Prompts that are too long pass vLLM's check of the model, and fail after it."""
+
+    async def run() -> float:
+        async with one.client() as client:
+            await ids_of(client, "chat", 1)
+            done = asyncio.Event()
+
+            async def fail() -> None:
+                while not done.is_set():
+                    body = {"model": "sql", "prompt": "x " * 4000, "max_tokens": 1, "stream": True}
+                    answer = await client.post("/v1/completions", json=body)
+                    assert answer.status_code == 400, answer.text
+                    await asyncio.sleep(0.05)
+
+            failing = [asyncio.create_task(fail()) for _ in range(4)]
+            await asyncio.sleep(0.5)
+            began = time.monotonic()
+            assert await ids_of(client, "chat") == one.bed.answers["chat"]
+            took_s = time.monotonic() - began
+            done.set()
+            await asyncio.gather(*failing)
+            assert await held_of(client, "sql") == 0
+            return took_s
+
+    assert asyncio.run(run()) < 20, "alone it takes a fraction of a second"
+
+
+def test_beam_search_goes_on_while_others_want_its_slot(one: OneSlot) -> None:
+    async def run() -> tuple[str, str]:
+        async with one.client() as client:
+            body = {
+                "model": "sql",
+                "prompt": PROMPT,
+                "max_tokens": 12,
+                "use_beam_search": True,
+                "n": 3,
+                "temperature": 0,
+            }
+            alone = await client.post("/v1/completions", json=body)
+            assert alone.status_code == 200, alone.text
+            others = [asyncio.create_task(ids_of(client, "chat")) for _ in range(8)]
+            beside = await client.post("/v1/completions", json=body)
+            assert beside.status_code == 200, beside.text
+            assert await asyncio.gather(*others) == [one.bed.answers["chat"]] * 8
+            return alone.json()["choices"][0]["text"], beside.json()["choices"][0]["text"]
+
+    alone, beside = asyncio.run(run())
+    assert beside == alone
+
+
+def test_held_requests_are_seen_as_waiting(one: OneSlot) -> None:
+    """To a router, a replica whose slots are contended must not look idle."""
+
+    async def run() -> tuple[str, list[int]]:
+        async with one.client() as client:
+            running = asyncio.create_task(ids_of(client, "sql", 240))
+            held = [asyncio.create_task(ids_of(client, "chat")) for _ in range(3)]
+            metrics = ""
+
+            async def waiting() -> bool:
+                nonlocal metrics
+                metrics = (await client.get("/metrics")).text
+                return (
+                    bool(re.search(r"^vllm:num_requests_waiting\{.*\} [1-9]", metrics, re.MULTILINE)) or running.done()
+                )
+
+            await is_so(waiting)
+            answers = await asyncio.gather(*held)
+            assert answers == [one.bed.answers["chat"]] * 3
+            await running
+            return metrics, answers[0]
+
+    for _ in range(5):  # a look may come when nothing is held
+        metrics, _ = asyncio.run(run())
+        found = re.findall(r"^vllm:lora_requests_info\{.*waiting_lora_adapters=\"([^\"]*)\"", metrics, re.MULTILINE)
+        if any("chat" in names.split(",") for names in found):
+            return
+    raise AssertionError(metrics)
+
+
+def test_a_storm_of_aborts_leaves_nothing_behind(one: OneSlot) -> None:
+    async def run() -> None:
+        async with one.client() as client:
+
+            async def give_up(number: int) -> None:
+                asked = asyncio.create_task(ids_of(client, NAMES[number % len(NAMES)], 100))
+                await asyncio.sleep(0.005 * number)
+                asked.cancel()
+                await asyncio.gather(asked, return_exceptions=True)
+
+            for _ in range(3):
+                await asyncio.gather(*(give_up(number) for number in range(24)))
+            assert await asyncio.gather(*(ids_of(client, name) for name in NAMES)) == [
+                one.bed.answers[name] for name in NAMES
+            ]
+
+            async def is_quiet() -> bool:
+                views = (await client.get("/v1/loras")).json()["loras"]
+                return not any(view["requests_held"] or view["requests_in_flight"] for view in views)
+
+            await is_so(is_quiet)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_held_requests_wait_for_the_end_of_a_pause(one: OneSlot, mode: str) -> None:
+    async def run() -> list[int]:
+        async with one.client() as client:
+            paused = await client.post("/pause", params={"mode": mode, "clear_cache": "false"})
+            assert paused.status_code == 200, paused.text
+            try:
+                asked = asyncio.create_task(ids_of(client, "team/poet"))
+                await asyncio.sleep(1.0)
+                assert not asked.done()
+            finally:
+                assert (await client.post("/resume")).status_code == 200
+            return await asked
+
+    assert asyncio.run(run()) == one.bed.answers["team/poet"]
+
+
+def test_without_lora_an_unknown_name_is_not_found(bed: Bed, tmp_path: Path) -> None:
+    """Servers that share VLLM_PLUGINS with others, and do without --enable-lora."""
+    with vllm_server(
+        bed.base,
+        tmp_path / "server.log",
+        env={
+            "VLLM_PLUGINS": "lora_filesystem_resolver,lora_lru_manager,lora_kernels",
+            "VLLM_LORA_RESOLVER_CACHE_DIR": str(bed.adapters),
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "LORA_PLUGINS_STORE_DIR": str(tmp_path / "store"),
+        },
+    ) as server:
+        client = connect(server)
+        answers = [complete(client, name, PROMPT, MAX_TOKENS) for name in ("nobody", "sql", str(bed.base))]
+        assert [answer.status for answer in answers][2] == 200
+        assert answers[0].status == 404, answers[0]
+        assert answers[1].status in (400, 404), answers[1]
+        assert "AttributeError" not in server.log()
