@@ -19,7 +19,7 @@ from itertools import accumulate
 from statistics import geometric_mean
 
 from benchmarks.record import keep
-from lora_plugins.manager.policies import Among, EvictionPolicy, Gdsf, Lfu, Lrfu, Lru
+from lora_plugins.scheduler.policies import Among, EvictionPolicy, Gdsf, Lfu, Lrfu, Lru
 
 ADAPTERS = 200
 REQUESTS = 20_000

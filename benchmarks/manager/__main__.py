@@ -1,4 +1,4 @@
-"""`python -m benchmarks.manager [stall|thrash|activation|memory]`, all of them by default.
+"""`python -m benchmarks.manager [stall|thrash|neighbours|activation|memory]`, all of them by default.
 
 Each prints Markdown and keeps its raw rows in benchmarks/results/. A part can be run by itself (`stall --sizes 40`):
 its rows then replace those of the same sizes in the kept file, so that a long benchmark can be taken up again.
@@ -65,6 +65,13 @@ def thrash(options: argparse.Namespace) -> None:
     print(table(merged("thrash", rows, ("arm", "rank", "draw"))))
 
 
+def neighbours(options: argparse.Namespace) -> None:
+    from benchmarks.manager.neighbours import measure, table
+
+    rows = measure(options.arms, stretches=options.stretches, stretch_s=options.stretch_s)
+    print(table(merged("neighbours", rows, ("arm", "trouble"))))
+
+
 def memory(options: argparse.Namespace) -> None:
     from benchmarks.manager.memory import measure, table
 
@@ -93,10 +100,15 @@ def main() -> int:
     part.set_defaults(run=activation)
     part = parts.add_parser("thrash")
     part.add_argument("--rank", type=int, default=64)
-    part.add_argument("--arms", nargs="*", default=["vllm+kernels", "ours+kernels"])
+    part.add_argument("--arms", nargs="*", default=["vllm+kernels", "ours+kernels", "ours-within+kernels"])
     part.add_argument("--stretches", type=int, default=3)
     part.add_argument("--stretch-s", type=float, default=12.0)
     part.set_defaults(run=thrash)
+    part = parts.add_parser("neighbours")
+    part.add_argument("--arms", nargs="*", default=["vllm+kernels", "ours+kernels"])
+    part.add_argument("--stretches", type=int, default=3)
+    part.add_argument("--stretch-s", type=float, default=6.0)
+    part.set_defaults(run=neighbours)
     part = parts.add_parser("memory")
     part.add_argument("--cycles", type=int, default=10_000)
     part.set_defaults(run=memory)

@@ -1,8 +1,9 @@
-"""Host to slot: what copying an adapter into a slot takes, against a plain copy of as many bytes.
+"""Host to slot: what activating an adapter takes, against a plain copy of as many bytes.
 
 In the process of a real engine with the real model, whose thread is bound as vLLM binds it. Turn about: one `copy_` of
-one contiguous tensor of the adapter's size, vLLM's own way (every layer's `set_lora` of its class), and ours. The slot
-is written with another adapter of the same rank in between, as in a server.
+one contiguous tensor of the adapter's size, vLLM's own way (every layer's `set_lora` of its class), and ours: copying
+into the slot, and, in an engine with `lora_kernels`, pointing the slot at what was packed when the adapter was loaded.
+The slot is written with another adapter of the same rank in between, as in a server.
 """
 
 from __future__ import annotations
@@ -22,28 +23,35 @@ ROUNDS = 15
 
 
 def measure(pairs: Sequence[tuple[int, int]]) -> list[dict]:
-    """A row for each (rank, max_lora_rank), each in a process of its own."""
+    """A row for each (rank, max_lora_rank), each with and without our kernels in a process of its own."""
     rows = []
     for rank, max_rank in pairs:
-        command = [sys.executable, "-m", "benchmarks.manager.activation", str(rank), str(max_rank)]
-        child = subprocess.run(
-            command, env={**os.environ, **environment("ours")}, stdout=subprocess.PIPE, check=True, text=True
-        )
-        rows.append(json.loads(child.stdout.splitlines()[-1]))
+        row: dict = {}
+        for arm in ("ours+kernels", "ours"):
+            command = [sys.executable, "-m", "benchmarks.manager.activation", str(rank), str(max_rank)]
+            child = subprocess.run(
+                command, env={**os.environ, **environment(arm)}, stdout=subprocess.PIPE, check=True, text=True
+            )
+            found = json.loads(child.stdout.splitlines()[-1])
+            row = (
+                {"pointed_ms": found["ours_ms"], "pointed_ratio": found["ours_ratio"]} if not row else {**row, **found}
+            )
+        rows.append(row)
         print(table(rows[-1:]).splitlines()[-1], flush=True)
     return rows
 
 
 def table(rows: list[dict]) -> str:
     lines = [
-        "| rank | max_lora_rank | adapter | plain copy | vLLM: set_lora | ours | vLLM / plain | ours / plain |",
-        "|---|---|---|---|---|---|---|---|",
+        "| rank | max_lora_rank | adapter | plain copy | vLLM | copied | pointed | by plain: vLLM | copied | pointed |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         plain, vllm, ours = (row[f"{name}_ms"] for name in ("plain", "vllm", "ours"))
         lines.append(
             f"| {row['rank']} | {row['max_rank']} | {row['size_bytes'] / 1e6:.0f} MB | {plain:.1f} ms | {vllm:.1f} ms "
-            f"| {ours:.1f} ms | {row['vllm_ratio']:.2f} | {row['ours_ratio']:.2f} |"
+            f"| {ours:.1f} ms | {row['pointed_ms']:.1f} ms "
+            f"| {row['vllm_ratio']:.2f} | {row['ours_ratio']:.2f} | {row['pointed_ratio']:.2f} |"
         )
     return "\n".join(lines)
 
@@ -52,7 +60,8 @@ def _child(rank: int, max_rank: int) -> dict:
     import torch
 
     from benchmarks.manager.engine import engine
-    from lora_plugins.manager import slot_copy
+    from lora_plugins.scheduler.messages import AdapterSpec
+    from lora_plugins.worker import slot_copy
 
     original = _vllms_own()
     with engine(bed.base_model(), max_lora_rank=max_rank, max_loras=2, max_cpu_loras=4) as manager:
@@ -61,6 +70,9 @@ def _child(rank: int, max_rank: int) -> dict:
         adapter = bed.adapter(bed.base_model(), rank)
         models = [manager._load_adapter(LoRARequest(f"a{i}", i, str(adapter))) for i in (1, 2)]
         slots = manager._adapter_manager
+        for model in models:
+            slots._create_merged_loras_inplace(model)
+        loaded = [manager._read(AdapterSpec(i, f"a{i}", str(adapter)), str(adapter)) for i in (1, 2)]
         size_bytes = bed.size_bytes(adapter)
         source, target = (torch.ones(size_bytes // 4) for _ in range(2))
 
@@ -74,7 +86,7 @@ def _child(rank: int, max_rank: int) -> dict:
                     original(module)(module, 0, weights.lora_a, weights.lora_b)
 
         def ours(number: int) -> None:
-            slots._copy(0, models[number % 2])
+            loaded[number % 2].write(0)
 
         def timed(work, *arguments) -> float:
             started = time.perf_counter()

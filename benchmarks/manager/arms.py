@@ -15,13 +15,16 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "ours": ("lora_lru_manager",),
     "vllm+kernels": ("lora_kernels",),
     "ours+kernels": ("lora_lru_manager", "lora_kernels"),
+    "ours-within+kernels": ("lora_lru_manager", "lora_kernels"),
 }
 NAMES = {
     "vllm": "vLLM",
     "ours": "ours, vLLM's kernels",
     "vllm+kernels": "vLLM's manager, our kernels",
     "ours+kernels": "ours",
+    "ours-within+kernels": "ours, the spare slot taken from --max-loras",
 }
+SETTINGS: Mapping[str, Mapping[str, str]] = {"ours-within+kernels": {"LORA_PLUGINS_SPARE_SLOTS_WITHIN": "1"}}
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ def environment(arm: str) -> dict[str, str]:
         "VLLM_PLUGINS": ",".join(ARMS[arm]),
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        **SETTINGS.get(arm, {}),
     }
 
 

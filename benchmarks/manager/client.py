@@ -41,6 +41,16 @@ async def stream(port: int, model: str, max_tokens: int, times: list[float], pro
         writer.close()
 
 
+async def post(port: int, path: str, body: dict) -> int:
+    """Ask for something whose answer does not matter; returns the status."""
+    reader, writer, status = await _post(port, path, body)
+    try:
+        await reader.read()
+    finally:
+        writer.close()
+    return status
+
+
 async def load(port: int, name: str, path: str) -> None:
     """Make an adapter known, as vLLM's API has it."""
     reader, writer, status = await _post(port, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})

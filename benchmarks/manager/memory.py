@@ -70,18 +70,29 @@ def _resident() -> dict[str, int]:
 
 
 def _bring(manager: Any, request: Any) -> None:
-    """As a request brings it: staged beside the loop where there is a staging thread, then activated."""
-    if hasattr(manager, "stage"):
-        size = sum(entry.stat().st_size for entry in os.scandir(request.lora_path))
-        state = manager.stage("benchmark", request, {"size_bytes": size}, [])
-        while state["state"] in {"staging", "placing"}:
-            time.sleep(0.0005)
-            state = manager.stage_state(request.lora_int_id, [])
-        if state["state"] == "failed":
-            raise RuntimeError(str(state))
-    manager.add_adapter(request)
-    if hasattr(manager, "release"):
-        manager.release("benchmark", request.lora_int_id)
+    """As a request brings it: loaded and activated in the background where our scheduler has it so."""
+    if not hasattr(manager, "begin_step"):
+        manager.add_adapter(request)
+        return
+    from lora_plugins.scheduler.messages import Activated, AdapterSpec, Failed, Load
+
+    spec = AdapterSpec(request.lora_int_id, request.lora_name, request.lora_path)
+    manager.begin_step([Load(spec, request.lora_int_id, slot=request.lora_int_id % 2)])
+    reports: list[Any] = []
+    while not any(isinstance(report, Activated) for report in reports):
+        reports += manager.reports(1.0)
+        if any(isinstance(report, Failed) for report in reports):
+            raise RuntimeError(str(reports))
+
+
+def _remove(manager: Any, number: int) -> bool:
+    if not hasattr(manager, "begin_step"):
+        return bool(manager.remove_adapter(number))
+    from lora_plugins.scheduler.messages import Evict
+
+    is_here = number in manager.list_adapters()
+    manager.begin_step([Evict(number)])
+    return is_here
 
 
 def _held(manager: Any, home: Path, base: Path, request_of: Any) -> dict:
@@ -92,7 +103,7 @@ def _held(manager: Any, home: Path, base: Path, request_of: Any) -> dict:
         shutil.copytree(source, directory)
         paths.append(directory)
     _bring(manager, request_of(1, paths[0]))
-    manager.remove_adapter(1)
+    _remove(manager, 1)
     before = _resident()
     for number, path in enumerate(paths, 2):
         _bring(manager, request_of(number, path))
@@ -108,7 +119,7 @@ def _cycles(manager: Any, home: Path, base: Path, request_of: Any, cycles: int) 
     started = time.perf_counter()
     for number in range(1, cycles + 1):
         _bring(manager, request_of(number, paths[number % len(paths)]))
-        if not manager.remove_adapter(number):
+        if not _remove(manager, number):
             raise RuntimeError(f"adapter {number} was not there")
         if number % 1000 == 0:
             rss.append(_resident()["rss_bytes"])
