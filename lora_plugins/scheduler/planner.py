@@ -225,7 +225,7 @@ class Planner:
         if adapter is None:
             return False
         adapter.is_pinned = False
-        self._enqueue(adapter, adapter.waits_since or 0.0)
+        self._enqueue(adapter, _waits_since(adapter))
         return True
 
     def retire(self, engine_id: int, refusal: LoRAPluginsError | None) -> Future[None]:
@@ -247,7 +247,7 @@ class Planner:
         adapter.gone.append(future)
         if refusal is not None:
             self._give_up(adapter, refusal)
-        self._enqueue(adapter, adapter.waits_since or 0.0)
+        self._enqueue(adapter, _waits_since(adapter))
         return future
 
     def evict_unused(self, engine_id: int) -> bool:
@@ -459,7 +459,7 @@ class Planner:
                 if adapter.is_active or not call.needs_slot:
                     adapter.calls.remove(call)
                     _resolve([call.future])
-            self._enqueue(adapter, adapter.waits_since or 0.0)
+            self._enqueue(adapter, _waits_since(adapter))
 
     # --- refusals, and what is left ---
 
@@ -502,7 +502,7 @@ class Planner:
         self._leaving.setdefault(adapter.engine_id, [])
         if adapter.is_wanted and (error := self.placement.never_fits(adapter)) is not None:
             self._give_up(adapter, error)  # something was pinned since it was loaded
-        self._enqueue(adapter, adapter.waits_since or 0.0)
+        self._enqueue(adapter, _waits_since(adapter))
 
     def _enqueue(self, adapter: Adapter, now: float) -> None:
         """See that an adapter waits where it has to, if it has to."""

@@ -49,8 +49,7 @@ class Notices:
         return [self._noting(command, planner) for command in commands]
 
     def _noting(self, command: Command, planner: Planner) -> Command:
-        adapter = planner.adapters.get(command.spec.engine_id) if isinstance(command, Load) else None
-        if adapter is None or not isinstance(command, Load):
+        if not isinstance(command, Load) or (adapter := planner.adapters.get(command.spec.engine_id)) is None:
             return command
         futures: list[Future[Any]] = [call.future for call in adapter.calls if call.is_urgent and not call.needs_slot]
         if not futures:

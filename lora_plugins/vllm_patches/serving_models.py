@@ -7,6 +7,8 @@ Wrapped are methods of `OpenAIServingModels` (vllm/entrypoints/openai/models/ser
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -43,17 +45,24 @@ def changes(models: Any) -> Changes:
     return changes_of(models, planner_of(models.engine_client))
 
 
+@contextmanager
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """What a wrapper below vLLM's own code is to know of the one above it."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
 def _explaining(method: Any) -> Any:
     """Where `add_lora` raises, vLLM answers "could not be loaded" or a 500; here it is our status and text."""
 
     @functools.wraps(method)
     async def explained(self: Any, *args: Any, **kwargs: Any) -> Any:
         found: list[LoRAPluginsError] = []
-        token = refusals.set(found)
-        try:
+        with _set(refusals, found):
             result = await method(self, *args, **kwargs)
-        finally:
-            refusals.reset(token)
         if found and hasattr(result, "error"):  # an ErrorResponse
             raise http_error(found[-1]) from None
         return result
@@ -69,11 +78,8 @@ def _loading(original: Any) -> Any:
         if not request.load_inplace or not has_planner(self.engine_client):
             return await original(self, request, *args, **kwargs)
         known = changes(self)
-        token = load_in_place.set(known.take_in_place)
-        try:
+        with _set(load_in_place, known.take_in_place):
             result = await original(self, request, *args, **kwargs)
-        finally:
-            load_in_place.reset(token)
         known.changed()
         return result
 
@@ -88,11 +94,8 @@ def _without_waiting(original: Any) -> Any:
         def failed(lora_request: Any) -> None:
             changes(self).not_loaded(lora_request)  # else it would be listed, and refused at every request
 
-        token = on_failed_load.set(failed)
-        try:
+        with _set(on_failed_load, failed):
             return await original(self, lora_name)
-        finally:
-            on_failed_load.reset(token)
 
     return resolve_lora
 
@@ -141,11 +144,8 @@ def _freeing(original: Any) -> Any:
             return await original(self, request)
         known = changes(self)
         leaving: list[Served | None] = []
-        token = _leaving.set(leaving)
-        try:
+        with _set(_leaving, leaving):
             result = await original(self, request)
-        finally:
-            _leaving.reset(token)
         served = leaving[-1] if leaving else None
         if served is not None and not hasattr(result, "error"):
             known.changed()

@@ -60,10 +60,10 @@ def _sampling(self: Any, grammar_output: Any) -> Any:
 
 
 def _with_reports(output: Any, reports: list[Report]) -> Any:
-    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
-
     if not reports:
         return output
+    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
     if hasattr(output, "get_output"):  # asynchronous scheduling: made in another thread
         output.get_output = _reporting(output.get_output, reports)
         return output

@@ -252,7 +252,7 @@ class Jobs:
         try:
             path = self._files.bring(spec.name, spec.path, spec.uri)
         except BaseException as error:  # noqa: BLE001 - its requests are answered with it
-            self._finish(_Done(entry, Failed(job, explained(error, spec.name))))
+            self._fail(job, entry, error)
             return
         self._loader.submit(partial(load, path))
 
@@ -261,7 +261,7 @@ class Jobs:
         try:
             adapter = None if entry.is_evicted else self._read(entry.spec, path)
         except BaseException as error:  # noqa: BLE001 - whatever vLLM raises, the engine and everybody else go on
-            self._finish(_Done(entry, Failed(load.job, explained(error, entry.spec.name))))
+            self._fail(load.job, entry, error)
             return
         finally:
             self._files.done_with(path)
@@ -288,9 +288,12 @@ class Jobs:
                 event = self._device.write(idle_event, partial(entry.adapter.write, slot))
         except BaseException as error:  # noqa: BLE001 - its requests are answered with it, everybody else goes on
             logger.exception("Writing a slot for adapter '%s' failed", entry.spec.name)
-            self._finish(_Done(entry, Failed(job, explained(error, entry.spec.name))))
+            self._fail(job, entry, error)
             return
         self._finish(_Done(entry, Activated(job, time.perf_counter() - began_at), written_event=event))
+
+    def _fail(self, job: int, entry: Entry, error: BaseException) -> None:
+        self._finish(_Done(entry, Failed(job, explained(error, entry.spec.name))))
 
     def _finish(self, done: _Done) -> None:
         self._done.append(done)  # first: who hears of it from the others finds it here
