@@ -141,7 +141,7 @@ def _adding(original: Any) -> Any:
     @functools.wraps(original)
     def add_lora(self: Any, lora_request: Any) -> Any:
         scheduler = self.scheduler
-        if getattr(scheduler, "planner", None) is None:
+        if _planner_if_any(self) is None:
             return original(self, lora_request)
         error = scheduler.make_way_for(lora_request, reload=lora_request.load_inplace)
         if error is not None:
@@ -156,7 +156,7 @@ def _adding(original: Any) -> Any:
 def _removing(original: Any) -> Any:
     @functools.wraps(original)
     def remove_lora(self: Any, lora_id: int) -> Any:
-        planner = getattr(self.scheduler, "planner", None)
+        planner = _planner_if_any(self)
         if planner is None:
             return original(self, lora_id)
         is_known = lora_id in planner.adapters
@@ -168,7 +168,7 @@ def _removing(original: Any) -> Any:
 def _pinning(original: Any) -> Any:
     @functools.wraps(original)
     def pin_lora(self: Any, lora_id: int) -> Any:
-        planner = getattr(self.scheduler, "planner", None)
+        planner = _planner_if_any(self)
         known = None if planner is None else planner.adapters.get(lora_id)
         if planner is None or known is None:
             return original(self, lora_id)
@@ -183,7 +183,7 @@ def _waking(original: Any) -> Any:
     @functools.wraps(original)
     def wake_up(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        if getattr(self.scheduler, "planner", None) is not None and not self.model_executor.is_sleeping:
+        if _planner_if_any(self) is not None and not self.model_executor.is_sleeping:
             self.model_executor.collective_rpc("lora_plugins_rewrite_slots")
         return result
 
@@ -195,6 +195,11 @@ def _scheduler(core: Any) -> Any:
     if not isinstance(scheduler, Admission) or scheduler.planner is None:
         raise RuntimeError("lora_plugins: this engine has no planner, as LoRA is off")
     return scheduler
+
+
+def _planner_if_any(core: Any) -> Planner | None:
+    planner: Planner | None = getattr(core.scheduler, "planner", None)
+    return planner
 
 
 def _planner(core: Any) -> Planner:

@@ -22,9 +22,9 @@ from testbed.client import complete, connect
 from testbed.models import DEMO_ADAPTERS, PROMPT
 from testbed.server import Server, vllm_server
 from tests.e2e.admin_server import admin_server
+from tests.e2e.standing_still import LONGEST_S
 
 HOST_MAX_BYTES = 6_000_000  # "wide" takes 4.3 MB of it, the others less than 0.6
-LONGEST_S = 240.0  # for what comes for certain, on a machine that is slow or stands still for a while
 NAMES = [spec.name for spec in DEMO_ADAPTERS]
 FIXED = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,10 @@ from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import complete, complete_all, connect
 from testbed.models import DEMO_ADAPTERS, PROMPT
 from tests.e2e.admin_server import admin_server
-
-LONGEST_S = 240.0
+from tests.e2e.standing_still import LONGEST_S
 
 
 def test_two_engines_answer_as_peft_does_and_change_together(bed: Bed, tmp_path: Path) -> None:
-    import asyncio
-
     shutil.copytree(bed.adapters, tmp_path / "adapters")
     names = [spec.name for spec in DEMO_ADAPTERS]
     with admin_server(
