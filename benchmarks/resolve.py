@@ -22,8 +22,8 @@ from pathlib import Path
 from benchmarks.fetch import aws
 from benchmarks.record import keep
 from lora_plugins.events import Events
-from lora_plugins.resolvers.chain import SourceChain
-from lora_plugins.resolvers.objects import object_source
+from lora_plugins.resolvers.resolution import SourceChain
+from lora_plugins.resolvers.sources.object_store.source import object_source
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.store import Store
 from testbed.ranges import RangeServer, range_server

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.record import keep
+from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.verify import verify_adapter
-from lora_plugins.base_model import BaseModel
 from lora_plugins.settings import BaseMatch, Settings
 
 REPEATS = 7

@@ -1,8 +1,9 @@
 """LoRA adapters for vLLM, found, verified and served by name.
 
-Importing this package imports neither vLLM nor torch; `lora_plugins.ledger` says what we touch in vLLM.
+Importing this package imports neither vLLM nor torch; `lora_plugins.vllm_patches.ledger` says what we touch in vLLM.
 """
 
+from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import (
     AdapterNotFound,
     IncompatibleAdapter,
@@ -13,7 +14,6 @@ from lora_plugins.errors import (
     OutOfMemory,
     SourceUnavailable,
 )
-from lora_plugins.names import AdapterName
 
 __version__ = "0.1.0"
 

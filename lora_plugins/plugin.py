@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lora_plugins import engine
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.kernels.installation import install_kernels
 from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, S3
-from lora_plugins.resolvers.configured import MakeSource, filesystem_source, hub_source, s3_source
-from lora_plugins.resolvers.resolver import resolver_of_process, serve_from
+from lora_plugins.resolvers.sources.configured import MakeSource, filesystem_source, hub_source, s3_source
 from lora_plugins.settings import Settings, named_in_environment
+from lora_plugins.vllm_patches import builtin_resolvers
+from lora_plugins.vllm_patches.punica import install_kernels
+from lora_plugins.vllm_patches.resolver import resolver_of_process, serve_from
 
 _FILESYSTEM_BUILTIN = ("vllm.plugins.lora_resolvers.filesystem_resolver", "register_filesystem_resolver")
 _HUB_BUILTIN = ("vllm.plugins.lora_resolvers.hf_hub_resolver", "register_hf_hub_resolver")
@@ -25,7 +25,7 @@ def register_filesystem_resolver() -> None:
         InvalidSettings: the directory does not exist, or a `LORA_PLUGINS_*` variable cannot be right.
     """
     if not named_in_environment(FILESYSTEM):
-        engine.builtin(*_FILESYSTEM_BUILTIN)()
+        builtin_resolvers.builtin(*_FILESYSTEM_BUILTIN)()
         return
     _serve(filesystem_source)
 
@@ -49,7 +49,7 @@ def register_hf_hub_resolver() -> None:
         InvalidSettings: the list, or a `LORA_PLUGINS_*` variable, cannot be right.
     """
     if not named_in_environment(HUB):
-        engine.builtin(*_HUB_BUILTIN)()
+        builtin_resolvers.builtin(*_HUB_BUILTIN)()
         return
     _serve(hub_source)
 
@@ -81,13 +81,13 @@ def register_kernels() -> None:
 
 
 def _count(settings: Settings) -> None:
-    from lora_plugins.metrics.installation import install_metrics
+    from lora_plugins.vllm_patches.metrics import install_metrics
 
     install_metrics(settings)
 
 
 def register_admin() -> None:
-    """Entry point `lora_admin`, the general half: the routes are those of `lora_plugins.admin.plugin`.
+    """Entry point `lora_admin`, the general half: the routes are those of `lora_plugins.endpoint_plugin`.
 
     Raises:
         InvalidSettings: `lora_lru_manager` is not named too, or a `LORA_PLUGINS_*` variable cannot be right.
@@ -113,6 +113,6 @@ def _serve(configured: Callable[[Settings], MakeSource | None]) -> None:
 
 
 if named_in_environment(FILESYSTEM):
-    engine.take_over(*_FILESYSTEM_BUILTIN, register_filesystem_resolver)
+    builtin_resolvers.take_over(*_FILESYSTEM_BUILTIN, register_filesystem_resolver)
 if named_in_environment(HUB):
-    engine.take_over(*_HUB_BUILTIN, register_hf_hub_resolver)
+    builtin_resolvers.take_over(*_HUB_BUILTIN, register_hf_hub_resolver)

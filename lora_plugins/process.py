@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from lora_plugins.events import Events
-from lora_plugins.logs import LogEvents
+from lora_plugins.observability.logs import LogEvents
 from lora_plugins.settings import Settings
 
 LOG = LogEvents()

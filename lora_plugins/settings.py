@@ -11,8 +11,6 @@ from enum import StrEnum
 from pathlib import Path
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.kernels.dispatch import Kernels
-from lora_plugins.scheduler import policies
 
 _PREFIX = "LORA_PLUGINS_"
 _TRUE = {"1", "true", "yes", "on"}
@@ -54,6 +52,7 @@ OWN_VARIABLES = frozenset(
 )
 
 SOURCES = ("filesystem", "s3", "hub")
+HOST_POLICIES = ("lru", "lrfu")
 
 
 class BaseMatch(StrEnum):
@@ -62,6 +61,17 @@ class BaseMatch(StrEnum):
     STRICT = "strict"
     COMPATIBLE = "compatible"
     OFF = "off"
+
+
+class Kernels(StrEnum):
+    """Which kernels compute adapters."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    TORCH = "torch"
+    TRITON = "triton"
+    REFERENCE = "reference"
+    VLLM = "vllm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +175,7 @@ class Settings:
             absent_ttl_s=_seconds(env, "LORA_PLUGINS_ABSENT_TTL_S", default=15.0, least=0.0),
             revalidate_s=_seconds(env, "LORA_PLUGINS_REVALIDATE_S", default=60.0, least=0.0),
             host_max_bytes=_bytes(env, "LORA_PLUGINS_HOST_MAX_BYTES", default=None),
-            host_policy=_choice(env, "LORA_PLUGINS_HOST_POLICY", policies.NAMES),
+            host_policy=_choice(env, "LORA_PLUGINS_HOST_POLICY", HOST_POLICIES),
             spare_slots=_count(env, "LORA_PLUGINS_SPARE_SLOTS", default=1),
             spare_slots_within=_flag(env, "LORA_PLUGINS_SPARE_SLOTS_WITHIN", default=False),
             refuse_unmatched=_choice(env, "LORA_PLUGINS_UNMATCHED", ("refuse", "warn")) == "refuse",

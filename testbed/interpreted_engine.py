@@ -34,8 +34,8 @@ def take_triton() -> None:
     from vllm.lora.punica_wrapper import punica_gpu
     from vllm.platforms import current_platform
 
-    from lora_plugins.kernels import installation
     from lora_plugins.kernels.dispatch import TRITON_WRAPPER
+    from lora_plugins.vllm_patches import punica as installation
 
     punica_gpu.LoRAKernelMeta = LoRAKernelMeta
     type(current_platform).get_punica_wrapper = classmethod(lambda cls: TRITON_WRAPPER)

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.verify import WEIGHTS_FILE
-from lora_plugins.base_model import BaseModel
 
 LAYER = "model.layers.{}.self_attn.{}"
 PEFT = "base_model.model."

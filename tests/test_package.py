@@ -18,7 +18,7 @@ HEAVY = ("torch", "vllm", "transformers", "peft", "safetensors", "fastapi", "num
 WITH_VLLM = {
     "lora_plugins.plugin",
     *(f"lora_plugins.worker.{name}" for name in ("manager", "slots", "weights_file")),
-    "lora_plugins.admin.routes",
+    "lora_plugins.api.routes",
 }
 # These compute with torch, or hold tensors; what chooses, groups and plans stays pure.
 COMPUTING = {
@@ -53,27 +53,27 @@ def test_importing_any_module_imports_nothing_heavy():
 
 def test_the_pure_modules_are_all_there():
     assert {
-        "lora_plugins.names",
+        "lora_plugins.adapter.names",
         "lora_plugins.errors",
-        "lora_plugins.ledger",
+        "lora_plugins.vllm_patches.ledger",
         "lora_plugins.settings",
-        "lora_plugins.base_model",
-        "lora_plugins.files",
+        "lora_plugins.adapter.fit",
+        "lora_plugins.adapter.files",
         "lora_plugins.events",
         "lora_plugins.adapter.verify",
         "lora_plugins.adapter.finite",
-        "lora_plugins.resolvers.chain",
-        "lora_plugins.resolvers.filesystem",
+        "lora_plugins.resolvers.resolution",
+        "lora_plugins.resolvers.sources.filesystem",
         "lora_plugins.scheduler.planner",
         "lora_plugins.vllm_patches.scheduler",
         "lora_plugins.scheduler.placement",
         "lora_plugins.scheduler.policies",
         "lora_plugins.worker.materialise",
         "lora_plugins.worker.agreement",
-        "lora_plugins.server.changes",
+        "lora_plugins.server.lifecycle",
         "lora_plugins.server.planner_client",
         "lora_plugins.server.response_start",
-        "lora_plugins.metrics.engines",
+        "lora_plugins.observability.engine_metrics",
         "lora_plugins.kernels.segments",
         "lora_plugins.kernels.ranks",
         "lora_plugins.kernels.layers",

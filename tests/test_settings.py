@@ -9,9 +9,8 @@ import pytest
 
 import lora_plugins
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.kernels.dispatch import Kernels
 from lora_plugins.scheduler import policies
-from lora_plugins.settings import OWN_VARIABLES, SOURCES, BaseMatch, Settings, named_in_environment
+from lora_plugins.settings import OWN_VARIABLES, SOURCES, BaseMatch, Kernels, Settings, named_in_environment
 
 DEFAULT_STORE = Path("~/.cache/lora-plugins").expanduser()
 LATER = [

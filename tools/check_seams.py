@@ -1,4 +1,4 @@
-"""Hold the ledger of vLLM seams (`lora_plugins.ledger.SEAMS`) against vLLM's sources, without importing vLLM.
+"""Compare the ledger of vLLM symbols (`lora_plugins.vllm_patches.ledger`) with vLLM's sources, without importing vLLM.
 
     python tools/check_seams.py [SOURCES_DIR ...]
 
@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lora_plugins.ledger import SEAMS, Seam
-from lora_plugins.seams import check, version
-from lora_plugins.seams import installed as installed_sources
+from lora_plugins.vllm_patches.ledger import SEAMS, Seam
+from lora_plugins.vllm_patches.ledger_check import check, version
+from lora_plugins.vllm_patches.ledger_check import installed as installed_sources
 
 
 def installed() -> Path:

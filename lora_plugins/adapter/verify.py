@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_plugins.adapter.config import CONFIG_FILE, MAX_CONFIG_BYTES, AdapterConfig, parse_config
+from lora_plugins.adapter.files import open_regular
 from lora_plugins.adapter.finite import check_finite
+from lora_plugins.adapter.fit import BaseModel, check_base
 from lora_plugins.adapter.safetensors_header import read_header
 from lora_plugins.adapter.weights import Weights, pair_weights
-from lora_plugins.base_model import BaseModel, check_base
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, describing
-from lora_plugins.files import open_regular
 from lora_plugins.settings import Settings
 
 WEIGHTS_FILE = "adapter_model.safetensors"

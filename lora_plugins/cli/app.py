@@ -13,10 +13,10 @@ from typing import Annotated, Any, ParamSpec
 
 import typer
 
+from lora_plugins.adapter.files import map_os_error
 from lora_plugins.cli.exits import Exit, UsageProblem, exit_of
 from lora_plugins.cli.output import Output, error_fields
 from lora_plugins.errors import LoRAPluginsError, describing
-from lora_plugins.files import map_os_error
 from lora_plugins.settings import Settings, bytes_of, environment
 
 P = ParamSpec("P")
@@ -141,8 +141,8 @@ def doctor(
     as_json: Json = False,
 ) -> Exit:
     """Say what is on, off or broken in this environment, and why."""
+    from lora_plugins.cli.doctor.examination import examine
     from lora_plugins.cli.report import report_findings
-    from lora_plugins.doctor.examination import examine
 
     return report_findings(Output(as_json=as_json), examine(environment(), network=network, timeout_s=timeout_s))
 

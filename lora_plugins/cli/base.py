@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Sequence
 
-from lora_plugins.base_model import BaseModel
+from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.cli.exits import UsageProblem
 from lora_plugins.settings import Settings
 
@@ -27,7 +27,7 @@ def read_base(path: str, served_names: Sequence[str], max_rank: int | None, sett
         try:
             from transformers import AutoConfig
 
-            from lora_plugins.served_model import module_shapes
+            from lora_plugins.server.base_model import module_shapes
 
             shapes = module_shapes(AutoConfig.from_pretrained(path))
         except Exception as error:  # noqa: BLE001 - Transformers raises whatever its configuration classes raise

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lora_plugins.base_model import BaseModel
+from lora_plugins.adapter.fit import BaseModel
+from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import InvalidSettings, LoRAPluginsError
 from lora_plugins.events import Events, Hook
-from lora_plugins.names import AdapterName
-from lora_plugins.resolvers.chain import SourceChain
-from lora_plugins.resolvers.configured import SOURCE_PLUGINS
-from lora_plugins.resolvers.source import Located, Source
+from lora_plugins.resolvers.resolution import SourceChain
+from lora_plugins.resolvers.sources.configured import SOURCE_PLUGINS
+from lora_plugins.resolvers.sources.source import Located, Source
 from lora_plugins.settings import BaseMatch, Settings, named_in_environment
 from lora_plugins.store.opening import open_store
 from lora_plugins.store.store import Arriving

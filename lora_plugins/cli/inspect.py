@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from lora_plugins.adapter.config import CONFIG_FILE, MAX_CONFIG_BYTES, AdapterConfig, parse_config
+from lora_plugins.adapter.files import open_regular
+from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.safetensors_header import TensorInfo, read_header
 from lora_plugins.adapter.verify import WEIGHTS_FILE, VerifiedAdapter, verify_adapter
 from lora_plugins.adapter.weights import LoraPair, pair_weights
-from lora_plugins.amounts import size
-from lora_plugins.base_model import BaseModel
+from lora_plugins.cli.amounts import size
 from lora_plugins.cli.exits import Exit, exit_of
 from lora_plugins.cli.output import Output, error_fields
 from lora_plugins.cli.stored import find_digest
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
-from lora_plugins.files import open_regular
-from lora_plugins.resolvers.source import ADAPTER_FILES
+from lora_plugins.resolvers.sources.source import ADAPTER_FILES
 from lora_plugins.settings import Settings
 from lora_plugins.store.layout import Layout
 from lora_plugins.store.manifest import Manifest

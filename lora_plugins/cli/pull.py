@@ -7,14 +7,14 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lora_plugins.amounts import size
+from lora_plugins.adapter.names import AdapterName
+from lora_plugins.cli.amounts import size
 from lora_plugins.cli.chain import chain_of_environment, need_sources
 from lora_plugins.cli.exits import Exit
 from lora_plugins.cli.output import Output
 from lora_plugins.cli.progress import shown_progress
 from lora_plugins.errors import AdapterNotFound
-from lora_plugins.names import AdapterName
-from lora_plugins.resolvers.chain import SourceChain
+from lora_plugins.resolvers.resolution import SourceChain
 from lora_plugins.resolvers.uris import SourceUri
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.settings import Settings

@@ -8,10 +8,10 @@ from dataclasses import asdict
 from rich.table import Table
 from rich.text import Text
 
-from lora_plugins.amounts import number
+from lora_plugins.cli.amounts import number
+from lora_plugins.cli.doctor.findings import Finding, State
 from lora_plugins.cli.exits import Exit
 from lora_plugins.cli.output import Output, printable
-from lora_plugins.doctor.findings import Finding, State
 
 _STYLES = {
     State.OK: "green",

@@ -6,16 +6,16 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from lora_plugins.amounts import number, size
-from lora_plugins.base_model import BaseModel
+from lora_plugins.adapter.fit import BaseModel
+from lora_plugins.adapter.names import AdapterName
+from lora_plugins.cli.amounts import number, size
 from lora_plugins.cli.chain import Asked, chain_of_environment, need_sources
 from lora_plugins.cli.exits import Exit, exit_of
 from lora_plugins.cli.output import Output, error_fields
 from lora_plugins.cli.progress import shown_progress
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot, OutOfMemory, SourceUnavailable
 from lora_plugins.events import AdapterFetched, AdapterResolved, Event
-from lora_plugins.names import AdapterName
-from lora_plugins.resolvers.chain import SourceChain
+from lora_plugins.resolvers.resolution import SourceChain
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.settings import Settings
 

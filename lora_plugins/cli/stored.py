@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lora_plugins.amounts import ago, number, size
+from lora_plugins.cli.amounts import ago, number, size
 from lora_plugins.cli.exits import Exit, UsageProblem
 from lora_plugins.cli.output import Output
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, InvalidSettings

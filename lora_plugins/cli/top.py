@@ -14,8 +14,8 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from lora_plugins.admin.models import AdapterList, AdapterView
-from lora_plugins.amounts import ago, number, size
+from lora_plugins.api.models import AdapterList, AdapterView
+from lora_plugins.cli.amounts import ago, number, size
 from lora_plugins.cli.exits import Exit, UsageProblem
 from lora_plugins.cli.output import Output, printable, table
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable

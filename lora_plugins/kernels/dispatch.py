@@ -9,25 +9,14 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 
 from lora_plugins.errors import InvalidSettings
+from lora_plugins.settings import Kernels
 
 CPU_WRAPPER = "lora_plugins.kernels.punica_cpu.CompiledPunicaWrapperCPU"
 TORCH_WRAPPER = "lora_plugins.kernels.punica_cpu.GroupedPunicaWrapperCPU"
 REFERENCE_WRAPPER = "lora_plugins.kernels.punica_cpu.ReferencePunicaWrapper"
 TRITON_WRAPPER = "lora_plugins.kernels.punica_triton.TritonPunicaWrapper"
-
-
-class Kernels(StrEnum):
-    """The value of `LORA_PLUGINS_KERNELS`."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    TORCH = "torch"
-    TRITON = "triton"
-    REFERENCE = "reference"
-    VLLM = "vllm"
 
 
 CPU_WRAPPERS = {

@@ -2,7 +2,7 @@
 
 Each layer object gets its own `set_lora` and `reset_lora`, which call those of its class and then say what was written.
 So it does not matter which subclass overrides them, nor who calls: vLLM's manager in the engine loop, or ours from a
-thread that fills an idle slot. The vLLM symbols stand in `lora_plugins.ledger`.
+thread that fills an idle slot. The vLLM symbols stand in `lora_plugins.vllm_patches.ledger`.
 """
 
 from __future__ import annotations

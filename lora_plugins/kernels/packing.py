@@ -5,7 +5,7 @@ Here `Packer.pack` copies it once, beside the engine's loop, and `Packer.place` 
 the slot's stacks then counts for nothing, until `set_lora` or `reset_lora` of that slot takes over again.
 
 A layer has a packer where the compiled product computes everything that is asked of its slots. The vLLM symbols stand
-in `lora_plugins.ledger`.
+in `lora_plugins.vllm_patches.ledger`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Source of the interface: `PunicaWrapperBase` in vllm/lora/punica_wrapper/punica_base.py, 0.30 to 0.33. Rows of no
 adapter stay as they are on every path, which vLLM before 0.33 does not ensure (vllm-project/vllm#48421). What is not
-overridden here stays vLLM's. The vLLM symbols stand in `lora_plugins.ledger`.
+overridden here stays vLLM's. The vLLM symbols stand in `lora_plugins.vllm_patches.ledger`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lora_plugins.kernels.compiled.panels import SlotPanels
 from lora_plugins.kernels.packs import ModuleWeights
 from lora_plugins.kernels.ranks import SlotRanks
 from lora_plugins.kernels.segments import NONE, segment
-from lora_plugins.logs import logger
+from lora_plugins.log import logger
 
 
 class GroupedPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]

@@ -3,7 +3,7 @@
 Source of the interface: `PunicaWrapperGPU` in vllm/lora/punica_wrapper/punica_gpu.py, 0.30 to 0.33. Mixtures of experts
 and whole classification heads stay vLLM's; all else is overridden, and then vLLM's own grouping of rows, with the
 transfer from the device that it waits for in every step, is left out. The vLLM symbols stand in
-`lora_plugins.ledger`.
+`lora_plugins.vllm_patches.ledger`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lora_plugins.kernels import layers
 from lora_plugins.kernels.triton_ops import operators
 from lora_plugins.kernels.triton_ops.operators import Batch, Operators
 from lora_plugins.kernels.tuning import load_table
-from lora_plugins.logs import logger
+from lora_plugins.log import logger
 from lora_plugins.settings import Settings
 
 

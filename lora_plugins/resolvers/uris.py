@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from urllib.parse import quote, unquote
 
 from lora_plugins.errors import InvalidAdapter, InvalidSettings
-from lora_plugins.resolvers.hub_patterns import is_repo
+from lora_plugins.resolvers.sources.hub.patterns import is_repo
 
 MAX_CHARACTERS = 2048
 

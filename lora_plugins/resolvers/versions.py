@@ -15,12 +15,12 @@ from typing import TypeVar
 
 from cachetools import LRUCache
 
+from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.verify import VerifiedAdapter, verify_adapter
-from lora_plugins.base_model import BaseModel
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, LoRAPluginsError
 from lora_plugins.events import AdapterConfirmed, AdapterFetched, AdapterResolved, Events
-from lora_plugins.resolvers.admission import admit
-from lora_plugins.resolvers.source import Located, Source, VersionChanged
+from lora_plugins.resolvers.limits import admit
+from lora_plugins.resolvers.sources.source import Located, Source, VersionChanged
 from lora_plugins.settings import Settings
 from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.store import Store, StoredAdapter

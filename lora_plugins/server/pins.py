@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lora_plugins.server.served import Served
+from lora_plugins.server.registry import Served
 from lora_plugins.server.serving import Serving
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import Events
 from lora_plugins.server.planner_client import PlannerClient
-from lora_plugins.server.served import Catalogue, Served, Version, not_served
+from lora_plugins.server.registry import Catalogue, Served, Version, not_served
 
 
 class Sources(Protocol):

@@ -15,7 +15,7 @@ from typing import Any
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError
 from lora_plugins.events import AdapterSwapped, UpdateFailed
 from lora_plugins.server.pins import Pins
-from lora_plugins.server.served import KEPT_VERSIONS, Served, Version
+from lora_plugins.server.registry import KEPT_VERSIONS, Served, Version
 
 _DIGEST = re.compile("[0-9a-f]{8,64}")
 

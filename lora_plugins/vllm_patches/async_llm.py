@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from typing import Any
 
-from lora_plugins.engine import http_error
+from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import RequestRefused, RequestServed
 from lora_plugins.process import EVENTS

@@ -9,7 +9,7 @@ import functools
 from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.logs import logger
+from lora_plugins.log import logger
 from lora_plugins.vllm_patches.scheduler import error_in, error_in_tensor
 
 

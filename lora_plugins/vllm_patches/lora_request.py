@@ -2,7 +2,7 @@
 
 vLLM takes requests' adapters for the same where their names are the same: a batch with both versions would hold one of
 them only, and the other's rows would be computed with whatever is in its slot. With this, name and id tell them apart.
-The vLLM symbols stand in `lora_plugins.ledger`.
+The vLLM symbols stand in `lora_plugins.vllm_patches.ledger`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Listener
 from typing import Any
 
-from lora_plugins.logs import logger
+from lora_plugins.log import logger
 from lora_plugins.scheduler.messages import Command, Failed, Load, Loaded, Notify
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.worker.agreement import merged

@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from lora_plugins.engine import http_error
+from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.process import settings_of_server
-from lora_plugins.server.changes import Changes
-from lora_plugins.server.of_vllm import changes_of
+from lora_plugins.server.lifecycle import Changes
+from lora_plugins.server.registry import Served, blocked, no_longer_served
 from lora_plugins.server.response_start import HoldResponseStart, pending
-from lora_plugins.server.served import Served, blocked, no_longer_served
 from lora_plugins.vllm_patches.async_llm import has_planner, load_in_place, on_failed_load, planner_of, refusals
+from lora_plugins.vllm_patches.lifecycle import changes_of
 
 # vLLM's unload waits for the name's lock before it looks; whoever wants to know what it takes out puts a list here.
 _leaving: ContextVar[list[Served | None] | None] = ContextVar("lora_plugins_leaving", default=None)

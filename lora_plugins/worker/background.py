@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-from lora_plugins.logs import logger
+from lora_plugins.log import logger
 
 SWITCH_INTERVAL_S = 0.0002
 

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from lora_plugins.errors import NoFreeSlot
-from lora_plugins.logs import logger
+from lora_plugins.log import logger
 from lora_plugins.scheduler.messages import (
     Activate,
     Activated,

@@ -1,7 +1,7 @@
 """vLLM's worker LoRA manager, whose adapters come and go as the scheduler says.
 
 Source: `LRUCacheWorkerLoRAManager` in vllm/lora/worker_manager.py, 0.30 to 0.33; what is not overridden stays vLLM's.
-The vLLM symbols that are touched stand in `lora_plugins.ledger`.
+The vLLM symbols that are touched stand in `lora_plugins.vllm_patches.ledger`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.utils.gc_utils import freeze_gc_heap
 
 from lora_plugins.errors import describing
-from lora_plugins.logs import logger
-from lora_plugins.resolvers.resolver import sources_of_worker
+from lora_plugins.log import logger
 from lora_plugins.scheduler.messages import AdapterSpec, Command, Report
 from lora_plugins.settings import Settings
 from lora_plugins.store.layout import is_digest
+from lora_plugins.vllm_patches.resolver import sources_of_worker
 from lora_plugins.worker import loading
 from lora_plugins.worker.agreement import agreement_of
 from lora_plugins.worker.jobs import Jobs

@@ -8,7 +8,7 @@ from __future__ import annotations
 from multiprocessing import ProcessError
 from multiprocessing.connection import Client
 
-from lora_plugins.logs import logger
+from lora_plugins.log import logger
 from lora_plugins.scheduler.messages import Notify, Report
 
 

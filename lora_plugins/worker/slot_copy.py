@@ -3,7 +3,7 @@
 vLLM zeroes the whole slot, of `max_lora_rank`, and then copies. The replacements stand in the layer classes, so that
 whoever writes a slot (vLLM's manager in the loop, ours beside it) and whoever watches writes (`lora_plugins.kernels`)
 calls them. Source: vllm/lora/layers/base_linear.py and column_parallel_linear.py, 0.32. The vLLM symbols stand in
-`lora_plugins.ledger`.
+`lora_plugins.vllm_patches.ledger`.
 """
 
 from __future__ import annotations

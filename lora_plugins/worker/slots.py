@@ -2,7 +2,7 @@
 
 Source: `LRUCacheLoRAModelManager` in vllm/lora/model_manager.py, 0.30 to 0.33; what is not overridden stays vLLM's, and
 holds what others than the scheduler add (warm-up, dummy batches, `collective_rpc("add_lora")`). The vLLM symbols that
-are touched stand in `lora_plugins.ledger`.
+are touched stand in `lora_plugins.vllm_patches.ledger`.
 """
 
 from __future__ import annotations

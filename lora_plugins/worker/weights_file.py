@@ -2,7 +2,7 @@
 
 Its `get_tensor` for torch (0.8.0, built with PyO3 0.28.3) never frees the two Python integers of the slice that it cuts
 a tensor out by: 64 bytes for each tensor, for ever. An adapter of 500 tensors costs 32 kB each time that it is loaded.
-The vLLM symbol stands in `lora_plugins.ledger`.
+The vLLM symbol stands in `lora_plugins.vllm_patches.ledger`.
 """
 
 from __future__ import annotations

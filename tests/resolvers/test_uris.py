@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, InvalidSettings
-from lora_plugins.names import AdapterName
 from lora_plugins.resolvers.uris import MAX_CHARACTERS, AllowedUris, SourceUri
 
 PREFIXES = [

@@ -11,8 +11,8 @@ import pytest
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, SourceUnavailable
 from lora_plugins.events import AdapterConfirmed, AdapterFetched
 from tests.make import BASE, adapter_files
-from tests.resolvers.contract import content, turned
-from tests.resolvers.test_chain import Chain, FakeSource, make
+from tests.resolvers.sources.contract import content, turned
+from tests.resolvers.test_resolution import Chain, FakeSource, make
 
 _ = make
 GOOD = adapter_files()

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from lora_plugins.admin.start import Start
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, NoFreeSlot
-from lora_plugins.server.remembered import Remembered, ServedSet
+from lora_plugins.server.restore import Start
+from lora_plugins.server.served_file import Remembered, ServedSet
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches import serving_models
-from tests.server.test_changes import Request, Version, World, serving
+from tests.server.test_lifecycle import Request, Version, World, serving
 from tests.virtual_time import runs
 
 

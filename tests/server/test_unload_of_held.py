@@ -8,7 +8,7 @@ import pytest
 
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
 from lora_plugins.events import AdapterUnloaded
-from tests.server.test_changes import Version, World
+from tests.server.test_lifecycle import Version, World
 from tests.virtual_time import runs
 
 LONG_S = 60.0

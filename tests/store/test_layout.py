@@ -400,10 +400,10 @@ except OutOfMemory as error:
 
 
 def test_a_filesystem_source_that_fills_the_disk_is_out_of_memory(tiny_disk: Path, tmp_path: Path) -> None:
-    from lora_plugins.resolvers.filesystem import FilesystemSource
+    from lora_plugins.resolvers.sources.filesystem import FilesystemSource
     from tests.make import put
-    from tests.resolvers.contract import located
-    from tests.resolvers.contract import obtain as obtain_from
+    from tests.resolvers.sources.contract import located
+    from tests.resolvers.sources.contract import obtain as obtain_from
 
     put(tmp_path / "adapters" / "sql", adapter_files(rank=16, hidden=16_384))
     source = FilesystemSource(tmp_path / "adapters")

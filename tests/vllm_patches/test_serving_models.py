@@ -15,7 +15,7 @@ from lora_plugins.server import response_start
 from lora_plugins.server.response_start import Pending
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches import async_llm, serving_models
-from tests.server.test_changes import Version, World
+from tests.server.test_lifecycle import Version, World
 from tests.virtual_time import runs
 
 

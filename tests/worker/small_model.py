@@ -335,7 +335,7 @@ def use_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.platforms import current_platform
 
     from lora_plugins.kernels.compiled import build
-    from lora_plugins.kernels.installation import tell_wrappers_of_layers
+    from lora_plugins.vllm_patches.punica import tell_wrappers_of_layers
 
     if build.problem():
         pytest.skip(f"{build.problem()}: then slots are copied into")

@@ -13,8 +13,8 @@ import pytest
 
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, SourceUnavailable
 from lora_plugins.events import Events
-from lora_plugins.resolvers.chain import SourceChain
-from lora_plugins.resolvers.filesystem import FilesystemSource
+from lora_plugins.resolvers.resolution import SourceChain
+from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.scheduler.messages import AdapterSpec, Failed, Load, Loaded
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.store import Store

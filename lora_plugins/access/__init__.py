@@ -1,1 +1,0 @@
-"""Which API key may use which adapters, and how a request meets that."""

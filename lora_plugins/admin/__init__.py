@@ -1,1 +1,0 @@
-"""The admin API: what is served, over HTTP."""

@@ -1,0 +1,1 @@
+"""The HTTP API for operators, and who may use what."""

@@ -1,0 +1,1 @@
+"""Which API key may use which adapters."""

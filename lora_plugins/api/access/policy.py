@@ -1,0 +1,193 @@
+"""The policy file: which API key may use which adapter names, and who may administer.
+
+```toml
+[default]                       # requests with another key, or with none; left out, they may use no adapter
+adapters = ["public/*"]
+
+[tenants.team-a]
+keys = ["sha256:2bb80d53…", "a-plain-key"]
+adapters = ["team-a/*", "shared/sql"]
+
+[tenants.operators]
+keys = ["sha256:5e884898…"]
+admin = true                    # every adapter, and the routes that load, unload and report
+```
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_plugins.api.access.name_patterns import NamePattern
+from lora_plugins.errors import InvalidSettings
+
+_HASHED = "sha256:"
+_HASH = re.compile(r"[0-9a-fA-F]{64}")
+_FIELDS = {"": ("default", "tenants"), "default": ("adapters",), "tenants": ("keys", "adapters", "admin")}
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """Who a request comes from: a tenant of the policy, or everybody else; `label` is for logs."""
+
+    label: str
+    patterns: tuple[NamePattern, ...] = ()
+    is_admin: bool = False
+
+    def may_use(self, name: str) -> bool:
+        """Whether requests may name this adapter."""
+        return self.is_admin or any(pattern.matches(name) for pattern in self.patterns)
+
+
+class Policy:
+    """Principals by their keys. Keys are kept as digests, under a secret of this process.
+
+    A key is looked up by a keyed digest, so how long that takes says nothing of the keys that there are.
+    """
+
+    def __init__(self, default: Principal, tenants: Mapping[bytes, Principal]) -> None:
+        """Make a policy; `tenants` by the SHA-256 of their keys."""
+        self.default = default
+        self._secret = os.urandom(32)
+        self._tenants = {self._blinded(digest): principal for digest, principal in tenants.items()}
+
+    @classmethod
+    def read(cls, path: Path) -> Policy:
+        """Read the file of `LORA_PLUGINS_POLICY`.
+
+        Raises:
+            InvalidSettings: it cannot be read, or cannot be right. No key is ever in the text.
+        """
+        try:
+            return cls.parse(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise _wrong(f"a file that answers '{error.strerror}'", "a file that can be read", path) from None
+        except UnicodeDecodeError:
+            raise _wrong("bytes that are no UTF-8", "TOML in UTF-8", path) from None
+        except InvalidSettings as error:
+            raise _wrong(error.found, error.expected, path) from None
+
+    @classmethod
+    def parse(cls, text: str) -> Policy:
+        """Read a policy's TOML.
+
+        Raises:
+            InvalidSettings: it is no TOML, has an unknown field, an empty pattern, a key that is none, or one twice.
+        """
+        try:
+            tables = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            at = re.search(r"\(at [^)]*\)", str(error))  # not the whole text: it may repeat a part of the file
+            raise InvalidSettings(f"no TOML {at[0] if at else ''}".strip(), expected="TOML") from None
+        _check_fields("", tables, "")
+        default = _table("default", tables.get("default", {}))
+        _check_fields("default", default, "default")
+        tenants: dict[bytes, Principal] = {}
+        owners: dict[bytes, str] = {}
+        for label, item in _table("tenants", tables.get("tenants", {})).items():
+            where = f"tenants.{label}"
+            table = _table(where, item)
+            _check_fields("tenants", table, where)
+            principal = _tenant(label, table, where)
+            for place, digest in _keys(table, where):
+                if digest in owners:
+                    raise InvalidSettings(f"the key of {owners[digest]} once more in {place}", expected="a key once")
+                owners[digest] = place
+                tenants[digest] = principal
+        return cls(Principal("(default)", _patterns(default, "default")), tenants)
+
+    def of_key(self, key: str | None) -> Principal:
+        """Whose key this is; the default's where it is nobody's, or None."""
+        if key is None:
+            return self.default
+        digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+        return self._tenants.get(self._blinded(digest), self.default)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Of the tenants with a key, in the file's order."""
+        return tuple(dict.fromkeys(principal.label for principal in self._tenants.values()))
+
+    @property
+    def key_count(self) -> int:
+        """How many keys the policy knows."""
+        return len(self._tenants)
+
+    def _blinded(self, digest: bytes) -> bytes:
+        return hmac.digest(self._secret, digest, "sha256")
+
+
+def _tenant(label: str, table: Mapping[str, Any], where: str) -> Principal:
+    is_admin = table.get("admin", False)
+    if not isinstance(is_admin, bool):
+        raise InvalidSettings(f"{where}.admin that is neither true nor false", expected="true or false")
+    if "adapters" not in table and not is_admin:
+        raise InvalidSettings(f"{where} without adapters", expected="adapters = [...], be it an empty list")
+    return Principal(label, _patterns(table, where), is_admin)
+
+
+def _patterns(table: Mapping[str, Any], where: str) -> tuple[NamePattern, ...]:
+    patterns = _texts(table, "adapters", where)
+    for number, text in enumerate(patterns):
+        if not text or text != text.strip():
+            raise InvalidSettings(
+                f"{where}.adapters[{number}] that is empty or has a space at an end", expected="a pattern of names"
+            )
+    return tuple(NamePattern(text) for text in patterns)
+
+
+def _keys(table: Mapping[str, Any], where: str) -> Iterator[tuple[str, bytes]]:
+    """Where each key stands, and its SHA-256."""
+    keys = _texts(table, "keys", where)
+    if not keys:
+        raise InvalidSettings(f"{where} without keys", expected="keys = [...] with one at least")
+    for number, key in enumerate(keys):
+        place = f"{where}.keys[{number}]"
+        if key.startswith(_HASHED):
+            if _HASH.fullmatch(key.removeprefix(_HASHED)) is None:
+                raise InvalidSettings(f"a malformed hash in {place}", expected=f"{_HASHED} and 64 hexadecimal digits")
+            yield place, bytes.fromhex(key.removeprefix(_HASHED))
+        elif not key or not key.isascii() or not key.isprintable() or " " in key:
+            raise InvalidSettings(f"a key that no header can carry in {place}", expected="printable ASCII, no space")
+        else:
+            yield place, hashlib.sha256(key.encode()).digest()
+
+
+def _texts(table: Mapping[str, Any], field: str, where: str) -> list[str]:
+    texts = table.get(field, [])
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise InvalidSettings(f"{where}.{field} that is no list of strings", expected=f'{field} = ["...", ...]')
+    return texts
+
+
+def _table(where: str, item: object) -> Mapping[str, Any]:
+    if not isinstance(item, dict):
+        raise InvalidSettings(f"{where} that is no table", expected=f"[{where}]")
+    return item
+
+
+def _check_fields(kind: str, table: Mapping[str, Any], where: str) -> None:
+    known = _FIELDS[kind]
+    for field in table:
+        if field not in known:
+            raise InvalidSettings(
+                f"the unknown field {field!r}" + (f" in {where}" if where else ""),
+                expected="one of " + ", ".join(known),
+            )
+
+
+def _wrong(found: str, expected: str, path: Path) -> InvalidSettings:
+    return InvalidSettings(
+        f"{found} in the file of LORA_PLUGINS_POLICY",
+        expected=expected,
+        remedy=f"correct {path}",
+        file=path.name,
+    )

@@ -1,0 +1,134 @@
+"""What is installed: vLLM in range, its seams as the ledger has them, and our entry points where vLLM looks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from lora_plugins.cli.doctor.findings import Finding, State
+from lora_plugins.vllm_patches import ledger_check as seams
+from lora_plugins.vllm_patches.ledger import SEAMS
+
+DISTRIBUTION = "lora-plugins"
+# Those that vLLM 0.30 to 0.33 look into.
+_GROUPS = (
+    "vllm.general_plugins",
+    "vllm.endpoint_plugins",
+    "vllm.platform_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.stat_logger_plugins",
+)
+_REINSTALL = "install lora-plugins again where vLLM is installed: pip install lora-plugins"
+
+
+def check_vllm(sources: Path | None) -> Iterator[Finding]:
+    """The version of vLLM's sources against our own dependency, and every seam against them; nothing is imported."""
+    if sources is None:
+        yield Finding("vllm", State.PROBLEM, "vLLM is not installed beside lora-plugins", "pip install vllm")
+        return
+    version = _vllm_version(sources)
+    wanted = _wanted_vllm()
+    if wanted is not None and not wanted.specifier.contains(version, prereleases=True):
+        yield Finding(
+            "vllm",
+            State.PROBLEM,
+            f"vLLM {version}, which this version of lora-plugins does not know ({wanted.specifier})",
+            f"pip install 'vllm{wanted.specifier}'",
+        )
+    else:
+        yield Finding("vllm", State.OK, f"vLLM {version}")
+    differing = [f"{seam.symbol}: {said}" for seam in SEAMS if (said := seams.check(seam, sources))]
+    if differing:
+        yield Finding(
+            "seams",
+            State.PROBLEM,
+            f"{len(differing)} of the {len(SEAMS)} places where we touch vLLM differ: " + "; ".join(differing[:3]),
+            "install a vLLM version that lora-plugins supports, without changes of its own",
+        )
+    else:
+        yield Finding("seams", State.OK, f"all {len(SEAMS)} places where we touch vLLM are as they should be")
+
+
+def is_cpu_build() -> bool | None:
+    """Whether the installed vLLM is a build for the CPU; None where there is none."""
+    sources = seams.installed()
+    return None if sources is None else "+cpu" in _vllm_version(sources)
+
+
+def plugin_names() -> Mapping[str, list[str]]:
+    """Every plugin that vLLM would discover, by name: the values of its entry points."""
+    found: dict[str, list[str]] = {}
+    for group in _GROUPS:
+        for point in importlib.metadata.entry_points(group=group):
+            found.setdefault(point.name, []).append(point.value)
+    return found
+
+
+def is_ours(name: str, discovered: Mapping[str, list[str]]) -> bool:
+    """Whether vLLM would discover our plugin of this name."""
+    return any(value.startswith("lora_plugins.") for value in discovered.get(name, []))
+
+
+def check_plugin_names(env: Mapping[str, str], discovered: Mapping[str, list[str]]) -> Iterator[Finding]:
+    """What `VLLM_PLUGINS` names, against what is installed."""
+    if "VLLM_PLUGINS" not in env:
+        yield Finding(
+            "plugins",
+            State.OFF,
+            "VLLM_PLUGINS is unset: vLLM loads every plugin, and all of lora-plugins stays out of the way",
+            "name the plugins that are wanted in VLLM_PLUGINS, separated by commas",
+        )
+        return
+    named = env["VLLM_PLUGINS"].split(",")
+    wrong = [_wrong_name(name, discovered) for name in named if name and name not in discovered]
+    yield from wrong
+    if not wrong:
+        yield Finding("plugins", State.OK, "VLLM_PLUGINS names " + (", ".join(filter(None, named)) or "none"))
+
+
+def missing_entry_point(plugin: str) -> Finding:
+    """The verdict on a plugin of ours that vLLM does not find."""
+    return Finding(
+        plugin, State.PROBLEM, "vLLM does not find this plugin: its entry point is not installed", _REINSTALL
+    )
+
+
+def _wrong_name(name: str, discovered: Mapping[str, list[str]]) -> Finding:
+    if name.strip() in discovered:
+        return Finding(
+            "plugins",
+            State.PROBLEM,
+            f"VLLM_PLUGINS names '{name}', and vLLM does not leave out the space: it is not loaded",
+            "separate the names by commas alone",
+        )
+    close = get_close_matches(name.strip(), discovered, n=1)
+    return Finding(
+        "plugins",
+        State.WARNING,
+        f"VLLM_PLUGINS names '{name}', and no installed package has such a plugin",
+        f"did you mean {close[0]}?" if close else "correct or remove the name",
+    )
+
+
+def _vllm_version(sources: Path) -> str:
+    """As the distribution beside the sources says, or the one of this environment."""
+    said = seams.version(sources).removeprefix("vllm ")
+    if not said.startswith("in "):
+        return said
+    try:
+        return importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return "0"
+
+
+def _wanted_vllm() -> Requirement | None:
+    try:
+        lines = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return next((Requirement(line) for line in lines if re.match(r"vllm\b(?!-)", line)), None)

@@ -1,0 +1,116 @@
+"""Directories and files that the settings name: the store, the policy."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from lora_plugins.api.access.policy import Policy
+from lora_plugins.cli.amounts import number, size
+from lora_plugins.cli.doctor.findings import Finding, State, problem_of
+from lora_plugins.errors import InvalidSettings
+from lora_plugins.settings import Settings
+from lora_plugins.store.eviction import entries
+from lora_plugins.store.layout import Layout
+
+_LITTLE_BYTES = 1 << 30
+_MOVE = "set LORA_PLUGINS_STORE_DIR to a directory that the server's user can write"
+
+
+def check_store(settings: Settings) -> Iterator[Finding]:
+    """Whether the store can be written, links files as its locks do, and has room."""
+    layout = Layout(settings.store_dir)
+    place = _existing(layout.root)
+    if not place.is_dir():
+        yield Finding("store", State.PROBLEM, f"{place} is in the way of the store: it is no directory", _MOVE)
+        return
+    trouble = _try_writing(place if place != layout.root else _scratch_of(layout))
+    if trouble is not None:
+        yield Finding("store", State.PROBLEM, f"{place} {trouble}", _MOVE)
+        return
+    used_bytes, count = _used(layout)
+    free_bytes = shutil.disk_usage(place).free
+    budget = settings.store_max_bytes
+    there = number(count, "adapter") if layout.root.is_dir() else "will be made"
+    limit = "no budget" if budget is None else f"budget {size(budget)}"
+    said = f"{layout.root}: {there}, {size(used_bytes)} used, {limit}, {size(free_bytes)} free on its disk"
+    if budget is not None and budget - used_bytes > free_bytes:
+        yield Finding(
+            "store",
+            State.WARNING,
+            f"{said}: the disk is full before the budget is",
+            "lower LORA_PLUGINS_STORE_MAX_BYTES, or free space",
+        )
+    elif budget is None and free_bytes < _LITTLE_BYTES:
+        yield Finding(
+            "store",
+            State.WARNING,
+            f"{said}: without a budget nothing is ever removed",
+            "set LORA_PLUGINS_STORE_MAX_BYTES, or free space",
+        )
+    else:
+        yield Finding("store", State.OK, said)
+
+
+def check_policy(settings: Settings) -> Finding:
+    """Whether the policy can be read."""
+    path = settings.policy
+    if path is None:
+        return Finding("policy", State.OFF, "LORA_PLUGINS_POLICY is unset: every key may use every adapter")
+    try:
+        policy = Policy.read(path)
+        everybody_may_read = bool(path.stat().st_mode & stat.S_IROTH)
+    except InvalidSettings as error:
+        return problem_of("policy", error)
+    said = f"{path}: {number(policy.key_count, 'key')} of {number(len(policy.labels), 'tenant')}"
+    if everybody_may_read:
+        return Finding("policy", State.WARNING, f"{said}, and everybody on this host may read it", f"chmod o-r {path}")
+    return Finding("policy", State.ON, said)
+
+
+def _existing(path: Path) -> Path:
+    """The directory itself, or the nearest one above it that is there."""
+    while not os.path.lexists(path) and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _scratch_of(layout: Layout) -> Path:
+    scratch = layout.folder("tmp")
+    return scratch if scratch.is_dir() else layout.root
+
+
+def _try_writing(directory: Path) -> str | None:
+    """Make, link and remove a file; says what the file system answers, where it refuses."""
+    probe = directory / f".lora-plugins-doctor-{os.getpid()}"
+    link = probe.with_name(f"{probe.name}.link")
+    try:
+        probe.write_bytes(b"")
+        try:
+            os.link(probe, link)
+        except OSError as error:
+            if error.errno in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+                return "lies on a file system without hard links, which the store's locks need"
+            raise
+    except OSError as error:
+        return f"cannot be written: {error.strerror}"
+    finally:
+        for path in (link, probe):
+            with contextlib.suppress(OSError):
+                path.unlink()
+    return None
+
+
+def _used(layout: Layout) -> tuple[int, int]:
+    if not layout.root.is_dir():
+        return 0, 0
+    try:
+        known = entries(layout)
+    except OSError:
+        return 0, 0
+    return sum(entry.size_bytes for entry in known), len(known)

@@ -1,1 +1,0 @@
-"""Figures on vLLM's own `/metrics`: a hook on events, and what the engines count."""

@@ -1,0 +1,1 @@
+"""Logs and metrics: hooks on events, and what the engines count."""

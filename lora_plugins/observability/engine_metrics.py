@@ -1,0 +1,126 @@
+"""What the engines' planners count, as metrics: taken as it is at each scrape, so an engine that restarts begins at 0.
+
+Engines (data parallelism) are told apart by the label `engine`, as in vLLM's metrics. Bytes are of the worker that
+holds most, which are what `LORA_PLUGINS_HOST_MAX_BYTES` bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from lora_plugins.observability.adapter_labels import OTHERS, label_of
+from lora_plugins.scheduler.stats import BOUNDS_S
+
+Figures = Mapping[str, Any]  # what the utility `lora_plugins_figures` answers
+_Told = Sequence[tuple[tuple[str, str], Figures]]
+_LABELS = ("model_name", "engine")
+
+# As vllm-project/vllm#54830 names them, also where the device is a CPU: llm-d's router reads these.
+IN_SLOT, IN_HOST_MEMORY = "gpu", "cpu"
+
+_COUNTERS = (
+    ("host_evictions", "Adapters that left the workers' host memory to make room"),
+    ("host_evicted_bytes", "Their bytes"),
+    ("load_failures", "Adapters that a worker could not bring into its host memory or a slot"),
+    ("slot_evictions", "Adapters that lost their slot to another"),
+    ("instant_activations", "Slots that were given to an adapter without a copy"),
+    ("background_activations", "Slots that were written in a background thread"),
+)
+_GAUGES = (
+    ("held", "Requests that wait for their adapter to be loaded, or for a slot"),
+    ("spare_slots", "Slots beside --max-loras, written while all others are in use"),
+    ("host_max_adapters", "Adapters that fit the host cache (--max-cpu-loras)"),
+    ("host_bytes", "Bytes of adapters in host memory, of the worker that holds most"),
+    ("host_max_bytes", "LORA_PLUGINS_HOST_MAX_BYTES, where it is set"),
+)
+
+
+def families(model_name: str, engines: Mapping[int, Figures], most_adapters: int) -> Iterator[Metric]:
+    """The metrics of all engines."""
+    told = [((model_name, str(number)), figures) for number, figures in sorted(engines.items())]
+    yield from _residency(told, most_adapters)
+    for key, text in _COUNTERS:
+        counter = CounterMetricFamily(f"lora_plugins_{key}", text, labels=_LABELS)
+        for labels, figures in told:
+            counter.add_metric(labels, figures[key])
+        yield counter
+    for key, text in _GAUGES:
+        gauge = GaugeMetricFamily(f"lora_plugins_{key}", text, labels=_LABELS)
+        for labels, figures in told:
+            if figures[key] is not None:
+                gauge.add_metric(labels, figures[key])
+        yield gauge
+    refused = CounterMetricFamily(
+        "lora_plugins_refused_requests", "Requests that were not admitted, by error code", labels=(*_LABELS, "code")
+    )
+    for labels, figures in told:
+        for code, count in sorted(figures["refused"].items()):
+            refused.add_metric((*labels, code), count)
+    yield refused
+    yield from _durations(told)
+
+
+def _residency(told: _Told, most_adapters: int) -> Iterator[Metric]:
+    loaded = GaugeMetricFamily(
+        "vllm:lora_adapter_loaded",
+        "Adapters that an engine has, by where: in a slot (gpu) or in host memory only (cpu); "
+        f"the value of {OTHERS} is how many more there are",
+        labels=(*_LABELS, "adapter_name", "level", "pinned"),
+    )
+    in_slots = GaugeMetricFamily("vllm:num_gpu_loaded_lora_adapters", "Adapters in slots", labels=_LABELS)
+    in_host = GaugeMetricFamily("vllm:num_cpu_loaded_lora_adapters", "Adapters in host memory only", labels=_LABELS)
+    slots = GaugeMetricFamily("vllm:max_gpu_lora_adapters", "Slots (--max-loras)", labels=_LABELS)
+    for labels, figures in told:
+        rows = _by_name(figures["loaded"])
+        levels = [level for _, level, _ in rows]
+        in_slots.add_metric(labels, levels.count(IN_SLOT))
+        in_host.add_metric(labels, levels.count(IN_HOST_MEMORY))
+        slots.add_metric(labels, figures["slots"])
+        series: dict[tuple[str, str, str], int] = {}
+        for place, (name, level, pinned) in enumerate(rows):
+            key = (label_of(name) if place < most_adapters else OTHERS, level, "true" if pinned else "false")
+            series[key] = series.get(key, 0) + 1
+        for key, value in series.items():
+            loaded.add_metric((*labels, *key), value)
+    yield from (loaded, in_slots, in_host, slots)
+
+
+def _by_name(rows: Sequence[tuple[str, bool, bool]]) -> list[tuple[str, str, bool]]:
+    """Name, level and whether it is pinned, those in slots first; during a swap there are two versions of one name."""
+    known: dict[str, tuple[bool, bool]] = {}
+    for name, in_slot, pinned in rows:
+        before = known.get(name, (False, False))
+        known[name] = (in_slot or before[0], pinned or before[1])
+    found = [(name, IN_SLOT if in_slot else IN_HOST_MEMORY, pinned) for name, (in_slot, pinned) in known.items()]
+    return sorted(found, key=lambda row: (row[1] != IN_SLOT, row[0]))
+
+
+def _durations(told: _Told) -> Iterator[Metric]:
+    waits = HistogramMetricFamily(
+        "lora_plugins_admission_wait_seconds",
+        "From a request's arrival in the scheduler until it was admitted, by where its adapter was (slot, host, store)",
+        labels=(*_LABELS, "found"),
+    )
+    activations = HistogramMetricFamily(
+        "lora_plugins_activate_seconds", "To write a slot in the background", labels=_LABELS
+    )
+    loads = HistogramMetricFamily(
+        "vllm:lora_adapter_load_seconds", "To read, check and pack an adapter into host memory", labels=_LABELS
+    )
+    for labels, figures in told:
+        for found, seconds in figures["wait_seconds"].items():
+            _add(waits, (*labels, found), seconds)
+        _add(activations, labels, figures["activate_seconds"])
+        _add(loads, labels, figures["load_seconds"])
+    yield from (waits, activations, loads)
+
+
+def _add(family: HistogramMetricFamily, labels: Sequence[str], seconds: Mapping[str, Any]) -> None:
+    counted, buckets = 0, []
+    for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), seconds["counts"], strict=True):
+        counted += count
+        buckets.append((bound, counted))
+    family.add_metric(labels, buckets, seconds["total_s"])

@@ -1,0 +1,137 @@
+"""The metrics hook: what happens in the API server, counted; `docs/metrics.md` has the table of them all.
+
+Our own metrics begin with `lora_plugins_`. `vllm:` is only before the names that vLLM itself is about to have
+(vllm-project/vllm#54830), which routers read; those are in `engines.py`.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.events import (
+    AbsenceRemembered,
+    AdapterConfirmed,
+    AdapterFetched,
+    AdapterRejected,
+    AdapterResolved,
+    AdapterSwapped,
+    AdapterUnknown,
+    AdapterUnloaded,
+    Event,
+    LoadRefused,
+    RequestRefused,
+    RequestServed,
+    SourceFailed,
+    StoreEvicted,
+    UpdateFailed,
+)
+from lora_plugins.observability.adapter_labels import AdapterLabels
+
+NO_SOURCE = "none"  # the source of a name that no source has
+
+# A question to a file system takes tenths of a millisecond, a fetch of gigabytes minutes.
+_ASKING_S = (0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_FETCHING_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class CountEvents:
+    """Turns events into metrics of `registry`.
+
+    Called in the event loop, and for the store's evictions from a thread; `prometheus_client` locks.
+
+    Args:
+        most_adapters: how many have a label of their own.
+        can_forget: whether a label's series can go, which they cannot where several processes share them in files.
+    """
+
+    def __init__(self, registry: CollectorRegistry, most_adapters: int, *, can_forget: bool = True) -> None:
+        self._labels = AdapterLabels(most_adapters)
+        self._can_forget = can_forget
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"lora_plugins_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(f"lora_plugins_{name}_seconds", text, labels, registry=registry, buckets=buckets)
+
+        self._resolves = counter(
+            "resolves", "Names that were asked for, by source and result: served, refused, failed, absent",
+            "source", "result",
+        )  # fmt: skip
+        self._absences = counter(
+            "absences_remembered", "Questions saved, because the source said a moment ago that it has no such adapter",
+            "source",
+        )  # fmt: skip
+        self._errors = counter(
+            "errors", "Adapters that could not be served, by where (resolve, load, request, update) and error code",
+            "stage", "code",
+        )  # fmt: skip
+        self._locate_s = histogram("locate", "Asking sources where an adapter is", _ASKING_S, "source")
+        self._fetch_s = histogram("fetch", "Fetching, verifying and publishing a version", _FETCHING_S, "source")
+        self._fetched_bytes = counter("fetched_bytes", "Bytes of adapters fetched", "source")
+        self._store_hits = counter("store_hits", "Versions that the store had when they were resolved")
+        self._store_misses = counter("store_misses", "Versions that had to be fetched")
+        self._store_evictions = counter("store_evictions", "Adapters removed from the store to make room")
+        self._store_evicted_bytes = counter("store_evicted_bytes", "Their bytes")
+        self._requests = counter("requests", "Requests that the engine has begun to answer", "adapter_name")
+        self._swaps = counter("swaps", "Names that were pointed to another version")
+        self._swap_s = histogram(
+            "swap_load", "Loading a version beside the one that it takes the place of", _FETCHING_S
+        )
+        self._unloads = counter("unloads", "Adapters that were unloaded")
+        self._drain_s = histogram("drain", "From an unload until its last request had ended", _FETCHING_S)
+        self._aborted = counter("drain_aborted_requests", "Requests that were ended by an unload")
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case RequestServed():
+                self._requests.labels(self._labels.of(event.name)).inc()
+            case RequestRefused():
+                self._failed("request", event.error)
+            case LoadRefused():
+                self._failed("load", event.error)
+            case AdapterSwapped():
+                self._swaps.inc()
+                self._swap_s.observe(event.load_s)
+            case UpdateFailed():
+                self._failed("update", event.error)
+            case AdapterUnloaded():
+                self._unloaded(event)
+            case _:
+                self._resolving(event)
+
+    def _resolving(self, event: Event) -> None:
+        match event:
+            case AdapterResolved():
+                self._resolves.labels(event.source, "served").inc()
+                self._locate_s.labels(event.source).observe(event.locate_s)
+                (self._store_misses if event.fetched else self._store_hits).inc()
+            case AdapterConfirmed():
+                self._resolves.labels(event.source, "served").inc()
+            case AdapterFetched():
+                self._fetch_s.labels(event.source).observe(event.fetch_s)
+                self._fetched_bytes.labels(event.source).inc(event.size_bytes)
+            case AdapterRejected():
+                self._resolves.labels(event.source, "refused").inc()
+                self._failed("resolve", event.error)
+            case SourceFailed():
+                self._resolves.labels(event.source, "failed").inc()
+                self._failed("resolve", event.error)
+            case AdapterUnknown():
+                self._resolves.labels(NO_SOURCE, "absent").inc()
+            case AbsenceRemembered():
+                self._absences.labels(event.source).inc()
+            case StoreEvicted():
+                self._store_evictions.inc()
+                self._store_evicted_bytes.inc(event.size_bytes)
+
+    def _failed(self, stage: str, error: LoRAPluginsError) -> None:
+        self._errors.labels(stage, error.code).inc()
+
+    def _unloaded(self, event: AdapterUnloaded) -> None:
+        self._unloads.inc()
+        self._drain_s.observe(event.drain_s)
+        self._aborted.inc(event.aborted)
+        if self._can_forget and (label := self._labels.forget(event.name)) is not None:
+            self._requests.remove(label)

@@ -1,0 +1,159 @@
+"""The logging hook: one line for an adapter's whole way into the engine, and a rejection's warning once."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import OrderedDict
+from typing import TypeVar
+
+from lora_plugins.events import (
+    AdapterFetched,
+    AdapterReady,
+    AdapterRejected,
+    AdapterResolved,
+    AdapterSwapped,
+    AdapterUnknown,
+    AdapterUnloaded,
+    Event,
+    LoadRefused,
+    RequestRefused,
+    SourceFailed,
+    UpdateFailed,
+)
+from lora_plugins.log import logger
+
+_REMEMBERED = 1024
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+class LogEvents:
+    """Writes events to the `vllm.lora_plugins` logger.
+
+    A broken adapter that is asked for again and again is worth one warning, not a flood: a repeat of the same name
+    and text is logged at DEBUG. The last 1024 warnings are remembered.
+
+    Attributes:
+        waits_for_ready: whether it is said when an adapter is in the engine, so that the line about it can wait for
+            that; else it is written once the adapter is resolved.
+    """
+
+    def __init__(self) -> None:
+        self.waits_for_ready = False
+        self._warned: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._resolved: OrderedDict[str, tuple[str, str]] = (
+            OrderedDict()
+        )  # by name: path, and what the line begins with
+        self._loaded: OrderedDict[tuple[str, str], None] = OrderedDict()
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case AdapterFetched():
+                self._log_fetched(event)
+            case AdapterResolved():
+                self._log_resolved(event)
+            case AdapterReady():
+                self._log_ready(event)
+            case RequestRefused() | LoadRefused():
+                self._log_rest(event.name, "not loaded")
+                self._warn(event.name, f"Adapter not loaded: {event.error}")
+            case AdapterRejected():
+                self._warn(event.name, f"Adapter refused ({event.source}): {event.error}")
+            case SourceFailed():
+                self._warn(event.name, f"Source did not answer ({event.source}): {event.error}")
+            case UpdateFailed():
+                self._warn(event.name, f"Adapter '{event.name}' goes on with its old version: {event.error}")
+            case AdapterUnknown():
+                logger.debug("No such adapter: %r %s", event.name, event.reason)
+            case _:
+                _log_change(event)
+
+    @staticmethod
+    def _log_fetched(event: AdapterFetched) -> None:
+        logger.debug(
+            "Adapter '%s' fetched from %s: %.1f MB in %.2f s (%.0f MB/s)",
+            event.name,
+            event.uri,
+            event.size_bytes / 1e6,
+            event.fetch_s,
+            event.size_bytes / 1e6 / max(event.fetch_s, 1e-6),
+        )
+
+    def _log_resolved(self, event: AdapterResolved) -> None:
+        line = (
+            f"Adapter '{event.name}' from {event.source}{f' ({event.uri})' if event.uri else ''}: rank {event.rank}, "
+            f"{event.size_bytes / 1e6:.1f} MB, located in {event.locate_s * 1e3:.1f} ms, "
+            f"{'fetched' if event.fetched else 'found in the store'} in {event.obtain_s * 1e3:.1f} ms, "
+            f"checked in {event.check_s * 1e3:.1f} ms"
+        )
+        if self.waits_for_ready:
+            logger.debug("%s, %s", line, event.path)
+            _remember(self._resolved, event.name, (event.path, line))
+        else:
+            logger.info("%s, %s", line, event.path)
+        for note in event.notes:
+            self._warn(event.name, f"Adapter '{event.name}': {note}")
+
+    def _log_ready(self, event: AdapterReady) -> None:
+        key = (event.name, event.path)
+        path, line = self._resolved.get(event.name, ("", ""))
+        if path == event.path:
+            del self._resolved[event.name]
+        else:
+            line = ""
+        is_new = bool(line) or key not in self._loaded
+        _remember(self._loaded, key, None)
+        logger.log(
+            logging.INFO if is_new else logging.DEBUG,
+            "%s, loaded in %.1f ms, %s",
+            line or f"Adapter {event.name!r}{'' if is_new else ' again'}: {event.size_bytes / 1e6:.1f} MB",
+            event.load_s * 1e3,
+            event.path,
+        )
+
+    def _log_rest(self, name: str, end: str) -> None:
+        """Write the line of what was resolved and then not brought."""
+        if name in self._resolved:
+            path, line = self._resolved.pop(name)
+            logger.info("%s, %s, %s", line, end, path)
+
+    def _warn(self, name: str, text: str) -> None:
+        key = (name, text)
+        if key in self._warned:
+            self._warned.move_to_end(key)
+            logger.debug("%s", text)
+            return
+        _remember(self._warned, key, None)
+        logger.warning("%s", text)
+
+
+def _remember(memory: OrderedDict[_K, _V], key: _K, value: _V) -> None:
+    memory[key] = value
+    memory.move_to_end(key)
+    if len(memory) > _REMEMBERED:
+        memory.popitem(last=False)
+
+
+def _log_change(event: Event) -> None:
+    match event:
+        case AdapterSwapped():
+            logger.info(
+                "Adapter '%s' swapped from %s to %s, loaded in %.2f s",
+                event.name,
+                _short(event.before),
+                _short(event.after),
+                event.load_s,
+            )
+        case AdapterUnloaded():
+            logger.info(
+                "Adapter '%s' unloaded after %.2f s; %d requests were ended",
+                event.name,
+                event.drain_s,
+                event.aborted,
+            )
+
+
+def _short(version: str) -> str:
+    """A digest's beginning; a path as it is."""
+    return version if os.sep in version else version[:12]

@@ -1,0 +1,156 @@
+"""`/metrics` with what the engines say now: asked for when somebody scrapes, and not otherwise.
+
+An answer costs the engine loop one call between two steps. It is asked for once a second at most, and a scrape waits
+two seconds for it at most; then it gets what was known before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from lora_plugins.log import logger
+from lora_plugins.observability import engine_metrics as of_engines
+from lora_plugins.observability.store_metrics import InStore
+
+INTERVAL_S = 1.0
+PATIENCE_S = 2.0
+STORE_INTERVAL_S = 5.0
+
+_Message = MutableMapping[str, Any]
+Asgi = Callable[[_Message, Callable[[], Awaitable[_Message]], Callable[[_Message], Awaitable[None]]], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """What is known of one server's engines: the model's name, and each engine's figures by its number."""
+
+    model_name: str = ""
+    engines: Mapping[int, of_engines.Figures] = field(default_factory=dict)
+
+
+class Latest:
+    """The last answer to a question that is worth asking again only after `interval_s`.
+
+    For one event loop. A question that fails leaves the last answer standing; one that is answered with None, because
+    what would answer is not there yet, is asked again by the next.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._asked_at = -math.inf
+        self._asking: asyncio.Task[None] | None = None
+        self.answer: Any = None
+        self.answered_at: float | None = None
+
+    async def refresh(self, ask: Callable[[], Awaitable[Any]], patience_s: float) -> None:
+        """Ask, if it is time to, and wait for the answer for `patience_s` at most."""
+        if self._asking is None and time.monotonic() - self._asked_at >= self._interval_s:
+            self._asked_at = time.monotonic()
+            self._asking = asyncio.get_running_loop().create_task(self._ask(ask))
+        if self._asking is not None:
+            await asyncio.wait((self._asking,), timeout=patience_s)
+
+    async def _ask(self, ask: Callable[[], Awaitable[Any]]) -> None:
+        try:
+            self.answer = await ask()
+            self.answered_at = time.monotonic()
+            if self.answer is None:
+                self._asked_at = -math.inf
+        except Exception as error:  # noqa: BLE001 - a scrape goes on with what is known
+            logger.debug("Metrics without the latest figures: %s: %s", type(error).__name__, error)
+        finally:
+            self._asking = None
+
+    @property
+    def age_s(self) -> float | None:
+        """Since the last answer; None without one."""
+        return None if self.answered_at is None else time.monotonic() - self.answered_at
+
+
+class Figures:
+    """What is collected at a scrape: the planners' figures and the store's.
+
+    Args:
+        ask_planners: the figures of the planners behind an engine client, or None where there are none of ours.
+        look_at_store: what the store holds, or None without one; called in a thread.
+        most_adapters: how many have a label of their own.
+    """
+
+    def __init__(
+        self,
+        ask_planners: Callable[[Any], Awaitable[Reports | None]],
+        look_at_store: Callable[[], InStore | None],
+        most_adapters: int,
+    ) -> None:
+        self._ask_planners = ask_planners
+        self._look_at_store = look_at_store
+        self._most_adapters = most_adapters
+        self._planners = Latest(INTERVAL_S)
+        self._store = Latest(STORE_INTERVAL_S)
+
+    async def refresh(self, client: Any) -> None:
+        """Have what is collected next be recent."""
+        await asyncio.gather(
+            self._planners.refresh(lambda: self._ask_planners(client), PATIENCE_S),
+            self._store.refresh(lambda: asyncio.to_thread(self._look_at_store), PATIENCE_S),
+        )
+
+    def describe(self) -> list[Metric]:
+        """Nothing, so that a registry asks for nothing when this enters it."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, as `prometheus_client` wants them of a collector."""
+        reports: Reports | None = self._planners.answer
+        if reports is not None:
+            yield from of_engines.families(reports.model_name, reports.engines, self._most_adapters)
+            yield GaugeMetricFamily(
+                "lora_plugins_figures_age_seconds", "Since the engines last told their figures", self._planners.age_s
+            )
+        store: InStore | None = self._store.answer
+        if store is not None:
+            yield GaugeMetricFamily("lora_plugins_store_adapters", "Adapters in the store", store.adapters)
+            yield GaugeMetricFamily("lora_plugins_store_bytes", "Their bytes", store.size_bytes)
+            if store.max_bytes is not None:
+                yield GaugeMetricFamily(
+                    "lora_plugins_store_max_bytes", "LORA_PLUGINS_STORE_MAX_BYTES, where it is set", store.max_bytes
+                )
+
+
+class RefreshBeforeScrape:
+    """An ASGI middleware: a scrape of `/metrics` has the figures refreshed first; nothing else is touched.
+
+    Args:
+        answer: takes the scrape in the place of `app`, where that one does not know of our figures.
+    """
+
+    def __init__(self, app: Asgi, refresh: Callable[[Any], Awaitable[None]], answer: Asgi | None = None) -> None:
+        self._app = app
+        self._refresh = refresh
+        self._answer = answer
+
+    async def __call__(
+        self,
+        scope: _Message,
+        receive: Callable[[], Awaitable[_Message]],
+        send: Callable[[_Message], Awaitable[None]],
+    ) -> None:
+        """Pass a connection on."""
+        if scope["type"] == "http" and _is_scrape(scope):
+            await self._refresh(getattr(scope["app"].state, "engine_client", None))
+            if self._answer is not None:
+                await self._answer(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _is_scrape(scope: _Message) -> bool:
+    path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
+    return path.rstrip("/") == "/metrics" and scope["method"] in ("GET", "HEAD")

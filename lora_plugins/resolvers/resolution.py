@@ -1,0 +1,276 @@
+"""From a requested name or URI to a verified adapter in the store: ask the sources, serve what the first one has."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from cachetools import TTLCache
+
+from lora_plugins.adapter.fit import BaseModel
+from lora_plugins.adapter.names import AdapterName
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable, describing
+from lora_plugins.events import (
+    AbsenceRemembered,
+    AdapterConfirmed,
+    AdapterRejected,
+    AdapterUnknown,
+    Events,
+    SourceFailed,
+    StoreEvicted,
+)
+from lora_plugins.resolvers.sources.source import Located, Source, VersionChanged
+from lora_plugins.resolvers.sources.uri import UriSources
+from lora_plugins.resolvers.uris import SourceUri
+from lora_plugins.resolvers.versions import Key, ResolvedAdapter, Versions
+from lora_plugins.settings import Settings
+from lora_plugins.store.store import Store
+
+_REMEMBERED_NAMES = 10_000
+_LOCATES_AT_ONCE = 32
+_VERSION_CHANGES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is asked for: a name, where its sources have it or at a URI; `anew` past what is remembered."""
+
+    name: AdapterName
+    uri: SourceUri | None = None
+    anew: bool = False
+
+    @property
+    def key(self) -> Key:
+        return str(self.name), "" if self.uri is None else str(self.uri)
+
+
+class SourceChain:
+    """The sources of one server, in the order in which they are asked.
+
+    The first source that has the name decides. One that cannot say does not hide a later one; if no later one has
+    the name either, its error is raised, because "no such adapter" would be a guess.
+
+    Remembered, each in bounded memory: what remote sources said of a name (that it is absent, for `absent_ttl_s`; where
+    it is, for `revalidate_s`), and versions that were refused. Requests for one name at one time share one answer.
+    The same name by URI is another matter: of all this, the two share only the store.
+
+    A version that is returned is leased until every name that it was returned for has been released.
+
+    Raises:
+        InvalidSettings: a prefix of `LORA_PLUGINS_ALLOWED_URIS` that cannot be right.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        events: Events,
+        store: Store,
+        sources: Sequence[Source] = (),
+        executor: Executor | None = None,
+    ) -> None:
+        self.settings = settings
+        self.events = events
+        self.store = store
+        store.on_evict = lambda digest, size_bytes: events.emit(StoreEvicted(digest, size_bytes))
+        self.sources = list(sources)
+        self.base: BaseModel | None = None
+        self._by_uri = UriSources(settings, executor)
+        self._versions = Versions(settings, events, store, executor)
+        self._absent: TTLCache[tuple[str, Key], bool] = TTLCache(_REMEMBERED_NAMES, settings.absent_ttl_s)
+        self._fresh: TTLCache[Key, ResolvedAdapter] = TTLCache(_REMEMBERED_NAMES, settings.revalidate_s)
+        self._flights: dict[_Asked, asyncio.Task[ResolvedAdapter | None]] = {}
+        self._locating = asyncio.Semaphore(_LOCATES_AT_ONCE)
+
+    def add(self, source: Source) -> None:
+        """Ask this source too, in the place that the settings give it; a second one of its label changes nothing."""
+        if any(known.label == source.label for known in self.sources):
+            return
+        order = self.settings.sources
+        self.sources.append(source)
+        self.sources.sort(key=lambda item: order.index(item.label) if item.label in order else len(order))
+
+    async def resolve(self, text: str, base_path: str) -> ResolvedAdapter | None:
+        """Find, fetch and verify the adapter called `text`; None where every source says that there is none.
+
+        `base_path` is the served model's path or Hub id; it stands in for the base model until `self.base` is set.
+
+        Raises:
+            LoRAPluginsError: it is there but cannot be served, or a source cannot say.
+        """
+        try:
+            name = AdapterName.parse(text)
+        except AdapterNotFound as error:
+            self.events.emit(AdapterUnknown(text, error.found))
+            return None
+        return await self._answer(_Asked(name), base_path)
+
+    async def resolve_uri(self, name: str, uri: str, base_path: str) -> ResolvedAdapter:
+        """Fetch and verify the adapter at `uri`, to be served as `name`.
+
+        Raises:
+            InvalidAdapter: the name or URI is malformed, or the URI not allowed; nothing was asked then.
+            AdapterNotFound: there is none.
+            LoRAPluginsError: it is there but cannot be served, or the source cannot say.
+        """
+        resolved = await self._answer(self._asked_uri(name, uri), base_path)
+        if resolved is None:
+            raise AdapterNotFound(
+                "no adapter at this URI",
+                expected="a directory with adapter_config.json and its weights",
+                remedy="correct the URI, or put the adapter there",
+                adapter=name,
+            )
+        return resolved
+
+    async def latest(self, name: str, uri: str | None, base_path: str) -> ResolvedAdapter | None:
+        """What is now the newest version of what `resolve` (or, with `uri`, `resolve_uri`) once returned.
+
+        The source is asked whatever it said a moment ago, and a version that is not in the store yet is fetched and
+        verified. None where no source has the adapter any more. An earlier version that is in use stays leased.
+
+        Raises:
+            LoRAPluginsError: there is another version that cannot be served, or the source cannot say. A later source
+                does not stand in for the one that the adapter last came from.
+        """
+        if uri is None:
+            try:
+                asked = _Asked(AdapterName.parse(name), anew=True)
+            except AdapterNotFound:
+                return None
+        else:
+            asked = replace(self._asked_uri(name, uri), anew=True)
+        return await self._fly(asked, base_path)
+
+    async def of_digest(self, name: str, digest_prefix: str, *, of_any_name: bool = False) -> ResolvedAdapter | None:
+        """A version that the store still has, verified and leased for `name`; no source is asked.
+
+        Only versions that came from where this process has found `name` count, so that a name cannot reach what is
+        another's; with `of_any_name`, for a caller that knows, all do. None where no version or more than one fits, or
+        the prefix is shorter than 8 characters.
+
+        Raises:
+            LoRAPluginsError: it does not fit the served model.
+        """
+        with describing(adapter=name):
+            return await self._versions.of_digest(name, digest_prefix, self.base, of_any_name=of_any_name)
+
+    def served(self, name: str) -> ResolvedAdapter | None:
+        """What a name was resolved to last, by itself and not by a URI; it may have left the store since."""
+        return self._versions.served((name, ""))
+
+    def release(self, name: str, path: Path | str) -> None:
+        """End what `name` needs of the version at `path`: requests for it are no longer served with that version.
+
+        The lease ends with the last of the names that the version was returned for. For a name that does not need it,
+        nothing happens.
+        """
+        self._versions.release(name, Path(path))
+
+    def stored(self, digest: str) -> Path | None:
+        """The adapter of this digest, leased, if the store has it, wherever it came from."""
+        return self.store.take(digest)
+
+    def give_back(self, digest: str) -> None:
+        """End the lease of a version, whatever names need it; callable from any thread."""
+        self._versions.give_back(digest)
+
+    def _asked_uri(self, name: str, uri: str) -> _Asked:
+        with describing(adapter=name):
+            checked = self._by_uri.check(uri)
+            try:
+                return _Asked(AdapterName.parse(name), checked)
+            except AdapterNotFound as error:
+                raise InvalidAdapter(error.found, expected=error.expected, remedy="choose another name") from None
+
+    async def _answer(self, asked: _Asked, base_path: str) -> ResolvedAdapter | None:
+        fresh = self._fresh.get(asked.key)
+        if fresh is not None and self._versions.holds(fresh):
+            self.events.emit(AdapterConfirmed(fresh.name, fresh.source))
+            return fresh
+        return await self._fly(asked, base_path)
+
+    async def _fly(self, asked: _Asked, base_path: str) -> ResolvedAdapter | None:
+        flight = self._flights.get(asked)
+        if flight is None:
+            flight = asyncio.get_running_loop().create_task(self._resolve(asked, base_path))
+            self._flights[asked] = flight
+            flight.add_done_callback(partial(self._landed, asked))
+        # Shielded: a client that goes away must not end the fetch for those who still wait.
+        return await asyncio.shield(flight)
+
+    def _landed(self, asked: _Asked, flight: asyncio.Task[ResolvedAdapter | None]) -> None:
+        self._flights.pop(asked, None)
+        if not flight.cancelled():
+            flight.exception()  # looked at, also where everybody who waited has gone away
+
+    async def _resolve(self, asked: _Asked, base_path: str) -> ResolvedAdapter | None:
+        text = str(asked.name)
+        changed: LoRAPluginsError | None = None
+        for _ in range(_VERSION_CHANGES):
+            started = time.perf_counter()
+            with describing(adapter=text):
+                found = await self._locate(asked, base_path)
+            if found is None:
+                self._fresh.pop(asked.key, None)
+                self.events.emit(AdapterUnknown(text))
+                return None
+            source, located = found
+            base, locate_s = self.base or BaseModel(base_path), time.perf_counter() - started
+            try:
+                with describing(adapter=text):
+                    served = await self._versions.serve(asked.key, source, located, base, locate_s)
+            except VersionChanged as error:
+                changed = error
+            except LoRAPluginsError as error:
+                self._report(text, source.label, error)
+                raise
+            else:
+                if source.remote:
+                    self._fresh[asked.key] = served
+                return served
+        if changed is None:
+            raise AssertionError("unreachable: every round ends or changes")
+        self._report(text, source.label, changed)
+        raise changed
+
+    async def _locate(self, asked: _Asked, base_path: str) -> tuple[Source, Located] | None:
+        unavailable: SourceUnavailable | None = None
+        for source in self.sources if asked.uri is None else [self._by_uri.at(asked.uri)]:
+            key = (source.label, asked.key)
+            if key in self._absent and not asked.anew:
+                self.events.emit(AbsenceRemembered(str(asked.name), source.label))
+                continue
+            try:
+                with describing(adapter=str(asked.name)):
+                    async with self._locating:
+                        located = await source.locate(asked.name, base_path)
+            except SourceUnavailable as error:
+                self._report(str(asked.name), source.label, error)
+                unavailable = unavailable or error
+                if asked.anew and self._came_from(source, asked):
+                    raise
+            except LoRAPluginsError as error:
+                self._report(str(asked.name), source.label, error)
+                raise
+            else:
+                if located is not None:
+                    self._absent.pop(key, None)
+                    return source, located
+                if source.remote:
+                    self._absent[key] = True
+        if unavailable is not None:
+            raise unavailable
+        return None
+
+    def _came_from(self, source: Source, asked: _Asked) -> bool:
+        served = self._versions.served(asked.key)
+        return served is not None and served.source == source.label
+
+    def _report(self, name: str, source: str, error: LoRAPluginsError) -> None:
+        kind = SourceFailed if isinstance(error, SourceUnavailable) else AdapterRejected
+        self.events.emit(kind(name, source, error))

@@ -1,0 +1,1 @@
+"""Places that adapters come from."""

@@ -1,0 +1,207 @@
+"""A directory tree of adapters: `team/sql` is `<root>/team/sql`, and `team/sql@v3` is `<root>/team/sql@v3`.
+
+What an engine reads is a snapshot in the store, so that overwriting or deleting the source neither changes nor breaks
+a served adapter. The snapshot is a reflink where the file system can (Btrfs, XFS: no bytes are copied) and a copy
+elsewhere. Hard links are not used: whoever opens the source file for writing would write into the snapshot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import BinaryIO
+
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.files import ABSENT, is_inside, map_os_error, open_regular
+from lora_plugins.adapter.names import AdapterName
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable, describing
+from lora_plugins.resolvers.sources.source import ADAPTER_FILES, Located, SourceFile, VersionChanged, version_of
+from lora_plugins.store.store import Arriving
+
+_PIECE_BYTES = 64 << 20
+# What the kernel answers where it cannot copy between these two files by itself.
+_NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class FilesystemSource:
+    """Adapters below one directory, as vLLM's `VLLM_LORA_RESOLVER_CACHE_DIR` has them.
+
+    A directory is an adapter when it holds any of the files of one; another directory (a folder of adapters) is not.
+    """
+
+    label = "filesystem"
+    remote = False
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        follow_symlinks: bool = False,
+        executor: Executor | None = None,
+        variable: str = "VLLM_LORA_RESOLVER_CACHE_DIR",
+    ) -> None:
+        """Make the source; `variable` is the one that names `root`."""
+        self.root = root
+        self._variable = variable
+        self._inside = None if follow_symlinks else root
+        self._executor = executor
+
+    def __str__(self) -> str:
+        return f"{self.label} ({self.root})"
+
+    async def locate(self, name: AdapterName, base_model_name: str) -> Located | None:  # noqa: ARG002 - the contract's
+        """Find the adapter's directory and its files; see `Source` for what is raised."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._locate, name)
+
+    async def fetch(self, located: Located, arriving: Arriving) -> None:
+        """Copy the located files; see `Source` for what is raised."""
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._fetch, located, arriving)
+
+    async def published(self, located: Located, directory: Path) -> None:
+        """Nothing to do."""
+
+    def _locate(self, name: AdapterName) -> Located | None:
+        if name.revision is not None and "/" in name.revision:
+            return None
+        directory = self.root / str(name)
+        try:
+            if not stat.S_ISDIR(os.stat(directory).st_mode):
+                return None
+            if self._inside is not None and not is_inside(directory, self._inside):
+                raise _leaves_root("directory")
+            present = [file for file in ADAPTER_FILES if os.path.lexists(directory / file)]
+            if not present:
+                # Listing needs the right to read, which `lexists` hides: denied is not the same as absent.
+                os.scandir(directory).close()
+                return None
+        except LoRAPluginsError:
+            raise
+        except OSError as error:
+            if error.errno in ABSENT:
+                self._check_root()
+                return None
+            raise map_os_error(error) from error
+        if CONFIG_FILE not in present:
+            raise AdapterNotFound(
+                "no such file",
+                expected="the adapter's configuration",
+                remedy="save the adapter again with PEFT",
+                file=CONFIG_FILE,
+            )
+        files = tuple(self._describe(directory / file) for file in present)
+        return Located(name, self.label, directory.absolute().as_uri(), version_of(files), files)
+
+    def _describe(self, path: Path) -> SourceFile:
+        with describing(file=path.name):
+            try:
+                if self._inside is not None and not is_inside(path, self._inside):
+                    raise _leaves_root("file")
+                status = os.stat(path)
+            except LoRAPluginsError:
+                raise
+            except OSError as error:
+                raise map_os_error(error) from error
+            if not stat.S_ISREG(status.st_mode):
+                raise InvalidAdapter(
+                    "something that is not a regular file", expected="a file", remedy="copy the adapter again"
+                )
+        return SourceFile(path.name, status.st_size, _etag(status))
+
+    def _fetch(self, located: Located, arriving: Arriving) -> None:
+        directory = self.root / str(located.name)
+        for file in located.files:
+            try:
+                self._fetch_file(directory / file.name, file, arriving)
+            except AdapterNotFound as error:
+                self._check_root()
+                raise VersionChanged(
+                    "a file that is gone", expected="the located one", remedy="ask again", file=file.name
+                ) from error
+
+    def _fetch_file(self, path: Path, file: SourceFile, arriving: Arriving) -> None:
+        full: OSError | None = None
+        # The target outside: what its opening raises is the store's to explain, and so is a full disk.
+        with (
+            (arriving.directory / path.name).open("wb") as target,
+            open_regular(path, inside=self._inside) as (source, _),
+        ):
+            _check_unchanged(source, file)
+            try:
+                for done in _copy(source, target, file.size_bytes):
+                    arriving.landed(file.name, done)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                full = error
+            _check_unchanged(source, file)
+        if full is not None:
+            raise full
+
+    def _check_root(self) -> None:
+        """A root that is gone (a lost mount) has not said that an adapter does not exist."""
+        try:
+            if stat.S_ISDIR(os.stat(self.root).st_mode):
+                return
+        except OSError:
+            pass
+        raise SourceUnavailable(
+            f"no directory at {self.root}",
+            expected=f"the adapter root {self._variable}",
+            remedy="mount or create it",
+        )
+
+
+def _copy(source: BinaryIO, target: BinaryIO, size_bytes: int) -> Iterator[int]:
+    """Copy inside the kernel, as a reflink where it can; yields the bytes done.
+
+    Not to the end but to the located size: a file that grows as fast as it is copied has no end.
+    """
+    done = 0
+    kernel = True
+    while done < size_bytes:
+        if kernel:
+            try:
+                count = os.copy_file_range(
+                    source.fileno(), target.fileno(), min(_PIECE_BYTES, size_bytes - done), done, done
+                )
+            except OSError as error:
+                if error.errno not in _NO_KERNEL_COPY or done:
+                    raise
+                kernel = False
+                continue
+        else:
+            piece = os.pread(source.fileno(), min(1 << 20, size_bytes - done), done)
+            count = os.pwrite(target.fileno(), piece, done) if piece else 0
+        if not count:
+            return
+        done += count
+        yield done
+
+
+def _etag(status: os.stat_result) -> str:
+    """Changes whenever the file is written, replaced or touched."""
+    return f"{status.st_dev}-{status.st_ino}-{status.st_size}-{status.st_mtime_ns}-{status.st_ctime_ns}"
+
+
+def _check_unchanged(source: BinaryIO, file: SourceFile) -> None:
+    if _etag(os.fstat(source.fileno())) != file.etag:
+        raise VersionChanged(
+            "a file that is being written",
+            expected="a complete adapter",
+            remedy="publish adapters by renaming a complete directory into place",
+            file=file.name,
+        )
+
+
+def _leaves_root(kind: str) -> InvalidAdapter:
+    return InvalidAdapter(
+        "a symlink that leaves the adapter root",
+        expected=f"a {kind} below the root",
+        remedy=f"copy the {kind} there, or set LORA_PLUGINS_FOLLOW_SYMLINKS=1",
+    )

@@ -1,0 +1,1 @@
+"""Adapters in object stores: S3, and every fsspec file system."""

@@ -1,0 +1,203 @@
+"""Any fsspec file system for `objects.py`: `gs://`, `abfs://`, `http(s)://`, `memory://` and the others.
+
+Files are asked for one by one (`info`), never by a pattern. HTTP bodies are streamed to disk with `If-Match`; of other
+file systems ranges are read whole, in pieces of `PIECE_BYTES`, and what was located is compared once more at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+import fsspec
+from fsspec.asyn import AsyncFileSystem
+
+from lora_plugins.errors import InvalidSettings, SourceUnavailable
+from lora_plugins.resolvers.sources.object_store.errors import (
+    BrokenAnswer,
+    HttpStatus,
+    ObjectChanged,
+    Trouble,
+    diagnose,
+    retry_after,
+)
+from lora_plugins.resolvers.sources.object_store.http_reader import BUFFER_BYTES
+from lora_plugins.resolvers.sources.object_store.ranges import RangeReader
+from lora_plugins.resolvers.sources.source import ADAPTER_FILES, SourceFile
+
+PIECE_BYTES = 2 << 20
+_PIECE_TIMEOUT_S = 60.0
+# What file systems call the identity of an object's bytes, best first.
+_IDENTITIES = (
+    *("ETag", "etag", "e_tag", "generation", "md5Hash", "md5", "content_md5", "checksum"),
+    *("LastModified", "Last-Modified", "last_modified", "mtime", "updated", "modified", "created"),
+)
+
+
+class FsspecFiles:
+    """Lists and reads adapters through one fsspec file system; every method runs on fsspec's loop.
+
+    Raises:
+        InvalidSettings: fsspec knows no such protocol, or its package is not installed.
+    """
+
+    def __init__(self, protocol: str, storage_options: Mapping[str, Any]) -> None:
+        check_protocol(protocol)
+        self._web = protocol in ("http", "https")
+        # ETags are held against every answer on the web; elsewhere a change is only seen by looking again.
+        self.rechecks = not self._web
+        self._protocol = protocol
+        self._options = {"use_listings_cache": False, **storage_options}
+        if self._web:
+            self._options.setdefault("encoded", True)  # URLs are quoted once, by the template
+        self._filesystem: Any = None
+
+    async def find(self, uri: str) -> list[SourceFile]:
+        """The adapter files directly below `uri`."""
+        found = await asyncio.gather(*(self._describe(uri, name) for name in ADAPTER_FILES))
+        return [file for file in found if file is not None]
+
+    async def reader(self, uri: str, files: Sequence[SourceFile], timeout_s: float) -> RangeReader:  # noqa: ARG002
+        """A reader of these files."""
+        filesystem = self._open()
+        return _WebReader(filesystem, uri) if self._web else _PieceReader(filesystem, uri)
+
+    def _open(self) -> Any:
+        if self._filesystem is None:
+            self._filesystem = fsspec.filesystem(self._protocol, **self._options)
+        return self._filesystem
+
+    async def _describe(self, uri: str, name: str) -> SourceFile | None:
+        filesystem = self._open()
+        path = _path(filesystem, uri, name)
+        try:
+            if isinstance(filesystem, AsyncFileSystem):
+                info = await filesystem._info(path)  # noqa: SLF001 - what fsspec documents for callers on its loop
+            else:
+                info = await asyncio.to_thread(filesystem.info, path)
+        except Exception as error:
+            if diagnose(error).trouble is Trouble.MISSING:
+                return None
+            raise
+        if info.get("type", "file") != "file":
+            return None
+        size_bytes = info.get("size")
+        identity = next((str(info[key]) for key in _IDENTITIES if info.get(key)), "")
+        if size_bytes is None or not identity:
+            raise SourceUnavailable(
+                "an answer without " + ("a size" if size_bytes is None else "an ETag or a time of change"),
+                expected="both, to tell one version of an adapter from the next",
+                remedy="serve adapters from a server that says them",
+                file=name,
+            )
+        return SourceFile(name, int(size_bytes), identity)
+
+
+def check_protocol(protocol: str) -> None:
+    """Raise InvalidSettings where fsspec cannot serve `protocol`."""
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except (ValueError, ImportError) as error:
+        raise InvalidSettings(
+            f"the protocol {protocol}:// without an installed file system",
+            expected="a protocol of fsspec",
+            remedy="pip install 'lora-plugins[s3]'"
+            if protocol == "s3"
+            else "install the package that fsspec needs for it, such as gcsfs",
+        ) from error
+
+
+def _path(filesystem: Any, uri: str, name: str) -> str:
+    return str(filesystem._strip_protocol(f"{uri}/{name}"))  # noqa: SLF001 - every file system has it
+
+
+class _LoopReader:
+    """Runs coroutines on the file system's loop for threads that wait."""
+
+    def __init__(self, filesystem: Any, uri: str) -> None:
+        self._filesystem = filesystem
+        self._uri = uri
+        self._running: set[concurrent.futures.Future[Any]] = set()
+        self._stopped = False
+
+    def has_md5_etag(self, name: str) -> bool:  # noqa: ARG002 - only S3 says so
+        """No file system but S3 promises it."""
+        return False
+
+    def stop(self) -> None:
+        """Cancel what runs."""
+        self._stopped = True
+        for future in list(self._running):
+            future.cancel()
+
+    def _run(self, work: Coroutine[Any, Any, Any], timeout_s: float | None) -> Any:
+        future = asyncio.run_coroutine_threadsafe(work, self._filesystem.loop)
+        self._running.add(future)
+        try:
+            if self._stopped:
+                future.cancel()
+            return future.result(timeout_s)
+        except concurrent.futures.CancelledError:
+            raise ConnectionAbortedError from None
+        finally:
+            future.cancel()  # where the wait timed out
+            self._running.discard(future)
+
+
+class _PieceReader(_LoopReader):
+    """Ranges by `cat_file`, a piece in memory at a time."""
+
+    def read(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
+        """See `RangeReader`."""
+        path = _path(self._filesystem, self._uri, file.name)
+        while start < end:
+            upto = min(end, start + PIECE_BYTES)
+            if self._stopped:
+                raise ConnectionAbortedError
+            if isinstance(self._filesystem, AsyncFileSystem):
+                work = self._filesystem._cat_file(path, start=start, end=upto)  # noqa: SLF001 - see above
+                data = self._run(work, _PIECE_TIMEOUT_S)
+            else:
+                data = self._filesystem.cat_file(path, start=start, end=upto)
+            if len(data) != upto - start:
+                raise BrokenAnswer("a piece of another length")
+            write(memoryview(data))
+            start = upto
+
+
+class _WebReader(_LoopReader):
+    """Ranges over fsspec's own aiohttp session, with its headers and logins, streamed."""
+
+    def read(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
+        """See `RangeReader`."""
+        self._run(self._stream(file, start, end, write), None)
+
+    async def _stream(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
+        import aiohttp
+
+        options = dict(self._filesystem.kwargs)
+        headers = {**options.pop("headers", {}), "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+        if file.etag.startswith('"'):
+            headers["If-Match"] = file.etag
+        options.setdefault("timeout", aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=15))
+        session = await self._filesystem.set_session()
+        async with session.get(_path(self._filesystem, self._uri, file.name), headers=headers, **options) as answer:
+            if answer.status not in (200, 206):
+                raise HttpStatus(answer.status, "", retry_after(answer.headers.get("Retry-After")))
+            known = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
+            if known and known != file.etag:
+                raise ObjectChanged
+            if answer.status == 200 and (start, end) != (0, file.size_bytes):
+                raise BrokenAnswer("the whole object in place of a range")
+            ranged = answer.headers.get("Content-Range")
+            if answer.status == 206 and ranged != f"bytes {start}-{end - 1}/{file.size_bytes}":
+                raise BrokenAnswer("another range")
+            async for piece in answer.content.iter_chunked(BUFFER_BYTES):
+                if len(piece) > end - start:
+                    raise BrokenAnswer("a long body")
+                write(memoryview(piece))
+                start += len(piece)
+        if start != end:
+            raise BrokenAnswer("a short body")

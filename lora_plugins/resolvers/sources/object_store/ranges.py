@@ -1,0 +1,313 @@
+"""Download a set of files in ranges, in parallel, straight to disk, in bounded memory.
+
+A range is read by one thread of a pool and written where it belongs; what has arrived is never asked for again. At
+most `parallel` ranges of one download are in flight, small files first, and the pool's size bounds all downloads that
+share it: memory is at most (threads of the pool) x (buffer of the reader), 8 x 1 MiB as `ObjectSource` sets it up for
+S3 and HTTP.
+
+Only what may pass is retried, with exponential backoff and jitter, and every download has one deadline. An error of the
+disk is not retried: it is raised as the OSError that it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import re
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import stamina
+
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable
+from lora_plugins.resolvers.sources.object_store.errors import Transient, backoff, map_error
+from lora_plugins.resolvers.sources.source import SourceFile, VersionChanged
+from lora_plugins.store.store import Arriving
+
+_MD5_ETAG = re.compile(r'"?([0-9a-fA-F]{32})"?')
+_TELL_EVERY_BYTES = 1 << 20
+# A try that got this far is not held against a range: a line that breaks every few MB still ends.
+_PROGRESS_BYTES = 64 << 10
+
+
+class RangeReader(Protocol):
+    """Reads ranges of files from one place; called from several threads at once."""
+
+    def read(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
+        """Hand the bytes from `start` to `end` to `write`, in order; raises what `object_errors` maps."""
+        ...
+
+    def has_md5_etag(self, name: str) -> bool:
+        """Whether a file's ETag, where it looks like an MD5, is the MD5 of its bytes."""
+        ...
+
+    def stop(self) -> None:
+        """Make every `read`, now and later, fail soon."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one download.
+
+    Attributes:
+        range_bytes: size of one range, and of what a retry can cost at most.
+        parallel: ranges in flight.
+        timeout_s: for the whole download, retries included.
+        attempts: tries of one range that bring nothing, before it is given up.
+        wait_s: before the second try; doubled each time up to `max_wait_s`, with as much jitter again.
+    """
+
+    range_bytes: int = 8 << 20
+    parallel: int = 8
+    timeout_s: float = 300.0
+    attempts: int = 5
+    wait_s: float = 0.1
+    max_wait_s: float = 5.0
+
+    def retries(self) -> stamina._core._RetryContextIterator:
+        """Attempts with backoff; bounded in number here, and in time by the deadline around them."""
+        return stamina.retry_context(
+            on=backoff,
+            attempts=self.attempts,
+            timeout=None,
+            wait_initial=self.wait_s,
+            wait_max=self.max_wait_s,
+            wait_jitter=self.wait_s,
+        )
+
+
+class _DiskError(Exception):
+    """Carries an OSError of the disk past the mapping of network errors."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class _Part:
+    """A range of a file and how far it has come."""
+
+    def __init__(self, file: _File, start: int, end: int) -> None:
+        self.file = file
+        self.at = start
+        self.end = end
+
+
+class _File:
+    """One file on disk: its parts, how much of its beginning is there, and the MD5 of that where it is wanted."""
+
+    def __init__(self, source: SourceFile, arriving: Arriving, range_bytes: int, *, md5: bool) -> None:
+        self.source = source
+        self._arriving = arriving
+        self._range_bytes = range_bytes
+        found = _MD5_ETAG.fullmatch(source.etag) if md5 else None
+        self.expected_md5 = found[1].lower() if found else ""
+        self._lock = threading.Lock()
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.descriptor = os.open(arriving.directory / source.name, flags, 0o644)
+        self.parts: list[_Part] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Start (over) with nothing of the file there."""
+        size, step = self.source.size_bytes, self._range_bytes
+        self.parts = [_Part(self, start, min(start + step, size)) for start in range(0, size, step)]
+        os.ftruncate(self.descriptor, size)
+        self._first = 0  # the first part that is not complete
+        self._told = 0
+        self.md5 = hashlib.md5(usedforsecurity=False)
+        self._hashed = 0
+        self._hashing = False
+
+    def write(self, part: _Part, data: memoryview) -> None:
+        if len(data) > part.end - part.at:
+            raise ValueError("more bytes than the range has")
+        while data:
+            try:
+                count = os.pwrite(self.descriptor, data, part.at)
+            except OSError as error:
+                raise _DiskError(error) from error
+            part.at += count
+            data = data[count:]
+        self.tell()
+
+    def tell(self) -> None:
+        """Let those who follow the file know how far its beginning is complete."""
+        with self._lock:
+            while self._first < len(self.parts) and self.parts[self._first].at == self.parts[self._first].end:
+                self._first += 1
+            whole = self._first == len(self.parts)
+            landed = self.source.size_bytes if whole else self.parts[self._first].at
+            if landed > self._told and (whole or landed - self._told >= _TELL_EVERY_BYTES):
+                self._told = landed
+                self._arriving.landed(self.source.name, landed)
+            if not self.expected_md5 or self._hashing:
+                return
+            self._hashing = True
+        self._hash()
+
+    def _hash(self) -> None:
+        """Hash what has landed; one thread at a time, and whoever comes meanwhile leaves it its part."""
+        while True:
+            with self._lock:
+                upto = self._told
+                if self._hashed >= upto:
+                    self._hashing = False
+                    return
+            while self._hashed < upto:
+                data = os.pread(self.descriptor, min(_TELL_EVERY_BYTES, upto - self._hashed), self._hashed)
+                if not data:
+                    raise _DiskError(OSError("the file became shorter while it was written"))
+                self.md5.update(data)
+                self._hashed += len(data)
+
+    def is_damaged(self) -> bool:
+        return bool(self.expected_md5) and self.md5.hexdigest() != self.expected_md5
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+async def download(
+    files: Sequence[SourceFile], reader: RangeReader, arriving: Arriving, *, pool: Executor, limits: Limits, md5: bool
+) -> None:
+    """Write `files` to `arriving.directory`, all together.
+
+    With `md5`, a file whose ETag is an MD5 is held against it, and fetched once more where it differs.
+
+    Raises:
+        VersionChanged: a file changed or vanished meanwhile. SourceUnavailable: it cannot be had, or not in time, or
+            it arrived twice with another MD5 than its ETag. OSError: the disk.
+    """
+    last: list[LoRAPluginsError] = []
+    opened: list[_File] = []
+    try:
+        for source in sorted(files, key=lambda file: file.size_bytes):
+            opened.append(_File(source, arriving, limits.range_bytes, md5=md5))  # noqa: PERF401 - kept where one fails
+        async with deadline(limits.timeout_s, last):
+            await _fetch(opened, reader, pool, limits, last)
+            damaged = [file for file in opened if reader.has_md5_etag(file.source.name) and file.is_damaged()]
+            if damaged:
+                # The hashes that follow have seen the damaged bytes; ending their threads may wait for a disk.
+                await asyncio.to_thread(arriving.start_over)
+                for file in damaged:
+                    file.begin()
+                await _fetch(damaged, reader, pool, limits, last)
+                _refuse_damaged(damaged)
+    finally:
+        for file in opened:
+            file.close()
+
+
+@asynccontextmanager
+async def deadline(timeout_s: float, last: Sequence[LoRAPluginsError]) -> AsyncIterator[None]:
+    """End what is inside after `timeout_s` seconds with SourceUnavailable, which names the last failure if any."""
+    try:
+        async with asyncio.timeout(timeout_s) as timeout:
+            yield
+    except TimeoutError:
+        if not timeout.expired():
+            raise
+        after = f"; the last failure: {last[-1].found}" if last else ""
+        raise SourceUnavailable(
+            f"no complete answer within {timeout_s:g} s{after}",
+            expected="the adapter's files",
+            remedy="check the network and the store, or allow more time",
+            file=last[-1].file if last else "",
+        ) from None
+
+
+def _refuse_damaged(files: Sequence[_File]) -> None:
+    for file in files:
+        if file.is_damaged():
+            raise SourceUnavailable(
+                f"bytes with MD5 {file.md5.hexdigest()}, twice",
+                expected=f"MD5 {file.expected_md5}, the object's ETag",
+                remedy="upload the file again; where the store's ETags are no MD5, set LORA_PLUGINS_CHECK_MD5=0",
+                file=file.source.name,
+            )
+
+
+async def _fetch(
+    files: Sequence[_File], reader: RangeReader, pool: Executor, limits: Limits, last: list[LoRAPluginsError]
+) -> None:
+    """Fetch every part of `files`; when this returns or raises, no thread works on them any more."""
+    for file in files:
+        if not file.parts:
+            file.tell()
+    waiting = deque(part for file in files for part in file.parts)
+
+    async def work() -> None:
+        while waiting:
+            await _fetch_part(waiting.popleft(), reader, pool, limits, last)
+
+    tasks = [asyncio.create_task(work()) for _ in range(min(limits.parallel, len(waiting)))]
+    try:
+        if tasks:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+    except BaseException:
+        reader.stop()
+        raise
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _fetch_part(
+    part: _Part, reader: RangeReader, pool: Executor, limits: Limits, last: list[LoRAPluginsError]
+) -> None:
+    while part.at < part.end:
+        async for attempt in limits.retries():
+            with attempt:
+                began = part.at
+                try:
+                    await _in_thread(pool, _read, part, reader)
+                except Transient as error:
+                    last[:] = [error]
+                    if part.at - began < _PROGRESS_BYTES:
+                        raise
+                    # It got on: the outer loop goes on with the rest, as a first attempt.
+                    await asyncio.sleep(limits.wait_s)
+
+
+def _read(part: _Part, reader: RangeReader) -> None:
+    """Read the rest of a part, in a thread of the pool."""
+    name = part.file.source.name
+    try:
+        reader.read(part.file.source, part.at, part.end, lambda data: part.file.write(part, data))
+        if part.at != part.end:
+            raise EOFError
+    except _DiskError as error:
+        raise error.error from None
+    except Exception as error:  # noqa: BLE001 - this is the boundary; every one is mapped
+        mapped = map_error(error, file=name)
+        if isinstance(mapped, AdapterNotFound):
+            # It was there when it was located.
+            mapped = VersionChanged("an object that is gone", expected="the file", remedy="ask again", file=name)
+        raise mapped from None
+
+
+async def _in_thread(
+    pool: Executor, work: Callable[[_Part, RangeReader], None], part: _Part, reader: RangeReader
+) -> None:
+    """Run `work` in the pool; when cancelled, end only after it has ended (`reader` has been stopped by then)."""
+    future = pool.submit(work, part, reader)
+    running = asyncio.wrap_future(future)
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        future.cancel()
+        await asyncio.wait([running])
+        if not running.cancelled():
+            running.exception()  # nobody else will ask for it
+        raise

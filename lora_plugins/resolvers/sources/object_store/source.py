@@ -1,0 +1,265 @@
+"""Adapters in object stores: S3, and everything else that fsspec has a URL for.
+
+`S3_PATH_TEMPLATE` says where an adapter's directory lies, `s3://bucket/loras/{base_model_name}/{lora_name}`; one LIST
+(S3) or one look per file (the others) locates it, and its files are fetched together in parallel ranges (`ranges.py`).
+
+What is checked of the bytes: every range's length and place, that every range is of the located ETag, and the MD5 of
+S3 objects whose ETag is one. ETags of multipart uploads, of objects encrypted with a KMS or customer key and of
+directory buckets are no MD5: of those only lengths are checked here, and what the adapter verifier sees.
+
+All network I/O runs on fsspec's loop thread and a pool of reading threads, never on the caller's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from fsspec.asyn import get_loop
+
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.names import AdapterName
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable
+from lora_plugins.log import logger
+from lora_plugins.resolvers.sources.object_store.errors import Transient, map_error
+from lora_plugins.resolvers.sources.object_store.fsspec_files import FsspecFiles, check_protocol
+from lora_plugins.resolvers.sources.object_store.ranges import Limits, RangeReader, deadline, download
+from lora_plugins.resolvers.sources.object_store.s3 import S3Files, s3_storage_options
+from lora_plugins.resolvers.sources.object_store.templates import LocalLinks, Template
+from lora_plugins.resolvers.sources.source import Located, SourceFile, VersionChanged, version_of
+from lora_plugins.settings import Settings
+from lora_plugins.store.store import Arriving
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)(/.*)", re.DOTALL)
+_VARIABLE = "S3_PATH_TEMPLATE"
+# Local directories have their own resolver, which knows about symlinks and mounts.
+_NOT_REMOTE = frozenset({"file", "local", "hf"})
+_WEB = frozenset({"http", "https"})
+_LOCATE_ATTEMPTS = 3
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectLocated(Located):
+    """An adapter in an object store; `local_path` is where `LOCAL_PATH_TEMPLATE` wants a link to it, or empty."""
+
+    local_path: str = ""
+
+
+class _Files(Protocol):
+    """One protocol's way to list and read; every method is called on fsspec's loop."""
+
+    @property
+    def rechecks(self) -> bool:
+        """Whether a change during a fetch is only seen by looking again at its end."""
+        ...
+
+    async def find(self, uri: str) -> list[SourceFile]: ...
+    async def reader(self, uri: str, files: Sequence[SourceFile], timeout_s: float) -> RangeReader: ...
+
+
+def object_source(template: str, settings: Settings, *, locate_timeout_s: float = 15.0) -> ObjectSource:
+    """The source that `S3_PATH_TEMPLATE` and the `AWS_*` variables describe; `locate_timeout_s` as of `ObjectSource`.
+
+    Raises:
+        InvalidSettings: a template or a variable that cannot be right, or a package that is not installed.
+    """
+    is_s3 = _split(template)[0] == "s3"
+    return ObjectSource(
+        template,
+        local_template=settings.local_path_template,
+        storage_options=s3_storage_options(settings.aws) if is_s3 else None,
+        limits=Limits(timeout_s=settings.fetch_timeout_s),
+        check_md5=settings.check_md5,
+        locate_timeout_s=locate_timeout_s,
+    )
+
+
+class ObjectSource:
+    """Adapters below a URL template, see `templates.Template`; without a scheme it is an S3 path.
+
+    Args:
+        template: the adapter's directory; scheme and bucket or host must be fixed.
+        label: the name in logs, metrics and `LORA_PLUGINS_SOURCES`.
+        local_template: absolute path that is made a symlink to the published directory.
+        storage_options: of the fsspec file system; for S3 see `s3_storage_options`.
+        limits: range size, ranges in flight, deadline and retries of one fetch.
+        locate_timeout_s: deadline of one `locate`, retries included.
+        check_md5: hold S3 objects against ETags that look like an MD5.
+
+    Raises:
+        InvalidSettings: a template that cannot be right, or a protocol that is not installed.
+    """
+
+    remote = True
+
+    def __init__(
+        self,
+        template: str,
+        *,
+        label: str = "s3",
+        local_template: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        limits: Limits | None = None,
+        locate_timeout_s: float = 15.0,
+        check_md5: bool = True,
+    ) -> None:
+        self.label = label
+        protocol, url = _split(template)
+        self._template = Template(url, _VARIABLE)
+        self._quoted = protocol in _WEB
+        self._links = LocalLinks(local_template) if local_template else None
+        options = storage_options or {}
+        self._files: _Files
+        if protocol == "s3":
+            check_protocol("s3")
+            self._files = S3Files(options)
+        else:
+            self._files = FsspecFiles(protocol, options)
+        self._limits = limits or Limits()
+        self._check_md5 = check_md5
+        self._locate_limits = replace(self._limits, attempts=_LOCATE_ATTEMPTS, timeout_s=locate_timeout_s)
+        # Shared by all fetches of this source, so that their memory together is bounded; threads start when needed.
+        self._pool = ThreadPoolExecutor(self._limits.parallel, thread_name_prefix="lora-plugins-ranges")
+
+    def __str__(self) -> str:
+        return f"{self.label} ({self._template.text})"
+
+    async def locate(self, name: AdapterName, base_model_name: str) -> ObjectLocated | None:
+        """Find the adapter's files by one LIST or one look at each; see `Source` for what is raised."""
+        uri = self._template.fill(name, base_model_name, quoted=self._quoted)
+        files = await _on_fsspec_loop(self._find(uri))
+        if not files:
+            return None
+        if files[0].name != CONFIG_FILE:
+            raise AdapterNotFound(
+                "no such file",
+                expected="the adapter's configuration",
+                remedy="save the adapter again with PEFT",
+                file=CONFIG_FILE,
+            )
+        local_path = self._links.path(name, base_model_name) if self._links else ""
+        return ObjectLocated(name, self.label, uri, version_of(files), tuple(files), local_path)
+
+    async def fetch(self, located: Located, arriving: Arriving) -> None:
+        """Download the located files in parallel ranges.
+
+        Raises:
+            VersionChanged: an object changed or vanished since it was located. SourceUnavailable: it cannot be had, or
+            arrived twice with another MD5 than its ETag. OSError: the disk refuses.
+        """
+        await _on_fsspec_loop(self._fetch(located, arriving))
+
+    async def published(self, located: Located, directory: Path) -> None:
+        """Point the templated local path at the published directory; what is not ours there is left, with a warning."""
+        if self._links is None or not isinstance(located, ObjectLocated):
+            return
+        try:
+            refusal = await asyncio.to_thread(self._links.point, located.local_path, directory)
+        except OSError as error:
+            refusal = error.strerror or type(error).__name__
+        if refusal is not None:
+            logger.warning(
+                "Adapter '%s': %s is not made a link to the adapter: %s",
+                located.name,
+                ascii(located.local_path),
+                refusal,
+            )
+
+    async def _find(self, uri: str) -> list[SourceFile]:
+        """Runs on fsspec's loop."""
+        return await self._asking(lambda: self._files.find(uri), self._locate_limits)
+
+    async def _fetch(self, located: Located, arriving: Arriving) -> None:
+        """Runs on fsspec's loop."""
+        limits = self._limits
+        asking = self._locate_limits
+        reader = await self._asking(lambda: self._files.reader(located.uri, located.files, limits.timeout_s), asking)
+        try:
+            await download(located.files, reader, arriving, pool=self._pool, limits=limits, md5=self._check_md5)
+        finally:
+            close = getattr(reader, "close", None)
+            if close is not None:
+                close()
+        if self._files.rechecks:
+            now = await self._asking(lambda: self._files.find(located.uri), asking)
+            if not set(located.files) <= set(now):
+                raise VersionChanged("other files than before", expected="the located ones", remedy="ask again")
+
+    async def _asking(self, ask: Callable[[], Awaitable[T]], limits: Limits) -> T:
+        """The answer to `ask`, with retries and a deadline, and with its errors mapped to ours."""
+        last: list[LoRAPluginsError] = []
+        async with deadline(limits.timeout_s, last):
+            async for attempt in limits.retries():
+                with attempt:
+                    try:
+                        return await ask()
+                    except Exception as error:  # noqa: BLE001 - this is the boundary; every one is mapped
+                        mapped = map_error(error)
+                        if isinstance(mapped, Transient):
+                            last[:] = [mapped]
+                        raise mapped from None
+        raise SourceUnavailable("no answer")
+
+
+def _split(template: str) -> tuple[str, str]:
+    """The protocol and the whole URL of a template, whose bucket or host is fixed.
+
+    Raises:
+        InvalidSettings: it is no such thing.
+    """
+    known = Template(template, _VARIABLE)
+    url = template.rstrip("/")
+    if "://" not in url:
+        url = "s3://" + url.lstrip("/")
+    match = _URL.fullmatch(url)
+    if match is None or not match[2] or "::" in url:
+        raise known.wrong("no URL of one bucket or host")
+    protocol, place, path = match[1].lower(), match[2], match[3]
+    if "{" in place or "}" in place:
+        raise known.wrong("a placeholder in the bucket or host")
+    if protocol in _NOT_REMOTE:
+        raise known.wrong(f"the protocol {protocol}://, which has a resolver of its own")
+    if protocol == "s3a":
+        protocol = "s3"
+    if protocol in _WEB and ("@" in place or "?" in path or "#" in path):
+        raise known.wrong("a login, query or fragment")
+    return protocol, f"{protocol}://{place}{path}"
+
+
+async def _on_fsspec_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Await `work` on fsspec's loop thread; when cancelled, it has ended before this raises."""
+    loop = get_loop()
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+    tasks: list[asyncio.Task[T]] = []
+
+    def settle(task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            outcome.cancel()
+            outcome.set_running_or_notify_cancel()
+        elif (error := task.exception()) is not None:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(task.result())
+
+    def start() -> None:
+        tasks.append(loop.create_task(work))
+        tasks[0].add_done_callback(settle)
+
+    loop.call_soon_threadsafe(start)
+    waiting = asyncio.wrap_future(outcome)
+    try:
+        return await asyncio.shield(waiting)
+    except asyncio.CancelledError:
+        loop.call_soon_threadsafe(lambda: tasks[0].cancel())  # noqa: PLW0108 - not there yet, maybe
+        await asyncio.wait([waiting])
+        if not waiting.cancelled():
+            waiting.exception()
+        raise

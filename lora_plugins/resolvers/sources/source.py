@@ -1,0 +1,91 @@
+"""What every source of adapters does; `tests/resolvers/sources/contract.py` holds each of them to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.names import AdapterName
+from lora_plugins.adapter.verify import PICKLE_FILES, WEIGHTS_FILE
+from lora_plugins.errors import SourceUnavailable
+from lora_plugins.store.layout import key_of
+from lora_plugins.store.store import Arriving
+
+# The only files that are ever read or fetched.
+ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, *PICKLE_FILES)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file of an adapter at its source: `etag` is its identity there, `sha256` its digest where that is known."""
+
+    name: str
+    size_bytes: int
+    etag: str = ""
+    sha256: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """An adapter that a source has, before any of its bytes are fetched.
+
+    Attributes:
+        source: the label of the source.
+        uri: where it lies, without credentials: `file:///adapters/sql`, `s3://bucket/sql`, `hf://org/repo/sql`.
+        version: the identity of its bytes there: a commit, or a digest of names, sizes and ETags.
+        files: those of `ADAPTER_FILES` that it has.
+    """
+
+    name: AdapterName
+    source: str
+    uri: str
+    version: str
+    files: tuple[SourceFile, ...]
+
+    @property
+    def promised(self) -> Sequence[tuple[str, int, str]]:
+        """Name, size in bytes and SHA-256 (or empty) of every file."""
+        return [(file.name, file.size_bytes, file.sha256) for file in self.files]
+
+
+def version_of(files: Iterable[SourceFile]) -> str:
+    """A version for a source that has none of its own: a digest of names, sizes and ETags."""
+    return key_of(*(f"{file.name} {file.size_bytes} {file.etag}" for file in sorted(files, key=lambda file: file.name)))
+
+
+class VersionChanged(SourceUnavailable):
+    """The adapter changed at its source while it was being fetched; the caller locates it anew and starts over."""
+
+
+class Source(Protocol):
+    """A place adapters come from.
+
+    `locate` answers None only where the source itself says that it has no such adapter. It and `fetch` raise:
+        InvalidAdapter, AdapterNotFound, IncompatibleAdapter: it has one of this name, but not one that can be served.
+        SourceUnavailable: it cannot say, or the bytes cannot be had; `VersionChanged` where they changed meanwhile.
+    """
+
+    @property
+    def label(self) -> str:
+        """The source's name in logs and metrics, such as `filesystem`."""
+        ...
+
+    @property
+    def remote(self) -> bool:
+        """Whether asking costs a round trip, so that answers are worth remembering for a while."""
+        ...
+
+    async def locate(self, name: AdapterName, base_model_name: str) -> Located | None:
+        """Find the adapter without reading its weights; `base_model_name` is the served model's path or Hub id."""
+        ...
+
+    async def fetch(self, located: Located, arriving: Arriving) -> None:
+        """Write the located version's files, all of them and no others, to `arriving.directory`."""
+        ...
+
+    async def published(self, located: Located, directory: Path) -> None:
+        """Hear where the fetched version now lies; `directory` never changes again."""
+        ...

@@ -1,0 +1,79 @@
+"""Which names a server served, in a file of the store, so that the next one can serve them from its start."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lora_plugins.log import logger
+from lora_plugins.store.layout import Layout, key_of
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """One name: where it came from, if not from where its name says, the version it was held at, and its pin."""
+
+    name: str
+    uri: str | None = None
+    held_digest: str | None = None
+    is_pinned: bool = False
+
+
+class ServedSet:
+    """The file of one base model; replicas that share a store share it, and the last one that writes wins."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def of_store(cls, root: Path, base_path: str) -> ServedSet:
+        """The file below a store's root for the served model's path or Hub id."""
+        return cls(Layout(root).folder("served") / f"{key_of(base_path)}.json")
+
+    def read(self) -> list[Remembered]:
+        """What was written last; nothing, with a warning, where the file cannot be read."""
+        try:
+            told = json.loads(self.path.read_text())
+            if told["format"] != FORMAT:
+                raise ValueError(f"format {told['format']}")
+            served = [_remembered(one) for one in told["served"]]
+            return [one for one in served if one is not None]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning("What was served before cannot be read from %s: %s", self.path, error)
+            return []
+
+    def write(self, served: Sequence[Remembered]) -> None:
+        """Put this in the place of what was written before.
+
+        Raises:
+            OSError: it cannot be written; what was written before stays.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Replicas in containers of their own may have one process id.
+        scratch = self.path.with_name(f".{self.path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+        try:
+            scratch.write_text(json.dumps({"format": FORMAT, "served": [asdict(one) for one in served]}, indent=1))
+            os.replace(scratch, self.path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(scratch)
+
+
+def _remembered(told: dict[str, object]) -> Remembered | None:
+    name, uri, held_digest = (told.get(field) for field in ("name", "uri", "held_digest"))
+    if not isinstance(name, str):
+        return None
+    return Remembered(
+        name,
+        uri if isinstance(uri, str) else None,
+        held_digest if isinstance(held_digest, str) else None,
+        told.get("is_pinned") is True,
+    )

@@ -1,0 +1,26 @@
+"""vLLM's own resolvers of the same plugin names: ours run in their place, whichever entry point is discovered last."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+_builtins: dict[tuple[str, str], Callable[[], None]] = {}
+
+
+def take_over(module_name: str, function_name: str, register: Callable[[], None]) -> None:
+    """Put `register` in the place of vLLM's builtin of the same entry-point name.
+
+    vLLM imports both entry points and keeps the one that it discovered last. If that is the builtin, it is read
+    from its module after this has run; if it is ours, nothing else is needed. So ours runs in either order.
+    """
+    _builtins[module_name, function_name] = builtin(module_name, function_name)
+    setattr(importlib.import_module(module_name), function_name, register)
+
+
+def builtin(module_name: str, function_name: str) -> Callable[[], None]:
+    """The function of vLLM behind an entry point, taken over or not."""
+    known = _builtins.get((module_name, function_name))
+    if known is not None:
+        return known
+    return getattr(importlib.import_module(module_name), function_name)  # type: ignore[no-any-return]

@@ -1,0 +1,62 @@
+"""The catalogue of one of vLLM's API servers, and the changes to it, made at the first use.
+
+The vLLM symbols that are touched stand in `lora_plugins.vllm_patches.ledger`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from lora_plugins.process import EVENTS
+from lora_plugins.server.lifecycle import Changes
+from lora_plugins.server.planner_client import PlannerClient
+from lora_plugins.server.registry import Catalogue
+from lora_plugins.vllm_patches.resolver import sources_of_server
+
+_changes: weakref.WeakKeyDictionary[Any, Changes] = weakref.WeakKeyDictionary()
+
+
+def changes_of(models: Any, planner: PlannerClient) -> Changes:
+    """The changes to what `models`, vLLM's `OpenAIServingModels`, serves; the same object every time.
+
+    Raises:
+        InvalidSettings: the store cannot be made.
+    """
+    known = _changes.get(models)
+    if known is None:
+        sources = sources_of_server()
+        # Not `models` itself, of which it is a value: it would never go.
+        catalogue = Catalogue(weakref.proxy(models), sources.served)
+        known = _changes[models] = Changes(catalogue, planner, engine=_Server(models), sources=sources, events=EVENTS)
+    return known
+
+
+class _Server:
+    """What `Changes` asks of vLLM (`server.serving.Engine`)."""
+
+    def __init__(self, models: Any) -> None:
+        self._models = weakref.proxy(models)
+
+    @property
+    def base_path(self) -> str:
+        return str(self._models.model_config.model)
+
+    def is_base_model(self, name: str) -> bool:
+        return bool(self._models.is_base_model(name))
+
+    def lock(self, name: str) -> Any:
+        return self._models.lora_resolver_lock[name]
+
+    def new_request(self, name: str, path: str) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(
+            lora_name=name,
+            lora_int_id=self._models.lora_id_counter.inc(1),
+            lora_path=path,
+            base_model_name=self._models.base_model_paths[0].name,
+        )
+
+    async def abort(self, request_ids: list[str]) -> None:
+        await self._models.engine_client.abort(request_ids, internal=True)  # the ids are those of the engine core

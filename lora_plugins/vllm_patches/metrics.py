@@ -1,0 +1,126 @@
+"""Put our metrics on vLLM's `/metrics`, in the process that has it.
+
+The vLLM symbols that are touched stand in `lora_plugins.vllm_patches.ledger`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+
+from lora_plugins.observability.event_metrics import CountEvents
+from lora_plugins.observability.scrape import Asgi, Figures, RefreshBeforeScrape, Reports
+from lora_plugins.observability.store_metrics import InStore, StoreSize
+from lora_plugins.process import EVENTS, LOG
+from lora_plugins.settings import Settings
+from lora_plugins.vllm_patches.installation import is_installed
+from lora_plugins.vllm_patches.resolver import store_in_use
+
+_OURS = "_lora_plugins"  # marks what is ours on objects that outlive a second registration
+
+
+def install_metrics(settings: Settings) -> None:
+    """Have every API server of this process count what happens, and show it; a second call changes nothing."""
+    from vllm.entrypoints.serve.instrumentator import metrics as module
+
+    original = module.attach_router
+    if getattr(original, _OURS, False):
+        return
+
+    @functools.wraps(original)
+    def attach_router(app: Any) -> None:
+        original(app)
+        serve_metrics(app, settings)
+
+    setattr(attach_router, _OURS, True)
+    module.attach_router = attach_router
+
+
+def serve_metrics(app: Any, settings: Settings) -> None:
+    """Count from here on, and show it on the `/metrics` of this app.
+
+    Called again, for another app of the process, it goes on counting where it was.
+    """
+    from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+    shown = get_prometheus_registry()
+    is_shared = shown is not REGISTRY  # several API servers count in files, and any of them shows the sums
+    counted = _counted(settings, can_forget=not is_shared)
+    figures = Figures(_ask_planners, _look_at_store, settings.metrics_adapters)
+    LOG.waits_for_ready = is_installed()
+    if is_shared:
+        shown.register(figures)
+        app.add_middleware(RefreshBeforeScrape, refresh=figures.refresh, answer=_answer_from(shown))
+        return
+    _show(_Both(counted, figures))
+    app.add_middleware(RefreshBeforeScrape, refresh=figures.refresh)
+
+
+def _answer_from(registry: CollectorRegistry) -> Asgi:
+    """`/metrics` as vLLM's own answers, of this registry: its own makes a new one at each scrape."""
+    from starlette.responses import Response
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        text = await asyncio.to_thread(generate_latest, registry)
+        await Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})(scope, receive, send)
+
+    return answer
+
+
+_registry: CollectorRegistry | None = None
+
+
+def _counted(settings: Settings, *, can_forget: bool) -> CollectorRegistry:
+    """The registry of what is counted from events, made once; not vLLM's, which a second one would not enter."""
+    global _registry
+    if _registry is None:
+        _registry = CollectorRegistry()
+        EVENTS.add(CountEvents(_registry, settings.metrics_adapters, can_forget=can_forget))
+    return _registry
+
+
+class _Both:
+    """A collector without a name: vLLM unregisters those called `vllm:…` whenever it makes its own."""
+
+    def __init__(self, counted: CollectorRegistry, figures: Figures) -> None:
+        self._counted = counted
+        self._figures = figures
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._counted.collect()
+        yield from self._figures.collect()
+
+
+def _show(both: _Both) -> None:
+    """Enter it into the process's registry in the place of what was there from us."""
+    before = getattr(REGISTRY, _OURS, None)
+    if before is not None:
+        REGISTRY.unregister(before)
+    REGISTRY.register(both)
+    setattr(REGISTRY, _OURS, both)
+
+
+async def _ask_planners(client: Any) -> Reports | None:
+    if not is_installed():
+        return None
+    from lora_plugins.vllm_patches.async_llm import has_planner, planner_of
+
+    if not has_planner(client):
+        return None
+    return Reports(str(client.vllm_config.model_config.served_model_name), await planner_of(client).figures())
+
+
+_store_size = StoreSize()
+
+
+def _look_at_store() -> InStore | None:
+    store = store_in_use()
+    return None if store is None else _store_size.look(store)

@@ -1,0 +1,61 @@
+"""Put our kernels behind vLLM's punica interface, in every process that computes.
+
+The vLLM symbols that are touched stand in `lora_plugins.vllm_patches.ledger`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from lora_plugins.kernels import dispatch
+from lora_plugins.kernels.compiled import build
+from lora_plugins.log import logger
+from lora_plugins.settings import Settings
+
+in_use: dispatch.Choice | None = None  # None where a batch is computed by vLLM's own kernels
+
+
+def install_kernels(settings: Settings) -> None:
+    """Have vLLM make its layers with our wrapper in this process, and say which and why; a second call changes nothing.
+
+    Raises:
+        InvalidSettings: the kernels asked for cannot be had on this machine.
+    """
+    global in_use
+    if in_use is not None:
+        return
+    from vllm.platforms import current_platform
+
+    machine = dispatch.Machine(current_platform.device_type, dispatch.triton_is_there(), build.problem)
+    choice = dispatch.choose(settings.kernels, machine)
+    logger.info("LoRA kernels: %s (%s)", choice.kernels, choice.why)
+    if choice.wrapper is None:
+        return
+    in_use = choice
+    type(current_platform).get_punica_wrapper = classmethod(lambda _: choice.wrapper)
+    tell_wrappers_of_layers()
+
+
+def tell_wrappers_of_layers() -> None:
+    """Have every layer with LoRA introduce itself to its punica wrapper, which learns true ranks from it."""
+    from vllm.lora.layers.base import BaseLayerWithLoRA
+
+    original = BaseLayerWithLoRA.set_mapping
+
+    @functools.wraps(original)
+    def wrapped(self: Any, punica_wrapper: Any) -> None:
+        original(self, punica_wrapper)
+        punica_wrapper.adopt(self)
+
+    BaseLayerWithLoRA.set_mapping = wrapped
+
+
+def cpu_kernels_mix_up_base_rows() -> bool:
+    """Whether vLLM's own kernels run on the CPU and compute base-model rows with an adapter."""
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.platforms import current_platform
+
+    # 0.33 masks index -1, which stands for "no adapter"; before, it selects the last slot.
+    return bool(current_platform.is_cpu()) and "-1" not in inspect.getsource(lora_ops.bgmv_shrink)

@@ -1,0 +1,177 @@
+"""Files that somebody else wrote: regular ones only, inside the root, and every system error is one of ours."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+
+import pytest
+
+from lora_plugins.adapter import files
+from lora_plugins.adapter.files import is_inside, map_os_error, open_regular
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, SourceUnavailable
+
+
+def opened(path, inside=None):
+    with open_regular(path, inside=inside) as (file, size_bytes):
+        return file.read(), size_bytes
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_regular_file_is_opened_with_its_size(tmp_path):
+    (tmp_path / "a").write_bytes(b"text")
+    assert opened(tmp_path / "a") == (b"text", 4)
+    assert opened(tmp_path / "a", tmp_path) == (b"text", 4)
+
+
+def test_a_missing_file_is_not_found(tmp_path):
+    with pytest.raises(AdapterNotFound) as caught:
+        opened(tmp_path / "a.json", tmp_path)
+    assert caught.value.file == "a.json"
+
+
+@pytest.mark.parametrize("path", ["file/a", "x" * 300])
+def test_a_path_that_cannot_exist_is_not_found(tmp_path, path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(AdapterNotFound):
+        opened(tmp_path / path)
+
+
+@pytest.mark.timeout(120)
+def test_a_named_pipe_is_refused_without_waiting_for_its_writer(tmp_path):
+    os.mkfifo(tmp_path / "a")
+    with pytest.raises(InvalidAdapter, match="not a regular file"):
+        opened(tmp_path / "a", tmp_path)
+
+
+@pytest.mark.timeout(120)
+def test_a_named_pipe_with_a_writer_is_refused_too(tmp_path):
+    os.mkfifo(tmp_path / "a")
+    writer = threading.Thread(target=lambda: open(tmp_path / "a", "wb").close(), daemon=True)
+    writer.start()
+    with pytest.raises(InvalidAdapter, match="not a regular file"):
+        opened(tmp_path / "a")
+    os.close(os.open(tmp_path / "a", os.O_RDONLY | os.O_NONBLOCK))  # lets the writer go, should it come late
+
+
+def test_a_directory_is_refused(tmp_path):
+    (tmp_path / "a").mkdir()
+    with pytest.raises(InvalidAdapter, match="not a regular file"):
+        opened(tmp_path / "a")
+
+
+def test_a_socket_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a socket's path may have 107 bytes only
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("a")
+        with pytest.raises(InvalidAdapter, match="not a regular file"):
+            opened(tmp_path / "a")
+
+
+def test_a_device_is_refused():
+    with pytest.raises(InvalidAdapter, match="not a regular file"):
+        opened(files.Path("/dev/null"))
+
+
+def test_what_is_refused_leaves_no_descriptor_open(tmp_path):
+    (tmp_path / "directory").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    before = descriptors()
+    for _ in range(5):
+        for name in ("directory", "pipe", "missing"):
+            with pytest.raises((InvalidAdapter, AdapterNotFound)):
+                opened(tmp_path / name)
+    assert descriptors() == before
+
+
+def test_a_symlink_inside_the_root_is_followed(tmp_path):
+    (tmp_path / "a").write_bytes(b"text")
+    (tmp_path / "b").symlink_to("a")
+    assert opened(tmp_path / "b", tmp_path) == (b"text", 4)
+
+
+def test_a_symlink_out_of_the_root_is_refused_unless_no_root_is_given(tmp_path):
+    root = tmp_path / "root"
+    root.mkdir()
+    (tmp_path / "secret").write_bytes(b"text")
+    (root / "a").symlink_to("../secret")
+    with pytest.raises(InvalidAdapter, match="symlink that leaves"):
+        opened(root / "a", root)
+    assert opened(root / "a") == (b"text", 4)
+
+
+def test_a_symlink_to_a_root_of_the_same_beginning_is_outside(tmp_path):
+    # "root-other" starts with "root".
+    for name in ("root", "root-other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "root-other" / "a").write_bytes(b"text")
+    (tmp_path / "root" / "a").symlink_to("../root-other/a")
+    with pytest.raises(InvalidAdapter, match="symlink that leaves"):
+        opened(tmp_path / "root" / "a", tmp_path / "root")
+
+
+def test_a_root_that_is_itself_a_symlink_is_one_root(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "a").write_bytes(b"text")
+    (tmp_path / "root").symlink_to("real")
+    assert opened(tmp_path / "root" / "a", tmp_path / "root") == (b"text", 4)
+    assert is_inside(tmp_path / "root", tmp_path / "real")
+    assert not is_inside(tmp_path, tmp_path / "root")
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_symlink_loop_is_refused(tmp_path, inside):
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(InvalidAdapter, match="circle"):
+        opened(tmp_path / "a", tmp_path if inside else None)
+
+
+def test_permission_denied_is_an_unavailable_source(tmp_path, permissions_count):
+    (tmp_path / "a").write_bytes(b"text")
+    (tmp_path / "a").chmod(0)
+    with pytest.raises(SourceUnavailable, match="Permission denied"):
+        opened(tmp_path / "a")
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE])
+def test_a_file_system_that_fails_is_an_unavailable_source(tmp_path, monkeypatch, code):
+    (tmp_path / "a").write_bytes(b"text")
+
+    def fail(path, flags):
+        raise OSError(code, os.strerror(code), path)
+
+    monkeypatch.setattr(files.os, "open", fail)
+    with pytest.raises(SourceUnavailable) as caught:
+        opened(tmp_path / "a")
+    assert os.strerror(code) in caught.value.found
+    assert caught.value.file == "a"
+
+
+def test_a_failure_while_reading_is_an_unavailable_source(tmp_path):
+    (tmp_path / "a").write_bytes(b"text")
+    with pytest.raises(SourceUnavailable, match="Input/output"), open_regular(tmp_path / "a"):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_our_errors_from_the_reader_pass_with_the_files_name(tmp_path):
+    (tmp_path / "a").write_bytes(b"text")
+    with pytest.raises(InvalidAdapter) as caught, open_regular(tmp_path / "a"):
+        raise InvalidAdapter("x")
+    assert caught.value.file == "a"
+
+
+@pytest.mark.parametrize("code", sorted(errno.errorcode))
+def test_every_system_error_becomes_one_of_ours(code):
+    error = map_os_error(OSError(code, os.strerror(code)))
+    assert isinstance(error, (AdapterNotFound, InvalidAdapter, SourceUnavailable))
+    # A 404 is only said where the system says "no such file".
+    absent = code in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+    assert isinstance(error, AdapterNotFound) == absent
+    assert error.expected
+    assert error.remedy

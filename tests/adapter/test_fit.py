@@ -1,0 +1,251 @@
+"""The served base model: by which names adapters may know it, and whether their shapes fit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_plugins.adapter.config import AdapterConfig
+from lora_plugins.adapter.fit import BaseModel, check_base
+from lora_plugins.adapter.safetensors_header import TensorInfo
+from lora_plugins.adapter.weights import LoraPair, Weights
+from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError
+from lora_plugins.settings import BaseMatch
+from tests.make import BASE, LAYER
+
+SNAPSHOT = "/home/someone/.cache/huggingface/hub/models--org--tiny/snapshots/" + "0123456789abcdef" * 2 + "01234567"
+Q, V = LAYER.format(0, "q_proj"), LAYER.format(0, "v_proj")
+
+
+def base(path="org/tiny", **changes) -> BaseModel:
+    return dataclasses.replace(BASE, path=path, served_names=("served",), **changes)
+
+
+def adapter(name: str | None = "org/tiny", rank: int = 4, **changes) -> AdapterConfig:
+    return AdapterConfig(rank=rank, alpha=8.0, targets=None, base_model=name, **changes)
+
+
+def lora(module: str = Q, wide: int = 8, high: int = 8, rank: int = 4) -> LoraPair:
+    return LoraPair(module, TensorInfo("a", "F32", (rank, wide), 0, 0), TensorInfo("b", "F32", (high, rank), 0, 0))
+
+
+def check(name="org/tiny", *, mode=BaseMatch.COMPATIBLE, served=None, pairs=None, **changes):
+    return check_base(adapter(name, **changes), Weights(tuple(pairs or [lora()])), served or base(), mode)
+
+
+# --- names
+
+
+@pytest.mark.parametrize(
+    ("served", "name"),
+    [
+        ("org/tiny", "org/tiny"),
+        ("org/tiny", "Org/Tiny"),  # the Hub does not tell them apart
+        ("org/tiny", "served"),
+        ("org/tiny", "org/tiny/"),
+        ("org/tiny", SNAPSHOT),
+        ("org/tiny", SNAPSHOT + "/"),
+        ("org/tiny", "/data/models/tiny"),
+        (SNAPSHOT, "org/tiny"),
+        (SNAPSHOT, "/data/models/tiny"),
+        (SNAPSHOT, SNAPSHOT.replace("0123", "fedc")),  # another snapshot of the same model
+        ("/data/models/tiny", "org/tiny"),
+        ("/data/models/tiny/", "/data/models/tiny"),
+        ("/data/models/tiny", "/elsewhere/tiny"),
+        ("/data/models/tiny", "/data/./models/x/../tiny"),
+        ("./tiny", "tiny"),
+    ],
+)
+def test_a_model_goes_by_these_names(served, name):
+    assert base(served).goes_by(name)
+
+
+@pytest.mark.parametrize(
+    ("served", "name"),
+    [
+        ("org/tiny", "org/small"),
+        ("org/tiny", "other/tiny"),  # another model on the Hub
+        ("org/tiny", SNAPSHOT.replace("org", "other")),
+        (SNAPSHOT, "other/tiny"),
+        ("org/tiny", "/data/models/small"),
+        ("/data/models/tiny", "/data/models/tiny-2"),
+        ("/data/models/tiny", "/"),
+        ("org/tiny", ""),
+        ("org/tiny", "///"),
+        (SNAPSHOT, SNAPSHOT.rsplit("/", 1)[1]),
+    ],
+)
+def test_a_model_does_not_go_by_these_names(served, name):
+    assert not base(served).goes_by(name)
+
+
+def test_a_symlink_is_the_directory_it_points_to(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    assert base(str(tmp_path / "real")).goes_by(str(tmp_path / "link"))
+
+
+def test_an_alias_is_a_name():
+    assert not base().goes_by("other/model")
+    assert base(aliases=("other/model",)).goes_by("other/model")
+    assert base(aliases=("other/model",)).is_called("other/model")
+
+
+def test_exact_names_are_the_path_the_served_names_and_the_aliases():
+    model = base(aliases=("alias",))
+    assert all(model.is_called(name) for name in ("org/tiny", "served", "alias"))
+    assert not any(model.is_called(name) for name in ("Org/Tiny", "tiny", SNAPSHOT, ""))
+
+
+@given(st.text(max_size=30))
+def test_every_model_goes_by_its_own_name(name):
+    assert BaseModel(name).goes_by(name)
+
+
+# --- modes
+
+
+def test_strict_takes_exact_names_only():
+    assert check("served", mode=BaseMatch.STRICT) == ()
+    for name in ("Org/Tiny", SNAPSHOT, "other/model"):
+        with pytest.raises(IncompatibleAdapter) as caught:
+            check(name, mode=BaseMatch.STRICT)
+        assert name in caught.value.found
+        assert caught.value.expected == "org/tiny or served"
+
+
+def test_strict_takes_an_alias():
+    assert check("x", mode=BaseMatch.STRICT, served=base(aliases=("x",))) == ()
+
+
+def test_strict_refuses_a_missing_name():
+    with pytest.raises(IncompatibleAdapter, match="not named"):
+        check(None, mode=BaseMatch.STRICT)
+
+
+@pytest.mark.parametrize("name", ["org/tiny", "Org/Tiny", SNAPSHOT, "served", "/x/tiny"])
+def test_compatible_takes_a_known_name_without_a_note(name):
+    assert check(name) == ()
+
+
+def test_compatible_takes_another_name_by_its_shapes_and_says_so():
+    assert check("other/model") == (
+        "names base model 'other/model', served is 'org/tiny'; accepted because every shape fits",
+    )
+    assert "names no base model" in check(None)[0]
+
+
+def test_compatible_refuses_another_name_where_shapes_cannot_be_compared():
+    unknown_shapes = base(module_shapes={})
+    assert check("org/tiny", served=unknown_shapes) == ()
+    for name in ("other/model", None):
+        with pytest.raises(IncompatibleAdapter, match="cannot be compared"):
+            check(name, served=unknown_shapes)
+        with pytest.raises(IncompatibleAdapter, match="cannot be compared"):
+            check_base(adapter(name), None, base(), BaseMatch.COMPATIBLE)
+    assert check_base(adapter("org/tiny"), None, base(), BaseMatch.COMPATIBLE) == ()
+
+
+@pytest.mark.parametrize("name", ["other/model", None])
+def test_off_takes_any_name(name):
+    assert check(name, mode=BaseMatch.OFF) == ()
+    assert check(name, mode=BaseMatch.OFF, served=base(module_shapes={})) == ()
+
+
+# --- rank
+
+
+@pytest.mark.parametrize("mode", BaseMatch)
+def test_a_rank_above_the_servers_is_refused_in_every_mode(mode):
+    assert check(rank=16, mode=mode) == ()
+    with pytest.raises(IncompatibleAdapter, match=r"rank 17.*at most 16"):
+        check(rank=17, mode=mode)
+    with pytest.raises(IncompatibleAdapter, match="rank 17"):
+        check(rank_pattern={"k_proj": 17}, mode=mode)
+
+
+def test_an_unknown_largest_rank_limits_nothing():
+    assert check(rank=1000, served=base(max_rank=None)) == ()
+
+
+@pytest.mark.parametrize(("rank", "slot"), [(17, 32), (33, 64), (65, 128), (257, 320), (512, 512)])
+def test_the_remedy_is_a_rank_that_vllm_takes(rank, slot):
+    with pytest.raises(IncompatibleAdapter) as caught:
+        check(rank=rank)
+    assert caught.value.remedy == f"restart the server with --max-lora-rank {slot}"
+
+
+# --- shapes
+
+
+@pytest.mark.parametrize("mode", BaseMatch)
+@pytest.mark.parametrize("pair", [lora(Q, 16, 8), lora(Q, 8, 16), lora(V, 8, 8), lora(V, 4, 8)])
+def test_shapes_must_be_the_models_in_every_mode(mode, pair):
+    with pytest.raises(IncompatibleAdapter, match=pair.module):
+        check(mode=mode, pairs=[lora(), pair])
+
+
+def test_a_module_that_the_model_lacks_is_refused_with_one_that_it_has():
+    with pytest.raises(IncompatibleAdapter) as caught:
+        check(pairs=[lora(LAYER.format(7, "q_proj"))])
+    assert LAYER.format(7, "q_proj") in caught.value.found
+    assert f"'{Q}'" in caught.value.expected
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model.", "base.language_model."])
+def test_the_model_may_be_known_under_another_prefix(prefix):
+    assert check(pairs=[lora(prefix + Q), lora(prefix + V, 8, 4)]) == ()
+
+
+def test_one_name_in_two_towers_may_have_either_shape():
+    towers = base(module_shapes={"vision.layers.0.fc": (4, 4), "text.layers.0.fc": (8, 8)})
+    assert towers.shapes_of("other.layers.0.fc") == {(4, 4), (8, 8)}
+    assert towers.shapes_of("vision.layers.0.fc") == {(4, 4)}
+    assert towers.shapes_of("vision.layers.1.fc") == frozenset()
+
+
+def test_embeddings_are_compared_as_vocabulary_and_hidden():
+    assert check(pairs=[lora("model.embed_tokens", 32, 8)]) == ()
+    with pytest.raises(IncompatibleAdapter, match="embed_tokens"):
+        check(pairs=[lora("model.embed_tokens", 33, 8)])
+
+
+def test_a_resized_vocabulary_is_refused():
+    def copied(*shape: int) -> Weights:
+        return Weights((lora(),), (("model.embed_tokens", TensorInfo("t", "F32", shape, 0, 0)),))
+
+    assert check_base(adapter(), copied(32, 8), base(), BaseMatch.COMPATIBLE) == ()
+    with pytest.raises(IncompatibleAdapter, match="resized vocabulary"):
+        check_base(adapter(), copied(33, 8), base(), BaseMatch.COMPATIBLE)
+
+
+def test_a_server_without_lora_says_so_first():
+    with pytest.raises(IncompatibleAdapter, match="--enable-lora"):
+        check("other", rank=1000, served=base(lora_enabled=False))
+
+
+@given(st.text(max_size=40), st.sampled_from(BaseMatch), st.text(max_size=20))
+def test_any_name_and_module_fit_or_are_refused_in_our_words(name, mode, module):
+    if "\0" in name or any("\ud800" <= character <= "\udfff" for character in name):
+        return  # `parse_config` lets no such name through
+    try:
+        said = check(name, mode=mode, pairs=[lora(module)])
+    except LoRAPluginsError as error:
+        said = (error.found, error.expected, error.remedy)
+    assert all(said)
+
+
+EXPERT = "model.layers.0.mlp.experts.0.down_proj"
+
+
+def test_experts_do_not_fit_a_dense_model():
+    with pytest.raises(IncompatibleAdapter, match="experts"):
+        check(pairs=[lora(EXPERT)])
+
+
+def test_experts_of_a_mixture_are_left_to_the_engine():
+    mixture = base(module_shapes={"model.layers.0.mlp.experts": (0, 0)})
+    assert check(pairs=[lora(EXPERT)], served=mixture) == ()

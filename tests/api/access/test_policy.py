@@ -1,0 +1,173 @@
+"""The policy file: whose key may use what, and files that cannot be right."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_plugins.api.access.policy import Policy
+from lora_plugins.errors import InvalidSettings
+
+HASH = hashlib.sha256(b"hashed-key").hexdigest()
+POLICY = f"""
+[default]
+adapters = ["public/*"]
+
+[tenants.team-a]
+keys = ["sha256:{HASH}", "plain-key"]
+adapters = ["team-a/*", "shared/sql"]
+
+[tenants.team-b]
+keys = ["b"]
+adapters = []
+
+[tenants.operators]
+keys = ["root"]
+admin = true
+"""
+
+
+@pytest.fixture
+def policy() -> Policy:
+    return Policy.parse(POLICY)
+
+
+@pytest.mark.parametrize(
+    ("key", "label"),
+    [
+        ("hashed-key", "team-a"),
+        ("plain-key", "team-a"),
+        ("b", "team-b"),
+        ("root", "operators"),
+        (None, "(default)"),
+        ("", "(default)"),
+        ("plain-key ", "(default)"),
+        ("PLAIN-KEY", "(default)"),
+        (HASH, "(default)"),
+        (f"sha256:{HASH}", "(default)"),
+        ("é\udcff", "(default)"),
+    ],
+)
+def test_whose_key_it_is(policy, key, label):
+    assert policy.of_key(key).label == label
+
+
+@pytest.mark.parametrize(
+    ("key", "may", "may_not"),
+    [
+        ("plain-key", ["team-a/x", "team-a/x@v1", "shared/sql"], ["team-b/x", "public/x", "shared/sql2", "team-a"]),
+        ("b", [], ["team-b/x", "public/x", ""]),
+        ("root", ["team-a/x", "anything"], []),
+        (None, ["public/x"], ["team-a/x"]),
+    ],
+)
+def test_who_may_use_what(policy, key, may, may_not):
+    principal = policy.of_key(key)
+    assert all(principal.may_use(name) for name in may)
+    assert not any(principal.may_use(name) for name in may_not)
+    assert principal.is_admin == (key == "root")
+
+
+def test_it_says_whom_it_knows_and_keeps_no_key(policy):
+    assert policy.labels == ("team-a", "team-b", "operators")
+    assert policy.key_count == 4
+    kept = repr(vars(policy)).encode()
+    for key in ("hashed-key", "plain-key"):
+        assert key.encode() not in kept
+        assert repr(hashlib.sha256(key.encode()).digest()).encode() not in kept, "nor its digest"
+
+
+@pytest.mark.parametrize("text", ["", "[default]", "[default]\nadapters = []", "[tenants]"])
+def test_an_empty_policy_lets_nobody_use_an_adapter(text):
+    policy = Policy.parse(text)
+    for key in (None, "", "x"):
+        assert not policy.of_key(key).may_use("sql")
+        assert not policy.of_key(key).is_admin
+
+
+TENANT = '[tenants.t]\nkeys = ["secret-key"]\nadapters = ["*"]\n'
+SECRET_HASH = hashlib.sha256(b"secret-key").hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("tenants = ", "no TOML (at"),
+        ('[tenants.t]\nkeys = ["secret-key]', "no TOML (at"),
+        ("[tenant.t]", "the unknown field 'tenant'"),
+        ("[default]\nadapter = []", "the unknown field 'adapter' in default"),
+        ("[default]\nadmin = true", "the unknown field 'admin' in default"),
+        ("[default]\nkeys = []", "the unknown field 'keys' in default"),
+        (TENANT + "role = 'x'", "the unknown field 'role' in tenants.t"),
+        ("default = []", "default that is no table"),
+        ("tenants = 1", "tenants that is no table"),
+        ("tenants.t = 1", "tenants.t that is no table"),
+        ("[default]\nadapters = '*'", "default.adapters that is no list"),
+        ("[default]\nadapters = [1]", "default.adapters that is no list"),
+        ("[default]\nadapters = ['a', '']", "default.adapters[1] that is empty"),
+        ("[default]\nadapters = [' a']", "default.adapters[0] that is empty or has a space"),
+        ("[tenants.t]\nadapters = ['*']", "tenants.t without keys"),
+        ("[tenants.t]\nkeys = []\nadapters = ['*']", "tenants.t without keys"),
+        ("[tenants.t]\nkeys = ['secret-key']", "tenants.t without adapters"),
+        ("[tenants.t]\nkeys = ['secret-key']\nadmin = false", "tenants.t without adapters"),
+        ("[tenants.t]\nkeys = ['secret-key']\nadmin = 'yes'", "tenants.t.admin that is neither"),
+        ("[tenants.t]\nkeys = 'secret-key'\nadapters = []", "tenants.t.keys that is no list"),
+        ("[tenants.t]\nkeys = ['']\nadapters = []", "no header can carry in tenants.t.keys[0]"),
+        ("[tenants.t]\nkeys = ['secret-key secret-key']\nadapters = []", "no header can carry"),
+        ("[tenants.t]\nkeys = ['ok', 'secret-key\\u00e9'.x]\nadapters = []", "no TOML"),
+        ('[tenants.t]\nkeys = ["secret-key\\u00e9"]\nadapters = []', "no header can carry"),
+        ("[tenants.t]\nkeys = ['sha256:']\nadapters = []", "malformed hash in tenants.t.keys[0]"),
+        (f"[tenants.t]\nkeys = ['sha256:{HASH[:-1]}']\nadapters = []", "malformed hash"),
+        (f"[tenants.t]\nkeys = ['sha256:{HASH[:-1]}g']\nadapters = []", "malformed hash"),
+        (TENANT + "[tenants.u]\nkeys = ['x', 'secret-key']\nadapters = []", "tenants.t.keys[0] once more in tenants.u"),
+        (TENANT + f"[tenants.u]\nkeys = ['sha256:{SECRET_HASH}']\nadapters = []", "once more in tenants.u.keys[0]"),
+        (TENANT + f"[tenants.u]\nkeys = ['sha256:{SECRET_HASH.upper()}']\nadapters = []", "once more"),
+        ("[tenants.t]\nkeys = ['secret-key', 'secret-key']\nadapters = []", "once more in tenants.t.keys[1]"),
+    ],
+)
+def test_a_file_that_cannot_be_right_ends_the_start_and_no_key_is_told(tmp_path, text, says):
+    path = tmp_path / "policy.toml"
+    path.write_text(text)
+    with pytest.raises(InvalidSettings) as caught:
+        Policy.read(path)
+    told = str(caught.value)
+    assert says in told
+    for part in ("[L007]", "LORA_PLUGINS_POLICY", "expected", str(path)):
+        assert part in told
+    assert "secret-key" not in told
+    assert SECRET_HASH not in told
+
+
+def test_a_file_that_cannot_be_read_ends_the_start(tmp_path):
+    with pytest.raises(InvalidSettings, match="No such file"):
+        Policy.read(tmp_path / "gone.toml")
+    (tmp_path / "latin.toml").write_bytes(b"# \xe9")
+    with pytest.raises(InvalidSettings, match="no UTF-8"):
+        Policy.read(tmp_path / "latin.toml")
+
+
+def test_a_file_is_read(tmp_path: Path):
+    (tmp_path / "policy.toml").write_text(POLICY)
+    assert Policy.read(tmp_path / "policy.toml").of_key("root").is_admin
+
+
+@given(st.text(max_size=40))
+def test_no_key_that_is_not_listed_is_anybodys(key):
+    policy = Policy.parse(POLICY)
+    if key not in {"hashed-key", "plain-key", "b", "root"}:
+        assert policy.of_key(key) is policy.default
+
+
+def test_the_documented_policy_is_one():
+    page = (Path(__file__).parents[2] / "docs" / "access.md").read_text()
+    block = page.split("```toml\n")[1].split("```")[0]
+    policy = Policy.parse(block)
+    assert len(policy.labels) == 3
+    assert policy.of_key("key-of-team-a").may_use("team-a/sql")
+    assert not policy.of_key("key-of-team-a").may_use("team-b/sql")
+    assert policy.of_key("key-of-team-b").may_use("shared/chat")
+    assert policy.of_key("key-of-the-operators").is_admin

@@ -1,0 +1,139 @@
+"""Whose request it is, as far as ASGI says: the header, the context, and the administrators' routes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from lora_plugins.api.access.policy import Policy
+from lora_plugins.api.access.principals import KnowPrincipal, principal_of_request
+
+POLICY = Policy.parse(
+    """
+[tenants.a]
+keys = ["key-a"]
+adapters = ["a/*"]
+[tenants.root]
+keys = ["key-root"]
+admin = true
+"""
+)
+
+
+class App:
+    """Notes for whom it ran, now and in the parts of its answer that come later."""
+
+    def __init__(self) -> None:
+        self.seen: list[str | None] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.note()
+        await asyncio.sleep(0.001)
+        await asyncio.create_task(self.later())
+        await asyncio.to_thread(self.note)
+
+    async def later(self) -> None:
+        self.note()
+
+    def note(self) -> None:
+        principal = principal_of_request.get()
+        self.seen.append(None if principal is None else principal.label)
+
+
+def ask(
+    *headers: tuple[str, str], path: str = "/v1/x", kind: str = "http", method: str = "POST", root_path: str = ""
+) -> tuple[App, list[dict[str, Any]]]:
+    app, sent = App(), []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in headers]
+    scope = {"type": kind, "path": path, "method": method, "headers": raw, "root_path": root_path}
+    asyncio.run(KnowPrincipal(app, POLICY)(scope, None, send))
+    return app, sent
+
+
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+@pytest.mark.parametrize(
+    ("headers", "label"),
+    [
+        ([("authorization", "Bearer key-a")], "a"),
+        ([("Authorization", "bearer key-a")], "a"),
+        ([("x", "y"), ("authorization", "BEARER key-root")], "root"),
+        ([], "(default)"),
+        ([("authorization", "")], "(default)"),
+        ([("authorization", "Bearer")], "(default)"),
+        ([("authorization", "key-a")], "(default)"),
+        ([("authorization", "Basic key-a")], "(default)"),
+        ([("authorization", "Bearer  key-a")], "(default)"),
+        ([("authorization", "Bearer key-\xe9")], "(default)"),
+        ([("authorization", "Bearer nobody"), ("authorization", "Bearer key-root")], "(default)"),
+        ([("x-api-key", "key-root")], "(default)"),
+    ],
+)
+def test_whose_request_it_is_wherever_its_code_runs(kind, headers, label):
+    app, sent = ask(*headers, kind=kind)
+    assert app.seen == [label] * 3
+    assert sent == []
+    assert principal_of_request.get() is None
+
+
+def test_what_is_no_request_passes():
+    app, _ = ask(kind="lifespan", path="")
+    assert app.seen == [None] * 3
+
+
+def test_requests_at_one_time_are_not_mixed_up():
+    app = App()
+    seen: dict[str, str] = {}
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.01)
+        seen[scope["path"]] = principal_of_request.get().label
+
+    async def run() -> None:
+        middleware = KnowPrincipal(answer, POLICY)
+        scopes = [
+            {"type": "http", "path": f"/{key}", "headers": [(b"authorization", f"Bearer {key}".encode())]}
+            for key in ("key-a", "key-root", "nobody")
+        ]
+        await asyncio.gather(*(middleware(scope, None, None) for scope in scopes))
+
+    asyncio.run(run())
+    assert seen == {"/key-a": "a", "/key-root": "root", "/nobody": "(default)"}
+    assert app.seen == []
+
+
+ADMIN_PATHS = ["/v1/loras", "/v1/loras/", "/v1/loras/a/b", "/v1/load_lora_adapter", "/v1/unload_lora_adapter/"]
+
+
+@pytest.mark.parametrize("path", [*ADMIN_PATHS, "/collective_rpc"])
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "HEAD", "OPTIONS"])
+def test_administrators_routes_are_closed_to_others(path, method):
+    for headers in ([], [("authorization", "Bearer key-a")]):
+        for at, root_path in ((path, ""), ("/api" + path, "/api"), (path, "/api")):
+            app, (start, body) = ask(*headers, path=at, method=method, root_path=root_path)
+            assert app.seen == []
+            assert start["status"] == 403
+            error = json.loads(body["body"])["error"]
+            assert (error["code"], error["type"]) == (403, "Forbidden")
+            assert int(dict(start["headers"])[b"content-length"]) == len(body["body"])
+    app, _ = ask(("authorization", "Bearer key-root"), path=path, method=method)
+    assert app.seen == ["root"] * 3
+
+
+@pytest.mark.parametrize("path", ["/v1/lorasx", "/v1/models", "/v1/models/v1/loras", "/", "", "/loras"])
+def test_other_routes_are_open(path):
+    app, sent = ask(path=path)
+    assert app.seen == ["(default)"] * 3
+    assert sent == []
+
+
+def test_a_websocket_to_an_administrators_route_is_closed():
+    app, (closed,) = ask(kind="websocket", path="/v1/loras")
+    assert app.seen == []
+    assert closed == {"type": "websocket.close", "code": 1008}

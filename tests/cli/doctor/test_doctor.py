@@ -1,0 +1,395 @@
+"""The doctor on environments that are broken in one way each, and what it says of them."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lora_plugins.cli.doctor.findings import Finding, State
+from lora_plugins.cli.doctor.installation import check_vllm, plugin_names
+from lora_plugins.cli.doctor.plugins import Surroundings, check_plugins
+from lora_plugins.cli.exits import Exit
+from lora_plugins.settings import OWN_VARIABLES, Settings
+from lora_plugins.vllm_patches import ledger_check as seams
+from lora_plugins.vllm_patches.ledger import SEAMS
+from testbed.hub import local_hub
+from testbed.s3 import s3_server
+from tests.cli.common import Cli, outside
+from tests.make import adapter_files, put
+
+S3 = {"VLLM_PLUGINS": "lora_s3_resolver", "S3_PATH_TEMPLATE": "s3://adapters/{lora_name}"}
+NOBODY = "http://127.0.0.1:1"  # below 1024, so given to nobody
+KEYS = {
+    "AWS_ACCESS_KEY_ID": "a",
+    "AWS_SECRET_ACCESS_KEY": "b",
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "AWS_CONFIG_FILE": "/dev/null",
+    "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+}
+
+
+def examined(cli: Cli, *arguments: str) -> tuple[int, dict[str, list[dict[str, str]]]]:
+    """Exit code, and the findings by what was checked."""
+    done = cli("doctor", "--json", "--timeout", "60", *arguments)
+    done.assert_no_traceback()
+    assert done.err == ""
+    answer = done.json
+    assert answer["healthy"] == (done.code == 0) == (answer["problems"] == 0)
+    found: dict[str, list[dict[str, str]]] = {}
+    for finding in answer["findings"]:
+        assert set(finding) == {"check", "state", "found", "remedy"}
+        found.setdefault(finding["check"], []).append(finding)
+    return done.code, found
+
+
+# What is changed ("ROOT" stands for a directory, None unsets), where it shows, as what, what is said, what to do.
+BROKEN = {
+    "root missing": (
+        {"VLLM_LORA_RESOLVER_CACHE_DIR": "ROOT/missing"},
+        "filesystem", "problem", "ROOT/missing', which is no directory", "create it",
+    ),
+    "root empty": (
+        {"VLLM_LORA_RESOLVER_CACHE_DIR": "ROOT/empty"},
+        "filesystem", "warning", "no adapter_config.json in its folders or theirs", "<team>/<name>/",
+    ),
+    "root unset": (
+        {"VLLM_LORA_RESOLVER_CACHE_DIR": None},
+        "filesystem", "problem", "but VLLM_LORA_RESOLVER_CACHE_DIR is unset: it serves nothing", "set VLLM_LORA",
+    ),
+    "plugins unset": (
+        {"VLLM_PLUGINS": None},
+        "filesystem", "warning", "VLLM_PLUGINS is unset; vLLM's builtin of this name runs instead",
+        "add lora_filesystem_resolver to VLLM_PLUGINS",
+    ),
+    "plugin not named": (
+        {"VLLM_PLUGINS": "lora_kernels"},
+        "filesystem", "warning", "VLLM_LORA_RESOLVER_CACHE_DIR is set, but VLLM_PLUGINS does not name it", "add ",
+    ),
+    "plugin misspelt": (
+        {"VLLM_PLUGINS": "lora_filesytem_resolver"},
+        "plugins", "warning", "no installed package has such a plugin", "did you mean lora_filesystem_resolver?",
+    ),
+    "plugin with a space": (
+        {"VLLM_PLUGINS": "lora_kernels, lora_filesystem_resolver"},
+        "plugins", "problem", "vLLM does not leave out the space", "commas alone",
+    ),
+    "not asked": (
+        {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": None},
+        "runtime", "problem", "VLLM_ALLOW_RUNTIME_LORA_UPDATING is not 1", "set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+    ),
+    "variable misspelt": (
+        {"LORA_PLUGINS_STORE_MAXBYTES": "1GB"},
+        "settings", "problem", "unknown variable LORA_PLUGINS_STORE_MAXBYTES: the start ends",
+        "did you mean LORA_PLUGINS_STORE_MAX_BYTES?",
+    ),
+    "variable wrong": (
+        {"LORA_PLUGINS_BASE_MATCH": "maybe"},
+        "settings", "problem", "LORA_PLUGINS_BASE_MATCH='maybe'; expected strict, compatible or off", "correct",
+    ),
+    "an allowed prefix wrong": (
+        {"LORA_PLUGINS_ALLOWED_URIS": "s3://me:secret@bucket"},
+        "settings", "problem", "a user name or password in a URI in LORA_PLUGINS_ALLOWED_URIS", "correct",
+    ),
+    "policy missing": (
+        {"LORA_PLUGINS_POLICY": "ROOT/policy.toml"},
+        "settings", "problem", "policy.toml'; expected a file that is there", "correct or unset LORA_PLUGINS_POLICY",
+    ),
+    "policy no TOML": (
+        {"LORA_PLUGINS_POLICY": "ROOT/file", "VLLM_PLUGINS": "lora_lru_manager,lora_admin"},
+        "policy", "problem", "TOML", "",
+    ),
+    "kernels not here": (
+        {"VLLM_PLUGINS": "lora_kernels", "LORA_PLUGINS_KERNELS": "triton"},
+        "kernels", "problem", "LORA_PLUGINS_KERNELS=triton, but the platform is cpu", "choose auto",
+    ),
+    "kernels set, not named": (
+        {"LORA_PLUGINS_KERNELS": "cpu"},
+        "kernels", "warning", "off: LORA_PLUGINS_KERNELS set, but VLLM_PLUGINS does not name it", "add lora_kernels",
+    ),
+    "manager set, not named": (
+        {"LORA_PLUGINS_HOST_MAX_BYTES": "1GB"},
+        "manager", "warning", "off: LORA_PLUGINS_HOST_MAX_BYTES set, but", "add lora_lru_manager",
+    ),
+    "preload without admin": (
+        {"LORA_PLUGINS_PRELOAD": "sql"},
+        "admin", "warning", "off: LORA_PLUGINS_PRELOAD set, but VLLM_PLUGINS does not name it", "add lora_admin",
+    ),
+    "store a file": (
+        {"LORA_PLUGINS_STORE_DIR": "ROOT/file"},
+        "store", "problem", "ROOT/file is in the way of the store", "set LORA_PLUGINS_STORE_DIR",
+    ),
+    "store below a file": (
+        {"LORA_PLUGINS_STORE_DIR": "ROOT/file/store"},
+        "store", "problem", "ROOT/file is in the way of the store", "set LORA_PLUGINS_STORE_DIR",
+    ),
+    "budget larger than the disk": (
+        {"LORA_PLUGINS_STORE_MAX_BYTES": "900000GB"},
+        "store", "warning", "the disk is full before the budget is", "lower LORA_PLUGINS_STORE_MAX_BYTES",
+    ),
+    "s3 without a template": (
+        {"VLLM_PLUGINS": "lora_s3_resolver"},
+        "s3", "problem", "but S3_PATH_TEMPLATE is unset", "set S3_PATH_TEMPLATE",
+    ),
+    "s3 template wrong": (
+        {**S3, "S3_PATH_TEMPLATE": "s3://adapters/{name}"},
+        "s3", "problem", "the placeholder {name} in S3_PATH_TEMPLATE", "correct S3_PATH_TEMPLATE",
+    ),
+    "s3 over plain HTTP": (
+        {**S3, **KEYS, "AWS_ENDPOINT_URL": NOBODY},
+        "s3", "problem", "a plain HTTP endpoint in AWS_ENDPOINT_URL; expected https", "AWS_ALLOW_HTTP=true",
+    ),
+    "s3 with a password in its endpoint": (
+        {**S3, **KEYS, "AWS_ENDPOINT_URL": "https://me:secret@host"},
+        "s3", "problem", "credentials in AWS_ENDPOINT_URL", "set AWS_ACCESS_KEY_ID",
+    ),
+    "s3 not there": (
+        {**S3, **KEYS, "AWS_ENDPOINT_URL": NOBODY, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "eu-central-1"},
+        "s3", "problem", "an object store that cannot be reached", "check the network and the endpoint",
+    ),
+    "another object store's package": (
+        {**S3, "S3_PATH_TEMPLATE": "gcs://adapters/{lora_name}"},
+        "s3", "problem", "gcs://", "install",
+    ),
+    "hub list empty": (
+        {"VLLM_PLUGINS": "lora_hf_hub_resolver"},
+        "hub", "problem", "but VLLM_LORA_RESOLVER_HF_REPO_LIST is unset", "set VLLM_LORA_RESOLVER_HF_REPO_LIST",
+    ),
+    "hub list wrong": (
+        {"VLLM_PLUGINS": "lora_hf_hub_resolver", "VLLM_LORA_RESOLVER_HF_REPO_LIST": "acme/sql,acme"},
+        "hub", "problem", "no owner in the entry 'acme'", "correct VLLM_LORA_RESOLVER_HF_REPO_LIST",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_environment(cli, kind):
+    changes, check, state, says, remedy = BROKEN[kind]
+    (cli.root / "empty").mkdir()
+    (cli.root / "file").write_text("no = TOML = here")
+    for name, value in changes.items():
+        if value is None:
+            del cli.env[name]
+        else:
+            cli.env[name] = value.replace("ROOT", str(cli.root))
+    code, found = examined(cli)
+    (finding,) = [item for item in found[check] if says.replace("ROOT", str(cli.root)) in item["found"]]
+    assert finding["state"] == state
+    assert remedy in finding["remedy"]
+    assert code == (Exit.WRONG if state == "problem" else Exit.OK)
+    assert "secret" not in str(found)
+
+
+def test_every_wrong_variable_is_named_not_only_the_first(cli):
+    cli.env |= {"LORA_PLUGINS_KERNELS": "gpu", "LORA_PLUGINS_STORE_MAX_BYTES": "lots", "LORA_PLUGINS_X": "1"}
+    _, found = examined(cli)
+    assert [item["state"] for item in found["settings"]] == ["problem"] * 3
+    assert found["store"][0]["state"] == "ok"  # the rest is looked at all the same
+
+
+@pytest.mark.parametrize("name", sorted(OWN_VARIABLES - {"LORA_PLUGINS_STORE_DIR"}))
+def test_no_value_of_a_variable_ends_the_doctor(cli, name):
+    cli.env[name] = "\x01nonsense"
+    code, found = examined(cli, "--no-network")
+    assert code in (Exit.OK, Exit.WRONG)
+    assert len(found) == 13
+
+
+def test_a_healthy_environment(cli):
+    cli.env["VLLM_PLUGINS"] = "lora_filesystem_resolver,lora_lru_manager,lora_kernels"
+    code, found = examined(cli)
+    assert code == Exit.OK
+    states = {check: item["state"] for check, (item,) in found.items()}
+    assert states == {
+        **dict.fromkeys(("vllm", "seams", "settings", "plugins", "store"), "ok"),
+        **dict.fromkeys(("filesystem", "runtime", "manager", "kernels"), "on"),
+        **dict.fromkeys(("s3", "hub", "admin", "policy"), "off"),
+    }
+    assert found["filesystem"][0]["found"] == f"{cli.adapters}: 3 adapters in it and its folders"
+    assert not cli.store.exists()  # looking changes nothing
+
+
+def test_an_empty_environment_is_no_problem(cli):
+    cli.env = {}
+    code, found = examined(cli)
+    assert code == Exit.OK
+    assert {items[0]["state"] for check, items in found.items() if check in ("filesystem", "s3", "hub", "runtime")} == {
+        "off"
+    }
+
+
+@pytest.mark.usefixtures("permissions_count")
+def test_what_may_not_be_read_or_written(cli):
+    policy = cli.root / "policy.toml"
+    policy.write_text("")
+    cli.env |= {
+        "LORA_PLUGINS_POLICY": str(policy),
+        "VLLM_PLUGINS": "lora_filesystem_resolver,lora_lru_manager,lora_admin",
+    }
+    cli.store.mkdir()
+    for path in (policy, cli.adapters):
+        path.chmod(0)
+    cli.store.chmod(0o555)
+    try:
+        code, found = examined(cli)
+    finally:
+        cli.adapters.chmod(0o755)
+        cli.store.chmod(0o755)
+    assert code == Exit.WRONG
+    for check, said in (
+        ("filesystem", f"{cli.adapters} cannot be read: Permission denied"),
+        ("store", f"{cli.store} cannot be written: Permission denied"),
+    ):
+        assert [(item["state"], item["found"]) for item in found[check]] == [("problem", said)]
+    (finding,) = found["policy"]
+    assert finding["state"] == "problem"
+    assert "Permission denied" in finding["found"]
+
+
+def test_a_policy_that_can_be_read_and_by_whom(cli):
+    policy = cli.root / "policy.toml"
+    policy.write_text('[tenants.a]\nkeys = ["one", "two"]\nadapters = ["a/*"]\n')
+    cli.env |= {"LORA_PLUGINS_POLICY": str(policy), "VLLM_PLUGINS": "lora_lru_manager,lora_admin"}
+    for mode, state in ((0o640, "on"), (0o644, "warning")):
+        policy.chmod(mode)
+        _, found = examined(cli)
+        assert found["policy"][0]["state"] == state
+        assert "2 keys of 1 tenant" in found["policy"][0]["found"]
+
+
+def test_s3_without_its_extra(cli):
+    done = outside("doctor", "--json", env={**cli.env, **S3}, before="import sys; sys.modules['s3fs'] = None")
+    (finding,) = [item for item in done.json["findings"] if item["check"] == "s3"]
+    assert (done.code, finding["state"]) == (Exit.WRONG, "problem")
+    assert finding["remedy"] == "pip install 'lora-plugins[s3]'"
+
+
+def test_a_bucket_that_is_there_one_that_is_not_and_denied(cli):
+    with s3_server() as s3:
+        s3.bucket("adapters")
+        cli.env |= {**S3, **s3.env()}
+        code, found = examined(cli)
+        assert (code, found["s3"][0]["state"]) == (Exit.OK, "on")
+        assert found["s3"][0]["found"] == "s3://adapters/{lora_name} answers"
+        cli.env["S3_PATH_TEMPLATE"] = "s3://nowhere/{lora_name}"
+        code, found = examined(cli)
+        assert (code, found["s3"][0]["state"]) == (Exit.WRONG, "problem")
+        assert "no such bucket" in found["s3"][0]["found"]
+        _, found = examined(cli, "--no-network")
+        assert found["s3"][0] == {
+            "check": "s3", "state": "on", "found": "s3://nowhere/{lora_name} (not asked)", "remedy": "",
+        }  # fmt: skip
+
+
+def test_the_hub_answers_denies_or_is_not_there(cli):
+    repos = "acme/sql,acme/folders,acme/secret,other/*"
+    base = {**cli.env, "VLLM_PLUGINS": "lora_hf_hub_resolver", "VLLM_LORA_RESOLVER_HF_REPO_LIST": repos}
+    with local_hub() as hub:
+        hub.commit("acme/sql", adapter_files())
+        hub.commit("acme/folders", {f"en/{name}": data for name, data in adapter_files().items()})
+        hub.commit("acme/secret", adapter_files())
+        hub.private("acme/secret", tokens=["hf_reader"])
+        done = outside("doctor", "--json", env={**base, **hub.env(cli.root / "home")})
+        found = [item for item in done.json["findings"] if item["check"] == "hub"]
+        assert [item["state"] for item in found] == ["on", "on", "problem", "on"]
+        assert "acme/sql answers: an adapter at commit" in found[0]["found"]
+        assert "has no adapter at this place itself" in found[1]["found"]
+        assert "missing or private, acme/secret@main" in found[2]["found"]
+        assert "HF_TOKEN" in found[2]["remedy"]
+        env = {**base, **hub.env(cli.root / "home", token="hf_reader")}
+        assert outside("doctor", "--json", env=env).code == Exit.OK
+        gone = hub.env(cli.root / "home", url=NOBODY)
+    done = outside("doctor", "--json", "--timeout", "60", env={**base, **gone})
+    done.assert_no_traceback()
+    found = [item for item in done.json["findings"] if item["check"] == "hub"]
+    assert (done.code, {item["state"] for item in found}) == (Exit.WRONG, {"problem"})
+    assert all("Hub" in item["found"] for item in found)
+    done = outside("doctor", "--json", env={**base, **gone, "HF_HUB_OFFLINE": "1"})
+    (found,) = [item for item in done.json["findings"] if item["check"] == "hub"]
+    assert (done.code, "HF_HUB_OFFLINE is set" in found["found"]) == (Exit.OK, True)
+
+
+# --- what is installed
+
+
+def around(*names: str) -> Surroundings:
+    env = {"VLLM_PLUGINS": ",".join(names)}
+    discovered = {**plugin_names(), "lora_admin": ["lora_plugins.endpoint_plugin:endpoint_plugin"]}
+    return Surroundings(env, Settings.from_env(env), discovered, network=False, timeout_s=1)
+
+
+def verdict(surroundings: Surroundings, check: str) -> Finding:
+    (finding,) = [item for item in check_plugins(surroundings) if item.check == check]
+    return finding
+
+
+def test_the_admin_plugin_needs_the_manager():
+    finding = verdict(around("lora_admin"), "admin")
+    assert finding.state is State.PROBLEM
+    assert finding.found == "VLLM_PLUGINS names lora_admin, which needs lora_lru_manager; VLLM_PLUGINS does not name it"
+    assert verdict(around("lora_admin", "lora_lru_manager"), "admin").state is State.ON
+
+
+@pytest.mark.parametrize("plugin", ["lora_s3_resolver", "lora_lru_manager", "lora_kernels", "lora_admin"])
+def test_an_entry_point_that_is_not_installed(plugin):
+    there = around(plugin, "lora_lru_manager")
+    missing = {name: values for name, values in there.discovered.items() if name != plugin}
+    check = plugin.split("_")[1].replace("lru", "manager")
+    finding = verdict(replace(there, discovered=missing), check)
+    assert (finding.state, "its entry point is not installed" in finding.found) == (State.PROBLEM, True)
+
+
+def test_a_builtin_of_the_same_name_is_not_ours():
+    there = around("lora_hf_hub_resolver")
+    only_vllm = {**there.discovered, "lora_hf_hub_resolver": ["vllm.plugins.x:register"]}
+    finding = verdict(replace(there, discovered=only_vllm), "hub")
+    assert "its entry point is not installed" in finding.found
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """The modules that hold seams, as another installation."""
+    for entry in SEAMS:
+        module = Path(*entry.symbol.partition(":")[0].split("."))
+        for file in (module.with_suffix(".py"), module / "__init__.py"):
+            if (seams.installed() / file).is_file():
+                (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(seams.installed() / file, tmp_path / file)
+    (tmp_path / "vllm" / "_version.py").write_text("__version__ = version = '0.32.0'\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("number", "state"), [("0.29.1", "problem"), ("0.30.0", "ok"), ("0.32.5+cu130", "ok"), ("0.34.0", "problem")]
+)
+def test_vllm_in_and_out_of_range(copied, number, state):
+    metadata = copied / f"vllm-{number}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Name: vllm\nVersion: {number}\n")
+    findings = {finding.check: finding for finding in check_vllm(copied)}
+    assert findings["vllm"].state == state
+    assert number in findings["vllm"].found
+    if number < "0.33":  # the sources are 0.32's, which lack what came later
+        assert findings["seams"].state is State.OK
+
+
+def test_a_vllm_that_somebody_changed(copied):
+    resolver = copied / "vllm" / "lora" / "resolver.py"
+    resolver.write_text(resolver.read_text().replace("base_model_name: str, lora_name: str", "lora_name: str"))
+    (finding,) = [finding for finding in check_vllm(copied) if finding.check == "seams"]
+    assert finding.state is State.PROBLEM
+    assert "1 of the" in finding.found
+    assert "LoRAResolver.resolve_lora: parameters are (self, lora_name)" in finding.found
+
+
+def test_no_vllm():
+    (finding,) = check_vllm(None)
+    assert (finding.check, finding.state) == ("vllm", State.PROBLEM)
+
+
+def test_adapters_of_teams_are_counted_and_those_further_down_are_not(cli):
+    put(cli.adapters / "a" / "b" / "c", adapter_files())
+    _, found = examined(cli)
+    assert "3 adapters" in found["filesystem"][0]["found"]

@@ -1,0 +1,157 @@
+"""What is written about the metrics, and what queries them, against the metrics that there are."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+
+from lora_plugins.observability.engine_metrics import families
+from lora_plugins.observability.event_metrics import CountEvents
+from lora_plugins.observability.scrape import Figures, Reports
+from lora_plugins.observability.store_metrics import InStore
+from tests.observability.test_engine_metrics import engine
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# What Prometheus itself puts on every series, and on buckets.
+EVERYWHERE = {"instance", "job", "le"}
+
+
+def all_families() -> Iterator[Metric]:
+    """Every metric that there can be, with a series for those from the engines and the store."""
+    registry = CollectorRegistry()
+    CountEvents(registry, 3)
+    yield from registry.collect()
+    full = engine(loaded=[["sql", True, False]], host_max_bytes=1, refused={"L001": 1})
+    yield from families("llama", {0: full}, 10)
+    figures = Figures(None, None, 10)
+    figures._planners.answer, figures._planners.answered_at = Reports("llama", {}), 0.0
+    figures._store.answer = InStore(1, 2, 3)
+    known = {family.name for family in families("llama", {}, 10)}
+    yield from (family for family in figures.collect() if family.name not in known)
+
+
+def labels_of(hook: CountEvents) -> dict[str, tuple[str, ...]]:
+    return {metric._name: metric._labelnames for metric in vars(hook).values() if hasattr(metric, "_labelnames")}
+
+
+def metrics() -> dict[str, tuple[str, set[str]]]:
+    """Type and labels by name, as Prometheus stores them."""
+    counted = labels_of(CountEvents(CollectorRegistry(), 3))
+    known = {}
+    for family in all_families():
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = counted.get(family.name)
+        if labels is None:
+            labels = {label for sample in family.samples for label in sample.labels if label != "le"}
+        known[name] = (family.type, set(labels))
+    return known
+
+
+METRICS = metrics()
+
+
+def test_there_are_metrics_and_each_says_its_unit():
+    assert len(METRICS) > 35
+    for name, (kind, _) in METRICS.items():
+        assert (kind == "counter") == name.endswith("_total"), name
+        assert (kind == "histogram") <= name.endswith("_seconds"), name
+
+
+def test_the_table_in_the_docs_is_right():
+    rows = {}
+    for line in (ROOT / "docs" / "metrics.md").read_text().splitlines():
+        if line.startswith("| `"):
+            name, kind, labels, meaning = (part.strip() for part in line.split("|")[1:5])
+            assert meaning, name
+            rows[name.strip("`")] = (kind, set(re.findall(r"`(\w+)`", labels)))
+    assert rows == METRICS
+
+
+QUERIED = re.compile(r"\b(?:vllm:|lora_plugins_)\w+")
+
+
+def dashboard() -> dict:
+    return json.loads((ROOT / "examples" / "grafana" / "lora-plugins.json").read_text())
+
+
+def alerts() -> list[dict]:
+    (group,) = yaml.safe_load((ROOT / "examples" / "prometheus" / "alerts.yml").read_text())["groups"]
+    return group["rules"]
+
+
+def expressions() -> list[str]:
+    panels = [target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", ())]
+    return [*panels, *(rule["expr"] for rule in alerts())]
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_what_is_queried_exists(expression):
+    names = QUERIED.findall(expression)
+    assert names
+    labels = set(EVERYWHERE)
+    for name in names:
+        metric = name if name in METRICS else re.sub("_(bucket|sum|count)$", "", name)
+        assert metric in METRICS, name
+        kind, own = METRICS[metric]
+        assert (metric != name) == (kind == "histogram"), f"{name} is a {kind}"
+        assert (kind == "gauge") or re.search(rf"\b(rate|increase)\({re.escape(name)}\b", expression), name
+        labels |= own
+    used = [label.strip() for group in re.findall(r"by \(([^)]*)\)", expression) for label in group.split(",")]
+    used += re.findall(r"(\w+)\s*(?:=~|!=|!~|=)\s*\"", expression)
+    assert set(used) <= labels, expression
+    assert expression.count("(") == expression.count(")")
+    assert expression.count("{") == expression.count("}")
+
+
+def test_quantiles_keep_the_buckets_bounds():
+    quantiles = [expression for expression in expressions() if "histogram_quantile" in expression]
+    assert quantiles
+    for expression in quantiles:
+        assert re.search(r"by \((\w+, )*le[,)]", expression), expression
+
+
+def test_the_dashboard_can_be_imported():
+    board = dashboard()
+    assert board["schemaVersion"] >= 38  # Grafana 10
+    assert "id" not in board  # Grafana gives one
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        if panel["type"] != "row":
+            assert panel["title"]
+            assert {target["datasource"]["uid"] for target in panel["targets"]} == {"${datasource}"}
+    names = {variable["name"] for variable in board["templating"]["list"]}
+    assert names == {"datasource", "instance"}
+    used = set(re.findall(r"\$(?!__)\{?(\w+)", json.dumps(board)))
+    assert used == names
+
+
+def test_no_two_panels_lie_on_each_other():
+    cells = set()
+    for panel in dashboard()["panels"]:
+        place = panel["gridPos"]
+        own = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not own & cells, panel["title"]
+        cells |= own
+
+
+def test_every_alert_says_what_is_wrong_and_what_it_means():
+    rules = alerts()
+    assert len({rule["alert"] for rule in rules}) == len(rules) > 5
+    for rule in rules:
+        assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
+        assert rule["labels"]["severity"] in {"info", "warning", "critical"}
+        assert rule["annotations"]["summary"]
+        assert rule["annotations"]["description"]
+        kept = set(re.findall(r"\$labels\.(\w+)", json.dumps(rule["annotations"])))
+        (first, *_) = re.findall(r"by \(([^)]*)\)", rule["expr"])
+        assert kept <= {label.strip() for label in first.split(",")}, rule["alert"]

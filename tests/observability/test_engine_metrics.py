@@ -1,0 +1,161 @@
+"""The planners' figures as metrics: engines apart, residency as it is now and bounded."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from lora_plugins.errors import NoFreeSlot
+from lora_plugins.observability.adapter_labels import OTHERS
+from lora_plugins.observability.engine_metrics import families
+from lora_plugins.scheduler.adapter import Found
+from lora_plugins.scheduler.host_cache import HostCache
+from lora_plugins.scheduler.messages import AdapterSpec
+from lora_plugins.scheduler.planner import Planner
+from lora_plugins.scheduler.policies import make_policy
+from lora_plugins.scheduler.stats import BOUNDS_S, Seconds
+from lora_plugins.vllm_patches import engine_core
+from lora_plugins.vllm_patches.scheduler import Admission
+
+NONE = Seconds().plain()
+
+
+def engine(**changes) -> dict:
+    return {
+        "loaded": [],
+        "slots": 2,
+        "spare_slots": 1,
+        "held": 0,
+        "host_max_adapters": 5,
+        "host_max_bytes": None,
+        "host_bytes": 0,
+        "host_evictions": 0,
+        "host_evicted_bytes": 0,
+        "load_failures": 0,
+        "slot_evictions": 0,
+        "instant_activations": 0,
+        "background_activations": 0,
+        "refused": {},
+        "load_seconds": NONE,
+        "activate_seconds": NONE,
+        "wait_seconds": {found.value: NONE for found in Found},
+        **changes,
+    }
+
+
+def shown(engines, most_adapters=10) -> dict[str, float]:
+    return {
+        ",".join((sample.name, *sample.labels.values())): sample.value
+        for family in families("llama", engines, most_adapters)
+        for sample in family.samples
+    }
+
+
+def loaded(engines, most_adapters=10) -> dict[str, float]:
+    prefix = "vllm:lora_adapter_loaded,llama,"
+    return {k.removeprefix(prefix): v for k, v in shown(engines, most_adapters).items() if k.startswith(prefix)}
+
+
+class Core:
+    """An engine core with a planner, as far as the utility that tells figures looks at it."""
+
+    def __init__(self) -> None:
+        class Scheduler(Admission):
+            planner = Planner(2, 3, HostCache(100, 5, make_policy("lru")))
+
+            def __init__(self) -> None:
+                pass
+
+        self.scheduler = Scheduler()
+        self.planner = self.scheduler.planner
+
+
+def test_what_a_planner_tells_is_what_is_shown():
+    core = Core()
+    assert engine_core._figures(core) == engine(host_max_bytes=100)
+    core.planner.arrived(AdapterSpec(1, "sql", "/store/sql"), "r", object(), 0.0)
+    core.planner.retire(2, NoFreeSlot("gone"))
+    core.planner.arrived(AdapterSpec(2, "chat", "/store/chat"), "s", object(), 0.0)
+    figures = shown({0: engine_core._figures(core)})
+    assert figures["lora_plugins_held,llama,0"] == 1
+    assert figures["lora_plugins_refused_requests_total,llama,0,L001"] == 1
+    assert figures["lora_plugins_spare_slots,llama,0"] == 1
+
+
+def test_what_is_loaded_and_where():
+    rows = [["sql", True, False], ["chat", False, True], ["poet", False, False]]
+    engines = {0: engine(loaded=rows)}
+    assert loaded(engines) == {"0,sql,gpu,false": 1, "0,chat,cpu,true": 1, "0,poet,cpu,false": 1}
+    figures = shown(engines)
+    assert figures["vllm:num_gpu_loaded_lora_adapters,llama,0"] == 1
+    assert figures["vllm:num_cpu_loaded_lora_adapters,llama,0"] == 2
+    assert figures["vllm:max_gpu_lora_adapters,llama,0"] == 2
+
+
+def test_what_is_gone_has_no_series():
+    assert loaded({0: engine(loaded=[["sql", True, False]])})
+    assert loaded({0: engine()}) == {}
+
+
+def test_two_versions_of_a_name_are_one_adapter():
+    for rows in ([["sql", True, False], ["sql", False, True]], [["sql", False, True], ["sql", True, False]]):
+        assert loaded({0: engine(loaded=rows)}) == {"0,sql,gpu,true": 1}
+
+
+def test_engines_stand_side_by_side():
+    figures = shown({1: engine(slot_evictions=1), 0: engine(slot_evictions=5)})
+    evictions = {k: v for k, v in figures.items() if k.startswith("lora_plugins_slot_evictions_total")}
+    assert evictions == {
+        "lora_plugins_slot_evictions_total,llama,0": 5,
+        "lora_plugins_slot_evictions_total,llama,1": 1,
+    }
+
+
+def test_no_budget_no_series():
+    assert not [key for key in shown({0: engine()}) if "host_max_bytes" in key]
+    assert shown({0: engine(host_max_bytes=7)})["lora_plugins_host_max_bytes,llama,0"] == 7
+
+
+def test_refused_requests_are_counted_by_their_codes():
+    figures = shown({0: engine(refused={"L001": 2, "L004": 3}), 1: engine(refused={"L001": 1})})
+    refused = {k.split("_total,llama,")[1]: v for k, v in figures.items() if "refused_requests_total" in k}
+    assert refused == {"0,L001": 2, "0,L004": 3, "1,L001": 1}
+
+
+def test_beyond_the_bound_adapters_are_counted_together_those_in_slots_last():
+    rows = [[f"warm-{number}", False, number == 0] for number in range(4)] + [["hot", True, False]]
+    assert loaded({0: engine(loaded=rows)}, most_adapters=2) == {
+        "0,hot,gpu,false": 1,
+        "0,warm-0,cpu,true": 1,
+        f"0,{OTHERS},cpu,false": 3,
+    }
+
+
+def test_durations_are_a_histogram():
+    seconds = Seconds()
+    for duration_s in (0.00005, 0.001, 0.0011, 3.0, 1000.0):
+        seconds.observe(duration_s)
+    plain = seconds.plain()
+    waits = {"slot": NONE, "host": plain, "store": NONE}
+    figures = shown({0: engine(load_seconds=plain, activate_seconds=plain, wait_seconds=waits)})
+    for name, labels in (
+        ("vllm:lora_adapter_load_seconds", "llama,0"),
+        ("lora_plugins_activate_seconds", "llama,0"),
+        ("lora_plugins_admission_wait_seconds", "llama,0,host"),
+    ):
+        buckets = [figures[f"{name}_bucket,{labels},{bound}"] for bound in BOUNDS_S]
+        assert buckets[:3] == [1, 2, 3]
+        assert buckets == sorted(buckets)
+        assert buckets[-1] == 4
+        assert figures[f"{name}_bucket,{labels},+Inf"] == figures[f"{name}_count,{labels}"] == 5
+        assert figures[f"{name}_sum,{labels}"] == seconds.total_s
+    assert figures["lora_plugins_admission_wait_seconds_count,llama,0,slot"] == 0
+
+
+def test_all_of_it_can_be_written():
+    class Shown:
+        def collect(self):
+            return families("llama", {0: engine(loaded=[["\ud800\n", True, False]])}, 10)
+
+    registry = CollectorRegistry()
+    registry.register(Shown())
+    assert b"vllm:lora_adapter_loaded{" in generate_latest(registry)

@@ -1,0 +1,130 @@
+"""The hook: each event is counted where it belongs, exactly, and under a bounded number of labels."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from lora_plugins.errors import InvalidAdapter, NoFreeSlot, SourceUnavailable
+from lora_plugins.events import (
+    AbsenceRemembered,
+    AdapterConfirmed,
+    AdapterFetched,
+    AdapterReady,
+    AdapterRejected,
+    AdapterResolved,
+    AdapterSwapped,
+    AdapterUnknown,
+    AdapterUnloaded,
+    LoadRefused,
+    RequestRefused,
+    RequestServed,
+    SourceFailed,
+    StoreEvicted,
+    UpdateFailed,
+)
+from lora_plugins.observability.adapter_labels import OTHERS
+from lora_plugins.observability.event_metrics import CountEvents
+
+
+class Counted:
+    def __init__(self, most_adapters: int = 3, *, can_forget: bool = True) -> None:
+        self.registry = CollectorRegistry()
+        self.hook = CountEvents(self.registry, most_adapters, can_forget=can_forget)
+
+    def tell(self, *events) -> Counted:
+        for event in events:
+            self.hook(event)
+        return self
+
+    @property
+    def all(self) -> dict[str, float]:
+        """Every sample that is not 0, but for buckets and times of creation."""
+        return {
+            sample.name.removeprefix("lora_plugins_") + "".join(f",{v}" for v in sample.labels.values()): sample.value
+            for metric in self.registry.collect()
+            for sample in metric.samples
+            if sample.value and not sample.name.endswith(("_bucket", "_created"))
+        }
+
+
+def resolved(name="sql", *, fetched=False) -> AdapterResolved:
+    return AdapterResolved(name, "s3", "/store/x", 8, 100, 0.25, 2.0, 0.001, fetched)
+
+
+def test_before_anything_has_happened_all_is_zero():
+    assert Counted().all == {}
+
+
+@pytest.mark.parametrize(
+    ("event", "counted"),
+    [
+        (resolved(), {"resolves_total,s3,served": 1, "locate_seconds_count,s3": 1, "locate_seconds_sum,s3": 0.25,
+                      "store_hits_total": 1}),
+        (resolved(fetched=True), {"resolves_total,s3,served": 1, "locate_seconds_count,s3": 1,
+                                  "locate_seconds_sum,s3": 0.25, "store_misses_total": 1}),
+        (AdapterConfirmed("sql", "hub"), {"resolves_total,hub,served": 1}),
+        (AdapterFetched("sql", "s3", "s3://b/sql", 500, 2.0),
+         {"fetch_seconds_count,s3": 1, "fetch_seconds_sum,s3": 2.0, "fetched_bytes_total,s3": 500}),
+        (AdapterRejected("sql", "s3", InvalidAdapter("x")),
+         {"resolves_total,s3,refused": 1, "errors_total,resolve,L005": 1}),
+        (SourceFailed("sql", "s3", SourceUnavailable("x")),
+         {"resolves_total,s3,failed": 1, "errors_total,resolve,L006": 1}),
+        (AdapterUnknown("sql"), {"resolves_total,none,absent": 1}),
+        (AbsenceRemembered("sql", "s3"), {"absences_remembered_total,s3": 1}),
+        (StoreEvicted("d", 7), {"store_evictions_total": 1, "store_evicted_bytes_total": 7}),
+        (RequestServed("sql"), {"requests_total,sql": 1}),
+        (RequestRefused("sql", NoFreeSlot("x")), {"errors_total,request,L001": 1}),
+        (LoadRefused("sql", NoFreeSlot("x")), {"errors_total,load,L001": 1}),
+        (AdapterReady("sql", "/x", 10, 0.5), {}),  # the engines count it
+        (AdapterSwapped("sql", "a", "b", 2.0),
+         {"swaps_total": 1, "swap_load_seconds_count": 1, "swap_load_seconds_sum": 2.0}),
+        (UpdateFailed("sql", InvalidAdapter("x")), {"errors_total,update,L005": 1}),
+        (AdapterUnloaded("sql", 3.0, 2),
+         {"unloads_total": 1, "drain_seconds_count": 1, "drain_seconds_sum": 3.0, "drain_aborted_requests_total": 2}),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_an_event_is_counted_once_and_nowhere_else(event, counted):
+    once = Counted().tell(event).all
+    assert once == counted
+    assert Counted().tell(event, event).all == {key: 2 * value for key, value in counted.items()}
+
+
+def served(name: str, times: int = 1) -> list[RequestServed]:
+    return [RequestServed(name)] * times
+
+
+def requests(counted: Counted) -> dict[str, float]:
+    return {k.split(",", 1)[1]: v for k, v in counted.all.items() if k.startswith("requests_total")}
+
+
+def test_adapters_beyond_the_bound_share_a_label():
+    counted = Counted(2).tell(*served("a", 2), *served("b"), *served("c", 3), *served("d"), *served("a"))
+    assert requests(counted) == {"a": 3, "b": 1, OTHERS: 4}
+
+
+def test_names_that_are_only_asked_for_get_no_label():
+    counted = Counted(1)
+    for number in range(1000):
+        counted.tell(AdapterUnknown(f"x{number}"), RequestRefused(f"y{number}", NoFreeSlot("x")))
+    counted.tell(*served("a"))
+    assert requests(counted) == {"a": 1}
+    assert len(list(generate_latest(counted.registry).splitlines())) < 600
+
+
+def test_an_adapter_that_is_gone_leaves_no_series_and_gives_its_label_up():
+    counted = Counted(1).tell(*served("a"), *served("b"))
+    counted.tell(AdapterUnloaded("a", 0.0, 0), AdapterUnloaded("b", 0.0, 0), *served("b"))
+    assert requests(counted) == {"b": 1, OTHERS: 1}
+
+
+def test_where_series_cannot_go_their_number_is_bounded_all_the_same():
+    counted = Counted(1, can_forget=False)
+    for name in ("a", "b", "c"):
+        counted.tell(*served(name), AdapterUnloaded(name, 0.0, 0))
+    assert requests(counted) == {"a": 1, OTHERS: 2}
+
+
+def test_a_name_that_no_text_can_carry_is_shown_all_the_same():
+    assert b"\\\\ud800" in generate_latest(Counted().tell(*served("\ud800")).registry)

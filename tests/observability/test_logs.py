@@ -1,0 +1,229 @@
+"""Logging: one line per event, a rejection's warning once, and bounded memory for what was warned of."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from lora_plugins.errors import InvalidAdapter, SourceUnavailable
+from lora_plugins.events import (
+    AdapterFetched,
+    AdapterReady,
+    AdapterRejected,
+    AdapterResolved,
+    AdapterSwapped,
+    AdapterUnknown,
+    AdapterUnloaded,
+    Events,
+    LoadRefused,
+    RequestRefused,
+    RequestServed,
+    SourceFailed,
+    UpdateFailed,
+)
+from lora_plugins.log import logger
+from lora_plugins.observability import logs
+from lora_plugins.observability.logs import LogEvents
+
+
+def resolved(**changes: object) -> AdapterResolved:
+    facts = {
+        "name": "sql",
+        "source": "filesystem",
+        "path": "/adapters/sql",
+        "rank": 8,
+        "size_bytes": 2_500_000,
+        "locate_s": 0.001,
+        "obtain_s": 0.02,
+        "check_s": 0.003,
+        "fetched": False,
+    }
+    return AdapterResolved(**{**facts, **changes})
+
+
+def rejected(name="sql", found="x") -> AdapterRejected:
+    return AdapterRejected(name, "filesystem", InvalidAdapter(found, adapter=name))
+
+
+def levels(logged) -> list[int]:
+    return [record.levelno for record in logged.records if record.name == "vllm.lora_plugins"]
+
+
+def test_a_resolved_adapter_is_one_line_with_its_facts(logged):
+    LogEvents()(resolved())
+    assert levels(logged) == [logging.INFO]
+    for fact in (
+        "'sql'",
+        "filesystem",
+        "rank 8",
+        "2.5 MB",
+        "1.0 ms",
+        "found in the store in 20.0 ms",
+        "3.0 ms",
+        "/adapters/sql",
+    ):
+        assert fact in logged.text
+
+
+def test_a_fetch_is_a_detail_as_the_line_of_its_load_has_it(logged):
+    LogEvents()(AdapterFetched("sql", "s3", "s3://bucket/sql", 50_000_000, 0.5))
+    assert levels(logged) == [logging.DEBUG]
+    for fact in ("'sql'", "s3://bucket/sql", "50.0 MB", "0.50 s", "100 MB/s"):
+        assert fact in logged.text
+
+
+def ready(name="sql", path="/adapters/sql") -> AdapterReady:
+    return AdapterReady(name, path, 2_500_000, 0.04)
+
+
+def with_manager() -> LogEvents:
+    hook = LogEvents()
+    hook.waits_for_ready = True
+    return hook
+
+
+def infos(logged) -> list[str]:
+    return [record.getMessage() for record in logged.records if record.levelno >= logging.INFO]
+
+
+def test_a_load_is_one_line_with_what_each_step_took(logged):
+    hook = with_manager()
+    hook(AdapterFetched("sql", "s3", "s3://bucket/sql", 2_500_000, 0.02))
+    hook(resolved(source="s3", uri="s3://bucket/sql", fetched=True))
+    assert infos(logged) == []
+    hook(ready())
+    hook(RequestServed("sql"))
+    (line,) = infos(logged)
+    for fact in ("'sql'", "s3", "s3://bucket/sql", "rank 8", "2.5 MB", "located in 1.0 ms", "fetched in 20.0 ms",
+                 "checked in 3.0 ms", "loaded in 40.0 ms", "/adapters/sql"):  # fmt: skip
+        assert fact in line
+
+
+def test_a_load_by_path_is_one_line_and_the_same_again_a_detail(logged):
+    hook = with_manager()
+    for _ in range(2):
+        hook(ready("by\nhand", "/somewhere"))
+    assert levels(logged) == [logging.INFO, logging.DEBUG]
+    first, again = (record.getMessage() for record in logged.records)
+    for fact in ("'by\\nhand'", "2.5 MB", "loaded in 40.0 ms", "/somewhere"):
+        assert fact in first
+    assert "again" in again
+    assert "again" not in first
+
+
+def test_another_version_of_a_name_does_not_take_the_line_of_the_one_that_was_resolved(logged):
+    hook = with_manager()
+    hook(resolved())
+    hook(ready(path="/adapters/old"))
+    hook(ready())
+    other, own = infos(logged)
+    assert "rank 8" not in other
+    assert "rank 8" in own
+
+
+@pytest.mark.parametrize("kind", [LoadRefused, RequestRefused])
+def test_what_the_engine_refuses_is_its_line_and_one_warning(logged, kind):
+    hook = with_manager()
+    hook(resolved())
+    for _ in range(2):
+        hook(kind("sql", InvalidAdapter("x", adapter="sql")))
+    line, warning = infos(logged)
+    assert "rank 8" in line
+    assert "not loaded" in line
+    assert "[L005]" in warning
+
+
+def test_a_load_and_its_request_that_fail_are_one_warning(logged):
+    hook, error = with_manager(), InvalidAdapter("x", adapter="sql")
+    hook(LoadRefused("sql", error))
+    hook(RequestRefused("sql", error))
+    assert levels(logged) == [logging.WARNING, logging.DEBUG]
+
+
+def test_a_swap_an_unload_and_an_update_that_fails_are_a_line_each(logged):
+    hook = LogEvents()
+    hook(AdapterSwapped("sql", "ab" * 32, "/by/hand", 0.5))
+    hook(AdapterUnloaded("sql", 1.5, 2))
+    hook(UpdateFailed("sql", InvalidAdapter("x", adapter="sql")))
+    swapped, unloaded, failed = infos(logged)
+    assert "'sql' swapped from abababababab to /by/hand, loaded in 0.50 s" in swapped
+    assert "'sql' unloaded after 1.50 s; 2 requests were ended" in unloaded
+    assert "goes on with its old version: [L005]" in failed
+
+
+def test_what_is_resolved_and_never_brought_is_remembered_in_bounded_memory(logged, monkeypatch):
+    monkeypatch.setattr(logs, "_REMEMBERED", 3)
+    hook = with_manager()
+    for number in range(100):
+        hook(resolved(name=str(number)))
+        hook(ready(str(number), "/elsewhere"))
+    assert len(hook._resolved) == len(hook._loaded) == 3
+
+
+def test_what_was_let_through_is_a_warning_once(logged):
+    hook = LogEvents()
+    for _ in range(2):
+        hook(resolved(notes=("weights not verified",)))
+    assert levels(logged) == [logging.INFO, logging.WARNING, logging.INFO, logging.DEBUG]
+    assert "'sql': weights not verified" in logged.text
+
+
+@pytest.mark.parametrize(
+    ("event", "code"),
+    [(rejected(), "L005"), (SourceFailed("sql", "filesystem", SourceUnavailable("x", adapter="sql")), "L006")],
+)
+def test_a_failure_is_a_warning_with_its_code_once_and_then_debug(logged, event, code):
+    hook = LogEvents()
+    for _ in range(3):
+        hook(event)
+    assert levels(logged) == [logging.WARNING, logging.DEBUG, logging.DEBUG]
+    for part in (f"[{code}]", "'sql'", "filesystem"):
+        assert part in logged.records[0].getMessage()
+
+
+def test_another_reason_or_another_adapter_is_another_warning(logged):
+    hook = LogEvents()
+    for event in (rejected(), rejected(found="y"), rejected(name="other")):
+        hook(event)
+    assert levels(logged) == [logging.WARNING] * 3
+
+
+def test_an_unknown_name_is_no_warning_and_forges_no_line(logged):
+    LogEvents()(AdapterUnknown("a\nWARNING forged", "the character U+000A"))
+    assert levels(logged) == [logging.DEBUG]
+    assert "\n" not in logged.records[0].getMessage()
+
+
+def test_what_was_warned_of_is_remembered_in_bounded_memory(logged, monkeypatch):
+    monkeypatch.setattr(logs, "_REMEMBERED", 3)
+    hook = LogEvents()
+    for number in range(100):
+        hook(rejected(name=str(number)))
+    assert len(hook._warned) == 3
+    hook(rejected(name="99"))  # remembered
+    hook(rejected(name="0"))  # forgotten
+    assert levels(logged)[-2:] == [logging.DEBUG, logging.WARNING]
+
+
+def test_a_repeat_keeps_a_warning_remembered(logged, monkeypatch):
+    monkeypatch.setattr(logs, "_REMEMBERED", 2)
+    hook = LogEvents()
+    for name in ("a", "b", "a", "c", "a"):
+        hook(rejected(name=name))
+    assert levels(logged) == [logging.WARNING, logging.WARNING, logging.DEBUG, logging.WARNING, logging.DEBUG]
+
+
+def test_the_logger_is_vllms_child():
+    # vLLM's handlers and level apply to it, without our touching logging's configuration.
+    assert logger.parent.name.startswith("vllm") or logger.name.startswith("vllm.")
+    assert logger.handlers == []
+
+
+def test_every_hook_is_told_in_order():
+    told = []
+    events = Events(lambda event: told.append(("first", event)))
+    events.add(lambda event: told.append(("second", event)))
+    event = AdapterUnknown("sql")
+    events.emit(event)
+    assert told == [("first", event), ("second", event)]

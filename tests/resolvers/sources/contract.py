@@ -1,0 +1,385 @@
+"""What every source must do. A source's tests subclass `SourceContract` and give it a harness."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.names import AdapterName
+from lora_plugins.adapter.verify import PICKLE_FILES, WEIGHTS_FILE, verify_adapter
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable
+from lora_plugins.resolvers.limits import admit
+from lora_plugins.resolvers.sources.source import ADAPTER_FILES, Located, Source, VersionChanged
+from lora_plugins.settings import Settings
+from lora_plugins.store.store import Arriving, Store, StoredAdapter
+from tests.make import BASE, adapter_files, config_bytes, weights
+
+
+class SourceHarness(ABC):
+    """One place that adapters come from, as a test sets it up; the place exists and is empty at first."""
+
+    # Whether one version stands for everything in the place, as a commit does.
+    commits = False
+
+    @abstractmethod
+    def make_source(self) -> Source:
+        """The source for this place."""
+
+    @abstractmethod
+    def put_adapter(self, name: str, files: Mapping[str, bytes]) -> None:
+        """Add or replace files where the source looks for `name`; `name` may end in `@revision`."""
+
+    @abstractmethod
+    def break_source(self) -> None:
+        """From now on the place cannot say what it has."""
+
+    @abstractmethod
+    def restore_source(self) -> None:
+        """End what `break_source` began; what was put is there again."""
+
+    def asked(self, name: str) -> str:
+        """How a request spells what the contract calls `name`, where the place allows only some names."""
+        return name
+
+    def settle(self) -> None:  # noqa: B027 - most have none
+        """Wait for whatever the source's own threads still do after a fetch has ended."""
+
+
+def locate(source: Source, name: str) -> Located | None:
+    return asyncio.run(source.locate(AdapterName.parse(name), BASE.path))
+
+
+def located(source: Source, name: str) -> Located:
+    found = locate(source, name)
+    assert found is not None
+    return found
+
+
+def obtain(store: Store, source: Source, found: Located, settings: Settings | None = None) -> StoredAdapter:
+    """Admit, fetch, verify and publish what was located, as the chain does."""
+    return asyncio.run(obtaining(store, source, found, settings or Settings()))
+
+
+async def obtaining(store: Store, source: Source, found: Located, settings: Settings) -> StoredAdapter:
+    admitted = admit(found, settings)
+    fetch = partial(source.fetch, admitted)
+    return await store.obtain(admitted, fetch, lambda directory: verify(directory, settings))
+
+
+def verify(directory: Path, settings: Settings | None = None) -> int:
+    """The rank of an adapter that this verifies; it says which one it is."""
+    return verify_adapter(directory, BASE, settings or Settings()).config.rank
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "manifest.json"}
+
+
+def ranked(rank: int) -> dict[str, bytes]:
+    return adapter_files(weights(rank), r=rank)
+
+
+def turned() -> dict[str, bytes]:
+    """Other bytes than `adapter_files()`, in files of the same sizes."""
+    return adapter_files({name: -array for name, array in weights().items()}, lora_alpha=9)
+
+
+class SourceContract:
+    """Subclasses define the fixture `harness`."""
+
+    @pytest.fixture
+    def source(self, harness: SourceHarness) -> Source:
+        return harness.make_source()
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return Store(tmp_path / "contract-store")
+
+    @pytest.fixture
+    def find(self, harness: SourceHarness, source: Source):
+        """What the source says of a name."""
+        return lambda name: locate(source, harness.asked(name))
+
+    @pytest.fixture
+    def rank(self, harness: SourceHarness, source: Source, store: Store):
+        """Fetch a name through the store and say which adapter came."""
+        return lambda name: verify(obtain(store, source, located(source, harness.asked(name))).directory)
+
+    @pytest.fixture
+    def leftovers(self, harness: SourceHarness, store: Store):
+        def leftovers() -> list[str]:
+            harness.settle()
+            return [entry.name for entry in os.scandir(store.layout.folder("tmp"))]
+
+        return leftovers
+
+    # --- locating
+
+    def test_an_adapter_is_found_fetched_and_verified(self, harness, source, find, rank):
+        harness.put_adapter("sql", adapter_files())
+        found = find("sql")
+        assert found.name == AdapterName.parse(harness.asked("sql"))
+        assert found.source == source.label
+        assert rank("sql") == 4
+
+    def test_the_label_is_one_word_for_logs_and_metrics(self, source):
+        assert source.label.isidentifier()
+        assert str(source).startswith(f"{source.label} (")
+
+    def test_it_says_whether_asking_costs_a_round_trip(self, source):
+        assert isinstance(source.remote, bool)
+
+    def test_an_unknown_name_is_none(self, harness, find):
+        harness.put_adapter("sql", adapter_files())
+        for name in ("sq", "sqll", "SQL", "sql.", "other", "team/sql", "sql/x", "sql/adapter_config.json"):
+            assert find(name) is None, name
+
+    def test_an_empty_source_has_nothing(self, find):
+        assert find("sql") is None
+
+    def test_a_nested_name_is_found(self, harness, rank):
+        harness.put_adapter("team/a/sql", ranked(8))
+        harness.put_adapter("sql", ranked(4))
+        assert (rank("team/a/sql"), rank("sql")) == (8, 4)
+
+    def test_a_folder_of_adapters_is_none(self, harness, find):
+        harness.put_adapter("team/sql", adapter_files())
+        assert find("team") is None
+
+    def test_an_adapter_below_an_adapter_is_its_own(self, harness, rank):
+        harness.put_adapter("sql", ranked(4))
+        harness.put_adapter("sql/checkpoint-10", ranked(8))
+        assert (rank("sql"), rank("sql/checkpoint-10")) == (4, 8)
+
+    def test_a_revision_is_found_beside_the_unpinned_adapter(self, harness, find, rank):
+        harness.put_adapter("sql", ranked(4))
+        harness.put_adapter("sql@v2", ranked(8))
+        assert find("sql@v2").name.revision == "v2"
+        assert (rank("sql@v2"), rank("sql")) == (8, 4)
+
+    def test_an_unknown_revision_is_none(self, harness, find):
+        harness.put_adapter("sql", adapter_files())
+        for name in ("sql@v9", "sql@refs/pr/1"):
+            assert find(name) is None, name
+
+    def test_a_name_in_another_script_is_found(self, harness, rank):
+        harness.put_adapter("größe/模型 (2)", adapter_files())
+        assert rank("größe/模型 (2)") == 4
+
+    def test_a_name_is_never_a_pattern(self, harness, find, rank):
+        for name in ("sql", "axbyc", "s"):
+            harness.put_adapter(name, ranked(4))
+        for name in ("*", "s*", "sq?", "[s]ql", "s[q]l", "sql*", "**", "a*b?c", "a[*]b[?]c"):
+            assert find(name) is None, name
+        harness.put_adapter("a*b?c", ranked(8))
+        harness.put_adapter("[s]ql", ranked(16))
+        assert (rank("a*b?c"), rank("[s]ql"), rank("axbyc"), rank("sql")) == (8, 16, 4, 4)
+
+    def test_only_an_adapters_own_files_are_located_in_their_sizes(self, harness, find):
+        files = {**adapter_files(), PICKLE_FILES[0]: b"pickle"}
+        others = {"README.md": b"x", "optimizer.pt": b"y" * 99, "adapter_config.json.bak": b"{}", "config.json": b"{}"}
+        harness.put_adapter("sql", {**files, **others})
+        harness.put_adapter("sql/checkpoint-10", ranked(8))
+        found = find("sql")
+        assert {file.name: file.size_bytes for file in found.files} == {name: len(data) for name, data in files.items()}
+        assert {file.name for file in found.files} <= set(ADAPTER_FILES)
+        assert [name for name, _, _ in found.promised] == [file.name for file in found.files]
+
+    def test_where_it_lies_is_told_by_a_uri_of_its_own(self, harness, find):
+        for name in ("sql", "sql/b", "team/sql"):
+            harness.put_adapter(name, adapter_files())
+        uris = [find(name).uri for name in ("sql", "sql/b", "team/sql")]
+        assert len(set(uris)) == 3
+        assert all(re.match(r"[a-z0-9]+://", uri) for uri in uris)
+
+    # --- versions
+
+    def test_nothing_changed_is_the_same_version(self, harness, find):
+        harness.put_adapter("sql", adapter_files())
+        first = find("sql")
+        assert find("sql") == first
+        if not harness.commits:
+            harness.put_adapter("other", ranked(8))
+            harness.put_adapter("sql/checkpoint-10", ranked(8))
+            harness.put_adapter("sql", {"README.md": b"read me"})
+            assert find("sql") == first
+
+    @pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE])
+    def test_other_bytes_of_the_same_size_are_another_version(self, harness, find, file):
+        harness.put_adapter("sql", adapter_files())
+        first = find("sql")
+        harness.put_adapter("sql", {file: turned()[file]})
+        second = find("sql")
+        assert (second.uri, second.name) == (first.uri, first.name)
+        assert second.version != first.version
+        assert [file.size_bytes for file in second.files] == [file.size_bytes for file in first.files]
+
+    # --- fetching
+
+    @pytest.mark.parametrize("wanted", [(CONFIG_FILE, WEIGHTS_FILE), (CONFIG_FILE,), ADAPTER_FILES])
+    def test_exactly_the_located_files_are_written(self, harness, source, find, tmp_path, wanted):
+        files = {**adapter_files(), **dict.fromkeys(PICKLE_FILES, b"pickle"), "README.md": b"x", "optimizer.pt": b"y"}
+        harness.put_adapter("sql", files)
+        found = find("sql")
+        found = replace(found, files=tuple(file for file in found.files if file.name in wanted))
+        (tmp_path / "arriving").mkdir()
+        arriving = Arriving(tmp_path / "arriving", wanted)
+        asyncio.run(source.fetch(found, arriving))
+        harness.settle()
+        assert content(arriving.directory) == {name: files[name] for name in wanted}
+        assert {file.name: file.size_bytes for file in arriving.finish()} == {n: len(files[n]) for n in wanted}
+
+    def test_what_is_published_is_what_was_put(self, harness, source, store, find, leftovers):
+        harness.put_adapter("sql", {**adapter_files(), "README.md": b"x"})
+        found = find("sql")
+        stored = obtain(store, source, found)
+        asyncio.run(source.published(found, stored.directory))
+        assert content(stored.directory) == adapter_files()
+        assert store.verify(stored.digest)
+        assert leftovers() == []
+
+    def test_what_was_fetched_once_is_found_in_the_store(self, harness, source, store, find):
+        harness.put_adapter("sql", adapter_files())
+        assert obtain(store, source, find("sql")).fetched
+        assert not obtain(store, source, find("sql")).fetched
+
+    def test_a_published_adapter_does_not_depend_on_its_source(self, harness, source, store, find, rank):
+        harness.put_adapter("sql", ranked(4))
+        stored = obtain(store, source, find("sql"))
+        harness.put_adapter("sql", ranked(8))
+        assert rank("sql") == 8
+        assert content(stored.directory) == ranked(4)
+        assert store.verify(stored.digest)
+
+    @pytest.mark.parametrize("new", [ranked(8), turned()], ids=["other sizes", "same sizes"])
+    def test_changed_between_locating_and_fetching(self, harness, source, store, find, rank, leftovers, new):
+        old = adapter_files()
+        harness.put_adapter("sql", old)
+        found = find("sql")
+        harness.put_adapter("sql", new)
+        try:
+            stored = obtain(store, source, found)
+        except VersionChanged:
+            assert store.layout.digests() == []
+        else:
+            assert content(stored.directory) == old
+        assert leftovers() == []
+        assert content(obtain(store, source, find("sql")).directory) == new
+
+    @pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE])
+    def test_changed_while_it_is_fetched_is_never_a_mix(self, harness, source, store, find, leftovers, file):
+        old, new = adapter_files(), turned()
+        harness.put_adapter("sql", old)
+        found = find("sql")
+
+        async def fetch(arriving: Arriving) -> None:
+            landed = arriving.landed
+
+            def change_then_say(name: str, size_bytes: int) -> None:
+                arriving.landed = landed
+                harness.put_adapter("sql", {file: new[file]})
+                landed(name, size_bytes)
+
+            arriving.landed = change_then_say
+            await source.fetch(found, arriving)
+
+        try:
+            stored = asyncio.run(store.obtain(found, fetch, verify))
+        except VersionChanged:
+            assert store.layout.digests() == []
+        else:
+            assert content(stored.directory) == old
+        assert leftovers() == []
+        assert content(obtain(store, source, find("sql")).directory) == {**old, file: new[file]}
+
+    def test_many_are_fetched_at_once(self, harness, source, store):
+        ranks = {f"sql-{rank}": rank for rank in (1, 2, 4, 8)}
+        for name, rank in ranks.items():
+            harness.put_adapter(name, ranked(rank))
+
+        async def serve(name: str) -> int:
+            found = await source.locate(AdapterName.parse(harness.asked(name)), BASE.path)
+            return verify((await obtaining(store, source, found, Settings())).directory)
+
+        async def serve_all() -> list[int]:
+            return await asyncio.gather(*(serve(name) for name in [*ranks] * 3))
+
+        assert asyncio.run(serve_all()) == [*ranks.values()] * 3
+
+    # --- what is wrong
+
+    @pytest.mark.parametrize(
+        ("files", "kind"),
+        [
+            ({WEIGHTS_FILE: b"x"}, AdapterNotFound),  # no configuration
+            ({CONFIG_FILE: config_bytes()}, AdapterNotFound),  # no weights
+            ({CONFIG_FILE: b"{", WEIGHTS_FILE: b"x"}, InvalidAdapter),
+            ({CONFIG_FILE: config_bytes(), WEIGHTS_FILE: b""}, InvalidAdapter),
+            ({CONFIG_FILE: config_bytes(), WEIGHTS_FILE: b"short"}, InvalidAdapter),
+            ({CONFIG_FILE: config_bytes(), PICKLE_FILES[0]: b"x"}, InvalidAdapter),
+        ],
+        ids=["no configuration", "no weights", "broken configuration", "empty weights", "broken weights", "a pickle"],
+    )
+    def test_a_broken_adapter_is_never_none(self, harness, rank, store, leftovers, files, kind):
+        harness.put_adapter("sql", files)
+        with pytest.raises(kind) as caught:
+            rank("sql")
+        assert isinstance(caught.value, LoRAPluginsError)
+        assert caught.value.file in ADAPTER_FILES
+        assert store.layout.digests() == []
+        assert leftovers() == []
+
+    def test_an_outage_is_never_none(self, harness, find):
+        harness.put_adapter("sql", adapter_files())
+        harness.break_source()
+        try:
+            for name in ("sql", "other", "team/other", "sql@v2"):
+                with pytest.raises(SourceUnavailable) as caught:
+                    find(name)
+                assert caught.value.remedy, name
+        finally:
+            harness.restore_source()
+
+    def test_after_an_outage_it_answers_again(self, harness, find, rank):
+        harness.put_adapter("sql", adapter_files())
+        harness.break_source()
+        try:
+            with pytest.raises(SourceUnavailable):
+                find("sql")
+        finally:
+            harness.restore_source()
+        assert rank("sql") == 4
+        assert find("other") is None
+
+    def test_an_outage_before_the_fetch_leaves_nothing_and_passes(self, harness, source, store, find, rank, leftovers):
+        harness.put_adapter("sql", adapter_files())
+        found = find("sql")
+        harness.break_source()
+        try:
+            with pytest.raises(SourceUnavailable) as caught:
+                obtain(store, source, found)
+            assert not isinstance(caught.value, VersionChanged)
+            assert leftovers() == []
+            assert store.layout.digests() == []
+        finally:
+            harness.restore_source()
+        assert rank("sql") == 4
+
+    def test_many_may_ask_at_once(self, harness, source):
+        harness.put_adapter("sql", adapter_files())
+
+        async def ask() -> list[Located | None]:
+            names = [AdapterName.parse(harness.asked(name)) for name in ("sql", "other") * 20]
+            return await asyncio.gather(*(source.locate(name, BASE.path) for name in names))
+
+        found = asyncio.run(ask())
+        assert [item is not None for item in found] == [True, False] * 20

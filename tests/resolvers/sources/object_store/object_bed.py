@@ -1,0 +1,95 @@
+"""S3 behind the fault proxy, a store, and a source between them; import the fixtures by name."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.names import AdapterName
+from lora_plugins.adapter.verify import WEIGHTS_FILE
+from lora_plugins.resolvers.sources.object_store.ranges import Limits
+from lora_plugins.resolvers.sources.object_store.s3 import s3_storage_options
+from lora_plugins.resolvers.sources.object_store.source import ObjectLocated, ObjectSource
+from lora_plugins.store.store import Store, StoredAdapter
+from testbed.proxy import FaultProxy, fault_proxy
+from testbed.s3 import S3, Bucket, s3_server
+
+RANGE = 256 << 10
+LIMITS = Limits(range_bytes=RANGE, parallel=4, timeout_s=60, attempts=4, wait_s=0.01, max_wait_s=0.05)
+# Four ranges and a little one.
+WEIGHTS = os.urandom(4 * RANGE + 1000)
+FILES = {CONFIG_FILE: b'{"r": 4}', WEIGHTS_FILE: WEIGHTS}
+BASE = "org/base"
+
+
+@dataclass
+class Bed:
+    s3: S3
+    proxy: FaultProxy
+    bucket: Bucket
+    store: Store
+
+    def source(
+        self, template: str = "", *, url: str = "", read_timeout_s: float = 30.0, **changes: Any
+    ) -> ObjectSource:
+        options = s3_storage_options(self.s3.env(url or self.proxy.url))
+        options["config_kwargs"] |= {"read_timeout": read_timeout_s, "connect_timeout": 30.0}
+        template = template or f"s3://{self.bucket.name}/loras/{{lora_name}}"
+        return ObjectSource(template, **{"storage_options": options, "limits": LIMITS, **changes})
+
+    def put(self, name: str = "sql", files: dict[str, bytes] | None = None) -> None:
+        self.bucket.put_many(f"loras/{name}", FILES if files is None else files)
+
+    async def obtain(self, source: ObjectSource, located: ObjectLocated) -> StoredAdapter:
+        return await self.store.obtain(located, partial(source.fetch, located), lambda _: None)
+
+    async def ask(self, source: ObjectSource, name: str = "sql") -> StoredAdapter | None:
+        located = await source.locate(AdapterName.parse(name), BASE)
+        return None if located is None else await self.obtain(source, located)
+
+    def serve(self, source: ObjectSource, name: str = "sql") -> StoredAdapter | None:
+        return asyncio.run(self.ask(source, name))
+
+    def assert_clean(self) -> None:
+        """Nothing half there: no leftovers, and every published adapter verifies."""
+        assert not list(self.store.layout.folder("tmp").iterdir())
+        for digest in self.store.layout.digests():
+            assert self.store.verify(digest)
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[S3]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def shared_proxy(s3: S3) -> Iterator[FaultProxy]:
+    with fault_proxy(s3.url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def bed(s3: S3, shared_proxy: FaultProxy, tmp_path: Path) -> Iterator[Bed]:
+    s3.reset()
+    shared_proxy.clear()
+    shared_proxy.forget()
+    yield Bed(s3, shared_proxy, s3.bucket(), Store(tmp_path / "store"))
+    shared_proxy.refuse(False)
+
+
+def read(stored: StoredAdapter | None) -> dict[str, bytes]:
+    assert stored is not None
+    return {path.name: path.read_bytes() for path in stored.directory.iterdir() if path.name in FILES}
+
+
+def locate(source: ObjectSource, name: str = "sql", base: str = BASE) -> ObjectLocated | None:
+    return asyncio.run(source.locate(AdapterName.parse(name), base))

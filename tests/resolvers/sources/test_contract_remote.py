@@ -1,0 +1,146 @@
+"""The shared contract for the sources behind a network: S3 over HTTP, fsspec's memory, and a local Hub."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from huggingface_hub.utils import _http as hub_http
+
+from lora_plugins.resolvers.sources.hub import source as hub_module
+from lora_plugins.resolvers.sources.hub.patterns import HubPatterns
+from lora_plugins.resolvers.sources.hub.source import HubSource
+from lora_plugins.resolvers.sources.object_store.source import ObjectSource
+from testbed.hub import Hub, local_hub
+from testbed.proxy import FaultProxy, fault_proxy
+from tests.resolvers.sources.contract import SourceContract, SourceHarness
+from tests.resolvers.sources.hub.hub_bed import isolate
+from tests.resolvers.sources.object_store.object_bed import LIMITS, Bed, bed, s3, shared_proxy
+
+_ = (bed, s3, shared_proxy)
+
+
+class S3Harness(SourceHarness):
+    def __init__(self, bed: Bed) -> None:
+        self.bed = bed
+
+    def make_source(self) -> ObjectSource:
+        return self.bed.source()
+
+    def put_adapter(self, name: str, files: Mapping[str, bytes]) -> None:
+        self.bed.put(name, dict(files))
+
+    def break_source(self) -> None:
+        self.bed.proxy.refuse()
+
+    def restore_source(self) -> None:
+        self.bed.proxy.refuse(False)
+
+
+class TestS3Source(SourceContract):
+    @pytest.fixture
+    def harness(self, bed: Bed) -> S3Harness:
+        return S3Harness(bed)
+
+
+class MemoryHarness(SourceHarness):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.memory = fsspec.filesystem("memory")
+        self.patch = monkeypatch
+
+    def make_source(self) -> ObjectSource:
+        return ObjectSource("memory://contract/{lora_name}", label="memory", limits=LIMITS)
+
+    def put_adapter(self, name: str, files: Mapping[str, bytes]) -> None:
+        for file, data in files.items():
+            self.memory.pipe_file(f"/contract/{name}/{file}", data)
+
+    def break_source(self) -> None:
+        def refuse(*_: object, **__: object) -> None:
+            raise ConnectionRefusedError
+
+        self.context = self.patch.context()
+        patch = self.context.__enter__()
+        for call in ("info", "ls", "cat_file", "_open"):
+            patch.setattr(MemoryFileSystem, call, refuse)
+
+    def restore_source(self) -> None:
+        self.context.__exit__(None, None, None)
+
+
+class TestMemorySource(SourceContract):
+    @pytest.fixture
+    def harness(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryHarness]:
+        harness = MemoryHarness(monkeypatch)
+        harness.memory.makedirs("/contract", exist_ok=True)
+        yield harness
+        harness.memory.rm("/contract", recursive=True)
+
+
+class HubHarness(SourceHarness):
+    """Folders of one repository; a revision is a branch."""
+
+    commits = True
+    repo = "team/loras"
+
+    def __init__(self, hub: Hub, proxy: FaultProxy, cache: Path) -> None:
+        self.hub = hub
+        self.proxy = proxy
+        self.cache = cache
+        hub.commit(self.repo, {"README.md": b"adapters"})
+
+    def asked(self, name: str) -> str:
+        return f"{self.repo}/{name}"
+
+    def make_source(self) -> HubSource:
+        patterns = HubPatterns.parse([self.repo])
+        return HubSource(patterns, timeout_s=120, endpoint=self.proxy.url, cache_dir=self.cache)
+
+    def put_adapter(self, name: str, files: Mapping[str, bytes]) -> None:
+        folder, _, revision = name.partition("@")
+        self.hub.commit(self.repo, {f"{folder}/{n}": data for n, data in files.items()}, branch=revision or "main")
+
+    def break_source(self) -> None:
+        self.proxy.refuse()
+
+    def restore_source(self) -> None:
+        self.proxy.refuse(False)
+
+    def settle(self) -> None:
+        deadline = time.monotonic() + 120
+        while any(thread.name == "lora-plugins-hub" for thread in threading.enumerate()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Hub]:
+    with local_hub() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def hub_proxy(server: Hub) -> Iterator[FaultProxy]:
+    with fault_proxy(server.url) as running:
+        yield running
+
+
+class TestHubSource(SourceContract):
+    @pytest.fixture
+    def harness(
+        self, server: Hub, hub_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> Iterator[HubHarness]:
+        server.reset()
+        hub_proxy.clear()
+        isolate(monkeypatch, tmp_path)
+        # An outage is an outage, sooner: two attempts, and huggingface_hub's own five without its half minute of waits.
+        monkeypatch.setattr(hub_module, "_ATTEMPTS", 2)
+        monkeypatch.setattr(hub_http, "time", SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 100)))
+        yield HubHarness(server, hub_proxy, tmp_path / "hub-cache")
+        hub_proxy.refuse(False)

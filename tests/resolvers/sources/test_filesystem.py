@@ -1,0 +1,499 @@
+"""The filesystem source: the shared contract, and what only a file system can do to it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from unittest.mock import Mock
+from urllib.parse import unquote
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.names import AdapterName
+from lora_plugins.adapter.verify import PICKLE_FILES, WEIGHTS_FILE
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, OutOfMemory, SourceUnavailable
+from lora_plugins.resolvers.sources import filesystem
+from lora_plugins.resolvers.sources.filesystem import FilesystemSource
+from lora_plugins.resolvers.sources.source import VersionChanged
+from lora_plugins.store.store import Arriving, Store
+from tests.make import LAYER, adapter_files, pair, put
+from tests.resolvers.sources.contract import (
+    SourceContract,
+    SourceHarness,
+    content,
+    locate,
+    located,
+    obtain,
+    turned,
+    verify,
+)
+
+
+class FilesystemHarness(SourceHarness):
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        root.mkdir()
+
+    def make_source(self) -> FilesystemSource:
+        return FilesystemSource(self.root)
+
+    def put_adapter(self, name: str, files: Mapping[str, bytes]) -> None:
+        put(self.root / name, files)
+
+    def break_source(self) -> None:
+        self.root.rename(self.root.with_name("gone"))  # a lost mount
+
+    def restore_source(self) -> None:
+        self.root.with_name("gone").rename(self.root)
+
+
+class TestFilesystemSource(SourceContract):
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> FilesystemHarness:
+        return FilesystemHarness(tmp_path / "root")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "root").mkdir()
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+@pytest.fixture
+def rank(store):
+    """Fetch a name and say which adapter came."""
+    return lambda source, name="sql": verify(obtain(store, source, located(source, name)).directory)
+
+
+def tmp_of(store: Store) -> list[str]:
+    return os.listdir(store.layout.folder("tmp"))
+
+
+def test_the_uri_is_the_name_below_the_root(root):
+    put(root / "team" / "a b%20#?@v2", adapter_files())
+    found = located(FilesystemSource(root), "team/a b%20#?@v2")
+    assert found.uri == (root / "team" / "a b%20#?@v2").as_uri()
+    assert found.uri.endswith("/team/a%20b%2520%23%3F%40v2")
+
+
+def test_it_is_no_round_trip(root):
+    assert FilesystemSource(root).remote is False
+
+
+def test_it_says_where_it_looks(root):
+    assert str(FilesystemSource(root)) == f"filesystem ({root})"
+
+
+@pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE, *PICKLE_FILES])
+def test_any_file_of_an_adapter_makes_a_directory_one(root, file):
+    put(root / "sql", {file: b""})
+    if file == CONFIG_FILE:
+        assert located(FilesystemSource(root), "sql")
+        return
+    with pytest.raises(AdapterNotFound) as caught:
+        locate(FilesystemSource(root), "sql")
+    assert caught.value.file == CONFIG_FILE
+
+
+def test_other_files_make_no_adapter(root):
+    put(root / "sql", {"README.md": b"", "config.json": b"{}", "model.safetensors": b""})
+    assert locate(FilesystemSource(root), "sql") is None
+
+
+def test_a_file_is_no_adapter(root):
+    (root / "sql").write_bytes(b"")
+    assert locate(FilesystemSource(root), "sql") is None
+    assert locate(FilesystemSource(root), "sql/x") is None
+
+
+@pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE])
+def test_a_dangling_link_is_there_but_broken(root, file):
+    # Never None: somebody put it there.
+    put(root / "sql", adapter_files())
+    (root / "sql" / file).unlink()
+    (root / "sql" / file).symlink_to("nowhere")
+    with pytest.raises(AdapterNotFound) as caught:
+        locate(FilesystemSource(root), "sql")
+    assert caught.value.file == file
+
+
+def test_a_path_longer_than_the_file_system_takes_is_none(root):
+    while len(str(root)) < 3850:
+        root /= "x" * 100
+    root.mkdir(parents=True)
+    name = "/".join(["a" * 60] * 4)
+    with pytest.raises(OSError, match="too long"):
+        os.stat(root / name)
+    assert locate(FilesystemSource(root), name) is None
+
+
+# --- symlinks
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    return put(tmp_path / "root-outside" / "sql", adapter_files())
+
+
+def test_a_directory_symlinked_out_of_the_root_is_refused(root, outside):
+    (root / "sql").symlink_to(outside)
+    with pytest.raises(InvalidAdapter, match=r"leaves the adapter root.*LORA_PLUGINS_FOLLOW_SYMLINKS"):
+        locate(FilesystemSource(root), "sql")
+
+
+def test_a_symlink_on_the_way_out_of_the_root_is_refused(root, outside):
+    (root / "team").symlink_to(outside.parent)
+    with pytest.raises(InvalidAdapter, match="leaves the adapter root"):
+        locate(FilesystemSource(root), "team/sql")
+
+
+def test_what_lies_outside_is_not_told_by_a_symlink(root, outside):
+    # The same answer whether or not there is an adapter behind it.
+    (outside / CONFIG_FILE).unlink()
+    (outside / WEIGHTS_FILE).unlink()
+    (root / "sql").symlink_to(outside)
+    with pytest.raises(InvalidAdapter, match="leaves the adapter root"):
+        locate(FilesystemSource(root), "sql")
+
+
+def test_a_symlink_out_of_the_root_is_followed_where_that_is_allowed(root, outside, rank):
+    (root / "sql").symlink_to(outside)
+    assert rank(FilesystemSource(root, follow_symlinks=True)) == 4
+
+
+@pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE])
+def test_a_file_symlinked_out_of_the_root_is_refused_or_followed(root, outside, rank, store, file):
+    put(root / "sql", adapter_files())
+    (root / "sql" / file).unlink()
+    (root / "sql" / file).symlink_to(outside / file)
+    with pytest.raises(InvalidAdapter, match="leaves the adapter root") as caught:
+        locate(FilesystemSource(root), "sql")
+    assert caught.value.file == file
+    assert rank(FilesystemSource(root, follow_symlinks=True)) == 4
+    (directory,) = (store.layout.adapter(digest) for digest in store.layout.digests())
+    assert not any(path.is_symlink() for path in directory.iterdir())
+
+
+def test_a_symlink_within_the_root_is_followed(root, rank):
+    put(root / "sql-v2", adapter_files())
+    (root / "sql").symlink_to("sql-v2")
+    assert rank(FilesystemSource(root)) == 4
+
+
+def test_a_root_that_is_a_symlink_is_a_root(root, tmp_path, rank):
+    put(root / "sql", adapter_files())
+    (tmp_path / "link").symlink_to(root)
+    assert rank(FilesystemSource(tmp_path / "link")) == 4
+
+
+def test_a_symlink_that_is_bent_outwards_before_the_fetch_is_refused(root, outside, store):
+    put(root / "sql", adapter_files())
+    found = located(FilesystemSource(root), "sql")
+    shutil.rmtree(root / "sql")
+    (root / "sql").symlink_to(outside)
+    with pytest.raises(InvalidAdapter, match="leaves the adapter root"):
+        obtain(store, FilesystemSource(root), found)
+    assert tmp_of(store) == []
+
+
+@pytest.mark.parametrize("follow", [True, False])
+def test_a_symlink_loop_is_refused(root, follow):
+    (root / "sql").symlink_to("loop")
+    (root / "loop").symlink_to("sql")
+    with pytest.raises(InvalidAdapter, match="circle"):
+        locate(FilesystemSource(root, follow_symlinks=follow), "sql")
+
+
+@pytest.mark.timeout(120)
+def test_a_named_pipe_for_a_configuration_does_not_hang(root):
+    put(root / "sql", adapter_files())
+    (root / "sql" / CONFIG_FILE).unlink()
+    os.mkfifo(root / "sql" / CONFIG_FILE)
+    with pytest.raises(InvalidAdapter, match="not a regular file"):
+        locate(FilesystemSource(root), "sql")
+
+
+@pytest.mark.timeout(120)
+def test_a_named_pipe_that_takes_a_files_place_does_not_hang(root, store):
+    put(root / "sql", adapter_files())
+    found = located(FilesystemSource(root), "sql")
+    (root / "sql" / WEIGHTS_FILE).unlink()
+    os.mkfifo(root / "sql" / WEIGHTS_FILE)
+    with pytest.raises(InvalidAdapter, match="not a regular file"):
+        obtain(store, FilesystemSource(root), found)
+
+
+# --- a file system that denies or fails
+
+
+@pytest.mark.parametrize("directory", ["team", "team/sql"])
+def test_a_directory_that_may_not_be_entered_is_an_outage(root, directory, permissions_count):
+    put(root / "team" / "sql", adapter_files())
+    (root / directory).chmod(0)
+    try:
+        with pytest.raises(SourceUnavailable):
+            locate(FilesystemSource(root), "team/sql")
+    finally:
+        (root / directory).chmod(0o700)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+@pytest.mark.parametrize("call", ["stat", "scandir"])
+def test_a_file_system_that_fails_is_an_outage(root, monkeypatch, code, call):
+    (root / "sql").mkdir()
+
+    def fail(path):
+        raise OSError(code, os.strerror(code), path)
+
+    monkeypatch.setattr(filesystem.os, call, fail)
+    with pytest.raises(SourceUnavailable, match=os.strerror(code)):
+        locate(FilesystemSource(root), "sql")
+
+
+def test_a_root_that_became_a_file_is_an_outage(root):
+    root.rmdir()
+    root.write_bytes(b"")
+    with pytest.raises(SourceUnavailable, match="no directory"):
+        locate(FilesystemSource(root), "sql")
+
+
+def test_a_file_that_may_not_be_read_is_an_outage(root, store, permissions_count):
+    put(root / "sql", adapter_files())
+    source = FilesystemSource(root)
+    (root / "sql" / WEIGHTS_FILE).chmod(0)
+    with pytest.raises(SourceUnavailable, match="Permission denied") as caught:
+        obtain(store, source, located(source, "sql"))
+    assert caught.value.file == WEIGHTS_FILE
+    assert tmp_of(store) == []
+
+
+# --- the snapshot
+
+
+@pytest.mark.parametrize("how", ["overwritten in place", "replaced", "deleted", "truncated"])
+def test_a_snapshot_outlives_its_source(root, store, how):
+    put(root / "sql", adapter_files())
+    source = FilesystemSource(root)
+    stored = obtain(store, source, located(source, "sql"))
+    weights = root / "sql" / WEIGHTS_FILE
+    if how == "overwritten in place":
+        with weights.open("r+b") as file:
+            file.write(b"x" * 500)
+    elif how == "replaced":
+        put(root / "new", turned())
+        for name in turned():
+            os.replace(root / "new" / name, root / "sql" / name)
+    elif how == "deleted":
+        shutil.rmtree(root / "sql")
+    else:
+        os.truncate(weights, 10)
+    assert content(stored.directory) == adapter_files()
+    assert store.verify(stored.digest)
+
+
+def test_a_snapshot_shares_no_file_with_its_source_and_has_no_way_out(root, store):
+    put(root / "sql", adapter_files())
+    source = FilesystemSource(root)
+    stored = obtain(store, source, located(source, "sql"))
+    for name in adapter_files():
+        assert os.stat(stored.directory / name).st_nlink == 1
+        assert not os.path.samefile(stored.directory / name, root / "sql" / name)
+
+
+def test_touching_an_adapter_is_a_new_version_of_the_same_path(root, store):
+    put(root / "sql", adapter_files())
+    source = FilesystemSource(root)
+    first = located(source, "sql")
+    stored = obtain(store, source, first)
+    os.utime(root / "sql" / WEIGHTS_FILE, (1, 1))
+    second = located(source, "sql")
+    assert second.version != first.version
+    assert obtain(store, source, second).directory == stored.directory
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Path]:
+    """A directory on another file system, from which the kernel copies nothing by itself."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory)
+
+
+def test_an_adapter_on_another_file_system_is_copied(elsewhere, store):
+    if os.stat(elsewhere).st_dev == os.stat(store.layout.root).st_dev:
+        pytest.skip("/dev/shm is no file system of its own")
+    large = adapter_files(pair(LAYER.format(0, "q_proj"), 4, 300_000, 8), target_modules=["q_proj"])  # some pieces
+    put(elsewhere / "sql", large)
+    source = FilesystemSource(elsewhere)
+    found = located(source, "sql")
+    with (elsewhere / "sql" / WEIGHTS_FILE).open("rb") as one, (store.layout.root / "try").open("wb") as other:
+        with pytest.raises(OSError, match=r".*") as refused:
+            os.copy_file_range(one.fileno(), other.fileno(), 10)
+        assert refused.value.errno in filesystem._NO_KERNEL_COPY
+    stored = asyncio.run(store.obtain(found, partial(source.fetch, found), lambda _: None))
+    assert content(stored.directory) == large
+    assert store.verify(stored.digest)
+
+
+@pytest.mark.parametrize("code", sorted(filesystem._NO_KERNEL_COPY))
+def test_where_the_kernel_does_not_copy_we_do(root, store, rank, monkeypatch, code):
+    def refuse(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(filesystem.os, "copy_file_range", refuse)
+    put(root / "sql", adapter_files())
+    assert rank(FilesystemSource(root)) == 4
+
+
+def test_an_error_halfway_through_the_kernels_copy_is_no_reason_to_begin_anew(root, store, monkeypatch):
+    real = os.copy_file_range
+    calls = []
+
+    def break_off(source, target, count, *offsets):
+        calls.append(offsets)
+        if len(calls) > 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(source, target, 10, *offsets)
+
+    monkeypatch.setattr(filesystem.os, "copy_file_range", break_off)
+    put(root / "sql", adapter_files())
+    source = FilesystemSource(root)
+    with pytest.raises(SourceUnavailable, match="Input/output error"):
+        obtain(store, source, located(source, "sql"))
+    assert tmp_of(store) == []
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_what_has_landed_is_told_while_it_is_copied(root, tmp_path, monkeypatch, kernel):
+    if not kernel:
+        monkeypatch.setattr(filesystem, "_NO_KERNEL_COPY", {errno.EXDEV, errno.EINVAL})
+        monkeypatch.setattr(filesystem.os, "copy_file_range", Mock(side_effect=OSError(errno.EXDEV, "other device")))
+    monkeypatch.setattr(filesystem, "_PIECE_BYTES", 1000)
+    put(root / "sql", adapter_files(pair(LAYER.format(0, "q_proj"), 4, 200_000, 8)))
+    source = FilesystemSource(root)
+    found = located(source, "sql")
+    told: dict[str, list[int]] = {}
+    (tmp_path / "arriving").mkdir()
+    arriving = Arriving(tmp_path / "arriving", [file.name for file in found.files])
+    arriving.landed = lambda name, done: told.setdefault(name, []).append(done)
+    asyncio.run(source.fetch(found, arriving))
+    for file in found.files:
+        assert told[file.name] == sorted(set(told[file.name]))
+        assert told[file.name][-1] == file.size_bytes
+    assert len(told[WEIGHTS_FILE]) >= 4
+
+
+@pytest.mark.parametrize("how", ["replaced", "overwritten in place", "grown", "truncated", "deleted"])
+def test_a_file_that_changes_while_it_is_copied_is_another_version(root, store, monkeypatch, how):
+    weights = root / "sql" / WEIGHTS_FILE
+    put(root / "sql", adapter_files())
+    put(root / "new", turned())
+    source = FilesystemSource(root)
+    found = located(source, "sql")
+    copy = filesystem._copy
+
+    def change_halfway(opened, target, size_bytes):
+        for done in copy(opened, target, size_bytes):
+            if target.name.endswith(WEIGHTS_FILE):
+                if how == "replaced":
+                    os.replace(root / "new" / WEIGHTS_FILE, weights)
+                elif how == "overwritten in place":
+                    weights.write_bytes(turned()[WEIGHTS_FILE])
+                elif how == "grown":
+                    with weights.open("ab") as file:
+                        file.write(b"more")
+                elif how == "truncated":
+                    os.truncate(weights, 100)
+                else:
+                    weights.unlink()
+            yield done
+
+    monkeypatch.setattr(filesystem, "_copy", change_halfway)
+    with pytest.raises(VersionChanged, match="being written"):
+        obtain(store, source, found)
+    assert store.layout.digests() == []
+    assert tmp_of(store) == []
+
+
+@pytest.mark.parametrize("gone", ["file", "directory"])
+def test_what_is_gone_at_the_fetch_is_another_version_not_a_404(root, store, gone):
+    put(root / "sql", adapter_files())
+    source = FilesystemSource(root)
+    found = located(source, "sql")
+    shutil.rmtree(root / "sql") if gone == "directory" else (root / "sql" / WEIGHTS_FILE).unlink()
+    with pytest.raises(VersionChanged, match="is gone"):
+        obtain(store, source, found)
+
+
+def test_a_full_store_is_no_fault_of_the_source(root, store, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    put(root / "sql", adapter_files())
+    source = FilesystemSource(root)
+    found = located(source, "sql")
+    monkeypatch.setattr(filesystem.os, "copy_file_range", full)
+    with pytest.raises(OutOfMemory, match="LORA_PLUGINS_STORE_DIR"):
+        obtain(store, source, found)
+    assert tmp_of(store) == []
+
+
+def test_copying_runs_in_the_executor_not_on_the_event_loop(root, store):
+    put(root / "sql", adapter_files())
+    threads: set[str] = set()
+    with ThreadPoolExecutor(1, thread_name_prefix="ours") as executor:
+        source = FilesystemSource(root, executor=executor)
+        found = located(source, "sql")
+
+        async def fetch(arriving: Arriving) -> None:
+            landed = arriving.landed
+
+            def note(name: str, done: int) -> None:
+                threads.add(threading.current_thread().name)
+                landed(name, done)
+
+            arriving.landed = note
+            await source.fetch(found, arriving)
+            arriving.landed = landed
+
+        asyncio.run(store.obtain(found, fetch, verify))
+    assert threads == {"ours_0"}
+
+
+# --- nothing leaves the root
+
+
+SPELLINGS = st.text(st.sampled_from("abs./@\\ %2e~q"), min_size=1, max_size=12)
+
+
+@given(spelling=st.one_of(SPELLINGS, st.text(max_size=20)))
+def test_no_name_reaches_an_adapter_outside(tmp_path, spelling):
+    root = tmp_path / "root"
+    if not root.exists():
+        for inside in ("a", "team/sql"):
+            put(root / inside, adapter_files())
+        for beside in ("a", "s", "sql", "root-outside/sql"):
+            put(tmp_path / beside, adapter_files())
+    try:
+        name = AdapterName.parse(spelling)
+        found = asyncio.run(FilesystemSource(root).locate(name, ""))
+    except LoRAPluginsError:
+        return
+    if found is not None:
+        directory = unquote(found.uri.removeprefix("file://"))
+        assert os.path.relpath(os.path.realpath(directory), root) == spelling

@@ -1,0 +1,903 @@
+"""The chain: sources in order, nothing hidden, nothing guessed, each refusal said once, each version fetched once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from cachetools import TTLCache
+
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.names import AdapterName
+from lora_plugins.adapter.verify import PICKLE_FILES, WEIGHTS_FILE
+from lora_plugins.errors import (
+    AdapterNotFound,
+    IncompatibleAdapter,
+    InvalidAdapter,
+    LoRAPluginsError,
+    NoFreeSlot,
+    OutOfMemory,
+    SourceUnavailable,
+)
+from lora_plugins.events import (
+    AbsenceRemembered,
+    AdapterConfirmed,
+    AdapterFetched,
+    AdapterRejected,
+    AdapterResolved,
+    AdapterUnknown,
+    Events,
+    SourceFailed,
+    StoreEvicted,
+)
+from lora_plugins.observability.logs import LogEvents
+from lora_plugins.resolvers import resolution as chain_module
+from lora_plugins.resolvers import versions as versions_module
+from lora_plugins.resolvers.resolution import SourceChain
+from lora_plugins.resolvers.sources.filesystem import FilesystemSource
+from lora_plugins.resolvers.sources.source import Located, SourceFile, VersionChanged, version_of
+from lora_plugins.resolvers.versions import lora_id
+from lora_plugins.settings import BaseMatch, Settings
+from lora_plugins.store.store import Arriving, Store
+from tests.make import BASE, adapter_files, put, weights
+from tests.resolvers.sources.contract import content, ranked, turned
+
+Files = Mapping[str, bytes]
+BROKEN = {**adapter_files(), CONFIG_FILE: b"{"}
+
+
+class FakeSource:
+    """Serves files or raises errors from a table of names, and remembers what it was asked."""
+
+    def __init__(self, label: str, answers: Mapping[str, Files | Exception] | None = None, *, remote: bool = True):
+        self.label = label
+        self.remote = remote
+        self.answers = dict(answers or {})
+        self.asked: list[str] = []
+        self.asked_for_base: list[str] = []
+        self.fetched: list[str] = []
+        self.fetched_files: list[str] = []
+        self.published_to: list[tuple[str, Path]] = []
+        self.while_fetching: Callable[[], object] = lambda: None
+        self.gate: asyncio.Event | None = None
+
+    async def locate(self, name: AdapterName, base_model_name: str) -> Located | None:
+        self.asked.append(str(name))
+        self.asked_for_base.append(base_model_name)
+        answer = self.answers.get(str(name))
+        if isinstance(answer, Exception):
+            raise answer
+        if answer is None:
+            return None
+        files = tuple(SourceFile(file, len(data), str(hash(data))) for file, data in answer.items())
+        return Located(name, self.label, f"{self.label}://{name}", version_of(files), files)
+
+    async def fetch(self, located: Located, arriving: Arriving) -> None:
+        self.fetched.append(str(located.name))
+        if self.gate is not None:
+            await self.gate.wait()
+        self.while_fetching()
+        for file in located.files:
+            self.fetched_files.append(file.name)
+            data = self.answers[str(located.name)][file.name]
+            if str(hash(data)) != file.etag:
+                raise VersionChanged("other bytes")
+            (arriving.directory / file.name).write_bytes(data)
+
+    async def published(self, located: Located, directory: Path) -> None:
+        self.published_to.append((str(located.name), directory))
+
+
+class Chain(SourceChain):
+    def __init__(self, root: Path, *sources: FakeSource, max_bytes: int | None = None, **settings: object) -> None:
+        self.told: list[object] = []
+        store = Store(root, max_bytes=max_bytes)
+        super().__init__(Settings(**settings), Events(self.told.append, LogEvents()), store, sources)
+        self.base = BASE
+
+    def ask(self, name: str = "sql"):
+        return asyncio.run(self.resolve(name, BASE.path))
+
+    @property
+    def kinds(self) -> list[type]:
+        return [type(event) for event in self.told]
+
+
+@pytest.fixture
+def make(tmp_path: Path):
+    """A chain over these sources and the test's one store."""
+    return lambda *sources, **settings: Chain(tmp_path / "store", *sources, **settings)
+
+
+class Clock:
+    """Time that passes only when the test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """What the chains of this test read off the time for which they remember."""
+    clock = Clock()
+    monkeypatch.setattr(chain_module, "TTLCache", partial(TTLCache, timer=clock))
+    return clock
+
+
+def warnings(logged) -> list[str]:
+    return [record.getMessage() for record in logged.records if record.levelno == logging.WARNING]
+
+
+# --- found, or not
+
+
+def test_a_found_adapter_is_fetched_verified_published_and_told(make):
+    source = FakeSource("one", {"sql": adapter_files()})
+    chain = make(source)
+    resolved = chain.ask()
+    (digest,) = chain.store.layout.digests()
+    path = chain.store.layout.adapter(digest)
+    assert (resolved.name, resolved.path, resolved.source) == ("sql", path, "one")
+    assert resolved.version == asyncio.run(source.locate(AdapterName("sql"), "")).version
+    assert content(path) == adapter_files()
+    assert source.published_to == [("sql", path)]
+    assert source.asked_for_base[0] == BASE.path
+    fetched, event = chain.told
+    size_bytes = sum(map(len, adapter_files().values()))
+    assert isinstance(fetched, AdapterFetched)
+    assert (fetched.name, fetched.source, fetched.uri, fetched.size_bytes) == ("sql", "one", "one://sql", size_bytes)
+    assert isinstance(event, AdapterResolved)
+    assert (event.name, event.source, event.path, event.rank) == ("sql", "one", str(path), 4)
+    assert (event.size_bytes, event.fetched, event.uri) == (size_bytes, True, "one://sql")
+    assert min(event.locate_s, event.obtain_s, event.check_s, fetched.fetch_s) >= 0
+
+
+def test_what_the_store_has_is_not_fetched_but_published_to_its_source(make):
+    first, second = FakeSource("one", {"sql": adapter_files()}), FakeSource("one", {"sql": adapter_files()})
+    path = make(first).ask().path
+    chain = make(second)
+    assert chain.ask().path == path
+    assert second.fetched == []
+    assert second.published_to == [("sql", path)]
+    (event,) = chain.told
+    assert isinstance(event, AdapterResolved)
+    assert not event.fetched
+
+
+def test_the_resolved_adapter_is_leased(make):
+    chain = make(FakeSource("one", {"sql": adapter_files()}))
+    chain.ask()
+    (digest,) = chain.store.layout.digests()
+    assert not chain.store.remove(digest)
+
+
+def test_the_path_is_absolute(make, tmp_path, monkeypatch):
+    chain = make(FakeSource("one", {"sql": adapter_files()}))
+    assert chain.ask().path.is_absolute()
+
+
+def test_sources_are_asked_in_order_and_the_first_that_has_it_wins(make):
+    one, two = FakeSource("one"), FakeSource("two", {"sql": adapter_files()})
+    three = FakeSource("three", {"sql": turned()})
+    assert make(one, two, three).ask().source == "two"
+    assert (one.asked, two.asked, three.asked, three.fetched) == (["sql"], ["sql"], [], [])
+
+
+def test_an_unknown_name_is_none_and_everybody_was_asked(make):
+    sources = [FakeSource("one"), FakeSource("two")]
+    chain = make(*sources)
+    assert chain.ask() is None
+    assert [source.asked for source in sources] == [["sql"], ["sql"]]
+    assert chain.told == [AdapterUnknown("sql")]
+
+
+def test_no_sources_know_nothing(make):
+    assert make().ask() is None
+
+
+@pytest.mark.parametrize("name", ["", "../sql", "/sql", "sql/", "./sql", "a//b", "sql@", "a\0b", "a" * 257])
+def test_a_malformed_name_asks_no_source(name, make):
+    source = FakeSource("one", {name: adapter_files()})
+    chain = make(source)
+    assert chain.ask(name) is None
+    assert source.asked == []
+    (event,) = chain.told
+    assert isinstance(event, AdapterUnknown)
+    assert event.reason
+
+
+def test_a_revision_stays_in_the_name(make):
+    resolved = make(FakeSource("one", {"sql@v2": adapter_files()})).ask("sql@v2")
+    assert resolved.name == "sql@v2"
+    assert resolved.lora_id == lora_id("sql@v2") != lora_id("sql")
+
+
+def test_ids_are_the_same_everywhere_and_fit_vllm():
+    # SHA-256, not Python's hash: replicas and restarts must agree.
+    assert lora_id("sql") == 1321714995
+    ids = {lora_id(f"adapter-{number}") for number in range(2000)}
+    assert len(ids) == 2000
+    assert min(ids) >= 1
+    assert max(ids) < 2**31
+
+
+# --- the order of sources
+
+
+@pytest.mark.parametrize(
+    ("order", "added", "asked"),
+    [
+        (("filesystem", "s3", "hub"), ("hub", "filesystem", "s3"), ["filesystem", "s3", "hub"]),
+        (("hub", "s3", "filesystem"), ("filesystem", "s3", "hub"), ["hub", "s3", "filesystem"]),
+        (("hub",), ("filesystem", "s3", "hub"), ["hub", "filesystem", "s3"]),  # left out: last, as they came
+        (("s3", "hub"), ("gcs", "hub", "s3", "filesystem"), ["s3", "hub", "gcs", "filesystem"]),
+        (("filesystem", "s3", "hub"), ("hub",), ["hub"]),
+    ],
+)
+def test_the_settings_order_the_sources(make, order, added, asked):
+    chain = make(sources=order)
+    sources = {label: FakeSource(label) for label in added}
+    for label in added:
+        chain.add(sources[label])
+    assert [source.label for source in chain.sources] == asked
+    assert chain.ask() is None
+    assert all(source.asked == ["sql"] for source in sources.values())
+
+
+def test_a_second_source_of_one_label_changes_nothing(make):
+    first, second = FakeSource("s3"), FakeSource("s3")
+    chain = make()
+    chain.add(first)
+    chain.add(second)
+    assert chain.sources == [first]
+
+
+def test_the_first_of_the_order_that_has_it_wins(make):
+    chain = make(sources=("hub", "s3"))
+    chain.add(FakeSource("s3", {"sql": adapter_files()}))
+    chain.add(FakeSource("hub", {"sql": turned()}))
+    assert chain.ask().source == "hub"
+
+
+# --- sources that cannot say
+
+
+def test_an_unavailable_source_does_not_hide_a_later_one(make, logged):
+    sources = FakeSource("one", {"sql": SourceUnavailable("no answer")}), FakeSource("two", {"sql": adapter_files()})
+    chain = make(*sources)
+    assert chain.ask().source == "two"
+    assert chain.kinds == [SourceFailed, AdapterFetched, AdapterResolved]
+    (warning,) = warnings(logged)
+    assert "[L006]" in warning
+    assert "one" in warning
+
+
+def test_an_unavailable_source_and_nobody_else_is_no_404(make, logged):
+    first = SourceUnavailable("no answer")
+    chain = make(FakeSource("one", {"sql": first}), FakeSource("two"), FakeSource("three"))
+    with pytest.raises(SourceUnavailable) as caught:
+        chain.ask()
+    assert caught.value is first
+    assert caught.value.adapter == "sql"
+    assert chain.sources[2].asked == ["sql"]
+
+
+def test_of_two_unavailable_sources_the_first_is_raised_and_both_are_told(make, logged):
+    one, two = SourceUnavailable("one is away"), SourceUnavailable("two is away")
+    chain = make(FakeSource("one", {"sql": one}), FakeSource("two", {"sql": two}))
+    with pytest.raises(SourceUnavailable, match="one is away"):
+        chain.ask()
+    assert len(warnings(logged)) == 2
+
+
+def test_an_outage_is_not_remembered(make):
+    source = FakeSource("one", {"sql": SourceUnavailable("no answer")})
+    chain = make(source)
+    for _ in range(2):
+        with pytest.raises(SourceUnavailable):
+            chain.ask()
+    source.answers["sql"] = adapter_files()
+    assert chain.ask().source == "one"
+
+
+def test_an_outage_during_the_fetch_is_raised_reported_once_and_passes(make):
+    def fail() -> None:
+        raise SourceUnavailable("broken off")
+
+    source, later = FakeSource("one", {"sql": adapter_files()}), FakeSource("two", {"sql": turned()})
+    source.while_fetching = fail
+    chain = make(source, later)
+    with pytest.raises(SourceUnavailable, match="broken off") as caught:
+        chain.ask()
+    assert caught.value.adapter == "sql"
+    assert chain.kinds == [SourceFailed]
+    source.while_fetching = lambda: None
+    assert chain.ask().source == "one"
+
+
+# --- adapters that are refused
+
+
+@pytest.mark.parametrize("kind", [InvalidAdapter, AdapterNotFound, IncompatibleAdapter])
+def test_a_source_that_has_it_broken_ends_the_search(kind, make):
+    later = FakeSource("two", {"sql": adapter_files()})
+    chain = make(FakeSource("one", {"sql": kind("x")}), later)
+    with pytest.raises(kind, match="adapter 'sql'"):
+        chain.ask()
+    assert later.asked == []
+    assert chain.kinds == [AdapterRejected]
+
+
+def test_an_adapter_that_does_not_verify_ends_the_search(make):
+    later = FakeSource("two", {"sql": adapter_files()})
+    chain = make(FakeSource("one", {"sql": BROKEN}), later)
+    with pytest.raises(InvalidAdapter) as caught:
+        chain.ask()
+    assert (caught.value.adapter, caught.value.file) == ("sql", CONFIG_FILE)
+    assert later.asked == []
+    (event,) = chain.told
+    assert (event.name, event.source, event.error) == ("sql", "one", caught.value)
+    assert chain.store.layout.digests() == []
+
+
+def test_a_broken_adapter_is_warned_of_once_with_its_code(make, logged):
+    chain = make(FakeSource("one", {"sql": BROKEN}))
+    for _ in range(3):
+        with pytest.raises(InvalidAdapter):
+            chain.ask()
+    (warning,) = warnings(logged)
+    assert "[L005]" in warning
+    assert "'sql'" in warning
+    assert [record.levelno for record in logged.records if "[L005]" in record.getMessage()] == [
+        logging.WARNING,
+        logging.DEBUG,
+        logging.DEBUG,
+    ]
+
+
+def test_a_refused_version_is_not_fetched_again_but_a_changed_one_is(make):
+    source = FakeSource("one", {"sql": BROKEN})
+    chain = make(source)
+    errors = []
+    for _ in range(3):
+        with pytest.raises(InvalidAdapter) as caught:
+            chain.ask()
+        errors.append(caught.value)
+    assert source.fetched == ["sql"]
+    assert len(set(map(str, errors))) == 1
+    assert len(set(map(id, errors[1:]))) == 2  # each a new one: raising grows an error's traceback
+    source.answers["sql"] = {**BROKEN, CONFIG_FILE: b"["}
+    with pytest.raises(InvalidAdapter):
+        chain.ask()
+    assert source.fetched == ["sql"] * 2
+    source.answers["sql"] = adapter_files()
+    assert chain.ask().source == "one"
+    assert source.fetched == ["sql"] * 3
+
+
+def test_a_refusal_is_of_the_version_not_of_the_name(make):
+    # As two names, or two revisions, may stand for one directory.
+    source = FakeSource("one", {"sql": BROKEN, "other": BROKEN})
+    locate = source.locate
+
+    async def located_together(name, base):
+        return replace(await locate(name, base), uri="one://shared")
+
+    source.locate = located_together
+    chain = make(source)
+    for name in ("sql", "other"):
+        with pytest.raises(InvalidAdapter, match=f"adapter '{name}'"):
+            chain.ask(name)
+    assert source.fetched == ["sql"]
+
+
+@pytest.mark.parametrize(
+    "error", [InvalidAdapter("a pipe"), OutOfMemory("a full disk"), SourceUnavailable("x"), OSError(28, "full")]
+)
+def test_a_fetch_that_went_wrong_is_not_held_against_the_version(make, error):
+    def fail() -> None:
+        raise error
+
+    source = FakeSource("one", {"sql": adapter_files()})
+    source.while_fetching = fail
+    chain = make(source)
+    with pytest.raises(LoRAPluginsError):
+        chain.ask()
+    source.while_fetching = lambda: None
+    assert chain.ask().source == "one"
+
+
+def test_an_adapter_is_held_against_the_served_model(make):
+    source = FakeSource("one", {"sql": adapter_files()})
+    chain = make(source, base_match=BaseMatch.STRICT)
+    assert chain.ask()
+    source.answers["other"] = adapter_files(base_model_name_or_path="other/model")
+    for _ in range(2):
+        with pytest.raises(IncompatibleAdapter, match="other/model"):
+            chain.ask("other")
+    assert source.fetched == ["sql", "other"]
+
+
+def test_an_adapter_that_does_not_fit_is_not_leased(make):
+    # Or a store with a budget would fill with what no engine reads.
+    chain = make(FakeSource("one", {"sql": adapter_files()}))
+    chain.base = replace(BASE, max_rank=1)
+    with pytest.raises(IncompatibleAdapter):
+        chain.ask()
+    (digest,) = chain.store.layout.digests()
+    assert chain.store.leases.holders(digest) == []
+    assert chain.store.remove(digest)
+
+
+def test_a_lease_that_another_name_needs_stays(make):
+    # The same bytes served as one name and then, against a base that has become known, refused as another.
+    chain = make(FakeSource("one", {name: adapter_files() for name in ("sql", "other")}))
+    path = chain.ask("sql").path
+    chain.base = replace(BASE, max_rank=1)
+    with pytest.raises(IncompatibleAdapter):
+        chain.ask("other")
+    assert not chain.store.remove(path.name)
+
+
+def test_before_the_server_has_said_more_the_path_is_the_base_model(make):
+    source = FakeSource("one", {"sql": adapter_files()})
+    chain = make(source)
+    chain.base = None
+    assert chain.ask()
+    source.answers["other"] = adapter_files(base_model_name_or_path="other/model")
+    with pytest.raises(IncompatibleAdapter, match=BASE.path):
+        chain.ask("other")
+
+
+def test_verification_runs_in_the_executor_not_on_the_event_loop(tmp_path):
+    threads: list[str] = []
+    with ThreadPoolExecutor(1, thread_name_prefix="ours") as executor:
+        source = FakeSource("one", {"sql": adapter_files()})
+        chain = SourceChain(Settings(), Events(), Store(tmp_path / "store"), [source], executor)
+        check = chain._versions._check_fits
+
+        def recorded(*arguments):
+            threads.append(threading.current_thread().name)
+            return check(*arguments)
+
+        chain._versions._check_fits = recorded
+        assert asyncio.run(chain.resolve("sql", BASE.path))
+    assert [name.startswith("ours") for name in threads] == [True]
+
+
+# --- admission: by names and sizes, before the first byte
+
+
+def files_of(**sizes: int) -> dict[str, bytes]:
+    return {CONFIG_FILE: adapter_files()[CONFIG_FILE], **{name: b"x" * size for name, size in sizes.items()}}
+
+
+@pytest.mark.parametrize(
+    ("files", "settings", "kind", "says"),
+    [
+        (files_of(), {}, AdapterNotFound, "the adapter's weights"),
+        (files_of(**{PICKLE_FILES[0]: 9}), {}, InvalidAdapter, "LORA_PLUGINS_ALLOW_PICKLE"),
+        (files_of(**{PICKLE_FILES[1]: 9}), {}, InvalidAdapter, "LORA_PLUGINS_ALLOW_PICKLE"),
+        (adapter_files(), {"max_adapter_bytes": 2000}, InvalidAdapter, "LORA_PLUGINS_MAX_ADAPTER_BYTES"),
+        (
+            files_of(**{PICKLE_FILES[0]: 2000}),
+            {"max_adapter_bytes": 2000, "allow_pickle": True},
+            InvalidAdapter,
+            "at most 2000",
+        ),
+    ],
+    ids=["no weights", "bin", "pt", "too large", "too large a pickle"],
+)
+def test_what_is_not_admitted_is_not_fetched(make, files, settings, kind, says):
+    source = FakeSource("one", {"sql": files})
+    chain = make(source, **settings)
+    for _ in range(2):
+        with pytest.raises(kind, match=says) as caught:
+            chain.ask()
+        assert caught.value.adapter == "sql"
+    assert source.fetched == []
+    assert chain.kinds == [AdapterRejected] * 2
+
+
+def test_the_size_cap_counts_only_what_is_fetched(make):
+    size_bytes = sum(map(len, adapter_files().values()))
+    source = FakeSource("one", {"sql": {**adapter_files(), PICKLE_FILES[0]: b"x" * 99_999}})
+    assert make(source, max_adapter_bytes=size_bytes).ask()
+    with pytest.raises(InvalidAdapter, match=f"{size_bytes} bytes"):
+        make(source, max_adapter_bytes=size_bytes - 1).ask()
+
+
+def test_a_pickle_beside_safetensors_is_not_fetched(make):
+    source = FakeSource("one", {"sql": {**dict.fromkeys(PICKLE_FILES, b"pickle"), **adapter_files()}})
+    for allow in (False, True):
+        resolved = make(source, allow_pickle=allow).ask()
+        assert content(resolved.path) == adapter_files()
+    assert sorted(source.fetched_files) == [CONFIG_FILE, WEIGHTS_FILE]
+
+
+def test_of_two_allowed_pickles_one_is_fetched(make):
+    source = FakeSource("one", {"sql": files_of(**dict.fromkeys(PICKLE_FILES, 9))})
+    resolved = make(source, allow_pickle=True).ask()
+    assert set(content(resolved.path)) == {CONFIG_FILE, PICKLE_FILES[0]}
+
+
+def test_a_pickle_in_the_store_is_refused_where_it_is_not_allowed(make):
+    source = FakeSource("one", {"sql": files_of(**{PICKLE_FILES[0]: 9})})
+    assert make(source, allow_pickle=True).ask()
+    with pytest.raises(InvalidAdapter, match="LORA_PLUGINS_ALLOW_PICKLE"):
+        make(source).ask()
+
+
+# --- no room
+
+
+def test_no_room_passes_through_and_is_not_remembered(make):
+    source = FakeSource("one", {"sql": adapter_files(), "other": turned()})
+    chain = make(source, max_bytes=sum(map(len, adapter_files().values())) + 10)
+    served = chain.ask("sql")
+    with pytest.raises(NoFreeSlot) as caught:
+        chain.ask("other")
+    assert (caught.value.adapter, caught.value.http_status) == ("other", 503)
+    assert source.fetched == ["sql"]
+    assert chain.kinds[-1] is AdapterRejected
+    chain.store.leases.give_back(served.path.name)
+    assert chain.ask("other")
+
+
+def test_larger_than_the_store_passes_through_and_is_not_fetched(make):
+    source = FakeSource("one", {"sql": adapter_files()})
+    chain = make(source, max_bytes=100)
+    for _ in range(2):
+        with pytest.raises(OutOfMemory, match="LORA_PLUGINS_STORE_MAX_BYTES") as caught:
+            chain.ask()
+        assert caught.value.adapter == "sql"
+    assert source.fetched == []
+
+
+def test_what_leaves_the_store_for_another_is_told(make):
+    size_bytes = sum(map(len, adapter_files().values()))
+    chain = make(FakeSource("one", {"sql": adapter_files(), "chat": turned()}), max_bytes=size_bytes + 10)
+    first = chain.ask()
+    chain.give_back(first.path.name)
+    chain.ask("chat")
+    assert [event for event in chain.told if isinstance(event, StoreEvicted)] == [
+        StoreEvicted(first.path.name, size_bytes)
+    ]
+
+
+# --- what is remembered
+
+
+def test_a_remote_sources_absence_is_believed_for_its_time(make, clock):
+    remote, local = FakeSource("s3"), FakeSource("filesystem", remote=False)
+    chain = make(local, remote, absent_ttl_s=20)
+    for _ in range(3):
+        assert chain.ask() is None
+    assert (remote.asked, local.asked) == (["sql"], ["sql"] * 3)
+    assert chain.kinds == [AdapterUnknown, AbsenceRemembered, AdapterUnknown, AbsenceRemembered, AdapterUnknown]
+    assert chain.told[1] == AbsenceRemembered("sql", "s3")
+    assert chain.ask("other") is None
+    assert remote.asked == ["sql", "other"]
+    remote.answers["sql"] = adapter_files()
+    clock.now_s += 19
+    assert chain.ask() is None
+    clock.now_s += 2
+    assert chain.ask().source == "s3"
+
+
+def test_without_a_time_absence_is_not_believed(make):
+    remote = FakeSource("s3")
+    chain = make(remote, absent_ttl_s=0.0)
+    for _ in range(2):
+        chain.ask()
+    assert remote.asked == ["sql"] * 2
+
+
+def test_an_absence_says_nothing_of_other_sources(make):
+    one, two = FakeSource("s3"), FakeSource("hub", {"sql": SourceUnavailable("x")})
+    chain = make(one, two)
+    for _ in range(3):
+        with pytest.raises(SourceUnavailable):
+            chain.ask()
+    assert (one.asked, two.asked) == (["sql"], ["sql"] * 3)
+
+
+def test_a_remote_source_is_not_asked_again_within_its_time(make, clock):
+    source = FakeSource("s3", {"sql": adapter_files()})
+    chain = make(source, revalidate_s=20)
+    first = chain.ask()
+    assert all(chain.ask() is first for _ in range(3))
+    clock.now_s += 19
+    assert chain.ask() is first
+    assert (source.asked, source.fetched) == (["sql"], ["sql"])
+    assert chain.kinds == [AdapterFetched, AdapterResolved, *[AdapterConfirmed] * 4]
+    clock.now_s += 21
+    assert chain.ask() == first
+    assert chain.told[-1] == AdapterConfirmed("sql", "s3")
+    assert (source.asked, source.fetched, len(source.published_to)) == (["sql"] * 2, ["sql"], 1)
+    source.answers["sql"] = turned()
+    assert chain.ask() == first
+    clock.now_s += 21
+    second = chain.ask()
+    assert second.path != first.path
+    assert second.version != first.version
+    assert content(second.path) == turned()
+    assert content(first.path) == adapter_files()
+    assert source.published_to == [("sql", first.path), ("sql", second.path)]
+
+
+def test_without_a_time_a_remote_source_is_asked_every_time(make):
+    source = FakeSource("s3", {"sql": adapter_files()})
+    chain = make(source, revalidate_s=0.0)
+    assert chain.ask() == chain.ask()
+    assert (source.asked, source.fetched) == (["sql"] * 2, ["sql"])
+
+
+def test_a_local_source_is_asked_every_time(make):
+    source = FakeSource("filesystem", {"sql": adapter_files()}, remote=False)
+    chain = make(source)
+    first = chain.ask()
+    assert chain.ask() == first
+    assert (source.asked, source.fetched) == (["sql"] * 2, ["sql"])
+    assert chain.kinds == [AdapterFetched, AdapterResolved, AdapterConfirmed]
+    source.answers["sql"] = turned()
+    assert content(chain.ask().path) == turned()
+
+
+@pytest.mark.parametrize("remote", [True, False])
+def test_a_removed_store_directory_is_noticed_and_fetched_again(make, remote):
+    source = FakeSource("one", {"sql": adapter_files()}, remote=remote)
+    chain = make(source)
+    first = chain.ask()
+    shutil.rmtree(first.path)
+    again = chain.ask()
+    assert again.path == first.path
+    assert content(again.path) == adapter_files()
+    assert source.fetched == ["sql"] * 2
+
+
+@pytest.mark.parametrize("remote", [True, False])
+def test_an_adapter_that_was_found_damaged_is_fetched_again(make, remote):
+    source = FakeSource("one", {"sql": adapter_files()}, remote=remote)
+    chain = make(source)
+    resolved = chain.ask()
+    damaged = resolved.path / WEIGHTS_FILE
+    damaged.chmod(0o600)
+    damaged.write_bytes(b"x" * damaged.stat().st_size)
+    assert not chain.store.verify(resolved.path.name)
+    assert content(chain.ask().path) == adapter_files()
+    assert source.fetched == ["sql"] * 2
+    assert chain.store.verify(resolved.path.name)
+
+
+def test_memory_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(chain_module, "_REMEMBERED_NAMES", 20)
+    monkeypatch.setattr(versions_module, "_REMEMBERED_NAMES", 20)
+    monkeypatch.setattr(versions_module, "_REMEMBERED_REJECTIONS", 10)
+    served = {f"good-{number}": adapter_files() for number in range(30)}
+    broken = {f"bad-{number}": BROKEN for number in range(30)}
+    chain = Chain(tmp_path / "store", FakeSource("s3", served | broken))
+
+    async def flood() -> None:
+        for start in range(0, 2000, 100):
+            names = [f"unknown-{number}" for number in range(start, start + 100)]
+            await asyncio.gather(*(chain.resolve(name, BASE.path) for name in names))
+        await asyncio.gather(*(chain.resolve(name, BASE.path) for name in served))
+        results = await asyncio.gather(*(chain.resolve(name, BASE.path) for name in broken), return_exceptions=True)
+        assert all(isinstance(result, InvalidAdapter) for result in results)
+
+    asyncio.run(flood())
+    versions = chain._versions
+    memories = (chain._absent, chain._fresh, versions._served, versions._origins, versions._refused)
+    assert [len(memory) for memory in memories] == [20, 20, 20, 20, 10]
+    assert chain._flights == {}
+
+
+# --- one flight for one name
+
+
+def test_fifty_who_ask_at_once_share_one_answer(make):
+    source = FakeSource("one", {"sql": adapter_files()}, remote=False)
+    chain = make(source)
+
+    async def crowd() -> list[object]:
+        return await asyncio.gather(*(chain.resolve("sql", BASE.path) for _ in range(50)))
+
+    answers = asyncio.run(crowd())
+    assert answers[0].source == "one"
+    assert all(answer is answers[0] for answer in answers)
+    assert (source.asked, source.fetched) == (["sql"], ["sql"])
+    assert chain.kinds == [AdapterFetched, AdapterResolved]
+    assert chain._flights == {}
+
+
+@pytest.mark.parametrize("answer", [None, InvalidAdapter("x"), SourceUnavailable("x"), BROKEN])
+def test_fifty_share_a_failure_too(make, answer):
+    source = FakeSource("one", {"sql": answer} if answer else {})
+    chain = make(source)
+
+    async def crowd() -> list[object]:
+        asking = (chain.resolve("sql", BASE.path) for _ in range(50))
+        return await asyncio.gather(*asking, return_exceptions=True)
+
+    answers = asyncio.run(crowd())
+    kind = type(None) if answer is None else InvalidAdapter if answer is BROKEN else type(answer)
+    assert {type(answer) for answer in answers} == {kind}
+    assert source.asked == ["sql"]
+    assert len(chain.told) == 1
+    assert chain._flights == {}
+
+
+def test_a_client_that_goes_away_does_not_end_the_fetch_for_others(make):
+    source = FakeSource("one", {"sql": adapter_files()})
+    chain = make(source)
+
+    async def crowd() -> list[object]:
+        source.gate = asyncio.Event()
+        waiting = [asyncio.create_task(chain.resolve("sql", BASE.path)) for _ in range(5)]
+        while not source.fetched:
+            await asyncio.sleep(0.001)
+        for task in waiting[:3]:  # the first of all among them, for whom the flight began
+            task.cancel()
+        await asyncio.sleep(0.01)
+        source.gate.set()
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    answers = asyncio.run(crowd())
+    assert [type(answer) for answer in answers[:3]] == [asyncio.CancelledError] * 3
+    assert {answer.source for answer in answers[3:]} == {"one"}
+    assert source.fetched == ["sql"]
+
+
+async def ask_and_leave(chain: SourceChain, source: FakeSource) -> None:
+    """Ask for 'sql', give up while it is fetched, and let the fetch go on."""
+    source.gate = asyncio.Event()
+    asking = asyncio.create_task(chain.resolve("sql", BASE.path))
+    while not source.fetched:
+        await asyncio.sleep(0.001)
+    asking.cancel()
+    await asyncio.wait([asking])
+    source.gate.set()
+
+
+def test_a_fetch_for_which_nobody_waits_any_more_still_ends_in_the_store(make):
+    source = FakeSource("one", {"sql": adapter_files()})
+    chain = make(source)
+
+    async def run() -> object:
+        await ask_and_leave(chain, source)
+        return await chain.resolve("sql", BASE.path)
+
+    assert asyncio.run(run()).source == "one"
+    assert (source.asked, source.fetched) == (["sql"], ["sql"])
+
+
+def test_a_failure_for_which_nobody_waits_any_more_is_reported_and_not_lost(make, caplog):
+    def fail() -> None:
+        raise SourceUnavailable("broken off")
+
+    source = FakeSource("one", {"sql": adapter_files()})
+    source.while_fetching = fail
+    chain = make(source)
+
+    async def run() -> None:
+        await ask_and_leave(chain, source)
+        while chain._flights:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(run())
+    assert chain.kinds == [SourceFailed]
+    assert "never retrieved" not in caplog.text
+
+
+def test_different_names_do_not_wait_for_each_other(make):
+    slow = FakeSource("s3", {"slow": adapter_files()})
+    quick = FakeSource("hub", {"quick": turned()})
+    chain = make(slow, quick)
+
+    async def both() -> str:
+        slow.gate = asyncio.Event()
+        waiting = asyncio.create_task(chain.resolve("slow", BASE.path))
+        while not slow.fetched:
+            await asyncio.sleep(0.001)
+        resolved = await chain.resolve("quick", BASE.path)
+        assert not waiting.done()
+        slow.gate.set()
+        await waiting
+        return resolved.name
+
+    assert asyncio.run(both()) == "quick"
+
+
+# --- changed while it was being fetched
+
+
+def changing(times: int) -> FakeSource:
+    """A source whose adapter changes during the first `times` fetches."""
+    source = FakeSource("one", {"sql": ranked(1)})
+
+    def change() -> None:
+        if len(source.fetched) <= times:
+            source.answers["sql"] = ranked(1 + len(source.fetched))
+
+    source.while_fetching = change
+    return source
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_adapter_that_changes_meanwhile_is_located_anew(make, times):
+    source = changing(times)
+    chain = make(source)
+    assert content(chain.ask().path) == ranked(1 + times)
+    assert (len(source.asked), len(source.fetched)) == (times + 1, times + 1)
+    assert chain.kinds == [AdapterFetched, AdapterResolved]
+
+
+def test_an_adapter_that_changes_three_times_is_unavailable_and_reported_once(make):
+    source = changing(99)
+    chain = make(source, FakeSource("two", {"sql": turned()}))
+    with pytest.raises(SourceUnavailable) as caught:
+        chain.ask()
+    assert (caught.value.code, caught.value.adapter) == ("L006", "sql")
+    assert (len(source.asked), len(source.fetched)) == (3, 3)
+    (event,) = chain.told
+    assert isinstance(event, SourceFailed)
+    assert event.error is caught.value
+    assert chain.store.layout.digests() == []
+    source.while_fetching = lambda: None
+    assert chain.ask().source == "one"
+
+
+def test_an_adapter_that_vanishes_meanwhile_is_none(make):
+    source = FakeSource("one", {"sql": adapter_files()})
+
+    def vanish() -> None:
+        source.answers.clear()
+        raise VersionChanged("gone")
+
+    source.while_fetching = vanish
+    assert make(source).ask() is None
+
+
+# --- with the real file system
+
+
+def test_a_directory_that_changes_is_served_as_it_is_now_and_as_it_was(tmp_path, make):
+    root = tmp_path / "adapters"
+    put(root / "sql", ranked(4))
+    chain = make(FilesystemSource(root))
+    first = chain.ask()
+    assert chain.ask() == first
+    put(root / "sql", ranked(8))
+    second = chain.ask()
+    assert (content(first.path), content(second.path)) == (ranked(4), ranked(8))
+    put(root / "sql", BROKEN)
+    with pytest.raises(InvalidAdapter):
+        chain.ask()
+    put(root / "sql", ranked(4))
+    assert chain.ask().path == first.path
+    shutil.rmtree(root / "sql")
+    assert chain.ask() is None
+
+
+def test_not_finite_weights_are_refused_once_and_never_published(make):
+    tensors = weights()
+    next(iter(tensors.values()))[0, 0] = float("nan")
+    source = FakeSource("one", {"sql": adapter_files(tensors)})
+    chain = make(source)
+    for _ in range(2):
+        with pytest.raises(InvalidAdapter, match=r"NaN|finite"):
+            chain.ask()
+    assert source.fetched == ["sql"]
+    assert chain.store.layout.digests() == []

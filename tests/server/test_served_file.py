@@ -1,0 +1,79 @@
+"""What was served, written and read again, and files that nobody can read."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from lora_plugins.server.served_file import FORMAT, Remembered, ServedSet
+
+SERVED = [
+    Remembered("sql"),
+    Remembered("team/ünïcode", "s3://b/x", "aa" * 32, is_pinned=True),
+]
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    file = ServedSet.of_store(tmp_path, "org/base")
+    assert file.read() == []
+    file.write(SERVED)
+    assert ServedSet.of_store(tmp_path, "org/base").read() == SERVED
+    file.write(SERVED[:1])
+    assert file.read() == SERVED[:1]
+    assert [entry.name for entry in file.path.parent.iterdir()] == [file.path.name], "nothing half written is left"
+
+
+def test_two_replicas_with_one_process_id_do_not_take_each_others_half_written_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = ServedSet.of_store(tmp_path, "org/base"), ServedSet.of_store(tmp_path, "org/base")
+    replace = os.replace
+
+    def replace_after_the_other(scratch: Path, path: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        second.write(SERVED[:1])  # from its beginning to its end, while the first stands before its last step
+        replace(scratch, path)
+
+    monkeypatch.setattr(os, "replace", replace_after_the_other)
+    first.write(SERVED)
+    assert first.read() == SERVED, "the last one that comes to its end wins"
+    assert [entry.name for entry in first.path.parent.iterdir()] == [first.path.name]
+
+
+def test_each_base_model_has_its_own(tmp_path: Path) -> None:
+    ServedSet.of_store(tmp_path, "org/base").write(SERVED)
+    assert ServedSet.of_store(tmp_path, "org/other").read() == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", "{}", '{"format": 99, "served": []}', '{"format": 1}', '{"format": 1, "served": [3]}',
+     '{"format": 1, "served": {"a": 1}}', '{"format": 1, "served": null}', "\x00\xff"],
+)  # fmt: skip
+def test_a_file_that_cannot_be_read_is_nothing_and_a_warning(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = ServedSet(tmp_path / "x.json")
+    file.path.write_bytes(text.encode("latin-1"))
+    with caplog.at_level(logging.WARNING, "vllm.lora_plugins"):
+        assert file.read() == []
+    assert "cannot be read" in caplog.text
+
+
+def test_entries_without_a_name_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = ServedSet(tmp_path / "x.json")
+    file.path.write_text(json.dumps({"format": FORMAT, "served": [{}, {"name": "sql"}, {"name": 3}]}))
+    assert file.read() == [Remembered("sql")]
+
+
+def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
+    file = ServedSet(tmp_path / "x.json")
+    file.write(SERVED)
+    (tmp_path / "y").write_text("a file")
+    with pytest.raises(OSError):
+        ServedSet(tmp_path / "y" / "x.json").write(SERVED)
+    assert file.read() == SERVED

@@ -1,0 +1,477 @@
+"""The doors before vLLM's own classes and routes: a forbidden name is an unknown one, in every respect."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import Depends, FastAPI, WebSocket
+from fastapi.responses import JSONResponse
+from starlette.testclient import TestClient
+
+from lora_plugins.api.access.principals import principal_of_request
+from lora_plugins.errors import InvalidSettings, SourceUnavailable
+from lora_plugins.settings import BaseMatch, Settings
+from lora_plugins.vllm_patches import access as doors
+from lora_plugins.vllm_patches.resolver import LoRAPluginsResolver
+from tests.make import adapter_files
+from tests.resolvers.test_resolution import FakeSource
+
+POLICY = """
+[default]
+adapters = ["public/*"]
+[tenants.a]
+keys = ["key-a"]
+adapters = ["team-a/*", "shared"]
+[tenants.b]
+keys = ["key-b"]
+adapters = ["team-b/*", "shared", "audio"]
+[tenants.root]
+keys = ["key-root"]
+admin = true
+"""
+KEYS = ["key-a", "key-b", "key-root", "unlisted"]
+EXISTING = ("team-a/sql", "team-b/sql", "team-b/chat", "team-b/v1.2", "shared", "public/x", "audio", "secret")
+
+
+class Engine:
+    """What OpenAIServingModels needs of the engine client."""
+
+    def __init__(self) -> None:
+        self.model_config = SimpleNamespace(model="org/tiny", max_model_len=128)
+        self.renderer = self.input_processor = None
+        self.added: list[str] = []
+
+    async def add_lora(self, request: Any) -> bool:
+        self.added.append(request.lora_name)
+        return True
+
+
+class World:
+    """vLLM's models, serving classes, routes and middleware around one made-up remote source."""
+
+    def __init__(self, tmp_path: Path, *, policy: Path | None, keys: list[str]) -> None:
+        from vllm.entrypoints.openai.models.protocol import BaseModelPath
+        from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+        from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
+        from vllm.entrypoints.serve.engine.serving import BaseServing
+
+        self.source = FakeSource("s3", dict.fromkeys(EXISTING, adapter_files()))
+        resolver = LoRAPluginsResolver(Settings(store_dir=tmp_path / "store", base_match=BaseMatch.OFF))
+        resolver.add(lambda _: self.source)
+        self.resolver = resolver
+        self.engine = Engine()
+        self.models = OpenAIServingModels(self.engine, [BaseModelPath("tiny", "org/tiny")], lora_modules=None)
+        self.models.lora_resolvers = [resolver]
+        abstract = dict.fromkeys(("__init__", *PoolingBaseServing.__abstractmethods__), _nothing)
+        pooling = type("Pooling", (PoolingBaseServing,), abstract)()
+        pooling.models, pooling.request_logger = self.models, None
+        self.servings = {"base": BaseServing(self.models, self.engine.model_config), "pooling": pooling}
+        self.app = self._app(policy, keys)
+
+    def _app(self, policy: Path | None, keys: list[str]) -> FastAPI:
+        from vllm.entrypoints.openai.models import api_router as models_routes
+        from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+        from vllm.entrypoints.serve.lora import api_router as lora_routes
+        from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+        app = FastAPI()
+        app.state.args = SimpleNamespace(api_key=keys, log_error_stack=False)
+        app.state.openai_serving_models = self.models
+        models_routes.attach_router(app)
+        level = logging.root.level
+        lora_routes.attach_router(app)
+        logging.root.setLevel(level)  # a library of SageMaker's that vLLM imports here sets it
+
+        @app.post("/v1/use/{kind}")
+        async def use(kind: str, body: dict[str, Any]) -> Any:
+            """What vLLM's handlers do with a request before it goes to the engine."""
+            serving, request = self.servings[kind], SimpleNamespace(**body)
+            refused = await serving._check_model(request)
+            if refused is not None:
+                return JSONResponse(refused.model_dump(), refused.error.code)
+            found = serving._maybe_get_adapters(request, kind == "base")
+            assert request.model == body["model"], "the request is as it was"
+            return {"adapter": None if found is None else found.lora_name}
+
+        @app.get("/v1/mine", dependencies=[Depends(doors.require_admin)])
+        async def mine() -> str:
+            return principal_of_request.get().label if principal_of_request.get() else "nobody"
+
+        doors.install(app, Settings(policy=policy))
+        init_exception_handler(app)
+        if keys:
+            app.add_middleware(AuthenticationMiddleware, tokens=keys)
+        return app
+
+    def send(self, method: str, path: str, key: str | None = None, **more: Any) -> httpx.Response:
+        async def go() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client:
+                return await client.request(method, path, **more)
+
+        return asyncio.run(go())
+
+    def use(self, name: Any, key: str | None = "key-a", kind: str = "base", **more: Any) -> httpx.Response:
+        return self.send("POST", f"/v1/use/{kind}", key, json={"model": name, **more})
+
+    def load(self, *names: str) -> None:
+        for name in names:
+            assert self.use(name, "key-root").json() == {"adapter": name}
+
+    def listed(self, key: str | None) -> list[str]:
+        return [card["id"] for card in self.send("GET", "/v1/models", key).json()["data"]]
+
+
+def _nothing(self: Any) -> None:
+    pass
+
+
+@pytest.fixture
+def vllm_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+    from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
+    from vllm.entrypoints.serve.engine.serving import BaseServing
+
+    for owner, names in (
+        (BaseServing, ("_check_model", "_maybe_get_adapters")),
+        (PoolingBaseServing, ("_check_model",)),
+        (OpenAIServingModels, ("show_available_models", "load_lora_adapter", "unload_lora_adapter")),
+    ):
+        for name in names:
+            monkeypatch.setattr(owner, name, vars(owner)[name])  # put back afterwards
+    monkeypatch.setattr(doors, "_guard", None)
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    (tmp_path / "policy.toml").write_text(POLICY)
+    return tmp_path / "policy.toml"
+
+
+@pytest.fixture
+def world(tmp_path: Path, policy: Path, vllm_as_it_was: None) -> World:
+    return World(tmp_path, policy=policy, keys=KEYS)
+
+
+def seen(answer: httpx.Response, name: str) -> tuple[int, str, dict[str, str]]:
+    """All that a client sees, without the name that it has asked for."""
+    headers = {key: value for key, value in answer.headers.items() if key != "content-length"}
+    return answer.status_code, answer.text.replace(name, "<name>"), headers
+
+
+kinds = pytest.mark.parametrize("kind", ["base", "pooling"])
+
+
+# --- what one may use
+
+
+@kinds
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("key-a", "team-a/sql"),
+        ("key-a", "shared"),
+        ("key-b", "team-b/chat"),
+        ("key-b", "shared"),
+        ("key-root", "team-b/sql"),
+        ("key-root", "secret"),
+        ("unlisted", "public/x"),
+    ],
+)
+def test_what_one_may_use_is_served(world, kind, key, name):
+    assert world.use(name, key, kind).json() == {"adapter": name}
+    assert world.source.asked == [name]
+    assert world.engine.added == [name]
+
+
+@kinds
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("name", ["tiny", None, ""])
+def test_the_base_model_is_everybodys(world, kind, key, name):
+    assert world.use(name, key, kind).json() == {"adapter": None}
+
+
+# --- what one may not use
+
+
+@kinds
+@pytest.mark.parametrize("key", ["key-a", "unlisted"])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_forbidden_name_looks_exactly_like_one_that_does_not_exist(world, kind, key, loaded):
+    if loaded:
+        world.load("team-b/sql", "team-b/v1.2", "secret")
+    unknown = seen(world.use("nobody", key, kind), "nobody")
+    assert unknown[0] == 404
+    assert "<name>" in unknown[1]
+    for name in ("team-b/sql", "team-b/nobody", "secret", "no-such-team/x", "team-b/v1.2", "-malformed", "a//b"):
+        assert seen(world.use(name, key, kind), name) == unknown, name
+
+
+@kinds
+def test_it_looks_like_an_unknown_name_that_one_might_use(world, kind):
+    allowed = seen(world.use("team-a/nobody", "key-a", kind), "team-a/nobody")
+    world.load("team-b/sql")
+    assert seen(world.use("team-b/sql", "key-a", kind), "team-b/sql") == allowed
+
+
+@kinds
+@pytest.mark.parametrize("name", ["x/a/b/v1.2", "x/home/secret", "x/tmp/y", "team-b/srv/a.b", "a'\"\\u007b"])
+def test_what_vllm_takes_out_of_its_texts_it_takes_out_of_these_too(world, kind, name, monkeypatch):
+    told = world.use(name, "key-a", kind).text
+    monkeypatch.setattr(doors._guard.policy.of_key("key-a").__class__, "may_use", lambda *_: True)
+    assert world.use(name, "key-a", kind).text == told
+
+
+@kinds
+def test_a_forbidden_adapter_is_never_asked_for_nor_loaded(world, kind):
+    for _ in range(2):
+        for name in ("team-b/sql", "team-b/nobody", "secret"):
+            assert world.use(name, "key-a", kind).status_code == 404
+    assert not {"team-b/sql", "team-b/nobody", "secret"} & set(world.source.asked)
+    assert world.source.fetched == []
+    assert world.engine.added == []
+    assert world.models.lora_requests == {}
+
+
+@kinds
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("name", ["team-b/sql", "team-b/nobody", "secret", "team-a/nobody", "nobody@v1", "secret@v1"])
+def test_it_takes_the_steps_of_an_unknown_name_the_first_time_and_again(world, kind, loaded, name):
+    """Time, as far as it can be told without a clock: the same source is asked once, and its answer is remembered."""
+    if loaded:
+        world.load("team-b/sql", "secret")
+    before = len(world.source.asked)
+    assert world.use(name, "key-a", kind).status_code == 404
+    assert len(world.source.asked) - before == 1
+    assert world.use(name, "key-a", kind).status_code == 404
+    assert len(world.source.asked) - before == 1
+    assert ("s3", (world.source.asked[-1], "")) in world.resolver.chain._absent
+
+
+@kinds
+def test_malformed_names_ask_no_source_whether_one_may_use_them_or_not(world, kind):
+    for name in ("-x", "team-b//sql", "../x", "team-a/", "a" * 300):
+        assert world.use(name, "key-a", kind).status_code == 404
+    assert world.source.asked == []
+
+
+@kinds
+def test_an_outage_is_an_outage_for_every_name_and_speaks_of_the_asked_one(world, kind):
+    locate = world.source.locate
+
+    async def away(name: Any, base: str) -> Any:
+        await locate(name, base)
+        raise SourceUnavailable("no answer")
+
+    world.source.locate = away
+    answers = {name: world.use(name, "key-a", kind) for name in ("team-a/sql", "team-b/sql", "team-b/nobody")}
+    assert len({seen(answer, name)[:2] for name, answer in answers.items()}) == 1
+    assert all(answer.status_code == 503 and f"'{name}'" in answer.text for name, answer in answers.items())
+    asked = set(world.source.asked)
+    assert not asked & {"team-b/sql", "team-b/nobody"}
+    assert not any(decoy in answer.text for decoy in asked - {"team-a/sql"} for answer in answers.values())
+
+
+@pytest.mark.parametrize("name", ["team-b/sql", "nobody"])
+def test_where_vllm_serves_the_base_model_for_any_name_it_does_for_a_forbidden_one(world, monkeypatch, name):
+    world.load("team-b/sql")
+    monkeypatch.setenv("VLLM_SKIP_MODEL_NAME_VALIDATION", "1")
+    assert world.use(name, "key-a").json() == {"adapter": None}
+    assert world.use("team-b/sql", "key-b").json() == {"adapter": "team-b/sql"}
+
+
+def test_an_adapter_that_comes_without_being_named_comes_to_those_who_may_use_it(world):
+    """vLLM applies an adapter that is called `audio` to chats with audio in them."""
+    world.load("audio")
+    messages = [{"role": "user", "content": [{"type": "audio_url"}]}]
+    assert world.use("tiny", "key-b", messages=messages).json() == {"adapter": "audio"}
+    assert world.use("tiny", "key-a", messages=messages).json() == {"adapter": None}
+
+
+def test_tenants_at_one_time_get_their_own_answers(world):
+    world.load("team-a/sql", "team-b/sql")
+
+    async def go() -> list[int]:
+        transport = httpx.ASGITransport(world.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            asked = [(key, name) for key in ("key-a", "key-b") for name in ("team-a/sql", "team-b/sql")] * 10
+            answers = await asyncio.gather(
+                *(
+                    client.post("/v1/use/base", json={"model": name}, headers={"Authorization": f"Bearer {key}"})
+                    for key, name in asked
+                )
+            )
+            return [answer.status_code for answer in answers]
+
+    assert asyncio.run(go()) == [200, 404, 404, 200] * 10
+
+
+def test_what_runs_for_no_request_may_use_what_everybody_may(world):
+    async def check(name: str) -> Any:
+        return await world.servings["base"]._check_model(SimpleNamespace(model=name))
+
+    assert asyncio.run(check("public/x")) is None
+    assert asyncio.run(check("team-a/sql")).error.code == 404
+
+
+# --- listing, and what administrators may
+
+
+def test_everybody_sees_their_own(world):
+    world.load("team-a/sql", "team-b/sql", "shared", "public/x")
+    assert world.listed("key-a") == ["tiny", "team-a/sql", "shared"]
+    assert world.listed("key-b") == ["tiny", "team-b/sql", "shared"]
+    assert world.listed("unlisted") == ["tiny", "public/x"]
+    assert world.listed("key-root") == ["tiny", "team-a/sql", "team-b/sql", "shared", "public/x"]
+
+
+@pytest.mark.parametrize("route", ["load_lora_adapter", "unload_lora_adapter"])
+def test_loading_and_unloading_need_admin_rights(world, route):
+    world.load("team-a/sql")
+    body = {"lora_name": "team-a/sql", "lora_path": "/x", "load_inplace": True}
+    for name in ("team-a/sql", "nobody"):
+        refused = world.send("POST", f"/v1/{route}", "key-a", json={**body, "lora_name": name})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, 403)
+    assert list(world.models.lora_requests) == ["team-a/sql"]
+    assert world.send("POST", f"/v1/{route}", "key-root", json=body).status_code == 200
+    assert world.send("POST", f"/v1/{route}", json=body).status_code == 401
+    assert world.send("POST", f"/v1/{route}", "unknown", json=body).status_code == 401
+
+
+def test_other_routes_to_vllms_methods_need_admin_rights_too(world):
+    """SageMaker's, for one."""
+    from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
+
+    @world.app.delete("/adapters/{name}")
+    async def unload(name: str) -> Any:
+        return await world.models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
+
+    world.load("shared")
+    assert world.send("DELETE", "/adapters/shared", "key-a").status_code == 403
+    assert "shared" in world.models.lora_requests
+    assert world.send("DELETE", "/adapters/shared", "key-root").status_code == 200
+
+
+def test_at_start_vllm_loads_its_static_modules(world):
+    from vllm.entrypoints.openai.models.protocol import LoRAModulePath
+
+    world.models.static_lora_modules = [LoRAModulePath(name="team-b/static", path="/x")]
+    asyncio.run(world.models.init_static_loras())
+    assert "team-b/static" in world.listed("key-b")
+    assert "team-b/static" not in world.listed("key-a")
+
+
+def test_a_route_can_ask_for_admin_rights(world):
+    refused = world.send("GET", "/v1/mine", "key-a")
+    assert (refused.status_code, refused.json()["error"]["message"]) == (403, doors.FORBIDDEN)
+    assert world.send("GET", "/v1/mine", "key-root").json() == "root"
+
+
+def test_a_websocket_has_its_principal(world):
+    @world.app.websocket("/v1/socket")
+    async def socket(websocket: WebSocket) -> None:
+        await websocket.accept()
+        await websocket.send_text(principal_of_request.get().label)
+        await websocket.close()
+
+    headers = {"Authorization": "Bearer key-b"}
+    with TestClient(world.app).websocket_connect("/v1/socket", headers=headers) as client:
+        assert client.receive_text() == "b"
+
+
+# --- putting it there
+
+
+def test_without_a_policy_nothing_is_wrapped_and_everybody_may_all(tmp_path, vllm_as_it_was):
+    from vllm.entrypoints.serve.engine.serving import BaseServing
+
+    before = BaseServing._check_model
+    world = World(tmp_path, policy=None, keys=KEYS)
+    assert BaseServing._check_model is before
+    assert doors._guard is None
+    assert [middleware.cls.__name__ for middleware in world.app.user_middleware] == ["AuthenticationMiddleware"]
+    assert world.use("team-b/sql", "key-a").json() == {"adapter": "team-b/sql"}
+    assert world.send("GET", "/v1/mine", "key-a").json() == "nobody"
+
+
+def test_put_there_twice_it_stands_once(world, policy):
+    from vllm.entrypoints.serve.engine.serving import BaseServing
+
+    wrapped = BaseServing._check_model
+    doors.install(world.app, Settings(policy=policy))
+    assert BaseServing._check_model is wrapped
+    names = [middleware.cls.__name__ for middleware in world.app.user_middleware]
+    assert names == ["AuthenticationMiddleware", "KnowPrincipal"], "vLLM's own stands outside"
+    doors.install(FastAPI(), Settings(policy=policy))
+    assert BaseServing._check_model is wrapped
+
+
+def test_a_policy_that_cannot_be_right_ends_the_start(tmp_path, vllm_as_it_was):
+    (tmp_path / "policy.toml").write_text("[tenant.x]")
+    with pytest.raises(InvalidSettings, match="LORA_PLUGINS_POLICY"):
+        World(tmp_path, policy=tmp_path / "policy.toml", keys=KEYS)
+
+
+def test_a_server_that_does_not_keep_to_its_policy_does_not_start(tmp_path, policy, vllm_as_it_was, monkeypatch):
+    """vLLM itself goes on without an endpoint plugin that it cannot load."""
+    from vllm.entrypoints.openai.models.protocol import BaseModelPath
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+
+    from lora_plugins.server import base_model as served_model
+    from lora_plugins.vllm_patches import resolver as resolver_module
+
+    monkeypatch.setattr(OpenAIServingModels, "__init__", OpenAIServingModels.__init__)  # put back afterwards
+    monkeypatch.setattr(served_model, "module_shapes", lambda _: {})
+    settings = Settings(store_dir=tmp_path / "store", policy=policy)
+    resolver = LoRAPluginsResolver(settings)
+    resolver_module.when_serving(resolver.require_what_it_needs, resolver.bind)
+    client = Engine()
+    client.model_config.hf_config = None
+
+    def start() -> None:
+        OpenAIServingModels(client, [BaseModelPath("tiny", "org/tiny")], lora_modules=None)
+
+    with pytest.raises(InvalidSettings, match="lora_admin"):
+        start()
+    app = FastAPI()
+    doors.install(app, settings)
+    start()
+
+
+@pytest.fixture
+def warned(logged: pytest.LogCaptureFixture) -> Iterator[Any]:
+    return lambda: [record.getMessage() for record in logged.records if record.levelname == "WARNING"]
+
+
+def test_at_start_it_says_whom_it_knows(tmp_path, policy, vllm_as_it_was, logged, warned):
+    World(tmp_path, policy=policy, keys=KEYS)
+    assert "3 keys of a, b, root" in logged.text
+    assert not any("--api-key" in text for text in warned())
+    assert "key-a" not in logged.text
+
+
+def test_without_keys_of_vllm_it_warns(tmp_path, policy, vllm_as_it_was, warned):
+    world = World(tmp_path, policy=policy, keys=[])
+    assert any("without --api-key" in text for text in warned())
+    assert world.use("team-a/sql", None).status_code == 404
+    assert world.use("public/x", None).json() == {"adapter": "public/x"}
+    assert world.use("team-a/sql", "key-a").json() == {"adapter": "team-a/sql"}
+
+
+def test_keys_that_vllm_will_not_let_in_are_warned_of(tmp_path, policy, vllm_as_it_was, warned, monkeypatch):
+    World(tmp_path, policy=policy, keys=["key-a", "other"])
+    (text,) = [text for text in warned() if "--api-key" in text]
+    assert "No key of b, root" in text
+    monkeypatch.setenv("VLLM_API_KEY", "key-b")
+    World(tmp_path, policy=policy, keys=[])
+    assert any("No key of a, root" in text for text in warned())

@@ -1,0 +1,192 @@
+"""On vLLM's own `/metrics`: registered once, whatever is loaded twice, and with several API servers too.
+
+Each case has a process of its own, because the registry is the process's.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+PRELUDE = """
+import asyncio, warnings
+import httpx
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
+from vllm.entrypoints.serve.instrumentator import metrics as vllms
+from lora_plugins import process
+from lora_plugins.events import AdapterUnknown, RequestServed
+from lora_plugins.vllm_patches.metrics import install_metrics
+from lora_plugins.settings import Settings
+
+warnings.simplefilter("error", UserWarning)
+
+def serve():
+    app = FastAPI()
+    vllms.attach_router(app)
+    return app
+
+def scrape(app, path="/metrics"):
+    async def get():
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            answer = await client.get(path)
+            assert answer.status_code == 200, answer.status_code
+            kinds = CONTENT_TYPE_LATEST, "text/plain; version=0.0.4; charset=utf-8"  # vLLM's, without and with a slash
+            assert answer.headers["content-type"] == kinds[path.endswith("/")], answer.headers
+            return answer.text.splitlines()
+    return asyncio.run(get())
+
+def absent(lines):
+    prefix = 'lora_plugins_resolves_total{result="absent",source="none"} '
+    return [float(line.removeprefix(prefix)) for line in lines if line.startswith(prefix)]
+"""
+
+
+def run(script: str, **env: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **env},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/metrics/"])
+def test_events_are_counted_on_vllms_own_metrics(path):
+    run(f"""
+    install_metrics(Settings())
+    app = serve()
+    assert absent(scrape(app, {path!r})) == []
+    process.EVENTS.emit(AdapterUnknown("sql"))
+    lines = scrape(app, {path!r})
+    assert absent(lines) == [1.0]
+    assert any(line.startswith("process_cpu_seconds_total") for line in lines), "what is not ours"
+    """)
+
+
+def test_a_second_registration_a_second_app_and_vllms_own_clearing_change_nothing():
+    run("""
+    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+    for _ in range(3):
+        install_metrics(Settings())
+    first = serve()
+    process.EVENTS.emit(AdapterUnknown("sql"))
+    unregister_vllm_metrics()
+    second = serve()
+    process.EVENTS.emit(AdapterUnknown("sql"))
+    unregister_vllm_metrics()
+    for app in (first, second):
+        assert absent(scrape(app)) == [2.0]
+        assert [one.cls.__name__ for one in app.user_middleware].count("RefreshBeforeScrape") == 1
+    """)
+
+
+def test_modules_that_are_imported_anew_start_anew_without_a_crash():
+    run("""
+    import importlib, sys
+    install_metrics(Settings())
+    serve()
+    process.EVENTS.emit(AdapterUnknown("sql"))
+    for name in [name for name in sys.modules if name.startswith("lora_plugins")]:
+        del sys.modules[name]
+    from lora_plugins import process as anew
+    from lora_plugins.events import AdapterUnknown as Unknown
+    from lora_plugins.vllm_patches.metrics import install_metrics as install
+    from lora_plugins.settings import Settings as NewSettings
+    install(NewSettings())
+    app = serve()
+    anew.EVENTS.emit(Unknown("sql"))
+    assert absent(scrape(app)) == [1.0]
+    """)
+
+
+def test_where_no_server_is_made_nothing_is_counted():
+    run("""
+    from prometheus_client import REGISTRY, generate_latest
+    install_metrics(Settings())
+    process.EVENTS.emit(AdapterUnknown("sql"))
+    assert b"lora_plugins" not in generate_latest(REGISTRY)
+    """)
+
+
+def test_several_api_servers_show_the_sums_of_all(tmp_path: Path):
+    """vLLM's multiprocess mode: each process counts in files, and whichever is scraped reads them all."""
+    count = """
+    install_metrics(Settings(metrics_adapters=1))
+    app = serve()
+    for name in ("sql", "chat"):
+        process.EVENTS.emit(AdapterUnknown(name))
+        process.EVENTS.emit(RequestServed(name))
+    from lora_plugins.events import AdapterUnloaded
+    process.EVENTS.emit(AdapterUnloaded("sql", 0.0, 0))
+    serve()
+    print("\\n".join(scrape(app)))
+    """
+    files = str(tmp_path)
+    first = run(count, PROMETHEUS_MULTIPROC_DIR=files)
+    second = run(count, PROMETHEUS_MULTIPROC_DIR=files)
+    absents = 'lora_plugins_resolves_total{result="absent",source="none"} '
+    assert absents + "2.0" in first
+    assert absents + "4.0" in second
+    assert 'lora_plugins_requests_total{adapter_name="sql"} 2.0' in second
+    assert 'lora_plugins_requests_total{adapter_name="_other"} 2.0' in second
+
+
+def test_several_api_servers_show_what_engines_and_store_say(tmp_path: Path):
+    run(
+        """
+    from lora_plugins.vllm_patches import metrics as installation
+    from lora_plugins.observability.store_metrics import InStore
+    installation._look_at_store = lambda: InStore(1, 2, 3)
+    install_metrics(Settings())
+    lines = scrape(serve())
+    assert "lora_plugins_store_adapters 1.0" in lines
+    """,
+        PROMETHEUS_MULTIPROC_DIR=str(tmp_path),
+    )
+
+
+def test_the_engines_are_asked_and_only_with_our_manager():
+    run("""
+    from types import SimpleNamespace
+    from lora_plugins.vllm_patches import installation as ours
+    from tests.observability.test_engine_metrics import engine
+    install_metrics(Settings())
+    asked = []
+
+    class Core:
+        core_engines = [(3).to_bytes(2, "little")]
+
+        async def call_utility_async(self, utility, *arguments):
+            asked.append((utility, *arguments))
+            return engine(loaded=[["sql", True, False]])
+
+    class Client:
+        def __init__(self, lora_config):
+            model_config = SimpleNamespace(served_model_name="llama")
+            self.vllm_config = SimpleNamespace(lora_config=lora_config, model_config=model_config)
+            self.engine_core = Core()
+
+    def loaded(installed, lora_config="there"):
+        ours._installed = installed
+        app = serve()
+        app.state.engine_client = Client(lora_config)
+        return [line for line in scrape(app) if line.startswith("vllm:lora_adapter_loaded{")]
+
+    assert loaded(False) == [] and asked == []
+    assert loaded(True, None) == [] and asked == []
+    (line,) = loaded(True)
+    assert asked == [("lora_plugins_figures",)]
+    for label in ('model_name="llama"', 'engine="3"', 'adapter_name="sql"', 'level="gpu"', 'pinned="false"'):
+        assert label in line, line
+    """)

@@ -1,0 +1,166 @@
+"""The one resolver of a process: its answers as vLLM takes them, and what it learns when vLLM begins to serve."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lora_plugins.errors import InvalidSettings
+from lora_plugins.resolvers.sources.filesystem import FilesystemSource
+from lora_plugins.resolvers.versions import lora_id
+from lora_plugins.server.name_locks import NameLocks
+from lora_plugins.settings import Settings
+from lora_plugins.vllm_patches import resolver as resolver_module
+from lora_plugins.vllm_patches.resolver import LoRAPluginsResolver, resolver_of_process, sources_of_worker
+from tests.make import BASE, adapter_files, put
+from tests.server.test_base_model import served
+
+
+@pytest.fixture
+def resolver(tmp_path):
+    (tmp_path / "root").mkdir()
+    resolver = LoRAPluginsResolver(Settings(store_dir=tmp_path / "store"))
+    resolver.add(lambda executor: FilesystemSource(tmp_path / "root", executor=executor))
+    resolver.chain.base = BASE
+    return resolver
+
+
+def resolve(resolver, name):
+    return asyncio.run(resolver.resolve_lora(BASE.path, name))
+
+
+def test_a_found_adapter_becomes_vllms_request(resolver, tmp_path):
+    put(tmp_path / "root" / "team" / "sql", adapter_files())
+    request = resolve(resolver, "team/sql")
+    assert type(request).__name__ == "LoRARequest"
+    assert request.lora_name == "team/sql"
+    assert Path(request.lora_path).parent == tmp_path / "store"
+    assert (request.lora_int_id, request.base_model_name) == (lora_id("team/sql"), "tiny")
+
+
+def test_before_the_server_is_bound_the_request_names_no_base_model(resolver, tmp_path):
+    put(tmp_path / "root" / "sql", adapter_files())
+    resolver.chain.base = None
+    assert resolve(resolver, "sql").base_model_name is None
+
+
+def test_an_unknown_adapter_is_none(resolver):
+    assert resolve(resolver, "sql") is None
+    assert resolve(resolver, "../root") is None
+
+
+def test_a_broken_adapter_is_vllms_400_with_our_text(resolver, tmp_path):
+    from vllm.exceptions import VLLMClientError
+
+    put(tmp_path / "root" / "sql", {**adapter_files(), "adapter_config.json": b"{"})
+    with pytest.raises(VLLMClientError, match=r"\[L005\] adapter 'sql', file 'adapter_config.json'") as caught:
+        resolve(resolver, "sql")
+    assert caught.value.__cause__ is None  # the refusal has been logged; vLLM would log its traceback again
+
+
+@pytest.fixture
+def start_serving(resolver, monkeypatch):
+    """A function that makes vLLM's own OpenAIServingModels, after our resolver has asked to be bound to it."""
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+
+    monkeypatch.setattr(OpenAIServingModels, "__init__", OpenAIServingModels.__init__)  # put back afterwards
+    resolver_module.when_serving(resolver.require_what_it_needs, resolver.bind)
+
+    def start(lora_config: object):
+        like = served(lora_config)
+        like.engine_client.model_config = like.model_config
+        like.engine_client.renderer = like.engine_client.input_processor = None
+        return OpenAIServingModels(like.engine_client, like.base_model_paths, lora_modules=None)
+
+    return start
+
+
+def test_when_serving_starts_the_resolver_learns_the_base_model_and_the_log_says_who_is_in_charge(
+    resolver, start_serving, logged
+):
+    resolver.chain.settings = Settings(runtime_lora_updating=True)
+    models = start_serving(SimpleNamespace(max_lora_rank=64))
+    assert [path.name for path in models.base_model_paths] == ["tiny", "tiny-2"]
+    assert resolver.chain.base.served_names == ("tiny", "tiny-2")
+    (line,) = [record.getMessage() for record in logged.records if record.levelname == "INFO"]
+    for part in ("lora-plugins", str(resolver.chain.sources[0]), "compatible", "largest rank 64"):
+        assert part in line
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in logged.text
+    assert "--enable-lora" not in logged.text
+
+
+def test_a_server_that_will_never_serve_an_adapter_says_so_at_start(start_serving, logged):
+    start_serving(None)
+    warnings = [record.getMessage() for record in logged.records if record.levelname == "WARNING"]
+    assert any("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in text for text in warnings)
+    assert any("--enable-lora" in text for text in warnings)
+
+
+def test_when_serving_starts_vllms_locks_are_dropped_with_their_last_user(start_serving):
+    models = start_serving(None)
+    assert isinstance(models.lora_resolver_lock, NameLocks)
+
+
+def test_a_store_that_cannot_be_made_ends_the_start(start_serving, resolver, tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    resolver.settings = Settings(store_dir=tmp_path / "file" / "store")
+    del resolver.chain  # not yet made
+    with pytest.raises(InvalidSettings, match="LORA_PLUGINS_STORE_DIR"):
+        start_serving(None)
+
+
+# --- the resolver's parts are made late
+
+
+def test_nothing_is_made_before_the_first_use(tmp_path):
+    made = []
+
+    def make_source(executor):
+        made.append(executor)
+        return FilesystemSource(tmp_path, executor=executor)
+
+    before = threading.active_count()
+    resolver = LoRAPluginsResolver(Settings(store_dir=tmp_path / "store"))
+    resolver.add(make_source)
+    assert (made, threading.active_count(), (tmp_path / "store").exists()) == ([], before, False)
+    assert resolver.chain is resolver.chain
+    assert len(made) == 1
+    assert (tmp_path / "store").is_dir()
+
+
+def test_a_source_added_twice_is_asked_once(resolver, tmp_path):
+    again = LoRAPluginsResolver(resolver.settings)
+    for _ in range(2):
+        again.add(lambda executor: FilesystemSource(tmp_path / "root", executor=executor))
+    assert [source.label for source in again.chain.sources] == ["filesystem"]
+
+
+def test_uris_are_served_where_no_source_is_named_and_a_worker_knows_them_too(tmp_path, monkeypatch):
+    registered = []
+    monkeypatch.setattr(resolver_module, "_resolver", None)
+    for touching in ("keep_http_headers", "when_serving"):
+        monkeypatch.setattr(resolver_module, touching, lambda *_: None)
+    monkeypatch.setattr(
+        resolver_module, "_register_resolver", lambda name, resolver: registered.append((name, resolver))
+    )
+    assert sources_of_worker() is None
+    uri = (tmp_path / "adapters").as_uri()
+    put(tmp_path / "adapters" / "sql", adapter_files())
+    settings = Settings(store_dir=tmp_path / "store", allowed_uris=(uri,))
+    resolver = resolver_of_process(settings)
+    assert resolver_of_process(settings) is resolver
+    assert registered == [("lora-plugins", resolver)]
+    for chain in (resolver.chain, sources_of_worker()):
+        assert asyncio.run(chain.resolve_uri("a", f"{uri}/sql", BASE.path)).rank == 4
+        assert asyncio.run(chain.resolve("sql", BASE.path)) is None
+
+
+def test_a_prefix_that_cannot_be_right_ends_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(resolver_module, "_resolver", None)
+    with pytest.raises(InvalidSettings, match="LORA_PLUGINS_ALLOWED_URIS"):
+        resolver_of_process(Settings(store_dir=tmp_path / "store", allowed_uris=("s3://a/../b",)))
+    assert resolver_module._resolver is None
