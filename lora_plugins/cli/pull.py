@@ -66,7 +66,7 @@ def _bring(output: Output, settings: Settings, text: str, base_path: str) -> Pul
         try:
             return Pulled(found, found.path.name not in before)
         finally:
-            chain.give_back(found.path.name)
+            chain.release_digest(found.path.name)
 
 
 async def _resolve(

@@ -100,7 +100,7 @@ async def _resolve(output: Output, chain: SourceChain, course: Course) -> Exit:
         return _end(output, course, None)
     _add_skipped(chain, course)
     _add_stored(chain, course, found)
-    chain.give_back(found.path.name)
+    chain.release_digest(found.path.name)
     return _end(output, course, None, found)
 
 

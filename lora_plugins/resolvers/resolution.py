@@ -173,11 +173,11 @@ class SourceChain:
 
     def stored(self, digest: str) -> Path | None:
         """The adapter of this digest, leased, if the store has it, wherever it came from."""
-        return self.store.take(digest)
+        return self.store.acquire(digest)
 
-    def give_back(self, digest: str) -> None:
+    def release_digest(self, digest: str) -> None:
         """End the lease of a version, whatever names need it; callable from any thread."""
-        self._versions.give_back(digest)
+        self._versions.release_digest(digest)
 
     def _asked_uri(self, name: str, uri: str) -> _Asked:
         with describing(adapter=name):

@@ -67,7 +67,7 @@ Key = tuple[str, str]
 
 
 class Versions:
-    """What the names of one process stand for in the store. For one event loop; `give_back` from any thread.
+    """What the names of one process stand for in the store. For one event loop; `release_digest` from any thread.
 
     A version is leased until every name that was resolved to it has been released. Versions that are refused for what
     their bytes say are not fetched again.
@@ -171,20 +171,20 @@ class Versions:
             return
         names.discard(name)
         if not names:
-            self.give_back(path.name)
+            self.release_digest(path.name)
 
-    def give_back(self, digest: str) -> None:
+    def release_digest(self, digest: str) -> None:
         """End the lease of a version, whatever names need it. Callable from any thread."""
         self._held.pop(digest, None)
         self._ended += 1
-        self._store.leases.give_back(digest)
+        self._store.leases.release(digest)
 
     def _hold(self, name: str, digest: str, ended: int) -> None:
         """Keep a lease that was taken when `ended` leases had ended.
 
         One of them may have been this one, for another name. Nothing awaits in here, so none can end meanwhile.
         """
-        if self._ended != ended and self._store.take(digest) is None:
+        if self._ended != ended and self._store.acquire(digest) is None:
             raise VersionChanged("an adapter that left the store while it was verified", remedy="ask again")
         self._held.setdefault(digest, set()).add(name)
 
@@ -194,7 +194,7 @@ class Versions:
             return await self._run(partial(self._check_fits, self._store.layout.adapter(digest), base))
         except LoRAPluginsError:
             if digest not in self._held:  # else it is served, by another name or from before the base was known
-                self.give_back(digest)
+                self.release_digest(digest)
             raise
 
     async def _obtain(self, text: str, source: Source, located: Located) -> StoredAdapter:
@@ -232,7 +232,7 @@ class Versions:
                     continue
                 if origins is None or manifest.uri in origins:
                     found.append(manifest)
-        if len(found) != 1 or self._store.take(found[0].digest) is None:
+        if len(found) != 1 or self._store.acquire(found[0].digest) is None:
             return None
         return found[0]
 

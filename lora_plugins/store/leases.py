@@ -24,7 +24,7 @@ class Leases:
         # A fixed number of files, however many adapters come and go.
         return FileLock(self._layout.folder("locks") / f"{digest[:2]}.guard", timeout=30)
 
-    def take(self, digest: str) -> bool:
+    def acquire(self, digest: str) -> bool:
         """Lease an adapter for this process; False where it is not there (any more)."""
         with self.guard(digest):
             if not self._layout.adapter(digest).is_dir():
@@ -34,7 +34,7 @@ class Leases:
             (folder / self._processes.me()).touch()
             return True
 
-    def give_back(self, digest: str) -> None:
+    def release(self, digest: str) -> None:
         """End this process's lease; without one, nothing happens."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._folder(digest) / self._processes.me())

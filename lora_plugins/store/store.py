@@ -197,7 +197,7 @@ class Store:
         """Whether a published adapter is there and not known to be damaged; two looks, a few microseconds."""
         return directory.is_dir() and not (self.layout.folder("damaged") / directory.name).exists()
 
-    def take(self, digest: str) -> Path | None:
+    def acquire(self, digest: str) -> Path | None:
         """Lease the adapter of this digest and return its directory; None where it is missing or not whole."""
         return self.layout.adapter(digest) if self._lease(digest) and self._is_whole(digest) else None
 
@@ -230,7 +230,7 @@ class Store:
         return found if found is not None and self._lease(found.digest) else None
 
     def _lease(self, digest: str) -> bool:
-        if not self.leases.take(digest):
+        if not self.leases.acquire(digest):
             return False
         use = self.layout.folder("uses") / digest
         use.touch()

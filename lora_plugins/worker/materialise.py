@@ -35,7 +35,7 @@ class Sources(Protocol):
     def stored(self, digest: str) -> Path | None:
         """The adapter of this digest, leased, if this machine's store has it."""
 
-    def give_back(self, digest: str) -> None:
+    def release_digest(self, digest: str) -> None:
         """End the lease of `stored` or `latest`."""
 
 
@@ -92,7 +92,7 @@ class Materialiser:
                 adapter=name,
             )
         if resolved.path.name != digest:
-            self._sources.give_back(resolved.path.name)
+            self._sources.release_digest(resolved.path.name)
             raise SourceUnavailable(
                 f"another version at the source (digest {resolved.path.name[:12]})",
                 expected=f"digest {digest[:12]}, which the API server has",
@@ -117,4 +117,4 @@ class Materialiser:
             if self._brought[path]:
                 return  # brought under another name too, which has not been read yet
             del self._brought[path]
-            self._sources.give_back(Path(path).name)
+            self._sources.release_digest(Path(path).name)

@@ -213,13 +213,13 @@ def test_what_is_damaged_is_found_put_aside_and_collected(cli):
 def test_what_is_damaged_and_in_use_stays_and_is_said_so(cli):
     digest = cli("pull", "sql", "--json").json["digest"]
     server = Store(cli.store)
-    assert server.take(digest)
+    assert server.acquire(digest)
     (cli.store / digest / WEIGHTS_FILE).unlink()
     done = cli("verify")
     assert (done.code, "damaged, and in use" in done.out) == (Exit.WRONG, True)
     assert [row["damaged"] for row in cli("ls", "--json").json["adapters"]] == [True]
     assert "(damaged)" in cli("ls").out
-    server.leases.give_back(digest)
+    server.leases.release(digest)
     assert "damaged, put aside" in cli("verify").out
 
 
@@ -227,7 +227,7 @@ def test_gc_leaves_what_a_server_has_leased_and_says_so(cli):
     digest = cli("pull", "sql", "--json").json["digest"]
     other = cli("pull", "team/poet", "--json").json["digest"]
     server = Store(cli.store)
-    assert server.take(digest)
+    assert server.acquire(digest)
     assert [row["leases"] for row in cli("ls", "--json").json["adapters"] if row["digest"] == digest] == [1]
     for more in (["--dry-run"], []):
         done = cli("gc", "--max-bytes", "0", "--json", *more)
@@ -236,7 +236,7 @@ def test_gc_leaves_what_a_server_has_leased_and_says_so(cli):
         assert [row["digest"] for row in done.json["leased"]] == [digest]
         assert not done.json["fits"]
         assert (cli.store / other).exists() == bool(more)
-    server.leases.give_back(digest)
+    server.leases.release(digest)
     assert cli("gc", "--max-bytes", "0").code == Exit.OK
     assert not (cli.store / digest).exists()
 

@@ -23,7 +23,7 @@ def test_what_is_there_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Manifest, "read", lambda directory: read.append(directory) or real(directory))
     assert size.look(store) == InStore(3, 3 * one, 10_000_000)
     assert read == []
-    store.leases.give_back(stored[0].digest)
+    store.leases.release(stored[0].digest)
     assert store.remove(stored[0].digest)
     assert size.look(store) == InStore(2, 2 * one, 10_000_000)
     assert list(size._sizes) == list(store.layout.digests())

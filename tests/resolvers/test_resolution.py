@@ -551,7 +551,7 @@ def test_no_room_passes_through_and_is_not_remembered(make):
     assert (caught.value.adapter, caught.value.http_status) == ("other", 503)
     assert source.fetched == ["sql"]
     assert chain.kinds[-1] is AdapterRejected
-    chain.store.leases.give_back(served.path.name)
+    chain.store.leases.release(served.path.name)
     assert chain.ask("other")
 
 
@@ -569,7 +569,7 @@ def test_what_leaves_the_store_for_another_is_told(make):
     size_bytes = sum(map(len, adapter_files().values()))
     chain = make(FakeSource("one", {"sql": adapter_files(), "chat": turned()}), max_bytes=size_bytes + 10)
     first = chain.ask()
-    chain.give_back(first.path.name)
+    chain.release_digest(first.path.name)
     chain.ask("chat")
     assert [event for event in chain.told if isinstance(event, StoreEvicted)] == [
         StoreEvicted(first.path.name, size_bytes)

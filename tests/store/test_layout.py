@@ -172,7 +172,7 @@ def test_budget_counts_past_what_is_not_ours(tmp_path: Path) -> None:
     (store.layout.folder("tmp") / "a file").write_text("x")
     for seed in range(4):
         stored = obtain(store, Wanted(adapter_files(seed=seed), version=str(seed)))
-        store.leases.give_back(stored.digest)
+        store.leases.release(stored.digest)
     assert len([entry for entry in entries(store.layout) if entry.size_bytes]) == 2
     assert (store.layout.root / ("e" * 64)).is_file()
 

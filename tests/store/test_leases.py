@@ -24,12 +24,12 @@ def store(tmp_path: Path) -> Store:
 def digest(store: Store) -> str:
     """A published adapter that nobody leases."""
     digest = obtain(store, Wanted(adapter_files())).digest
-    store.leases.give_back(digest)
+    store.leases.release(digest)
     return digest
 
 
 def test_what_is_not_there_cannot_be_leased(store):
-    assert not store.leases.take("0" * 64)
+    assert not store.leases.acquire("0" * 64)
     assert store.leases.holders("0" * 64) == []
     assert os.listdir(store.layout.folder("leases")) == []
 
@@ -37,14 +37,14 @@ def test_what_is_not_there_cannot_be_leased(store):
 def test_a_lease_names_its_process_and_can_be_given_back(store, digest):
     assert store.leases.holders(digest) == []
     for _ in range(2):  # one lease, however often it is taken
-        assert store.leases.take(digest)
+        assert store.leases.acquire(digest)
     assert store.leases.holders(digest) == [store.processes.me()]
     assert not store.remove(digest)
     for _ in range(2):
-        store.leases.give_back(digest)
+        store.leases.release(digest)
     assert store.leases.holders(digest) == []
     assert store.remove(digest)
-    assert not store.leases.take(digest)
+    assert not store.leases.acquire(digest)
 
 
 def test_a_lease_of_one_adapter_is_none_of_another(store, digest):
@@ -54,7 +54,7 @@ def test_a_lease_of_one_adapter_is_none_of_another(store, digest):
 
 
 def test_another_store_object_of_the_process_shares_its_lease(store, digest):
-    store.leases.take(digest)
+    store.leases.acquire(digest)
     assert not Store(store.layout.root).remove(digest)
 
 
@@ -75,14 +75,14 @@ def test_another_process_holds_its_lease_until_it_dies(store, digest):
     code = (
         "import sys; from pathlib import Path\n"
         "from lora_plugins.store.store import Store\n"
-        "print(Store(Path(sys.argv[1])).leases.take(sys.argv[2]), flush=True); sys.stdin.read()\n"
+        "print(Store(Path(sys.argv[1])).leases.acquire(sys.argv[2]), flush=True); sys.stdin.read()\n"
     )
     command = [sys.executable, "-c", code, str(store.layout.root), digest]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "True\n"
-        store.leases.take(digest)
+        store.leases.acquire(digest)
         assert len(store.leases.holders(digest)) == 2
-        store.leases.give_back(digest)
+        store.leases.release(digest)
         assert not store.remove(digest)
         process.kill()
         process.wait()
@@ -94,13 +94,13 @@ def test_of_leasing_and_removing_at_once_only_one_wins(store, tmp_path):
         removed: list[bool] = []
         thread = threading.Thread(target=lambda: removed.append(Store.remove(store, digest)))
         thread.start()
-        taken = store.leases.take(digest)
+        taken = store.leases.acquire(digest)
         thread.join()
         return taken, removed[0]
 
     for seed in range(30):
         digest = obtain(store, Wanted(adapter_files(seed=seed), version=str(seed))).digest
-        store.leases.give_back(digest)
+        store.leases.release(digest)
         taken, removed = race(digest)
         assert taken is not removed
         assert store.layout.adapter(digest).exists() is taken

@@ -131,7 +131,7 @@ asyncio.run(Store(root).obtain(wanted, wanted.fetch, check))
 def test_damage_is_found_quarantined_and_fetched_anew(store: Store) -> None:
     wanted = Wanted(adapter_files())
     stored = obtain(store, wanted)
-    store.leases.give_back(stored.digest)
+    store.leases.release(stored.digest)
     weights = stored.directory / "adapter_model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
@@ -189,7 +189,7 @@ class TestBudget:
         stored = obtain(store, Wanted(adapter_files(seed=seed), version=str(seed)))
         os.utime(store.layout.folder("uses") / stored.digest, (seed, seed))
         if not leased:
-            store.leases.give_back(stored.digest)
+            store.leases.release(stored.digest)
         return stored.digest
 
     def test_oldest_use_goes_first(self, store: Store) -> None:
@@ -199,7 +199,7 @@ class TestBudget:
     def test_use_keeps_an_adapter(self, store: Store) -> None:
         digests = [self.fill(store, seed) for seed in range(1, 4)]
         obtain(store, Wanted(adapter_files(seed=1), version="1"))
-        store.leases.give_back(digests[0])
+        store.leases.release(digests[0])
         digests.append(self.fill(store, 4))
         assert set(store.layout.digests()) == {digests[0], digests[2], digests[3]}
 
