@@ -1,54 +1,36 @@
-"""Settings, read once from the environment; no other module reads it."""
+"""Settings, read from the environment; no other module reads it.
+
+Each variable is declared once, as a field of `Settings`: its name, kind, default and meaning. From that come the check
+for unknown variables, the doctor's list and docs/settings.md (`tools/write_settings_doc.py`).
+"""
 
 from __future__ import annotations
 
-import math
 import os
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 
 from lora_plugins.errors import InvalidSettings
-
-_PREFIX = "LORA_PLUGINS_"
-_TRUE = {"1", "true", "yes", "on"}
-_FALSE = {"0", "false", "no", "off"}
-_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9, "b": 1}
-
-# One line each in docs/settings.md; a test compares the two.
-OWN_VARIABLES = frozenset(
-    {
-        "LORA_PLUGINS_BASE_MATCH",
-        "LORA_PLUGINS_BASE_ALIASES",
-        "LORA_PLUGINS_FOLLOW_SYMLINKS",
-        "LORA_PLUGINS_ALLOW_PICKLE",
-        "LORA_PLUGINS_CHECK_FINITE",
-        "LORA_PLUGINS_CHECK_MD5",
-        "LORA_PLUGINS_MAX_ADAPTER_BYTES",
-        "LORA_PLUGINS_STORE_DIR",
-        "LORA_PLUGINS_STORE_MAX_BYTES",
-        "LORA_PLUGINS_SOURCES",
-        "LORA_PLUGINS_ALLOWED_URIS",
-        "LORA_PLUGINS_FETCH_TIMEOUT_S",
-        "LORA_PLUGINS_ABSENT_TTL_S",
-        "LORA_PLUGINS_REVALIDATE_S",
-        "LORA_PLUGINS_HOST_MAX_BYTES",
-        "LORA_PLUGINS_HOST_POLICY",
-        "LORA_PLUGINS_SPARE_SLOTS",
-        "LORA_PLUGINS_SPARE_SLOTS_WITHIN",
-        "LORA_PLUGINS_UNMATCHED",
-        "LORA_PLUGINS_KERNELS",
-        "LORA_PLUGINS_TUNING_DIR",
-        "LORA_PLUGINS_PRELOAD",
-        "LORA_PLUGINS_PRELOAD_WAIT",
-        "LORA_PLUGINS_RESTORE",
-        "LORA_PLUGINS_REFRESH_S",
-        "LORA_PLUGINS_DRAIN_TIMEOUT_S",
-        "LORA_PLUGINS_POLICY",
-        "LORA_PLUGINS_METRICS_ADAPTERS",
-    }
+from lora_plugins.variables import (
+    BYTES,
+    COUNT,
+    DIRECTORY,
+    FILE,
+    FLAG,
+    NAMES,
+    PATH,
+    PREFIX,
+    TEXT,
+    VLLM_FLAG,
+    Variable,
+    choice,
+    member,
+    optional,
+    order,
+    required,
+    seconds,
 )
 
 SOURCES = ("filesystem", "s3", "hub")
@@ -56,7 +38,7 @@ HOST_POLICIES = ("lru", "lrfu")
 
 
 class BaseMatch(StrEnum):
-    """How an adapter's `base_model_name_or_path` is held against the served model."""
+    """How an adapter's `base_model_name_or_path` is compared with the served model."""
 
     STRICT = "strict"
     COMPATIBLE = "compatible"
@@ -74,125 +56,235 @@ class Kernels(StrEnum):
     VLLM = "vllm"
 
 
+PLUGINS = Variable(
+    "VLLM_PLUGINS",
+    NAMES,
+    None,
+    "plugins to load, separated by commas. Ours run only when named here: with it unset, a server behaves as if "
+    "lora-plugins were not installed",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the environment asks of us; defaults are those of an empty environment.
+    """What the environment asks of us; defaults are those of an empty environment."""
 
-    Attributes:
-        runtime_lora_updating: vLLM's `VLLM_ALLOW_RUNTIME_LORA_UPDATING`; without it vLLM asks no resolver.
-        filesystem_root: vLLM's `VLLM_LORA_RESOLVER_CACHE_DIR`, absolute.
-        base_match: see `BaseMatch`.
-        base_aliases: further names under which adapters may know the served base model.
-        follow_symlinks: serve what a symlink below the root points to outside it.
-        allow_pickle: serve `adapter_model.bin` and `.pt`, of which only the configuration is verified.
-        check_finite: read every weight once and refuse NaN and infinity.
-        check_md5: hold S3 objects against ETags that look like an MD5.
-        max_adapter_bytes: size limit of one adapter's files together.
-        store_dir: the store's root. store_max_bytes: its budget, None for no limit.
-        sources: labels of the sources, in the order in which they are asked.
-        allowed_uris: prefixes of the source URIs that may be fetched by URI.
-        fetch_timeout_s: deadline for one adapter's fetch, retries included.
-        absent_ttl_s: how long a remote source's "no such adapter" is believed.
-        revalidate_s: how long a remote source is not asked again for a name that it had.
-        host_max_bytes: budget of a worker's host cache, None for no limit but `--max-cpu-loras`.
-        host_policy: which adapter leaves the host cache first.
-        spare_slots: slots that are written while all others are in use.
-        spare_slots_within: whether these are among `--max-loras`, instead of beside them.
-        refuse_unmatched: refuse an adapter of which some modules do not match the model's.
-        kernels: which kernels `lora_kernels` computes adapters with.
-        tuning_dir: tuning tables of the user's, before those of the package.
-        preload: names that are served from the start. preload_wait: whether the start waits for them.
-        restore: serve from the start what was served when the last server of this base model and store stopped.
-        refresh_s: how often `lora_admin` looks for new versions of what is served; 0 for never.
-        drain_timeout_s: how long an unload waits for running requests before it ends them.
-        policy: the file that says who may use which adapters; None for everybody all.
-        metrics_adapters: how many adapters have a label of their own in metrics.
-        s3_path_template, local_path_template: `S3_PATH_TEMPLATE` and `LOCAL_PATH_TEMPLATE` of vLLM's documentation.
-        hub_repos: vLLM's `VLLM_LORA_RESOLVER_HF_REPO_LIST`.
-        aws: the `AWS_*` variables; never logged.
-    """
-
-    runtime_lora_updating: bool = False
-    filesystem_root: Path | None = None
-    base_match: BaseMatch = BaseMatch.COMPATIBLE
-    base_aliases: tuple[str, ...] = ()
-    follow_symlinks: bool = False
-    allow_pickle: bool = False
-    check_finite: bool = True
-    check_md5: bool = True
-    max_adapter_bytes: int = 8 << 30
-    store_dir: Path = field(default_factory=lambda: _store_dir({}))
-    store_max_bytes: int | None = None
-    sources: tuple[str, ...] = SOURCES
-    allowed_uris: tuple[str, ...] = ()
-    fetch_timeout_s: float = 300.0
-    absent_ttl_s: float = 15.0
-    revalidate_s: float = 60.0
-    host_max_bytes: int | None = None
-    host_policy: str = "lru"
-    spare_slots: int = 1
-    spare_slots_within: bool = False
-    refuse_unmatched: bool = True
-    kernels: Kernels = Kernels.AUTO
-    tuning_dir: Path | None = None
-    preload: tuple[str, ...] = ()
-    preload_wait: bool = True
-    restore: bool = False
-    refresh_s: float = 60.0
-    drain_timeout_s: float = 60.0
-    policy: Path | None = None
-    metrics_adapters: int = 200
-    s3_path_template: str | None = None
-    local_path_template: str | None = None
-    hub_repos: tuple[str, ...] = ()
-    aws: Mapping[str, str] = field(default_factory=dict, repr=False)
+    runtime_lora_updating: bool = required(
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+        VLLM_FLAG,
+        "0",
+        "`1` lets vLLM ask resolvers for unknown names. Without it nothing is ever resolved (a warning at startup says so)"
+    )
+    hub_repos: tuple[str, ...] = required(
+        "VLLM_LORA_RESOLVER_HF_REPO_LIST",
+        NAMES,
+        "",
+        "the repositories of `lora_hf_hub_resolver` ([sources](sources.md#the-hugging-face-hub))"
+    )
+    s3_path_template: str | None = optional(
+        "S3_PATH_TEMPLATE",
+        TEXT,
+        "where `lora_s3_resolver` finds an adapter, as in vLLM's documentation "
+        "([sources](sources.md#s3-and-every-url-that-fsspec-knows))"
+    )
+    local_path_template: str | None = optional(
+        "LOCAL_PATH_TEMPLATE",
+        TEXT,
+        "where `lora_s3_resolver` links to the current version, as in vLLM's documentation"
+    )
+    filesystem_root: Path | None = optional(
+        "VLLM_LORA_RESOLVER_CACHE_DIR",
+        PATH,
+        "the directory of adapters of `lora_filesystem_resolver`; `team/sql` is `<directory>/team/sql`"
+    )
+    base_match: BaseMatch = required(
+        "LORA_PLUGINS_BASE_MATCH",
+        member(BaseMatch),
+        "compatible",
+        "how an adapter's `base_model_name_or_path` is compared with the served model: `strict`, `compatible` or `off` "
+        "([verification](verification.md#base-model))"
+    )
+    base_aliases: tuple[str, ...] = required(
+        "LORA_PLUGINS_BASE_ALIASES",
+        NAMES,
+        "",
+        "further names, separated by commas, under which adapters may know the served base model"
+    )
+    follow_symlinks: bool = required(
+        "LORA_PLUGINS_FOLLOW_SYMLINKS",
+        FLAG,
+        "0",
+        "`1`: serve what a symlink below the root points to outside it"
+    )
+    allow_pickle: bool = required(
+        "LORA_PLUGINS_ALLOW_PICKLE",
+        FLAG,
+        "0",
+        "`1`: serve `adapter_model.bin` and `.pt`. Loading a pickle can run code, and its weights are not verified"
+    )
+    check_finite: bool = required(
+        "LORA_PLUGINS_CHECK_FINITE",
+        FLAG,
+        "1",
+        "`0`: skip the pass that reads every weight and refuses NaN and infinity"
+    )
+    check_md5: bool = required(
+        "LORA_PLUGINS_CHECK_MD5",
+        FLAG,
+        "1",
+        "`0`: do not compare S3 objects with ETags that look like an MD5, for stores whose ETags are none"
+    )
+    max_adapter_bytes: int = required(
+        "LORA_PLUGINS_MAX_ADAPTER_BYTES",
+        BYTES,
+        "8GiB",
+        "size limit of an adapter's configuration and weights together"
+    )
+    store_dir: Path = required(
+        "LORA_PLUGINS_STORE_DIR",
+        PATH,
+        "~/.cache/lora-plugins",
+        "the [store](store.md); where `XDG_CACHE_HOME` is set, the default is `lora-plugins` below it"
+    )
+    store_max_bytes: int | None = optional("LORA_PLUGINS_STORE_MAX_BYTES", BYTES, "the store's budget")
+    sources: tuple[str, ...] = required(
+        "LORA_PLUGINS_SOURCES",
+        order(*SOURCES),
+        ",".join(SOURCES),
+        "the order in which sources are asked; one left out is asked last"
+    )
+    allowed_uris: tuple[str, ...] = required(
+        "LORA_PLUGINS_ALLOWED_URIS",
+        NAMES,
+        "",
+        "prefixes, separated by commas, of the URIs that may be fetched by URI ([sources](sources.md#by-uri))"
+    )
+    fetch_timeout_s: float = required(
+        "LORA_PLUGINS_FETCH_TIMEOUT_S",
+        seconds(least=0.1),
+        "300",
+        "deadline for the fetch of one adapter, retries included"
+    )
+    absent_ttl_s: float = required(
+        "LORA_PLUGINS_ABSENT_TTL_S",
+        seconds(least=0.0),
+        "15",
+        'how long a remote source\'s "no such adapter" is believed'
+    )
+    revalidate_s: float = required(
+        "LORA_PLUGINS_REVALIDATE_S",
+        seconds(least=0.0),
+        "60",
+        "how long a remote source is not asked again for a name that it had"
+    )
+    host_max_bytes: int | None = optional(
+        "LORA_PLUGINS_HOST_MAX_BYTES",
+        BYTES,
+        "budget of each worker's [host cache](manager.md), beside `--max-cpu-loras`"
+    )
+    host_policy: str = required(
+        "LORA_PLUGINS_HOST_POLICY",
+        choice(*HOST_POLICIES),
+        "lru",
+        "which adapter leaves the host cache first: `lru` or `lrfu` ([policies](policies.md))"
+    )
+    spare_slots: int = required(
+        "LORA_PLUGINS_SPARE_SLOTS",
+        COUNT,
+        "1",
+        "slots that are written while all others are in use, so that the next adapter waits for no copy"
+    )
+    spare_slots_within: bool = required(
+        "LORA_PLUGINS_SPARE_SLOTS_WITHIN",
+        FLAG,
+        "0",
+        "`1`: they are among `--max-loras`, and so many fewer adapters run at once; without it they take device memory "
+        "beside it"
+    )
+    unmatched: str = required(
+        "LORA_PLUGINS_UNMATCHED",
+        choice("refuse", "warn"),
+        "refuse",
+        "an adapter of which some modules match none of the model's: `refuse` it, or serve the rest and `warn`. One of "
+        "which none match is always refused"
+    )
+    kernels: Kernels = required(
+        "LORA_PLUGINS_KERNELS",
+        member(Kernels),
+        "auto",
+        "what `lora_kernels` computes adapters with: `auto`, `cpu`, `torch`, `triton`, `reference` or `vllm`; startup "
+        "fails where the one asked for is not available ([kernels](kernels.md))"
+    )
+    tuning_dir: Path | None = optional(
+        "LORA_PLUGINS_TUNING_DIR",
+        DIRECTORY,
+        "a directory with tuning tables for the Triton kernels, one per architecture (`sm_90.json`), preferred to the "
+        "package's ([GPU kernels](kernels-gpu.md))"
+    )
+    preload: tuple[str, ...] = required(
+        "LORA_PLUGINS_PRELOAD",
+        NAMES,
+        "",
+        "names, separated by commas, that `lora_admin` serves from startup ([admin](admin.md#start-and-restart))"
+    )
+    preload_wait: bool = required(
+        "LORA_PLUGINS_PRELOAD_WAIT", FLAG, "1", "`0`: the server answers before they are loaded"
+    )
+    restore: bool = required(
+        "LORA_PLUGINS_RESTORE",
+        FLAG,
+        "0",
+        "`1`: serve from startup what the last server of this base model and store served"
+    )
+    refresh_s: float = required(
+        "LORA_PLUGINS_REFRESH_S",
+        seconds(least=0.0),
+        "60",
+        "how often `lora_admin` looks for new versions of what is served; `0` for never ([hot swap](admin.md#hot-swap))"
+    )
+    drain_timeout_s: float = required(
+        "LORA_PLUGINS_DRAIN_TIMEOUT_S",
+        seconds(least=0.0),
+        "60",
+        "how long an unload waits for running requests before it ends them"
+    )
+    policy: Path | None = optional(
+        "LORA_PLUGINS_POLICY",
+        FILE,
+        "a TOML file that says which API key may use which adapters ([access](access.md)); needs `lora_admin`"
+    )
+    metrics_adapters: int = required(
+        "LORA_PLUGINS_METRICS_ADAPTERS",
+        COUNT,
+        "200",
+        "how many adapters have their own label in [metrics](metrics.md); all others share `_other`"
+    )
+    aws: Mapping[str, str] = field(default_factory=dict, repr=False)  # the AWS_* variables; never logged
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
         """Read the process's environment, or `env` in its place.
 
         Raises:
-            InvalidSettings: a value that cannot be right, or an unknown `LORA_PLUGINS_*` variable.
+            InvalidSettings: a value that is not of its variable's kind, or an unknown `LORA_PLUGINS_*` variable.
         """
-        env = os.environ if env is None else env
-        _refuse_unknown(env)
-        root = env.get("VLLM_LORA_RESOLVER_CACHE_DIR")
-        return cls(
-            runtime_lora_updating=env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").strip().lower() in {"1", "true"},
-            filesystem_root=_path("VLLM_LORA_RESOLVER_CACHE_DIR", root) if root else None,
-            base_match=_base_match(env),
-            base_aliases=_names(env, "LORA_PLUGINS_BASE_ALIASES"),
-            follow_symlinks=_flag(env, "LORA_PLUGINS_FOLLOW_SYMLINKS", default=False),
-            allow_pickle=_flag(env, "LORA_PLUGINS_ALLOW_PICKLE", default=False),
-            check_finite=_flag(env, "LORA_PLUGINS_CHECK_FINITE", default=True),
-            check_md5=_flag(env, "LORA_PLUGINS_CHECK_MD5", default=True),
-            max_adapter_bytes=_bytes(env, "LORA_PLUGINS_MAX_ADAPTER_BYTES", default=8 << 30) or 8 << 30,
-            store_dir=_store_dir(env),
-            store_max_bytes=_bytes(env, "LORA_PLUGINS_STORE_MAX_BYTES", default=None),
-            sources=_sources(env),
-            allowed_uris=_names(env, "LORA_PLUGINS_ALLOWED_URIS"),
-            fetch_timeout_s=_seconds(env, "LORA_PLUGINS_FETCH_TIMEOUT_S", default=300.0),
-            absent_ttl_s=_seconds(env, "LORA_PLUGINS_ABSENT_TTL_S", default=15.0, least=0.0),
-            revalidate_s=_seconds(env, "LORA_PLUGINS_REVALIDATE_S", default=60.0, least=0.0),
-            host_max_bytes=_bytes(env, "LORA_PLUGINS_HOST_MAX_BYTES", default=None),
-            host_policy=_choice(env, "LORA_PLUGINS_HOST_POLICY", HOST_POLICIES),
-            spare_slots=_count(env, "LORA_PLUGINS_SPARE_SLOTS", default=1),
-            spare_slots_within=_flag(env, "LORA_PLUGINS_SPARE_SLOTS_WITHIN", default=False),
-            refuse_unmatched=_choice(env, "LORA_PLUGINS_UNMATCHED", ("refuse", "warn")) == "refuse",
-            kernels=_kernels(env),
-            tuning_dir=_existing(env, "LORA_PLUGINS_TUNING_DIR", Path.is_dir, "a directory that is there"),
-            preload=_names(env, "LORA_PLUGINS_PRELOAD"),
-            preload_wait=_flag(env, "LORA_PLUGINS_PRELOAD_WAIT", default=True),
-            restore=_flag(env, "LORA_PLUGINS_RESTORE", default=False),
-            refresh_s=_seconds(env, "LORA_PLUGINS_REFRESH_S", default=60.0, least=0.0),
-            drain_timeout_s=_seconds(env, "LORA_PLUGINS_DRAIN_TIMEOUT_S", default=60.0, least=0.0),
-            policy=_existing(env, "LORA_PLUGINS_POLICY", Path.is_file, "a file that is there"),
-            metrics_adapters=_count(env, "LORA_PLUGINS_METRICS_ADAPTERS", default=200),
-            s3_path_template=env.get("S3_PATH_TEMPLATE") or None,
-            local_path_template=env.get("LOCAL_PATH_TEMPLATE") or None,
-            hub_repos=_names(env, "VLLM_LORA_RESOLVER_HF_REPO_LIST"),
-            aws={name: value for name, value in env.items() if name.startswith("AWS_")},
-        )
+        env = dict(os.environ if env is None else env)
+        for name in env:
+            if name.startswith(PREFIX) and name not in OWN_VARIABLES:
+                raise InvalidSettings(
+                    f"the unknown variable {name}",
+                    expected="one of " + ", ".join(sorted(OWN_VARIABLES)),
+                    remedy=f"correct its spelling or unset {name}",
+                )
+        if not env.get("LORA_PLUGINS_STORE_DIR") and env.get("XDG_CACHE_HOME"):
+            env["LORA_PLUGINS_STORE_DIR"] = env["XDG_CACHE_HOME"] + "/lora-plugins"
+        values = {attribute: variable.value(env.get(variable.name)) for attribute, variable in _ATTRIBUTES.items()}
+        return cls(**values, aws={name: value for name, value in env.items() if name.startswith("AWS_")})
+
+    @property
+    def refuse_unmatched(self) -> bool:
+        """Whether an adapter of which some modules do not match the model's is refused."""
+        return self.unmatched == "refuse"
 
     def slots(self, max_loras: int) -> int:
         """How many slots a worker makes where vLLM would make `max_loras`."""
@@ -214,132 +306,18 @@ class Settings:
         return running
 
 
+_ATTRIBUTES: Mapping[str, Variable] = {
+    attribute.name: attribute.metadata["variable"] for attribute in fields(Settings) if attribute.metadata
+}
+VARIABLES: Mapping[str, Variable] = {variable.name: variable for variable in (PLUGINS, *_ATTRIBUTES.values())}
+OWN_VARIABLES = frozenset(name for name, variable in VARIABLES.items() if variable.is_ours)
+
+
 def named_in_environment(plugin: str, env: Mapping[str, str] | None = None) -> bool:
     """Whether `VLLM_PLUGINS` names this plugin; False where it is unset and vLLM loads all. Never raises."""
-    return plugin in (os.environ if env is None else env).get("VLLM_PLUGINS", "").split(",")
+    return plugin in (os.environ if env is None else env).get(PLUGINS.name, "").split(",")
 
 
 def environment() -> Mapping[str, str]:
-    """The process's environment as it is, for whoever judges it instead of taking settings from it."""
+    """The process's environment as it is, for a caller that examines it instead of taking settings from it."""
     return dict(os.environ)
-
-
-def bytes_of(text: str) -> int | None:
-    """Read a positive number of bytes such as `8GiB`, `500MB` or `1024`; None where it is none."""
-    match = re.fullmatch(r"([0-9]{1,18})\s*([a-z]*)", text.strip().lower())
-    if match is None or match[2] not in _UNITS or int(match[1]) == 0:
-        return None
-    return int(match[1]) * _UNITS[match[2]]
-
-
-def _refuse_unknown(env: Mapping[str, str]) -> None:
-    for name in env:
-        if name.startswith(_PREFIX) and name not in OWN_VARIABLES:
-            raise InvalidSettings(
-                f"the unknown variable {name}",
-                expected="one of " + ", ".join(sorted(OWN_VARIABLES)),
-                remedy=f"correct its spelling or unset {name}",
-            )
-
-
-def _base_match(env: Mapping[str, str]) -> BaseMatch:
-    name = "LORA_PLUGINS_BASE_MATCH"
-    value = env.get(name, BaseMatch.COMPATIBLE).strip().lower()
-    try:
-        return BaseMatch(value)
-    except ValueError:
-        raise _wrong(name, env[name], "strict, compatible or off") from None
-
-
-def _kernels(env: Mapping[str, str]) -> Kernels:
-    name = "LORA_PLUGINS_KERNELS"
-    try:
-        return Kernels(env.get(name, Kernels.AUTO).strip().lower())
-    except ValueError:
-        raise _wrong(name, env[name], "one of " + ", ".join(Kernels)) from None
-
-
-def _existing(env: Mapping[str, str], name: str, is_right: Callable[[Path], bool], expected: str) -> Path | None:
-    value = env.get(name)
-    if not value:
-        return None
-    path = _path(name, value)
-    if not is_right(path):
-        raise _wrong(name, value, expected)
-    return path
-
-
-def _count(env: Mapping[str, str], name: str, *, default: int) -> int:
-    value = env.get(name, "").strip() or str(default)
-    if re.fullmatch("[0-9]{1,6}", value) is None:
-        raise _wrong(name, env[name], "a number, 0 to 999999")
-    return int(value)
-
-
-def _path(name: str, value: str) -> Path:
-    try:
-        return Path(value).expanduser().absolute()
-    except RuntimeError:  # ~ of a user that does not exist
-        raise _wrong(name, value, "a path of this machine") from None
-
-
-def _choice(env: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
-    value = env.get(name, "").strip().lower() or choices[0]
-    if value not in choices:
-        raise _wrong(name, env[name], " or ".join(choices))
-    return value
-
-
-def _flag(env: Mapping[str, str], name: str, *, default: bool) -> bool:
-    value = env.get(name, "").strip().lower()
-    if not value:
-        return default
-    if value in _TRUE:
-        return True
-    if value in _FALSE:
-        return False
-    raise _wrong(name, env[name], "1 or 0")
-
-
-def _names(env: Mapping[str, str], name: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in env.get(name, "").split(",") if part.strip())
-
-
-def _store_dir(env: Mapping[str, str]) -> Path:
-    name = "LORA_PLUGINS_STORE_DIR"
-    if env.get(name):
-        return _path(name, env[name])
-    return _path(name, env.get("XDG_CACHE_HOME") or "~/.cache") / "lora-plugins"
-
-
-def _sources(env: Mapping[str, str]) -> tuple[str, ...]:
-    name = "LORA_PLUGINS_SOURCES"
-    order = _names(env, name) or SOURCES
-    if len(set(order)) != len(order) or not set(order) <= set(SOURCES):
-        raise _wrong(name, env[name], "each at most once, of " + ", ".join(SOURCES))
-    return order
-
-
-def _seconds(env: Mapping[str, str], name: str, *, default: float, least: float = 0.1) -> float:
-    if name not in env:
-        return default
-    try:
-        value = float(env[name])
-    except ValueError:
-        value = math.nan
-    if not least <= value <= 86_400:
-        raise _wrong(name, env[name], f"seconds, from {least:g} to 86400")
-    return value
-
-
-def _bytes(env: Mapping[str, str], name: str, *, default: int | None) -> int | None:
-    if name not in env:
-        return default
-    value = bytes_of(env[name])
-    if value is None:
-        raise _wrong(name, env[name], "a positive number of bytes, such as 8GiB or 500MB")
-    return value
-
-
-def _wrong(name: str, value: str, expected: str) -> InvalidSettings:
-    return InvalidSettings(f"{name}={value!r}", expected=expected, remedy=f"correct or unset {name}")

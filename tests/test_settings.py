@@ -10,7 +10,17 @@ import pytest
 import lora_plugins
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.scheduler import policies
-from lora_plugins.settings import OWN_VARIABLES, SOURCES, BaseMatch, Kernels, Settings, named_in_environment
+from lora_plugins.settings import (
+    HOST_POLICIES,
+    OWN_VARIABLES,
+    SOURCES,
+    VARIABLES,
+    BaseMatch,
+    Kernels,
+    Settings,
+    named_in_environment,
+)
+from tools import write_settings_doc
 
 DEFAULT_STORE = Path("~/.cache/lora-plugins").expanduser()
 LATER = [
@@ -48,7 +58,7 @@ LATER = [
     ("LORA_PLUGINS_SPARE_SLOTS_WITHIN", "", "spare_slots_within", False),
     ("LORA_PLUGINS_UNMATCHED", "warn", "refuse_unmatched", False),
     ("LORA_PLUGINS_UNMATCHED", "Refuse", "refuse_unmatched", True),
-    ("LORA_PLUGINS_UNMATCHED", "", "refuse_unmatched", True),
+    ("LORA_PLUGINS_UNMATCHED", "", "unmatched", "refuse"),
     ("LORA_PLUGINS_PRELOAD", "sql, team/chat", "preload", ("sql", "team/chat")),
     ("LORA_PLUGINS_PRELOAD_WAIT", "0", "preload_wait", False),
     ("LORA_PLUGINS_RESTORE", "1", "restore", True),
@@ -156,18 +166,15 @@ def test_every_variable_of_ours_is_tried_above():
     assert {name for name, *_ in [*RIGHT, *LATER] if name.startswith("LORA_PLUGINS_")} >= OWN_VARIABLES
 
 
-def test_every_variable_of_ours_has_its_line_in_the_docs():
-    lines = (Path(__file__).parent.parent / "docs" / "settings.md").read_text().splitlines()
-    rows = [line.split("|")[1:-1] for line in lines if line.startswith("| `LORA_PLUGINS_")]
-    assert sorted(row[0].strip(" `") for row in rows) == sorted(OWN_VARIABLES)
-    for name, default, meaning in rows:
-        assert meaning.strip()
-        # Set to its documented default, a variable changes nothing.
-        field = name.strip(" `").removeprefix("LORA_PLUGINS_").lower()
-        if default.strip() in ("none", "no limit"):
-            assert getattr(Settings(), field) in ((), None)
-        else:
-            assert Settings.from_env({name.strip(" `"): default.strip(" `")}) == Settings.from_env({})
+def test_settings_page_is_what_the_declarations_say():
+    assert write_settings_doc.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize("variable", VARIABLES.values(), ids=lambda variable: variable.name)
+def test_default_written_out_changes_nothing(variable):
+    assert variable.meaning
+    if variable.default is not None and variable.name != "LORA_PLUGINS_STORE_DIR":
+        assert Settings.from_env({variable.name: variable.default}) == Settings.from_env({})
 
 
 def test_credentials_are_read_and_never_shown():

@@ -17,7 +17,8 @@ from lora_plugins.adapter.files import map_os_error
 from lora_plugins.cli.exits import Exit, UsageProblem, exit_of
 from lora_plugins.cli.output import Output, error_fields
 from lora_plugins.errors import LoRAPluginsError, describing
-from lora_plugins.settings import Settings, bytes_of, environment
+from lora_plugins.settings import Settings, environment
+from lora_plugins.variables import bytes_of
 
 P = ParamSpec("P")
 

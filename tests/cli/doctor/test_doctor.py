@@ -82,12 +82,12 @@ BROKEN = {
     ),
     "variable misspelt": (
         {"LORA_PLUGINS_STORE_MAXBYTES": "1GB"},
-        "settings", "problem", "unknown variable LORA_PLUGINS_STORE_MAXBYTES: the start ends",
+        "settings", "problem", "unknown variable LORA_PLUGINS_STORE_MAXBYTES: startup fails",
         "did you mean LORA_PLUGINS_STORE_MAX_BYTES?",
     ),
     "variable wrong": (
         {"LORA_PLUGINS_BASE_MATCH": "maybe"},
-        "settings", "problem", "LORA_PLUGINS_BASE_MATCH='maybe'; expected strict, compatible or off", "correct",
+        "settings", "problem", "LORA_PLUGINS_BASE_MATCH='maybe'; expected one of strict, compatible, off", "correct",
     ),
     "an allowed prefix wrong": (
         {"LORA_PLUGINS_ALLOWED_URIS": "s3://me:secret@bucket"},
@@ -95,7 +95,7 @@ BROKEN = {
     ),
     "policy missing": (
         {"LORA_PLUGINS_POLICY": "ROOT/policy.toml"},
-        "settings", "problem", "policy.toml'; expected a file that is there", "correct or unset LORA_PLUGINS_POLICY",
+        "settings", "problem", "policy.toml'; expected a file that exists", "correct or unset LORA_PLUGINS_POLICY",
     ),
     "policy no TOML": (
         {"LORA_PLUGINS_POLICY": "ROOT/file", "VLLM_PLUGINS": "lora_lru_manager,lora_admin"},

@@ -1,0 +1,174 @@
+"""Environment variables: the kinds of values that they have, and how a dataclass field declares one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+from lora_plugins.errors import InvalidSettings
+
+T = TypeVar("T")
+E = TypeVar("E", bound=StrEnum)
+
+PREFIX = "LORA_PLUGINS_"
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"0", "false", "no", "off"}
+_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9, "b": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind(Generic[T]):
+    """A kind of value.
+
+    Attributes:
+        expected: what its text must be, for error messages.
+        parse: the value of a text; raises ValueError where the text is not as expected.
+        none: what the documentation calls its absence.
+        blank_is_unset: whether an empty text stands for the default, instead of being parsed.
+    """
+
+    expected: str
+    parse: Callable[[str], T]
+    none: str = "none"
+    blank_is_unset: bool = True
+
+
+def bytes_of(text: str) -> int | None:
+    """Read a positive number of bytes such as `8GiB`, `500MB` or `1024`; None where it is none."""
+    match = re.fullmatch(r"([0-9]{1,18})\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in _UNITS or int(match[1]) == 0:
+        return None
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def _accept(value: T, *, accepted: bool) -> T:
+    if not accepted:
+        raise ValueError(value)
+    return value
+
+
+def _flag(text: str) -> bool:
+    word = text.strip().lower()
+    return _accept(word in _TRUE, accepted=word in _TRUE | _FALSE)
+
+
+def _bytes(text: str) -> int:
+    value = bytes_of(text)
+    return _accept(value or 0, accepted=value is not None)
+
+
+def _count(text: str) -> int:
+    return int(_accept(text.strip(), accepted=re.fullmatch("[0-9]{1,6}", text.strip()) is not None))
+
+
+def _path(text: str) -> Path:
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError as error:  # ~ of a user that does not exist
+        raise ValueError(text) from error
+
+
+def _existing_directory(text: str) -> Path:
+    return _accept(_path(text), accepted=_path(text).is_dir())
+
+
+def _existing_file(text: str) -> Path:
+    return _accept(_path(text), accepted=_path(text).is_file())
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def member(kind: type[E]) -> Kind[E]:
+    """One of an enumeration's values."""
+    return Kind("one of " + ", ".join(kind), lambda text: kind(text.strip().lower()), blank_is_unset=False)
+
+
+def choice(*choices: str) -> Kind[str]:
+    """One of `choices`."""
+
+    def parse(text: str) -> str:
+        word = text.strip().lower()
+        return _accept(word, accepted=word in choices)
+
+    return Kind(" or ".join(choices), parse)
+
+
+def order(*choices: str) -> Kind[tuple[str, ...]]:
+    """Some of `choices`, separated by commas; all of them where none is named."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        named = _names(text) or choices
+        return _accept(named, accepted=len(set(named)) == len(named) and set(named) <= set(choices))
+
+    return Kind("each at most once, of " + ", ".join(choices), parse)
+
+
+def seconds(least: float) -> Kind[float]:
+    """Seconds, a day at most."""
+
+    def parse(text: str) -> float:
+        value = float(text)
+        return _accept(value, accepted=least <= value <= 86_400)
+
+    return Kind(f"seconds, from {least:g} to 86400", parse, blank_is_unset=False)
+
+
+FLAG = Kind("1 or 0", _flag)
+COUNT = Kind("a number, 0 to 999999", _count)
+BYTES = Kind("a positive number of bytes, such as 8GiB or 500MB", _bytes, none="no limit", blank_is_unset=False)
+NAMES = Kind("names, separated by commas", _names)
+TEXT = Kind("text", str)
+PATH = Kind("a path of this machine", _path)
+DIRECTORY = Kind("a directory that exists", _existing_directory)
+FILE = Kind("a file that exists", _existing_file)
+# vLLM reads its own flag so: what it does not know is no, and never an error.
+VLLM_FLAG = Kind("1 or 0", lambda text: text.strip().lower() in {"1", "true"})
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One environment variable; `default` is what one would write for it, None where there is no such text."""
+
+    name: str
+    kind: Kind[Any]
+    default: str | None
+    meaning: str
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is this package's, and not vLLM's."""
+        return self.name.startswith(PREFIX)
+
+    def value(self, text: str | None) -> Any:
+        """What a text of the environment stands for; the default for None.
+
+        Raises:
+            InvalidSettings: the text is not of this kind.
+        """
+        if text is None or (self.kind.blank_is_unset and not text.strip()):
+            if self.default is None:
+                return None
+            text = self.default
+        try:
+            return self.kind.parse(text)
+        except ValueError:
+            raise InvalidSettings(
+                f"{self.name}={text!r}", expected=self.kind.expected, remedy=f"correct or unset {self.name}"
+            ) from None
+
+
+def required(name: str, kind: Kind[T], default: str, meaning: str) -> T:
+    """Declare a dataclass field that always has a value."""
+    variable = Variable(name, kind, default, meaning)
+    return cast(T, field(default_factory=lambda: variable.value(None), metadata={"variable": variable}))
+
+
+def optional(name: str, kind: Kind[T], meaning: str) -> T | None:
+    """Declare a dataclass field that is None unless its variable is set."""
+    return cast(T | None, field(default=None, metadata={"variable": Variable(name, kind, None, meaning)}))
