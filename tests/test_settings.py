@@ -9,7 +9,6 @@ import pytest
 
 import lora_plugins
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.scheduler import policies
 from lora_plugins.settings import (
     HOST_POLICIES,
     OWN_VARIABLES,
@@ -48,8 +47,8 @@ LATER = [
     ("LOCAL_PATH_TEMPLATE", "/x/{lora_name}", "local_path_template", "/x/{lora_name}"),
     ("VLLM_LORA_RESOLVER_HF_REPO_LIST", "a/b,c/*", "hub_repos", ("a/b", "c/*")),
     ("LORA_PLUGINS_HOST_MAX_BYTES", "2GiB", "host_max_bytes", 2 << 30),
-    *[("LORA_PLUGINS_HOST_POLICY", name, "host_policy", name) for name in policies.NAMES],
-    ("LORA_PLUGINS_HOST_POLICY", " GDSF ", "host_policy", "gdsf"),
+    *[("LORA_PLUGINS_HOST_POLICY", name, "host_policy", name) for name in HOST_POLICIES],
+    ("LORA_PLUGINS_HOST_POLICY", " LRFU ", "host_policy", "lrfu"),
     ("LORA_PLUGINS_HOST_POLICY", "", "host_policy", "lru"),
     ("LORA_PLUGINS_SPARE_SLOTS", "0", "spare_slots", 0),
     ("LORA_PLUGINS_SPARE_SLOTS", " 3 ", "spare_slots", 3),
