@@ -22,10 +22,12 @@ test: set-up ## all tests, the real engine included
 test-unit: set-up ## the tests that need no engine
 	@$(RUN) -m pytest --ignore=tests/e2e
 
-check: set-up ## lint, format and types, as CI has them
+check: set-up ## lint, format, types, the direction of imports, words, generated pages
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
+	@.venv/bin/lint-imports
+	@$(RUN) tools/write_settings_doc.py --check
 	@! git grep -nE '^(<{7}|>{7}) ' || { echo 'marks of an unfinished merge'; exit 1; }
 
 format: set-up ## put the code into the one format
