@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo test test-unit check format seams bench-verify bench-fetch bench-policies bench-manager bench-admission bench-kernels-cpu bench-access bench-kernels-aot clean
+.PHONY: help set-up demo test test-unit check format ledger bench-verify bench-fetch bench-policies bench-manager bench-admission bench-kernels-cpu bench-access bench-kernels-aot clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -34,8 +34,8 @@ format: set-up ## put the code into the one format
 	@$(RUN) -m ruff check --fix-only .
 	@$(RUN) -m ruff format .
 
-seams: set-up ## hold the ledger of vLLM seams against the installed vLLM
-	@$(RUN) tools/check_seams.py
+ledger: set-up ## print what we touch in vLLM, and compare it with the installed one
+	@$(RUN) tools/check_ledger.py
 
 bench-verify: set-up ## what verification costs, by adapter size
 	@$(RUN) -m benchmarks.verify_cost

@@ -1,6 +1,6 @@
 """LoRA adapters for vLLM, found, verified and served by name.
 
-Importing this package imports neither vLLM nor torch; `lora_plugins.vllm_patches.ledger` says what we touch in vLLM.
+Importing this package imports neither vLLM nor torch; `lora_plugins.ledger` lists what we touch in vLLM.
 """
 
 from lora_plugins.adapter.names import AdapterName

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from lora_plugins.errors import InvalidSettings
+from lora_plugins.ledger import Patch
 from lora_plugins.plugin_names import ADMIN
 from lora_plugins.process import settings_of_server
 from lora_plugins.server.refresh import look_out
@@ -65,3 +66,17 @@ class AdminPlugin:
 async def _start_beside(start: Start) -> None:
     await start.run()
     await start.bring_put_off()
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.plugins.endpoint_plugins.interface:
+            EndpointPlugin.attach_router(self, app)
+            EndpointPlugin.init_state(self, engine_client, state, args)
+        """,
+        what="implemented; state.openai_serving_models is read",
+        why="the routes of lora_admin, and what is served from the start",
+        remove="never: this is the public interface",
+    ),
+)

@@ -55,7 +55,7 @@ def test_the_pure_modules_are_all_there():
     assert {
         "lora_plugins.adapter.names",
         "lora_plugins.errors",
-        "lora_plugins.vllm_patches.ledger",
+        "lora_plugins.ledger",
         "lora_plugins.settings",
         "lora_plugins.adapter.fit",
         "lora_plugins.adapter.files",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
+from lora_plugins.ledger import Patch
 
 
 def http_error(error: LoRAPluginsError) -> Exception:
@@ -16,3 +17,13 @@ def http_error(error: LoRAPluginsError) -> Exception:
         return VLLMClientError(str(error))  # type: ignore[no-any-return]
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
     return HTTPException(error.http_status, str(error), headers)
+
+
+LEDGER = (
+    Patch(
+        "vllm.exceptions: VLLMNotFoundError VLLMClientError",
+        what="raised for L002, and for L003 and L005",
+        why="vLLM answers them with a 404 and a 400, with our text",
+        remove="never: this is the public interface",
+    ),
+)

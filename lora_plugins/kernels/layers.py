@@ -2,7 +2,7 @@
 
 Each layer object gets its own `set_lora` and `reset_lora`, which call those of its class and then say what was written.
 So it does not matter which subclass overrides them, nor who calls: vLLM's manager in the engine loop, or ours from a
-thread that fills an idle slot. The vLLM symbols stand in `lora_plugins.vllm_patches.ledger`.
+thread that fills an idle slot.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lora_plugins.kernels.ranks import SlotRanks, true_ranks
+from lora_plugins.ledger import Patch
 
 
 def stacks(module: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
@@ -81,3 +82,24 @@ def watch(module: Any) -> SlotRanks | None:
     module.set_lora, module.reset_lora = set_and_tell, reset_and_tell
     module._lora_plugins_ranks = ranks  # noqa: SLF001 - ours
     return ranks
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.lora.layers.base:
+            BaseLayerWithLoRA.set_lora(self, index, lora_a, lora_b)
+            BaseLayerWithLoRA.reset_lora(self, index)
+            BaseLayerWithLoRA.slice_lora_a(self, lora_a)
+            BaseLayerWithLoRA.slice_lora_b(self, lora_b)
+        vllm.lora.layers.base_linear:
+            BaseLinearLayerWithLoRA{lora_a_stacked, lora_b_stacked, tp_size, n_slices, lora_config}
+        vllm.lora.layers.column_parallel_linear:
+            MergedColumnParallelLinearWithLoRA.expand_packed_lora(self, lora_a, lora_b)
+        """,
+        what="set_lora and reset_lora wrapped on each layer object, to note the rank of what is written; the rest is "
+        "called and read, as vLLM's set_lora does",
+        why="vLLM pads slots to max_lora_rank, and knows no true ranks afterwards",
+        remove="vLLM gives punica wrappers the true rank of each slot",
+    ),
+)

@@ -4,8 +4,7 @@ The way through vLLM's slot (`set_lora`, and then panels of what is in it) copie
 Here `Packer.pack` copies it once, beside the engine's loop, and `Packer.place` tells a slot where that lies. What is in
 the slot's stacks then counts for nothing, until `set_lora` or `reset_lora` of that slot takes over again.
 
-A layer has a packer where the compiled product computes everything that is asked of its slots. The vLLM symbols stand
-in `lora_plugins.vllm_patches.ledger`.
+A layer has a packer where the compiled product computes everything that is asked of its slots.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Source of the interface: `PunicaWrapperBase` in vllm/lora/punica_wrapper/punica_base.py, 0.30 to 0.33. Rows of no
 adapter stay as they are on every path, which vLLM before 0.33 does not ensure (vllm-project/vllm#48421). What is not
-overridden here stays vLLM's. The vLLM symbols stand in `lora_plugins.vllm_patches.ledger`.
+overridden here stays vLLM's.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from lora_plugins.kernels.compiled.panels import SlotPanels
 from lora_plugins.kernels.packs import ModuleWeights
 from lora_plugins.kernels.ranks import SlotRanks
 from lora_plugins.kernels.segments import NONE, segment
+from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 
 
@@ -260,3 +261,21 @@ class _UnknownRanks(SlotRanks):
 
 def _key(stacked: Any) -> int:
     return id(stacked)
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.lora.punica_wrapper.punica_cpu:
+            PunicaWrapperCPU{add_shrink, add_expand, add_lora_embedding}
+            PunicaWrapperCPU.add_lora_linear(
+                self, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, buffer, **kwargs)
+            PunicaWrapperCPU.add_lora_logits(self, y, x, lora_a_stacked, lora_b_stacked, scale, buffer, **kwargs)
+        vllm.lora.punica_wrapper.punica_base:
+            PunicaWrapperBase{update_metadata, token_lora_indices, sampler_indices}
+        """,
+        what="subclassed; these methods are overridden. update_metadata is extended: rows are grouped once per batch",
+        why="vLLM's work follows max_lora_rank, and before 0.33 base rows get an adapter (vllm-project/vllm#48421)",
+        remove="vLLM's CPU kernels group rows and know true ranks",
+    ),
+)

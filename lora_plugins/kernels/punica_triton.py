@@ -2,8 +2,7 @@
 
 Source of the interface: `PunicaWrapperGPU` in vllm/lora/punica_wrapper/punica_gpu.py, 0.30 to 0.33. Mixtures of experts
 and whole classification heads stay vLLM's; all else is overridden, and then vLLM's own grouping of rows, with the
-transfer from the device that it waits for in every step, is left out. The vLLM symbols stand in
-`lora_plugins.vllm_patches.ledger`.
+transfer from the device that it waits for in every step, is left out.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from lora_plugins.kernels import layers
 from lora_plugins.kernels.triton_ops import operators
 from lora_plugins.kernels.triton_ops.operators import Batch, Operators
 from lora_plugins.kernels.tuning import load_table
+from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.settings import Settings
 
@@ -153,3 +153,25 @@ def _architecture(device: Any) -> str:
         return str(device.type)
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.lora.punica_wrapper.punica_gpu:
+            PunicaWrapperGPU{add_shrink, add_expand, add_lora_embedding, add_lora_linear, add_lora_logits}
+            PunicaWrapperGPU.update_metadata(self, mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)
+        vllm.lora.punica_wrapper.punica_base:
+            PunicaWrapperBase._update_base_metadata(self, mapping, lora_index_to_id, max_loras, vocab_size)
+        vllm.lora.layers.utils:
+            LoRAMapping{index_mapping, prompt_mapping, is_prefill}
+        vllm.envs: VLLM_BATCH_INVARIANT
+        vllm.config: get_current_vllm_config_or_none
+        """,
+        what="subclassed; these methods are overridden. update_metadata only finds each row's slot, without vLLM's "
+        "grouping, unless a layer is computed by vLLM's own path. Configuration is read when the wrapper is made: "
+        "whether rows must not depend on each other, and compilation_config.max_cudagraph_capture_size",
+        why="vLLM's work follows max_lora_rank, and it groups rows with a wait for the device in every step",
+        remove="vLLM's Triton kernels know true ranks and group rows on the device",
+    ),
+)

@@ -3,7 +3,7 @@
 A name points to a version through vLLM's table of names. A new version gets an engine id of its own, is loaded beside
 the old one, and takes its place in the table in one step: requests that run go on with the old one, and every later one
 gets the new one. When the last request of the old one has left, it is removed from slots and host memory. Its prefix
-cache is not used for the new one, as vLLM's cache keys hold the adapter's path (0.30: see the ledger).
+cache is not used for the new one, as vLLM's cache keys hold the adapter's path (0.30: see lora_request.py).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What is changed in vLLM, a file for each object that is; the symbols stand in `lora_plugins.vllm_patches.ledger`."""
+"""What is changed in vLLM, a file for each object that is; each names the symbols in its `LEDGER`."""

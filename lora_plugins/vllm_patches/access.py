@@ -1,7 +1,4 @@
-"""Every door of vLLM's API server through which a request names an adapter, with the access policy before it.
-
-The vLLM symbols that are wrapped stand in `lora_plugins.vllm_patches.ledger`.
-"""
+"""Every door of vLLM's API server through which a request names an adapter, with the access policy before it."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ from lora_plugins.api.access.decoys import Decoys
 from lora_plugins.api.access.policy import Policy, Principal
 from lora_plugins.api.access.principals import FORBIDDEN, KnowPrincipal, principal_of_request
 from lora_plugins.errors import InvalidSettings
+from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.settings import Settings
 
@@ -198,3 +196,29 @@ def _keys_of_vllm(app: Any) -> list[str]:
 
     given = getattr(getattr(app.state, "args", None), "api_key", None)
     return [key for key in (given or [envs.VLLM_API_KEY]) if key]
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.entrypoints.serve.engine.serving:
+            BaseServing._check_model(self, request)
+            BaseServing._maybe_get_adapters(self, request, supports_default_mm_loras)
+            BaseServing.create_error_response(message, err_type, status_code, param)
+        vllm.entrypoints.pooling.base.serving:
+            PoolingBaseServing._check_model(self, request)
+        vllm.entrypoints.openai.models.serving:
+            OpenAIServingModels.is_base_model(self, model_name)
+            OpenAIServingModels.show_available_models(self)
+            OpenAIServingModels.load_lora_adapter(self, request, base_model_name)
+            OpenAIServingModels.unload_lora_adapter(self, request)
+        vllm.envs:
+            VLLM_API_KEY
+        """,
+        what="wrapped where there is an access policy, but for is_base_model and create_error_response (called) and "
+        "the key (read, to warn of keys of the policy that vLLM does not accept)",
+        why="an adapter that the key may not use must look like one that does not exist; only administrators change "
+        "what is served. Default multimodal adapters, and pooling's unknown names, come from _maybe_get_adapters",
+        remove="vLLM asks a plugin which adapters a request may use",
+    ),
+)

@@ -15,6 +15,7 @@ from typing import Any
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import RequestRefused, RequestServed
+from lora_plugins.ledger import Patch
 from lora_plugins.process import EVENTS
 from lora_plugins.server.planner_client import Ask, PlannerClient
 from lora_plugins.server.response_start import pending
@@ -169,3 +170,38 @@ def _error_of_completion(output: Any) -> LoRAPluginsError | None:
 
 def _error_of_pooling(output: Any) -> LoRAPluginsError | None:
     return error_in_tensor(output.outputs.data)
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.v1.engine.async_llm:
+            AsyncLLM{engine_core, vllm_config}
+            AsyncLLM.add_lora(self, lora_request)
+        """,
+        what="wrapped: loaded by the planner of every engine",
+        why="an error is answered with our status and text, and no request waits for a load in the engine's loop",
+        remove="vLLM's scheduler plans adapters itself",
+    ),
+    Patch(
+        """
+        vllm.v1.engine.async_llm:
+            AsyncLLM.generate(self, prompt, sampling_params, request_id, prompt_text, lora_request, ...)
+            AsyncLLM.encode(self, prompt, pooling_params, request_id, lora_request, ...)
+        """,
+        what="wrapped: an output that carries an error raises it",
+        why="a request whose adapter cannot be loaded is answered with our status and text",
+        remove="vLLM's scheduler plans adapters itself",
+    ),
+    Patch(
+        """
+        vllm.v1.engine.core_client:
+            AsyncMPClient.call_utility_async(self, method, *args)
+            AsyncMPClient._call_utility_async(self, method, *args, engine)
+            MPClient{core_engines}
+        """,
+        what="called: reaches our utilities of the engine core; of several engines, each by the private one",
+        why="with data parallelism, call_utility_async returns the first engine's answer only",
+        remove="call_utility_async returns every engine's answers",
+    ),
+)

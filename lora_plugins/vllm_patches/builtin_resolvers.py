@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
+from lora_plugins.ledger import Patch
+
 _builtins: dict[tuple[str, str], Callable[[], None]] = {}
 
 
@@ -24,3 +26,16 @@ def builtin(module_name: str, function_name: str) -> Callable[[], None]:
     if known is not None:
         return known
     return getattr(importlib.import_module(module_name), function_name)  # type: ignore[no-any-return]
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.plugins.lora_resolvers.filesystem_resolver: register_filesystem_resolver()
+        vllm.plugins.lora_resolvers.hf_hub_resolver: register_hf_hub_resolver()
+        """,
+        what="replaced by our function of the same entry-point name, when VLLM_PLUGINS names it",
+        why="vLLM ships entry points of these names, and of several with one name it keeps the last discovered",
+        remove="vLLM lets a user choose among entry points of one name",
+    ),
+)

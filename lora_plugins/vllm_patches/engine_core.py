@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError, error_of
+from lora_plugins.ledger import Patch
 from lora_plugins.scheduler.adapter import Residency
 from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.scheduler.planner import Planner
@@ -273,3 +274,41 @@ def _step_until_done(core: Any, future: Future[Any]) -> None:
         of_workers = core.model_executor.collective_rpc("lora_plugins_step", args=(commands, _STEP_WAIT_S))
         scheduler.planner.carried_out(commands)
         scheduler.planner.reported([report for reports in of_workers for report in reports], time.monotonic())
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.v1.engine.core:
+            EngineCore{scheduler, model_executor, vllm_config}
+            EngineCore.add_lora(self, lora_request)
+            EngineCore.remove_lora(self, lora_id)
+            EngineCore.pin_lora(self, lora_id)
+        vllm.lora.request:
+            LoRARequest{lora_name, lora_int_id, lora_path, is_3d_lora_weight, load_inplace}
+        vllm.v1.executor.abstract:
+            Executor.collective_rpc(self, method, timeout, args, ...)
+        """,
+        what="wrapped: loaded, evicted and pinned by the planner; utilities named lora_plugins_… are added. Where the "
+        "engine is in the caller's process nobody steps meanwhile, so workers are called with lora_plugins_step",
+        why="they run in the engine's loop, and would load there and then",
+        remove="vLLM's scheduler plans adapters itself",
+    ),
+    Patch(
+        """
+        vllm.v1.engine.core:
+            EngineCoreProc._convert_msgspec_args(method, args)
+            EngineCoreProc._invoke_utility_method(name, get_result, output, enqueue_output)
+        """,
+        what="relied on: a utility's arguments are converted by its annotations, and one that returns a Future is "
+        "answered when that is done",
+        why="add_lora gets a LoRARequest, and utilities that wait do not stop the engine",
+        remove="never: this is how vLLM calls utilities",
+    ),
+    Patch(
+        "vllm.v1.engine.core: EngineCore.wake_up(self, tags)",
+        what="wrapped: once nothing sleeps, every worker writes its slots again",
+        why="sleep may discard or unmap the memory that slots lie in",
+        remove="vLLM has adapters loaded again after a sleep",
+    ),
+)

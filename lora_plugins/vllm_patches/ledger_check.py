@@ -1,4 +1,4 @@
-"""Hold the ledger of vLLM seams against vLLM's sources, without importing vLLM; see `ledger.SEAMS`."""
+"""Compare an entry of the ledger with vLLM's sources, without importing vLLM; see `lora_plugins.ledger`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lora_plugins.vllm_patches.ledger import Seam
+from lora_plugins.ledger import Symbol, parse
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def check(seam: Seam, sources: Path) -> str:
+def check(symbol: Symbol, sources: Path) -> str:
     """What differs from the ledger; empty where nothing does.
 
-    A function must have exactly the parameters of `seam.has`, in order, or begin with them where it ends with "...";
-    a class must have at least these attributes, and a name bound in another way (an import, a variable) none. What
-    vLLM has only since a later release than the sources' is not looked for.
+    A function must have exactly the noted parameters, in order, or begin with them where they end with "..."; a class
+    must have at least the noted attributes. What vLLM has only since a later release than the sources' is not looked
+    for.
     """
-    if _is_before(_release(sources), seam.since):
+    if _is_before(_release(sources), symbol.since):
         return ""
-    module, _, qualified = seam.symbol.partition(":")
+    module, _, qualified = symbol.name.partition(":")
     path = sources.joinpath(*module.split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     if not file.is_file():
@@ -37,7 +37,7 @@ def check(seam: Seam, sources: Path) -> str:
         if node is None:
             return f"no {'.'.join(done)} in {module}"
         scope = node.body if isinstance(node, ast.ClassDef) else []
-    return _difference(node, seam.has)
+    return _difference(node, symbol)
 
 
 def version(sources: Path) -> str:
@@ -73,22 +73,20 @@ def installed() -> Path | None:
 
 @functools.lru_cache(maxsize=128)
 def _parsed(file: Path, _mtime_ns: int) -> Sequence[ast.stmt]:
-    """One file holds many seams."""
-    text = file.read_text(encoding="utf-8")
-    try:
-        return ast.parse(text).body
-    except SystemError:  # CPython 3.11 counts depth wrongly where a garbage collection comes between (gh-106905)
-        return ast.parse(text).body
+    """One file holds many symbols."""
+    return parse(file.read_text(encoding="utf-8"))
 
 
-def _difference(node: ast.stmt | None, has: Sequence[str]) -> str:
-    if isinstance(node, _FUNCTIONS):
-        found = _parameters(node)
-        if has and has[-1] == "...":
-            found = [*found[: len(has) - 1], "..."]
-        return "" if found == list(has) else f"parameters are ({', '.join(found)}), not ({', '.join(has)})"
-    found = list(_attributes(node)) if isinstance(node, ast.ClassDef) else []
-    missing = [name for name in has if name not in found]
+def _difference(node: ast.stmt | None, symbol: Symbol) -> str:
+    if symbol.parameters is not None:
+        if not isinstance(node, _FUNCTIONS):
+            return "it is no function"
+        found, wanted = _parameters(node), list(symbol.parameters)
+        if wanted and wanted[-1] == "...":
+            found = [*found[: len(wanted) - 1], "..."]
+        return "" if found == wanted else f"parameters are ({', '.join(found)}), not ({', '.join(wanted)})"
+    attributes = set(_attributes(node)) if isinstance(node, ast.ClassDef) else set()
+    missing = [name for name in symbol.attributes if name not in attributes]
     return f"no {', '.join(missing)} in it" if missing else ""
 
 

@@ -1,13 +1,11 @@
-"""The catalogue of one of vLLM's API servers, and the changes to it, made at the first use.
-
-The vLLM symbols that are touched stand in `lora_plugins.vllm_patches.ledger`.
-"""
+"""The catalogue of one of vLLM's API servers, and the changes to it, made at the first use."""
 
 from __future__ import annotations
 
 import weakref
 from typing import Any
 
+from lora_plugins.ledger import Patch
 from lora_plugins.process import EVENTS
 from lora_plugins.server.lifecycle import Changes
 from lora_plugins.server.planner_client import PlannerClient
@@ -60,3 +58,22 @@ class _Server:
 
     async def abort(self, request_ids: list[str]) -> None:
         await self._models.engine_client.abort(request_ids, internal=True)  # the ids are those of the engine core
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.entrypoints.openai.models.serving:
+            OpenAIServingModels{lora_requests, lora_id_counter, lora_resolver_lock, base_model_paths, model_config}
+            OpenAIServingModels.is_base_model(self, model_name)
+        vllm.lora.request:
+            LoRARequest{lora_name, lora_int_id, lora_path, base_model_name}
+        vllm.v1.engine.async_llm:
+            AsyncLLM.abort(self, request_id, internal)
+        """,
+        what="read and called: names are put into lora_requests, each version with an id of its own; abort ends "
+        "requests that an unload has waited for long enough",
+        why="this is the table of what vLLM serves, and what lora_admin changes",
+        remove="vLLM has an admin API of its own",
+    ),
+)

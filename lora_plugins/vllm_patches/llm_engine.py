@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.vllm_patches.scheduler import error_in, error_in_tensor
 
@@ -57,3 +58,18 @@ def _request_error(error: LoRAPluginsError) -> Any:
 
 def _say(request_id: str, error: LoRAPluginsError) -> None:
     logger.warning("Request %s was not answered: %s", request_id, error)
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.v1.engine.llm_engine:
+            LLMEngine.step(self)
+        vllm.outputs:
+            RequestError{code, message, retryable}  # since 0.32
+        """,
+        what="wrapped: the error of a refused request is put where users of the offline engine find it",
+        why="a stop reason, or a tensor for pooling, carries it",
+        remove="vLLM's scheduler plans adapters itself",
+    ),
+)

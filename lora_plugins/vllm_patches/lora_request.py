@@ -2,12 +2,13 @@
 
 vLLM takes requests' adapters for the same where their names are the same: a batch with both versions would hold one of
 them only, and the other's rows would be computed with whatever is in its slot. With this, name and id tell them apart.
-The vLLM symbols stand in `lora_plugins.vllm_patches.ledger`.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from lora_plugins.ledger import Patch
 
 
 def tell_versions_apart() -> None:
@@ -33,3 +34,23 @@ def _prefix_keys(request: Any) -> list[str]:
     """What a cached prefix of this request depends on: the adapter's path changes with its bytes."""
     adapter = request.lora_request
     return [] if not adapter else [adapter.lora_name, adapter.lora_path]
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.lora.request:
+            LoRARequest.__eq__(self, value)
+            LoRARequest.__hash__(self)
+        """,
+        what="replaced: names and ids are compared",
+        why="a batch with two versions under one name would hold only one of them",
+        remove="vLLM compares ids too",
+    ),
+    Patch(
+        "vllm.v1.core.kv_cache_utils: _gen_lora_extra_hash_keys(request)",
+        what="replaced up to 0.30, whose keys hold the adapter's name only",
+        why="a new version must not read prefixes that the old one has computed",
+        remove="vLLM 0.30 is no longer supported",
+    ),
+)

@@ -1,7 +1,4 @@
-"""Put our metrics on vLLM's `/metrics`, in the process that has it.
-
-The vLLM symbols that are touched stand in `lora_plugins.vllm_patches.ledger`.
-"""
+"""Put our metrics on vLLM's `/metrics`, in the process that has it."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 
+from lora_plugins.ledger import Patch
 from lora_plugins.observability.event_metrics import CountEvents
 from lora_plugins.observability.scrape import Asgi, Figures, RefreshBeforeScrape, Reports
 from lora_plugins.observability.store_metrics import InStore, StoreSize
@@ -124,3 +122,18 @@ _store_size = StoreSize()
 def _look_at_store() -> InStore | None:
     store = store_in_use()
     return None if store is None else _store_size.look(store)
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.entrypoints.serve.instrumentator.metrics: attach_router(app)
+        vllm.v1.metrics.prometheus: get_prometheus_registry() unregister_vllm_metrics()
+        """,
+        what="attach_router wrapped: our metrics are put on the registry behind /metrics, refreshed before a scrape. "
+        "Relied on: unregister_vllm_metrics removes collectors that have a name; ours has none",
+        why="attach_router runs where /metrics is, in API servers only; with several of them the registry reads the "
+        "files of all. vLLM unregisters whenever it makes its own metrics",
+        remove="vLLM lets a plugin refresh its metrics before a scrape",
+    ),
+)

@@ -1,7 +1,4 @@
-"""Put our kernels behind vLLM's punica interface, in every process that computes.
-
-The vLLM symbols that are touched stand in `lora_plugins.vllm_patches.ledger`.
-"""
+"""Put our kernels behind vLLM's punica interface, in every process that computes."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from typing import Any
 
 from lora_plugins.kernels import dispatch
 from lora_plugins.kernels.compiled import build
+from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.settings import Settings
 
@@ -59,3 +57,36 @@ def cpu_kernels_mix_up_base_rows() -> bool:
 
     # 0.33 masks index -1, which stands for "no adapter"; before, it selects the last slot.
     return bool(current_platform.is_cpu()) and "-1" not in inspect.getsource(lora_ops.bgmv_shrink)
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.platforms:
+            current_platform
+        vllm.platforms.interface:
+            Platform{device_type}
+            Platform.get_punica_wrapper(cls)
+        """,
+        what="get_punica_wrapper replaced on the current platform's class by one that names our wrapper",
+        why="vLLM makes every layer's kernels from this dotted name, in every process",
+        remove="vLLM lets a plugin name its LoRA kernels",
+    ),
+    Patch(
+        "vllm.lora.layers.base: BaseLayerWithLoRA.set_mapping(self, punica_wrapper)",
+        what="wrapped: our punica wrapper is given the layer",
+        why="a punica wrapper is given tensors only, padded to max_lora_rank; the layer knows the true ranks",
+        remove="vLLM gives punica wrappers the true rank of each slot",
+    ),
+    Patch(
+        """
+        vllm.lora.ops.torch_ops.lora_ops:
+            bgmv_shrink(inputs, lora_b_weights, output_tensor, lora_indices_tensor, scaling)
+        vllm.platforms.interface:
+            Platform.is_cpu(self)
+        """,
+        what="its source is read, to warn where it does not mask index -1",
+        why="on the CPU, vLLM before 0.33 computes base-model rows with the last slot's adapter",
+        remove="0.32 is no longer supported",
+    ),
+)

@@ -1,7 +1,4 @@
-"""The one resolver of a process: what vLLM asks for an unknown model name, with all our sources behind it.
-
-The vLLM symbols that are touched stand in `lora_plugins.vllm_patches.ledger`.
-"""
+"""The one resolver of a process: what vLLM asks for an unknown model name, with all our sources behind it."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from typing import Any
 
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.process import EVENTS, settings_of_server
 from lora_plugins.resolvers.resolution import SourceChain
@@ -195,3 +193,33 @@ def when_serving(before: Callable[[], None], after: Callable[[Any], None]) -> No
         after(self)
 
     OpenAIServingModels.__init__ = wrapped
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.lora.resolver:
+            LoRAResolver.resolve_lora(self, base_model_name, lora_name)
+            LoRAResolverRegistry
+            _LoRAResolverRegistry.register_resolver(self, resolver_name, resolver)
+        vllm.lora.request:
+            LoRARequest{lora_name, lora_int_id, lora_path, base_model_name}
+        """,
+        what="implemented and registered once per process; it answers with a LoRARequest",
+        why="this is how vLLM asks for unknown model names",
+        remove="never: this is the public interface",
+    ),
+    Patch(
+        """
+        vllm.entrypoints.openai.models.serving:
+            OpenAIServingModels.__init__(self, engine_client, base_model_paths, lora_modules)
+            OpenAIServingModels{engine_client, model_config, base_model_paths, lora_requests, lora_resolver_lock}
+        vllm.config.lora:
+            LoRAConfig{max_lora_rank, fully_sharded_loras}
+        """,
+        what="__init__ wrapped: after it the base model is read (server/base_model.py) and lora_resolver_lock replaced",
+        why="resolve_lora is given the model's path only, not its names, configuration, shapes and largest rank; and "
+        "lora_resolver_lock keeps a lock for every name that was ever asked for",
+        remove="LoRAResolver is given the model and LoRA configuration, and unused locks are dropped",
+    ),
+)

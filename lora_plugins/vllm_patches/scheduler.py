@@ -17,6 +17,7 @@ from typing import Any
 from cachetools import LRUCache
 
 from lora_plugins.errors import InvalidAdapter, InvalidSettings, LoRAPluginsError, error_of
+from lora_plugins.ledger import Patch
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import AdapterSpec, Command
 from lora_plugins.scheduler.planner import Planner
@@ -351,3 +352,80 @@ def patch() -> None:
     from vllm.config.scheduler import SchedulerConfig
 
     SchedulerConfig.get_scheduler_cls = get_scheduler_cls_with_admission(SchedulerConfig.get_scheduler_cls)
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.config.scheduler:
+            SchedulerConfig.get_scheduler_cls(self)
+        vllm.v1.core.sched.scheduler:
+            Scheduler.__init__(self, vllm_config, ...)
+            Scheduler{requests, log_stats, finished_req_ids_dict}
+        vllm.v1.core.sched.interface:
+            SchedulerInterface.add_request(self, request)
+            SchedulerInterface.finish_requests(self, request_ids, finished_status)
+            SchedulerInterface.has_request(self, request_id)  # since 0.33
+            SchedulerInterface.schedule(self, throttle_prefills)
+            SchedulerInterface.update_from_output(self, scheduler_output, model_runner_output)
+            SchedulerInterface.pause_state(self)
+            PauseState{UNPAUSED}
+        vllm.v1.request:
+            Request{request_id, lora_request, client_index, priority, status, events, pooling_params, trace_headers}
+            Request{resumable}
+            Request.record_event(self, event_type, timestamp)
+            Request.take_events(self)
+            Request.is_finished(self)
+        vllm.v1.engine:
+            EngineCoreEventType{QUEUED}
+        """,
+        what="get_scheduler_cls returns a subclass (Admission) of what it names; its methods are extended: a request "
+        "that names an adapter is held until the planner admits it; QUEUED is recorded when it is held",
+        why="no running request waits for an adapter that is not in its slot",
+        remove="vLLM's scheduler plans adapters itself",
+    ),
+    Patch(
+        """
+        vllm.v1.core.sched.interface:
+            SchedulerInterface.get_request_counts(self)
+            SchedulerInterface.get_num_unfinished_requests(self)
+            SchedulerInterface.has_finished_requests(self)
+            SchedulerInterface.has_requests(self)
+            SchedulerInterface.make_stats(self)
+        vllm.v1.metrics.stats:
+            SchedulerStats{num_waiting_reqs, waiting_lora_adapters}
+        """,
+        what="extended: held requests wait and are unfinished; has_requests is also true while workers load",
+        why="vLLM's metrics and load balancer know of held requests, and the engine's loop goes on for them",
+        remove="vLLM's scheduler plans adapters itself",
+    ),
+    Patch(
+        """
+        vllm.v1.request:
+            RequestStatus{FINISHED_ERROR}
+        vllm.v1.engine:
+            EngineCoreOutputs{outputs, finished_requests}
+            EngineCoreOutput{
+                request_id, new_token_ids, pooling_output, finish_reason, stop_reason, events, trace_headers}
+            FinishReason{ERROR}
+        """,
+        what="made for a request whose adapter cannot be loaded: a stop reason, or a tensor for pooling, has the error",
+        why="it is answered with our status and text",
+        remove="vLLM's scheduler plans adapters itself",
+    ),
+    Patch(
+        "vllm.v1.executor.abstract: Executor.get_class(vllm_config)",
+        what="called, to refuse Ray's first executor and external launchers of several workers",
+        why="the first calls model runners past the worker, which reads commands; the second has several schedulers",
+        remove="vLLM's scheduler plans adapters itself",
+    ),
+    Patch(
+        """
+        vllm.v1.core.sched.output: SchedulerOutput{total_num_scheduled_tokens}
+        vllm.v1.outputs: ModelRunnerOutput
+        """,
+        what="plain dataclasses, given the attributes lora_plugins_commands and lora_plugins_reports",
+        why="commands reach every worker with the batch that they are for, and reports the scheduler",
+        remove="vLLM's scheduler plans adapters itself",
+    ),
+)

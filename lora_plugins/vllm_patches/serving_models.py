@@ -14,6 +14,7 @@ from typing import Any
 
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.ledger import Patch
 from lora_plugins.process import settings_of_server
 from lora_plugins.server.lifecycle import Changes
 from lora_plugins.server.registry import Served, blocked, no_longer_served
@@ -185,3 +186,44 @@ async def _answer(scope: Any, error: Exception) -> Any:
     handlers = scope["app"].exception_handlers
     handler = next(handlers[kind] for kind in type(error).__mro__ if kind in handlers)
     return await handler(Request(scope), error)
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.entrypoints.openai.models.serving:
+            OpenAIServingModels.resolve_lora(self, lora_name)
+            OpenAIServingModels.load_lora_adapter(self, request, base_model_name)
+        vllm.entrypoints.serve.lora.protocol:
+            LoadLoRAAdapterRequest{load_inplace}
+        """,
+        what="wrapped: an adapter that cannot be loaded is answered with our status and text, and a load in place "
+        "becomes a swap",
+        why="vLLM drops the text of the error (load_lora_adapter: and answers 500), and it loads in place in the "
+        "engine's loop, under what runs",
+        remove="vLLM passes on the text of what add_lora raises, and loads in place in the background",
+    ),
+    Patch(
+        """
+        vllm.entrypoints.openai.models.serving:
+            OpenAIServingModels.unload_lora_adapter(self, request)
+            OpenAIServingModels._check_unload_lora_adapter_request(self, request)
+        """,
+        what="wrapped: unload waits for running requests and frees slot, host memory and lease; the check notes, under "
+        "the name's lock, which version is unloaded",
+        why="vLLM's unload takes the name out of its table only",
+        remove="vLLM frees what it unloads",
+    ),
+    Patch(
+        """
+        vllm.entrypoints.serve.engine.serving:
+            BaseServing._maybe_get_adapters(self, request, supports_default_mm_loras)
+        vllm.entrypoints.serve.instrumentator.metrics:
+            attach_router(app)
+        """,
+        what="wrapped: a streamed response for an adapter begins when the engine has begun to answer; attach_router "
+        "adds the middleware for it",
+        why="vLLM sends status 200 before it knows whether the adapter can be loaded",
+        remove="vLLM begins a streamed response with the engine's first output",
+    ),
+)

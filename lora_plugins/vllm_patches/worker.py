@@ -11,6 +11,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from lora_plugins.ledger import Patch
 from lora_plugins.scheduler.messages import Command, Report
 from lora_plugins.vllm_patches.scheduler import COMMANDS, REPORTS
 
@@ -100,3 +101,33 @@ def _rewrite_slots(self: Any) -> None:
 def _metrics(self: Any) -> dict[str, Any]:
     metrics: dict[str, Any] = manager_of(self).lora_metrics()
     return metrics
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.v1.worker.lora_model_runner_mixin:
+            LRUCacheWorkerLoRAManager
+            LoRAModelRunnerMixin.load_lora_model(self, model, vllm_config, device)
+        """,
+        what="the name is replaced by our manager; relied on: it is then at model_runner.lora_manager",
+        why="the mixin makes its manager by this name, and commands find it there",
+        remove="vLLM lets a plugin choose the worker LoRA manager",
+    ),
+    Patch(
+        """
+        vllm.v1.worker.worker_base:
+            WorkerWrapperBase{worker}
+            WorkerWrapperBase.execute_model(self, scheduler_output)
+            WorkerBase{model_runner}
+            WorkerBase.sample_tokens(self, grammar_output)
+        vllm.v1.outputs:
+            EMPTY_MODEL_RUNNER_OUTPUT
+            AsyncModelRunnerOutput.get_output(self)
+        """,
+        what="wrapped: commands are read before a batch, and reports put on what it returns; the wrapper is given "
+        "sample_tokens, and workers the methods lora_plugins_…. The empty output is shared, so it is copied first",
+        why="every executor but Ray's first calls them; collective_rpc reaches the methods by name",
+        remove="vLLM's scheduler plans adapters itself",
+    ),
+)

@@ -1,7 +1,6 @@
 """vLLM's worker LoRA manager, whose adapters come and go as the scheduler says.
 
 Source: `LRUCacheWorkerLoRAManager` in vllm/lora/worker_manager.py, 0.30 to 0.33; what is not overridden stays vLLM's.
-The vLLM symbols that are touched stand in `lora_plugins.vllm_patches.ledger`.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.utils.gc_utils import freeze_gc_heap
 
 from lora_plugins.errors import describing
+from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.scheduler.messages import AdapterSpec, Command, Report
 from lora_plugins.settings import Settings
@@ -223,3 +223,56 @@ def _freeze_heap() -> None:
     vLLM's GPU worker does the same once it is warm (vllm/v1/worker/gpu_worker.py, 0.32); its CPU worker does not.
     """
     freeze_gc_heap()
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.lora.worker_manager:
+            LRUCacheWorkerLoRAManager{_manager_cls}
+            LRUCacheWorkerLoRAManager.create_lora_manager(self, model, vllm_config)
+            LRUCacheWorkerLoRAManager.add_adapter(self, lora_request)
+            LRUCacheWorkerLoRAManager._apply_adapters(self, lora_requests)
+            WorkerLoRAManager.set_active_adapters(self, requests, mapping)
+            WorkerLoRAManager.add_dummy_lora(self, lora_request, rank)
+            WorkerLoRAManager.remove_adapter(self, adapter_id)
+            WorkerLoRAManager.remove_all_adapters(self)
+            WorkerLoRAManager.list_adapters(self)
+        vllm.lora.layers.utils:
+            LoRAMapping{index_mapping, prompt_mapping}
+        vllm.lora.request:
+            LoRARequest{lora_name, lora_int_id, lora_path, is_3d_lora_weight}
+        """,
+        what="subclassed: what is planned is not read again, no step reads a disk, and once there is a plan a dummy "
+        "takes no slot",
+        why="adapters come and go as the scheduler says",
+        remove="vLLM's scheduler plans adapters itself",
+    ),
+    Patch(
+        """
+        vllm.lora.worker_manager:
+            WorkerLoRAManager._load_adapter(self, lora_request)
+        vllm.lora.model_manager:
+            LoRAModelManager._validate_moe_lora_format(self, lora_model)  # since 0.32
+            LoRAModelManager._create_merged_loras_inplace(self, lora_model)
+            LoRAModelManager._get_lora_layer_weights(self, lora_model, module_name)
+            LoRAModelManager._get_module_to_save_weights(self, lora_model, module_name)  # since 0.31
+        vllm.lora.lora_model:
+            LoRAModel{loras}
+        vllm.lora.lora_weights:
+            LoRALayerWeights{lora_a, lora_b, scaling}
+        vllm.lora.layers.base_linear:
+            BaseLinearLayerWithLoRA{lora_a_stacked, lora_b_stacked, output_slices, tp_size}
+        """,
+        what="called and read in the loading thread, as vLLM does to register and activate an adapter; a scaling that "
+        "is multiplied in with the copy is set to 1 (worker/loading.py, worker/loaded_adapter.py)",
+        why="weights are matched, checked and packed in a background thread, while the engine goes on",
+        remove="vLLM's scheduler plans adapters itself",
+    ),
+    Patch(
+        "vllm.utils.gc_utils: freeze_gc_heap()",
+        what="called once, on the CPU, after the LoRA manager was made",
+        why="a full garbage collection in the worker stops the engine for most of a second",
+        remove="vLLM's CPU worker freezes its heap, as its GPU worker does",
+    ),
+)

@@ -2,8 +2,7 @@
 
 vLLM zeroes the whole slot, of `max_lora_rank`, and then copies. The replacements stand in the layer classes, so that
 whoever writes a slot (vLLM's manager in the loop, ours beside it) and whoever watches writes (`lora_plugins.kernels`)
-calls them. Source: vllm/lora/layers/base_linear.py and column_parallel_linear.py, 0.32. The vLLM symbols stand in
-`lora_plugins.vllm_patches.ledger`.
+calls them. Source: vllm/lora/layers/base_linear.py and column_parallel_linear.py, 0.32.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lora_plugins.kernels.layers import sides_of_slices
+from lora_plugins.ledger import Patch
 
 _SLOTS = "_lora_plugins_slots"
 _PUT = "_lora_plugins_exact_slots"
@@ -124,3 +124,20 @@ def put_exact_slots() -> None:
     BaseLinearLayerWithLoRA.reset_lora = exact_reset_lora(BaseLinearLayerWithLoRA.reset_lora)
     for layer in (BaseLinearLayerWithLoRA, MergedColumnParallelLinearWithLoRA):
         layer.set_lora = exact_set_lora(layer.set_lora)
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.lora.layers.base_linear:
+            BaseLinearLayerWithLoRA.set_lora(self, index, lora_a, lora_b)
+            BaseLinearLayerWithLoRA.reset_lora(self, index)
+            BaseLinearLayerWithLoRA{lora_a_stacked, lora_b_stacked, n_slices}
+        vllm.lora.layers.column_parallel_linear:
+            MergedColumnParallelLinearWithLoRA.set_lora(self, index, lora_a, lora_b)
+        """,
+        what="replaced: writes the adapter's own rank, and zeros only where a larger one has been",
+        why="vLLM zeroes the whole slot before every copy",
+        remove="vLLM writes slots at the adapter's rank",
+    ),
+)

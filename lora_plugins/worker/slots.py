@@ -1,8 +1,7 @@
 """vLLM's table of slots, kept by the scheduler's commands.
 
 Source: `LRUCacheLoRAModelManager` in vllm/lora/model_manager.py, 0.30 to 0.33; what is not overridden stays vLLM's, and
-holds what others than the scheduler add (warm-up, dummy batches, `collective_rpc("add_lora")`). The vLLM symbols that
-are touched stand in `lora_plugins.vllm_patches.ledger`.
+holds what others than the scheduler add (warm-up, dummy batches, `collective_rpc("add_lora")`).
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ from typing import Any
 
 import torch
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
+
+from lora_plugins.ledger import Patch
 
 
 class PlannedModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
@@ -96,3 +97,25 @@ class SlotDevice:
         """Have what is launched from here on see what was written."""
         if written_event is not None:
             torch.cuda.current_stream().wait_event(written_event)
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.lora.model_manager:
+            LRUCacheLoRAModelManager.activate_adapter(self, lora_id)
+            LoRAModelManager{lora_index_to_id, modules, _registered_adapters, _active_adapters, lora_slots}
+            LoRAModelManager{punica_wrapper_mapping, capacity}
+            LoRAModelManager.remove_adapter(self, adapter_id)
+            LoRAModelManager.remove_all_adapters(self)
+            LoRAModelManager.deactivate_adapter(self, adapter_id)
+            LoRAModelManager.set_adapter_mapping(self, mapping)
+        vllm.utils.cache:
+            LRUCache{touch, remove_oldest}
+        """,
+        what="subclassed: lora_index_to_id is written as the scheduler says. Relied on: set_adapter_mapping reads it "
+        "each time, so a batch uses its adapters' slots",
+        why="slots that the scheduler has given away belong to nobody else",
+        remove="vLLM's scheduler plans adapters itself",
+    ),
+)

@@ -2,7 +2,6 @@
 
 Its `get_tensor` for torch (0.8.0, built with PyO3 0.28.3) never frees the two Python integers of the slice that it cuts
 a tensor out by: 64 bytes for each tensor, for ever. An adapter of 500 tensors costs 32 kB each time that it is loaded.
-The vLLM symbol stands in `lora_plugins.vllm_patches.ledger`.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import torch
 
 from lora_plugins.adapter.safetensors_header import read_header
 from lora_plugins.errors import InvalidAdapter
+from lora_plugins.ledger import Patch
 
 _DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -76,3 +76,13 @@ def put_weights_file() -> None:
     from vllm.lora import lora_model
 
     lora_model.safetensors = SimpleNamespace(**{**vars(safetensors), "safe_open": open_weights})
+
+
+LEDGER = (
+    Patch(
+        "vllm.lora.lora_model: safetensors",
+        what="replaced in this module by one whose safe_open is `open_weights`",
+        why="safetensors' get_tensor for torch leaves 64 bytes for each tensor that is read, for ever",
+        remove="every supported safetensors frees them (0.8.0 does not)",
+    ),
+)

@@ -6,68 +6,127 @@ import ast
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-import lora_plugins
-from lora_plugins.vllm_patches import ledger
-from lora_plugins.vllm_patches.ledger import SEAMS, Seam
-from tools import check_seams
+from lora_plugins import ledger
+from lora_plugins.ledger import PACKAGE, Patch, Symbol, entries, symbols
+from tools import check_ledger
 
 # --- the ledger
 
-
-def seam(symbol: str, *has: str, since: str = "") -> Seam:
-    return Seam(symbol, has, what="", why="", since=since, remove="")
-
-
-@pytest.mark.parametrize("entry", SEAMS, ids=lambda entry: entry.symbol)
-def test_the_installed_vllm_has_the_seam(entry):
-    assert check_seams.check(entry, check_seams.installed()) == ""
+SYMBOLS = sorted({*symbols()}, key=lambda symbol: symbol.name)
+ENTRIES = [(file, entry) for file, of_file in entries().items() for entry in of_file]
 
 
-@pytest.mark.parametrize("entry", SEAMS, ids=lambda entry: entry.symbol)
-def test_every_entry_says_what_why_since_and_how_to_remove_it(entry):
-    assert all((entry.what, entry.why, entry.since, entry.remove))
+@pytest.mark.parametrize("symbol", SYMBOLS, ids=lambda symbol: symbol.name)
+def test_the_installed_vllm_has_the_symbol(symbol):
+    assert check_ledger.check(symbol, check_ledger.installed()) == ""
 
 
-def test_whatever_the_package_imports_from_vllm_stands_in_the_ledger():
-    noted = [f"{entry.symbol.replace(':', '.')}." for entry in SEAMS]
+@pytest.mark.parametrize(("file", "entry"), ENTRIES, ids=lambda part: part if isinstance(part, str) else "")
+def test_every_entry_says_what_why_since_and_how_to_remove_it(file, entry):
+    assert all((entry.symbols, entry.what, entry.why, entry.since, entry.remove))
+    assert [*entry.parsed()]
+
+
+def imported_from_vllm(file: Path) -> list[str]:
     imported = []
-    for file in Path(lora_plugins.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "vllm":
-                imported += [f"{node.module}.{alias.name}" for alias in node.names]
-            elif isinstance(node, ast.Import):
-                imported += [alias.name for alias in node.names if alias.name.split(".")[0] == "vllm"]
-    assert len(imported) > 10
-    assert [name for name in imported if not any(symbol.startswith(f"{name}.") for symbol in noted)] == []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "vllm":
+            imported += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            imported += [alias.name for alias in node.names if alias.name.split(".")[0] == "vllm"]
+    return imported
+
+
+def test_whatever_a_file_imports_from_vllm_stands_in_its_ledger():
+    found = 0
+    for file in PACKAGE.rglob("*.py"):
+        of_file = entries().get(file.relative_to(PACKAGE).as_posix(), ()) if (names := imported_from_vllm(file)) else ()
+        noted = [f"{symbol.name.replace(':', '.')}." for entry in of_file for symbol in entry.parsed()]
+        assert [name for name in names if not any(symbol.startswith(f"{name}.") for symbol in noted)] == [], file
+        found += len(names)
+    assert found > 10
 
 
 def tree(module: ModuleType) -> ast.Module:
-    return ast.parse(Path(module.__file__).read_text())
+    return ast.parse(Path(str(module.__file__)).read_text())
 
 
-def test_the_ledger_stands_alone():
-    imported = [node.module for node in ast.walk(tree(ledger)) if isinstance(node, ast.ImportFrom)]
-    assert imported == ["__future__", "collections.abc", "dataclasses"]
-    assert not [node for node in ast.walk(tree(ledger)) if isinstance(node, ast.Import)]
+def test_the_ledger_imports_only_the_standard_library():
+    imported = {node.module for node in ast.walk(tree(ledger)) if isinstance(node, ast.ImportFrom)}
+    imported |= {name.name for node in ast.walk(tree(ledger)) if isinstance(node, ast.Import) for name in node.names}
+    assert imported - {"__future__"} <= sys.stdlib_module_names | {"collections.abc"}
 
 
 def test_the_checker_runs_as_a_command_and_imports_no_vllm():
-    tool = Path(check_seams.__file__)
+    tool = Path(check_ledger.__file__)
     script = (
-        f"import runpy, sys; sys.argv = ['check_seams.py']\n"
+        f"import runpy, sys; sys.argv = ['check_ledger.py']\n"
         f"try: runpy.run_path({str(tool)!r}, run_name='__main__')\n"
         "except SystemExit as end: assert not end.code, end.code\n"
-        "assert 'vllm' not in sys.modules\n"
+        "assert 'vllm' not in sys.modules and 'torch' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == len(SEAMS)
-    assert all("as noted" in line for line in done.stdout.splitlines())
+    assert done.stdout.count("  as noted  ") == len(symbols())
+    assert "differs" not in done.stdout
+
+
+# --- reading entries
+
+
+def test_symbols_of_several_modules_are_read():
+    entry = Patch(
+        """
+        vllm.one: function(a, b, ...)  name
+        vllm.two:
+            Class.method(self)  # since 0.31
+            Class{
+                first, second}
+            nothing()
+        """,
+        what="called",
+        why="for a test",
+        remove="never",
+        since="0.32",
+    )
+    assert [*entry.parsed()] == [
+        Symbol("vllm.one:function", ("a", "b", "..."), since="0.32"),
+        Symbol("vllm.one:name", since="0.32"),
+        Symbol("vllm.two:Class.method", ("self",), since="0.31"),
+        Symbol("vllm.two:Class", attributes=("first", "second"), since="0.32"),
+        Symbol("vllm.two:nothing", (), since="0.32"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["vllm.one: function(a", "vllm.one: Class[a]", "vllm.one: a -> b", "vllm.one: a # 0.31"]
+)
+def test_a_symbol_in_another_form_is_refused(text):
+    with pytest.raises(ValueError, match="not a symbol in the ledger"):
+        [*Patch(text, what="", why="", remove="").parsed()]
+
+
+def test_entries_are_read_without_importing_their_files(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "patch.py").write_text(
+        "import no_such_module\nLEDGER = (\n    Patch('vllm.one: a', what='w', why='y' 'z', remove='r'),\n)\n"
+    )
+    (tmp_path / "other.py").write_text("LEDGERS = ()\n")
+    assert entries(tmp_path) == {"folder/patch.py": [Patch("vllm.one: a", what="w", why="yz", remove="r")]}
+
+
+# --- the checker
+
+
+def symbol_of(text: str, since: str = "") -> Symbol:
+    (found,) = Patch(text, what="", why="", remove="", since=since).parsed()
+    return found
 
 
 SOURCE = """
@@ -98,49 +157,51 @@ def sources(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "entry",
+    "text",
     [
-        seam("vllm.module:function", "a", "b", "*more", "c", "**rest"),
-        seam("vllm.package:function", "a", "b", "*more", "c", "**rest"),
-        seam("vllm.module:function", "a", "b", "..."),
-        seam("vllm.module:function", "a", "b", "*more", "c", "**rest", "..."),
-        seam("vllm.module:Class"),
-        seam("vllm.module:Class", "late", "field", "other", "method"),
-        seam("vllm.module:Class.method", "self", "new", "key"),
-        seam("vllm.module:Class.field"),
-        seam("vllm.module:CONSTANT"),
-        seam("vllm.module:Here"),
+        "vllm.module: function(a, b, *more, c, **rest)",
+        "vllm.package: function(a, b, *more, c, **rest)",
+        "vllm.module: function(a, b, ...)",
+        "vllm.module: function(a, b, *more, c, **rest, ...)",
+        "vllm.module: function",
+        "vllm.module: Class",
+        "vllm.module: Class{late, field, other, method}",
+        "vllm.module: Class.method(self, new, key)",
+        "vllm.module: Class.field",
+        "vllm.module: CONSTANT",
+        "vllm.module: Here",
     ],
-    ids=lambda entry: entry.symbol,
 )
-def test_the_checker_takes_what_is_there(sources, entry):
-    assert check_seams.check(entry, sources) == ""
+def test_the_checker_takes_what_is_there(sources, text):
+    assert check_ledger.check(symbol_of(text), sources) == ""
 
 
 @pytest.mark.parametrize(
-    ("entry", "says"),
+    ("text", "says"),
     [
-        (seam("vllm.gone:x"), "no module vllm.gone"),
-        (seam("vllm.module:gone"), "no gone in vllm.module"),
-        (seam("vllm.module:Class.gone"), "no Class.gone in vllm.module"),
-        (seam("vllm.module:function.inner"), "no function.inner"),
-        (seam("vllm.module:moved"), "no moved in vllm.module"),
-        (seam("vllm.module:function", "a", "b"), "parameters are (a, b, *more, c, **rest), not (a, b)"),
-        (seam("vllm.module:function", "b", "..."), "parameters are (a, ...), not (b, ...)"),
-        (seam("vllm.module:Class.method", "self", "key", "new"), "parameters are (self, new, key)"),  # the order
-        (seam("vllm.module:Class.method", "self", "old"), "parameters are (self, new, key)"),  # an overload
-        (seam("vllm.module:Class", "field", "gone", "x"), "no gone, x in it"),
-        (seam("vllm.module:CONSTANT", "field"), "no field in it"),
+        ("vllm.gone: x", "no module vllm.gone"),
+        ("vllm.module: gone", "no gone in vllm.module"),
+        ("vllm.module: Class.gone", "no Class.gone in vllm.module"),
+        ("vllm.module: function.inner", "no function.inner"),
+        ("vllm.module: moved", "no moved in vllm.module"),
+        ("vllm.module: function(a, b)", "parameters are (a, b, *more, c, **rest), not (a, b)"),
+        ("vllm.module: function()", "parameters are (a, b, *more, c, **rest), not ()"),
+        ("vllm.module: function(b, ...)", "parameters are (a, ...), not (b, ...)"),
+        ("vllm.module: Class(self)", "it is no function"),
+        ("vllm.module: Class.method(self, key, new)", "parameters are (self, new, key)"),  # the order
+        ("vllm.module: Class.method(self, old)", "parameters are (self, new, key)"),  # an overload
+        ("vllm.module: Class{field, gone, x}", "no gone, x in it"),
+        ("vllm.module: CONSTANT{field}", "no field in it"),
     ],
 )
-def test_the_checker_says_what_differs(sources, entry, says):
-    assert says in check_seams.check(entry, sources)
+def test_the_checker_says_what_differs(sources, text, says):
+    assert says in check_ledger.check(symbol_of(text), sources)
 
 
 def test_the_checker_fails_on_a_changed_signature(tmp_path, capsys):
-    installed = check_seams.installed()
-    for entry in SEAMS:
-        module = Path(*entry.symbol.partition(":")[0].split("."))
+    installed = check_ledger.installed()
+    for symbol in SYMBOLS:
+        module = Path(*symbol.name.partition(":")[0].split("."))
         file = (
             module.with_suffix(".py") if (installed / module.with_suffix(".py")).is_file() else module / "__init__.py"
         )
@@ -148,13 +209,13 @@ def test_the_checker_fails_on_a_changed_signature(tmp_path, capsys):
         if (installed / file).is_file():
             shutil.copy(installed / file, tmp_path / file)
     shutil.copy(installed / "vllm" / "_version.py", tmp_path / "vllm" / "_version.py")
-    assert check_seams.main([str(tmp_path)]) == 0
+    assert check_ledger.main([str(tmp_path)]) == 0
     resolver = tmp_path / "vllm" / "lora" / "resolver.py"
     changed = resolver.read_text().replace("base_model_name: str, lora_name: str", "lora_name: str")
     assert changed != resolver.read_text()
     resolver.write_text(changed)
     capsys.readouterr()
-    assert check_seams.main([str(tmp_path)]) == 1
+    assert check_ledger.main([str(tmp_path)]) == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "differs" in line]
     assert "LoRAResolver.resolve_lora: parameters are (self, lora_name)" in line
 
@@ -166,18 +227,25 @@ def test_the_checker_reads_several_versions(sources, capsys):
         (one / f"vllm-{number}.dist-info").mkdir()
         (one / f"vllm-{number}.dist-info" / "METADATA").write_text(f"Name: vllm\nVersion: {number}\n")
     paths = [str(sources / number) for number in ("1.0", "2.0")]
-    assert check_seams.main(paths, [seam("vllm.module:Class")]) == 0
-    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()] == ["vllm 1.0", "vllm 2.0"]
-    assert check_seams.main(paths, [seam("vllm.module:Gone")]) == 1
+    entry = Patch("vllm.module: Class", what="called", why="for a test", remove="never")
+    assert check_ledger.main(paths, {"file.py": [entry]}) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "file.py: called",
+        "    vllm 1.0  as noted  vllm.module:Class",
+        "file.py: called",
+        "    vllm 2.0  as noted  vllm.module:Class",
+    ]
+    assert check_ledger.main(paths, {"file.py": [replace(entry, symbols="vllm.module: Gone")]}) == 1
 
 
 @pytest.mark.parametrize(("number", "says"), [("0.9.1", ""), ("0.10.0rc1", "no gone"), ("0.11.0", "no gone")])
 def test_what_a_later_release_has_is_not_looked_for(sources, number, says):
     (sources / "vllm" / "_version.py").write_text(f"__version__ = version = '{number}'\n")
-    assert says in check_seams.check(seam("vllm.module:gone", since="0.10"), sources)
-    assert bool(says) == bool(check_seams.check(seam("vllm.module:gone", since="0.10"), sources))
+    said = check_ledger.check(symbol_of("vllm.module: gone", since="0.10"), sources)
+    assert says in said
+    assert bool(says) == bool(said)
 
 
 def test_a_directory_without_vllm_is_no_success(tmp_path):
     with pytest.raises(SystemExit, match="no directory vllm"):
-        check_seams.main([str(tmp_path)])
+        check_ledger.main([str(tmp_path)])

@@ -1,4 +1,4 @@
-"""What is installed: vLLM in range, its seams as the ledger has them, and our entry points where vLLM looks."""
+"""What is installed: vLLM in range, its symbols as our ledger has them, and our entry points where vLLM looks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from lora_plugins.cli.doctor.findings import Finding, State
-from lora_plugins.vllm_patches import ledger_check as seams
-from lora_plugins.vllm_patches.ledger import SEAMS
+from lora_plugins.ledger import symbols
+from lora_plugins.vllm_patches import ledger_check
 
 DISTRIBUTION = "lora-plugins"
 # Those that vLLM 0.30 to 0.33 look into.
@@ -27,7 +27,7 @@ _REINSTALL = "install lora-plugins again where vLLM is installed: pip install lo
 
 
 def check_vllm(sources: Path | None) -> Iterator[Finding]:
-    """The version of vLLM's sources against our own dependency, and every seam against them; nothing is imported."""
+    """The version of vLLM's sources against our own dependency, and every symbol of the ledger; nothing is imported."""
     if sources is None:
         yield Finding("vllm", State.PROBLEM, "vLLM is not installed beside lora-plugins", "pip install vllm")
         return
@@ -42,21 +42,22 @@ def check_vllm(sources: Path | None) -> Iterator[Finding]:
         )
     else:
         yield Finding("vllm", State.OK, f"vLLM {version}")
-    differing = [f"{seam.symbol}: {said}" for seam in SEAMS if (said := seams.check(seam, sources))]
+    noted = symbols()
+    differing = [f"{symbol.name}: {said}" for symbol in noted if (said := ledger_check.check(symbol, sources))]
     if differing:
         yield Finding(
-            "seams",
+            "ledger",
             State.PROBLEM,
-            f"{len(differing)} of the {len(SEAMS)} places where we touch vLLM differ: " + "; ".join(differing[:3]),
+            f"{len(differing)} of the {len(noted)} places where we touch vLLM differ: " + "; ".join(differing[:3]),
             "install a vLLM version that lora-plugins supports, without changes of its own",
         )
     else:
-        yield Finding("seams", State.OK, f"all {len(SEAMS)} places where we touch vLLM are as they should be")
+        yield Finding("ledger", State.OK, f"all {len(noted)} places where we touch vLLM are as they should be")
 
 
 def is_cpu_build() -> bool | None:
     """Whether the installed vLLM is a build for the CPU; None where there is none."""
-    sources = seams.installed()
+    sources = ledger_check.installed()
     return None if sources is None else "+cpu" in _vllm_version(sources)
 
 
@@ -117,7 +118,7 @@ def _wrong_name(name: str, discovered: Mapping[str, list[str]]) -> Finding:
 
 def _vllm_version(sources: Path) -> str:
     """As the distribution beside the sources says, or the one of this environment."""
-    said = seams.version(sources).removeprefix("vllm ")
+    said = ledger_check.version(sources).removeprefix("vllm ")
     if not said.startswith("in "):
         return said
     try:

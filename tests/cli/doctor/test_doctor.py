@@ -12,9 +12,9 @@ from lora_plugins.cli.doctor.findings import Finding, State
 from lora_plugins.cli.doctor.installation import check_vllm, plugin_names
 from lora_plugins.cli.doctor.plugins import Surroundings, check_plugins
 from lora_plugins.cli.exits import Exit
+from lora_plugins.ledger import symbols
 from lora_plugins.settings import OWN_VARIABLES, Settings
-from lora_plugins.vllm_patches import ledger_check as seams
-from lora_plugins.vllm_patches.ledger import SEAMS
+from lora_plugins.vllm_patches import ledger_check
 from testbed.hub import local_hub
 from testbed.s3 import s3_server
 from tests.cli.common import Cli, outside
@@ -203,7 +203,7 @@ def test_a_healthy_environment(cli):
     assert code == Exit.OK
     states = {check: item["state"] for check, (item,) in found.items()}
     assert states == {
-        **dict.fromkeys(("vllm", "seams", "settings", "plugins", "store"), "ok"),
+        **dict.fromkeys(("vllm", "ledger", "settings", "plugins", "store"), "ok"),
         **dict.fromkeys(("filesystem", "runtime", "manager", "kernels"), "on"),
         **dict.fromkeys(("s3", "hub", "admin", "policy"), "off"),
     }
@@ -350,13 +350,13 @@ def test_a_builtin_of_the_same_name_is_not_ours():
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """The modules that hold seams, as another installation."""
-    for entry in SEAMS:
-        module = Path(*entry.symbol.partition(":")[0].split("."))
+    """The modules of vLLM that the ledger names, as another installation."""
+    for symbol in symbols():
+        module = Path(*symbol.name.partition(":")[0].split("."))
         for file in (module.with_suffix(".py"), module / "__init__.py"):
-            if (seams.installed() / file).is_file():
+            if (ledger_check.installed() / file).is_file():
                 (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(seams.installed() / file, tmp_path / file)
+                shutil.copy(ledger_check.installed() / file, tmp_path / file)
     (tmp_path / "vllm" / "_version.py").write_text("__version__ = version = '0.32.0'\n")
     return tmp_path
 
@@ -372,13 +372,13 @@ def test_vllm_in_and_out_of_range(copied, number, state):
     assert findings["vllm"].state == state
     assert number in findings["vllm"].found
     if number < "0.33":  # the sources are 0.32's, which lack what came later
-        assert findings["seams"].state is State.OK
+        assert findings["ledger"].state is State.OK
 
 
 def test_a_vllm_that_somebody_changed(copied):
     resolver = copied / "vllm" / "lora" / "resolver.py"
     resolver.write_text(resolver.read_text().replace("base_model_name: str, lora_name: str", "lora_name: str"))
-    (finding,) = [finding for finding in check_vllm(copied) if finding.check == "seams"]
+    (finding,) = [finding for finding in check_vllm(copied) if finding.check == "ledger"]
     assert finding.state is State.PROBLEM
     assert "1 of the" in finding.found
     assert "LoRAResolver.resolve_lora: parameters are (self, lora_name)" in finding.found
