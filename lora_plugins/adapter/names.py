@@ -13,6 +13,7 @@ Percent-encoding is not decoded: `%2e` is three characters like any others.
 
 from __future__ import annotations
 
+import hashlib
 import unicodedata
 from dataclasses import dataclass
 
@@ -61,6 +62,12 @@ class AdapterName:
 
     def __str__(self) -> str:
         return self.path if self.revision is None else f"{self.path}@{self.revision}"
+
+
+def adapter_id(name: str) -> int:
+    """A number for a name that is the same on every replica and after every restart: 1 to 2**31 - 1."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return int.from_bytes(digest[:4], "big") % (2**31 - 1) + 1
 
 
 def _check_segment(segment: str) -> None:

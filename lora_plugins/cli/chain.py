@@ -14,10 +14,10 @@ from lora_plugins.errors import InvalidSettings, LoRAPluginsError
 from lora_plugins.events import Events, Hook
 from lora_plugins.resolvers.resolution import SourceChain
 from lora_plugins.resolvers.sources.configured import SOURCE_PLUGINS
-from lora_plugins.resolvers.sources.source import Located, Source
+from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
 from lora_plugins.settings import BaseMatch, Settings, named_in_environment
 from lora_plugins.store.opening import open_store
-from lora_plugins.store.store import Arriving
+from lora_plugins.store.store import PartialDownload
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Asked:
     """What one source said of a name: where the adapter is, None for "no such adapter", or why it cannot say."""
 
     source: str
-    located: Located | None
+    located: RemoteAdapter | None
     error: LoRAPluginsError | None = None
 
 
@@ -49,7 +49,7 @@ class ToldSource:
     def __str__(self) -> str:
         return str(self._source)
 
-    async def locate(self, name: AdapterName, base_model_name: str) -> Located | None:
+    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | None:
         """As the source, and tell."""
         try:
             located = await self._source.locate(name, base_model_name)
@@ -59,11 +59,11 @@ class ToldSource:
         self._tell(Asked(self.label, located))
         return located
 
-    async def fetch(self, located: Located, arriving: Arriving) -> None:
+    async def fetch(self, located: RemoteAdapter, arriving: PartialDownload) -> None:
         """As the source."""
         await self._source.fetch(located, arriving)
 
-    async def published(self, located: Located, directory: Path) -> None:
+    async def published(self, located: RemoteAdapter, directory: Path) -> None:
         """As the source."""
         await self._source.published(located, directory)
 

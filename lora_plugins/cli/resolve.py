@@ -153,7 +153,7 @@ def _end(output: Output, course: Course, error: LoRAPluginsError | None, found: 
     }
     if found is not None and course.resolved is not None:
         answer["adapter"] = {
-            "lora_id": found.lora_id,
+            "lora_id": found.adapter_id,
             "source": found.source,
             "version": found.version,
             "digest": found.path.name,

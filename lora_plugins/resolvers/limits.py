@@ -7,11 +7,11 @@ from dataclasses import replace
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.verify import PICKLE_FILES, WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter
-from lora_plugins.resolvers.sources.source import Located
+from lora_plugins.resolvers.sources.source import RemoteAdapter
 from lora_plugins.settings import Settings
 
 
-def admit(located: Located, settings: Settings) -> Located:
+def admit(located: RemoteAdapter, settings: Settings) -> RemoteAdapter:
     """The same adapter with only the files that will be read.
 
     Raises:

@@ -24,7 +24,7 @@ from lora_plugins.events import (
     SourceFailed,
     StoreEvicted,
 )
-from lora_plugins.resolvers.sources.source import Located, Source, VersionChanged
+from lora_plugins.resolvers.sources.source import RemoteAdapter, Source, VersionChanged
 from lora_plugins.resolvers.sources.uri import UriSources
 from lora_plugins.resolvers.uris import SourceUri
 from lora_plugins.resolvers.versions import Key, ResolvedAdapter, Versions
@@ -238,7 +238,7 @@ class SourceChain:
         self._report(text, source.label, changed)
         raise changed
 
-    async def _locate(self, asked: _Asked, base_path: str) -> tuple[Source, Located] | None:
+    async def _locate(self, asked: _Asked, base_path: str) -> tuple[Source, RemoteAdapter] | None:
         unavailable: SourceUnavailable | None = None
         for source in self.sources if asked.uri is None else [self._by_uri.at(asked.uri)]:
             key = (source.label, asked.key)

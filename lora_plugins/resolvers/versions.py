@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import hashlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -16,11 +15,12 @@ from typing import TypeVar
 from cachetools import LRUCache
 
 from lora_plugins.adapter.fit import BaseModel
+from lora_plugins.adapter.names import adapter_id
 from lora_plugins.adapter.verify import VerifiedAdapter, verify_adapter
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, LoRAPluginsError
 from lora_plugins.events import AdapterConfirmed, AdapterFetched, AdapterResolved, Events
 from lora_plugins.resolvers.limits import admit
-from lora_plugins.resolvers.sources.source import Located, Source, VersionChanged
+from lora_plugins.resolvers.sources.source import RemoteAdapter, Source, VersionChanged
 from lora_plugins.settings import Settings
 from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.store import Store, StoredAdapter
@@ -39,7 +39,7 @@ class ResolvedAdapter:
     """A verified adapter under the name that was asked for; `path` is absolute, immutable and leased.
 
     Attributes:
-        lora_id: see `lora_id()`.
+        adapter_id: see `adapter_id()`.
         source: label of the source. uri: where the adapter lies there, without credentials.
         version: at the source: a commit, or a digest of names, sizes and ETags.
         asked_uri: the URI that it was asked for by; empty where it was asked for by name.
@@ -47,7 +47,7 @@ class ResolvedAdapter:
     """
 
     name: str
-    lora_id: int
+    adapter_id: int
     path: Path
     source: str
     version: str
@@ -94,7 +94,7 @@ class Versions:
         return resolved.name in self._held.get(resolved.digest, ()) and self._store.has(resolved.path)
 
     async def serve(
-        self, key: Key, source: Source, located: Located, base: BaseModel, locate_s: float
+        self, key: Key, source: Source, located: RemoteAdapter, base: BaseModel, locate_s: float
     ) -> ResolvedAdapter:
         """The located version in the store, verified against `base` and leased for the name.
 
@@ -129,7 +129,7 @@ class Versions:
         )
         served = ResolvedAdapter(
             name=text,
-            lora_id=lora_id(text),
+            adapter_id=adapter_id(text),
             path=stored.directory,
             source=source.label,
             version=located.version,
@@ -155,7 +155,7 @@ class Versions:
         self._hold(name, manifest.digest, ended)
         return ResolvedAdapter(
             name=name,
-            lora_id=lora_id(name),
+            adapter_id=adapter_id(name),
             path=self._store.layout.adapter(manifest.digest),
             source=_label_of(manifest.uri),
             version=manifest.version,
@@ -197,7 +197,7 @@ class Versions:
                 self.release_digest(digest)
             raise
 
-    async def _obtain(self, text: str, source: Source, located: Located) -> StoredAdapter:
+    async def _obtain(self, text: str, source: Source, located: RemoteAdapter) -> StoredAdapter:
         version = (located.uri, located.version)
         if version in self._refused:
             raise copy.copy(self._refused[version])  # a new one: raising an old one grows its traceback
@@ -250,13 +250,7 @@ class Versions:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
 
-def lora_id(name: str) -> int:
-    """A number for a name that is the same on every replica and after every restart: 1 to 2**31 - 1."""
-    digest = hashlib.sha256(name.encode()).digest()
-    return int.from_bytes(digest[:4], "big") % (2**31 - 1) + 1
-
-
-def _is_of(resolved: ResolvedAdapter, located: Located) -> bool:
+def _is_of(resolved: ResolvedAdapter, located: RemoteAdapter) -> bool:
     return (resolved.uri, resolved.version) == (located.uri, located.version)
 
 

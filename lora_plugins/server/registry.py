@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from lora_plugins.adapter.names import adapter_id
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
-from lora_plugins.resolvers.versions import lora_id
 
 KEPT_VERSIONS = 2
 
@@ -155,7 +155,7 @@ class Catalogue:
         Of two names with the same number, the one that comes second here gets another.
         """
         for attempt in itertools.count():
-            number = lora_id(name if not attempt else f"{name}\0{attempt}")
+            number = adapter_id(name if not attempt else f"{name}\0{attempt}")
             if self._names_of_ids.setdefault(number, name) == name:
                 return number
         raise AssertionError("unreachable")

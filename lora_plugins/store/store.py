@@ -25,7 +25,7 @@ from lora_plugins.store.manifest import Manifest, StoredFile, digest_of
 from lora_plugins.store.processes import Processes
 
 
-class Arriving:
+class PartialDownload:
     """A directory that an adapter is being fetched into; the fetch says what has landed."""
 
     def __init__(self, directory: Path, names: Sequence[str]) -> None:
@@ -59,8 +59,8 @@ class Arriving:
                 file.finish()
 
 
-class Wanted(Protocol):
-    """The part of `resolvers.source.Located` that the store needs."""
+class DownloadSpec(Protocol):
+    """The part of `resolvers.source.RemoteAdapter` that the store needs."""
 
     @property
     def uri(self) -> str: ...
@@ -110,8 +110,8 @@ class Store:
 
     async def obtain(
         self,
-        wanted: Wanted,
-        fetch: Callable[[Arriving], Awaitable[None]],
+        wanted: DownloadSpec,
+        fetch: Callable[[PartialDownload], Awaitable[None]],
         check: Callable[[Path], None],
     ) -> StoredAdapter:
         """Find this version, or fetch, check and publish it; whichever it is, it is leased for this process.
@@ -136,12 +136,12 @@ class Store:
 
     async def _fetch(
         self,
-        wanted: Wanted,
-        fetch: Callable[[Arriving], Awaitable[None]],
+        wanted: DownloadSpec,
+        fetch: Callable[[PartialDownload], Awaitable[None]],
         check: Callable[[Path], None],
     ) -> StoredAdapter:
         needed_bytes = sum(size for _, size, _ in wanted.promised)
-        arriving = Arriving(self._scratch(needed_bytes), [name for name, _, _ in wanted.promised])
+        arriving = PartialDownload(self._scratch(needed_bytes), [name for name, _, _ in wanted.promised])
         making = asyncio.create_task(asyncio.to_thread(self._make_room, arriving.directory, needed_bytes))
         try:
             await asyncio.shield(making)
@@ -157,7 +157,7 @@ class Store:
             make_room(self.layout, self.leases, needed_bytes, self.max_bytes, self.on_evict)
             directory.mkdir()
 
-    def _publish(self, wanted: Wanted, arriving: Arriving, check: Callable[[Path], None]) -> StoredAdapter:
+    def _publish(self, wanted: DownloadSpec, arriving: PartialDownload, check: Callable[[Path], None]) -> StoredAdapter:
         # Hashing, verifying and writing to the disk each leave the others' resource alone: side by side.
         with ThreadPoolExecutor(2, thread_name_prefix="lora-plugins-publish") as beside:
             durable = beside.submit(_make_durable, arriving.directory)
@@ -225,7 +225,7 @@ class Store:
         """Remove a published adapter unless it is leased; returns whether it is gone."""
         return remove(self.layout, self.leases, digest)
 
-    def _find_leased(self, wanted: Wanted) -> StoredAdapter | None:
+    def _find_leased(self, wanted: DownloadSpec) -> StoredAdapter | None:
         found = self.find(wanted.uri, wanted.version)
         return found if found is not None and self._lease(found.digest) else None
 
@@ -273,7 +273,7 @@ class Store:
         self.processes.sweep()
 
 
-def _keep_promise(files: Sequence[StoredFile], wanted: Wanted) -> None:
+def _keep_promise(files: Sequence[StoredFile], wanted: DownloadSpec) -> None:
     for file, (name, size_bytes, sha256) in zip(files, wanted.promised, strict=True):
         if file.size_bytes != size_bytes or (sha256 and file.sha256 != sha256):
             raise SourceUnavailable(
@@ -300,7 +300,7 @@ def _make_durable(directory: Path) -> None:
     sync_directory(directory)
 
 
-def _discard(arriving: Arriving) -> None:
+def _discard(arriving: PartialDownload) -> None:
     arriving.finish_quietly()
     shutil.rmtree(arriving.directory, ignore_errors=True)
 

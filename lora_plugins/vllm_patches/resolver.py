@@ -74,7 +74,7 @@ class LoRAPluginsResolver:
         # vLLM's server puts its own counter in the place of the id.
         return _lora_request(
             resolved.name,
-            resolved.lora_id,
+            resolved.adapter_id,
             str(resolved.path),
             base.served_names[0] if base and base.served_names else None,
         )

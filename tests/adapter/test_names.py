@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lora_plugins.adapter.names import MAX_CHARACTERS, MAX_SEGMENT_BYTES, AdapterName
+from lora_plugins.adapter.names import MAX_CHARACTERS, MAX_SEGMENT_BYTES, AdapterName, adapter_id
 from lora_plugins.errors import AdapterNotFound
 
 # What attacks are made of, so that most drawn names come close to the grammar's edges.
@@ -125,3 +125,12 @@ def test_decorating_a_name_gives_no_second_name(text):
         return
     for spelling in (f"{text}/", f"./{text}", f"/{text}", f"x/../{text}", f" {text}", f"{text} ", f"../root/{text}"):
         assert parsed(spelling) is None
+
+
+def test_adapter_ids_are_stable_distinct_and_fit_vllm():
+    # SHA-256, not Python's hash: replicas and restarts must agree.
+    assert adapter_id("sql") == 1321714995
+    ids = {adapter_id(f"adapter-{number}") for number in range(2000)}
+    assert len(ids) == 2000
+    assert min(ids) >= 1
+    assert max(ids) < 2**31

@@ -16,7 +16,7 @@ import pytest
 from cachetools import TTLCache
 
 from lora_plugins.adapter.config import CONFIG_FILE
-from lora_plugins.adapter.names import AdapterName
+from lora_plugins.adapter.names import AdapterName, adapter_id
 from lora_plugins.adapter.verify import PICKLE_FILES, WEIGHTS_FILE
 from lora_plugins.errors import (
     AdapterNotFound,
@@ -43,10 +43,9 @@ from lora_plugins.resolvers import resolution as chain_module
 from lora_plugins.resolvers import versions as versions_module
 from lora_plugins.resolvers.resolution import SourceChain
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
-from lora_plugins.resolvers.sources.source import Located, SourceFile, VersionChanged, version_of
-from lora_plugins.resolvers.versions import lora_id
+from lora_plugins.resolvers.sources.source import RemoteAdapter, SourceFile, VersionChanged, version_of
 from lora_plugins.settings import BaseMatch, Settings
-from lora_plugins.store.store import Arriving, Store
+from lora_plugins.store.store import PartialDownload, Store
 from tests.make import BASE, adapter_files, put, weights
 from tests.resolvers.sources.contract import content, ranked, turned
 
@@ -69,7 +68,7 @@ class FakeSource:
         self.while_fetching: Callable[[], object] = lambda: None
         self.gate: asyncio.Event | None = None
 
-    async def locate(self, name: AdapterName, base_model_name: str) -> Located | None:
+    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | None:
         self.asked.append(str(name))
         self.asked_for_base.append(base_model_name)
         answer = self.answers.get(str(name))
@@ -78,9 +77,9 @@ class FakeSource:
         if answer is None:
             return None
         files = tuple(SourceFile(file, len(data), str(hash(data))) for file, data in answer.items())
-        return Located(name, self.label, f"{self.label}://{name}", version_of(files), files)
+        return RemoteAdapter(name, self.label, f"{self.label}://{name}", version_of(files), files)
 
-    async def fetch(self, located: Located, arriving: Arriving) -> None:
+    async def fetch(self, located: RemoteAdapter, arriving: PartialDownload) -> None:
         self.fetched.append(str(located.name))
         if self.gate is not None:
             await self.gate.wait()
@@ -92,7 +91,7 @@ class FakeSource:
                 raise VersionChanged("other bytes")
             (arriving.directory / file.name).write_bytes(data)
 
-    async def published(self, located: Located, directory: Path) -> None:
+    async def published(self, located: RemoteAdapter, directory: Path) -> None:
         self.published_to.append((str(located.name), directory))
 
 
@@ -220,16 +219,7 @@ def test_a_malformed_name_asks_no_source(name, make):
 def test_a_revision_stays_in_the_name(make):
     resolved = make(FakeSource("one", {"sql@v2": adapter_files()})).ask("sql@v2")
     assert resolved.name == "sql@v2"
-    assert resolved.lora_id == lora_id("sql@v2") != lora_id("sql")
-
-
-def test_ids_are_the_same_everywhere_and_fit_vllm():
-    # SHA-256, not Python's hash: replicas and restarts must agree.
-    assert lora_id("sql") == 1321714995
-    ids = {lora_id(f"adapter-{number}") for number in range(2000)}
-    assert len(ids) == 2000
-    assert min(ids) >= 1
-    assert max(ids) < 2**31
+    assert resolved.adapter_id == adapter_id("sql@v2") != adapter_id("sql")
 
 
 # --- the order of sources

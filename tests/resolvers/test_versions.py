@@ -204,7 +204,7 @@ def test_an_earlier_version_is_found_by_its_digest_without_asking(make):
     for prefix in (first.digest, first.digest[:12], first.digest[:8]):
         found = of_digest(chain, "sql", prefix)
         assert (found.name, found.path, found.version, found.uri) == ("sql", first.path, first.version, first.uri)
-        assert (found.lora_id, found.rank, found.size_bytes) == (first.lora_id, 4, first.size_bytes)
+        assert (found.adapter_id, found.rank, found.size_bytes) == (first.adapter_id, 4, first.size_bytes)
         assert leased(chain, first)
     assert of_digest(chain, "sql", second.digest).path == second.path
     assert len(source.asked) == asked

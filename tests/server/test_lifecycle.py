@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lora_plugins.adapter.names import adapter_id
 from lora_plugins.errors import (
     AdapterNotFound,
     IncompatibleAdapter,
@@ -20,7 +21,6 @@ from lora_plugins.errors import (
     SourceUnavailable,
 )
 from lora_plugins.events import AdapterReady, AdapterSwapped, AdapterUnloaded, Events, LoadRefused, UpdateFailed
-from lora_plugins.resolvers.versions import lora_id
 from lora_plugins.server.lifecycle import Changes
 from lora_plugins.server.planner_client import PlannerClient
 from lora_plugins.server.registry import KEPT_VERSIONS, Catalogue, Served
@@ -611,11 +611,11 @@ def test_the_catalogue_follows_vllms_table() -> None:
 def test_two_names_never_have_one_id() -> None:
     seen: dict[int, str] = {}
     names = (f"adapter-{number}" for number in itertools.count())
-    second = next(name for name in names if seen.setdefault(lora_id(name), name) != name)
-    first = seen[lora_id(second)]
+    second = next(name for name in names if seen.setdefault(adapter_id(name), name) != name)
+    first = seen[adapter_id(second)]
     catalogue = Catalogue(Table(), {}.get)
     ids = [catalogue.lora_id(name) for name in (first, second, "sql", first, second)]
-    assert ids[0] == lora_id(first) == lora_id(second)
+    assert ids[0] == adapter_id(first) == adapter_id(second)
     assert len({*ids}) == 3
     assert ids[:2] == ids[3:]
     assert all(1 <= number < 2**31 for number in ids)

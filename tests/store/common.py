@@ -14,7 +14,7 @@ from safetensors.numpy import save
 
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.settings import Settings
-from lora_plugins.store.store import Arriving, Store, StoredAdapter
+from lora_plugins.store.store import PartialDownload, Store, StoredAdapter
 
 
 def adapter_files(rank: int = 4, hidden: int = 16, seed: int = 0) -> dict[str, bytes]:
@@ -30,7 +30,7 @@ def adapter_files(rank: int = 4, hidden: int = 16, seed: int = 0) -> dict[str, b
 
 
 @dataclass
-class Wanted:
+class DownloadSpec:
     """A version of a source, as the store sees it."""
 
     files: dict[str, bytes]
@@ -47,7 +47,7 @@ class Wanted:
             for name, data in self.files.items()
         ]
 
-    async def fetch(self, arriving: Arriving) -> None:
+    async def fetch(self, arriving: PartialDownload) -> None:
         self.fetches += 1
         self.before()
         for name, data in self.files.items():
@@ -59,5 +59,5 @@ def check(directory: Path) -> None:
     verify_adapter(directory, None, Settings())
 
 
-def obtain(store: Store, wanted: Wanted) -> StoredAdapter:
+def obtain(store: Store, wanted: DownloadSpec) -> StoredAdapter:
     return asyncio.run(store.obtain(wanted, wanted.fetch, check))

@@ -11,7 +11,7 @@ import pytest
 
 from lora_plugins.store import hashing
 from lora_plugins.store.hashing import ArrivingFile, sha256_of
-from lora_plugins.store.store import Arriving
+from lora_plugins.store.store import PartialDownload
 
 SIZES = [0, 1, 999, 1 << 20, (1 << 20) + 1, 3_500_000]
 
@@ -104,7 +104,7 @@ def test_hashing_has_begun_before_the_file_is_complete(tmp_path: Path, monkeypat
 
 class TestArriving:
     def test_every_promised_file_is_hashed_and_told_in_order(self, tmp_path: Path) -> None:
-        arriving = Arriving(tmp_path, ["b", "a"])
+        arriving = PartialDownload(tmp_path, ["b", "a"])
         for name in "ab":
             (tmp_path / name).write_bytes(name.encode())
         arriving.landed("a", 1)
@@ -115,7 +115,7 @@ class TestArriving:
         ]
 
     def test_starting_over_forgets_what_had_landed(self, tmp_path: Path) -> None:
-        arriving = Arriving(tmp_path, ["a"])
+        arriving = PartialDownload(tmp_path, ["a"])
         (tmp_path / "a").write_bytes(b"old" * 1000)
         arriving.landed("a", 3000)
         arriving.start_over()
@@ -126,7 +126,7 @@ class TestArriving:
         assert (file.size_bytes, file.sha256) == answer(b"new")
 
     def test_a_missing_file_is_an_error_and_leaves_no_thread(self, tmp_path: Path) -> None:
-        arriving = Arriving(tmp_path, ["a", "b"])
+        arriving = PartialDownload(tmp_path, ["a", "b"])
         (tmp_path / "a").write_bytes(b"a")
         arriving.landed("b", 10)
         with pytest.raises(FileNotFoundError):
@@ -137,7 +137,7 @@ class TestArriving:
     def test_many_threads_may_tell(self, tmp_path: Path) -> None:
         data = os.urandom(1_000_000)
         (tmp_path / "a").write_bytes(data)
-        arriving = Arriving(tmp_path, ["a"])
+        arriving = PartialDownload(tmp_path, ["a"])
         tellers = [threading.Thread(target=arriving.landed, args=("a", size)) for size in range(0, 1_000_000, 20_000)]
         for teller in tellers:
             teller.start()

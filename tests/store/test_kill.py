@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from lora_plugins.store.store import Store
-from tests.store.common import Wanted, adapter_files, obtain
+from tests.store.common import DownloadSpec, adapter_files, obtain
 
 ROUNDS = 100
 # Fetches one version after another, in small pieces, until it is killed.
@@ -17,7 +17,7 @@ FETCHER = """
 import asyncio, sys, time
 from pathlib import Path
 from lora_plugins.store.store import Store
-from tests.store.common import Wanted, adapter_files, check
+from tests.store.common import DownloadSpec, adapter_files, check
 store = Store(Path(sys.argv[1]))
 async def fetch(wanted, arriving):
     for name, data in wanted.files.items():
@@ -29,7 +29,7 @@ async def fetch(wanted, arriving):
 async def main():
     print("ready", flush=True)
     for seed in range(int(sys.argv[2]), 10**9):
-        wanted = Wanted(adapter_files(seed=seed), version=str(seed))
+        wanted = DownloadSpec(adapter_files(seed=seed), version=str(seed))
         await store.obtain(wanted, lambda arriving: fetch(wanted, arriving), check)
 asyncio.run(main())
 """
@@ -65,7 +65,7 @@ def test_a_hundred_kills_leave_no_half_adapter(tmp_path: Path) -> None:
     assert list(store.layout.folder("quarantine").iterdir()) == []
     # Nothing that a dead process held keeps the next one from fetching: it would wait, and then be refused.
     for seed in range(start, start + 3):
-        obtain(store, Wanted(adapter_files(seed=seed), version=str(seed)))
+        obtain(store, DownloadSpec(adapter_files(seed=seed), version=str(seed)))
 
 
 def published(root: Path) -> list[Path]:

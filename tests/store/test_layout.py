@@ -22,8 +22,8 @@ from lora_plugins.store import store as store_module
 from lora_plugins.store.eviction import arriving_bytes, entries
 from lora_plugins.store.layout import Layout, is_digest, key_of, write_small
 from lora_plugins.store.opening import open_store
-from lora_plugins.store.store import Arriving, Store
-from tests.store.common import Wanted, adapter_files, check, obtain
+from lora_plugins.store.store import PartialDownload, Store
+from tests.store.common import DownloadSpec, adapter_files, check, obtain
 
 DIGEST = "0123456789abcdef" * 4
 
@@ -63,10 +63,10 @@ def test_a_small_file_is_replaced_whole(tmp_path: Path) -> None:
 
 
 def test_a_store_can_be_opened_again_and_again(store: Store) -> None:
-    stored = obtain(store, Wanted(adapter_files()))
+    stored = obtain(store, DownloadSpec(adapter_files()))
     again = Store(store.layout.root)
     assert again.layout.digests() == [stored.digest]
-    assert not obtain(again, Wanted(adapter_files())).fetched
+    assert not obtain(again, DownloadSpec(adapter_files())).fetched
 
 
 def test_many_may_open_at_once(tmp_path: Path) -> None:
@@ -79,8 +79,8 @@ def test_many_may_open_at_once(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as executor:
         stores = list(executor.map(open_one, range(8)))
     assert len({store.processes.me() for store in stores}) == 1
-    assert obtain(stores[0], Wanted(adapter_files())).fetched
-    assert not obtain(stores[7], Wanted(adapter_files())).fetched
+    assert obtain(stores[0], DownloadSpec(adapter_files())).fetched
+    assert not obtain(stores[7], DownloadSpec(adapter_files())).fetched
 
 
 def test_many_processes_may_open_while_others_fetch(tmp_path: Path) -> None:
@@ -88,9 +88,9 @@ def test_many_processes_may_open_while_others_fetch(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from lora_plugins.store.store import Store
-from tests.store.common import Wanted, adapter_files, obtain
+from tests.store.common import DownloadSpec, adapter_files, obtain
 for seed in range(8):
-    obtain(Store(Path(sys.argv[1])), Wanted(adapter_files(seed=seed), version=str(seed)))
+    obtain(Store(Path(sys.argv[1])), DownloadSpec(adapter_files(seed=seed), version=str(seed)))
 """
     command = [sys.executable, "-c", code, str(tmp_path / "store")]
     processes = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(3)]
@@ -136,14 +136,14 @@ def test_the_settings_reach_the_store(tmp_path: Path, monkeypatch: pytest.Monkey
     store = open_store(Settings(store_dir=Path("~/store"), store_max_bytes=100))
     assert store.layout.root == tmp_path / "store"
     with pytest.raises(OutOfMemory, match="LORA_PLUGINS_STORE_MAX_BYTES"):
-        obtain(store, Wanted(adapter_files()))
+        obtain(store, DownloadSpec(adapter_files()))
 
 
 # --- what is not ours, or damaged
 
 
 def test_what_is_not_ours_is_ignored_and_left(store: Store) -> None:
-    wanted = Wanted(adapter_files())
+    wanted = DownloadSpec(adapter_files())
     stored = obtain(store, wanted)
     root = store.layout.root
     (root / "README").write_text("hello")
@@ -171,14 +171,14 @@ def test_budget_counts_past_what_is_not_ours(tmp_path: Path) -> None:
     (store.layout.root / ("e" * 64)).write_text("a file by a digest's name")
     (store.layout.folder("tmp") / "a file").write_text("x")
     for seed in range(4):
-        stored = obtain(store, Wanted(adapter_files(seed=seed), version=str(seed)))
+        stored = obtain(store, DownloadSpec(adapter_files(seed=seed), version=str(seed)))
         store.leases.release(stored.digest)
     assert len([entry for entry in entries(store.layout) if entry.size_bytes]) == 2
     assert (store.layout.root / ("e" * 64)).is_file()
 
 
 def test_an_entry_that_goes_while_it_is_counted_is_not_counted(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = obtain(store, Wanted(adapter_files()))
+    stored = obtain(store, DownloadSpec(adapter_files()))
     gone = "f" * 64
     monkeypatch.setattr(Layout, "digests", lambda self: [gone, stored.digest])
     assert [entry.digest for entry in entries(store.layout)] == [stored.digest]
@@ -186,7 +186,7 @@ def test_an_entry_that_goes_while_it_is_counted_is_not_counted(store: Store, mon
 
 @pytest.mark.parametrize("text", [b"", b"\0" * 64, b"\xff" * 64, b"../../etc", b"a" * 64, b"{}"])
 def test_a_damaged_index_is_fetched_anew(store: Store, text: bytes) -> None:
-    wanted = Wanted(adapter_files())
+    wanted = DownloadSpec(adapter_files())
     stored = obtain(store, wanted)
     (index,) = store.layout.folder("index").iterdir()
     index.write_bytes(text)
@@ -198,7 +198,7 @@ def test_a_damaged_index_is_fetched_anew(store: Store, text: bytes) -> None:
 
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff\xff", b'{"files": 5}', None])
 def test_a_damaged_manifest_is_fetched_anew(store: Store, text: bytes | None) -> None:
-    wanted = Wanted(adapter_files())
+    wanted = DownloadSpec(adapter_files())
     stored = obtain(store, wanted)
     manifest = stored.directory / "manifest.json"
     manifest.chmod(0o600)
@@ -236,24 +236,24 @@ def test_a_store_whose_folder_is_lost_is_unavailable(store: Store, folder: str) 
     shutil.rmtree(store.layout.folder(folder))
     store.layout.folder(folder).write_bytes(b"in the way")
     with pytest.raises(SourceUnavailable, match="LORA_PLUGINS_STORE_DIR"):
-        obtain(store, Wanted(adapter_files()))
+        obtain(store, DownloadSpec(adapter_files()))
 
 
 def test_a_store_that_may_not_be_written_any_more_is_unavailable(store: Store, permissions_count: None) -> None:
     store.layout.folder("tmp").chmod(0o500)
     with pytest.raises(SourceUnavailable, match="Permission denied"):
-        obtain(store, Wanted(adapter_files()))
+        obtain(store, DownloadSpec(adapter_files()))
     store.layout.folder("tmp").chmod(0o700)
-    assert obtain(store, Wanted(adapter_files())).fetched
+    assert obtain(store, DownloadSpec(adapter_files())).fetched
 
 
 def test_a_cancelled_fetch_leaves_nothing(store: Store) -> None:
-    wanted = Wanted(adapter_files())
+    wanted = DownloadSpec(adapter_files())
 
     async def run() -> None:
         begun = asyncio.Event()
 
-        async def fetch(arriving: Arriving) -> None:
+        async def fetch(arriving: PartialDownload) -> None:
             (arriving.directory / "adapter_config.json").write_bytes(b"half")
             arriving.landed("adapter_config.json", 4)
             begun.set()
@@ -281,7 +281,7 @@ def test_a_fetch_cancelled_while_it_makes_room_leaves_nothing(store: Store, monk
         return real(*arguments)
 
     monkeypatch.setattr(store_module, "make_room", slow)
-    wanted = Wanted(adapter_files())
+    wanted = DownloadSpec(adapter_files())
 
     async def run() -> None:
         fetching = asyncio.create_task(store.obtain(wanted, wanted.fetch, check))
@@ -300,10 +300,10 @@ def test_a_fetch_cancelled_while_it_makes_room_leaves_nothing(store: Store, monk
 def test_the_budget_holds_for_fetches_at_once(tmp_path: Path) -> None:
     size = sum(map(len, adapter_files().values()))
     store = Store(tmp_path / "store", max_bytes=3 * size)
-    wanted = [Wanted(adapter_files(seed=seed), version=str(seed)) for seed in range(12)]
+    wanted = [DownloadSpec(adapter_files(seed=seed), version=str(seed)) for seed in range(12)]
     peaks: list[int] = []
 
-    async def fetch(one: Wanted, arriving: Arriving) -> None:
+    async def fetch(one: DownloadSpec, arriving: PartialDownload) -> None:
         await asyncio.sleep(0.02)
         await one.fetch(arriving)
         # In this order nothing that is published meanwhile is counted twice.
@@ -340,14 +340,14 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_is_out_of_memory_and_passes(tiny_disk: Path) -> None:
     store = Store(tiny_disk / "store")
-    kept = obtain(store, Wanted(adapter_files(), version="kept"))
-    large = Wanted(adapter_files(rank=16, hidden=16_384), version="large")
+    kept = obtain(store, DownloadSpec(adapter_files(), version="kept"))
+    large = DownloadSpec(adapter_files(rank=16, hidden=16_384), version="large")
     with pytest.raises(OutOfMemory, match="No space left on device"):
         obtain(store, large)
     assert leftovers(store) == []
     assert store.layout.digests() == [kept.digest]
     assert store.verify(kept.digest)
-    assert obtain(store, Wanted(adapter_files(seed=1), version="small")).fetched
+    assert obtain(store, DownloadSpec(adapter_files(seed=1), version="small")).fetched
     subprocess.run(["mount", "-o", "remount,size=8m", str(tiny_disk)], check=True)
     assert obtain(store, large).fetched
 
@@ -356,7 +356,7 @@ def test_a_full_disk_is_out_of_memory_and_passes(tiny_disk: Path) -> None:
 def test_a_disk_that_fills_at_any_point_leaves_no_half_adapter(tiny_disk: Path, free: int) -> None:
     # At first with no page left, then with a few: something of the store's own work fails, whatever it is.
     store = Store(tiny_disk / "store")
-    wanted = Wanted(adapter_files())
+    wanted = DownloadSpec(adapter_files())
     filler = tiny_disk / "filler"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
@@ -382,12 +382,12 @@ import resource, signal, sys
 from pathlib import Path
 from lora_plugins.errors import OutOfMemory
 from lora_plugins.store.store import Store
-from tests.store.common import Wanted, adapter_files, obtain
+from tests.store.common import DownloadSpec, adapter_files, obtain
 store = Store(Path(sys.argv[1]))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
 try:
-    obtain(store, Wanted(adapter_files(rank=16, hidden=4096)))
+    obtain(store, DownloadSpec(adapter_files(rank=16, hidden=4096)))
 except OutOfMemory as error:
     assert list(store.layout.folder("tmp").iterdir()) == []
     print(error)

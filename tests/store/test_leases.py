@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lora_plugins.store.store import Store
-from tests.store.common import Wanted, adapter_files, obtain
+from tests.store.common import DownloadSpec, adapter_files, obtain
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def store(tmp_path: Path) -> Store:
 @pytest.fixture
 def digest(store: Store) -> str:
     """A published adapter that nobody leases."""
-    digest = obtain(store, Wanted(adapter_files())).digest
+    digest = obtain(store, DownloadSpec(adapter_files())).digest
     store.leases.release(digest)
     return digest
 
@@ -48,7 +48,7 @@ def test_a_lease_names_its_process_and_can_be_given_back(store, digest):
 
 
 def test_a_lease_of_one_adapter_is_none_of_another(store, digest):
-    other = obtain(store, Wanted(adapter_files(seed=1), version="v2")).digest
+    other = obtain(store, DownloadSpec(adapter_files(seed=1), version="v2")).digest
     assert store.remove(digest)
     assert not store.remove(other)
 
@@ -99,7 +99,7 @@ def test_of_leasing_and_removing_at_once_only_one_wins(store, tmp_path):
         return taken, removed[0]
 
     for seed in range(30):
-        digest = obtain(store, Wanted(adapter_files(seed=seed), version=str(seed))).digest
+        digest = obtain(store, DownloadSpec(adapter_files(seed=seed), version=str(seed))).digest
         store.leases.release(digest)
         taken, removed = race(digest)
         assert taken is not removed

@@ -13,8 +13,8 @@ import pytest
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, OutOfMemory, SourceUnavailable
 from lora_plugins.store.eviction import entries
 from lora_plugins.store.manifest import Manifest, digest_of
-from lora_plugins.store.store import Arriving, Store
-from tests.store.common import Wanted, adapter_files, check, obtain
+from lora_plugins.store.store import PartialDownload, Store
+from tests.store.common import DownloadSpec, adapter_files, check, obtain
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def leftovers(store: Store) -> list[str]:
 
 
 def test_fetched_adapter_is_published_under_its_digest(store: Store) -> None:
-    wanted = Wanted(adapter_files())
+    wanted = DownloadSpec(adapter_files())
     stored = obtain(store, wanted)
     manifest = Manifest.read(stored.directory)
     assert stored.fetched
@@ -39,32 +39,32 @@ def test_fetched_adapter_is_published_under_its_digest(store: Store) -> None:
 
 
 def test_second_time_it_is_found(store: Store) -> None:
-    wanted = Wanted(adapter_files())
+    wanted = DownloadSpec(adapter_files())
     first, second = obtain(store, wanted), obtain(store, wanted)
     assert (second.directory, second.fetched, wanted.fetches) == (first.directory, False, 1)
 
 
 def test_new_version_is_a_new_path_and_the_old_one_stays(store: Store) -> None:
-    old = obtain(store, Wanted(adapter_files(seed=0), version="v1"))
-    new = obtain(store, Wanted(adapter_files(seed=1), version="v2"))
+    old = obtain(store, DownloadSpec(adapter_files(seed=0), version="v1"))
+    new = obtain(store, DownloadSpec(adapter_files(seed=1), version="v2"))
     assert old.directory != new.directory
     assert store.verify(old.digest)
     assert store.verify(new.digest)
 
 
 def test_same_bytes_from_two_sources_are_stored_once(store: Store) -> None:
-    first = obtain(store, Wanted(adapter_files(), uri="test://a"))
-    second = obtain(store, Wanted(adapter_files(), uri="test://b"))
+    first = obtain(store, DownloadSpec(adapter_files(), uri="test://a"))
+    second = obtain(store, DownloadSpec(adapter_files(), uri="test://b"))
     assert first.directory == second.directory
     assert len(store.layout.digests()) == 1
 
 
 @pytest.mark.parametrize("promise", ["size", "sha256"])
 def test_broken_promise_is_refused_and_leaves_nothing(store: Store, promise: str) -> None:
-    wanted = Wanted(adapter_files())
+    wanted = DownloadSpec(adapter_files())
     good = dict(wanted.files)
 
-    async def fetch(arriving: Arriving) -> None:
+    async def fetch(arriving: PartialDownload) -> None:
         data = good["adapter_model.safetensors"]
         spoilt = data[:-1] if promise == "size" else data[:-1] + bytes([data[-1] ^ 1])
         (arriving.directory / "adapter_config.json").write_bytes(good["adapter_config.json"])
@@ -80,7 +80,7 @@ def test_unservable_adapter_is_not_published(store: Store) -> None:
     files = adapter_files()
     files["adapter_config.json"] = b"{}"
     with pytest.raises(InvalidAdapter, match="peft_type"):
-        obtain(store, Wanted(files))
+        obtain(store, DownloadSpec(files))
     assert store.layout.digests() == []
     assert leftovers(store) == []
 
@@ -89,7 +89,7 @@ def test_failed_fetch_leaves_nothing_and_can_be_repeated(store: Store) -> None:
     def fail() -> None:
         raise SourceUnavailable("an outage")
 
-    wanted = Wanted(adapter_files(), before=fail)
+    wanted = DownloadSpec(adapter_files(), before=fail)
     with pytest.raises(SourceUnavailable):
         obtain(store, wanted)
     assert leftovers(store) == []
@@ -98,7 +98,7 @@ def test_failed_fetch_leaves_nothing_and_can_be_repeated(store: Store) -> None:
 
 
 def test_many_coroutines_fetch_once(store: Store) -> None:
-    wanted = Wanted(adapter_files())
+    wanted = DownloadSpec(adapter_files())
 
     async def all_at_once() -> set[Path]:
         stored = await asyncio.gather(*(store.obtain(wanted, wanted.fetch, check) for _ in range(50)))
@@ -113,12 +113,12 @@ def test_processes_fetch_once(store: Store, tmp_path: Path) -> None:
 import asyncio, sys, time
 from pathlib import Path
 from lora_plugins.store.store import Store
-from tests.store.common import Wanted, adapter_files, check
+from tests.store.common import DownloadSpec, adapter_files, check
 root, log = Path(sys.argv[1]), Path(sys.argv[2])
 def note():
     with log.open("a") as file: file.write("fetch\\n")
     time.sleep(0.5)
-wanted = Wanted(adapter_files(), before=note)
+wanted = DownloadSpec(adapter_files(), before=note)
 asyncio.run(Store(root).obtain(wanted, wanted.fetch, check))
 """
     log = tmp_path / "log"
@@ -129,7 +129,7 @@ asyncio.run(Store(root).obtain(wanted, wanted.fetch, check))
 
 
 def test_damage_is_found_quarantined_and_fetched_anew(store: Store) -> None:
-    wanted = Wanted(adapter_files())
+    wanted = DownloadSpec(adapter_files())
     stored = obtain(store, wanted)
     store.leases.release(stored.digest)
     weights = stored.directory / "adapter_model.safetensors"
@@ -146,7 +146,7 @@ def test_damage_is_found_quarantined_and_fetched_anew(store: Store) -> None:
 
 
 def test_damaged_adapter_in_use_stays_until_its_replacement_is_there(store: Store) -> None:
-    wanted = Wanted(adapter_files())
+    wanted = DownloadSpec(adapter_files())
     stored = obtain(store, wanted)
     weights = stored.directory / "adapter_model.safetensors"
     weights.chmod(0o644)
@@ -158,7 +158,7 @@ def test_damaged_adapter_in_use_stays_until_its_replacement_is_there(store: Stor
 
 
 def test_file_missing_from_an_entry_is_fetched_anew(store: Store) -> None:
-    wanted = Wanted(adapter_files())
+    wanted = DownloadSpec(adapter_files())
     stored = obtain(store, wanted)
     (stored.directory / "adapter_model.safetensors").unlink()
     assert obtain(store, wanted).fetched
@@ -170,7 +170,7 @@ def test_full_disk_is_out_of_memory(store: Store) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OutOfMemory, match="LORA_PLUGINS_STORE_DIR"):
-        obtain(store, Wanted(adapter_files(), before=full))
+        obtain(store, DownloadSpec(adapter_files(), before=full))
     assert leftovers(store) == []
 
 
@@ -186,7 +186,7 @@ class TestBudget:
         return Store(tmp_path / "store", max_bytes=3 * size)
 
     def fill(self, store: Store, seed: int, *, leased: bool = False) -> str:
-        stored = obtain(store, Wanted(adapter_files(seed=seed), version=str(seed)))
+        stored = obtain(store, DownloadSpec(adapter_files(seed=seed), version=str(seed)))
         os.utime(store.layout.folder("uses") / stored.digest, (seed, seed))
         if not leased:
             store.leases.release(stored.digest)
@@ -198,7 +198,7 @@ class TestBudget:
 
     def test_use_keeps_an_adapter(self, store: Store) -> None:
         digests = [self.fill(store, seed) for seed in range(1, 4)]
-        obtain(store, Wanted(adapter_files(seed=1), version="1"))
+        obtain(store, DownloadSpec(adapter_files(seed=1), version="1"))
         store.leases.release(digests[0])
         digests.append(self.fill(store, 4))
         assert set(store.layout.digests()) == {digests[0], digests[2], digests[3]}
@@ -218,7 +218,7 @@ class TestBudget:
 
     def test_larger_than_the_budget_is_out_of_memory(self, store: Store) -> None:
         with pytest.raises(OutOfMemory, match="LORA_PLUGINS_STORE_MAX_BYTES"):
-            obtain(store, Wanted(adapter_files(hidden=4096)))
+            obtain(store, DownloadSpec(adapter_files(hidden=4096)))
 
     def test_budget_holds_at_every_moment(self, store: Store, size: int) -> None:
         for seed in range(1, 8):
@@ -229,8 +229,9 @@ class TestBudget:
         code = (
             "import asyncio, os, sys; from pathlib import Path\n"
             "from lora_plugins.store.store import Store\n"
-            "from tests.store.common import Wanted, adapter_files, obtain\n"
-            "print(obtain(Store(Path(sys.argv[1])), Wanted(adapter_files(seed=1), version='1')).digest, flush=True)\n"
+            "from tests.store.common import DownloadSpec, adapter_files, obtain\n"
+            "spec = DownloadSpec(adapter_files(seed=1), version='1')\n"
+            "print(obtain(Store(Path(sys.argv[1])), spec).digest, flush=True)\n"
             "sys.stdin.read()\n"
         )
         command = [sys.executable, "-c", code, str(store.layout.root)]

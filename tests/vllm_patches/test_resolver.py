@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from lora_plugins.adapter.names import adapter_id
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
-from lora_plugins.resolvers.versions import lora_id
 from lora_plugins.server.name_locks import NameLocks
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches import resolver as resolver_module
@@ -39,7 +39,7 @@ def test_a_found_adapter_becomes_vllms_request(resolver, tmp_path):
     assert type(request).__name__ == "LoRARequest"
     assert request.lora_name == "team/sql"
     assert Path(request.lora_path).parent == tmp_path / "store"
-    assert (request.lora_int_id, request.base_model_name) == (lora_id("team/sql"), "tiny")
+    assert (request.lora_int_id, request.base_model_name) == (adapter_id("team/sql"), "tiny")
 
 
 def test_before_the_server_is_bound_the_request_names_no_base_model(resolver, tmp_path):

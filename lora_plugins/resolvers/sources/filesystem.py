@@ -20,8 +20,8 @@ from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.files import ABSENT, is_inside, map_os_error, open_regular
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable, describing
-from lora_plugins.resolvers.sources.source import ADAPTER_FILES, Located, SourceFile, VersionChanged, version_of
-from lora_plugins.store.store import Arriving
+from lora_plugins.resolvers.sources.source import ADAPTER_FILES, RemoteAdapter, SourceFile, VersionChanged, version_of
+from lora_plugins.store.store import PartialDownload
 
 _PIECE_BYTES = 64 << 20
 # What the kernel answers where it cannot copy between these two files by itself.
@@ -55,18 +55,18 @@ class FilesystemSource:
     def __str__(self) -> str:
         return f"{self.label} ({self.root})"
 
-    async def locate(self, name: AdapterName, base_model_name: str) -> Located | None:  # noqa: ARG002 - the contract's
+    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | None:  # noqa: ARG002
         """Find the adapter's directory and its files; see `Source` for what is raised."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._locate, name)
 
-    async def fetch(self, located: Located, arriving: Arriving) -> None:
+    async def fetch(self, located: RemoteAdapter, arriving: PartialDownload) -> None:
         """Copy the located files; see `Source` for what is raised."""
         await asyncio.get_running_loop().run_in_executor(self._executor, self._fetch, located, arriving)
 
-    async def published(self, located: Located, directory: Path) -> None:
+    async def published(self, located: RemoteAdapter, directory: Path) -> None:
         """Nothing to do."""
 
-    def _locate(self, name: AdapterName) -> Located | None:
+    def _locate(self, name: AdapterName) -> RemoteAdapter | None:
         if name.revision is not None and "/" in name.revision:
             return None
         directory = self.root / str(name)
@@ -95,7 +95,7 @@ class FilesystemSource:
                 file=CONFIG_FILE,
             )
         files = tuple(self._describe(directory / file) for file in present)
-        return Located(name, self.label, directory.absolute().as_uri(), version_of(files), files)
+        return RemoteAdapter(name, self.label, directory.absolute().as_uri(), version_of(files), files)
 
     def _describe(self, path: Path) -> SourceFile:
         with describing(file=path.name):
@@ -113,7 +113,7 @@ class FilesystemSource:
                 )
         return SourceFile(path.name, status.st_size, _etag(status))
 
-    def _fetch(self, located: Located, arriving: Arriving) -> None:
+    def _fetch(self, located: RemoteAdapter, arriving: PartialDownload) -> None:
         directory = self.root / str(located.name)
         for file in located.files:
             try:
@@ -124,7 +124,7 @@ class FilesystemSource:
                     "a file that is gone", expected="the located one", remedy="ask again", file=file.name
                 ) from error
 
-    def _fetch_file(self, path: Path, file: SourceFile, arriving: Arriving) -> None:
+    def _fetch_file(self, path: Path, file: SourceFile, arriving: PartialDownload) -> None:
         full: OSError | None = None
         # The target outside: what its opening raises is the store's to explain, and so is a full disk.
         with (

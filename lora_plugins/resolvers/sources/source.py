@@ -12,7 +12,7 @@ from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.verify import PICKLE_FILES, WEIGHTS_FILE
 from lora_plugins.errors import SourceUnavailable
 from lora_plugins.store.layout import key_of
-from lora_plugins.store.store import Arriving
+from lora_plugins.store.store import PartialDownload
 
 # The only files that are ever read or fetched.
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, *PICKLE_FILES)
@@ -29,7 +29,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class RemoteAdapter:
     """An adapter that a source has, before any of its bytes are fetched.
 
     Attributes:
@@ -78,14 +78,14 @@ class Source(Protocol):
         """Whether asking costs a round trip, so that answers are worth remembering for a while."""
         ...
 
-    async def locate(self, name: AdapterName, base_model_name: str) -> Located | None:
+    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | None:
         """Find the adapter without reading its weights; `base_model_name` is the served model's path or Hub id."""
         ...
 
-    async def fetch(self, located: Located, arriving: Arriving) -> None:
+    async def fetch(self, located: RemoteAdapter, arriving: PartialDownload) -> None:
         """Write the located version's files, all of them and no others, to `arriving.directory`."""
         ...
 
-    async def published(self, located: Located, directory: Path) -> None:
+    async def published(self, located: RemoteAdapter, directory: Path) -> None:
         """Hear where the fetched version now lies; `directory` never changes again."""
         ...

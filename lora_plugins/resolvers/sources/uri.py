@@ -16,10 +16,10 @@ from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import InvalidSettings, SourceUnavailable
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.hub.patterns import HubPatterns
-from lora_plugins.resolvers.sources.source import Located, Source
+from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
 from lora_plugins.resolvers.uris import AllowedUris, SourceUri
 from lora_plugins.settings import Settings
-from lora_plugins.store.store import Arriving
+from lora_plugins.store.store import PartialDownload
 
 if TYPE_CHECKING:
     from lora_plugins.resolvers.sources.hub.source import HubSource
@@ -30,7 +30,7 @@ class AtUri:
     """A source that knows one adapter, whatever name it is asked for."""
 
     _source: Source
-    _find: Callable[[AdapterName, str], Awaitable[Located | None]]
+    _find: Callable[[AdapterName, str], Awaitable[RemoteAdapter | None]]
 
     @property
     def label(self) -> str:
@@ -42,15 +42,15 @@ class AtUri:
         """As the source behind it."""
         return self._source.remote
 
-    async def locate(self, name: AdapterName, base_model_name: str) -> Located | None:
+    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | None:
         """Find the adapter at the URI; see `Source` for what is raised."""
         return await self._find(name, base_model_name)
 
-    async def fetch(self, located: Located, arriving: Arriving) -> None:
+    async def fetch(self, located: RemoteAdapter, arriving: PartialDownload) -> None:
         """As the source behind it."""
         await self._source.fetch(located, arriving)
 
-    async def published(self, located: Located, directory: Path) -> None:
+    async def published(self, located: RemoteAdapter, directory: Path) -> None:
         """As the source behind it."""
         await self._source.published(located, directory)
 

@@ -18,9 +18,9 @@ from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.verify import PICKLE_FILES, WEIGHTS_FILE, verify_adapter
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable
 from lora_plugins.resolvers.limits import admit
-from lora_plugins.resolvers.sources.source import ADAPTER_FILES, Located, Source, VersionChanged
+from lora_plugins.resolvers.sources.source import ADAPTER_FILES, RemoteAdapter, Source, VersionChanged
 from lora_plugins.settings import Settings
-from lora_plugins.store.store import Arriving, Store, StoredAdapter
+from lora_plugins.store.store import PartialDownload, Store, StoredAdapter
 from tests.make import BASE, adapter_files, config_bytes, weights
 
 
@@ -54,22 +54,22 @@ class SourceHarness(ABC):
         """Wait for whatever the source's own threads still do after a fetch has ended."""
 
 
-def locate(source: Source, name: str) -> Located | None:
+def locate(source: Source, name: str) -> RemoteAdapter | None:
     return asyncio.run(source.locate(AdapterName.parse(name), BASE.path))
 
 
-def located(source: Source, name: str) -> Located:
+def located(source: Source, name: str) -> RemoteAdapter:
     found = locate(source, name)
     assert found is not None
     return found
 
 
-def obtain(store: Store, source: Source, found: Located, settings: Settings | None = None) -> StoredAdapter:
+def obtain(store: Store, source: Source, found: RemoteAdapter, settings: Settings | None = None) -> StoredAdapter:
     """Admit, fetch, verify and publish what was located, as the chain does."""
     return asyncio.run(obtaining(store, source, found, settings or Settings()))
 
 
-async def obtaining(store: Store, source: Source, found: Located, settings: Settings) -> StoredAdapter:
+async def obtaining(store: Store, source: Source, found: RemoteAdapter, settings: Settings) -> StoredAdapter:
     admitted = admit(found, settings)
     fetch = partial(source.fetch, admitted)
     return await store.obtain(admitted, fetch, lambda directory: verify(directory, settings))
@@ -232,7 +232,7 @@ class SourceContract:
         found = find("sql")
         found = replace(found, files=tuple(file for file in found.files if file.name in wanted))
         (tmp_path / "arriving").mkdir()
-        arriving = Arriving(tmp_path / "arriving", wanted)
+        arriving = PartialDownload(tmp_path / "arriving", wanted)
         asyncio.run(source.fetch(found, arriving))
         harness.settle()
         assert content(arriving.directory) == {name: files[name] for name in wanted}
@@ -281,7 +281,7 @@ class SourceContract:
         harness.put_adapter("sql", old)
         found = find("sql")
 
-        async def fetch(arriving: Arriving) -> None:
+        async def fetch(arriving: PartialDownload) -> None:
             landed = arriving.landed
 
             def change_then_say(name: str, size_bytes: int) -> None:
@@ -377,7 +377,7 @@ class SourceContract:
     def test_many_may_ask_at_once(self, harness, source):
         harness.put_adapter("sql", adapter_files())
 
-        async def ask() -> list[Located | None]:
+        async def ask() -> list[RemoteAdapter | None]:
             names = [AdapterName.parse(harness.asked(name)) for name in ("sql", "other") * 20]
             return await asyncio.gather(*(source.locate(name, BASE.path) for name in names))
 

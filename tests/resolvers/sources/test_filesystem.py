@@ -26,7 +26,7 @@ from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsErro
 from lora_plugins.resolvers.sources import filesystem
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.source import VersionChanged
-from lora_plugins.store.store import Arriving, Store
+from lora_plugins.store.store import PartialDownload, Store
 from tests.make import LAYER, adapter_files, pair, put
 from tests.resolvers.sources.contract import (
     SourceContract,
@@ -389,7 +389,7 @@ def test_what_has_landed_is_told_while_it_is_copied(root, tmp_path, monkeypatch,
     found = located(source, "sql")
     told: dict[str, list[int]] = {}
     (tmp_path / "arriving").mkdir()
-    arriving = Arriving(tmp_path / "arriving", [file.name for file in found.files])
+    arriving = PartialDownload(tmp_path / "arriving", [file.name for file in found.files])
     arriving.landed = lambda name, done: told.setdefault(name, []).append(done)
     asyncio.run(source.fetch(found, arriving))
     for file in found.files:
@@ -460,7 +460,7 @@ def test_copying_runs_in_the_executor_not_on_the_event_loop(root, store):
         source = FilesystemSource(root, executor=executor)
         found = located(source, "sql")
 
-        async def fetch(arriving: Arriving) -> None:
+        async def fetch(arriving: PartialDownload) -> None:
             landed = arriving.landed
 
             def note(name: str, done: int) -> None:

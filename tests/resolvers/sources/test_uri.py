@@ -15,13 +15,14 @@ import fsspec
 import pytest
 
 from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.names import adapter_id
 from lora_plugins.adapter.verify import WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, SourceUnavailable
 from lora_plugins.events import AdapterFetched, AdapterRejected, AdapterResolved, AdapterUnknown, Events, SourceFailed
 from lora_plugins.resolvers.resolution import SourceChain
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.hub import source as hub_module
-from lora_plugins.resolvers.versions import ResolvedAdapter, lora_id
+from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.settings import Settings
 from lora_plugins.store.store import Store
 from testbed.hub import Hub, local_hub
@@ -143,7 +144,7 @@ def test_an_adapter_is_fetched_verified_and_leased_by_its_uri(place, chain):
     place.put("v1", GOOD)
     resolved = chain.load(f"{place.prefix}/v1")
     (digest,) = chain.store.layout.digests()
-    assert (resolved.name, resolved.lora_id, resolved.source) == ("sql", lora_id("sql"), place.label)
+    assert (resolved.name, resolved.adapter_id, resolved.source) == ("sql", adapter_id("sql"), place.label)
     assert (resolved.path, resolved.digest) == (chain.store.layout.adapter(digest), digest)
     assert (resolved.rank, resolved.size_bytes) == (4, sum(map(len, GOOD.values())))
     assert resolved.asked_uri == resolved.uri == f"{place.prefix}/v1"
@@ -240,7 +241,7 @@ def test_two_names_and_two_uris_of_the_same_bytes_share_one_directory(place, cha
         place.put(folder, GOOD)
     first = chain.load(f"{place.prefix}/one", "a")
     assert chain.load(f"{place.prefix}/one", "b").path == chain.load(f"{place.prefix}/two", "c").path == first.path
-    assert len({lora_id(name) for name in "abc"}) == 3
+    assert len({adapter_id(name) for name in "abc"}) == 3
     for name in "abc":
         assert not chain.store.remove(first.digest)
         chain.release(name, first.path)

@@ -33,9 +33,9 @@ from lora_plugins.resolvers.sources.hub.files import (
     in_own_thread,
 )
 from lora_plugins.resolvers.sources.hub.patterns import DEFAULT_REVISION, HubPatterns
-from lora_plugins.resolvers.sources.source import ADAPTER_FILES, Located, SourceFile, VersionChanged
+from lora_plugins.resolvers.sources.source import ADAPTER_FILES, RemoteAdapter, SourceFile, VersionChanged
 from lora_plugins.resolvers.uris import SourceUri
-from lora_plugins.store.store import Arriving
+from lora_plugins.store.store import PartialDownload
 
 _T = TypeVar("_T")
 _LOCATE_TIMEOUT_S = 30.0
@@ -88,7 +88,7 @@ class HubSource:
     def __str__(self) -> str:
         return f"{self.label} ({self._patterns})"
 
-    async def locate(self, name: AdapterName, base_model_name: str) -> Located | None:  # noqa: ARG002 - the contract's
+    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | None:  # noqa: ARG002
         """Find the adapter's commit and files with one request; a name outside the list costs none.
 
         Raises:
@@ -100,14 +100,14 @@ class HubSource:
             return None
         return await self.locate_repo(target.repo, target.subfolder, target.revision, name, explicit=target.explicit)
 
-    async def locate_uri(self, uri: SourceUri, name: AdapterName, *, explicit: bool = True) -> Located | None:
+    async def locate_uri(self, uri: SourceUri, name: AdapterName, *, explicit: bool = True) -> RemoteAdapter | None:
         """Find what an `hf://` URI names that `AllowedUris.check` has let through; as `locate_repo`."""
         revision = uri.revision or DEFAULT_REVISION
         return await self.locate_repo(uri.repo, uri.subfolder, revision, name, explicit=explicit)
 
     async def locate_repo(
         self, repo: str, subfolder: str, revision: str, name: AdapterName, *, explicit: bool = True
-    ) -> Located | None:
+    ) -> RemoteAdapter | None:
         """Find a folder of a repository at a revision, whatever the list says; raises as `locate`.
 
         `explicit`: the operator named this repository, so that "missing or private" is an error.
@@ -125,9 +125,9 @@ class HubSource:
                 remedy="upload the adapter again as PEFT saves it",
                 file=CONFIG_FILE,
             )
-        return Located(name, self.label, str(SourceUri.hub(repo, subfolder)), commit, files)
+        return RemoteAdapter(name, self.label, str(SourceUri.hub(repo, subfolder)), commit, files)
 
-    async def fetch(self, located: Located, arriving: Arriving) -> None:
+    async def fetch(self, located: RemoteAdapter, arriving: PartialDownload) -> None:
         """Get the located files at the located commit, all of them at once.
 
         Raises:
@@ -161,7 +161,7 @@ class HubSource:
                 file.cancel()
             await asyncio.gather(*files, return_exceptions=True)
 
-    async def published(self, located: Located, directory: Path) -> None:
+    async def published(self, located: RemoteAdapter, directory: Path) -> None:
         """Nothing to do."""
 
     async def _find(
@@ -191,7 +191,7 @@ class HubSource:
         return info.sha, _files(info.siblings, subfolder, where)
 
     async def _fetch(
-        self, uri: SourceUri, commit: str, file: SourceFile, arriving: Arriving, stop: threading.Event
+        self, uri: SourceUri, commit: str, file: SourceFile, arriving: PartialDownload, stop: threading.Event
     ) -> None:
         wanted = RepoFile(uri.repo, commit, _join(uri.subfolder, file.name), file)
         if not await in_own_thread(partial(copy_cached, wanted, arriving.directory, self._cache_dir)):

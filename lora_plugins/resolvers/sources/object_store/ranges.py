@@ -28,7 +28,7 @@ import stamina
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable
 from lora_plugins.resolvers.sources.object_store.errors import Transient, backoff, map_error
 from lora_plugins.resolvers.sources.source import SourceFile, VersionChanged
-from lora_plugins.store.store import Arriving
+from lora_plugins.store.store import PartialDownload
 
 _MD5_ETAG = re.compile(r'"?([0-9a-fA-F]{32})"?')
 _TELL_EVERY_BYTES = 1 << 20
@@ -103,7 +103,7 @@ class _Part:
 class _File:
     """One file on disk: its parts, how much of its beginning is there, and the MD5 of that where it is wanted."""
 
-    def __init__(self, source: SourceFile, arriving: Arriving, range_bytes: int, *, md5: bool) -> None:
+    def __init__(self, source: SourceFile, arriving: PartialDownload, range_bytes: int, *, md5: bool) -> None:
         self.source = source
         self._arriving = arriving
         self._range_bytes = range_bytes
@@ -176,7 +176,13 @@ class _File:
 
 
 async def download(
-    files: Sequence[SourceFile], reader: RangeReader, arriving: Arriving, *, pool: Executor, limits: Limits, md5: bool
+    files: Sequence[SourceFile],
+    reader: RangeReader,
+    arriving: PartialDownload,
+    *,
+    pool: Executor,
+    limits: Limits,
+    md5: bool,
 ) -> None:
     """Write `files` to `arriving.directory`, all together.
 

@@ -32,9 +32,9 @@ from lora_plugins.resolvers.sources.object_store.fsspec_files import FsspecFiles
 from lora_plugins.resolvers.sources.object_store.ranges import Limits, RangeReader, deadline, download
 from lora_plugins.resolvers.sources.object_store.s3 import S3Files, s3_storage_options
 from lora_plugins.resolvers.sources.object_store.templates import LocalLinks, Template
-from lora_plugins.resolvers.sources.source import Located, SourceFile, VersionChanged, version_of
+from lora_plugins.resolvers.sources.source import RemoteAdapter, SourceFile, VersionChanged, version_of
 from lora_plugins.settings import Settings
-from lora_plugins.store.store import Arriving
+from lora_plugins.store.store import PartialDownload
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)(/.*)", re.DOTALL)
 _VARIABLE = "S3_PATH_TEMPLATE"
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class ObjectLocated(Located):
+class ObjectStoreAdapter(RemoteAdapter):
     """An adapter in an object store; `local_path` is where `LOCAL_PATH_TEMPLATE` wants a link to it, or empty."""
 
     local_path: str = ""
@@ -132,7 +132,7 @@ class ObjectSource:
     def __str__(self) -> str:
         return f"{self.label} ({self._template.text})"
 
-    async def locate(self, name: AdapterName, base_model_name: str) -> ObjectLocated | None:
+    async def locate(self, name: AdapterName, base_model_name: str) -> ObjectStoreAdapter | None:
         """Find the adapter's files by one LIST or one look at each; see `Source` for what is raised."""
         uri = self._template.fill(name, base_model_name, quoted=self._quoted)
         files = await _on_fsspec_loop(self._find(uri))
@@ -146,9 +146,9 @@ class ObjectSource:
                 file=CONFIG_FILE,
             )
         local_path = self._links.path(name, base_model_name) if self._links else ""
-        return ObjectLocated(name, self.label, uri, version_of(files), tuple(files), local_path)
+        return ObjectStoreAdapter(name, self.label, uri, version_of(files), tuple(files), local_path)
 
-    async def fetch(self, located: Located, arriving: Arriving) -> None:
+    async def fetch(self, located: RemoteAdapter, arriving: PartialDownload) -> None:
         """Download the located files in parallel ranges.
 
         Raises:
@@ -157,9 +157,9 @@ class ObjectSource:
         """
         await _on_fsspec_loop(self._fetch(located, arriving))
 
-    async def published(self, located: Located, directory: Path) -> None:
+    async def published(self, located: RemoteAdapter, directory: Path) -> None:
         """Point the templated local path at the published directory; what is not ours there is left, with a warning."""
-        if self._links is None or not isinstance(located, ObjectLocated):
+        if self._links is None or not isinstance(located, ObjectStoreAdapter):
             return
         try:
             refusal = await asyncio.to_thread(self._links.point, located.local_path, directory)
@@ -177,7 +177,7 @@ class ObjectSource:
         """Runs on fsspec's loop."""
         return await self._asking(lambda: self._files.find(uri), self._locate_limits)
 
-    async def _fetch(self, located: Located, arriving: Arriving) -> None:
+    async def _fetch(self, located: RemoteAdapter, arriving: PartialDownload) -> None:
         """Runs on fsspec's loop."""
         limits = self._limits
         asking = self._locate_limits

@@ -15,7 +15,7 @@ from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.resolvers.sources.hub.patterns import HubPatterns
 from lora_plugins.resolvers.sources.hub.source import HubSource
-from lora_plugins.resolvers.sources.source import Located
+from lora_plugins.resolvers.sources.source import RemoteAdapter
 from lora_plugins.settings import Settings
 from lora_plugins.store.store import Store, StoredAdapter
 from testbed.hub import Hub
@@ -38,10 +38,10 @@ class Bed:
         more = {"timeout_s": 120, "endpoint": self.hub.url, "cache_dir": self.cache, **more}
         return HubSource(HubPatterns.parse(entries), **more)
 
-    def locate(self, name: str, **more) -> Located | None:
+    def locate(self, name: str, **more) -> RemoteAdapter | None:
         return asyncio.run(self.source(**more).locate(AdapterName.parse(name), "org/base"))
 
-    def obtain(self, source: HubSource, located: Located) -> StoredAdapter:
+    def obtain(self, source: HubSource, located: RemoteAdapter) -> StoredAdapter:
         return asyncio.run(self.store.obtain(located, lambda arriving: source.fetch(located, arriving), check))
 
     def serve(self, name: str, **more) -> dict[str, bytes]:

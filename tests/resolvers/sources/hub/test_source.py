@@ -14,7 +14,7 @@ from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.verify import WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, SourceUnavailable
-from lora_plugins.resolvers.sources.source import Located, VersionChanged
+from lora_plugins.resolvers.sources.source import RemoteAdapter, VersionChanged
 from lora_plugins.resolvers.uris import AllowedUris, SourceUri
 from testbed import faults
 from testbed.hub import Hub, local_hub
@@ -56,7 +56,7 @@ def proxy(proxied: FaultProxy, bed: Bed) -> FaultProxy:
     proxied.refuse(False)
 
 
-def located(bed: Bed, name: str, **more) -> Located:
+def located(bed: Bed, name: str, **more) -> RemoteAdapter:
     found = bed.locate(name, **more)
     assert found is not None
     return found

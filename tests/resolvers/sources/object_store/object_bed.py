@@ -17,7 +17,7 @@ from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.verify import WEIGHTS_FILE
 from lora_plugins.resolvers.sources.object_store.ranges import Limits
 from lora_plugins.resolvers.sources.object_store.s3 import s3_storage_options
-from lora_plugins.resolvers.sources.object_store.source import ObjectLocated, ObjectSource
+from lora_plugins.resolvers.sources.object_store.source import ObjectSource, ObjectStoreAdapter
 from lora_plugins.store.store import Store, StoredAdapter
 from testbed.proxy import FaultProxy, fault_proxy
 from testbed.s3 import S3, Bucket, s3_server
@@ -48,7 +48,7 @@ class Bed:
     def put(self, name: str = "sql", files: dict[str, bytes] | None = None) -> None:
         self.bucket.put_many(f"loras/{name}", FILES if files is None else files)
 
-    async def obtain(self, source: ObjectSource, located: ObjectLocated) -> StoredAdapter:
+    async def obtain(self, source: ObjectSource, located: ObjectStoreAdapter) -> StoredAdapter:
         return await self.store.obtain(located, partial(source.fetch, located), lambda _: None)
 
     async def ask(self, source: ObjectSource, name: str = "sql") -> StoredAdapter | None:
@@ -91,5 +91,5 @@ def read(stored: StoredAdapter | None) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in stored.directory.iterdir() if path.name in FILES}
 
 
-def locate(source: ObjectSource, name: str = "sql", base: str = BASE) -> ObjectLocated | None:
+def locate(source: ObjectSource, name: str = "sql", base: str = BASE) -> ObjectStoreAdapter | None:
     return asyncio.run(source.locate(AdapterName.parse(name), base))

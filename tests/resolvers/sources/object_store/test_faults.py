@@ -301,7 +301,7 @@ import asyncio, resource, sys
 from pathlib import Path
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.resolvers.sources.object_store.source import ObjectSource, s3_storage_options
-from lora_plugins.store.store import Arriving
+from lora_plugins.store.store import PartialDownload
 source = ObjectSource("s3://b/{lora_name}", storage_options=s3_storage_options({
     "AWS_ENDPOINT_URL": sys.argv[1], "AWS_ALLOW_HTTP": "1", "AWS_REGION": "r",
     "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}))
@@ -309,7 +309,7 @@ peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 async def run():
     located = await source.locate(AdapterName.parse("big"), "base")
     idle = peak()
-    arriving = Arriving(Path(sys.argv[2]), [file.name for file in located.files])
+    arriving = PartialDownload(Path(sys.argv[2]), [file.name for file in located.files])
     await source.fetch(located, arriving)
     arriving.finish()
     print(peak() - idle)

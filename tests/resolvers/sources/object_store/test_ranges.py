@@ -21,7 +21,7 @@ from lora_plugins.errors import SourceUnavailable
 from lora_plugins.resolvers.sources.object_store.errors import HttpStatus
 from lora_plugins.resolvers.sources.object_store.ranges import Limits, download
 from lora_plugins.resolvers.sources.source import SourceFile, VersionChanged
-from lora_plugins.store.store import Arriving
+from lora_plugins.store.store import PartialDownload
 
 FAST = Limits(range_bytes=1000, parallel=3, timeout_s=120, attempts=4, wait_s=0.0001, max_wait_s=0.001)
 
@@ -60,7 +60,7 @@ class Shelf:
 
 def run(shelf: Shelf, directory: Path, limits: Limits = FAST, *, md5: bool = True, etags=None) -> tuple:
     files = [SourceFile(name, len(data), (etags or {}).get(name, _md5(data))) for name, data in shelf.files.items()]
-    arriving = Arriving(directory, list(shelf.files))
+    arriving = PartialDownload(directory, list(shelf.files))
     with ThreadPoolExecutor(limits.parallel) as pool:
         try:
             asyncio.run(download(files, shelf, arriving, pool=pool, limits=limits, md5=md5))
