@@ -23,11 +23,11 @@ def install() -> None:
         serving_models,
         worker,
     )
-    from lora_plugins.worker.slot_copy import put_exact_slots
-    from lora_plugins.worker.weights_file import put_weights_file
+    from lora_plugins.worker.slot_copy import patch_set_lora
+    from lora_plugins.worker.weights_file import patch_safetensors
 
-    put_exact_slots()
-    put_weights_file()
+    patch_set_lora()
+    patch_safetensors()
     lora_request.tell_versions_apart()
     worker.patch()
     scheduler.patch()

@@ -1,8 +1,8 @@
 """Writing an adapter into a slot at its own rank: its rows, and zeros only where a larger one has been.
 
-vLLM zeroes the whole slot, of `max_lora_rank`, and then copies. The replacements stand in the layer classes, so that
-whoever writes a slot (vLLM's manager in the loop, ours beside it) and whoever watches writes (`lora_plugins.kernels`)
-calls them. Source: vllm/lora/layers/base_linear.py and column_parallel_linear.py, 0.32.
+vLLM zeroes the whole slot, of `max_lora_rank`, and then copies. The replacements are in the layer classes, so all who
+write a slot (vLLM's manager in the engine loop, ours in a background thread) and all who watch writes (`kernels/`)
+call them. Source: vllm/lora/layers/base_linear.py and column_parallel_linear.py, 0.32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lora_plugins.kernels.layers import sides_of_slices
 from lora_plugins.ledger import Patch
 
 _SLOTS = "_lora_plugins_slots"
-_PUT = "_lora_plugins_exact_slots"
+_PATCHED = "_lora_plugins_exact_slots"
 
 SetLora = Callable[[Any, int, Any, Any], None]
 ResetLora = Callable[[Any, int], None]
@@ -29,7 +29,7 @@ class _Slot:
     Attributes:
         stacks: the layer's A's and B's that all this is about.
         held: beyond these ranks there are zeros; None where that is not known.
-        views: where an adapter of the ranks `viewed` goes. Making them anew takes as long as copying a small adapter.
+        views: where an adapter of the ranks `viewed` goes. Making them again takes as long as copying a small adapter.
     """
 
     stacks: tuple[Any, Any]
@@ -83,7 +83,7 @@ def exact_reset_lora(whole: ResetLora) -> ResetLora:
 
 
 def forget(layer: Any) -> None:
-    """Its stacks may hold anything: nothing is known of any slot any more."""
+    """Note that its stacks may hold anything, in every slot."""
     layer.__dict__.pop(_SLOTS, None)
 
 
@@ -113,14 +113,14 @@ def _clear(layer: Any, index: int, ranks: Ranks, left: Ranks | None) -> None:
             stack_b[index, 0, :, rank_b:left_b] = 0
 
 
-def put_exact_slots() -> None:
-    """Have vLLM's linear layers write their slots so; a second call changes nothing."""
+def patch_set_lora() -> None:
+    """Replace what vLLM's linear layers write their slots with; a second call changes nothing."""
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
     from vllm.lora.layers.column_parallel_linear import MergedColumnParallelLinearWithLoRA
 
-    if hasattr(BaseLinearLayerWithLoRA, _PUT):
+    if hasattr(BaseLinearLayerWithLoRA, _PATCHED):
         return
-    setattr(BaseLinearLayerWithLoRA, _PUT, True)
+    setattr(BaseLinearLayerWithLoRA, _PATCHED, True)
     BaseLinearLayerWithLoRA.reset_lora = exact_reset_lora(BaseLinearLayerWithLoRA.reset_lora)
     for layer in (BaseLinearLayerWithLoRA, MergedColumnParallelLinearWithLoRA):
         layer.set_lora = exact_set_lora(layer.set_lora)

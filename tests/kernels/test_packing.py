@@ -23,13 +23,13 @@ from lora_plugins.kernels import reference
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.packing import packer_of
 from lora_plugins.kernels.punica_cpu import CompiledPunicaWrapperCPU, GroupedPunicaWrapperCPU
-from lora_plugins.worker.slot_copy import put_exact_slots
+from lora_plugins.worker.slot_copy import patch_set_lora
 from tests.kernels.common import assert_equal
 
 if build.problem():
     pytest.skip(f"{build.problem()}: then there are no panels", allow_module_level=True)
 
-put_exact_slots()
+patch_set_lora()
 SLOTS, MAX_RANK, INN = 3, 256, 37
 IDS = [7, 5, 9]
 RANKS = [1, 7, 8, 16, 17, 64, 100, 256]

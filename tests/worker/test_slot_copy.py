@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from lora_plugins.kernels.layers import watch
-from lora_plugins.worker.slot_copy import exact_reset_lora, exact_set_lora, put_exact_slots
+from lora_plugins.worker.slot_copy import exact_reset_lora, exact_set_lora, patch_set_lora
 from tests.worker.small_model import MAX_RANK
 
-put_exact_slots()
+patch_set_lora()
 SEEDS = range(20)
 
 

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from lora_plugins.worker.weights_file import WeightsFile, open_weights, put_weights_file
+from lora_plugins.worker.weights_file import MappedTensors, open_weights, patch_safetensors
 from tests.worker.small_model import Adapter
 
 READS = 200
@@ -40,7 +40,7 @@ def test_tensors_are_those_that_the_library_reads(tmp_path: Path, dtype: torch.d
     save_file({name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}, path)
     expected = load_file(path)
     with open_weights(path, framework="pt") as file:
-        assert isinstance(file, WeightsFile)
+        assert isinstance(file, MappedTensors)
         read = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping, as safe_open is none
     assert read.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -93,7 +93,7 @@ def test_loading_an_adapter_again_and_again_leaves_nothing_behind(
     from vllm.lora import lora_model
 
     monkeypatch.setattr(lora_model, "safetensors", lora_model.safetensors)  # to be put back
-    put_weights_file()
+    patch_safetensors()
     manager = make_manager()
     adapter = adapters[0]
     tensors = len(adapter.a) + len(adapter.b)
