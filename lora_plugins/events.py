@@ -1,4 +1,4 @@
-"""What happened, as frozen facts; logging and metrics are hooks on them and never lines in the logic."""
+"""What happened, as frozen facts; logging and metrics are hooks on them, never lines in the logic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class AdapterResolved:
     """A name was found and its adapter verified; `path` is what the engine will read.
 
     `locate_s` was spent asking sources, `obtain_s` finding it in the store or fetching it there (`fetched`), `check_s`
-    holding it against the base model.
+    validating it against the base model.
     """
 
     name: str
@@ -59,7 +59,7 @@ class AdapterRejected:
 
 @dataclass(frozen=True, slots=True)
 class SourceFailed:
-    """A source could not say whether it has the adapter."""
+    """A source did not answer whether it has the adapter."""
 
     name: str
     source: str
@@ -76,7 +76,7 @@ class AdapterUnknown:
 
 @dataclass(frozen=True, slots=True)
 class AbsenceRemembered:
-    """A source was not asked, because it said a moment ago that it has no such adapter."""
+    """A source was not asked, because it answered recently that it has no such adapter."""
 
     name: str
     source: str
@@ -84,7 +84,7 @@ class AbsenceRemembered:
 
 @dataclass(frozen=True, slots=True)
 class StoreEvicted:
-    """A published adapter was removed from the store to make room; told from a thread."""
+    """A published adapter was removed from the store to make room; emitted from a thread."""
 
     digest: str
     size_bytes: int
@@ -99,7 +99,7 @@ class RequestServed:
 
 @dataclass(frozen=True, slots=True)
 class RequestRefused:
-    """The engine cannot have the adapter of a request."""
+    """The engine cannot serve the adapter of a request."""
 
     name: str
     error: LoRAPluginsError
@@ -107,7 +107,7 @@ class RequestRefused:
 
 @dataclass(frozen=True, slots=True)
 class LoadRefused:
-    """The engine cannot have an adapter that was to be loaded without a request."""
+    """The engine cannot serve an adapter that was to be loaded without a request."""
 
     name: str
     error: LoRAPluginsError
@@ -115,7 +115,7 @@ class LoadRefused:
 
 @dataclass(frozen=True, slots=True)
 class AdapterReady:
-    """Every worker has brought an adapter from its directory into host memory."""
+    """Every worker has loaded an adapter from its directory into its host cache."""
 
     name: str
     path: str
@@ -125,9 +125,9 @@ class AdapterReady:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSwapped:
-    """A name points to another version; requests that run go on with the old one.
+    """A name points to another version; running requests go on with the old one.
 
-    Versions are digests, or paths where they were loaded by them.
+    Versions are digests, or paths where they were loaded by path.
     """
 
     name: str
@@ -138,7 +138,7 @@ class AdapterSwapped:
 
 @dataclass(frozen=True, slots=True)
 class UpdateFailed:
-    """There is another version at the source that cannot be served; the old one goes on."""
+    """The new version at the source cannot be served; the old one goes on."""
 
     name: str
     error: LoRAPluginsError
@@ -146,7 +146,7 @@ class UpdateFailed:
 
 @dataclass(frozen=True, slots=True)
 class AdapterUnloaded:
-    """Nobody uses it any more, and slot, host memory and lease are free; `aborted` requests were ended for that."""
+    """No request uses it any more; slot, host memory and lease are free. `aborted` requests were ended for that."""
 
     name: str
     drain_s: float
@@ -180,10 +180,10 @@ class Events:
         self._hooks = list(hooks)
 
     def add(self, hook: Hook) -> None:
-        """Have `hook` called with every further event."""
+        """Call `hook` with every further event."""
         self._hooks.append(hook)
 
     def emit(self, event: Event) -> None:
-        """Tell every hook."""
+        """Notify every hook."""
         for hook in self._hooks:
             hook(event)

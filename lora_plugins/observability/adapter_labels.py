@@ -1,36 +1,36 @@
-"""Labels with adapters' names, of which there are never more than the settings allow."""
+"""Metric labels with adapters' names, never more than the settings allow."""
 
 from __future__ import annotations
 
 OTHERS = "_other"
 
-_LONGEST = 256
+_MAX_LENGTH = 256
 
 
 class AdapterLabels:
-    """Gives the first `most` adapters that are served a label of their own, and all others one.
+    """Gives the first `max_adapters` adapters that are served their own label each, and all others one.
 
-    Only adapters that were served may be asked for: names out of requests are anybody's.
+    Only for adapters that were served: a client can put any name into a request.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_adapters: int) -> None:
+        self._max_adapters = max_adapters
         self._labels: dict[str, str] = {}
 
     def of(self, name: str) -> str:
         """The label of an adapter that is served."""
         label = self._labels.get(name)
         if label is None:
-            if len(self._labels) >= self._most:
+            if len(self._labels) >= self._max_adapters:
                 return OTHERS
             label = self._labels[name] = label_of(name)
         return label
 
     def forget(self, name: str) -> str | None:
-        """Give an adapter's label to the next one; returns it, or None where it had none of its own."""
+        """Free an adapter's label for the next one; returns it, or None where it had none."""
         return self._labels.pop(name, None)
 
 
 def label_of(name: str) -> str:
     """A name as text that UTF-8 can carry: one that was loaded by hand may be anything."""
-    return name[:_LONGEST].encode(errors="backslashreplace").decode()
+    return name[:_MAX_LENGTH].encode(errors="backslashreplace").decode()

@@ -1,6 +1,6 @@
-"""What the engines' planners count, as metrics: taken as it is at each scrape, so an engine that restarts begins at 0.
+"""What the engines' planners count, as metrics: copied at each scrape, so an engine that restarts begins at 0.
 
-Engines (data parallelism) are told apart by the label `engine`, as in vLLM's metrics. Bytes are of the worker that
+Engines (data parallelism) are distinguished by the label `engine`, as in vLLM's metrics. Bytes are of the worker that
 holds most, which are what `LORA_PLUGINS_HOST_MAX_BYTES` bounds.
 """
 
@@ -15,7 +15,7 @@ from lora_plugins.observability.adapter_labels import OTHERS, label_of
 from lora_plugins.scheduler.stats import BOUNDS_S
 
 Figures = Mapping[str, Any]  # what the utility `lora_plugins_figures` answers
-_Told = Sequence[tuple[tuple[str, str], Figures]]
+_Reports = Sequence[tuple[tuple[str, str], Figures]]
 _LABELS = ("model_name", "engine")
 
 # As vllm-project/vllm#54830 names them, also where the device is a CPU: llm-d's router reads these.
@@ -31,39 +31,39 @@ _COUNTERS = (
 )
 _GAUGES = (
     ("held", "Requests that wait for their adapter to be loaded, or for a slot"),
-    ("spare_slots", "Slots beside --max-loras, written while all others are in use"),
+    ("spare_slots", "Slots besides --max-loras, written while all others are in use"),
     ("host_max_adapters", "Adapters that fit the host cache (--max-cpu-loras)"),
     ("host_bytes", "Bytes of adapters in host memory, of the worker that holds most"),
     ("host_max_bytes", "LORA_PLUGINS_HOST_MAX_BYTES, where it is set"),
 )
 
 
-def families(model_name: str, engines: Mapping[int, Figures], most_adapters: int) -> Iterator[Metric]:
+def families(model_name: str, engines: Mapping[int, Figures], max_adapters: int) -> Iterator[Metric]:
     """The metrics of all engines."""
-    told = [((model_name, str(number)), figures) for number, figures in sorted(engines.items())]
-    yield from _residency(told, most_adapters)
+    reports = [((model_name, str(number)), figures) for number, figures in sorted(engines.items())]
+    yield from _residency(reports, max_adapters)
     for key, text in _COUNTERS:
         counter = CounterMetricFamily(f"lora_plugins_{key}", text, labels=_LABELS)
-        for labels, figures in told:
+        for labels, figures in reports:
             counter.add_metric(labels, figures[key])
         yield counter
     for key, text in _GAUGES:
         gauge = GaugeMetricFamily(f"lora_plugins_{key}", text, labels=_LABELS)
-        for labels, figures in told:
+        for labels, figures in reports:
             if figures[key] is not None:
                 gauge.add_metric(labels, figures[key])
         yield gauge
     refused = CounterMetricFamily(
         "lora_plugins_refused_requests", "Requests that were not admitted, by error code", labels=(*_LABELS, "code")
     )
-    for labels, figures in told:
+    for labels, figures in reports:
         for code, count in sorted(figures["refused"].items()):
             refused.add_metric((*labels, code), count)
     yield refused
-    yield from _durations(told)
+    yield from _durations(reports)
 
 
-def _residency(told: _Told, most_adapters: int) -> Iterator[Metric]:
+def _residency(reports: _Reports, max_adapters: int) -> Iterator[Metric]:
     loaded = GaugeMetricFamily(
         "vllm:lora_adapter_loaded",
         "Adapters that an engine has, by where: in a slot (gpu) or in host memory only (cpu); "
@@ -73,7 +73,7 @@ def _residency(told: _Told, most_adapters: int) -> Iterator[Metric]:
     in_slots = GaugeMetricFamily("vllm:num_gpu_loaded_lora_adapters", "Adapters in slots", labels=_LABELS)
     in_host = GaugeMetricFamily("vllm:num_cpu_loaded_lora_adapters", "Adapters in host memory only", labels=_LABELS)
     slots = GaugeMetricFamily("vllm:max_gpu_lora_adapters", "Slots (--max-loras)", labels=_LABELS)
-    for labels, figures in told:
+    for labels, figures in reports:
         rows = _by_name(figures["loaded"])
         levels = [level for _, level, _ in rows]
         in_slots.add_metric(labels, levels.count(IN_SLOT))
@@ -81,7 +81,7 @@ def _residency(told: _Told, most_adapters: int) -> Iterator[Metric]:
         slots.add_metric(labels, figures["slots"])
         series: dict[tuple[str, str, str], int] = {}
         for place, (name, level, pinned) in enumerate(rows):
-            key = (label_of(name) if place < most_adapters else OTHERS, level, "true" if pinned else "false")
+            key = (label_of(name) if place < max_adapters else OTHERS, level, "true" if pinned else "false")
             series[key] = series.get(key, 0) + 1
         for key, value in series.items():
             loaded.add_metric((*labels, *key), value)
@@ -98,7 +98,7 @@ def _by_name(rows: Sequence[tuple[str, bool, bool]]) -> list[tuple[str, str, boo
     return sorted(found, key=lambda row: (row[1] != IN_SLOT, row[0]))
 
 
-def _durations(told: _Told) -> Iterator[Metric]:
+def _durations(reports: _Reports) -> Iterator[Metric]:
     waits = HistogramMetricFamily(
         "lora_plugins_admission_wait_seconds",
         "From a request's arrival in the scheduler until it was admitted, by where its adapter was (slot, host, store)",
@@ -110,7 +110,7 @@ def _durations(told: _Told) -> Iterator[Metric]:
     loads = HistogramMetricFamily(
         "vllm:lora_adapter_load_seconds", "To read, check and pack an adapter into host memory", labels=_LABELS
     )
-    for labels, figures in told:
+    for labels, figures in reports:
         for found, seconds in figures["wait_seconds"].items():
             _add(waits, (*labels, found), seconds)
         _add(activations, labels, figures["activate_seconds"])

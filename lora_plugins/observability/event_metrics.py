@@ -1,38 +1,22 @@
-"""The metrics hook: what happens in the API server, counted; `docs/metrics.md` has the table of them all.
+"""The metrics hook: events of the API server, counted; `docs/metrics.md` has the table of all metrics.
 
 Our own metrics begin with `lora_plugins_`. `vllm:` is only before the names that vLLM itself is about to have
-(vllm-project/vllm#54830), which routers read; those are in `engines.py`.
+(vllm-project/vllm#54830), which routers read; those are in `engine_metrics.py`.
 """
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from lora_plugins import events
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.events import (
-    AbsenceRemembered,
-    AdapterConfirmed,
-    AdapterFetched,
-    AdapterRejected,
-    AdapterResolved,
-    AdapterSwapped,
-    AdapterUnknown,
-    AdapterUnloaded,
-    Event,
-    LoadRefused,
-    RequestRefused,
-    RequestServed,
-    SourceFailed,
-    StoreEvicted,
-    UpdateFailed,
-)
 from lora_plugins.observability.adapter_labels import AdapterLabels
 
 NO_SOURCE = "none"  # the source of a name that no source has
 
 # A question to a file system takes tenths of a millisecond, a fetch of gigabytes minutes.
-_ASKING_S = (0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-_FETCHING_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_LOCATE_BUCKETS_S = (0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_FETCH_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
 class CountEvents:
@@ -41,12 +25,13 @@ class CountEvents:
     Called in the event loop, and for the store's evictions from a thread; `prometheus_client` locks.
 
     Args:
-        most_adapters: how many have a label of their own.
-        can_forget: whether a label's series can go, which they cannot where several processes share them in files.
+        max_adapters: how many have their own label.
+        can_forget: whether a label's series can be removed, which is not so where several processes share them in
+            files.
     """
 
-    def __init__(self, registry: CollectorRegistry, most_adapters: int, *, can_forget: bool = True) -> None:
-        self._labels = AdapterLabels(most_adapters)
+    def __init__(self, registry: CollectorRegistry, max_adapters: int, *, can_forget: bool = True) -> None:
+        self._labels = AdapterLabels(max_adapters)
         self._can_forget = can_forget
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -60,15 +45,15 @@ class CountEvents:
             "source", "result",
         )  # fmt: skip
         self._absences = counter(
-            "absences_remembered", "Questions saved, because the source said a moment ago that it has no such adapter",
+            "absences_remembered", "Lookups saved, because the source answered recently that it has no such adapter",
             "source",
         )  # fmt: skip
         self._errors = counter(
             "errors", "Adapters that could not be served, by where (resolve, load, request, update) and error code",
             "stage", "code",
         )  # fmt: skip
-        self._locate_s = histogram("locate", "Asking sources where an adapter is", _ASKING_S, "source")
-        self._fetch_s = histogram("fetch", "Fetching, verifying and publishing a version", _FETCHING_S, "source")
+        self._locate_s = histogram("locate", "Asking sources where an adapter is", _LOCATE_BUCKETS_S, "source")
+        self._fetch_s = histogram("fetch", "Fetching, verifying and publishing a version", _FETCH_BUCKETS_S, "source")
         self._fetched_bytes = counter("fetched_bytes", "Bytes of adapters fetched", "source")
         self._store_hits = counter("store_hits", "Versions that the store had when they were resolved")
         self._store_misses = counter("store_misses", "Versions that had to be fetched")
@@ -76,62 +61,54 @@ class CountEvents:
         self._store_evicted_bytes = counter("store_evicted_bytes", "Their bytes")
         self._requests = counter("requests", "Requests that the engine has begun to answer", "adapter_name")
         self._swaps = counter("swaps", "Names that were pointed to another version")
-        self._swap_s = histogram(
-            "swap_load", "Loading a version beside the one that it takes the place of", _FETCHING_S
-        )
+        self._swap_s = histogram("swap_load", "Loading a version beside the one that it replaces", _FETCH_BUCKETS_S)
         self._unloads = counter("unloads", "Adapters that were unloaded")
-        self._drain_s = histogram("drain", "From an unload until its last request had ended", _FETCHING_S)
+        self._drain_s = histogram("drain", "From an unload until its last request had ended", _FETCH_BUCKETS_S)
         self._aborted = counter("drain_aborted_requests", "Requests that were ended by an unload")
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: events.Event) -> None:  # noqa: C901, PLR0912 - a case for each event
         match event:
-            case RequestServed():
-                self._requests.labels(self._labels.of(event.name)).inc()
-            case RequestRefused():
-                self._failed("request", event.error)
-            case LoadRefused():
-                self._failed("load", event.error)
-            case AdapterSwapped():
-                self._swaps.inc()
-                self._swap_s.observe(event.load_s)
-            case UpdateFailed():
-                self._failed("update", event.error)
-            case AdapterUnloaded():
-                self._unloaded(event)
-            case _:
-                self._resolving(event)
-
-    def _resolving(self, event: Event) -> None:
-        match event:
-            case AdapterResolved():
+            case events.AdapterResolved():
                 self._resolves.labels(event.source, "served").inc()
                 self._locate_s.labels(event.source).observe(event.locate_s)
                 (self._store_misses if event.fetched else self._store_hits).inc()
-            case AdapterConfirmed():
+            case events.AdapterConfirmed():
                 self._resolves.labels(event.source, "served").inc()
-            case AdapterFetched():
+            case events.AdapterFetched():
                 self._fetch_s.labels(event.source).observe(event.fetch_s)
                 self._fetched_bytes.labels(event.source).inc(event.size_bytes)
-            case AdapterRejected():
+            case events.AdapterRejected():
                 self._resolves.labels(event.source, "refused").inc()
-                self._failed("resolve", event.error)
-            case SourceFailed():
+                self._count_error("resolve", event.error)
+            case events.SourceFailed():
                 self._resolves.labels(event.source, "failed").inc()
-                self._failed("resolve", event.error)
-            case AdapterUnknown():
+                self._count_error("resolve", event.error)
+            case events.AdapterUnknown():
                 self._resolves.labels(NO_SOURCE, "absent").inc()
-            case AbsenceRemembered():
+            case events.AbsenceRemembered():
                 self._absences.labels(event.source).inc()
-            case StoreEvicted():
+            case events.StoreEvicted():
                 self._store_evictions.inc()
                 self._store_evicted_bytes.inc(event.size_bytes)
+            case events.RequestServed():
+                self._requests.labels(self._labels.of(event.name)).inc()
+            case events.RequestRefused():
+                self._count_error("request", event.error)
+            case events.LoadRefused():
+                self._count_error("load", event.error)
+            case events.AdapterSwapped():
+                self._swaps.inc()
+                self._swap_s.observe(event.load_s)
+            case events.UpdateFailed():
+                self._count_error("update", event.error)
+            case events.AdapterUnloaded():
+                self._unloads.inc()
+                self._drain_s.observe(event.drain_s)
+                self._aborted.inc(event.aborted)
+                if self._can_forget and (label := self._labels.forget(event.name)) is not None:
+                    self._requests.remove(label)
+            case events.AdapterReady():
+                pass  # counted by the engines
 
-    def _failed(self, stage: str, error: LoRAPluginsError) -> None:
+    def _count_error(self, stage: str, error: LoRAPluginsError) -> None:
         self._errors.labels(stage, error.code).inc()
-
-    def _unloaded(self, event: AdapterUnloaded) -> None:
-        self._unloads.inc()
-        self._drain_s.observe(event.drain_s)
-        self._aborted.inc(event.aborted)
-        if self._can_forget and (label := self._labels.forget(event.name)) is not None:
-            self._requests.remove(label)

@@ -7,20 +7,7 @@ import os
 from collections import OrderedDict
 from typing import TypeVar
 
-from lora_plugins.events import (
-    AdapterFetched,
-    AdapterReady,
-    AdapterRejected,
-    AdapterResolved,
-    AdapterSwapped,
-    AdapterUnknown,
-    AdapterUnloaded,
-    Event,
-    LoadRefused,
-    RequestRefused,
-    SourceFailed,
-    UpdateFailed,
-)
+from lora_plugins import events
 from lora_plugins.log import logger
 
 _REMEMBERED = 1024
@@ -31,56 +18,61 @@ _V = TypeVar("_V")
 class LogEvents:
     """Writes events to the `vllm.lora_plugins` logger.
 
-    A broken adapter that is asked for again and again is worth one warning, not a flood: a repeat of the same name
+    A broken adapter that is requested again and again is worth one warning, not a flood: a repeat of the same name
     and text is logged at DEBUG. The last 1024 warnings are remembered.
 
     Attributes:
-        waits_for_ready: whether it is said when an adapter is in the engine, so that the line about it can wait for
-            that; else it is written once the adapter is resolved.
+        waits_for_ready: whether an event follows when the engine has loaded an adapter, so that the line about it can
+            wait for that; else it is written once the adapter is resolved.
     """
 
     def __init__(self) -> None:
         self.waits_for_ready = False
         self._warned: OrderedDict[tuple[str, str], None] = OrderedDict()
-        self._resolved: OrderedDict[str, tuple[str, str]] = (
-            OrderedDict()
-        )  # by name: path, and what the line begins with
+        self._resolved: OrderedDict[str, tuple[str, str]] = OrderedDict()  # by name: path, and the line's beginning
         self._loaded: OrderedDict[tuple[str, str], None] = OrderedDict()
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: events.Event) -> None:  # noqa: C901 - a case for each event
         match event:
-            case AdapterFetched():
+            case events.AdapterFetched():
                 self._log_fetched(event)
-            case AdapterResolved():
+            case events.AdapterResolved():
                 self._log_resolved(event)
-            case AdapterReady():
+            case events.AdapterReady():
                 self._log_ready(event)
-            case RequestRefused() | LoadRefused():
-                self._log_rest(event.name, "not loaded")
+            case events.RequestRefused() | events.LoadRefused():
+                self._log_not_loaded(event.name)
                 self._warn(event.name, f"Adapter not loaded: {event.error}")
-            case AdapterRejected():
+            case events.AdapterRejected():
                 self._warn(event.name, f"Adapter refused ({event.source}): {event.error}")
-            case SourceFailed():
+            case events.SourceFailed():
                 self._warn(event.name, f"Source did not answer ({event.source}): {event.error}")
-            case UpdateFailed():
+            case events.UpdateFailed():
                 self._warn(event.name, f"Adapter '{event.name}' goes on with its old version: {event.error}")
-            case AdapterUnknown():
+            case events.AdapterUnknown():
                 logger.debug("No such adapter: %r %s", event.name, event.reason)
+            case events.AdapterSwapped():
+                versions = _short(event.before), _short(event.after)
+                logger.info("Adapter '%s' swapped from %s to %s, loaded in %.2f s", event.name, *versions, event.load_s)
+            case events.AdapterUnloaded():
+                text = "Adapter '%s' unloaded after %.2f s; %d requests were ended"
+                logger.info(text, event.name, event.drain_s, event.aborted)
             case _:
-                _log_change(event)
+                pass  # counted, not logged
 
     @staticmethod
-    def _log_fetched(event: AdapterFetched) -> None:
+    def _log_fetched(event: events.AdapterFetched) -> None:
+        size_mb = event.size_bytes / 1e6
         logger.debug(
             "Adapter '%s' fetched from %s: %.1f MB in %.2f s (%.0f MB/s)",
             event.name,
             event.uri,
-            event.size_bytes / 1e6,
+            size_mb,
             event.fetch_s,
-            event.size_bytes / 1e6 / max(event.fetch_s, 1e-6),
+            size_mb / max(event.fetch_s, 1e-6),
         )
 
-    def _log_resolved(self, event: AdapterResolved) -> None:
+    def _log_resolved(self, event: events.AdapterResolved) -> None:
         line = (
             f"Adapter '{event.name}' from {event.source}{f' ({event.uri})' if event.uri else ''}: rank {event.rank}, "
             f"{event.size_bytes / 1e6:.1f} MB, located in {event.locate_s * 1e3:.1f} ms, "
@@ -95,7 +87,7 @@ class LogEvents:
         for note in event.notes:
             self._warn(event.name, f"Adapter '{event.name}': {note}")
 
-    def _log_ready(self, event: AdapterReady) -> None:
+    def _log_ready(self, event: events.AdapterReady) -> None:
         key = (event.name, event.path)
         path, line = self._resolved.get(event.name, ("", ""))
         if path == event.path:
@@ -112,20 +104,16 @@ class LogEvents:
             event.path,
         )
 
-    def _log_rest(self, name: str, end: str) -> None:
-        """Write the line of what was resolved and then not brought."""
+    def _log_not_loaded(self, name: str) -> None:
+        """Write the line of an adapter that was resolved and then not loaded."""
         if name in self._resolved:
             path, line = self._resolved.pop(name)
-            logger.info("%s, %s, %s", line, end, path)
+            logger.info("%s, not loaded, %s", line, path)
 
     def _warn(self, name: str, text: str) -> None:
-        key = (name, text)
-        if key in self._warned:
-            self._warned.move_to_end(key)
-            logger.debug("%s", text)
-            return
-        _remember(self._warned, key, None)
-        logger.warning("%s", text)
+        is_repeat = (name, text) in self._warned
+        _remember(self._warned, (name, text), None)
+        logger.log(logging.DEBUG if is_repeat else logging.WARNING, "%s", text)
 
 
 def _remember(memory: OrderedDict[_K, _V], key: _K, value: _V) -> None:
@@ -133,25 +121,6 @@ def _remember(memory: OrderedDict[_K, _V], key: _K, value: _V) -> None:
     memory.move_to_end(key)
     if len(memory) > _REMEMBERED:
         memory.popitem(last=False)
-
-
-def _log_change(event: Event) -> None:
-    match event:
-        case AdapterSwapped():
-            logger.info(
-                "Adapter '%s' swapped from %s to %s, loaded in %.2f s",
-                event.name,
-                _short(event.before),
-                _short(event.after),
-                event.load_s,
-            )
-        case AdapterUnloaded():
-            logger.info(
-                "Adapter '%s' unloaded after %.2f s; %d requests were ended",
-                event.name,
-                event.drain_s,
-                event.aborted,
-            )
 
 
 def _short(version: str) -> str:

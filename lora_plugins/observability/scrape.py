@@ -1,7 +1,7 @@
-"""`/metrics` with what the engines say now: asked for when somebody scrapes, and not otherwise.
+"""`/metrics` with the engines' current figures: queried when `/metrics` is scraped, and not otherwise.
 
-An answer costs the engine loop one call between two steps. It is asked for once a second at most, and a scrape waits
-two seconds for it at most; then it gets what was known before.
+A query costs the engine loop one call between two steps. It is made once a second at most, and a scrape waits for the
+answer for two seconds at most; then it shows the figures of the last one.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from lora_plugins.log import logger
 from lora_plugins.observability import engine_metrics as of_engines
-from lora_plugins.observability.store_metrics import InStore
+from lora_plugins.observability.store_metrics import StoreUsage
 
 INTERVAL_S = 1.0
-PATIENCE_S = 2.0
+TIMEOUT_S = 2.0
 STORE_INTERVAL_S = 5.0
 
 _Message = MutableMapping[str, Any]
@@ -35,11 +35,11 @@ class Reports:
     engines: Mapping[int, of_engines.Figures] = field(default_factory=dict)
 
 
-class Latest:
-    """The last answer to a question that is worth asking again only after `interval_s`.
+class CachedAnswer:
+    """The last answer to a query that is repeated only after `interval_s`.
 
-    For one event loop. A question that fails leaves the last answer standing; one that is answered with None, because
-    what would answer is not there yet, is asked again by the next.
+    For one event loop. A query that fails keeps the last answer; one that is answered with None, because the engine is
+    not there yet, is repeated by the next caller.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -49,13 +49,13 @@ class Latest:
         self.answer: Any = None
         self.answered_at: float | None = None
 
-    async def refresh(self, ask: Callable[[], Awaitable[Any]], patience_s: float) -> None:
-        """Ask, if it is time to, and wait for the answer for `patience_s` at most."""
+    async def refresh(self, ask: Callable[[], Awaitable[Any]], timeout_s: float) -> None:
+        """Query, if it is time to, and wait for the answer for `timeout_s` at most."""
         if self._asking is None and time.monotonic() - self._asked_at >= self._interval_s:
             self._asked_at = time.monotonic()
             self._asking = asyncio.get_running_loop().create_task(self._ask(ask))
         if self._asking is not None:
-            await asyncio.wait((self._asking,), timeout=patience_s)
+            await asyncio.wait((self._asking,), timeout=timeout_s)
 
     async def _ask(self, ask: Callable[[], Awaitable[Any]]) -> None:
         try:
@@ -63,7 +63,7 @@ class Latest:
             self.answered_at = time.monotonic()
             if self.answer is None:
                 self._asked_at = -math.inf
-        except Exception as error:  # noqa: BLE001 - a scrape goes on with what is known
+        except Exception as error:  # noqa: BLE001 - a scrape shows the last answer
             logger.debug("Metrics without the latest figures: %s: %s", type(error).__name__, error)
         finally:
             self._asking = None
@@ -74,47 +74,47 @@ class Latest:
         return None if self.answered_at is None else time.monotonic() - self.answered_at
 
 
-class Figures:
-    """What is collected at a scrape: the planners' figures and the store's.
+class MetricsCollector:
+    """Collects at a scrape the engines' figures and the store's usage.
 
     Args:
-        ask_planners: the figures of the planners behind an engine client, or None where there are none of ours.
-        look_at_store: what the store holds, or None without one; called in a thread.
-        most_adapters: how many have a label of their own.
+        query_engines: the figures of the planners behind an engine client, or None where there are none of ours.
+        read_store_usage: how full the store is, or None without one; called in a thread.
+        max_adapters: how many have their own label.
     """
 
     def __init__(
         self,
-        ask_planners: Callable[[Any], Awaitable[Reports | None]],
-        look_at_store: Callable[[], InStore | None],
-        most_adapters: int,
+        query_engines: Callable[[Any], Awaitable[Reports | None]],
+        read_store_usage: Callable[[], StoreUsage | None],
+        max_adapters: int,
     ) -> None:
-        self._ask_planners = ask_planners
-        self._look_at_store = look_at_store
-        self._most_adapters = most_adapters
-        self._planners = Latest(INTERVAL_S)
-        self._store = Latest(STORE_INTERVAL_S)
+        self._query_engines = query_engines
+        self._read_store_usage = read_store_usage
+        self._max_adapters = max_adapters
+        self._engines = CachedAnswer(INTERVAL_S)
+        self._store = CachedAnswer(STORE_INTERVAL_S)
 
     async def refresh(self, client: Any) -> None:
-        """Have what is collected next be recent."""
+        """Query what is too old, so that what is collected next is recent."""
         await asyncio.gather(
-            self._planners.refresh(lambda: self._ask_planners(client), PATIENCE_S),
-            self._store.refresh(lambda: asyncio.to_thread(self._look_at_store), PATIENCE_S),
+            self._engines.refresh(lambda: self._query_engines(client), TIMEOUT_S),
+            self._store.refresh(lambda: asyncio.to_thread(self._read_store_usage), TIMEOUT_S),
         )
 
     def describe(self) -> list[Metric]:
-        """Nothing, so that a registry asks for nothing when this enters it."""
+        """Nothing, so that registering this collects nothing."""
         return []
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, as `prometheus_client` wants them of a collector."""
-        reports: Reports | None = self._planners.answer
+        reports: Reports | None = self._engines.answer
         if reports is not None:
-            yield from of_engines.families(reports.model_name, reports.engines, self._most_adapters)
+            yield from of_engines.families(reports.model_name, reports.engines, self._max_adapters)
             yield GaugeMetricFamily(
-                "lora_plugins_figures_age_seconds", "Since the engines last told their figures", self._planners.age_s
+                "lora_plugins_figures_age_seconds", "Since the engines last answered", self._engines.age_s
             )
-        store: InStore | None = self._store.answer
+        store: StoreUsage | None = self._store.answer
         if store is not None:
             yield GaugeMetricFamily("lora_plugins_store_adapters", "Adapters in the store", store.adapters)
             yield GaugeMetricFamily("lora_plugins_store_bytes", "Their bytes", store.size_bytes)
@@ -125,10 +125,10 @@ class Figures:
 
 
 class RefreshBeforeScrape:
-    """An ASGI middleware: a scrape of `/metrics` has the figures refreshed first; nothing else is touched.
+    """An ASGI middleware: a scrape of `/metrics` refreshes the figures first; other requests pass unchanged.
 
     Args:
-        answer: takes the scrape in the place of `app`, where that one does not know of our figures.
+        answer: serves the scrape instead of `app`, where that one does not have our figures.
     """
 
     def __init__(self, app: Asgi, refresh: Callable[[Any], Awaitable[None]], answer: Asgi | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What the store holds, looked at from outside: other servers and the command line change it too."""
+"""How full the store is, read from disk: other servers and the command line change it too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lora_plugins.store.store import Store
 
 
 @dataclass(frozen=True, slots=True)
-class InStore:
+class StoreUsage:
     """What the store holds; `max_bytes` is None where it has no budget."""
 
     adapters: int
@@ -18,13 +18,13 @@ class InStore:
     max_bytes: int | None
 
 
-class StoreSize:
-    """Looks at one store; as what lies at a digest never changes, each manifest is read once."""
+class StoreUsageReader:
+    """Reads one store; as the content of a digest never changes, each manifest is read once."""
 
     def __init__(self) -> None:
         self._sizes: dict[str, int] = {}  # by digest
 
-    def look(self, store: Store) -> InStore:
+    def read(self, store: Store) -> StoreUsage:
         """Count the published adapters and their bytes; one whose manifest cannot be read is left out."""
         sizes = {}
         for digest in store.layout.digests():
@@ -36,4 +36,4 @@ class StoreSize:
                     continue
             sizes[digest] = size_bytes
         self._sizes = sizes
-        return InStore(len(sizes), sum(sizes.values()), store.max_bytes)
+        return StoreUsage(len(sizes), sum(sizes.values()), store.max_bytes)

@@ -12,8 +12,8 @@ from prometheus_client.core import Metric
 
 from lora_plugins.ledger import Patch
 from lora_plugins.observability.event_metrics import CountEvents
-from lora_plugins.observability.scrape import Asgi, Figures, RefreshBeforeScrape, Reports
-from lora_plugins.observability.store_metrics import InStore, StoreSize
+from lora_plugins.observability.scrape import Asgi, MetricsCollector, RefreshBeforeScrape, Reports
+from lora_plugins.observability.store_metrics import StoreUsage, StoreUsageReader
 from lora_plugins.process import EVENTS, LOG
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches.installation import is_installed
@@ -49,7 +49,7 @@ def serve_metrics(app: Any, settings: Settings) -> None:
     shown = get_prometheus_registry()
     is_shared = shown is not REGISTRY  # several API servers count in files, and any of them shows the sums
     counted = _counted(settings, can_forget=not is_shared)
-    figures = Figures(_ask_planners, _look_at_store, settings.metrics_adapters)
+    figures = MetricsCollector(_query_engines, _read_store_usage, settings.metrics_adapters)
     LOG.waits_for_ready = is_installed()
     if is_shared:
         shown.register(figures)
@@ -85,7 +85,7 @@ def _counted(settings: Settings, *, can_forget: bool) -> CollectorRegistry:
 class _Both:
     """A collector without a name: vLLM unregisters those called `vllm:…` whenever it makes its own."""
 
-    def __init__(self, counted: CollectorRegistry, figures: Figures) -> None:
+    def __init__(self, counted: CollectorRegistry, figures: MetricsCollector) -> None:
         self._counted = counted
         self._figures = figures
 
@@ -106,7 +106,7 @@ def _show(both: _Both) -> None:
     setattr(REGISTRY, _OURS, both)
 
 
-async def _ask_planners(client: Any) -> Reports | None:
+async def _query_engines(client: Any) -> Reports | None:
     if not is_installed():
         return None
     from lora_plugins.vllm_patches.async_llm import has_planner, planner_of
@@ -116,12 +116,12 @@ async def _ask_planners(client: Any) -> Reports | None:
     return Reports(str(client.vllm_config.model_config.served_model_name), await planner_of(client).figures())
 
 
-_store_size = StoreSize()
+_store_usage = StoreUsageReader()
 
 
-def _look_at_store() -> InStore | None:
+def _read_store_usage() -> StoreUsage | None:
     store = store_in_use()
-    return None if store is None else _store_size.look(store)
+    return None if store is None else _store_usage.read(store)
 
 
 LEDGER = (

@@ -1,16 +1,16 @@
-"""Labels: so many and no more, whatever is asked for."""
+"""Labels: so many and no more, whatever names are requested."""
 
 from __future__ import annotations
 
 from lora_plugins.observability.adapter_labels import OTHERS, AdapterLabels, label_of
 
 
-def test_the_first_have_their_own_and_all_others_share_one():
+def test_first_adapters_have_labels_and_all_others_share_one():
     labels = AdapterLabels(2)
     assert [labels.of(name) for name in ("a", "b", "c", "a", "d")] == ["a", "b", OTHERS, "a", OTHERS]
 
 
-def test_a_label_goes_to_the_next_when_its_adapter_is_gone():
+def test_freed_label_goes_to_the_next_adapter():
     labels = AdapterLabels(1)
     labels.of("a")
     assert labels.of("b") == OTHERS
@@ -20,11 +20,11 @@ def test_a_label_goes_to_the_next_when_its_adapter_is_gone():
     assert labels.of("a") == OTHERS
 
 
-def test_none_has_one_of_its_own_where_none_may():
+def test_limit_of_zero_gives_no_adapter_a_label():
     assert AdapterLabels(0).of("a") == OTHERS
 
 
-def test_a_label_can_be_written_whatever_the_name():
+def test_any_name_becomes_a_valid_label():
     for name in ("\ud800", "x" * 10_000, "a\nb", "ü", ""):
         assert len(label_of(name).encode()) < 4_000
     assert label_of("team/ü") == "team/ü"

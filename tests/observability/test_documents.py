@@ -1,4 +1,4 @@
-"""What is written about the metrics, and what queries them, against the metrics that there are."""
+"""The page, the dashboard and the alerts name the metrics that exist."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from prometheus_client.core import Metric
 
 from lora_plugins.observability.engine_metrics import families
 from lora_plugins.observability.event_metrics import CountEvents
-from lora_plugins.observability.scrape import Figures, Reports
-from lora_plugins.observability.store_metrics import InStore
+from lora_plugins.observability.scrape import MetricsCollector, Reports
+from lora_plugins.observability.store_metrics import StoreUsage
 from tests.observability.test_engine_metrics import engine
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -30,9 +30,9 @@ def all_families() -> Iterator[Metric]:
     yield from registry.collect()
     full = engine(loaded=[["sql", True, False]], host_max_bytes=1, refused={"L001": 1})
     yield from families("llama", {0: full}, 10)
-    figures = Figures(None, None, 10)
-    figures._planners.answer, figures._planners.answered_at = Reports("llama", {}), 0.0
-    figures._store.answer = InStore(1, 2, 3)
+    figures = MetricsCollector(None, None, 10)
+    figures._engines.answer, figures._engines.answered_at = Reports("llama", {}), 0.0
+    figures._store.answer = StoreUsage(1, 2, 3)
     known = {family.name for family in families("llama", {}, 10)}
     yield from (family for family in figures.collect() if family.name not in known)
 
@@ -57,14 +57,14 @@ def metrics() -> dict[str, tuple[str, set[str]]]:
 METRICS = metrics()
 
 
-def test_there_are_metrics_and_each_says_its_unit():
+def test_each_metric_name_says_its_unit():
     assert len(METRICS) > 35
     for name, (kind, _) in METRICS.items():
         assert (kind == "counter") == name.endswith("_total"), name
         assert (kind == "histogram") <= name.endswith("_seconds"), name
 
 
-def test_the_table_in_the_docs_is_right():
+def test_table_in_the_docs_lists_every_metric():
     rows = {}
     for line in (ROOT / "docs" / "metrics.md").read_text().splitlines():
         if line.startswith("| `"):
@@ -92,7 +92,7 @@ def expressions() -> list[str]:
 
 
 @pytest.mark.parametrize("expression", expressions())
-def test_what_is_queried_exists(expression):
+def test_queried_metrics_and_labels_exist(expression):
     names = QUERIED.findall(expression)
     assert names
     labels = set(EVERYWHERE)
@@ -110,14 +110,14 @@ def test_what_is_queried_exists(expression):
     assert expression.count("{") == expression.count("}")
 
 
-def test_quantiles_keep_the_buckets_bounds():
+def test_quantiles_keep_the_bucket_label():
     quantiles = [expression for expression in expressions() if "histogram_quantile" in expression]
     assert quantiles
     for expression in quantiles:
         assert re.search(r"by \((\w+, )*le[,)]", expression), expression
 
 
-def test_the_dashboard_can_be_imported():
+def test_dashboard_can_be_imported():
     board = dashboard()
     assert board["schemaVersion"] >= 38  # Grafana 10
     assert "id" not in board  # Grafana gives one
@@ -135,7 +135,7 @@ def test_the_dashboard_can_be_imported():
     assert used == names
 
 
-def test_no_two_panels_lie_on_each_other():
+def test_panels_do_not_overlap():
     cells = set()
     for panel in dashboard()["panels"]:
         place = panel["gridPos"]
@@ -144,7 +144,7 @@ def test_no_two_panels_lie_on_each_other():
         cells |= own
 
 
-def test_every_alert_says_what_is_wrong_and_what_it_means():
+def test_every_alert_has_a_severity_and_a_description():
     rules = alerts()
     assert len({rule["alert"] for rule in rules}) == len(rules) > 5
     for rule in rules:

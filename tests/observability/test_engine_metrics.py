@@ -1,4 +1,4 @@
-"""The planners' figures as metrics: engines apart, residency as it is now and bounded."""
+"""The planners' figures as metrics: a series for each engine, a bounded number of adapters."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ def engine(**changes) -> dict:
     }
 
 
-def shown(engines, most_adapters=10) -> dict[str, float]:
+def shown(engines, max_adapters=10) -> dict[str, float]:
     return {
         ",".join((sample.name, *sample.labels.values())): sample.value
-        for family in families("llama", engines, most_adapters)
+        for family in families("llama", engines, max_adapters)
         for sample in family.samples
     }
 
 
-def loaded(engines, most_adapters=10) -> dict[str, float]:
+def loaded(engines, max_adapters=10) -> dict[str, float]:
     prefix = "vllm:lora_adapter_loaded,llama,"
-    return {k.removeprefix(prefix): v for k, v in shown(engines, most_adapters).items() if k.startswith(prefix)}
+    return {k.removeprefix(prefix): v for k, v in shown(engines, max_adapters).items() if k.startswith(prefix)}
 
 
 class Core:
-    """An engine core with a planner, as far as the utility that tells figures looks at it."""
+    """An engine core with a planner, as far as the utility for figures reads it."""
 
     def __init__(self) -> None:
         class Scheduler(Admission):
@@ -69,7 +69,7 @@ class Core:
         self.planner = self.scheduler.planner
 
 
-def test_what_a_planner_tells_is_what_is_shown():
+def test_figures_of_a_planner_are_shown():
     core = Core()
     assert engine_core._figures(core) == engine(host_max_bytes=100)
     core.planner.arrived(AdapterSpec(1, "sql", "/store/sql"), "r", object(), 0.0)
@@ -81,7 +81,7 @@ def test_what_a_planner_tells_is_what_is_shown():
     assert figures["lora_plugins_spare_slots,llama,0"] == 1
 
 
-def test_what_is_loaded_and_where():
+def test_loaded_adapters_are_shown_by_level():
     rows = [["sql", True, False], ["chat", False, True], ["poet", False, False]]
     engines = {0: engine(loaded=rows)}
     assert loaded(engines) == {"0,sql,gpu,false": 1, "0,chat,cpu,true": 1, "0,poet,cpu,false": 1}
@@ -91,17 +91,17 @@ def test_what_is_loaded_and_where():
     assert figures["vllm:max_gpu_lora_adapters,llama,0"] == 2
 
 
-def test_what_is_gone_has_no_series():
+def test_unloaded_adapter_has_no_series():
     assert loaded({0: engine(loaded=[["sql", True, False]])})
     assert loaded({0: engine()}) == {}
 
 
-def test_two_versions_of_a_name_are_one_adapter():
+def test_two_versions_of_a_name_count_as_one_adapter():
     for rows in ([["sql", True, False], ["sql", False, True]], [["sql", False, True], ["sql", True, False]]):
         assert loaded({0: engine(loaded=rows)}) == {"0,sql,gpu,true": 1}
 
 
-def test_engines_stand_side_by_side():
+def test_each_engine_has_its_own_series():
     figures = shown({1: engine(slot_evictions=1), 0: engine(slot_evictions=5)})
     evictions = {k: v for k, v in figures.items() if k.startswith("lora_plugins_slot_evictions_total")}
     assert evictions == {
@@ -110,7 +110,7 @@ def test_engines_stand_side_by_side():
     }
 
 
-def test_no_budget_no_series():
+def test_budget_has_a_series_only_where_it_is_set():
     assert not [key for key in shown({0: engine()}) if "host_max_bytes" in key]
     assert shown({0: engine(host_max_bytes=7)})["lora_plugins_host_max_bytes,llama,0"] == 7
 
@@ -121,9 +121,9 @@ def test_refused_requests_are_counted_by_their_codes():
     assert refused == {"0,L001": 2, "0,L004": 3, "1,L001": 1}
 
 
-def test_beyond_the_bound_adapters_are_counted_together_those_in_slots_last():
+def test_adapters_beyond_the_limit_share_a_label():
     rows = [[f"warm-{number}", False, number == 0] for number in range(4)] + [["hot", True, False]]
-    assert loaded({0: engine(loaded=rows)}, most_adapters=2) == {
+    assert loaded({0: engine(loaded=rows)}, max_adapters=2) == {
         "0,hot,gpu,false": 1,
         "0,warm-0,cpu,true": 1,
         f"0,{OTHERS},cpu,false": 3,
@@ -151,7 +151,7 @@ def test_durations_are_a_histogram():
     assert figures["lora_plugins_admission_wait_seconds_count,llama,0,slot"] == 0
 
 
-def test_all_of_it_can_be_written():
+def test_any_adapter_name_can_be_written():
     class Shown:
         def collect(self):
             return families("llama", {0: engine(loaded=[["\ud800\n", True, False]])}, 10)

@@ -1,4 +1,4 @@
-"""The hook: each event is counted where it belongs, exactly, and under a bounded number of labels."""
+"""The metrics hook: each event is counted exactly, with a bounded number of labels."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from lora_plugins.observability.event_metrics import CountEvents
 
 
 class Counted:
-    def __init__(self, most_adapters: int = 3, *, can_forget: bool = True) -> None:
+    def __init__(self, max_adapters: int = 3, *, can_forget: bool = True) -> None:
         self.registry = CollectorRegistry()
-        self.hook = CountEvents(self.registry, most_adapters, can_forget=can_forget)
+        self.hook = CountEvents(self.registry, max_adapters, can_forget=can_forget)
 
-    def tell(self, *events) -> Counted:
+    def count(self, *events) -> Counted:
         for event in events:
             self.hook(event)
         return self
@@ -52,7 +52,7 @@ def resolved(name="sql", *, fetched=False) -> AdapterResolved:
     return AdapterResolved(name, "s3", "/store/x", 8, 100, 0.25, 2.0, 0.001, fetched)
 
 
-def test_before_anything_has_happened_all_is_zero():
+def test_all_counters_start_at_zero():
     assert Counted().all == {}
 
 
@@ -85,10 +85,10 @@ def test_before_anything_has_happened_all_is_zero():
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
-def test_an_event_is_counted_once_and_nowhere_else(event, counted):
-    once = Counted().tell(event).all
+def test_event_is_counted_once_and_nowhere_else(event, counted):
+    once = Counted().count(event).all
     assert once == counted
-    assert Counted().tell(event, event).all == {key: 2 * value for key, value in counted.items()}
+    assert Counted().count(event, event).all == {key: 2 * value for key, value in counted.items()}
 
 
 def served(name: str, times: int = 1) -> list[RequestServed]:
@@ -99,32 +99,32 @@ def requests(counted: Counted) -> dict[str, float]:
     return {k.split(",", 1)[1]: v for k, v in counted.all.items() if k.startswith("requests_total")}
 
 
-def test_adapters_beyond_the_bound_share_a_label():
-    counted = Counted(2).tell(*served("a", 2), *served("b"), *served("c", 3), *served("d"), *served("a"))
+def test_adapters_beyond_the_limit_share_a_label():
+    counted = Counted(2).count(*served("a", 2), *served("b"), *served("c", 3), *served("d"), *served("a"))
     assert requests(counted) == {"a": 3, "b": 1, OTHERS: 4}
 
 
-def test_names_that_are_only_asked_for_get_no_label():
+def test_name_that_was_never_served_gets_no_label():
     counted = Counted(1)
     for number in range(1000):
-        counted.tell(AdapterUnknown(f"x{number}"), RequestRefused(f"y{number}", NoFreeSlot("x")))
-    counted.tell(*served("a"))
+        counted.count(AdapterUnknown(f"x{number}"), RequestRefused(f"y{number}", NoFreeSlot("x")))
+    counted.count(*served("a"))
     assert requests(counted) == {"a": 1}
     assert len(list(generate_latest(counted.registry).splitlines())) < 600
 
 
-def test_an_adapter_that_is_gone_leaves_no_series_and_gives_its_label_up():
-    counted = Counted(1).tell(*served("a"), *served("b"))
-    counted.tell(AdapterUnloaded("a", 0.0, 0), AdapterUnloaded("b", 0.0, 0), *served("b"))
+def test_unloaded_adapter_leaves_no_series_and_frees_its_label():
+    counted = Counted(1).count(*served("a"), *served("b"))
+    counted.count(AdapterUnloaded("a", 0.0, 0), AdapterUnloaded("b", 0.0, 0), *served("b"))
     assert requests(counted) == {"b": 1, OTHERS: 1}
 
 
-def test_where_series_cannot_go_their_number_is_bounded_all_the_same():
+def test_series_that_cannot_be_removed_are_bounded_too():
     counted = Counted(1, can_forget=False)
     for name in ("a", "b", "c"):
-        counted.tell(*served(name), AdapterUnloaded(name, 0.0, 0))
+        counted.count(*served(name), AdapterUnloaded(name, 0.0, 0))
     assert requests(counted) == {"a": 1, OTHERS: 2}
 
 
-def test_a_name_that_no_text_can_carry_is_shown_all_the_same():
-    assert b"\\\\ud800" in generate_latest(Counted().tell(*served("\ud800")).registry)
+def test_name_that_utf8_cannot_carry_is_escaped():
+    assert b"\\\\ud800" in generate_latest(Counted().count(*served("\ud800")).registry)

@@ -1,4 +1,4 @@
-"""Logging: one line per event, a rejection's warning once, and bounded memory for what was warned of."""
+"""Logging: one line per event, a rejection's warning once, and bounded memory for repeats."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def levels(logged) -> list[int]:
     return [record.levelno for record in logged.records if record.name == "vllm.lora_plugins"]
 
 
-def test_a_resolved_adapter_is_one_line_with_its_facts(logged):
+def test_resolved_adapter_is_one_line_with_its_facts(logged):
     LogEvents()(resolved())
     assert levels(logged) == [logging.INFO]
     for fact in (
@@ -66,7 +66,7 @@ def test_a_resolved_adapter_is_one_line_with_its_facts(logged):
         assert fact in logged.text
 
 
-def test_a_fetch_is_a_detail_as_the_line_of_its_load_has_it(logged):
+def test_fetch_is_logged_at_debug(logged):
     LogEvents()(AdapterFetched("sql", "s3", "s3://bucket/sql", 50_000_000, 0.5))
     assert levels(logged) == [logging.DEBUG]
     for fact in ("'sql'", "s3://bucket/sql", "50.0 MB", "0.50 s", "100 MB/s"):
@@ -87,7 +87,7 @@ def infos(logged) -> list[str]:
     return [record.getMessage() for record in logged.records if record.levelno >= logging.INFO]
 
 
-def test_a_load_is_one_line_with_what_each_step_took(logged):
+def test_load_is_one_line_with_the_time_of_each_step(logged):
     hook = with_manager()
     hook(AdapterFetched("sql", "s3", "s3://bucket/sql", 2_500_000, 0.02))
     hook(resolved(source="s3", uri="s3://bucket/sql", fetched=True))
@@ -100,7 +100,7 @@ def test_a_load_is_one_line_with_what_each_step_took(logged):
         assert fact in line
 
 
-def test_a_load_by_path_is_one_line_and_the_same_again_a_detail(logged):
+def test_repeated_load_by_path_is_logged_at_debug(logged):
     hook = with_manager()
     for _ in range(2):
         hook(ready("by\nhand", "/somewhere"))
@@ -112,7 +112,7 @@ def test_a_load_by_path_is_one_line_and_the_same_again_a_detail(logged):
     assert "again" not in first
 
 
-def test_another_version_of_a_name_does_not_take_the_line_of_the_one_that_was_resolved(logged):
+def test_load_of_another_version_does_not_use_the_resolved_line(logged):
     hook = with_manager()
     hook(resolved())
     hook(ready(path="/adapters/old"))
@@ -123,7 +123,7 @@ def test_another_version_of_a_name_does_not_take_the_line_of_the_one_that_was_re
 
 
 @pytest.mark.parametrize("kind", [LoadRefused, RequestRefused])
-def test_what_the_engine_refuses_is_its_line_and_one_warning(logged, kind):
+def test_adapter_refused_by_the_engine_is_one_line_and_one_warning(logged, kind):
     hook = with_manager()
     hook(resolved())
     for _ in range(2):
@@ -134,14 +134,14 @@ def test_what_the_engine_refuses_is_its_line_and_one_warning(logged, kind):
     assert "[L005]" in warning
 
 
-def test_a_load_and_its_request_that_fail_are_one_warning(logged):
+def test_failed_load_and_its_request_are_one_warning(logged):
     hook, error = with_manager(), InvalidAdapter("x", adapter="sql")
     hook(LoadRefused("sql", error))
     hook(RequestRefused("sql", error))
     assert levels(logged) == [logging.WARNING, logging.DEBUG]
 
 
-def test_a_swap_an_unload_and_an_update_that_fails_are_a_line_each(logged):
+def test_swap_unload_and_failed_update_are_a_line_each(logged):
     hook = LogEvents()
     hook(AdapterSwapped("sql", "ab" * 32, "/by/hand", 0.5))
     hook(AdapterUnloaded("sql", 1.5, 2))
@@ -152,7 +152,7 @@ def test_a_swap_an_unload_and_an_update_that_fails_are_a_line_each(logged):
     assert "goes on with its old version: [L005]" in failed
 
 
-def test_what_is_resolved_and_never_brought_is_remembered_in_bounded_memory(logged, monkeypatch):
+def test_resolved_and_never_loaded_adapters_use_bounded_memory(logged, monkeypatch):
     monkeypatch.setattr(logs, "_REMEMBERED", 3)
     hook = with_manager()
     for number in range(100):
@@ -161,7 +161,7 @@ def test_what_is_resolved_and_never_brought_is_remembered_in_bounded_memory(logg
     assert len(hook._resolved) == len(hook._loaded) == 3
 
 
-def test_what_was_let_through_is_a_warning_once(logged):
+def test_note_about_an_adapter_is_a_warning_once(logged):
     hook = LogEvents()
     for _ in range(2):
         hook(resolved(notes=("weights not verified",)))
@@ -173,7 +173,7 @@ def test_what_was_let_through_is_a_warning_once(logged):
     ("event", "code"),
     [(rejected(), "L005"), (SourceFailed("sql", "filesystem", SourceUnavailable("x", adapter="sql")), "L006")],
 )
-def test_a_failure_is_a_warning_with_its_code_once_and_then_debug(logged, event, code):
+def test_repeated_failure_is_one_warning_and_then_debug(logged, event, code):
     hook = LogEvents()
     for _ in range(3):
         hook(event)
@@ -182,20 +182,20 @@ def test_a_failure_is_a_warning_with_its_code_once_and_then_debug(logged, event,
         assert part in logged.records[0].getMessage()
 
 
-def test_another_reason_or_another_adapter_is_another_warning(logged):
+def test_other_reason_or_adapter_is_another_warning(logged):
     hook = LogEvents()
     for event in (rejected(), rejected(found="y"), rejected(name="other")):
         hook(event)
     assert levels(logged) == [logging.WARNING] * 3
 
 
-def test_an_unknown_name_is_no_warning_and_forges_no_line(logged):
+def test_unknown_name_is_no_warning_and_forges_no_line(logged):
     LogEvents()(AdapterUnknown("a\nWARNING forged", "the character U+000A"))
     assert levels(logged) == [logging.DEBUG]
     assert "\n" not in logged.records[0].getMessage()
 
 
-def test_what_was_warned_of_is_remembered_in_bounded_memory(logged, monkeypatch):
+def test_remembered_warnings_use_bounded_memory(logged, monkeypatch):
     monkeypatch.setattr(logs, "_REMEMBERED", 3)
     hook = LogEvents()
     for number in range(100):
@@ -206,7 +206,7 @@ def test_what_was_warned_of_is_remembered_in_bounded_memory(logged, monkeypatch)
     assert levels(logged)[-2:] == [logging.DEBUG, logging.WARNING]
 
 
-def test_a_repeat_keeps_a_warning_remembered(logged, monkeypatch):
+def test_repeat_keeps_a_warning_remembered(logged, monkeypatch):
     monkeypatch.setattr(logs, "_REMEMBERED", 2)
     hook = LogEvents()
     for name in ("a", "b", "a", "c", "a"):
@@ -214,16 +214,16 @@ def test_a_repeat_keeps_a_warning_remembered(logged, monkeypatch):
     assert levels(logged) == [logging.WARNING, logging.WARNING, logging.DEBUG, logging.WARNING, logging.DEBUG]
 
 
-def test_the_logger_is_vllms_child():
+def test_logger_is_a_child_of_vllms():
     # vLLM's handlers and level apply to it, without our touching logging's configuration.
     assert logger.parent.name.startswith("vllm") or logger.name.startswith("vllm.")
     assert logger.handlers == []
 
 
-def test_every_hook_is_told_in_order():
-    told = []
-    events = Events(lambda event: told.append(("first", event)))
-    events.add(lambda event: told.append(("second", event)))
+def test_every_hook_is_notified_in_order():
+    notified = []
+    events = Events(lambda event: notified.append(("first", event)))
+    events.add(lambda event: notified.append(("second", event)))
     event = AdapterUnknown("sql")
     events.emit(event)
-    assert told == [("first", event), ("second", event)]
+    assert notified == [("first", event), ("second", event)]

@@ -1,4 +1,4 @@
-"""A scrape: asks first, not too often, and is answered whatever becomes of the question."""
+"""A scrape: queries the engines first, not too often, and is answered whatever becomes of the query."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from prometheus_client import CollectorRegistry, make_asgi_app
 
 from lora_plugins.observability import scrape
-from lora_plugins.observability.scrape import Figures, Latest, RefreshBeforeScrape, Reports
-from lora_plugins.observability.store_metrics import InStore
+from lora_plugins.observability.scrape import CachedAnswer, MetricsCollector, RefreshBeforeScrape, Reports
+from lora_plugins.observability.store_metrics import StoreUsage
 from tests.observability.test_engine_metrics import engine
 from tests.virtual_time import run_in_virtual_time
 
 
-def test_a_question_is_not_asked_again_too_soon_and_then_anew():
+def test_query_is_repeated_only_after_its_interval():
     asked = []
 
     async def ask():
@@ -24,7 +24,7 @@ def test_a_question_is_not_asked_again_too_soon_and_then_anew():
         return len(asked)
 
     async def run():
-        latest = Latest(interval_s=0.1)
+        latest = CachedAnswer(interval_s=0.1)
         assert latest.age_s is None
         for _ in range(5):
             await latest.refresh(ask, 1.0)
@@ -40,14 +40,14 @@ def test_a_question_is_not_asked_again_too_soon_and_then_anew():
     run_in_virtual_time(run())
 
 
-def test_what_is_not_there_yet_is_asked_for_again_at_once():
+def test_query_answered_with_none_is_repeated_at_once():
     answers = iter([None, None, "there"])
 
     async def ask():
         return next(answers)
 
     async def run():
-        latest = Latest(interval_s=1000.0)
+        latest = CachedAnswer(interval_s=1000.0)
         for _ in range(5):
             await latest.refresh(ask, 1.0)
         assert latest.answer == "there"
@@ -55,9 +55,9 @@ def test_what_is_not_there_yet_is_asked_for_again_at_once():
     run_in_virtual_time(run())
 
 
-def test_nobody_waits_longer_than_he_would_for_an_answer_that_comes_later():
+def test_late_answer_delays_a_scrape_by_the_timeout_only():
     async def run():
-        latest, go = Latest(interval_s=0.0), asyncio.Event()
+        latest, go = CachedAnswer(interval_s=0.0), asyncio.Event()
 
         async def ask():
             await go.wait()
@@ -75,7 +75,7 @@ def test_nobody_waits_longer_than_he_would_for_an_answer_that_comes_later():
     run_in_virtual_time(run())
 
 
-def test_a_question_that_fails_leaves_the_last_answer_and_is_asked_again():
+def test_failed_query_keeps_the_last_answer_and_is_repeated():
     answers = iter([1, RuntimeError("no engine answers"), 3])
 
     async def ask():
@@ -85,7 +85,7 @@ def test_a_question_that_fails_leaves_the_last_answer_and_is_asked_again():
         return answer
 
     async def run():
-        latest = Latest(interval_s=0.0)
+        latest = CachedAnswer(interval_s=0.0)
         known = []
         for _ in range(3):
             await latest.refresh(ask, 1.0)
@@ -95,9 +95,9 @@ def test_a_question_that_fails_leaves_the_last_answer_and_is_asked_again():
     run_in_virtual_time(run())
 
 
-def test_a_client_that_hangs_up_does_not_end_the_question():
+def test_client_that_disconnects_does_not_cancel_the_query():
     async def run():
-        latest, go = Latest(interval_s=0.0), asyncio.Event()
+        latest, go = CachedAnswer(interval_s=0.0), asyncio.Event()
 
         async def ask():
             await go.wait()
@@ -120,7 +120,7 @@ class Server:
     def __init__(self, reports=None, store=None, *, answers_itself=False) -> None:
         self.asked_of: list[object] = []
         self.reports = reports
-        self.figures = Figures(self.ask, lambda: store, 10)
+        self.figures = MetricsCollector(self.ask, lambda: store, 10)
         registry = CollectorRegistry()
         registry.register(self.figures)
         self.shown = make_asgi_app(registry=registry)
@@ -162,7 +162,7 @@ class Server:
 REPORTS = Reports("llama", {0: engine(instant_activations=3)})
 
 
-def test_a_scrape_shows_what_the_engines_say_now():
+def test_scrape_shows_current_figures_of_engines():
     server = Server(REPORTS)
     text = server.get()
     assert server.asked_of == [server.client]
@@ -171,49 +171,49 @@ def test_a_scrape_shows_what_the_engines_say_now():
     assert server.passed == ["/metrics"]
 
 
-def test_the_store_is_looked_at_and_its_budget_shown_where_it_has_one():
-    text = Server(REPORTS, InStore(2, 300, None)).get()
+def test_scrape_shows_store_usage_and_its_budget_if_any():
+    text = Server(REPORTS, StoreUsage(2, 300, None)).get()
     assert "lora_plugins_store_adapters 2.0" in text
     assert "lora_plugins_store_bytes 300.0" in text
     assert "lora_plugins_store_max_bytes" not in text
-    assert "lora_plugins_store_max_bytes 900.0" in Server(REPORTS, InStore(2, 300, 900)).get()
+    assert "lora_plugins_store_max_bytes 900.0" in Server(REPORTS, StoreUsage(2, 300, 900)).get()
 
 
 @pytest.mark.parametrize("reports", [None, RuntimeError("the engine is dead")])
-def test_without_an_answer_the_rest_is_shown(reports):
-    text = Server(reports, InStore(2, 300, None)).get()
+def test_scrape_without_engine_answer_shows_the_rest(reports):
+    text = Server(reports, StoreUsage(2, 300, None)).get()
     assert "lora_plugins_store_adapters 2.0" in text
     assert "instant_activations" not in text
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/metrics2", "/", "/v1/metrics"])
-def test_other_requests_ask_nothing(path):
+def test_other_requests_query_nothing(path):
     server = Server(REPORTS)
     server.get(path)
     assert (server.asked_of, server.passed) == ([], [path])
 
 
 @pytest.mark.parametrize("kind", ["lifespan", "websocket"])
-def test_other_connections_pass(kind):
+def test_other_connections_pass_unchanged(kind):
     server = Server(REPORTS)
     server.get(kind=kind)
     assert (server.asked_of, server.passed) == ([], ["/metrics"])
 
 
 @pytest.mark.parametrize(("path", "root_path"), [("/metrics/", ""), ("/llm/metrics", "/llm"), ("/metrics", "/llm")])
-def test_a_scrape_is_known_by_its_path(path, root_path):
+def test_scrape_is_recognised_below_any_root_path(path, root_path):
     server = Server(REPORTS)
     server.get(path, root_path=root_path)
     assert len(server.asked_of) == 1
 
 
-def test_a_server_that_is_not_there_yet_is_asked_for_nothing():
+def test_scrape_before_the_engine_exists_passes_no_client():
     server = Server(None)
     server.get(state=SimpleNamespace())
     assert server.asked_of == [None]
 
 
-def test_where_the_app_does_not_know_of_us_the_answer_is_ours():
+def test_own_answer_replaces_the_one_of_the_app():
     server = Server(REPORTS, answers_itself=True)
     assert "lora_plugins_instant_activations_total" in server.get()
     assert server.passed == []
@@ -221,7 +221,7 @@ def test_where_the_app_does_not_know_of_us_the_answer_is_ours():
     assert server.passed == ["/health"]
 
 
-def test_two_scrapes_in_a_moment_are_one_question(monkeypatch):
+def test_several_scrapes_within_the_interval_are_one_query(monkeypatch):
     monkeypatch.setattr(scrape, "INTERVAL_S", 1000.0)
     server = Server(REPORTS)
     for _ in range(3):

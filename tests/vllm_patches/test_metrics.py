@@ -146,8 +146,8 @@ def test_several_api_servers_show_what_engines_and_store_say(tmp_path: Path):
     run(
         """
     from lora_plugins.vllm_patches import metrics as installation
-    from lora_plugins.observability.store_metrics import InStore
-    installation._look_at_store = lambda: InStore(1, 2, 3)
+    from lora_plugins.observability.store_metrics import StoreUsage
+    installation._read_store_usage = lambda: StoreUsage(1, 2, 3)
     install_metrics(Settings())
     lines = scrape(serve())
     assert "lora_plugins_store_adapters 1.0" in lines
