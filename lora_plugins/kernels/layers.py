@@ -20,7 +20,7 @@ def stacks(module: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
     A is `[slots, 1, max_rank, in]`, or `[slots, vocabulary, max_rank]` in an embedding; B `[slots, 1, out, max_rank]`.
     """
     a, b = getattr(module, "lora_a_stacked", None), getattr(module, "lora_b_stacked", None)
-    if a is None or b is None:
+    if a is None or b is None or isinstance(a, list):  # FusedMoEWithLoRA: a list with an entry for every expert
         return None
     a, b = (part if isinstance(part, tuple) else (part,) for part in (a, b))
     return (a, b) if len(a) == len(b) and all(part.ndim == 4 for part in b) else None
