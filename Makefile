@@ -28,11 +28,13 @@ check: set-up ## lint, format, types, the direction of imports, words, generated
 	@$(RUN) -m mypy
 	@.venv/bin/lint-imports
 	@$(RUN) tools/write_settings_doc.py --check
+	@! git log -10 --format=%s | grep -E '^.{73}' || { echo 'a subject of more than 72 characters'; exit 1; }
 	@! git grep -nE '^(<{7}|>{7}) ' || { echo 'marks of an unfinished merge'; exit 1; }
 
-format: set-up ## put the code into the one format
+format: set-up ## format the code, and write generated pages
 	@$(RUN) -m ruff check --fix-only .
 	@$(RUN) -m ruff format .
+	@$(RUN) tools/write_settings_doc.py
 
 ledger: set-up ## print what we touch in vLLM, and compare it with the installed one
 	@$(RUN) tools/check_ledger.py
@@ -56,7 +58,7 @@ bench-admission: set-up ## who is admitted when, simulated with 1,000 adapters, 
 bench-kernels-cpu: set-up ## adapters against the base model on the CPU, vLLM's kernels and ours (20 minutes)
 	@$(RUN) -m benchmarks.kernels_cpu
 
-bench-access: set-up ## whether a clock tells an adapter that a key may not use from one that does not exist
+bench-access: set-up ## whether response times reveal an adapter that a key may not use
 	@$(RUN) -m benchmarks.access
 
 bench-kernels-aot: set-up ## what the GPU kernels compile to, without a GPU: registers, spills, shared memory
