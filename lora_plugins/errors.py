@@ -22,7 +22,7 @@ _FIELDS = ("found", "expected", "remedy", "adapter", "file")
 
 
 class LoRAPluginsError(Exception):
-    """Says what was found, what was expected and what to do, for one adapter and file where there is one."""
+    """States what was found, what was expected and what to do, for one adapter and file where there is one."""
 
     code: ClassVar[str] = "L000"
     http_status: ClassVar[int] = 500
@@ -53,18 +53,15 @@ class LoRAPluginsError(Exception):
             text += f"; expected {self.expected}"
         if self.remedy:
             text += f". To fix: {self.remedy}"
-        # Names in adapter files are anybody's text: no line break forged in a log, nothing that UTF-8 cannot carry.
+        # Names in adapter files are untrusted text: no forged line break in a log, nothing that UTF-8 cannot carry.
         return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text) + "."
 
     def fields(self) -> dict[str, str]:
-        """What it says, by the names of its arguments: `type(error)(**error.fields())` says the same."""
+        """Its texts, by the names of its arguments: `type(error)(**error.fields())` is an equal error."""
         return {name: getattr(self, name) for name in _FIELDS}
 
     def plain(self) -> dict[str, str]:
-        """As text, for another process; `error_of` makes an error of it again.
-
-        Its class is one of this module: sources have kinds of their own below these.
-        """
+        """As texts, for another process; `error_of` rebuilds it, as the nearest of its classes in this module."""
         kind = next(kind.__name__ for kind in type(self).__mro__ if kind.__module__ == __name__)
         return {"kind": kind, **self.fields()}
 
@@ -127,7 +124,7 @@ class InvalidSettings(LoRAPluginsError, ValueError):
 
 
 def error_of(plain: dict[str, str]) -> LoRAPluginsError:
-    """The error that said `plain`."""
+    """The error whose `plain()` this is."""
     fields = dict(plain)
     kind: type[LoRAPluginsError] = globals()[fields.pop("kind")]
     return kind(**fields)
@@ -135,7 +132,7 @@ def error_of(plain: dict[str, str]) -> LoRAPluginsError:
 
 @contextmanager
 def describing(*, adapter: str = "", file: str = "") -> Iterator[None]:
-    """Fill in the adapter and file of any of our errors raised inside, where they are not yet said."""
+    """Fill in the adapter and file of any of our errors raised inside, where they are not set yet."""
     try:
         yield
     except LoRAPluginsError as error:

@@ -66,6 +66,6 @@ def _key() -> str:
         digest.update((Path(__file__).parent / name).read_bytes())
     for package in ("torch", "transformers", "peft"):
         digest.update(metadata.version(package).encode())
-    # Adapters name their base model by its path, so a moved checkout builds anew.
+    # Adapters name their base model by its path, so a moved checkout builds them again.
     digest.update(str(CACHE).encode())
     return digest.hexdigest()[:16]

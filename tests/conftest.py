@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 
 from testbed import triton_interpreter  # noqa: F401 - before anything imports Triton
 
-# The same examples in every run: a red run is red for everybody. No deadline: these machines share their cores.
+# The same examples in every run: a failure is reproducible. No deadline: these machines share their cores.
 settings.register_profile(
     "unit",
     derandomize=True,

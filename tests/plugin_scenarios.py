@@ -1,7 +1,7 @@
-"""Run by test_plugin.py in an interpreter of its own: each scenario is a fork of a process that has imported vLLM.
+"""Run by test_plugin.py in a separate interpreter: each scenario is a fork of a process that has imported vLLM.
 
 Reads scenarios as JSON from stdin, one a line: `name` or names of the entry points, `env`, `order` ("ours last" or
-"ours first") and `times`, how often the loaded functions are called. Writes what each of them came to, one a line.
+"ours first") and `times`, how often the loaded functions are called. Writes the outcome of each, one a line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def discovered(name: str, order: str) -> list[importlib.metadata.EntryPoint]:
     return found if order == "ours last" else found[::-1]
 
 
-def came_to(scenario: dict[str, object]) -> dict[str, object]:
+def outcome_of(scenario: dict[str, object]) -> dict[str, object]:
     os.environ.update(scenario["env"])
     points = discovered(scenario["name"], scenario["order"])
     importlib.metadata.entry_points = lambda group: points
@@ -58,7 +58,7 @@ def main() -> None:
         sys.stdout.flush()
         child = os.fork()
         if not child:
-            print(json.dumps(came_to(json.loads(line))), flush=True)
+            print(json.dumps(outcome_of(json.loads(line))), flush=True)
             os._exit(0)
         os.waitpid(child, 0)
 

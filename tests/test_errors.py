@@ -43,12 +43,12 @@ def subclasses(kind: type[LoRAPluginsError]) -> Iterator[type[LoRAPluginsError]]
         yield from subclasses(sub)
 
 
-def test_the_table_holds_every_error_of_the_package():
+def test_table_has_every_error_of_the_package():
     ours = {kind for kind in subclasses(LoRAPluginsError) if kind.__module__.startswith("lora_plugins")}
     public = {kind for kind in ours if kind.__module__ == "lora_plugins.errors"}
     assert public == set(TABLE)
     assert {kind.__name__ for kind in public} <= set(lora_plugins.__all__)
-    # What a source refines for itself is still one of the table to everybody else.
+    # A source's subclass keeps the code and status of the error that it refines.
     assert all(
         (kind.code, kind.http_status) == (kind.__base__.code, kind.__base__.http_status) for kind in ours - public
     )
@@ -63,13 +63,13 @@ def test_code_builtin_base_and_status(kind):
 
 
 @by_class
-def test_only_what_may_pass_says_when_to_try_again(kind):
+def test_only_transient_errors_say_when_to_retry(kind):
     assert (kind.retry_after_s is not None) == (kind in (NoFreeSlot, SourceUnavailable))
     assert kind.retry_after_s is None or kind.retry_after_s > 0
 
 
 @by_class
-def test_the_module_docstring_draws_it(kind):
+def test_module_docstring_lists_each_error(kind):
     code, builtin, _ = TABLE[kind]
     (line,) = [line for line in errors.__doc__.splitlines() if kind.__name__ in line]
     assert code in line
@@ -77,14 +77,14 @@ def test_the_module_docstring_draws_it(kind):
 
 
 @by_class
-def test_text_says_code_adapter_file_found_expected_and_remedy(kind):
+def test_text_has_code_adapter_file_found_expected_and_remedy(kind):
     text = str(kind(**FIELDS))
     assert text == (
         f"[{kind.code}] adapter 'team/sql', file 'x.json': found 7 bytes; expected 8 bytes. To fix: copy it."
     )
 
 
-def test_text_leaves_out_what_is_not_known():
+def test_text_omits_unknown_parts():
     assert str(InvalidAdapter("7 bytes")) == "[L005] found 7 bytes."
     assert str(InvalidAdapter("7 bytes", file="x")) == "[L005] file 'x': found 7 bytes."
 
@@ -99,14 +99,14 @@ def test_pickling_keeps_everything(kind):
 
 
 @given(st.text(), st.text())
-def test_no_text_forges_a_log_line_or_breaks_a_response(found, name):
-    # Tensor names and configuration values are anybody's text; half a surrogate pair would end vLLM's JSON answer.
+def test_untrusted_text_forges_no_log_line_and_breaks_no_response(found, name):
+    # Tensor names and configuration values are untrusted; half a surrogate pair would break vLLM's JSON response.
     text = str(InvalidAdapter(found, adapter=name))
     assert text.isprintable()
     json.dumps(text, ensure_ascii=False).encode()
 
 
-def test_text_of_many_languages_stays_readable():
+def test_text_of_other_languages_stays_readable():
     assert "größe 模型" in str(InvalidAdapter("größe 模型"))
 
 
@@ -116,14 +116,14 @@ def test_describing_fills_in_what_is_missing():
     assert (caught.value.adapter, caught.value.file) == ("sql", "a")
 
 
-def test_describing_keeps_what_was_said_closer_to_the_fault():
+def test_describing_keeps_the_innermost_description():
     with pytest.raises(InvalidAdapter) as caught, describing(adapter="outer", file="outer"):  # noqa: SIM117
         with describing(file="inner"):
             raise InvalidAdapter("x")
     assert (caught.value.adapter, caught.value.file) == ("outer", "inner")
 
 
-def test_describing_leaves_other_errors_alone():
+def test_describing_ignores_other_errors():
     with pytest.raises(KeyError) as caught, describing(adapter="sql"):
         raise KeyError("x")
     assert not hasattr(caught.value, "adapter")

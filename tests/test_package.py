@@ -1,4 +1,4 @@
-"""The package as a whole: light to import, and what its metadata promises."""
+"""The package as a whole: light to import, with the metadata that it promises."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ PURE = [
 ]
 
 
-def test_importing_any_module_imports_nothing_heavy():
-    # In one interpreter, one after the other: what the first brings in, all have brought in.
+def test_pure_modules_import_neither_vllm_nor_torch():
+    # In one interpreter, one after the other: what one imports is imported for all that follow.
     script = (
         "import importlib, sys\n"
         f"for name in {PURE!r}:\n"
@@ -51,7 +51,7 @@ def test_importing_any_module_imports_nothing_heavy():
     assert done.returncode == 0, done.stderr
 
 
-def test_the_pure_modules_are_all_there():
+def test_list_of_pure_modules_is_complete():
     assert {
         "lora_plugins.adapter.names",
         "lora_plugins.errors",
@@ -82,7 +82,7 @@ def test_the_pure_modules_are_all_there():
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_an_unnamed_plugin_is_imported_without_vllm(named):
+def test_importing_an_unnamed_plugin_imports_no_vllm(named):
     # vLLM imports every entry point of a group; ours costs nothing where it is not named.
     env = {"PATH": "", "VLLM_PLUGINS": "something_else"}
     if not named:
@@ -99,11 +99,11 @@ def test_public_names_exist():
     assert sorted(lora_plugins.__all__) == lora_plugins.__all__
 
 
-def test_the_version_is_the_distributions():
+def test_version_is_that_of_the_distribution():
     assert lora_plugins.__version__ == importlib.metadata.version("lora-plugins")
 
 
-def test_the_entry_point_is_declared():
+def test_entry_point_is_declared():
     (ours,) = [
         point
         for point in importlib.metadata.entry_points(group="vllm.general_plugins")

@@ -1,4 +1,4 @@
-"""Taking the name: with vLLM's real loader and the two real entry points, in both orders of discovery."""
+"""Replacing a builtin: with vLLM's real loader and the two real entry points, in both orders of discovery."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def root(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(root):
-    """Environment and order to what it came to; all in one process, because importing vLLM takes long."""
+    """Environment and order to the outcome; all in one process, because importing vLLM takes long."""
     cases = list(itertools.product(ENVIRONMENTS, ORDERS))
     lines = [
         json.dumps(
@@ -108,7 +108,7 @@ def outcomes(root):
 
 @both_orders
 @pytest.mark.parametrize("env", ["named", "named among others"])
-def test_where_it_is_named_ours_runs_and_the_builtin_does_not(outcomes, order, env, root):
+def test_named_plugin_runs_instead_of_the_builtin(outcomes, order, env, root):
     outcome = outcomes[env, order]
     assert "error" not in outcome
     assert outcome["registered"] == OURS
@@ -119,7 +119,7 @@ def test_where_it_is_named_ours_runs_and_the_builtin_does_not(outcomes, order, e
 
 @both_orders
 @pytest.mark.parametrize("env", ["all", "all, misspelled"])
-def test_where_all_plugins_load_the_builtin_runs_as_without_us(outcomes, order, env):
+def test_builtin_runs_when_no_plugin_is_named(outcomes, order, env):
     outcome = outcomes[env, order]
     assert "error" not in outcome
     assert outcome["registered"] == BUILTIN
@@ -128,7 +128,7 @@ def test_where_all_plugins_load_the_builtin_runs_as_without_us(outcomes, order, 
 
 @both_orders
 @pytest.mark.parametrize("env", ["all, unset", "others", "none"])
-def test_where_it_is_not_asked_for_nothing_is_registered_and_vllm_is_untouched(outcomes, order, env):
+def test_unnamed_plugin_registers_nothing_and_leaves_vllm_unpatched(outcomes, order, env):
     outcome = outcomes[env, order]
     assert "error" not in outcome
     assert outcome["registered"] == {}
@@ -137,7 +137,7 @@ def test_where_it_is_not_asked_for_nothing_is_registered_and_vllm_is_untouched(o
 
 @both_orders
 @pytest.mark.parametrize("env", ["named, unset", "named, empty"])
-def test_without_its_directory_nothing_is_registered(outcomes, order, env):
+def test_plugin_without_its_directory_registers_nothing(outcomes, order, env):
     outcome = outcomes[env, order]
     assert "error" not in outcome
     assert outcome["registered"] == {}
@@ -153,7 +153,7 @@ def test_without_its_directory_nothing_is_registered(outcomes, order, env):
         ("named, misspelled", "LORA_PLUGINS_TYPO"),
     ],
 )
-def test_a_wrong_setting_stops_the_start(outcomes, order, env, says):
+def test_startup_fails_on_a_wrong_setting(outcomes, order, env, says):
     outcome = outcomes[env, order]
     assert outcome["error"].startswith("InvalidSettings: [L007]")
     assert says in outcome["error"]
@@ -170,7 +170,7 @@ def test_registering_twice_changes_nothing(outcomes, order, root):
 
 
 @both_orders
-def test_named_the_hub_resolver_is_ours(outcomes, order):
+def test_named_hub_resolver_is_ours(outcomes, order):
     outcome = outcomes["hub", order]
     assert outcome["registered"] == OURS
     assert outcome["sources"][0].startswith("hub (")
@@ -178,14 +178,14 @@ def test_named_the_hub_resolver_is_ours(outcomes, order):
 
 @both_orders
 @pytest.mark.parametrize("name", ["hub, all", "hub, others", "hub, unset", "s3, all", "s3, unset"])
-def test_unnamed_or_without_its_setting_a_remote_resolver_is_not_registered(outcomes, name, order):
+def test_remote_resolver_needs_its_name_and_its_setting(outcomes, name, order):
     # vLLM's own Hub resolver registers only where it is named, too.
     assert outcomes[name, order]["registered"] == {}
     assert "error" not in outcomes[name, order]
 
 
 @both_orders
-def test_named_the_s3_resolver_is_ours(outcomes, order):
+def test_named_s3_resolver_is_ours(outcomes, order):
     outcome = outcomes["s3", order]
     assert outcome["registered"] == OURS
     assert outcome["sources"][0].startswith("s3 (")
@@ -193,7 +193,7 @@ def test_named_the_s3_resolver_is_ours(outcomes, order):
 
 @both_orders
 @pytest.mark.parametrize("name", ["hub, wrong", "s3, wrong"])
-def test_a_wrong_remote_setting_ends_the_start(outcomes, name, order):
+def test_startup_fails_on_a_wrong_remote_setting(outcomes, name, order):
     assert outcomes[name, order]["error"].startswith("InvalidSettings: [L007]")
 
 
@@ -207,7 +207,7 @@ def test_a_wrong_remote_setting_ends_the_start(outcomes, name, order):
         ("several, two named", ["filesystem", "s3"]),
     ],
 )
-def test_several_sources_stand_behind_one_resolver_in_the_order_of_the_settings(outcomes, name, labels, order):
+def test_one_resolver_asks_sources_in_the_configured_order(outcomes, name, labels, order):
     outcome = outcomes[name, order]
     assert "error" not in outcome
     assert outcome["registered"] == OURS
@@ -216,7 +216,7 @@ def test_several_sources_stand_behind_one_resolver_in_the_order_of_the_settings(
 
 
 @both_orders
-def test_with_everything_set_and_nothing_named_vllm_is_as_without_us(outcomes, order):
+def test_vllm_is_unpatched_when_nothing_is_named(outcomes, order):
     outcome = outcomes["several, none named", order]
     assert "error" not in outcome
     assert outcome["registered"] == BUILTIN

@@ -1,4 +1,4 @@
-"""Settings: each variable right and wrong; nothing misspelled goes unnoticed."""
+"""Settings: each variable with right and wrong values; a misspelled one is an error."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ WRONG = [
 ]
 
 
-def test_an_empty_environment_gives_the_defaults():
+def test_empty_environment_gives_the_defaults():
     assert Settings.from_env({}) == Settings()
     assert Settings() == Settings(
         runtime_lora_updating=False,
@@ -147,13 +147,13 @@ def test_an_empty_environment_gives_the_defaults():
 
 
 @pytest.mark.parametrize(("name", "text", "field", "value"), [*RIGHT, *LATER])
-def test_a_right_value_is_read(name, text, field, value):
+def test_valid_value_is_read(name, text, field, value):
     settings = Settings.from_env({name: text})
     assert getattr(settings, field) == value
 
 
 @pytest.mark.parametrize(("name", "text"), [*WRONG, *LATER_WRONG])
-def test_a_wrong_value_names_the_variable_the_value_and_what_is_right(name, text):
+def test_error_of_an_invalid_value_names_variable_value_and_remedy(name, text):
     with pytest.raises(InvalidSettings) as caught:
         Settings.from_env({name: text})
     assert f"{name}={text!r}" in caught.value.found
@@ -161,7 +161,7 @@ def test_a_wrong_value_names_the_variable_the_value_and_what_is_right(name, text
     assert name in caught.value.remedy
 
 
-def test_every_variable_of_ours_is_tried_above():
+def test_every_own_variable_is_tested_above():
     assert {name for name, *_ in [*RIGHT, *LATER] if name.startswith("LORA_PLUGINS_")} >= OWN_VARIABLES
 
 
@@ -183,17 +183,17 @@ def test_credentials_are_read_and_never_shown():
 
 
 @pytest.mark.parametrize("name", ["LORA_PLUGINS_BASE_MACTH", "LORA_PLUGINS_", "LORA_PLUGINS_base_match"])
-def test_an_unknown_variable_of_ours_is_refused(name):
+def test_unknown_own_variable_is_an_error(name):
     with pytest.raises(InvalidSettings, match=name) as caught:
         Settings.from_env({name: "1"})
     assert "LORA_PLUGINS_BASE_MATCH" in caught.value.expected
 
 
-def test_other_peoples_variables_are_left_alone():
+def test_variables_of_others_are_ignored():
     assert Settings.from_env({"LORA_PLUGIN_X": "1", "VLLM_X": "?", "PATH": "/bin"}) == Settings()
 
 
-def test_a_relative_root_becomes_absolute_and_home_is_expanded(tmp_path, monkeypatch):
+def test_relative_root_becomes_absolute_and_home_is_expanded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/someone")
     assert Settings.from_env({"VLLM_LORA_RESOLVER_CACHE_DIR": "a/b"}).filesystem_root == tmp_path / "a" / "b"
@@ -201,7 +201,7 @@ def test_a_relative_root_becomes_absolute_and_home_is_expanded(tmp_path, monkeyp
     assert home == Path("/home/someone/a")
 
 
-def test_the_process_environment_is_the_default(monkeypatch):
+def test_process_environment_is_the_default(monkeypatch):
     monkeypatch.setenv("LORA_PLUGINS_BASE_MATCH", "off")
     assert Settings.from_env().base_match is BaseMatch.OFF
 
@@ -210,7 +210,7 @@ def test_the_process_environment_is_the_default(monkeypatch):
     ("value", "named"),
     [(None, False), ("", False), ("a", True), ("b,a", True), ("a,b", True), ("ab", False), ("b", False)],
 )
-def test_a_plugin_is_named_only_where_vllm_reads_its_name(value, named):
+def test_plugin_name_is_read_as_vllm_reads_it(value, named):
     # vLLM splits at commas and strips nothing, so " a" is another name to it.
     assert named_in_environment("a", {} if value is None else {"VLLM_PLUGINS": value}) is named
     assert named_in_environment("a", {"VLLM_PLUGINS": "b, a"}) is False
@@ -230,21 +230,21 @@ def test_no_other_module_reads_the_environment():
     ("spare", "within", "max_loras", "slots", "running"),
     [(1, False, 4, 5, 4), (0, False, 4, 4, 4), (3, False, 1, 4, 1), (1, True, 4, 4, 3), (0, True, 1, 1, 1)],
 )
-def test_spare_slots_lie_beside_max_loras_or_within(spare, within, max_loras, slots, running):
+def test_spare_slots_are_besides_max_loras_or_within(spare, within, max_loras, slots, running):
     settings = Settings(spare_slots=spare, spare_slots_within=within)
     assert (settings.slots(max_loras), settings.running(max_loras)) == (slots, running)
 
 
 @pytest.mark.parametrize("spare", [2, 3])
-def test_spare_slots_within_leave_one_that_requests_can_use(spare):
+def test_spare_slots_within_max_loras_leave_one_for_requests(spare):
     with pytest.raises(InvalidSettings, match=f"{spare} spare slots within --max-loras 2"):
         Settings(spare_slots=spare, spare_slots_within=True).running(2)
 
 
-def test_an_empty_flag_is_its_default():
+def test_empty_flag_is_its_default():
     assert Settings.from_env({"LORA_PLUGINS_CHECK_FINITE": ""}).check_finite
 
 
-def test_a_home_of_nobody_is_refused():
+def test_home_of_an_unknown_user_is_an_error():
     with pytest.raises(InvalidSettings, match="VLLM_LORA_RESOLVER_CACHE_DIR"):
         Settings.from_env({"VLLM_LORA_RESOLVER_CACHE_DIR": "~no-such-user-here/x"})
