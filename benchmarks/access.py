@@ -1,11 +1,11 @@
-"""Whether a clock tells an adapter that a key may not use from one that does not exist.
+"""Whether response times distinguish an adapter that a key may not use from one that does not exist.
 
 One real server with a directory and an S3 (moto) as sources, `lora_admin` and a policy. A tenant asks, in an order
-drawn at random, for names of five kinds: another tenant's that are loaded, that only lie at a source, and that do not
+drawn at random, for names of five kinds: another tenant's that are loaded, that are only at a source, and that do not
 exist (twice, as a control); and names of its own that do not exist. Each name is asked for once, and then again, when
 S3's "no such adapter" is remembered.
 
-Prints the medians, and how likely a name of a kind takes longer than one of the control: 0.5 where a clock tells
+Prints the medians, and how likely a name of a kind takes longer than one of the control: 0.5 where times reveal
 nothing. Keeps benchmarks/results/access.json.
 """
 

@@ -28,7 +28,7 @@ from tests.scheduler.simulated import Request, SimulatedEngine, SimulatedWorkers
 
 MAX_ROWS = 64  # --max-num-seqs
 SEED = 20260101
-FIRST_COME = 0.0  # as the longest wait: everybody is overdue at once, so that only age counts
+FIRST_COME = 0.0  # as the longest wait: all are overdue at once, so that only age counts
 
 
 @dataclass(frozen=True)

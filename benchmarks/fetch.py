@@ -1,6 +1,6 @@
 """Cold fetch of an adapter from an S3 API: ours against others, side by side in one run.
 
-Contenders, each in a process of its own with a new target directory, interleaved, on the same range server
+Contenders, each in a separate process with a new target directory, interleaved, on the same range server
 (`testbed.ranges`, one process, sendfile from the page cache; moto is too slow to be the yardstick):
 
 - ours: locate, ranged download, SHA-256, verification with the pass over the values, fsync, atomic publish
@@ -162,7 +162,7 @@ async def measure(contender: str, url: str, target: Path) -> dict[str, float]:
 def run_once(contender: str, url: str, home: Path) -> dict[str, float]:
     target = home / "target"
     shutil.rmtree(target, ignore_errors=True)
-    os.sync()  # nobody pays for what the one before left unwritten
+    os.sync()  # no contender pays for what the one before left unwritten
     command = [sys.executable, "-m", "benchmarks.fetch", "--one", contender, url, str(target)]
     result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
     shutil.rmtree(target, ignore_errors=True)

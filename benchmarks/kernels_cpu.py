@@ -1,7 +1,7 @@
 """What adapters cost on the CPU: tokens/s with adapters against the base model, vLLM's kernels and ours.
 
 A 95 M-parameter Llama, float32 unless `--dtype` says otherwise, on the real engine, offline. `torch` are our kernels as
-they are without a compiler. Each engine (one per kernels and `max_lora_rank`) runs in a process of its own, placed on
+they are without a compiler. Each engine (one per kernels and `max_lora_rank`) runs in a separate process, placed on
 the cores by vLLM as for `vllm serve`, and measures base and adapters in turn, round after round. A figure is the
 fastest round's tokens/s, relative to the base model's in the same engine. Prints Markdown, keeps
 benchmarks/results/kernels_cpu.json. An engine gets `--limit-s`; one that does not get through is reported as such.

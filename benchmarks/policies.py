@@ -48,7 +48,7 @@ class Outcome:
 
 
 class Belady:
-    """Evicts what is asked for again last; told of exactly the trace's requests, in their order."""
+    """Evicts what is asked for again last; notified of exactly the trace's requests, in their order."""
 
     def __init__(self, requests: Sequence[int]) -> None:
         self._next = [len(requests)] * len(requests)

@@ -29,7 +29,7 @@ STORE = CACHE.parent / "demo-store"
 ADAPTERS = STORE / "adapters"
 UNKNOWN = "nobody/has-this"
 SWAPPED, SWAPPED_TO = "sql", "stable"
-# Which adapter lies where, and under which name it is asked for; the others lie on the filesystem under their own.
+# Where an adapter is, and the name to request it by; the others are on the filesystem under their own names.
 IN_S3 = {"chat": "chat"}
 ON_HUB = {"wide": "acme/wide"}
 
@@ -68,7 +68,7 @@ def main() -> int:
         status.update("swapping")
         swapped = swap(server, bed, ADAPTERS, SWAPPED, SWAPPED_TO)
     console.print(table(rows))
-    console.print(_told(swapped))
+    console.print(_summary(swapped))
     wrong = [row.name for row in rows if not row.right] + ([] if swapped.right else [f"the swap of {SWAPPED}"])
     if wrong:
         console.print(f"[red]Wrong: {', '.join(wrong)}. The server's log: {LOG.relative_to(CACHE.parent.parent)}")
@@ -137,7 +137,7 @@ def table(rows: Sequence[Row]) -> Table:
     return result
 
 
-def _told(swapped: Swap) -> str:
+def _summary(swapped: Swap) -> str:
     seen = ", ".join(f"{swapped.answers[kind]} {kind}" for kind in ("old", "new", "neither", "refused"))
     return (
         f"A new version of '{SWAPPED}' was published while clients asked for it. POST /v1/loras/{SWAPPED}/refresh: "

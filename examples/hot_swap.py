@@ -1,4 +1,4 @@
-"""A new version of an adapter takes the place of the old one while requests for it run."""
+"""A new version of an adapter replaces the old one while requests for it run."""
 
 from __future__ import annotations
 

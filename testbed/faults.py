@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Fault:
-    """What to do to a request; the functions below make the usual ones. `name` stands in the record of the request."""
+    """What to do to a request; the functions below make the usual ones. `name` is kept in the record of the request."""
 
     name: str
     status: int | None = None  # answer this at once; the upstream is not asked

@@ -82,12 +82,12 @@ class Hub(Listener):
         self._repos[repo].branches[name] = self._repos[repo].at(revision)
 
     def private(self, repo: str, tokens: Iterable[str] = ()) -> None:
-        """Hide the repository from everybody but the bearers of `tokens`."""
+        """Hide the repository from all but the bearers of `tokens`."""
         self._repos[repo].readers = frozenset(tokens)
         self._know(tokens)
 
     def gated(self, repo: str, tokens: Iterable[str] = ()) -> None:
-        """Let everybody see the repository, and only the bearers of `tokens` download from it."""
+        """Let everyone see the repository, and only the bearers of `tokens` download from it."""
         self._repos[repo].granted = frozenset(tokens)
         self._know(tokens)
 
@@ -195,7 +195,7 @@ class Hub(Listener):
     def _visible(self, name: str, token: str | None) -> Repo:
         repo = self._repos.get(name)
         if repo is None or (repo.readers is not None and token not in repo.readers):
-            # Whether it is missing or hidden is not told; who has not logged in hears of that first.
+            # Missing and hidden look the same; without a token, the answer is to log in.
             if token is None:
                 raise _Refused(401, "RepoNotFound", "Invalid username or password.")
             raise _Refused(404, "RepoNotFound", "Repository not found")

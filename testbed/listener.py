@@ -1,4 +1,4 @@
-"""An aiohttp handler on a loopback port, in a thread and event loop of its own, that can refuse connections."""
+"""An aiohttp handler on a loopback port, in its own thread and event loop, that can refuse connections."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Listener:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stopped = asyncio.Event()
-        # A client that goes away ends its handler, also one that stands in a stall.
+        # A client that disconnects ends its handler, also one that is stalling.
         self._web = web.Server(self._handler, handler_cancellation=True, access_log=None, keepalive_timeout=600)
         await self.setup()
         try:

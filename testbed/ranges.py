@@ -1,4 +1,4 @@
-"""A fast S3-like server for benchmarks, in a process of its own: LIST, HEAD and ranged GET through `sendfile`.
+"""A fast S3-like server for benchmarks, in a separate process: LIST, HEAD and ranged GET through `sendfile`.
 
 Path-style only: `/bucket/key` is the file `bucket/key` below a directory, or a blob from memory. Signatures are neither
 asked for nor checked. It can be given a latency per request and a speed per connection, as a distant S3 has them.

@@ -1,4 +1,4 @@
-"""A real S3 API on loopback: moto's server in a process of its own, and a bucket to put adapters into."""
+"""A real S3 API on loopback: moto's server in a separate process, and a bucket to put adapters into."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Bucket:
 
 
 def make_client(url: str) -> Any:
-    """A boto3 S3 client with the testbed's keys, path-style addresses, and no retries of its own."""
+    """A boto3 S3 client with the testbed's keys, path-style addresses, and no retries."""
     import boto3
     from botocore.config import Config
 

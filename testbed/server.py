@@ -44,7 +44,7 @@ def outer_environment() -> dict[str, str]:
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A loopback port that nobody else is given while the block runs; connections to it are refused.
+    """A loopback port that no other process is given while the block runs; connections to it are refused.
 
     A server may listen on it that sets SO_REUSEADDR or SO_REUSEPORT, as vLLM's does.
     """

@@ -23,7 +23,7 @@ ROUNDS = 15
 
 
 def measure(pairs: Sequence[tuple[int, int]]) -> list[dict]:
-    """A row for each (rank, max_lora_rank), each with and without our kernels in a process of its own."""
+    """A row for each (rank, max_lora_rank), each with and without our kernels in a separate process."""
     rows = []
     for rank, max_rank in pairs:
         row: dict = {}

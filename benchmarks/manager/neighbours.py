@@ -1,7 +1,7 @@
 """What others feel of an adapter that cannot fit, of streams that fail, of beams and of aborts: vLLM against ours.
 
-Two adapters are asked for in a closed loop, over and over; meanwhile somebody makes trouble, or nobody does. The four
-kinds of trouble and none alternate, in both servers, which are up at once.
+Two adapters are requested in a closed loop; meanwhile a third client makes trouble, or none does. The four kinds of
+trouble and none alternate, in both servers, which are up at once.
 """
 
 from __future__ import annotations
