@@ -1,7 +1,7 @@
 """How often each eviction policy finds an adapter already loaded, and what the rest cost: bytes and seconds of loading.
 
-Replays made-up request traces against a tier that holds 5 to 40 % of all adapters' bytes. Every miss loads its adapter,
-and evicts until it fits. Belady's optimum knows the future: it evicts what is asked for again last. Where all adapters
+Replays made-up request traces against a cache of 5 to 40 % of all adapters' bytes. Every miss loads its adapter, and
+evicts until it fits. Belady's optimum knows the future: it evicts what is asked for again last. Where all adapters
 have one size nothing can be better; where sizes differ it is a heuristic, a bound on neither side.
 LRFU's half-life was chosen on the seeds 7 and 101; what is shown is another seed.
 Prints a Markdown table and keeps the raw figures in benchmarks/results/policies.json.
@@ -12,14 +12,14 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate
 from statistics import geometric_mean
 
 from benchmarks.record import keep
-from lora_plugins.scheduler.policies import Among, EvictionPolicy, Gdsf, Lfu, Lrfu, Lru
+from lora_plugins.scheduler.policies import EvictionPolicy, Lrfu, Lru
 
 ADAPTERS = 200
 REQUESTS = 20_000
@@ -71,7 +71,7 @@ class Belady:
     def removed(self, key: int) -> None:
         del self._due[key]
 
-    def victim(self, among: Among[int]) -> int | None:
+    def victim(self, among: Container[int]) -> int | None:
         while -self._heap[0][0] != self._due.get(self._heap[0][1]):
             heappop(self._heap)
         return self._heap[0][1]
@@ -82,8 +82,6 @@ class Belady:
 
 POLICIES: dict[str, Callable[[Sequence[int]], EvictionPolicy[int]]] = {
     "LRU": lambda _: Lru(),
-    "LFU": lambda _: Lfu(),
-    "GDSF": lambda _: Gdsf(),
     "LRFU": lambda _: Lrfu(),
     "Belady": Belady,
 }

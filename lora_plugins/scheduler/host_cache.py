@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Container, Iterator
 
 from cachetools import LRUCache
 
@@ -12,7 +12,7 @@ _REMEMBERED_SIZES = 10_000
 
 
 class HostCache:
-    """Bytes and places of what is loaded or being loaded; which one goes first is the policy's to say.
+    """Bytes and number of what is loaded or being loaded; the policy says which one is evicted first.
 
     Args:
         max_bytes: None for no limit. max_adapters: vLLM's `--max-cpu-loras`.
@@ -39,11 +39,11 @@ class HostCache:
         """What an adapter will take: what it took when it was loaded last, else the estimate."""
         return int(self._known_bytes.get(path, estimate))
 
-    def fits_without(self, size_bytes: int, more: int, gone_bytes: int, gone: int) -> bool:
-        """Whether there is room for so many bytes and adapters more, if as many as said were gone."""
-        if len(self._sizes) + more - gone > self.max_adapters:
+    def fits_without(self, size_bytes: int, more: int, evicted_bytes: int, evicted: int) -> bool:
+        """Whether there is room for so many bytes and adapters more, once as many as said are evicted."""
+        if len(self._sizes) + more - evicted > self.max_adapters:
             return False
-        return self.max_bytes is None or self.used_bytes + size_bytes - gone_bytes <= self.max_bytes
+        return self.max_bytes is None or self.used_bytes + size_bytes - evicted_bytes <= self.max_bytes
 
     def reserve(self, engine_id: int, size_bytes: int) -> None:
         """Count an adapter that is about to be loaded."""
@@ -68,8 +68,8 @@ class HostCache:
         self.used_bytes -= size_bytes
         return size_bytes
 
-    def victim(self, among: Callable[[int], bool]) -> int | None:
-        """Which of the loaded adapters that `among` accepts goes first."""
+    def victim(self, among: Container[int]) -> int | None:
+        """Which of the loaded adapters in `among` is to be evicted first."""
         return self._policy.victim(among)
 
     def size_bytes(self, engine_id: int) -> int:

@@ -270,7 +270,7 @@ class Placement:
         spared = {adapter.engine_id for adapter in leaving} | ({but.engine_id} if but is not None else set())
         while not self._fits(size_bytes, more, (*victims, *leaving)):
             candidates = self.idle - spared
-            found = self.cache.victim(candidates.__contains__) if candidates else None
+            found = self.cache.victim(candidates) if candidates else None
             if found is None:
                 return None
             spared.add(found)

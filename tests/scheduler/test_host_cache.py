@@ -41,13 +41,13 @@ def test_the_number_of_adapters_is_limited_without_bytes() -> None:
     assert cache.fits_without(10**12, 1, 0, 1)
 
 
-def test_the_victim_is_chosen_among_those_accepted() -> None:
+def test_the_victim_is_chosen_among_those_allowed() -> None:
     cache = cache_of()
     for engine_id in (1, 2, 3):
         cache.reserve(engine_id, 10)
         cache.loaded(engine_id, f"/{engine_id}", 10, 0.1)
     cache.used(1)
     assert list(cache) == [1, 2, 3]
-    assert cache.victim(lambda _: True) == 2
-    assert cache.victim(lambda engine_id: engine_id != 2) == 3
-    assert cache.victim(lambda _: False) is None
+    assert cache.victim({1, 2, 3}) == 2
+    assert cache.victim({1, 3}) == 3
+    assert cache.victim(set()) is None
