@@ -22,13 +22,12 @@ from typing import Any
 
 from benchmarks.record import keep
 from lora_plugins.scheduler.host_cache import HostCache
-from lora_plugins.scheduler.planner import MAX_WAIT_S, QUANTUM_S, Planner
+from lora_plugins.scheduler.planner import TIME_SLICE_S, Planner
 from lora_plugins.scheduler.policies import make_policy
 from tests.scheduler.simulated import Request, SimulatedEngine, SimulatedWorkers, spec
 
 MAX_ROWS = 64  # --max-num-seqs
 SEED = 20260101
-FIRST_COME = 0.0  # as the longest wait: all are overdue at once, so that only age counts
 
 
 @dataclass(frozen=True)
@@ -134,14 +133,13 @@ class Ours(SimulatedEngine):
     def __init__(
         self,
         case: Case,
-        quantum_s: float = QUANTUM_S,
-        max_wait_s: float = MAX_WAIT_S,
+        time_slice_s: float = TIME_SLICE_S,
         spare: int = 0,
         *,
         is_instant: bool = True,
     ) -> None:
         cache = HostCache(None, case.in_host, make_policy("lru"))
-        planner = Planner(case.slots, case.slots + spare, cache, quantum_s=quantum_s, max_wait_s=max_wait_s)
+        planner = Planner(case.slots, case.slots + spare, cache, time_slice_s=time_slice_s)
         self.loads = 0
 
         def load_s(it: Any) -> float:
@@ -256,7 +254,7 @@ def planning_us(adapters: int, held: int = 1000, steps: int = 4000) -> tuple[flo
     specs = [spec(key, case.size_bytes) for key in range(1, adapters + 1)]
     taken = []
     for step in range(steps):
-        while engine.planner.held_count < held:
+        while engine.planner.admission.held_count < held:
             engine.submit(rng.choice(specs), rng.randint(1, 64))
         if step == 0:
             spent[0] = 0.0
@@ -283,7 +281,7 @@ def main() -> int:
     for name, default in asdict(Timings()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=default)
     parser.add_argument("--requests", type=int, default=4000)
-    parser.add_argument("--variants", action="store_true", help="quantum, longest wait and order")
+    parser.add_argument("--variants", action="store_true", help="other time slices")
     options = vars(parser.parse_args())
     requests, with_variants = options.pop("requests"), options.pop("variants")
     rows: list[dict[str, object]] = []
@@ -300,10 +298,8 @@ def main() -> int:
         show(case, "planner, activation instant", Ours(case))
         show(case, "planner, copies beside the step", Ours(case, is_instant=False))
         show(case, "planner, copies beside the step, one slot more", Ours(case, spare=1, is_instant=False))
-        for max_wait_s in (FIRST_COME, 0.5, 1.0, 2.0) if with_variants else ():
-            for quantum_s in (0.25, 0.5, 1.0, 2.0):
-                order = "first come" if max_wait_s == FIRST_COME else f"most held, {max_wait_s:g} s at most"
-                show(case, f"{order}; quantum {quantum_s:g} s", Ours(case, quantum_s, max_wait_s))
+        for time_slice_s in (0.25, 0.5, 1.0, 2.0) if with_variants else ():
+            show(case, f"planner, time slice {time_slice_s:g} s", Ours(case, time_slice_s))
     print("\n| 1,000 held requests over | planning a step, mean | median | p99 |\n|---|---|---|---|")
     for adapters in (1000, 20):
         mean_us, median_us, p99_us = planning_us(adapters)

@@ -7,15 +7,14 @@ holds most, which are what `LORA_PLUGINS_HOST_MAX_BYTES` bounds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from lora_plugins.observability.adapter_labels import OTHERS, label_of
-from lora_plugins.scheduler.stats import BOUNDS_S
+from lora_plugins.scheduler.messages import LoadedVersion, PlannerFigures
+from lora_plugins.scheduler.stats import BOUNDS_S, Histogram
 
-Figures = Mapping[str, Any]  # what the utility `lora_plugins_figures` answers
-_Reports = Sequence[tuple[tuple[str, str], Figures]]
+_Reports = Sequence[tuple[tuple[str, str], PlannerFigures]]
 _LABELS = ("model_name", "engine")
 
 # As vllm-project/vllm#54830 names them, also where the device is a CPU: llm-d's router reads these.
@@ -38,26 +37,26 @@ _GAUGES = (
 )
 
 
-def families(model_name: str, engines: Mapping[int, Figures], max_adapters: int) -> Iterator[Metric]:
+def families(model_name: str, engines: Mapping[int, PlannerFigures], max_adapters: int) -> Iterator[Metric]:
     """The metrics of all engines."""
     reports = [((model_name, str(number)), figures) for number, figures in sorted(engines.items())]
     yield from _residency(reports, max_adapters)
     for key, text in _COUNTERS:
         counter = CounterMetricFamily(f"lora_plugins_{key}", text, labels=_LABELS)
         for labels, figures in reports:
-            counter.add_metric(labels, figures[key])
+            counter.add_metric(labels, getattr(figures.stats, key))
         yield counter
     for key, text in _GAUGES:
         gauge = GaugeMetricFamily(f"lora_plugins_{key}", text, labels=_LABELS)
         for labels, figures in reports:
-            if figures[key] is not None:
-                gauge.add_metric(labels, figures[key])
+            if (value := getattr(figures, key)) is not None:
+                gauge.add_metric(labels, value)
         yield gauge
     refused = CounterMetricFamily(
         "lora_plugins_refused_requests", "Requests that were not admitted, by error code", labels=(*_LABELS, "code")
     )
     for labels, figures in reports:
-        for code, count in sorted(figures["refused"].items()):
+        for code, count in sorted(figures.stats.refused.items()):
             refused.add_metric((*labels, code), count)
     yield refused
     yield from _durations(reports)
@@ -74,11 +73,11 @@ def _residency(reports: _Reports, max_adapters: int) -> Iterator[Metric]:
     in_host = GaugeMetricFamily("vllm:num_cpu_loaded_lora_adapters", "Adapters in host memory only", labels=_LABELS)
     slots = GaugeMetricFamily("vllm:max_gpu_lora_adapters", "Slots (--max-loras)", labels=_LABELS)
     for labels, figures in reports:
-        rows = _by_name(figures["loaded"])
+        rows = _by_name(figures.loaded)
         levels = [level for _, level, _ in rows]
         in_slots.add_metric(labels, levels.count(IN_SLOT))
         in_host.add_metric(labels, levels.count(IN_HOST_MEMORY))
-        slots.add_metric(labels, figures["slots"])
+        slots.add_metric(labels, figures.slots)
         series: dict[tuple[str, str, str], int] = {}
         for place, (name, level, pinned) in enumerate(rows):
             key = (label_of(name) if place < max_adapters else OTHERS, level, "true" if pinned else "false")
@@ -88,12 +87,12 @@ def _residency(reports: _Reports, max_adapters: int) -> Iterator[Metric]:
     yield from (loaded, in_slots, in_host, slots)
 
 
-def _by_name(rows: Sequence[tuple[str, bool, bool]]) -> list[tuple[str, str, bool]]:
+def _by_name(rows: Sequence[LoadedVersion]) -> list[tuple[str, str, bool]]:
     """Name, level and whether it is pinned, those in slots first; during a swap there are two versions of one name."""
     known: dict[str, tuple[bool, bool]] = {}
-    for name, in_slot, pinned in rows:
-        before = known.get(name, (False, False))
-        known[name] = (in_slot or before[0], pinned or before[1])
+    for row in rows:
+        in_slot, pinned = known.get(row.name, (False, False))
+        known[row.name] = (row.is_active or in_slot, row.is_pinned or pinned)
     found = [(name, IN_SLOT if in_slot else IN_HOST_MEMORY, pinned) for name, (in_slot, pinned) in known.items()]
     return sorted(found, key=lambda row: (row[1] != IN_SLOT, row[0]))
 
@@ -111,16 +110,16 @@ def _durations(reports: _Reports) -> Iterator[Metric]:
         "vllm:lora_adapter_load_seconds", "To read, check and pack an adapter into host memory", labels=_LABELS
     )
     for labels, figures in reports:
-        for found, seconds in figures["wait_seconds"].items():
-            _add(waits, (*labels, found), seconds)
-        _add(activations, labels, figures["activate_seconds"])
-        _add(loads, labels, figures["load_seconds"])
+        for found, seconds in figures.stats.wait_seconds.items():
+            _add(waits, (*labels, found.value), seconds)
+        _add(activations, labels, figures.stats.activate_seconds)
+        _add(loads, labels, figures.stats.load_seconds)
     yield from (waits, activations, loads)
 
 
-def _add(family: HistogramMetricFamily, labels: Sequence[str], seconds: Mapping[str, Any]) -> None:
+def _add(family: HistogramMetricFamily, labels: Sequence[str], seconds: Histogram) -> None:
     counted, buckets = 0, []
-    for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), seconds["counts"], strict=True):
+    for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), seconds.counts, strict=True):
         counted += count
         buckets.append((bound, counted))
-    family.add_metric(labels, buckets, seconds["total_s"])
+    family.add_metric(labels, buckets, seconds.total_s)

@@ -18,6 +18,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from lora_plugins.log import logger
 from lora_plugins.observability import engine_metrics as of_engines
 from lora_plugins.observability.store_metrics import StoreUsage
+from lora_plugins.scheduler.messages import PlannerFigures
 
 INTERVAL_S = 1.0
 TIMEOUT_S = 2.0
@@ -32,7 +33,7 @@ class Reports:
     """What is known of one server's engines: the model's name, and each engine's figures by its number."""
 
     model_name: str = ""
-    engines: Mapping[int, of_engines.Figures] = field(default_factory=dict)
+    engines: Mapping[int, PlannerFigures] = field(default_factory=dict)
 
 
 class CachedAnswer:

@@ -8,22 +8,15 @@ from enum import StrEnum
 from typing import Any
 
 from lora_plugins.scheduler.messages import AdapterSpec
+from lora_plugins.scheduler.stats import Found
 
 
 class Residency(StrEnum):
-    """Whether the workers hold an adapter in host memory."""
+    """Whether the workers have an adapter in host memory."""
 
     ABSENT = "absent"
     LOADING = "loading"
     LOADED = "loaded"
-
-
-class Found(StrEnum):
-    """Where an adapter was when a request for it came: in a slot, in host memory, or on disk at best."""
-
-    SLOT = "slot"
-    HOST = "host"
-    STORE = "store"
 
 
 @dataclass(eq=False, slots=True)
@@ -41,8 +34,8 @@ class LoadCall:
     """Somebody who waits for an adapter to be in host memory, or in a slot, without a request.
 
     Attributes:
-        wants_slot: an idle slot is taken, where there is one. needs_slot: it is done only once it is in a slot.
-        is_urgent: the end of the load is enough, and is to be said at once.
+        wants_slot: an idle slot is acquired, where there is one. needs_slot: it is done only once it is in a slot.
+        is_urgent: the end of the load is enough, and is to be reported at once.
     """
 
     future: Future[None]
@@ -59,12 +52,11 @@ class Adapter:
         is_instant: whether activating it costs no copy.
         job: the number of what the workers do for it in the background.
         slot: its own from the moment that it is asked for. is_active: whether the slot holds it.
-        had_turn: whether requests were admitted since it got its slot.
         held, running: requests by id, not admitted and admitted. priorities: how many of the held ones have each.
         waits_since: since when it has held requests or calls, and nothing admitted.
-        admits_since: since when its requests are admitted, while it has any that run.
+        slice_began_at: when its time slice began, while it has requests that run.
         is_pinned: it keeps host memory and slot, whether it is asked for or not.
-        is_retired: it goes once nobody uses it; `gone` are told.
+        is_retired: it is evicted once nobody uses it; then `retirements` are done.
         load_s: what loading it took the last time.
     """
 
@@ -74,16 +66,15 @@ class Adapter:
     job: int | None = None
     slot: int | None = None
     is_active: bool = False
-    had_turn: bool = False
     held: dict[str, Held] = field(default_factory=dict)
     priorities: dict[int, int] = field(default_factory=dict)
     running: dict[str, Any] = field(default_factory=dict)
     calls: list[LoadCall] = field(default_factory=list)
     waits_since: float | None = None
-    admits_since: float = 0.0
+    slice_began_at: float = 0.0
     is_pinned: bool = False
     is_retired: bool = False
-    gone: list[Future[None]] = field(default_factory=list)
+    retirements: list[Future[None]] = field(default_factory=list)
     load_s: float = 0.0
 
     @property
@@ -104,13 +95,7 @@ class Adapter:
     @property
     def is_idle(self) -> bool:
         """Whether it is loaded, and nobody uses it, waits for it, or moves it."""
-        return (
-            self.residency is Residency.LOADED
-            and not self.running
-            and not self.is_wanted
-            and not self.is_activating
-            and not self.is_pinned
-        )
+        return self.can_be_displaced and not self.is_wanted
 
     @property
     def can_be_displaced(self) -> bool:
@@ -124,16 +109,28 @@ class Adapter:
         return is_without and any(call.needs_slot for call in self.calls)
 
     @property
+    def since(self) -> float:
+        """Since when it waits; 0 where it does not."""
+        return self.waits_since or 0.0
+
+    @property
     def priority(self) -> int:
         """The best of its held requests'."""
         return min(self.priorities, default=0)
+
+    @property
+    def found(self) -> Found:
+        """Where it is now."""
+        if self.is_active:
+            return Found.SLOT
+        return Found.HOST if self.residency is Residency.LOADED else Found.STORE
 
     def hold(self, request_id: str, held: Held) -> None:
         """A request waits for it."""
         self.held[request_id] = held
         self.priorities[held.priority] = self.priorities.get(held.priority, 0) + 1
 
-    def let_go(self, request_id: str) -> Held | None:
+    def release(self, request_id: str) -> Held | None:
         """A request waits for it no more; None where it did not."""
         held = self.held.pop(request_id, None)
         if held is not None:
@@ -142,17 +139,10 @@ class Adapter:
                 del self.priorities[held.priority]
         return held
 
-    def let_all_go(self) -> dict[str, Held]:
+    def release_all(self) -> dict[str, Held]:
         """No request waits for it any more; those that did, the best priority first."""
         held, self.held = self.held, {}
         if len(self.priorities) > 1:
             held = dict(sorted(held.items(), key=lambda item: item[1].priority))
         self.priorities.clear()
         return held
-
-    @property
-    def found(self) -> Found:
-        """Where it is now."""
-        if self.is_active:
-            return Found.SLOT
-        return Found.HOST if self.residency is Residency.LOADED else Found.STORE

@@ -1,15 +1,25 @@
-"""What the planner tells the workers, and what they report; plain values, pickled with vLLM's own messages.
+"""What passes between the processes: commands and reports, and the questions and answers of vLLM's utilities.
 
 Commands ride on vLLM's `SchedulerOutput`, in the order in which every worker has to carry them out; reports ride on its
 `ModelRunnerOutput`. An adapter is named by its `engine_id`, vLLM's `lora_int_id`; a `job` is what takes longer than the
-step that brings it, and is reported by its number when it is done.
+step that brings it, and is reported by its number when it is done. Both are pickled with vLLM's own messages.
+
+API servers call utilities of the engine core (`vllm_patches/engine_core.py`, `server/planner_client.py`). vLLM carries
+their arguments and answers as msgpack without types (vllm/v1/serial_utils.py, 0.30 to 0.33), so both sides convert:
+`to_plain` before sending, `from_plain` on arrival.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
 
 from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.scheduler.stats import Stats
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +112,68 @@ class Failed:
 
 
 Report = Loaded | Activated | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of a load, a pin or a retirement.
+
+    Attributes:
+        load_s: the time that loading took; None where it was loaded before.
+        error: a LoRAPluginsError's `plain()`, where it failed.
+    """
+
+    size_bytes: int = 0
+    load_s: float | None = None
+    error: dict[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterState:
+    """One adapter in one engine: where it is, and the ids of the requests that are held and that run."""
+
+    engine_id: int
+    name: str
+    size_bytes: int = 0
+    is_loaded: bool = False
+    is_active: bool = False
+    is_pinned: bool = False
+    held: tuple[str, ...] = ()
+    running: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedVersion:
+    """A version of an adapter that is in host memory; `is_active`: in a slot too."""
+
+    name: str
+    is_active: bool
+    is_pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerFigures:
+    """What one engine's planner says for metrics; `slots` are those of `--max-loras`."""
+
+    slots: int
+    spare_slots: int
+    held: int
+    host_bytes: int
+    host_max_adapters: int
+    host_max_bytes: int | None
+    loaded: tuple[LoadedVersion, ...]
+    stats: Stats
+
+
+def to_plain(message: Any) -> Any:
+    """A message, or several, as dicts and lists of plain values; a copy."""
+    return msgspec.to_builtins(message)
+
+
+def from_plain(kind: type[T], plain: Any) -> T:
+    """The message of this type that `to_plain` made `plain` of.
+
+    Raises:
+        msgspec.ValidationError: it is none.
+    """
+    return msgspec.convert(plain, kind)

@@ -1,4 +1,4 @@
-"""Moving adapters between disk, host cache and slots: who gives way to whom, and the commands that do it."""
+"""Moving adapters between disk, host cache and slots: who is evicted for whom, and the commands that do it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Placement:
         idle: those that are loaded, and that nobody uses or waits for.
         jobs: adapters that are being loaded, or activated in the background.
         expects_copy: whether activating the adapter that was loaded last costs a copy.
-        yielding: adapters that are given no further requests, as they go once the one is loaded that `room_is_for`.
+        reserved_for: the adapter that room is made for. draining: those that are evicted for it once they are not used:
+            they do not begin again, and what runs takes further requests for the rest of its time slice only.
     """
 
     def __init__(self, slots: int, cache: HostCache, stats: Stats, evicted: Callable[[Adapter], None]) -> None:
@@ -37,8 +38,8 @@ class Placement:
         self.idle: set[int] = set()
         self.jobs: dict[int, Adapter] = {}
         self.expects_copy = True
-        self.yielding: set[int] = set()
-        self.room_is_for: Adapter | None = None
+        self.draining: set[int] = set()
+        self.reserved_for: Adapter | None = None
         self.commands: list[Command] = []
         self._stats = stats
         self._evicted = evicted
@@ -51,7 +52,7 @@ class Placement:
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no place in the host cache, nor an idle adapter that could give up its own."""
+        """Whether there is no place in the host cache, nor an idle adapter that could be evicted."""
         return not self.idle and not self.cache.fits_without(0, 1, 0, 0)
 
     @property
@@ -79,13 +80,13 @@ class Placement:
 
     # --- slots ---
 
-    def activate(self, adapter: Adapter, displaces: Callable[[Adapter], bool] | None = None) -> bool:
+    def activate(self, adapter: Adapter, *, displaces: bool = False) -> bool:
         """See that a loaded adapter has a slot, at once or once it is written; False where it cannot have one now."""
         if adapter.slot is not None:
             return True
-        if adapter.residency is not Residency.LOADED or not self.free_slot(displaces):
+        if adapter.residency is not Residency.LOADED or not self._free_slot(displaces=displaces):
             return False
-        slot = self._take_slot(adapter)
+        slot = adapter.slot = self.slots.acquire(adapter.engine_id)
         adapter.is_active = adapter.is_instant
         self.note_use(adapter)
         job = None if adapter.is_instant else self._job(adapter)
@@ -93,30 +94,25 @@ class Placement:
         self.commands.append(Activate(adapter.engine_id, slot, job))
         return True
 
-    def free_slot(self, displaces: Callable[[Adapter], bool] | None = None) -> bool:
-        """See that a slot is free: the one used longest ago of those that nobody uses is given up.
+    def _free_slot(self, *, displaces: bool = False) -> bool:
+        """See that a slot is free: of those that nobody uses, the least recently used one becomes free.
 
-        Where there is none, one that waits gives way if `displaces` says so.
+        Where there is none, the one that came last of those that wait loses its slot, if it may be displaced.
         """
         if self.slots.has_free:
             return True
         owners = [self.adapters[engine_id] for engine_id in self.slots.owners()]
         victim = next((owner for owner in owners if owner.is_idle), None)
-        if victim is None and displaces is not None:
-            victim = next((owner for owner in owners if owner.can_be_displaced and displaces(owner)), None)
+        if victim is None and displaces:
+            waiting = (owner for owner in owners if owner.can_be_displaced)
+            victim = max(waiting, key=lambda owner: (owner.priority, owner.since), default=None)
         if victim is None:
             return False
-        self.lose_slot(victim)
+        self._release_slot(victim)
         self._stats.slot_evictions += 1
         return True
 
-    def _take_slot(self, adapter: Adapter) -> int:
-        slot = adapter.slot = self.slots.take(adapter.engine_id)
-        adapter.had_turn = False
-        return slot
-
-    def lose_slot(self, adapter: Adapter) -> None:
-        """Its slot belongs to nobody."""
+    def _release_slot(self, adapter: Adapter) -> None:
         self.slots.release(adapter.engine_id)
         adapter.slot, adapter.is_active = None, False
 
@@ -148,16 +144,19 @@ class Placement:
             adapter=adapter.spec.name,
         )
 
-    def load(self, adapter: Adapter, *, is_overdue: bool, may_take_slot: bool) -> bool:
-        """Have an adapter loaded, and activated at once where a slot is idle; False where there is no room for it."""
-        if not self._make_room(adapter, is_overdue=is_overdue):
+    def load(self, adapter: Adapter, *, may_drain: bool, may_take_slot: bool) -> bool:
+        """Have an adapter loaded, and activated at once where a slot is idle; False where there is no room for it.
+
+        `may_drain`: room is made for it, then, by adapters that are in use.
+        """
+        if not self._make_room(adapter, may_drain=may_drain):
             return False
         self.cache.reserve(adapter.engine_id, self.size_bytes(adapter))
         adapter.residency = Residency.LOADING
-        if self.room_is_for is adapter:
-            self.keep_no_room()
-        if may_take_slot and self.expects_copy and self.free_slot():
-            self._take_slot(adapter)
+        if self.reserved_for is adapter:
+            self.end_reservation()
+        if may_take_slot and self.expects_copy and self._free_slot():
+            adapter.slot = self.slots.acquire(adapter.engine_id)
         self.commands.append(Load(adapter.spec, self._job(adapter), adapter.slot))
         return True
 
@@ -167,7 +166,7 @@ class Placement:
         self.expects_copy = not is_instant
         self.cache.loaded(adapter.engine_id, adapter.spec.path, size_bytes, cost_s)
         if adapter.slot is not None and is_instant:
-            self.lose_slot(adapter)  # it was taken for a copy that is not needed
+            self._release_slot(adapter)  # it was acquired for a copy that is not needed
         if adapter.slot is None:
             self.job_done(adapter)
         victims = self._idle_to_evict(0, 0, (), but=adapter)
@@ -181,7 +180,7 @@ class Placement:
         """Remove an adapter from the workers: from slot and host memory."""
         self.job_done(adapter)
         size_bytes = self.cache.remove(adapter.engine_id)
-        self.lose_slot(adapter)
+        self._release_slot(adapter)
         if adapter.residency is Residency.LOADED and not adapter.is_retired:
             self._stats.host_evictions += 1
             self._stats.host_evicted_bytes += size_bytes
@@ -194,44 +193,44 @@ class Placement:
         for victim in victims:
             self.evict(victim)
 
-    def _make_room(self, adapter: Adapter, *, is_overdue: bool) -> bool:
-        """Evict what it takes for an adapter to fit; nothing, where all that may go is not enough.
+    def _make_room(self, adapter: Adapter, *, may_drain: bool) -> bool:
+        """Evict what it takes for an adapter to fit; nothing, where all that may be evicted is not enough.
 
-        For one that is overdue others give way too: room is kept for it from then on, and what is loaded meanwhile
-        has to fit beside it.
+        Then adapters are drained for it: room is reserved from then on, and what is loaded meanwhile has to fit
+        beside it.
         """
         size_bytes = self.size_bytes(adapter)
-        if self.room_is_for not in (None, adapter):
-            victims = self._idle_beside(self.room_is_for, size_bytes)
+        if self.reserved_for not in (None, adapter):
+            victims = self._idle_beside(self.reserved_for, size_bytes)
         else:
             victims = self._idle_to_evict(size_bytes, 1, ())
-            if victims is None and is_overdue:
-                victims = self._keep_room(adapter, size_bytes)
+            if victims is None and may_drain:
+                victims = self._drain_for(adapter, size_bytes)
         if victims is None:
             return False
         self._evict_all(victims)
         return True
 
-    def keep_no_room(self) -> None:
-        """The one that room is kept for is loaded, or not wanted any more."""
-        self.room_is_for = None
-        self.yielding.clear()
+    def end_reservation(self) -> None:
+        """The adapter that room is reserved for is loaded, or not wanted any more."""
+        self.reserved_for = None
+        self.draining.clear()
 
-    def _keep_room(self, adapter: Adapter, size_bytes: int) -> list[Adapter] | None:
-        """Choose who makes room for an adapter; all of them, once none of them is used, and None before.
+    def _drain_for(self, adapter: Adapter, size_bytes: int) -> list[Adapter] | None:
+        """Choose who is evicted for an adapter; all of them, once none of them is used, and None before.
 
-        The choice stands until it is loaded. Else what one gives up would be used again before the next has finished.
+        The choice stands until it is loaded. Else room that one leaves would be used again before the next has left.
         """
-        chosen = self._leaving()
-        if self.room_is_for is None or not self._fits(size_bytes, 1, chosen):
+        chosen = self._drained()
+        if self.reserved_for is None or not self._fits(size_bytes, 1, chosen):
             chosen = self._choose(adapter, size_bytes)
-            self.room_is_for, self.yielding = adapter, {other.engine_id for other in chosen}
+            self.reserved_for, self.draining = adapter, {other.engine_id for other in chosen}
         is_enough = self._fits(size_bytes, 1, chosen)
         return chosen if is_enough and all(other.can_be_displaced for other in chosen) else None
 
-    def _leaving(self) -> list[Adapter]:
-        """Those that make room, as far as they are still there and not pinned."""
-        adapters = (self.adapters[engine_id] for engine_id in self.yielding if engine_id in self.cache)
+    def _drained(self) -> list[Adapter]:
+        """Those that are draining, as far as they are still there and not pinned."""
+        adapters = (self.adapters[engine_id] for engine_id in self.draining if engine_id in self.cache)
         return [adapter for adapter in adapters if not adapter.is_pinned]
 
     def _choose(self, newcomer: Adapter, size_bytes: int) -> list[Adapter]:
@@ -240,12 +239,12 @@ class Placement:
         for adapter in (self.adapters[engine_id] for engine_id in self.cache):
             if adapter.is_idle:
                 idle.append(adapter)
-            elif adapter.can_be_displaced and _since(adapter) > _since(newcomer):
+            elif adapter.can_be_displaced and adapter.since > newcomer.since:
                 behind.append(adapter)
             elif adapter.running and not adapter.is_pinned:
                 running.append(adapter)
-        behind.sort(key=_since, reverse=True)
-        running.sort(key=lambda adapter: adapter.admits_since)
+        behind.sort(key=lambda adapter: adapter.since, reverse=True)
+        running.sort(key=lambda adapter: adapter.slice_began_at)
         chosen: list[Adapter] = []
         for adapter in (*idle, *behind, *running):
             if self._fits(size_bytes, 1, chosen):
@@ -258,14 +257,14 @@ class Placement:
         return chosen
 
     def _idle_beside(self, other: Adapter, size_bytes: int) -> list[Adapter] | None:
-        """Idle adapters to evict for a load now that leaves the room that is kept for another."""
-        chosen = self._idle_to_evict(size_bytes + self.size_bytes(other), 2, self._leaving())
+        """Idle adapters to evict for a load now that leaves the room that is reserved for another."""
+        chosen = self._idle_to_evict(size_bytes + self.size_bytes(other), 2, self._drained())
         return None if chosen is None or not self._fits(size_bytes, 1, chosen) else chosen
 
     def _idle_to_evict(
         self, size_bytes: int, more: int, leaving: Sequence[Adapter], *, but: Adapter | None = None
     ) -> list[Adapter] | None:
-        """Idle adapters, in the policy's order, without which and without those who leave there is room."""
+        """Idle adapters, in the policy's order, that leave room once they and those in `leaving` are evicted."""
         victims: list[Adapter] = []
         spared = {adapter.engine_id for adapter in leaving} | ({but.engine_id} if but is not None else set())
         while not self._fits(size_bytes, more, (*victims, *leaving)):
@@ -277,10 +276,6 @@ class Placement:
             victims.append(self.adapters[found])
         return victims
 
-    def _fits(self, size_bytes: int, more: int, gone: Sequence[Adapter]) -> bool:
-        gone_bytes = sum(self.cache.size_bytes(adapter.engine_id) for adapter in gone)
-        return self.cache.fits_without(size_bytes, more, gone_bytes, len(gone))
-
-
-def _since(adapter: Adapter) -> float:
-    return float("-inf") if adapter.waits_since is None else adapter.waits_since
+    def _fits(self, size_bytes: int, more: int, evicted: Sequence[Adapter]) -> bool:
+        evicted_bytes = sum(self.cache.size_bytes(adapter.engine_id) for adapter in evicted)
+        return self.cache.fits_without(size_bytes, more, evicted_bytes, len(evicted))

@@ -11,7 +11,7 @@ class Slots:
     def __init__(self, count: int) -> None:
         self.count = count
         self._free = list(range(count - 1, -1, -1))
-        self._slot_of: dict[int, int] = {}  # the one used longest ago first
+        self._slot_of: dict[int, int] = {}  # least recently used first
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -21,13 +21,13 @@ class Slots:
         """Whether a slot has no owner."""
         return bool(self._free)
 
-    def take(self, engine_id: int) -> int:
-        """Give a free slot to an owner that has none."""
+    def acquire(self, engine_id: int) -> int:
+        """A free slot for an owner that has none."""
         slot = self._slot_of[engine_id] = self._free.pop()
         return slot
 
     def release(self, engine_id: int) -> None:
-        """Take an owner's slot away, if it has one."""
+        """An owner's slot, if it has one, is free."""
         slot = self._slot_of.pop(engine_id, None)
         if slot is not None:
             self._free.append(slot)
@@ -37,5 +37,5 @@ class Slots:
         self._slot_of[engine_id] = self._slot_of.pop(engine_id)
 
     def owners(self) -> Iterator[int]:
-        """All owners, the one whose slot was used longest ago first."""
+        """All owners, the least recently used one first."""
         return iter(list(self._slot_of))

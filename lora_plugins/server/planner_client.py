@@ -8,16 +8,18 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from cachetools import LRUCache
 
 from lora_plugins.errors import LoRAPluginsError, error_of
 from lora_plugins.events import AdapterReady, Events, LoadRefused
+from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, Answer, PlannerFigures, from_plain, to_plain
 
 REMEMBERED = 10_000
+T = TypeVar("T")
 
-# Calls a utility of every engine, and returns their answers by the engines' numbers.
+# Calls a utility of every engine with plain values, and returns their answers by the engines' numbers.
 Ask = Callable[[str, tuple[Any, ...]], Awaitable[Mapping[int, Any]]]
 
 
@@ -41,19 +43,19 @@ class Place:
     running: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, engine_id: int, engines: Sequence[Mapping[int, Mapping[str, Any]]]) -> Place:
-        """What the engines' `residency` says of one adapter: it is where every engine has it."""
+    def of(cls, engine_id: int, engines: Sequence[Mapping[int, AdapterState]]) -> Place:
+        """Of one adapter's states by engine id, in each engine: it is where every engine has it."""
         here = [engine[engine_id] for engine in engines if engine_id in engine]
         if not here:
             return cls()
         everywhere = len(here) == len(engines)
         return cls(
-            max(one["size_bytes"] for one in here),
-            everywhere and all(one["host"] for one in here),
-            everywhere and all(one["slot"] for one in here),
-            any(one["pinned"] for one in here),
-            tuple(request_id for one in here for request_id in one["held"]),
-            tuple(request_id for one in here for request_id in one["running"]),
+            max(one.size_bytes for one in here),
+            everywhere and all(one.is_loaded for one in here),
+            everywhere and all(one.is_active for one in here),
+            any(one.is_pinned for one in here),
+            tuple(request_id for one in here for request_id in one.held),
+            tuple(request_id for one in here for request_id in one.running),
         )
 
 
@@ -89,9 +91,9 @@ class PlannerClient:
         except LoRAPluginsError as error:
             self._events.emit(LoadRefused(request.lora_name, error))
             raise
-        loads = [answer for answer in answers if answer["load_s"] is not None]
+        loads = [(answer.size_bytes, answer.load_s) for answer in answers if answer.load_s is not None]
         if loads:
-            size_bytes, load_s = (max(answer[what] for answer in loads) for what in ("size_bytes", "load_s"))
+            size_bytes, load_s = (max(values) for values in zip(*loads, strict=True))
             self._events.emit(AdapterReady(request.lora_name, request.lora_path, size_bytes, load_s))
 
     async def pin(self, request: Request, *, uri: str | None = None) -> None:
@@ -108,38 +110,38 @@ class PlannerClient:
 
     async def unpin(self, engine_id: int) -> None:
         """Let a pinned adapter go when others need its place."""
-        await self._ask("lora_plugins_unpin", (engine_id,))
+        await self._typed(bool, "lora_plugins_unpin", engine_id)
 
     async def retire(self, engine_id: int, refusal: LoRAPluginsError | None = None) -> None:
         """Evict an adapter as soon as nobody uses it, and wait for that.
 
         With a `refusal`, requests that are not admitted yet, or still come, are refused with it.
         """
-        await self._ask("lora_plugins_retire", (engine_id, None if refusal is None else refusal.plain()))
+        await self._typed(Answer, "lora_plugins_retire", engine_id, None if refusal is None else refusal.plain())
 
     async def places(self) -> Callable[[int], Place]:
         """Where each adapter is now, by engine id."""
-        answers = await self._ask("lora_plugins_residency", ())
-        engines = [{row["engine_id"]: row for row in rows} for rows in answers.values()]
+        answers = await self._typed(list[AdapterState], "lora_plugins_residency")
+        engines = [{state.engine_id: state for state in states} for states in answers.values()]
         return lambda engine_id: Place.of(engine_id, engines)
 
-    async def figures(self) -> Mapping[int, Mapping[str, Any]]:
+    async def figures(self) -> Mapping[int, PlannerFigures]:
         """What each engine's planner counts, by the engine's number."""
-        return await self._ask("lora_plugins_figures", ())
+        return await self._typed(PlannerFigures, "lora_plugins_figures")
 
-    async def _answers(self, utility: str, *arguments: Any) -> list[dict[str, Any]]:
-        answers = list((await self._ask(utility, arguments)).values())
+    async def _answers(self, utility: str, *arguments: Any) -> list[Answer]:
+        answers = list((await self._typed(Answer, utility, *arguments)).values())
         for answer in answers:
-            if "error" in answer:
-                raise error_of(answer["error"])
+            if answer.error is not None:
+                raise error_of(answer.error)
         return answers
 
+    async def _typed(self, kind: type[T], utility: str, *arguments: Any) -> dict[int, T]:
+        """Ask with messages, and return the answers as messages of this kind."""
+        answers = await self._ask(utility, tuple(to_plain(argument) for argument in arguments))
+        return {number: from_plain(kind, answer) for number, answer in answers.items()}
 
-def _spec(request: Request, uri: str | None) -> dict[str, Any]:
-    return {
-        "engine_id": request.lora_int_id,
-        "name": request.lora_name,
-        "path": request.lora_path,
-        "uri": uri,
-        "is_3d": bool(getattr(request, "is_3d_lora_weight", False)),
-    }
+
+def _spec(request: Request, uri: str | None) -> AdapterSpec:
+    is_3d = bool(getattr(request, "is_3d_lora_weight", False))
+    return AdapterSpec(request.lora_int_id, request.lora_name, request.lora_path, uri, is_3d)

@@ -8,21 +8,31 @@ In the caller's own process (offline, without multiprocessing) nobody steps mean
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError, error_of
 from lora_plugins.ledger import Patch
 from lora_plugins.scheduler.adapter import Residency
-from lora_plugins.scheduler.messages import AdapterSpec
+from lora_plugins.scheduler.messages import (
+    AdapterSpec,
+    AdapterState,
+    Answer,
+    Loaded,
+    LoadedVersion,
+    PlannerFigures,
+    from_plain,
+    to_plain,
+)
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.vllm_patches.notices import Notices
 from lora_plugins.vllm_patches.scheduler import Admission
 
 _STEP_WAIT_S = 0.05
-Answer = dict[str, Any]  # {"error": …} where it failed
 
 
 def patch() -> None:
@@ -37,34 +47,46 @@ def patch() -> None:
     EngineCore.wake_up = _waking(EngineCore.wake_up)
 
 
+def _utility(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A utility as vLLM's messages reach it: an `AdapterSpec` and the answer are plain values."""
+    takes_spec = "spec" in inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def utility(self: Any, *arguments: Any) -> Any:
+        if takes_spec:
+            arguments = (from_plain(AdapterSpec, arguments[0]), *arguments[1:])
+        return _then(function(self, *arguments), to_plain)
+
+    return utility
+
+
 # `self` is an EngineCore.
 
 
-def _load(self: Any, spec: dict[str, Any], wants_slot: bool, is_urgent: bool = False) -> Future[Answer] | Answer:
+@_utility
+def _load(self: Any, spec: AdapterSpec, wants_slot: bool, is_urgent: bool = False) -> Future[Answer] | Answer:
     """Bring an adapter into host memory, and into a slot if one is idle.
 
     An urgent one is answered as soon as it is loaded, while the step goes on.
     """
     scheduler = _scheduler(self)
-    planned = _spec(scheduler, spec)
+    planned = _planned_spec(scheduler, spec)
     was_loaded = planned.engine_id in scheduler.planner.placement.cache
 
-    def said(answer: Answer) -> Answer:
-        if answer:  # an error, or what the workers themselves said
+    def with_size(answer: Answer) -> Answer:
+        if answer != Answer():  # an error, or an early report's
             return answer
         adapter = scheduler.planner.adapters.get(planned.engine_id)
         if adapter is None:
-            return {"load_s": None}
-        size_bytes = scheduler.planner.placement.size_bytes(adapter)
-        return {"load_s": None if was_loaded else adapter.load_s, "size_bytes": size_bytes}
+            return answer
+        return Answer(scheduler.planner.placement.size_bytes(adapter), None if was_loaded else adapter.load_s)
 
     is_urgent = is_urgent and _can_notice(self)
     if is_urgent and scheduler.notices is None:
         scheduler.notices = Notices(self.vllm_config.parallel_config.world_size)
     load = scheduler.planner.load(planned, time.monotonic(), wants_slot=wants_slot, is_urgent=is_urgent)
-    answer = _answer(self, load)
-    result: Future[Answer] | Answer = _then(answer, said)
-    return result
+    answer: Future[Answer] | Answer = _then(_answer(self, load), with_size)
+    return answer
 
 
 def _can_notice(core: Any) -> bool:
@@ -76,17 +98,20 @@ def _can_notice(core: Any) -> bool:
     return is_local and isinstance(core, EngineCoreProc) and sys.platform == "linux"
 
 
-def _pin(self: Any, spec: dict[str, Any]) -> Future[Answer] | Answer:
+@_utility
+def _pin(self: Any, spec: AdapterSpec) -> Future[Answer] | Answer:
     """Keep an adapter in host memory and in a slot."""
     scheduler = _scheduler(self)
-    return _answer(self, scheduler.planner.pin(_spec(scheduler, spec), time.monotonic()))
+    return _answer(self, scheduler.planner.pin(_planned_spec(scheduler, spec), time.monotonic()))
 
 
+@_utility
 def _unpin(self: Any, engine_id: int) -> bool:
-    """Let a pinned adapter go when others need its place."""
+    """Allow a pinned adapter to be evicted; returns whether it was pinned."""
     return bool(_scheduler(self).planner.unpin(engine_id))
 
 
+@_utility
 def _retire(self: Any, engine_id: int, refusal: dict[str, str] | None) -> Future[Answer] | Answer:
     """Evict an adapter as soon as nobody uses it."""
     scheduler = _scheduler(self)
@@ -94,48 +119,42 @@ def _retire(self: Any, engine_id: int, refusal: dict[str, str] | None) -> Future
     return _answer(self, scheduler.planner.retire(engine_id, error))
 
 
-def _residency(self: Any) -> list[dict[str, Any]]:
+@_utility
+def _residency(self: Any) -> list[AdapterState]:
     """What is known of each adapter: where it is, and which requests are held and run."""
-    cache = _planner(self).placement.cache
+    planner = _planner(self)
+    cache = planner.placement.cache
     return [
-        {
-            "engine_id": adapter.engine_id,
-            "name": adapter.spec.name,
-            "size_bytes": cache.size_bytes(adapter.engine_id) if adapter.engine_id in cache else 0,
-            "host": adapter.residency is Residency.LOADED,
-            "slot": adapter.is_active,
-            "pinned": adapter.is_pinned,
-            "held": list(adapter.held),
-            "running": list(adapter.running),
-        }
-        for adapter in _planner(self).adapters.values()
+        AdapterState(
+            adapter.engine_id,
+            adapter.spec.name,
+            cache.size_bytes(adapter.engine_id) if adapter.engine_id in cache else 0,
+            adapter.residency is Residency.LOADED,
+            adapter.is_active,
+            adapter.is_pinned,
+            tuple(adapter.held),
+            tuple(adapter.running),
+        )
+        for adapter in planner.adapters.values()
     ]
 
 
-def _figures(self: Any) -> dict[str, Any]:
+@_utility
+def _figures(self: Any) -> PlannerFigures:
     """What the planner counts, for metrics."""
     planner = _planner(self)
-    cache, stats = planner.placement.cache, planner.stats
-    loaded = [adapter for adapter in planner.adapters.values() if adapter.residency is Residency.LOADED]
-    return {
-        "loaded": [(adapter.spec.name, adapter.is_active, adapter.is_pinned) for adapter in loaded],
-        "slots": planner.max_running,
-        "spare_slots": planner.placement.slots.count - planner.max_running,
-        "held": planner.held_count,
-        "host_max_adapters": cache.max_adapters,
-        "host_max_bytes": cache.max_bytes,
-        "host_bytes": cache.used_bytes,
-        "host_evictions": stats.host_evictions,
-        "host_evicted_bytes": stats.host_evicted_bytes,
-        "load_failures": stats.load_failures,
-        "slot_evictions": stats.slot_evictions,
-        "instant_activations": stats.instant_activations,
-        "background_activations": stats.background_activations,
-        "refused": dict(stats.refused),
-        "load_seconds": stats.load_seconds.plain(),
-        "activate_seconds": stats.activate_seconds.plain(),
-        "wait_seconds": {found.value: seconds.plain() for found, seconds in stats.waits.items()},
-    }
+    cache = planner.placement.cache
+    loaded = (adapter for adapter in planner.adapters.values() if adapter.residency is Residency.LOADED)
+    return PlannerFigures(
+        slots=planner.max_running,
+        spare_slots=planner.placement.slots.count - planner.max_running,
+        held=planner.admission.held_count,
+        host_bytes=cache.used_bytes,
+        host_max_adapters=cache.max_adapters,
+        host_max_bytes=cache.max_bytes,
+        loaded=tuple(LoadedVersion(adapter.spec.name, adapter.is_active, adapter.is_pinned) for adapter in loaded),
+        stats=planner.stats,
+    )
 
 
 def _adding(original: Any) -> Any:
@@ -208,51 +227,48 @@ def _planner(core: Any) -> Planner:
     return planner
 
 
-def _spec(scheduler: Any, spec: dict[str, Any]) -> AdapterSpec:
+def _planned_spec(scheduler: Any, spec: AdapterSpec) -> AdapterSpec:
+    """What the planner knows this adapter by, whose URI is remembered for requests that come with vLLM's own object."""
     from vllm.lora.request import LoRARequest
 
-    if spec["uri"] is not None:
-        scheduler.uris[spec["engine_id"]] = spec["uri"]
+    if spec.uri is not None:
+        scheduler.uris[spec.engine_id] = spec.uri
     request = LoRARequest(
-        lora_name=spec["name"],
-        lora_int_id=spec["engine_id"],
-        lora_path=spec["path"],
-        is_3d_lora_weight=spec["is_3d"],
+        lora_name=spec.name, lora_int_id=spec.engine_id, lora_path=spec.path, is_3d_lora_weight=spec.is_3d
     )
     planned: AdapterSpec = scheduler.spec_of(request)
     return planned
 
 
 def _answer(core: Any, future: Future[Any]) -> Future[Answer] | Answer:
-    """The end of what was asked for, with its error as plain values: vLLM carries an exception's text only."""
+    """What came of a call, with its error in the answer: of an exception vLLM carries the text only."""
     from vllm.v1.engine.core import EngineCoreProc
 
     if not isinstance(core, EngineCoreProc):
         _step_until_done(core, future)
-        return _plain(future)
+        return _outcome(future)
     answer: Future[Answer] = Future()
-    future.add_done_callback(lambda done: answer.set_result(_plain(done)))
+    future.add_done_callback(lambda done: answer.set_result(_outcome(done)))
     return answer
 
 
-def _plain(done: Future[Any]) -> Answer:
+def _outcome(done: Future[Any]) -> Answer:
     error = done.exception()
-    if error is None:
-        loaded = done.result()
-        return {} if loaded is None else {"load_s": loaded.load_s, "size_bytes": loaded.size_bytes}
-    if not isinstance(error, LoRAPluginsError):
-        raise error
-    return {"error": error.plain()}
+    if isinstance(error, LoRAPluginsError):
+        return Answer(error=error.plain())
+    loaded = done.result()
+    return Answer(loaded.size_bytes, loaded.load_s) if isinstance(loaded, Loaded) else Answer()
 
 
-def _then(answer: Future[Answer] | Answer, what: Any) -> Any:
+def _then(answer: Any, function: Callable[[Any], Any]) -> Any:
+    """`function` of an answer, or of a Future's result."""
     if not isinstance(answer, Future):
-        return what(answer)
+        return function(answer)
     result: Future[Any] = Future()
 
-    def done(of_answer: Future[Answer]) -> None:
+    def done(of_answer: Future[Any]) -> None:
         try:
-            result.set_result(what(of_answer.result()))
+            result.set_result(function(of_answer.result()))
         except Exception as error:  # noqa: BLE001 - handed to whoever asked
             result.set_exception(error)
 
@@ -261,8 +277,8 @@ def _then(answer: Future[Answer] | Answer, what: Any) -> Any:
 
 
 def _true_or_raise(answer: Answer) -> bool:
-    if "error" in answer:
-        raise error_of(answer["error"])
+    if answer.error is not None:
+        raise error_of(answer.error)
     return True
 
 

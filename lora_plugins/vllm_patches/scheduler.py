@@ -57,7 +57,7 @@ class Admission:
         ):
             super().add_request(request)  # type: ignore[misc]
             return
-        if planner.is_held(request.request_id):
+        if planner.admission.is_held(request.request_id):
             self._later_parts.setdefault(request.request_id, []).append(request)
             return
         if self.log_stats:  # type: ignore[attr-defined]
@@ -123,7 +123,7 @@ class Admission:
             request_ids = (request_ids,)
         elif request_ids is not None:
             request_ids = list(request_ids)
-        gone = planner.take_back(request_ids)
+        gone = planner.cancel(request_ids)
         for request in gone:
             self._forget(request, finished_status)
         finished = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
@@ -139,7 +139,7 @@ class Admission:
 
     def has_request(self, request_id: str) -> bool:
         """As vLLM's (which has it from 0.33), of held requests too."""
-        if self.planner is not None and self.planner.is_held(request_id):
+        if self.planner is not None and self.planner.admission.is_held(request_id):
             return True
         vllms = getattr(super(), "has_request", None)
         return request_id in self.requests if vllms is None else bool(vllms(request_id))  # type: ignore[attr-defined]
@@ -226,7 +226,7 @@ class Admission:
 
     @property
     def _held(self) -> int:
-        return 0 if self.planner is None or self._hides_held else self.planner.held_count
+        return 0 if self.planner is None or self._hides_held else self.planner.admission.held_count
 
     def get_num_unfinished_requests(self) -> int:
         """As vLLM's, with held requests, unless all new ones are paused."""
@@ -246,9 +246,9 @@ class Admission:
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's, where held requests wait."""
         stats = self._without_held("make_stats", *args, **kwargs)
-        if stats is not None and self.planner is not None and self.planner.held_count:
-            stats.num_waiting_reqs += self.planner.held_count
-            stats.waiting_lora_adapters.update(self.planner.held_by_name)
+        if stats is not None and self.planner is not None and self.planner.admission.held_count:
+            stats.num_waiting_reqs += self.planner.admission.held_count
+            stats.waiting_lora_adapters.update(self.planner.admission.held_by_name)
         return stats
 
     def _without_held(self, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -28,7 +28,7 @@ def all_families() -> Iterator[Metric]:
     registry = CollectorRegistry()
     CountEvents(registry, 3)
     yield from registry.collect()
-    full = engine(loaded=[["sql", True, False]], host_max_bytes=1, refused={"L001": 1})
+    full = engine(("sql", True, False), host_max_bytes=1, refused={"L001": 1})
     yield from families("llama", {0: full}, 10)
     figures = MetricsCollector(None, None, 10)
     figures._engines.answer, figures._engines.answered_at = Reports("llama", {}), 0.0

@@ -7,39 +7,27 @@ from prometheus_client import CollectorRegistry, generate_latest
 from lora_plugins.errors import NoFreeSlot
 from lora_plugins.observability.adapter_labels import OTHERS
 from lora_plugins.observability.engine_metrics import families
-from lora_plugins.scheduler.adapter import Found
 from lora_plugins.scheduler.host_cache import HostCache
-from lora_plugins.scheduler.messages import AdapterSpec
+from lora_plugins.scheduler.messages import AdapterSpec, LoadedVersion, PlannerFigures, from_plain
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.policies import make_policy
-from lora_plugins.scheduler.stats import BOUNDS_S, Seconds
+from lora_plugins.scheduler.stats import BOUNDS_S, Found, Histogram, Stats
 from lora_plugins.vllm_patches import engine_core
 from lora_plugins.vllm_patches.scheduler import Admission
 
-NONE = Seconds().plain()
 
-
-def engine(**changes) -> dict:
-    return {
-        "loaded": [],
-        "slots": 2,
-        "spare_slots": 1,
-        "held": 0,
-        "host_max_adapters": 5,
-        "host_max_bytes": None,
-        "host_bytes": 0,
-        "host_evictions": 0,
-        "host_evicted_bytes": 0,
-        "load_failures": 0,
-        "slot_evictions": 0,
-        "instant_activations": 0,
-        "background_activations": 0,
-        "refused": {},
-        "load_seconds": NONE,
-        "activate_seconds": NONE,
-        "wait_seconds": {found.value: NONE for found in Found},
-        **changes,
-    }
+def engine(*loaded: tuple[str, bool, bool], host_max_bytes: int | None = None, **counted) -> PlannerFigures:
+    """Figures of an engine with these adapters loaded: name, whether it is in a slot, whether it is pinned."""
+    return PlannerFigures(
+        slots=2,
+        spare_slots=1,
+        held=0,
+        host_bytes=0,
+        host_max_adapters=5,
+        host_max_bytes=host_max_bytes,
+        loaded=tuple(LoadedVersion(*row) for row in loaded),
+        stats=Stats(**counted),
+    )
 
 
 def shown(engines, max_adapters=10) -> dict[str, float]:
@@ -71,11 +59,11 @@ class Core:
 
 def test_figures_of_a_planner_are_shown():
     core = Core()
-    assert engine_core._figures(core) == engine(host_max_bytes=100)
+    assert from_plain(PlannerFigures, engine_core._figures(core)) == engine(host_max_bytes=100)
     core.planner.arrived(AdapterSpec(1, "sql", "/store/sql"), "r", object(), 0.0)
     core.planner.retire(2, NoFreeSlot("gone"))
     core.planner.arrived(AdapterSpec(2, "chat", "/store/chat"), "s", object(), 0.0)
-    figures = shown({0: engine_core._figures(core)})
+    figures = shown({0: from_plain(PlannerFigures, engine_core._figures(core))})
     assert figures["lora_plugins_held,llama,0"] == 1
     assert figures["lora_plugins_refused_requests_total,llama,0,L001"] == 1
     assert figures["lora_plugins_spare_slots,llama,0"] == 1
@@ -83,7 +71,7 @@ def test_figures_of_a_planner_are_shown():
 
 def test_loaded_adapters_are_shown_by_level():
     rows = [["sql", True, False], ["chat", False, True], ["poet", False, False]]
-    engines = {0: engine(loaded=rows)}
+    engines = {0: engine(*rows)}
     assert loaded(engines) == {"0,sql,gpu,false": 1, "0,chat,cpu,true": 1, "0,poet,cpu,false": 1}
     figures = shown(engines)
     assert figures["vllm:num_gpu_loaded_lora_adapters,llama,0"] == 1
@@ -92,13 +80,13 @@ def test_loaded_adapters_are_shown_by_level():
 
 
 def test_unloaded_adapter_has_no_series():
-    assert loaded({0: engine(loaded=[["sql", True, False]])})
+    assert loaded({0: engine(("sql", True, False))})
     assert loaded({0: engine()}) == {}
 
 
 def test_two_versions_of_a_name_count_as_one_adapter():
     for rows in ([["sql", True, False], ["sql", False, True]], [["sql", False, True], ["sql", True, False]]):
-        assert loaded({0: engine(loaded=rows)}) == {"0,sql,gpu,true": 1}
+        assert loaded({0: engine(*rows)}) == {"0,sql,gpu,true": 1}
 
 
 def test_each_engine_has_its_own_series():
@@ -123,7 +111,7 @@ def test_refused_requests_are_counted_by_their_codes():
 
 def test_adapters_beyond_the_limit_share_a_label():
     rows = [[f"warm-{number}", False, number == 0] for number in range(4)] + [["hot", True, False]]
-    assert loaded({0: engine(loaded=rows)}, max_adapters=2) == {
+    assert loaded({0: engine(*rows)}, max_adapters=2) == {
         "0,hot,gpu,false": 1,
         "0,warm-0,cpu,true": 1,
         f"0,{OTHERS},cpu,false": 3,
@@ -131,12 +119,11 @@ def test_adapters_beyond_the_limit_share_a_label():
 
 
 def test_durations_are_a_histogram():
-    seconds = Seconds()
+    seconds = Histogram()
     for duration_s in (0.00005, 0.001, 0.0011, 3.0, 1000.0):
         seconds.observe(duration_s)
-    plain = seconds.plain()
-    waits = {"slot": NONE, "host": plain, "store": NONE}
-    figures = shown({0: engine(load_seconds=plain, activate_seconds=plain, wait_seconds=waits)})
+    waits = {Found.SLOT: Histogram(), Found.HOST: seconds, Found.STORE: Histogram()}
+    figures = shown({0: engine(load_seconds=seconds, activate_seconds=seconds, wait_seconds=waits)})
     for name, labels in (
         ("vllm:lora_adapter_load_seconds", "llama,0"),
         ("lora_plugins_activate_seconds", "llama,0"),
@@ -154,7 +141,7 @@ def test_durations_are_a_histogram():
 def test_any_adapter_name_can_be_written():
     class Shown:
         def collect(self):
-            return families("llama", {0: engine(loaded=[["\ud800\n", True, False]])}, 10)
+            return families("llama", {0: engine(("\ud800\n", True, False))}, 10)
 
     registry = CollectorRegistry()
     registry.register(Shown())

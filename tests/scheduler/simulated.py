@@ -146,12 +146,12 @@ class Request:
     first_token_at: float | None = None
     ended_at: float | None = None
     refusal: LoRAPluginsError | None = None
-    was_taken_back: bool = False
+    was_cancelled: bool = False
     overtakers: int = 0  # adapters that waited and came before its own, at most
 
     @property
     def is_held(self) -> bool:
-        return self.admitted_at is None and self.refusal is None and not self.was_taken_back
+        return self.admitted_at is None and self.refusal is None and not self.was_cancelled
 
     @property
     def wait_s(self) -> float:
@@ -195,8 +195,8 @@ class SimulatedEngine:
 
     def abort(self, request: Request) -> None:
         if request.id in self.held:
-            if self.planner.take_back([request.id]):  # else it has been refused, which the next plan says
-                request.was_taken_back = True
+            if self.planner.cancel([request.id]):  # else it has been refused, which the next plan says
+                request.was_cancelled = True
                 del self.held[request.id]
         elif request.id in self.running or request.id in self.waiting:
             self._end([request])
@@ -279,9 +279,9 @@ class SimulatedEngine:
         owned = [adapter.slot for adapter in planner.adapters.values() if adapter.slot is not None]
         assert len(owned) == len(set(owned)) == len(placement.slots)
         assert all(0 <= slot < placement.slots.count for slot in owned)
-        assert planner.held_count == sum(planner.held_by_name.values())
-        assert planner.held_count == len(self.held) - len(planner._plan.refused)
-        assert all(count > 0 for count in planner.held_by_name.values())
+        assert planner.admission.held_count == sum(planner.admission.held_by_name.values())
+        assert planner.admission.held_count == len(self.held) - len(planner._refused)
+        assert all(count > 0 for count in planner.admission.held_by_name.values())
         assert placement.idle == {key for key, adapter in planner.adapters.items() if adapter.is_idle}
         cache = placement.cache
         resident = workers.host.keys() | workers.loading.keys()
@@ -296,12 +296,13 @@ class SimulatedEngine:
         """Called once it is idle: only loaded adapters are remembered, and nothing waits."""
         planner, placement, workers = self.planner, self.planner.placement, self.workers
         assert not planner.has_work
-        assert planner.held_count == 0
+        assert planner.admission.held_count == 0
         assert planner.adapters.keys() == workers.host.keys()
         assert not any((self.held, self.running, self.waiting, workers.writing, workers.loading))
-        assert not any((placement.yielding, placement.jobs, planner._leaving, planner.held_by_name))
-        assert not any((planner._of_request, planner._calling, planner._in_flight, planner._ready, planner._absent))
-        assert placement.room_is_for is None
+        admission, loading = planner.admission, planner.loading
+        assert not any((placement.draining, placement.jobs, planner._evicting, admission.held_by_name))
+        assert not any((admission._of_request, admission.in_flight, admission.ready, loading.calling, loading.absent))
+        assert placement.reserved_for is None
 
     def _note_overtakers(self) -> None:
         """Count who waits and came before, for each held request; see `planner.py` on the longest wait."""

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from lora_plugins.scheduler.adapter import Adapter, Found, Held, LoadCall, Residency
+from lora_plugins.scheduler.adapter import Adapter, Held, LoadCall, Residency
+from lora_plugins.scheduler.stats import Found
 from tests.scheduler.simulated import spec
 
 
@@ -39,9 +40,9 @@ def test_the_best_priority_of_held_requests_counts() -> None:
     for name, priority in (("a", 2), ("b", -1), ("c", 1)):
         adapter.hold(name, Held(name, 0.0, Found.HOST, priority))
     assert adapter.priority == -1
-    assert adapter.let_go("b") is not None
-    assert adapter.let_go("b") is None
+    assert adapter.release("b") is not None
+    assert adapter.release("b") is None
     assert adapter.priority == 1
-    assert list(adapter.let_all_go()) == ["c", "a"]
+    assert list(adapter.release_all()) == ["c", "a"]
     assert adapter.priority == 0
     assert not adapter.held

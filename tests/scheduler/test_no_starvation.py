@@ -26,8 +26,7 @@ class Traffic:
     adapters: int
     max_adapters: int
     max_bytes: int | None
-    quantum_s: float
-    max_wait_s: float
+    time_slice_s: float
     load_s: float
     most_tokens: int
     a_second: float
@@ -50,8 +49,7 @@ def serve(traffic: Traffic, until_s: float = LOAD_UNTIL_S, never_fits: bool = Fa
             traffic.spare,
             traffic.max_bytes,
             traffic.max_adapters,
-            quantum_s=traffic.quantum_s,
-            max_wait_s=traffic.max_wait_s,
+            time_slice_s=traffic.time_slice_s,
         ),
         SimulatedWorkers(
             load_s=lambda it: duration[it.engine_id],
@@ -80,12 +78,12 @@ def longest_allowed_s(engine: SimulatedEngine, traffic: Traffic, request: Reques
     run = max(it.ended_at - it.admitted_at for it in engine.requests if it.admitted_at is not None)
     load = engine.workers.longest_load_s + 2 * step
     activation = 0.0 if traffic.is_instant else engine.workers.longest_activation_s + 2 * step
-    turn = traffic.quantum_s + run + activation + 2 * step
+    slot = traffic.time_slice_s + run + activation + 2 * step
     before = (request.overtakers + 1) * (1 if traffic.grow == 1.0 else 2)  # who turns out larger comes twice
     if traffic.has_room_for_all:
         loads = math.ceil(before / MAX_LOADS) + 1
-        return traffic.max_wait_s + run + loads * load + math.ceil(before / traffic.max_running) * turn
-    return traffic.max_wait_s + run + before * (load + turn + run)
+        return run + loads * load + math.ceil(before / traffic.max_running) * slot
+    return run + before * (load + slot + run)
 
 
 TRAFFIC = st.builds(
@@ -97,8 +95,7 @@ TRAFFIC = st.builds(
     adapters=st.integers(2, 20),
     max_adapters=st.sampled_from([1, 2, 4, 100]),
     max_bytes=st.sampled_from([None, 100, 250]),
-    quantum_s=st.sampled_from([0.25, 1.0]),
-    max_wait_s=st.sampled_from([0.5, 1.0]),
+    time_slice_s=st.sampled_from([0.25, 1.0]),
     load_s=st.sampled_from([0.0, 0.2, 1.0]),
     most_tokens=st.sampled_from([1, 10, 60]),
     a_second=st.sampled_from([5.0, 20.0, 60.0]),
@@ -133,8 +130,8 @@ def test_refused_requests_delay_nobody(traffic: Traffic) -> None:
     assert waits[0] == waits[1]
 
 
-def test_who_room_is_kept_for_is_not_passed_over_itself() -> None:
-    engine = SimulatedEngine(make_planner(max_running=1, max_bytes=100, max_wait_s=0.5))
+def test_an_adapter_with_reserved_room_is_not_passed_over() -> None:
+    engine = SimulatedEngine(make_planner(max_running=1, max_bytes=100))
     engine.submit(spec(9, 100), tokens=20)
     engine.run(0.1)
     engine.submit(spec(7, 100))

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, NoFreeSlot, OutOfMemory
-from lora_plugins.scheduler.adapter import Found
 from lora_plugins.scheduler.messages import Activate, Evict, Load
+from lora_plugins.scheduler.stats import Found
 from tests.scheduler.simulated import SimulatedEngine, SimulatedWorkers, make_planner, spec
 
 
@@ -35,8 +35,8 @@ def test_requests_of_a_running_adapter_join_it_at_once() -> None:
     assert request.wait_s == 0
 
 
-def test_a_running_adapter_takes_nobody_more_after_its_quantum() -> None:
-    engine = engine_with(max_running=1, quantum_s=1.0)
+def test_a_running_adapter_takes_no_requests_after_its_time_slice() -> None:
+    engine = engine_with(max_running=1, time_slice_s=1.0)
     engine.submit(1, tokens=100)
     engine.run(1)
     other = engine.submit(2)
@@ -223,14 +223,14 @@ def test_a_retired_adapter_cannot_be_pinned() -> None:
     assert 1 not in engine.workers.host
 
 
-def test_taking_back_forgets_held_requests_only() -> None:
+def test_cancelling_forgets_held_requests_only() -> None:
     engine = engine_with(max_running=1)
     running = engine.submit(1, tokens=100)
     engine.run(1)
     held = [engine.submit(2), engine.submit(3)]
-    assert engine.planner.take_back([running.id, "nobody", held[0].id]) == [held[0]]
-    assert engine.planner.take_back(None) == [held[1]]
-    assert [request_id for request_id, _ in engine.planner.running()] == [running.id]
+    assert engine.planner.cancel([running.id, "nobody", held[0].id]) == [held[0]]
+    assert engine.planner.cancel(None) == [held[1]]
+    assert [request_id for request_id, _ in engine.planner.admission.running()] == [running.id]
     engine.held.clear()
     engine.run_until_idle()
     engine.check_nothing_left()
@@ -278,10 +278,10 @@ def test_waits_are_counted_by_where_the_adapter_was() -> None:
     for _ in range(2):
         engine.submit(1)
         engine.run_until_idle()
-    waits = engine.planner.stats.waits
+    waits = engine.planner.stats.wait_seconds
     assert [sum(waits[found].counts) for found in (Found.STORE, Found.HOST, Found.SLOT)] == [1, 0, 1]
     assert sum(engine.planner.stats.load_seconds.counts) == engine.planner.stats.instant_activations == 1
-    assert waits[Found.SLOT].plain()["total_s"] == 0.0
+    assert waits[Found.SLOT].total_s == 0.0
 
 
 def test_a_call_for_a_slot_leaves_a_pinned_adapter_its_own() -> None:

@@ -63,9 +63,9 @@ class PlannerMachine(RuleBasedStateMachine):
             self.engine.abort(self.engine.requests[at % len(self.engine.requests)])
 
     @rule()
-    def all_held_are_taken_back(self) -> None:
-        for request in self.engine.planner.take_back(None):
-            request.was_taken_back = True
+    def all_held_are_cancelled(self) -> None:
+        for request in self.engine.planner.cancel(None):
+            request.was_cancelled = True
             del self.engine.held[request.id]
 
     @rule(key=KEYS, wants_slot=st.booleans(), needs_slot=st.booleans())
@@ -124,8 +124,8 @@ class PlannerMachine(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self, "engine"))
     @invariant()
     def adds_up(self) -> None:
-        planner = self.engine.planner
-        assert planner.held_count == sum(planner.held_by_name.values())
+        admission = self.engine.planner.admission
+        assert admission.held_count == sum(admission.held_by_name.values())
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -139,7 +139,7 @@ class PlannerMachine(RuleBasedStateMachine):
             self.step()
             assert engine.now < until, "it never ends"
         for request in engine.requests:
-            assert request.ended_at is not None or request.refusal is not None or request.was_taken_back
+            assert request.ended_at is not None or request.refusal is not None or request.was_cancelled
         assert all(call.done() for call in self.calls)
         for _, future in self.retirements:
             assert future.done()

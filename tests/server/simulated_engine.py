@@ -154,7 +154,7 @@ class SimulatedEngine:
             await asyncio.sleep(seconds)
             self._runs(request)
         finally:
-            self.planner.take_back([request_id])
+            self.planner.cancel([request_id])
             self.planner.finished([request_id], time.monotonic())
             self._go_on()
 
@@ -163,10 +163,10 @@ class SimulatedEngine:
         return set(self.planner.placement.pinned)
 
     def is_held(self, request_id: str) -> bool:
-        return self.planner.is_held(request_id)
+        return self.planner.admission.is_held(request_id)
 
     def is_running(self, request_id: str) -> bool:
-        return request_id in dict(self.planner.running())
+        return request_id in dict(self.planner.admission.running())
 
     def _runs(self, request: Any) -> None:
         """What the planner is for: a batch never meets an adapter that is not in a slot, with the weights asked for."""
@@ -182,7 +182,8 @@ class SimulatedEngine:
 
     async def _steps(self) -> None:
         while True:
-            if not (self.planner.has_work or self.planner.held_count or any(self.planner.running())):
+            admission = self.planner.admission
+            if not (self.planner.has_work or admission.held_count or admission.in_flight):
                 self._has_news.clear()
                 await self._has_news.wait()
             plan = self.planner.plan(time.monotonic())

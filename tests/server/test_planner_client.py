@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError, NoFreeSlot
 from lora_plugins.events import AdapterReady, Event, Events, LoadRefused
+from lora_plugins.scheduler.messages import AdapterState
 from lora_plugins.server.planner_client import Place, PlannerClient
 from tests.server.simulated_engine import SimulatedEngine
 from tests.virtual_time import runs
@@ -166,7 +167,7 @@ async def test_places_say_what_is_held_and_what_runs() -> None:
     assert (place_of(1).running, place_of(1).held) == (("a",), ())
     assert (place_of(2).running, place_of(2).held) == ((), ("b",))
     figures = await engines.client.figures()
-    assert (figures[0]["held"], figures[0]["slots"], figures[0]["spare_slots"]) == (1, 1, 1)
+    assert (figures[0].held, figures[0].slots, figures[0].spare_slots) == (1, 1, 1)
     await asyncio.gather(*tasks)
 
 
@@ -178,15 +179,15 @@ async def test_the_last_use_of_an_adapter_is_remembered() -> None:
     assert client.used_at[1] > 1e9
 
 
-def row(**changes: Any) -> dict[str, Any]:
-    return {"size_bytes": 10, "host": True, "slot": True, "pinned": False, "held": [], "running": [], **changes}
+def state(**changes: Any) -> AdapterState:
+    return replace(AdapterState(1, "sql", 10, is_loaded=True, is_active=True), **changes)
 
 
 def test_a_place_is_where_every_engine_has_it() -> None:
-    slot, host = row(running=["a"]), row(slot=False, size_bytes=12, held=["b"], running=["c"])
+    slot, host = state(running=("a",)), state(is_active=False, size_bytes=12, held=("b",), running=("c",))
     assert Place.of(1, [{1: slot}, {1: host}]) == Place(12, host=True, held=("b",), running=("a", "c"))
     assert Place.of(1, [{1: slot}, {}]) == Place(10, running=("a",))
     assert Place.of(1, [{1: slot}]) == Place(10, host=True, slot=True, running=("a",))
-    assert Place.of(1, [{1: row(pinned=True)}, {}]).pinned
+    assert Place.of(1, [{1: state(is_pinned=True)}, {}]).pinned
     assert Place.of(1, [{}, {}]) == Place()
     assert Place.of(1, []) == Place()

@@ -98,7 +98,7 @@ async def test_a_client_that_goes_away_while_it_is_held_is_forgotten() -> None:
     world = World(slots=1)
     running, held = await one_runs_and_one_is_held(world)
     await ended(held)
-    assert world.engine.planner.held_count == 0
+    assert world.engine.planner.admission.held_count == 0
     assert await world.changes.unload("sql", block=False, timeout_s=LONG_S)
     assert world.in_workers == {"bb"}
     await ended(running)

@@ -1,4 +1,4 @@
-"""What clients ask of the engine core about adapters: futures end, errors are plain values, in-process it steps."""
+"""What clients ask of the engine core: futures end, messages arrive as they were sent, in-process it steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,19 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, error_of
-from lora_plugins.scheduler.messages import Activate, Failed, Load, Loaded
+from lora_plugins.scheduler.messages import (
+    Activate,
+    AdapterSpec,
+    AdapterState,
+    Answer,
+    Failed,
+    Load,
+    Loaded,
+    LoadedVersion,
+    PlannerFigures,
+    from_plain,
+    to_plain,
+)
 from lora_plugins.vllm_patches import engine_core
 from tests.vllm_patches.engine_bed import Engine, adapter, make_scheduler, request, vllm_config
 
@@ -90,7 +102,26 @@ def proc(base: Path) -> tuple[Any, Engine]:
 
 
 def spec(number: int, uri: str | None = None) -> dict[str, Any]:
-    return {"engine_id": number, "name": f"adapter-{number}", "path": f"/store/{number}", "uri": uri, "is_3d": False}
+    """As a client sends it."""
+    plain: dict[str, Any] = over_the_wire(to_plain(AdapterSpec(number, f"adapter-{number}", f"/store/{number}", uri)))
+    return plain
+
+
+def over_the_wire(plain: Any) -> Any:
+    """What arrives in another process."""
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
+
+    result = MsgpackDecoder(UtilityResult).decode(MsgpackEncoder().encode(UtilityResult(plain)))
+    return result.result
+
+
+def message(answer: Any, kind: Any = Answer) -> Any:
+    """What a client makes of it."""
+    return from_plain(kind, over_the_wire(answer))
+
+
+def error_in(answer: Any) -> Any:
+    return error_of(message(answer).error)
 
 
 def answer_of(engine: Engine, answer: Any) -> Any:
@@ -113,30 +144,28 @@ def test_load_ends_when_the_workers_have_it(proc: tuple[Any, Engine]) -> None:
     assert isinstance(command, Load)
     assert (command.spec.uri, command.slot) == ("s3://bucket/a", None)
     engine.holds_back = False
-    assert answer_of(engine, future) == {"load_s": 0.01, "size_bytes": 100}
+    assert message(answer_of(engine, future)) == Answer(100, 0.01)
     again = core.lora_plugins_load(spec(1), False)
-    assert answer_of(engine, again) == {"load_s": None, "size_bytes": 100}, "it was here"
+    assert message(answer_of(engine, again)) == Answer(100, None), "it was here"
 
 
 @pytest.mark.parametrize("utility", ["load", "pin"])
-def test_errors_are_plain_values(proc: tuple[Any, Engine], utility: str) -> None:
+def test_errors_arrive_whole(proc: tuple[Any, Engine], utility: str) -> None:
     core, engine = proc
     engine.fails[1] = BROKEN
     future = core.lora_plugins_load(spec(1), True) if utility == "load" else core.lora_plugins_pin(spec(1))
-    answer = answer_of(engine, future)
-    assert answer == msgspec.msgpack.decode(msgspec.msgpack.encode(answer)), "what vLLM's messages carry"
-    error = error_of(answer["error"])
+    error = error_in(answer_of(engine, future))
     assert isinstance(error, InvalidAdapter)
     assert (error.found, error.adapter) == (BROKEN.found, BROKEN.adapter)
 
 
 def test_pinned_and_unpinned(proc: tuple[Any, Engine]) -> None:
     core, engine = proc
-    assert answer_of(engine, core.lora_plugins_pin(spec(1))) == {}
-    (row,) = core.lora_plugins_residency()
-    assert (row["name"], row["host"], row["slot"], row["pinned"]) == ("adapter-1", True, True, True)
+    assert message(answer_of(engine, core.lora_plugins_pin(spec(1)))) == Answer()
+    states = message(core.lora_plugins_residency(), list[AdapterState])
+    assert states == [AdapterState(1, "adapter-1", 100, is_loaded=True, is_active=True, is_pinned=True)]
     refused = core.lora_plugins_pin(spec(2))
-    assert isinstance(error_of(refused.result(timeout=0)["error"]), NoFreeSlot)
+    assert isinstance(error_in(refused.result(timeout=0)), NoFreeSlot)
     assert core.lora_plugins_unpin(1) is True
     assert core.lora_plugins_unpin(1) is False
 
@@ -149,17 +178,17 @@ def test_retired_once_nobody_uses_it(proc: tuple[Any, Engine]) -> None:
     future = core.lora_plugins_retire(1, None)
     engine.step()
     assert not future.done()
-    assert answer_of(engine, future) == {}
+    assert message(answer_of(engine, future)) == Answer()
     assert len(engine.tokens_of("a")) == 4
     assert core.lora_plugins_residency() == []
     late = core.lora_plugins_retire(1, BROKEN.plain())
-    assert late.result(timeout=0) == {}, "it was gone"
+    assert message(late.result(timeout=0)) == Answer(), "it had been evicted"
     engine.scheduler.add_request(request("b", 1))
     engine.run()
     assert "nothing that can be read" in engine.end_of("b").stop_reason
 
 
-def test_who_is_held_and_who_runs_is_told(proc: tuple[Any, Engine]) -> None:
+def test_states_and_figures_arrive_as_they_are(proc: tuple[Any, Engine]) -> None:
     core, engine = proc
     engine.scheduler.add_request(request("a", 1, tokens=10))
     while not engine.tokens_of("a"):
@@ -167,14 +196,13 @@ def test_who_is_held_and_who_runs_is_told(proc: tuple[Any, Engine]) -> None:
     engine.holds_back = True
     engine.scheduler.add_request(request("b", 2))
     engine.step()
-    rows = {row["engine_id"]: row for row in core.lora_plugins_residency()}
-    assert (rows[1]["held"], rows[1]["running"], rows[1]["size_bytes"]) == ([], ["a"], 100)
-    assert (rows[2]["held"], rows[2]["running"], rows[2]["host"]) == (["b"], [], False)
-    figures = core.lora_plugins_figures()
-    assert figures == msgspec.msgpack.decode(msgspec.msgpack.encode(figures), strict=False) | {
-        "loaded": [("adapter-1", True, False)]
-    }
-    assert (figures["held"], figures["slots"], figures["spare_slots"]) == (1, 2, 0)
+    states = {state.engine_id: state for state in message(core.lora_plugins_residency(), list[AdapterState])}
+    assert (states[1].held, states[1].running, states[1].size_bytes) == ((), ("a",), 100)
+    assert (states[2].held, states[2].running, states[2].is_loaded) == (("b",), (), False)
+    figures = message(core.lora_plugins_figures(), PlannerFigures)
+    assert figures.loaded == (LoadedVersion("adapter-1", is_active=True, is_pinned=False),)
+    assert (figures.held, figures.slots, figures.spare_slots) == (1, 2, 0)
+    assert figures.stats == core.scheduler.planner.stats
 
 
 # --- vLLM's own utilities ---
@@ -226,9 +254,9 @@ def test_vllm_still_converts_what_its_clients_send(proc: tuple[Any, Engine]) -> 
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (lambda core: core.lora_plugins_load(spec(1), False), {"load_s": 0.25, "size_bytes": 100}),
-        (lambda core: core.lora_plugins_pin(spec(1)), {}),
-        (lambda core: core.lora_plugins_retire(1, None), {}),
+        (lambda core: message(core.lora_plugins_load(spec(1), False)), Answer(100, 0.25)),
+        (lambda core: message(core.lora_plugins_pin(spec(1))), Answer()),
+        (lambda core: message(core.lora_plugins_retire(1, None)), Answer()),
         (lambda core: core.add_lora(adapter(1)), True),
         (lambda core: core.remove_lora(1), False),
     ],
@@ -238,17 +266,17 @@ def test_in_process_the_answer_is_waited_for(core: Any, ask: Callable[[Any], Any
     assert ask(core) == said
 
 
-def test_in_process_errors_are_plain_values_or_raised(core: Any) -> None:
+def test_in_process_errors_are_answered_or_raised(core: Any) -> None:
     core.model_executor.fails[1] = BROKEN
-    assert error_of(core.lora_plugins_load(spec(1), False)["error"]).found == BROKEN.found
+    assert error_in(core.lora_plugins_load(spec(1), False)).found == BROKEN.found
     with pytest.raises(InvalidAdapter, match="nothing that can be read"):
         core.add_lora(adapter(1))
 
 
 def test_in_process_a_pin_writes_the_slot_at_once(core: Any) -> None:
-    assert core.lora_plugins_pin(spec(1)) == {}
+    assert message(core.lora_plugins_pin(spec(1))) == Answer()
     assert [type(command) for command in core.model_executor.commands] == [Load, Activate]
-    assert core.lora_plugins_retire(1, None) == {}
+    assert message(core.lora_plugins_retire(1, None)) == Answer()
     assert core.lora_plugins_residency() == []
 
 

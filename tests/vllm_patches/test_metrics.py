@@ -160,6 +160,7 @@ def test_the_engines_are_asked_and_only_with_our_manager():
     run("""
     from types import SimpleNamespace
     from lora_plugins.vllm_patches import installation as ours
+    from lora_plugins.scheduler.messages import to_plain
     from tests.observability.test_engine_metrics import engine
     install_metrics(Settings())
     asked = []
@@ -169,7 +170,7 @@ def test_the_engines_are_asked_and_only_with_our_manager():
 
         async def call_utility_async(self, utility, *arguments):
             asked.append((utility, *arguments))
-            return engine(loaded=[["sql", True, False]])
+            return to_plain(engine(("sql", True, False)))
 
     class Client:
         def __init__(self, lora_config):

@@ -159,7 +159,7 @@ def test_preempted_it_keeps_its_adapter_in_flight(make_engine: Make) -> None:
         engine.step()
         waiting = [one for one in engine.scheduler.requests.values() if one.num_preemptions]
         preempted = preempted or bool(waiting)
-        in_flight = [name for name, _ in engine.scheduler.planner.running()]
+        in_flight = [name for name, _ in engine.scheduler.planner.admission.running()]
         if set(in_flight) & {"a", "b", "c"}:
             assert not engine.tokens_of("other")
     assert preempted
@@ -183,7 +183,7 @@ def test_held_requests_are_aborted(make_engine: Make, how: str) -> None:
     assert {one.request_id for one in gone} == names
     assert all(one.status is RequestStatus.FINISHED_ABORTED for one in gone)
     assert engine.scheduler.finish_requests(chosen, RequestStatus.FINISHED_ABORTED) == []
-    assert engine.scheduler.planner.held_count == len({"a", "b"} - names)
+    assert engine.scheduler.planner.admission.held_count == len({"a", "b"} - names)
     engine.holds_back = False
     engine.run()
     assert set.union(*engine.finished) == {"a", "b", "c"}
@@ -280,7 +280,7 @@ def test_while_paused_nothing_is_admitted_and_calls_go_on(make_engine: Make, sta
     assert scheduler.has_requests()
     engine.run()
     assert future.done()
-    assert scheduler.planner.held_count == 2
+    assert scheduler.planner.admission.held_count == 2
     assert not scheduler.has_requests()
     scheduler.set_pause_state(PauseState.UNPAUSED)
     engine.run()
@@ -301,7 +301,7 @@ def test_parts_of_a_session_that_is_held_follow_it(make_engine: Make) -> None:
     for _ in range(15):
         engine.step()
     assert len(engine.tokens_of("a")) == 4
-    assert [name for name, _ in engine.scheduler.planner.running()] == ["a"], "its next part comes any moment"
+    assert [name for name, _ in engine.scheduler.planner.admission.running()] == ["a"], "its next part comes any moment"
     engine.scheduler.add_request(request("b", 2))
     for _ in range(4):
         engine.step()
@@ -314,7 +314,7 @@ def test_parts_of_a_session_that_is_held_follow_it(make_engine: Make) -> None:
 def test_what_is_to_be_aborted_at_once_is_not_held(make_engine: Make) -> None:
     engine = make_engine()
     engine.scheduler.add_request(request("a", 1, abort_immediately=True))
-    assert engine.scheduler.planner.held_count == 0
+    assert engine.scheduler.planner.admission.held_count == 0
     assert "a" in engine.scheduler.requests
 
 
