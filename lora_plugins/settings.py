@@ -1,7 +1,7 @@
 """Settings, read from the environment; no other module reads it.
 
-Each variable is declared once, as a field of `Settings`: its name, kind, default and meaning. From that come the check
-for unknown variables, the doctor's list and docs/settings.md (`tools/write_settings_doc.py`).
+Each variable is declared once, as a field of `Settings` with a docstring: name, kind, default, meaning. From that come
+the check for unknown variables, the doctor's list, and docs/settings.md (`tools/write_settings_doc.py`).
 """
 
 from __future__ import annotations
@@ -56,201 +56,87 @@ class Kernels(StrEnum):
     VLLM = "vllm"
 
 
-PLUGINS = Variable(
-    "VLLM_PLUGINS",
-    NAMES,
-    None,
-    "plugins to load, separated by commas. Ours run only when named here: with it unset, a server behaves as if "
-    "lora-plugins were not installed",
-)
+PLUGINS = Variable("VLLM_PLUGINS", NAMES, None)
+"""Plugins to load, separated by commas. Ours run only when named here: with it unset, a server behaves as if
+lora-plugins were not installed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What the environment asks of us; defaults are those of an empty environment."""
 
-    runtime_lora_updating: bool = required(
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
-        VLLM_FLAG,
-        "0",
-        "`1` lets vLLM ask resolvers for unknown names. Without it nothing is ever resolved, and a warning says so",
-    )
-    hub_repos: tuple[str, ...] = required(
-        "VLLM_LORA_RESOLVER_HF_REPO_LIST",
-        NAMES,
-        "",
-        "the repositories of `lora_hf_hub_resolver` ([sources](sources.md#the-hugging-face-hub))",
-    )
-    s3_path_template: str | None = optional(
-        "S3_PATH_TEMPLATE",
-        TEXT,
-        "where `lora_s3_resolver` finds an adapter, as in vLLM's documentation "
-        "([sources](sources.md#s3-and-every-url-that-fsspec-knows))",
-    )
-    local_path_template: str | None = optional(
-        "LOCAL_PATH_TEMPLATE", TEXT, "where `lora_s3_resolver` links to the current version, as in vLLM's documentation"
-    )
-    filesystem_root: Path | None = optional(
-        "VLLM_LORA_RESOLVER_CACHE_DIR",
-        PATH,
-        "the directory of adapters of `lora_filesystem_resolver`; `team/sql` is `<directory>/team/sql`",
-    )
-    base_match: BaseMatch = required(
-        "LORA_PLUGINS_BASE_MATCH",
-        member(BaseMatch),
-        "compatible",
-        "how an adapter's `base_model_name_or_path` is compared with the served model: `strict`, `compatible` or `off` "
-        "([verification](verification.md#base-model))",
-    )
-    base_aliases: tuple[str, ...] = required(
-        "LORA_PLUGINS_BASE_ALIASES",
-        NAMES,
-        "",
-        "further names, separated by commas, under which adapters may know the served base model",
-    )
-    follow_symlinks: bool = required(
-        "LORA_PLUGINS_FOLLOW_SYMLINKS", FLAG, "0", "`1`: serve what a symlink below the root points to outside it"
-    )
-    allow_pickle: bool = required(
-        "LORA_PLUGINS_ALLOW_PICKLE",
-        FLAG,
-        "0",
-        "`1`: serve `adapter_model.bin` and `.pt`. Loading a pickle can run code, and its weights are not verified",
-    )
-    check_finite: bool = required(
-        "LORA_PLUGINS_CHECK_FINITE",
-        FLAG,
-        "1",
-        "`0`: skip the pass that reads every weight and refuses NaN and infinity",
-    )
-    check_md5: bool = required(
-        "LORA_PLUGINS_CHECK_MD5",
-        FLAG,
-        "1",
-        "`0`: do not compare S3 objects with ETags that look like an MD5, for stores whose ETags are none",
-    )
-    max_adapter_bytes: int = required(
-        "LORA_PLUGINS_MAX_ADAPTER_BYTES", BYTES, "8GiB", "size limit of an adapter's configuration and weights together"
-    )
-    store_dir: Path = required(
-        "LORA_PLUGINS_STORE_DIR",
-        PATH,
-        "~/.cache/lora-plugins",
-        "the [store](store.md); where `XDG_CACHE_HOME` is set, the default is `lora-plugins` below it",
-    )
-    store_max_bytes: int | None = optional("LORA_PLUGINS_STORE_MAX_BYTES", BYTES, "the store's budget")
-    sources: tuple[str, ...] = required(
-        "LORA_PLUGINS_SOURCES",
-        order(*SOURCES),
-        ",".join(SOURCES),
-        "the order in which sources are asked; one left out is asked last",
-    )
-    allowed_uris: tuple[str, ...] = required(
-        "LORA_PLUGINS_ALLOWED_URIS",
-        NAMES,
-        "",
-        "prefixes, separated by commas, of the URIs that may be fetched by URI ([sources](sources.md#by-uri))",
-    )
-    fetch_timeout_s: float = required(
-        "LORA_PLUGINS_FETCH_TIMEOUT_S",
-        seconds(least=0.1),
-        "300",
-        "deadline for the fetch of one adapter, retries included",
-    )
-    absent_ttl_s: float = required(
-        "LORA_PLUGINS_ABSENT_TTL_S",
-        seconds(least=0.0),
-        "15",
-        'how long a remote source\'s "no such adapter" is believed',
-    )
-    revalidate_s: float = required(
-        "LORA_PLUGINS_REVALIDATE_S",
-        seconds(least=0.0),
-        "60",
-        "how long a remote source is not asked again for a name that it had",
-    )
-    host_max_bytes: int | None = optional(
-        "LORA_PLUGINS_HOST_MAX_BYTES",
-        BYTES,
-        "budget of each worker's [host cache](manager.md), beside `--max-cpu-loras`",
-    )
-    host_policy: str = required(
-        "LORA_PLUGINS_HOST_POLICY",
-        choice(*HOST_POLICIES),
-        "lru",
-        "which adapter leaves the host cache first: `lru` or `lrfu` ([policies](policies.md))",
-    )
-    spare_slots: int = required(
-        "LORA_PLUGINS_SPARE_SLOTS",
-        COUNT,
-        "1",
-        "slots that are written while all others are in use, so that the next adapter waits for no copy",
-    )
-    spare_slots_within: bool = required(
-        "LORA_PLUGINS_SPARE_SLOTS_WITHIN",
-        FLAG,
-        "0",
-        "`1`: they are among `--max-loras`, and so many fewer adapters run at once; without it they take device memory "
-        "beside it",
-    )
-    unmatched: str = required(
-        "LORA_PLUGINS_UNMATCHED",
-        choice("refuse", "warn"),
-        "refuse",
-        "an adapter of which some modules match none of the model's: `refuse` it, or serve the rest and `warn`. One of "
-        "which none match is always refused",
-    )
-    kernels: Kernels = required(
-        "LORA_PLUGINS_KERNELS",
-        member(Kernels),
-        "auto",
-        "what `lora_kernels` computes adapters with: `auto`, `cpu`, `torch`, `triton`, `reference` or `vllm`; startup "
-        "fails where the one asked for is not available ([kernels](kernels.md))",
-    )
-    tuning_dir: Path | None = optional(
-        "LORA_PLUGINS_TUNING_DIR",
-        DIRECTORY,
-        "a directory with tuning tables for the Triton kernels, one per architecture (`sm_90.json`), preferred to the "
-        "package's ([GPU kernels](kernels-gpu.md))",
-    )
-    preload: tuple[str, ...] = required(
-        "LORA_PLUGINS_PRELOAD",
-        NAMES,
-        "",
-        "names, separated by commas, that `lora_admin` serves from startup ([admin](admin.md#start-and-restart))",
-    )
-    preload_wait: bool = required(
-        "LORA_PLUGINS_PRELOAD_WAIT", FLAG, "1", "`0`: the server answers before they are loaded"
-    )
-    restore: bool = required(
-        "LORA_PLUGINS_RESTORE",
-        FLAG,
-        "0",
-        "`1`: serve from startup what the last server of this base model and store served",
-    )
-    refresh_s: float = required(
-        "LORA_PLUGINS_REFRESH_S",
-        seconds(least=0.0),
-        "60",
-        "how often `lora_admin` looks for new versions of what is served; `0`: never ([hot swap](admin.md#hot-swap))",
-    )
-    drain_timeout_s: float = required(
-        "LORA_PLUGINS_DRAIN_TIMEOUT_S",
-        seconds(least=0.0),
-        "60",
-        "how long an unload waits for running requests before it ends them",
-    )
-    policy: Path | None = optional(
-        "LORA_PLUGINS_POLICY",
-        FILE,
-        "a TOML file that says which API key may use which adapters ([access](access.md)); needs `lora_admin`",
-    )
-    metrics_adapters: int = required(
-        "LORA_PLUGINS_METRICS_ADAPTERS",
-        COUNT,
-        "200",
-        "how many adapters have their own label in [metrics](metrics.md); all others share `_other`",
-    )
+    runtime_lora_updating: bool = required("VLLM_ALLOW_RUNTIME_LORA_UPDATING", VLLM_FLAG, "0")
+    """`1` lets vLLM ask resolvers for unknown names. Without it nothing is ever resolved, and a warning says so."""
+    hub_repos: tuple[str, ...] = required("VLLM_LORA_RESOLVER_HF_REPO_LIST", NAMES, "")
+    """The repositories of `lora_hf_hub_resolver` ([sources](sources.md#the-hugging-face-hub))."""
+    s3_path_template: str | None = optional("S3_PATH_TEMPLATE", TEXT)
+    """Where `lora_s3_resolver` finds an adapter, as in vLLM's documentation
+    ([sources](sources.md#s3-and-every-url-that-fsspec-knows))."""
+    local_path_template: str | None = optional("LOCAL_PATH_TEMPLATE", TEXT)
+    """Where `lora_s3_resolver` links to the current version, as in vLLM's documentation."""
+    filesystem_root: Path | None = optional("VLLM_LORA_RESOLVER_CACHE_DIR", PATH)
+    """The directory of adapters of `lora_filesystem_resolver`; `team/sql` is `<directory>/team/sql`."""
+    base_match: BaseMatch = required("LORA_PLUGINS_BASE_MATCH", member(BaseMatch), "compatible")
+    """How an adapter's `base_model_name_or_path` is compared with the served model: `strict`, `compatible` or `off`
+    ([verification](verification.md#base-model))."""
+    base_aliases: tuple[str, ...] = required("LORA_PLUGINS_BASE_ALIASES", NAMES, "")
+    """Further names, separated by commas, under which adapters may know the served base model."""
+    follow_symlinks: bool = required("LORA_PLUGINS_FOLLOW_SYMLINKS", FLAG, "0")
+    """`1`: serve what a symlink below the root points to outside it."""
+    allow_pickle: bool = required("LORA_PLUGINS_ALLOW_PICKLE", FLAG, "0")
+    """`1`: serve `adapter_model.bin` and `.pt`. Loading a pickle can run code, and its weights are not verified."""
+    check_finite: bool = required("LORA_PLUGINS_CHECK_FINITE", FLAG, "1")
+    """`0`: skip the pass that reads every weight and refuses NaN and infinity."""
+    check_md5: bool = required("LORA_PLUGINS_CHECK_MD5", FLAG, "1")
+    """`0`: do not compare S3 objects with ETags that look like an MD5, for stores whose ETags are none."""
+    max_adapter_bytes: int = required("LORA_PLUGINS_MAX_ADAPTER_BYTES", BYTES, "8GiB")
+    """Size limit of an adapter's configuration and weights together."""
+    store_dir: Path = required("LORA_PLUGINS_STORE_DIR", PATH, "~/.cache/lora-plugins")
+    """The [store](store.md); where `XDG_CACHE_HOME` is set, the default is `lora-plugins` below it."""
+    store_max_bytes: int | None = optional("LORA_PLUGINS_STORE_MAX_BYTES", BYTES)
+    """The store's budget."""
+    sources: tuple[str, ...] = required("LORA_PLUGINS_SOURCES", order(*SOURCES), ",".join(SOURCES))
+    """The order in which sources are asked; one left out is asked last."""
+    allowed_uris: tuple[str, ...] = required("LORA_PLUGINS_ALLOWED_URIS", NAMES, "")
+    """Prefixes, separated by commas, of the URIs that may be fetched by URI ([sources](sources.md#by-uri))."""
+    fetch_timeout_s: float = required("LORA_PLUGINS_FETCH_TIMEOUT_S", seconds(least=0.1), "300")
+    """Deadline for the fetch of one adapter, retries included."""
+    absent_ttl_s: float = required("LORA_PLUGINS_ABSENT_TTL_S", seconds(least=0.0), "15")
+    """How long a remote source's "no such adapter" is believed."""
+    revalidate_s: float = required("LORA_PLUGINS_REVALIDATE_S", seconds(least=0.0), "60")
+    """How long a remote source is not asked again for a name that it had."""
+    host_max_bytes: int | None = optional("LORA_PLUGINS_HOST_MAX_BYTES", BYTES)
+    """Budget of each worker's [host cache](manager.md), beside `--max-cpu-loras`."""
+    host_policy: str = required("LORA_PLUGINS_HOST_POLICY", choice(*HOST_POLICIES), "lru")
+    """Which adapter leaves the host cache first: `lru` or `lrfu` ([policies](policies.md))."""
+    spare_slots: int = required("LORA_PLUGINS_SPARE_SLOTS", COUNT, "1")
+    """Slots that are written while all others are in use, so that the next adapter waits for no copy."""
+    spare_slots_within: bool = required("LORA_PLUGINS_SPARE_SLOTS_WITHIN", FLAG, "0")
+    """`1`: they are among `--max-loras`, and so many fewer adapters run at once; without it they take device memory
+    beside it."""
+    unmatched: str = required("LORA_PLUGINS_UNMATCHED", choice("refuse", "warn"), "refuse")
+    """An adapter of which some modules match none of the model's: `refuse` it, or serve the rest and `warn`. One of
+    which none match is always refused."""
+    kernels: Kernels = required("LORA_PLUGINS_KERNELS", member(Kernels), "auto")
+    """What `lora_kernels` computes adapters with: `auto`, `cpu`, `torch`, `triton`, `reference` or `vllm`; startup
+    fails where the one asked for is not available ([kernels](kernels.md))."""
+    tuning_dir: Path | None = optional("LORA_PLUGINS_TUNING_DIR", DIRECTORY)
+    """A directory with tuning tables for the Triton kernels, one per architecture (`sm_90.json`), preferred to the
+    package's ([GPU kernels](kernels-gpu.md))."""
+    preload: tuple[str, ...] = required("LORA_PLUGINS_PRELOAD", NAMES, "")
+    """Names, separated by commas, that `lora_admin` serves from startup ([admin](admin.md#start-and-restart))."""
+    preload_wait: bool = required("LORA_PLUGINS_PRELOAD_WAIT", FLAG, "1")
+    """`0`: the server answers before they are loaded."""
+    restore: bool = required("LORA_PLUGINS_RESTORE", FLAG, "0")
+    """`1`: serve from startup what the last server of this base model and store served."""
+    refresh_s: float = required("LORA_PLUGINS_REFRESH_S", seconds(least=0.0), "60")
+    """How often `lora_admin` looks for new versions of what is served; `0`: never ([hot swap](admin.md#hot-swap))."""
+    drain_timeout_s: float = required("LORA_PLUGINS_DRAIN_TIMEOUT_S", seconds(least=0.0), "60")
+    """How long an unload waits for running requests before it ends them."""
+    policy: Path | None = optional("LORA_PLUGINS_POLICY", FILE)
+    """A TOML file that says which API key may use which adapters ([access](access.md)); needs `lora_admin`."""
+    metrics_adapters: int = required("LORA_PLUGINS_METRICS_ADAPTERS", COUNT, "200")
+    """How many adapters have their own label in [metrics](metrics.md); all others share `_other`."""
     aws: Mapping[str, str] = field(default_factory=dict, repr=False)  # the AWS_* variables; never logged
 
     @classmethod

@@ -138,7 +138,6 @@ class Variable:
     name: str
     kind: Kind[Any]
     default: str | None
-    meaning: str
 
     @property
     def is_ours(self) -> bool:
@@ -163,12 +162,12 @@ class Variable:
             ) from None
 
 
-def required(name: str, kind: Kind[T], default: str, meaning: str) -> T:
+def required(name: str, kind: Kind[T], default: str) -> T:
     """Declare a dataclass field that always has a value."""
-    variable = Variable(name, kind, default, meaning)
+    variable = Variable(name, kind, default)
     return cast(T, field(default_factory=lambda: variable.value(None), metadata={"variable": variable}))
 
 
-def optional(name: str, kind: Kind[T], meaning: str) -> T | None:
+def optional(name: str, kind: Kind[T]) -> T | None:
     """Declare a dataclass field that is None unless its variable is set."""
-    return cast(T | None, field(default=None, metadata={"variable": Variable(name, kind, None, meaning)}))
+    return cast(T | None, field(default=None, metadata={"variable": Variable(name, kind, None)}))

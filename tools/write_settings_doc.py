@@ -1,4 +1,4 @@
-"""Write docs/settings.md from the declarations in `lora_plugins.settings`.
+"""Write docs/settings.md from the declarations in `lora_plugins.settings` and the docstrings below them.
 
     python tools/write_settings_doc.py [--check]
 
@@ -7,12 +7,12 @@ With `--check` nothing is written; the exit code is 1 where the file is stale.
 
 from __future__ import annotations
 
+import ast
+import itertools
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
-from lora_plugins.settings import VARIABLES
-from lora_plugins.variables import Variable
+from lora_plugins import settings
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 HEAD = """\
@@ -25,19 +25,30 @@ and is in bytes without one.
 """
 
 
-def default_of(variable: Variable) -> str:
-    return f"`{variable.default}`" if variable.default else variable.kind.none
-
-
-def table(variables: Iterable[Variable]) -> str:
-    rows = [f"| `{each.name}` | {default_of(each)} | {each.meaning} |" for each in variables]
-    return "\n".join(["| variable | default | meaning |", "|---|---|---|", *rows]) + "\n"
+def meanings() -> dict[str, str]:
+    """The docstring below each declaration in `lora_plugins.settings`, by the variable's name."""
+    found = {}
+    module = ast.parse(Path(settings.__file__).read_text(encoding="utf-8"))
+    for scope in (module, *(each for each in module.body if isinstance(each, ast.ClassDef))):
+        for declared, doc in itertools.pairwise(scope.body):
+            match declared, doc:
+                case (
+                    ast.Assign(value=ast.Call(args=[ast.Constant(value=name), *_]))
+                    | ast.AnnAssign(value=ast.Call(args=[ast.Constant(value=name), *_])),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    found[name] = " ".join(text.split()).removesuffix(".")
+    return found
 
 
 def page() -> str:
-    vllms = table(each for each in VARIABLES.values() if not each.is_ours)
-    ours = table(each for each in VARIABLES.values() if each.is_ours)
-    return f"{HEAD}\n## vLLM's own, with vLLM's meaning\n{vllms}\n## Ours\n{ours}"
+    meaning = meanings()
+    tables = {True: "", False: ""}
+    for name, variable in settings.VARIABLES.items():
+        default = f"`{variable.default}`" if variable.default else variable.kind.none
+        tables[variable.is_ours] += f"| `{name}` | {default} | {meaning[name]} |\n"
+    head = "| variable | default | meaning |\n|---|---|---|\n"
+    return f"{HEAD}\n## vLLM's own, with vLLM's meaning\n{head}{tables[False]}\n## Ours\n{head}{tables[True]}"
 
 
 def main(arguments: list[str]) -> int:
