@@ -16,11 +16,15 @@ set-up: ## make .venv with an engine that this machine can run
 demo: set-up ## unknown model names become served adapters, on a real vllm serve
 	@$(RUN) -m examples.demo
 
+# Tests of one server, or of one file, run in one process, in the order of tests/conftest.py.
+WORKERS ?= 2
+PARALLEL := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --cov=lora_plugins --cov-report=term:skip-covered
+
 test: set-up ## all tests, the real engine included
-	@$(RUN) -m pytest
+	@$(RUN) -m pytest $(PARALLEL)
 
 test-unit: set-up ## the tests that need no engine
-	@$(RUN) -m pytest --ignore=tests/e2e
+	@$(RUN) -m pytest $(PARALLEL) -m "not e2e"
 
 check: set-up ## lint, format, types, the direction of imports, words, generated pages
 	@$(RUN) -m ruff check .

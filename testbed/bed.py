@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from filelock import FileLock
+
 from testbed.models import DEMO_ADAPTERS, PROMPT, build_adapter, build_base
 from testbed.reference import Reference
 
@@ -30,27 +32,33 @@ class Bed:
 def prepare(progress: Callable[[str], None] = lambda text: None) -> Bed:
     """Return the bed, building it on the first call of a checkout (about 10 s)."""
     home = CACHE / _key()
-    if not home.exists():
-        unfinished = home.with_name(f"{home.name}.{os.getpid()}")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        _quieten()
-        progress("building a tiny Llama")
-        base = build_base(unfinished / "base")
-        for spec in DEMO_ADAPTERS:
-            progress(f"building adapter {spec.name} with PEFT")
-            build_adapter(base, unfinished / "adapters", spec, base_name=str(home / "base"))
-        progress("asking PEFT for the reference answers")
-        reference = Reference(base)
-        prompt = reference.prompt_ids(PROMPT)
-        answers = {"": reference.generate(None, prompt, MAX_TOKENS)}
-        for spec in DEMO_ADAPTERS:
-            answers[spec.name] = reference.generate(unfinished / "adapters" / spec.name, prompt, MAX_TOKENS)
-        if len({tuple(ids) for ids in answers.values()}) != len(answers):
-            raise AssertionError("two adapters give the same answer, so a mix-up would not be seen: change the seed")
-        (unfinished / "answers.json").write_text(json.dumps(answers))
-        os.replace(unfinished, home)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with FileLock(CACHE / "lock"):  # tests run in several processes
+        if not home.exists():
+            _build(home, progress)
     raw = json.loads((home / "answers.json").read_text())
     return Bed(home / "base", home / "adapters", {name or None: ids for name, ids in raw.items()})
+
+
+def _build(home: Path, progress: Callable[[str], None]) -> None:
+    unfinished = home.with_name(f"{home.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    _quieten()
+    progress("building a tiny Llama")
+    base = build_base(unfinished / "base")
+    for spec in DEMO_ADAPTERS:
+        progress(f"building adapter {spec.name} with PEFT")
+        build_adapter(base, unfinished / "adapters", spec, base_name=str(home / "base"))
+    progress("asking PEFT for the reference answers")
+    reference = Reference(base)
+    prompt = reference.prompt_ids(PROMPT)
+    answers = {"": reference.generate(None, prompt, MAX_TOKENS)}
+    for spec in DEMO_ADAPTERS:
+        answers[spec.name] = reference.generate(unfinished / "adapters" / spec.name, prompt, MAX_TOKENS)
+    if len({tuple(ids) for ids in answers.values()}) != len(answers):
+        raise AssertionError("two adapters give the same answer, so a mix-up would not be seen: change the seed")
+    (unfinished / "answers.json").write_text(json.dumps(answers))
+    os.replace(unfinished, home)
 
 
 def _quieten() -> None:

@@ -63,8 +63,12 @@ def vllm_server(
     arguments: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     progress: Callable[[float], None] = lambda seconds: None,
+    is_forking: bool = False,
 ) -> Iterator[Server]:
-    """Start `vllm serve model`, wait until it is healthy, and end it and all its children afterwards."""
+    """Start `vllm serve model`, wait until it is healthy, and end it and all its children afterwards.
+
+    With `is_forking` it forks its engine and workers (`forking_vllm`).
+    """
     environment = {
         **outer_environment(),
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -73,12 +77,14 @@ def vllm_server(
         "TOKENIZERS_PARALLELISM": "false",
         **(env or {}),
     }
-    vllm = Path(sys.executable).with_name("vllm")
+    vllm = [str(Path(sys.executable).with_name("vllm"))]
+    if is_forking:
+        vllm = [sys.executable, "-P", str(Path(__file__).with_name("forking_vllm.py"))]
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with reserved_port() as port:
         address = ("--host", "127.0.0.1", "--port", str(port))
         with log_file.open("wb") as log:
-            command = [str(vllm), "serve", str(model), *address, *SMALL_ENGINE, *arguments]
+            command = [*vllm, "serve", str(model), *address, *SMALL_ENGINE, *arguments]
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         try:
             server = Server(f"http://127.0.0.1:{port}", process, log_file)

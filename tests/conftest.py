@@ -1,4 +1,4 @@
-"""What every unit test shares: a settled hypothesis profile, and vLLM's logger within reach of caplog."""
+"""What all tests share: marks by folder, what runs in one process, hypothesis's profile, vLLM's logger for caplog."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,6 +22,36 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("unit")
+
+_E2E = Path(__file__).parent / "e2e"
+# Fixtures of end-to-end tests that start a server. Those that take longest are first, and unit tests come last.
+_SERVERS = ("admin", "managed", "world", "one_slot", "metered", "guarded", "kernels", "client")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark end-to-end tests, and have tests that share a server, or a file, share a process (`--dist loadgroup`)."""
+    for item in items:
+        if _E2E in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    items.sort(key=_place)
+
+
+def _group(item: pytest.Item) -> str:
+    if _E2E not in item.path.parents:
+        return str(item.path.relative_to(_E2E.parent))
+    return _server(item) or item.name
+
+
+def _server(item: pytest.Item) -> str | None:
+    return next((name for name in _SERVERS if name in getattr(item, "fixturenames", ())), None)
+
+
+def _place(item: pytest.Item) -> int:
+    if _E2E not in item.path.parents:
+        return len(_SERVERS) + 1
+    server = _server(item)
+    return len(_SERVERS) if server is None else _SERVERS.index(server)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""One real server for all end-to-end tests, over a root with good and broken adapters."""
+"""The real servers that several files of tests share."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from testbed.bed import Bed, prepare
 from testbed.client import connect
 from testbed.hub import Hub, local_hub
-from testbed.models import ATTENTION, AdapterSpec, build_adapter, build_base
+from testbed.models import ATTENTION, AdapterSpec, build_adapter, build_base, edit_config
 from testbed.proxy import FaultProxy, fault_proxy
 from testbed.reference import Reference
 from testbed.s3 import Bucket, s3_server
-from testbed.server import Server, vllm_server
+from testbed.server import Server
 from tests.e2e.broken import break_all
-
-MAX_LORA_RANK = 64
+from tests.e2e.servers import RESOLVER, admin_server, lora_server
+from tests.e2e.standing_still import LONGEST_S
 
 
 @dataclass(frozen=True)
@@ -57,21 +59,16 @@ def world(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]
     with s3_server() as s3, fault_proxy(s3.url) as s3_proxy, local_hub() as hub:
         bucket = s3.bucket("adapters")
         fill_remote(bucket, hub, bed)
-        with vllm_server(
-            bed.base,
-            home / "server.log",
-            arguments=(
-                *("--enable-lora", "--max-lora-rank", str(MAX_LORA_RANK), "--max-loras", "4", "--max-cpu-loras", "8"),
-                *("--lora-modules", f"static={bed.adapters / 'sql'}"),
-            ),
-            env={
-                "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-                "VLLM_PLUGINS": "lora_filesystem_resolver,lora_s3_resolver,lora_hf_hub_resolver",
-                "VLLM_LORA_RESOLVER_CACHE_DIR": str(root),
+        with lora_server(
+            bed,
+            home,
+            *("--max-loras", "4", "--max-cpu-loras", "8", "--lora-modules", f"static={bed.adapters / 'sql'}"),
+            plugins=(RESOLVER, "lora_s3_resolver", "lora_hf_hub_resolver"),
+            is_forking=False,
+            **{
                 "S3_PATH_TEMPLATE": "s3://adapters/loras/{lora_name}",
                 "LOCAL_PATH_TEMPLATE": str(home / "links" / "{lora_name}"),
                 "VLLM_LORA_RESOLVER_HF_REPO_LIST": "acme/*",
-                "LORA_PLUGINS_STORE_DIR": str(home / "store"),
                 "LORA_PLUGINS_ABSENT_TTL_S": "1",
                 "LORA_PLUGINS_FETCH_TIMEOUT_S": "60",
                 **s3.env(s3_proxy.url),
@@ -79,6 +76,38 @@ def world(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]
             },
         ) as server:
             yield World(server, connect(server), bed, root, Reference(bed.base), bucket, s3_proxy, hub, home / "store")
+
+
+@dataclass(frozen=True)
+class OneSlot:
+    """A server with `--max-loras 1`, and the root that it serves."""
+
+    server: Server
+    bed: Bed
+    home: Path
+
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.server.url, timeout=LONGEST_S)
+
+    def publish(self, name: str, original: str, number: int) -> Path:
+        target = self.home / "adapters" / name
+        shutil.copytree(self.bed.adapters / original, target)
+        edit_config(target, revision=f"{number}")
+        return target
+
+    def leases(self, view: dict[str, Any]) -> list[Path]:
+        return list((self.home / "store" / ".leases" / view["digest"]).glob("*"))
+
+
+@pytest.fixture(scope="session")
+def one_slot(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneSlot]:
+    home = tmp_path_factory.mktemp("one-slot")
+    shutil.copytree(bed.adapters, home / "adapters")
+    with admin_server(
+        bed, home, "--max-loras", "1", "--block-size", "32", "--num-gpu-blocks-override", "40",
+        LORA_PLUGINS_HOST_MAX_BYTES="6000000",  # "wide" takes 4.3 MB of it, the others less than 0.6
+    ) as server:  # fmt: skip
+        yield OneSlot(server, bed, home)
 
 
 def fill_remote(bucket: Bucket, hub: Hub, bed: Bed) -> None:

@@ -13,7 +13,8 @@ import pytest
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import complete, connect
 from testbed.models import PROMPT
-from testbed.server import Server, vllm_server
+from testbed.server import Server
+from tests.e2e.servers import ADMIN, KERNELS, MANAGER, RESOLVER, lora_server
 
 POLICY = """
 [default]
@@ -66,20 +67,12 @@ def guarded(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guar
     for name, like in ADAPTERS.items():
         shutil.copytree(bed.adapters / like, home / "adapters" / name)
     (home / "policy.toml").write_text(POLICY)
-    with vllm_server(
-        bed.base,
-        home / "server.log",
-        arguments=(
-            *("--enable-lora", "--max-lora-rank", "64", "--max-loras", "2", "--enable-scale-out"),
-            *("--api-key", *KEYS),
-        ),
-        env={
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-            "VLLM_PLUGINS": "lora_filesystem_resolver,lora_lru_manager,lora_kernels,lora_admin",
-            "VLLM_LORA_RESOLVER_CACHE_DIR": str(home / "adapters"),
-            "LORA_PLUGINS_STORE_DIR": str(home / "store"),
-            "LORA_PLUGINS_POLICY": str(home / "policy.toml"),
-        },
+    with lora_server(
+        bed,
+        home,
+        *("--max-loras", "2", "--enable-scale-out", "--api-key", *KEYS),
+        plugins=(RESOLVER, MANAGER, KERNELS, ADMIN),
+        LORA_PLUGINS_POLICY=str(home / "policy.toml"),
     ) as server:
         yield Guarded(server, bed)
 

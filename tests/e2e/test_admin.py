@@ -7,12 +7,10 @@ they serve.
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -28,80 +26,17 @@ import schemathesis
 from hypothesis import strategies
 
 from testbed.bed import MAX_TOKENS, Bed
-from testbed.client import Answer, complete, connect
-from testbed.models import PROMPT, edit_config
+from testbed.client import connect
+from testbed.models import PROMPT
 from testbed.server import Server
-from tests.e2e.admin_server import admin_server
+from tests.e2e.admin import HEADERS, KEY, Admin, serving
 from tests.e2e.broken import BROKEN
 from tests.e2e.standing_still import LONGEST_S, TOKENS, in_state, in_the_midst_of, is_held, seen
 
-KEY = "none"  # what `connect` sends
-HEADERS = {"Authorization": f"Bearer {KEY}"}
 SWAPS = 200
 MARKS = tuple(range(SWAPS // 2, SWAPS + 1, SWAPS // 8))  # swaps after which memory is looked at
 MOST_GROWTH_MB = 10  # from one mark to the next
 LONG_PROMPT = PROMPT + " the lazy dog and runs away into the wood where nobody ever finds it again"
-
-
-@dataclass(frozen=True)
-class Admin:
-    """A server with `lora_admin`, a root that it serves by name, and a directory that URIs may name."""
-
-    server: Server
-    client: openai.OpenAI
-    bed: Bed
-    root: Path
-    allowed: Path
-
-    def call(self, method: str, path: str, body: Any = None, **params: Any) -> httpx.Response:
-        return httpx.request(
-            method, f"{self.server.url}{path}", json=body, params=params or None, headers=HEADERS, timeout=LONGEST_S
-        )
-
-    def done(self, method: str, path: str, body: Any = None, **params: Any) -> dict[str, Any]:
-        answer = self.call(method, path, body, **params)
-        assert answer.status_code == 200, answer.text
-        return dict(answer.json())
-
-    def ask(self, name: str) -> Answer:
-        return complete(self.client, name, PROMPT, MAX_TOKENS)
-
-    def text_of(self, name: str, prompt: str) -> tuple[int, ...]:
-        answer = complete(self.client, name, prompt, MAX_TOKENS)
-        assert (answer.status, answer.error) == (200, "")
-        return answer.token_ids
-
-    def answers_like(self, name: str, original: str) -> None:
-        answer = self.ask(name)
-        assert (answer.status, answer.error) == (200, "")
-        assert list(answer.token_ids) == self.bed.answers[original]
-
-    def publish(self, name: str, original: str, number: int = 0, *, below: Path | None = None) -> Path:
-        """Put `original` in the place of what has this name, as a trainer does: complete, by renaming."""
-        target = (below or self.root) / name
-        fresh = target.with_name(f"fresh-{target.name}")
-        shutil.copytree(self.bed.adapters / original, fresh)
-        edit_config(fresh, revision=f"{number}")
-        if target.exists():
-            old = target.with_name(f"old-{target.name}")
-            target.rename(old)
-            fresh.rename(target)
-            shutil.rmtree(old)
-        else:
-            fresh.rename(target)
-        return target
-
-    def view(self, name: str) -> dict[str, Any]:
-        return self.done("GET", f"/v1/loras/{name}")
-
-    def in_worker(self) -> set[str]:
-        """Engine ids of what the worker itself says that it holds."""
-        answer = self.call("POST", "/collective_rpc", {"method": "get_lora_metrics"})
-        (worker,) = answer.json()["results"]
-        return set(worker["memory"]["adapter_mb"])
-
-    def engine_is_free_of(self, name: str) -> bool:
-        return all(view["lora_name"] != name for view in self.done("GET", "/v1/loras")["loras"])
 
 
 @pytest.fixture(scope="module")
@@ -111,13 +46,8 @@ def admin(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admin]
     for name in ("sql", "chat", "stable", "team/poet"):
         shutil.copytree(bed.adapters / name, root / name)
     allowed.mkdir()
-    with serving(bed, home) as server:
+    with serving(bed, home, is_forking=False) as server:
         yield Admin(server, connect(server), bed, root, allowed)
-
-
-def serving(bed: Bed, home: Path, **env: str) -> Any:
-    uris = {"LORA_PLUGINS_ALLOWED_URIS": (home / "allowed").as_uri()}
-    return admin_server(bed, home, "--max-loras", "3", "--api-key", KEY, **{**uris, **env})
 
 
 @pytest.fixture(autouse=True)
@@ -532,66 +462,6 @@ def test_two_hundred_swaps_under_load(admin: Admin) -> None:
     # What leaks, leaks from every mark to the next; an allocator that takes a large piece does so now and then.
     growth = [after - before for before, after in pairwise(resident)]
     assert min(growth) < MOST_GROWTH_MB, growth
-
-
-# --- the look-out, and restarts ---
-
-
-def swapped_by_the_look_out(admin: Admin, name: str, original: str) -> None:
-    async def answers_anew() -> bool:
-        return list((await asyncio.to_thread(admin.ask, name)).token_ids) == admin.bed.answers[original]
-
-    asyncio.run(seen(answers_anew))
-
-
-async def is_written(store: Path, names: set[str], pinned: set[str]) -> bool:
-    """Whether the next server could serve these, and those pinned."""
-    served = [one for file in store.glob(".served/*.json") for one in json.loads(file.read_text())["served"]]
-    return ({one["name"] for one in served}, {one["name"] for one in served if one["is_pinned"]}) == (names, pinned)
-
-
-def test_the_look_out_swaps_and_a_restart_serves_what_was_served(
-    admin: Admin, bed: Bed, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    home = tmp_path_factory.mktemp("restarted")
-    for name in ("sql", "chat"):
-        shutil.copytree(bed.adapters / name, home / "adapters" / name)
-    (home / "allowed").mkdir()
-    shutil.copytree(bed.adapters / "stable", home / "allowed" / "there")
-    uri = (home / "allowed" / "there").as_uri()
-    with serving(bed, home, LORA_PLUGINS_PRELOAD="sql,nobody", LORA_PLUGINS_REFRESH_S="0.5") as server:
-        first = Admin(server, connect(server), bed, home / "adapters", home / "allowed")
-        assert set(first.view("sql")["tiers"]) == {"store", "host", "slot"}, "there before the server is ready"
-        assert "Adapter 'nobody' is not served from the start" in server.log()
-        first.publish("sql", "chat", 5)
-        swapped_by_the_look_out(first, "sql", "chat")
-        first.done("POST", "/v1/loras/sql/rollback")
-        first.done("POST", "/v1/loras", {"lora_name": "kept", "source": {"uri": uri}})
-        first.done("POST", "/v1/loras/kept/pin")
-        first.answers_like("chat", "chat")
-        for number, original in enumerate(("stable", "chat")):  # between the two it has looked at all
-            first.publish("chat", original, number)
-            swapped_by_the_look_out(first, "chat", original)
-        first.answers_like("sql", "sql")
-        asyncio.run(seen(lambda: is_written(home / "store", {"sql", "kept", "chat"}, pinned={"kept"})))
-    with serving(bed, home, LORA_PLUGINS_RESTORE="1", LORA_PLUGINS_REFRESH_S="0.5") as server:
-        second = Admin(server, connect(server), bed, home / "adapters", home / "allowed")
-        assert {"sql", "kept"} <= {view["lora_name"] for view in second.done("GET", "/v1/loras")["loras"]}
-        assert second.view("kept")["pinned"]
-        assert second.view("kept")["uri"] == uri
-        second.answers_like("kept", "stable")
-        second.answers_like("sql", "sql")  # rolled back, also after the restart
-        second.done("POST", "/v1/loras/sql/refresh")
-        second.answers_like("sql", "chat")
-
-
-def test_without_the_manager_the_start_ends(bed: Bed, tmp_path: Path) -> None:
-    (tmp_path / "adapters").mkdir()
-    with (
-        pytest.raises(RuntimeError, match=r"L007.*lora_admin and without lora_lru_manager"),
-        serving(bed, tmp_path, VLLM_PLUGINS="lora_filesystem_resolver,lora_admin"),
-    ):
-        pass
 
 
 # --- whatever a client may send ---

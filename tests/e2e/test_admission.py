@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,45 +18,22 @@ import pytest
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import complete, connect
 from testbed.models import DEMO_ADAPTERS, PROMPT
-from testbed.server import Server, vllm_server
-from tests.e2e.admin_server import admin_server
+from testbed.server import vllm_server
+from tests.e2e.conftest import OneSlot
+from tests.e2e.servers import ENVIRONMENT, KERNELS, MANAGER, RESOLVER
 from tests.e2e.standing_still import LONGEST_S
 
-HOST_MAX_BYTES = 6_000_000  # "wide" takes 4.3 MB of it, the others less than 0.6
 NAMES = [spec.name for spec in DEMO_ADAPTERS]
 FIXED = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-
-
-@dataclass(frozen=True)
-class OneSlot:
-    """A server with `--max-loras 1`, and the root that it serves."""
-
-    server: Server
-    bed: Bed
-    root: Path
-
-    def client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self.server.url, timeout=LONGEST_S)
-
-
-@pytest.fixture(scope="module")
-def one(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneSlot]:
-    home = tmp_path_factory.mktemp("one-slot")
-    shutil.copytree(bed.adapters, home / "adapters")
-    with admin_server(
-        bed, home, "--max-loras", "1", "--block-size", "32", "--num-gpu-blocks-override", "40",
-        LORA_PLUGINS_HOST_MAX_BYTES=str(HOST_MAX_BYTES),
-    ) as server:  # fmt: skip
-        yield OneSlot(server, bed, home / "adapters")
 
 
 @pytest.fixture(autouse=True)
 def engine_lives(request: pytest.FixtureRequest) -> Iterator[None]:
     """Whatever a test does, the engine is there afterwards, holds nothing, and never said that it was not."""
     yield
-    if "one" not in request.fixturenames:
+    if "one_slot" not in request.fixturenames:
         return
-    one: OneSlot = request.getfixturevalue("one")
+    one: OneSlot = request.getfixturevalue("one_slot")
     assert complete(connect(one.server), "chat", PROMPT, MAX_TOKENS).token_ids == tuple(one.bed.answers["chat"])
     views = httpx.get(f"{one.server.url}/v1/loras", timeout=LONGEST_S).json()["loras"]
     assert [view for view in views if view["requests_held"] or view["requests_in_flight"]] == []
@@ -84,19 +59,19 @@ async def held_of(client: httpx.AsyncClient, name: str) -> int:
     return int(view.json()["requests_held"]) if view.status_code == 200 else 0
 
 
-def test_one_slot_serves_all_in_turn_as_peft_does(one: OneSlot) -> None:
+def test_one_slot_serves_all_in_turn_as_peft_does(one_slot: OneSlot) -> None:
     async def run() -> list[list[int]]:
-        async with one.client() as client:
+        async with one_slot.client() as client:
             return list(await asyncio.gather(*(ids_of(client, name) for name in NAMES * 6)))
 
-    assert asyncio.run(run()) == [one.bed.answers[name] for name in NAMES * 6]
+    assert asyncio.run(run()) == [one_slot.bed.answers[name] for name in NAMES * 6]
 
 
-def test_long_requests_are_preempted_and_end_as_alone(one: OneSlot) -> None:
+def test_long_requests_are_preempted_and_end_as_alone(one_slot: OneSlot) -> None:
     """Together they need more KV cache than there is; an adapter keeps its slot until the last of them has finished."""
 
     async def run() -> tuple[list[int], list[list[int]]]:
-        async with one.client() as client:
+        async with one_slot.client() as client:
 
             async def is_preempted() -> bool:
                 metrics = (await client.get("/metrics")).text
@@ -113,11 +88,11 @@ def test_long_requests_are_preempted_and_end_as_alone(one: OneSlot) -> None:
     assert together == [alone] * 8
 
 
-def test_streams_that_fail_hold_no_slot(one: OneSlot) -> None:
+def test_streams_that_fail_hold_no_slot(one_slot: OneSlot) -> None:
     """Prompts that are too long pass vLLM's check of the model, and fail after it."""
 
     async def run() -> float:
-        async with one.client() as client:
+        async with one_slot.client() as client:
             await ids_of(client, "chat", 1)
             done = asyncio.Event()
 
@@ -131,7 +106,7 @@ def test_streams_that_fail_hold_no_slot(one: OneSlot) -> None:
             failing = [asyncio.create_task(fail()) for _ in range(4)]
             await asyncio.sleep(0.5)
             began = time.monotonic()
-            assert await ids_of(client, "chat") == one.bed.answers["chat"]
+            assert await ids_of(client, "chat") == one_slot.bed.answers["chat"]
             took_s = time.monotonic() - began
             done.set()
             await asyncio.gather(*failing)
@@ -141,9 +116,9 @@ def test_streams_that_fail_hold_no_slot(one: OneSlot) -> None:
     assert asyncio.run(run()) < 20, "alone it takes a fraction of a second"
 
 
-def test_beam_search_goes_on_while_others_want_its_slot(one: OneSlot) -> None:
+def test_beam_search_goes_on_while_others_want_its_slot(one_slot: OneSlot) -> None:
     async def run() -> tuple[str, str]:
-        async with one.client() as client:
+        async with one_slot.client() as client:
             body = {
                 "model": "sql",
                 "prompt": PROMPT,
@@ -157,18 +132,18 @@ def test_beam_search_goes_on_while_others_want_its_slot(one: OneSlot) -> None:
             others = [asyncio.create_task(ids_of(client, "chat")) for _ in range(8)]
             beside = await client.post("/v1/completions", json=body)
             assert beside.status_code == 200, beside.text
-            assert await asyncio.gather(*others) == [one.bed.answers["chat"]] * 8
+            assert await asyncio.gather(*others) == [one_slot.bed.answers["chat"]] * 8
             return alone.json()["choices"][0]["text"], beside.json()["choices"][0]["text"]
 
     alone, beside = asyncio.run(run())
     assert beside == alone
 
 
-def test_held_requests_are_seen_as_waiting(one: OneSlot) -> None:
+def test_held_requests_are_seen_as_waiting(one_slot: OneSlot) -> None:
     """To a router, a replica whose slots are contended must not look idle."""
 
     async def run() -> tuple[str, list[int]]:
-        async with one.client() as client:
+        async with one_slot.client() as client:
             running = asyncio.create_task(ids_of(client, "sql", 240))
             held = [asyncio.create_task(ids_of(client, "chat")) for _ in range(3)]
             metrics = ""
@@ -182,7 +157,7 @@ def test_held_requests_are_seen_as_waiting(one: OneSlot) -> None:
 
             await is_so(waiting)
             answers = await asyncio.gather(*held)
-            assert answers == [one.bed.answers["chat"]] * 3
+            assert answers == [one_slot.bed.answers["chat"]] * 3
             await running
             return metrics, answers[0]
 
@@ -194,9 +169,9 @@ def test_held_requests_are_seen_as_waiting(one: OneSlot) -> None:
     raise AssertionError(metrics)
 
 
-def test_a_storm_of_aborts_leaves_nothing_behind(one: OneSlot) -> None:
+def test_a_storm_of_aborts_leaves_nothing_behind(one_slot: OneSlot) -> None:
     async def run() -> None:
-        async with one.client() as client:
+        async with one_slot.client() as client:
 
             async def give_up(number: int) -> None:
                 asked = asyncio.create_task(ids_of(client, NAMES[number % len(NAMES)], 100))
@@ -207,7 +182,7 @@ def test_a_storm_of_aborts_leaves_nothing_behind(one: OneSlot) -> None:
             for _ in range(3):
                 await asyncio.gather(*(give_up(number) for number in range(24)))
             assert await asyncio.gather(*(ids_of(client, name) for name in NAMES)) == [
-                one.bed.answers[name] for name in NAMES
+                one_slot.bed.answers[name] for name in NAMES
             ]
 
             async def is_quiet() -> bool:
@@ -220,9 +195,9 @@ def test_a_storm_of_aborts_leaves_nothing_behind(one: OneSlot) -> None:
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_held_requests_wait_for_the_end_of_a_pause(one: OneSlot, mode: str) -> None:
+def test_held_requests_wait_for_the_end_of_a_pause(one_slot: OneSlot, mode: str) -> None:
     async def run() -> list[int]:
-        async with one.client() as client:
+        async with one_slot.client() as client:
             paused = await client.post("/pause", params={"mode": mode, "clear_cache": "false"})
             assert paused.status_code == 200, paused.text
             try:
@@ -233,7 +208,7 @@ def test_held_requests_wait_for_the_end_of_a_pause(one: OneSlot, mode: str) -> N
                 assert (await client.post("/resume")).status_code == 200
             return await asked
 
-    assert asyncio.run(run()) == one.bed.answers["team/poet"]
+    assert asyncio.run(run()) == one_slot.bed.answers["team/poet"]
 
 
 def test_without_lora_an_unknown_name_is_not_found(bed: Bed, tmp_path: Path) -> None:
@@ -242,11 +217,13 @@ def test_without_lora_an_unknown_name_is_not_found(bed: Bed, tmp_path: Path) -> 
         bed.base,
         tmp_path / "server.log",
         env={
-            "VLLM_PLUGINS": "lora_filesystem_resolver,lora_lru_manager,lora_kernels",
+            "VLLM_PLUGINS": f"{RESOLVER},{MANAGER},{KERNELS}",
             "VLLM_LORA_RESOLVER_CACHE_DIR": str(bed.adapters),
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "LORA_PLUGINS_STORE_DIR": str(tmp_path / "store"),
+            **ENVIRONMENT,
         },
+        is_forking=True,
     ) as server:
         client = connect(server)
         answers = [complete(client, name, PROMPT, MAX_TOKENS) for name in ("nobody", "sql", str(bed.base))]

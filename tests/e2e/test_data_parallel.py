@@ -12,7 +12,7 @@ import httpx
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import complete, complete_all, connect
 from testbed.models import DEMO_ADAPTERS, PROMPT
-from tests.e2e.admin_server import admin_server
+from tests.e2e.servers import admin_server
 from tests.e2e.standing_still import LONGEST_S
 
 
@@ -21,7 +21,7 @@ def test_two_engines_answer_as_peft_does_and_change_together(bed: Bed, tmp_path:
     names = [spec.name for spec in DEMO_ADAPTERS]
     with admin_server(
         bed, tmp_path, "--max-loras", "2", "--data-parallel-size", "2", "--api-server-count", "1",
-        VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1",
+        is_forking=False,
     ) as server:  # fmt: skip
 
         def call(method: str, path: str) -> Any:

@@ -12,23 +12,15 @@ from testbed.bed import Bed
 from testbed.client import connect
 from testbed.models import PROMPT
 from testbed.reference import Reference
-from testbed.server import vllm_server
+from tests.e2e.servers import RESOLVER, lora_server
 
 
 @pytest.fixture(scope="module")
 def client(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     home = tmp_path_factory.mktemp("pooling")
-    with vllm_server(
-        bed.base,
-        home / "server.log",
-        arguments=("--runner", "pooling", "--convert", "embed", "--enable-lora", "--max-lora-rank", "64"),
-        env={
-            "VLLM_PLUGINS": "lora_filesystem_resolver",
-            "VLLM_LORA_RESOLVER_CACHE_DIR": str(bed.adapters),
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-            "LORA_PLUGINS_STORE_DIR": str(home / "store"),
-        },
-    ) as server:
+    arguments = ("--runner", "pooling", "--convert", "embed")
+    root = str(bed.adapters)
+    with lora_server(bed, home, *arguments, plugins=[RESOLVER], VLLM_LORA_RESOLVER_CACHE_DIR=root) as server:
         yield connect(server)
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
-from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,43 +16,10 @@ import httpx
 import pytest
 
 from testbed.bed import MAX_TOKENS, Bed
-from testbed.models import PROMPT, edit_config
-from testbed.server import Server
-from tests.e2e.admin_server import admin_server
+from testbed.models import PROMPT
+from tests.e2e.conftest import OneSlot
+from tests.e2e.servers import admin_server
 from tests.e2e.standing_still import LONGEST_S, TOKENS, in_state, in_the_midst_of, is_held, seen
-
-
-@dataclass(frozen=True)
-class Small:
-    """A server with one slot, and the root that it serves."""
-
-    server: Server
-    bed: Bed
-    home: Path
-
-    def client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self.server.url, timeout=LONGEST_S)
-
-    def publish(self, name: str, original: str, number: int) -> Path:
-        target = self.home / "adapters" / name
-        shutil.copytree(self.bed.adapters / original, target)
-        edit_config(target, revision=f"{number}")
-        return target
-
-    def leases(self, view: dict[str, Any]) -> list[Path]:
-        return list((self.home / "store" / ".leases" / view["digest"]).glob("*"))
-
-
-def serving(bed: Bed, home: Path, **env: str) -> Any:
-    return admin_server(bed, home, "--max-loras", "1", **env)
-
-
-@pytest.fixture(scope="module")
-def small(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Small]:
-    home = tmp_path_factory.mktemp("in-flight")
-    (home / "adapters").mkdir()
-    with serving(bed, home) as server:
-        yield Small(server, bed, home)
 
 
 async def tokens_of(client: httpx.AsyncClient, name: str, tokens: int = MAX_TOKENS) -> list[int]:
@@ -91,16 +56,16 @@ def standing_still(client: httpx.AsyncClient, name: str) -> AbstractAsyncContext
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(("block", "status", "code"), [(False, 503, "L001"), (True, 404, "L002")])
 def test_what_is_held_is_refused_at_once_by_an_unload(
-    small: Small, stream: bool, block: bool, status: int, code: str
+    one_slot: OneSlot, stream: bool, block: bool, status: int, code: str
 ) -> None:
     runs, waits = f"runs-{stream}-{block}", f"waits-{stream}-{block}"
     for name, original in ((runs, "sql"), (waits, "chat")):
-        small.publish(name, original, 1)
+        one_slot.publish(name, original, 1)
 
     async def unload() -> tuple[httpx.Response, httpx.Response, list[int]]:
-        async with small.client() as client:
-            assert await tokens_of(client, waits) == small.bed.answers["chat"]
-            assert await tokens_of(client, runs) == small.bed.answers["sql"]
+        async with one_slot.client() as client:
+            assert await tokens_of(client, waits) == one_slot.bed.answers["chat"]
+            assert await tokens_of(client, runs) == one_slot.bed.answers["sql"]
             before = (await view_of(client, waits))["last_used_at"]
             async with standing_still(client, runs) as running:
                 waiting = asyncio.create_task(client.post("/v1/completions", json=body(waits, 1, stream=stream)))
@@ -121,10 +86,10 @@ def test_what_is_held_is_refused_at_once_by_an_unload(
     assert len(ran) == TOKENS, "what runs is another adapter's"
 
 
-def test_loading_in_place_is_a_swap_that_no_running_request_notices(small: Small, tmp_path: Path) -> None:
-    small.publish("during", "sql", 7)
+def test_loading_in_place_is_a_swap_that_no_running_request_notices(one_slot: OneSlot, tmp_path: Path) -> None:
+    one_slot.publish("during", "sql", 7)
     by_hand = tmp_path / "by-hand"
-    shutil.copytree(small.bed.adapters / "chat", by_hand)
+    shutil.copytree(one_slot.bed.adapters / "chat", by_hand)
     load = {"lora_name": "during", "lora_path": str(by_hand), "load_inplace": True}
 
     async def swaps(client: httpx.AsyncClient) -> float:
@@ -132,9 +97,9 @@ def test_loading_in_place_is_a_swap_that_no_running_request_notices(small: Small
         return float(count)
 
     async def swap() -> None:
-        async with small.client() as client:
+        async with one_slot.client() as client:
             alone = await tokens_of(client, "during", TOKENS)
-            assert alone[:MAX_TOKENS] == small.bed.answers["sql"]
+            assert alone[:MAX_TOKENS] == one_slot.bed.answers["sql"]
             old, before = await view_of(client, "during"), await swaps(client)
             async with standing_still(client, "during") as running:
                 loaded = await client.post("/v1/load_lora_adapter", json=load)
@@ -142,10 +107,10 @@ def test_loading_in_place_is_a_swap_that_no_running_request_notices(small: Small
                 now = await view_of(client, "during")
                 assert (now["path"], now["digest"], now["state"]) == (str(by_hand), None, "serving")
                 assert "host" in now["tiers"], "loaded before anybody asks for it"
-                assert small.leases(old), "what runs may need its directory"
+                assert one_slot.leases(old), "what runs may need its directory"
                 assert not running.done()
             assert await running == alone, "the weights that it began with"
-            assert await tokens_of(client, "during") == small.bed.answers["chat"]
+            assert await tokens_of(client, "during") == one_slot.bed.answers["chat"]
             assert await swaps(client) == before + 1
 
             async def has_gone() -> bool:
@@ -153,22 +118,22 @@ def test_loading_in_place_is_a_swap_that_no_running_request_notices(small: Small
                 return [view["state"] for view in listed if view["lora_name"] == "during"] == ["serving"]
 
             await seen(has_gone)
-            assert small.leases(old) == [], "the store may evict it"
-            assert f"Adapter 'during' swapped from {old['digest'][:12]} to {by_hand}" in small.server.log()
+            assert one_slot.leases(old) == [], "the store may evict it"
+            assert f"Adapter 'during' swapped from {old['digest'][:12]} to {by_hand}" in one_slot.server.log()
 
     asyncio.run(swap())
 
 
-def test_a_version_with_a_name_of_its_own_is_served_again_after_a_restart(bed: Bed, small: Small) -> None:
-    small.publish("versioned", "sql", 8)
+def test_a_version_with_a_name_of_its_own_is_served_again_after_a_restart(bed: Bed, one_slot: OneSlot) -> None:
+    one_slot.publish("versioned", "sql", 8)
 
     async def name_it() -> str:
-        async with small.client() as client:
+        async with one_slot.client() as client:
             await tokens_of(client, "versioned")
             name = f"versioned@{(await view_of(client, 'versioned'))['digest'][:12]}"
             assert await tokens_of(client, name) == bed.answers["sql"]
             assert (await client.delete("/v1/loras/versioned")).status_code == 200
-            (file,) = (small.home / "store" / ".served").glob("*.json")
+            (file,) = (one_slot.home / "store" / ".served").glob("*.json")
 
             async def is_written() -> bool:
                 return f'"{name}"' in file.read_text() and '"versioned"' not in file.read_text()
@@ -177,12 +142,12 @@ def test_a_version_with_a_name_of_its_own_is_served_again_after_a_restart(bed: B
         return name
 
     name = asyncio.run(name_it())
-    shutil.rmtree(small.home / "adapters" / "versioned")  # only the store has it
+    shutil.rmtree(one_slot.home / "adapters" / "versioned")  # only the store has it
 
-    async def ask_again(again: Small) -> None:
+    async def ask_again(again: OneSlot) -> None:
         async with again.client() as client:
             assert (await view_of(client, name))["state"] == "serving", "before anybody has asked"
             assert await tokens_of(client, name) == bed.answers["sql"]
 
-    with serving(bed, small.home, LORA_PLUGINS_RESTORE="1") as server:
-        asyncio.run(ask_again(Small(server, bed, small.home)))
+    with admin_server(bed, one_slot.home, "--max-loras", "1", LORA_PLUGINS_RESTORE="1") as server:
+        asyncio.run(ask_again(OneSlot(server, bed, one_slot.home)))

@@ -12,7 +12,8 @@ from lora_plugins.kernels.compiled import build
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import complete_all
 from testbed.models import DEMO_ADAPTERS, PROMPT
-from testbed.server import Server, vllm_server
+from testbed.server import Server
+from tests.e2e.servers import KERNELS, lora_server
 
 NAMES = [spec.name for spec in DEMO_ADAPTERS]
 SLOTS = 4  # fewer than adapters: slots are written again, with other ranks
@@ -27,13 +28,12 @@ class Kernels:
 
 @pytest.fixture(scope="module")
 def kernels(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernels]:
-    log = tmp_path_factory.mktemp("kernels") / "server.log"
     arguments = (
-        *("--enable-lora", "--max-lora-rank", "64", "--max-loras", str(SLOTS), "--max-cpu-loras", "8"),
+        *("--max-loras", str(SLOTS), "--max-cpu-loras", "8"),
         *("--served-model-name", "base", "--no-enable-prefix-caching"),
         *("--lora-modules", *(f"{name}={bed.adapters / name}" for name in NAMES)),
     )
-    with vllm_server(bed.base, log, arguments=arguments, env={"VLLM_PLUGINS": "lora_kernels"}) as server:
+    with lora_server(bed, tmp_path_factory.mktemp("kernels"), *arguments, plugins=[KERNELS]) as server:
         yield Kernels(server, bed)
 
 

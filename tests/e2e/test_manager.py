@@ -22,8 +22,9 @@ import pytest
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import Answer, complete, complete_all, connect
 from testbed.models import DEMO_ADAPTERS, PROMPT, edit_config
-from testbed.server import Server, vllm_server
+from testbed.server import Server
 from tests.e2e.broken import BROKEN
+from tests.e2e.servers import KERNELS, MANAGER, RESOLVER, lora_server
 
 SLOTS = 2
 SPARE_SLOTS = 1  # the default of LORA_PLUGINS_SPARE_SLOTS
@@ -90,22 +91,14 @@ def managed(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mana
         if name != original:
             edit_config(root / name, revision=name)  # other bytes, so a directory of its own in the store
     shutil.copytree(bed.adapters / "stable", home / "static")
-    with vllm_server(
-        bed.base,
-        home / "server.log",
-        arguments=(
-            *("--enable-lora", "--max-lora-rank", "64"),
-            *("--max-loras", str(SLOTS), "--max-cpu-loras", str(HOST_PLACES)),
-            *("--lora-modules", f"static={home / 'static'}"),
-        ),
-        env={
-            "VLLM_PLUGINS": "lora_filesystem_resolver,lora_lru_manager,lora_kernels",
-            "VLLM_LORA_RESOLVER_CACHE_DIR": str(root),
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-            "LORA_PLUGINS_STORE_DIR": str(home / "store"),
-            "LORA_PLUGINS_HOST_MAX_BYTES": str(HOST_MAX_BYTES),
-            "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc
-        },
+    with lora_server(
+        bed,
+        home,
+        *("--max-loras", str(SLOTS), "--max-cpu-loras", str(HOST_PLACES)),
+        *("--lora-modules", f"static={home / 'static'}"),
+        plugins=(RESOLVER, MANAGER, KERNELS),
+        LORA_PLUGINS_HOST_MAX_BYTES=str(HOST_MAX_BYTES),
+        VLLM_SERVER_DEV_MODE="1",  # /collective_rpc
     ) as server:
         yield Managed(server, connect(server), bed, root)
 

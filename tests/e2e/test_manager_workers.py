@@ -10,27 +10,19 @@ import httpx
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import complete, connect
 from testbed.models import DEMO_ADAPTERS, PROMPT
-from testbed.server import vllm_server
+from tests.e2e.servers import MANAGER, RESOLVER, lora_server
 
 
 def test_two_workers_answer_as_peft_does_also_without_their_directories(bed: Bed, tmp_path: Path) -> None:
     root, store = tmp_path / "adapters", tmp_path / "store"
     shutil.copytree(bed.adapters, root)
-    with vllm_server(
-        bed.base,
-        tmp_path / "server.log",
-        arguments=(
-            *("--enable-lora", "--max-lora-rank", "64", "--max-loras", "2", "--max-cpu-loras", "3"),
-            *("--tensor-parallel-size", "2"),
-        ),
-        env={
-            "VLLM_PLUGINS": "lora_filesystem_resolver,lora_lru_manager",
-            "VLLM_LORA_RESOLVER_CACHE_DIR": str(root),
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-            "LORA_PLUGINS_STORE_DIR": str(store),
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-        },
+    with lora_server(
+        bed,
+        tmp_path,
+        *("--max-loras", "2", "--max-cpu-loras", "3", "--tensor-parallel-size", "2"),
+        plugins=(RESOLVER, MANAGER),
+        is_forking=False,
+        VLLM_SERVER_DEV_MODE="1",  # /collective_rpc
     ) as server:
         client = connect(server)
 

@@ -19,6 +19,7 @@ from testbed.client import complete, connect
 from testbed.models import PROMPT
 from testbed.server import Server, vllm_server
 from tests.e2e.broken import BROKEN
+from tests.e2e.servers import ENVIRONMENT, KERNELS, MANAGER, RESOLVER, lora_server
 
 SLOTS, SPARE_SLOTS, HOST_PLACES = 1, 1, 3
 WAITED = tuple(f"admission_wait_seconds_count,0,{found}" for found in ("slot", "host", "store"))
@@ -119,20 +120,8 @@ def metered(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mete
     shutil.copytree(bed.adapters, root)
     shutil.copytree(root / "sql", root / "truncated")
     next(case for case in BROKEN if case.name == "truncated").make(root / "truncated")
-    with vllm_server(
-        bed.base,
-        home / "server.log",
-        arguments=(
-            *("--enable-lora", "--max-lora-rank", "64"),
-            *("--max-loras", str(SLOTS), "--max-cpu-loras", str(HOST_PLACES)),
-        ),
-        env={
-            "VLLM_PLUGINS": "lora_filesystem_resolver,lora_lru_manager,lora_kernels",
-            "VLLM_LORA_RESOLVER_CACHE_DIR": str(root),
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-            "LORA_PLUGINS_STORE_DIR": str(home / "store"),
-        },
-    ) as server:
+    arguments = ("--max-loras", str(SLOTS), "--max-cpu-loras", str(HOST_PLACES))
+    with lora_server(bed, home, *arguments, plugins=(RESOLVER, MANAGER, KERNELS)) as server:
         yield Metered(server, connect(server), bed, root, {})
 
 
@@ -281,7 +270,11 @@ def test_several_api_servers_show_one_sum(bed: Bed, tmp_path: Path) -> None:
             *("--api-server-count", "2", "--lora-modules"),
             *(f"{name}={bed.adapters / name}" for name in names),
         ),
-        env={"VLLM_PLUGINS": "lora_lru_manager,lora_kernels", "LORA_PLUGINS_STORE_DIR": str(tmp_path / "store")},
+        env={
+            "VLLM_PLUGINS": f"{MANAGER},{KERNELS}",
+            "LORA_PLUGINS_STORE_DIR": str(tmp_path / "store"),
+            **ENVIRONMENT,
+        },
     ) as server:
         for name in names * 4:
             answer = complete(connect(server), name, PROMPT, MAX_TOKENS)  # a connection of its own, to either

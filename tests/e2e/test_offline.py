@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from testbed.bed import MAX_TOKENS, Bed
 from testbed.models import DEMO_ADAPTERS, PROMPT
 from testbed.server import outer_environment
 from tests.e2e.broken import BROKEN
+from tests.e2e.servers import ENVIRONMENT
 
 NAMES = [spec.name for spec in DEMO_ADAPTERS]
 HOST_MAX_BYTES = 5_200_000  # "wide" takes 4.3 MB of it, the others less than 0.6: not all five fit
@@ -42,8 +44,6 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("processes", [1, 0], ids=["engine in a process", "engine in this process"])
 def test_a_broken_adapter_fails_alone_and_all_others_are_answered(bed: Bed, tmp_path: Path, processes: int) -> None:
-    import shutil
-
     shutil.copytree(bed.adapters / "sql", tmp_path / "truncated")
     next(case for case in BROKEN if case.name == "truncated").make(tmp_path / "truncated")
     adapters = [(name, str(bed.adapters / name)) for name in NAMES]
@@ -52,6 +52,7 @@ def test_a_broken_adapter_fails_alone_and_all_others_are_answered(bed: Bed, tmp_
     program.write_text(PROGRAM)
     environment = {
         **outer_environment(),
+        **ENVIRONMENT,
         "VLLM_PLUGINS": "lora_lru_manager,lora_kernels",
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(processes),
         "VLLM_CPU_KVCACHE_SPACE": "1",

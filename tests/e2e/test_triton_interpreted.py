@@ -13,6 +13,7 @@ from lora_plugins.kernels import tuning
 from testbed.bed import Bed
 from testbed.models import DEMO_ADAPTERS
 from testbed.server import outer_environment
+from tests.e2e.servers import ENVIRONMENT
 
 pytest.importorskip("triton", reason="Triton's interpreter comes with Triton, which is for Linux only")
 
@@ -62,6 +63,7 @@ def test_every_row_of_mixed_batches_is_pefts(path: str, bed: Bed, tmp_path: Path
         cwd=Path(__file__).parents[2],
         env={
             **outer_environment(),
+            **ENVIRONMENT,
             "TRITON_INTERPRET": "1",
             "LORA_PLUGINS_TUNING_DIR": str(tmp_path),
             "VLLM_CPU_KVCACHE_SPACE": "1",

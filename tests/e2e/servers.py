@@ -1,0 +1,54 @@
+"""The servers of the end-to-end tests: small ones, so that several run beside each other on two cores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from testbed.bed import Bed
+from testbed.server import Server, vllm_server
+
+RESOLVER, MANAGER, KERNELS, ADMIN = "lora_filesystem_resolver", "lora_lru_manager", "lora_kernels", "lora_admin"
+
+# One thread that computes, bound to no core: vLLM would bind that of each server to the same one.
+ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+
+
+def lora_server(
+    bed: Bed, home: Path, *arguments: str, plugins: Sequence[str], is_forking: bool = True, **env: str
+) -> AbstractContextManager[Server]:
+    """Over `home / "adapters"` and `home / "store"`; each one started there logs into a file of its own."""
+    return vllm_server(
+        bed.base,
+        home / f"server-{len(list(home.glob('server-*')))}.log",
+        arguments=("--enable-lora", "--max-lora-rank", "64", *arguments),
+        env={
+            "VLLM_PLUGINS": ",".join(plugins),
+            "VLLM_LORA_RESOLVER_CACHE_DIR": str(home / "adapters"),
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "LORA_PLUGINS_STORE_DIR": str(home / "store"),
+            **ENVIRONMENT,
+            **env,
+        },
+        is_forking=is_forking,
+    )
+
+
+def admin_server(
+    bed: Bed, home: Path, *arguments: str, is_forking: bool = True, **env: str
+) -> AbstractContextManager[Server]:
+    """One with every plugin that the admin API needs, which looks for new versions only when asked to."""
+    return lora_server(
+        bed,
+        home,
+        *("--max-cpu-loras", "8", "--max-model-len", "1000"),
+        *arguments,
+        plugins=(RESOLVER, MANAGER, KERNELS, ADMIN),
+        is_forking=is_forking,
+        **{
+            "LORA_PLUGINS_REFRESH_S": "0",
+            "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc, /pause and /resume
+            **env,
+        },
+    )

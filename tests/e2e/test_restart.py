@@ -1,0 +1,70 @@
+"""`lora_admin` polls its sources, serves after a restart what it served before, and needs the manager."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from testbed.bed import Bed
+from testbed.client import connect
+from tests.e2e.admin import Admin, serving
+from tests.e2e.standing_still import seen
+
+
+def swapped_by_the_poller(admin: Admin, name: str, original: str) -> None:
+    async def answers_as_it() -> bool:
+        return list((await asyncio.to_thread(admin.ask, name)).token_ids) == admin.bed.answers[original]
+
+    asyncio.run(seen(answers_as_it))
+
+
+async def is_written(store: Path, names: set[str], pinned: set[str]) -> bool:
+    """Whether the next server could serve these, and those pinned."""
+    served = [one for file in store.glob(".served/*.json") for one in json.loads(file.read_text())["served"]]
+    return ({one["name"] for one in served}, {one["name"] for one in served if one["is_pinned"]}) == (names, pinned)
+
+
+def test_the_poller_swaps_and_a_restart_serves_what_was_served(bed: Bed, tmp_path: Path) -> None:
+    home = tmp_path
+    for name in ("sql", "chat"):
+        shutil.copytree(bed.adapters / name, home / "adapters" / name)
+    (home / "allowed").mkdir()
+    shutil.copytree(bed.adapters / "stable", home / "allowed" / "there")
+    uri = (home / "allowed" / "there").as_uri()
+    with serving(bed, home, LORA_PLUGINS_PRELOAD="sql,nobody", LORA_PLUGINS_REFRESH_S="0.5") as server:
+        first = Admin(server, connect(server), bed, home / "adapters", home / "allowed")
+        assert set(first.view("sql")["tiers"]) == {"store", "host", "slot"}, "there before the server is ready"
+        assert "Adapter 'nobody' is not served from the start" in server.log()
+        first.publish("sql", "chat", 5)
+        swapped_by_the_poller(first, "sql", "chat")
+        first.done("POST", "/v1/loras/sql/rollback")
+        first.done("POST", "/v1/loras", {"lora_name": "kept", "source": {"uri": uri}})
+        first.done("POST", "/v1/loras/kept/pin")
+        first.answers_like("chat", "chat")
+        for number, original in enumerate(("stable", "chat")):  # between the two it has looked at all
+            first.publish("chat", original, number)
+            swapped_by_the_poller(first, "chat", original)
+        first.answers_like("sql", "sql")
+        asyncio.run(seen(lambda: is_written(home / "store", {"sql", "kept", "chat"}, pinned={"kept"})))
+    with serving(bed, home, LORA_PLUGINS_RESTORE="1", LORA_PLUGINS_REFRESH_S="0.5") as server:
+        second = Admin(server, connect(server), bed, home / "adapters", home / "allowed")
+        assert {"sql", "kept"} <= {view["lora_name"] for view in second.done("GET", "/v1/loras")["loras"]}
+        assert second.view("kept")["pinned"]
+        assert second.view("kept")["uri"] == uri
+        second.answers_like("kept", "stable")
+        second.answers_like("sql", "sql")  # rolled back, also after the restart
+        second.done("POST", "/v1/loras/sql/refresh")
+        second.answers_like("sql", "chat")
+
+
+def test_without_the_manager_the_start_ends(bed: Bed, tmp_path: Path) -> None:
+    (tmp_path / "adapters").mkdir()
+    with (
+        pytest.raises(RuntimeError, match=r"L007.*lora_admin and without lora_lru_manager"),
+        serving(bed, tmp_path, VLLM_PLUGINS="lora_filesystem_resolver,lora_admin"),
+    ):
+        pass
