@@ -1,4 +1,4 @@
-"""Three tenants, a stranger and nobody on one real server: each meets their own adapters, and no sign of any other."""
+"""Three tenants, an unlisted key and no key on one real server: each finds its own adapters, and no sign of others."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ def guarded(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guar
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_everybody_has_the_base_model_and_their_own_adapters_right(guarded: Guarded, key: str) -> None:
+def test_each_key_gets_right_answers_of_its_adapters(guarded: Guarded, key: str) -> None:
     assert guarded.answer(str(guarded.bed.base), key) == guarded.bed.answers[None]
     for name in sorted(MAY[key]):
         assert guarded.answer(name, key) == guarded.bed.answers[ADAPTERS[name]], name
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_everybody_sees_their_own_adapters_only(guarded: Guarded, key: str) -> None:
+def test_each_key_sees_its_own_adapters_only(guarded: Guarded, key: str) -> None:
     for name in ADAPTERS:
         guarded.answer(name, "key-root")
     assert guarded.listed(key) == {str(guarded.bed.base)} | MAY[key]
@@ -103,8 +103,8 @@ ROUTES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ROUTES)
-def test_what_one_may_not_use_does_not_exist(guarded: Guarded, path: str, stream: bool) -> None:
-    """Loaded, not loaded, or not there; in status, text and headers, compared with a name of one's own folder."""
+def test_a_forbidden_adapter_looks_like_none(guarded: Guarded, path: str, stream: bool) -> None:
+    """Loaded, not loaded, or missing: status, text and headers are those of an unknown name in the tenant's folder."""
     assert guarded.answer("team-b/sql", "key-b")
 
     def seen(name: str) -> tuple[int, str, dict[str, str]]:
@@ -120,7 +120,7 @@ def test_what_one_may_not_use_does_not_exist(guarded: Guarded, path: str, stream
     assert guarded.answer("team-b/sql", "key-b") == guarded.bed.answers["chat"], "it is there all the same"
 
 
-def test_without_a_key_vllm_asks_for_one_where_it_does_and_elsewhere_one_has_the_default(guarded: Guarded) -> None:
+def test_no_key_is_refused_under_v1_and_default_elsewhere(guarded: Guarded) -> None:
     assert guarded.post("/v1/completions", None, model="public/sql", prompt="x").status_code == 401
     assert guarded.post("/v1/completions", "nobodys", model="public/sql", prompt="x").status_code == 401
     assert guarded.post("/tokenize", None, model="public/sql", prompt="x").status_code == 200
@@ -142,7 +142,7 @@ def test_only_administrators_load_and_unload(guarded: Guarded, name: str) -> Non
     assert guarded.post("/v1/unload_lora_adapter", "key-root", lora_name="team-a/new").status_code == 200
 
 
-def test_the_log_says_who_is_known_and_no_key(guarded: Guarded) -> None:
+def test_the_log_names_tenants_and_no_key(guarded: Guarded) -> None:
     log = guarded.server.log()
     assert "Access policy: 3 keys of team-a, team-b, operators" in log
     ours = [line for line in log.splitlines() if "lora_plugins" in line or "ccess" in line]

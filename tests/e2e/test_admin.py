@@ -1,7 +1,6 @@
-"""`lora_admin` in a real server: every route, unloading under load, hot swaps, and a restart.
+"""`lora_admin` in a real server: every route, unloading under load, and hot swaps.
 
-One server with three slots, a spare one, and an API key; names in capitals stand for the version of an adapter that
-they serve.
+One server with three slots, a spare one, and an API key.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def test_an_adapter_is_loaded_from_a_uri(admin: Admin) -> None:
     admin.done("DELETE", "/v1/loras/from/uri")
 
 
-def test_without_a_source_the_servers_own_are_asked(admin: Admin) -> None:
+def test_a_load_without_uri_asks_the_configured_sources(admin: Admin) -> None:
     admin.done("POST", "/v1/loras", {"lora_name": "team/poet"})
     admin.answers_like("team/poet", "team/poet")
     assert admin.view("team/poet")["source"] == "filesystem"
@@ -107,9 +106,7 @@ def test_without_a_source_the_servers_own_are_asked(admin: Admin) -> None:
         ({"lora_name": "x", "source": {"url": "s3://b/x"}}, 400, ""),
     ],
 )
-def test_what_cannot_be_loaded_is_refused_and_leaves_nothing(
-    admin: Admin, body: dict[str, Any], status: int, says: str
-) -> None:
+def test_a_refused_load_leaves_nothing(admin: Admin, body: dict[str, Any], status: int, says: str) -> None:
     before = admin.done("GET", "/v1/loras")
     text = str(body).replace("ALLOWED", admin.allowed.as_uri()).replace("BASE", str(admin.bed.base))
     answer = admin.call("POST", "/v1/loras", eval(text))
@@ -145,7 +142,7 @@ def test_the_key_guards_every_route(admin: Admin) -> None:
 # --- the list ---
 
 
-def test_the_list_says_what_is_where(admin: Admin) -> None:
+def test_the_list_has_source_tiers_and_use_of_each(admin: Admin) -> None:
     began = time.time()
     for name in ("sql", "chat"):
         admin.answers_like(name, name)
@@ -292,7 +289,7 @@ def test_after_the_deadline_running_requests_are_ended(admin: Admin) -> None:
     assert admin.engine_is_free_of("ended")
 
 
-def test_an_unloaded_name_is_resolved_anew_unless_it_is_blocked(admin: Admin) -> None:
+def test_an_unloaded_name_is_resolved_again_unless_blocked(admin: Admin) -> None:
     admin.answers_like("chat", "chat")
     admin.done("DELETE", "/v1/loras/chat")
     admin.answers_like("chat", "chat")
@@ -464,7 +461,7 @@ def test_two_hundred_swaps_under_load(admin: Admin) -> None:
     assert min(growth) < MOST_GROWTH_MB, growth
 
 
-# --- whatever a client may send ---
+# --- any request ---
 
 
 @pytest.fixture(scope="module")
@@ -488,8 +485,8 @@ def api(admin: Admin) -> Any:
     max_examples=25, deadline=None, suppress_health_check=list(hypothesis.HealthCheck), derandomize=True, database=None
 )
 @hypothesis.given(data=strategies.data())
-def test_whatever_comes_is_answered_in_vllms_shape(admin: Admin, api: Any, path: str, method: str, data: Any) -> None:
-    """Names, bodies and queries made up from our OpenAPI page."""
+def test_any_request_is_answered_in_vllms_format(admin: Admin, api: Any, path: str, method: str, data: Any) -> None:
+    """Names, bodies and queries generated from our OpenAPI page."""
     case = data.draw(api[path][method].as_strategy())
     answer = case.call(base_url=admin.server.url, headers={**(case.headers or {}), **HEADERS}, timeout=LONGEST_S)
     assert answer.status_code in (200, 400, 404, 405, 422), answer.text

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ FIXED = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "return_token_i
 
 @pytest.fixture(autouse=True)
 def engine_lives(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whatever a test does, the engine is there afterwards, holds nothing, and never said that it was not."""
+    """Whatever a test does, the engine runs afterwards, holds nothing, and never crashed."""
     yield
     if "one_slot" not in request.fixturenames:
         return
@@ -59,7 +58,7 @@ async def held_of(client: httpx.AsyncClient, name: str) -> int:
     return int(view.json()["requests_held"]) if view.status_code == 200 else 0
 
 
-def test_one_slot_serves_all_in_turn_as_peft_does(one_slot: OneSlot) -> None:
+def test_one_slot_serves_every_adapter_as_peft(one_slot: OneSlot) -> None:
     async def run() -> list[list[int]]:
         async with one_slot.client() as client:
             return list(await asyncio.gather(*(ids_of(client, name) for name in NAMES * 6)))
@@ -67,7 +66,7 @@ def test_one_slot_serves_all_in_turn_as_peft_does(one_slot: OneSlot) -> None:
     assert asyncio.run(run()) == [one_slot.bed.answers[name] for name in NAMES * 6]
 
 
-def test_long_requests_are_preempted_and_end_as_alone(one_slot: OneSlot) -> None:
+def test_preempted_requests_give_the_same_tokens(one_slot: OneSlot) -> None:
     """Together they need more KV cache than there is; an adapter keeps its slot until the last of them has finished."""
 
     async def run() -> tuple[list[int], list[list[int]]]:
@@ -80,7 +79,7 @@ def test_long_requests_are_preempted_and_end_as_alone(one_slot: OneSlot) -> None
 
             alone = await ids_of(client, "sql", 300)
             together = [asyncio.create_task(ids_of(client, "sql", 300)) for _ in range(8)]
-            await is_so(is_preempted)  # before another adapter is asked for, whose turn would divide them
+            await is_so(is_preempted)  # before another adapter is asked for, which would divide them
             await asyncio.gather(*(ids_of(client, "chat", 300) for _ in range(2)))
             return alone, await asyncio.gather(*together)
 
@@ -88,35 +87,37 @@ def test_long_requests_are_preempted_and_end_as_alone(one_slot: OneSlot) -> None
     assert together == [alone] * 8
 
 
-def test_streams_that_fail_hold_no_slot(one_slot: OneSlot) -> None:
+def test_failing_streams_hold_no_slot(one_slot: OneSlot) -> None:
     """Prompts that are too long pass vLLM's check of the model, and fail after it."""
 
-    async def run() -> float:
+    async def run() -> None:
         async with one_slot.client() as client:
             await ids_of(client, "chat", 1)
-            done = asyncio.Event()
+            failed, done = 0, asyncio.Event()
 
             async def fail() -> None:
+                nonlocal failed
                 while not done.is_set():
                     body = {"model": "sql", "prompt": "x " * 4000, "max_tokens": 1, "stream": True}
                     answer = await client.post("/v1/completions", json=body)
                     assert answer.status_code == 400, answer.text
+                    failed += 1
                     await asyncio.sleep(0.05)
 
+            async def all_have_failed() -> bool:
+                return failed >= len(failing)
+
             failing = [asyncio.create_task(fail()) for _ in range(4)]
-            await asyncio.sleep(0.5)
-            began = time.monotonic()
-            assert await ids_of(client, "chat") == one_slot.bed.answers["chat"]
-            took_s = time.monotonic() - began
+            await is_so(all_have_failed)
+            assert await ids_of(client, "chat") == one_slot.bed.answers["chat"]  # they go on until it is answered
             done.set()
             await asyncio.gather(*failing)
             assert await held_of(client, "sql") == 0
-            return took_s
 
-    assert asyncio.run(run()) < 20, "alone it takes a fraction of a second"
+    asyncio.run(run())
 
 
-def test_beam_search_goes_on_while_others_want_its_slot(one_slot: OneSlot) -> None:
+def test_beam_search_finishes_while_others_wait_for_its_slot(one_slot: OneSlot) -> None:
     async def run() -> tuple[str, str]:
         async with one_slot.client() as client:
             body = {
@@ -139,7 +140,7 @@ def test_beam_search_goes_on_while_others_want_its_slot(one_slot: OneSlot) -> No
     assert beside == alone
 
 
-def test_held_requests_are_seen_as_waiting(one_slot: OneSlot) -> None:
+def test_held_requests_count_as_waiting_in_metrics(one_slot: OneSlot) -> None:
     """To a router, a replica whose slots are contended must not look idle."""
 
     async def run() -> tuple[str, list[int]]:
@@ -169,7 +170,7 @@ def test_held_requests_are_seen_as_waiting(one_slot: OneSlot) -> None:
     raise AssertionError(metrics)
 
 
-def test_a_storm_of_aborts_leaves_nothing_behind(one_slot: OneSlot) -> None:
+def test_many_aborts_leave_nothing_held(one_slot: OneSlot) -> None:
     async def run() -> None:
         async with one_slot.client() as client:
 

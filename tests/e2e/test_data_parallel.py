@@ -16,7 +16,7 @@ from tests.e2e.servers import admin_server
 from tests.e2e.standing_still import LONGEST_S
 
 
-def test_two_engines_answer_as_peft_does_and_change_together(bed: Bed, tmp_path: Path) -> None:
+def test_two_engines_equal_peft_and_change_together(bed: Bed, tmp_path: Path) -> None:
     shutil.copytree(bed.adapters, tmp_path / "adapters")
     names = [spec.name for spec in DEMO_ADAPTERS]
     with admin_server(

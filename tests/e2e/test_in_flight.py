@@ -55,7 +55,7 @@ def standing_still(client: httpx.AsyncClient, name: str) -> AbstractAsyncContext
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(("block", "status", "code"), [(False, 503, "L001"), (True, 404, "L002")])
-def test_what_is_held_is_refused_at_once_by_an_unload(
+def test_an_unload_refuses_held_requests_at_once(
     one_slot: OneSlot, stream: bool, block: bool, status: int, code: str
 ) -> None:
     runs, waits = f"runs-{stream}-{block}", f"waits-{stream}-{block}"
@@ -86,7 +86,7 @@ def test_what_is_held_is_refused_at_once_by_an_unload(
     assert len(ran) == TOKENS, "what runs is another adapter's"
 
 
-def test_loading_in_place_is_a_swap_that_no_running_request_notices(one_slot: OneSlot, tmp_path: Path) -> None:
+def test_loading_in_place_swaps_without_changing_running_requests(one_slot: OneSlot, tmp_path: Path) -> None:
     one_slot.publish("during", "sql", 7)
     by_hand = tmp_path / "by-hand"
     shutil.copytree(one_slot.bed.adapters / "chat", by_hand)
@@ -124,7 +124,7 @@ def test_loading_in_place_is_a_swap_that_no_running_request_notices(one_slot: On
     asyncio.run(swap())
 
 
-def test_a_version_with_a_name_of_its_own_is_served_again_after_a_restart(bed: Bed, one_slot: OneSlot) -> None:
+def test_a_restart_serves_a_version_requested_by_digest(bed: Bed, one_slot: OneSlot) -> None:
     one_slot.publish("versioned", "sql", 8)
 
     async def name_it() -> str:

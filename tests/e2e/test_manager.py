@@ -105,7 +105,7 @@ def managed(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mana
 
 @pytest.fixture(autouse=True)
 def engine_lives(managed: Managed) -> Iterator[None]:
-    """Whatever a test does, the engine is there afterwards, and never said that it was not."""
+    """Whatever a test does, the engine runs afterwards and never crashed."""
     yield
     assert managed.server.process.poll() is None
     assert httpx.get(f"{managed.server.url}/health", timeout=240).status_code == 200
@@ -158,7 +158,7 @@ def test_vanished_from_the_store_is_fetched_again(managed: Managed) -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_vanished_from_store_and_source_fails_alone(managed: Managed, streaming: bool) -> None:
+def test_one_gone_from_store_and_source_fails_in_isolation(managed: Managed, streaming: bool) -> None:
     name = f"wide-{'three' if streaming else 'two'}"
     managed.assert_right(name)
     gone = managed.stored_at(name)
@@ -184,7 +184,7 @@ def test_vanished_from_store_and_source_fails_alone(managed: Managed, streaming:
     managed.assert_right(name)
 
 
-def test_another_version_at_the_source_is_not_served_in_its_name(managed: Managed) -> None:
+def test_a_changed_source_does_not_replace_a_served_version(managed: Managed) -> None:
     name = "poet-other"
     shutil.copytree(managed.bed.adapters / "team/poet", managed.root / name)
     first = managed.ask(name)
@@ -200,7 +200,7 @@ def test_another_version_at_the_source_is_not_served_in_its_name(managed: Manage
 
 
 @pytest.mark.parametrize("kind", ["wrong-shapes", "no-such-module", "truncated"])
-def test_broken_only_in_the_engine_fails_alone(managed: Managed, tmp_path: Path, kind: str) -> None:
+def test_one_broken_in_the_engine_fails_in_isolation(managed: Managed, tmp_path: Path, kind: str) -> None:
     """Loaded by hand, past the resolver's checks, while others run."""
     directory = tmp_path / kind
     shutil.copytree(managed.bed.adapters / "sql", directory)
@@ -268,7 +268,7 @@ def test_a_client_that_goes_away_leaves_nothing_held(managed: Managed) -> None:
     assert managed.wrong(list(ALIKE)) == []  # more than the host places, so nothing that vanished still holds one
 
 
-def test_the_workers_metrics_say_what_is_there(managed: Managed) -> None:
+def test_worker_metrics_match_its_slots_and_memory(managed: Managed) -> None:
     managed.assert_right("sql")
     (metrics,) = managed.rpc("get_lora_metrics")
     adapters, memory, performance = metrics["adapters"], metrics["memory"], metrics["performance"]
@@ -284,7 +284,7 @@ def test_the_workers_metrics_say_what_is_there(managed: Managed) -> None:
     assert "Punica" in performance["kernel_backend"]
 
 
-def test_adapters_that_are_never_idle_do_not_keep_another_from_a_slot(managed: Managed) -> None:
+def test_a_third_adapter_gets_a_slot_from_busy_ones(managed: Managed) -> None:
     """Two adapters hold both slots with overlapping requests; a third is answered while they go on."""
     hot = ("sql", "chat")
     asked: Counter[str] = Counter()
@@ -306,7 +306,7 @@ def test_adapters_that_are_never_idle_do_not_keep_another_from_a_slot(managed: M
                 for delay_s in (0.0, 0.3, 0.6, 0.9, 1.2)
             ]
             try:
-                while min(asked[name] for name in hot) <= 5:  # all five have begun, and one of them anew
+                while min(asked[name] for name in hot) <= 5:  # all five have begun, and one of them again
                     assert not any(task.done() for task in tasks)
                     await asyncio.sleep(0.01)
                 async with asyncio.timeout(LONGEST_WAIT_S):

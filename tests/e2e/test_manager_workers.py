@@ -1,4 +1,4 @@
-"""`lora_lru_manager` with two workers (tensor parallelism): both load, and both bring what they lack."""
+"""`lora_lru_manager` with two workers (tensor parallelism): both load, and both fetch what they lack."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from testbed.models import DEMO_ADAPTERS, PROMPT
 from tests.e2e.servers import MANAGER, RESOLVER, lora_server
 
 
-def test_two_workers_answer_as_peft_does_also_without_their_directories(bed: Bed, tmp_path: Path) -> None:
+def test_two_workers_equal_peft_and_fetch_missing_directories(bed: Bed, tmp_path: Path) -> None:
     root, store = tmp_path / "adapters", tmp_path / "store"
     shutil.copytree(bed.adapters, root)
     with lora_server(
@@ -33,7 +33,7 @@ def test_two_workers_answer_as_peft_does_also_without_their_directories(bed: Bed
         assert wrong() == []
         for weights in list(store.glob("**/adapter_model.safetensors")):
             shutil.rmtree(weights.parent)
-        assert wrong() == []  # more adapters than host places, so all but a few are fetched anew
+        assert wrong() == []  # more adapters than host places, so all but a few are fetched again
         answer = httpx.post(f"{server.url}/collective_rpc", json={"method": "get_lora_metrics"}, timeout=240)
         workers = answer.json()["results"]
         assert len(workers) == 2

@@ -79,7 +79,7 @@ class Metered:
         }
 
     def stores(self, adapters: int, size_bytes: int) -> None:
-        """Assert that the store comes to be told as this large."""
+        """Assert that the store is shown with this size in the end."""
         ends = time.monotonic() + LONGEST_S
         while True:
             now = samples_of(self.server)
@@ -145,7 +145,7 @@ def cold(name_bytes: int) -> dict[str, float]:
     }
 
 
-def test_what_is_done_is_what_is_counted(metered: Metered) -> None:
+def test_every_counter_changes_by_what_was_done(metered: Metered) -> None:
     """One story, as each step starts from where the last one ended."""
     # Nothing has been asked for.
     metered.changes(
@@ -248,7 +248,7 @@ def test_what_is_done_is_what_is_counted(metered: Metered) -> None:
     assert metered.loaded() == {"sql": "cpu" if others[slots[0]] else "gpu", "wide": "gpu"}
 
 
-def test_a_scrape_is_the_same_with_a_slash_and_for_a_prometheus(metered: Metered) -> None:
+def test_every_form_of_scrape_has_the_same_metrics(metered: Metered) -> None:
     names = set()
     for path, headers in (("/metrics", {}), ("/metrics/", {}), ("/metrics", {"Accept": "text/plain;version=0.0.4"})):
         answer = httpx.get(f"{metered.server.url}{path}", headers=headers, timeout=LONGEST_S)

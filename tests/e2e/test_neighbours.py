@@ -1,4 +1,4 @@
-"""vLLM's own ways of serving adapters go on working beside ours, and `/v1/models` tells where each comes from."""
+"""vLLM's own ways of serving adapters go on working beside ours, and `/v1/models` says where each comes from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`LLM`, without a server: an adapter that is broken or gone fails alone, and a small budget only takes time."""
+"""`LLM`, without a server: a broken or missing adapter fails in isolation, and a small budget only takes time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("processes", [1, 0], ids=["engine in a process", "engine in this process"])
-def test_a_broken_adapter_fails_alone_and_all_others_are_answered(bed: Bed, tmp_path: Path, processes: int) -> None:
+def test_broken_adapters_fail_in_isolation_and_others_are_answered(bed: Bed, tmp_path: Path, processes: int) -> None:
     shutil.copytree(bed.adapters / "sql", tmp_path / "truncated")
     next(case for case in BROKEN if case.name == "truncated").make(tmp_path / "truncated")
     adapters = [(name, str(bed.adapters / name)) for name in NAMES]

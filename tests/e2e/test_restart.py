@@ -61,7 +61,7 @@ def test_the_poller_swaps_and_a_restart_serves_what_was_served(bed: Bed, tmp_pat
         second.answers_like("sql", "chat")
 
 
-def test_without_the_manager_the_start_ends(bed: Bed, tmp_path: Path) -> None:
+def test_startup_fails_without_the_manager(bed: Bed, tmp_path: Path) -> None:
     (tmp_path / "adapters").mkdir()
     with (
         pytest.raises(RuntimeError, match=r"L007.*lora_admin and without lora_lru_manager"),

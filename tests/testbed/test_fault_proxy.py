@@ -97,7 +97,7 @@ def test_short_body(proxy):
     assert proxy.bytes_sent() == 1000
 
 
-def test_a_length_that_is_too_small_is_well_formed_and_one_that_is_too_large_is_not(proxy):
+def test_only_a_too_small_length_is_well_formed(proxy):
     proxy.plan(faults.wrong_length(-1000))
     status, headers, body = get(proxy, Range="bytes=0-99999")
     assert (status, headers["Content-Length"], body) == (206, "99000", DATA[:99_000])
@@ -173,7 +173,7 @@ def test_bandwidth(proxy):
     assert time.monotonic() - started > 0.4
 
 
-def test_an_outage_refuses_and_cuts_and_then_the_same_port_answers_again(proxy):
+def test_after_an_outage_the_same_port_answers_again(proxy):
     kept = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=60)
     kept.request("HEAD", KEY)
     kept.getresponse().read()
@@ -207,7 +207,7 @@ def test_a_hook_runs_before_or_behind_the_upstream(proxy):
     assert calls == ["before", "after"]
 
 
-def test_requests_are_counted_and_a_range_that_is_fetched_twice_is_seen(proxy):
+def test_requests_and_ranges_fetched_twice_are_counted(proxy):
     get(proxy, Range="bytes=0-99")
     proxy.plan(faults.short(after=10))
     with pytest.raises(http.client.IncompleteRead):

@@ -199,7 +199,7 @@ def test_an_outage_and_what_is_cached_meanwhile(hub, tmp_path):
 
 
 def test_a_body_that_is_cut_is_resumed_with_a_range(hub, tmp_path, monkeypatch):
-    # The client keeps whole pieces only, of 10 MB by default: what is cut before the first is fetched anew.
+    # The client keeps whole pieces only, of 10 MB by default: what is cut before the first is fetched again.
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
     with fault_proxy(hub.url) as proxy:
         proxy.plan(faults.short(after=60_000), method="GET", path="resolve")

@@ -29,7 +29,7 @@ def filesystem(s3: S3, monkeypatch: pytest.MonkeyPatch, *, anonymous: bool = Fal
     return s3fs.S3FileSystem(anon=anonymous, skip_instance_cache=True)
 
 
-def test_a_real_client_reads_what_was_put_with_nothing_but_the_environment(s3, monkeypatch):
+def test_a_client_configured_by_environment_reads_what_was_put(s3, monkeypatch):
     bucket = s3.bucket()
     etags = bucket.put_many("sql", {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x" * 1000})
     fs = filesystem(s3, monkeypatch)
@@ -40,7 +40,7 @@ def test_a_real_client_reads_what_was_put_with_nothing_but_the_environment(s3, m
         fs.info("adapters/none")
 
 
-def test_a_replaced_object_has_another_etag_and_a_deleted_one_is_gone(s3):
+def test_replaced_objects_change_etag_and_deleted_ones_go(s3):
     bucket = s3.bucket()
     first, second = bucket.put("a/b", b"1"), bucket.put("a/b", b"2")
     assert first != second
@@ -49,7 +49,7 @@ def test_a_replaced_object_has_another_etag_and_a_deleted_one_is_gone(s3):
     assert bucket.list() == {}
 
 
-def test_the_etag_of_a_multipart_object_is_not_the_md5_of_its_bytes(s3):
+def test_a_multipart_etag_is_no_md5_of_its_bytes(s3):
     data = os.urandom(MIN_PART + 10)
     bucket = s3.bucket()
     assert bucket.put("big", data, part_size=MIN_PART).endswith('-2"')
