@@ -16,7 +16,7 @@ import triton.language as tl
 
 from lora_plugins.kernels.triton_ops.chunks import Chunks, chunks_at_most
 from lora_plugins.kernels.triton_ops.packed import ELEMENTS, PackedModule, precision
-from lora_plugins.kernels.triton_ops.tiles import load_to_rank, number, pointer, product
+from lora_plugins.kernels.triton_ops.tiles import load_to_rank, number, pointer, product, put, rows_of_chunk
 from lora_plugins.kernels.tuning import ExpandTile
 
 
@@ -121,9 +121,7 @@ def _expand_kernel(
     if ADD:
         if rank == 0:
             return
-    place = tl.arange(0, ROWS)
-    row = tl.load(order + tl.load(chunks + capacity + chunk) + place, mask=place < rows_here, other=0)
-    mine = (place < rows_here) & (row < rows)
+    row, mine = rows_of_chunk(order, chunks, capacity, chunk, rows_here, rows, ROWS)
     n = tile * OUT + tl.arange(0, OUT)
     b = pointer(module, SLICES + slice_, ELEMENT, ALIGNED)
     b += slot * (tl.load(module + 4 * SLICES + slice_) * b_row_stride)
@@ -140,7 +138,4 @@ def _expand_kernel(
         )
         total = product(t_tile.to(ELEMENT), b_tile, total, PRECISION)
     out = y + row[:, None] * y_stride + number(module, 3 * SLICES + slice_, ALIGNED) + n[None, :]
-    there = mine[:, None] & (n[None, :] < width)
-    if ADD:
-        total += tl.load(out, mask=there, other=0.0).to(tl.float32)
-    tl.store(out, total.to(y.dtype.element_ty), mask=there)
+    put(out, total, mine[:, None] & (n[None, :] < width), ADD)

@@ -13,7 +13,15 @@ import triton.language as tl
 
 from lora_plugins.kernels.triton_ops.chunks import Chunks, chunks_at_most
 from lora_plugins.kernels.triton_ops.packed import ELEMENTS, PackedModule, columns, precision
-from lora_plugins.kernels.triton_ops.tiles import load_to_rank, number, pointer, product
+from lora_plugins.kernels.triton_ops.tiles import (
+    load_to_rank,
+    number,
+    pointer,
+    product,
+    put,
+    rows_of_chunk,
+    shrink_tile,
+)
 from lora_plugins.kernels.tuning import FusedTile
 
 
@@ -124,9 +132,7 @@ def _fused_kernel(
     if ADD:
         if rank == 0:
             return
-    place = tl.arange(0, ROWS)
-    row = tl.load(order + tl.load(chunks + capacity + chunk) + place, mask=place < rows_here, other=0)
-    mine = (place < rows_here) & (row < rows)
+    row, mine = rows_of_chunk(order, chunks, capacity, chunk, rows_here, rows, ROWS)
     n = tile * OUT + tl.arange(0, OUT)
     a = pointer(module, slice_, ELEMENT, ALIGNED) + slot * a_slot_stride
     b = pointer(module, SLICES + slice_, ELEMENT, ALIGNED)
@@ -134,24 +140,12 @@ def _fused_kernel(
     total = tl.zeros((ROWS, OUT), dtype=tl.float32)
     for rank_begin in range(0, rank, RANK):
         r = rank_begin + tl.arange(0, RANK)
-        t = tl.zeros((ROWS, RANK), dtype=tl.float32)
-        for begin in range(0, n_in, IN):
-            k = begin + tl.arange(0, IN)
-            x_tile = tl.load(
-                x + row[:, None] * x_stride + k[None, :], mask=mine[:, None] & (k[None, :] < n_in), other=0.0
-            )
-            a_tile = tl.load(
-                a + r[None, :].to(tl.int64) * a_rank_stride + k[:, None],
-                mask=(r[None, :] < rank) & (k[:, None] < n_in),
-                other=0.0,
-            )
-            t = product(x_tile.to(ELEMENT), a_tile, t, PRECISION)
+        t = shrink_tile(
+            x, a, row, mine, r, rank, 0, n_in, x_stride, a_rank_stride, ELEMENT, PRECISION, ROWS, RANK, IN, IN
+        )
         b_tile = load_to_rank(
             b + n[None, :].to(tl.int64) * b_row_stride + r[:, None], r[:, None], rank, n[None, :] < width
         )
         total = product((t * scale).to(ELEMENT), b_tile, total, PRECISION)
     out = y + row[:, None] * y_stride + number(module, 3 * SLICES + slice_, ALIGNED) + n[None, :]
-    there = mine[:, None] & (n[None, :] < width)
-    if ADD:
-        total += tl.load(out, mask=there, other=0.0).to(tl.float32)
-    tl.store(out, total.to(y.dtype.element_ty), mask=there)
+    put(out, total, mine[:, None] & (n[None, :] < width), ADD)

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from lora_plugins.kernels.triton_ops.chunks import Chunks, chunks_at_most
 from lora_plugins.kernels.triton_ops.packed import ELEMENTS, PackedModule, columns, precision
-from lora_plugins.kernels.triton_ops.tiles import pointer, product
+from lora_plugins.kernels.triton_ops.tiles import pointer, rows_of_chunk, shrink_tile
 from lora_plugins.kernels.tuning import ShrinkTile
 
 
@@ -119,25 +119,15 @@ def _shrink_kernel(
     rank = tl.load(ranks + slice_ * ranks_stride + slot)
     if rank_program * RANK >= rank:
         return
-    place = tl.arange(0, ROWS)
-    row = tl.load(order + tl.load(chunks + capacity + chunk) + place, mask=place < rows_here, other=0)
-    mine = (place < rows_here) & (row < rows)
+    row, mine = rows_of_chunk(order, chunks, capacity, chunk, rows_here, rows, ROWS)
     a = pointer(module, slice_, ELEMENT, ALIGNED) + slot * a_slot_stride
     out += split.to(tl.int64) * out_split_stride + slice_.to(tl.int64) * out_slice_stride
     for rank_begin in range(rank_program * RANK, rank, RANK * RANK_PROGRAMS):
         r = rank_begin + tl.arange(0, RANK)
-        total = tl.zeros((ROWS, RANK), dtype=tl.float32)
-        for begin in range(split * IN, n_in, IN * SPLITS):
-            k = begin + tl.arange(0, IN)
-            x_tile = tl.load(
-                x + row[:, None] * x_stride + k[None, :], mask=mine[:, None] & (k[None, :] < n_in), other=0.0
-            )
-            a_tile = tl.load(
-                a + r[None, :].to(tl.int64) * a_rank_stride + k[:, None],
-                mask=(r[None, :] < rank) & (k[:, None] < n_in),
-                other=0.0,
-            )
-            total = product(x_tile.to(ELEMENT), a_tile, total, PRECISION)
+        total = shrink_tile(
+            x, a, row, mine, r, rank, split * IN, n_in, x_stride, a_rank_stride, ELEMENT, PRECISION,
+            ROWS, RANK, IN, IN * SPLITS,
+        )  # fmt: skip
         tl.store(
             out + row[:, None] * out_row_stride + r[None, :], total * scale, mask=mine[:, None] & (r[None, :] < rank)
         )

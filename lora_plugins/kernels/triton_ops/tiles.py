@@ -1,4 +1,4 @@
-"""What the kernels share: which chunk a program works on, and loads that stay vectorised though limits are data.
+"""What the kernels share: the rows of a chunk, products and stores of tiles, and loads that stay vectorised.
 
 Triton widens a load only as far as it can prove that the mask is constant over it. A rank that is read from memory
 proves nothing; `rank // 8 * 8` does, so a rank that is a multiple of 8 takes a path of its own.
@@ -46,3 +46,60 @@ def product(left: tl.tensor, right: tl.tensor, total: tl.tensor, PRECISION: tl.c
     else:
         total = tl.dot(left, right, total, input_precision=PRECISION)
     return total
+
+
+@triton.jit
+def rows_of_chunk(
+    order: tl.tensor,
+    chunks: tl.tensor,
+    capacity: tl.tensor,
+    chunk: tl.tensor,
+    rows_here: tl.tensor,
+    rows: tl.tensor,
+    ROWS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The row numbers of a chunk, int64 `[ROWS]`, and which of them are rows of the batch."""
+    place = tl.arange(0, ROWS)
+    row = tl.load(order + tl.load(chunks + capacity + chunk) + place, mask=place < rows_here, other=0)
+    return row, (place < rows_here) & (row < rows)
+
+
+@triton.jit
+def shrink_tile(
+    x: tl.tensor,
+    a: tl.tensor,
+    row: tl.tensor,
+    mine: tl.tensor,
+    r: tl.tensor,
+    rank: tl.tensor,
+    first: tl.tensor,
+    n_in: tl.tensor,
+    x_stride: tl.tensor,
+    a_rank_stride: tl.tensor,
+    ELEMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    RANK: tl.constexpr,
+    IN: tl.constexpr,
+    STEP: tl.constexpr,
+) -> tl.tensor:
+    """`A x` `[ROWS, RANK]` of the rows for the ranks `r`: over `IN` columns of every `STEP`, from `first` on."""
+    total = tl.zeros((ROWS, RANK), dtype=tl.float32)
+    for begin in range(first, n_in, STEP):
+        k = begin + tl.arange(0, IN)
+        x_tile = tl.load(x + row[:, None] * x_stride + k[None, :], mask=mine[:, None] & (k[None, :] < n_in), other=0.0)
+        a_tile = tl.load(
+            a + r[None, :].to(tl.int64) * a_rank_stride + k[:, None],
+            mask=(r[None, :] < rank) & (k[:, None] < n_in),
+            other=0.0,
+        )
+        total = product(x_tile.to(ELEMENT), a_tile, total, PRECISION)
+    return total
+
+
+@triton.jit
+def put(out: tl.tensor, total: tl.tensor, mask: tl.tensor, ADD: tl.constexpr) -> None:
+    """Store a tile, or add it to what is there."""
+    if ADD:
+        total += tl.load(out, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out, total.to(out.dtype.element_ty), mask=mask)
