@@ -71,7 +71,7 @@ def ours(operators: Operators, case: Case, stacks: Stacks, x: Any, y: Any, slot_
         ranks = SlotRanks(stacks.slots, [stacks.slot_rank] * len(a))
         for slot in range(stacks.slots):
             ranks.written(slot, [stacks.rank] * len(a))
-        operators.adopt(a, b, ranks)
+        operators.register(a, b, ranks)
     widths, tensors = list(case.widths), batch.tensors
     linear = torch.ops.lora_plugins.lora_linear
 

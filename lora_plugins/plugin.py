@@ -8,8 +8,7 @@ from lora_plugins.errors import InvalidSettings
 from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, S3
 from lora_plugins.resolvers.sources.configured import MakeSource, filesystem_source, hub_source, s3_source
 from lora_plugins.settings import Settings, named_in_environment
-from lora_plugins.vllm_patches import builtin_resolvers
-from lora_plugins.vllm_patches.punica import install_kernels
+from lora_plugins.vllm_patches import builtin_resolvers, punica
 from lora_plugins.vllm_patches.resolver import resolver_of_process, serve_from
 
 _FILESYSTEM_BUILTIN = ("vllm.plugins.lora_resolvers.filesystem_resolver", "register_filesystem_resolver")
@@ -76,7 +75,7 @@ def register_kernels() -> None:
     """
     if named_in_environment(KERNELS):
         settings = Settings.from_env()
-        install_kernels(settings)
+        punica.patch(settings)
         _count(settings)
 
 

@@ -1,7 +1,7 @@
 """Which kernels this process computes with: what was asked for, or the best that can be had; pure.
 
-An explicit choice that cannot be had ends the start. Only `auto` chooses, and it says what it took and why. After an
-error there is no second choice: a kernel that fails, fails.
+With an explicit choice that cannot be had, startup fails. Only `auto` chooses, and it says what it took and why. After
+an error there is no fallback: a kernel that fails, fails.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def choose(asked: Kernels, machine: Machine) -> Choice:
             asked,
             problem,
             "a C compiler that works",
-            remedy="mend that (install gcc), or choose torch, which needs none",
+            remedy="repair that (install gcc), or choose torch, which needs none",
         )
     return Choice(asked, why, CPU_WRAPPERS[asked])
 

@@ -1,24 +1,31 @@
 """What is written into the slots of vLLM's LoRA layers: slice by slice, and of which true rank.
 
-Each layer object gets its own `set_lora` and `reset_lora`, which call those of its class and then say what was written.
-So it does not matter which subclass overrides them, nor who calls: vLLM's manager in the engine loop, or ours from a
-thread that fills an idle slot.
+Each layer object gets its own `set_lora` and `reset_lora`, which call those of its class, then note what was written.
+So it does not matter which subclass overrides them, nor who calls: vLLM's manager in the engine loop, or ours in a
+background thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lora_plugins.kernels.ranks import SlotRanks, true_ranks
 from lora_plugins.ledger import Patch
 
 
-def stacks(module: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
-    """A layer's A's and B's, one per slice; None for a layer of another kind (mixture of experts).
+class WatchedLayer(NamedTuple):
+    """A layer's A's and B's, one per slice, and the ranks of what lies in them.
 
     A is `[slots, 1, max_rank, in]`, or `[slots, vocabulary, max_rank]` in an embedding; B `[slots, 1, out, max_rank]`.
     """
+
+    a: tuple[Any, ...]
+    b: tuple[Any, ...]
+    ranks: SlotRanks
+
+
+def _stacks(module: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
     a, b = getattr(module, "lora_a_stacked", None), getattr(module, "lora_b_stacked", None)
     if a is None or b is None or isinstance(a, list):  # FusedMoEWithLoRA: a list with an entry for every expert
         return None
@@ -53,35 +60,36 @@ def sides_of_slices(
     return sides_a, sides_b
 
 
-def watch(module: Any) -> SlotRanks | None:
-    """Have the layer say what its slots hold; None for a layer of another kind. Watched again, it is not wrapped twice.
+def watch(module: Any) -> WatchedLayer | None:
+    """Note from now on what is written to the layer's slots; None for a layer of another kind (mixture of experts).
 
-    The layer's weights must have been created. What was written before is taken to have the largest rank.
+    The layer's weights must have been created. What was written before is taken to have the largest rank. A layer that
+    is watched already is not wrapped again.
     """
-    parts = stacks(module)
+    parts = _stacks(module)
     if parts is None:
         return None
     known = getattr(module, "_lora_plugins_ranks", None)
     if isinstance(known, SlotRanks):
-        return known
+        return WatchedLayer(*parts, known)
     _, b = parts
     ranks = SlotRanks(b[0].shape[0], [int(b_i.shape[3]) for b_i in b])
     set_lora, reset_lora = module.set_lora, module.reset_lora
     expand = getattr(module, "expand_packed_lora", None)
 
-    def set_and_tell(index: int, lora_a: Any, lora_b: Any) -> None:
+    def set_and_note(index: int, lora_a: Any, lora_b: Any) -> None:
         ranks.writing(index)
-        set_lora(index, lora_a, lora_b)  # calls reset_lora first, which tells too
+        set_lora(index, lora_a, lora_b)  # calls reset_lora first, which is noted too
         ranks.written(index, true_ranks(lora_a, lora_b, ranks.largest, expand))
 
-    def reset_and_tell(index: int) -> None:
+    def reset_and_note(index: int) -> None:
         ranks.writing(index)
         reset_lora(index)
         ranks.written(index, [0] * len(ranks.largest))
 
-    module.set_lora, module.reset_lora = set_and_tell, reset_and_tell
+    module.set_lora, module.reset_lora = set_and_note, reset_and_note
     module._lora_plugins_ranks = ranks  # noqa: SLF001 - ours
-    return ranks
+    return WatchedLayer(*parts, ranks)
 
 
 LEDGER = (

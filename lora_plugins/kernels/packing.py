@@ -1,7 +1,7 @@
 """Panels made of an adapter's own tensors when it is loaded, for slots to point at: activating it copies nothing.
 
 The way through vLLM's slot (`set_lora`, and then panels of what is in it) copies an adapter twice when it is activated.
-Here `Packer.pack` copies it once, beside the engine's loop, and `Packer.place` tells a slot where that lies. What is in
+Here `Packer.pack` copies it once, in a background thread, and `Packer.place` points a slot at that. What is in
 the slot's stacks then counts for nothing, until `set_lora` or `reset_lora` of that slot takes over again.
 
 A layer has a packer where the compiled product computes everything that is asked of its slots.

@@ -81,7 +81,7 @@ class ModuleWeights:
         self.dtype = self.a[0].dtype
         self.width = sum(int(b_i.shape[2]) for b_i in self.b)
         self._packs: dict[tuple[int, ...], Pack] = {}
-        self._ready: dict[int, Pack] = {}  # made beside the loop, by slot
+        self._ready: dict[int, Pack] = {}  # made in a background thread, by slot
 
     @property
     def packed_bytes(self) -> int:

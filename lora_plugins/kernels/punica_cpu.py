@@ -43,29 +43,28 @@ class GroupedPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
         self._slots: list[int] = []
         self._batch = self._logits_batch = cpu.Batch(NONE, self._buffers)
         self._rows_of: list[tuple[int, Any]] = []
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
-    def adopt(self, module: Any) -> None:
-        """Learn of a layer that will call this wrapper; told by `set_mapping`, after its weights were created."""
-        ranks = layers.watch(module)
-        parts = layers.stacks(module)
-        if ranks is None or parts is None:
-            self._tell_once(type(module).__name__, "is computed by vLLM's own path")
+    def register(self, module: Any) -> None:
+        """Know a layer that will call this wrapper; called by `set_mapping`, after its weights were created."""
+        layer = layers.watch(module)
+        if layer is None:
+            self._log_once(type(module).__name__, "is computed by vLLM's own path")
             return
-        a, b = parts
+        a, b, ranks = layer
         if all(a_i.ndim == 4 and a_i.shape[2] == b_i.shape[3] for a_i, b_i in zip(a, b, strict=True)):
             panels = self._panels(module, a, b, ranks)
             packing.give_packer(module, panels)
-            ranks.listen(functools.partial(self._drop_plans, (_key(module.lora_a_stacked), id(a[0]))))
-            weights = self._modules[_key(module.lora_a_stacked)] = ModuleWeights(a, b, ranks, panels)
-            module._lora_plugins_prepare = weights.prepare  # noqa: SLF001 - ours, for whoever fills a slot beside the loop
+            ranks.listen(functools.partial(self._drop_plans, (id(module.lora_a_stacked), id(a[0]))))
+            weights = self._modules[id(module.lora_a_stacked)] = ModuleWeights(a, b, ranks, panels)
+            module._lora_plugins_prepare = weights.prepare  # noqa: SLF001 - ours, for who fills slots in a background thread
             if isinstance(module.lora_a_stacked, tuple) and len(a) == 1:
                 # A classification head hands its only pair to add_lora_logits without the tuple.
-                self._modules[id(a[0])] = self._modules[_key(module.lora_a_stacked)]
+                self._modules[id(a[0])] = self._modules[id(module.lora_a_stacked)]
         elif a[0].ndim == 3:
-            self._embeddings[_key(module.lora_b_stacked)] = module.lora_b_stacked, ranks
+            self._embeddings[id(module.lora_b_stacked)] = module.lora_b_stacked, ranks
         else:
-            self._tell_once(type(module).__name__, "is computed adapter by adapter at the slot's full rank")
+            self._log_once(type(module).__name__, "is computed adapter by adapter at the slot's full rank")
 
     def _panels(self, module: Any, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks) -> SlotPanels | None:
         """None: this module's products are PyTorch's."""
@@ -110,13 +109,9 @@ class GroupedPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         """`y += scale * B A x` in place, each row with its own adapter."""
-        key = id(lora_a_stacked)
-        plan = self._plans.get(key)
-        if plan is None or plan.version != plan.ranks.version or plan.scale != scale:
-            if not self._batch.segments.slots and add_inputs:
-                return
-            weights = self._weights(lora_a_stacked, lora_b_stacked)
-            plan = self._plans[key] = cpu.Plan(weights, self._batch, scale)
+        if not self._batch.segments.slots and add_inputs:
+            return
+        plan = self._plan(self._plans, self._batch, lora_a_stacked, lora_b_stacked, scale)
         if y.ndim != 2 or x.ndim != 2:
             y, x = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
         if not add_inputs:
@@ -141,16 +136,11 @@ class GroupedPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
         if not self._logits_batch.segments.slots:
             return
         y, x = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
-        key = id(lora_a_stacked)
-        plan = self._logits_plans.get(key)
-        if plan is None or plan.version != plan.ranks.version or plan.scale != scale:
-            weights = self._weights(lora_a_stacked, lora_b_stacked)
-            plan = self._logits_plans[key] = cpu.Plan(weights, self._logits_batch, scale)
-        plan.run(y, x)
+        self._plan(self._logits_plans, self._logits_batch, lora_a_stacked, lora_b_stacked, scale).run(y, x)
 
     def add_lora_embedding(self, y: Any, x: Any, lora_b_stacked: Any, add_inputs: bool = True, **kwargs: Any) -> None:
         """`y += B x` in place, where `x` `[rows, max_rank]` is what the layer looked up in A."""
-        _, ranks = self._embeddings.get(_key(lora_b_stacked), (None, None))
+        _, ranks = self._embeddings.get(id(lora_b_stacked), (None, None))
         y, width = y.view(-1, y.shape[-1]), int(lora_b_stacked.shape[2])
         if not add_inputs:
             self._adapted_rows_to_zero(y, width)
@@ -187,13 +177,20 @@ class GroupedPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
                 cpu.add_expanded(y, x_i, b_i[slot, 0], rows, b_i.shape[3], columns)
             offset_start += width
 
+    def _plan(self, plans: dict[int, cpu.Plan], batch: cpu.Batch, a: Any, b: Any, scale: float) -> cpu.Plan:
+        """The module's plan for this batch, made again where its slots have been written since."""
+        plan = plans.get(id(a))
+        if plan is None or plan.version != plan.ranks.version or plan.scale != scale:
+            plan = plans[id(a)] = cpu.Plan(self._weights(a, b), batch, scale)
+        return plan
+
     def _weights(self, lora_a_stacked: Any, lora_b_stacked: Any) -> ModuleWeights:
-        key = _key(lora_a_stacked)
+        key = id(lora_a_stacked)
         weights = self._modules.get(key)
         a, b = (part if isinstance(part, tuple | list) else (part,) for part in (lora_a_stacked, lora_b_stacked))
         if weights is None or any(mine is not theirs for mine, theirs in zip(weights.a, a, strict=True)):
-            # Of a layer that we were not told of: right at any rank, since vLLM pads with zeros.
-            self._tell_once(f"a layer with slots {tuple(a[0].shape)}", "is computed at its slots' full rank")
+            # Of a layer that is not registered: right at any rank, since vLLM pads with zeros.
+            self._log_once(f"a layer with slots {tuple(a[0].shape)}", "is computed at its slots' full rank")
             weights = ModuleWeights(a, b, _UnknownRanks(a[0].shape[0], [int(b_i.shape[3]) for b_i in b]))
         return weights
 
@@ -210,9 +207,9 @@ class GroupedPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
         for _, rows in self._rows(y.shape[0]):
             y[:, :width].index_fill_(0, rows, 0)
 
-    def _tell_once(self, what: str, how: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
+    def _log_once(self, what: str, how: str) -> None:
+        if what not in self._logged:
+            self._logged.add(what)
             logger.info("CPU kernels: %s %s", what, how)
 
 
@@ -222,10 +219,10 @@ class CompiledPunicaWrapperCPU(GroupedPunicaWrapperCPU):
     def _panels(self, module: Any, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks) -> SlotPanels | None:
         packer = packing.packer_of(module)
         if packer is not None and all(map(operator.is_, packer.panels.a, a)):
-            return packer.panels  # adopted before: what was placed stays so
+            return packer.panels  # registered before: what was placed stays so
         dtype = str(a[0].dtype).removeprefix("torch.")
         if dtype not in build.ELEMENTS:
-            self._tell_once(f"a layer of {dtype}", "is computed by PyTorch's products")
+            self._log_once(f"a layer of {dtype}", "is computed by PyTorch's products")
             return None
         try:
             return SlotPanels(build.product(dtype), a, b, ranks)
@@ -252,15 +249,11 @@ class ReferencePunicaWrapper(GroupedPunicaWrapperCPU):
 
 
 class _UnknownRanks(SlotRanks):
-    """Ranks of slots that nobody watches: the largest, and never to be trusted twice."""
+    """Ranks of slots that are not watched: the largest, and never to be trusted twice."""
 
     def stamp(self, slot: int) -> int:
         self.version += 1
         return self.version
-
-
-def _key(stacked: Any) -> int:
-    return id(stacked)
 
 
 LEDGER = (

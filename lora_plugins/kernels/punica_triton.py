@@ -35,26 +35,26 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
         self._rows = Batch(max_num_batched_tokens, self.max_loras, device)
         self._sampled = Batch(max_num_batched_tokens, self.max_loras, device)
-        self._adopted = False
-        self._vllms_own = False
+        self._has_layers = False
+        self._some_by_vllm = False
         self._operators = _operators_of_this_process(torch.device(device))
 
-    def adopt(self, module: Any) -> None:
-        """Learn of a layer that will call this wrapper; told by `set_mapping`, after its weights were created."""
-        self._adopted = True
-        ranks, parts = layers.watch(module), layers.stacks(module)
-        if ranks is None or parts is None or hasattr(module, "full_weight_stacked"):
-            if not self._vllms_own:
+    def register(self, module: Any) -> None:
+        """Know a layer that will call this wrapper; called by `set_mapping`, after its weights were created."""
+        self._has_layers = True
+        layer = layers.watch(module)
+        if layer is None or hasattr(module, "full_weight_stacked"):
+            if not self._some_by_vllm:
                 logger.info("Triton kernels: %s is computed by vLLM's own path", type(module).__name__)
-            self._vllms_own = True
-        if ranks is not None and parts is not None:
-            self._operators.adopt(*parts, ranks)
+            self._some_by_vllm = True
+        if layer is not None:
+            self._operators.register(*layer)
 
     def update_metadata(
         self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any
     ) -> None:
         """Cut the next batch into chunks; called by vLLM when the rows' adapters change."""
-        if self._vllms_own or not self._adopted:
+        if self._some_by_vllm or not self._has_layers:
             super().update_metadata(mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)
         else:
             self.is_prefill = mapping.is_prefill

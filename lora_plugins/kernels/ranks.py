@@ -1,7 +1,7 @@
 """The true ranks of what lies in a module's slots, learned when a slot is written; pure.
 
-vLLM pads every slot to `max_lora_rank`. What was written is told here, by whoever writes: the engine loop, or a thread
-that fills an idle slot beside it. A slot is never read while it is written, for no running request uses it then.
+vLLM pads every slot to `max_lora_rank`. What was written is noted here, by whoever writes: the engine loop, or a
+background thread. A slot is never read while it is written, for no running request uses it then.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class SlotRanks:
-    """For every slot of one module the rank of each slice; a slot that nobody spoke of has the largest ones.
+    """For every slot of one module the rank of each slice; a slot of which nothing was noted has the largest ones.
 
     Attributes:
         version: grows with every write of any slot.
@@ -31,11 +31,11 @@ class SlotRanks:
         self._listeners.append(listener)
 
     def writing(self, slot: int) -> None:
-        """Say that the slot is about to be written: what was known of it holds no longer."""
+        """Note that the slot is about to be written: what was known of it holds no longer."""
         self._set(slot, self.largest)
 
     def written(self, slot: int, ranks: Sequence[int]) -> None:
-        """Say what the slot holds now.
+        """Note what the slot holds now.
 
         Raises:
             ValueError: not one rank per slice, or one that is larger than the slot.

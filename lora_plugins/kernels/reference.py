@@ -4,7 +4,7 @@ Shapes and names throughout, after vLLM's layers (vllm/lora/layers/base_linear.p
 
 - `x`: `[rows, in]`, `y`: `[rows, out]`, any floating dtypes; `y` is changed in place and never replaced.
 - `a[i]`: `[slots, 1, max_rank, in]` and `b[i]`: `[slots, 1, out_i, max_rank]`, one pair for each of the slices that a
-  packed module has (q, k, v; gate, up). `output_slices[i]` is `out_i`.
+  packed module has (q, k, v). `output_slices[i]` is `out_i`.
 - `slot_of_row`: one slot per row; a negative one stands for the base model. Rows of `y` beyond it are padding. Both are
   left as they are, bit for bit.
 - `ranks[slot][i]`: the true rank. What lies beyond it in the slot is never read.

@@ -12,32 +12,32 @@ from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.settings import Settings
 
-in_use: dispatch.Choice | None = None  # None where a batch is computed by vLLM's own kernels
+_OURS = "_lora_plugins_kernels"  # marks a patched platform
 
 
-def install_kernels(settings: Settings) -> None:
-    """Have vLLM make its layers with our wrapper in this process, and say which and why; a second call changes nothing.
+def patch(settings: Settings) -> None:
+    """Have vLLM make its layers with our wrapper in this process, and log which and why; a second call changes nothing.
 
     Raises:
         InvalidSettings: the kernels asked for cannot be had on this machine.
     """
-    global in_use
-    if in_use is not None:
-        return
     from vllm.platforms import current_platform
 
+    platform = type(current_platform)
+    if hasattr(platform, _OURS):
+        return
     machine = dispatch.Machine(current_platform.device_type, dispatch.triton_is_there(), build.problem)
     choice = dispatch.choose(settings.kernels, machine)
     logger.info("LoRA kernels: %s (%s)", choice.kernels, choice.why)
     if choice.wrapper is None:
         return
-    in_use = choice
-    type(current_platform).get_punica_wrapper = classmethod(lambda _: choice.wrapper)
-    tell_wrappers_of_layers()
+    setattr(platform, _OURS, True)
+    platform.get_punica_wrapper = classmethod(lambda _: choice.wrapper)
+    register_layers()
 
 
-def tell_wrappers_of_layers() -> None:
-    """Have every layer with LoRA introduce itself to its punica wrapper, which learns true ranks from it."""
+def register_layers() -> None:
+    """Have every layer with LoRA register with its punica wrapper, which learns true ranks from it."""
     from vllm.lora.layers.base import BaseLayerWithLoRA
 
     original = BaseLayerWithLoRA.set_mapping
@@ -45,18 +45,19 @@ def tell_wrappers_of_layers() -> None:
     @functools.wraps(original)
     def wrapped(self: Any, punica_wrapper: Any) -> None:
         original(self, punica_wrapper)
-        punica_wrapper.adopt(self)
+        punica_wrapper.register(self)
 
     BaseLayerWithLoRA.set_mapping = wrapped
 
 
-def cpu_kernels_mix_up_base_rows() -> bool:
-    """Whether vLLM's own kernels run on the CPU and compute base-model rows with an adapter."""
+def base_rows_get_an_adapter() -> bool:
+    """Whether vLLM's own kernels run, on the CPU, and compute base-model rows with an adapter."""
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.platforms import current_platform
 
     # 0.33 masks index -1, which stands for "no adapter"; before, it selects the last slot.
-    return bool(current_platform.is_cpu()) and "-1" not in inspect.getsource(lora_ops.bgmv_shrink)
+    is_vllms = not hasattr(type(current_platform), _OURS)
+    return is_vllms and bool(current_platform.is_cpu()) and "-1" not in inspect.getsource(lora_ops.bgmv_shrink)
 
 
 LEDGER = (

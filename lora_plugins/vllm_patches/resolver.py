@@ -21,7 +21,7 @@ from lora_plugins.server.name_locks import NameLocks
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.opening import open_store
 from lora_plugins.store.store import Store
-from lora_plugins.vllm_patches import punica as kernels
+from lora_plugins.vllm_patches import punica
 from lora_plugins.vllm_patches.http_headers import keep_http_headers
 
 REGISTRY_NAME = "lora-plugins"
@@ -156,7 +156,7 @@ def _log_in_charge(chain: SourceChain) -> None:
     )
     if not settings.runtime_lora_updating:
         logger.warning("vLLM asks no resolver unless VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 is set; it is not")
-    if kernels.in_use is None and kernels.cpu_kernels_mix_up_base_rows():
+    if punica.base_rows_get_an_adapter():
         logger.warning(
             "On the CPU, vLLM before 0.33 computes base-model requests with an adapter when both share a batch "
             "(vllm-project/vllm#48421); name lora_kernels in VLLM_PLUGINS, or upgrade vLLM"

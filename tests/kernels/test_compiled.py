@@ -36,7 +36,7 @@ def threads(request):
 
 @pytest.fixture
 def fresh():
-    """What this process knows of the compiler is found out anew, and afterwards again."""
+    """What this process knows of the compiler is found out again, before and after the test."""
     build._outcome.cache_clear()
     yield
     build._outcome.cache_clear()
@@ -170,7 +170,7 @@ def test_panels_are_made_once_for_what_a_slot_holds():
     assert panels.of(0).rank == 4
 
 
-def test_what_was_prepared_beside_the_loop_is_used():
+def test_what_was_prepared_in_a_background_thread_is_used():
     weights = make_case([], [(8,), (8,)], products="compiled").weights
     weights.prepare(1)
     (prepared,) = weights.panels._of_slot.values()
@@ -187,7 +187,7 @@ def test_an_emptied_slot_leaves_no_panels():
     assert weights.packed_bytes == 0
 
 
-def test_nothing_is_read_beyond_a_true_rank_and_the_rest_of_a_panel_is_zero():
+def test_panels_end_at_the_true_rank_and_are_zero_beyond():
     case = make_case([], [(3, 0, LANES - 2)], widths=(5, 6, 7), products="compiled", max_rank=LANES)
     weights = case.weights
     made = make(build.product(), weights.a, weights.b, 0, (3, 0, LANES - 2), 1)

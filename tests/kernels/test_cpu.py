@@ -89,7 +89,7 @@ def test_any_shape(runs, ranks, inn, widths, products, scale, largest_packed):
 @pytest.mark.parametrize("side", ["a", "b"])
 @pytest.mark.parametrize("products", WHOSE)
 @pytest.mark.usefixtures("large_ones")
-def test_an_adapter_that_is_not_finite_spoils_its_own_rows_only(slot_of_row, bad, side, products):
+def test_a_non_finite_adapter_spoils_its_own_rows_only(slot_of_row, bad, side, products):
     case = make_case(slot_of_row, RANKS, products=products)
     getattr(case.weights, side)[0][4, 0, 0, 0] = bad
     y = case.outputs()
@@ -111,7 +111,7 @@ def test_an_overflow_in_another_adapters_ranks_does_not_reach_a_row(products):
     assert not found[1].isfinite().all()
 
 
-def test_a_slot_reused_by_a_smaller_rank_shows_nothing_of_what_it_held():
+def test_a_slot_reused_by_a_smaller_rank_shows_nothing_older():
     case = make_case([0, 2, 0, 2], RANKS)
     y = case.outputs()
     case.computed(y)  # packs slot 2 at rank 16
@@ -133,7 +133,7 @@ def test_a_write_makes_plans_of_the_module_old():
     assert plan.version != plan.ranks.version
 
 
-def test_a_pack_is_kept_while_its_adapters_are_in_use_and_holds_no_more_than_twice_what_is_needed():
+def test_packs_stay_while_used_and_hold_at_most_twice_that():
     weights = make_case([], [(8,), (8,), (8,), (8,)]).weights
 
     def packed(*slots):
@@ -153,7 +153,7 @@ def test_a_pack_is_kept_while_its_adapters_are_in_use_and_holds_no_more_than_twi
     assert packed(2, 3).slots == (2, 3)
 
 
-def test_what_was_prepared_beside_the_loop_is_not_made_again():
+def test_what_a_background_thread_prepared_is_not_made_again():
     weights = make_case([], [(8,), (8,)]).weights
     weights.prepare(0)
     ((pack, at),) = weights.places([0])[0]
@@ -166,7 +166,7 @@ def test_what_was_prepared_beside_the_loop_is_not_made_again():
     assert pack.a.shape[1:] == (4, 33)
 
 
-def test_a_slot_written_with_another_rank_has_no_place_where_it_was():
+def test_a_slot_written_with_another_rank_leaves_its_pack():
     weights = make_case([], [(8,), (8,)]).weights
     weights.places([0, 1])
     weights.ranks.written(1, [4])
@@ -175,7 +175,7 @@ def test_a_slot_written_with_another_rank_has_no_place_where_it_was():
     assert places[1][0][0].a.shape[1:] == (4, 33)
 
 
-def test_packs_of_other_ranks_stay_while_they_are_no_larger_than_what_is_needed():
+def test_packs_of_other_ranks_stay_while_they_are_small():
     weights = make_case([], [(8,), (4,), (16,)]).weights
     weights.places([1])
     weights.places([0])
@@ -186,7 +186,7 @@ def test_packs_of_other_ranks_stay_while_they_are_no_larger_than_what_is_needed(
     assert weights.packed_bytes == 4 * (33 + 19) * 4
 
 
-def test_an_adapter_of_a_large_rank_is_not_copied_in_the_loop():
+def test_an_adapter_of_a_large_rank_is_not_copied():
     rank = packs.LARGEST_PACKED_RANK + 1
     weights = make_case([], [(rank, 0, 3)], widths=(5, 6, 7), max_rank=rank).weights
     ((_, of_q), (_, of_v)) = [(pack.slices[0], pack) for pack, _ in weights.places([0])[0]]
@@ -242,7 +242,7 @@ def test_a_plan_made_in_inference_mode_runs_outside_it():
     assert_equal(found, case.expected(y), y, case.slot_of_row)
 
 
-def test_two_modules_of_one_batch_share_what_depends_on_the_batch_only():
+def test_modules_of_one_batch_share_indices_and_buffers():
     slot_of_row = [0, 2, -1, 0]
     one, other = (make_case(slot_of_row, RANKS, inn=inn, seed=inn) for inn in (33, 65))
     batch = Batch(segment(slot_of_row), Buffers())

@@ -53,7 +53,7 @@ def test_what_is_taken(asked, machine, kernels, wrapper):
         ("triton", Machine("cuda", triton=False), "not installed"),
     ],
 )
-def test_what_cannot_be_had_ends_the_start(asked, machine, says):
+def test_startup_fails_with_kernels_that_cannot_be_had(asked, machine, says):
     with pytest.raises(InvalidSettings, match=f"LORA_PLUGINS_KERNELS={asked}.*{says}"):
         choose(Kernels(asked), machine)
 

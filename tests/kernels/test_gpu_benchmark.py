@@ -32,7 +32,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Operators:
     return made
 
 
-def test_the_cases_cover_what_the_issue_names_and_begin_with_its_goals() -> None:
+def test_the_cases_begin_with_the_goals() -> None:
     cases = list(gpu_cases.cases())
     assert len(set(cases)) == len(cases)
     assert {case.rows for case in cases} == {1, 16, 64, 256, 2048, 8192}
@@ -113,15 +113,15 @@ def test_the_check_passes_in_the_interpreter_and_covers_all_dtypes(made: Operato
 def test_the_check_sees_a_wrong_rank_and_a_touched_row(made: Operators, monkeypatch: pytest.MonkeyPatch) -> None:
     check = next(check for check in gpu_check.checks(small=True) if check.pattern == "in turn")
     assert gpu_check.run(check, made, "cpu") <= 1
-    adopt = Operators.adopt
+    register = Operators.register
 
-    def adopt_with_one_rank_less(self: Operators, a: object, b: object, ranks: object) -> None:
-        adopt(self, a, b, ranks)
+    def register_with_one_rank_less(self: Operators, a: object, b: object, ranks: object) -> None:
+        register(self, a, b, ranks)
         written = ranks.written
         ranks.written = lambda slot, given: written(slot, [max(0, rank - 1) for rank in given])
 
     with monkeypatch.context() as patched:
-        patched.setattr(Operators, "adopt", adopt_with_one_rank_less)
+        patched.setattr(Operators, "register", register_with_one_rank_less)
         assert gpu_check.run(check, made, "cpu") > 1
     monkeypatch.setattr(
         gpu_check.Batch, "cut", lambda self, slots, *_args, **_kwargs: _cut_with_no_base_row(self, slots)

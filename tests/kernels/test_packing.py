@@ -52,7 +52,7 @@ def layer_of(widths, dtype=torch.float32, kind=None, inn=INN):
 def wrapper_with(*layers, slot_of_row=MIXED, kind=CompiledPunicaWrapperCPU):
     wrapper = kind(256, max_batches=200, device="cpu")
     for layer in layers:
-        wrapper.adopt(layer)
+        wrapper.register(layer)
     map_rows(wrapper, slot_of_row)
     return wrapper
 
@@ -232,7 +232,7 @@ def test_what_only_the_stacks_can_hold_is_not_packed(a, b):
     assert packer_of(layer).size_bytes(a, b) == 0
 
 
-def test_a_group_that_covers_several_slices_is_expanded_as_in_a_slot():
+def test_a_pair_for_several_slices_is_expanded_as_in_a_slot():
     widths = (12, 7, 7, 5)
     layer = layer_of(widths)
     wrapper = wrapper_with(layer)
@@ -253,7 +253,7 @@ def test_a_group_that_covers_several_slices_is_expanded_as_in_a_slot():
         MergedColumnParallelLinearWithLoRA,
     ],
 )
-def test_one_of_two_workers_packs_what_its_slot_would_get(kind, rank_of_worker):
+def test_each_of_two_workers_packs_what_its_slot_would_get(kind, rank_of_worker):
     widths = (8, 6) if kind is MergedColumnParallelLinearWithLoRA else (8,)
     layer = layer_of(widths, kind=kind)
     layer.tp_size, layer.tp_rank, layer.output_ids = 2, rank_of_worker, (rank_of_worker,) * len(widths)
@@ -404,7 +404,7 @@ def test_which_layers_have_a_packer():
     assert packer_of(torch.nn.Linear(1, 1)) is None
 
 
-def test_a_layer_that_is_adopted_again_keeps_what_was_placed():
+def test_a_layer_that_is_registered_again_keeps_what_was_placed():
     layer = layer_of((19,))
     wrapper_with(layer)
     packer, truth = packer_of(layer), Truth(layer)

@@ -107,13 +107,13 @@ def test_vllms_own_gives_base_rows_an_adapter_or_masks_them():
 
 
 @pytest.mark.parametrize("widths", [(11,), (11, 5)])
-def test_a_layers_set_lora_tells_the_true_rank_and_nothing_beyond_it_is_read(widths, wrapper_for):
+def test_set_lora_notes_the_true_rank_and_no_more_is_read(widths, wrapper_for):
     kind = BaseLinearLayerWithLoRA if len(widths) == 1 else MergedColumnParallelLinearWithLoRA
     layer = layer_of(kind, widths)
     slot_of_row = [0, 1, -1, 0]
     wrapper = wrapper_for(slot_of_row)
-    wrapper.adopt(layer)
-    wrapper.adopt(layer)  # a second wrapper may be told too; the layer tells its ranks once
+    wrapper.register(layer)
+    wrapper.register(layer)  # a second wrapper may be given it too; its ranks are noted once
     for slot, rank in ((0, 8), (1, 2), (0, 3)):
         pairs = [adapter(rank, width) for width in widths]
         a, b = pairs[0] if len(widths) == 1 else ([a for a, _ in pairs], [b for _, b in pairs])
@@ -134,11 +134,11 @@ def test_a_layers_set_lora_tells_the_true_rank_and_nothing_beyond_it_is_read(wid
         assert torch.allclose(found[row], expected, atol=1e-5)
 
 
-def test_a_packed_layer_with_an_unadapted_slice_and_a_reset_slot(wrapper_for):
+def test_a_packed_layer_with_an_unadapted_slice_and_reset_slot(wrapper_for):
     widths = (11, 5, 5)
     layer = layer_of(MergedColumnParallelLinearWithLoRA, widths)
     wrapper = wrapper_for([0, 1])
-    wrapper.adopt(layer)
+    wrapper.register(layer)
     (a, b), (c, d) = adapter(4, 11), adapter(2, 5)
     layer.set_lora(0, [a, None, c], [b, None, d])
     layer.set_lora(1, [a, None, c], [b, None, d])
@@ -150,11 +150,11 @@ def test_a_packed_layer_with_an_unadapted_slice_and_a_reset_slot(wrapper_for):
     assert not y[1].any()
 
 
-def test_the_same_batch_goes_on_after_its_slot_was_written_anew(wrapper_for):
+def test_the_same_batch_goes_on_after_its_slot_was_rewritten(wrapper_for):
     # vLLM calls update_metadata only when the mapping changes; an adapter loaded in place changes none.
     layer = layer_of(BaseLinearLayerWithLoRA, (11,))
     wrapper = wrapper_for([0])
-    wrapper.adopt(layer)
+    wrapper.register(layer)
     x = torch.randn(1, INN)
     for rank in (8, 2, 5):
         a, b = adapter(rank, 11)
@@ -164,10 +164,10 @@ def test_the_same_batch_goes_on_after_its_slot_was_written_anew(wrapper_for):
         assert torch.allclose(y[0], b @ a @ x[0], atol=1e-5)
 
 
-def test_a_slot_filled_beside_the_loop_changes_no_running_batch(wrapper_for):
+def test_a_slot_filled_in_a_background_thread_changes_no_running_batch(wrapper_for):
     layer = layer_of(BaseLinearLayerWithLoRA, (11,))
     wrapper = wrapper_for([0, -1])
-    wrapper.adopt(layer)
+    wrapper.register(layer)
     a, b = adapter(4, 11)
     layer.set_lora(0, a, b)
     x = torch.randn(2, INN)
@@ -178,7 +178,7 @@ def test_a_slot_filled_beside_the_loop_changes_no_running_batch(wrapper_for):
         layer.set_lora(2, *adapter(8, 11))
 
 
-def test_a_layer_that_sees_the_first_rows_only_and_one_with_leading_dimensions(wrapper_for):
+def test_a_layer_of_the_first_rows_and_one_with_leading_dimensions(wrapper_for):
     case = make_case([0, -1, 2, 1], [(8,)] * SLOTS, inn=INN, max_rank=MAX_RANK)
     wrapper = wrapper_for(case.slot_of_row)
     y = case.outputs()
@@ -195,12 +195,12 @@ def test_without_adding_adapted_rows_are_overwritten_and_others_are_not(wrapper_
     y = case.outputs()
     found = y.clone()
     wrapper = wrapper_for(case.slot_of_row)
-    wrapper.adopt(adopted(case))
+    wrapper.register(layer_with(case))
     wrapper.add_lora_linear(found, case.x, case.weights.a, case.weights.b, 1.0, case.widths, add_inputs=False)
     assert_equal(found, case.expected(y, add_inputs=False), y, case.slot_of_row)
 
 
-def adopted(case) -> torch.nn.Module:
+def layer_with(case) -> torch.nn.Module:
     layer = layer_of(BaseLinearLayerWithLoRA, case.widths)
     layer.lora_a_stacked, layer.lora_b_stacked = case.weights.a, case.weights.b
     layer._lora_plugins_ranks = case.weights.ranks
@@ -237,7 +237,7 @@ def test_embeddings_are_computed_at_their_own_rank(wrapper_for):
     layer.lora_a_stacked, layer.lora_b_stacked = torch.zeros(SLOTS, 30, MAX_RANK), layer.lora_b_stacked[0]
     slot_of_row = [0, 1, -1, 2, 0]
     wrapper = wrapper_for(slot_of_row)
-    wrapper.adopt(layer)
+    wrapper.register(layer)
     layer.set_lora(0, torch.randn(3, 30), torch.randn(11, 3))
     layer.reset_lora(1)
     layer.set_lora(2, torch.randn(MAX_RANK, 30), torch.randn(11, MAX_RANK))
@@ -251,7 +251,7 @@ def test_embeddings_are_computed_at_their_own_rank(wrapper_for):
 
 
 @batches
-def test_shrink_and_expand_apart_as_fully_sharded_layers_call_them(slot_of_row, wrapper_for):
+def test_shrink_and_expand_as_fully_sharded_layers_call_them(slot_of_row, wrapper_for):
     widths = (11, 5)
     case = make_case(slot_of_row, [(8, 8)] * SLOTS, inn=INN, widths=widths, max_rank=MAX_RANK)
     wrapper = wrapper_for(slot_of_row)
@@ -269,10 +269,10 @@ def test_shrink_and_expand_apart_as_fully_sharded_layers_call_them(slot_of_row, 
     assert shrunk[:, [row for row, slot in enumerate(slot_of_row) if slot < 0]].isnan().all()
 
 
-def test_a_layer_of_another_kind_is_left_to_vllm_and_that_is_said_once(logged, wrapper_for):
+def test_a_layer_of_another_kind_is_left_to_vllm_and_logged_once(logged, wrapper_for):
     wrapper = wrapper_for([])
     for _ in range(2):
-        wrapper.adopt(torch.nn.Linear(1, 1))
+        wrapper.register(torch.nn.Linear(1, 1))
     said = [record.getMessage() for record in logged.records if record.levelno == logging.INFO]
     assert said == ["CPU kernels: Linear is computed by vLLM's own path"]
 
@@ -281,7 +281,7 @@ def test_a_layer_of_another_kind_is_left_to_vllm_and_that_is_said_once(logged, w
 def test_the_memory_of_packs_is_counted(wrapper_for):
     layer = layer_of(BaseLinearLayerWithLoRA, (11,))
     wrapper = wrapper_for([0])
-    wrapper.adopt(layer)
+    wrapper.register(layer)
     layer.set_lora(0, *adapter(3, 11))
     assert wrapper.packed_bytes == 0
     wrapper.add_lora_linear(
@@ -292,7 +292,7 @@ def test_the_memory_of_packs_is_counted(wrapper_for):
     assert wrapper.packed_bytes == 4 * (rank * INN + 3 * width + rank)
 
 
-def test_a_dtype_that_cannot_be_compiled_ends_the_start_with_a_way_out(monkeypatch):
+def test_startup_fails_with_a_dtype_that_cannot_be_compiled(monkeypatch):
     def refuse(dtype: str):
         raise build.CannotCompile(f"cc failed: no {dtype}")
 
@@ -300,4 +300,4 @@ def test_a_dtype_that_cannot_be_compiled_ends_the_start_with_a_way_out(monkeypat
     wrapper = made(CompiledPunicaWrapperCPU, [0])
     layer = layer_of(BaseLinearLayerWithLoRA, (11,))
     with pytest.raises(InvalidSettings, match=r"no float32.*LORA_PLUGINS_KERNELS=torch"):
-        wrapper.adopt(layer)
+        wrapper.register(layer)

@@ -18,7 +18,7 @@ def test_a_slot_that_nobody_spoke_of_has_the_largest_ranks():
     assert SlotRanks(2, [16, 8])[1] == (16, 8)
 
 
-def test_what_is_written_is_known_and_while_it_is_written_it_is_not():
+def test_ranks_are_known_once_a_slot_is_written_but_not_before():
     ranks = SlotRanks(2, [16, 16])
     ranks.written(0, [4, 0])
     assert (ranks[0], ranks[1]) == ((4, 0), (16, 16))
@@ -26,7 +26,7 @@ def test_what_is_written_is_known_and_while_it_is_written_it_is_not():
     assert ranks[0] == (16, 16)
 
 
-def test_every_write_has_a_stamp_of_its_own_and_a_newer_version():
+def test_every_write_has_its_own_stamp_and_a_newer_version():
     ranks = SlotRanks(2, [16])
     seen = {ranks.stamp(0)}
     for step in (ranks.writing, lambda slot: ranks.written(slot, [4])) * 3:
@@ -69,7 +69,7 @@ def test_true_ranks(lora_a, largest, expected):
     assert true_ranks(lora_a, lora_a, largest) == expected
 
 
-def test_a_group_that_covers_several_slices_is_expanded_as_the_layer_does():
+def test_a_pair_for_several_slices_is_expanded_by_the_layer():
     def expand(lora_a, lora_b):
         return [lora_a[0]] * 3 + [lora_a[1]], None
 

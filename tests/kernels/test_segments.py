@@ -30,7 +30,7 @@ def test_every_adapted_row_is_in_one_block_with_its_slot(slot_of_row, long_run):
 
 
 @given(slots_of_rows)
-def test_blocks_lie_in_order_and_apart_and_begin_and_end_with_an_adapter(slot_of_row):
+def test_blocks_are_in_order_and_begin_and_end_with_adapters(slot_of_row):
     end = 0
     for block in segment(slot_of_row).blocks:
         assert end <= block.start < block.stop <= len(slot_of_row)
@@ -46,7 +46,7 @@ def test_the_slots_in_use_are_known(slot_of_row):
     assert found.n_rows == len(slot_of_row)
 
 
-def test_an_empty_batch_and_one_of_the_base_model_have_no_blocks():
+def test_batches_without_adapters_have_no_blocks():
     assert segment([]).blocks == ()
     assert segment([-1] * 100).blocks == ()
 
@@ -65,5 +65,5 @@ def test_short_runs_share_a_block_and_long_ones_do_not():
     )
 
 
-def test_short_base_rows_between_rows_of_one_adapter_make_a_mixed_block():
+def test_base_rows_between_rows_of_one_adapter_make_a_mixed_block():
     assert segment([0, -1, 0]).blocks == (Mixed(0, 3, (0,), ((0, 2),)),)

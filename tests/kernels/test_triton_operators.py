@@ -68,7 +68,7 @@ def linear(bed: Bed, *, scale: float = 1.0, add_inputs: bool = True) -> torch.Te
 def test_every_path_is_right(path: str, dtype: torch.dtype, slot_of_row: list[int]) -> None:
     ranks = [[0, 16, 5], [32, 8, 1], [7, 0, 0]]
     bed = Bed.make(slot_of_row, ranks, n_in=39, widths=(24, 40, 9), dtype=dtype, padding=2)
-    set_up(PATHS[path]).adopt(bed.a, bed.b, slot_ranks(bed))
+    set_up(PATHS[path]).register(bed.a, bed.b, slot_ranks(bed))
     bed.check(linear(bed, scale=0.5), scale=0.5)
     bed.check(linear(bed, add_inputs=False), add_inputs=False)
 
@@ -77,7 +77,7 @@ def test_every_path_is_right(path: str, dtype: torch.dtype, slot_of_row: list[in
 @pytest.mark.parametrize("slot_of_row", [[], [-1, -1]], ids=["empty", "base rows"])
 def test_batches_without_an_adapter_change_nothing(path: str, slot_of_row: list[int]) -> None:
     bed = Bed.make(slot_of_row, [[8], [8]])
-    set_up(PATHS[path]).adopt(bed.a, bed.b, slot_ranks(bed))
+    set_up(PATHS[path]).register(bed.a, bed.b, slot_ranks(bed))
     assert torch.equal(linear(bed), bed.y)
 
 
@@ -88,7 +88,7 @@ def test_any_batch_on_any_path(data: st.DataObject, path: str, dtype: torch.dtyp
     ranks = [[data.draw(st.integers(0, 16)) for _ in widths] for _ in range(3)]
     slot_of_row = data.draw(st.lists(st.integers(-1, 2), max_size=8))
     bed = Bed.make(slot_of_row, ranks, n_in=n_in, widths=widths, max_rank=16, dtype=dtype)
-    set_up(PATHS[path]).adopt(bed.a, bed.b, slot_ranks(bed))
+    set_up(PATHS[path]).register(bed.a, bed.b, slot_ranks(bed))
     bed.check(linear(bed))
 
 
@@ -96,16 +96,16 @@ def test_every_plan_of_the_default_table_is_right() -> None:
     table = read_table(PACKAGED / "default.json")
     for plan in table.plans:
         bed = Bed.make([0, 1, -1, 0], [[8, 32], [32, 3]], n_in=72, widths=(40, 24), dtype=torch.float16)
-        set_up(Table("test", (Plan(plan.chunk, plan.shrink, plan.expand, plan.fused),))).adopt(
+        set_up(Table("test", (Plan(plan.chunk, plan.shrink, plan.expand, plan.fused),))).register(
             bed.a, bed.b, slot_ranks(bed)
         )
         bed.check(linear(bed))
 
 
-def test_a_slot_reused_by_another_rank_is_computed_at_the_new_one() -> None:
+def test_a_slot_reused_by_another_rank_is_computed_at_it() -> None:
     bed = Bed.make([0, 0], [[16]])
     ranks = slot_ranks(bed)
-    set_up(PATHS["shrink and expand"]).adopt(bed.a, bed.b, ranks)
+    set_up(PATHS["shrink and expand"]).register(bed.a, bed.b, ranks)
     bed.check(linear(bed))
     for rank in (4, 0, 32):
         smaller = Bed.make([0, 0], [[rank]], seed=rank)
@@ -121,7 +121,7 @@ def test_device_ranks_keep_their_place() -> None:
     bed = Bed.make([0], [[16, 4]], widths=(8, 8))
     ranks = slot_ranks(bed)
     made = set_up(PATHS["shrink and expand"])
-    made.adopt(bed.a, bed.b, ranks)
+    made.register(bed.a, bed.b, ranks)
     _, known = made.module(bed.a, bed.b, bed.widths, 0)
     where = known.device.data_ptr()
     assert known.device.tolist() == [[16], [4]]
@@ -130,7 +130,7 @@ def test_device_ranks_keep_their_place() -> None:
     assert known.device.data_ptr() == where
 
 
-def test_a_module_that_nobody_told_of_is_computed_at_its_slots_rank() -> None:
+def test_an_unregistered_module_is_computed_at_its_slots_rank() -> None:
     bed = Bed.make([0, 1, -1], [[32], [32]])
     set_up(PATHS["shrink and expand"])
     bed.check(linear(bed))
@@ -140,7 +140,7 @@ def test_more_modules_than_one_block_of_ranks_holds() -> None:
     made = set_up(PATHS["shrink and expand"])
     beds = [Bed.make([0, 1], [[seed % 9], [3]], n_in=16, max_rank=8, seed=seed) for seed in range(260)]
     for bed in beds:
-        made.adopt(bed.a, bed.b, slot_ranks(bed))
+        made.register(bed.a, bed.b, slot_ranks(bed))
     for bed in (beds[0], beds[255], beds[256], beds[259]):
         bed.check(linear(bed))
 
@@ -148,7 +148,7 @@ def test_more_modules_than_one_block_of_ranks_holds() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_shrink_and_expand_apart_as_sharded_layers_use_them(dtype: torch.dtype) -> None:
     bed = Bed.make([1, -1, 0], [[8, 0], [3, 32]], widths=(24, 9), dtype=dtype, padding=1)
-    set_up(PATHS["shrink and expand"]).adopt(bed.a, bed.b, slot_ranks(bed))
+    set_up(PATHS["shrink and expand"]).register(bed.a, bed.b, slot_ranks(bed))
     batch = cut(bed)
     t = torch.full((2, 4, 32), float("nan"))
     torch.ops.lora_plugins.lora_shrink(t, bed.x, bed.a, *batch.tensors, 1.0)
@@ -161,7 +161,7 @@ def test_shrink_and_expand_apart_as_sharded_layers_use_them(dtype: torch.dtype) 
 
 def test_expand_from_an_offset_leaves_the_columns_before_it() -> None:
     bed = Bed.make([0, -1], [[8]], widths=(16,))
-    set_up(PATHS["shrink and expand"]).adopt(bed.a, bed.b, slot_ranks(bed))
+    set_up(PATHS["shrink and expand"]).register(bed.a, bed.b, slot_ranks(bed))
     t = torch.randn(1, 2, 32)
     y = torch.zeros(2, 21)
     torch.ops.lora_plugins.lora_expand(y, t, bed.b, *cut(bed).tensors, bed.widths, 5, True)
@@ -170,13 +170,13 @@ def test_expand_from_an_offset_leaves_the_columns_before_it() -> None:
     assert (y[0, 5:].double() - want).abs().max() < TOLERANCE[torch.float32] * 10
 
 
-def test_one_plan_for_all_batches_gives_a_row_the_same_bits_in_any_batch() -> None:
+def test_one_plan_gives_a_row_the_same_bits_in_any_batch() -> None:
     ranks = [[8], [24]]
     long = Bed.make([0, 1, 0, 1, 1], ranks, n_in=80, dtype=torch.float16)
     table = read_table(PACKAGED / "default.json")
     made = set_up(table, batch_invariant=True)
     assert made.plan(1, 8, 8) is made.plan(10**6, 8, 8)
-    made.adopt(long.a, long.b, slot_ranks(long))
+    made.register(long.a, long.b, slot_ranks(long))
     whole = linear(long)
     alone = Bed(long.x[3:4], long.y[3:4], long.a, long.b, [1], ranks, [32], 32)
     assert torch.equal(linear(alone)[0], whole[3])
@@ -195,7 +195,7 @@ def test_the_dense_path_is_for_batches_that_no_graph_holds(change: dict[str, obj
     assert not made.takes_dense_path(bed.y.half(), bed.x, [3, 1, 1])
 
 
-def test_the_host_sees_the_single_slot_only_where_all_rows_have_it() -> None:
+def test_the_host_sees_a_single_slot_only_if_all_rows_have_it() -> None:
     for slots, single in (([1, 1], 1), ([1, 0], -1), ([1, -1], -1), ([-1], -1)):
         assert cut(Bed.make(slots, [[8], [8]])).host.tolist() == [len(slots), int(max(slots) >= 0), single]
 
@@ -210,7 +210,7 @@ def test_an_input_of_another_dtype_than_the_weights_is_refused() -> None:
 
 def test_compiled_code_calls_the_operator_as_one_step() -> None:
     bed = Bed.make([0, -1, 1], [[8], [3]], n_in=24)
-    set_up(PATHS["shrink and expand"]).adopt(bed.a, bed.b, slot_ranks(bed))
+    set_up(PATHS["shrink and expand"]).register(bed.a, bed.b, slot_ranks(bed))
     tensors = cut(bed).tensors
 
     @torch.compile(fullgraph=True, backend="aot_eager")

@@ -20,7 +20,7 @@ def score_of(plan: Plan) -> tune_kernels.Score:
     )
 
 
-def test_it_finds_the_best_of_each_part_and_what_it_writes_can_be_read(tmp_path: Path) -> None:
+def test_it_finds_the_best_of_each_part_and_writes_it(tmp_path: Path) -> None:
     table = tune_kernels.tune(DEFAULT, score_of, seconds=60)
     assert [plan.max_rows for plan in table.plans] == sorted({plan.max_rows for plan in DEFAULT.plans})
     assert {plan.shrink.splits for plan in table.plans} == {4}

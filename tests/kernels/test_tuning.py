@@ -18,7 +18,7 @@ def write(path: Path, content: object) -> Path:
     return path
 
 
-def test_every_table_of_the_package_can_be_read_and_written_back(tmp_path: Path) -> None:
+def test_every_packaged_table_can_be_read_and_written(tmp_path: Path) -> None:
     tables = sorted(tuning.PACKAGED.glob("*.json"))
     assert tuning.PACKAGED / "default.json" in tables
     for path in tables:

@@ -51,7 +51,7 @@ class Bed:
         x[len(slot_of_row) :] = float("nan")
         for row, slot in enumerate(slot_of_row):
             if slot < 0:
-                x[row] = float("nan")  # what a base row holds is nobody's business
+                x[row] = float("nan")  # no kernel may read a base row
         a = [normal(len(ranks), 1, max_rank, n_in) / n_in**0.5 for _ in widths]
         b = [normal(len(ranks), 1, width, max_rank) / 4 for width in widths]
         for slot, per_slice in enumerate(ranks):

@@ -85,7 +85,7 @@ def outcomes():
         ("named, reference", OURS + "ReferencePunicaWrapper"),
     ],
 )
-def test_where_it_is_named_our_wrapper_is_made_and_told_of_layers(outcomes, env, wrapper):
+def test_our_wrapper_is_made_where_the_plugin_is_named(outcomes, env, wrapper):
     assert outcomes[env] == {"wrapper": wrapper, "untouched": False, "wrapped_once": True, "error": ""}
 
 
@@ -102,7 +102,7 @@ def test_elsewhere_vllm_is_as_without_us(outcomes, env):
         ("named, cpu, without a compiler", "install gcc"),
     ],
 )
-def test_what_cannot_be_had_ends_the_start(outcomes, env, says):
+def test_startup_fails_with_kernels_that_cannot_be_had(outcomes, env, says):
     outcome = outcomes[env]
     assert outcome["error"].startswith("InvalidSettings: [L007]")
     assert says in outcome["error"]

@@ -335,11 +335,11 @@ def use_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.platforms import current_platform
 
     from lora_plugins.kernels.compiled import build
-    from lora_plugins.vllm_patches.punica import tell_wrappers_of_layers
+    from lora_plugins.vllm_patches.punica import register_layers
 
     if build.problem():
         pytest.skip(f"{build.problem()}: then slots are copied into")
     wrapper = "lora_plugins.kernels.punica_cpu.CompiledPunicaWrapperCPU"
     monkeypatch.setattr(type(current_platform), "get_punica_wrapper", classmethod(lambda _: wrapper))
     monkeypatch.setattr(BaseLayerWithLoRA, "set_mapping", BaseLayerWithLoRA.set_mapping)  # to be put back
-    tell_wrappers_of_layers()
+    register_layers()

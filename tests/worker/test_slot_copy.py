@@ -75,9 +75,9 @@ def test_stale_rows_never_survive(make_manager: Callable[..., Any], seed: int) -
 @pytest.mark.parametrize("watched_first", [True, False], ids=["watched first", "written first"])
 def test_whoever_watches_writes_is_told(make_manager: Callable[..., Any], watched_first: bool) -> None:
     module = next(m for m in make_manager()._adapter_manager.modules.values() if m.n_slices == 1)
-    ranks = watch(module) if watched_first else None
+    layer = watch(module) if watched_first else None
     write(module, 0, *random_weights(module, MAX_RANK, random.Random(0)))
-    ranks = ranks or watch(module)
+    ranks = (layer or watch(module)).ranks
     assert ranks is not None
     write(module, 0, *random_weights(module, 3, random.Random(0)))
     assert ranks[0] == (3,)

@@ -69,7 +69,7 @@ def test_a_tensor_outlives_its_file_and_is_private(tmp_path: Path) -> None:
     assert tensor.tolist() == [[3, 3], [3, 3]]
 
 
-def test_a_dtype_that_adapters_do_not_have_is_left_to_the_library(tmp_path: Path) -> None:
+def test_a_dtype_that_adapters_lack_is_left_to_the_library(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     save_file({"t": torch.arange(5)}, path)
     with open_weights(path) as file:

@@ -28,7 +28,7 @@ _FULLY_SHARDED = ShrinkTile()  # its result is gathered, so it has to be whole
 
 
 class Batch:
-    """What operators are told of a batch: the chunks of its rows, and what the host knows without asking the device.
+    """What operators know of a batch: the chunks of its rows, and what the host knows without asking the device.
 
     Attributes:
         host: int64 `[3]` on the CPU: rows, whether any has an adapter, the one slot of all rows or -1.
@@ -58,7 +58,7 @@ class Batch:
 
 @dataclass
 class _Known:
-    """A module's ranks, on the device and, where somebody tells of them, on the host."""
+    """A module's ranks, on the device and, where it is registered, on the host."""
 
     device: Any
     host: SlotRanks | None
@@ -67,7 +67,7 @@ class _Known:
 
 @dataclass
 class Operators:
-    """What the operators of this process go by.
+    """What the operators of this process need beyond their arguments.
 
     Attributes:
         table: how work is cut. batch_invariant: one plan for all batches. captured_rows: sizes up to this one are
@@ -80,7 +80,7 @@ class Operators:
     _known: dict[int, _Known] = field(default_factory=dict)
     _ranks: dict[Any, DeviceRanks] = field(default_factory=dict)
 
-    def adopt(self, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks) -> None:
+    def register(self, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks) -> None:
         """Learn the ranks of a module, of which an embedding's A `[slots, vocabulary, max_rank]` is not ours to read.
 
         A module whose A and B differ in rank (sharded by rank) is computed at its slots' largest rank.
@@ -105,7 +105,7 @@ class Operators:
     def module(
         self, a: Sequence[Any], b: Sequence[Any], output_slices: Sequence[int], offset: int
     ) -> tuple[PackedModule, _Known]:
-        """What is known of the module with these stacks; one that nobody told of has the largest ranks.
+        """What is known of the module with these stacks; one that is not registered has the largest ranks.
 
         Raises:
             RuntimeError: one that is new while a CUDA graph is captured.
@@ -147,13 +147,13 @@ _operators: Operators | None = None
 
 
 def use(operators: Operators) -> None:
-    """Have the operators of this process go by `operators`."""
+    """Have the operators of this process use `operators`: what torch calls by name has no object of its own."""
     global _operators
     _operators = operators
 
 
 def in_use() -> Operators:
-    """What the operators of this process go by."""
+    """What the operators of this process use."""
     if _operators is None:
         raise RuntimeError("the Triton kernels were called before they were set up")
     return _operators

@@ -16,7 +16,7 @@ _SLICES_AT_ONCE = 256
 
 
 class DeviceRanks:
-    """Hands out int32 `[slices, slots]` views of a table and follows what `SlotRanks` are told."""
+    """Hands out int32 `[slices, slots]` views of a table and follows `SlotRanks`."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -35,7 +35,7 @@ class DeviceRanks:
         return view
 
     def constant(self, largest: list[int], slots: int) -> Any:
-        """A view for a module of which nobody tells: the largest rank everywhere, which is right at any true rank."""
+        """A view for a module that is not registered: the largest rank everywhere, which is right at any true rank."""
         view = self._reserve(len(largest), slots)
         for slot in range(slots):
             _put(view, slot, tuple(largest))
