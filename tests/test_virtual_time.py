@@ -11,7 +11,7 @@ import pytest
 from tests.virtual_time import run_in_virtual_time
 
 
-def test_a_wait_takes_its_time_and_no_other() -> None:
+def test_wait_takes_exactly_its_time() -> None:
     async def day() -> tuple[float, float]:
         began, counted = time.monotonic(), time.perf_counter()
         await asyncio.gather(*(asyncio.sleep(hours * 3600.0) for hours in (1, 24, 7)))
@@ -22,7 +22,7 @@ def test_a_wait_takes_its_time_and_no_other() -> None:
     assert isinstance(time.monotonic, BuiltinFunctionType), "the real one is back"
 
 
-def test_what_is_due_first_comes_first() -> None:
+def test_earliest_timer_fires_first() -> None:
     async def order() -> list[int]:
         came: list[int] = []
 
@@ -37,7 +37,7 @@ def test_what_is_due_first_comes_first() -> None:
     assert run_in_virtual_time(order()) == [1, 2, 0]
 
 
-def test_what_would_wait_for_ever_ends() -> None:
+def test_endless_wait_fails() -> None:
     async def for_ever() -> None:
         await asyncio.get_running_loop().create_future()
 
@@ -45,7 +45,7 @@ def test_what_would_wait_for_ever_ends() -> None:
         run_in_virtual_time(for_ever())
 
 
-def test_what_a_thread_raises_is_raised() -> None:
+def test_exception_of_a_thread_is_raised() -> None:
     async def divide() -> None:
         await asyncio.to_thread(divmod, 1, 0)
 

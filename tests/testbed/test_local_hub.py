@@ -130,7 +130,7 @@ def test_models_of_an_author(hub, monkeypatch):
     assert [m.id for m in api(hub).list_models(search="SQL", limit=1)] == ["other/sql"]
 
 
-def test_what_is_not_there(hub, tmp_path):
+def test_missing_repositories_and_files_are_not_found(hub, tmp_path):
     hub.user("hf_someone")
     for token, status in ((False, 401), ("hf_someone", 404)):
         with pytest.raises(errors.RepositoryNotFoundError) as caught:
@@ -156,7 +156,7 @@ def test_private_repositories_look_missing_without_the_right_token(hub, tmp_path
     assert api(hub, "hf_reader").model_info("team/sql").private is True
 
 
-def test_gated_repositories_are_seen_and_not_read(hub, tmp_path):
+def test_gated_repositories_are_listed_but_not_readable(hub, tmp_path):
     hub.gated("team/sql", ["hf_reader"])
     hub.user("hf_someone")
     assert api(hub, False).model_info("team/sql").gated == "manual"
@@ -217,7 +217,7 @@ def test_a_flipped_byte_is_not_noticed_by_the_client(hub, tmp_path):
     assert path.read_bytes() != WEIGHTS
 
 
-def test_nothing_but_the_environment_is_needed(hub, tmp_path):
+def test_environment_alone_configures_the_client(hub, tmp_path):
     hub.private("team/sql", ["hf_reader"])
     code = "import huggingface_hub as h; print(h.snapshot_download('team/sql', allow_patterns='adapter_*'))"
     for token, works in (("hf_reader", True), (None, False)):

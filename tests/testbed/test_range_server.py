@@ -87,7 +87,7 @@ def test_refusals_have_the_codes_of_s3(server, arguments, code):
     assert caught.value.response["Error"]["Code"] == code
 
 
-def test_s3fs_fetches_a_directory_with_it(server, tmp_path):
+def test_s3fs_fetches_a_directory(server, tmp_path):
     fs = s3fs.S3FileSystem(anon=True, endpoint_url=server.url, skip_instance_cache=True)
     fs.get("b/sql", str(tmp_path / "out"), recursive=True)
     assert (tmp_path / "out" / "adapter_model.safetensors").read_bytes() == DATA
