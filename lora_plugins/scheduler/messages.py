@@ -11,6 +11,7 @@ their arguments and answers as msgpack without types (vllm/v1/serial_utils.py, 0
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -43,7 +44,7 @@ class AdapterSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Notify:
+class ReportAddress:
     """A local socket on which somebody waits for the end of a load, before the step is over that reports it."""
 
     address: str
@@ -57,7 +58,7 @@ class Load:
     spec: AdapterSpec
     job: int
     slot: int | None = None
-    notify: Notify | None = None
+    early_report_to: ReportAddress | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Activate:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Forget an adapter: its host memory, and its slot if it has one."""
+    """Release an adapter's host memory, and its slot if it has one."""
 
     engine_id: int
 
@@ -112,6 +113,20 @@ class Failed:
 
 
 Report = Loaded | Activated | Failed
+
+
+def merged(reports: Sequence[Report]) -> Report:
+    """One report of all workers' for the same job: it takes as much, and took as long, as where it is most."""
+    loaded = [report for report in reports if isinstance(report, Loaded)]
+    if loaded:
+        return Loaded(
+            loaded[0].job,
+            max(report.size_bytes for report in loaded),
+            all(report.is_instant for report in loaded),
+            max(report.load_s for report in loaded),
+        )
+    activated = [report for report in reports if isinstance(report, Activated)]
+    return Activated(activated[0].job, max(report.activate_s for report in activated))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from typing import Any
 from lora_plugins.errors import LoRAPluginsError, error_of
 from lora_plugins.ledger import Patch
 from lora_plugins.scheduler.adapter import Residency
+from lora_plugins.scheduler.early_load_reports import EarlyLoadReports
 from lora_plugins.scheduler.messages import (
     AdapterSpec,
     AdapterState,
@@ -29,8 +30,7 @@ from lora_plugins.scheduler.messages import (
     to_plain,
 )
 from lora_plugins.scheduler.planner import Planner
-from lora_plugins.vllm_patches.notices import Notices
-from lora_plugins.vllm_patches.scheduler import Admission
+from lora_plugins.vllm_patches.scheduler import AdmissionMixin
 
 _STEP_WAIT_S = 0.05
 
@@ -81,15 +81,15 @@ def _load(self: Any, spec: AdapterSpec, wants_slot: bool, is_urgent: bool = Fals
             return answer
         return Answer(scheduler.planner.placement.size_bytes(adapter), None if was_loaded else adapter.load_s)
 
-    is_urgent = is_urgent and _can_notice(self)
-    if is_urgent and scheduler.notices is None:
-        scheduler.notices = Notices(self.vllm_config.parallel_config.world_size)
+    is_urgent = is_urgent and _can_report_early(self)
+    if is_urgent and scheduler.early_reports is None:
+        scheduler.early_reports = EarlyLoadReports(self.vllm_config.parallel_config.world_size)
     load = scheduler.planner.load(planned, time.monotonic(), wants_slot=wants_slot, is_urgent=is_urgent)
     answer: Future[Answer] | Answer = _then(_answer(self, load), with_size)
     return answer
 
 
-def _can_notice(core: Any) -> bool:
+def _can_report_early(core: Any) -> bool:
     """Whether workers reach a local socket of this process, and something is answered while it steps."""
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -163,7 +163,7 @@ def _adding(original: Any) -> Any:
         scheduler = self.scheduler
         if _planner_if_any(self) is None:
             return original(self, lora_request)
-        error = scheduler.make_way_for(lora_request, reload=lora_request.load_inplace)
+        error = scheduler.evict_other_with_id_of(lora_request, reload=lora_request.load_inplace)
         if error is not None:
             raise error
         spec = scheduler.spec_of(lora_request)
@@ -212,7 +212,7 @@ def _waking(original: Any) -> Any:
 
 def _scheduler(core: Any) -> Any:
     scheduler = core.scheduler
-    if not isinstance(scheduler, Admission) or scheduler.planner is None:
+    if not isinstance(scheduler, AdmissionMixin) or scheduler.planner is None:
         raise RuntimeError("lora_plugins: this engine has no planner, as LoRA is off")
     return scheduler
 

@@ -1,4 +1,4 @@
-"""Put all of it in place, in the order in which the wrappers have to lie."""
+"""Patch vLLM in this process, so that the scheduler plans adapters and the workers carry the plan out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _installed = False
 
 
 def install() -> None:
-    """Have this process plan, load and serve adapters our way; called in each of vLLM's, a second call changes nothing.
+    """Patch everything, in order; called in each of vLLM's processes, a second call changes nothing.
 
     Raises:
         ImportError: a vLLM whose modules have other names.
@@ -26,18 +26,24 @@ def install() -> None:
     from lora_plugins.worker.slot_copy import patch_set_lora
     from lora_plugins.worker.weights_file import patch_safetensors
 
-    patch_set_lora()
-    patch_safetensors()
-    lora_request.tell_versions_apart()
-    worker.patch()
-    scheduler.patch()
-    engine_core.patch()
-    async_llm.patch()
-    llm_engine.patch()
-    serving_models.patch()
+    in_order = (
+        # Layers and requests first: what is patched after them makes and compares these.
+        patch_set_lora,  # of the classes, before there are layers, of which lora_kernels wraps each one
+        patch_safetensors,
+        lora_request.distinguish_versions,
+        # Then from the workers up to the API server: each wrapper calls what the one before has put in place.
+        worker.patch,
+        scheduler.patch,
+        engine_core.patch,  # calls the scheduler's planner and the workers' `lora_plugins_step`
+        async_llm.patch,  # calls the engine core's utilities
+        llm_engine.patch,
+        serving_models.patch,  # calls `AsyncLLM.add_lora`
+    )
+    for patch in in_order:
+        patch()
     _installed = True
 
 
 def is_installed() -> bool:
-    """Whether adapters are planned and loaded our way in this process."""
+    """Whether adapters are planned in this process."""
     return _installed

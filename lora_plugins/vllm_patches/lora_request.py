@@ -11,7 +11,7 @@ from typing import Any
 from lora_plugins.ledger import Patch
 
 
-def tell_versions_apart() -> None:
+def distinguish_versions() -> None:
     """Compare requests' adapters by name and id, and cached prefixes by name and path, in this process."""
     from vllm.lora.request import LoRARequest
     from vllm.v1.core import kv_cache_utils

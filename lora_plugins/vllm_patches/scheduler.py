@@ -18,12 +18,12 @@ from cachetools import LRUCache
 
 from lora_plugins.errors import InvalidAdapter, InvalidSettings, LoRAPluginsError, error_of
 from lora_plugins.ledger import Patch
+from lora_plugins.scheduler.early_load_reports import EarlyLoadReports
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import AdapterSpec, Command
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.policies import make_policy
 from lora_plugins.settings import Settings
-from lora_plugins.vllm_patches.notices import Notices
 
 COMMANDS = "lora_plugins_commands"  # on SchedulerOutput
 REPORTS = "lora_plugins_reports"  # on ModelRunnerOutput
@@ -31,15 +31,15 @@ _REMEMBERED = 10_000
 ERROR = "lora-plugins:"  # how the stop reason of a refused request begins
 
 
-class Admission:
-    """What is put before a scheduler class of vLLM; `planner` is None where LoRA is off."""
+class AdmissionMixin:
+    """What precedes a scheduler class of vLLM in a subclass; `planner` is None where LoRA is off."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         self.planner = planner_of(vllm_config)
         self._hides_held = False
         self._refused: list[tuple[Any, LoRAPluginsError]] = []
         self._later_parts: dict[str, list[Any]] = {}  # of sessions that are held, by request id
-        self.notices: Notices | None = None  # made when somebody has an urgent call
+        self.early_reports: EarlyLoadReports | None = None  # made when somebody has an urgent call
         self.uris: LRUCache[int, str] = LRUCache(_REMEMBERED)  # what adapters were loaded from, by engine id
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
@@ -64,7 +64,7 @@ class Admission:
             from vllm.v1.engine import EngineCoreEventType
 
             request.record_event(EngineCoreEventType.QUEUED)
-        error = self.make_way_for(request.lora_request)
+        error = self.evict_other_with_id_of(request.lora_request)
         if error is not None:
             self._refused.append((request, error))
             return
@@ -72,7 +72,7 @@ class Admission:
         spec = self.spec_of(request.lora_request)
         planner.arrived(spec, request.request_id, request, time.monotonic(), priority)
 
-    def make_way_for(self, lora_request: Any, *, reload: bool = False) -> LoRAPluginsError | None:
+    def evict_other_with_id_of(self, lora_request: Any, *, reload: bool = False) -> LoRAPluginsError | None:
         """Evict another adapter that has this one's id; the error where somebody uses it.
 
         API servers give no id twice; whoever makes `LoRARequest`s himself may. `reload`: also what comes from the same
@@ -123,12 +123,12 @@ class Admission:
             request_ids = (request_ids,)
         elif request_ids is not None:
             request_ids = list(request_ids)
-        gone = planner.cancel(request_ids)
-        for request in gone:
+        cancelled = planner.cancel(request_ids)
+        for request in cancelled:
             self._forget(request, finished_status)
         finished = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
         planner.finished([request.request_id for request in finished], time.monotonic())
-        return gone + finished
+        return cancelled + finished
 
     def _forget(self, request: Any, status: Any) -> None:
         """End a held request, of which the scheduler itself knows nothing."""
@@ -147,7 +147,7 @@ class Admission:
     # --- steps ---
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Admit whose turn it is, then schedule as vLLM does; commands for the workers ride on the output."""
+        """Admit who is next, then schedule as vLLM does; commands for the workers ride on the output."""
         planner: Planner | None = self.planner
         if planner is None:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
@@ -158,14 +158,16 @@ class Admission:
         return output
 
     def plan(self) -> list[Command]:
-        """Admit whose turn it is; returns what the workers have to do before these requests run."""
+        """Admit who is next; returns what the workers have to do before these requests run."""
         if self.planner is None:
             return []
         plan = self.planner.plan(time.monotonic(), is_paused=self._is_paused)
         for request in plan.admitted:
             self._admit(request)
         self._refused.extend(plan.refused)
-        return plan.commands if self.notices is None else self.notices.asked_for(plan.commands, self.planner)
+        if self.early_reports is None:
+            return plan.commands
+        return self.early_reports.with_addresses(plan.commands, self.planner)
 
     @property
     def _is_paused(self) -> bool:
@@ -344,7 +346,7 @@ def get_scheduler_cls_with_admission(original: Any) -> Any:
 @functools.cache
 def with_admission(scheduler: type) -> type:
     """A subclass of a scheduler class of vLLM's, or of a user's."""
-    return type(f"{scheduler.__name__}WithAdmission", (Admission, scheduler), {})
+    return type(f"{scheduler.__name__}WithAdmission", (AdmissionMixin, scheduler), {})
 
 
 def patch() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from lora_plugins.ledger import Patch
@@ -69,7 +70,7 @@ def _with_reports(output: Any, reports: list[Report]) -> Any:
         output.get_output = _reporting(output.get_output, reports)
         return output
     if output is EMPTY_MODEL_RUNNER_OUTPUT:
-        output = copy.copy(output)  # it is everybody's
+        output = copy.copy(output)  # it is shared
     setattr(output, REPORTS, reports)
     return output
 
@@ -99,8 +100,7 @@ def _rewrite_slots(self: Any) -> None:
 
 
 def _metrics(self: Any) -> dict[str, Any]:
-    metrics: dict[str, Any] = manager_of(self).lora_metrics()
-    return metrics
+    return asdict(manager_of(self).lora_metrics())
 
 
 LEDGER = (

@@ -1,4 +1,4 @@
-"""Several workers of one engine (tensor or pipeline parallelism) agree on what came of a job.
+"""Several workers of one engine (tensor or pipeline parallelism) agree on the result of a job.
 
 Only one worker's output reaches the scheduler, so that one has to know of the others. Each publishes its own results
 under the job's number in the key-value store by which torch.distributed met; so it does not matter in which order, at
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.scheduler.messages import Activated, Failed, Loaded, Report
+from lora_plugins.scheduler.messages import Failed, Report, merged
 
 
 class Store(Protocol):
@@ -26,7 +26,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Published:
-    """All that one worker has to say of a job by now; `is_last`: it has done with it."""
+    """What one worker has reported of a job by now; `is_last`: it has finished it."""
 
     reports: tuple[Report, ...]
     is_last: bool
@@ -39,17 +39,18 @@ class Agreement:
     Args:
         rank: this worker's, of `world_size`. store: None where there is one worker only.
         prefix: keeps the engines of one store apart.
-        is_asked: whether this worker's output reaches the scheduler. It alone reports, and deletes what was published.
+        is_reporting: whether this worker's output reaches the scheduler. It alone reports, and deletes what others
+            have published.
     """
 
     rank: int = 0
     world_size: int = 1
     store: Store | None = None
     prefix: str = ""
-    is_asked: bool = True
+    is_reporting: bool = True
     _here: dict[int, tuple[Report, ...]] = field(default_factory=dict)  # published, and more is to come
     _waiting: list[tuple[Report, bool]] = field(default_factory=list)  # done here, and whether that was the job's last
-    _ending: dict[int, bool] = field(default_factory=dict)  # reported on no more; whether this worker has done with it
+    _ending: dict[int, bool] = field(default_factory=dict)  # reported on no more; whether this worker has finished it
 
     @property
     def is_waiting(self) -> bool:
@@ -57,7 +58,7 @@ class Agreement:
         return bool(self._waiting)
 
     def publish(self, report: Report, *, is_last: bool) -> None:
-        """Tell the others what came of a job here; `is_last`: nothing more will. Called in the background."""
+        """Publish the result of a job here; `is_last`: no other follows. Called in the background."""
         if self.store is None:
             return
         reports = (*self._here.pop(report.job, ()), report)
@@ -67,11 +68,11 @@ class Agreement:
         self.store.set(self._key(report.job, self.rank), pickle.dumps(_Published(reports, is_last)))
 
     def done_here(self, report: Report, *, is_last: bool, is_wanted: bool = True) -> None:
-        """This worker has come so far with a job, of which nothing is reported once it is not wanted.
+        """Note a result of this worker; nothing is reported of a job that is not wanted any more.
 
         Called, as `reports`, in the engine loop, after `publish` or before.
         """
-        if not self.is_asked:
+        if not self.is_reporting:
             return
         if not is_wanted:
             self._ending.setdefault(report.job, False)
@@ -100,7 +101,7 @@ class Agreement:
         return reports
 
     def _of_all(self, report: Report) -> Report | None:
-        """What came of a job everywhere, of which this is the result here; None while a worker is not done yet."""
+        """The result of a job everywhere, of which this is the one here; None while a worker is not done yet."""
         if self.store is None:
             return report
         published = [self._published(report.job, rank) for rank in range(self.world_size)]
@@ -132,20 +133,6 @@ class Agreement:
         return f"{self.prefix}/{job}/{rank}"
 
 
-def merged(reports: list[Report]) -> Report:
-    """One report of all workers' for the same job: it takes as much, and took as long, as where it is most."""
-    loaded = [report for report in reports if isinstance(report, Loaded)]
-    if loaded:
-        return Loaded(
-            loaded[0].job,
-            max(report.size_bytes for report in loaded),
-            all(report.is_instant for report in loaded),
-            max(report.load_s for report in loaded),
-        )
-    activated = [report for report in reports if isinstance(report, Activated)]
-    return Activated(activated[0].job, max(report.activate_s for report in activated))
-
-
 def agreement_of(vllm_config: Any) -> Agreement:
     """For this process, whose workers have met.
 
@@ -170,5 +157,5 @@ def agreement_of(vllm_config: Any) -> Agreement:
         world_size=parallel.world_size,
         store=distributed_c10d._get_default_store(),  # noqa: SLF001 - torch names no public way to it
         prefix=f"lora_plugins/{parallel.data_parallel_rank}",  # engines may share one store
-        is_asked=parallel.rank == asked,
+        is_reporting=parallel.rank == asked,
     )

@@ -7,7 +7,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from lora_plugins.log import logger
 
@@ -33,7 +33,7 @@ class BackgroundThread:
             if job is None:
                 return
             try:
-                with _short_switch_interval():
+                with _short_switch_interval:
                     job()
             except BaseException:  # noqa: BLE001 - the thread serves the others
                 logger.exception("A background job raised")
@@ -44,27 +44,32 @@ class BackgroundThread:
         self._thread.join(timeout=10)
 
 
-_switching = threading.Lock()
-_jobs_running = 0
-_usual_interval_s = 0.0
+class _SwitchInterval:
+    """Has threads hand the interpreter on after 0.2 ms, not 5, while any job of this process runs.
+
+    The engine loop wants it after each of its operations.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs_running = 0
+        self._usual_s = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._jobs_running += 1
+            if self._jobs_running == 1:
+                self._usual_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._usual_s, SWITCH_INTERVAL_S))
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._jobs_running -= 1
+            if not self._jobs_running:
+                sys.setswitchinterval(self._usual_s)
 
 
-@contextlib.contextmanager
-def _short_switch_interval() -> Iterator[None]:
-    """Have threads hand the interpreter on after 0.2 ms, not 5: the loop wants it after each of its operations."""
-    global _jobs_running, _usual_interval_s
-    with _switching:
-        _jobs_running += 1
-        if _jobs_running == 1:
-            _usual_interval_s = sys.getswitchinterval()
-            sys.setswitchinterval(min(_usual_interval_s, SWITCH_INTERVAL_S))
-    try:
-        yield
-    finally:
-        with _switching:
-            _jobs_running -= 1
-            if not _jobs_running:
-                sys.setswitchinterval(_usual_interval_s)
+_short_switch_interval = _SwitchInterval()  # of the interpreter, of which a process has one
 
 
 def _leave_compute_cores() -> None:

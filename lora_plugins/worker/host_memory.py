@@ -39,21 +39,21 @@ class Block:
             self._memory = torch.from_numpy(array)
         self._used = 0
 
-    def take(self, size_bytes: int) -> torch.Tensor:
+    def acquire(self, size_bytes: int) -> torch.Tensor:
         """The next bytes, one-dimensional and aligned."""
         piece = self._memory[self._used : self._used + size_bytes]
         self._used += room(size_bytes)
         return piece
 
-    def give_back(self, size_bytes: int) -> None:
-        """Hand out the bytes that were taken last again."""
+    def release_last(self, size_bytes: int) -> None:
+        """The bytes that were acquired last are free again."""
         self._used -= room(size_bytes)
 
     def copy(self, tensor: torch.Tensor, scaling: float = 1) -> torch.Tensor:
         """A contiguous copy of `tensor`, times `scaling`, in its dtype."""
         if tensor.numel() == 0:
             return tensor.clone()
-        place = self.take(tensor.numel() * tensor.element_size()).view(tensor.dtype).view(tensor.shape)
+        place = self.acquire(tensor.numel() * tensor.element_size()).view(tensor.dtype).view(tensor.shape)
         if scaling == 1:
             return place.copy_(tensor)
         return torch.mul(tensor, scaling, out=place)

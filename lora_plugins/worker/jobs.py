@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from lora_plugins.errors import NoFreeSlot
 from lora_plugins.log import logger
+from lora_plugins.scheduler.early_load_reports import send_early
 from lora_plugins.scheduler.messages import (
     Activate,
     Activated,
@@ -27,16 +28,15 @@ from lora_plugins.scheduler.messages import (
     Failed,
     Load,
     Loaded,
-    Notify,
     Report,
+    ReportAddress,
 )
 from lora_plugins.worker.agreement import Agreement
 from lora_plugins.worker.background import BackgroundThread
 from lora_plugins.worker.loaded_adapter import LoadedAdapter
 from lora_plugins.worker.loading import explained
-from lora_plugins.worker.notices import send
 
-_LOOK_S = 0.0005
+_POLL_INTERVAL_S = 0.0005
 
 
 class Files(Protocol):
@@ -64,13 +64,13 @@ class Device(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One adapter that this worker was told to load.
+    """One adapter that the scheduler had this worker load.
 
     Attributes:
         adapter: None until it is loaded. slot: the one that is or will be its own.
-        is_evicted: nobody wants it any more; jobs that still run for it leave everything alone.
+        is_evicted: the scheduler has evicted it; jobs that still run for it change nothing.
         writing: held while its slot is written.
-        notify: who waits for the end of its load.
+        early_report_to: who waits for the end of its load.
     """
 
     spec: AdapterSpec
@@ -78,7 +78,7 @@ class Entry:
     slot: int | None = None
     is_evicted: bool = False
     writing: threading.Lock = field(default_factory=threading.Lock)
-    notify: Notify | None = None
+    early_report_to: ReportAddress | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Jobs:
 
     Args:
         read: parses and checks the adapter in a directory.
-        files: where directories come from. owners: told which adapter has which slot.
+        files: where directories come from. owners: notified which adapter has which slot.
         device: writes slots. agreement: with the other workers.
     """
 
@@ -153,7 +153,7 @@ class Jobs:
                 reports, self._reports = self._reports, []
                 return reports
             if self._agreement.is_waiting:
-                time.sleep(_LOOK_S)  # for the other workers
+                time.sleep(_POLL_INTERVAL_S)  # for the other workers
             else:
                 self._something_done.wait(max(0.0, deadline - time.monotonic()))
 
@@ -174,7 +174,9 @@ class Jobs:
         self._fetcher.close()
 
     def _load(self, command: Load) -> None:
-        entry = self.entries[command.spec.engine_id] = Entry(command.spec, slot=command.slot, notify=command.notify)
+        entry = self.entries[command.spec.engine_id] = Entry(
+            command.spec, slot=command.slot, early_report_to=command.early_report_to
+        )
         idle_event = None if command.slot is None else self._reserve(command.slot, entry)
         self._running.add(command.job)
         self._loader.submit(partial(self._run_load, command.job, entry, command.slot, idle_event))
@@ -299,8 +301,8 @@ class Jobs:
         self._done.append(done)  # first: who hears of it from the others finds it here
         self._agreement.publish(done.report, is_last=done.is_last)
         self._something_done.set()
-        if done.entry.notify is not None and isinstance(done.report, Loaded | Failed):
-            send(done.entry.notify, done.report)
+        if done.entry.early_report_to is not None and isinstance(done.report, Loaded | Failed):
+            send_early(done.entry.early_report_to, done.report)
 
 
 def _evicted(spec: AdapterSpec) -> NoFreeSlot:

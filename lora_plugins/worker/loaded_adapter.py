@@ -41,7 +41,7 @@ class LoadedAdapter:
             write(slot)
 
     def leave(self, slot: int) -> None:
-        """Let the slot hold nothing that is this adapter's memory."""
+        """Have the slot point at nothing of this adapter's memory."""
         for packer in self.packers:
             packer.place(slot, None)
 
@@ -127,9 +127,9 @@ def _pack(layer: _Layer, block: Block, size_bytes: int) -> WriteSlot | None:
     if packer is None or not packer.size_bytes(layer.lora_a, layer.lora_b):
         return None
     scaling = layer.scalings if isinstance(layer.lora_b, list) else layer.scalings[0]
-    packed = packer.pack(layer.lora_a, layer.lora_b, scaling, memory=block.take(size_bytes))
+    packed = packer.pack(layer.lora_a, layer.lora_b, scaling, memory=block.acquire(size_bytes))
     if packed is None:
-        block.give_back(size_bytes)
+        block.release_last(size_bytes)
         return None
     return lambda slot: packer.place(slot, packed)
 

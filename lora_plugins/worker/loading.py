@@ -36,7 +36,7 @@ def mismatch(adapter: str, unmatched: list[str], total: int, modules: list[str])
 def check_fits(adapter: str, module_name: str, module: Any, weights: Any) -> None:
     """Compare a module's weights with its slot, so that no copy into it can fail or fill less than it should.
 
-    A copy that fails in the engine loop, where there is no idle slot to try it in beside the loop, ends the engine.
+    A copy that fails in the engine loop, crashes the engine: there is no idle slot to try it in before.
     Mixtures of experts, whose slots are of other shapes, are left to vLLM.
 
     Raises:
@@ -119,7 +119,7 @@ def check_finite(adapter: str, model: Any) -> None:
                 raise InvalidAdapter(
                     f"NaN or infinity in the weights of {name}",
                     expected="finite values",
-                    remedy="train it anew, or set LORA_PLUGINS_CHECK_FINITE=0",
+                    remedy="train it again, or set LORA_PLUGINS_CHECK_FINITE=0",
                     adapter=adapter,
                 )
 

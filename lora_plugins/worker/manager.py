@@ -29,9 +29,10 @@ from lora_plugins.worker.agreement import agreement_of
 from lora_plugins.worker.jobs import Jobs
 from lora_plugins.worker.loaded_adapter import LoadedAdapter, build, take_scalings
 from lora_plugins.worker.materialise import Materialiser
-from lora_plugins.worker.report import report
+from lora_plugins.worker.metrics import WorkerMetrics, metrics_of
+from lora_plugins.worker.model_manager import PlannedModelManager
 from lora_plugins.worker.slot_copy import forget
-from lora_plugins.worker.slots import PlannedModelManager, SlotDevice
+from lora_plugins.worker.slot_stream import SlotStream
 
 
 class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
@@ -59,7 +60,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             self._read,
             Materialiser(vllm_config.model_config.model, sources_of_worker),
             self._adapter_manager,
-            SlotDevice(torch.device(self.device)),
+            SlotStream(torch.device(self.device)),
             agreement_of(vllm_config),
         )
         self._empty_slots()
@@ -91,9 +92,9 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         self._empty_slots()
         self.jobs.rewrite_slots()
 
-    def lora_metrics(self) -> dict[str, Any]:
-        """Adapters, memory and performance of this worker (R24)."""
-        return report(self.jobs.entries, self._adapter_manager, self.device)
+    def lora_metrics(self) -> WorkerMetrics:
+        """Adapters, memory and performance of this worker."""
+        return metrics_of(self.jobs.entries, self._adapter_manager, self.device)
 
     # --- in the background ---
 

@@ -66,7 +66,7 @@ class Materialiser:
         Raises:
             AdapterNotFound: no source has the adapter any more, or the path is none of a store's.
             InvalidAdapter: the URI is not allowed in this process.
-            SourceUnavailable: the sources have other bytes by now, or cannot say.
+            SourceUnavailable: the sources have other bytes by now, or are unavailable.
             LoRAPluginsError: what they have cannot be served.
         """
         digest = Path(path).name

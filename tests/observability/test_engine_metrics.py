@@ -13,7 +13,7 @@ from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.policies import make_policy
 from lora_plugins.scheduler.stats import BOUNDS_S, Found, Histogram, Stats
 from lora_plugins.vllm_patches import engine_core
-from lora_plugins.vllm_patches.scheduler import Admission
+from lora_plugins.vllm_patches.scheduler import AdmissionMixin
 
 
 def engine(*loaded: tuple[str, bool, bool], host_max_bytes: int | None = None, **counted) -> PlannerFigures:
@@ -47,7 +47,7 @@ class Core:
     """An engine core with a planner, as far as the utility for figures reads it."""
 
     def __init__(self) -> None:
-        class Scheduler(Admission):
+        class Scheduler(AdmissionMixin):
             planner = Planner(2, 3, HostCache(100, 5, make_policy("lru")))
 
             def __init__(self) -> None:

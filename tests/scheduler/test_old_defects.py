@@ -84,7 +84,7 @@ def test_a_large_adapter_waits_while_others_go_on() -> None:
     assert request.wait_s < 2.5
 
 
-def test_a_busy_adapter_gives_its_room_to_who_waits() -> None:
+def test_a_busy_adapter_is_drained_for_one_that_waits() -> None:
     engine = engine_with(max_running=4, max_bytes=GIB)
     engine.submit(PINNED, tokens=20)
     engine.run(0.5)
@@ -118,7 +118,7 @@ def test_streams_that_break_off_do_not_hold_a_slot(is_instant: bool) -> None:
 # --- (7) one adapter at a time ---
 
 
-def test_the_next_adapter_is_activated_before_its_turn() -> None:
+def test_the_next_adapter_is_activated_ahead() -> None:
     engine = engine_with(max_running=1, spare=1, is_instant=False)
     engine.submit(1, tokens=40)
     engine.run(0.5)
@@ -141,7 +141,7 @@ def test_an_idle_adapter_never_keeps_the_only_slot() -> None:
 
 @pytest.mark.parametrize("spare", [0, 1])
 @pytest.mark.parametrize("is_instant", [True, False])
-def test_no_adapter_is_activated_twice_for_one_turn(spare: int, is_instant: bool) -> None:
+def test_no_adapter_is_activated_twice_for_one_admission(spare: int, is_instant: bool) -> None:
     engine = engine_with(max_running=1, spare=spare, is_instant=is_instant)
     engine_ids = range(1, 7)
     for engine_id in engine_ids:

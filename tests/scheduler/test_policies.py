@@ -66,7 +66,7 @@ class NaiveLru:
 
 
 class NaiveRanked:
-    """Every rank computed anew, the lowest found by looking at all of them."""
+    """Every rank computed again, the lowest found by looking at all of them."""
 
     def __init__(self):
         self.keys = {}  # key: what its rank is made of

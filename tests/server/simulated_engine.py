@@ -23,7 +23,7 @@ from lora_plugins.scheduler.messages import Activate, Activated, Command, Evict,
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.policies import make_policy
 from lora_plugins.vllm_patches import engine_core
-from lora_plugins.vllm_patches.scheduler import Admission
+from lora_plugins.vllm_patches.scheduler import AdmissionMixin
 
 STEP_S = 0.002
 COPY_S = 0.003  # to write a slot, where that takes a copy
@@ -100,7 +100,7 @@ class Worker:
     _writing: dict[int, int] = field(default_factory=dict)  # slot by job
 
 
-class _Scheduler(Admission):
+class _Scheduler(AdmissionMixin):
     """The planner, and nothing of vLLM's scheduler."""
 
     def __init__(self, planner: Planner) -> None:

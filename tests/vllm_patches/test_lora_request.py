@@ -18,7 +18,7 @@ def test_vllm_takes_two_versions_for_one_and_we_do_not(monkeypatch) -> None:
     vllms = (LoRARequest.__eq__, LoRARequest.__hash__)
     old, new = request(1, "/store/aa"), request(2, "/store/bb")
     try:
-        lora_request.tell_versions_apart()
+        lora_request.distinguish_versions()
         assert len({old, new, request(1, "/store/aa")}) == 2
         assert old == request(1, "/elsewhere")
         assert old != "sql"
@@ -31,7 +31,7 @@ def test_prefixes_are_keyed_by_path_in_every_vllm(monkeypatch) -> None:
     monkeypatch.setattr(kv_cache_utils, "_gen_lora_extra_hash_keys", _as_in_0_30)
     vllms = (LoRARequest.__eq__, LoRARequest.__hash__)
     try:
-        lora_request.tell_versions_apart()
+        lora_request.distinguish_versions()
     finally:
         LoRARequest.__eq__, LoRARequest.__hash__ = vllms
     keys = kv_cache_utils._gen_lora_extra_hash_keys
@@ -44,7 +44,7 @@ def test_vllms_own_keys_are_left_alone_where_they_hold_the_path(monkeypatch) -> 
     before = kv_cache_utils._gen_lora_extra_hash_keys
     vllms = (LoRARequest.__eq__, LoRARequest.__hash__)
     try:
-        lora_request.tell_versions_apart()
+        lora_request.distinguish_versions()
     finally:
         LoRARequest.__eq__, LoRARequest.__hash__ = vllms
     assert kv_cache_utils._gen_lora_extra_hash_keys is before

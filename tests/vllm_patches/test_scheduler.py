@@ -15,7 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from lora_plugins.errors import InvalidAdapter
 from lora_plugins.scheduler.messages import Activate, AdapterSpec, Load
-from lora_plugins.vllm_patches.scheduler import Admission, error_in, error_in_tensor, with_admission
+from lora_plugins.vllm_patches.scheduler import AdmissionMixin, error_in, error_in_tensor, with_admission
 from tests.vllm_patches.engine_bed import Engine, adapter, make_scheduler, request, vllm_config
 
 Make = Callable[..., Engine]
@@ -59,7 +59,7 @@ def test_requests_without_adapters_are_scheduled_as_by_vllm(
 ) -> None:
     ours = make_engine(blocks=blocks, lora=lora)
     vllms = make_engine(kind=type(ours.scheduler).__mro__[2], blocks=blocks, lora=lora)
-    assert not isinstance(vllms.scheduler, Admission)
+    assert not isinstance(vllms.scheduler, AdmissionMixin)
     choose, known = random.Random(blocks), 0
     for _ in range(200):
         if choose.random() < 0.4:
@@ -251,7 +251,7 @@ def test_other_stop_reasons_and_results_carry_no_error() -> None:
     assert error_in_tensor(None) is error_in_tensor(torch.zeros(3)) is None
 
 
-def test_clients_are_told_of_their_own_requests_only(make_engine: Make) -> None:
+def test_clients_are_notified_of_their_own_requests_only(make_engine: Make) -> None:
     engine = make_engine(finished_set=True)
     engine.fails[1] = InvalidAdapter("nothing that can be read")
     engine.scheduler.add_request(request("a", 1, client_index=3))
@@ -391,7 +391,7 @@ def test_loaded_in_place_it_is_loaded_again_once(make_engine: Make) -> None:
     engine.run()
     again = request("again", 1)
     again.lora_request.load_inplace = True  # its requests say so ever after
-    assert engine.scheduler.make_way_for(again.lora_request, reload=True) is None
+    assert engine.scheduler.evict_other_with_id_of(again.lora_request, reload=True) is None
     assert 1 not in engine.scheduler.planner.adapters
     for name in ("again", "later"):
         one = request(name, 1)

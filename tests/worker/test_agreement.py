@@ -9,15 +9,15 @@ import pytest
 from torch.distributed import HashStore
 
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
-from lora_plugins.scheduler.messages import Activated, Failed, Loaded, Report
-from lora_plugins.worker.agreement import Agreement, merged
+from lora_plugins.scheduler.messages import Activated, Failed, Loaded, Report, merged
+from lora_plugins.worker.agreement import Agreement
 
 BROKEN, AWAY = InvalidAdapter("nothing that can be read"), SourceUnavailable("slow")
 
 
 def workers(count: int, asked: int = 0, store: Any = None) -> list[Agreement]:
     store = store or HashStore()
-    return [Agreement(rank, count, store, "engine", is_asked=rank == asked) for rank in range(count)]
+    return [Agreement(rank, count, store, "engine", is_reporting=rank == asked) for rank in range(count)]
 
 
 def done(worker: Agreement, report: Report, *, is_last: bool = True) -> None:
@@ -141,7 +141,7 @@ def test_any_order_of_many_jobs(seed: int) -> None:
     before = keys_left(store)
     count = choose.choice([2, 3])
     ranks = workers(count, choose.randrange(count), store)
-    asked = next(worker for worker in ranks if worker.is_asked)
+    asked = next(worker for worker in ranks if worker.is_reporting)
     fails = {(rank, job): choose.random() < 0.15 for rank in range(count) for job in range(1, 9)}
     queues: list[list[tuple[Report, bool]]] = []
     for rank in range(count):

@@ -1,4 +1,4 @@
-"""Jobs beside the engine loop: one after another, and the interpreter is handed on quickly while one runs."""
+"""Jobs in a background thread: one after another, and the interpreter is handed on quickly while one runs."""
 
 from __future__ import annotations
 

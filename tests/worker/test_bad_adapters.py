@@ -1,4 +1,4 @@
-"""One bad adapter fails alone: its requests get the error, and slots, bytes and everybody else's requests go on."""
+"""Adapters that cannot be served: each failure is isolated, and the next adapter is served as if nothing had been."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def failure(manager: Any, adapter: Adapter, slot: int | None = 1) -> LoRAPlugins
 
 @pytest.mark.parametrize("slot", [1, None], ids=["for a slot", "for host memory"])
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_on_disk_fails_alone(
+def test_broken_on_disk_failure_is_isolated(
     make_manager: Make, tmp_path: Path, others: list[Adapter], name: str, slot: int | None
 ) -> None:
     manager = make_manager(slots=2)

@@ -130,28 +130,28 @@ def test_what_is_copied_into_a_block_is_contiguous_and_nobody_elses() -> None:
 
 def test_a_block_is_handed_out_piece_by_piece() -> None:
     block = Block(room(10) + room(100))
-    first, second = block.take(10), block.take(100)
+    first, second = block.acquire(10), block.acquire(100)
     assert (first.numel(), second.numel(), second.data_ptr() - first.data_ptr()) == (10, 100, room(10))
-    block.give_back(100)
-    assert block.take(64).data_ptr() == second.data_ptr()
+    block.release_last(100)
+    assert block.acquire(64).data_ptr() == second.data_ptr()
 
 
 def test_the_next_adapter_gets_the_memory_of_the_last() -> None:
     """So a full host cache maps and unmaps nothing; but not memory of another size."""
     block = Block(1 << 20)
-    address = block.take(1).data_ptr()
+    address = block.acquire(1).data_ptr()
     del block
     gc.collect()
-    assert Block(1 << 10).take(1).data_ptr() != address, "much too large: it is given back to the system"
+    assert Block(1 << 10).acquire(1).data_ptr() != address, "much too large: it is released to the system"
     again = Block(1 << 20)
-    address = again.take(1).data_ptr()
-    piece = again.take(64)
+    address = again.acquire(1).data_ptr()
+    piece = again.acquire(64)
     del again
     gc.collect()
-    assert Block(1 << 20).take(1).data_ptr() != address, "a piece of it is still used"
+    assert Block(1 << 20).acquire(1).data_ptr() != address, "a piece of it is still used"
     del piece
     gc.collect()
-    assert Block(1_000_000).take(1).data_ptr() == address
+    assert Block(1_000_000).acquire(1).data_ptr() == address
 
 
 def chained(error: Exception, cause: Exception) -> Exception:

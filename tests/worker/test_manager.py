@@ -7,6 +7,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -258,7 +259,7 @@ def test_waiting_for_reports_ends_with_the_first(make_manager: Make, adapters: l
     assert manager.reports(60) == []
 
 
-def test_an_activation_of_what_is_not_loaded_ends_the_engine(make_manager: Make, adapters: list[Adapter]) -> None:
+def test_activating_what_is_not_loaded_raises(make_manager: Make, adapters: list[Adapter]) -> None:
     with pytest.raises(RuntimeError, match="no loaded adapter 1"):
         make_manager().begin_step([Activate(1, 0)])
 
@@ -284,7 +285,7 @@ def test_memory_is_freed_with_an_eviction(make_manager: Make, adapters: list[Ada
         gc.collect()
         assert not [ref for ref in [*gone, *held] if ref() is not None]
         assert manager.list_adapters() == set()
-        assert manager.lora_metrics()["memory"]["host_mb"] == 0
+        assert manager.lora_metrics().memory.host_mb == 0
 
 
 def test_threads_end_with_the_manager(make_manager: Make, adapters: list[Adapter]) -> None:
@@ -313,7 +314,7 @@ def test_metrics_have_three_groups_with_the_right_numbers(make_manager: Make, ad
         bring(manager, adapter)
     put(manager, adapters[0], 0)
     put(manager, adapters[1], 1)
-    metrics = manager.lora_metrics()
+    metrics = asdict(manager.lora_metrics())
     megabytes = adapters[0].size_bytes / 1e6
     assert metrics["adapters"] == {"registered": 3, "active": 2, "capacity": 4, "slots": 2, "utilisation": 1.0}
     memory = metrics["memory"]
@@ -344,7 +345,7 @@ def test_paths_that_vllm_expands_are_still_its_business(
     assert holds(manager, adapter)
 
 
-def test_a_relative_path_that_is_not_there_fails_alone(
+def test_failure_of_a_missing_relative_path_is_isolated(
     make_manager: Make, adapters: list[Adapter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

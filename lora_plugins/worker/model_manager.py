@@ -6,27 +6,25 @@ holds what others than the scheduler add (warm-up, dummy batches, `collective_rp
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 
 from lora_plugins.ledger import Patch
 
 
 class PlannedModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
-    """Slots that belong to whom the scheduler says; a slot that is being written holds a negative id, nobody's."""
+    """Slots that belong to whom the scheduler says; one that is being written holds a negative id, of no adapter."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.planned: set[int] = set()  # slots that the scheduler has given away
+        self.planned: set[int] = set()  # slots that the scheduler has assigned
         super().__init__(*args, **kwargs)
 
     def own(self, slot: int, engine_id: int | None) -> None:
         """From the next batch on, the slot is this adapter's, or free."""
-        self._push_out(slot)
+        self._deactivate_unplanned(slot)
         if engine_id is not None:
-            self.remove_adapter(engine_id)  # where somebody else has added it too: an id has one slot
+            self.remove_adapter(engine_id)  # where others have added it too: an id has one slot
         self.lora_index_to_id[slot] = engine_id
         if engine_id is None:
             self.planned.discard(slot)
@@ -34,15 +32,15 @@ class PlannedModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
             self.planned.add(slot)
 
     def reserve(self, slot: int) -> None:
-        """The slot is being written: it is nobody's, and not free."""
-        self._push_out(slot)
+        """The slot is being written: it belongs to no adapter, and is not free."""
+        self._deactivate_unplanned(slot)
         self.lora_index_to_id[slot] = -1 - slot
         self.planned.add(slot)
 
-    def _push_out(self, slot: int) -> None:
+    def _deactivate_unplanned(self, slot: int) -> None:
         holder = self.lora_index_to_id[slot]
         if slot not in self.planned and holder is not None:
-            self.deactivate_adapter(holder)  # added by somebody else; it is activated again where it is needed
+            self.deactivate_adapter(holder)  # added by others; it is activated again where it is needed
 
     def activate_adapter(self, lora_id: int) -> bool:
         """As vLLM's, among the slots that the scheduler has not given away."""
@@ -63,42 +61,6 @@ class PlannedModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
             self.lora_index_to_id[slot] = holder
 
 
-class SlotDevice:
-    """Writes slots on the device that has them: on CUDA in a side stream, elsewhere at once.
-
-    Source: the rules of torch's CUDA streams.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def idle_event(self) -> Any:
-        """After this, nothing that was launched until now reads a slot; None where launching is computing."""
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
-
-    def write(self, idle_event: Any, write: Callable[[], None]) -> Any:
-        """Write once the slot is idle, and wait for the end of it; returns the event of that."""
-        if self._stream is None:
-            write()
-            return None
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(idle_event)
-            write()
-            event = torch.cuda.Event()
-            event.record()
-        event.synchronize()
-        return event
-
-    def wait_for(self, written_event: Any) -> None:
-        """Have what is launched from here on see what was written."""
-        if written_event is not None:
-            torch.cuda.current_stream().wait_event(written_event)
-
-
 LEDGER = (
     Patch(
         """
@@ -115,7 +77,7 @@ LEDGER = (
         """,
         what="subclassed: lora_index_to_id is written as the scheduler says. Relied on: set_adapter_mapping reads it "
         "each time, so a batch uses its adapters' slots",
-        why="slots that the scheduler has given away belong to nobody else",
+        why="slots that the scheduler has assigned belong to nobody else",
         remove="vLLM's scheduler plans adapters itself",
     ),
 )

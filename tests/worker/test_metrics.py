@@ -1,7 +1,8 @@
-"""What a worker tells of its adapters: the three groups of figures."""
+"""The metrics of one worker, in three groups."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.worker.jobs import Entry
 from lora_plugins.worker.loaded_adapter import LoadedAdapter
-from lora_plugins.worker.report import report, slot_bytes
+from lora_plugins.worker.metrics import metrics_of, slot_bytes
 
 
 class Punica:
@@ -36,9 +37,9 @@ def entry(adapter_id: int, size_bytes: int | None, *, is_instant: bool = False) 
     return Entry(AdapterSpec(adapter_id, "a", "/a"), loaded)
 
 
-def test_the_figures() -> None:
+def test_metrics_have_three_groups_by_name() -> None:
     entries = {1: entry(1, 1_000_000), 2: entry(2, 3_000_000, is_instant=True), 3: entry(3, None)}
-    assert report(entries, manager_of(2, -2, None, None), "cpu") == {
+    assert asdict(metrics_of(entries, manager_of(2, -2, None, None), "cpu")) == {
         "adapters": {"registered": 2, "active": 1, "capacity": 5, "slots": 4, "utilisation": 0.25},
         "memory": {
             "adapter_mb": {"1": 1.0, "2": 3.0},
@@ -51,12 +52,12 @@ def test_the_figures() -> None:
     }
 
 
-def test_before_anything_has_happened() -> None:
+def test_metrics_without_any_adapter() -> None:
     manager = manager_of(None)
     manager.punica_wrapper_mapping = {}
-    figures = report({}, manager, "cpu")
-    assert figures["memory"]["efficiency"] == figures["adapters"]["utilisation"] == 0.0
-    assert figures["performance"]["instant"] is None
+    metrics = metrics_of({}, manager, "cpu")
+    assert metrics.memory.efficiency == metrics.adapters.utilisation == 0.0
+    assert metrics.performance.instant is None
 
 
 def test_slots_of_every_kind_of_module_count() -> None:

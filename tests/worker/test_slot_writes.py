@@ -1,4 +1,4 @@
-"""Slots that are written beside the loop: whose they are at each moment, and no batch with anything but its own."""
+"""Slots that are written in a background thread: which adapter has each, and no batch with another's weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_slot_that_is_written_belongs_to_nobody(make_manager: Make, adapters: 
     assert slots_of(manager) == [1, -2]
     step(manager, adapters[0])  # batches are prepared meanwhile
     assert manager.reports() == []
-    assert manager.lora_metrics()["adapters"]["active"] == 1
+    assert manager.lora_metrics().adapters.active == 1
     with pytest.raises(RuntimeError, match="in no slot"):
         step(manager, adapters[1])
     blocked.end()

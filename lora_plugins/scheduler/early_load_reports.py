@@ -1,6 +1,8 @@
-"""Ends of loads, as soon as the workers have them: whoever waits need not wait for the end of the step as well.
+"""Ends of loads as soon as the workers have them: whoever waits need not wait for the end of the step as well.
 
-The planner hears of them with the step's output as always. Here only futures are resolved, in a thread of their own.
+A worker sends its report over a local socket of the engine core's process, by Python's `multiprocessing.connection`,
+which checks a key; there a thread resolves the futures of whoever waits. The planner gets the report with the step's
+output as always.
 """
 
 from __future__ import annotations
@@ -11,13 +13,22 @@ from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Listener
+from multiprocessing import ProcessError
+from multiprocessing.connection import Client, Listener
 from typing import Any
 
 from lora_plugins.log import logger
-from lora_plugins.scheduler.messages import Command, Failed, Load, Loaded, Notify
+from lora_plugins.scheduler.messages import Command, Failed, Load, Loaded, Report, ReportAddress, merged
 from lora_plugins.scheduler.planner import Planner
-from lora_plugins.worker.agreement import merged
+
+
+def send_early(address: ReportAddress, report: Report) -> None:
+    """Send a report, from a worker; one that does not arrive costs its reader the rest of the step."""
+    try:
+        with Client(address.address, authkey=address.key) as connection:
+            connection.send(report)
+    except (OSError, EOFError, ProcessError) as error:
+        logger.debug("The end of a load was not reported early: %s", error)
 
 
 @dataclass(slots=True)
@@ -26,8 +37,8 @@ class _Waiting:
     loaded: list[Loaded] = field(default_factory=list)
 
 
-class Notices:
-    """Resolves the futures of urgent calls by what workers say.
+class EarlyLoadReports:
+    """Resolves the futures of urgent calls by what workers report.
 
     Args:
         world_size: workers, all of which have to have an adapter.
@@ -41,14 +52,14 @@ class Notices:
         # In Linux's abstract namespace: there is no file that could be left behind.
         address = f"\0lora-plugins-{os.getpid()}-{os.urandom(8).hex()}"
         self._listener = Listener(address, "AF_UNIX", authkey=key)
-        self._notify = Notify(address, key)
-        threading.Thread(target=self._listen, daemon=True, name="lora-plugins-notices").start()
+        self._address = ReportAddress(address, key)
+        threading.Thread(target=self._listen, daemon=True, name="lora-plugins-early-reports").start()
 
-    def asked_for(self, commands: Sequence[Command], planner: Planner) -> list[Command]:
-        """The same commands, where loads that somebody waits for say where to tell."""
-        return [self._noting(command, planner) for command in commands]
+    def with_addresses(self, commands: Sequence[Command], planner: Planner) -> list[Command]:
+        """The same commands, where loads that somebody waits for say where to report."""
+        return [self._with_address(command, planner) for command in commands]
 
-    def _noting(self, command: Command, planner: Planner) -> Command:
+    def _with_address(self, command: Command, planner: Planner) -> Command:
         if not isinstance(command, Load) or (adapter := planner.adapters.get(command.spec.engine_id)) is None:
             return command
         futures: list[Future[Any]] = [call.future for call in adapter.calls if call.is_urgent and not call.needs_slot]
@@ -56,17 +67,17 @@ class Notices:
             return command
         with self._lock:
             self._waiting[command.job] = _Waiting(futures)
-        return replace(command, notify=self._notify)
+        return replace(command, early_report_to=self._address)
 
     def _listen(self) -> None:
         while True:
             try:
                 with self._listener.accept() as connection:
-                    self._said(connection.recv())
-            except Exception:  # noqa: BLE001 - the planner says it again; the next one is to be heard
-                logger.debug("A notice was not understood", exc_info=True)
+                    self._received(connection.recv())
+            except Exception:  # noqa: BLE001 - the planner gets the report too; the next one is to be received
+                logger.debug("An early report was not understood", exc_info=True)
 
-    def _said(self, report: Any) -> None:
+    def _received(self, report: Any) -> None:
         with self._lock:
             waiting = self._waiting.get(report.job)
             if waiting is None:
