@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from lora_plugins.adapter.config import CONFIG_FILE, MAX_CONFIG_BYTES, AdapterConfig, parse_config
 from lora_plugins.adapter.files import open_regular
@@ -16,16 +17,16 @@ from lora_plugins.adapter.safetensors_header import TensorInfo, read_header
 from lora_plugins.adapter.verify import WEIGHTS_FILE, VerifiedAdapter, verify_adapter
 from lora_plugins.adapter.weights import LoraPair, pair_weights
 from lora_plugins.cli.amounts import size
+from lora_plugins.cli.base_model import BasePath, MaxRank, ServedNames, read_base
 from lora_plugins.cli.exits import Exit, exit_of
-from lora_plugins.cli.output import Output, error_fields
-from lora_plugins.cli.stored import find_digest
-from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
+from lora_plugins.cli.output import Json, Output, error_fields
+from lora_plugins.cli.pull import bring
+from lora_plugins.cli.stored import StoreView
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, describing
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES
 from lora_plugins.settings import Settings
-from lora_plugins.store.layout import Layout
+from lora_plugins.store.layout import is_prefix
 from lora_plugins.store.manifest import Manifest
-
-_DIGEST = re.compile("[0-9a-f]{4,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,48 @@ class Found:
     error: LoRAPluginsError | None
 
 
-def inspect(output: Output, settings: Settings, path: Path, base: BaseModel | None, *, uri: str | None = None) -> Exit:
-    """Read and verify the adapter in a directory; `uri` is where it came from.
+def inspect(
+    adapter: Annotated[str, typer.Argument(help="A directory, a URI, or the beginning of a digest in the store.")],
+    *,
+    base_model: BasePath = None,
+    served_model_name: ServedNames = None,
+    max_lora_rank: MaxRank = None,
+    as_json: Json = False,
+) -> Exit:
+    """Say what an adapter is, and whether it would be served."""
+    output, settings = Output(as_json=as_json), Settings.from_env()
+    base = read_base(settings, base_model, served_model_name, max_lora_rank)
+    with describing(adapter=adapter if "://" in adapter else ""):
+        path, uri = _find(output, settings, adapter)
+        found = _look(path, settings, base)
+        answer = _answer(path, uri, found, base)
+    output.json(answer)
+    for line in _lines(answer, found, base):
+        output.line(line)
+    if found.error is None:
+        output.line("verdict      would be served", style="bold green")
+        return Exit.OK
+    output.line("verdict      would be refused", style="bold red")
+    if not as_json:
+        output.our_error(found.error)
+    return exit_of(found.error)
+
+
+def _find(output: Output, settings: Settings, text: str) -> tuple[Path, str | None]:
+    """The directory of a path, a URI, or the beginning of a digest in the store; and the URI that it came from.
 
     Raises:
         AdapterNotFound: there is no such directory.
+        LoRAPluginsError: a URI whose adapter cannot be had.
     """
+    if "://" in text:
+        pulled = bring(output, settings, text)
+        return pulled.adapter.path, pulled.manifest.uri
+    path = Path(text)
+    if not path.exists() and is_prefix(text):
+        view = StoreView(settings)
+        path = view.layout.adapter(view.find_digest(text))
+        return path, Manifest.read(path).uri
     path = path.absolute()
     if not path.is_dir():
         raise AdapterNotFound(
@@ -53,35 +90,6 @@ def inspect(output: Output, settings: Settings, path: Path, base: BaseModel | No
             remedy="give the adapter's directory, a URI with '://', or a digest that 'lora-plugins ls' shows",
             file=str(path),
         )
-    found = _look(path, settings, base)
-    answer = _answer(path, uri, found, base)
-    output.json(answer)
-    for line in _lines(answer, found, base):
-        output.line(line)
-    code = Exit.OK if found.error is None else exit_of(found.error)
-    output.line(
-        f"verdict      {'would be served' if found.error is None else 'would be refused'}",
-        style="bold green" if found.error is None else "bold red",
-    )
-    if found.error is not None and not output.as_json:
-        output.error(error_fields(found.error))
-    return code
-
-
-def subject(output: Output, settings: Settings, text: str) -> tuple[Path, str | None]:
-    """The directory that `text` means, and its URI: a path, a URI, or the beginning of a digest in the store.
-
-    Raises:
-        LoRAPluginsError: a URI whose adapter cannot be had.
-    """
-    if "://" in text:
-        from lora_plugins.cli.pull import pull_uri
-
-        return pull_uri(output, settings, text)
-    path = Path(text)
-    if not path.exists() and _DIGEST.fullmatch(text):
-        directory = Layout(settings.store_dir).adapter(find_digest(Layout(settings.store_dir), text))
-        return directory, Manifest.read(directory).uri
     return path, None
 
 
@@ -180,9 +188,9 @@ def _lines(answer: dict[str, Any], found: Found, base: BaseModel | None) -> Iter
         kinds = Counter(module["module"].rpartition(".")[2] for module in answer["modules"])
         yield f"modules      {len(answer['modules'])}: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     if base is None:
-        yield "held against no base model (--base-model)"
+        yield "compared with no base model (--base-model)"
     else:
         limit = "any rank (--max-lora-rank)" if base.max_rank is None else f"ranks up to {base.max_rank}"
-        yield f"held against {base.path}: {len(base.module_shapes)} module shapes, {limit}"
+        yield f"compared with {base.path}: {len(base.module_shapes)} module shapes, {limit}"
     for note in answer["notes"]:
         yield f"note         {note}"

@@ -9,14 +9,16 @@ import json
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from lora_plugins.errors import LoRAPluginsError
 
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, and nothing else.")]
 # A pipe has no width to break lines at, unless COLUMNS says one.
 _WIDE = 10_000
 
@@ -66,12 +68,16 @@ class Output:
         if not self.as_json:
             self.errors.print(Text(printable(text), style="dim"), soft_wrap=True)
 
-    def error(self, error: dict[str, str], *, beside: dict[str, Any] | None = None) -> None:
-        """What went wrong; `beside` is what a JSON answer holds besides."""
+    def error(self, error: dict[str, str]) -> None:
+        """What went wrong."""
         if self.as_json:
-            self.json({**(beside or {}), "error": error})
+            self.json({"error": error})
         else:
             self.errors.print(Text("error: ", style="bold red").append(printable(error["message"])), soft_wrap=True)
+
+    def our_error(self, error: LoRAPluginsError) -> None:
+        """What went wrong, as one of our errors."""
+        self.error(error_fields(error))
 
 
 def error_fields(error: LoRAPluginsError) -> dict[str, str]:

@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -58,20 +59,14 @@ def arrived(store: Store) -> tuple[int, int] | None:
     Blocks are counted, not lengths: ranges arrive in any order in a file that has its full length from the start.
     """
     mine = store.processes.me()
-    done = total = 0
-    found = False
     with contextlib.suppress(OSError):
-        for entry in os.scandir(store.layout.folder("tmp")):
-            owner, _, _ = entry.name.rpartition(".")
-            size = entry.name.rpartition(".")[2]
-            if owner.startswith(mine) and entry.is_dir() and size.isdigit() and int(size):
-                found = True
-                total += int(size)
-                done += min(int(size), _on_disk(entry.path))
-    return (done, total) if found else None
+        downloads = [item for item in store.layout.temporaries() if item.process == mine and item.needed_bytes]
+        done = sum(min(item.needed_bytes, _on_disk(item.path)) for item in downloads)
+        return (done, sum(item.needed_bytes for item in downloads)) if downloads else None
+    return None
 
 
-def _on_disk(directory: str) -> int:
+def _on_disk(directory: Path) -> int:
     blocks = 0
     for folder, _, files in os.walk(directory):
         for file in files:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.cli.amounts import size
-from lora_plugins.cli.chain import chain_of_environment, need_sources
 from lora_plugins.cli.exits import Exit
-from lora_plugins.cli.output import Output
+from lora_plugins.cli.output import Json, Output
 from lora_plugins.cli.progress import shown_progress
+from lora_plugins.cli.sources import require_sources, sources_of_environment
 from lora_plugins.errors import AdapterNotFound
 from lora_plugins.resolvers.resolution import SourceChain
 from lora_plugins.resolvers.uris import SourceUri
@@ -21,27 +23,39 @@ from lora_plugins.settings import Settings
 from lora_plugins.store.manifest import Manifest
 
 
-def pull(output: Output, settings: Settings, text: str, base_path: str) -> Exit:
-    """Fetch and verify the adapter of a name, or the one at a URI, which need not stand in the list of allowed ones.
-
-    Raises:
-        AdapterNotFound: there is none.
-        LoRAPluginsError: it cannot be had, or is not one that can be served.
-    """
+def pull(
+    name: Annotated[str, typer.Argument(help="The adapter's name, or a URI.")],
+    *,
+    base_model: Annotated[
+        str, typer.Option("--base-model", help="What {base_model_name} stands for in S3_PATH_TEMPLATE.")
+    ] = "",
+    as_json: Json = False,
+) -> Exit:
+    """Bring an adapter into the store, verified."""
+    output = Output(as_json=as_json)
     started = time.perf_counter()
-    pulled = _bring(output, settings, text, base_path)
-    report(output, pulled, elapsed_s=time.perf_counter() - started)
+    pulled = bring(output, Settings.from_env(), name, base_model)
+    elapsed_s = time.perf_counter() - started
+    found, manifest = pulled.adapter, pulled.manifest
+    bytes_s = manifest.size_bytes / elapsed_s
+    output.json(
+        {
+            "name": found.name,
+            "source": found.source,
+            "uri": manifest.uri,
+            "version": found.version,
+            "digest": manifest.digest,
+            "path": str(found.path),
+            "size_bytes": manifest.size_bytes,
+            "fetched": pulled.fetched,
+            "elapsed_s": elapsed_s,
+            "bytes_s": bytes_s if pulled.fetched else None,
+        }
+    )
+    how = f"fetched in {elapsed_s:.2f} s ({size(bytes_s)}/s)" if pulled.fetched else "was there"
+    output.line(f"{found.name}: {size(manifest.size_bytes)} from {manifest.uri}, {how}")
+    output.line(str(found.path))
     return Exit.OK
-
-
-def pull_uri(output: Output, settings: Settings, uri: str) -> tuple[Path, str]:
-    """Fetch the adapter at a URI; returns its directory in the store, and the URI in its one spelling.
-
-    Raises:
-        LoRAPluginsError: as `pull`.
-    """
-    pulled = _bring(output, settings, uri, "")
-    return pulled.adapter.path, Manifest.read(pulled.adapter.path).uri
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +63,31 @@ class Pulled:
     """What is now in the store, and whether it had to be fetched."""
 
     adapter: ResolvedAdapter
+    manifest: Manifest
     fetched: bool
 
 
-def _bring(output: Output, settings: Settings, text: str, base_path: str) -> Pulled:
+def bring(output: Output, settings: Settings, text: str, base_path: str = "") -> Pulled:
+    """Fetch and verify the adapter of a name, or the one at a URI, which need not be among the allowed ones.
+
+    Raises:
+        AdapterNotFound: there is none.
+        LoRAPluginsError: it cannot be had, or is not one that can be served.
+    """
     uri = SourceUri.parse(text) if "://" in text else None
     if uri is None:
         AdapterName.parse(text)
     else:
         settings = replace(settings, allowed_uris=(*settings.allowed_uris, str(_prefix(uri))))
-    with chain_of_environment(settings, None, hook=lambda _: None, tell=lambda _: None) as chain:
+    with sources_of_environment(settings) as chain:
         if uri is None:
-            need_sources(chain)
+            require_sources(chain)
         before = set(chain.store.layout.digests())
         found = asyncio.run(_resolve(output, chain, text, uri, base_path))
         try:
-            return Pulled(found, found.path.name not in before)
+            return Pulled(found, Manifest.read(found.path), found.digest not in before)
         finally:
-            chain.release_digest(found.path.name)
+            chain.release_digest(found.digest)
 
 
 async def _resolve(
@@ -98,26 +119,3 @@ def _name_of(uri: SourceUri) -> str:
         return str(AdapterName.parse(last))
     except AdapterNotFound:
         return "unnamed"
-
-
-def report(output: Output, pulled: Pulled, *, elapsed_s: float) -> None:
-    """Say what is now in the store."""
-    found, fetched = pulled.adapter, pulled.fetched
-    manifest = Manifest.read(found.path)
-    output.json(
-        {
-            "name": found.name,
-            "source": found.source,
-            "uri": manifest.uri,
-            "version": found.version,
-            "digest": manifest.digest,
-            "path": str(found.path),
-            "size_bytes": manifest.size_bytes,
-            "fetched": fetched,
-            "elapsed_s": elapsed_s,
-            "bytes_s": manifest.size_bytes / elapsed_s if fetched else None,
-        }
-    )
-    speed = f"fetched in {elapsed_s:.2f} s ({size(manifest.size_bytes / elapsed_s)}/s)" if fetched else "was there"
-    output.line(f"{found.name}: {size(manifest.size_bytes)} from {manifest.uri}, {speed}")
-    output.line(str(found.path))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from lora_plugins.adapter.fit import BaseModel
+import typer
+
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.cli.amounts import number, size
-from lora_plugins.cli.chain import Asked, chain_of_environment, need_sources
+from lora_plugins.cli.base_model import BasePath, MaxRank, ServedNames, read_base
 from lora_plugins.cli.exits import Exit, exit_of
-from lora_plugins.cli.output import Output, error_fields
+from lora_plugins.cli.output import Json, Output, error_fields
 from lora_plugins.cli.progress import shown_progress
+from lora_plugins.cli.sources import Answer, require_sources, sources_of_environment
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot, OutOfMemory, SourceUnavailable
 from lora_plugins.events import AdapterFetched, AdapterResolved, Event
 from lora_plugins.resolvers.resolution import SourceChain
@@ -41,7 +43,7 @@ class Course:
     resolved: AdapterResolved | None = None
     fetched: AdapterFetched | None = None
 
-    def asked(self, answer: Asked) -> None:
+    def answered(self, answer: Answer) -> None:
         """A source has answered."""
         if answer.error is not None:
             self.steps.append(Step(answer.source, "failed", answer.error))
@@ -50,12 +52,8 @@ class Course:
         else:
             located = answer.located
             size_bytes = sum(file.size_bytes for file in located.files)
-            files = number(len(located.files), "file")
-            self.steps.append(
-                Step(
-                    answer.source, "yes", f"{located.uri}, version {located.version[:12]}, {files}, {size(size_bytes)}"
-                )
-            )
+            files = f"{number(len(located.files), 'file')}, {size(size_bytes)}"
+            self.steps.append(Step(answer.source, "yes", f"{located.uri}, version {located.version[:12]}, {files}"))
 
     def happened(self, event: Event) -> None:
         """A hook for the chain's events."""
@@ -65,15 +63,19 @@ class Course:
             self.resolved = event
 
 
-def resolve(output: Output, settings: Settings, name: str, base: BaseModel | None) -> Exit:
-    """Say what a request for `name` would meet.
-
-    Raises:
-        InvalidSettings: this environment has no source, or a setting cannot be right.
-    """
-    course = Course(name)
-    with chain_of_environment(settings, base, hook=course.happened, tell=course.asked) as chain:
-        need_sources(chain)
+def resolve(
+    name: Annotated[str, typer.Argument(help="The adapter's name, as a request's model field has it.")],
+    *,
+    base_model: BasePath = None,
+    served_model_name: ServedNames = None,
+    max_lora_rank: MaxRank = None,
+    as_json: Json = False,
+) -> Exit:
+    """Go the way of one name as a server would, step by step."""
+    output, settings, course = Output(as_json=as_json), Settings.from_env(), Course(name)
+    base = read_base(settings, base_model, served_model_name, max_lora_rank)
+    with sources_of_environment(settings, base, hook=course.happened, report=course.answered) as chain:
+        require_sources(chain)
         return asyncio.run(_resolve(output, chain, course))
 
 
@@ -100,12 +102,12 @@ async def _resolve(output: Output, chain: SourceChain, course: Course) -> Exit:
         return _end(output, course, None)
     _add_skipped(chain, course)
     _add_stored(chain, course, found)
-    chain.release_digest(found.path.name)
+    chain.release_digest(found.digest)
     return _end(output, course, None, found)
 
 
 def _where(error: LoRAPluginsError) -> str:
-    """The step that an error belongs to which no source has told."""
+    """The step of an error that no source reported."""
     if isinstance(error, SourceUnavailable):
         return "fetch"
     return "store" if isinstance(error, (NoFreeSlot, OutOfMemory)) else "adapter"
@@ -121,7 +123,7 @@ def _add_skipped(chain: SourceChain, course: Course) -> None:
 def _add_stored(chain: SourceChain, course: Course, found: ResolvedAdapter) -> None:
     event = course.resolved
     if event is None:
-        raise AssertionError("unreachable: a chain without memory tells what it resolves")
+        raise AssertionError("unreachable: a new chain emits what it resolves")
     if course.fetched is None:
         course.steps.append(Step("store", "ok", f"has it: {found.path}"))
     else:
@@ -156,7 +158,7 @@ def _end(output: Output, course: Course, error: LoRAPluginsError | None, found: 
             "lora_id": found.adapter_id,
             "source": found.source,
             "version": found.version,
-            "digest": found.path.name,
+            "digest": found.digest,
             "path": str(found.path),
             "rank": course.resolved.rank,
             "size_bytes": course.resolved.size_bytes,

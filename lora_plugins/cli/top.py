@@ -8,8 +8,10 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from typing import Annotated
 from urllib.parse import urlsplit
 
+import typer
 from rich.console import Group
 from rich.live import Live
 from rich.text import Text
@@ -17,7 +19,7 @@ from rich.text import Text
 from lora_plugins.api.models import AdapterList, AdapterView
 from lora_plugins.cli.amounts import ago, number, size
 from lora_plugins.cli.exits import Exit, UsageProblem
-from lora_plugins.cli.output import Output, printable, table
+from lora_plugins.cli.output import Json, Output, printable, table
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
 
 _PATH = "/v1/loras"
@@ -27,15 +29,20 @@ _MOST_WANTED = ("name", "state", "running", "held", "size", "")
 _WIDE_ENOUGH = 90  # columns, for all of them to be readable
 
 
-def top(output: Output, url: str, api_key: str | None, *, interval_s: float, once: bool, timeout_s: float) -> Exit:
-    """Show the adapters once, or anew every `interval_s` until interrupted.
-
-    On a terminal, a server that no longer answers is said so and asked again; in a pipe that is the end.
-
-    Raises:
-        UsageProblem: `url` is no address of a server.
-        SourceUnavailable: the server does not answer, denies, or has no admin API.
-    """
+def top(
+    *,
+    url: Annotated[str, typer.Option(help="The server's address.")] = "http://localhost:8000",
+    api_key: Annotated[
+        str | None, typer.Option(envvar="VLLM_API_KEY", show_envvar=True, help="A key that may use the admin API.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print once and end.")] = False,
+    interval_s: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 2.0,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds for one answer.")] = 5.0,
+    as_json: Json = False,
+) -> Exit:
+    """Watch the adapters of a server that runs lora_admin."""
+    # On a terminal, a server that no longer answers is said so and asked again; in a pipe that is the end.
+    output = Output(as_json=as_json)
     listed = read_adapters(url, api_key, timeout_s)
     if once:
         output.json(listed.model_dump(mode="json"))
@@ -73,7 +80,12 @@ def _watch(
 
 
 def read_adapters(url: str, api_key: str | None, timeout_s: float) -> AdapterList:
-    """What the server's admin API lists; raises as `top`."""
+    """What the server's admin API lists.
+
+    Raises:
+        UsageProblem: `url` is no address of a server.
+        SourceUnavailable: the server does not answer, denies, or has no admin API.
+    """
     try:
         parts = urlsplit(url)
     except ValueError:

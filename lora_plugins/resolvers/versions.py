@@ -28,7 +28,6 @@ from lora_plugins.store.store import Store, StoredAdapter
 _REMEMBERED_NAMES = 10_000
 _REMEMBERED_REJECTIONS = 1_000
 _FETCHES_AT_ONCE = 4
-_SHORTEST_PREFIX = 8
 _LABELS = {"file": "filesystem", "hf": "hub"}  # every other scheme is an object store's
 
 _T = TypeVar("_T")
@@ -221,17 +220,14 @@ class Versions:
 
     def _leased_version(self, digest_prefix: str, origins: frozenset[str] | None) -> Manifest | None:
         """The one version that fits, from one of these places unless None, and leased."""
-        if len(digest_prefix) < _SHORTEST_PREFIX:
-            return None
         found = []
-        for digest in self._store.layout.digests():
-            if digest.startswith(digest_prefix):
-                try:
-                    manifest = Manifest.read(self._store.layout.adapter(digest))
-                except InvalidAdapter:
-                    continue
-                if origins is None or manifest.uri in origins:
-                    found.append(manifest)
+        for digest in self._store.layout.matching(digest_prefix):
+            try:
+                manifest = Manifest.read(self._store.layout.adapter(digest))
+            except InvalidAdapter:
+                continue
+            if origins is None or manifest.uri in origins:
+                found.append(manifest)
         if len(found) != 1 or self._store.acquire(found[0].digest) is None:
             return None
         return found[0]

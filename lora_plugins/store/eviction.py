@@ -1,11 +1,11 @@
-"""Room for an adapter under the byte budget, by removing what was used longest ago and is not leased."""
+"""Room in the store: what was used longest ago and is not leased is removed until the rest fits."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, OutOfMemory
@@ -16,19 +16,36 @@ from lora_plugins.store.manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A published adapter and its last use, in seconds since the epoch."""
+    """A published adapter, or something in quarantine.
+
+    Attributes:
+        used_at: its last use, in seconds since the epoch; 0 where that is not known.
+        manifest: None where it cannot be read.
+    """
 
     digest: str
     size_bytes: int
     used_at: float
+    manifest: Manifest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """What was removed, what stays because it is leased though it is older, and the bytes of all that is left."""
+
+    removed: tuple[Entry, ...]
+    leased: tuple[Entry, ...]
+    left_bytes: int
 
 
 def entries(layout: Layout) -> list[Entry]:
     """All published adapters, the one used longest ago first."""
     found = []
     for digest in layout.digests():
+        manifest = None
         try:
-            size_bytes = Manifest.read(layout.adapter(digest)).size_bytes
+            manifest = Manifest.read(layout.adapter(digest))
+            size_bytes = manifest.size_bytes
         except InvalidAdapter:
             try:
                 size_bytes = sum(entry.stat().st_size for entry in os.scandir(layout.adapter(digest)))
@@ -38,8 +55,25 @@ def entries(layout: Layout) -> list[Entry]:
             used_at = (layout.folder("uses") / digest).stat().st_mtime
         except FileNotFoundError:
             used_at = 0.0
-        found.append(Entry(digest, size_bytes, used_at))
-    return sorted(found, key=lambda entry: (entry.used_at, entry.digest))
+        found.append(Entry(digest, size_bytes, used_at, manifest))
+    return sorted(found, key=_by_use)
+
+
+def evict(known: Iterable[Entry], max_bytes: int, remove: Callable[[Entry], bool]) -> Eviction:
+    """Remove entries in their order until the rest fits; `remove` answers False for one that is leased."""
+    known = list(known)
+    left_bytes = sum(entry.size_bytes for entry in known)
+    removed: list[Entry] = []
+    leased: list[Entry] = []
+    for entry in known:
+        if left_bytes <= max_bytes:
+            break
+        if remove(entry):
+            removed.append(entry)
+            left_bytes -= entry.size_bytes
+        else:
+            leased.append(entry)
+    return Eviction(tuple(removed), tuple(leased), left_bytes)
 
 
 def make_room(
@@ -48,40 +82,33 @@ def make_room(
     needed_bytes: int,
     max_bytes: int | None,
     on_evict: Callable[[str, int], None] | None = None,
-) -> list[str]:
-    """Remove adapters until `needed_bytes` more fit under `max_bytes`; tells and returns what was removed.
+) -> None:
+    """Remove adapters until `needed_bytes` more fit under `max_bytes`; `on_evict` gets the digest and bytes of each.
 
     Raises:
         OutOfMemory: it does not fit even in an empty store.
         NoFreeSlot: what would have to go is leased.
     """
     if max_bytes is None:
-        return []
+        return
     if needed_bytes > max_bytes:
         raise OutOfMemory(
             f"an adapter of {needed_bytes} bytes",
             expected=f"at most {max_bytes}, the store's budget",
             remedy="raise LORA_PLUGINS_STORE_MAX_BYTES",
         )
-    arriving = arriving_bytes(layout)  # first: what is published meanwhile is then counted twice, not never
-    known = entries(layout)
-    excess = sum(entry.size_bytes for entry in known) + arriving + needed_bytes - max_bytes
-    removed = []
-    for entry in known:
-        if excess <= 0:
-            break
-        if remove(layout, leases, entry.digest):
-            removed.append(entry.digest)
-            excess -= entry.size_bytes
-            if on_evict is not None:
-                on_evict(entry.digest, entry.size_bytes)
-    if excess > 0:
+    # First the downloads: what is published meanwhile is then counted twice, not never.
+    room_bytes = max_bytes - needed_bytes - pending_bytes(layout)
+    eviction = evict(entries(layout), room_bytes, lambda entry: remove(layout, leases, entry.digest))
+    for entry in eviction.removed:
+        if on_evict is not None:
+            on_evict(entry.digest, entry.size_bytes)
+    if eviction.left_bytes > room_bytes:
         raise NoFreeSlot(
             f"a store of {max_bytes} bytes of which engines still use all that would have to go",
             expected=f"{needed_bytes} bytes that can be made free",
             remedy="ask again later, unload adapters, or raise LORA_PLUGINS_STORE_MAX_BYTES",
         )
-    return removed
 
 
 def remove(layout: Layout, leases: Leases, digest: str) -> bool:
@@ -89,19 +116,37 @@ def remove(layout: Layout, leases: Leases, digest: str) -> bool:
     with leases.guard(digest):
         if leases.holders(digest):
             return False
-        aside = layout.folder("quarantine") / f"{digest}.{os.urandom(4).hex()}.removed"
+        removed = layout.new_quarantine(digest, ".removed")
         try:
-            os.rename(layout.adapter(digest), aside)
+            os.rename(layout.adapter(digest), removed)
         except FileNotFoundError:
             return True
-    shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(layout.folder("leases") / digest, ignore_errors=True)
+    shutil.rmtree(removed, ignore_errors=True)
     for folder in ("uses", "damaged"):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(layout.folder(folder) / digest)
     return True
 
 
-def arriving_bytes(layout: Layout) -> int:
-    """Bytes that fetches under way will need; each announces its own in its directory's name."""
-    sizes = (entry.name.rpartition(".")[2] for entry in os.scandir(layout.folder("tmp")) if entry.is_dir())
-    return sum(int(size) for size in sizes if size.isdigit())
+def pending_bytes(layout: Layout) -> int:
+    """Bytes that downloads under way will need."""
+    return sum(temporary.needed_bytes for temporary in layout.temporaries() if temporary.path.is_dir())
+
+
+def quarantined(layout: Layout) -> list[Entry]:
+    """What was damaged; no engine ever gets a path in there."""
+    found = []
+    for entry in os.scandir(layout.folder("quarantine")):
+        size_bytes = sum(file.stat().st_size for file in os.scandir(entry.path)) if entry.is_dir() else 0
+        found.append(Entry(entry.name, size_bytes, entry.stat().st_mtime))
+    return sorted(found, key=_by_use)
+
+
+def discard_quarantined(layout: Layout, name: str) -> None:
+    """Remove one entry of the quarantine; one that is gone already is no error."""
+    shutil.rmtree(layout.folder("quarantine") / name, ignore_errors=True)
+
+
+def _by_use(entry: Entry) -> tuple[float, str]:
+    return entry.used_at, entry.digest

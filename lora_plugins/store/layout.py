@@ -1,15 +1,17 @@
-"""Where things lie below the store's root, and the one way in which small files are written.
+"""Where things lie below the store's root, how temporary ones are named, and how small files are written.
 
 ```
 <root>/<digest>/                an adapter: its files and manifest.json; immutable once there
 <root>/.index/<key>             which digest a version of a source is
-<root>/.tmp/<process>.<n>.<bytes>  on its way in, with the room it needs; swept when its process is dead
-<root>/.locks/                  who fetches what, and short guards
+<root>/.tmp/<process>.<n>.<bytes>  temporary: owner, random, room it will need; swept when its owner is dead
+<root>/.locks/<key>.fetch       its owner fetches this version; <key>.fetch.<pid>.<n> waits for it
+<root>/.locks/<xx>.guard        file locks, held for moments
 <root>/.leases/<digest>/        one empty file for each process whose engine may read the adapter
 <root>/.processes/<process>     heartbeat of each process that uses the store
 <root>/.uses/<digest>           its modification time is the adapter's last use
-<root>/.damaged/<digest>        set by `verify`: to be fetched anew
-<root>/.quarantine/             what was damaged
+<root>/.damaged/<digest>        set by `verify`: to be fetched again
+<root>/.quarantine/<digest>.<n>          what was damaged
+<root>/.quarantine/<digest>.<n>.removed  being deleted
 <root>/.served/<key>.json       what servers of one base model served last
 ```
 """
@@ -22,7 +24,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MANIFEST_FILE = "manifest.json"
+MIN_PREFIX = 8  # characters of a digest that may stand for all of it
+_HEXADECIMAL = frozenset("0123456789abcdef")
 _FOLDERS = ("index", "tmp", "locks", "leases", "processes", "uses", "damaged", "quarantine", "served")
+
+
+@dataclass(frozen=True, slots=True)
+class Temporary:
+    """A file or directory in `.tmp`: the process that owns it, and the bytes it will need."""
+
+    path: Path
+    process: str
+    needed_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +61,37 @@ class Layout:
         """All adapters that are published."""
         return sorted(entry.name for entry in os.scandir(self.root) if is_digest(entry.name))
 
+    def matching(self, prefix: str) -> list[str]:
+        """The published adapters whose digests begin so; none where `is_prefix` is false."""
+        return [digest for digest in self.digests() if digest.startswith(prefix)] if is_prefix(prefix) else []
+
+    def new_temporary(self, process: str, needed_bytes: int = 0) -> Path:
+        """A path that nobody else uses, on the store's file system."""
+        return self.folder("tmp") / f"{process}.{os.urandom(6).hex()}.{needed_bytes}"
+
+    def temporaries(self) -> list[Temporary]:
+        """What is in `.tmp`; what is not named so has no owner and needs nothing."""
+        found = []
+        for entry in os.scandir(self.folder("tmp")):
+            process, *rest = entry.name.rsplit(".", 2)
+            size = rest[-1] if len(rest) == 2 else ""
+            needed_bytes = int(size) if size.isdecimal() else 0
+            found.append(Temporary(Path(entry.path), process, needed_bytes))
+        return found
+
+    def new_quarantine(self, digest: str, suffix: str = "") -> Path:
+        """A path in the quarantine for an adapter."""
+        return self.folder("quarantine") / f"{digest}.{os.urandom(4).hex()}{suffix}"
+
 
 def is_digest(name: str) -> bool:
     """Whether a directory's name is that of a published adapter."""
-    return len(name) == 64 and all(character in "0123456789abcdef" for character in name)
+    return len(name) == 64 and _HEXADECIMAL.issuperset(name)
+
+
+def is_prefix(text: str) -> bool:
+    """Whether this may be the beginning of a digest: 8 to 64 of its characters."""
+    return MIN_PREFIX <= len(text) <= 64 and _HEXADECIMAL.issuperset(text)
 
 
 def key_of(*parts: str) -> str:
@@ -59,13 +99,13 @@ def key_of(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def write_small(path: Path, text: str, *, scratch: Path) -> None:
-    """Write a whole file or nothing; `scratch` is a path on the same file system that nobody else uses."""
-    with scratch.open("w") as file:
+def write_small(path: Path, text: str, temporary: Path) -> None:
+    """Write a whole file or nothing, at first to a temporary path."""
+    with temporary.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(scratch, path)
+    os.replace(temporary, path)
 
 
 def sync_directory(path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from lora_plugins.store.layout import Layout
+from lora_plugins.store.layout import Layout, is_digest
 from lora_plugins.store.processes import Processes
 
 
@@ -40,19 +40,26 @@ class Leases:
             os.unlink(self._folder(digest) / self._processes.me())
 
     def holders(self, digest: str) -> list[str]:
-        """The living processes that lease an adapter; the dead are forgotten on the way."""
+        """The living processes that lease an adapter; one that cannot be judged counts as living."""
         try:
             names = os.listdir(self._folder(digest))
         except FileNotFoundError:
             return []
-        living = []
-        for name in names:
-            if self._processes.is_alive(name):
-                living.append(name)
-            else:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self._folder(digest) / name)
-        return living
+        return [name for name in names if self._may_live(name)]
+
+    def sweep(self) -> None:
+        """Forget the leases of the dead."""
+        for digest in filter(is_digest, os.listdir(self._layout.folder("leases"))):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # another process removes it
+                for name in os.listdir(self._folder(digest)):
+                    if not self._may_live(name):
+                        os.unlink(self._folder(digest) / name)
+
+    def _may_live(self, process: str) -> bool:
+        try:
+            return self._processes.is_alive(process)
+        except OSError:  # a store that may only be read has no clock
+            return True
 
     def _folder(self, digest: str) -> Path:
         return self._layout.folder("leases") / digest

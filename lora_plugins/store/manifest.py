@@ -60,7 +60,7 @@ class Manifest:
             raise InvalidAdapter(
                 f"a store entry without a readable manifest ({type(error).__name__})",
                 expected="manifest.json as it was written",
-                remedy="remove the entry; it is fetched anew",
+                remedy="remove the entry; it is fetched again",
                 file=MANIFEST_FILE,
             ) from None
 

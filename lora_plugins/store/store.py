@@ -42,7 +42,7 @@ class PartialDownload:
         self._files[name].landed(size_bytes)
 
     def start_over(self) -> None:
-        """Forget what has landed: the fetch begins anew."""
+        """Forget what has landed: the fetch begins again."""
         self.finish_quietly()
         self._files = {}
 
@@ -93,7 +93,7 @@ class Store:
         self.processes = Processes(self.layout.folder("processes"))
         self.leases = Leases(self.layout, self.processes)
         self.max_bytes = max_bytes
-        self.on_evict: Callable[[str, int], None] | None = None  # told digest and bytes, in a thread
+        self.on_evict: Callable[[str, int], None] | None = None  # called with digest and bytes, in a thread
         self._fetch_timeout_s = fetch_timeout_s
         self.processes.me()
         self._sweep()
@@ -141,7 +141,8 @@ class Store:
         check: Callable[[Path], None],
     ) -> StoredAdapter:
         needed_bytes = sum(size for _, size, _ in wanted.promised)
-        arriving = PartialDownload(self._scratch(needed_bytes), [name for name, _, _ in wanted.promised])
+        directory = self.layout.new_temporary(self.processes.me(), needed_bytes)
+        arriving = PartialDownload(directory, [name for name, _, _ in wanted.promised])
         making = asyncio.create_task(asyncio.to_thread(self._make_room, arriving.directory, needed_bytes))
         try:
             await asyncio.shield(making)
@@ -173,7 +174,8 @@ class Store:
         _make_durable(arriving.directory)
         with self.leases.guard(digest):
             self._put_in_place(arriving.directory, digest)
-        write_small(self._index(wanted.uri, wanted.version), digest, scratch=self._scratch(0))
+        temporary = self.layout.new_temporary(self.processes.me())
+        write_small(self._index(wanted.uri, wanted.version), digest, temporary)
         if not self._lease(digest):
             raise SourceUnavailable("an adapter that was removed while it arrived", remedy="ask again")
         return StoredAdapter(digest, self.layout.adapter(digest), fetched=True)
@@ -182,7 +184,7 @@ class Store:
         target = self.layout.adapter(digest)
         damaged = self.layout.folder("damaged") / digest
         if target.exists() and (damaged.exists() or not self._is_whole(digest)):
-            os.rename(target, self.layout.folder("quarantine") / f"{digest}.{os.urandom(4).hex()}")
+            os.rename(target, self.layout.new_quarantine(digest))
         try:
             os.rename(arrived, target)
         except OSError as error:
@@ -190,8 +192,7 @@ class Store:
                 raise
             return  # the same bytes are there already, by another name or from another source
         sync_directory(self.layout.root)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(damaged)
+        damaged.unlink(missing_ok=True)
 
     def has(self, directory: Path) -> bool:
         """Whether a published adapter is there and not known to be damaged; two looks, a few microseconds."""
@@ -204,7 +205,7 @@ class Store:
     def verify(self, digest: str) -> bool:
         """Hash every file of a published adapter again.
 
-        A damaged one is marked, so that it is fetched anew, and moved to quarantine unless an engine still uses it.
+        A damaged one is marked, so that it is fetched again, and moved to quarantine unless an engine still uses it.
         """
         directory = self.layout.adapter(digest)
         try:
@@ -218,7 +219,7 @@ class Store:
             (self.layout.folder("damaged") / digest).touch()
             with self.leases.guard(digest):
                 if not self.leases.holders(digest) and directory.exists():
-                    os.rename(directory, self.layout.folder("quarantine") / f"{digest}.{os.urandom(4).hex()}")
+                    os.rename(directory, self.layout.new_quarantine(digest))
         return whole
 
     def remove(self, digest: str) -> bool:
@@ -252,24 +253,21 @@ class Store:
     def _index(self, uri: str, version: str) -> Path:
         return self.layout.folder("index") / key_of(uri, version)
 
-    def _scratch(self, size_bytes: int) -> Path:
-        """A new path for something on its way in; its name says whose it is and how much room it needs."""
-        return self.layout.folder("tmp") / f"{self.processes.me()}.{os.urandom(6).hex()}.{size_bytes}"
-
     def _sweep(self) -> None:
         """Remove what processes that died have left behind."""
-        for entry in list(os.scandir(self.layout.folder("tmp"))):
-            if not self.processes.is_alive(".".join(entry.name.split(".")[:3])):
-                if entry.is_dir():
-                    shutil.rmtree(entry.path, ignore_errors=True)
+        for temporary in self.layout.temporaries():
+            if not self.processes.is_alive(temporary.process):
+                if temporary.path.is_dir():
+                    shutil.rmtree(temporary.path, ignore_errors=True)
                 else:
-                    _unlink(entry.path)
+                    temporary.path.unlink(missing_ok=True)
         for entry in list(os.scandir(self.layout.folder("locks"))):
             if not entry.name.endswith(".guard"):
                 remove_if_dead(Path(entry.path), self.processes)
         for entry in list(os.scandir(self.layout.folder("quarantine"))):
             if entry.name.endswith(".removed"):
                 shutil.rmtree(entry.path, ignore_errors=True)
+        self.leases.sweep()
         self.processes.sweep()
 
 
@@ -282,11 +280,6 @@ def _keep_promise(files: Sequence[StoredFile], wanted: DownloadSpec) -> None:
                 remedy="ask again; if it stays so, upload the adapter again",
                 file=name,
             )
-
-
-def _unlink(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
 
 
 def _make_durable(directory: Path) -> None:

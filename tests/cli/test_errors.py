@@ -196,7 +196,7 @@ def test_a_store_that_is_a_file(cli):
         assert (done.code, "[L007]" in done.err) == (Exit.SETTINGS, True)
 
 
-def test_what_is_damaged_is_found_put_aside_and_collected(cli):
+def test_what_is_damaged_is_quarantined_and_collected(cli):
     digest = cli("pull", "sql", "--json").json["digest"]
     weights = cli.store / digest / WEIGHTS_FILE
     weights.chmod(0o644)
@@ -204,7 +204,7 @@ def test_what_is_damaged_is_found_put_aside_and_collected(cli):
     data[-1] ^= 1
     weights.write_bytes(data)
     done = cli("verify", digest[:8], "--json")
-    assert (done.code, done.json["adapters"]) == (Exit.WRONG, [{"digest": digest, "whole": False, "put_aside": True}])
+    assert (done.code, done.json["adapters"]) == (Exit.WRONG, [{"digest": digest, "whole": False, "quarantined": True}])
     assert cli("ls", "--json").json["adapters"] == []
     assert [item["size_bytes"] > 0 for item in cli("gc", "--max-bytes", "1GB", "--json").json["quarantine"]] == [True]
     assert list((cli.store / ".quarantine").iterdir()) == []
@@ -220,7 +220,7 @@ def test_what_is_damaged_and_in_use_stays_and_is_said_so(cli):
     assert [row["damaged"] for row in cli("ls", "--json").json["adapters"]] == [True]
     assert "(damaged)" in cli("ls").out
     server.leases.release(digest)
-    assert "damaged, put aside" in cli("verify").out
+    assert "damaged, quarantined" in cli("verify").out
 
 
 def test_gc_leaves_what_a_server_has_leased_and_says_so(cli):

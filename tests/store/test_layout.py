@@ -19,7 +19,7 @@ import pytest
 from lora_plugins.errors import InvalidSettings, NoFreeSlot, OutOfMemory, SourceUnavailable
 from lora_plugins.settings import Settings
 from lora_plugins.store import store as store_module
-from lora_plugins.store.eviction import arriving_bytes, entries
+from lora_plugins.store.eviction import entries, pending_bytes
 from lora_plugins.store.layout import Layout, is_digest, key_of, write_small
 from lora_plugins.store.opening import open_store
 from lora_plugins.store.store import PartialDownload, Store
@@ -54,7 +54,7 @@ def test_keys_of_different_texts_differ() -> None:
 
 def test_a_small_file_is_replaced_whole(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("old and long")
-    write_small(tmp_path / "file", "new", scratch=tmp_path / "scratch")
+    write_small(tmp_path / "file", "new", tmp_path / "temporary")
     assert (tmp_path / "file").read_text() == "new"
     assert os.listdir(tmp_path) == ["file"]
 
@@ -225,7 +225,7 @@ def test_what_the_dead_left_is_swept_and_what_the_living_hold_is_not(store: Stor
     assert f"{dead}.fetch" not in os.listdir(locks)
     assert os.listdir(store.layout.folder("processes")) == [alive]
     assert os.listdir(store.layout.folder("quarantine")) == [f"{DIGEST}.aabb"]
-    assert arriving_bytes(store.layout) == 1000
+    assert pending_bytes(store.layout) == 1000
 
 
 # --- a store that fails while it runs
@@ -307,7 +307,7 @@ def test_the_budget_holds_for_fetches_at_once(tmp_path: Path) -> None:
         await asyncio.sleep(0.02)
         await one.fetch(arriving)
         # In this order nothing that is published meanwhile is counted twice.
-        peaks.append(sum(entry.size_bytes for entry in entries(store.layout)) + arriving_bytes(store.layout))
+        peaks.append(sum(entry.size_bytes for entry in entries(store.layout)) + pending_bytes(store.layout))
 
     async def run() -> list[object]:
         obtaining = (store.obtain(one, lambda arriving, one=one: fetch(one, arriving), check) for one in wanted)

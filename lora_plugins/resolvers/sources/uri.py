@@ -32,6 +32,9 @@ class AtUri:
     _source: Source
     _find: Callable[[AdapterName, str], Awaitable[RemoteAdapter | None]]
 
+    def __str__(self) -> str:
+        return str(self._source)
+
     @property
     def label(self) -> str:
         """The label of the source behind it."""

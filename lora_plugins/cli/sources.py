@@ -1,4 +1,4 @@
-"""The chain of sources that a server with this environment would have, told step by step, without a server."""
+"""The sources that a server with this environment would ask, without a server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import AdapterName
@@ -15,66 +14,31 @@ from lora_plugins.events import Events, Hook
 from lora_plugins.resolvers.resolution import SourceChain
 from lora_plugins.resolvers.sources.configured import SOURCE_PLUGINS
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
+from lora_plugins.resolvers.sources.uri import AtUri
 from lora_plugins.settings import BaseMatch, Settings, named_in_environment
 from lora_plugins.store.opening import open_store
-from lora_plugins.store.store import PartialDownload
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What one source said of a name: where the adapter is, None for "no such adapter", or why it cannot say."""
+class Answer:
+    """What one source answered for a name: where the adapter is, None for "no such adapter", or its error."""
 
     source: str
     located: RemoteAdapter | None
     error: LoRAPluginsError | None = None
 
 
-class ToldSource:
-    """A source whose answers are told on the way."""
-
-    def __init__(self, source: Source, tell: Callable[[Asked], None]) -> None:
-        self._source = source
-        self._tell = tell
-
-    @property
-    def label(self) -> str:
-        """The source's own."""
-        return self._source.label
-
-    @property
-    def remote(self) -> bool:
-        """The source's own."""
-        return self._source.remote
-
-    def __str__(self) -> str:
-        return str(self._source)
-
-    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | None:
-        """As the source, and tell."""
-        try:
-            located = await self._source.locate(name, base_model_name)
-        except LoRAPluginsError as error:
-            self._tell(Asked(self.label, None, error))
-            raise
-        self._tell(Asked(self.label, located))
-        return located
-
-    async def fetch(self, located: RemoteAdapter, arriving: PartialDownload) -> None:
-        """As the source."""
-        await self._source.fetch(located, arriving)
-
-    async def published(self, located: RemoteAdapter, directory: Path) -> None:
-        """As the source."""
-        await self._source.published(located, directory)
-
-
 @contextmanager
-def chain_of_environment(
-    settings: Settings, base: BaseModel | None, *, hook: Hook, tell: Callable[[Asked], None]
+def sources_of_environment(
+    settings: Settings,
+    base: BaseModel | None = None,
+    *,
+    hook: Hook = lambda _: None,
+    report: Callable[[Answer], None] = lambda _: None,
 ) -> Iterator[SourceChain]:
     """The sources that `VLLM_PLUGINS` names, in their order, over the store of the settings.
 
-    Without a base model, adapters are held against none.
+    `hook` gets the events, `report` each source's answer. Without a base model, adapters are compared with none.
 
     Raises:
         InvalidSettings: a source or the store cannot be made.
@@ -88,13 +52,13 @@ def chain_of_environment(
         for plugin, configured in SOURCE_PLUGINS.items():
             make_source = configured(settings) if named_in_environment(plugin) else None
             if make_source is not None:
-                chain.add(ToldSource(make_source(executor), tell))
+                chain.add(_reporting(make_source(executor), report))
         yield chain
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
 
 
-def need_sources(chain: SourceChain) -> None:
+def require_sources(chain: SourceChain) -> None:
     """Refuse to go on where a server with this environment would ask no source.
 
     Raises:
@@ -106,3 +70,16 @@ def need_sources(chain: SourceChain) -> None:
             expected="VLLM_PLUGINS with one of " + ", ".join(SOURCE_PLUGINS) + ", and that one's own setting",
             remedy="set both; 'lora-plugins doctor' says what is missing",
         )
+
+
+def _reporting(source: Source, report: Callable[[Answer], None]) -> Source:
+    async def locate(name: AdapterName, base_model_name: str) -> RemoteAdapter | None:
+        try:
+            located = await source.locate(name, base_model_name)
+        except LoRAPluginsError as error:
+            report(Answer(source.label, None, error))
+            raise
+        report(Answer(source.label, located))
+        return located
+
+    return AtUri(source, locate)
