@@ -4,7 +4,7 @@
 <root>/<digest>/                an adapter: its files and manifest.json; immutable once there
 <root>/.index/<key>             which digest a version of a source is
 <root>/.tmp/<process>.<n>.<bytes>  temporary: owner, random, room it will need; swept when its owner is dead
-<root>/.locks/<key>.fetch       its owner fetches this version; <key>.fetch.<pid>.<n> waits for it
+<root>/.locks/<key>.fetch       names the process that fetches this version
 <root>/.locks/<xx>.guard        file locks, held for moments
 <root>/.leases/<digest>/        one empty file for each process whose engine may read the adapter
 <root>/.processes/<process>     heartbeat of each process that uses the store

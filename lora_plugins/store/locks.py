@@ -25,18 +25,17 @@ _LONGEST_WAIT_S = 0.25
 
 
 @asynccontextmanager
-async def fetch_lock(path: Path, processes: Processes, *, timeout_s: float) -> AsyncIterator[None]:
-    """Hold the lock at `path` inside.
+async def fetch_lock(path: Path, processes: Processes, *, temporary: Path, timeout_s: float) -> AsyncIterator[None]:
+    """Hold the lock at `path` inside; `temporary` is a path on its file system that nobody else uses or sweeps.
 
     Raises:
         SourceUnavailable: somebody alive has held it for `timeout_s`.
     """
-    mine = path.with_name(f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     deadline = time.monotonic() + timeout_s
     wait_s = _FIRST_WAIT_S
-    await asyncio.to_thread(mine.write_text, processes.me())
     try:
-        while not await asyncio.to_thread(_try, mine, path, processes):
+        await asyncio.to_thread(temporary.write_text, processes.me())
+        while not await asyncio.to_thread(_try, temporary, path, processes):
             if time.monotonic() > deadline:
                 raise SourceUnavailable(
                     f"another process that has been fetching this adapter for {timeout_s:.0f} s",
@@ -48,11 +47,9 @@ async def fetch_lock(path: Path, processes: Processes, *, timeout_s: float) -> A
         try:
             yield
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+            _unlink(path)
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(mine)
+        _unlink(temporary)
 
 
 def remove_if_dead(path: Path, processes: Processes) -> None:
@@ -66,14 +63,19 @@ def remove_if_dead(path: Path, processes: Processes) -> None:
                 os.unlink(path)
 
 
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
 def _owner(path: Path) -> str:
     """The process that a lock file names; whatever else is in there names nobody."""
     return path.read_text(errors="replace")
 
 
-def _try(mine: Path, path: Path, processes: Processes) -> bool:
+def _try(temporary: Path, path: Path, processes: Processes) -> bool:
     try:
-        os.link(mine, path)  # creates the lock with its owner's name in it, or fails
+        os.link(temporary, path)  # creates the lock with its owner's name in it, or fails
     except FileExistsError:
         remove_if_dead(path, processes)
         return False

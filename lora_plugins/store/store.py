@@ -128,7 +128,8 @@ class Store:
             found = await asyncio.to_thread(self._find_leased, wanted)
             if found is not None:
                 return found
-            async with fetch_lock(lock, self.processes, timeout_s=self._fetch_timeout_s):
+            temporary = self.layout.new_temporary(self.processes.me())
+            async with fetch_lock(lock, self.processes, temporary=temporary, timeout_s=self._fetch_timeout_s):
                 found = await asyncio.to_thread(self._find_leased, wanted)
                 if found is not None:
                     return found

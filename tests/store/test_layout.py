@@ -131,6 +131,19 @@ def test_a_root_that_cannot_be_written_is_a_wrong_setting(tmp_path: Path, permis
             (tmp_path / "parent" / "store").chmod(0o700)
 
 
+def test_opening_leaves_a_waiting_fetch_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its lock file is there before its owner's name is in it.
+    real = Path.write_text
+
+    def slow(path: Path, *arguments: str) -> int:
+        path.touch()
+        Store(store.layout.root)
+        return real(path, *arguments)
+
+    monkeypatch.setattr(Path, "write_text", slow)
+    assert obtain(store, DownloadSpec(adapter_files())).fetched
+
+
 def test_the_settings_reach_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     store = open_store(Settings(store_dir=Path("~/store"), store_max_bytes=100))

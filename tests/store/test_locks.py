@@ -23,7 +23,8 @@ from pathlib import Path
 from lora_plugins.store.locks import fetch_lock
 from lora_plugins.store.processes import Processes
 async def main():
-    async with fetch_lock(Path(sys.argv[1]), Processes(Path(sys.argv[2])), timeout_s=600):
+    path = Path(sys.argv[1])
+    async with fetch_lock(path, Processes(Path(sys.argv[2])), temporary=path.with_name("holder"), timeout_s=600):
         print("held", flush=True)
         await asyncio.to_thread(sys.stdin.read)
 asyncio.run(main())
@@ -52,11 +53,15 @@ def holder(path: Path, tmp_path: Path):
         process.kill()
 
 
+def temporary(path: Path) -> Path:
+    return path.with_name(f"temporary.{os.getpid()}.{os.urandom(4).hex()}")
+
+
 def take(path: Path, processes: Processes, timeout_s: float = LONG_S) -> None:
-    """Take and give back."""
+    """Acquire and release."""
 
     async def run() -> None:
-        async with fetch_lock(path, processes, timeout_s=timeout_s):
+        async with fetch_lock(path, processes, temporary=temporary(path), timeout_s=timeout_s):
             assert processes.is_alive(path.read_text())
 
     asyncio.run(run())
@@ -80,14 +85,14 @@ def left(path: Path) -> list[str]:
     return sorted(name for name in os.listdir(path.parent) if not name.endswith(".guard"))
 
 
-def test_held_it_names_its_owner_and_given_back_nothing_is_left(path, processes):
+def test_a_lock_names_its_owner_and_leaves_nothing(path, processes):
     take(path, processes)
     assert left(path) == []
 
 
-def test_an_error_inside_gives_it_back(path, processes):
+def test_an_error_inside_releases_the_lock(path, processes):
     async def run() -> None:
-        async with fetch_lock(path, processes, timeout_s=LONG_S):
+        async with fetch_lock(path, processes, temporary=temporary(path), timeout_s=LONG_S):
             raise KeyError
 
     with pytest.raises(KeyError):
@@ -100,7 +105,7 @@ def visit_one_at_a_time(path, processes, visitors: int) -> None:
 
     async def visit() -> None:
         nonlocal inside
-        async with fetch_lock(path, processes, timeout_s=LONG_S):
+        async with fetch_lock(path, processes, temporary=temporary(path), timeout_s=LONG_S):
             inside += 1
             assert inside == 1
             await asyncio.sleep(0.001)
@@ -119,7 +124,7 @@ def test_one_at_a_time(path, processes):
 
 def test_one_that_waits_may_give_up(path, processes, tries):
     async def run() -> None:
-        async with fetch_lock(path, processes, timeout_s=LONG_S):
+        async with fetch_lock(path, processes, temporary=temporary(path), timeout_s=LONG_S):
             waiting = asyncio.create_task(_enter(path, processes))
             while len(tries) < 3:  # one is the holder's
                 await asyncio.sleep(0.001)
@@ -133,7 +138,7 @@ def test_one_that_waits_may_give_up(path, processes, tries):
 
 
 async def _enter(path: Path, processes: Processes) -> None:
-    async with fetch_lock(path, processes, timeout_s=LONG_S):
+    async with fetch_lock(path, processes, temporary=temporary(path), timeout_s=LONG_S):
         pass
 
 
