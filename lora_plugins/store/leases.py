@@ -27,12 +27,16 @@ class Leases:
     def acquire(self, digest: str) -> bool:
         """Lease an adapter for this process; False where it is not there (any more)."""
         with self.guard(digest):
-            if not self._layout.adapter(digest).is_dir():
-                return False
-            folder = self._folder(digest)
-            folder.mkdir(exist_ok=True)
-            (folder / self._processes.me()).touch()
-            return True
+            return self.acquire_guarded(digest)
+
+    def acquire_guarded(self, digest: str) -> bool:
+        """As `acquire`, for whoever holds the guard."""
+        if not self._layout.adapter(digest).is_dir():
+            return False
+        folder = self._folder(digest)
+        folder.mkdir(exist_ok=True)
+        (folder / self._processes.me()).touch()
+        return True
 
     def release(self, digest: str) -> None:
         """End this process's lease; without one, nothing happens."""

@@ -173,12 +173,12 @@ class Store:
         manifest = Manifest(digest, wanted.uri, wanted.version, files, now)
         (arriving.directory / MANIFEST_FILE).write_text(manifest.to_json())
         _make_durable(arriving.directory)
-        with self.leases.guard(digest):
-            self._put_in_place(arriving.directory, digest)
         temporary = self.layout.new_temporary(self.processes.me())
         write_small(self._index(wanted.uri, wanted.version), digest, temporary)
-        if not self._lease(digest):
-            raise SourceUnavailable("an adapter that was removed while it arrived", remedy="ask again")
+        self._note_use(digest)
+        with self.leases.guard(digest):  # leased before another fetch could remove it to make room
+            self._put_in_place(arriving.directory, digest)
+            self.leases.acquire_guarded(digest)
         return StoredAdapter(digest, self.layout.adapter(digest), fetched=True)
 
     def _put_in_place(self, arrived: Path, digest: str) -> None:
@@ -234,10 +234,13 @@ class Store:
     def _lease(self, digest: str) -> bool:
         if not self.leases.acquire(digest):
             return False
+        self._note_use(digest)
+        return True
+
+    def _note_use(self, digest: str) -> None:
         use = self.layout.folder("uses") / digest
         use.touch()
         os.utime(use)
-        return True
 
     def _is_whole(self, digest: str) -> bool:
         """Whether every file is there in its size; only `verify` looks at every byte."""

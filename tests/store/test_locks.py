@@ -24,7 +24,7 @@ from lora_plugins.store.locks import fetch_lock
 from lora_plugins.store.processes import Processes
 async def main():
     path = Path(sys.argv[1])
-    async with fetch_lock(path, Processes(Path(sys.argv[2])), temporary=path.with_name("holder"), timeout_s=600):
+    async with fetch_lock(path, Processes(Path(sys.argv[2])), temporary=path.with_name("temporary"), timeout_s=600):
         print("held", flush=True)
         await asyncio.to_thread(sys.stdin.read)
 asyncio.run(main())
