@@ -162,23 +162,26 @@ def _plan(content: Mapping[str, Any]) -> Plan:
         raise ValueError(f"fused with chunks of {content['chunk']} rows; it is for the smallest only")
     return Plan(
         chunk=content["chunk"],
-        shrink=_checked(ShrinkTile(**content["shrink"]), powers=("rank", "columns")),
-        expand=_checked(ExpandTile(**content["expand"]), powers=("rank", "columns")),
-        fused=None if fused is None else _checked(FusedTile(**fused), powers=("rank", "columns_in", "columns_out")),
+        shrink=_tile(ShrinkTile, content["shrink"]),
+        expand=_tile(ExpandTile, content["expand"]),
+        fused=None if fused is None else _tile(FusedTile, fused),
         **limits,
     )
 
 
 _T = TypeVar("_T", ShrinkTile, ExpandTile, FusedTile)
+_ANY_COUNT = {"splits", "rank_programs", "stages"}  # the others are powers of 2
 
 
-def _checked(tile: _T, powers: tuple[str, ...]) -> _T:
-    for field in fields(tile):
-        value = getattr(tile, field.name)
+def _tile(kind: type[_T], content: Mapping[str, Any]) -> _T:
+    tile = kind(**content)
+    for name, value in asdict(tile).items():
         if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{field.name} is {value!r}")
-        if field.name in {*powers, "warps"} and value & (value - 1):
-            raise ValueError(f"{field.name} is {value}, which is no power of 2")
-        if field.name in powers and value < 16:
-            raise ValueError(f"{field.name} is {value}; the tensor cores want 16 or more")
+            raise ValueError(f"{name} is {value!r}")
+        if name in _ANY_COUNT:
+            continue
+        if value & (value - 1):
+            raise ValueError(f"{name} is {value}, which is no power of 2")
+        if name != "warps" and value < 16:
+            raise ValueError(f"{name} is {value}; the tensor cores want 16 or more")
     return tile
