@@ -8,12 +8,12 @@ from typing import Any
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.ledger import Patch
 from lora_plugins.plugin_names import ADMIN
-from lora_plugins.process import settings_of_server
-from lora_plugins.server.refresh import look_out
-from lora_plugins.server.restore import Start
-from lora_plugins.server.served_file import ServedSet
+from lora_plugins.process import this_process
+from lora_plugins.server.refresh import poll
+from lora_plugins.server.restore import Restore
+from lora_plugins.server.served_file import ServedFile
 from lora_plugins.vllm_patches.access import install
-from lora_plugins.vllm_patches.serving_models import changes
+from lora_plugins.vllm_patches.lifecycle import lifecycle_of
 
 
 class AdminPlugin:
@@ -33,11 +33,11 @@ class AdminPlugin:
         """
         from lora_plugins.api.routes import router
 
-        install(app, settings_of_server())
+        install(app, this_process())
         app.include_router(router)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Serve what is to be served from the start, and begin to look out for new versions.
+        """Serve what is to be served from the start, and begin to poll for new versions.
 
         Raises:
             InvalidSettings: several API servers, of which each would know its own adapters only.
@@ -50,22 +50,21 @@ class AdminPlugin:
                 expected="one API server, which knows all adapters",
                 remedy="leave --api-server-count out, or lora_admin",
             )
-        settings, known = settings_of_server(), changes(state.openai_serving_models)
-        start = Start(
-            known, settings, ServedSet.of_store(settings.store_dir, state.openai_serving_models.model_config.model)
-        )
+        settings, models = this_process().settings, state.openai_serving_models
+        lifecycle = state.lora_plugins_lifecycle = lifecycle_of(models)
+        restore = Restore(lifecycle, settings, ServedFile.of_store(settings.store_dir, models.model_config.model))
         if settings.preload_wait:
-            await start.run()
-            self._tasks.append(asyncio.create_task(start.bring_put_off()))
+            await restore.run()
+            self._tasks.append(asyncio.create_task(restore.retry_deferred()))
         else:
-            self._tasks.append(asyncio.create_task(_start_beside(start)))
+            self._tasks.append(asyncio.create_task(_restore_in_background(restore)))
         if settings.refresh_s:
-            self._tasks.append(asyncio.create_task(look_out(known, settings.refresh_s)))
+            self._tasks.append(asyncio.create_task(poll(lifecycle, settings.refresh_s)))
 
 
-async def _start_beside(start: Start) -> None:
-    await start.run()
-    await start.bring_put_off()
+async def _restore_in_background(restore: Restore) -> None:
+    await restore.run()
+    await restore.retry_deferred()
 
 
 LEDGER = (

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, S3
+from lora_plugins.process import this_process
 from lora_plugins.resolvers.sources.configured import MakeSource, filesystem_source, hub_source, s3_source
 from lora_plugins.settings import Settings, named_in_environment
 from lora_plugins.vllm_patches import builtin_resolvers, punica
-from lora_plugins.vllm_patches.resolver import resolver_of_process, serve_from
+from lora_plugins.vllm_patches.resolver import register_resolver
 
 _FILESYSTEM_BUILTIN = ("vllm.plugins.lora_resolvers.filesystem_resolver", "register_filesystem_resolver")
 _HUB_BUILTIN = ("vllm.plugins.lora_resolvers.hf_hub_resolver", "register_hf_hub_resolver")
@@ -62,9 +63,10 @@ def register_lru_manager() -> None:
     if named_in_environment(MANAGER):
         from lora_plugins.vllm_patches.installation import install
 
-        settings = Settings.from_env()  # a variable that cannot be right ends the start here, not in a worker
-        install()
-        _count(settings)
+        process = this_process()
+        _ = process.settings  # with a variable that cannot be right, startup fails here, not in a worker
+        install(process)
+        _install_metrics()
 
 
 def register_kernels() -> None:
@@ -74,15 +76,8 @@ def register_kernels() -> None:
         InvalidSettings: the kernels asked for cannot be had here, or a `LORA_PLUGINS_*` variable cannot be right.
     """
     if named_in_environment(KERNELS):
-        settings = Settings.from_env()
-        punica.patch(settings)
-        _count(settings)
-
-
-def _count(settings: Settings) -> None:
-    from lora_plugins.vllm_patches.metrics import install_metrics
-
-    install_metrics(settings)
+        punica.patch(this_process().settings)
+        _install_metrics()
 
 
 def register_admin() -> None:
@@ -93,22 +88,30 @@ def register_admin() -> None:
     """
     if not named_in_environment(ADMIN):
         return
-    settings = Settings.from_env()
+    process = this_process()
+    _ = process.settings
     if not named_in_environment(MANAGER):
         raise InvalidSettings(
             f"VLLM_PLUGINS with {ADMIN} and without {MANAGER}",
             expected="both, as only our manager can unload and swap while requests run",
             remedy=f"name {MANAGER} too",
         )
-    resolver_of_process(settings)  # without a source among the plugins, adapters come from URIs only
+    register_resolver(process)  # without a source among the plugins, adapters come from URIs only
 
 
 def _serve(configured: Callable[[Settings], MakeSource | None]) -> None:
-    settings = Settings.from_env()
-    make_source = configured(settings)
+    process = this_process()
+    make_source = configured(process.settings)
     if make_source is not None:
-        _count(settings)
-        serve_from(make_source, settings)
+        _install_metrics()
+        register_resolver(process)
+        process.add_source(make_source)
+
+
+def _install_metrics() -> None:
+    from lora_plugins.vllm_patches.metrics import install_metrics
+
+    install_metrics(this_process())
 
 
 if named_in_environment(FILESYSTEM):

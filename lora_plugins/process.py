@@ -1,22 +1,104 @@
-"""What one process of vLLM has once, whichever of our plugins run in it: its events and its settings."""
+"""The composition root: what one process of vLLM has once, whichever of our plugins run in it.
+
+vLLM runs several processes (API server, engine cores, workers) and calls the plugin functions in each of them; a
+forked one has its parent's, whose sources have not been opened then.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
+from lora_plugins.api.access.policy import Policy
 from lora_plugins.events import Events
 from lora_plugins.observability.logs import LogEvents
-from lora_plugins.settings import Settings
+from lora_plugins.observability.store_metrics import StoreUsageReader
+from lora_plugins.resolvers.resolution import SourceChain
+from lora_plugins.resolvers.sources.configured import MakeSource
+from lora_plugins.server.lifecycle import Lifecycle
+from lora_plugins.server.planner_client import PlannerClient
+from lora_plugins.settings import BaseMatch, Settings
+from lora_plugins.store.opening import open_store
 
-LOG = LogEvents()
-EVENTS = Events(LOG)
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 
-@functools.cache
-def settings_of_server() -> Settings:
-    """The settings of this process, read at the first call.
+class Process:
+    """What the patches of one process share.
 
-    Raises:
-        InvalidSettings: a variable cannot be right.
+    Attributes:
+        policy: the access policy that its API server keeps to.
+        is_manager_patched: whether adapters are planned and loaded our way.
+        is_resolver_registered: whether vLLM asks our resolver.
+        counted: the metrics that are counted from events. store_usage: what the store's metrics remember.
+        planners, lifecycles: by vLLM's `AsyncLLM`, and by its `OpenAIServingModels`.
     """
-    return Settings.from_env()
+
+    def __init__(self, settings: Settings | None = None, make_sources: Sequence[MakeSource] = ()) -> None:
+        """Make one; without `settings`, those of the environment are read at the first use."""
+        if settings is not None:
+            self.settings = settings
+        self.log = LogEvents()
+        self.events = Events(self.log)
+        self.policy: Policy | None = None
+        self.is_manager_patched = False
+        self.is_resolver_registered = False
+        self.counted: CollectorRegistry | None = None
+        self.store_usage = StoreUsageReader()
+        self.planners: WeakKeyDictionary[Any, PlannerClient] = WeakKeyDictionary()
+        self.lifecycles: WeakKeyDictionary[Any, Lifecycle] = WeakKeyDictionary()
+        self._make_sources = list(make_sources)
+
+    @functools.cached_property
+    def settings(self) -> Settings:
+        """What the environment asks for, read once.
+
+        Raises:
+            InvalidSettings: a variable cannot be right.
+        """
+        return Settings.from_env()
+
+    def add_source(self, make_source: MakeSource) -> None:
+        """Resolve names from this source too; it is made at the first use."""
+        self._make_sources.append(make_source)
+
+    @functools.cached_property
+    def sources(self) -> SourceChain:
+        """The sources of an API server; threads and store are made here, as only an API server comes to it.
+
+        Raises:
+            InvalidSettings: the store cannot be made.
+        """
+        return self._open(self.settings)
+
+    @property
+    def has_opened_sources(self) -> bool:
+        """Whether `sources` has been used."""
+        return "sources" in vars(self)
+
+    def sources_of_worker(self) -> SourceChain | None:
+        """Other ones of the same sources, for a worker that lacks an adapter's files; None without a resolver.
+
+        The base model is not looked at: the API server has, and the worker will match every tensor with its model.
+        """
+        return self._open(replace(self.settings, base_match=BaseMatch.OFF)) if self.is_resolver_registered else None
+
+    def _open(self, settings: Settings) -> SourceChain:
+        executor = ThreadPoolExecutor(max_workers=8, thread_name_prefix="lora-plugins")
+        chain = SourceChain(settings, self.events, open_store(settings), executor=executor)
+        for make_source in self._make_sources:
+            chain.add(make_source(executor))
+        return chain
+
+
+_process = Process()
+
+
+def this_process() -> Process:
+    """The one of this process."""
+    return _process

@@ -1,27 +1,54 @@
-"""Changing what is served while requests run: load and unload; with `swaps` and `pins`, all that the admin API does."""
+"""Changing what one API server serves while requests run: load, unload, refresh, roll back, pin."""
 
 from __future__ import annotations
 
-import asyncio
-import time
+import re
+from collections.abc import Callable
+from typing import Any
 
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError
-from lora_plugins.events import AdapterUnloaded
-from lora_plugins.server.registry import Served, Version, blocked, no_longer_served, not_served
-from lora_plugins.server.swaps import Swaps
+from lora_plugins.events import Events
+from lora_plugins.server.draining import Draining
+from lora_plugins.server.interfaces import Engine, Sources
+from lora_plugins.server.planner_client import PlannerClient
+from lora_plugins.server.registry import Registry, ServedAdapter, Version, blocked, no_longer_served, not_served
+from lora_plugins.server.swapping import Swapping
 
-_ABORT_S = 10.0
+_DIGEST = re.compile("[0-9a-f]{8,64}")
 
 
-class Changes(Swaps):
-    """The operations behind the admin API, vLLM's unload endpoint and the look-out for new versions.
+class Lifecycle:
+    """The operations behind the admin API, vLLM's own endpoints and the poller for new versions.
 
     Each holds the name's lock while it decides, so that one name changes one step at a time; none holds it while it
     waits for running requests.
+
+    Attributes:
+        on_change: called after every change of what is served.
     """
 
-    async def load(self, name: str, uri: str | None = None) -> tuple[Served, bool]:
+    def __init__(
+        self,
+        registry: Registry,
+        planner: PlannerClient,
+        *,
+        engine: Engine,
+        sources: Sources,
+        events: Events,
+        drain_timeout_s: float = 60.0,
+    ) -> None:
+        """Make one; `drain_timeout_s` is how long running requests have where a call does not say."""
+        self.registry = registry
+        self.planner = planner
+        self.on_change: Callable[[], None] = lambda: None
+        self._engine = engine
+        self._sources = sources
+        self._drain_timeout_s = drain_timeout_s
+        self._draining = Draining(registry, planner, engine=engine, sources=sources, events=events)
+        self._swapping = Swapping(registry, planner, self._draining, engine=engine, events=events)
+
+    async def load(self, name: str, uri: str | None = None) -> tuple[ServedAdapter, bool]:
         """Serve a name; from `uri`, or from wherever the server's sources have it. Returns whether it is new.
 
         Loaded already, it stays as it is; from another URI, it is swapped.
@@ -31,78 +58,177 @@ class Changes(Swaps):
         """
         self._check_name(name)
         async with self._engine.lock(name):
-            served = self.catalogue.get(name)
-            is_new = served is None
-            if served is None:
-                served = await self._enter(name, uri, await self._find(name, uri))
-            elif uri not in (None, served.uri):
-                await self._swap(served, await self._find(name, uri), uri)
-                served.uri, served.held_digest = uri, None
-            self.catalogue.blocked.discard(name)
-        self.changed()
-        return served, is_new
+            adapter = self.registry.get(name)
+            is_new = adapter is None
+            if adapter is None:
+                adapter = await self._load(name, uri, await self._find(name, uri))
+            elif uri not in (None, adapter.uri):
+                await self._swapping.swap(adapter, await self._find(name, uri), uri)
+                adapter.uri, adapter.held_digest = uri, None
+            self.registry.blocked.discard(name)
+        self.on_change()
+        return adapter, is_new
 
-    async def prefetch(self, name: str) -> Served:
+    async def prefetch(self, name: str) -> ServedAdapter:
         """Bring an adapter into host memory before it is asked for.
 
         Raises:
             LoRAPluginsError: it cannot be served, or there is no room.
         """
-        served, is_new = await self.load(name)
+        adapter, is_new = await self.load(name)
         if not is_new:
-            await self.planner.load(served.request, uri=served.uri, wants_slot=False)
-        return served
+            await self.planner.load(adapter.request, uri=adapter.uri, wants_slot=False)
+        return adapter
 
-    async def unload(self, name: str, *, block: bool, timeout_s: float) -> bool:
+    async def load_version(self, text: str, known_digest: str | None = None) -> ServedAdapter | None:
+        """Serve `name@digest`, the digest's first 8 characters or more, as a name of its own, beside `name`.
+
+        `known_digest`: all of it, from a caller that knows the version for this name's. Without it, None where the name
+        has had no such version in this process. None too where the store has it no more, or the text is no such name.
+
+        Raises:
+            LoRAPluginsError: it cannot be served.
+        """
+        name, _, prefix = text.partition("@")
+        if not is_of_digest(text, known_digest or prefix):
+            return None
+        async with self._engine.lock(text):
+            adapter = self.registry.get(text)
+            if adapter is not None:
+                return adapter
+            found = await self._sources.of_digest(name, prefix) if known_digest is None else None
+            digest = known_digest if found is None else found.digest
+            try:
+                version = digest and await self._sources.of_digest(text, digest, of_any_name=True)
+            finally:
+                if found is not None:
+                    self._draining.release(name, found)
+            if not version:
+                return None
+            adapter = await self._load(text, None, version)
+            adapter.held_digest = version.digest
+        self.on_change()
+        return adapter
+
+    async def unload(self, name: str, *, block: bool, timeout_s: float | None = None) -> bool:
         """Serve a name no longer, and free its slot, host memory and lease once its running requests have left.
 
         They have `timeout_s` for that, then they are ended; those that are not admitted yet are refused at once.
         Returns whether all is free; if not, it will be as soon as the last has left. Where it is not `block`ed, a later
-        request has it resolved anew.
+        request has it resolved again.
 
         Raises:
             AdapterNotFound: there is no such name to unload.
         """
         if block:
             self._check_name(name)
-            self.catalogue.blocked.add(name)  # at once: who comes while this waits for the lock would resolve it anew
+            self.registry.blocked.add(name)  # at once: who comes while this waits for the lock would resolve it again
         async with self._engine.lock(name):
             if block:
-                self.catalogue.blocked.add(name)  # a load that had the lock before has taken it out
-            served = self.catalogue.take_out(name)
-        if served is None:
+                self.registry.blocked.add(name)  # a load that had the lock before has unblocked it
+            adapter = self.registry.remove(name)
+        if adapter is None:
             if block:
                 return True
             raise not_served(name)
-        self.changed()
-        return await self.free(served, timeout_s, blocked(name) if block else no_longer_served(name))
+        self.on_change()
+        return await self.drain(adapter, blocked(name) if block else no_longer_served(name), timeout_s)
 
-    async def free(self, served: Served, timeout_s: float, refusal: LoRAPluginsError) -> bool:
-        """Free what was taken out of the table, as for `unload`; `refusal` is for requests that are not admitted."""
-        started, engine_id = time.perf_counter(), served.request.lora_int_id
-        aborted = 0
+    async def drain(self, adapter: ServedAdapter, refusal: LoRAPluginsError, timeout_s: float | None = None) -> bool:
+        """Free what left the registry, as for `unload`; `refusal` is for requests that are not admitted."""
+        return await self._draining.drain(adapter, refusal, self._drain_timeout_s if timeout_s is None else timeout_s)
 
-        def tell() -> None:
-            self._events.emit(AdapterUnloaded(served.name, time.perf_counter() - started, aborted))
+    def load_failed(self, request: Any) -> None:
+        """What was resolved, and is in vLLM's table, cannot be loaded after all: serve it no longer.
 
-        task = self._let_go(served, refusal, tell)
-        done, _ = await asyncio.wait([task], timeout=timeout_s)
-        if not done:
-            running = (await self.planner.places())(engine_id).running
-            aborted = len(running)
-            await self._engine.abort(list(running))
-            done, _ = await asyncio.wait([task], timeout=_ABORT_S)
-        return bool(done)
+        Else it would be listed, and refused at every request.
+        """
+        adapter = self.registry.get(request.lora_name)
+        if adapter is None or adapter.request is not request:
+            return
+        self.registry.remove(adapter.name)
+        self._draining.release(adapter.name, *adapter.versions)
+        self._draining.retire(adapter.engine_id)  # another engine may have it
+        self.on_change()
 
-    def _check_name(self, name: str) -> None:
-        if self._engine.is_base_model(name):
-            raise InvalidAdapter(
-                "the name of the served base model", expected="another name", remedy="choose another", adapter=name
-            )
-        try:
-            AdapterName.parse(name)
-        except AdapterNotFound as error:
-            raise InvalidAdapter(error.found, expected=error.expected, remedy="choose another name") from None
+    async def refresh(self, name: str) -> bool:
+        """Look for a new version at the source and swap to it; returns whether there was one.
+
+        Raises:
+            LoRAPluginsError: there is one that cannot be served, or the source is unavailable; the old one goes on.
+        """
+        async with self._engine.lock(name):
+            adapter = self.registry.require(name)
+            adapter.held_digest = None
+            return await self._refresh(adapter)
+
+    async def poll(self, name: str) -> None:
+        """As `refresh`, for the poller: what was rolled back stays, and errors are noted only."""
+        async with self._engine.lock(name):
+            adapter = self.registry.get(name)
+            if adapter is None or adapter.version is None or adapter.held_digest is not None:
+                return
+            try:
+                await self._refresh(adapter)
+            except LoRAPluginsError:
+                return
+
+    async def roll_back(self, name: str, digest: str | None = None) -> ServedAdapter:
+        """Go back to the version before, or to the one whose digest begins with `digest`, and stay there.
+
+        Kept are the last two versions; the store may have older ones still.
+
+        Raises:
+            AdapterNotFound: there is none. LoRAPluginsError: it cannot be loaded; the present one goes on.
+        """
+        async with self._engine.lock(name):
+            adapter = self.registry.require(name)
+            version = next((v for v in adapter.previous if digest is None or v.digest.startswith(digest)), None)
+            if version is None and digest is not None:
+                version = await self._sources.of_digest(name, digest, of_any_name=True)
+            if version is None:
+                kept = ", ".join(version.digest[:12] for version in adapter.previous) or "none"
+                raise AdapterNotFound(
+                    "no such version in the store" if digest else "no version before this one",
+                    expected=f"one of those kept: {kept}",
+                    remedy="load it from its source",
+                    adapter=name,
+                )
+            await self._swapping.swap(adapter, version)
+            adapter.held_digest = version.digest
+        self.on_change()
+        return adapter
+
+    async def swap_in_place(self, request: Any) -> bool:
+        """See `Swapping.swap_in_place`; vLLM's endpoint holds the name's lock, and changes its table afterwards."""
+        return await self._swapping.swap_in_place(request)
+
+    async def pin(self, name: str) -> ServedAdapter:
+        """Keep an adapter in host memory and in a slot until it is unpinned or unloaded; one slot stays for others.
+
+        Raises:
+            AdapterNotFound: it is not served. NoFreeSlot: there would be no slot left for all others.
+        """
+        async with self._engine.lock(name):
+            adapter = self.registry.require(name)
+            if not adapter.is_pinned:
+                await self.planner.pin(adapter.request, uri=adapter.uri)
+                adapter.is_pinned = True
+        self.on_change()
+        return adapter
+
+    async def unpin(self, name: str) -> ServedAdapter:
+        """Let it be evicted like any other.
+
+        Raises:
+            AdapterNotFound: it is not served.
+        """
+        async with self._engine.lock(name):
+            adapter = self.registry.require(name)
+            adapter.is_pinned = False
+            await self.planner.unpin(adapter.engine_id)
+        self.on_change()
+        return adapter
 
     async def _find(self, name: str, uri: str | None) -> Version:
         if uri is not None:
@@ -116,3 +242,58 @@ class Changes(Swaps):
                 adapter=name,
             )
         return found
+
+    async def _load(self, name: str, uri: str | None, version: Version) -> ServedAdapter:
+        request = self._engine.new_request(name, str(version.path))
+        try:
+            await self.planner.load(request, uri=uri)
+        except BaseException:
+            self._draining.retire(request.lora_int_id)  # nobody will ask for this id again
+            self._draining.release(name, version)
+            raise
+        adapter = ServedAdapter(name, request, version, uri)
+        self.registry.put(adapter)
+        return adapter
+
+    async def _refresh(self, adapter: ServedAdapter) -> bool:
+        if adapter.version is None:
+            raise InvalidAdapter(
+                "an adapter that was loaded by its path",
+                expected="one that comes from a source",
+                remedy="load it with POST /v1/loras",
+                adapter=adapter.name,
+            )
+        try:
+            newest = await self._sources.latest(adapter.name, adapter.uri, self._engine.base_path)
+            if newest is None:
+                raise AdapterNotFound(
+                    "no such adapter at its source any more",
+                    expected="the one that is served, or a newer one",
+                    remedy="put it back, or unload it",
+                    adapter=adapter.name,
+                )
+            if newest.digest == adapter.version.digest:
+                adapter.version, adapter.last_error = newest, None
+                return False
+            await self._swapping.swap(adapter, newest)
+        except LoRAPluginsError as error:
+            self._swapping.failed(adapter, error)
+            raise
+        self.on_change()
+        return True
+
+    def _check_name(self, name: str) -> None:
+        if self._engine.is_base_model(name):
+            raise InvalidAdapter(
+                "the name of the served base model", expected="another name", remedy="choose another", adapter=name
+            )
+        try:
+            AdapterName.parse(name)
+        except AdapterNotFound as error:
+            raise InvalidAdapter(error.found, expected=error.expected, remedy="choose another name") from None
+
+
+def is_of_digest(text: str, digest: str | None) -> bool:
+    """Whether a name says `name@` and the beginning of this digest."""
+    prefix = text.partition("@")[2]
+    return digest is not None and _DIGEST.fullmatch(prefix) is not None and digest.startswith(prefix)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from lora_plugins.adapter.names import adapter_id
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
-
-KEPT_VERSIONS = 2
 
 
 class Version(Protocol):
@@ -44,7 +43,7 @@ class Table(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Served:
+class ServedAdapter:
     """One name that requests can ask for.
 
     Attributes:
@@ -66,6 +65,16 @@ class Served:
     is_pinned: bool = False
     last_error: tuple[LoRAPluginsError, float] | None = None
 
+    @property
+    def engine_id(self) -> int:
+        """The number that the engine has for the version that new requests get."""
+        return int(self.request.lora_int_id)
+
+    @property
+    def versions(self) -> list[Version]:
+        """All that are leased for it: the present one, and those to roll back to."""
+        return self.previous if self.version is None else [self.version, *self.previous]
+
     def failed(self, error: LoRAPluginsError) -> None:
         """Note what went wrong; it goes on serving what it served."""
         self.last_error = (error, time.time())
@@ -77,7 +86,7 @@ def not_served(name: str) -> AdapterNotFound:
 
 
 def no_longer_served(name: str) -> NoFreeSlot:
-    """What a request gets that waited for an adapter which was unloaded meanwhile, and may be resolved anew."""
+    """What a request gets that waited for an adapter which was unloaded meanwhile, and may be resolved again."""
     return NoFreeSlot(
         "an adapter that was unloaded before there was a slot for this request",
         expected="one that is served",
@@ -96,60 +105,77 @@ def blocked(name: str) -> AdapterNotFound:
     )
 
 
-class Catalogue:
+class Registry:
     """The names of one API server.
 
     Args:
         table: vLLM's table of names.
-        version_of: the version of a source that was last served under a name, None where there is none.
+        version_of: the version of a source that was last resolved for a name, None where there is none.
+
+    Attributes:
+        draining: adapters that were unloaded, with requests that still run, by engine id.
+        blocked: names that are refused until they are loaded again.
     """
 
-    def __init__(self, table: Table, version_of: Any) -> None:
+    def __init__(self, table: Table, version_of: Callable[[str], Version | None]) -> None:
         self._table = table
         self._version_of = version_of
-        self._served: dict[str, Served] = {}
+        self._adapters: dict[str, ServedAdapter] = {}
         self._names_of_ids: dict[int, str] = {}
-        self.draining: dict[int, Served] = {}  # unloaded, with requests that still run, by engine id
+        self.draining: dict[int, ServedAdapter] = {}
         self.blocked: set[str] = set()
 
-    def get(self, name: str) -> Served | None:
+    def get(self, name: str) -> ServedAdapter | None:
         """What is served under this name now."""
         request = self._table.lora_requests.get(name)
         if request is None:
-            self._served.pop(name, None)
+            self._adapters.pop(name, None)
             return None
-        served = self._served.get(name)
-        if served is None or served.request is not request:
+        adapter = self._adapters.get(name)
+        if adapter is None or adapter.request is not request:
             version = self._version_of(name)
             if version is not None and str(version.path) != request.lora_path:
                 version = None
-            served = self._served[name] = Served(name, request, version)
-        return served
+            adapter = self._adapters[name] = ServedAdapter(name, request, version)
+        return adapter
 
-    def all(self) -> list[Served]:
+    def require(self, name: str) -> ServedAdapter:
+        """As `get`.
+
+        Raises:
+            AdapterNotFound: it is not served.
+        """
+        adapter = self.get(name)
+        if adapter is None:
+            raise not_served(name)
+        return adapter
+
+    def all(self) -> list[ServedAdapter]:
         """Everything that is served now, in the order in which it came."""
-        for gone in self._served.keys() - self._table.lora_requests.keys():
-            del self._served[gone]
-        return [served for name in list(self._table.lora_requests) if (served := self.get(name)) is not None]
+        for gone in self._adapters.keys() - self._table.lora_requests.keys():
+            del self._adapters[gone]
+        return [adapter for name in list(self._table.lora_requests) if (adapter := self.get(name)) is not None]
 
-    def put(self, served: Served) -> None:
-        """From here on, requests for this name get what `served` says."""
-        self._served[served.name] = served
-        self._table.lora_requests[served.name] = served.request
+    def put(self, adapter: ServedAdapter) -> None:
+        """From here on, requests for this name get what `adapter` says."""
+        self.expect(adapter)
+        self._table.lora_requests[adapter.name] = adapter.request
 
-    def expect(self, served: Served) -> None:
+    def expect(self, adapter: ServedAdapter) -> None:
         """What to know of a request that vLLM is about to put into its table; forgotten if it does not."""
-        self._served[served.name] = served
+        self._adapters[adapter.name] = adapter
 
-    def take_out(self, name: str) -> Served | None:
-        """Serve this name no longer; a request that comes may have it resolved anew."""
-        served = self.get(name)
-        if served is not None:
+    def remove(self, name: str) -> ServedAdapter | None:
+        """Serve this name no longer; a request that comes may have it resolved again."""
+        if self.get(name) is not None:
             del self._table.lora_requests[name]
-            del self._served[name]
-        return served
+        return self.forget(name)
 
-    def lora_id(self, name: str) -> int:
+    def forget(self, name: str) -> ServedAdapter | None:
+        """What was known of a name that vLLM has just taken out of its table."""
+        return self._adapters.pop(name, None)
+
+    def adapter_id(self, name: str) -> int:
         """The number of a name: the same on every replica and after every restart, and no other name's on this server.
 
         Of two names with the same number, the one that comes second here gets another.
@@ -160,11 +186,10 @@ class Catalogue:
                 return number
         raise AssertionError("unreachable")
 
-    def needs(self, name: str, path: Path) -> bool:
-        """Whether a name may still need a version, as the one that it stands for or one to roll back to."""
-        return any(
-            version is not None and version.path == path
-            for served in (self.get(name), *self.draining.values())
-            if served is not None and served.name == name
-            for version in (served.version, *served.previous)
-        )
+    def needs(self, name: str, version: Version) -> bool:
+        """Whether a name still needs a version: served, to roll back to, or for requests that still run."""
+        adapters = [adapter for adapter in self.draining.values() if adapter.name == name]
+        present = self.get(name)
+        if present is not None:
+            adapters.append(present)
+        return any(leased.path == version.path for adapter in adapters for leased in adapter.versions)

@@ -16,7 +16,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class ServedName:
     """One name: where it came from, if not from where its name says, the version it was held at, and its pin."""
 
     name: str
@@ -25,32 +25,31 @@ class Remembered:
     is_pinned: bool = False
 
 
-class ServedSet:
+class ServedFile:
     """The file of one base model; replicas that share a store share it, and the last one that writes wins."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @classmethod
-    def of_store(cls, root: Path, base_path: str) -> ServedSet:
+    def of_store(cls, root: Path, base_path: str) -> ServedFile:
         """The file below a store's root for the served model's path or Hub id."""
         return cls(Layout(root).folder("served") / f"{key_of(base_path)}.json")
 
-    def read(self) -> list[Remembered]:
+    def read(self) -> list[ServedName]:
         """What was written last; nothing, with a warning, where the file cannot be read."""
         try:
-            told = json.loads(self.path.read_text())
-            if told["format"] != FORMAT:
-                raise ValueError(f"format {told['format']}")
-            served = [_remembered(one) for one in told["served"]]
-            return [one for one in served if one is not None]
+            content = json.loads(self.path.read_text())
+            if content["format"] != FORMAT:
+                raise ValueError(f"format {content['format']}")
+            return [name for one in content["served"] if (name := _served_name(one)) is not None]
         except FileNotFoundError:
             return []
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning("What was served before cannot be read from %s: %s", self.path, error)
             return []
 
-    def write(self, served: Sequence[Remembered]) -> None:
+    def write(self, served: Sequence[ServedName]) -> None:
         """Put this in the place of what was written before.
 
         Raises:
@@ -67,13 +66,13 @@ class ServedSet:
                 os.unlink(scratch)
 
 
-def _remembered(told: dict[str, object]) -> Remembered | None:
-    name, uri, held_digest = (told.get(field) for field in ("name", "uri", "held_digest"))
+def _served_name(entry: dict[str, object]) -> ServedName | None:
+    name, uri, held_digest = (entry.get(field) for field in ("name", "uri", "held_digest"))
     if not isinstance(name, str):
         return None
-    return Remembered(
+    return ServedName(
         name,
         uri if isinstance(uri, str) else None,
         held_digest if isinstance(held_digest, str) else None,
-        told.get("is_pinned") is True,
+        entry.get("is_pinned") is True,
     )

@@ -8,31 +8,49 @@ from __future__ import annotations
 import asyncio
 import functools
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import RequestRefused, RequestServed
 from lora_plugins.ledger import Patch
-from lora_plugins.process import EVENTS
+from lora_plugins.process import this_process
 from lora_plugins.server.planner_client import Ask, PlannerClient
 from lora_plugins.server.response_start import pending
 from lora_plugins.vllm_patches.scheduler import error_in, error_in_tensor
 
-_planners: weakref.WeakKeyDictionary[Any, PlannerClient] = weakref.WeakKeyDictionary()
 
-# vLLM swallows what `add_lora` raises; whoever wants its text puts a list here before calling.
-refusals: ContextVar[list[LoRAPluginsError] | None] = ContextVar("lora_plugins_refusals", default=None)
+@dataclass(eq=False, slots=True)
+class AddLora:
+    """How `add_lora` is to load for the patch above vLLM's code that calls it, and what comes back past that code.
 
-# Where a request's adapter is resolved, nobody waits for its load: the request itself will. Called if it fails.
-on_failed_load: ContextVar[Any] = ContextVar("lora_plugins_on_failed_load", default=None)
+    Attributes:
+        on_failure: makes the load go on in the background, and is called with the `LoRARequest` if it fails.
+        swap: loads one with `load_inplace`; returns whether it was a swap.
+        error: why the load failed, of which vLLM keeps the text at most.
+    """
 
-# Takes a `LoRARequest` with `load_inplace` from vLLM's endpoint; it returns whether it was a swap.
-load_in_place: ContextVar[Any] = ContextVar("lora_plugins_load_in_place", default=None)
+    on_failure: Callable[[Any], None] | None = None
+    swap: Callable[[Any], Awaitable[bool]] | None = None
+    error: LoRAPluginsError | None = None
 
-_loading: set[asyncio.Task[None]] = set()
+
+_add_lora: ContextVar[AddLora | None] = ContextVar("lora_plugins_add_lora", default=None)
+_loading: set[asyncio.Task[None]] = set()  # the event loop itself keeps no task alive
+
+
+@contextmanager
+def adding(call: AddLora) -> Iterator[AddLora]:
+    """Inside, `add_lora` does as `call` says."""
+    token = _add_lora.set(call)
+    try:
+        yield call
+    finally:
+        _add_lora.reset(token)
 
 
 def patch() -> None:
@@ -46,9 +64,10 @@ def patch() -> None:
 
 def planner_of(client: Any) -> PlannerClient:
     """The planners behind an engine client; the same object every time."""
-    planner = _planners.get(client)
+    process = this_process()
+    planner = process.planners.get(client)
     if planner is None:
-        planner = _planners[client] = PlannerClient(_asking(weakref.ref(client)), EVENTS)
+        planner = process.planners[client] = PlannerClient(_asking(weakref.ref(client)), process.events)
     return planner
 
 
@@ -74,45 +93,37 @@ def _asking(client: weakref.ref[Any]) -> Ask:
     return ask
 
 
-def noted(error: LoRAPluginsError) -> Exception:
-    """The error as vLLM answers it, noted for whoever wants its text."""
-    wanted = refusals.get()
-    if wanted is not None:
-        wanted.append(error)
-    return http_error(error)
-
-
 def _adding(original: Any) -> Any:
     @functools.wraps(original)
     async def add_lora(self: Any, lora_request: Any) -> Any:
         if not has_planner(self):
             return await original(self, lora_request)
-        swap = load_in_place.get()
+        call = _add_lora.get() or AddLora()
         try:
             if lora_request.load_inplace:
-                if swap is None:  # not from the endpoint: the caller's own id, and no name to swap
+                if call.swap is None:  # not from the endpoint: the caller's own id, and no name to swap
                     return await original(self, lora_request)
-                if await swap(lora_request):
+                if await call.swap(lora_request):
                     return True
-            failed = on_failed_load.get()
-            load = planner_of(self).load(lora_request, is_urgent=failed is None)
-            if failed is None:
+            load = planner_of(self).load(lora_request, is_urgent=call.on_failure is None)
+            if call.on_failure is None:
                 await load
             else:
-                _in_background(load, lora_request, failed)
+                _in_background(load, functools.partial(call.on_failure, lora_request))
         except LoRAPluginsError as error:
-            raise noted(error) from None
+            call.error = error
+            raise http_error(error) from None
         return True
 
     return add_lora
 
 
-def _in_background(load: Any, lora_request: Any, failed: Any) -> None:
+def _in_background(load: Coroutine[Any, Any, None], failed: Callable[[], None]) -> None:
     async def loading() -> None:
         try:
             await load
         except LoRAPluginsError:  # its request is answered with it
-            failed(lora_request)
+            failed()
 
     task = asyncio.get_running_loop().create_task(loading())
     _loading.add(task)
@@ -148,17 +159,18 @@ def _encoding(original: Any) -> Any:
 
 async def _watched(client: Any, outputs: Any, lora_request: Any, error_of_output: Any) -> AsyncIterator[Any]:
     """The outputs of a request for an adapter; raises where the engine could not have it."""
+    events = this_process().events
     name, response, has_begun = lora_request.lora_name, pending(), False
     planner_of(client).used(lora_request)
     async for output in outputs:
         error = error_of_output(output)
         if error is not None:
-            EVENTS.emit(RequestRefused(name, error))
-            response.error = noted(error)
+            events.emit(RequestRefused(name, error))
+            response.error = http_error(error)
             raise response.error
         if not has_begun:
             has_begun = response.has_begun = True
-            EVENTS.emit(RequestServed(name))
+            events.emit(RequestServed(name))
         yield output
 
 

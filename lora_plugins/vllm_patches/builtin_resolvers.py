@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from lora_plugins.ledger import Patch
 
-_builtins: dict[tuple[str, str], Callable[[], None]] = {}
+_BUILTIN = "lora_plugins_builtin"  # of our function: the one whose place it has
 
 
 def take_over(module_name: str, function_name: str, register: Callable[[], None]) -> None:
@@ -16,16 +16,14 @@ def take_over(module_name: str, function_name: str, register: Callable[[], None]
     vLLM imports both entry points and keeps the one that it discovered last. If that is the builtin, it is read
     from its module after this has run; if it is ours, nothing else is needed. So ours runs in either order.
     """
-    _builtins[module_name, function_name] = builtin(module_name, function_name)
+    setattr(register, _BUILTIN, builtin(module_name, function_name))
     setattr(importlib.import_module(module_name), function_name, register)
 
 
 def builtin(module_name: str, function_name: str) -> Callable[[], None]:
     """The function of vLLM behind an entry point, taken over or not."""
-    known = _builtins.get((module_name, function_name))
-    if known is not None:
-        return known
-    return getattr(importlib.import_module(module_name), function_name)  # type: ignore[no-any-return]
+    function: Callable[[], None] = getattr(importlib.import_module(module_name), function_name)
+    return getattr(function, _BUILTIN, function)
 
 
 LEDGER = (

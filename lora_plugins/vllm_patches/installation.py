@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-_installed = False
+from lora_plugins.process import Process
 
 
-def install() -> None:
+def install(process: Process) -> None:
     """Patch everything, in order; called in each of vLLM's processes, a second call changes nothing.
 
     Raises:
         ImportError: a vLLM whose modules have other names.
     """
-    global _installed
-    if _installed:
+    if process.is_manager_patched:
         return
     from lora_plugins.vllm_patches import (
         async_llm,
@@ -41,9 +40,4 @@ def install() -> None:
     )
     for patch in in_order:
         patch()
-    _installed = True
-
-
-def is_installed() -> bool:
-    """Whether adapters are planned in this process."""
-    return _installed
+    process.is_manager_patched = True

@@ -1,4 +1,4 @@
-"""The catalogue of one of vLLM's API servers, and the changes to it, made at the first use."""
+"""The lifecycle of what one of vLLM's API servers serves, made at its first use."""
 
 from __future__ import annotations
 
@@ -6,35 +6,38 @@ import weakref
 from typing import Any
 
 from lora_plugins.ledger import Patch
-from lora_plugins.process import EVENTS
-from lora_plugins.server.lifecycle import Changes
-from lora_plugins.server.planner_client import PlannerClient
-from lora_plugins.server.registry import Catalogue
-from lora_plugins.vllm_patches.resolver import sources_of_server
-
-_changes: weakref.WeakKeyDictionary[Any, Changes] = weakref.WeakKeyDictionary()
+from lora_plugins.process import this_process
+from lora_plugins.server.lifecycle import Lifecycle
+from lora_plugins.server.registry import Registry
+from lora_plugins.vllm_patches.async_llm import planner_of
 
 
-def changes_of(models: Any, planner: PlannerClient) -> Changes:
-    """The changes to what `models`, vLLM's `OpenAIServingModels`, serves; the same object every time.
+def lifecycle_of(models: Any) -> Lifecycle:
+    """The lifecycle of what `models`, vLLM's `OpenAIServingModels`, serves; the same object every time.
 
     Raises:
         InvalidSettings: the store cannot be made.
     """
-    known = _changes.get(models)
-    if known is None:
-        sources = sources_of_server()
-        # Not `models` itself, of which it is a value: it would never go.
-        catalogue = Catalogue(weakref.proxy(models), sources.served)
-        known = _changes[models] = Changes(catalogue, planner, engine=_Server(models), sources=sources, events=EVENTS)
-    return known
+    process = this_process()
+    lifecycle = process.lifecycles.get(models)
+    if lifecycle is None:
+        lifecycle = process.lifecycles[models] = Lifecycle(
+            # Not `models` itself, of which it is a value: it would never go.
+            Registry(weakref.proxy(models), process.sources.served),
+            planner_of(models.engine_client),
+            engine=_Server(weakref.proxy(models)),
+            sources=process.sources,
+            events=process.events,
+            drain_timeout_s=process.settings.drain_timeout_s,
+        )
+    return lifecycle
 
 
 class _Server:
-    """What `Changes` asks of vLLM (`server.serving.Engine`)."""
+    """What `Lifecycle` asks of vLLM (`server.interfaces.Engine`)."""
 
     def __init__(self, models: Any) -> None:
-        self._models = weakref.proxy(models)
+        self._models = models
 
     @property
     def base_path(self) -> str:

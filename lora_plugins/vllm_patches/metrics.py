@@ -1,4 +1,7 @@
-"""Put our metrics on vLLM's `/metrics`, in the process that has it."""
+"""Put our metrics on vLLM's `/metrics`, in the process that has it.
+
+The vLLM symbols that are touched stand in `lora_plugins.vllm_patches.ledger`.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,14 @@ from prometheus_client.core import Metric
 from lora_plugins.ledger import Patch
 from lora_plugins.observability.event_metrics import CountEvents
 from lora_plugins.observability.scrape import Asgi, MetricsCollector, RefreshBeforeScrape, Reports
-from lora_plugins.observability.store_metrics import StoreUsage, StoreUsageReader
-from lora_plugins.process import EVENTS, LOG
-from lora_plugins.settings import Settings
-from lora_plugins.vllm_patches.installation import is_installed
-from lora_plugins.vllm_patches.resolver import store_in_use
+from lora_plugins.observability.store_metrics import StoreUsage
+from lora_plugins.process import Process
+from lora_plugins.vllm_patches.async_llm import has_planner, planner_of
 
 _OURS = "_lora_plugins"  # marks what is ours on objects that outlive a second registration
 
 
-def install_metrics(settings: Settings) -> None:
+def install_metrics(process: Process) -> None:
     """Have every API server of this process count what happens, and show it; a second call changes nothing."""
     from vllm.entrypoints.serve.instrumentator import metrics as module
 
@@ -33,13 +34,13 @@ def install_metrics(settings: Settings) -> None:
     @functools.wraps(original)
     def attach_router(app: Any) -> None:
         original(app)
-        serve_metrics(app, settings)
+        serve_metrics(app, process)
 
     setattr(attach_router, _OURS, True)
     module.attach_router = attach_router
 
 
-def serve_metrics(app: Any, settings: Settings) -> None:
+def serve_metrics(app: Any, process: Process) -> None:
     """Count from here on, and show it on the `/metrics` of this app.
 
     Called again, for another app of the process, it goes on counting where it was.
@@ -48,15 +49,19 @@ def serve_metrics(app: Any, settings: Settings) -> None:
 
     shown = get_prometheus_registry()
     is_shared = shown is not REGISTRY  # several API servers count in files, and any of them shows the sums
-    counted = _counted(settings, can_forget=not is_shared)
-    figures = MetricsCollector(_query_engines, _read_store_usage, settings.metrics_adapters)
-    LOG.waits_for_ready = is_installed()
+    counted = _counted(process, can_forget=not is_shared)
+    collector = MetricsCollector(
+        functools.partial(_query_engines, process),
+        functools.partial(_read_store_usage, process),
+        process.settings.metrics_adapters,
+    )
+    process.log.waits_for_ready = process.is_manager_patched
     if is_shared:
-        shown.register(figures)
-        app.add_middleware(RefreshBeforeScrape, refresh=figures.refresh, answer=_answer_from(shown))
+        shown.register(collector)
+        app.add_middleware(RefreshBeforeScrape, refresh=collector.refresh, answer=_answer_from(shown))
         return
-    _show(_Both(counted, figures))
-    app.add_middleware(RefreshBeforeScrape, refresh=figures.refresh)
+    _show(_Both(counted, collector))
+    app.add_middleware(RefreshBeforeScrape, refresh=collector.refresh)
 
 
 def _answer_from(registry: CollectorRegistry) -> Asgi:
@@ -70,31 +75,27 @@ def _answer_from(registry: CollectorRegistry) -> Asgi:
     return answer
 
 
-_registry: CollectorRegistry | None = None
-
-
-def _counted(settings: Settings, *, can_forget: bool) -> CollectorRegistry:
+def _counted(process: Process, *, can_forget: bool) -> CollectorRegistry:
     """The registry of what is counted from events, made once; not vLLM's, which a second one would not enter."""
-    global _registry
-    if _registry is None:
-        _registry = CollectorRegistry()
-        EVENTS.add(CountEvents(_registry, settings.metrics_adapters, can_forget=can_forget))
-    return _registry
+    if process.counted is None:
+        process.counted = CollectorRegistry()
+        process.events.add(CountEvents(process.counted, process.settings.metrics_adapters, can_forget=can_forget))
+    return process.counted
 
 
 class _Both:
     """A collector without a name: vLLM unregisters those called `vllm:…` whenever it makes its own."""
 
-    def __init__(self, counted: CollectorRegistry, figures: MetricsCollector) -> None:
+    def __init__(self, counted: CollectorRegistry, collector: MetricsCollector) -> None:
         self._counted = counted
-        self._figures = figures
+        self._collector = collector
 
     def describe(self) -> list[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
         yield from self._counted.collect()
-        yield from self._figures.collect()
+        yield from self._collector.collect()
 
 
 def _show(both: _Both) -> None:
@@ -106,22 +107,14 @@ def _show(both: _Both) -> None:
     setattr(REGISTRY, _OURS, both)
 
 
-async def _query_engines(client: Any) -> Reports | None:
-    if not is_installed():
-        return None
-    from lora_plugins.vllm_patches.async_llm import has_planner, planner_of
-
-    if not has_planner(client):
+async def _query_engines(process: Process, client: Any) -> Reports | None:
+    if not process.is_manager_patched or not has_planner(client):
         return None
     return Reports(str(client.vllm_config.model_config.served_model_name), await planner_of(client).figures())
 
 
-_store_usage = StoreUsageReader()
-
-
-def _read_store_usage() -> StoreUsage | None:
-    store = store_in_use()
-    return None if store is None else _store_usage.read(store)
+def _read_store_usage(process: Process) -> StoreUsage | None:
+    return process.store_usage.read(process.sources.store) if process.has_opened_sources else None
 
 
 LEDGER = (

@@ -1,155 +1,113 @@
-"""The one resolver of a process: what vLLM asks for an unknown model name, with all our sources behind it."""
+"""The resolver that vLLM asks for an unknown model name, with all our sources behind it.
+
+Registered once per process; `OpenAIServingModels.__init__` (vllm/entrypoints/openai/models/serving.py, 0.30 to 0.33) is
+wrapped, so that the base model is known when vLLM begins to serve.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
-from lora_plugins.process import EVENTS, settings_of_server
-from lora_plugins.resolvers.resolution import SourceChain
-from lora_plugins.resolvers.sources.source import Source
+from lora_plugins.process import Process
 from lora_plugins.resolvers.uris import AllowedUris
 from lora_plugins.server.base_model import describe_base
 from lora_plugins.server.name_locks import NameLocks
-from lora_plugins.settings import BaseMatch, Settings
-from lora_plugins.store.opening import open_store
-from lora_plugins.store.store import Store
 from lora_plugins.vllm_patches import punica
+from lora_plugins.vllm_patches.access import require_in_force
 from lora_plugins.vllm_patches.http_headers import keep_http_headers
 
 REGISTRY_NAME = "lora-plugins"
 
 
 class LoRAPluginsResolver:
-    """Answers vLLM from our sources.
+    """Answers vLLM from the sources of this process.
 
-    Duck-typed after `vllm.lora.resolver.LoRAResolver`, of which it is registered as a virtual subclass. It is made in
-    every process of vLLM, so threads and store are made at the first use, which only the API server comes to.
+    Duck-typed after `vllm.lora.resolver.LoRAResolver`, of which it is registered as a virtual subclass.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self._make_sources: list[Callable[[Executor], Source]] = []
-
-    def add(self, make_source: Callable[[Executor], Source]) -> None:
-        """Ask this source too; it is made at the first use."""
-        self._make_sources.append(make_source)
-
-    def anew(self, settings: Settings) -> LoRAPluginsResolver:
-        """Another one, of the same sources, with other settings."""
-        other = LoRAPluginsResolver(settings)
-        for make_source in self._make_sources:
-            other.add(make_source)
-        return other
-
-    @functools.cached_property
-    def chain(self) -> SourceChain:
-        """The sources behind this resolver.
-
-        Raises:
-            InvalidSettings: the store cannot be made.
-        """
-        executor = ThreadPoolExecutor(max_workers=8, thread_name_prefix="lora-plugins")
-        chain = SourceChain(self.settings, EVENTS, open_store(self.settings), executor=executor)
-        for make_source in self._make_sources:
-            chain.add(make_source(executor))
-        return chain
+    def __init__(self, process: Process) -> None:
+        self.process = process
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> Any:
         """Return a `LoRARequest`, or None where no source has the adapter; errors carry their HTTP status."""
+        sources = self.process.sources
         try:
-            resolved = await self.chain.resolve(lora_name, base_model_name)
+            resolved = await sources.resolve(lora_name, base_model_name)
         except LoRAPluginsError as error:
             raise http_error(error) from None  # the event has been logged
         if resolved is None:
             return None
-        base = self.chain.base
+        from vllm.lora.request import LoRARequest
+
         # vLLM's server puts its own counter in the place of the id.
-        return _lora_request(
-            resolved.name,
-            resolved.adapter_id,
-            str(resolved.path),
-            base.served_names[0] if base and base.served_names else None,
+        return LoRARequest(
+            lora_name=resolved.name,
+            lora_int_id=resolved.adapter_id,
+            lora_path=str(resolved.path),
+            base_model_name=sources.base.served_names[0] if sources.base and sources.base.served_names else None,
         )
 
-    def require_what_it_needs(self) -> None:
+    def before_serving(self) -> None:
         """Raise InvalidSettings where the server about to be made would serve without what was asked for."""
-        if self.settings.policy is not None:
-            from lora_plugins.vllm_patches.access import require_in_force
-
-            require_in_force()
+        require_in_force(self.process)
 
     def bind(self, models: Any) -> None:
-        """Learn what base model is served, from vLLM's `OpenAIServingModels`, and say who is in charge."""
+        """Learn what base model is served, from vLLM's `OpenAIServingModels`, and log what is resolved from where."""
         models.lora_resolver_lock = NameLocks()
-        self.chain.base = describe_base(models, self.settings)
-        _log_in_charge(self.chain)
+        self.process.sources.base = describe_base(models, self.process.settings)
+        _log_sources(self.process)
 
 
-_resolver: LoRAPluginsResolver | None = None
-
-
-def serve_from(make_source: Callable[[Executor], Source], settings: Settings) -> None:
-    """Have vLLM ask this source too; called again for a source of the same label, it changes nothing."""
-    resolver_of_process(settings).add(make_source)
-
-
-def resolver_of_process(settings: Settings) -> LoRAPluginsResolver:
-    """The one resolver of this process, made and registered at the first call; without sources it serves URIs only.
+def register_resolver(process: Process) -> None:
+    """Have vLLM ask our resolver; again, it changes nothing. Without sources it serves what is loaded by URI only.
 
     Raises:
         InvalidSettings: a prefix of `LORA_PLUGINS_ALLOWED_URIS` cannot be right.
     """
-    global _resolver
-    AllowedUris.parse(settings.allowed_uris)  # a prefix that cannot be right ends the start
-    if _resolver is None:
-        _resolver = LoRAPluginsResolver(settings)
-        keep_http_headers()
-        _register_resolver(REGISTRY_NAME, _resolver)
-        when_serving(_resolver.require_what_it_needs, _resolver.bind)
-    return _resolver
+    AllowedUris.parse(process.settings.allowed_uris)  # startup fails, not the first load
+    if process.is_resolver_registered:
+        return
+    from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
+
+    resolver = LoRAPluginsResolver(process)
+    keep_http_headers()
+    LoRAResolver.register(LoRAPluginsResolver)
+    LoRAResolverRegistry.register_resolver(REGISTRY_NAME, resolver)
+    when_serving(resolver.before_serving, resolver.bind)
+    process.is_resolver_registered = True
 
 
-def store_in_use() -> Store | None:
-    """The store of this process's sources; None without any, and before the first use of them."""
-    return None if _resolver is None or "chain" not in vars(_resolver) else _resolver.chain.store
+def when_serving(before: Callable[[], None], after: Callable[[Any], None]) -> None:
+    """Call `before` and `after` around the making of each `OpenAIServingModels`; if they raise, startup fails."""
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+
+    original = OpenAIServingModels.__init__
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        before()
+        original(self, *args, **kwargs)
+        after(self)
+
+    OpenAIServingModels.__init__ = wrapped
 
 
-def sources_of_worker() -> SourceChain | None:
-    """The sources that this process was told of, for a worker that lacks an adapter's files; None without any.
-
-    The base model is not looked at: the API server has, and the worker will match every tensor with its model.
-    """
-    if _resolver is None:
-        return None
-    return _resolver.anew(replace(_resolver.settings, base_match=BaseMatch.OFF)).chain
-
-
-def sources_of_server() -> SourceChain:
-    """The sources of this API server; without a resolver among the plugins, those that URIs name.
-
-    Raises:
-        InvalidSettings: the store cannot be made.
-    """
-    return resolver_of_process(settings_of_server()).chain
-
-
-def _log_in_charge(chain: SourceChain) -> None:
+def _log_sources(process: Process) -> None:
     from lora_plugins import __version__
 
-    base, settings = chain.base, chain.settings
+    sources, settings = process.sources, process.settings
+    base = sources.base
     logger.info(
         "lora-plugins %s resolves unknown model names from: %s (vLLM's builtin resolvers of these names do not run); "
         "base match %s, largest rank %s, %d module shapes known",
         __version__,
-        ", ".join(str(source) for source in chain.sources),
+        ", ".join(str(source) for source in sources.sources),
         settings.base_match,
         base.max_rank if base else "unknown",
         len(base.module_shapes) if base else 0,
@@ -163,36 +121,6 @@ def _log_in_charge(chain: SourceChain) -> None:
         )
     if base and not base.lora_enabled:
         logger.warning("This server runs without --enable-lora; every adapter will be refused")
-
-
-def _register_resolver(name: str, resolver: Any) -> None:
-    """Have vLLM ask `resolver`, whose class has a `resolve_lora`, for unknown model names."""
-    from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
-
-    LoRAResolver.register(type(resolver))
-    LoRAResolverRegistry.register_resolver(name, resolver)
-
-
-def _lora_request(name: str, lora_id: int, path: str, base_model_name: str | None) -> Any:
-    """VLLM's `LoRARequest`."""
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(lora_name=name, lora_int_id=lora_id, lora_path=path, base_model_name=base_model_name)
-
-
-def when_serving(before: Callable[[], None], after: Callable[[Any], None]) -> None:
-    """Call `before` and `after` around the making of each `OpenAIServingModels`; what they raise ends the start."""
-    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-
-    original = OpenAIServingModels.__init__
-
-    @functools.wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        before()
-        original(self, *args, **kwargs)
-        after(self)
-
-    OpenAIServingModels.__init__ = wrapped
 
 
 LEDGER = (

@@ -18,12 +18,12 @@ from cachetools import LRUCache
 
 from lora_plugins.errors import InvalidAdapter, InvalidSettings, LoRAPluginsError, error_of
 from lora_plugins.ledger import Patch
+from lora_plugins.process import this_process
 from lora_plugins.scheduler.early_load_reports import EarlyLoadReports
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import AdapterSpec, Command
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.policies import make_policy
-from lora_plugins.settings import Settings
 
 COMMANDS = "lora_plugins_commands"  # on SchedulerOutput
 REPORTS = "lora_plugins_reports"  # on ModelRunnerOutput
@@ -272,7 +272,7 @@ def planner_of(vllm_config: Any) -> Planner | None:
     if lora is None:
         return None
     _refuse_executor(vllm_config)
-    settings = Settings.from_env()
+    settings = this_process().settings
     cache = HostCache(settings.host_max_bytes, lora.max_cpu_loras, make_policy(settings.host_policy))
     return Planner(settings.running(lora.max_loras), settings.slots(lora.max_loras), cache)
 

@@ -7,23 +7,15 @@ Wrapped are methods of `OpenAIServingModels` (vllm/entrypoints/openai/models/ser
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.ledger import Patch
-from lora_plugins.process import settings_of_server
-from lora_plugins.server.lifecycle import Changes
-from lora_plugins.server.registry import Served, blocked, no_longer_served
+from lora_plugins.server.registry import blocked, no_longer_served
 from lora_plugins.server.response_start import HoldResponseStart, pending
-from lora_plugins.vllm_patches.async_llm import has_planner, load_in_place, on_failed_load, planner_of, refusals
-from lora_plugins.vllm_patches.lifecycle import changes_of
-
-# vLLM's unload waits for the name's lock before it looks; whoever wants to know what it takes out puts a list here.
-_leaving: ContextVar[list[Served | None] | None] = ContextVar("lora_plugins_leaving", default=None)
+from lora_plugins.vllm_patches.async_llm import AddLora, adding, has_planner
+from lora_plugins.vllm_patches.lifecycle import lifecycle_of
 
 
 def patch() -> None:
@@ -33,124 +25,88 @@ def patch() -> None:
     from vllm.entrypoints.serve.instrumentator import metrics
 
     models = OpenAIServingModels
-    models.load_lora_adapter = _explaining(_loading(models.load_lora_adapter))
-    models.resolve_lora = _knowing(_explaining(_without_waiting(models.resolve_lora)))
-    models._check_unload_lora_adapter_request = _checking(models._check_unload_lora_adapter_request)  # noqa: SLF001
-    models.unload_lora_adapter = _freeing(models.unload_lora_adapter)
+    models.load_lora_adapter = _loading(models.load_lora_adapter)
+    models.resolve_lora = _resolving(models.resolve_lora)
+    models._check_unload_lora_adapter_request = _checking_unload(models._check_unload_lora_adapter_request)  # noqa: SLF001
+    models.unload_lora_adapter = _unloading(models.unload_lora_adapter)
     BaseServing._maybe_get_adapters = _holding(BaseServing._maybe_get_adapters)  # noqa: SLF001
     metrics.attach_router = _with_middleware(metrics.attach_router)
 
 
-def changes(models: Any) -> Changes:
-    """The changes to what this `OpenAIServingModels` serves."""
-    return changes_of(models, planner_of(models.engine_client))
-
-
-@contextmanager
-def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    """What a wrapper below vLLM's own code is to know of the one above it."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
-def _explaining(method: Any) -> Any:
-    """Where `add_lora` raises, vLLM answers "could not be loaded" or a 500; here it is our status and text."""
-
-    @functools.wraps(method)
-    async def explained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found: list[LoRAPluginsError] = []
-        with _set(refusals, found):
-            result = await method(self, *args, **kwargs)
-        if found and hasattr(result, "error"):  # an ErrorResponse
-            raise http_error(found[-1]) from None
-        return result
-
-    return explained
-
-
 def _loading(original: Any) -> Any:
-    """`load_inplace` changes weights under what runs; with this, it is a swap like any other."""
+    """Where `add_lora` raises, vLLM answers a 500 with its text; with this it is our status.
+
+    `load_inplace` changes weights under what runs; with this, it is a swap like any other.
+    """
 
     @functools.wraps(original)
     async def load_lora_adapter(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if not request.load_inplace or not has_planner(self.engine_client):
+        if not has_planner(self.engine_client):
             return await original(self, request, *args, **kwargs)
-        known = changes(self)
-        with _set(load_in_place, known.take_in_place):
+        lifecycle = lifecycle_of(self)
+        with adding(AddLora(swap=lifecycle.swap_in_place)) as call:
             result = await original(self, request, *args, **kwargs)
-        known.changed()
+        if call.error is not None:
+            raise http_error(call.error)
+        if request.load_inplace:
+            lifecycle.on_change()
         return result
 
     return load_lora_adapter
 
 
-def _without_waiting(original: Any) -> Any:
-    """The request that is resolved here waits in the scheduler: nobody need wait for the load before."""
+def _resolving(original: Any) -> Any:
+    """A blocked name is not resolved again, and whatever is resolved is written down for the next start.
 
-    @functools.wraps(original)
-    async def resolve_lora(self: Any, lora_name: str) -> Any:
-        def failed(lora_request: Any) -> None:
-            changes(self).not_loaded(lora_request)  # else it would be listed, and refused at every request
-
-        with _set(on_failed_load, failed):
-            return await original(self, lora_name)
-
-    return resolve_lora
-
-
-def _knowing(original: Any) -> Any:
-    """A name that was unloaded and blocked is not resolved again, and whatever is resolved is known to the registry."""
+    The request that is resolved here waits in the scheduler: nobody need wait for the load before.
+    """
 
     @functools.wraps(original)
     async def resolve_lora(self: Any, lora_name: str) -> Any:
         if not has_planner(self.engine_client):
             return await original(self, lora_name)
-        known = changes(self)
-        if lora_name in known.catalogue.blocked:
+        lifecycle = lifecycle_of(self)
+        if lora_name in lifecycle.registry.blocked:
             raise http_error(blocked(lora_name))
-        result = await original(self, lora_name)
-        if hasattr(result, "error"):
+        with adding(AddLora(on_failure=lifecycle.load_failed)):
+            result = await original(self, lora_name)
+        if hasattr(result, "error"):  # an ErrorResponse
             try:
-                served = await known.load_version(lora_name)
+                adapter = await lifecycle.load_version(lora_name)
             except LoRAPluginsError as error:
                 raise http_error(error) from None
-            return result if served is None else served.request
-        known.changed()
+            return result if adapter is None else adapter.request
+        lifecycle.on_change()
         return result
 
     return resolve_lora
 
 
-def _checking(original: Any) -> Any:
+def _checking_unload(original: Any) -> Any:
+    """Under the name's lock, vLLM checks what it then takes out of its table: here the registry still sees it."""
+
     @functools.wraps(original)
-    async def check(self: Any, request: Any) -> Any:
-        refused = await original(self, request)
-        leaving = _leaving.get()
-        if refused is None and leaving is not None:  # only here is it the one that vLLM is about to take out
-            leaving.append(changes(self).catalogue.get(request.lora_name))
-        return refused
+    async def _check_unload_lora_adapter_request(self: Any, request: Any) -> Any:
+        if has_planner(self.engine_client):
+            lifecycle_of(self).registry.get(request.lora_name)
+        return await original(self, request)
 
-    return check
+    return _check_unload_lora_adapter_request
 
 
-def _freeing(original: Any) -> Any:
+def _unloading(original: Any) -> Any:
     """The endpoint takes the name out of vLLM's table only; with this, its slot, memory and lease are freed."""
 
     @functools.wraps(original)
     async def unload_lora_adapter(self: Any, request: Any) -> Any:
         if not has_planner(self.engine_client):
             return await original(self, request)
-        known = changes(self)
-        leaving: list[Served | None] = []
-        with _set(_leaving, leaving):
-            result = await original(self, request)
-        served = leaving[-1] if leaving else None
-        if served is not None and not hasattr(result, "error"):
-            known.changed()
-            if not await known.free(served, settings_of_server().drain_timeout_s, no_longer_served(served.name)):
+        lifecycle, name = lifecycle_of(self), request.lora_name
+        result = await original(self, request)
+        adapter = None if hasattr(result, "error") else lifecycle.registry.forget(name)
+        if adapter is not None:
+            lifecycle.on_change()
+            if not await lifecycle.drain(adapter, no_longer_served(name)):
                 return f"{result} Requests that still run keep its memory until they end."
         return result
 

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lora_plugins.ledger import Patch
+from lora_plugins.process import this_process
 from lora_plugins.scheduler.messages import Command, Report
 from lora_plugins.vllm_patches.scheduler import COMMANDS, REPORTS
 
@@ -27,7 +28,10 @@ def patch() -> None:
 
     from lora_plugins.worker.manager import PlannedWorkerLoRAManager
 
-    lora_model_runner_mixin.LRUCacheWorkerLoRAManager = PlannedWorkerLoRAManager
+    process = this_process()
+    lora_model_runner_mixin.LRUCacheWorkerLoRAManager = functools.partial(
+        PlannedWorkerLoRAManager, settings=process.settings, sources=process.sources_of_worker
+    )
     WorkerWrapperBase.execute_model = _executing(WorkerWrapperBase.execute_model)
     WorkerWrapperBase.sample_tokens = _sampling
     WorkerBase.lora_plugins_step = _step

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,11 @@ from lora_plugins.log import logger
 from lora_plugins.scheduler.messages import AdapterSpec, Command, Report
 from lora_plugins.settings import Settings
 from lora_plugins.store.layout import is_digest
-from lora_plugins.vllm_patches.resolver import sources_of_worker
 from lora_plugins.worker import loading
 from lora_plugins.worker.agreement import agreement_of
 from lora_plugins.worker.jobs import Jobs
 from lora_plugins.worker.loaded_adapter import LoadedAdapter, build, take_scalings
-from lora_plugins.worker.materialise import Materialiser
+from lora_plugins.worker.materialise import Materialiser, Sources
 from lora_plugins.worker.metrics import WorkerMetrics, metrics_of
 from lora_plugins.worker.model_manager import PlannedModelManager
 from lora_plugins.worker.slot_copy import forget
@@ -45,8 +44,17 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
     _manager_cls = PlannedModelManager
     _adapter_manager: PlannedModelManager
 
-    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        self._settings = Settings.from_env()
+    def __init__(
+        self,
+        vllm_config: Any,
+        *args: Any,
+        settings: Settings,
+        sources: Callable[[], Sources | None] = lambda: None,
+        **kwargs: Any,
+    ) -> None:
+        """As vLLM's; `sources` finds adapters whose files are not on this machine."""
+        self._settings = settings
+        self._sources = sources
         super().__init__(with_spare_slots(vllm_config, self._settings), *args, **kwargs)
         self._is_planned = False
         self._dummies: set[LoRARequest] = set()
@@ -58,7 +66,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         self._is_whole_model = vllm_config.parallel_config.pipeline_parallel_size == 1
         self.jobs = Jobs(
             self._read,
-            Materialiser(vllm_config.model_config.model, sources_of_worker),
+            Materialiser(vllm_config.model_config.model, self._sources),
             self._adapter_manager,
             SlotStream(torch.device(self.device)),
             agreement_of(vllm_config),

@@ -26,7 +26,7 @@ async def load_in_place(world: World, name: str, path: str) -> bool:
     async with world.server.lock(name):
         before = world.table.lora_requests.get(name)
         request = InPlace(name, 99 if before is None else before.lora_int_id, path)
-        taken = await world.changes.take_in_place(request)
+        taken = await world.lifecycle.swap_in_place(request)
         if taken:
             world.table.lora_requests[name] = request
         assert not request.load_inplace, "vLLM 0.32 keeps the request with its flag"
@@ -46,9 +46,9 @@ async def test_what_runs_goes_on_and_the_next_gets_new_weights() -> None:
     assert world.table.lora_requests["sql"].lora_int_id != old_id
     assert world.worker.paths[old_id] == "/store/bb", "what runs keeps its weights"
     assert world.sources.leased == {"aa", "bb"}
-    assert [old.request.lora_int_id for old in world.changes.catalogue.draining.values()] == [old_id]
+    assert [old.request.lora_int_id for old in world.lifecycle.registry.draining.values()] == [old_id]
     assert await running == "/store/bb"
-    while world.changes.catalogue.draining:
+    while world.lifecycle.registry.draining:
         await asyncio.sleep(0.001)
     assert world.in_workers == {"hand"}
     assert world.sources.leased == set()
@@ -63,7 +63,7 @@ async def test_again_and_again_leaves_nothing_of_what_was_before() -> None:
     for number in range(20):
         assert await load_in_place(world, "sql", f"/by/hand-{number}")
         assert await world.ask("sql") == f"/by/hand-{number}"
-    while world.changes.catalogue.draining:
+    while world.lifecycle.registry.draining:
         await asyncio.sleep(0.001)
     assert world.in_workers == {"hand-19"}
     assert sum(isinstance(event, AdapterSwapped) for event in world.told) == 20
@@ -89,9 +89,9 @@ async def test_weights_that_no_worker_can_load_leave_the_old_ones() -> None:
 async def test_what_was_pinned_is_pinned_again() -> None:
     world = World(slots=3)
     await serving(world, "aa")
-    await world.changes.pin("sql")
+    await world.lifecycle.pin("sql")
     assert await load_in_place(world, "sql", "/by/hand")
-    served = world.changes.catalogue.get("sql")
+    served = world.lifecycle.registry.get("sql")
     assert served is not None
     assert served.is_pinned
     await world.settled()

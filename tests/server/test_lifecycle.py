@@ -21,9 +21,10 @@ from lora_plugins.errors import (
     SourceUnavailable,
 )
 from lora_plugins.events import AdapterReady, AdapterSwapped, AdapterUnloaded, Events, LoadRefused, UpdateFailed
-from lora_plugins.server.lifecycle import Changes
+from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.planner_client import PlannerClient
-from lora_plugins.server.registry import KEPT_VERSIONS, Catalogue, Served
+from lora_plugins.server.registry import Registry, ServedAdapter
+from lora_plugins.server.swapping import KEPT_VERSIONS
 from tests.server.simulated_engine import SimulatedEngine
 from tests.virtual_time import runs
 
@@ -127,7 +128,7 @@ class Table:
 
 
 class World:
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, drain_timeout_s: float = 60.0, **options: Any) -> None:
         self.engine = SimulatedEngine(**options)
         self.worker = self.engine.worker
         self.sources = Sources()
@@ -135,12 +136,17 @@ class World:
         self.server = Server()
         self.told: list[Any] = []
         self.written = 0
-        catalogue = Catalogue(self.table, self.sources.served_under.get)
+        registry = Registry(self.table, self.sources.served_under.get)
         self.planner = PlannerClient(self.engine.ask, Events(self.tell))
-        self.changes = Changes(
-            catalogue, self.planner, engine=self.server, sources=self.sources, events=Events(self.tell)
+        self.lifecycle = Lifecycle(
+            registry,
+            self.planner,
+            engine=self.server,
+            sources=self.sources,
+            events=Events(self.tell),
+            drain_timeout_s=drain_timeout_s,
         )
-        self.changes.changed = self.count
+        self.lifecycle.on_change = self.count
 
     def tell(self, event: Any) -> None:
         """Note what happens, but for loads, of which there are many."""
@@ -177,10 +183,10 @@ class World:
 async def test_a_loaded_name_is_served_from_its_source() -> None:
     world = World()
     world.sources.has["sql"] = Version("aa")
-    served, is_new = await world.changes.load("sql")
+    served, is_new = await world.lifecycle.load("sql")
     assert (served.name, is_new, served.version, served.uri) == ("sql", True, Version("aa"), None)
     assert await world.ask("sql") == "/store/aa"
-    assert (await world.changes.load("sql")) == (served, False)
+    assert (await world.lifecycle.load("sql")) == (served, False)
     assert world.sources.asked == ["sql"], "asked once"
     assert world.worker.loads.total() == 1
 
@@ -189,11 +195,11 @@ async def test_a_loaded_name_is_served_from_its_source() -> None:
 async def test_from_a_uri_and_from_another_one() -> None:
     world = World()
     world.sources.has |= {"s3://b/1": Version("aa"), "s3://b/2": Version("bb")}
-    served, _ = await world.changes.load("sql", "s3://b/1")
+    served, _ = await world.lifecycle.load("sql", "s3://b/1")
     assert served.uri == "s3://b/1"
-    await world.changes.load("sql", "s3://b/1")
+    await world.lifecycle.load("sql", "s3://b/1")
     assert world.sources.asked == ["s3://b/1"]
-    again, is_new = await world.changes.load("sql", "s3://b/2")
+    again, is_new = await world.lifecycle.load("sql", "s3://b/2")
     assert (again is served, is_new, again.uri) == (True, False, "s3://b/2")
     assert await world.ask("sql") == "/store/bb"
 
@@ -204,10 +210,10 @@ async def test_a_load_that_fails_leaves_nothing_behind(at: str) -> None:
     world = World(broken=IncompatibleAdapter("rank 99") if at == "worker" else None)
     world.sources.has["sql"] = SourceUnavailable("down") if at == "source" else Version("aa")
     with pytest.raises(LoRAPluginsError):
-        await world.changes.load("sql", "s3://b/none" if at == "uri" else None)
+        await world.lifecycle.load("sql", "s3://b/none" if at == "uri" else None)
     await world.settled()
     assert world.table.lora_requests == {}
-    assert world.changes.catalogue.all() == []
+    assert world.lifecycle.registry.all() == []
     assert world.sources.leased == set()
     assert world.in_workers == set()
     assert world.written == 0
@@ -218,7 +224,7 @@ async def test_a_load_that_fails_leaves_nothing_behind(at: str) -> None:
 async def test_a_name_that_nobody_can_have_is_refused(name: str) -> None:
     world = World()
     with pytest.raises(InvalidAdapter):
-        await world.changes.load(name, "s3://b/1")
+        await world.lifecycle.load(name, "s3://b/1")
     assert world.sources.asked == []
 
 
@@ -226,7 +232,7 @@ async def test_a_name_that_nobody_can_have_is_refused(name: str) -> None:
 async def test_loads_at_once_are_one() -> None:
     world = World(delay_s=0.02)
     world.sources.has["sql"] = Version("aa")
-    results = await asyncio.gather(*(world.changes.load("sql") for _ in range(20)))
+    results = await asyncio.gather(*(world.lifecycle.load("sql") for _ in range(20)))
     assert sum(is_new for _, is_new in results) == 1
     assert world.worker.loads.total() == 1
 
@@ -235,7 +241,7 @@ async def test_loads_at_once_are_one() -> None:
 async def test_a_load_whose_caller_goes_away_leaves_nothing_behind() -> None:
     world = World(delay_s=5)
     world.sources.has["sql"] = Version("aa")
-    task = asyncio.create_task(world.changes.load("sql"))
+    task = asyncio.create_task(world.lifecycle.load("sql"))
     await asyncio.sleep(0.05)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -253,19 +259,19 @@ async def test_a_load_whose_caller_goes_away_leaves_nothing_behind() -> None:
 async def test_unload_waits_for_what_runs_and_frees_everything() -> None:
     world = World()
     world.sources.has["sql"] = Version("aa")
-    await world.changes.load("sql")
+    await world.lifecycle.load("sql")
     running = world.start("sql", 0.15)
     await asyncio.sleep(0.02)
-    unloading = asyncio.create_task(world.changes.unload("sql", block=False, timeout_s=5))
+    unloading = asyncio.create_task(world.lifecycle.unload("sql", block=False, timeout_s=5))
     await asyncio.sleep(0.02)
     assert "sql" not in world.table.lora_requests, "no new request gets it"
-    assert [served.name for served in world.changes.catalogue.draining.values()] == ["sql"]
+    assert [served.name for served in world.lifecycle.registry.draining.values()] == ["sql"]
     assert not unloading.done()
     assert await unloading
     assert await running == "/store/aa"
     assert world.in_workers == set()
     assert world.sources.leased == set()
-    assert world.changes.catalogue.draining == {}
+    assert world.lifecycle.registry.draining == {}
     (told,) = [event for event in world.told if isinstance(event, AdapterUnloaded)]
     assert (told.name, told.aborted) == ("sql", 0)
     assert told.drain_s >= 0.05
@@ -275,10 +281,10 @@ async def test_unload_waits_for_what_runs_and_frees_everything() -> None:
 async def test_after_the_deadline_what_runs_is_ended() -> None:
     world = World()
     world.sources.has["sql"] = Version("aa")
-    await world.changes.load("sql")
+    await world.lifecycle.load("sql")
     running = world.start("sql", 30, "r1")
     await asyncio.sleep(0.02)
-    assert await world.changes.unload("sql", block=False, timeout_s=0.05)
+    assert await world.lifecycle.unload("sql", block=False, timeout_s=0.05)
     assert world.server.aborted == ["r1"]
     assert running.cancelled()
     assert world.in_workers == set()
@@ -289,36 +295,36 @@ async def test_after_the_deadline_what_runs_is_ended() -> None:
 async def test_unloading_what_is_not_there_says_so() -> None:
     world = World()
     with pytest.raises(AdapterNotFound):
-        await world.changes.unload("sql", block=False, timeout_s=1)
-    assert await world.changes.unload("sql", block=True, timeout_s=1), "to block a name, it need not be there"
-    assert world.changes.catalogue.blocked == {"sql"}
+        await world.lifecycle.unload("sql", block=False, timeout_s=1)
+    assert await world.lifecycle.unload("sql", block=True, timeout_s=1), "to block a name, it need not be there"
+    assert world.lifecycle.registry.blocked == {"sql"}
 
 
 @runs
 async def test_a_blocked_name_is_free_again_when_it_is_loaded_and_only_then() -> None:
     world = World()
     world.sources.has["sql"] = Version("aa")
-    await world.changes.load("sql")
-    await world.changes.unload("sql", block=True, timeout_s=1)
+    await world.lifecycle.load("sql")
+    await world.lifecycle.unload("sql", block=True, timeout_s=1)
     world.sources.has["sql"] = SourceUnavailable("down")
     with pytest.raises(SourceUnavailable):
-        await world.changes.load("sql")
-    assert world.changes.catalogue.blocked == {"sql"}
+        await world.lifecycle.load("sql")
+    assert world.lifecycle.registry.blocked == {"sql"}
     world.sources.has["sql"] = Version("aa")
-    await world.changes.load("sql")
-    assert world.changes.catalogue.blocked == set()
+    await world.lifecycle.load("sql")
+    assert world.lifecycle.registry.blocked == set()
 
 
 @runs
 async def test_loaded_again_while_it_drains_it_keeps_its_lease() -> None:
     world = World()
     world.sources.has["sql"] = Version("aa")
-    await world.changes.load("sql")
+    await world.lifecycle.load("sql")
     running = world.start("sql", 0.1)
     await asyncio.sleep(0.02)
-    unloading = asyncio.create_task(world.changes.unload("sql", block=False, timeout_s=5))
+    unloading = asyncio.create_task(world.lifecycle.unload("sql", block=False, timeout_s=5))
     await asyncio.sleep(0.02)
-    await world.changes.load("sql")
+    await world.lifecycle.load("sql")
     await asyncio.gather(running, unloading)
     assert world.sources.leased == {"aa"}
     assert await world.ask("sql") == "/store/aa"
@@ -328,24 +334,24 @@ async def test_loaded_again_while_it_drains_it_keeps_its_lease() -> None:
 async def test_one_version_under_two_names_is_leased_until_both_are_gone() -> None:
     world = World()
     world.sources.has |= {"sql": Version("aa"), "also": Version("aa")}
-    await world.changes.load("sql")
-    await world.changes.load("also")
-    await world.changes.unload("sql", block=False, timeout_s=1)
+    await world.lifecycle.load("sql")
+    await world.lifecycle.load("also")
+    await world.lifecycle.unload("sql", block=False, timeout_s=1)
     assert world.sources.leased == {"aa"}
-    await world.changes.unload("also", block=False, timeout_s=1)
+    await world.lifecycle.unload("also", block=False, timeout_s=1)
     assert world.sources.leased == set()
 
 
 # --- versions ---
 
 
-async def serving(world: World, *digests: str) -> Served:
+async def serving(world: World, *digests: str) -> ServedAdapter:
     """The name `sql`, which had these versions one after the other."""
     world.sources.has["sql"] = Version(digests[0], version=digests[0])
-    served, _ = await world.changes.load("sql")
+    served, _ = await world.lifecycle.load("sql")
     for digest in digests[1:]:
         world.sources.has["sql"] = Version(digest, version=digest)
-        assert await world.changes.refresh("sql")
+        assert await world.lifecycle.refresh("sql")
     return served
 
 
@@ -356,7 +362,7 @@ async def test_a_swap_lets_what_runs_go_on_and_gives_the_new_one_to_the_next() -
     running = world.start("sql", 0.15)
     await asyncio.sleep(0.02)
     world.sources.has["sql"] = Version("bb", version="2")
-    assert await world.changes.refresh("sql")
+    assert await world.lifecycle.refresh("sql")
     assert world.planner.used_at[served.request.lora_int_id] > 0, "the name has been used"
     assert await world.ask("sql") == "/store/bb"
     assert not running.done()
@@ -375,7 +381,7 @@ async def test_nothing_new_is_no_swap() -> None:
     world = World()
     served = await serving(world, "aa")
     world.sources.has["sql"] = Version("aa", version="touched")
-    assert not await world.changes.refresh("sql")
+    assert not await world.lifecycle.refresh("sql")
     assert served.version is not None
     assert served.version.version == "touched"
     assert world.told == []
@@ -392,13 +398,13 @@ async def test_an_update_that_cannot_be_served_leaves_the_old_one(found: LoRAPlu
     else:
         world.sources.has["sql"] = found
     with pytest.raises(LoRAPluginsError):
-        await world.changes.refresh("sql")
+        await world.lifecycle.refresh("sql")
     assert await world.ask("sql") == "/store/aa"
     assert served.last_error is not None
     assert served.last_error[0].code == (found.code if found else "L002")
     assert [type(event) for event in world.told] == [UpdateFailed]
     world.sources.has["sql"] = Version("bb")
-    assert await world.changes.refresh("sql")
+    assert await world.lifecycle.refresh("sql")
     assert served.last_error is None
 
 
@@ -409,7 +415,7 @@ async def test_an_update_that_no_worker_can_load_leaves_the_old_one_and_nothing_
     world.worker.broken = IncompatibleAdapter("shape")
     world.sources.has["sql"] = Version("bb")
     with pytest.raises(IncompatibleAdapter):
-        await world.changes.refresh("sql")
+        await world.lifecycle.refresh("sql")
     world.worker.broken = None
     await world.settled()
     assert world.sources.leased == {"aa"}
@@ -421,12 +427,12 @@ async def test_an_update_that_no_worker_can_load_leaves_the_old_one_and_nothing_
 async def test_a_rollback_is_one_call_and_holds_until_the_next_refresh() -> None:
     world = World()
     served = await serving(world, "aa", "bb")
-    await world.changes.rollback("sql")
+    await world.lifecycle.roll_back("sql")
     assert (served.held_digest, await world.ask("sql")) == ("aa", "/store/aa")
     assert [kept.digest for kept in served.previous] == ["bb"]
-    await world.changes.revalidate("sql")
-    assert await world.ask("sql") == "/store/aa", "the look-out leaves it alone"
-    assert await world.changes.refresh("sql")
+    await world.lifecycle.poll("sql")
+    assert await world.ask("sql") == "/store/aa", "the poller leaves it alone"
+    assert await world.lifecycle.refresh("sql")
     assert (served.held_digest, await world.ask("sql")) == (None, "/store/bb")
 
 
@@ -434,13 +440,13 @@ async def test_a_rollback_is_one_call_and_holds_until_the_next_refresh() -> None
 async def test_a_rollback_to_a_version_by_its_digest() -> None:
     world = World()
     served = await serving(world, "aa11", "bb22", "cc33")
-    await world.changes.rollback("sql", "aa")
+    await world.lifecycle.roll_back("sql", "aa")
     assert served.held_digest == "aa11"
     world.sources.store["dd44"] = Version("dd44")
-    await world.changes.rollback("sql", "dd4")
+    await world.lifecycle.roll_back("sql", "dd4")
     assert await world.ask("sql") == "/store/dd44"
     with pytest.raises(AdapterNotFound, match="no such version in the store"):
-        await world.changes.rollback("sql", "ee")
+        await world.lifecycle.roll_back("sql", "ee")
 
 
 @runs
@@ -448,7 +454,7 @@ async def test_with_nothing_before_it_there_is_no_rollback() -> None:
     world = World()
     await serving(world, "aa")
     with pytest.raises(AdapterNotFound, match="no version before"):
-        await world.changes.rollback("sql")
+        await world.lifecycle.roll_back("sql")
 
 
 @runs
@@ -477,7 +483,7 @@ async def test_two_hundred_swaps_under_load_fail_nobody_and_leave_nothing(is_ins
     tasks = [asyncio.create_task(traffic()) for _ in range(5)]
     for number in range(1, 201):
         world.sources.has["sql"] = Version(f"v{number}")
-        assert await world.changes.refresh("sql")
+        assert await world.lifecycle.refresh("sql")
     stop.set()
     await asyncio.gather(*tasks)
     await world.settled()
@@ -495,10 +501,10 @@ async def test_what_was_loaded_by_path_has_no_versions_to_look_for() -> None:
     world = World()
     world.table.lora_requests["mine"] = Request("mine", 99, "/by/hand")
     with pytest.raises(InvalidAdapter, match="loaded by its path"):
-        await world.changes.refresh("mine")
-    await world.changes.revalidate("mine")
+        await world.lifecycle.refresh("mine")
+    await world.lifecycle.poll("mine")
     assert world.sources.asked == []
-    assert await world.changes.unload("mine", block=False, timeout_s=1)
+    assert await world.lifecycle.unload("mine", block=False, timeout_s=1)
     assert world.table.lora_requests == {}
 
 
@@ -508,16 +514,16 @@ async def test_a_version_has_a_name_of_its_own() -> None:
     old, new, other = "aa" * 16, "bb" * 16, "cc" * 16
     await serving(world, old, new)
     world.sources.store[other] = Version(other)  # of another name
-    pinned = await world.changes.load_version(f"sql@{old[:8]}")
+    pinned = await world.lifecycle.load_version(f"sql@{old[:8]}")
     assert pinned is not None
     assert await world.ask(pinned.name) == f"/store/{old}"
-    assert await world.changes.load_version(f"sql@{old[:8]}") is pinned
+    assert await world.lifecycle.load_version(f"sql@{old[:8]}") is pinned
     for text in (f"sql@{other[:8]}", "sql@aa", "sql@v3", "sql", "sql@", f"nobody@{old}"):
-        assert await world.changes.load_version(text) is None
-    await world.changes.revalidate(pinned.name)
-    await world.changes.unload("sql", block=False, timeout_s=1)
+        assert await world.lifecycle.load_version(text) is None
+    await world.lifecycle.poll(pinned.name)
+    await world.lifecycle.unload("sql", block=False, timeout_s=1)
     assert world.sources.needed == {(pinned.name, old)}
-    await world.changes.unload(pinned.name, block=False, timeout_s=1)
+    await world.lifecycle.unload(pinned.name, block=False, timeout_s=1)
     assert world.sources.needed == set()
 
 
@@ -528,17 +534,17 @@ async def test_a_version_has_a_name_of_its_own() -> None:
 async def test_pins_leave_one_slot_for_all_others() -> None:
     world = World(slots=2)
     world.sources.has |= {name: Version(name) for name in ("aa", "bb")}
-    await world.changes.load("aa")
-    await world.changes.load("bb")
-    served = await world.changes.pin("aa")
+    await world.lifecycle.load("aa")
+    await world.lifecycle.load("bb")
+    served = await world.lifecycle.pin("aa")
     assert served.is_pinned
     assert (await world.planner.places())(served.request.lora_int_id).pinned
     with pytest.raises(NoFreeSlot, match="2 slots, of which 1 are pinned"):
-        await world.changes.pin("bb")
-    await world.changes.unpin("aa")
+        await world.lifecycle.pin("bb")
+    await world.lifecycle.unpin("aa")
     assert not (await world.planner.places())(served.request.lora_int_id).pinned
-    await world.changes.pin("bb")
-    for change in (world.changes.pin, world.changes.unpin):
+    await world.lifecycle.pin("bb")
+    for change in (world.lifecycle.pin, world.lifecycle.unpin):
         with pytest.raises(AdapterNotFound):
             await change("nobody")
 
@@ -547,9 +553,9 @@ async def test_pins_leave_one_slot_for_all_others() -> None:
 async def test_a_pinned_one_is_pinned_in_its_new_version_too() -> None:
     world = World(slots=3)
     served = await serving(world, "aa")
-    await world.changes.pin("sql")
+    await world.lifecycle.pin("sql")
     world.sources.has["sql"] = Version("bb")
-    await world.changes.refresh("sql")
+    await world.lifecycle.refresh("sql")
     await world.settled()
     assert world.engine.pinned == {served.request.lora_int_id}
     assert served.is_pinned
@@ -559,12 +565,12 @@ async def test_a_pinned_one_is_pinned_in_its_new_version_too() -> None:
 async def test_prefetch_serves_and_loads_again() -> None:
     world = World(places=1)
     world.sources.has |= {name: Version(name) for name in ("aa", "bb")}
-    served = await world.changes.prefetch("aa")
-    await world.changes.prefetch("aa")
+    served = await world.lifecycle.prefetch("aa")
+    await world.lifecycle.prefetch("aa")
     assert world.worker.loads["/store/aa"] == 1
-    await world.changes.prefetch("bb")
+    await world.lifecycle.prefetch("bb")
     assert not (await world.planner.places())(served.request.lora_int_id).host
-    assert await world.changes.prefetch("aa") is served
+    assert await world.lifecycle.prefetch("aa") is served
     assert (await world.planner.places())(served.request.lora_int_id).host
     assert world.worker.loads["/store/aa"] == 2
 
@@ -573,11 +579,11 @@ async def test_prefetch_serves_and_loads_again() -> None:
 async def test_a_prefetch_for_which_there_is_no_room_says_so() -> None:
     world = World(max_bytes=25)
     world.sources.has |= {name: Version(name) for name in ("aa", "bb")}
-    await world.changes.load("aa")
-    await world.changes.pin("aa")
+    await world.lifecycle.load("aa")
+    await world.lifecycle.pin("aa")
     world.worker.size_bytes = 20
     with pytest.raises(NoFreeSlot, match="1 pinned adapters with 10 bytes"):
-        await world.changes.prefetch("bb")
+        await world.lifecycle.prefetch("bb")
     await world.settled()
     assert (world.in_workers, world.sources.leased) == ({"aa"}, {"aa"})
 
@@ -586,26 +592,26 @@ async def test_a_prefetch_for_which_there_is_no_room_says_so() -> None:
 async def test_workers_are_told_what_an_adapter_came_from() -> None:
     world = World()
     world.sources.has |= {"aa": Version("aa"), "s3://b/1": Version("bb"), "s3://b/2": Version("cc")}
-    await world.changes.load("aa")
-    await world.changes.load("sql", "s3://b/1")
-    await world.changes.load("sql", "s3://b/2")
+    await world.lifecycle.load("aa")
+    await world.lifecycle.load("sql", "s3://b/1")
+    await world.lifecycle.load("sql", "s3://b/2")
     assert world.worker.uris == {"/store/aa": None, "/store/bb": "s3://b/1", "/store/cc": "s3://b/2"}
 
 
 def test_the_catalogue_follows_vllms_table() -> None:
     table, versions = Table(), {"sql": Version("aa")}
-    catalogue = Catalogue(table, versions.get)
+    registry = Registry(table, versions.get)
     table.lora_requests["sql"] = Request("sql", 1, "/store/aa")
-    first = catalogue.get("sql")
+    first = registry.get("sql")
     assert first is not None
     assert first.version == Version("aa")
-    assert catalogue.get("sql") is first
+    assert registry.get("sql") is first
     table.lora_requests["sql"] = Request("sql", 2, "/by/hand")
-    second = catalogue.get("sql")
+    second = registry.get("sql")
     assert second is not None
     assert (second.version, second is first) == (None, False)
     del table.lora_requests["sql"]
-    assert (catalogue.get("sql"), catalogue.all()) == (None, [])
+    assert (registry.get("sql"), registry.all()) == (None, [])
 
 
 def test_two_names_never_have_one_id() -> None:
@@ -613,8 +619,8 @@ def test_two_names_never_have_one_id() -> None:
     names = (f"adapter-{number}" for number in itertools.count())
     second = next(name for name in names if seen.setdefault(adapter_id(name), name) != name)
     first = seen[adapter_id(second)]
-    catalogue = Catalogue(Table(), {}.get)
-    ids = [catalogue.lora_id(name) for name in (first, second, "sql", first, second)]
+    registry = Registry(Table(), {}.get)
+    ids = [registry.adapter_id(name) for name in (first, second, "sql", first, second)]
     assert ids[0] == adapter_id(first) == adapter_id(second)
     assert len({*ids}) == 3
     assert ids[:2] == ids[3:]

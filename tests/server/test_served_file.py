@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from lora_plugins.server.served_file import FORMAT, Remembered, ServedSet
+from lora_plugins.server.served_file import FORMAT, ServedFile, ServedName
 
 SERVED = [
-    Remembered("sql"),
-    Remembered("team/ünïcode", "s3://b/x", "aa" * 32, is_pinned=True),
+    ServedName("sql"),
+    ServedName("team/ünïcode", "s3://b/x", "aa" * 32, is_pinned=True),
 ]
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    file = ServedSet.of_store(tmp_path, "org/base")
+    file = ServedFile.of_store(tmp_path, "org/base")
     assert file.read() == []
     file.write(SERVED)
-    assert ServedSet.of_store(tmp_path, "org/base").read() == SERVED
+    assert ServedFile.of_store(tmp_path, "org/base").read() == SERVED
     file.write(SERVED[:1])
     assert file.read() == SERVED[:1]
     assert [entry.name for entry in file.path.parent.iterdir()] == [file.path.name], "nothing half written is left"
@@ -30,7 +30,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_two_replicas_with_one_process_id_do_not_take_each_others_half_written_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = ServedSet.of_store(tmp_path, "org/base"), ServedSet.of_store(tmp_path, "org/base")
+    first, second = ServedFile.of_store(tmp_path, "org/base"), ServedFile.of_store(tmp_path, "org/base")
     replace = os.replace
 
     def replace_after_the_other(scratch: Path, path: Path) -> None:
@@ -45,8 +45,8 @@ def test_two_replicas_with_one_process_id_do_not_take_each_others_half_written_f
 
 
 def test_each_base_model_has_its_own(tmp_path: Path) -> None:
-    ServedSet.of_store(tmp_path, "org/base").write(SERVED)
-    assert ServedSet.of_store(tmp_path, "org/other").read() == []
+    ServedFile.of_store(tmp_path, "org/base").write(SERVED)
+    assert ServedFile.of_store(tmp_path, "org/other").read() == []
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_each_base_model_has_its_own(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_nothing_and_a_warning(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = ServedSet(tmp_path / "x.json")
+    file = ServedFile(tmp_path / "x.json")
     file.path.write_bytes(text.encode("latin-1"))
     with caplog.at_level(logging.WARNING, "vllm.lora_plugins"):
         assert file.read() == []
@@ -65,15 +65,15 @@ def test_a_file_that_cannot_be_read_is_nothing_and_a_warning(
 
 
 def test_entries_without_a_name_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = ServedSet(tmp_path / "x.json")
+    file = ServedFile(tmp_path / "x.json")
     file.path.write_text(json.dumps({"format": FORMAT, "served": [{}, {"name": "sql"}, {"name": 3}]}))
-    assert file.read() == [Remembered("sql")]
+    assert file.read() == [ServedName("sql")]
 
 
 def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
-    file = ServedSet(tmp_path / "x.json")
+    file = ServedFile(tmp_path / "x.json")
     file.write(SERVED)
     (tmp_path / "y").write_text("a file")
     with pytest.raises(OSError):
-        ServedSet(tmp_path / "y" / "x.json").write(SERVED)
+        ServedFile(tmp_path / "y" / "x.json").write(SERVED)
     assert file.read() == SERVED

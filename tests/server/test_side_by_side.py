@@ -1,4 +1,4 @@
-"""Changes of one server that meet each other: what one waits for, another one may do first."""
+"""Lifecycle of one server that meet each other: what one waits for, another one may do first."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, NoFreeSlot
-from lora_plugins.server.restore import Start
-from lora_plugins.server.served_file import Remembered, ServedSet
+from lora_plugins.server.restore import Restore
+from lora_plugins.server.served_file import ServedFile, ServedName
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches import serving_models
 from tests.server.test_lifecycle import Request, Version, World, serving
@@ -23,24 +23,24 @@ async def test_pins_at_once_leave_a_slot_for_all_others() -> None:
     world = World(slots=2)
     world.sources.has |= {name: Version(name) for name in ("sql", "chat", "other")}
     for name in world.sources.has:
-        await world.changes.load(name)
-    outcomes = await asyncio.gather(*(world.changes.pin(name) for name in ("sql", "chat")), return_exceptions=True)
+        await world.lifecycle.load(name)
+    outcomes = await asyncio.gather(*(world.lifecycle.pin(name) for name in ("sql", "chat")), return_exceptions=True)
     assert [type(outcome) for outcome in outcomes if isinstance(outcome, Exception)] == [NoFreeSlot]
     assert len(world.engine.pinned) == 1
-    pinned = next(served.name for served in world.changes.catalogue.all() if served.is_pinned)
-    await world.changes.unpin(pinned)
+    pinned = next(served.name for served in world.lifecycle.registry.all() if served.is_pinned)
+    await world.lifecycle.unpin(pinned)
     for name in ("chat", "sql"):
-        await world.changes.pin(name)
-        await world.changes.unpin(name)
+        await world.lifecycle.pin(name)
+        await world.lifecycle.unpin(name)
 
 
 @runs
 async def test_pins_of_a_larger_server_are_restored_as_far_as_there_is_room(tmp_path: Path) -> None:
-    world, file = World(slots=2), ServedSet(tmp_path / "served.json")
+    world, file = World(slots=2), ServedFile(tmp_path / "served.json")
     names = ("sql", "chat", "other")
     world.sources.has |= {name: Version(name) for name in names}
-    file.write([Remembered(name, is_pinned=True) for name in names])
-    await Start(world.changes, Settings(restore=True), file).run()
+    file.write([ServedName(name, is_pinned=True) for name in names])
+    await Restore(world.lifecycle, Settings(restore=True), file).run()
     assert len(world.engine.pinned) == 1
     assert [await world.ask(name) for name in names] == [f"/store/{name}" for name in names]
 
@@ -49,10 +49,10 @@ async def test_pins_of_a_larger_server_are_restored_as_far_as_there_is_room(tmp_
 async def test_another_uri_ends_the_effect_of_a_rollback() -> None:
     world = World()
     served = await serving(world, "aa", "bb")
-    await world.changes.rollback("sql")
+    await world.lifecycle.roll_back("sql")
     assert served.held_digest == "aa"
     world.sources.has["s3://b/x"] = Version("cc")
-    await world.changes.load("sql", "s3://b/x")
+    await world.lifecycle.load("sql", "s3://b/x")
     assert (served.held_digest, await world.ask("sql")) == (None, "/store/cc")
 
 
@@ -63,7 +63,7 @@ async def test_what_could_not_be_loaded_from_a_uri_leaves_nothing_behind() -> No
     world.worker.broken = IncompatibleAdapter("shape")
     for _ in range(3):
         with pytest.raises(IncompatibleAdapter):
-            await world.changes.load("sql", "s3://b/x")
+            await world.lifecycle.load("sql", "s3://b/x")
     await world.settled()
     assert world.in_workers == set()
     assert world.engine.planner.adapters == {}
@@ -74,23 +74,23 @@ async def test_what_could_not_be_loaded_from_a_uri_leaves_nothing_behind() -> No
 async def test_a_blocked_name_is_refused_while_its_unload_waits_for_a_resolver() -> None:
     world = World()
     async with world.server.lock("sql"):
-        unload = asyncio.create_task(world.changes.unload("sql", block=True, timeout_s=1))
+        unload = asyncio.create_task(world.lifecycle.unload("sql", block=True, timeout_s=1))
         await asyncio.sleep(0.01)
-        assert "sql" in world.changes.catalogue.blocked, "a request that comes now would have it resolved after it"
+        assert "sql" in world.lifecycle.registry.blocked, "a request that comes now would have it resolved after it"
     assert await unload
-    assert "sql" in world.changes.catalogue.blocked
+    assert "sql" in world.lifecycle.registry.blocked
 
 
 @runs
 async def test_a_name_that_is_blocked_while_it_is_loaded_stays_blocked() -> None:
     world = World()
     world.sources.has["sql"] = Version("aa")
-    load = asyncio.create_task(world.changes.load("sql"))
+    load = asyncio.create_task(world.lifecycle.load("sql"))
     await asyncio.sleep(0)
-    assert await world.changes.unload("sql", block=True, timeout_s=1)
+    assert await world.lifecycle.unload("sql", block=True, timeout_s=1)
     await load
-    assert world.changes.catalogue.blocked == {"sql"}
-    assert world.changes.catalogue.all() == []
+    assert world.lifecycle.registry.blocked == {"sql"}
+    assert world.lifecycle.registry.all() == []
 
 
 class Unload:
@@ -100,12 +100,11 @@ class Unload:
         from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
         for name, wrap in (
-            ("unload_lora_adapter", serving_models._freeing),
-            ("_check_unload_lora_adapter_request", serving_models._checking),
+            ("unload_lora_adapter", serving_models._unloading),
+            ("_check_unload_lora_adapter_request", serving_models._checking_unload),
         ):
             monkeypatch.setattr(OpenAIServingModels, name, wrap(getattr(OpenAIServingModels, name)))
-        monkeypatch.setattr(serving_models, "changes", lambda _: world.changes)
-        monkeypatch.setattr(serving_models, "settings_of_server", Settings)
+        monkeypatch.setattr(serving_models, "lifecycle_of", lambda _: world.lifecycle)
         self._models = OpenAIServingModels.__new__(OpenAIServingModels)
         self._models.engine_client = SimpleNamespace(vllm_config=SimpleNamespace(lora_config="there"))
         self._models.lora_requests = world.table.lora_requests
@@ -125,11 +124,11 @@ async def test_unloading_frees_what_a_load_in_place_has_put_there_meanwhile(monk
         await asyncio.sleep(0.01)
         request = world.server.new_request("sql", "/by/hand")
         in_place = SimpleNamespace(**vars(request), load_inplace=True)
-        assert await world.changes.take_in_place(in_place)
+        assert await world.lifecycle.swap_in_place(in_place)
         world.table.lora_requests["sql"] = in_place
     assert "removed successfully" in await task
     await world.settled()
-    assert (world.in_workers, world.sources.leased, world.changes.catalogue.draining) == (set(), set(), {})
+    assert (world.in_workers, world.sources.leased, world.lifecycle.registry.draining) == (set(), set(), {})
 
 
 @runs
@@ -159,4 +158,4 @@ async def test_unloading_what_is_not_there_stays_vllms_answer(monkeypatch: pytes
     assert "removed successfully" in await unload("sql")
     assert (await unload("sql")).error.code == 404
     with pytest.raises(AdapterNotFound):
-        await world.changes.unload("sql", block=False, timeout_s=1)
+        await world.lifecycle.unload("sql", block=False, timeout_s=1)

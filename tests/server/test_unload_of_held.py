@@ -18,7 +18,7 @@ async def one_runs_and_one_is_held(world: World) -> tuple[asyncio.Task[str], asy
     """Of one slot, `chat` has it until its request is ended, and a request for `sql` is held."""
     world.sources.has |= {"sql": Version("aa"), "chat": Version("bb")}
     for name in ("sql", "chat"):
-        await world.changes.load(name)
+        await world.lifecycle.load(name)
     running = world.start("chat", LONG_S, "running")
     while not world.engine.is_running("running"):
         await asyncio.sleep(0.001)
@@ -38,7 +38,7 @@ async def ended(running: asyncio.Task[str]) -> None:
 async def test_what_is_held_for_a_slot_is_refused_at_once(block: bool, kind: type[LoRAPluginsError], code: str) -> None:
     world = World(slots=1)
     running, held = await one_runs_and_one_is_held(world)
-    assert await world.changes.unload("sql", block=block, timeout_s=LONG_S), "free, though another adapter runs on"
+    assert await world.lifecycle.unload("sql", block=block, timeout_s=LONG_S), "free, though another adapter runs on"
     assert not running.done()
     with pytest.raises(kind) as caught:
         await held
@@ -55,12 +55,12 @@ async def test_what_is_held_for_a_load_is_refused_too() -> None:
     world = World(places=1)
     world.sources.has |= {"sql": Version("aa"), "chat": Version("bb")}
     for name in ("sql", "chat"):
-        await world.changes.load(name)
+        await world.lifecycle.load(name)
     world.worker.delay_s = LONG_S / 2
     held = world.start("sql", 0, "held")
     while world.in_workers != {"aa"}:
         await asyncio.sleep(0.001)
-    unloading = asyncio.create_task(world.changes.unload("sql", block=False, timeout_s=LONG_S))
+    unloading = asyncio.create_task(world.lifecycle.unload("sql", block=False, timeout_s=LONG_S))
     with pytest.raises(NoFreeSlot):
         await held
     assert world.worker.loaded == set(), "refused before it is loaded"
@@ -73,12 +73,12 @@ async def test_one_that_comes_late_with_what_was_unloaded_is_refused() -> None:
     """It has read the table before; its adapter's lease in the store has ended, so it must not be loaded again."""
     world = World()
     world.sources.has["sql"] = Version("aa")
-    served, _ = await world.changes.load("sql")
-    await world.changes.unload("sql", block=False, timeout_s=LONG_S)
+    served, _ = await world.lifecycle.load("sql")
+    await world.lifecycle.unload("sql", block=False, timeout_s=LONG_S)
     with pytest.raises(NoFreeSlot):
         await world.engine.run(served.request)
     assert world.in_workers == set()
-    await world.changes.load("sql")
+    await world.lifecycle.load("sql")
     assert await world.ask("sql") == "/store/aa", "loaded again, it is another one"
 
 
@@ -87,7 +87,7 @@ async def test_a_swap_refuses_nobody() -> None:
     world = World(slots=1)
     running, held = await one_runs_and_one_is_held(world)
     world.sources.has["sql"] = Version("cc")
-    assert await world.changes.refresh("sql")
+    assert await world.lifecycle.refresh("sql")
     assert not held.done()
     await ended(running)
     assert await held == "/store/aa"
@@ -99,7 +99,7 @@ async def test_a_client_that_goes_away_while_it_is_held_is_forgotten() -> None:
     running, held = await one_runs_and_one_is_held(world)
     await ended(held)
     assert world.engine.planner.admission.held_count == 0
-    assert await world.changes.unload("sql", block=False, timeout_s=LONG_S)
+    assert await world.lifecycle.unload("sql", block=False, timeout_s=LONG_S)
     assert world.in_workers == {"bb"}
     await ended(running)
 
@@ -109,13 +109,13 @@ async def test_after_the_deadline_only_admitted_requests_are_ended() -> None:
     """Those of another adapter, and of the same name's next version, go on."""
     world = World(slots=2)
     world.sources.has |= {"sql": Version("aa"), "chat": Version("bb")}
-    await world.changes.load("sql")
-    await world.changes.load("chat")
+    await world.lifecycle.load("sql")
+    await world.lifecycle.load("chat")
     old, other = world.start("sql", LONG_S, "old"), world.start("chat", LONG_S, "other")
     await world.settled()
-    unloading = asyncio.create_task(world.changes.unload("sql", block=False, timeout_s=1))
+    unloading = asyncio.create_task(world.lifecycle.unload("sql", block=False, timeout_s=1))
     await asyncio.sleep(0.5)
-    await world.changes.load("sql")
+    await world.lifecycle.load("sql")
     new = world.start("sql", LONG_S, "new")
     assert await unloading
     assert world.server.aborted == ["old"]

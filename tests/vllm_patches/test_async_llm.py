@@ -14,9 +14,11 @@ import torch
 
 from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError, NoFreeSlot
 from lora_plugins.events import Events, RequestRefused, RequestServed
+from lora_plugins.process import Process
 from lora_plugins.server import response_start
 from lora_plugins.server.response_start import Pending
 from lora_plugins.vllm_patches import async_llm
+from lora_plugins.vllm_patches.async_llm import AddLora, adding
 from lora_plugins.vllm_patches.scheduler import error_tensor, stop_reason
 from tests.virtual_time import runs
 
@@ -82,9 +84,9 @@ def request(name: str = "sql", *, load_inplace: bool = False) -> Any:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def told(process: Process) -> list[Any]:
     told: list[Any] = []
-    monkeypatch.setattr(async_llm, "EVENTS", Events(told.append))
+    process.events = Events(told.append)
     return told
 
 
@@ -165,13 +167,11 @@ async def test_without_lora_a_load_is_vllms_own() -> None:
 )
 @runs
 async def test_a_load_that_fails_is_our_text_and_status(error: LoRAPluginsError, status: int) -> None:
-    client, found = Client(answer={"error": error.plain()}), []
-    token = async_llm.refusals.set(found)
-    with pytest.raises(Exception, match=error.code) as caught:
+    client = Client(answer={"error": error.plain()})
+    with adding(AddLora()) as call, pytest.raises(Exception, match=error.code) as caught:
         await client.add_lora(request())
-    async_llm.refusals.reset(token)
     assert getattr(caught.value, "status_code", 400) == status
-    assert [str(one) for one in found] == [str(error)], "for whoever wants its text, as vLLM swallows it"
+    assert str(call.error) == str(error), "for the patch above, as vLLM keeps the text only"
     if status == 503:
         assert caught.value.headers == {"Retry-After": "1"}
 
@@ -179,9 +179,8 @@ async def test_a_load_that_fails_is_our_text_and_status(error: LoRAPluginsError,
 @runs
 async def test_a_resolver_does_not_wait_for_the_load() -> None:
     client, failed = Client(), []
-    token = async_llm.on_failed_load.set(failed.append)
-    assert await client.add_lora(request()) is True
-    async_llm.on_failed_load.reset(token)
+    with adding(AddLora(on_failure=failed.append)):
+        assert await client.add_lora(request()) is True
     assert client.engine_core.asked == []
     await asyncio.sleep(2)
     assert [asked[0] for asked in client.engine_core.asked] == ["lora_plugins_load"]
@@ -191,9 +190,8 @@ async def test_a_resolver_does_not_wait_for_the_load() -> None:
 @runs
 async def test_a_load_that_fails_behind_a_resolver_is_told() -> None:
     client, failed, asked = Client(answer={"error": FREE.plain()}), [], request()
-    token = async_llm.on_failed_load.set(failed.append)
-    assert await client.add_lora(asked) is True
-    async_llm.on_failed_load.reset(token)
+    with adding(AddLora(on_failure=failed.append)):
+        assert await client.add_lora(asked) is True
     await asyncio.sleep(2)
     assert failed == [asked]
 
@@ -207,9 +205,8 @@ async def test_a_load_in_place_is_a_swap_where_it_is_one(is_swap: bool) -> None:
         swapped.append(lora_request)
         return is_swap
 
-    token = async_llm.load_in_place.set(swap)
-    assert await client.add_lora(asked) is True
-    async_llm.load_in_place.reset(token)
+    with adding(AddLora(swap=swap)):
+        assert await client.add_lora(asked) is True
     assert swapped == [asked]
     assert (client.engine_core.asked == []) is is_swap
     assert client.own == []
@@ -227,10 +224,8 @@ async def test_a_swap_that_fails_is_our_text() -> None:
     async def swap(lora_request: Any) -> bool:
         raise FREE
 
-    token = async_llm.load_in_place.set(swap)
-    with pytest.raises(Exception, match="L001"):
+    with adding(AddLora(swap=swap)), pytest.raises(Exception, match="L001"):
         await Client().add_lora(request(load_inplace=True))
-    async_llm.load_in_place.reset(token)
 
 
 # --- outputs ---

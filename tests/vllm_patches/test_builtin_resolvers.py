@@ -15,7 +15,6 @@ def module(monkeypatch):
     module = ModuleType("a_builtin_of_vllm")
     module.register = lambda: "builtin"
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(builtin_resolvers, "_builtins", {})
     return module
 
 

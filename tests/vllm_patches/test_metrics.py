@@ -19,10 +19,13 @@ import httpx
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from vllm.entrypoints.serve.instrumentator import metrics as vllms
-from lora_plugins import process
+from lora_plugins.process import this_process
 from lora_plugins.events import AdapterUnknown, RequestServed
 from lora_plugins.vllm_patches.metrics import install_metrics
 from lora_plugins.settings import Settings
+
+process = this_process()
+process.settings = Settings()
 
 warnings.simplefilter("error", UserWarning)
 
@@ -64,10 +67,10 @@ def run(script: str, **env: str) -> str:
 @pytest.mark.parametrize("path", ["/metrics", "/metrics/"])
 def test_events_are_counted_on_vllms_own_metrics(path):
     run(f"""
-    install_metrics(Settings())
+    install_metrics(process)
     app = serve()
     assert absent(scrape(app, {path!r})) == []
-    process.EVENTS.emit(AdapterUnknown("sql"))
+    process.events.emit(AdapterUnknown("sql"))
     lines = scrape(app, {path!r})
     assert absent(lines) == [1.0]
     assert any(line.startswith("process_cpu_seconds_total") for line in lines), "what is not ours"
@@ -78,12 +81,12 @@ def test_a_second_registration_a_second_app_and_vllms_own_clearing_change_nothin
     run("""
     from vllm.v1.metrics.prometheus import unregister_vllm_metrics
     for _ in range(3):
-        install_metrics(Settings())
+        install_metrics(process)
     first = serve()
-    process.EVENTS.emit(AdapterUnknown("sql"))
+    process.events.emit(AdapterUnknown("sql"))
     unregister_vllm_metrics()
     second = serve()
-    process.EVENTS.emit(AdapterUnknown("sql"))
+    process.events.emit(AdapterUnknown("sql"))
     unregister_vllm_metrics()
     for app in (first, second):
         assert absent(scrape(app)) == [2.0]
@@ -91,21 +94,20 @@ def test_a_second_registration_a_second_app_and_vllms_own_clearing_change_nothin
     """)
 
 
-def test_modules_that_are_imported_anew_start_anew_without_a_crash():
+def test_modules_that_are_imported_again_count_from_zero():
     run("""
     import importlib, sys
-    install_metrics(Settings())
+    install_metrics(process)
     serve()
-    process.EVENTS.emit(AdapterUnknown("sql"))
+    process.events.emit(AdapterUnknown("sql"))
     for name in [name for name in sys.modules if name.startswith("lora_plugins")]:
         del sys.modules[name]
-    from lora_plugins import process as anew
+    from lora_plugins.process import this_process as imported_again
     from lora_plugins.events import AdapterUnknown as Unknown
     from lora_plugins.vllm_patches.metrics import install_metrics as install
-    from lora_plugins.settings import Settings as NewSettings
-    install(NewSettings())
+    install(imported_again())
     app = serve()
-    anew.EVENTS.emit(Unknown("sql"))
+    imported_again().events.emit(Unknown("sql"))
     assert absent(scrape(app)) == [1.0]
     """)
 
@@ -113,8 +115,8 @@ def test_modules_that_are_imported_anew_start_anew_without_a_crash():
 def test_where_no_server_is_made_nothing_is_counted():
     run("""
     from prometheus_client import REGISTRY, generate_latest
-    install_metrics(Settings())
-    process.EVENTS.emit(AdapterUnknown("sql"))
+    install_metrics(process)
+    process.events.emit(AdapterUnknown("sql"))
     assert b"lora_plugins" not in generate_latest(REGISTRY)
     """)
 
@@ -122,13 +124,14 @@ def test_where_no_server_is_made_nothing_is_counted():
 def test_several_api_servers_show_the_sums_of_all(tmp_path: Path):
     """vLLM's multiprocess mode: each process counts in files, and whichever is scraped reads them all."""
     count = """
-    install_metrics(Settings(metrics_adapters=1))
+    process.settings = Settings(metrics_adapters=1)
+    install_metrics(process)
     app = serve()
     for name in ("sql", "chat"):
-        process.EVENTS.emit(AdapterUnknown(name))
-        process.EVENTS.emit(RequestServed(name))
+        process.events.emit(AdapterUnknown(name))
+        process.events.emit(RequestServed(name))
     from lora_plugins.events import AdapterUnloaded
-    process.EVENTS.emit(AdapterUnloaded("sql", 0.0, 0))
+    process.events.emit(AdapterUnloaded("sql", 0.0, 0))
     serve()
     print("\\n".join(scrape(app)))
     """
@@ -147,8 +150,8 @@ def test_several_api_servers_show_what_engines_and_store_say(tmp_path: Path):
         """
     from lora_plugins.vllm_patches import metrics as installation
     from lora_plugins.observability.store_metrics import StoreUsage
-    installation._read_store_usage = lambda: StoreUsage(1, 2, 3)
-    install_metrics(Settings())
+    installation._read_store_usage = lambda _: StoreUsage(1, 2, 3)
+    install_metrics(process)
     lines = scrape(serve())
     assert "lora_plugins_store_adapters 1.0" in lines
     """,
@@ -159,10 +162,9 @@ def test_several_api_servers_show_what_engines_and_store_say(tmp_path: Path):
 def test_the_engines_are_asked_and_only_with_our_manager():
     run("""
     from types import SimpleNamespace
-    from lora_plugins.vllm_patches import installation as ours
     from lora_plugins.scheduler.messages import to_plain
     from tests.observability.test_engine_metrics import engine
-    install_metrics(Settings())
+    install_metrics(process)
     asked = []
 
     class Core:
@@ -179,7 +181,7 @@ def test_the_engines_are_asked_and_only_with_our_manager():
             self.engine_core = Core()
 
     def loaded(installed, lora_config="there"):
-        ours._installed = installed
+        process.is_manager_patched = installed
         app = serve()
         app.state.engine_client = Client(lora_config)
         return [line for line in scrape(app) if line.startswith("vllm:lora_adapter_loaded{")]

@@ -11,11 +11,12 @@ import pytest
 
 from lora_plugins.adapter.names import adapter_id
 from lora_plugins.errors import InvalidSettings
+from lora_plugins.process import Process
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.server.name_locks import NameLocks
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches import resolver as resolver_module
-from lora_plugins.vllm_patches.resolver import LoRAPluginsResolver, resolver_of_process, sources_of_worker
+from lora_plugins.vllm_patches.resolver import LoRAPluginsResolver, register_resolver
 from tests.make import BASE, adapter_files, put
 from tests.server.test_base_model import served
 
@@ -23,10 +24,10 @@ from tests.server.test_base_model import served
 @pytest.fixture
 def resolver(tmp_path):
     (tmp_path / "root").mkdir()
-    resolver = LoRAPluginsResolver(Settings(store_dir=tmp_path / "store"))
-    resolver.add(lambda executor: FilesystemSource(tmp_path / "root", executor=executor))
-    resolver.chain.base = BASE
-    return resolver
+    process = Process(Settings(store_dir=tmp_path / "store"))
+    process.add_source(lambda executor: FilesystemSource(tmp_path / "root", executor=executor))
+    process.sources.base = BASE
+    return LoRAPluginsResolver(process)
 
 
 def resolve(resolver, name):
@@ -44,7 +45,7 @@ def test_a_found_adapter_becomes_vllms_request(resolver, tmp_path):
 
 def test_before_the_server_is_bound_the_request_names_no_base_model(resolver, tmp_path):
     put(tmp_path / "root" / "sql", adapter_files())
-    resolver.chain.base = None
+    resolver.process.sources.base = None
     assert resolve(resolver, "sql").base_model_name is None
 
 
@@ -68,7 +69,7 @@ def start_serving(resolver, monkeypatch):
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
     monkeypatch.setattr(OpenAIServingModels, "__init__", OpenAIServingModels.__init__)  # put back afterwards
-    resolver_module.when_serving(resolver.require_what_it_needs, resolver.bind)
+    resolver_module.when_serving(resolver.before_serving, resolver.bind)
 
     def start(lora_config: object):
         like = served(lora_config)
@@ -79,15 +80,13 @@ def start_serving(resolver, monkeypatch):
     return start
 
 
-def test_when_serving_starts_the_resolver_learns_the_base_model_and_the_log_says_who_is_in_charge(
-    resolver, start_serving, logged
-):
-    resolver.chain.settings = Settings(runtime_lora_updating=True)
+def test_at_start_the_base_model_is_read_and_the_sources_are_logged(resolver, start_serving, logged):
+    resolver.process.settings = Settings(runtime_lora_updating=True)
     models = start_serving(SimpleNamespace(max_lora_rank=64))
     assert [path.name for path in models.base_model_paths] == ["tiny", "tiny-2"]
-    assert resolver.chain.base.served_names == ("tiny", "tiny-2")
+    assert resolver.process.sources.base.served_names == ("tiny", "tiny-2")
     (line,) = [record.getMessage() for record in logged.records if record.levelname == "INFO"]
-    for part in ("lora-plugins", str(resolver.chain.sources[0]), "compatible", "largest rank 64"):
+    for part in ("lora-plugins", str(resolver.process.sources.sources[0]), "compatible", "largest rank 64"):
         assert part in line
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in logged.text
     assert "--enable-lora" not in logged.text
@@ -105,15 +104,15 @@ def test_when_serving_starts_vllms_locks_are_dropped_with_their_last_user(start_
     assert isinstance(models.lora_resolver_lock, NameLocks)
 
 
-def test_a_store_that_cannot_be_made_ends_the_start(start_serving, resolver, tmp_path):
+def test_startup_fails_with_a_store_that_cannot_be_made(start_serving, resolver, tmp_path):
     (tmp_path / "file").write_bytes(b"")
-    resolver.settings = Settings(store_dir=tmp_path / "file" / "store")
-    del resolver.chain  # not yet made
+    resolver.process.settings = Settings(store_dir=tmp_path / "file" / "store")
+    del resolver.process.sources  # not yet made
     with pytest.raises(InvalidSettings, match="LORA_PLUGINS_STORE_DIR"):
         start_serving(None)
 
 
-# --- the resolver's parts are made late
+# --- what the process has, and when
 
 
 def test_nothing_is_made_before_the_first_use(tmp_path):
@@ -124,43 +123,51 @@ def test_nothing_is_made_before_the_first_use(tmp_path):
         return FilesystemSource(tmp_path, executor=executor)
 
     before = threading.active_count()
-    resolver = LoRAPluginsResolver(Settings(store_dir=tmp_path / "store"))
-    resolver.add(make_source)
+    process = Process(Settings(store_dir=tmp_path / "store"), [make_source])
+    LoRAPluginsResolver(process)
     assert (made, threading.active_count(), (tmp_path / "store").exists()) == ([], before, False)
-    assert resolver.chain is resolver.chain
+    assert not process.has_opened_sources
+    assert process.sources is process.sources
+    assert process.has_opened_sources
     assert len(made) == 1
     assert (tmp_path / "store").is_dir()
 
 
-def test_a_source_added_twice_is_asked_once(resolver, tmp_path):
-    again = LoRAPluginsResolver(resolver.settings)
+def test_a_source_added_twice_is_asked_once(tmp_path):
+    process = Process(Settings(store_dir=tmp_path / "store"))
     for _ in range(2):
-        again.add(lambda executor: FilesystemSource(tmp_path / "root", executor=executor))
-    assert [source.label for source in again.chain.sources] == ["filesystem"]
+        process.add_source(lambda executor: FilesystemSource(tmp_path, executor=executor))
+    assert [source.label for source in process.sources.sources] == ["filesystem"]
 
 
-def test_uris_are_served_where_no_source_is_named_and_a_worker_knows_them_too(tmp_path, monkeypatch):
+@pytest.fixture
+def registered(monkeypatch):
+    from vllm.lora.resolver import LoRAResolverRegistry
+
     registered = []
-    monkeypatch.setattr(resolver_module, "_resolver", None)
     for touching in ("keep_http_headers", "when_serving"):
         monkeypatch.setattr(resolver_module, touching, lambda *_: None)
-    monkeypatch.setattr(
-        resolver_module, "_register_resolver", lambda name, resolver: registered.append((name, resolver))
-    )
-    assert sources_of_worker() is None
+    monkeypatch.setattr(LoRAResolverRegistry, "register_resolver", lambda *named: registered.append(named))
+    return registered
+
+
+def test_uris_are_served_without_a_source_and_workers_know_them(tmp_path, registered):
     uri = (tmp_path / "adapters").as_uri()
     put(tmp_path / "adapters" / "sql", adapter_files())
-    settings = Settings(store_dir=tmp_path / "store", allowed_uris=(uri,))
-    resolver = resolver_of_process(settings)
-    assert resolver_of_process(settings) is resolver
-    assert registered == [("lora-plugins", resolver)]
-    for chain in (resolver.chain, sources_of_worker()):
-        assert asyncio.run(chain.resolve_uri("a", f"{uri}/sql", BASE.path)).rank == 4
-        assert asyncio.run(chain.resolve("sql", BASE.path)) is None
+    process = Process(Settings(store_dir=tmp_path / "store", allowed_uris=(uri,)))
+    assert process.sources_of_worker() is None
+    for _ in range(2):
+        register_resolver(process)
+    ((name, resolver),) = registered
+    assert (name, resolver.process) == ("lora-plugins", process)
+    assert process.sources_of_worker() is not process.sources
+    for sources in (process.sources, process.sources_of_worker()):
+        assert asyncio.run(sources.resolve_uri("a", f"{uri}/sql", BASE.path)).rank == 4
+        assert asyncio.run(sources.resolve("sql", BASE.path)) is None
 
 
-def test_a_prefix_that_cannot_be_right_ends_the_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(resolver_module, "_resolver", None)
+def test_startup_fails_with_a_malformed_uri_prefix(tmp_path, registered):
+    process = Process(Settings(store_dir=tmp_path / "store", allowed_uris=("s3://a/../b",)))
     with pytest.raises(InvalidSettings, match="LORA_PLUGINS_ALLOWED_URIS"):
-        resolver_of_process(Settings(store_dir=tmp_path / "store", allowed_uris=("s3://a/../b",)))
-    assert resolver_module._resolver is None
+        register_resolver(process)
+    assert (registered, process.is_resolver_registered) == ([], False)

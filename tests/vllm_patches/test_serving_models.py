@@ -10,10 +10,10 @@ import pytest
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.lora.request import LoRARequest
 
+from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import IncompatibleAdapter, NoFreeSlot
 from lora_plugins.server import response_start
 from lora_plugins.server.response_start import Pending
-from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches import async_llm, serving_models
 from tests.server.test_lifecycle import Version, World
 from tests.virtual_time import runs
@@ -47,14 +47,12 @@ class Resolver:
 class Models(OpenAIServingModels):
     """vLLM's methods, wrapped as they are in a server, over a made-up one."""
 
-    load_lora_adapter = serving_models._explaining(serving_models._loading(OpenAIServingModels.load_lora_adapter))
-    resolve_lora = serving_models._knowing(
-        serving_models._explaining(serving_models._without_waiting(OpenAIServingModels.resolve_lora))
-    )
-    _check_unload_lora_adapter_request = serving_models._checking(
+    load_lora_adapter = serving_models._loading(OpenAIServingModels.load_lora_adapter)
+    resolve_lora = serving_models._resolving(OpenAIServingModels.resolve_lora)
+    _check_unload_lora_adapter_request = serving_models._checking_unload(
         OpenAIServingModels._check_unload_lora_adapter_request
     )
-    unload_lora_adapter = serving_models._freeing(OpenAIServingModels.unload_lora_adapter)
+    unload_lora_adapter = serving_models._unloading(OpenAIServingModels.unload_lora_adapter)
 
     def __init__(self, world: World, *, lora: object | None = "on") -> None:
         self.engine_client = EngineClient(lora)
@@ -78,11 +76,10 @@ def of_this_world(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What vLLM's objects are known by: `world.of(...)` has them."""
     worlds: list[World] = []
 
-    def known(world: World, **settings: Any) -> World:
+    def known(world: World) -> World:
         worlds.append(world)
-        monkeypatch.setattr(serving_models, "changes", lambda _: world.changes)
+        monkeypatch.setattr(serving_models, "lifecycle_of", lambda _: world.lifecycle)
         monkeypatch.setattr(async_llm, "planner_of", lambda _: world.planner)
-        monkeypatch.setattr(serving_models, "settings_of_server", lambda: Settings(**settings))
         return world
 
     return known
@@ -95,7 +92,7 @@ async def test_a_resolved_name_is_served_and_known(of_this_world: Any) -> None:
     world.sources.has["sql"] = Version("aa")
     request = await models.resolve_lora("sql")
     assert await world.ask("sql") == "/store/aa"
-    served = world.changes.catalogue.get("sql")
+    served = world.lifecycle.registry.get("sql")
     assert (served.request, served.version) == (request, Version("aa"))
     assert world.written == 1, "it will be there after a restart"
     assert models.engine_client.own == []
@@ -122,7 +119,7 @@ async def test_a_name_that_cannot_be_loaded_leaves_the_table(of_this_world: Any)
         await world.ask("sql")
     await world.settled()
     assert world.table.lora_requests == {}, "else it would be listed, and refused at every request"
-    assert world.changes.catalogue.all() == []
+    assert world.lifecycle.registry.all() == []
     assert (world.in_workers, world.sources.leased) == (set(), set())
     assert world.written == 2, "what is written for the next start is without it"
     world.worker.broken = None
@@ -152,7 +149,7 @@ async def test_an_unknown_name_stays_vllms_answer(of_this_world: Any) -> None:
 async def test_a_blocked_name_is_not_resolved(of_this_world: Any) -> None:
     world = of_this_world(World())
     world.sources.has["sql"] = Version("aa")
-    await world.changes.unload("sql", block=True, timeout_s=1)
+    await world.lifecycle.unload("sql", block=True, timeout_s=1)
     with pytest.raises(Exception, match=r"L002.*blocked"):
         await Models(world).resolve_lora("sql")
     assert world.sources.asked == []
@@ -166,7 +163,7 @@ async def test_a_version_by_its_digest_is_served_beside(of_this_world: Any) -> N
     world.sources.has["sql"] = Version(old)
     await models.resolve_lora("sql")
     world.sources.has["sql"] = Version(new)
-    assert await world.changes.refresh("sql")
+    assert await world.lifecycle.refresh("sql")
     request = await models.resolve_lora(f"sql@{old[:8]}")
     assert request.lora_path == f"/store/{old}"
     assert await world.ask(f"sql@{old[:8]}") == f"/store/{old}"
@@ -246,14 +243,14 @@ async def test_an_unload_frees_what_vllm_takes_out(of_this_world: Any) -> None:
     await world.settled()
     assert (await models.unload("sql")).endswith("removed successfully.")
     assert running.done(), "it has waited for what ran"
-    assert (world.in_workers, world.sources.leased, world.changes.catalogue.draining) == (set(), set(), {})
+    assert (world.in_workers, world.sources.leased, world.lifecycle.registry.draining) == (set(), set(), {})
     assert world.written == 2
     assert (await models.unload("sql")).error.code == 404
 
 
 @runs
 async def test_an_unload_whose_requests_do_not_end_says_so(of_this_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = of_this_world(World(), drain_timeout_s=1)
+    world = of_this_world(World(drain_timeout_s=1))
     models = Models(world)
     await models.load("mine", "/by/hand")
     running = world.start("mine", 100)
@@ -276,7 +273,7 @@ async def test_without_lora_everything_is_vllms_own(of_this_world: Any, monkeypa
     def nobody(_: Any) -> Any:
         raise AssertionError("there is no planner")
 
-    monkeypatch.setattr(serving_models, "changes", nobody)
+    monkeypatch.setattr(serving_models, "lifecycle_of", nobody)
     monkeypatch.setattr(async_llm, "planner_of", nobody)
     models = Models(world, lora=None)
     assert (await models.resolve_lora("sql")).error.code == 404
@@ -287,47 +284,27 @@ async def test_without_lora_everything_is_vllms_own(of_this_world: Any, monkeypa
     assert "removed" in await models.unload("mine")
 
 
-# --- texts ---
-
-
-def test_an_error_of_which_nothing_is_known_stays_vllms() -> None:
-    response = SimpleNamespace(error="the model does not exist")
-
-    async def unknown(self: Any) -> Any:
-        return response
-
-    assert asyncio.run(serving_models._explaining(unknown)(None)) is response
-    async_llm.noted(IncompatibleAdapter("nobody listens"))
-
-
-def test_where_vllm_swallows_an_error_its_text_is_told() -> None:
-    async def swallowing(self: Any, refuse: bool) -> Any:
-        if refuse:
-            async_llm.noted(IncompatibleAdapter("rank 99", adapter="sql"))
-        return SimpleNamespace(error="could not be loaded") if refuse else "loaded"
-
-    explained = serving_models._explaining(swallowing)
-
-    async def run() -> None:
-        assert await explained(None, False) == "loaded"
-        with pytest.raises(Exception, match=r"L003.*rank 99"):
-            await explained(None, True)
-        assert await explained(None, False) == "loaded", "nothing of it is left"
-
-    asyncio.run(run())
+# --- errors ---
 
 
 @runs
-async def test_refusals_of_requests_at_once_are_not_mixed_up() -> None:
-    async def swallowing(self: Any, name: str) -> Any:
-        await asyncio.sleep(0.01)
-        async_llm.noted(IncompatibleAdapter("rank 99", adapter=name))
-        await asyncio.sleep(0.01)
-        return SimpleNamespace(error="could not be loaded")
+async def test_loads_at_once_each_answer_their_own_error(of_this_world: Any) -> None:
+    world = of_this_world(World())
+    models = Models(world)
 
-    explained = serving_models._explaining(swallowing)
-    errors = await asyncio.gather(*(explained(None, name) for name in ("x", "y", "z")), return_exceptions=True)
+    async def refuse(request: Any, **_: Any) -> None:
+        await asyncio.sleep(0.01)
+        raise IncompatibleAdapter("rank 99", adapter=request.lora_name)
+
+    world.planner.load = refuse
+    errors = await asyncio.gather(*(models.load(name, "/by/hand") for name in "xyz"), return_exceptions=True)
     assert [f"'{name}'" in str(error) for name, error in zip("xyz", errors, strict=True)] == [True] * 3
+
+
+@runs
+async def test_an_error_that_is_not_ours_stays_vllms_answer(of_this_world: Any) -> None:
+    answer = await Models(of_this_world(World())).load("", "/by/hand")
+    assert answer.error.message == "Both 'lora_name' and 'lora_path' must be provided."
 
 
 # --- streams ---
@@ -358,7 +335,7 @@ async def test_an_error_is_answered_as_the_application_does() -> None:
     init_exception_handler(app)
     scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "query_string": b"", "app": app}
     for error, status in ((NoFreeSlot("x"), 503), (IncompatibleAdapter("x"), 400)):
-        answer = await serving_models._answer(scope, async_llm.noted(error))
+        answer = await serving_models._answer(scope, http_error(error))
         assert answer.status_code == status
         assert error.code in answer.body.decode()
     assert (await serving_models._answer(scope, HTTPException(418, "tea"))).status_code == 418

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -19,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from lora_plugins.scheduler.messages import Activate, Activated, AdapterSpec, Evict, Failed, Load, Loaded, Report
+from lora_plugins.settings import Settings
 
 WIDTH, HIGH, LAYERS, MAX_RANK = 16, 32, 2, 8
 # The adapter's modules: features in, features out.
@@ -110,7 +112,8 @@ def manager_of(config: Any, kind: type | None = None) -> Any:
     """A worker manager over a model of its own; ours, or vLLM's `kind`."""
     from lora_plugins.worker.manager import PlannedWorkerLoRAManager
 
-    manager = (kind or PlannedWorkerLoRAManager)(config, torch.device("cpu"), {})
+    make = kind or functools.partial(PlannedWorkerLoRAManager, settings=Settings.from_env())
+    manager = make(config, torch.device("cpu"), {})
     manager.create_lora_manager(small_model(), config)
     return manager
 

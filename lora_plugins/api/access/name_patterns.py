@@ -1,14 +1,12 @@
 """Patterns of adapter names: `*` stands for any characters, slashes included, `?` for one, everything else for itself.
 
-A pattern without `@` says nothing of revisions: `team-a/sql` covers `team-a/sql@v2`. One with `@` is held against the
-whole name.
+A pattern without `@` says nothing of revisions: `team-a/sql` covers `team-a/sql@v2`. One with `@` is compared
+with the whole name.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-_WILD = frozenset("*?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,17 +18,6 @@ class NamePattern:
     def matches(self, name: str) -> bool:
         """Whether it covers this name; upper and lower case differ. Takes time in proportion to both lengths."""
         return _fits(self.text, name if "@" in self.text else name.partition("@")[0])
-
-    @property
-    def spelled_out(self) -> tuple[str, ...]:
-        """The segments before the last one and before any wildcard: the folders that it is about."""
-        *folders, _ = self.text.partition("@")[0].split("/")
-        plain = []
-        for folder in folders:
-            if _WILD & set(folder):
-                break
-            plain.append(folder)
-        return tuple(plain)
 
 
 def _fits(pattern: str, text: str) -> bool:

@@ -105,7 +105,7 @@ class Policy:
         return cls(Principal("(default)", _patterns(default, "default")), tenants)
 
     def of_key(self, key: str | None) -> Principal:
-        """Whose key this is; the default's where it is nobody's, or None."""
+        """Whose key this is; the default's where no tenant has it, or it is None."""
         if key is None:
             return self.default
         digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -22,6 +22,19 @@ FORBIDDEN = "This needs a key with admin rights in the server's access policy."
 _ADMIN_PATHS = ("/v1/loras", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/collective_rpc")
 
 
+async def require_admin() -> None:
+    """Let only administrators in; a FastAPI dependency. Without a policy everybody is one.
+
+    Raises:
+        HTTPException: 403.
+    """
+    principal = principal_of_request.get()
+    if principal is not None and not principal.is_admin:
+        from fastapi import HTTPException
+
+        raise HTTPException(403, FORBIDDEN)
+
+
 class KnowPrincipal:
     """ASGI middleware: notes whose key a request carries, and keeps others than administrators from their routes.
 

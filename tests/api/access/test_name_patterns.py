@@ -52,18 +52,3 @@ def test_no_name_takes_long_however_many_stars():
     started = time.perf_counter()
     assert not pattern.matches("a" * 20_000)
     assert time.perf_counter() - started < 60, "a backtracking match would not end"
-
-
-@pytest.mark.parametrize(
-    ("pattern", "folders"),
-    [
-        ("acme/loras/team-b/*", ("acme", "loras", "team-b")),
-        ("acme/pub-*", ("acme",)),
-        ("acme/*/x", ("acme",)),
-        ("sql", ()),
-        ("*", ()),
-        ("a/b@refs/pr/1", ("a",)),
-    ],
-)
-def test_the_folders_that_a_pattern_is_about(pattern, folders):
-    assert NamePattern(pattern).spelled_out == folders
