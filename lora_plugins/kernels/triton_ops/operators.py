@@ -148,7 +148,7 @@ _operators: Operators | None = None
 
 def use(operators: Operators) -> None:
     """Have the operators of this process use `operators`: what torch calls by name has no object of its own."""
-    global _operators
+    global _operators  # noqa: PLW0603 - torch calls operators by name, so they have no object to hold this
     _operators = operators
 
 
