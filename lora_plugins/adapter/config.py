@@ -60,7 +60,7 @@ class AdapterConfig:
 
     @property
     def max_rank(self) -> int:
-        """The largest rank that any module may have; vLLM holds this against `--max-lora-rank`."""
+        """The largest rank that any module may have; vLLM compares it with `--max-lora-rank`."""
         return max([self.rank, *self.rank_pattern.values()])
 
     @property

@@ -63,19 +63,19 @@ class BaseModel:
         exact = self.module_shapes.get(module)
         return frozenset({exact}) if exact is not None else self._by_tail.get(_tail(module), frozenset())
 
-    def goes_by(self, name: str) -> bool:
-        """Whether `name` means this model: its path, a served name, an alias, or its Hub id in another spelling."""
-        return self.is_called(name) or any(
+    def matches(self, name: str) -> bool:
+        """Whether `name` means this model, also in another spelling: a snapshot in the Hub's cache, a local copy."""
+        return self.matches_exactly(name) or any(
             _same_model(name, item) for item in (self.path, *self.served_names, *self.aliases)
         )
 
-    def is_called(self, name: str) -> bool:
+    def matches_exactly(self, name: str) -> bool:
         """Whether `name` is exactly the path, a served name or an alias."""
         return name in {self.path, *self.served_names, *self.aliases}
 
 
 def check_base(config: AdapterConfig, weights: Weights | None, base: BaseModel, mode: BaseMatch) -> tuple[str, ...]:
-    """Hold an adapter against the served model; returns notes on what was let through.
+    """Check an adapter against the served model; returns notes on what was let through.
 
     `weights` is None where they cannot be read without torch; then only names and ranks are compared.
 
@@ -103,8 +103,8 @@ def check_base(config: AdapterConfig, weights: Weights | None, base: BaseModel, 
         )
     if named or mode is BaseMatch.OFF:
         return ()
-    said = f"names base model '{config.base_model}'" if config.base_model else "names no base model"
-    return (f"{said}, served is '{base.path}'; accepted because every shape fits",)
+    note = f"names base model '{config.base_model}'" if config.base_model else "names no base model"
+    return (f"{note}, served is '{base.path}'; accepted because every shape fits",)
 
 
 def _check_name(config: AdapterConfig, base: BaseModel, mode: BaseMatch) -> bool:
@@ -112,8 +112,8 @@ def _check_name(config: AdapterConfig, base: BaseModel, mode: BaseMatch) -> bool
         return True
     name = config.base_model
     if mode is BaseMatch.COMPATIBLE:
-        return name is not None and base.goes_by(name)
-    if name is None or not base.is_called(name):
+        return name is not None and base.matches(name)
+    if name is None or not base.matches_exactly(name):
         raise IncompatibleAdapter(
             f"base model {name or 'not named'}",
             expected=" or ".join(dict.fromkeys([base.path, *base.served_names, *base.aliases])),

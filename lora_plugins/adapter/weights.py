@@ -1,4 +1,4 @@
-"""The tensors of an adapter as pairs A and B of a module, held against its configuration.
+"""The tensors of an adapter as pairs A and B of a module, checked against its configuration.
 
 Names: `[base_model.model.]<module>.lora_A.weight`, `.lora_B.weight`, `.lora_embedding_A`, `.lora_embedding_B`
 (`parse_fine_tuned_lora_name` in `vllm/lora/utils.py`, 0.32). Shapes: A `(rank, in)`, B `(out, rank)`.

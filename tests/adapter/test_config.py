@@ -101,7 +101,7 @@ def test_an_empty_base_model_is_none():
 
 
 @pytest.mark.parametrize(("key", "value"), UNSUPPORTED.items())
-def test_a_feature_that_vllm_does_not_compute_is_refused_by_name(key, value):
+def test_a_feature_that_vllm_lacks_is_refused_by_name(key, value):
     with pytest.raises(IncompatibleAdapter, match=key):
         parse_config(config_bytes(**{key: value}))
     for off in (None, False, [], {}):
@@ -160,7 +160,7 @@ def test_a_value_of_the_wrong_kind_is_named(key, value):
 
 
 @pytest.mark.parametrize("name", ["/a\0b", "a\nb", "\ud800", "\x1b[2J", "x" * 5000], ids=ascii)
-def test_a_base_model_that_cannot_be_a_path_or_a_log_line_is_refused(name):
+def test_a_base_model_name_with_control_characters_is_refused(name):
     with pytest.raises(InvalidAdapter, match="base_model_name_or_path"):
         parse_config(config_bytes(base_model_name_or_path=name))
 

@@ -59,8 +59,8 @@ def check(name="org/tiny", *, mode=BaseMatch.COMPATIBLE, served=None, pairs=None
         ("./tiny", "tiny"),
     ],
 )
-def test_a_model_goes_by_these_names(served, name):
-    assert base(served).goes_by(name)
+def test_a_model_matches_these_names(served, name):
+    assert base(served).matches(name)
 
 
 @pytest.mark.parametrize(
@@ -78,31 +78,31 @@ def test_a_model_goes_by_these_names(served, name):
         (SNAPSHOT, SNAPSHOT.rsplit("/", 1)[1]),
     ],
 )
-def test_a_model_does_not_go_by_these_names(served, name):
-    assert not base(served).goes_by(name)
+def test_a_model_does_not_match_these_names(served, name):
+    assert not base(served).matches(name)
 
 
 def test_a_symlink_is_the_directory_it_points_to(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    assert base(str(tmp_path / "real")).goes_by(str(tmp_path / "link"))
+    assert base(str(tmp_path / "real")).matches(str(tmp_path / "link"))
 
 
 def test_an_alias_is_a_name():
-    assert not base().goes_by("other/model")
-    assert base(aliases=("other/model",)).goes_by("other/model")
-    assert base(aliases=("other/model",)).is_called("other/model")
+    assert not base().matches("other/model")
+    assert base(aliases=("other/model",)).matches("other/model")
+    assert base(aliases=("other/model",)).matches_exactly("other/model")
 
 
-def test_exact_names_are_the_path_the_served_names_and_the_aliases():
+def test_exact_names_are_path_served_names_and_aliases():
     model = base(aliases=("alias",))
-    assert all(model.is_called(name) for name in ("org/tiny", "served", "alias"))
-    assert not any(model.is_called(name) for name in ("Org/Tiny", "tiny", SNAPSHOT, ""))
+    assert all(model.matches_exactly(name) for name in ("org/tiny", "served", "alias"))
+    assert not any(model.matches_exactly(name) for name in ("Org/Tiny", "tiny", SNAPSHOT, ""))
 
 
 @given(st.text(max_size=30))
-def test_every_model_goes_by_its_own_name(name):
-    assert BaseModel(name).goes_by(name)
+def test_every_model_matches_its_own_name(name):
+    assert BaseModel(name).matches(name)
 
 
 # --- modes
@@ -188,7 +188,7 @@ def test_shapes_must_be_the_models_in_every_mode(mode, pair):
         check(mode=mode, pairs=[lora(), pair])
 
 
-def test_a_module_that_the_model_lacks_is_refused_with_one_that_it_has():
+def test_a_refused_module_is_named_beside_an_existing_one():
     with pytest.raises(IncompatibleAdapter) as caught:
         check(pairs=[lora(LAYER.format(7, "q_proj"))])
     assert LAYER.format(7, "q_proj") in caught.value.found
@@ -228,7 +228,7 @@ def test_a_server_without_lora_says_so_first():
 
 
 @given(st.text(max_size=40), st.sampled_from(BaseMatch), st.text(max_size=20))
-def test_any_name_and_module_fit_or_are_refused_in_our_words(name, mode, module):
+def test_any_name_and_module_fit_or_raise_our_errors(name, mode, module):
     if "\0" in name or any("\ud800" <= character <= "\udfff" for character in name):
         return  # `parse_config` lets no such name through
     try:

@@ -214,7 +214,7 @@ def test_a_layer_that_the_model_does_not_have_is_refused(adapter):
     assert LAYER.format(2, "q_proj") in refused(IncompatibleAdapter, adapter, WEIGHTS_FILE).found
 
 
-def test_another_base_name_with_fitting_shapes_is_served_with_a_note(adapter):
+def test_another_base_name_with_fitting_shapes_gets_a_note(adapter):
     (adapter / CONFIG_FILE).write_bytes(config_bytes(base_model_name_or_path="other/model"))
     (note,) = verified(adapter).notes
     assert "'other/model'" in note
@@ -285,7 +285,7 @@ def _served_or_ours(directory) -> None:
     assert said
 
 
-def test_every_changed_header_byte_is_served_or_refused_in_our_words(adapter):
+def test_every_changed_header_byte_is_served_or_raises_our_errors(adapter):
     whole = (adapter / WEIGHTS_FILE).read_bytes()
     for position in range(8 + int.from_bytes(whole[:8], "little")):
         for value in {whole[position] ^ 1, whole[position] ^ 0x80, 0x22}:
@@ -295,13 +295,13 @@ def test_every_changed_header_byte_is_served_or_refused_in_our_words(adapter):
 
 @settings(max_examples=100)
 @given(config=st.binary(max_size=80), tensors=st.binary(max_size=80))
-def test_any_two_files_are_served_or_refused_in_our_words(tmp_path, config, tensors):
+def test_any_two_files_are_served_or_raise_our_errors(tmp_path, config, tensors):
     _served_or_ours(put(tmp_path / "any", {CONFIG_FILE: config, WEIGHTS_FILE: tensors}))
 
 
 @settings(max_examples=100)
 @given(base=st.text(max_size=10), targets=st.one_of(st.text(max_size=10), st.lists(st.text(max_size=5), max_size=3)))
-def test_any_base_name_and_targets_are_served_or_refused_in_our_words(tmp_path, base, targets):
+def test_any_names_and_targets_are_served_or_raise_our_errors(tmp_path, base, targets):
     changes = {"base_model_name_or_path": f"/{base}", "target_modules": targets}
     _served_or_ours(put(tmp_path / "any", adapter_files(**changes)))
 

@@ -1,4 +1,4 @@
-"""Run commands in this process, with an environment of their own, and hold what they print against golden files."""
+"""Run commands in this process, with an environment of their own, and compare what they print with golden files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 from lora_plugins.cli.app import run
 
 GOLDEN = Path(__file__).parent / "golden"
-RENEW = "RENEW_GOLDEN"  # RENEW_GOLDEN=1 pytest tests/cli writes the files anew; look at the difference before a commit
+RENEW = "RENEW_GOLDEN"  # RENEW_GOLDEN=1 pytest tests/cli writes the files again; look at the difference before a commit
 _OTHERS = (
     "LORA_PLUGINS_",
     "VLLM_",
@@ -134,7 +134,7 @@ class Terminal:
         return bool(piece)
 
     def wait_for(self, text: str) -> None:
-        """Wait until `text` is written anew."""
+        """Wait until `text` is written again."""
         while text not in self.text[self._seen :]:
             assert self.read(), self.text
         self._seen = len(self.text)

@@ -168,7 +168,7 @@ def test_what_may_not_be_read(cli):
 
 
 @pytest.mark.usefixtures("permissions_count")
-def test_a_store_that_may_only_be_read_is_listed_and_not_written(cli):
+def test_a_read_only_store_is_listed_and_not_written(cli):
     digest = cli("pull", "sql", "--json").json["digest"]
     folders = [cli.store, *(path for path in cli.store.rglob("*") if path.is_dir())]
     for folder in folders:
@@ -210,7 +210,7 @@ def test_what_is_damaged_is_quarantined_and_collected(cli):
     assert list((cli.store / ".quarantine").iterdir()) == []
 
 
-def test_what_is_damaged_and_in_use_stays_and_is_said_so(cli):
+def test_what_is_damaged_and_in_use_stays(cli):
     digest = cli("pull", "sql", "--json").json["digest"]
     server = Store(cli.store)
     assert server.acquire(digest)
@@ -223,7 +223,7 @@ def test_what_is_damaged_and_in_use_stays_and_is_said_so(cli):
     assert "damaged, quarantined" in cli("verify").out
 
 
-def test_gc_leaves_what_a_server_has_leased_and_says_so(cli):
+def test_gc_leaves_what_a_server_has_leased(cli):
     digest = cli("pull", "sql", "--json").json["digest"]
     other = cli("pull", "team/poet", "--json").json["digest"]
     server = Store(cli.store)
@@ -241,7 +241,7 @@ def test_gc_leaves_what_a_server_has_leased_and_says_so(cli):
     assert not (cli.store / digest).exists()
 
 
-def test_gc_removes_no_more_than_it_must_and_the_oldest_first(cli):
+def test_gc_removes_the_oldest_and_no_more_than_needed(cli):
     put(cli.adapters / "third", adapter_files(lora_alpha=32))
     digests = [cli("pull", name, "--json").json["digest"] for name in ("team/poet", "third", "sql")]
     for age_s, digest in enumerate(reversed(digests)):
@@ -259,7 +259,7 @@ def test_pulling_leaves_no_lease(cli):
     assert [row["leases"] for row in cli("ls", "--json").json["adapters"]] == [0, 0]
 
 
-def test_a_uri_on_the_command_line_is_allowed_and_widens_nothing_else(cli):
+def test_a_uri_on_the_command_line_is_allowed(cli):
     link = cli.root / "elsewhere" / "link"
     link.parent.mkdir()
     os.symlink(cli.adapters / "sql", link)
@@ -401,7 +401,7 @@ def test_without_typer_it_says_what_to_install():
     assert done.stderr == ("lora-plugins: the command line needs typer. To fix: pip install 'lora-plugins[cli]'\n")
 
 
-def test_what_should_not_happen_is_said_in_one_line_and_traced_on_request(cli, monkeypatch):
+def test_a_bug_is_one_line_and_traced_on_request(cli, monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("first line\nsecond line")
 

@@ -1,4 +1,4 @@
-"""What people and programs see of each command, held against golden files (`RENEW_GOLDEN=1` writes them anew)."""
+"""What people and programs see of each command, compared with golden files (`RENEW_GOLDEN=1` writes them again)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_doctor(cli, how):
     golden(f"doctor.{how}", cli("doctor", *(["--json"] if how == "json" else [])), cli.root)
 
 
-def test_an_adapter_held_against_a_base_model(cli):
+def test_an_adapter_compared_with_a_base_model(cli):
     base = cli.root / "base"
     base.mkdir()
     (base / "config.json").write_text(json.dumps(LLAMA))

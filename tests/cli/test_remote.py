@@ -56,7 +56,7 @@ def test_names_are_asked_of_every_source_in_order(env):
     assert [steps[source] for source in ("s3", "filesystem", "hub")] == ["yes", "not asked", "not asked"]
 
 
-def test_a_source_that_cannot_say_hides_no_later_one_and_is_told(env):
+def test_an_unavailable_source_hides_no_later_one(env):
     away = {**env, "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
     done = outside("resolve", "acme/many/en", "--json", env=away)
     steps = {step["step"]: step for step in done.json["steps"]}

@@ -102,7 +102,7 @@ def test_json_is_the_admin_apis_own(cli, server):
     assert shown(cli, server, "--json").json == LIST
 
 
-def test_the_key_of_the_option_goes_before_that_of_the_environment(cli, server):
+def test_the_key_option_overrides_the_environment(cli, server):
     cli.env["VLLM_API_KEY"] = "from-environment"
     shown(cli, server)
     shown(cli, server, "--api-key", "given")
@@ -153,7 +153,7 @@ def test_no_address_of_a_server(cli, url):
     assert done.code == 2
 
 
-def test_watching_on_a_terminal_survives_an_outage_and_ends_with_ctrl_c(cli, server):
+def test_watching_survives_an_outage_until_ctrl_c(cli, server):
     with Terminal(
         cli, "top", "--interval", "0.1", "--url", server.url, env={"TERM": "xterm", "COLUMNS": "100"}
     ) as shown:
@@ -176,7 +176,7 @@ def test_watching_in_a_pipe_prints_a_table_at_every_look(server):
     assert "answers HTTP 500" in done.err
 
 
-def test_watching_prints_a_line_of_json_at_every_look_and_ends_with_the_server(server):
+def test_watching_prints_json_lines_until_the_server_ends(server):
     server.looks_until_it_fails = 4
     done = outside("top", "--json", "--interval", "0.1", "--url", server.url, env={})
     *looks, error = done.out.split("\n", done.out.count('{"loras"'))

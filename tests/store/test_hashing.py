@@ -34,7 +34,7 @@ def test_a_complete_file(tmp_path: Path, size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("pieces", [1, 2, 17])
-def test_a_file_that_is_told_of_as_it_grows(tmp_path: Path, size: int, pieces: int) -> None:
+def test_a_file_hashed_as_it_grows(tmp_path: Path, size: int, pieces: int) -> None:
     data = os.urandom(size)
     path = tmp_path / "file"
     path.touch()
@@ -48,7 +48,7 @@ def test_a_file_that_is_told_of_as_it_grows(tmp_path: Path, size: int, pieces: i
     assert threads() == []
 
 
-def test_a_file_of_which_nothing_was_told(tmp_path: Path) -> None:
+def test_a_file_of_which_nothing_was_reported(tmp_path: Path) -> None:
     arriving = ArrivingFile(tmp_path / "file")  # not there yet
     data = os.urandom(100_000)
     (tmp_path / "file").write_bytes(data)
@@ -74,7 +74,7 @@ def test_only_what_has_landed_is_read(tmp_path: Path) -> None:
     assert arriving.finish() == answer(data)
 
 
-def test_telling_too_much_is_no_harm(tmp_path: Path) -> None:
+def test_reporting_too_much_is_no_harm(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"abc")
     arriving = ArrivingFile(tmp_path / "file")
     arriving.landed(1000)
@@ -103,7 +103,7 @@ def test_hashing_has_begun_before_the_file_is_complete(tmp_path: Path, monkeypat
 
 
 class TestArriving:
-    def test_every_promised_file_is_hashed_and_told_in_order(self, tmp_path: Path) -> None:
+    def test_every_promised_file_is_hashed_in_order(self, tmp_path: Path) -> None:
         arriving = PartialDownload(tmp_path, ["b", "a"])
         for name in "ab":
             (tmp_path / name).write_bytes(name.encode())
@@ -134,7 +134,7 @@ class TestArriving:
         arriving.finish_quietly()
         assert threads() == []
 
-    def test_many_threads_may_tell(self, tmp_path: Path) -> None:
+    def test_many_threads_may_report(self, tmp_path: Path) -> None:
         data = os.urandom(1_000_000)
         (tmp_path / "a").write_bytes(data)
         arriving = PartialDownload(tmp_path, ["a"])

@@ -190,7 +190,7 @@ def test_budget_counts_past_what_is_not_ours(tmp_path: Path) -> None:
     assert (store.layout.root / ("e" * 64)).is_file()
 
 
-def test_an_entry_that_goes_while_it_is_counted_is_not_counted(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_removed_meanwhile_is_not_counted(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = obtain(store, DownloadSpec(adapter_files()))
     gone = "f" * 64
     monkeypatch.setattr(Layout, "digests", lambda self: [gone, stored.digest])
@@ -198,7 +198,7 @@ def test_an_entry_that_goes_while_it_is_counted_is_not_counted(store: Store, mon
 
 
 @pytest.mark.parametrize("text", [b"", b"\0" * 64, b"\xff" * 64, b"../../etc", b"a" * 64, b"{}"])
-def test_a_damaged_index_is_fetched_anew(store: Store, text: bytes) -> None:
+def test_a_damaged_index_is_fetched_again(store: Store, text: bytes) -> None:
     wanted = DownloadSpec(adapter_files())
     stored = obtain(store, wanted)
     (index,) = store.layout.folder("index").iterdir()
@@ -210,7 +210,7 @@ def test_a_damaged_index_is_fetched_anew(store: Store, text: bytes) -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff\xff", b'{"files": 5}', None])
-def test_a_damaged_manifest_is_fetched_anew(store: Store, text: bytes | None) -> None:
+def test_a_damaged_manifest_is_fetched_again(store: Store, text: bytes | None) -> None:
     wanted = DownloadSpec(adapter_files())
     stored = obtain(store, wanted)
     manifest = stored.directory / "manifest.json"
@@ -221,7 +221,7 @@ def test_a_damaged_manifest_is_fetched_anew(store: Store, text: bytes | None) ->
     assert store.verify(stored.digest)
 
 
-def test_what_the_dead_left_is_swept_and_what_the_living_hold_is_not(store: Store) -> None:
+def test_opening_sweeps_what_dead_processes_left(store: Store) -> None:
     dead, alive = f"{store.processes.me().partition('.')[0]}.999999999.5", store.processes.me()
     tmp, locks = store.layout.folder("tmp"), store.layout.folder("locks")
     for owner in (dead, alive):
@@ -252,7 +252,7 @@ def test_a_store_whose_folder_is_lost_is_unavailable(store: Store, folder: str) 
         obtain(store, DownloadSpec(adapter_files()))
 
 
-def test_a_store_that_may_not_be_written_any_more_is_unavailable(store: Store, permissions_count: None) -> None:
+def test_a_store_that_becomes_read_only_is_unavailable(store: Store, permissions_count: None) -> None:
     store.layout.folder("tmp").chmod(0o500)
     with pytest.raises(SourceUnavailable, match="Permission denied"):
         obtain(store, DownloadSpec(adapter_files()))
@@ -366,7 +366,7 @@ def test_a_full_disk_is_out_of_memory_and_passes(tiny_disk: Path) -> None:
 
 
 @pytest.mark.parametrize("free", [0, 1, 2, 3, 5, 8, 13])
-def test_a_disk_that_fills_at_any_point_leaves_no_half_adapter(tiny_disk: Path, free: int) -> None:
+def test_a_disk_that_fills_leaves_no_half_adapter(tiny_disk: Path, free: int) -> None:
     # At first with no page left, then with a few: something of the store's own work fails, whatever it is.
     store = Store(tiny_disk / "store")
     wanted = DownloadSpec(adapter_files())
@@ -412,7 +412,7 @@ except OutOfMemory as error:
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 50_000
 
 
-def test_a_filesystem_source_that_fills_the_disk_is_out_of_memory(tiny_disk: Path, tmp_path: Path) -> None:
+def test_a_filesystem_source_may_fill_the_disk(tiny_disk: Path, tmp_path: Path) -> None:
     from lora_plugins.resolvers.sources.filesystem import FilesystemSource
     from tests.make import put
     from tests.resolvers.sources.contract import located

@@ -28,13 +28,13 @@ def digest(store: Store) -> str:
     return digest
 
 
-def test_what_is_not_there_cannot_be_leased(store):
+def test_a_missing_adapter_cannot_be_leased(store):
     assert not store.leases.acquire("0" * 64)
     assert store.leases.holders("0" * 64) == []
     assert os.listdir(store.layout.folder("leases")) == []
 
 
-def test_a_lease_names_its_process_and_can_be_given_back(store, digest):
+def test_a_lease_names_its_process_and_can_be_released(store, digest):
     assert store.leases.holders(digest) == []
     for _ in range(2):  # one lease, however often it is taken
         assert store.leases.acquire(digest)
@@ -47,7 +47,7 @@ def test_a_lease_names_its_process_and_can_be_given_back(store, digest):
     assert not store.leases.acquire(digest)
 
 
-def test_a_lease_of_one_adapter_is_none_of_another(store, digest):
+def test_a_lease_is_of_one_adapter(store, digest):
     other = obtain(store, DownloadSpec(adapter_files(seed=1), version="v2")).digest
     assert store.remove(digest)
     assert not store.remove(other)
@@ -89,7 +89,7 @@ def test_another_process_holds_its_lease_until_it_dies(store, digest):
     assert store.remove(digest)
 
 
-def test_of_leasing_and_removing_at_once_only_one_wins(store, tmp_path):
+def test_only_one_of_leasing_and_removing_wins(store, tmp_path):
     def race(digest: str) -> tuple[bool, bool]:
         removed: list[bool] = []
         thread = threading.Thread(target=lambda: removed.append(Store.remove(store, digest)))

@@ -122,7 +122,7 @@ def test_one_at_a_time(path, processes):
     assert left(path) == []
 
 
-def test_one_that_waits_may_give_up(path, processes, tries):
+def test_a_cancelled_wait_leaves_nothing(path, processes, tries):
     async def run() -> None:
         async with fetch_lock(path, processes, temporary=temporary(path), timeout_s=LONG_S):
             waiting = asyncio.create_task(_enter(path, processes))
@@ -142,7 +142,7 @@ async def _enter(path: Path, processes: Processes) -> None:
         pass
 
 
-def test_a_living_owners_is_waited_for_and_its_time_is_limited(path, processes, holder):
+def test_a_living_owner_is_waited_for_until_a_timeout(path, processes, holder):
     with pytest.raises(SourceUnavailable, match="LORA_PLUGINS_FETCH_TIMEOUT_S"):
         take(path, processes, timeout_s=0.3)
     assert processes.is_alive(path.read_text())
@@ -154,7 +154,7 @@ def test_a_living_owners_is_waited_for_and_its_time_is_limited(path, processes, 
     assert left(path) == []
 
 
-def test_a_dead_owners_is_taken_over_at_once(path, processes, holder, tries):
+def test_a_dead_owners_lock_is_taken_over_at_once(path, processes, holder, tries):
     holder.kill()
     holder.wait()
     assert path.exists()
@@ -179,14 +179,14 @@ def test_a_dead_owners_is_taken_over_at_once(path, processes, holder, tries):
     ],
     ids=repr,
 )
-def test_a_lock_of_nobody_is_taken_over(path, processes, owner, tries):
+def test_a_lock_without_an_owner_is_taken_over(path, processes, owner, tries):
     path.write_bytes(owner)
     take(path, processes)
     assert tries == [False, True]
     assert left(path) == []
 
 
-def test_another_hosts_is_waited_for_while_its_heart_beats(path, processes, tmp_path, tries):
+def test_another_hosts_lock_is_waited_for_while_it_beats(path, processes, tmp_path, tries):
     path.write_text("otherhost.1.1")
     beat = tmp_path / "processes" / "otherhost.1.1"
     beat.touch()
@@ -199,13 +199,13 @@ def test_another_hosts_is_waited_for_while_its_heart_beats(path, processes, tmp_
     assert tries == [False, True]
 
 
-def test_of_many_that_take_over_one_at_a_time_gets_in(path, processes):
+def test_takeovers_enter_one_at_a_time(path, processes):
     path.write_text("nobody")
     visit_one_at_a_time(path, processes, 8)
     assert left(path) == []
 
 
-def test_a_lock_that_changed_hands_meanwhile_is_left(path, processes, monkeypatch):
+def test_a_lock_that_changed_hands_stays(path, processes, monkeypatch):
     # Somebody else takes over between our look at the owner and our turn to remove the file.
     path.write_text("nobody")
     guard = locks.FileLock

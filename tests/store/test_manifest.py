@@ -66,7 +66,7 @@ def test_a_missing_one_is_refused(tmp_path: Path) -> None:
         Manifest.read(tmp_path)
 
 
-def test_the_digest_is_of_names_sizes_and_bytes_in_any_order() -> None:
+def test_the_digest_depends_on_names_sizes_and_bytes() -> None:
     assert digest_of(FILES) == digest_of(FILES[::-1]) == digest_of(iter(FILES))
     changed = [
         (FILES[0],),

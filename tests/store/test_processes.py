@@ -127,6 +127,6 @@ def test_the_dead_are_forgotten_and_the_living_are_not(processes, folder):
     (folder / "otherhost.1.1").touch()
     (folder / "silent.1.1").touch()
     os.utime(folder / "silent.1.1", (1, 1))
-    (folder / "a directory").mkdir()  # nobody's; left alone
+    (folder / "a directory").mkdir()  # not ours; left alone
     processes.sweep()
     assert set(os.listdir(folder)) == {me, "otherhost.1.1", "a directory"}

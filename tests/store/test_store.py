@@ -44,7 +44,7 @@ def test_second_time_it_is_found(store: Store) -> None:
     assert (second.directory, second.fetched, wanted.fetches) == (first.directory, False, 1)
 
 
-def test_new_version_is_a_new_path_and_the_old_one_stays(store: Store) -> None:
+def test_a_new_version_gets_a_new_path(store: Store) -> None:
     old = obtain(store, DownloadSpec(adapter_files(seed=0), version="v1"))
     new = obtain(store, DownloadSpec(adapter_files(seed=1), version="v2"))
     assert old.directory != new.directory
@@ -128,7 +128,7 @@ asyncio.run(Store(root).obtain(wanted, wanted.fetch, check))
     assert log.read_text() == "fetch\n"
 
 
-def test_damage_is_found_quarantined_and_fetched_anew(store: Store) -> None:
+def test_damage_is_found_quarantined_and_fetched_again(store: Store) -> None:
     wanted = DownloadSpec(adapter_files())
     stored = obtain(store, wanted)
     store.leases.release(stored.digest)
@@ -157,7 +157,7 @@ def test_damaged_adapter_in_use_stays_until_its_replacement_is_there(store: Stor
     assert store.verify(stored.digest)
 
 
-def test_file_missing_from_an_entry_is_fetched_anew(store: Store) -> None:
+def test_file_missing_from_an_entry_is_fetched_again(store: Store) -> None:
     wanted = DownloadSpec(adapter_files())
     stored = obtain(store, wanted)
     (stored.directory / "adapter_model.safetensors").unlink()

@@ -266,7 +266,7 @@ def test_s3_without_its_extra(cli):
     assert finding["remedy"] == "pip install 'lora-plugins[s3]'"
 
 
-def test_a_bucket_that_is_there_one_that_is_not_and_denied(cli):
+def test_existing_missing_and_denied_buckets(cli):
     with s3_server() as s3:
         s3.bucket("adapters")
         cli.env |= {**S3, **s3.env()}
@@ -389,7 +389,7 @@ def test_no_vllm():
     assert (finding.check, finding.state) == ("vllm", State.PROBLEM)
 
 
-def test_adapters_of_teams_are_counted_and_those_further_down_are_not(cli):
+def test_adapters_are_counted_two_levels_deep(cli):
     put(cli.adapters / "a" / "b" / "c", adapter_files())
     _, found = examined(cli)
     assert "3 adapters" in found["filesystem"][0]["found"]
