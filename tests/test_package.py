@@ -17,7 +17,7 @@ HEAVY = ("torch", "vllm", "transformers", "peft", "safetensors", "fastapi", "num
 # them runs.
 WITH_VLLM = {
     "lora_plugins.plugin",
-    *(f"lora_plugins.worker.{name}" for name in ("manager", "slots", "weights_file")),
+    *(f"lora_plugins.worker.{name}" for name in ("manager", "model_manager", "weights_file")),
     "lora_plugins.api.routes",
 }
 # These compute with torch, or hold tensors; what chooses, groups and plans stays pure.
@@ -26,7 +26,10 @@ COMPUTING = {
         f"lora_plugins.kernels.{name}"
         for name in ("reference", "packs", "packing", "cpu", "punica_cpu", "punica_triton")
     ),
-    *(f"lora_plugins.worker.{name}" for name in ("host_memory", "jobs", "loaded_adapter", "loading", "report")),
+    *(
+        f"lora_plugins.worker.{name}"
+        for name in ("host_memory", "jobs", "loaded_adapter", "loading", "metrics", "slot_stream")
+    ),
 }
 PURE = [
     "lora_plugins",

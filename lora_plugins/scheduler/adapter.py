@@ -31,7 +31,7 @@ class Held:
 
 @dataclass(eq=False, slots=True)
 class LoadCall:
-    """Somebody who waits for an adapter to be in host memory, or in a slot, without a request.
+    """A caller that waits for an adapter to be in host memory, or in a slot, without a request.
 
     Attributes:
         wants_slot: an idle slot is acquired, where there is one. needs_slot: it is done only once it is in a slot.
@@ -56,7 +56,7 @@ class Adapter:
         waits_since: since when it has held requests or calls, and nothing admitted.
         slice_began_at: when its time slice began, while it has requests that run.
         is_pinned: it keeps host memory and slot, whether it is asked for or not.
-        is_retired: it is evicted once nobody uses it; then `retirements` are done.
+        is_retired: it is evicted once it is not used; then `retirements` are done.
         load_s: what loading it took the last time.
     """
 
@@ -89,17 +89,17 @@ class Adapter:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody waits for it."""
+        """Whether requests or calls wait for it."""
         return bool(self.held or self.calls)
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is loaded, and nobody uses it, waits for it, or moves it."""
+        """Whether it is loaded, and nothing uses it, waits for it, or moves it."""
         return self.can_be_displaced and not self.is_wanted
 
     @property
     def can_be_displaced(self) -> bool:
-        """Whether it could lose slot or host memory: it waits, or nobody uses it."""
+        """Whether it could lose slot or host memory: it waits, or nothing uses it."""
         return self.residency is Residency.LOADED and not self.running and not self.is_activating and not self.is_pinned
 
     @property

@@ -126,7 +126,7 @@ class Admission:
         return admitted
 
     def activate_ahead(self) -> None:
-        """Write slots that nobody needs at the moment for those that run next, where writing costs a copy."""
+        """Write idle slots for those that run next, where writing costs a copy."""
         ahead = set(self._placement.draining)
         while (engine_id := self.ready.first(ahead)) is not None:
             adapter = self._placement.adapters[engine_id]

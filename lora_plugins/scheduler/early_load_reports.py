@@ -1,7 +1,7 @@
-"""Ends of loads as soon as the workers have them: whoever waits need not wait for the end of the step as well.
+"""Ends of loads, reported before the end of the step: a caller that waits for a load is answered at once.
 
 A worker sends its report over a local socket of the engine core's process, by Python's `multiprocessing.connection`,
-which checks a key; there a thread resolves the futures of whoever waits. The planner gets the report with the step's
+which checks a key; there a thread resolves the futures of these callers. The planner gets the report with the step's
 output as always.
 """
 
@@ -56,7 +56,7 @@ class EarlyLoadReports:
         threading.Thread(target=self._listen, daemon=True, name="lora-plugins-early-reports").start()
 
     def with_addresses(self, commands: Sequence[Command], planner: Planner) -> list[Command]:
-        """The same commands, where loads that somebody waits for say where to report."""
+        """The same commands, where loads that callers wait for have the address to report to."""
         return [self._with_address(command, planner) for command in commands]
 
     def _with_address(self, command: Command, planner: Planner) -> Command:
@@ -88,7 +88,7 @@ class EarlyLoadReports:
                     return
             del self._waiting[report.job]
         for future in waiting.futures:
-            with suppress(InvalidStateError):  # the planner was faster, or nobody waits any more
+            with suppress(InvalidStateError):  # the planner was faster, or the caller waits no more
                 if isinstance(report, Failed):
                     future.set_exception(report.error)
                 else:

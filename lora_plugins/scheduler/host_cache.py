@@ -40,7 +40,7 @@ class HostCache:
         return int(self._known_bytes.get(path, estimate))
 
     def fits_without(self, size_bytes: int, more: int, evicted_bytes: int, evicted: int) -> bool:
-        """Whether there is room for so many bytes and adapters more, once as many as said are evicted."""
+        """Whether there is room for so many bytes and adapters more, once so many others are evicted."""
         if len(self._sizes) + more - evicted > self.max_adapters:
             return False
         return self.max_bytes is None or self.used_bytes + size_bytes - evicted_bytes <= self.max_bytes

@@ -2,7 +2,7 @@
 
 Commands ride on vLLM's `SchedulerOutput`, in the order in which every worker has to carry them out; reports ride on its
 `ModelRunnerOutput`. An adapter is named by its `engine_id`, vLLM's `lora_int_id`; a `job` is what takes longer than the
-step that brings it, and is reported by its number when it is done. Both are pickled with vLLM's own messages.
+step that it comes with, and is reported by its number when it is done. Both are pickled with vLLM's own messages.
 
 API servers call utilities of the engine core (`vllm_patches/engine_core.py`, `server/planner_client.py`). vLLM carries
 their arguments and answers as msgpack without types (vllm/v1/serial_utils.py, 0.30 to 0.33), so both sides convert:
@@ -45,7 +45,7 @@ class AdapterSpec:
 
 @dataclass(frozen=True, slots=True)
 class ReportAddress:
-    """A local socket on which somebody waits for the end of a load, before the step is over that reports it."""
+    """A local socket of the engine core, which receives the ends of loads before the step is over that reports them."""
 
     address: str
     key: bytes = field(repr=False)
@@ -53,7 +53,7 @@ class ReportAddress:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Bring an adapter into host memory in a background thread; then into `slot`, unless that is None."""
+    """Load an adapter into host memory in a background thread; then write it to `slot`, unless that is None."""
 
     spec: AdapterSpec
     job: int

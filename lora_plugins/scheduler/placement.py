@@ -23,7 +23,7 @@ class Placement:
 
     Attributes:
         adapters: all that are known, by engine id. pinned: those that are pinned.
-        idle: those that are loaded, and that nobody uses or waits for.
+        idle: those that are loaded, and that nothing uses or waits for.
         jobs: adapters that are being loaded, or activated in the background.
         expects_copy: whether activating the adapter that was loaded last costs a copy.
         reserved_for: the adapter that room is made for. draining: those that are evicted for it once they are not used:
@@ -95,7 +95,7 @@ class Placement:
         return True
 
     def _free_slot(self, *, displaces: bool = False) -> bool:
-        """See that a slot is free: of those that nobody uses, the least recently used one becomes free.
+        """See that a slot is free: the least recently used of the idle ones becomes free.
 
         Where there is none, the one that came last of those that wait loses its slot, if it may be displaced.
         """

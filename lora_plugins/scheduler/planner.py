@@ -9,12 +9,12 @@ with the requests that are admitted. Its rules:
   what runs finishes, and its slot passes on: vLLM's priorities first, then first come, first served.
 - Adapters are loaded as soon as they are asked for, unless enough wait in host memory to take all places before them.
   Where activating one costs a copy, the next in order is activated ahead in a spare slot.
-- What can never fit, for its size or for what is pinned, is refused at once, and delays nobody.
+- What can never fit, for its size or for what is pinned, is refused at once, and delays no other.
 
-Nobody starves. Let the time slice be Q, the longest request R, the longest load D and the longest activation A, each
-with the steps that it takes to be noticed. Let an adapter begin to wait, and k others that came before it; for a
-request whose adapter still runs, that is R later at most. Nobody who came later is served before it, and whoever has a
-slot leaves it within Q + R. So, among requests of one priority, while nobody is pinned or called into a slot,
+No adapter starves. Let the time slice be Q, the longest request R, the longest load D and the longest activation A,
+each with the steps that it takes to be noticed. Let an adapter begin to wait, and k others that came before it; for a
+request whose adapter still runs, that is R later at most. None that came later is served before it, and those that
+have a slot leave it within Q + R. So, among requests of one priority, while none is pinned or called into a slot,
 
 - where the host cache has room for all, it has a slot within
   D * (1 + ceil((k + 1) / MAX_LOADS)) + (Q + R + A) * ceil((k + 1) / running), where `running` is `max_running` less
@@ -51,7 +51,7 @@ _REMEMBERED = 10_000
 
 @dataclass(slots=True)
 class Plan:
-    """What one step brings: commands for the workers, requests to admit, and requests that are refused."""
+    """What is to be done in one step: commands for the workers, requests to admit, and requests that are refused."""
 
     commands: list[Command] = field(default_factory=list)
     admitted: list[Any] = field(default_factory=list)
@@ -86,9 +86,9 @@ class Planner:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step without any request would bring something forward.
+        """Whether a step without any request would do something.
 
-        The end of a pause is the engine's to know: the first step after it brings what waited for it.
+        The end of a pause is the engine's to know: the first step after it does what waited for it.
         """
         return bool(self._is_changed or self.placement.jobs or self._evicting or self._refused)
 
@@ -128,7 +128,7 @@ class Planner:
         needs_slot: bool = False,
         is_urgent: bool = False,
     ) -> Future[None]:
-        """Bring an adapter into host memory without a request, and perhaps into a slot (`LoadCall`).
+        """Load an adapter into host memory without a request, and perhaps into a slot (`LoadCall`).
 
         The future raises a LoRAPluginsError where it cannot be.
         """
@@ -181,7 +181,7 @@ class Planner:
         return True
 
     def retire(self, engine_id: int, refusal: LoRAPluginsError | None) -> Future[None]:
-        """Evict an adapter as soon as nobody uses it; done when the workers have evicted it.
+        """Evict an adapter as soon as it is not used; done when the workers have evicted it.
 
         With a `refusal`, requests that are held or still come are refused with it; without one they are served first.
         """
@@ -203,7 +203,7 @@ class Planner:
         return future
 
     def evict_unused(self, engine_id: int) -> bool:
-        """Evict an adapter, so that another can have its id; False where somebody uses or waits for it."""
+        """Evict an adapter, so that another can have its id; False where a request uses or awaits it."""
         adapter = self.adapters.get(engine_id)
         if adapter is not None and adapter.is_idle:
             self.placement.evict(adapter)
@@ -287,7 +287,7 @@ class Planner:
         self._forget_unused(adapter)
 
     def _forget_unused(self, adapter: Adapter) -> None:
-        """Evict what is retired and used no more, and forget what is nowhere and wanted by nobody."""
+        """Evict what is retired and used no more, and forget what is neither loaded nor wanted."""
         if adapter.running or adapter.is_wanted or adapter.is_pinned or adapter.job is not None:
             return
         if adapter.is_retired and adapter.residency is Residency.LOADED:
@@ -311,7 +311,7 @@ class Planner:
                 self._changed(adapter, 0.0)
 
     def _fail(self, adapter: Adapter, error: LoRAPluginsError) -> None:
-        """Answer everybody who waits for an adapter with an error."""
+        """Answer all requests and calls that wait for an adapter with an error."""
         for request in self.admission.cancel_all_of(adapter):
             self._refuse(request, error)
         if adapter.residency is Residency.ABSENT:
@@ -334,5 +334,5 @@ def _failed(error: LoRAPluginsError) -> Future[None]:
 
 def _resolve(futures: Iterable[Future[None]]) -> None:
     for future in futures:
-        with suppress(InvalidStateError):  # whoever asked does not wait any more
+        with suppress(InvalidStateError):  # the caller waits no more
             future.set_result(None)

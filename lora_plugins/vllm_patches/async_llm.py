@@ -21,7 +21,7 @@ from lora_plugins.ledger import Patch
 from lora_plugins.process import this_process
 from lora_plugins.server.planner_client import Ask, PlannerClient
 from lora_plugins.server.response_start import pending
-from lora_plugins.vllm_patches.scheduler import error_in, error_in_tensor
+from lora_plugins.vllm_patches.request_errors import error_in, error_in_tensor
 
 
 @dataclass(eq=False, slots=True)

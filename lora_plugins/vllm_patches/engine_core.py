@@ -2,7 +2,7 @@
 
 Methods are added to `EngineCore` (vllm/v1/engine/core.py, 0.30 to 0.33), where vLLM's clients reach them by name, and
 those that vLLM has for adapters are replaced. One that has to wait returns a Future, which vLLM answers in the end.
-In the caller's own process (offline, without multiprocessing) nobody steps meanwhile, so it is waited for here.
+In the caller's own process (offline, without multiprocessing) no steps are made meanwhile, so it is waited for here.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _utility(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @_utility
 def _load(self: Any, spec: AdapterSpec, wants_slot: bool, is_urgent: bool = False) -> Future[Answer] | Answer:
-    """Bring an adapter into host memory, and into a slot if one is idle.
+    """Load an adapter into host memory, and into a slot if one is idle.
 
     An urgent one is answered as soon as it is loaded, while the step goes on.
     """
@@ -113,7 +113,7 @@ def _unpin(self: Any, engine_id: int) -> bool:
 
 @_utility
 def _retire(self: Any, engine_id: int, refusal: dict[str, str] | None) -> Future[Answer] | Answer:
-    """Evict an adapter as soon as nobody uses it."""
+    """Evict an adapter as soon as it is not used."""
     scheduler = _scheduler(self)
     error = None if refusal is None else error_of(refusal)
     return _answer(self, scheduler.planner.retire(engine_id, error))
@@ -269,7 +269,7 @@ def _then(answer: Any, function: Callable[[Any], Any]) -> Any:
     def done(of_answer: Future[Any]) -> None:
         try:
             result.set_result(function(of_answer.result()))
-        except Exception as error:  # noqa: BLE001 - handed to whoever asked
+        except Exception as error:  # noqa: BLE001 - handed to the caller
             result.set_exception(error)
 
     answer.add_done_callback(done)
@@ -306,7 +306,7 @@ LEDGER = (
             Executor.collective_rpc(self, method, timeout, args, ...)
         """,
         what="wrapped: loaded, evicted and pinned by the planner; utilities named lora_plugins_… are added. Where the "
-        "engine is in the caller's process nobody steps meanwhile, so workers are called with lora_plugins_step",
+        "engine is in the caller's process no steps are made meanwhile, so workers are called with lora_plugins_step",
         why="they run in the engine's loop, and would load there and then",
         remove="vLLM's scheduler plans adapters itself",
     ),

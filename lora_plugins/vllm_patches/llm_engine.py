@@ -11,7 +11,7 @@ from typing import Any
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
-from lora_plugins.vllm_patches.scheduler import error_in, error_in_tensor
+from lora_plugins.vllm_patches.request_errors import error_in, error_in_tensor
 
 
 def patch() -> None:

@@ -1,7 +1,7 @@
 """Two versions of one adapter, under one name, in the engine at the same time.
 
 vLLM takes requests' adapters for the same where their names are the same: a batch with both versions would hold one of
-them only, and the other's rows would be computed with whatever is in its slot. With this, name and id tell them apart.
+them only, and the other's rows would be computed with whatever is in its slot. With this, name and id distinguish them.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ through. Only public methods are overridden (`SchedulerInterface` in vllm/v1/cor
 from __future__ import annotations
 
 import functools
-import json
 import os
 import time
 from collections.abc import Iterable
@@ -16,7 +15,7 @@ from typing import Any
 
 from cachetools import LRUCache
 
-from lora_plugins.errors import InvalidAdapter, InvalidSettings, LoRAPluginsError, error_of
+from lora_plugins.errors import InvalidAdapter, InvalidSettings, LoRAPluginsError
 from lora_plugins.ledger import Patch
 from lora_plugins.process import this_process
 from lora_plugins.scheduler.early_load_reports import EarlyLoadReports
@@ -24,11 +23,11 @@ from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import AdapterSpec, Command
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.policies import make_policy
+from lora_plugins.vllm_patches.request_errors import error_tensor, stop_reason
 
 COMMANDS = "lora_plugins_commands"  # on SchedulerOutput
 REPORTS = "lora_plugins_reports"  # on ModelRunnerOutput
 _REMEMBERED = 10_000
-ERROR = "lora-plugins:"  # how the stop reason of a refused request begins
 
 
 class AdmissionMixin:
@@ -39,7 +38,7 @@ class AdmissionMixin:
         self._hides_held = False
         self._refused: list[tuple[Any, LoRAPluginsError]] = []
         self._later_parts: dict[str, list[Any]] = {}  # of sessions that are held, by request id
-        self.early_reports: EarlyLoadReports | None = None  # made when somebody has an urgent call
+        self.early_reports: EarlyLoadReports | None = None  # made with the first urgent call
         self.uris: LRUCache[int, str] = LRUCache(_REMEMBERED)  # what adapters were loaded from, by engine id
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
@@ -73,10 +72,9 @@ class AdmissionMixin:
         planner.arrived(spec, request.request_id, request, time.monotonic(), priority)
 
     def evict_other_with_id_of(self, lora_request: Any, *, reload: bool = False) -> LoRAPluginsError | None:
-        """Evict another adapter that has this one's id; the error where somebody uses it.
+        """Evict another adapter that has this one's id; the error where that one is in use.
 
-        API servers give no id twice; whoever makes `LoRARequest`s himself may. `reload`: also what comes from the same
-        path.
+        API servers give no id twice; users who make `LoRARequest`s themselves may. `reload`: also from the same path.
         """
         engine_id = lora_request.lora_int_id
         known = None if self.planner is None else self.planner.adapters.get(engine_id)
@@ -304,33 +302,7 @@ def _weights_bytes(path: str) -> int:
     try:
         return sum(entry.stat().st_size for entry in os.scandir(path) if entry.name.startswith("adapter_model."))
     except OSError:
-        return 0  # on another node; the workers will say what is wrong with it
-
-
-def stop_reason(error: LoRAPluginsError) -> str:
-    """An error as vLLM's outputs can carry it."""
-    return ERROR + json.dumps(error.plain())
-
-
-def error_tensor(error: LoRAPluginsError) -> Any:
-    """An error as the output of a pooling request can carry it: vLLM asks for a tensor, and drops the stop reason."""
-    import torch
-
-    return torch.frombuffer(bytearray(stop_reason(error).encode()), dtype=torch.uint8)
-
-
-def error_in_tensor(pooled: Any) -> LoRAPluginsError | None:
-    """The error that a pooled output carries; None where it is a result, which is none of bytes."""
-    if str(getattr(pooled, "dtype", "")) != "torch.uint8":
-        return None
-    return error_in(bytes(pooled.tolist()).decode(errors="replace"))
-
-
-def error_in(reason: object) -> LoRAPluginsError | None:
-    """The error that a stop reason carries; None where it is another one."""
-    if isinstance(reason, str) and reason.startswith(ERROR):
-        return error_of(json.loads(reason.removeprefix(ERROR)))
-    return None
+        return 0  # on another node; the workers will report what is wrong with it
 
 
 def get_scheduler_cls_with_admission(original: Any) -> Any:

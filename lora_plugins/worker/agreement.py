@@ -2,7 +2,7 @@
 
 Only one worker's output reaches the scheduler, so that one has to know of the others. Each publishes its own results
 under the job's number in the key-value store by which torch.distributed met; so it does not matter in which order, at
-which step, or in which thread they finish, and nobody waits for anybody. Source: torch.distributed's `Store`.
+which step, or in which thread they finish, and no worker waits for another. Source: torch.distributed's `Store`.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Agreement:
         return failed or merged(alike)
 
     def _end(self, job: int) -> None:
-        """Delete what was published of a job, once nobody publishes any more."""
+        """Delete what was published of a job, once all have published their last."""
         if self.store is not None:
             ranks = range(self.world_size)
             if not all(of_rank and of_rank.is_last for of_rank in (self._published(job, rank) for rank in ranks)):

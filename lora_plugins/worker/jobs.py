@@ -40,11 +40,11 @@ _POLL_INTERVAL_S = 0.0005
 
 
 class Files(Protocol):
-    """Where adapters' files are, or are brought from (`Materialiser`)."""
+    """Where adapters' files are, or are fetched from (`Materialiser`)."""
 
     def is_here(self, path: str) -> bool: ...
-    def bring(self, name: str, path: str, uri: str | None = None) -> str: ...
-    def done_with(self, path: str) -> None: ...
+    def fetch(self, name: str, path: str, uri: str | None = None) -> str: ...
+    def release(self, path: str) -> None: ...
 
 
 class SlotOwners(Protocol):
@@ -252,7 +252,7 @@ class Jobs:
     def _fetch(self, job: int, entry: Entry, load: Callable[[str], None]) -> None:
         spec = entry.spec
         try:
-            path = self._files.bring(spec.name, spec.path, spec.uri)
+            path = self._files.fetch(spec.name, spec.path, spec.uri)
         except BaseException as error:  # noqa: BLE001 - its requests are answered with it
             self._fail(job, entry, error)
             return
@@ -262,11 +262,11 @@ class Jobs:
         entry, began_at = load.entry, time.perf_counter()
         try:
             adapter = None if entry.is_evicted else self._read(entry.spec, path)
-        except BaseException as error:  # noqa: BLE001 - whatever vLLM raises, the engine and everybody else go on
+        except BaseException as error:  # noqa: BLE001 - whatever vLLM raises, the engine and all others go on
             self._fail(load.job, entry, error)
             return
         finally:
-            self._files.done_with(path)
+            self._files.release(path)
         if adapter is None:
             self._finish(_Done(entry, Failed(load.job, _evicted(entry.spec))))
             return
@@ -288,7 +288,7 @@ class Jobs:
                     self._finish(_Done(entry, Failed(job, _evicted(entry.spec))))
                     return
                 event = self._device.write(idle_event, partial(entry.adapter.write, slot))
-        except BaseException as error:  # noqa: BLE001 - its requests are answered with it, everybody else goes on
+        except BaseException as error:  # noqa: BLE001 - its requests are answered with it, all others go on
             logger.exception("Writing a slot for adapter '%s' failed", entry.spec.name)
             self._fail(job, entry, error)
             return

@@ -67,7 +67,7 @@ def take_scalings(model: Any) -> dict[int, float]:
     """Take the scalings off a parsed adapter, before vLLM multiplies them in; returns them by the id of each B.
 
     Multiplying there would make private copies of the mapped file's pages. A mixture of experts is left to vLLM, which
-    stacks its weights before they could be told apart.
+    stacks its weights before they could be distinguished.
     """
     if any(".experts" in name for name in model.loras):
         return {}

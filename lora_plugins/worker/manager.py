@@ -37,7 +37,7 @@ from lora_plugins.worker.slot_stream import SlotStream
 class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
     """Holds what the scheduler had loaded, and computes with what it had put into slots.
 
-    An adapter that nobody planned (warm-up, dummy batches, `add_adapter` by others) is treated as in vLLM; once there
+    An adapter that was not planned (warm-up, dummy batches, `add_adapter` by others) is treated as in vLLM; once there
     is a plan, dummies are computed without an adapter.
     """
 
@@ -177,7 +177,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         return True
 
     def add_adapter(self, lora_request: LoRARequest) -> bool:
-        """As vLLM's: load and activate here and now what nobody planned, in a slot that nobody else has.
+        """As vLLM's: load and activate here and now what was not planned, in a slot that is free.
 
         Raises:
             LoRAPluginsError: it cannot be loaded. ValueError: no slot is left.
@@ -191,11 +191,11 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             raise loading.explained(error, lora_request.lora_name) from error
 
     def remove_adapter(self, adapter_id: int) -> bool:
-        """Forget what nobody planned; what is planned, the scheduler evicts."""
+        """Remove what was not planned; what is planned, the scheduler evicts."""
         return adapter_id not in self.jobs.entries and bool(super().remove_adapter(adapter_id))
 
     def remove_all_adapters(self) -> None:
-        """Forget what nobody planned, such as vLLM's dummies."""
+        """Remove what was not planned, such as vLLM's dummies."""
         self._dummies.clear()
         super().remove_all_adapters()
 

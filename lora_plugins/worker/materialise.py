@@ -1,6 +1,6 @@
-"""Bring an adapter to this machine where its directory is missing: another node's store, or one that was deleted.
+"""Fetch an adapter to this machine where its directory is missing: another node's store, or one that was deleted.
 
-A worker on another node than the API server is told a path that exists only there. The last part of a path of our
+A worker on another node than the API server gets a path that exists only there. The last part of a path of our
 store is the digest of the adapter's bytes, and the adapter's name, or the URI that it was loaded by, says where it
 comes from; so it is asked for here as the API server asked for it, and served only if its bytes are the same.
 """
@@ -51,14 +51,14 @@ class Materialiser:
         self._make_sources = sources
         self._runner: asyncio.Runner | None = None
         self._sources: Sources | None = None
-        self._brought: Counter[str] = Counter()  # a process has one lease of an adapter, however many names it has
+        self._fetched: Counter[str] = Counter()  # a process has one lease of an adapter, however many names it has
         self._lock = threading.Lock()
 
     def is_here(self, path: str) -> bool:
         """Whether the directory can be read as it is."""
         return os.path.isdir(path)
 
-    def bring(self, name: str, path: str, uri: str | None = None) -> str:
+    def fetch(self, name: str, path: str, uri: str | None = None) -> str:
         """Return a directory on this machine with the bytes that `path` stands for.
 
         `uri`: what the API server loaded the adapter by, where it was not by its name.
@@ -103,18 +103,18 @@ class Materialiser:
 
     def _note(self, path: Path) -> str:
         with self._lock:
-            self._brought[str(path)] += 1
+            self._fetched[str(path)] += 1
         return str(path)
 
-    def done_with(self, path: str) -> None:
-        """Let the store have what `bring` brought; its bytes have been read. Callable from any thread."""
+    def release(self, path: str) -> None:
+        """End the lease of what `fetch` returned; its bytes have been read. Callable from any thread."""
         if self._sources is None:
             return
         with self._lock:
-            if path not in self._brought:
+            if path not in self._fetched:
                 return
-            self._brought[path] -= 1
-            if self._brought[path]:
-                return  # brought under another name too, which has not been read yet
-            del self._brought[path]
+            self._fetched[path] -= 1
+            if self._fetched[path]:
+                return  # fetched under another name too, which has not been read yet
+            del self._fetched[path]
             self._sources.release_digest(Path(path).name)

@@ -29,7 +29,7 @@ class _Slot:
     Attributes:
         stacks: the layer's A's and B's that all this is about.
         held: beyond these ranks there are zeros; None where that is not known.
-        views: where an adapter of the ranks `viewed` goes. Making them again takes as long as copying a small adapter.
+        views: the parts that an adapter of the ranks `viewed` fills; they take as long to make as a small copy.
     """
 
     stacks: tuple[Any, Any]

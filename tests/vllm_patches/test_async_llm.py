@@ -19,7 +19,7 @@ from lora_plugins.server import response_start
 from lora_plugins.server.response_start import Pending
 from lora_plugins.vllm_patches import async_llm
 from lora_plugins.vllm_patches.async_llm import AddLora, adding
-from lora_plugins.vllm_patches.scheduler import error_tensor, stop_reason
+from lora_plugins.vllm_patches.request_errors import error_tensor, stop_reason
 from tests.virtual_time import runs
 
 FREE = NoFreeSlot("all slots are pinned", adapter="sql")

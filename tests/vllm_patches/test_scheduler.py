@@ -15,7 +15,8 @@ from vllm.v1.request import RequestStatus
 
 from lora_plugins.errors import InvalidAdapter
 from lora_plugins.scheduler.messages import Activate, AdapterSpec, Load
-from lora_plugins.vllm_patches.scheduler import AdmissionMixin, error_in, error_in_tensor, with_admission
+from lora_plugins.vllm_patches.request_errors import error_in, error_in_tensor
+from lora_plugins.vllm_patches.scheduler import AdmissionMixin, with_admission
 from tests.vllm_patches.engine_bed import Engine, adapter, make_scheduler, request, vllm_config
 
 Make = Callable[..., Engine]

@@ -62,10 +62,10 @@ def there(tmp_path: Path, root: Path) -> Node:
 
 def test_what_this_machine_lacks_is_fetched_from_its_source(here: Node, there: Node) -> None:
     path = here.serve("adapter-1")
-    brought = Path(there.materialiser.bring("adapter-1", str(path)))
-    assert brought == there.store.layout.adapter(path.name)
+    fetched = Path(there.materialiser.fetch("adapter-1", str(path)))
+    assert fetched == there.store.layout.adapter(path.name)
     for file in ("adapter_config.json", "adapter_model.safetensors"):
-        assert (brought / file).read_bytes() == (path / file).read_bytes()
+        assert (fetched / file).read_bytes() == (path / file).read_bytes()
 
 
 def load_uri(node: Node, name: str, uri: str) -> Path:
@@ -76,10 +76,10 @@ def test_what_was_loaded_by_uri_is_fetched_from_there(here: Node, there: Node, r
     uri = (root / "adapter-1").as_uri()
     path = load_uri(here, "sql", uri)
     with pytest.raises(AdapterNotFound):
-        there.materialiser.bring("sql", str(path))
-    brought = there.materialiser.bring("sql", str(path), uri)
-    assert Path(brought) == there.store.layout.adapter(path.name)
-    there.materialiser.done_with(brought)
+        there.materialiser.fetch("sql", str(path))
+    fetched = there.materialiser.fetch("sql", str(path), uri)
+    assert Path(fetched) == there.store.layout.adapter(path.name)
+    there.materialiser.release(fetched)
     assert not there.is_leased(path.name)
 
 
@@ -88,7 +88,7 @@ def test_a_uri_that_this_process_does_not_allow_is_refused(here: Node, tmp_path:
     make_adapter(tmp_path / "elsewhere" / "adapter-1", 1)
     there = Node(tmp_path / "store-there", tmp_path / "elsewhere")
     with pytest.raises(InvalidAdapter, match="not allowed"):
-        there.materialiser.bring("sql", str(path), (root / "adapter-1").as_uri())
+        there.materialiser.fetch("sql", str(path), (root / "adapter-1").as_uri())
 
 
 @pytest.mark.parametrize("by_uri", [False, True])
@@ -100,29 +100,29 @@ def test_a_version_that_is_new_is_fetched_though_the_old_one_was_a_moment_ago(
         make_adapter(root / "adapter-1", 1, seed=seed)
         newest = asyncio.run(here.chain.latest("adapter-1", uri, BASE))
         assert newest is not None
-        brought = there.materialiser.bring("adapter-1", str(newest.path), uri)
-        assert Path(brought).name == newest.digest
+        fetched = there.materialiser.fetch("adapter-1", str(newest.path), uri)
+        assert Path(fetched).name == newest.digest
 
 
 def test_it_is_leased_until_it_has_been_read(here: Node, there: Node) -> None:
     path = here.serve("adapter-1")
     for _ in range(2):  # fetched the first time, found in the store the second
-        brought = there.materialiser.bring("adapter-1", str(path))
+        fetched = there.materialiser.fetch("adapter-1", str(path))
         assert there.is_leased(path.name)
         assert not there.store.remove(path.name)
-        there.materialiser.done_with(brought)
+        there.materialiser.release(fetched)
         assert not there.is_leased(path.name)
-    there.materialiser.done_with(brought)
+    there.materialiser.release(fetched)
 
 
 def test_two_names_of_the_same_bytes_are_leased_until_both_have_been_read(here: Node, there: Node, root: Path) -> None:
     shutil.copytree(root / "adapter-1", root / "copy")
     path = here.serve("adapter-1")
     assert here.serve("copy") == path
-    first, second = (there.materialiser.bring(name, str(path)) for name in ("adapter-1", "copy"))
-    there.materialiser.done_with(first)
+    first, second = (there.materialiser.fetch(name, str(path)) for name in ("adapter-1", "copy"))
+    there.materialiser.release(first)
     assert there.is_leased(path.name)
-    there.materialiser.done_with(second)
+    there.materialiser.release(second)
     assert not there.is_leased(path.name)
 
 
@@ -130,14 +130,14 @@ def test_other_bytes_at_the_source_are_refused(here: Node, there: Node, root: Pa
     path = here.serve("adapter-1")
     make_adapter(root / "adapter-1", 1, seed=99)
     with pytest.raises(SourceUnavailable, match="another version"):
-        there.materialiser.bring("adapter-1", str(path))
+        there.materialiser.fetch("adapter-1", str(path))
 
 
 def test_other_bytes_that_were_refused_are_not_kept_leased(here: Node, there: Node, root: Path) -> None:
     path = here.serve("adapter-1")
     make_adapter(root / "adapter-1", 1, seed=99)
     with pytest.raises(SourceUnavailable):
-        there.materialiser.bring("adapter-1", str(path))
+        there.materialiser.fetch("adapter-1", str(path))
     assert not [digest for digest in there.store.layout.digests() if there.is_leased(digest)]
 
 
@@ -145,33 +145,33 @@ def test_gone_from_the_source_is_not_found(here: Node, there: Node, root: Path) 
     path = here.serve("adapter-1")
     shutil.rmtree(root / "adapter-1")
     with pytest.raises(AdapterNotFound, match=path.name[:12]):
-        there.materialiser.bring("adapter-1", str(path))
+        there.materialiser.fetch("adapter-1", str(path))
 
 
 def test_gone_from_the_source_but_in_the_store_is_served(here: Node, there: Node, root: Path) -> None:
     path = here.serve("adapter-1")
     there.serve("adapter-1")
     shutil.rmtree(root / "adapter-1")
-    assert there.materialiser.bring("adapter-1", str(path)) == str(there.store.layout.adapter(path.name))
+    assert there.materialiser.fetch("adapter-1", str(path)) == str(there.store.layout.adapter(path.name))
 
 
 def test_broken_at_the_source_is_said(here: Node, there: Node, root: Path) -> None:
     path = here.serve("adapter-1")
     (root / "adapter-1" / "adapter_model.safetensors").write_bytes(b"short")
     with pytest.raises(InvalidAdapter):
-        there.materialiser.bring("adapter-1", str(path))
+        there.materialiser.fetch("adapter-1", str(path))
 
 
 @pytest.mark.parametrize("path", ["/somewhere/by/hand", "/store/0123"])
 def test_a_path_of_no_store_is_not_found(there: Node, path: str) -> None:
     with pytest.raises(AdapterNotFound, match="no such directory in this worker"):
-        there.materialiser.bring("adapter-1", path)
+        there.materialiser.fetch("adapter-1", path)
 
 
 def test_without_sources_it_is_not_found(here: Node) -> None:
     path = here.serve("adapter-1")
     with pytest.raises(AdapterNotFound, match="name a resolver"):
-        Materialiser(BASE, lambda: None).bring("adapter-1", str(path))
+        Materialiser(BASE, lambda: None).fetch("adapter-1", str(path))
 
 
 def worker_on(make_manager: Callable[..., Any], node: Node) -> Any:
@@ -212,15 +212,15 @@ def test_one_that_was_evicted_while_it_was_fetched_is_not_read(
     make_manager: Callable[..., Any], here: Node, there: Node, tmp_path: Path
 ) -> None:
     manager, path = worker_on(make_manager, there), elsewhere(here.serve("adapter-1"))
-    bring_ = there.materialiser.bring
+    bring_ = there.materialiser.fetch
     fetching, go = threading.Event(), threading.Event()
 
-    def bring_slowly(name: str, path: str, uri: str | None = None) -> str:
+    def fetch_slowly(name: str, path: str, uri: str | None = None) -> str:
         fetching.set()
         assert go.wait(60)
         return bring_(name, path, uri)
 
-    there.materialiser.bring = bring_slowly  # type: ignore[method-assign]
+    there.materialiser.fetch = fetch_slowly  # type: ignore[method-assign]
     adapter = Adapter(1, path, {}, {})
     load(manager, adapter, 0)
     assert fetching.wait(60)
@@ -239,7 +239,7 @@ def test_others_are_loaded_while_one_is_fetched(make_manager: Callable[..., Any]
         assert go.wait(60)
         raise SourceUnavailable("slow")
 
-    there.materialiser.bring = slow  # type: ignore[method-assign]
+    there.materialiser.fetch = slow  # type: ignore[method-assign]
     missing = load(manager, Adapter(1, tmp_path / "missing", {}, {}))
     other = load(manager, make_adapter(tmp_path / "other", 2))
     reports: list[Any] = []
