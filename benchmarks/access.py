@@ -36,13 +36,13 @@ adapters = ["team-a/*"]
 keys = ["key-root"]
 admin = true
 """
-CONTROL = "does not exist, control"
+CONTROL = "forbidden, does not exist, control"
 KINDS = {
-    "another's, loaded": "team-b/loaded-{}",
-    "another's, at a source": "team-b/source-{}",
-    "another's, does not exist": "team-b/nobody-{}",
+    "forbidden, loaded": "team-b/loaded-{}",
+    "forbidden, at a source": "team-b/source-{}",
+    "forbidden, does not exist": "team-b/nobody-{}",
     CONTROL: "team-c/nobody-{}",
-    "one's own, does not exist": "team-a/nobody-{}",
+    "allowed, does not exist": "team-a/nobody-{}",
 }
 
 
@@ -95,7 +95,7 @@ def measure(url: str) -> list[dict[str, object]]:
             return answer.status_code, time.perf_counter() - started
 
         for number in range(NAMES):
-            assert ask(KINDS["another's, loaded"].format(number), "key-root")[0] == 200
+            assert ask(KINDS["forbidden, loaded"].format(number), "key-root")[0] == 200
         for number in range(20):
             ask(f"team-a/warm-{number}", "key-a")
         asked = [(kind, shape.format(number)) for kind, shape in KINDS.items() for number in range(NAMES)]

@@ -6,6 +6,8 @@ from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from lora_plugins.store.layout import MIN_PREFIX
+
 
 class State(StrEnum):
     """What requests for a name meet."""
@@ -38,7 +40,7 @@ class RollbackRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     digest: str | None = Field(
-        default=None, description="the beginning of a kept version's digest", pattern="^[0-9a-f]{8,64}$"
+        default=None, description="the beginning of a kept version's digest", pattern=f"^[0-9a-f]{{{MIN_PREFIX},64}}$"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +13,7 @@ from lora_plugins.server.interfaces import Engine, Sources
 from lora_plugins.server.planner_client import PlannerClient
 from lora_plugins.server.registry import Registry, ServedAdapter, Version, blocked, no_longer_served, not_served
 from lora_plugins.server.swapping import Swapping
-
-_DIGEST = re.compile("[0-9a-f]{8,64}")
+from lora_plugins.store.layout import is_prefix
 
 
 class Lifecycle:
@@ -296,4 +294,4 @@ class Lifecycle:
 def is_of_digest(text: str, digest: str | None) -> bool:
     """Whether a name says `name@` and the beginning of this digest."""
     prefix = text.partition("@")[2]
-    return digest is not None and _DIGEST.fullmatch(prefix) is not None and digest.startswith(prefix)
+    return digest is not None and is_prefix(prefix) and digest.startswith(prefix)

@@ -34,7 +34,7 @@ def test_a_refused_adapter_is_vllms_400(kind):
 
 
 @pytest.mark.parametrize(("kind", "status"), [(SourceUnavailable, 503), (NoFreeSlot, 503), (OutOfMemory, 507)])
-def test_what_is_nobodys_fault_keeps_its_status_and_says_when_to_try_again(kind, status):
+def test_a_passing_error_says_when_to_retry(kind, status):
     from fastapi import HTTPException
 
     error = http_error(kind("x"))

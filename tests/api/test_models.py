@@ -6,12 +6,12 @@ import pytest
 from pydantic import ValidationError
 
 from lora_plugins.api.models import RollbackRequest
-from lora_plugins.resolvers import versions
+from lora_plugins.store.layout import MIN_PREFIX
 
 
-def test_a_digest_of_fewer_characters_than_the_store_is_searched_for_is_refused() -> None:
+def test_a_digest_that_is_too_short_is_refused() -> None:
     digest = "ab" * 32
-    shortest = digest[: versions._SHORTEST_PREFIX]
+    shortest = digest[:MIN_PREFIX]
     assert RollbackRequest(digest=shortest).digest == shortest
     with pytest.raises(ValidationError):
         RollbackRequest(digest=shortest[:-1])

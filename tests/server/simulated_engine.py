@@ -137,7 +137,7 @@ class SimulatedEngine:
         answer = function(self._core, *pickle.loads(pickle.dumps(arguments)))
         self._go_on()
         if isinstance(answer, Future):
-            # Whoever asked may go away: nothing tells the engine.
+            # Whoever asked may go away: the engine does not learn of it.
             answer = await asyncio.shield(asyncio.wrap_future(answer))
         return {0: pickle.loads(pickle.dumps(answer))}
 

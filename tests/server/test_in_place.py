@@ -9,7 +9,7 @@ import pytest
 
 from lora_plugins.errors import IncompatibleAdapter
 from lora_plugins.events import AdapterSwapped, UpdateFailed
-from tests.server.test_lifecycle import World, serving
+from tests.server.world import World, serving
 from tests.virtual_time import runs
 
 

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections import defaultdict
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lora_plugins.adapter.names import adapter_id
 from lora_plugins.errors import (
     AdapterNotFound,
     IncompatibleAdapter,
@@ -20,161 +15,10 @@ from lora_plugins.errors import (
     NoFreeSlot,
     SourceUnavailable,
 )
-from lora_plugins.events import AdapterReady, AdapterSwapped, AdapterUnloaded, Events, LoadRefused, UpdateFailed
-from lora_plugins.server.lifecycle import Lifecycle
-from lora_plugins.server.planner_client import PlannerClient
-from lora_plugins.server.registry import Registry, ServedAdapter
+from lora_plugins.events import AdapterSwapped, AdapterUnloaded, UpdateFailed
 from lora_plugins.server.swapping import KEPT_VERSIONS
-from tests.server.simulated_engine import SimulatedEngine
+from tests.server.world import Request, Version, World, serving
 from tests.virtual_time import runs
-
-
-@dataclass(frozen=True)
-class Version:
-    digest: str
-    version: str = "1"
-    source: str = "filesystem"
-    uri: str = "file:///adapters/x"
-    size_bytes: int = 10
-    rank: int = 8
-
-    @property
-    def path(self) -> Path:
-        return Path("/store") / self.digest
-
-
-@dataclass(frozen=True)
-class Request:
-    lora_name: str
-    lora_int_id: int
-    lora_path: str
-
-
-@dataclass
-class Sources:
-    """Names and URIs with the version that each has now; leases are held by path."""
-
-    has: dict[str, Version | LoRAPluginsError] = field(default_factory=dict)
-    served_under: dict[str, Version] = field(default_factory=dict)
-    needed: set[tuple[str, str]] = field(default_factory=set)
-    had: dict[str, set[str]] = field(default_factory=dict)
-    store: dict[str, Version] = field(default_factory=dict)
-    asked: list[str] = field(default_factory=list)
-
-    async def resolve(self, text: str, base_path: str) -> Version | None:
-        return await self.latest(text, None, base_path)
-
-    async def resolve_uri(self, name: str, uri: str, base_path: str) -> Version:
-        found = await self.latest(name, uri, base_path)
-        if found is None:
-            raise AdapterNotFound("nothing there", adapter=name)
-        return found
-
-    async def latest(self, name: str, uri: str | None, base_path: str) -> Version | None:
-        assert base_path == "/base"
-        self.asked.append(uri or name)
-        await asyncio.sleep(0.001)
-        found = self.has.get(uri or name)
-        if isinstance(found, LoRAPluginsError):
-            raise found
-        if found is not None:
-            self.needed.add((name, found.digest))
-            self.served_under[name] = found
-            self.store[found.digest] = found
-            self.had.setdefault(name, set()).add(found.digest)
-        return found
-
-    async def of_digest(self, name: str, digest_prefix: str, *, of_any_name: bool = False) -> Version | None:
-        known = self.store if of_any_name else self.had.get(name, ())
-        found = next((self.store[digest] for digest in known if digest.startswith(digest_prefix)), None)
-        if found is not None:
-            self.needed.add((name, found.digest))
-        return found
-
-    def release(self, name: str, path: Path) -> None:
-        self.needed.remove((name, path.name))
-
-    @property
-    def leased(self) -> set[str]:
-        return {digest for _, digest in self.needed}
-
-
-class Server:
-    def __init__(self) -> None:
-        self.base_path = "/base"
-        self.ids = itertools.count(1)
-        self.locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self.aborted: list[str] = []
-        self.running: dict[str, asyncio.Task[None]] = {}
-
-    def is_base_model(self, name: str) -> bool:
-        return name == "base"
-
-    def lock(self, name: str) -> asyncio.Lock:
-        return self.locks[name]
-
-    def new_request(self, name: str, path: str) -> Request:
-        return Request(name, next(self.ids), path)
-
-    async def abort(self, request_ids: list[str]) -> None:
-        self.aborted += request_ids
-        for request_id in request_ids:
-            self.running[request_id].cancel()
-
-
-class Table:
-    def __init__(self) -> None:
-        self.lora_requests: dict[str, Any] = {}
-
-
-class World:
-    def __init__(self, *, drain_timeout_s: float = 60.0, **options: Any) -> None:
-        self.engine = SimulatedEngine(**options)
-        self.worker = self.engine.worker
-        self.sources = Sources()
-        self.table = Table()
-        self.server = Server()
-        self.told: list[Any] = []
-        self.written = 0
-        registry = Registry(self.table, self.sources.served_under.get)
-        self.planner = PlannerClient(self.engine.ask, Events(self.tell))
-        self.lifecycle = Lifecycle(
-            registry,
-            self.planner,
-            engine=self.server,
-            sources=self.sources,
-            events=Events(self.tell),
-            drain_timeout_s=drain_timeout_s,
-        )
-        self.lifecycle.on_change = self.count
-
-    def tell(self, event: Any) -> None:
-        """Note what happens, but for loads, of which there are many."""
-        if not isinstance(event, AdapterReady | LoadRefused):
-            self.told.append(event)
-
-    def count(self) -> None:
-        self.written += 1
-
-    async def ask(self, name: str, seconds: float = 0.0, request_id: str | None = None) -> str:
-        """What a request does: take what the table says, enter, run; returns the path of the weights."""
-        request = self.table.lora_requests[name]
-        self.planner.used(request)
-        await self.engine.run(request, seconds, request_id)
-        return str(request.lora_path)
-
-    def start(self, name: str, seconds: float, request_id: str = "running") -> asyncio.Task[str]:
-        task = asyncio.create_task(self.ask(name, seconds, request_id))
-        self.server.running[request_id] = task  # type: ignore[assignment]
-        return task
-
-    async def settled(self) -> None:
-        await asyncio.sleep(0.1)
-
-    @property
-    def in_workers(self) -> set[str]:
-        return {Path(path).name for path in self.worker.paths.values()}
-
 
 # --- load ---
 
@@ -301,7 +145,7 @@ async def test_unloading_what_is_not_there_says_so() -> None:
 
 
 @runs
-async def test_a_blocked_name_is_free_again_when_it_is_loaded_and_only_then() -> None:
+async def test_only_a_successful_load_unblocks_a_name() -> None:
     world = World()
     world.sources.has["sql"] = Version("aa")
     await world.lifecycle.load("sql")
@@ -331,7 +175,7 @@ async def test_loaded_again_while_it_drains_it_keeps_its_lease() -> None:
 
 
 @runs
-async def test_one_version_under_two_names_is_leased_until_both_are_gone() -> None:
+async def test_a_version_of_two_names_is_leased_for_both() -> None:
     world = World()
     world.sources.has |= {"sql": Version("aa"), "also": Version("aa")}
     await world.lifecycle.load("sql")
@@ -345,18 +189,8 @@ async def test_one_version_under_two_names_is_leased_until_both_are_gone() -> No
 # --- versions ---
 
 
-async def serving(world: World, *digests: str) -> ServedAdapter:
-    """The name `sql`, which had these versions one after the other."""
-    world.sources.has["sql"] = Version(digests[0], version=digests[0])
-    served, _ = await world.lifecycle.load("sql")
-    for digest in digests[1:]:
-        world.sources.has["sql"] = Version(digest, version=digest)
-        assert await world.lifecycle.refresh("sql")
-    return served
-
-
 @runs
-async def test_a_swap_lets_what_runs_go_on_and_gives_the_new_one_to_the_next() -> None:
+async def test_running_requests_keep_their_version_through_a_swap() -> None:
     world = World()
     served = await serving(world, "aa")
     running = world.start("sql", 0.15)
@@ -409,7 +243,7 @@ async def test_an_update_that_cannot_be_served_leaves_the_old_one(found: LoRAPlu
 
 
 @runs
-async def test_an_update_that_no_worker_can_load_leaves_the_old_one_and_nothing_else() -> None:
+async def test_an_update_that_no_worker_loads_leaves_the_old_one() -> None:
     world = World()
     await serving(world, "aa")
     world.worker.broken = IncompatibleAdapter("shape")
@@ -424,7 +258,7 @@ async def test_an_update_that_no_worker_can_load_leaves_the_old_one_and_nothing_
 
 
 @runs
-async def test_a_rollback_is_one_call_and_holds_until_the_next_refresh() -> None:
+async def test_a_rollback_stays_until_the_next_refresh() -> None:
     world = World()
     served = await serving(world, "aa", "bb")
     await world.lifecycle.roll_back("sql")
@@ -470,7 +304,7 @@ async def test_only_so_many_versions_are_kept() -> None:
 
 @pytest.mark.parametrize("is_instant", [True, False])
 @runs
-async def test_two_hundred_swaps_under_load_fail_nobody_and_leave_nothing(is_instant: bool) -> None:
+async def test_two_hundred_swaps_under_load_leave_nothing(is_instant: bool) -> None:
     world = World(delay_s=0.002, slots=2, is_instant=is_instant)
     served = await serving(world, "v0")
     stop = asyncio.Event()
@@ -497,7 +331,7 @@ async def test_two_hundred_swaps_under_load_fail_nobody_and_leave_nothing(is_ins
 
 
 @runs
-async def test_what_was_loaded_by_path_has_no_versions_to_look_for() -> None:
+async def test_an_adapter_loaded_by_path_is_not_refreshed() -> None:
     world = World()
     world.table.lora_requests["mine"] = Request("mine", 99, "/by/hand")
     with pytest.raises(InvalidAdapter, match="loaded by its path"):
@@ -576,7 +410,7 @@ async def test_prefetch_serves_and_loads_again() -> None:
 
 
 @runs
-async def test_a_prefetch_for_which_there_is_no_room_says_so() -> None:
+async def test_a_prefetch_without_room_fails() -> None:
     world = World(max_bytes=25)
     world.sources.has |= {name: Version(name) for name in ("aa", "bb")}
     await world.lifecycle.load("aa")
@@ -589,39 +423,10 @@ async def test_a_prefetch_for_which_there_is_no_room_says_so() -> None:
 
 
 @runs
-async def test_workers_are_told_what_an_adapter_came_from() -> None:
+async def test_workers_learn_the_uri_of_an_adapter() -> None:
     world = World()
     world.sources.has |= {"aa": Version("aa"), "s3://b/1": Version("bb"), "s3://b/2": Version("cc")}
     await world.lifecycle.load("aa")
     await world.lifecycle.load("sql", "s3://b/1")
     await world.lifecycle.load("sql", "s3://b/2")
     assert world.worker.uris == {"/store/aa": None, "/store/bb": "s3://b/1", "/store/cc": "s3://b/2"}
-
-
-def test_the_catalogue_follows_vllms_table() -> None:
-    table, versions = Table(), {"sql": Version("aa")}
-    registry = Registry(table, versions.get)
-    table.lora_requests["sql"] = Request("sql", 1, "/store/aa")
-    first = registry.get("sql")
-    assert first is not None
-    assert first.version == Version("aa")
-    assert registry.get("sql") is first
-    table.lora_requests["sql"] = Request("sql", 2, "/by/hand")
-    second = registry.get("sql")
-    assert second is not None
-    assert (second.version, second is first) == (None, False)
-    del table.lora_requests["sql"]
-    assert (registry.get("sql"), registry.all()) == (None, [])
-
-
-def test_two_names_never_have_one_id() -> None:
-    seen: dict[int, str] = {}
-    names = (f"adapter-{number}" for number in itertools.count())
-    second = next(name for name in names if seen.setdefault(adapter_id(name), name) != name)
-    first = seen[adapter_id(second)]
-    registry = Registry(Table(), {}.get)
-    ids = [registry.adapter_id(name) for name in (first, second, "sql", first, second)]
-    assert ids[0] == adapter_id(first) == adapter_id(second)
-    assert len({*ids}) == 3
-    assert ids[:2] == ids[3:]
-    assert all(1 <= number < 2**31 for number in ids)

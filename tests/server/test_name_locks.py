@@ -9,7 +9,7 @@ from collections import Counter
 from lora_plugins.server.name_locks import NameLocks
 
 
-def test_a_name_has_one_lock_while_it_is_held_and_none_afterwards():
+def test_a_name_has_a_lock_only_while_it_is_held():
     async def run() -> None:
         locks = NameLocks()
         async with locks["sql"]:
@@ -24,7 +24,7 @@ def test_a_name_has_one_lock_while_it_is_held_and_none_afterwards():
     asyncio.run(run())
 
 
-def test_a_lock_that_is_awaited_is_the_one_that_is_held():
+def test_an_awaited_lock_is_the_held_one():
     locks = NameLocks()
     order: list[str] = []
 

@@ -1,4 +1,4 @@
-"""What an API server asks of its engines' planners: of all engines alike, and an error of one is everybody's."""
+"""What an API server asks of its engines' planners: of all engines alike, and an error of one fails all."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Engines:
 
 
 @runs
-async def test_a_load_is_everybodys_and_told_once_by_the_slowest() -> None:
+async def test_a_load_is_of_every_engine_and_reported_once() -> None:
     engines = Engines([SimulatedEngine(delay_s=0.1, size_bytes=7), SimulatedEngine(delay_s=0.3, size_bytes=5)])
     await engines.client.load(Request(), uri="s3://b/sql")
     assert [engine.worker.loaded for engine in engines.engines] == [{1}, {1}]
@@ -53,7 +53,7 @@ async def test_a_load_is_everybodys_and_told_once_by_the_slowest() -> None:
 
 
 @runs
-async def test_what_is_loaded_already_is_told_no_more() -> None:
+async def test_a_second_load_is_not_reported() -> None:
     engines = Engines([SimulatedEngine()])
     for _ in range(3):
         await engines.client.load(Request())
@@ -81,8 +81,8 @@ async def test_a_load_takes_an_idle_slot_where_it_wants_one() -> None:
 
 
 @runs
-async def test_an_error_of_one_engine_is_everybodys() -> None:
-    error = IncompatibleAdapter("rank 99", expected="rank 8", remedy="train anew", adapter="sql")
+async def test_an_error_of_one_engine_fails_the_load() -> None:
+    error = IncompatibleAdapter("rank 99", expected="rank 8", remedy="train again", adapter="sql")
     engines = Engines([SimulatedEngine(), SimulatedEngine(broken=error)])
     with pytest.raises(IncompatibleAdapter) as caught:
         await engines.client.load(Request())

@@ -7,21 +7,15 @@ import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from lora_plugins import process as process_module
-from lora_plugins.endpoint_plugin import AdminPlugin
-from lora_plugins.errors import IncompatibleAdapter, InvalidSettings, SourceUnavailable
-from lora_plugins.plugin import register_admin
-from lora_plugins.process import Process
-from lora_plugins.server import refresh, restore
-from lora_plugins.server.refresh import poll
+from lora_plugins.errors import IncompatibleAdapter, SourceUnavailable
+from lora_plugins.server import restore
 from lora_plugins.server.restore import Restore
 from lora_plugins.server.served_file import ServedFile, ServedName
 from lora_plugins.settings import Settings
-from tests.server.test_lifecycle import Request, Version, World, serving
+from tests.server.world import Request, Version, World, serving
 from tests.virtual_time import runs
 
 LONGEST_S = 240.0  # for what comes for certain
@@ -48,9 +42,7 @@ async def test_preloaded_names_are_served_and_written(tmp_path: Path) -> None:
 
 
 @runs
-async def test_one_that_cannot_be_served_does_not_keep_the_others_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_adapter_that_fails_does_not_stop_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     world = world_with("sql")
     world.sources.has |= {"broken": IncompatibleAdapter("rank 99"), "down": SourceUnavailable("no answer")}
     names = ("broken", "../x", "nobody", "down", "base", "sql")
@@ -163,7 +155,7 @@ async def test_a_version_that_has_left_the_store_is_logged(tmp_path: Path, caplo
 
 
 @runs
-async def test_a_revision_that_was_rolled_back_is_asked_of_its_source(tmp_path: Path) -> None:
+async def test_a_rolled_back_revision_is_asked_of_its_source(tmp_path: Path) -> None:
     """`sql@v3` is a name that a source has; only what names its digest is a version of another name."""
     file, old, new = ServedFile(tmp_path / "served.json"), "aa" * 32, "bb" * 32
     file.write([ServedName("sql@v3", held_digest=old), ServedName("sql@cccccccc", held_digest=old)])
@@ -220,78 +212,3 @@ def test_a_change_during_a_write_is_written_afterwards(tmp_path: Path) -> None:
 
     asyncio.run(run())
     assert file.most_at_once == 1
-
-
-@runs
-async def test_the_look_out_swaps_what_changed_and_goes_on_whatever_happens(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    world = world_with("sql", "chat", "odd")
-    for name in ("odd", "sql", "chat"):
-        await world.lifecycle.load(name)
-    latest = world.sources.latest
-
-    async def sometimes_odd(name: str, uri: str | None, base_path: str) -> Version | None:
-        if name == "odd":
-            raise ZeroDivisionError
-        return await latest(name, uri, base_path)
-
-    monkeypatch.setattr(world.sources, "latest", sometimes_odd)
-    task = asyncio.create_task(poll(world.lifecycle, 0.02))
-    world.sources.has |= {"sql": Version("new"), "chat": SourceUnavailable("down")}
-    await asyncio.sleep(0.3)
-    assert await world.ask("sql") == "/store/new"
-    assert await world.ask("chat") == "/store/chat"
-    assert "Looking for a new version of adapter 'odd' failed" in caplog.text
-    world.sources.has["chat"] = Version("later")
-    await asyncio.sleep(0.3)
-    assert await world.ask("chat") == "/store/later"
-    task.cancel()
-
-
-@runs
-async def test_replicas_do_not_poll_at_the_same_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        waits.append(seconds)
-        if len(waits) == 50:
-            raise asyncio.CancelledError
-
-    monkeypatch.setattr(refresh.asyncio, "sleep", sleep)
-    with pytest.raises(asyncio.CancelledError):
-        await poll(World().lifecycle, 60)
-    assert len(set(waits)) == 50
-    assert all(48 <= seconds <= 72 for seconds in waits)
-
-
-def test_the_render_server_has_nothing_to_administer() -> None:
-    plugin, state = AdminPlugin(), SimpleNamespace()
-    asyncio.run(plugin.init_state(None, state, SimpleNamespace()))
-    assert plugin._tasks == []
-    assert vars(state) == {}
-
-
-def test_startup_fails_with_several_api_servers() -> None:
-    with pytest.raises(InvalidSettings, match="--api-server-count 2"):
-        asyncio.run(AdminPlugin().init_state(object(), SimpleNamespace(), SimpleNamespace(api_server_count=2)))
-
-
-def test_without_the_manager_there_is_no_admin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_module, "_process", Process())
-    monkeypatch.setenv("VLLM_PLUGINS", "lora_admin,lora_filesystem_resolver")
-    with pytest.raises(InvalidSettings, match="without lora_lru_manager"):
-        register_admin()
-
-
-def test_not_named_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = Process()
-    monkeypatch.setattr(process_module, "_process", process)
-    monkeypatch.setenv("LORA_PLUGINS_TYPO", "1")
-    for plugins in ("", "lora_lru_manager"):
-        monkeypatch.setenv("VLLM_PLUGINS", plugins)
-        register_admin()
-    assert not process.is_resolver_registered
-    monkeypatch.setenv("VLLM_PLUGINS", "lora_lru_manager,lora_admin")
-    with pytest.raises(InvalidSettings, match="LORA_PLUGINS_TYPO"):
-        register_admin()

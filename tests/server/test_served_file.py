@@ -27,7 +27,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert [entry.name for entry in file.path.parent.iterdir()] == [file.path.name], "nothing half written is left"
 
 
-def test_two_replicas_with_one_process_id_do_not_take_each_others_half_written_file(
+def test_replicas_with_one_process_id_write_different_scratch_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = ServedFile.of_store(tmp_path, "org/base"), ServedFile.of_store(tmp_path, "org/base")
@@ -54,7 +54,7 @@ def test_each_base_model_has_its_own(tmp_path: Path) -> None:
     ["", "{", "[]", "null", "{}", '{"format": 99, "served": []}', '{"format": 1}', '{"format": 1, "served": [3]}',
      '{"format": 1, "served": {"a": 1}}', '{"format": 1, "served": null}', "\x00\xff"],
 )  # fmt: skip
-def test_a_file_that_cannot_be_read_is_nothing_and_a_warning(
+def test_an_unreadable_file_is_empty_and_logs_a_warning(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = ServedFile(tmp_path / "x.json")

@@ -14,7 +14,7 @@ from lora_plugins.server.restore import Restore
 from lora_plugins.server.served_file import ServedFile, ServedName
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches import serving_models
-from tests.server.test_lifecycle import Request, Version, World, serving
+from tests.server.world import Request, Version, World, serving
 from tests.virtual_time import runs
 
 
@@ -35,7 +35,7 @@ async def test_pins_at_once_leave_a_slot_for_all_others() -> None:
 
 
 @runs
-async def test_pins_of_a_larger_server_are_restored_as_far_as_there_is_room(tmp_path: Path) -> None:
+async def test_pins_are_restored_as_far_as_slots_allow(tmp_path: Path) -> None:
     world, file = World(slots=2), ServedFile(tmp_path / "served.json")
     names = ("sql", "chat", "other")
     world.sources.has |= {name: Version(name) for name in names}
@@ -57,7 +57,7 @@ async def test_another_uri_ends_the_effect_of_a_rollback() -> None:
 
 
 @runs
-async def test_what_could_not_be_loaded_from_a_uri_leaves_nothing_behind() -> None:
+async def test_a_failed_load_by_uri_leaves_nothing() -> None:
     world = World()
     world.sources.has["s3://b/x"] = Version("aa")
     world.worker.broken = IncompatibleAdapter("shape")
@@ -71,7 +71,7 @@ async def test_what_could_not_be_loaded_from_a_uri_leaves_nothing_behind() -> No
 
 
 @runs
-async def test_a_blocked_name_is_refused_while_its_unload_waits_for_a_resolver() -> None:
+async def test_a_name_is_blocked_before_its_unload_has_the_lock() -> None:
     world = World()
     async with world.server.lock("sql"):
         unload = asyncio.create_task(world.lifecycle.unload("sql", block=True, timeout_s=1))
@@ -82,7 +82,7 @@ async def test_a_blocked_name_is_refused_while_its_unload_waits_for_a_resolver()
 
 
 @runs
-async def test_a_name_that_is_blocked_while_it_is_loaded_stays_blocked() -> None:
+async def test_a_name_blocked_during_its_load_stays_blocked() -> None:
     world = World()
     world.sources.has["sql"] = Version("aa")
     load = asyncio.create_task(world.lifecycle.load("sql"))
@@ -115,7 +115,7 @@ class Unload:
 
 
 @runs
-async def test_unloading_frees_what_a_load_in_place_has_put_there_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unloading_frees_a_concurrent_load_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     unload = Unload(world, monkeypatch)
     await serving(world, "aa")
@@ -132,7 +132,7 @@ async def test_unloading_frees_what_a_load_in_place_has_put_there_meanwhile(monk
 
 
 @runs
-async def test_unloading_frees_what_a_resolver_has_put_there_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unloading_frees_a_concurrently_resolved_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     unload = Unload(world, monkeypatch)
     async with world.server.lock("sql"):

@@ -8,7 +8,7 @@ import pytest
 
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
 from lora_plugins.events import AdapterUnloaded
-from tests.server.test_lifecycle import Version, World
+from tests.server.world import Version, World
 from tests.virtual_time import runs
 
 LONG_S = 60.0
@@ -69,7 +69,7 @@ async def test_what_is_held_for_a_load_is_refused_too() -> None:
 
 
 @runs
-async def test_one_that_comes_late_with_what_was_unloaded_is_refused() -> None:
+async def test_a_late_request_for_an_unloaded_adapter_is_refused() -> None:
     """It has read the table before; its adapter's lease in the store has ended, so it must not be loaded again."""
     world = World()
     world.sources.has["sql"] = Version("aa")
@@ -94,7 +94,7 @@ async def test_a_swap_refuses_nobody() -> None:
 
 
 @runs
-async def test_a_client_that_goes_away_while_it_is_held_is_forgotten() -> None:
+async def test_a_held_request_whose_client_leaves_is_forgotten() -> None:
     world = World(slots=1)
     running, held = await one_runs_and_one_is_held(world)
     await ended(held)

@@ -268,14 +268,14 @@ def test_an_outage_shows_for_own_names_only(world, kind):
 
 
 @pytest.mark.parametrize("name", ["team-b/sql", "nobody"])
-def test_where_vllm_serves_the_base_model_for_any_name_it_does_for_a_forbidden_one(world, monkeypatch, name):
+def test_without_name_validation_a_forbidden_name_is_the_base_model(world, monkeypatch, name):
     world.load("team-b/sql")
     monkeypatch.setenv("VLLM_SKIP_MODEL_NAME_VALIDATION", "1")
     assert world.use(name, "key-a").json() == {"adapter": None}
     assert world.use("team-b/sql", "key-b").json() == {"adapter": "team-b/sql"}
 
 
-def test_an_adapter_that_comes_without_being_named_comes_to_those_who_may_use_it(world):
+def test_default_multimodal_adapters_need_permission_too(world):
     """vLLM applies an adapter that is called `audio` to chats with audio in them."""
     world.load("audio")
     messages = [{"role": "user", "content": [{"type": "audio_url"}]}]
@@ -301,7 +301,7 @@ def test_tenants_at_one_time_get_their_own_answers(world):
     assert asyncio.run(go()) == [200, 404, 404, 200] * 10
 
 
-def test_what_runs_for_no_request_may_use_what_everybody_may(world):
+def test_without_a_request_the_default_rights_apply(world):
     async def check(name: str) -> Any:
         return await world.servings["base"]._check_model(SimpleNamespace(model=name))
 
@@ -437,7 +437,7 @@ def warned(logged: pytest.LogCaptureFixture) -> Iterator[Any]:
     return lambda: [record.getMessage() for record in logged.records if record.levelname == "WARNING"]
 
 
-def test_at_start_it_says_whom_it_knows(process, tmp_path, policy, vllm_as_it_was, logged, warned):
+def test_startup_logs_the_tenants(process, tmp_path, policy, vllm_as_it_was, logged, warned):
     World(process, tmp_path, policy=policy, keys=KEYS)
     assert "3 keys of a, b, root" in logged.text
     assert not any("--api-key" in text for text in warned())
@@ -452,7 +452,7 @@ def test_without_keys_of_vllm_it_warns(process, tmp_path, policy, vllm_as_it_was
     assert world.use("team-a/sql", "key-a").json() == {"adapter": "team-a/sql"}
 
 
-def test_keys_that_vllm_will_not_let_in_are_warned_of(process, tmp_path, policy, vllm_as_it_was, warned, monkeypatch):
+def test_keys_that_vllm_refuses_are_warned_of(process, tmp_path, policy, vllm_as_it_was, warned, monkeypatch):
     World(process, tmp_path, policy=policy, keys=["key-a", "other"])
     (text,) = [text for text in warned() if "--api-key" in text]
     assert "No key of b, root" in text

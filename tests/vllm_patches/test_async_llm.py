@@ -188,7 +188,7 @@ async def test_a_resolver_does_not_wait_for_the_load() -> None:
 
 
 @runs
-async def test_a_load_that_fails_behind_a_resolver_is_told() -> None:
+async def test_a_failed_background_load_is_reported() -> None:
     client, failed, asked = Client(answer={"error": FREE.plain()}), [], request()
     with adding(AddLora(on_failure=failed.append)):
         assert await client.add_lora(asked) is True
@@ -198,7 +198,7 @@ async def test_a_load_that_fails_behind_a_resolver_is_told() -> None:
 
 @pytest.mark.parametrize("is_swap", [True, False])
 @runs
-async def test_a_load_in_place_is_a_swap_where_it_is_one(is_swap: bool) -> None:
+async def test_a_load_in_place_swaps_a_served_adapter(is_swap: bool) -> None:
     client, swapped, asked = Client(), [], request(load_inplace=True)
 
     async def swap(lora_request: Any) -> bool:

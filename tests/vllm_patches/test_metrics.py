@@ -77,7 +77,7 @@ def test_events_are_counted_on_vllms_own_metrics(path):
     """)
 
 
-def test_a_second_registration_a_second_app_and_vllms_own_clearing_change_nothing():
+def test_registering_twice_and_vllms_clearing_change_nothing():
     run("""
     from vllm.v1.metrics.prometheus import unregister_vllm_metrics
     for _ in range(3):

@@ -43,7 +43,7 @@ def test_a_found_adapter_becomes_vllms_request(resolver, tmp_path):
     assert (request.lora_int_id, request.base_model_name) == (adapter_id("team/sql"), "tiny")
 
 
-def test_before_the_server_is_bound_the_request_names_no_base_model(resolver, tmp_path):
+def test_before_serving_a_request_names_no_base_model(resolver, tmp_path):
     put(tmp_path / "root" / "sql", adapter_files())
     resolver.process.sources.base = None
     assert resolve(resolver, "sql").base_model_name is None
@@ -80,7 +80,7 @@ def start_serving(resolver, monkeypatch):
     return start
 
 
-def test_at_start_the_base_model_is_read_and_the_sources_are_logged(resolver, start_serving, logged):
+def test_startup_reads_the_base_model_and_logs_the_sources(resolver, start_serving, logged):
     resolver.process.settings = Settings(runtime_lora_updating=True)
     models = start_serving(SimpleNamespace(max_lora_rank=64))
     assert [path.name for path in models.base_model_paths] == ["tiny", "tiny-2"]
@@ -92,14 +92,14 @@ def test_at_start_the_base_model_is_read_and_the_sources_are_logged(resolver, st
     assert "--enable-lora" not in logged.text
 
 
-def test_a_server_that_will_never_serve_an_adapter_says_so_at_start(start_serving, logged):
+def test_startup_warns_where_no_adapter_can_be_served(start_serving, logged):
     start_serving(None)
     warnings = [record.getMessage() for record in logged.records if record.levelname == "WARNING"]
     assert any("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in text for text in warnings)
     assert any("--enable-lora" in text for text in warnings)
 
 
-def test_when_serving_starts_vllms_locks_are_dropped_with_their_last_user(start_serving):
+def test_startup_replaces_vllms_locks(start_serving):
     models = start_serving(None)
     assert isinstance(models.lora_resolver_lock, NameLocks)
 
@@ -151,7 +151,7 @@ def registered(monkeypatch):
     return registered
 
 
-def test_uris_are_served_without_a_source_and_workers_know_them(tmp_path, registered):
+def test_uris_need_no_source_and_workers_know_them(tmp_path, registered):
     uri = (tmp_path / "adapters").as_uri()
     put(tmp_path / "adapters" / "sql", adapter_files())
     process = Process(Settings(store_dir=tmp_path / "store", allowed_uris=(uri,)))

@@ -15,7 +15,7 @@ from lora_plugins.errors import IncompatibleAdapter, NoFreeSlot
 from lora_plugins.server import response_start
 from lora_plugins.server.response_start import Pending
 from lora_plugins.vllm_patches import async_llm, serving_models
-from tests.server.test_lifecycle import Version, World
+from tests.server.world import Version, World
 from tests.virtual_time import runs
 
 
@@ -110,7 +110,7 @@ async def test_resolving_does_not_wait_for_the_load(of_this_world: Any) -> None:
 
 
 @runs
-async def test_a_name_that_cannot_be_loaded_leaves_the_table(of_this_world: Any) -> None:
+async def test_a_failed_load_leaves_the_table(of_this_world: Any) -> None:
     world = of_this_world(World(broken=IncompatibleAdapter("rank 99", adapter="sql")))
     models = Models(world)
     world.sources.has["sql"] = Version("aa")
@@ -220,7 +220,7 @@ async def test_a_load_in_place_is_a_swap(of_this_world: Any) -> None:
 
 
 @runs
-async def test_a_load_in_place_that_fails_leaves_the_old_one(of_this_world: Any) -> None:
+async def test_a_failed_load_in_place_leaves_the_old_one(of_this_world: Any) -> None:
     world = of_this_world(World())
     models = Models(world)
     await models.load("mine", "/by/hand-1")

@@ -129,7 +129,7 @@ SECRET_HASH = hashlib.sha256(b"secret-key").hexdigest()
         ("[tenants.t]\nkeys = ['secret-key', 'secret-key']\nadapters = []", "once more in tenants.t.keys[1]"),
     ],
 )
-def test_a_file_that_cannot_be_right_ends_the_start_and_no_key_is_told(tmp_path, text, says):
+def test_startup_fails_with_a_wrong_file_and_shows_no_key(tmp_path, text, says):
     path = tmp_path / "policy.toml"
     path.write_text(text)
     with pytest.raises(InvalidSettings) as caught:
@@ -142,7 +142,7 @@ def test_a_file_that_cannot_be_right_ends_the_start_and_no_key_is_told(tmp_path,
     assert SECRET_HASH not in told
 
 
-def test_a_file_that_cannot_be_read_ends_the_start(tmp_path):
+def test_startup_fails_with_an_unreadable_file(tmp_path):
     with pytest.raises(InvalidSettings, match="No such file"):
         Policy.read(tmp_path / "gone.toml")
     (tmp_path / "latin.toml").write_bytes(b"# \xe9")

@@ -1,0 +1,57 @@
+"""The poller for new versions."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from lora_plugins.errors import SourceUnavailable
+from lora_plugins.server import refresh
+from lora_plugins.server.refresh import poll
+from tests.server.test_restore import world_with
+from tests.server.world import Version, World
+from tests.virtual_time import runs
+
+
+@runs
+async def test_the_poller_swaps_new_versions_and_survives_errors(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = world_with("sql", "chat", "odd")
+    for name in ("odd", "sql", "chat"):
+        await world.lifecycle.load(name)
+    latest = world.sources.latest
+
+    async def sometimes_odd(name: str, uri: str | None, base_path: str) -> Version | None:
+        if name == "odd":
+            raise ZeroDivisionError
+        return await latest(name, uri, base_path)
+
+    monkeypatch.setattr(world.sources, "latest", sometimes_odd)
+    task = asyncio.create_task(poll(world.lifecycle, 0.02))
+    world.sources.has |= {"sql": Version("new"), "chat": SourceUnavailable("down")}
+    await asyncio.sleep(0.3)
+    assert await world.ask("sql") == "/store/new"
+    assert await world.ask("chat") == "/store/chat"
+    assert "Looking for a new version of adapter 'odd' failed" in caplog.text
+    world.sources.has["chat"] = Version("later")
+    await asyncio.sleep(0.3)
+    assert await world.ask("chat") == "/store/later"
+    task.cancel()
+
+
+@runs
+async def test_replicas_do_not_poll_at_the_same_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 50:
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(refresh.asyncio, "sleep", sleep)
+    with pytest.raises(asyncio.CancelledError):
+        await poll(World().lifecycle, 60)
+    assert len(set(waits)) == 50
+    assert all(48 <= seconds <= 72 for seconds in waits)

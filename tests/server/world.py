@@ -1,0 +1,177 @@
+"""An API server around the real lifecycle and planner, with a made-up worker and made-up sources."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lora_plugins.errors import (
+    AdapterNotFound,
+    LoRAPluginsError,
+)
+from lora_plugins.events import AdapterReady, Events, LoadRefused
+from lora_plugins.server.lifecycle import Lifecycle
+from lora_plugins.server.planner_client import PlannerClient
+from lora_plugins.server.registry import Registry, ServedAdapter
+from tests.server.simulated_engine import SimulatedEngine
+
+
+@dataclass(frozen=True)
+class Version:
+    digest: str
+    version: str = "1"
+    source: str = "filesystem"
+    uri: str = "file:///adapters/x"
+    size_bytes: int = 10
+    rank: int = 8
+
+    @property
+    def path(self) -> Path:
+        return Path("/store") / self.digest
+
+
+@dataclass(frozen=True)
+class Request:
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+@dataclass
+class Sources:
+    """Names and URIs with the version that each has now; leases are held by path."""
+
+    has: dict[str, Version | LoRAPluginsError] = field(default_factory=dict)
+    served_under: dict[str, Version] = field(default_factory=dict)
+    needed: set[tuple[str, str]] = field(default_factory=set)
+    had: dict[str, set[str]] = field(default_factory=dict)
+    store: dict[str, Version] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+
+    async def resolve(self, text: str, base_path: str) -> Version | None:
+        return await self.latest(text, None, base_path)
+
+    async def resolve_uri(self, name: str, uri: str, base_path: str) -> Version:
+        found = await self.latest(name, uri, base_path)
+        if found is None:
+            raise AdapterNotFound("nothing there", adapter=name)
+        return found
+
+    async def latest(self, name: str, uri: str | None, base_path: str) -> Version | None:
+        assert base_path == "/base"
+        self.asked.append(uri or name)
+        await asyncio.sleep(0.001)
+        found = self.has.get(uri or name)
+        if isinstance(found, LoRAPluginsError):
+            raise found
+        if found is not None:
+            self.needed.add((name, found.digest))
+            self.served_under[name] = found
+            self.store[found.digest] = found
+            self.had.setdefault(name, set()).add(found.digest)
+        return found
+
+    async def of_digest(self, name: str, digest_prefix: str, *, of_any_name: bool = False) -> Version | None:
+        known = self.store if of_any_name else self.had.get(name, ())
+        found = next((self.store[digest] for digest in known if digest.startswith(digest_prefix)), None)
+        if found is not None:
+            self.needed.add((name, found.digest))
+        return found
+
+    def release(self, name: str, path: Path) -> None:
+        self.needed.remove((name, path.name))
+
+    @property
+    def leased(self) -> set[str]:
+        return {digest for _, digest in self.needed}
+
+
+class Server:
+    def __init__(self) -> None:
+        self.base_path = "/base"
+        self.ids = itertools.count(1)
+        self.locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self.aborted: list[str] = []
+        self.running: dict[str, asyncio.Task[None]] = {}
+
+    def is_base_model(self, name: str) -> bool:
+        return name == "base"
+
+    def lock(self, name: str) -> asyncio.Lock:
+        return self.locks[name]
+
+    def new_request(self, name: str, path: str) -> Request:
+        return Request(name, next(self.ids), path)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+        for request_id in request_ids:
+            self.running[request_id].cancel()
+
+
+class Table:
+    def __init__(self) -> None:
+        self.lora_requests: dict[str, Any] = {}
+
+
+class World:
+    def __init__(self, *, drain_timeout_s: float = 60.0, **options: Any) -> None:
+        self.engine = SimulatedEngine(**options)
+        self.worker = self.engine.worker
+        self.sources = Sources()
+        self.table = Table()
+        self.server = Server()
+        self.told: list[Any] = []
+        self.written = 0
+        registry = Registry(self.table, self.sources.served_under.get)
+        self.planner = PlannerClient(self.engine.ask, Events(self.tell))
+        self.lifecycle = Lifecycle(
+            registry,
+            self.planner,
+            engine=self.server,
+            sources=self.sources,
+            events=Events(self.tell),
+            drain_timeout_s=drain_timeout_s,
+        )
+        self.lifecycle.on_change = self.count
+
+    def tell(self, event: Any) -> None:
+        """Note what happens, but for loads, of which there are many."""
+        if not isinstance(event, AdapterReady | LoadRefused):
+            self.told.append(event)
+
+    def count(self) -> None:
+        self.written += 1
+
+    async def ask(self, name: str, seconds: float = 0.0, request_id: str | None = None) -> str:
+        """What a request does: take what the table says, enter, run; returns the path of the weights."""
+        request = self.table.lora_requests[name]
+        self.planner.used(request)
+        await self.engine.run(request, seconds, request_id)
+        return str(request.lora_path)
+
+    def start(self, name: str, seconds: float, request_id: str = "running") -> asyncio.Task[str]:
+        task = asyncio.create_task(self.ask(name, seconds, request_id))
+        self.server.running[request_id] = task  # type: ignore[assignment]
+        return task
+
+    async def settled(self) -> None:
+        await asyncio.sleep(0.1)
+
+    @property
+    def in_workers(self) -> set[str]:
+        return {Path(path).name for path in self.worker.paths.values()}
+
+
+async def serving(world: World, *digests: str) -> ServedAdapter:
+    """The name `sql`, which had these versions one after the other."""
+    world.sources.has["sql"] = Version(digests[0], version=digests[0])
+    served, _ = await world.lifecycle.load("sql")
+    for digest in digests[1:]:
+        world.sources.has["sql"] = Version(digest, version=digest)
+        assert await world.lifecycle.refresh("sql")
+    return served
