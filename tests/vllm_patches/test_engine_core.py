@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from vllm.lora.request import LoRARequest
+from vllm.v1.engine import UtilityOutput
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, error_of
@@ -246,6 +248,16 @@ def test_vllm_still_converts_what_its_clients_send(proc: tuple[Any, Engine]) -> 
     sent = (spec(1), True)
     assert EngineCoreProc._convert_msgspec_args(core.lora_plugins_load, sent) == sent
     assert EngineCoreProc._convert_msgspec_args(core.remove_lora, (1,)) == (1,)
+
+
+def test_vllm_answers_a_utility_when_its_future_is_done(proc: tuple[Any, Engine]) -> None:
+    core, engine = proc
+    answers: list[UtilityOutput] = []
+    load, output = functools.partial(core.add_lora, adapter(1)), UtilityOutput(call_id=7)
+    EngineCoreProc._invoke_utility_method("add_lora", load, output, answers.append)
+    assert answers == []
+    engine.run()
+    assert [answer.result.result for answer in answers] == [True]
 
 
 # --- in the caller's process, where nobody steps meanwhile ---

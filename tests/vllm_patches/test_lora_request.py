@@ -48,6 +48,8 @@ def test_vllms_own_keys_are_left_alone_where_they_hold_the_path(monkeypatch) -> 
     finally:
         LoRARequest.__eq__, LoRARequest.__hash__ = vllms
     assert kv_cache_utils._gen_lora_extra_hash_keys is before
+    old, new = (before(SimpleNamespace(lora_request=request(n, path))) for n, path in ((1, "/aa"), (2, "/bb")))
+    assert old != new
 
 
 def _as_in_0_30(request) -> list[str]:

@@ -8,8 +8,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from vllm.lora.ops.torch_ops import lora_ops
 
 from lora_plugins.kernels.compiled import build
+from lora_plugins.vllm_patches import punica
 
 SCRIPT = """
 import json, os, sys
@@ -107,3 +110,9 @@ def test_startup_fails_with_kernels_that_cannot_be_had(outcomes, env, says):
     assert outcome["error"].startswith("InvalidSettings: [L007]")
     assert says in outcome["error"]
     assert outcome["untouched"]
+
+
+def test_base_rows_are_noticed_where_vllm_computes_them_with_an_adapter():
+    weights, y = torch.ones(2, 1, 4, 8), torch.zeros(1, 4)
+    lora_ops.bgmv_shrink(torch.ones(1, 8), weights, y, torch.tensor([-1]))
+    assert punica.base_rows_get_an_adapter() == bool(y.any())

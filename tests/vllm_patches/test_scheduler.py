@@ -13,10 +13,10 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreEventType, FinishReason
 from vllm.v1.request import RequestStatus
 
-from lora_plugins.errors import InvalidAdapter
+from lora_plugins.errors import InvalidAdapter, InvalidSettings
 from lora_plugins.scheduler.messages import Activate, AdapterSpec, Load
 from lora_plugins.vllm_patches.request_errors import error_in, error_in_tensor
-from lora_plugins.vllm_patches.scheduler import AdmissionMixin, with_admission
+from lora_plugins.vllm_patches.scheduler import AdmissionMixin, planner_of, with_admission
 from tests.vllm_patches.engine_bed import Engine, adapter, make_scheduler, request, vllm_config
 
 Make = Callable[..., Engine]
@@ -400,3 +400,16 @@ def test_loaded_in_place_it_is_loaded_again_once(make_engine: Make) -> None:
         engine.scheduler.add_request(one)
         engine.run()
     assert sum(isinstance(command, Load) for command in engine.commands) == 2
+
+
+@pytest.mark.parametrize(
+    ("backend", "says"), [("ray", "first Ray executor"), ("external_launcher", "external launcher")]
+)
+def test_startup_fails_with_an_executor_past_the_workers(
+    base: Path, backend: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    config = vllm_config(base)
+    config.parallel_config.distributed_executor_backend, config.parallel_config.world_size = backend, 2
+    with pytest.raises(InvalidSettings, match=says):
+        planner_of(config)
