@@ -1,4 +1,4 @@
-"""`adapter_config.json`: what it says, and whether vLLM 0.30 to 0.33 can serve what it says.
+"""`adapter_config.json`: its contents, and whether vLLM 0.30 to 0.33 can serve them.
 
 Source: `vllm/lora/peft_helper.py` of vLLM 0.32 and 0.33 (identical there), `peft/tuners/lora/config.py` of PEFT 0.21.
 """
@@ -40,12 +40,12 @@ _UNSUPPORTED = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """The part of an adapter's configuration that says how its tensors are to be read.
+    """The part of an adapter's configuration that defines how its tensors are read.
 
     Attributes:
-        rank: `r`, where `rank_pattern` says nothing else.
+        rank: `r`, where `rank_pattern` has no other.
         targets: module names (a set), one regular expression (a string), or None where the file leaves it open.
-        base_model: `base_model_name_or_path`, or None where the file does not say.
+        base_model: `base_model_name_or_path`, or None where the file has none.
     """
 
     rank: int
@@ -73,7 +73,7 @@ class AdapterConfig:
         return self.rank if found is None else found
 
     def targets_module(self, module: str, deadline: Deadline) -> bool:
-        """Whether the file says that this module has weights (PEFT's `check_target_module_exists`)."""
+        """Whether this module has weights by the configuration (PEFT's `check_target_module_exists`)."""
         if self.targets is None or self.target_parameters or self._all_linear:
             return True
         if isinstance(self.targets, str):

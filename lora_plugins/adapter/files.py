@@ -1,4 +1,4 @@
-"""Open files that somebody else wrote: regular ones only, inside a root, with the system's errors mapped to ours."""
+"""Open user-supplied files: regular ones only, inside a root, with the system's errors mapped to ours."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _EXPONENTS: dict[str, tuple[str, int]] = {
 
 
 def check_finite(file: BinaryIO, tensors: Iterable[TensorInfo]) -> None:
-    """Read the bytes of `tensors` from `file` and look at every element.
+    """Read the bytes of `tensors` from `file` and check every element.
 
     Raises:
         InvalidAdapter: an element is NaN or infinite, or the file ends early.

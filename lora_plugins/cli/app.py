@@ -94,7 +94,7 @@ def _passing_errors(function: Callable[P, Exit]) -> Callable[P, Exit | BaseExcep
     def passing(*args: P.args, **kwargs: P.kwargs) -> Exit | BaseException:
         try:
             return function(*args, **kwargs)
-        except (Exception, KeyboardInterrupt, CancelledError) as error:  # noqa: BLE001 - `run` looks at it
+        except (Exception, KeyboardInterrupt, CancelledError) as error:  # noqa: BLE001 - `run` handles it
             return error
 
     return passing

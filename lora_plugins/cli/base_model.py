@@ -40,7 +40,7 @@ def read_base(
         return None
     if os.path.exists(path):
         path = os.path.abspath(path)
-    # Libraries announce themselves on stderr while they are imported; what is wrong with the base is said below.
+    # Libraries write to stderr while they are imported; what is wrong with the model is raised below.
     with contextlib.redirect_stderr(io.StringIO()):
         logging.disable(logging.WARNING)
         try:

@@ -1,4 +1,4 @@
-"""`inspect`: what an adapter is, and what a server would say of it, before any engine sees it."""
+"""`inspect`: what an adapter is, and whether a server would serve it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a command prints: text for people, or one JSON object; errors go to stderr, or into that object.
 
-Names and paths in adapter files are anybody's text: what is not printable is escaped before it reaches a terminal.
+Names and paths in adapter files are user-supplied: what is not printable is escaped before it reaches a terminal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.text import Text
 from lora_plugins.errors import LoRAPluginsError
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, and nothing else.")]
-# A pipe has no width to break lines at, unless COLUMNS says one.
+# A pipe has no width to break lines at, unless COLUMNS gives one.
 _WIDE = 10_000
 
 

@@ -175,5 +175,5 @@ _SAID = {
     "served": "would be served",
     "unknown": "no source has it; a request gets vLLM's 404",
     "refused": "would be refused",
-    "unavailable": "cannot be said now; a request gets a 503",
+    "unavailable": "unavailable now; a request gets a 503",
 }

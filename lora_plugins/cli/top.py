@@ -41,7 +41,7 @@ def top(
     as_json: Json = False,
 ) -> Exit:
     """Watch the adapters of a server that runs lora_admin."""
-    # On a terminal, a server that no longer answers is said so and asked again; in a pipe that is the end.
+    # On a terminal, a server that no longer answers is reported and asked again; in a pipe that is the end.
     output = Output(as_json=as_json)
     listed = read_adapters(url, api_key, timeout_s)
     if once:

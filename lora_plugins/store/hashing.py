@@ -1,4 +1,4 @@
-"""SHA-256 of files while they arrive: a thread follows what has landed instead of reading everything once more."""
+"""SHA-256 of files while they are written: a thread follows what is on disk, so that nothing is read twice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 _PIECE_BYTES = 1 << 20
 
 
-class ArrivingFile:
+class GrowingFile:
     """Hashes a file from its start as its contiguous beginning grows."""
 
     def __init__(self, path: Path) -> None:
@@ -24,13 +24,13 @@ class ArrivingFile:
         self._thread.start()
 
     def landed(self, size_bytes: int) -> None:
-        """Say that the first `size_bytes` of the file are on disk."""
+        """Report that the first `size_bytes` of the file are on disk."""
         with self._changed:
             self._landed = max(self._landed, size_bytes)
             self._changed.notify()
 
     def finish(self) -> tuple[int, str]:
-        """Say that the file is complete; returns its size in bytes and its SHA-256.
+        """Report that the file is complete; returns its size in bytes and its SHA-256.
 
         Raises:
             OSError: the file could not be read.
@@ -72,4 +72,4 @@ class ArrivingFile:
 
 def sha256_of(path: Path) -> tuple[int, str]:
     """Size in bytes and SHA-256 of a file that is complete."""
-    return ArrivingFile(path).finish()
+    return GrowingFile(path).finish()

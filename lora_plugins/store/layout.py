@@ -66,7 +66,7 @@ class Layout:
         return [digest for digest in self.digests() if digest.startswith(prefix)] if is_prefix(prefix) else []
 
     def new_temporary(self, process: str, needed_bytes: int = 0) -> Path:
-        """A path that nobody else uses, on the store's file system."""
+        """A new path on the store's file system, for one process."""
         return self.folder("tmp") / f"{process}.{os.urandom(6).hex()}.{needed_bytes}"
 
     def temporaries(self) -> list[Temporary]:
@@ -115,3 +115,15 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_durable(directory: Path) -> None:
+    """Make every file of a directory read-only and durable, and its names."""
+    for entry in os.scandir(directory):
+        descriptor = os.open(entry.path, os.O_RDONLY)
+        try:
+            os.fchmod(descriptor, 0o444)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    sync_directory(directory)

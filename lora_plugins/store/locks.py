@@ -26,10 +26,10 @@ _LONGEST_WAIT_S = 0.25
 
 @asynccontextmanager
 async def fetch_lock(path: Path, processes: Processes, *, temporary: Path, timeout_s: float) -> AsyncIterator[None]:
-    """Hold the lock at `path` inside; `temporary` is a path on its file system that nobody else uses or sweeps.
+    """Hold the lock at `path` inside; `temporary` is a path on its file system that only this process uses.
 
     Raises:
-        SourceUnavailable: somebody alive has held it for `timeout_s`.
+        SourceUnavailable: a living process has held it for `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     wait_s = _FIRST_WAIT_S
@@ -57,7 +57,7 @@ def remove_if_dead(path: Path, processes: Processes) -> None:
     with contextlib.suppress(FileNotFoundError, IsADirectoryError):
         if processes.is_alive(_owner(path)):
             return
-        # Looked at again where nobody else removes locks: the one that was dead may have been taken over since.
+        # Checked again where only we remove locks: another process may have taken the dead one over since.
         with FileLock(path.with_name("takeover.guard"), timeout=30):
             if not processes.is_alive(_owner(path)):
                 os.unlink(path)
@@ -69,7 +69,7 @@ def _unlink(path: Path) -> None:
 
 
 def _owner(path: Path) -> str:
-    """The process that a lock file names; whatever else is in there names nobody."""
+    """The process that a lock file names, if it names one."""
     return path.read_text(errors="replace")
 
 

@@ -23,7 +23,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Written beside the files; `digest` names the directory.
+    """Written next to the files; `digest` names the directory.
 
     `uri` and `version` are those of the fetch that brought it; another source may have the same bytes.
     """

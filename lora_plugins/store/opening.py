@@ -1,4 +1,4 @@
-"""Open the store that the settings name, or say at start why that cannot be."""
+"""Open the store that the settings name."""
 
 from __future__ import annotations
 

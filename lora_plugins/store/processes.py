@@ -43,7 +43,7 @@ class Processes:
         host, _, rest = name.partition(".")
         pid, _, start = rest.partition(".")
         if not (pid.isdecimal() and start.isdecimal()) or "/" in host:
-            return False  # no name of ours: a file of somebody else, or one that a power failure cut short
+            return False  # not one of our names, or one that a power failure cut short
         if host == _host():
             return _start_of(int(pid)) == start
         try:

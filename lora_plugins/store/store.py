@@ -9,16 +9,25 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, OutOfMemory, SourceUnavailable
+from lora_plugins.errors import InvalidAdapter, SourceUnavailable
+from lora_plugins.store.errors import store_errors
 from lora_plugins.store.eviction import make_room, remove
-from lora_plugins.store.hashing import ArrivingFile, sha256_of
-from lora_plugins.store.layout import MANIFEST_FILE, Layout, is_digest, key_of, sync_directory, write_small
+from lora_plugins.store.hashing import GrowingFile, sha256_of
+from lora_plugins.store.layout import (
+    MANIFEST_FILE,
+    Layout,
+    is_digest,
+    key_of,
+    make_durable,
+    sync_directory,
+    write_small,
+)
 from lora_plugins.store.leases import Leases
 from lora_plugins.store.locks import fetch_lock, remove_if_dead
 from lora_plugins.store.manifest import Manifest, StoredFile, digest_of
@@ -26,19 +35,19 @@ from lora_plugins.store.processes import Processes
 
 
 class PartialDownload:
-    """A directory that an adapter is being fetched into; the fetch says what has landed."""
+    """A directory that an adapter is being fetched into, hashed as its files grow."""
 
     def __init__(self, directory: Path, names: Sequence[str]) -> None:
         self.directory = directory
         self._names = tuple(names)
-        self._files: dict[str, ArrivingFile] = {}
+        self._files: dict[str, GrowingFile] = {}
         self._first = threading.Lock()
 
     def landed(self, name: str, size_bytes: int) -> None:
-        """Say that the first `size_bytes` of a file are on disk; may be called from any thread, or not at all."""
+        """Report that the first `size_bytes` of a file are on disk; may be called from any thread, or not at all."""
         with self._first:
             if name not in self._files:
-                self._files[name] = ArrivingFile(self.directory / name)
+                self._files[name] = GrowingFile(self.directory / name)
         self._files[name].landed(size_bytes)
 
     def start_over(self) -> None:
@@ -68,7 +77,7 @@ class DownloadSpec(Protocol):
     def version(self) -> str: ...
     @property
     def promised(self) -> Sequence[tuple[str, int, str]]:
-        """Name, size in bytes and SHA-256 (or empty) of every file, as the source says."""
+        """Name, size in bytes and SHA-256 (or empty) of every file, as the source lists them."""
         ...
 
 
@@ -124,7 +133,7 @@ class Store:
             Anything that `fetch` or `check` raises.
         """
         lock = self.layout.folder("locks") / f"{key_of(wanted.uri, wanted.version)}.fetch"
-        with _store_errors():
+        with store_errors():
             found = await asyncio.to_thread(self._find_leased, wanted)
             if found is not None:
                 return found
@@ -143,15 +152,15 @@ class Store:
     ) -> StoredAdapter:
         needed_bytes = sum(size for _, size, _ in wanted.promised)
         directory = self.layout.new_temporary(self.processes.me(), needed_bytes)
-        arriving = PartialDownload(directory, [name for name, _, _ in wanted.promised])
-        making = asyncio.create_task(asyncio.to_thread(self._make_room, arriving.directory, needed_bytes))
+        download = PartialDownload(directory, [name for name, _, _ in wanted.promised])
+        making = asyncio.create_task(asyncio.to_thread(self._make_room, download.directory, needed_bytes))
         try:
             await asyncio.shield(making)
-            await fetch(arriving)
-            return await asyncio.to_thread(self._publish, wanted, arriving, check)
+            await fetch(download)
+            return await asyncio.to_thread(self._publish, wanted, download, check)
         finally:
             await asyncio.wait([making])  # a cancelled fetch must not leave what its thread makes afterwards
-            await asyncio.to_thread(_discard, arriving)
+            await asyncio.to_thread(_discard, download)
 
     def _make_room(self, directory: Path, needed_bytes: int) -> None:
         """Make room and the directory that announces its use, before another fetch counts what is there."""
@@ -159,25 +168,25 @@ class Store:
             make_room(self.layout, self.leases, needed_bytes, self.max_bytes, self.on_evict)
             directory.mkdir()
 
-    def _publish(self, wanted: DownloadSpec, arriving: PartialDownload, check: Callable[[Path], None]) -> StoredAdapter:
-        # Hashing, verifying and writing to the disk each leave the others' resource alone: side by side.
-        with ThreadPoolExecutor(2, thread_name_prefix="lora-plugins-publish") as beside:
-            durable = beside.submit(_make_durable, arriving.directory)
-            checked = beside.submit(check, arriving.directory)
-            files = arriving.finish()
-        _keep_promise(files, wanted)
+    def _publish(self, wanted: DownloadSpec, download: PartialDownload, check: Callable[[Path], None]) -> StoredAdapter:
+        # Hashing, verifying and writing to the disk use different resources, so they run at the same time.
+        with ThreadPoolExecutor(2, thread_name_prefix="lora-plugins-publish") as executor:
+            durable = executor.submit(make_durable, download.directory)
+            checked = executor.submit(check, download.directory)
+            files = download.finish()
+        _check_promised(files, wanted)
         checked.result()
         durable.result()
         digest = digest_of(files)
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         manifest = Manifest(digest, wanted.uri, wanted.version, files, now)
-        (arriving.directory / MANIFEST_FILE).write_text(manifest.to_json())
-        _make_durable(arriving.directory)
+        (download.directory / MANIFEST_FILE).write_text(manifest.to_json())
+        make_durable(download.directory)
         temporary = self.layout.new_temporary(self.processes.me())
         write_small(self._index(wanted.uri, wanted.version), digest, temporary)
         self._note_use(digest)
         with self.leases.guard(digest):  # leased before another fetch could remove it to make room
-            self._put_in_place(arriving.directory, digest)
+            self._put_in_place(download.directory, digest)
             self.leases.acquire_guarded(digest)
         return StoredAdapter(digest, self.layout.adapter(digest), fetched=True)
 
@@ -196,7 +205,7 @@ class Store:
         damaged.unlink(missing_ok=True)
 
     def has(self, directory: Path) -> bool:
-        """Whether a published adapter is there and not known to be damaged; two looks, a few microseconds."""
+        """Whether a published adapter is there and not known to be damaged; takes a few microseconds."""
         return directory.is_dir() and not (self.layout.folder("damaged") / directory.name).exists()
 
     def acquire(self, digest: str) -> Path | None:
@@ -243,7 +252,7 @@ class Store:
         os.utime(use)
 
     def _is_whole(self, digest: str) -> bool:
-        """Whether every file is there in its size; only `verify` looks at every byte."""
+        """Whether every file is there in its size; only `verify` reads every byte."""
         if (self.layout.folder("damaged") / digest).exists():
             return False
         directory = self.layout.adapter(digest)
@@ -275,7 +284,7 @@ class Store:
         self.processes.sweep()
 
 
-def _keep_promise(files: Sequence[StoredFile], wanted: DownloadSpec) -> None:
+def _check_promised(files: Sequence[StoredFile], wanted: DownloadSpec) -> None:
     for file, (name, size_bytes, sha256) in zip(files, wanted.promised, strict=True):
         if file.size_bytes != size_bytes or (sha256 and file.sha256 != sha256):
             raise SourceUnavailable(
@@ -286,38 +295,6 @@ def _keep_promise(files: Sequence[StoredFile], wanted: DownloadSpec) -> None:
             )
 
 
-def _make_durable(directory: Path) -> None:
-    for entry in os.scandir(directory):
-        descriptor = os.open(entry.path, os.O_RDONLY)
-        try:
-            os.fchmod(descriptor, 0o444)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    sync_directory(directory)
-
-
-def _discard(arriving: PartialDownload) -> None:
-    arriving.finish_quietly()
-    shutil.rmtree(arriving.directory, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _store_errors() -> Iterator[None]:
-    """Errors of the store's own file system, mapped once."""
-    try:
-        yield
-    except LoRAPluginsError:
-        raise
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OutOfMemory(
-                f"a full disk below the store ({error.strerror})",
-                expected="room for the adapter",
-                remedy="free space, or set LORA_PLUGINS_STORE_MAX_BYTES or LORA_PLUGINS_STORE_DIR",
-            ) from error
-        raise SourceUnavailable(
-            f"a store that answers '{error.strerror or type(error).__name__}'",
-            expected="a store that can be written",
-            remedy="check LORA_PLUGINS_STORE_DIR, its mount and its permissions",
-        ) from error
+def _discard(download: PartialDownload) -> None:
+    download.finish_quietly()
+    shutil.rmtree(download.directory, ignore_errors=True)

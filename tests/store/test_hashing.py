@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lora_plugins.store import hashing
-from lora_plugins.store.hashing import ArrivingFile, sha256_of
+from lora_plugins.store.hashing import GrowingFile, sha256_of
 from lora_plugins.store.store import PartialDownload
 
 SIZES = [0, 1, 999, 1 << 20, (1 << 20) + 1, 3_500_000]
@@ -38,21 +38,21 @@ def test_a_file_hashed_as_it_grows(tmp_path: Path, size: int, pieces: int) -> No
     data = os.urandom(size)
     path = tmp_path / "file"
     path.touch()
-    arriving = ArrivingFile(path)
+    growing = GrowingFile(path)
     step = size // pieces + 1
     with path.open("ab", buffering=0) as file:
         for start in range(0, size, step):
             file.write(data[start : start + step])
-            arriving.landed(min(start + step, size))
-    assert arriving.finish() == answer(data)
+            growing.landed(min(start + step, size))
+    assert growing.finish() == answer(data)
     assert threads() == []
 
 
 def test_a_file_of_which_nothing_was_reported(tmp_path: Path) -> None:
-    arriving = ArrivingFile(tmp_path / "file")  # not there yet
+    growing = GrowingFile(tmp_path / "file")  # not there yet
     data = os.urandom(100_000)
     (tmp_path / "file").write_bytes(data)
-    assert arriving.finish() == answer(data)
+    assert growing.finish() == answer(data)
 
 
 def test_only_what_has_landed_is_read(tmp_path: Path) -> None:
@@ -60,90 +60,90 @@ def test_only_what_has_landed_is_read(tmp_path: Path) -> None:
     path = tmp_path / "file"
     data = os.urandom(2_000_000)
     path.write_bytes(bytes(len(data)))
-    arriving = ArrivingFile(path)
+    growing = GrowingFile(path)
     with path.open("r+b", buffering=0) as file:
         for start in (1_000_000, 500_000):
             file.seek(start)
             file.write(data[start : start + 500_000])
         file.seek(0)
         file.write(data[:500_000])
-        arriving.landed(1_500_000)
-        arriving.landed(700_000)  # older news changes nothing
+        growing.landed(1_500_000)
+        growing.landed(700_000)  # older news changes nothing
         file.seek(1_500_000)
         file.write(data[1_500_000:])
-    assert arriving.finish() == answer(data)
+    assert growing.finish() == answer(data)
 
 
 def test_reporting_too_much_is_no_harm(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"abc")
-    arriving = ArrivingFile(tmp_path / "file")
-    arriving.landed(1000)
-    assert arriving.finish() == answer(b"abc")
+    growing = GrowingFile(tmp_path / "file")
+    growing.landed(1000)
+    assert growing.finish() == answer(b"abc")
 
 
 def test_a_file_that_is_gone_is_an_error(tmp_path: Path) -> None:
-    arriving = ArrivingFile(tmp_path / "file")
-    arriving.landed(10)
+    growing = GrowingFile(tmp_path / "file")
+    growing.landed(10)
     with pytest.raises(FileNotFoundError):
-        arriving.finish()
+        growing.finish()
     assert threads() == []
 
 
 def test_hashing_has_begun_before_the_file_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * 1000)
-    arriving = ArrivingFile(path)
-    arriving.landed(1000)
+    growing = GrowingFile(path)
+    growing.landed(1000)
     for _ in range(6000):
-        if arriving._size_bytes == 1000:
+        if growing._size_bytes == 1000:
             break
         threading.Event().wait(0.01)
-    assert arriving._size_bytes == 1000
-    assert arriving.finish() == answer(b"x" * 1000)
+    assert growing._size_bytes == 1000
+    assert growing.finish() == answer(b"x" * 1000)
 
 
-class TestArriving:
+class TestPartialDownload:
     def test_every_promised_file_is_hashed_in_order(self, tmp_path: Path) -> None:
-        arriving = PartialDownload(tmp_path, ["b", "a"])
+        growing = PartialDownload(tmp_path, ["b", "a"])
         for name in "ab":
             (tmp_path / name).write_bytes(name.encode())
-        arriving.landed("a", 1)
-        files = arriving.finish()
+        growing.landed("a", 1)
+        files = growing.finish()
         assert [(file.name, (file.size_bytes, file.sha256)) for file in files] == [
             ("b", answer(b"b")),
             ("a", answer(b"a")),
         ]
 
     def test_starting_over_forgets_what_had_landed(self, tmp_path: Path) -> None:
-        arriving = PartialDownload(tmp_path, ["a"])
+        growing = PartialDownload(tmp_path, ["a"])
         (tmp_path / "a").write_bytes(b"old" * 1000)
-        arriving.landed("a", 3000)
-        arriving.start_over()
+        growing.landed("a", 3000)
+        growing.start_over()
         assert threads() == []
         (tmp_path / "a").write_bytes(b"new")
-        arriving.landed("a", 3)
-        (file,) = arriving.finish()
+        growing.landed("a", 3)
+        (file,) = growing.finish()
         assert (file.size_bytes, file.sha256) == answer(b"new")
 
     def test_a_missing_file_is_an_error_and_leaves_no_thread(self, tmp_path: Path) -> None:
-        arriving = PartialDownload(tmp_path, ["a", "b"])
+        growing = PartialDownload(tmp_path, ["a", "b"])
         (tmp_path / "a").write_bytes(b"a")
-        arriving.landed("b", 10)
+        growing.landed("b", 10)
         with pytest.raises(FileNotFoundError):
-            arriving.finish()
-        arriving.finish_quietly()
+            growing.finish()
+        growing.finish_quietly()
         assert threads() == []
 
     def test_many_threads_may_report(self, tmp_path: Path) -> None:
         data = os.urandom(1_000_000)
         (tmp_path / "a").write_bytes(data)
-        arriving = PartialDownload(tmp_path, ["a"])
-        tellers = [threading.Thread(target=arriving.landed, args=("a", size)) for size in range(0, 1_000_000, 20_000)]
+        growing = PartialDownload(tmp_path, ["a"])
+        tellers = [threading.Thread(target=growing.landed, args=("a", size)) for size in range(0, 1_000_000, 20_000)]
         for teller in tellers:
             teller.start()
         for teller in tellers:
             teller.join()
-        (file,) = arriving.finish()
+        (file,) = growing.finish()
         assert (file.size_bytes, file.sha256) == answer(data)
         assert len(threads()) == 0
 

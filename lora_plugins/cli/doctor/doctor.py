@@ -1,4 +1,4 @@
-"""`doctor`: all checks, in the order in which a server meets what they look at, as a table or as JSON."""
+"""`doctor`: all checks, in the order of a server's start, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lora_plugins.cli.amounts import number
 from lora_plugins.cli.doctor.findings import Finding, State
 from lora_plugins.cli.doctor.installation import check_plugin_names, check_vllm, plugin_names
 from lora_plugins.cli.doctor.places import check_policy, check_store
-from lora_plugins.cli.doctor.plugins import Surroundings, check_plugins
+from lora_plugins.cli.doctor.plugins import Context, check_plugins
 from lora_plugins.cli.doctor.variables import check_variables
 from lora_plugins.cli.exits import Exit
 from lora_plugins.cli.output import Json, Output, printable
@@ -64,7 +64,7 @@ def _examine(env: Mapping[str, str], *, network: bool, timeout_s: float) -> Iter
     yield from wrong
     discovered = plugin_names()
     yield from check_plugin_names(env, discovered)
-    yield from check_plugins(Surroundings(env, settings, discovered, network, timeout_s))
+    yield from check_plugins(Context(env, settings, discovered, network, timeout_s))
     yield from check_store(settings)
     yield check_policy(settings)
 

@@ -29,6 +29,6 @@ class Finding:
 
 
 def problem_of(check: str, error: LoRAPluginsError) -> Finding:
-    """A finding that says what one of our errors says."""
+    """One of our errors as a finding."""
     expected = f"; expected {error.expected}" if error.expected else ""
     return Finding(check, State.PROBLEM, f"{error.found}{expected}", error.remedy)

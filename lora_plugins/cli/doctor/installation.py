@@ -15,7 +15,7 @@ from lora_plugins.ledger import symbols
 from lora_plugins.vllm_patches import ledger_check
 
 DISTRIBUTION = "lora-plugins"
-# Those that vLLM 0.30 to 0.33 look into.
+# Those that vLLM 0.30 to 0.33 read.
 _GROUPS = (
     "vllm.general_plugins",
     "vllm.endpoint_plugins",
@@ -43,7 +43,9 @@ def check_vllm(sources: Path | None) -> Iterator[Finding]:
     else:
         yield Finding("vllm", State.OK, f"vLLM {version}")
     noted = symbols()
-    differing = [f"{symbol.name}: {said}" for symbol in noted if (said := ledger_check.check(symbol, sources))]
+    differing = [
+        f"{symbol.name}: {difference}" for symbol in noted if (difference := ledger_check.check(symbol, sources))
+    ]
     if differing:
         yield Finding(
             "ledger",
@@ -117,10 +119,10 @@ def _wrong_name(name: str, discovered: Mapping[str, list[str]]) -> Finding:
 
 
 def _vllm_version(sources: Path) -> str:
-    """As the distribution beside the sources says, or the one of this environment."""
-    said = ledger_check.version(sources).removeprefix("vllm ")
-    if not said.startswith("in "):
-        return said
+    """The version of the distribution of these sources, or of this environment's."""
+    version = ledger_check.version(sources).removeprefix("vllm ")
+    if not version.startswith("in "):
+        return version
     try:
         return importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:

@@ -38,23 +38,23 @@ def check_store(settings: Settings) -> Iterator[Finding]:
     budget = settings.store_max_bytes
     there = number(count, "adapter") if layout.root.is_dir() else "will be made"
     limit = "no budget" if budget is None else f"budget {size(budget)}"
-    said = f"{layout.root}: {there}, {size(used_bytes)} used, {limit}, {size(free_bytes)} free on its disk"
+    summary = f"{layout.root}: {there}, {size(used_bytes)} used, {limit}, {size(free_bytes)} free on its disk"
     if budget is not None and budget - used_bytes > free_bytes:
         yield Finding(
             "store",
             State.WARNING,
-            f"{said}: the disk is full before the budget is",
+            f"{summary}: the disk is full before the budget is",
             "lower LORA_PLUGINS_STORE_MAX_BYTES, or free space",
         )
     elif budget is None and free_bytes < _LITTLE_BYTES:
         yield Finding(
             "store",
             State.WARNING,
-            f"{said}: without a budget nothing is ever removed",
+            f"{summary}: without a budget nothing is ever removed",
             "set LORA_PLUGINS_STORE_MAX_BYTES, or free space",
         )
     else:
-        yield Finding("store", State.OK, said)
+        yield Finding("store", State.OK, summary)
 
 
 def check_policy(settings: Settings) -> Finding:
@@ -67,10 +67,12 @@ def check_policy(settings: Settings) -> Finding:
         everybody_may_read = bool(path.stat().st_mode & stat.S_IROTH)
     except InvalidSettings as error:
         return problem_of("policy", error)
-    said = f"{path}: {number(policy.key_count, 'key')} of {number(len(policy.labels), 'tenant')}"
+    summary = f"{path}: {number(policy.key_count, 'key')} of {number(len(policy.labels), 'tenant')}"
     if everybody_may_read:
-        return Finding("policy", State.WARNING, f"{said}, and everybody on this host may read it", f"chmod o-r {path}")
-    return Finding("policy", State.ON, said)
+        return Finding(
+            "policy", State.WARNING, f"{summary}, and everybody on this host may read it", f"chmod o-r {path}"
+        )
+    return Finding("policy", State.ON, summary)
 
 
 def _existing(path: Path) -> Path:
@@ -86,7 +88,7 @@ def _scratch_of(layout: Layout) -> Path:
 
 
 def _try_writing(directory: Path) -> str | None:
-    """Make, link and remove a file; says what the file system answers, where it refuses."""
+    """Make, link and remove a file; returns what the file system answers, where it refuses."""
     probe = directory / f".lora-plugins-doctor-{os.getpid()}"
     link = probe.with_name(f"{probe.name}.link")
     try:

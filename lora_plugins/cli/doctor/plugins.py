@@ -40,8 +40,8 @@ _OF_ADMIN = (
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What the checks look at.
+class Context:
+    """What the checks use.
 
     Attributes:
         env: the environment. settings: what is right of it. discovered: plugins that vLLM would find, by name.
@@ -61,22 +61,22 @@ class Surroundings:
         return "" if named_in_environment(plugin, self.env) else "VLLM_PLUGINS does not name it"
 
 
-def check_plugins(around: Surroundings) -> Iterator[Finding]:
+def check_plugins(context: Context) -> Iterator[Finding]:
     """A verdict, or several, on each plugin."""
-    yield from _check_source(around, "filesystem", FILESYSTEM, "VLLM_LORA_RESOLVER_CACHE_DIR", _filesystem)
-    yield from _check_source(around, "s3", S3, "S3_PATH_TEMPLATE", _s3)
-    yield from _check_source(around, "hub", HUB, "VLLM_LORA_RESOLVER_HF_REPO_LIST", _hub)
-    yield _check_asked(around)
-    yield _check_switch(around, "manager", MANAGER, _OF_MANAGER, "vLLM's own LoRA manager runs")
-    yield from _check_kernels(around)
-    yield from _check_admin(around)
+    yield from _check_source(context, "filesystem", FILESYSTEM, "VLLM_LORA_RESOLVER_CACHE_DIR", _filesystem)
+    yield from _check_source(context, "s3", S3, "S3_PATH_TEMPLATE", _s3)
+    yield from _check_source(context, "hub", HUB, "VLLM_LORA_RESOLVER_HF_REPO_LIST", _hub)
+    yield _check_asked(context)
+    yield _check_switch(context, "manager", MANAGER, _OF_MANAGER, "vLLM's own LoRA manager runs")
+    yield from _check_kernels(context)
+    yield from _check_admin(context)
 
 
 def _check_source(
-    around: Surroundings, check: str, plugin: str, variable: str, look: Callable[[Surroundings], Iterator[Finding]]
+    context: Context, check: str, plugin: str, variable: str, check_source: Callable[[Context], Iterator[Finding]]
 ) -> Iterator[Finding]:
-    off = around.why_off(plugin)
-    is_set = bool(around.env.get(variable))
+    off = context.why_off(plugin)
+    is_set = bool(context.env.get(variable))
     if off and is_set:
         builtin = ""
         if plugin != S3 and off == "VLLM_PLUGINS is unset":
@@ -86,7 +86,7 @@ def _check_source(
         )
     elif off:
         yield Finding(check, State.OFF, off)
-    elif not is_ours(plugin, around.discovered):
+    elif not is_ours(plugin, context.discovered):
         yield missing_entry_point(check)
     elif not is_set:
         yield Finding(
@@ -95,16 +95,16 @@ def _check_source(
         )  # fmt: skip
     else:
         try:
-            yield from look(around)
+            yield from check_source(context)
         except LoRAPluginsError as error:
             yield problem_of(check, error)
 
 
-def _filesystem(around: Surroundings) -> Iterator[Finding]:
-    filesystem_source(around.settings)
-    root = around.settings.filesystem_root
+def _filesystem(context: Context) -> Iterator[Finding]:
+    filesystem_source(context.settings)
+    root = context.settings.filesystem_root
     if root is None:
-        return  # its variable cannot be right, which another check has said
+        return  # its variable cannot be right, which another check reports
     try:
         count = _adapters_below(root)
     except OSError as error:
@@ -124,7 +124,7 @@ def _filesystem(around: Surroundings) -> Iterator[Finding]:
 
 
 def _adapters_below(root: Path) -> int:
-    """Adapters in folders of `root` and in folders of those; of a huge tree, only the beginning is looked at."""
+    """Adapters in folders of `root` and in folders of those; of a huge tree, only the beginning is read."""
     count = looked = 0
     folders = [entry for entry in os.scandir(root) if entry.is_dir()]
     for folder in folders:
@@ -140,32 +140,32 @@ def _adapters_below(root: Path) -> int:
     return count
 
 
-def _s3(around: Surroundings) -> Iterator[Finding]:
-    s3_source(around.settings)
-    template = around.settings.s3_path_template or ""
-    if not around.network:
+def _s3(context: Context) -> Iterator[Finding]:
+    s3_source(context.settings)
+    template = context.settings.s3_path_template or ""
+    if not context.network:
         yield Finding("s3", State.ON, f"{template} (not asked)")
         return
-    yield asyncio.run(reach_s3(template, around.settings, around.timeout_s))
+    yield asyncio.run(reach_s3(template, context.settings, context.timeout_s))
 
 
-def _hub(around: Surroundings) -> Iterator[Finding]:
-    hub_source(around.settings)
-    repos = around.settings.hub_repos
-    if not around.network:
+def _hub(context: Context) -> Iterator[Finding]:
+    hub_source(context.settings)
+    repos = context.settings.hub_repos
+    if not context.network:
         yield Finding("hub", State.ON, f"{', '.join(repos)} (not asked)")
         return
     if is_offline():
         yield Finding("hub", State.ON, "HF_HUB_OFFLINE is set: what the Hub's cache on this host has is served")
         return
-    yield from asyncio.run(reach_hub(repos, around.timeout_s))
+    yield from asyncio.run(reach_hub(repos, context.timeout_s))
 
 
-def _check_asked(around: Surroundings) -> Finding:
+def _check_asked(context: Context) -> Finding:
     """Whether vLLM asks resolvers at all."""
-    if around.settings.runtime_lora_updating:
+    if context.settings.runtime_lora_updating:
         return Finding("runtime", State.ON, "vLLM asks resolvers for unknown names")
-    named = [plugin for plugin in (FILESYSTEM, S3, HUB) if not around.why_off(plugin)]
+    named = [plugin for plugin in (FILESYSTEM, S3, HUB) if not context.why_off(plugin)]
     return Finding(
         "runtime",
         State.PROBLEM if named else State.OFF,
@@ -174,9 +174,9 @@ def _check_asked(around: Surroundings) -> Finding:
     )
 
 
-def _check_switch(around: Surroundings, check: str, plugin: str, variables: tuple[str, ...], instead: str) -> Finding:
-    off = around.why_off(plugin)
-    unused = [name for name in variables if around.env.get(name)]
+def _check_switch(context: Context, check: str, plugin: str, variables: tuple[str, ...], instead: str) -> Finding:
+    off = context.why_off(plugin)
+    unused = [name for name in variables if context.env.get(name)]
     if off and unused:
         return Finding(
             check,
@@ -186,13 +186,13 @@ def _check_switch(around: Surroundings, check: str, plugin: str, variables: tupl
         )
     if off:
         return Finding(check, State.OFF, f"{off}: {instead}")
-    if not is_ours(plugin, around.discovered):
+    if not is_ours(plugin, context.discovered):
         return missing_entry_point(check)
     return Finding(check, State.ON, f"VLLM_PLUGINS names {plugin}")
 
 
-def _check_kernels(around: Surroundings) -> Iterator[Finding]:
-    finding = _check_switch(around, "kernels", KERNELS, _OF_KERNELS, "vLLM's own kernels compute adapters")
+def _check_kernels(context: Context) -> Iterator[Finding]:
+    finding = _check_switch(context, "kernels", KERNELS, _OF_KERNELS, "vLLM's own kernels compute adapters")
     cpu = is_cpu_build()
     if finding.state is not State.ON or cpu is None:
         yield finding
@@ -200,20 +200,20 @@ def _check_kernels(around: Surroundings) -> Iterator[Finding]:
     platform = "cpu" if cpu else "cuda"
     try:
         machine = dispatch.Machine(platform, dispatch.triton_is_there(), build.problem)
-        choice = dispatch.choose(around.settings.kernels, machine)
+        choice = dispatch.choose(context.settings.kernels, machine)
     except InvalidSettings as error:
         yield problem_of("kernels", error)
         return
     yield Finding("kernels", State.ON, f"{choice.kernels} ({choice.why})")
 
 
-def _check_admin(around: Surroundings) -> Iterator[Finding]:
-    finding = _check_switch(around, "admin", ADMIN, _OF_ADMIN, "no admin API, no hot swap")
-    if finding.state is State.ON and around.why_off(MANAGER):
+def _check_admin(context: Context) -> Iterator[Finding]:
+    finding = _check_switch(context, "admin", ADMIN, _OF_ADMIN, "no admin API, no hot swap")
+    if finding.state is State.ON and context.why_off(MANAGER):
         yield Finding(
             "admin",
             State.PROBLEM,
-            f"VLLM_PLUGINS names {ADMIN}, which needs {MANAGER}; {around.why_off(MANAGER)}",
+            f"VLLM_PLUGINS names {ADMIN}, which needs {MANAGER}; {context.why_off(MANAGER)}",
             f"add {MANAGER} to VLLM_PLUGINS",
         )
         return

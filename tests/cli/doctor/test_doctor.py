@@ -10,7 +10,7 @@ import pytest
 
 from lora_plugins.cli.doctor.findings import Finding, State
 from lora_plugins.cli.doctor.installation import check_vllm, plugin_names
-from lora_plugins.cli.doctor.plugins import Surroundings, check_plugins
+from lora_plugins.cli.doctor.plugins import Context, check_plugins
 from lora_plugins.cli.exits import Exit
 from lora_plugins.ledger import symbols
 from lora_plugins.settings import OWN_VARIABLES, Settings
@@ -314,13 +314,13 @@ def test_the_hub_answers_denies_or_is_not_there(cli):
 # --- what is installed
 
 
-def around(*names: str) -> Surroundings:
+def around(*names: str) -> Context:
     env = {"VLLM_PLUGINS": ",".join(names)}
     discovered = {**plugin_names(), "lora_admin": ["lora_plugins.endpoint_plugin:endpoint_plugin"]}
-    return Surroundings(env, Settings.from_env(env), discovered, network=False, timeout_s=1)
+    return Context(env, Settings.from_env(env), discovered, network=False, timeout_s=1)
 
 
-def verdict(surroundings: Surroundings, check: str) -> Finding:
+def verdict(surroundings: Context, check: str) -> Finding:
     (finding,) = [item for item in check_plugins(surroundings) if item.check == check]
     return finding
 
