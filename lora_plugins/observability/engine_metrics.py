@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from lora_plugins.observability.adapter_labels import OTHERS, label_of
-from lora_plugins.scheduler.messages import LoadedVersion, PlannerFigures
+from lora_plugins.scheduler.messages import AdapterState, PlannerFigures
 from lora_plugins.scheduler.stats import BOUNDS_S, Histogram
 
 _Reports = Sequence[tuple[tuple[str, str], PlannerFigures]]
@@ -87,7 +87,7 @@ def _residency(reports: _Reports, max_adapters: int) -> Iterator[Metric]:
     yield from (loaded, in_slots, in_host, slots)
 
 
-def _by_name(rows: Sequence[LoadedVersion]) -> list[tuple[str, str, bool]]:
+def _by_name(rows: Sequence[AdapterState]) -> list[tuple[str, str, bool]]:
     """Name, level and whether it is pinned, those in slots first; during a swap there are two versions of one name."""
     known: dict[str, tuple[bool, bool]] = {}
     for row in rows:

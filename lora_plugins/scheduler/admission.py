@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from lora_plugins.scheduler.adapter import Adapter, Held, Residency
@@ -43,11 +43,6 @@ class Admission:
         """Whether a request is here and not admitted yet."""
         adapter = self._of_request.get(request_id)
         return adapter is not None and request_id in adapter.held
-
-    def running(self) -> Iterator[tuple[str, Any]]:
-        """All admitted requests that have not finished, by their ids."""
-        for adapter in self.in_flight.values():
-            yield from adapter.running.items()
 
     def hold(self, adapter: Adapter, request_id: str, held: Held) -> None:
         """A request waits for an adapter."""
@@ -165,6 +160,4 @@ class Admission:
             adapter.running[request_id] = held.request
             self._admitted.append(held.request)
             self._stats.wait_seconds[held.found].observe(now - held.arrived_at)
-        self._placement.note_use(adapter)
-        self._placement.slots.used(adapter.engine_id)
-        self._placement.cache.used(adapter.engine_id)
+        self._placement.used(adapter)

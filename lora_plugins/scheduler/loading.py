@@ -105,7 +105,7 @@ class Loading:
 
     def _may_take_slot(self, adapter: Adapter) -> bool:
         """Whether an adapter that is about to be loaded gets a slot now: a spare one that no other could use."""
-        spare = self._placement.slots.count - self._admission.max_running
+        spare = self._placement.slot_count - self._admission.max_running
         if self._admission.ready or self._placement.loading_slots >= spare:
             return False
         return bool(adapter.held) or any(call.wants_slot or call.needs_slot for call in adapter.calls)

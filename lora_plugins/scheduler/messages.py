@@ -158,17 +158,8 @@ class AdapterState:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedVersion:
-    """A version of an adapter that is in host memory; `is_active`: in a slot too."""
-
-    name: str
-    is_active: bool
-    is_pinned: bool
-
-
-@dataclass(frozen=True, slots=True)
 class PlannerFigures:
-    """What one engine's planner says for metrics; `slots` are those of `--max-loras`."""
+    """What one engine's planner says for metrics; `slots` are those of `--max-loras`, `loaded` has no request ids."""
 
     slots: int
     spare_slots: int
@@ -176,7 +167,7 @@ class PlannerFigures:
     host_bytes: int
     host_max_adapters: int
     host_max_bytes: int | None
-    loaded: tuple[LoadedVersion, ...]
+    loaded: tuple[AdapterState, ...]
     stats: Stats
 
 

@@ -9,7 +9,6 @@ from lora_plugins.errors import LoRAPluginsError, NoFreeSlot, OutOfMemory
 from lora_plugins.scheduler.adapter import Adapter, Residency
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import Activate, Command, Evict, Load
-from lora_plugins.scheduler.slots import Slots
 from lora_plugins.scheduler.stats import Stats
 
 MAX_LOADS = 4
@@ -23,6 +22,7 @@ class Placement:
 
     Attributes:
         adapters: all that are known, by engine id. pinned: those that are pinned.
+        in_slots: those that have a slot, least recently used first.
         idle: those that are loaded, and that nothing uses or waits for.
         jobs: adapters that are being loaded, or activated in the background.
         expects_copy: whether activating the adapter that was loaded last costs a copy.
@@ -31,7 +31,9 @@ class Placement:
     """
 
     def __init__(self, slots: int, cache: HostCache, stats: Stats, evicted: Callable[[Adapter], None]) -> None:
-        self.slots = Slots(slots)
+        self.slot_count = slots
+        self.in_slots: dict[int, Adapter] = {}
+        self._free_slots = list(range(slots - 1, -1, -1))
         self.cache = cache
         self.adapters: dict[int, Adapter] = {}
         self.pinned: dict[int, Adapter] = {}
@@ -67,6 +69,12 @@ class Placement:
         else:
             self.idle.discard(adapter.engine_id)
 
+    def used(self, adapter: Adapter) -> None:
+        """Requests begin to use an adapter, or further ones do."""
+        self.note_use(adapter)
+        self.in_slots[adapter.engine_id] = self.in_slots.pop(adapter.engine_id)
+        self.cache.used(adapter.engine_id)
+
     def _job(self, adapter: Adapter) -> int:
         adapter.job = next(self._numbers)
         self.jobs[adapter.job] = adapter
@@ -86,7 +94,7 @@ class Placement:
             return True
         if adapter.residency is not Residency.LOADED or not self._free_slot(displaces=displaces):
             return False
-        slot = adapter.slot = self.slots.acquire(adapter.engine_id)
+        slot = self._acquire_slot(adapter)
         adapter.is_active = adapter.is_instant
         self.note_use(adapter)
         job = None if adapter.is_instant else self._job(adapter)
@@ -99,12 +107,11 @@ class Placement:
 
         Where there is none, the one that came last of those that wait loses its slot, if it may be displaced.
         """
-        if self.slots.has_free:
+        if self._free_slots:
             return True
-        owners = [self.adapters[engine_id] for engine_id in self.slots.owners()]
-        victim = next((owner for owner in owners if owner.is_idle), None)
+        victim = next((owner for owner in self.in_slots.values() if owner.is_idle), None)
         if victim is None and displaces:
-            waiting = (owner for owner in owners if owner.can_be_displaced)
+            waiting = (owner for owner in self.in_slots.values() if owner.can_be_displaced)
             victim = max(waiting, key=lambda owner: (owner.priority, owner.since), default=None)
         if victim is None:
             return False
@@ -112,8 +119,15 @@ class Placement:
         self._stats.slot_evictions += 1
         return True
 
+    def _acquire_slot(self, adapter: Adapter) -> int:
+        self.in_slots[adapter.engine_id] = adapter
+        adapter.slot = slot = self._free_slots.pop()
+        return slot
+
     def _release_slot(self, adapter: Adapter) -> None:
-        self.slots.release(adapter.engine_id)
+        if adapter.slot is not None:
+            self._free_slots.append(adapter.slot)
+            del self.in_slots[adapter.engine_id]
         adapter.slot, adapter.is_active = None, False
 
     # --- the host cache ---
@@ -156,7 +170,7 @@ class Placement:
         if self.reserved_for is adapter:
             self.end_reservation()
         if may_take_slot and self.expects_copy and self._free_slot():
-            adapter.slot = self.slots.acquire(adapter.engine_id)
+            self._acquire_slot(adapter)
         self.commands.append(Load(adapter.spec, self._job(adapter), adapter.slot))
         return True
 

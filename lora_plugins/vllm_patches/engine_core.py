@@ -13,18 +13,18 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError, error_of
 from lora_plugins.ledger import Patch
-from lora_plugins.scheduler.adapter import Residency
+from lora_plugins.scheduler.adapter import Adapter, Residency
 from lora_plugins.scheduler.early_load_reports import EarlyLoadReports
 from lora_plugins.scheduler.messages import (
     AdapterSpec,
     AdapterState,
     Answer,
     Loaded,
-    LoadedVersion,
     PlannerFigures,
     from_plain,
     to_plain,
@@ -123,20 +123,17 @@ def _retire(self: Any, engine_id: int, refusal: dict[str, str] | None) -> Future
 def _residency(self: Any) -> list[AdapterState]:
     """What is known of each adapter: where it is, and which requests are held and run."""
     planner = _planner(self)
-    cache = planner.placement.cache
     return [
-        AdapterState(
-            adapter.engine_id,
-            adapter.spec.name,
-            cache.size_bytes(adapter.engine_id) if adapter.engine_id in cache else 0,
-            adapter.residency is Residency.LOADED,
-            adapter.is_active,
-            adapter.is_pinned,
-            tuple(adapter.held),
-            tuple(adapter.running),
-        )
+        replace(_state(planner, adapter), held=tuple(adapter.held), running=tuple(adapter.running))
         for adapter in planner.adapters.values()
     ]
+
+
+def _state(planner: Planner, adapter: Adapter) -> AdapterState:
+    cache, engine_id = planner.placement.cache, adapter.engine_id
+    size_bytes = cache.size_bytes(engine_id) if engine_id in cache else 0
+    is_loaded = adapter.residency is Residency.LOADED
+    return AdapterState(engine_id, adapter.spec.name, size_bytes, is_loaded, adapter.is_active, adapter.is_pinned)
 
 
 @_utility
@@ -147,12 +144,12 @@ def _figures(self: Any) -> PlannerFigures:
     loaded = (adapter for adapter in planner.adapters.values() if adapter.residency is Residency.LOADED)
     return PlannerFigures(
         slots=planner.max_running,
-        spare_slots=planner.placement.slots.count - planner.max_running,
+        spare_slots=planner.placement.slot_count - planner.max_running,
         held=planner.admission.held_count,
         host_bytes=cache.used_bytes,
         host_max_adapters=cache.max_adapters,
         host_max_bytes=cache.max_bytes,
-        loaded=tuple(LoadedVersion(adapter.spec.name, adapter.is_active, adapter.is_pinned) for adapter in loaded),
+        loaded=tuple(_state(planner, adapter) for adapter in loaded),
         stats=planner.stats,
     )
 

@@ -8,7 +8,7 @@ from lora_plugins.errors import NoFreeSlot
 from lora_plugins.observability.adapter_labels import OTHERS
 from lora_plugins.observability.engine_metrics import families
 from lora_plugins.scheduler.host_cache import HostCache
-from lora_plugins.scheduler.messages import AdapterSpec, LoadedVersion, PlannerFigures, from_plain
+from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, PlannerFigures, from_plain
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.policies import make_policy
 from lora_plugins.scheduler.stats import BOUNDS_S, Found, Histogram, Stats
@@ -25,7 +25,7 @@ def engine(*loaded: tuple[str, bool, bool], host_max_bytes: int | None = None, *
         host_bytes=0,
         host_max_adapters=5,
         host_max_bytes=host_max_bytes,
-        loaded=tuple(LoadedVersion(*row) for row in loaded),
+        loaded=tuple(AdapterState(1, name, 0, True, in_slot, pinned) for name, in_slot, pinned in loaded),
         stats=Stats(**counted),
     )
 

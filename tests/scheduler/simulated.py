@@ -277,8 +277,8 @@ class SimulatedEngine:
             assert workers.slots.get(slot) == key, "the workers have another adapter in its slot"
             assert key in workers.host
         owned = [adapter.slot for adapter in planner.adapters.values() if adapter.slot is not None]
-        assert len(owned) == len(set(owned)) == len(placement.slots)
-        assert all(0 <= slot < placement.slots.count for slot in owned)
+        assert len(owned) == len(set(owned)) == len(placement.in_slots)
+        assert all(0 <= slot < placement.slot_count for slot in owned)
         assert planner.admission.held_count == sum(planner.admission.held_by_name.values())
         assert planner.admission.held_count == len(self.held) - len(planner._refused)
         assert all(count > 0 for count in planner.admission.held_by_name.values())

@@ -230,7 +230,7 @@ def test_cancelling_forgets_held_requests_only() -> None:
     held = [engine.submit(2), engine.submit(3)]
     assert engine.planner.cancel([running.id, "nobody", held[0].id]) == [held[0]]
     assert engine.planner.cancel(None) == [held[1]]
-    assert [request_id for request_id, _ in engine.planner.admission.running()] == [running.id]
+    assert list(engine.planner.admission.in_flight[1].running) == [running.id]
     engine.held.clear()
     engine.run_until_idle()
     engine.check_nothing_left()

@@ -178,51 +178,8 @@ TestLru, TestLrfu = LruMachine.TestCase, LrfuMachine.TestCase
 
 
 @EVERY
-def test_an_empty_policy_has_no_victim(name):
-    assert make_policy(name).victim(ALL) is None
-
-
-@EVERY
-def test_nothing_is_named_when_nothing_may_go(name):
-    policy = filled(make_policy(name), "a", "b")
-    assert policy.victim(set()) is None
-    assert policy.victim(["elsewhere"]) is None
-
-
-@EVERY
 def test_with_all_else_equal_the_longest_unused_goes_first(name):
     assert drained(filled(make_policy(name), "a", "b", "c")) == ["a", "b", "c"]
-
-
-@EVERY
-def test_naming_a_victim_removes_nothing(name):
-    policy = filled(make_policy(name), "a", "b")
-    assert policy.victim(ALL) == policy.victim(ALL) == "a"
-    assert len(policy) == 2
-
-
-@EVERY
-def test_those_passed_over_are_named_once_they_may_go(name):
-    policy = filled(make_policy(name), "a", "b", "c")
-    assert policy.victim({"c"}) == "c"
-    assert drained(policy) == ["a", "b", "c"]
-
-
-@EVERY
-def test_events_of_unknown_keys_change_nothing(name):
-    policy = filled(make_policy(name), "a")
-    policy.used("b")
-    policy.removed("b")
-    policy.removed("b")
-    assert (len(policy), policy.victim(ALL)) == (1, "a")
-
-
-@EVERY
-def test_a_key_loaded_again_counts_once(name):
-    policy = filled(make_policy(name), "a", "b", "a")
-    assert len(policy) == 2
-    policy.removed("a")
-    assert drained(policy) == ["b"]
 
 
 @EVERY

@@ -17,25 +17,11 @@ def test_first_come_is_first_served() -> None:
     assert order((1, 0.5), (2, 0.0), (3, 0.2)).first() == 2
 
 
-def test_those_left_out_are_passed_over() -> None:
-    waiting = order((1, 0.0), (2, 0.1), (3, 0.2))
-    assert waiting.first({1}) == 2
-    assert waiting.first({1, 2, 3}) is None
-
-
 def test_a_better_priority_goes_before_an_earlier_arrival() -> None:
     waiting = order((1, 0.0))
     waiting.put(2, 5.0, priority=-1)
     assert waiting.first() == 2
     assert waiting.first({2}) == 1
-
-
-def test_an_empty_order_has_no_first() -> None:
-    waiting = order((1, 0.0))
-    waiting.remove(1)
-    waiting.remove(1)
-    assert waiting.first() is None
-    assert len(waiting) == 0
 
 
 def test_count_before_counts_who_would_be_served_first() -> None:

@@ -166,7 +166,7 @@ class SimulatedEngine:
         return self.planner.admission.is_held(request_id)
 
     def is_running(self, request_id: str) -> bool:
-        return request_id in dict(self.planner.admission.running())
+        return any(request_id in adapter.running for adapter in self.planner.admission.in_flight.values())
 
     def _runs(self, request: Any) -> None:
         """What the planner is for: a batch never meets an adapter that is not in a slot, with the weights asked for."""

@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from lora_plugins.scheduler.messages import (
     Failed,
     Load,
     Loaded,
-    LoadedVersion,
     PlannerFigures,
     from_plain,
     to_plain,
@@ -202,7 +202,7 @@ def test_states_and_figures_arrive_as_they_are(proc: tuple[Any, Engine]) -> None
     assert (states[1].held, states[1].running, states[1].size_bytes) == ((), ("a",), 100)
     assert (states[2].held, states[2].running, states[2].is_loaded) == (("b",), (), False)
     figures = message(core.lora_plugins_figures(), PlannerFigures)
-    assert figures.loaded == (LoadedVersion("adapter-1", is_active=True, is_pinned=False),)
+    assert figures.loaded == (replace(states[1], running=()),)
     assert (figures.held, figures.slots, figures.spare_slots) == (1, 2, 0)
     assert figures.stats == core.scheduler.planner.stats
 

@@ -160,7 +160,7 @@ def test_preempted_it_keeps_its_adapter_in_flight(make_engine: Make) -> None:
         engine.step()
         waiting = [one for one in engine.scheduler.requests.values() if one.num_preemptions]
         preempted = preempted or bool(waiting)
-        in_flight = [name for name, _ in engine.scheduler.planner.admission.running()]
+        in_flight = [name for one in engine.scheduler.planner.admission.in_flight.values() for name in one.running]
         if set(in_flight) & {"a", "b", "c"}:
             assert not engine.tokens_of("other")
     assert preempted
@@ -302,7 +302,8 @@ def test_parts_of_a_session_that_is_held_follow_it(make_engine: Make) -> None:
     for _ in range(15):
         engine.step()
     assert len(engine.tokens_of("a")) == 4
-    assert [name for name, _ in engine.scheduler.planner.admission.running()] == ["a"], "its next part comes any moment"
+    (in_flight,) = engine.scheduler.planner.admission.in_flight.values()
+    assert list(in_flight.running) == ["a"], "its next part comes any moment"
     engine.scheduler.add_request(request("b", 2))
     for _ in range(4):
         engine.step()
