@@ -17,6 +17,7 @@ from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 from lora_plugins.scheduler.messages import Activated
 from lora_plugins.vllm_patches import worker
 from lora_plugins.vllm_patches.scheduler import COMMANDS, REPORTS
+from lora_plugins.worker.manager import PlannedWorkerLoRAManager
 
 COMMAND, REPORT = object(), Activated(1, 0.5)
 
@@ -149,7 +150,7 @@ def test_vllms_mixin_makes_our_manager_and_keeps_it_where_we_look(monkeypatch: p
         def create_lora_manager(self, model: Any, _: Any) -> Any:
             return model
 
-    assert lora_model_runner_mixin.LRUCacheWorkerLoRAManager.__name__ == "PlannedWorkerLoRAManager"
+    assert lora_model_runner_mixin.LRUCacheWorkerLoRAManager.func is PlannedWorkerLoRAManager
     monkeypatch.setattr(lora_model_runner_mixin, "LRUCacheWorkerLoRAManager", Made)
     monkeypatch.setattr(lora_model_runner_mixin, "supports_lora", lambda _: True)
     runner = lora_model_runner_mixin.LoRAModelRunnerMixin()
