@@ -114,7 +114,7 @@ class LoadRefused:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterReady:
+class AdapterLoaded:
     """Every worker has loaded an adapter from its directory into its host cache."""
 
     name: str
@@ -165,7 +165,7 @@ Event = (
     | RequestServed
     | RequestRefused
     | LoadRefused
-    | AdapterReady
+    | AdapterLoaded
     | AdapterSwapped
     | UpdateFailed
     | AdapterUnloaded

@@ -107,7 +107,7 @@ class CountEvents:
                 self._aborted.inc(event.aborted)
                 if self._can_forget and (label := self._labels.forget(event.name)) is not None:
                     self._requests.remove(label)
-            case events.AdapterReady():
+            case events.AdapterLoaded():
                 pass  # counted by the engines
 
     def _count_error(self, stage: str, error: LoRAPluginsError) -> None:

@@ -22,12 +22,12 @@ class LogEvents:
     and text is logged at DEBUG. The last 1024 warnings are remembered.
 
     Attributes:
-        waits_for_ready: whether an event follows when the engine has loaded an adapter, so that the line about it can
+        waits_for_load: whether an event follows when the engine has loaded an adapter, so that the line about it can
             wait for that; else it is written once the adapter is resolved.
     """
 
     def __init__(self) -> None:
-        self.waits_for_ready = False
+        self.waits_for_load = False
         self._warned: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._resolved: OrderedDict[str, tuple[str, str]] = OrderedDict()  # by name: path, and the line's beginning
         self._loaded: OrderedDict[tuple[str, str], None] = OrderedDict()
@@ -38,8 +38,8 @@ class LogEvents:
                 self._log_fetched(event)
             case events.AdapterResolved():
                 self._log_resolved(event)
-            case events.AdapterReady():
-                self._log_ready(event)
+            case events.AdapterLoaded():
+                self._log_loaded(event)
             case events.RequestRefused() | events.LoadRefused():
                 self._log_not_loaded(event.name)
                 self._warn(event.name, f"Adapter not loaded: {event.error}")
@@ -79,7 +79,7 @@ class LogEvents:
             f"{'fetched' if event.fetched else 'found in the store'} in {event.obtain_s * 1e3:.1f} ms, "
             f"checked in {event.check_s * 1e3:.1f} ms"
         )
-        if self.waits_for_ready:
+        if self.waits_for_load:
             logger.debug("%s, %s", line, event.path)
             _remember(self._resolved, event.name, (event.path, line))
         else:
@@ -87,7 +87,7 @@ class LogEvents:
         for note in event.notes:
             self._warn(event.name, f"Adapter '{event.name}': {note}")
 
-    def _log_ready(self, event: events.AdapterReady) -> None:
+    def _log_loaded(self, event: events.AdapterLoaded) -> None:
         key = (event.name, event.path)
         path, line = self._resolved.get(event.name, ("", ""))
         if path == event.path:

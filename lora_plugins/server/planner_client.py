@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from cachetools import LRUCache
 
 from lora_plugins.errors import LoRAPluginsError, error_of
-from lora_plugins.events import AdapterReady, Events, LoadRefused
+from lora_plugins.events import AdapterLoaded, Events, LoadRefused
 from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, Answer, PlannerFigures, from_plain, to_plain
 
 REMEMBERED = 10_000
@@ -94,7 +94,7 @@ class PlannerClient:
         loads = [(answer.size_bytes, answer.load_s) for answer in answers if answer.load_s is not None]
         if loads:
             size_bytes, load_s = (max(values) for values in zip(*loads, strict=True))
-            self._events.emit(AdapterReady(request.lora_name, request.lora_path, size_bytes, load_s))
+            self._events.emit(AdapterLoaded(request.lora_name, request.lora_path, size_bytes, load_s))
 
     async def pin(self, request: Request, *, uri: str | None = None) -> None:
         """Keep an adapter in every engine's host memory, and in a slot.

@@ -55,7 +55,7 @@ def serve_metrics(app: Any, process: Process) -> None:
         functools.partial(_read_store_usage, process),
         process.settings.metrics_adapters,
     )
-    process.log.waits_for_ready = process.is_manager_patched
+    process.log.waits_for_load = process.is_manager_patched
     if is_shared:
         shown.register(collector)
         app.add_middleware(RefreshBeforeScrape, refresh=collector.refresh, answer=_answer_from(shown))

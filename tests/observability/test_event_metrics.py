@@ -10,7 +10,7 @@ from lora_plugins.events import (
     AbsenceRemembered,
     AdapterConfirmed,
     AdapterFetched,
-    AdapterReady,
+    AdapterLoaded,
     AdapterRejected,
     AdapterResolved,
     AdapterSwapped,
@@ -76,7 +76,7 @@ def test_all_counters_start_at_zero():
         (RequestServed("sql"), {"requests_total,sql": 1}),
         (RequestRefused("sql", NoFreeSlot("x")), {"errors_total,request,L001": 1}),
         (LoadRefused("sql", NoFreeSlot("x")), {"errors_total,load,L001": 1}),
-        (AdapterReady("sql", "/x", 10, 0.5), {}),  # the engines count it
+        (AdapterLoaded("sql", "/x", 10, 0.5), {}),  # the engines count it
         (AdapterSwapped("sql", "a", "b", 2.0),
          {"swaps_total": 1, "swap_load_seconds_count": 1, "swap_load_seconds_sum": 2.0}),
         (UpdateFailed("sql", InvalidAdapter("x")), {"errors_total,update,L005": 1}),

@@ -9,7 +9,7 @@ import pytest
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.events import (
     AdapterFetched,
-    AdapterReady,
+    AdapterLoaded,
     AdapterRejected,
     AdapterResolved,
     AdapterSwapped,
@@ -73,13 +73,13 @@ def test_fetch_is_logged_at_debug(logged):
         assert fact in logged.text
 
 
-def ready(name="sql", path="/adapters/sql") -> AdapterReady:
-    return AdapterReady(name, path, 2_500_000, 0.04)
+def ready(name="sql", path="/adapters/sql") -> AdapterLoaded:
+    return AdapterLoaded(name, path, 2_500_000, 0.04)
 
 
 def with_manager() -> LogEvents:
     hook = LogEvents()
-    hook.waits_for_ready = True
+    hook.waits_for_load = True
     return hook
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError, NoFreeSlot
-from lora_plugins.events import AdapterReady, Event, Events, LoadRefused
+from lora_plugins.events import AdapterLoaded, Event, Events, LoadRefused
 from lora_plugins.scheduler.messages import AdapterState
 from lora_plugins.server.planner_client import Place, PlannerClient
 from tests.server.simulated_engine import SimulatedEngine
@@ -49,7 +49,7 @@ async def test_a_load_is_of_every_engine_and_reported_once() -> None:
     assert [engine.worker.loaded for engine in engines.engines] == [{1}, {1}]
     assert [engine.worker.uris["/store/sql"] for engine in engines.engines] == ["s3://b/sql"] * 2
     (ready,) = engines.told
-    assert ready == AdapterReady("sql", "/store/sql", 7, 0.3)
+    assert ready == AdapterLoaded("sql", "/store/sql", 7, 0.3)
 
 
 @runs
