@@ -9,9 +9,11 @@ from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import AdapterUnloaded, Events
-from lora_plugins.server.interfaces import Engine, Sources
+from lora_plugins.resolvers.resolution import SourceChain
+from lora_plugins.resolvers.versions import ResolvedAdapter
+from lora_plugins.server.engine import Engine
 from lora_plugins.server.planner_client import PlannerClient
-from lora_plugins.server.registry import Registry, ServedAdapter, Version
+from lora_plugins.server.registry import Registry, ServedAdapter
 
 _ABORT_S = 10.0
 
@@ -20,7 +22,7 @@ class Draining:
     """Frees versions, engine ids and whole adapters of one API server."""
 
     def __init__(
-        self, registry: Registry, planner: PlannerClient, *, engine: Engine, sources: Sources, events: Events
+        self, registry: Registry, planner: PlannerClient, *, engine: Engine, sources: SourceChain, events: Events
     ) -> None:
         self._registry = registry
         self._planner = planner
@@ -29,7 +31,7 @@ class Draining:
         self._events = events
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def release(self, name: str, *versions: Version) -> None:
+    def release(self, name: str, *versions: ResolvedAdapter) -> None:
         """End the leases of versions that the name does not need any more."""
         for version in versions:
             if not self._registry.needs(name, version):

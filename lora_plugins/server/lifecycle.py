@@ -8,10 +8,12 @@ from typing import Any
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError
 from lora_plugins.events import Events
+from lora_plugins.resolvers.resolution import SourceChain
+from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.server.draining import Draining
-from lora_plugins.server.interfaces import Engine, Sources
+from lora_plugins.server.engine import Engine
 from lora_plugins.server.planner_client import PlannerClient
-from lora_plugins.server.registry import Registry, ServedAdapter, Version, blocked, no_longer_served, not_served
+from lora_plugins.server.registry import Registry, ServedAdapter, blocked, no_longer_served, not_served
 from lora_plugins.server.swapping import Swapping
 from lora_plugins.store.layout import is_prefix
 
@@ -24,6 +26,7 @@ class Lifecycle:
 
     Attributes:
         on_change: called after every change of what is served.
+        swapping: for vLLM's own endpoint, which holds the name's lock itself.
     """
 
     def __init__(
@@ -32,7 +35,7 @@ class Lifecycle:
         planner: PlannerClient,
         *,
         engine: Engine,
-        sources: Sources,
+        sources: SourceChain,
         events: Events,
         drain_timeout_s: float = 60.0,
     ) -> None:
@@ -44,7 +47,7 @@ class Lifecycle:
         self._sources = sources
         self._drain_timeout_s = drain_timeout_s
         self._draining = Draining(registry, planner, engine=engine, sources=sources, events=events)
-        self._swapping = Swapping(registry, planner, self._draining, engine=engine, events=events)
+        self.swapping = Swapping(registry, planner, self._draining, engine=engine, events=events)
 
     async def load(self, name: str, uri: str | None = None) -> tuple[ServedAdapter, bool]:
         """Serve a name; from `uri`, or from wherever the server's sources have it. Returns whether it is new.
@@ -61,7 +64,7 @@ class Lifecycle:
             if adapter is None:
                 adapter = await self._load(name, uri, await self._find(name, uri))
             elif uri not in (None, adapter.uri):
-                await self._swapping.swap(adapter, await self._find(name, uri), uri)
+                await self.swapping.swap(adapter, await self._find(name, uri), uri)
                 adapter.uri, adapter.held_digest = uri, None
             self.registry.blocked.discard(name)
         self.on_change()
@@ -192,14 +195,10 @@ class Lifecycle:
                     remedy="load it from its source",
                     adapter=name,
                 )
-            await self._swapping.swap(adapter, version)
+            await self.swapping.swap(adapter, version)
             adapter.held_digest = version.digest
         self.on_change()
         return adapter
-
-    async def swap_in_place(self, request: Any) -> bool:
-        """See `Swapping.swap_in_place`; vLLM's endpoint holds the name's lock, and changes its table afterwards."""
-        return await self._swapping.swap_in_place(request)
 
     async def pin(self, name: str) -> ServedAdapter:
         """Keep an adapter in host memory and in a slot until it is unpinned or unloaded; one slot stays for others.
@@ -228,7 +227,7 @@ class Lifecycle:
         self.on_change()
         return adapter
 
-    async def _find(self, name: str, uri: str | None) -> Version:
+    async def _find(self, name: str, uri: str | None) -> ResolvedAdapter:
         if uri is not None:
             return await self._sources.resolve_uri(name, uri, self._engine.base_path)
         found = await self._sources.resolve(name, self._engine.base_path)
@@ -241,7 +240,7 @@ class Lifecycle:
             )
         return found
 
-    async def _load(self, name: str, uri: str | None, version: Version) -> ServedAdapter:
+    async def _load(self, name: str, uri: str | None, version: ResolvedAdapter) -> ServedAdapter:
         request = self._engine.new_request(name, str(version.path))
         try:
             await self.planner.load(request, uri=uri)
@@ -273,9 +272,9 @@ class Lifecycle:
             if newest.digest == adapter.version.digest:
                 adapter.version, adapter.last_error = newest, None
                 return False
-            await self._swapping.swap(adapter, newest)
+            await self.swapping.swap(adapter, newest)
         except LoRAPluginsError as error:
-            self._swapping.failed(adapter, error)
+            self.swapping.failed(adapter, error)
             raise
         self.on_change()
         return True

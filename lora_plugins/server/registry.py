@@ -10,30 +10,11 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from lora_plugins.adapter.names import adapter_id
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
-
-
-class Version(Protocol):
-    """One version of an adapter in the store (`ResolvedAdapter`)."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def digest(self) -> str: ...
-    @property
-    def source(self) -> str: ...
-    @property
-    def uri(self) -> str: ...
-    @property
-    def version(self) -> str: ...
-    @property
-    def size_bytes(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
+from lora_plugins.resolvers.versions import ResolvedAdapter
 
 
 class Table(Protocol):
@@ -58,9 +39,9 @@ class ServedAdapter:
 
     name: str
     request: Any
-    version: Version | None = None
+    version: ResolvedAdapter | None = None
     uri: str | None = None
-    previous: list[Version] = field(default_factory=list)
+    previous: list[ResolvedAdapter] = field(default_factory=list)
     held_digest: str | None = None
     is_pinned: bool = False
     last_error: tuple[LoRAPluginsError, float] | None = None
@@ -71,7 +52,7 @@ class ServedAdapter:
         return int(self.request.lora_int_id)
 
     @property
-    def versions(self) -> list[Version]:
+    def versions(self) -> list[ResolvedAdapter]:
         """All that are leased for it: the present one, and those to roll back to."""
         return self.previous if self.version is None else [self.version, *self.previous]
 
@@ -117,7 +98,7 @@ class Registry:
         blocked: names that are refused until they are loaded again.
     """
 
-    def __init__(self, table: Table, version_of: Callable[[str], Version | None]) -> None:
+    def __init__(self, table: Table, version_of: Callable[[str], ResolvedAdapter | None]) -> None:
         self._table = table
         self._version_of = version_of
         self._adapters: dict[str, ServedAdapter] = {}
@@ -186,7 +167,7 @@ class Registry:
                 return number
         raise AssertionError("unreachable")
 
-    def needs(self, name: str, version: Version) -> bool:
+    def needs(self, name: str, version: ResolvedAdapter) -> bool:
         """Whether a name still needs a version: served, to roll back to, or for requests that still run."""
         adapters = [adapter for adapter in self.draining.values() if adapter.name == name]
         present = self.get(name)

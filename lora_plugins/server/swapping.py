@@ -13,10 +13,11 @@ from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import AdapterSwapped, Events, UpdateFailed
+from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.server.draining import Draining
-from lora_plugins.server.interfaces import Engine
+from lora_plugins.server.engine import Engine
 from lora_plugins.server.planner_client import PlannerClient
-from lora_plugins.server.registry import Registry, ServedAdapter, Version
+from lora_plugins.server.registry import Registry, ServedAdapter
 
 KEPT_VERSIONS = 2
 
@@ -33,7 +34,7 @@ class Swapping:
         self._engine = engine
         self._events = events
 
-    async def swap(self, adapter: ServedAdapter, version: Version, uri: str | None = None) -> None:
+    async def swap(self, adapter: ServedAdapter, version: ResolvedAdapter, uri: str | None = None) -> None:
         """Have new requests for this name enter the engine with `version`, which is leased for it.
 
         Raises:

@@ -34,7 +34,7 @@ def lifecycle_of(models: Any) -> Lifecycle:
 
 
 class _Server:
-    """What `Lifecycle` asks of vLLM (`server.interfaces.Engine`)."""
+    """What `Lifecycle` asks of vLLM (`server.engine.Engine`)."""
 
     def __init__(self, models: Any) -> None:
         self._models = models

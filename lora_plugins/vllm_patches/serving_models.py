@@ -44,7 +44,7 @@ def _loading(original: Any) -> Any:
         if not has_planner(self.engine_client):
             return await original(self, request, *args, **kwargs)
         lifecycle = lifecycle_of(self)
-        with adding(AddLora(swap=lifecycle.swap_in_place)) as call:
+        with adding(AddLora(swap=lifecycle.swapping.swap_in_place)) as call:
             result = await original(self, request, *args, **kwargs)
         if call.error is not None:
             raise http_error(call.error)

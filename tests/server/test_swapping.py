@@ -26,7 +26,7 @@ async def load_in_place(world: World, name: str, path: str) -> bool:
     async with world.server.lock(name):
         before = world.table.lora_requests.get(name)
         request = InPlace(name, 99 if before is None else before.lora_int_id, path)
-        taken = await world.lifecycle.swap_in_place(request)
+        taken = await world.lifecycle.swapping.swap_in_place(request)
         if taken:
             world.table.lora_requests[name] = request
         assert not request.load_inplace, "vLLM 0.32 keeps the request with its flag"

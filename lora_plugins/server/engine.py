@@ -1,0 +1,16 @@
+"""What the lifecycle asks of vLLM's API server and its engine; `vllm_patches/lifecycle.py` answers it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class Engine(Protocol):
+    """What an API server can do with its engine, beside sending requests."""
+
+    @property
+    def base_path(self) -> str: ...
+    def is_base_model(self, name: str) -> bool: ...
+    def lock(self, name: str) -> Any: ...
+    def new_request(self, name: str, path: str) -> Any: ...
+    async def abort(self, request_ids: list[str]) -> None: ...
