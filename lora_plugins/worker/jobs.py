@@ -35,16 +35,10 @@ from lora_plugins.worker.agreement import Agreement
 from lora_plugins.worker.background import BackgroundThread
 from lora_plugins.worker.loaded_adapter import LoadedAdapter
 from lora_plugins.worker.loading import explained
+from lora_plugins.worker.materialise import Materialiser
+from lora_plugins.worker.slot_stream import SlotStream
 
 _POLL_INTERVAL_S = 0.0005
-
-
-class Files(Protocol):
-    """Where adapters' files are, or are fetched from (`Materialiser`)."""
-
-    def is_here(self, path: str) -> bool: ...
-    def fetch(self, name: str, path: str, uri: str | None = None) -> str: ...
-    def release(self, path: str) -> None: ...
 
 
 class SlotOwners(Protocol):
@@ -52,14 +46,6 @@ class SlotOwners(Protocol):
 
     def own(self, slot: int, engine_id: int | None) -> None: ...
     def reserve(self, slot: int) -> None: ...
-
-
-class Device(Protocol):
-    """Streams and events of the device that has the slots."""
-
-    def idle_event(self) -> Any: ...
-    def write(self, idle_event: Any, write: Callable[[], None]) -> Any: ...
-    def wait_for(self, written_event: Any) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -106,22 +92,22 @@ class Jobs:
     Args:
         read: parses and checks the adapter in a directory.
         files: where directories come from. owners: notified which adapter has which slot.
-        device: writes slots. agreement: with the other workers.
+        stream: writes slots. agreement: with the other workers.
     """
 
     def __init__(
         self,
         read: Callable[[AdapterSpec, str], LoadedAdapter],
-        files: Files,
+        files: Materialiser,
         owners: SlotOwners,
-        device: Device,
+        stream: SlotStream,
         agreement: Agreement,
     ) -> None:
         self.entries: dict[int, Entry] = {}
         self._read = read
         self._files = files
         self._owners = owners
-        self._device = device
+        self._stream = stream
         self._agreement = agreement
         self._loader = BackgroundThread("lora-plugins-loading")
         self._fetcher = BackgroundThread("lora-plugins-fetching")
@@ -209,7 +195,7 @@ class Jobs:
     def _reserve(self, slot: int, entry: Entry) -> Any:
         self._displace(slot, entry)
         self._owners.reserve(slot)
-        return self._device.idle_event()
+        return self._stream.idle_event()
 
     def _displace(self, slot: int, entry: Entry) -> None:
         for other in self.entries.values():
@@ -234,7 +220,7 @@ class Jobs:
                 entry.slot = None
                 self._owners.own(done.spare_slot, None)
             if isinstance(report, Activated) and entry.slot is not None:
-                self._device.wait_for(done.written_event)
+                self._stream.wait_for(done.written_event)
                 self._own(entry.slot, entry)
         self._reports += self._agreement.reports()
 
@@ -261,15 +247,14 @@ class Jobs:
     def _read_from(self, load: _LoadJob, path: str) -> None:
         entry, began_at = load.entry, time.perf_counter()
         try:
-            adapter = None if entry.is_evicted else self._read(entry.spec, path)
+            if entry.is_evicted:
+                raise _evicted(entry.spec)
+            adapter = self._read(entry.spec, path)
         except BaseException as error:  # noqa: BLE001 - whatever vLLM raises, the engine and all others go on
             self._fail(load.job, entry, error)
             return
         finally:
             self._files.release(path)
-        if adapter is None:
-            self._finish(_Done(entry, Failed(load.job, _evicted(entry.spec))))
-            return
         with entry.writing:
             if not entry.is_evicted:  # else its slot may be another's by now
                 entry.adapter = adapter
@@ -287,7 +272,7 @@ class Jobs:
                 if entry.adapter is None:
                     self._finish(_Done(entry, Failed(job, _evicted(entry.spec))))
                     return
-                event = self._device.write(idle_event, partial(entry.adapter.write, slot))
+                event = self._stream.write(idle_event, partial(entry.adapter.write, slot))
         except BaseException as error:  # noqa: BLE001 - its requests are answered with it, all others go on
             logger.exception("Writing a slot for adapter '%s' failed", entry.spec.name)
             self._fail(job, entry, error)

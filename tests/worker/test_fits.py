@@ -73,7 +73,7 @@ def embedding(rank: int, words: int, wide: int) -> dict[str, torch.Tensor]:
         "fused", "fused of a larger rank", "wide fused", "high fused", "fused, its first slice only",
     ],
 )  # fmt: skip
-def test_what_does_not_fit_fails_beside_the_loop(
+def test_what_does_not_fit_fails_in_the_background(
     manager: Any, tmp_path: Path, change: dict[str, torch.Tensor], fits: bool
 ) -> None:
     good, adapter = make_adapter(tmp_path / "good", 1), make_adapter(tmp_path / "a", BAD, change=change)
