@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
 
 from lora_plugins.errors import (
@@ -33,14 +34,15 @@ class UsageProblem(Exception):
     """An argument that cannot be right."""
 
 
+_EXITS: Mapping[type[LoRAPluginsError], Exit] = {
+    AdapterNotFound: Exit.NOT_FOUND,
+    SourceUnavailable: Exit.UNAVAILABLE,
+    NoFreeSlot: Exit.NO_ROOM,
+    OutOfMemory: Exit.NO_ROOM,
+    InvalidSettings: Exit.SETTINGS,
+}
+
+
 def exit_of(error: LoRAPluginsError) -> Exit:
     """The exit code for one of our errors."""
-    if isinstance(error, AdapterNotFound):
-        return Exit.NOT_FOUND
-    if isinstance(error, SourceUnavailable):
-        return Exit.UNAVAILABLE
-    if isinstance(error, (NoFreeSlot, OutOfMemory)):
-        return Exit.NO_ROOM
-    if isinstance(error, InvalidSettings):
-        return Exit.SETTINGS
-    return Exit.WRONG
+    return next((code for kind, code in _EXITS.items() if isinstance(error, kind)), Exit.WRONG)

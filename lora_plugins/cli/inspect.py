@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -94,40 +95,21 @@ def _find(output: Output, settings: Settings, text: str) -> tuple[Path, str | No
 
 
 def _look(path: Path, settings: Settings, base: BaseModel | None) -> Found:
-    verified: VerifiedAdapter | None = None
-    error: LoRAPluginsError | None = None
+    """Verify the adapter, and read what can be read whatever else is wrong."""
+    config: AdapterConfig | None = None
+    tensors: tuple[TensorInfo, ...] = ()
+    pairs: tuple[LoraPair, ...] = ()
+    with suppress(LoRAPluginsError), open_regular(path / CONFIG_FILE) as (file, _):
+        config = parse_config(file.read(MAX_CONFIG_BYTES + 1))
+    with suppress(LoRAPluginsError), open_regular(path / WEIGHTS_FILE) as (file, size_bytes):
+        tensors = read_header(file, size_bytes)
+    if config is not None and tensors:
+        with suppress(LoRAPluginsError):
+            pairs = pair_weights(tensors, config).pairs
     try:
-        verified = verify_adapter(path, base, settings)
-    except LoRAPluginsError as refused:
-        error = refused
-    config, tensors = _config(path), _tensors(path)
-    return Found(config, tensors, _pairs(tensors, config), verified, error)
-
-
-def _config(path: Path) -> AdapterConfig | None:
-    """The configuration, where it can be read whatever else is wrong."""
-    try:
-        with open_regular(path / CONFIG_FILE) as (file, _):
-            return parse_config(file.read(MAX_CONFIG_BYTES + 1))
-    except LoRAPluginsError:
-        return None
-
-
-def _tensors(path: Path) -> tuple[TensorInfo, ...]:
-    try:
-        with open_regular(path / WEIGHTS_FILE) as (file, size_bytes):
-            return read_header(file, size_bytes)
-    except LoRAPluginsError:
-        return ()
-
-
-def _pairs(tensors: tuple[TensorInfo, ...], config: AdapterConfig | None) -> tuple[LoraPair, ...]:
-    if config is None or not tensors:
-        return ()
-    try:
-        return pair_weights(tensors, config).pairs
-    except LoRAPluginsError:
-        return ()
+        return Found(config, tensors, pairs, verify_adapter(path, base, settings), None)
+    except LoRAPluginsError as error:
+        return Found(config, tensors, pairs, None, error)
 
 
 def _answer(path: Path, uri: str | None, found: Found, base: BaseModel | None) -> dict[str, Any]:

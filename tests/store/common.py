@@ -61,3 +61,8 @@ def check(directory: Path) -> None:
 
 def obtain(store: Store, wanted: DownloadSpec) -> StoredAdapter:
     return asyncio.run(store.obtain(wanted, wanted.fetch, check))
+
+
+def leftovers(store: Store) -> list[str]:
+    """What is in the folder of temporary files."""
+    return [temporary.path.name for temporary in store.layout.temporaries()]

@@ -23,18 +23,9 @@ from lora_plugins.store.eviction import entries, pending_bytes
 from lora_plugins.store.layout import Layout, is_digest, key_of, write_small
 from lora_plugins.store.opening import open_store
 from lora_plugins.store.store import PartialDownload, Store
-from tests.store.common import DownloadSpec, adapter_files, check, obtain
+from tests.store.common import DownloadSpec, adapter_files, check, leftovers, obtain
 
 DIGEST = "0123456789abcdef" * 4
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store")
-
-
-def leftovers(store: Store) -> list[str]:
-    return os.listdir(store.layout.folder("tmp"))
 
 
 # --- names

@@ -7,17 +7,11 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, obtain
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store")
 
 
 @pytest.fixture

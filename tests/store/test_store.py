@@ -14,16 +14,7 @@ from lora_plugins.errors import InvalidAdapter, NoFreeSlot, OutOfMemory, SourceU
 from lora_plugins.store.eviction import entries
 from lora_plugins.store.manifest import Manifest, digest_of
 from lora_plugins.store.store import PartialDownload, Store
-from tests.store.common import DownloadSpec, adapter_files, check, obtain
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store")
-
-
-def leftovers(store: Store) -> list[str]:
-    return [entry.name for entry in os.scandir(store.layout.folder("tmp"))]
+from tests.store.common import DownloadSpec, adapter_files, check, leftovers, obtain
 
 
 def test_fetched_adapter_is_published_under_its_digest(store: Store) -> None:
