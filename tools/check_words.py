@@ -2,7 +2,8 @@
 
     python tools/check_words.py [PATH ...]
 
-Prints file, line, word and what to say in its place; exits 1 if there are any. Standard library only.
+Prints file, line, word and what to say in its place, and names of tests that have more than ten words; exits 1 if there
+are any. Standard library only.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ WORDS: tuple[tuple[str, str], ...] = (
     (r"\bcatalogue\b", "registry"),
     (r"\blora_id\b(?=.*\bsha|\()", "adapter_id (of a name), engine_id (vLLM's lora_int_id)"),
 )
+_LONG_TEST_NAME = re.compile(r"def test(?:_[^_\W]+){11,}")
 _EXACT = {r"\bArriving\b", r"\bLocated\b", r"\bWanted\b"}
 _FOUND = [(re.compile(pattern, 0 if pattern in _EXACT else re.IGNORECASE), say) for pattern, say in WORDS]
 
@@ -81,6 +83,9 @@ def main(paths: list[str]) -> int:
         for number, line in enumerate(text.splitlines(), 1):
             # An underscore is a word's end here: test names are read too.
             plain = re.sub(r"(?<=[a-z])_(?=[a-z])", " ", line) if path.suffix == ".py" else line
+            if long := _LONG_TEST_NAME.search(line):
+                found += 1
+                print(f"{path.relative_to(ROOT)}:{number}: {long[0]!r}: say it in ten words")
             for pattern, say in _FOUND:
                 match = pattern.search(line) or pattern.search(plain)
                 if match is not None:

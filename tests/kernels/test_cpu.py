@@ -101,7 +101,7 @@ def test_a_non_finite_adapter_spoils_its_own_rows_only(slot_of_row, bad, side, p
 
 
 @pytest.mark.parametrize("products", WHOSE)
-def test_an_overflow_in_another_adapters_ranks_does_not_reach_a_row(products):
+def test_overflow_in_another_adapters_ranks_does_not_reach_a_row(products):
     case = make_case([0, 2, -1], RANKS, dtype=torch.float16, products=products)
     case.weights.a[0][2] = 60000
     case.x[:] = 1
@@ -196,14 +196,14 @@ def test_an_adapter_of_a_large_rank_is_not_copied():
     assert weights.packed_bytes == 0
 
 
-def test_a_module_that_no_adapter_of_the_batch_touches_does_nothing():
+def test_module_without_an_adapter_in_the_batch_does_nothing():
     case = make_case([1, 1], RANKS)
     assert case.weights.places([1]) == {}
     assert case.weights.packed_bytes == 0
     assert Plan(case.weights, case.batch(), 1.0).steps == ()
 
 
-def test_adapters_narrower_than_the_output_are_computed_in_their_own_dtype():
+def test_narrower_adapters_are_computed_in_their_own_dtype():
     case = make_case([0, -1, 2], RANKS, dtype=torch.bfloat16)
     y = case.outputs().float()  # vLLM's head_dtype: wide logits over a narrow adapter
     found, expected = case.computed(y), case.expected(y)

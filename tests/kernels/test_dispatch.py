@@ -68,7 +68,7 @@ def test_triton_is_there_with_both():
 
 
 @pytest.mark.parametrize("asked", ["torch", "reference", "vllm"])
-def test_nothing_is_compiled_for_a_choice_that_does_not_need_it(asked):
+def test_nothing_is_compiled_unless_the_choice_needs_it(asked):
     asked_for = []
     choose(Kernels(asked), Machine("cpu", triton=False, cannot_compile=lambda: asked_for.append(1)))
     assert asked_for == []

@@ -64,7 +64,7 @@ def test_the_floor_counts_each_byte_once() -> None:
     assert case.floor_us(1e12) == pytest.approx(case.floor_bytes() / 1e6)
 
 
-def test_goals_count_what_held_and_leave_out_what_was_not_measured() -> None:
+def test_goals_omit_what_was_not_measured() -> None:
     def row(case: Case, ours: float, vllm: float | None) -> dict[str, object]:
         us = {"ours graph": ours} | ({} if vllm is None else {"vllm graph": vllm})
         return gpu_cases.row(case, us, 2.0)

@@ -232,7 +232,7 @@ def test_what_only_the_stacks_can_hold_is_not_packed(a, b):
     assert packer_of(layer).size_bytes(a, b) == 0
 
 
-def test_a_pair_for_several_slices_is_expanded_as_in_a_slot():
+def test_pair_for_several_slices_is_expanded_as_in_a_slot():
     widths = (12, 7, 7, 5)
     layer = layer_of(widths)
     wrapper = wrapper_with(layer)

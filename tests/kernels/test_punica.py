@@ -107,7 +107,7 @@ def test_vllms_own_gives_base_rows_an_adapter_or_masks_them():
 
 
 @pytest.mark.parametrize("widths", [(11,), (11, 5)])
-def test_set_lora_notes_the_true_rank_and_no_more_is_read(widths, wrapper_for):
+def test_set_lora_notes_the_true_rank_to_read(widths, wrapper_for):
     kind = BaseLinearLayerWithLoRA if len(widths) == 1 else MergedColumnParallelLinearWithLoRA
     layer = layer_of(kind, widths)
     slot_of_row = [0, 1, -1, 0]
@@ -164,7 +164,7 @@ def test_the_same_batch_goes_on_after_its_slot_was_rewritten(wrapper_for):
         assert torch.allclose(y[0], b @ a @ x[0], atol=1e-5)
 
 
-def test_a_slot_filled_in_a_background_thread_changes_no_running_batch(wrapper_for):
+def test_slot_written_in_the_background_changes_no_running_batch(wrapper_for):
     layer = layer_of(BaseLinearLayerWithLoRA, (11,))
     wrapper = wrapper_for([0, -1])
     wrapper.register(layer)
@@ -178,7 +178,7 @@ def test_a_slot_filled_in_a_background_thread_changes_no_running_batch(wrapper_f
         layer.set_lora(2, *adapter(8, 11))
 
 
-def test_a_layer_of_the_first_rows_and_one_with_leading_dimensions(wrapper_for):
+def test_layers_of_first_rows_and_with_leading_dimensions(wrapper_for):
     case = make_case([0, -1, 2, 1], [(8,)] * SLOTS, inn=INN, max_rank=MAX_RANK)
     wrapper = wrapper_for(case.slot_of_row)
     y = case.outputs()
@@ -269,7 +269,7 @@ def test_shrink_and_expand_as_fully_sharded_layers_call_them(slot_of_row, wrappe
     assert shrunk[:, [row for row, slot in enumerate(slot_of_row) if slot < 0]].isnan().all()
 
 
-def test_a_layer_of_another_kind_is_left_to_vllm_and_logged_once(logged, wrapper_for):
+def test_layer_of_another_kind_is_left_to_vllm(logged, wrapper_for):
     wrapper = wrapper_for([])
     for _ in range(2):
         wrapper.register(torch.nn.Linear(1, 1))

@@ -18,7 +18,7 @@ def test_a_slot_that_nobody_spoke_of_has_the_largest_ranks():
     assert SlotRanks(2, [16, 8])[1] == (16, 8)
 
 
-def test_ranks_are_known_once_a_slot_is_written_but_not_before():
+def test_ranks_are_unknown_until_a_slot_is_written():
     ranks = SlotRanks(2, [16, 16])
     ranks.written(0, [4, 0])
     assert (ranks[0], ranks[1]) == ((4, 0), (16, 16))

@@ -65,5 +65,5 @@ def test_short_runs_share_a_block_and_long_ones_do_not():
     )
 
 
-def test_base_rows_between_rows_of_one_adapter_make_a_mixed_block():
+def test_base_rows_between_adapter_rows_make_a_mixed_block():
     assert segment([0, -1, 0]).blocks == (Mixed(0, 3, (0,), ((0, 2),)),)

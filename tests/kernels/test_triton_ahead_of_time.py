@@ -50,7 +50,7 @@ def test_shared_memory_fits(compiled: list[Row]) -> None:
     assert [row for row in compiled if row["shared_bytes"] > SHARED_BYTES[row["architecture"]]] == []
 
 
-def test_weights_at_aligned_addresses_are_loaded_16_bytes_at_a_time(compiled: list[Row]) -> None:
+def test_aligned_weights_are_loaded_16_bytes_at_a_time(compiled: list[Row]) -> None:
     """Shrink has no other loads of weights; expand keeps an element-wise path for ranks that are no multiple of 8."""
     aligned = [row for row in compiled if row["shape"] == "qkv"]
     assert [row for row in aligned if row["kernel"] == "shrink_kernel" and row["narrow"]] == []

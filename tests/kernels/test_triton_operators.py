@@ -170,7 +170,7 @@ def test_expand_from_an_offset_leaves_the_columns_before_it() -> None:
     assert (y[0, 5:].double() - want).abs().max() < TOLERANCE[torch.float32] * 10
 
 
-def test_one_plan_gives_a_row_the_same_bits_in_any_batch() -> None:
+def test_one_plan_gives_equal_bits_in_any_batch() -> None:
     ranks = [[8], [24]]
     long = Bed.make([0, 1, 0, 1, 1], ranks, n_in=80, dtype=torch.float16)
     table = read_table(PACKAGED / "default.json")
@@ -195,7 +195,7 @@ def test_the_dense_path_is_for_batches_that_no_graph_holds(change: dict[str, obj
     assert not made.takes_dense_path(bed.y.half(), bed.x, [3, 1, 1])
 
 
-def test_the_host_sees_a_single_slot_only_if_all_rows_have_it() -> None:
+def test_host_sees_a_single_slot_only_if_all_rows_do() -> None:
     for slots, single in (([1, 1], 1), ([1, 0], -1), ([1, -1], -1), ([-1], -1)):
         assert cut(Bed.make(slots, [[8], [8]])).host.tolist() == [len(slots), int(max(slots) >= 0), single]
 

@@ -80,7 +80,7 @@ def test_scale_and_writing_in_place_of_adding() -> None:
     bed.check(run(bed, add_inputs=False), add_inputs=False)
 
 
-def test_buffers_larger_than_the_batch_keep_nothing_of_the_batch_before() -> None:
+def test_larger_buffers_keep_nothing_of_the_batch_before() -> None:
     bed = Bed.make([0] * 40, [[8], [8]])
     chunks = bed.chunks(max_rows=64)
     chunks.cut(torch.tensor([1, -1]))

@@ -123,7 +123,7 @@ def test_load_of_another_version_does_not_use_the_resolved_line(logged):
 
 
 @pytest.mark.parametrize("kind", [LoadRefused, RequestRefused])
-def test_adapter_refused_by_the_engine_is_one_line_and_one_warning(logged, kind):
+def test_adapter_refused_by_the_engine_is_one_warning(logged, kind):
     hook = with_manager()
     hook(resolved())
     for _ in range(2):

@@ -284,7 +284,7 @@ def test_waits_are_counted_by_where_the_adapter_was() -> None:
     assert waits[Found.SLOT].total_s == 0.0
 
 
-def test_a_call_for_a_slot_leaves_a_pinned_adapter_its_own() -> None:
+def test_load_into_a_slot_leaves_a_pinned_adapter_its_own() -> None:
     engine = engine_with(max_running=2)
     engine.planner.pin(spec(1), engine.now)
     engine.run(1)

@@ -272,7 +272,7 @@ def test_lrfu_knows_an_adapter_that_comes_back():
     assert policy.victim(ALL) == "newcomer"
 
 
-def test_lrfu_keeps_its_hot_set_through_a_scan_that_lru_does_not():
+def test_lrfu_keeps_its_hot_set_through_a_scan():
     left = {}
     for name in ("lru", "lrfu"):
         policy = filled(make_policy(name), *range(10))

@@ -99,7 +99,7 @@ async def test_what_was_pinned_is_pinned_again() -> None:
 
 
 @runs
-async def test_a_name_that_is_not_served_yet_is_an_ordinary_load() -> None:
+async def test_name_that_is_not_served_yet_is_loaded() -> None:
     world = World()
     assert not await load_in_place(world, "sql", "/by/hand")
     assert world.told == []

@@ -28,7 +28,7 @@ def test_the_installed_vllm_has_the_symbol(symbol):
 
 
 @pytest.mark.parametrize(("file", "entry"), ENTRIES, ids=lambda part: part if isinstance(part, str) else "")
-def test_every_entry_says_what_why_since_and_how_to_remove_it(file, entry):
+def test_every_entry_says_what_why_and_how_to_remove(file, entry):
     assert all((entry.symbols, entry.what, entry.why, entry.since, entry.remove))
     assert [*entry.parsed()]
 

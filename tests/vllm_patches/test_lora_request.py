@@ -40,7 +40,7 @@ def test_prefixes_are_keyed_by_path_in_every_vllm(monkeypatch) -> None:
     assert keys(SimpleNamespace(lora_request=None)) == []
 
 
-def test_vllms_own_keys_are_left_alone_where_they_hold_the_path(monkeypatch) -> None:
+def test_vllms_keys_are_kept_where_they_hold_the_path(monkeypatch) -> None:
     before = kv_cache_utils._gen_lora_extra_hash_keys
     vllms = (LoRARequest.__eq__, LoRARequest.__hash__)
     try:

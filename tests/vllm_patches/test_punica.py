@@ -112,7 +112,7 @@ def test_startup_fails_with_kernels_that_cannot_be_had(outcomes, env, says):
     assert outcome["untouched"]
 
 
-def test_base_rows_are_noticed_where_vllm_computes_them_with_an_adapter():
+def test_base_rows_that_vllm_gives_an_adapter_are_noticed():
     weights, y = torch.ones(2, 1, 4, 8), torch.zeros(1, 4)
     lora_ops.bgmv_shrink(torch.ones(1, 8), weights, y, torch.tensor([-1]))
     assert punica.base_rows_get_an_adapter() == bool(y.any())

@@ -127,7 +127,7 @@ def test_one_that_is_packed_is_activated_with_its_batch(make_engine: Make) -> No
     assert engine.commands[1] == Activate(1, 0)
 
 
-def test_a_slot_goes_to_the_next_in_the_very_next_step(make_engine: Make) -> None:
+def test_free_slot_is_reused_in_the_next_step(make_engine: Make) -> None:
     engine = make_engine()
     for number in (1, 2):
         engine.scheduler.add_request(request(f"warm-{number}", number, tokens=1))

@@ -143,7 +143,7 @@ def test_methods_of_ours_are_reached_by_name_through_the_wrapper() -> None:
     assert wrapped.worker.model_runner.lora_manager.commands == [COMMAND]
 
 
-def test_vllms_mixin_makes_our_manager_and_keeps_it_where_we_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllms_mixin_makes_and_keeps_our_manager(monkeypatch: pytest.MonkeyPatch) -> None:
     class Made:
         def __init__(self, *_: Any) -> None: ...
 

@@ -94,7 +94,7 @@ def test_two_failures_are_reported_once() -> None:
     assert keys_left(store) == before
 
 
-def test_what_was_published_before_it_was_told_here_is_still_reported() -> None:
+def test_early_publication_is_still_reported() -> None:
     """The job's thread publishes at any moment between two looks of the loop."""
     store = HashStore()
     before = keys_left(store)

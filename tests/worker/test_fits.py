@@ -98,7 +98,7 @@ def on_two_devices(layer: Any) -> Any:
     return layer
 
 
-def test_fused_weights_on_several_devices_are_split_before_they_are_cut(manager: Any) -> None:
+def test_fused_weights_are_split_before_they_are_sharded(manager: Any) -> None:
     layer = on_two_devices(manager._adapter_manager.modules["fused"])
     fused = SimpleNamespace(lora_a=torch.ones(4, WIDTH), lora_b=torch.ones(sum(FUSED), 4))
     loading.check_fits("a", "fused", layer, fused)

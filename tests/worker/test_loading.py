@@ -117,7 +117,7 @@ def test_one_value_that_is_not_finite_is_found(value: float, dtype: torch.dtype)
         loading.check_finite("sql", good)
 
 
-def test_what_is_copied_into_a_block_is_contiguous_and_nobody_elses() -> None:
+def test_copy_into_a_block_is_contiguous_and_private() -> None:
     file = torch.arange(512.0)
     given = [file[:64].view(4, 16), file[64:192].view(4, 32).T, torch.empty(0, 4)]
     before = [tensor.clone() for tensor in given]

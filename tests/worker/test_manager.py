@@ -354,7 +354,7 @@ def test_failure_of_a_missing_relative_path_is_isolated(
     assert isinstance(bring(manager, adapters[0]), Loaded)
 
 
-def test_the_garbage_collector_leaves_alone_what_was_there_at_the_start(make_manager: Make) -> None:
+def test_garbage_collector_ignores_objects_from_startup(make_manager: Make) -> None:
     """Its first full pass over all of vLLM would stop the engine for most of a second."""
     make_manager()
     assert gc.get_freeze_count() > 100_000

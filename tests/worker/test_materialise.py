@@ -92,9 +92,7 @@ def test_a_uri_that_this_process_does_not_allow_is_refused(here: Node, tmp_path:
 
 
 @pytest.mark.parametrize("by_uri", [False, True])
-def test_a_version_that_is_new_is_fetched_though_the_old_one_was_a_moment_ago(
-    here: Node, there: Node, root: Path, by_uri: bool
-) -> None:
+def test_new_version_is_fetched_right_after_the_old_one(here: Node, there: Node, root: Path, by_uri: bool) -> None:
     uri = (root / "adapter-1").as_uri() if by_uri else None
     for seed in (1, 2):
         make_adapter(root / "adapter-1", 1, seed=seed)
@@ -115,7 +113,7 @@ def test_it_is_leased_until_it_has_been_read(here: Node, there: Node) -> None:
     there.materialiser.release(fetched)
 
 
-def test_two_names_of_the_same_bytes_are_leased_until_both_have_been_read(here: Node, there: Node, root: Path) -> None:
+def test_equal_bytes_are_leased_until_both_names_are_read(here: Node, there: Node, root: Path) -> None:
     shutil.copytree(root / "adapter-1", root / "copy")
     path = here.serve("adapter-1")
     assert here.serve("copy") == path
@@ -199,7 +197,7 @@ def test_a_worker_on_another_machine_serves_it(
     assert holds(manager, adapter)
 
 
-def test_a_worker_is_told_the_uri_that_an_adapter_was_loaded_by(
+def test_worker_gets_the_uri_that_an_adapter_was_loaded_by(
     make_manager: Callable[..., Any], here: Node, there: Node, root: Path
 ) -> None:
     uri = (root / "adapter-1").as_uri()
@@ -208,7 +206,7 @@ def test_a_worker_is_told_the_uri_that_an_adapter_was_loaded_by(
     assert isinstance(ended(manager, 1), Loaded)
 
 
-def test_one_that_was_evicted_while_it_was_fetched_is_not_read(
+def test_adapter_evicted_while_it_is_fetched_is_not_read(
     make_manager: Callable[..., Any], here: Node, there: Node, tmp_path: Path
 ) -> None:
     manager, path = worker_on(make_manager, there), elsewhere(here.serve("adapter-1"))

@@ -72,9 +72,7 @@ def test_an_earlier_owner_is_gone_before_its_slot_is_written(make_manager: Make,
 
 
 @pytest.mark.parametrize("how", ["loaded for it", "activated in it"])
-def test_an_evict_waits_for_a_write_and_the_slot_is_empty(
-    make_manager: Make, adapters: list[Adapter], how: str
-) -> None:
+def test_evict_waits_for_a_write_and_empties_the_slot(make_manager: Make, adapters: list[Adapter], how: str) -> None:
     manager = make_manager(slots=2)
     if how == "activated in it":
         blocked, _ = being_written(manager, adapters[0], 0)
@@ -108,7 +106,7 @@ def test_evicted_and_loaded_again_before_the_first_job_began(make_manager: Make,
     assert all(holds(manager, adapter) for adapter in adapters[1:3])
 
 
-def test_all_of_one_step_in_the_order_in_which_it_was_planned(make_manager: Make, adapters: list[Adapter]) -> None:
+def test_commands_of_one_step_run_in_planned_order(make_manager: Make, adapters: list[Adapter]) -> None:
     manager = make_manager(slots=1)
     serve(manager, adapters[0], 0)
     bring(manager, adapters[1])
@@ -211,7 +209,7 @@ def test_what_others_add_is_computed_as_well(make_manager: Make, adapters: list[
     assert wrong_answers(manager, put_over, adapters[1]) == []
 
 
-def test_one_that_is_packed_takes_no_slot_while_it_is_loaded(
+def test_packed_adapter_takes_no_slot_while_it_is_loaded(
     make_manager: Make, adapters: list[Adapter], kernels: str
 ) -> None:
     manager = make_manager(slots=1)
