@@ -7,7 +7,8 @@ from collections.abc import Callable
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, S3
 from lora_plugins.process import this_process
-from lora_plugins.resolvers.sources.configured import MakeSource, filesystem_source, hub_source, s3_source
+from lora_plugins.resolvers.sources.configured import filesystem_source, hub_source, s3_source
+from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.settings import Settings, named_in_environment
 from lora_plugins.vllm_patches import builtin_resolvers, punica
 from lora_plugins.vllm_patches.resolver import register_resolver
@@ -99,13 +100,13 @@ def register_admin() -> None:
     register_resolver(process)  # without a source among the plugins, adapters come from URIs only
 
 
-def _serve(configured: Callable[[Settings], MakeSource | None]) -> None:
+def _serve(configured: Callable[[Settings], Source | None]) -> None:
     process = this_process()
-    make_source = configured(process.settings)
-    if make_source is not None:
+    source = configured(process.settings)
+    if source is not None:
         _install_metrics()
         register_resolver(process)
-        process.add_source(make_source)
+        process.add_source(source)
 
 
 def _install_metrics() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -18,7 +17,7 @@ from lora_plugins.events import Events
 from lora_plugins.observability.logs import LogEvents
 from lora_plugins.observability.store_metrics import StoreUsageReader
 from lora_plugins.resolvers.resolution import SourceChain
-from lora_plugins.resolvers.sources.configured import MakeSource
+from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.planner_client import PlannerClient
 from lora_plugins.settings import BaseMatch, Settings
@@ -39,7 +38,7 @@ class Process:
         planners, lifecycles: by vLLM's `AsyncLLM`, and by its `OpenAIServingModels`.
     """
 
-    def __init__(self, settings: Settings | None = None, make_sources: Sequence[MakeSource] = ()) -> None:
+    def __init__(self, settings: Settings | None = None, known_sources: Sequence[Source] = ()) -> None:
         """Make one; without `settings`, those of the environment are read at the first use."""
         if settings is not None:
             self.settings = settings
@@ -52,7 +51,7 @@ class Process:
         self.store_usage = StoreUsageReader()
         self.planners: WeakKeyDictionary[Any, PlannerClient] = WeakKeyDictionary()
         self.lifecycles: WeakKeyDictionary[Any, Lifecycle] = WeakKeyDictionary()
-        self._make_sources = list(make_sources)
+        self._known_sources = list(known_sources)
 
     @functools.cached_property
     def settings(self) -> Settings:
@@ -63,9 +62,9 @@ class Process:
         """
         return Settings.from_env()
 
-    def add_source(self, make_source: MakeSource) -> None:
-        """Resolve names from this source too; it is made at the first use."""
-        self._make_sources.append(make_source)
+    def add_source(self, source: Source) -> None:
+        """Resolve names from this source too."""
+        self._known_sources.append(source)
 
     @functools.cached_property
     def sources(self) -> SourceChain:
@@ -89,10 +88,9 @@ class Process:
         return self._open(replace(self.settings, base_match=BaseMatch.OFF)) if self.is_resolver_registered else None
 
     def _open(self, settings: Settings) -> SourceChain:
-        executor = ThreadPoolExecutor(max_workers=8, thread_name_prefix="lora-plugins")
-        chain = SourceChain(settings, self.events, open_store(settings), executor=executor)
-        for make_source in self._make_sources:
-            chain.add(make_source(executor))
+        chain = SourceChain(settings, self.events, open_store(settings))
+        for source in self._known_sources:
+            chain.add(source)
         return chain
 
 

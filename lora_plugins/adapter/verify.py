@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,15 +46,10 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
                 f"{config_bytes} bytes", expected=f"at most {MAX_CONFIG_BYTES}", remedy="save the adapter with PEFT"
             )
         config = parse_config(file.read(MAX_CONFIG_BYTES + 1))
-    name = _weights_file(directory, settings)
+    name = choose_weights(_present(directory), settings)
     with open_regular(directory / name) as (file, weights_bytes):
         size_bytes = config_bytes + weights_bytes
-        if size_bytes > settings.max_adapter_bytes:
-            raise InvalidAdapter(
-                f"{size_bytes} bytes",
-                expected=f"at most {settings.max_adapter_bytes}",
-                remedy="raise LORA_PLUGINS_MAX_ADAPTER_BYTES",
-            )
+        check_size(size_bytes, settings)
         if name != WEIGHTS_FILE:
             with describing(file=CONFIG_FILE):
                 notes = () if base is None else check_base(config, None, base, settings.base_match)
@@ -66,23 +62,50 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
     return VerifiedAdapter(config, weights, size_bytes, notes)
 
 
-def _weights_file(directory: Path, settings: Settings) -> str:
-    if os.path.lexists(directory / WEIGHTS_FILE):
+def choose_weights(names: Collection[str], settings: Settings) -> str:
+    """The file of weights that is read, of an adapter with files of these names.
+
+    Raises:
+        AdapterNotFound: there is none.
+        InvalidAdapter: they are a pickle, which is not allowed, or in several files.
+    """
+    if WEIGHTS_FILE in names:
         return WEIGHTS_FILE
-    if os.path.lexists(directory / _SHARD_INDEX):
+    if _SHARD_INDEX in names:
         raise InvalidAdapter(
             "weights in several files", expected=WEIGHTS_FILE, remedy="save them as one file", file=_SHARD_INDEX
         )
-    for name in PICKLE_FILES:
-        if os.path.lexists(directory / name):
-            if settings.allow_pickle:
-                return name
-            raise InvalidAdapter(
-                "a pickle, which can run code when it is loaded",
-                expected=WEIGHTS_FILE,
-                remedy="save it with safetensors, or set LORA_PLUGINS_ALLOW_PICKLE=1 if you trust its source",
-                file=name,
-            )
-    raise AdapterNotFound(
-        "no such file", expected="the adapter's weights", remedy="save the adapter again with PEFT", file=WEIGHTS_FILE
-    )
+    pickle = next((name for name in PICKLE_FILES if name in names), None)
+    if pickle is None:
+        raise AdapterNotFound(
+            "no such file",
+            expected="the adapter's weights",
+            remedy="save the adapter again with PEFT",
+            file=WEIGHTS_FILE,
+        )
+    if not settings.allow_pickle:
+        raise InvalidAdapter(
+            "a pickle, which can run code when it is loaded",
+            expected=WEIGHTS_FILE,
+            remedy="save it with safetensors, or set LORA_PLUGINS_ALLOW_PICKLE=1 if you trust its source",
+            file=pickle,
+        )
+    return pickle
+
+
+def check_size(size_bytes: int, settings: Settings) -> None:
+    """Refuse configuration and weights that are larger together than `max_adapter_bytes`.
+
+    Raises:
+        InvalidAdapter: they are.
+    """
+    if size_bytes > settings.max_adapter_bytes:
+        raise InvalidAdapter(
+            f"{size_bytes} bytes",
+            expected=f"at most {settings.max_adapter_bytes}",
+            remedy="raise LORA_PLUGINS_MAX_ADAPTER_BYTES",
+        )
+
+
+def _present(directory: Path) -> list[str]:
+    return [name for name in (WEIGHTS_FILE, _SHARD_INDEX, *PICKLE_FILES) if os.path.lexists(directory / name)]

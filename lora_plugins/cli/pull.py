@@ -79,15 +79,15 @@ def bring(output: Output, settings: Settings, text: str, base_path: str = "") ->
         AdapterName.parse(text)
     else:
         settings = replace(settings, allowed_uris=(*settings.allowed_uris, str(_prefix(uri))))
-    with sources_of_environment(settings) as chain:
-        if uri is None:
-            require_sources(chain)
-        before = set(chain.store.layout.digests())
-        found = asyncio.run(_resolve(output, chain, text, uri, base_path))
-        try:
-            return Pulled(found, Manifest.read(found.path), found.digest not in before)
-        finally:
-            chain.release_digest(found.digest)
+    chain = sources_of_environment(settings)
+    if uri is None:
+        require_sources(chain)
+    before = set(chain.store.layout.digests())
+    found = asyncio.run(_resolve(output, chain, text, uri, base_path))
+    try:
+        return Pulled(found, Manifest.read(found.path), found.digest not in before)
+    finally:
+        chain.release(found.name, found.path)
 
 
 async def _resolve(

@@ -74,9 +74,9 @@ def resolve(
     """Go the way of one name as a server would, step by step."""
     output, settings, course = Output(as_json=as_json), Settings.from_env(), Course(name)
     base = read_base(settings, base_model, served_model_name, max_lora_rank)
-    with sources_of_environment(settings, base, hook=course.happened, report=course.answered) as chain:
-        require_sources(chain)
-        return asyncio.run(_resolve(output, chain, course))
+    chain = sources_of_environment(settings, base, hook=course.happened, report=course.answered)
+    require_sources(chain)
+    return asyncio.run(_resolve(output, chain, course))
 
 
 async def _resolve(output: Output, chain: SourceChain, course: Course) -> Exit:
@@ -102,7 +102,7 @@ async def _resolve(output: Output, chain: SourceChain, course: Course) -> Exit:
         return _end(output, course, None)
     _add_skipped(chain, course)
     _add_stored(chain, course, found)
-    chain.release_digest(found.digest)
+    chain.release(found.name, found.path)
     return _end(output, course, None, found)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lora_plugins.adapter.fit import BaseModel
@@ -14,7 +12,6 @@ from lora_plugins.events import Events, Hook
 from lora_plugins.resolvers.resolution import SourceChain
 from lora_plugins.resolvers.sources.configured import SOURCE_PLUGINS
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
-from lora_plugins.resolvers.sources.uri import AtUri
 from lora_plugins.settings import BaseMatch, Settings, named_in_environment
 from lora_plugins.store.opening import open_store
 
@@ -28,14 +25,13 @@ class Answer:
     error: LoRAPluginsError | None = None
 
 
-@contextmanager
 def sources_of_environment(
     settings: Settings,
     base: BaseModel | None = None,
     *,
     hook: Hook = lambda _: None,
     report: Callable[[Answer], None] = lambda _: None,
-) -> Iterator[SourceChain]:
+) -> SourceChain:
     """The sources that `VLLM_PLUGINS` names, in their order, over the store of the settings.
 
     `hook` gets the events, `report` each source's answer. Without a base model, adapters are compared with none.
@@ -45,17 +41,13 @@ def sources_of_environment(
     """
     if base is None:
         settings = replace(settings, base_match=BaseMatch.OFF)
-    executor = ThreadPoolExecutor(max_workers=8, thread_name_prefix="lora-plugins")
-    try:
-        chain = SourceChain(settings, Events(hook), open_store(settings), executor=executor)
-        chain.base = base
-        for plugin, configured in SOURCE_PLUGINS.items():
-            make_source = configured(settings) if named_in_environment(plugin) else None
-            if make_source is not None:
-                chain.add(_reporting(make_source(executor), report))
-        yield chain
-    finally:
-        executor.shutdown(wait=False, cancel_futures=True)
+    chain = SourceChain(settings, Events(hook), open_store(settings))
+    chain.base = base
+    for plugin, configured in SOURCE_PLUGINS.items():
+        source = configured(settings) if named_in_environment(plugin) else None
+        if source is not None:
+            chain.add(_Reporting(source, report))
+    return chain
 
 
 def require_sources(chain: SourceChain) -> None:
@@ -72,14 +64,23 @@ def require_sources(chain: SourceChain) -> None:
         )
 
 
-def _reporting(source: Source, report: Callable[[Answer], None]) -> Source:
-    async def locate(name: AdapterName, base_model_name: str) -> RemoteAdapter | None:
-        try:
-            located = await source.locate(name, base_model_name)
-        except LoRAPluginsError as error:
-            report(Answer(source.label, None, error))
-            raise
-        report(Answer(source.label, located))
-        return located
+class _Reporting:
+    """A source whose answers are reported."""
 
-    return AtUri(source, locate)
+    def __init__(self, source: Source, report: Callable[[Answer], None]) -> None:
+        self._source = source
+        self._report = report
+        self.label, self.remote, self.fetch = source.label, source.remote, source.fetch
+
+    def __str__(self) -> str:
+        return str(self._source)
+
+    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | None:
+        """As the source does."""
+        try:
+            located = await self._source.locate(name, base_model_name)
+        except LoRAPluginsError as error:
+            self._report(Answer(self.label, None, error))
+            raise
+        self._report(Answer(self.label, located))
+        return located

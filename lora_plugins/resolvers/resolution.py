@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from concurrent.futures import Executor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from cachetools import TTLCache
@@ -24,6 +22,7 @@ from lora_plugins.events import (
     SourceFailed,
     StoreEvicted,
 )
+from lora_plugins.resolvers.single_flight import SingleFlight
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source, VersionChanged
 from lora_plugins.resolvers.sources.uri import UriSources
 from lora_plugins.resolvers.uris import SourceUri
@@ -37,12 +36,12 @@ _VERSION_CHANGES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """What is asked for: a name, where its sources have it or at a URI; `anew` past what is remembered."""
+class _Query:
+    """What is asked for: a name, where its sources have it or at a URI; `force_refresh` past what is remembered."""
 
     name: AdapterName
     uri: SourceUri | None = None
-    anew: bool = False
+    force_refresh: bool = False
 
     @property
     def key(self) -> Key:
@@ -52,12 +51,12 @@ class _Asked:
 class SourceChain:
     """The sources of one server, in the order in which they are asked.
 
-    The first source that has the name decides. One that cannot say does not hide a later one; if no later one has
+    The first source that has the name decides. One that is unavailable does not hide a later one; if no later one has
     the name either, its error is raised, because "no such adapter" would be a guess.
 
-    Remembered, each in bounded memory: what remote sources said of a name (that it is absent, for `absent_ttl_s`; where
-    it is, for `revalidate_s`), and versions that were refused. Requests for one name at one time share one answer.
-    The same name by URI is another matter: of all this, the two share only the store.
+    Remembered, each in bounded memory: what remote sources answered for a name (that it is absent, for `absent_ttl_s`;
+    where it is, for `revalidate_s`), and versions that were refused. Requests for one name at one time share one
+    answer. The same name by URI is another matter: of all this, the two share only the store.
 
     A version that is returned is leased until every name that it was returned for has been released.
 
@@ -65,25 +64,18 @@ class SourceChain:
         InvalidSettings: a prefix of `LORA_PLUGINS_ALLOWED_URIS` that cannot be right.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        events: Events,
-        store: Store,
-        sources: Sequence[Source] = (),
-        executor: Executor | None = None,
-    ) -> None:
+    def __init__(self, settings: Settings, events: Events, store: Store, sources: Sequence[Source] = ()) -> None:
         self.settings = settings
         self.events = events
         self.store = store
         store.on_evict = lambda digest, size_bytes: events.emit(StoreEvicted(digest, size_bytes))
         self.sources = list(sources)
         self.base: BaseModel | None = None
-        self._by_uri = UriSources(settings, executor)
-        self._versions = Versions(settings, events, store, executor)
+        self._by_uri = UriSources(settings)
+        self._versions = Versions(settings, events, store)
         self._absent: TTLCache[tuple[str, Key], bool] = TTLCache(_REMEMBERED_NAMES, settings.absent_ttl_s)
         self._fresh: TTLCache[Key, ResolvedAdapter] = TTLCache(_REMEMBERED_NAMES, settings.revalidate_s)
-        self._flights: dict[_Asked, asyncio.Task[ResolvedAdapter | None]] = {}
+        self._flights: SingleFlight[_Query, ResolvedAdapter | None] = SingleFlight()
         self._locating = asyncio.Semaphore(_LOCATES_AT_ONCE)
 
     def add(self, source: Source) -> None:
@@ -100,14 +92,14 @@ class SourceChain:
         `base_path` is the served model's path or Hub id; it stands in for the base model until `self.base` is set.
 
         Raises:
-            LoRAPluginsError: it is there but cannot be served, or a source cannot say.
+            LoRAPluginsError: it is there but cannot be served, or a source is unavailable.
         """
         try:
             name = AdapterName.parse(text)
         except AdapterNotFound as error:
             self.events.emit(AdapterUnknown(text, error.found))
             return None
-        return await self._answer(_Asked(name), base_path)
+        return await self._answer(_Query(name), base_path)
 
     async def resolve_uri(self, name: str, uri: str, base_path: str) -> ResolvedAdapter:
         """Fetch and verify the adapter at `uri`, to be served as `name`.
@@ -115,9 +107,9 @@ class SourceChain:
         Raises:
             InvalidAdapter: the name or URI is malformed, or the URI not allowed; nothing was asked then.
             AdapterNotFound: there is none.
-            LoRAPluginsError: it is there but cannot be served, or the source cannot say.
+            LoRAPluginsError: it is there but cannot be served, or the source is unavailable.
         """
-        resolved = await self._answer(self._asked_uri(name, uri), base_path)
+        resolved = await self._answer(self._uri_query(name, uri), base_path)
         if resolved is None:
             raise AdapterNotFound(
                 "no adapter at this URI",
@@ -134,24 +126,21 @@ class SourceChain:
         verified. None where no source has the adapter any more. An earlier version that is in use stays leased.
 
         Raises:
-            LoRAPluginsError: there is another version that cannot be served, or the source cannot say. A later source
-                does not stand in for the one that the adapter last came from.
+            LoRAPluginsError: there is another version that cannot be served, or the source is unavailable. A later
+                source does not stand in for the one that the adapter last came from.
         """
-        if uri is None:
-            try:
-                asked = _Asked(AdapterName.parse(name), anew=True)
-            except AdapterNotFound:
-                return None
-        else:
-            asked = replace(self._asked_uri(name, uri), anew=True)
-        return await self._fly(asked, base_path)
+        try:
+            query = self._uri_query(name, uri) if uri is not None else _Query(AdapterName.parse(name))
+        except AdapterNotFound:
+            return None
+        return await self._share(replace(query, force_refresh=True), base_path)
 
     async def of_digest(self, name: str, digest_prefix: str, *, of_any_name: bool = False) -> ResolvedAdapter | None:
         """A version that the store still has, verified and leased for `name`; no source is asked.
 
         Only versions that came from where this process has found `name` count, so that a name cannot reach what is
-        another's; with `of_any_name`, for a caller that knows, all do. None where no version or more than one fits, or
-        the prefix is shorter than 8 characters.
+        another's; with `of_any_name`, for a caller that knows, all do. None where no version or more than one matches,
+        or the prefix is shorter than 8 characters.
 
         Raises:
             LoRAPluginsError: it does not fit the served model.
@@ -163,114 +152,96 @@ class SourceChain:
         """What a name was resolved to last, by itself and not by a URI; it may have left the store since."""
         return self._versions.served((name, ""))
 
+    def stored(self, name: str, digest: str) -> Path | None:
+        """The adapter of this digest, leased for `name`, if the store has it, wherever it came from."""
+        return self.store.acquire(digest, name)
+
     def release(self, name: str, path: Path | str) -> None:
-        """End what `name` needs of the version at `path`: requests for it are no longer served with that version.
+        """End the lease that `name` has of the version at `path`; without one, nothing happens.
 
-        The lease ends with the last of the names that the version was returned for. For a name that does not need it,
-        nothing happens.
+        The store may remove the version once no other name has a lease. Callable from any thread.
         """
-        self._versions.release(name, Path(path))
+        self.store.leases.release(Path(path).name, name)
 
-    def stored(self, digest: str) -> Path | None:
-        """The adapter of this digest, leased, if the store has it, wherever it came from."""
-        return self.store.acquire(digest)
-
-    def release_digest(self, digest: str) -> None:
-        """End the lease of a version, whatever names need it; callable from any thread."""
-        self._versions.release_digest(digest)
-
-    def _asked_uri(self, name: str, uri: str) -> _Asked:
+    def _uri_query(self, name: str, uri: str) -> _Query:
         with describing(adapter=name):
             checked = self._by_uri.check(uri)
             try:
-                return _Asked(AdapterName.parse(name), checked)
+                return _Query(AdapterName.parse(name), checked)
             except AdapterNotFound as error:
                 raise InvalidAdapter(error.found, expected=error.expected, remedy="choose another name") from None
 
-    async def _answer(self, asked: _Asked, base_path: str) -> ResolvedAdapter | None:
-        fresh = self._fresh.get(asked.key)
-        if fresh is not None and self._versions.holds(fresh):
+    async def _answer(self, query: _Query, base_path: str) -> ResolvedAdapter | None:
+        fresh = self._fresh.get(query.key)
+        if fresh is not None and self._versions.is_leased(fresh):
             self.events.emit(AdapterConfirmed(fresh.name, fresh.source))
             return fresh
-        return await self._fly(asked, base_path)
+        return await self._share(query, base_path)
 
-    async def _fly(self, asked: _Asked, base_path: str) -> ResolvedAdapter | None:
-        flight = self._flights.get(asked)
-        if flight is None:
-            flight = asyncio.get_running_loop().create_task(self._resolve(asked, base_path))
-            self._flights[asked] = flight
-            flight.add_done_callback(partial(self._landed, asked))
-        # Shielded: a client that goes away must not end the fetch for those who still wait.
-        return await asyncio.shield(flight)
+    async def _share(self, query: _Query, base_path: str) -> ResolvedAdapter | None:
+        return await self._flights.run(query, lambda: self._resolve(query, base_path))
 
-    def _landed(self, asked: _Asked, flight: asyncio.Task[ResolvedAdapter | None]) -> None:
-        self._flights.pop(asked, None)
-        if not flight.cancelled():
-            flight.exception()  # looked at, also where everybody who waited has gone away
-
-    async def _resolve(self, asked: _Asked, base_path: str) -> ResolvedAdapter | None:
-        text = str(asked.name)
-        changed: LoRAPluginsError | None = None
-        for _ in range(_VERSION_CHANGES):
+    async def _resolve(self, query: _Query, base_path: str) -> ResolvedAdapter | None:
+        name = str(query.name)
+        for attempt in range(1, _VERSION_CHANGES + 1):
             started = time.perf_counter()
-            with describing(adapter=text):
-                found = await self._locate(asked, base_path)
+            with describing(adapter=name):
+                found = await self._locate(query, base_path)
             if found is None:
-                self._fresh.pop(asked.key, None)
-                self.events.emit(AdapterUnknown(text))
+                self._fresh.pop(query.key, None)
+                self.events.emit(AdapterUnknown(name))
                 return None
-            source, located = found
+            source, adapter = found
             base, locate_s = self.base or BaseModel(base_path), time.perf_counter() - started
             try:
-                with describing(adapter=text):
-                    served = await self._versions.serve(asked.key, source, located, base, locate_s)
-            except VersionChanged as error:
-                changed = error
+                with describing(adapter=name):
+                    served = await self._versions.serve(query.key, source, adapter, base, locate_s)
             except LoRAPluginsError as error:
-                self._report(text, source.label, error)
+                if isinstance(error, VersionChanged) and attempt < _VERSION_CHANGES:
+                    continue
+                self._report(name, source, error)
                 raise
-            else:
-                if source.remote:
-                    self._fresh[asked.key] = served
-                return served
-        if changed is None:
-            raise AssertionError("unreachable: every round ends or changes")
-        self._report(text, source.label, changed)
-        raise changed
+            if source.remote:
+                self._fresh[query.key] = served
+            return served
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def _locate(self, asked: _Asked, base_path: str) -> tuple[Source, RemoteAdapter] | None:
+    async def _locate(self, query: _Query, base_path: str) -> tuple[Source, RemoteAdapter] | None:
         unavailable: SourceUnavailable | None = None
-        for source in self.sources if asked.uri is None else [self._by_uri.at(asked.uri)]:
-            key = (source.label, asked.key)
-            if key in self._absent and not asked.anew:
-                self.events.emit(AbsenceRemembered(str(asked.name), source.label))
+        for source, name in self._places(query):
+            key = (source.label, query.key)
+            if key in self._absent and not query.force_refresh:
+                self.events.emit(AbsenceRemembered(str(query.name), source.label))
                 continue
             try:
-                with describing(adapter=str(asked.name)):
+                with describing(adapter=str(query.name)):
                     async with self._locating:
-                        located = await source.locate(asked.name, base_path)
-            except SourceUnavailable as error:
-                self._report(str(asked.name), source.label, error)
-                unavailable = unavailable or error
-                if asked.anew and self._came_from(source, asked):
-                    raise
+                        adapter = await source.locate(name, base_path)
             except LoRAPluginsError as error:
-                self._report(str(asked.name), source.label, error)
-                raise
+                self._report(str(query.name), source, error)
+                if not isinstance(error, SourceUnavailable) or (query.force_refresh and self._came_from(source, query)):
+                    raise
+                unavailable = unavailable or error
             else:
-                if located is not None:
+                if adapter is not None:
                     self._absent.pop(key, None)
-                    return source, located
+                    return source, adapter
                 if source.remote:
                     self._absent[key] = True
         if unavailable is not None:
             raise unavailable
         return None
 
-    def _came_from(self, source: Source, asked: _Asked) -> bool:
-        served = self._versions.served(asked.key)
+    def _places(self, query: _Query) -> Iterable[tuple[Source, AdapterName]]:
+        """The sources to ask, with the name by which each knows the adapter."""
+        if query.uri is not None:
+            return [self._by_uri.at(query.uri)]
+        return [(source, query.name) for source in self.sources]
+
+    def _came_from(self, source: Source, query: _Query) -> bool:
+        served = self._versions.served(query.key)
         return served is not None and served.source == source.label
 
-    def _report(self, name: str, source: str, error: LoRAPluginsError) -> None:
+    def _report(self, name: str, source: Source, error: LoRAPluginsError) -> None:
         kind = SourceFailed if isinstance(error, SourceUnavailable) else AdapterRejected
-        self.events.emit(kind(name, source, error))
+        self.events.emit(kind(name, source.label, error))

@@ -1,9 +1,14 @@
-"""Who may still read an adapter: one empty file per adapter and process, worth nothing once the process is dead."""
+"""Who may still read an adapter: one empty file per adapter and process, worth nothing once the process is dead.
+
+Inside a process several holders (the names it is served under) may share that file; it goes with the last of them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
+from collections.abc import Hashable
 from pathlib import Path
 
 from filelock import FileLock
@@ -18,30 +23,53 @@ class Leases:
     def __init__(self, layout: Layout, processes: Processes) -> None:
         self._layout = layout
         self._processes = processes
+        self._holders: dict[str, set[Hashable]] = {}  # of this process, by digest
+        self._lock = threading.Lock()
 
     def guard(self, digest: str) -> FileLock:
         """Held for moments by whoever leases or removes an adapter, so that neither overtakes the other."""
         # A fixed number of files, however many adapters come and go.
         return FileLock(self._layout.folder("locks") / f"{digest[:2]}.guard", timeout=30)
 
-    def acquire(self, digest: str) -> bool:
-        """Lease an adapter for this process; False where it is not there (any more)."""
+    def acquire(self, digest: str, holder: Hashable = "") -> bool:
+        """Lease an adapter for `holder` in this process; False where it is not there (any more)."""
         with self.guard(digest):
-            return self.acquire_guarded(digest)
+            return self.acquire_guarded(digest, holder)
 
-    def acquire_guarded(self, digest: str) -> bool:
+    def acquire_guarded(self, digest: str, holder: Hashable = "") -> bool:
         """As `acquire`, for whoever holds the guard."""
+        with self._lock:  # first, so that the file that is touched below is not the one another holder takes away
+            self._holders.setdefault(digest, set()).add(holder)
         if not self._layout.adapter(digest).is_dir():
+            self.release(digest, holder)
             return False
         folder = self._folder(digest)
         folder.mkdir(exist_ok=True)
         (folder / self._processes.me()).touch()
         return True
 
-    def release(self, digest: str) -> None:
-        """End this process's lease; without one, nothing happens."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._folder(digest) / self._processes.me())
+    def release(self, digest: str, holder: Hashable = "") -> None:
+        """End the lease of `holder`; without one, nothing happens. Callable from any thread."""
+        with self._lock:
+            holders = self._holders.get(digest, set())
+            if holder not in holders:
+                return
+            holders.remove(holder)
+            if not holders:
+                del self._holders[digest]
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._folder(digest) / self._processes.me())
+
+    def hand_over(self, digest: str, holder: Hashable, to: Hashable) -> None:
+        """Let `to` have the lease of `holder`, which must have one."""
+        with self._lock:
+            holders = self._holders[digest]
+            holders.remove(holder)
+            holders.add(to)
+
+    def is_held(self, digest: str, holder: Hashable) -> bool:
+        """Whether `holder` has a lease in this process."""
+        return holder in self._holders.get(digest, ())
 
     def holders(self, digest: str) -> list[str]:
         """The living processes that lease an adapter; one that cannot be judged counts as living."""

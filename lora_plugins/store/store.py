@@ -9,7 +9,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,8 +122,9 @@ class Store:
         wanted: DownloadSpec,
         fetch: Callable[[PartialDownload], Awaitable[None]],
         check: Callable[[Path], None],
+        holder: Hashable = "",
     ) -> StoredAdapter:
-        """Find this version, or fetch, check and publish it; whichever it is, it is leased for this process.
+        """Find this version, or fetch, check and publish it; whichever it is, it is leased for `holder`.
 
         `fetch` writes the files; `check` raises where they are no adapter that can be served.
 
@@ -134,21 +135,22 @@ class Store:
         """
         lock = self.layout.folder("locks") / f"{key_of(wanted.uri, wanted.version)}.fetch"
         with store_errors():
-            found = await asyncio.to_thread(self._find_leased, wanted)
+            found = await asyncio.to_thread(self._find_leased, wanted, holder)
             if found is not None:
                 return found
             temporary = self.layout.new_temporary(self.processes.me())
             async with fetch_lock(lock, self.processes, temporary=temporary, timeout_s=self._fetch_timeout_s):
-                found = await asyncio.to_thread(self._find_leased, wanted)
+                found = await asyncio.to_thread(self._find_leased, wanted, holder)
                 if found is not None:
                     return found
-                return await self._fetch(wanted, fetch, check)
+                return await self._fetch(wanted, fetch, check, holder)
 
     async def _fetch(
         self,
         wanted: DownloadSpec,
         fetch: Callable[[PartialDownload], Awaitable[None]],
         check: Callable[[Path], None],
+        holder: Hashable,
     ) -> StoredAdapter:
         needed_bytes = sum(size for _, size, _ in wanted.promised)
         directory = self.layout.new_temporary(self.processes.me(), needed_bytes)
@@ -157,7 +159,7 @@ class Store:
         try:
             await asyncio.shield(making)
             await fetch(download)
-            return await asyncio.to_thread(self._publish, wanted, download, check)
+            return await asyncio.to_thread(self._publish, wanted, download, check, holder)
         finally:
             await asyncio.wait([making])  # a cancelled fetch must not leave what its thread makes afterwards
             await asyncio.to_thread(_discard, download)
@@ -168,7 +170,9 @@ class Store:
             make_room(self.layout, self.leases, needed_bytes, self.max_bytes, self.on_evict)
             directory.mkdir()
 
-    def _publish(self, wanted: DownloadSpec, download: PartialDownload, check: Callable[[Path], None]) -> StoredAdapter:
+    def _publish(
+        self, wanted: DownloadSpec, download: PartialDownload, check: Callable[[Path], None], holder: Hashable
+    ) -> StoredAdapter:
         # Hashing, verifying and writing to the disk use different resources, so they run at the same time.
         with ThreadPoolExecutor(2, thread_name_prefix="lora-plugins-publish") as executor:
             durable = executor.submit(make_durable, download.directory)
@@ -187,7 +191,7 @@ class Store:
         self._note_use(digest)
         with self.leases.guard(digest):  # leased before another fetch could remove it to make room
             self._put_in_place(download.directory, digest)
-            self.leases.acquire_guarded(digest)
+            self.leases.acquire_guarded(digest, holder)
         return StoredAdapter(digest, self.layout.adapter(digest), fetched=True)
 
     def _put_in_place(self, arrived: Path, digest: str) -> None:
@@ -208,9 +212,14 @@ class Store:
         """Whether a published adapter is there and not known to be damaged; takes a few microseconds."""
         return directory.is_dir() and not (self.layout.folder("damaged") / directory.name).exists()
 
-    def acquire(self, digest: str) -> Path | None:
+    def acquire(self, digest: str, holder: Hashable = "") -> Path | None:
         """Lease the adapter of this digest and return its directory; None where it is missing or not whole."""
-        return self.layout.adapter(digest) if self._lease(digest) and self._is_whole(digest) else None
+        if not self._lease(digest, holder):
+            return None
+        if not self._is_whole(digest):
+            self.leases.release(digest, holder)
+            return None
+        return self.layout.adapter(digest)
 
     def verify(self, digest: str) -> bool:
         """Hash every file of a published adapter again.
@@ -236,12 +245,12 @@ class Store:
         """Remove a published adapter unless it is leased; returns whether it is gone."""
         return remove(self.layout, self.leases, digest)
 
-    def _find_leased(self, wanted: DownloadSpec) -> StoredAdapter | None:
+    def _find_leased(self, wanted: DownloadSpec, holder: Hashable) -> StoredAdapter | None:
         found = self.find(wanted.uri, wanted.version)
-        return found if found is not None and self._lease(found.digest) else None
+        return found if found is not None and self._lease(found.digest, holder) else None
 
-    def _lease(self, digest: str) -> bool:
-        if not self.leases.acquire(digest):
+    def _lease(self, digest: str, holder: Hashable) -> bool:
+        if not self.leases.acquire(digest, holder):
             return False
         self._note_use(digest)
         return True

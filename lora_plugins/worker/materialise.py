@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -32,10 +31,10 @@ class Sources(Protocol):
     async def latest(self, name: str, uri: str | None, base_path: str) -> Resolved | None:
         """The newest version of a name or URI, fetched and leased; None where no source has it."""
 
-    def stored(self, digest: str) -> Path | None:
-        """The adapter of this digest, leased, if this machine's store has it."""
+    def stored(self, name: str, digest: str) -> Path | None:
+        """The adapter of this digest, leased for the name, if this machine's store has it."""
 
-    def release_digest(self, digest: str) -> None:
+    def release(self, name: str, path: Path | str) -> None:
         """End the lease of `stored` or `latest`."""
 
 
@@ -51,7 +50,7 @@ class Materialiser:
         self._make_sources = sources
         self._runner: asyncio.Runner | None = None
         self._sources: Sources | None = None
-        self._fetched: Counter[str] = Counter()  # a process has one lease of an adapter, however many names it has
+        self._fetched: dict[str, list[str]] = {}  # the names of each path that are still to be read
         self._lock = threading.Lock()
 
     def is_here(self, path: str) -> bool:
@@ -79,9 +78,9 @@ class Materialiser:
                 remedy="share the directory among the nodes, or name a resolver in VLLM_PLUGINS",
                 adapter=name,
             )
-        found = self._sources.stored(digest)
+        found = self._sources.stored(name, digest)
         if found is not None:
-            return self._note(found)
+            return self._note(name, found)
         # Not what this process remembers: the API server may have just taken up a version that is new.
         resolved = self._runner.run(self._sources.latest(name, uri, self._base_path))
         if resolved is None:
@@ -92,18 +91,18 @@ class Materialiser:
                 adapter=name,
             )
         if resolved.path.name != digest:
-            self._sources.release_digest(resolved.path.name)
+            self._sources.release(name, resolved.path)
             raise SourceUnavailable(
                 f"another version at the source (digest {resolved.path.name[:12]})",
                 expected=f"digest {digest[:12]}, which the API server has",
                 remedy="ask again once the API server has seen the new version, or pin a revision",
                 adapter=name,
             )
-        return self._note(resolved.path)
+        return self._note(name, resolved.path)
 
-    def _note(self, path: Path) -> str:
+    def _note(self, name: str, path: Path) -> str:
         with self._lock:
-            self._fetched[str(path)] += 1
+            self._fetched.setdefault(str(path), []).append(name)
         return str(path)
 
     def release(self, path: str) -> None:
@@ -111,10 +110,11 @@ class Materialiser:
         if self._sources is None:
             return
         with self._lock:
-            if path not in self._fetched:
+            names = self._fetched.get(path, [])
+            if not names:
                 return
-            self._fetched[path] -= 1
-            if self._fetched[path]:
-                return  # fetched under another name too, which has not been read yet
-            del self._fetched[path]
-            self._sources.release_digest(Path(path).name)
+            name = names.pop()
+            if name not in names:  # else it was fetched once more, and has not been read since
+                self._sources.release(name, path)
+            if not names:
+                del self._fetched[path]

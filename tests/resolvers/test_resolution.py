@@ -7,7 +7,6 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -64,7 +63,6 @@ class FakeSource:
         self.asked_for_base: list[str] = []
         self.fetched: list[str] = []
         self.fetched_files: list[str] = []
-        self.published_to: list[tuple[str, Path]] = []
         self.while_fetching: Callable[[], object] = lambda: None
         self.gate: asyncio.Event | None = None
 
@@ -90,9 +88,6 @@ class FakeSource:
             if str(hash(data)) != file.etag:
                 raise VersionChanged("other bytes")
             (arriving.directory / file.name).write_bytes(data)
-
-    async def published(self, located: RemoteAdapter, directory: Path) -> None:
-        self.published_to.append((str(located.name), directory))
 
 
 class Chain(SourceChain):
@@ -150,7 +145,6 @@ def test_a_found_adapter_is_fetched_verified_published_and_told(make):
     assert (resolved.name, resolved.path, resolved.source) == ("sql", path, "one")
     assert resolved.version == asyncio.run(source.locate(AdapterName("sql"), "")).version
     assert content(path) == adapter_files()
-    assert source.published_to == [("sql", path)]
     assert source.asked_for_base[0] == BASE.path
     fetched, event = chain.told
     size_bytes = sum(map(len, adapter_files().values()))
@@ -162,13 +156,12 @@ def test_a_found_adapter_is_fetched_verified_published_and_told(make):
     assert min(event.locate_s, event.obtain_s, event.check_s, fetched.fetch_s) >= 0
 
 
-def test_what_the_store_has_is_not_fetched_but_published_to_its_source(make):
+def test_what_the_store_has_is_not_fetched(make):
     first, second = FakeSource("one", {"sql": adapter_files()}), FakeSource("one", {"sql": adapter_files()})
     path = make(first).ask().path
     chain = make(second)
     assert chain.ask().path == path
     assert second.fetched == []
-    assert second.published_to == [("sql", path)]
     (event,) = chain.told
     assert isinstance(event, AdapterResolved)
     assert not event.fetched
@@ -450,20 +443,18 @@ def test_before_the_server_has_said_more_the_path_is_the_base_model(make):
         chain.ask("other")
 
 
-def test_verification_runs_in_the_executor_not_on_the_event_loop(tmp_path):
-    threads: list[str] = []
-    with ThreadPoolExecutor(1, thread_name_prefix="ours") as executor:
-        source = FakeSource("one", {"sql": adapter_files()})
-        chain = SourceChain(Settings(), Events(), Store(tmp_path / "store"), [source], executor)
-        check = chain._versions._check_fits
+def test_verification_runs_in_a_thread(make):
+    chain = make(FakeSource("one", {"sql": adapter_files()}))
+    check, threads = chain._versions._check_fits, []
 
-        def recorded(*arguments):
-            threads.append(threading.current_thread().name)
-            return check(*arguments)
+    def recorded(*arguments):
+        threads.append(threading.current_thread())
+        return check(*arguments)
 
-        chain._versions._check_fits = recorded
-        assert asyncio.run(chain.resolve("sql", BASE.path))
-    assert [name.startswith("ours") for name in threads] == [True]
+    chain._versions._check_fits = recorded
+    assert chain.ask()
+    assert threading.main_thread() not in threads
+    assert len(threads) == 1
 
 
 # --- admission: by names and sizes, before the first byte
@@ -541,7 +532,7 @@ def test_no_room_passes_through_and_is_not_remembered(make):
     assert (caught.value.adapter, caught.value.http_status) == ("other", 503)
     assert source.fetched == ["sql"]
     assert chain.kinds[-1] is AdapterRejected
-    chain.store.leases.release(served.path.name)
+    chain.release("sql", served.path)
     assert chain.ask("other")
 
 
@@ -559,7 +550,7 @@ def test_what_leaves_the_store_for_another_is_told(make):
     size_bytes = sum(map(len, adapter_files().values()))
     chain = make(FakeSource("one", {"sql": adapter_files(), "chat": turned()}), max_bytes=size_bytes + 10)
     first = chain.ask()
-    chain.release_digest(first.path.name)
+    chain.release("sql", first.path)
     chain.ask("chat")
     assert [event for event in chain.told if isinstance(event, StoreEvicted)] == [
         StoreEvicted(first.path.name, size_bytes)
@@ -615,7 +606,7 @@ def test_a_remote_source_is_not_asked_again_within_its_time(make, clock):
     clock.now_s += 21
     assert chain.ask() == first
     assert chain.told[-1] == AdapterConfirmed("sql", "s3")
-    assert (source.asked, source.fetched, len(source.published_to)) == (["sql"] * 2, ["sql"], 1)
+    assert (source.asked, source.fetched) == (["sql"] * 2, ["sql"])
     source.answers["sql"] = turned()
     assert chain.ask() == first
     clock.now_s += 21
@@ -624,7 +615,6 @@ def test_a_remote_source_is_not_asked_again_within_its_time(make, clock):
     assert second.version != first.version
     assert content(second.path) == turned()
     assert content(first.path) == adapter_files()
-    assert source.published_to == [("sql", first.path), ("sql", second.path)]
 
 
 def test_without_a_time_a_remote_source_is_asked_every_time(make):
@@ -691,7 +681,7 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
     versions = chain._versions
     memories = (chain._absent, chain._fresh, versions._served, versions._origins, versions._refused)
     assert [len(memory) for memory in memories] == [20, 20, 20, 20, 10]
-    assert chain._flights == {}
+    assert len(chain._flights) == 0
 
 
 # --- one flight for one name
@@ -709,7 +699,7 @@ def test_fifty_who_ask_at_once_share_one_answer(make):
     assert all(answer is answers[0] for answer in answers)
     assert (source.asked, source.fetched) == (["sql"], ["sql"])
     assert chain.kinds == [AdapterFetched, AdapterResolved]
-    assert chain._flights == {}
+    assert len(chain._flights) == 0
 
 
 @pytest.mark.parametrize("answer", [None, InvalidAdapter("x"), SourceUnavailable("x"), BROKEN])
@@ -726,7 +716,7 @@ def test_fifty_share_a_failure_too(make, answer):
     assert {type(answer) for answer in answers} == {kind}
     assert source.asked == ["sql"]
     assert len(chain.told) == 1
-    assert chain._flights == {}
+    assert len(chain._flights) == 0
 
 
 def test_a_client_that_goes_away_does_not_end_the_fetch_for_others(make):

@@ -67,7 +67,7 @@ class World:
         self.source = FakeSource("s3", dict.fromkeys(EXISTING, adapter_files()))
         self.process = process
         process.settings = Settings(store_dir=tmp_path / "store", base_match=BaseMatch.OFF, policy=policy)
-        process.add_source(lambda _: self.source)
+        process.add_source(self.source)
         self.engine = Engine()
         self.models = OpenAIServingModels(self.engine, [BaseModelPath("tiny", "org/tiny")], lora_modules=None)
         self.models.lora_resolvers = [LoRAPluginsResolver(process)]

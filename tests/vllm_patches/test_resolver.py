@@ -25,7 +25,7 @@ from tests.server.test_base_model import served
 def resolver(tmp_path):
     (tmp_path / "root").mkdir()
     process = Process(Settings(store_dir=tmp_path / "store"))
-    process.add_source(lambda executor: FilesystemSource(tmp_path / "root", executor=executor))
+    process.add_source(FilesystemSource(tmp_path / "root"))
     process.sources.base = BASE
     return LoRAPluginsResolver(process)
 
@@ -116,27 +116,20 @@ def test_startup_fails_with_a_store_that_cannot_be_made(start_serving, resolver,
 
 
 def test_nothing_is_made_before_the_first_use(tmp_path):
-    made = []
-
-    def make_source(executor):
-        made.append(executor)
-        return FilesystemSource(tmp_path, executor=executor)
-
     before = threading.active_count()
-    process = Process(Settings(store_dir=tmp_path / "store"), [make_source])
+    process = Process(Settings(store_dir=tmp_path / "store"), [FilesystemSource(tmp_path)])
     LoRAPluginsResolver(process)
-    assert (made, threading.active_count(), (tmp_path / "store").exists()) == ([], before, False)
+    assert (threading.active_count(), (tmp_path / "store").exists()) == (before, False)
     assert not process.has_opened_sources
     assert process.sources is process.sources
     assert process.has_opened_sources
-    assert len(made) == 1
     assert (tmp_path / "store").is_dir()
 
 
 def test_a_source_added_twice_is_asked_once(tmp_path):
     process = Process(Settings(store_dir=tmp_path / "store"))
     for _ in range(2):
-        process.add_source(lambda executor: FilesystemSource(tmp_path, executor=executor))
+        process.add_source(FilesystemSource(tmp_path))
     assert [source.label for source in process.sources.sources] == ["filesystem"]
 
 

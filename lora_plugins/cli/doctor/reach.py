@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.cli.doctor.findings import Finding, State, problem_of
@@ -44,9 +43,8 @@ async def reach_hub(entries: Sequence[str], timeout_s: float) -> list[Finding]:
     """What the Hub answers for each entry of the list."""
     from lora_plugins.resolvers.sources.hub.source import HubSource
 
-    with ThreadPoolExecutor(4, thread_name_prefix="lora-plugins-doctor") as executor:
-        source = HubSource(HubPatterns.parse(entries), timeout_s=timeout_s, executor=executor)
-        return await asyncio.gather(*(_reach_entry(source, entry, timeout_s) for entry in entries[:_MOST_ENTRIES]))
+    source = HubSource(HubPatterns.parse(entries), timeout_s=timeout_s)
+    return await asyncio.gather(*(_reach_entry(source, entry, timeout_s) for entry in entries[:_MOST_ENTRIES]))
 
 
 async def _reach_entry(source: Source, entry: str, timeout_s: float) -> Finding:

@@ -1,12 +1,12 @@
 """The sources that the settings describe, each made as a server makes it; the command line makes the same ones.
 
 Each function answers None where its own setting is not there. Whether `VLLM_PLUGINS` names the plugin, others ask.
+Sources start no threads before they are asked something, so they can be made in any process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
 
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.plugin_names import FILESYSTEM, HUB, S3
@@ -14,10 +14,8 @@ from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.settings import Settings
 
-MakeSource = Callable[[Executor], Source]
 
-
-def filesystem_source(settings: Settings) -> MakeSource | None:
+def filesystem_source(settings: Settings) -> Source | None:
     """Adapters below `VLLM_LORA_RESOLVER_CACHE_DIR`.
 
     Raises:
@@ -32,25 +30,23 @@ def filesystem_source(settings: Settings) -> MakeSource | None:
             expected="a directory of adapters",
             remedy="create it or correct the variable",
         )
-    return lambda executor: FilesystemSource(root, follow_symlinks=settings.follow_symlinks, executor=executor)
+    return FilesystemSource(root, follow_symlinks=settings.follow_symlinks)
 
 
-def s3_source(settings: Settings) -> MakeSource | None:
+def s3_source(settings: Settings) -> Source | None:
     """Adapters below `S3_PATH_TEMPLATE`.
 
     Raises:
         InvalidSettings: the template or a variable of the object store cannot be right, or a package is missing.
     """
-    template = settings.s3_path_template
-    if template is None:
+    if settings.s3_path_template is None:
         return None
     from lora_plugins.resolvers.sources.object_store.source import object_source
 
-    source = object_source(template, settings)
-    return lambda _: source
+    return object_source(settings.s3_path_template, settings)
 
 
-def hub_source(settings: Settings) -> MakeSource | None:
+def hub_source(settings: Settings) -> Source | None:
     """Adapters in the repositories of `VLLM_LORA_RESOLVER_HF_REPO_LIST`.
 
     Raises:
@@ -61,12 +57,11 @@ def hub_source(settings: Settings) -> MakeSource | None:
     from lora_plugins.resolvers.sources.hub.patterns import HubPatterns
     from lora_plugins.resolvers.sources.hub.source import HubSource
 
-    patterns = HubPatterns.parse(settings.hub_repos)
-    return lambda executor: HubSource(patterns, timeout_s=settings.fetch_timeout_s, executor=executor)
+    return HubSource(HubPatterns.parse(settings.hub_repos), timeout_s=settings.fetch_timeout_s)
 
 
 # By the name of the plugin that serves from it.
-SOURCE_PLUGINS: Mapping[str, Callable[[Settings], MakeSource | None]] = {
+SOURCE_PLUGINS: Mapping[str, Callable[[Settings], Source | None]] = {
     FILESYSTEM: filesystem_source,
     S3: s3_source,
     HUB: hub_source,

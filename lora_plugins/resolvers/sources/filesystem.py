@@ -12,17 +12,17 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from concurrent.futures import Executor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
-from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.files import ABSENT, is_inside, map_os_error, open_regular
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable, describing
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES, RemoteAdapter, SourceFile, VersionChanged, version_of
 from lora_plugins.store.store import PartialDownload
 
+_THREADS = 8
 _PIECE_BYTES = 64 << 20
 # What the kernel answers where it cannot copy between these two files by itself.
 _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM})
@@ -43,28 +43,25 @@ class FilesystemSource:
         root: Path,
         *,
         follow_symlinks: bool = False,
-        executor: Executor | None = None,
         variable: str = "VLLM_LORA_RESOLVER_CACHE_DIR",
     ) -> None:
         """Make the source; `variable` is the one that names `root`."""
         self.root = root
         self._variable = variable
         self._inside = None if follow_symlinks else root
-        self._executor = executor
+        # Not threads that others wait for: a mount that hangs would take them all. They start when needed.
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="lora-plugins-filesystem")
 
     def __str__(self) -> str:
         return f"{self.label} ({self.root})"
 
     async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | None:  # noqa: ARG002
         """Find the adapter's directory and its files; see `Source` for what is raised."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._locate, name)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._locate, name)
 
-    async def fetch(self, located: RemoteAdapter, arriving: PartialDownload) -> None:
+    async def fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
         """Copy the located files; see `Source` for what is raised."""
-        await asyncio.get_running_loop().run_in_executor(self._executor, self._fetch, located, arriving)
-
-    async def published(self, located: RemoteAdapter, directory: Path) -> None:
-        """Nothing to do."""
+        await asyncio.get_running_loop().run_in_executor(self._threads, self._fetch, adapter, download)
 
     def _locate(self, name: AdapterName) -> RemoteAdapter | None:
         if name.revision is not None and "/" in name.revision:
@@ -87,13 +84,6 @@ class FilesystemSource:
                 self._check_root()
                 return None
             raise map_os_error(error) from error
-        if CONFIG_FILE not in present:
-            raise AdapterNotFound(
-                "no such file",
-                expected="the adapter's configuration",
-                remedy="save the adapter again with PEFT",
-                file=CONFIG_FILE,
-            )
         files = tuple(self._describe(directory / file) for file in present)
         return RemoteAdapter(name, self.label, directory.absolute().as_uri(), version_of(files), files)
 
@@ -113,28 +103,28 @@ class FilesystemSource:
                 )
         return SourceFile(path.name, status.st_size, _etag(status))
 
-    def _fetch(self, located: RemoteAdapter, arriving: PartialDownload) -> None:
-        directory = self.root / str(located.name)
-        for file in located.files:
+    def _fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
+        directory = self.root / str(adapter.name)
+        for file in adapter.files:
             try:
-                self._fetch_file(directory / file.name, file, arriving)
+                self._fetch_file(directory / file.name, file, download)
             except AdapterNotFound as error:
                 self._check_root()
                 raise VersionChanged(
                     "a file that is gone", expected="the located one", remedy="ask again", file=file.name
                 ) from error
 
-    def _fetch_file(self, path: Path, file: SourceFile, arriving: PartialDownload) -> None:
+    def _fetch_file(self, path: Path, file: SourceFile, download: PartialDownload) -> None:
         full: OSError | None = None
         # The target outside: what its opening raises is the store's to explain, and so is a full disk.
         with (
-            (arriving.directory / path.name).open("wb") as target,
+            (download.directory / path.name).open("wb") as target,
             open_regular(path, inside=self._inside) as (source, _),
         ):
             _check_unchanged(source, file)
             try:
                 for done in _copy(source, target, file.size_bytes):
-                    arriving.landed(file.name, done)
+                    download.landed(file.name, done)
             except OSError as error:
                 if error.errno not in _FULL:
                     raise

@@ -1,16 +1,16 @@
-"""What every source of adapters does; `tests/resolvers/sources/contract.py` holds each of them to it."""
+"""What every source of adapters does; `tests/resolvers/sources/contract.py` tests each of them for it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.verify import PICKLE_FILES, WEIGHTS_FILE
-from lora_plugins.errors import SourceUnavailable
+from lora_plugins.errors import AdapterNotFound, SourceUnavailable
+from lora_plugins.resolvers.sources.local_link import LocalLink
 from lora_plugins.store.layout import key_of
 from lora_plugins.store.store import PartialDownload
 
@@ -33,10 +33,15 @@ class RemoteAdapter:
     """An adapter that a source has, before any of its bytes are fetched.
 
     Attributes:
+        name: by which its source knows it.
         source: the label of the source.
         uri: where it lies, without credentials: `file:///adapters/sql`, `s3://bucket/sql`, `hf://org/repo/sql`.
         version: the identity of its bytes there: a commit, or a digest of names, sizes and ETags.
         files: those of `ADAPTER_FILES` that it has.
+        link: what is to be made a link to the fetched adapter, if anything.
+
+    Raises:
+        AdapterNotFound: it has no configuration.
     """
 
     name: AdapterName
@@ -44,6 +49,17 @@ class RemoteAdapter:
     uri: str
     version: str
     files: tuple[SourceFile, ...]
+    link: LocalLink | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse weights without a configuration."""
+        if all(file.name != CONFIG_FILE for file in self.files):
+            raise AdapterNotFound(
+                "no such file",
+                expected="the adapter's configuration",
+                remedy="save the adapter again with PEFT",
+                file=CONFIG_FILE,
+            )
 
     @property
     def promised(self) -> Sequence[tuple[str, int, str]]:
@@ -52,12 +68,12 @@ class RemoteAdapter:
 
 
 def version_of(files: Iterable[SourceFile]) -> str:
-    """A version for a source that has none of its own: a digest of names, sizes and ETags."""
+    """A version for a source that has none: a digest of names, sizes and ETags."""
     return key_of(*(f"{file.name} {file.size_bytes} {file.etag}" for file in sorted(files, key=lambda file: file.name)))
 
 
 class VersionChanged(SourceUnavailable):
-    """The adapter changed at its source while it was being fetched; the caller locates it anew and starts over."""
+    """The adapter changed at its source while it was being fetched; the caller locates it again and starts over."""
 
 
 class Source(Protocol):
@@ -65,7 +81,7 @@ class Source(Protocol):
 
     `locate` answers None only where the source itself says that it has no such adapter. It and `fetch` raise:
         InvalidAdapter, AdapterNotFound, IncompatibleAdapter: it has one of this name, but not one that can be served.
-        SourceUnavailable: it cannot say, or the bytes cannot be had; `VersionChanged` where they changed meanwhile.
+        SourceUnavailable: it does not answer, or the bytes cannot be had; `VersionChanged` where they have changed.
     """
 
     @property
@@ -82,10 +98,6 @@ class Source(Protocol):
         """Find the adapter without reading its weights; `base_model_name` is the served model's path or Hub id."""
         ...
 
-    async def fetch(self, located: RemoteAdapter, arriving: PartialDownload) -> None:
-        """Write the located version's files, all of them and no others, to `arriving.directory`."""
-        ...
-
-    async def published(self, located: RemoteAdapter, directory: Path) -> None:
-        """Hear where the fetched version now lies; `directory` never changes again."""
+    async def fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
+        """Write the located version's files, all of them and no others, to `download.directory`."""
         ...

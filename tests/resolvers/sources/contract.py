@@ -17,7 +17,7 @@ from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.verify import PICKLE_FILES, WEIGHTS_FILE, verify_adapter
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable
-from lora_plugins.resolvers.limits import admit
+from lora_plugins.resolvers.limits import select_files
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES, RemoteAdapter, Source, VersionChanged
 from lora_plugins.settings import Settings
 from lora_plugins.store.store import PartialDownload, Store, StoredAdapter
@@ -70,9 +70,9 @@ def obtain(store: Store, source: Source, found: RemoteAdapter, settings: Setting
 
 
 async def obtaining(store: Store, source: Source, found: RemoteAdapter, settings: Settings) -> StoredAdapter:
-    admitted = admit(found, settings)
-    fetch = partial(source.fetch, admitted)
-    return await store.obtain(admitted, fetch, lambda directory: verify(directory, settings))
+    selected = select_files(found, settings)
+    fetch = partial(source.fetch, selected)
+    return await store.obtain(selected, fetch, lambda directory: verify(directory, settings))
 
 
 def verify(directory: Path, settings: Settings | None = None) -> int:
@@ -242,7 +242,6 @@ class SourceContract:
         harness.put_adapter("sql", {**adapter_files(), "README.md": b"x"})
         found = find("sql")
         stored = obtain(store, source, found)
-        asyncio.run(source.published(found, stored.directory))
         assert content(stored.directory) == adapter_files()
         assert store.verify(stored.digest)
         assert leftovers() == []

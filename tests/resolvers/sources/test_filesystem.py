@@ -9,7 +9,6 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -453,26 +452,16 @@ def test_a_full_store_is_no_fault_of_the_source(root, store, monkeypatch):
     assert tmp_of(store) == []
 
 
-def test_copying_runs_in_the_executor_not_on_the_event_loop(root, store):
+def test_files_are_copied_in_a_thread_of_the_source(root, tmp_path):
     put(root / "sql", adapter_files())
+    source = FilesystemSource(root)
+    found = located(source, "sql")
+    (tmp_path / "download").mkdir()
+    download = PartialDownload(tmp_path / "download", [file.name for file in found.files])
     threads: set[str] = set()
-    with ThreadPoolExecutor(1, thread_name_prefix="ours") as executor:
-        source = FilesystemSource(root, executor=executor)
-        found = located(source, "sql")
-
-        async def fetch(arriving: PartialDownload) -> None:
-            landed = arriving.landed
-
-            def note(name: str, done: int) -> None:
-                threads.add(threading.current_thread().name)
-                landed(name, done)
-
-            arriving.landed = note
-            await source.fetch(found, arriving)
-            arriving.landed = landed
-
-        asyncio.run(store.obtain(found, fetch, verify))
-    assert threads == {"ours_0"}
+    download.landed = lambda *_: threads.add(threading.current_thread().name)
+    asyncio.run(source.fetch(found, download))
+    assert {name.rpartition("_")[0] for name in threads} == {"lora-plugins-filesystem"}
 
 
 # --- nothing leaves the root

@@ -1,120 +1,77 @@
-"""What the errors of `huggingface_hub` and its HTTP client mean; the only place where they become ours.
+"""What the errors of `huggingface_hub`, its HTTP client and Xet mean; the only place where they become ours.
 
 ```
-ABSENT       404 with the Hub's own error code         None, or VersionChanged while fetching
-HIDDEN       401 for a repository: missing or private  L006 where an entry names the repository, else None
-GATED        401 or 403, access must be asked for      L006
-DENIED       other 401 and 403, disabled, no token     L006
-OFFLINE      HF_HUB_OFFLINE                            what the Hub's cache holds, else L006
-BUSY         408, 429 and 5xx                          retried, then L006
-UNREACHABLE  no connection, time-out, broken off       retried, then L006
-BROKEN       an answer that is not the Hub's           L006
+MISSING   404 with the Hub's own error code         None, or VersionChanged while fetching
+HIDDEN    401 for a repository: missing or private  L006 where an entry names the repository, else None
+OFFLINE   HF_HUB_OFFLINE                            what the Hub's cache holds, else L006
+REFUSED   an answer that is not the Hub's           L006
+others                                              L006, after retries where they may help
 ```
 """
 
 from __future__ import annotations
 
-import sys
-from enum import Enum, auto
-from types import ModuleType
-from typing import Any
-
 from huggingface_hub import errors as hub
 
-from lora_plugins.errors import SourceUnavailable
+from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.resolvers.sources.failures import Failure, FailureKind, kind_of, kind_of_status, retry_after
 
-_MAX_WAIT_S = 30.0
-
-
-class Meaning(Enum):
-    """What an error says of the repository and of the Hub; see the table above."""
-
-    ABSENT = auto()
-    HIDDEN = auto()
-    GATED = auto()
-    DENIED = auto()
-    OFFLINE = auto()
-    BUSY = auto()
-    UNREACHABLE = auto()
-    BROKEN = auto()
-
-
-class Damaged(Exception):
-    """A file that arrived with other bytes than the Hub promised."""
-
-
-def _http() -> ModuleType:
-    """The HTTP client behind `huggingface_hub`: httpx in 1.x, httpx2 since 2.x."""
-    base = hub.HfHubHTTPError.__mro__[1]
-    return sys.modules[base.__module__.partition(".")[0]]
-
-
-def _table() -> list[tuple[type[BaseException], Meaning]]:
-    http = _http()
-    kinds: list[tuple[Any, str, Meaning]] = [
-        # A class stands before its bases. HfHubHTTPError itself is told by its status.
-        (hub, "GatedRepoError", Meaning.GATED),
-        (hub, "RevisionNotFoundError", Meaning.ABSENT),
-        (hub, "RemoteEntryNotFoundError", Meaning.ABSENT),
-        (hub, "HFValidationError", Meaning.ABSENT),  # no repository can have this name
-        (hub, "DisabledRepoError", Meaning.DENIED),
-        (hub, "LocalTokenNotFoundError", Meaning.DENIED),
-        (hub, "OIDCError", Meaning.DENIED),
-        (hub, "DeviceCodeError", Meaning.DENIED),
-        (hub, "OfflineModeIsEnabled", Meaning.OFFLINE),
-        (hub, "LocalEntryNotFoundError", Meaning.OFFLINE),
-        (hub, "RevisionResolutionError", Meaning.UNREACHABLE),
-        (hub, "XetDownloadError", Meaning.UNREACHABLE),
-        (hub, "XetAuthorizationError", Meaning.DENIED),  # these three in 1.x only
-        (hub, "XetRefreshTokenError", Meaning.UNREACHABLE),
-        (hub, "XetError", Meaning.UNREACHABLE),
-        (hub, "FileMetadataError", Meaning.BROKEN),
-        (hub, "EntryNotFoundError", Meaning.BROKEN),
-        (hub, "CacheNotFound", Meaning.BROKEN),
-        (hub, "CorruptedCacheException", Meaning.BROKEN),
-        (http, "TimeoutException", Meaning.UNREACHABLE),
-        (http, "NetworkError", Meaning.UNREACHABLE),
-        (http, "ProxyError", Meaning.UNREACHABLE),
-        (http, "RemoteProtocolError", Meaning.UNREACHABLE),
-        (http, "HTTPError", Meaning.BROKEN),
-        (http, "StreamError", Meaning.UNREACHABLE),  # a connection that another thread has closed
-        (http, "InvalidURL", Meaning.BROKEN),
-    ]
-    xet = sys.modules.get("hf_xet")
-    kinds += [
-        (xet, "XetAuthenticationError", Meaning.DENIED),
-        (xet, "XetObjectNotFoundError", Meaning.BROKEN),
-    ]
-    found = [(getattr(module, name), meaning) for module, name, meaning in kinds if hasattr(module, name)]
-    return [
-        *found,
-        (Damaged, Meaning.UNREACHABLE),
-        (TimeoutError, Meaning.UNREACHABLE),
-        (ConnectionError, Meaning.UNREACHABLE),
-        (OSError, Meaning.UNREACHABLE),  # "Consistency check failed": the length is wrong; `is_local` are others
-        (RuntimeError, Meaning.UNREACHABLE),  # httpx: the shared client was closed meanwhile; also Xet's transfers
-        (ValueError, Meaning.BROKEN),  # what should be JSON
-        (LookupError, Meaning.BROKEN),  # JSON without what it must hold
-        (TypeError, Meaning.BROKEN),
-        (AttributeError, Meaning.BROKEN),
-    ]
+_HTTP = {
+    "TimeoutException": FailureKind.TIMEOUT,
+    "NetworkError": FailureKind.UNREACHABLE,
+    "ProxyError": FailureKind.UNREACHABLE,
+    "RemoteProtocolError": FailureKind.UNREACHABLE,
+    "StreamError": FailureKind.UNREACHABLE,  # a connection that another thread has closed
+    "InvalidURL": FailureKind.REFUSED,
+    "HTTPError": FailureKind.REFUSED,
+}
+_TABLE = {
+    **{f"{client}.{name}": kind for client in ("httpx", "httpx2") for name, kind in _HTTP.items()},
+    "huggingface_hub.GatedRepoError": FailureKind.GATED,
+    "huggingface_hub.RevisionNotFoundError": FailureKind.MISSING,
+    "huggingface_hub.RemoteEntryNotFoundError": FailureKind.MISSING,
+    "huggingface_hub.HFValidationError": FailureKind.MISSING,  # no repository can have this name
+    "huggingface_hub.DisabledRepoError": FailureKind.DENIED,
+    "huggingface_hub.LocalTokenNotFoundError": FailureKind.DENIED,
+    "huggingface_hub.OIDCError": FailureKind.DENIED,
+    "huggingface_hub.DeviceCodeError": FailureKind.DENIED,
+    "huggingface_hub.OfflineModeIsEnabled": FailureKind.OFFLINE,
+    "huggingface_hub.LocalEntryNotFoundError": FailureKind.OFFLINE,
+    "huggingface_hub.RevisionResolutionError": FailureKind.UNREACHABLE,
+    "huggingface_hub.XetDownloadError": FailureKind.UNREACHABLE,
+    "huggingface_hub.XetAuthorizationError": FailureKind.DENIED,  # these three in 1.x only
+    "huggingface_hub.XetRefreshTokenError": FailureKind.UNREACHABLE,
+    "huggingface_hub.XetError": FailureKind.UNREACHABLE,
+    "huggingface_hub.FileMetadataError": FailureKind.REFUSED,
+    "huggingface_hub.EntryNotFoundError": FailureKind.REFUSED,
+    "huggingface_hub.CacheNotFound": FailureKind.REFUSED,
+    "huggingface_hub.CorruptedCacheException": FailureKind.REFUSED,
+    "huggingface_hub.HfHubHTTPError": FailureKind.REFUSED,  # where its status says nothing better
+    "hf_xet.XetAuthenticationError": FailureKind.DENIED,
+    "hf_xet.XetObjectNotFoundError": FailureKind.REFUSED,
+    "builtins.RuntimeError": FailureKind.UNREACHABLE,  # httpx: the shared client was closed meanwhile; Xet's transfers
+    "builtins.ValueError": FailureKind.REFUSED,  # what should be JSON
+    "builtins.LookupError": FailureKind.REFUSED,  # JSON without what it must hold
+    "builtins.TypeError": FailureKind.REFUSED,
+    "builtins.AttributeError": FailureKind.REFUSED,
+}
 
 
-def meaning_of(error: BaseException) -> Meaning | None:
-    """What an error means; None for one that this module does not know, and for errors of the local disk."""
-    if is_local(error):
-        return None
+def kind_of_type(error_type: type[BaseException]) -> FailureKind | None:
+    """What an exception type means where an instance of it says nothing better; None where that is not known."""
+    return kind_of(error_type, _TABLE)
+
+
+def diagnose(error: BaseException) -> Failure:
+    """Say what is wrong."""
     if isinstance(error, hub.LocalEntryNotFoundError) and error.__cause__ is not None:
-        return meaning_of(error.__cause__)  # "not on disk either": why it was not had from the Hub stands behind it
+        return diagnose(error.__cause__)  # "not on disk either": why it was not had from the Hub stands behind it
+    name = type(error).__name__
     if isinstance(error, hub.HfHubHTTPError):
         status = error.response.status_code
-        if status in {408, 429} or status >= 500:
-            return Meaning.BUSY
-        if type(error) is hub.RepositoryNotFoundError:
-            return {401: Meaning.HIDDEN, 404: Meaning.ABSENT}.get(status, Meaning.DENIED)
-        if status in (401, 403) and not isinstance(error, hub.GatedRepoError):
-            return Meaning.DENIED
-    return next((meaning for kind, meaning in _table() if isinstance(error, kind)), None)
+        wait_s = retry_after(error.response.headers.get("Retry-After"))
+        return Failure(_kind_of_answer(error, status), f"{name}, HTTP {status}", wait_s)
+    return Failure(kind_of_type(type(error)) or FailureKind.UNKNOWN, name)
 
 
 def is_local(error: BaseException) -> bool:
@@ -126,63 +83,44 @@ def is_local(error: BaseException) -> bool:
     )
 
 
-def retry_after(error: BaseException) -> bool | float:
-    """For `stamina`: whether to try again after an error, or the seconds to wait before that."""
-    meaning = meaning_of(error)
-    if meaning is Meaning.BUSY:
-        response = error.response if isinstance(error, hub.HfHubHTTPError) else None
-        seconds = response.headers.get("Retry-After", "") if response is not None else ""
-        if seconds.isdecimal():
-            return min(float(seconds), _MAX_WAIT_S) or True
-    return meaning in (Meaning.BUSY, Meaning.UNREACHABLE)
+def map_error(error: Exception, where: str, *, has_token: bool) -> Exception:
+    """Our error for any of theirs, AdapterNotFound or a RemoteFailure; those of the local disk stay as they are.
 
-
-def unavailable(error: BaseException, where: str, *, token: bool) -> SourceUnavailable:
-    """Our error for one that leaves open whether `where`, as `org/repo@revision`, has the adapter.
-
-    `token` says whether one was sent.
+    Args:
+        error: any error of a call to the Hub.
+        where: what was asked for, as `org/repo@revision`.
+        has_token: whether a token was sent.
     """
-    meaning = meaning_of(error)
-    status = _status(error)
-    sign_in = "check that the account of the token may read it" if token else "set HF_TOKEN, or run 'hf auth login'"
-    if meaning is Meaning.GATED:
-        return SourceUnavailable(
-            f"a gated repository, {where}",
-            expected="access that its owner has granted",
-            remedy=f"accept its terms on its page on the Hub, and {sign_in}",
-        )
-    if meaning in (Meaning.HIDDEN, Meaning.ABSENT):
-        return SourceUnavailable(
-            f"a repository that is missing or private, {where}",
-            expected="one that this server may read",
-            remedy=f"check its name, and {sign_in}",
-        )
-    if meaning is Meaning.DENIED:
-        return SourceUnavailable(
-            f"a Hub that denies {where}{status}",
-            expected="a repository and a token that the Hub accepts",
-            remedy=f"{sign_in}; a token that has expired is refused everywhere",
-        )
-    if meaning is Meaning.OFFLINE:
-        return SourceUnavailable(
-            f"offline mode, and {where} not whole in the Hub's cache",
-            expected="an adapter that was downloaded before",
-            remedy="unset HF_HUB_OFFLINE, or run 'hf download' where there is a network",
-        )
-    if meaning is Meaning.BROKEN:
-        return SourceUnavailable(
-            f"an answer that is not the Hub's for {where} ({type(error).__name__}{status})",
-            expected="the Hub's API",
-            remedy="check HF_ENDPOINT, proxies and firewalls",
-        )
-    return SourceUnavailable(
-        f"a Hub that does not serve {where} ({type(error).__name__}{status})",
-        expected="an answer",
-        remedy="ask again later; check HF_ENDPOINT and the network if it stays",
+    if isinstance(error, LoRAPluginsError) or is_local(error):
+        return error
+    failure = diagnose(error)
+    sign_in = "check that the account of the token may read it" if has_token else "set HF_TOKEN, or run 'hf auth login'"
+    said = {
+        FailureKind.GATED: (f"a gated repository, {where}", f"accept its terms on its page on the Hub, and {sign_in}"),
+        FailureKind.HIDDEN: (f"a repository that is missing or private, {where}", f"check its name, and {sign_in}"),
+        FailureKind.DENIED: (
+            f"a Hub that denies {where}",
+            f"{sign_in}; an expired token is refused everywhere",
+        ),
+        FailureKind.OFFLINE: (f"offline mode, and {where} not whole in the Hub's cache", ""),
+        FailureKind.REFUSED: (
+            f"an answer that is not the Hub's for {where}",
+            "check HF_ENDPOINT, proxies and firewalls",
+        ),
+    }
+    found, remedy = said.get(
+        failure.kind,
+        (f"a Hub that does not serve {where}", "ask again later; check HF_ENDPOINT and the network if it stays"),
     )
+    return failure.as_error("a Hub", found=found, expected="an adapter that this server may read", remedy=remedy)
 
 
-def _status(error: BaseException) -> str:
-    if isinstance(error, hub.LocalEntryNotFoundError) and error.__cause__ is not None:
-        return _status(error.__cause__)
-    return f", HTTP {error.response.status_code}" if isinstance(error, hub.HfHubHTTPError) else ""
+def _kind_of_answer(error: hub.HfHubHTTPError, status: int) -> FailureKind:
+    kind = kind_of_status(status)
+    if kind.is_retryable:
+        return kind
+    if type(error) is hub.RepositoryNotFoundError:
+        return {401: FailureKind.HIDDEN, 404: FailureKind.MISSING}.get(status, FailureKind.DENIED)
+    if kind is FailureKind.DENIED and not isinstance(error, hub.GatedRepoError):
+        return kind
+    return kind_of_type(type(error)) or FailureKind.REFUSED

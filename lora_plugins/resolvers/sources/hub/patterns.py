@@ -35,6 +35,9 @@ class HubTarget:
     revision: str
     explicit: bool
 
+    def __str__(self) -> str:
+        return f"{self.repo}@{self.revision}"
+
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
@@ -92,6 +95,21 @@ class HubPatterns:
 
     def __str__(self) -> str:
         return ", ".join(str(entry) for entry in self.entries)
+
+
+@dataclass(frozen=True, slots=True)
+class AnyRepo:
+    """Every repository, for names that are the paths of allowed URIs; `explicit` as in `HubTarget`."""
+
+    explicit: bool
+
+    def match(self, name: AdapterName) -> HubTarget:
+        """What `org/repo/folder@revision` points to."""
+        org, repo, *folders = name.segments
+        return HubTarget(f"{org}/{repo}", "/".join(folders), name.revision or DEFAULT_REVISION, self.explicit)
+
+    def __str__(self) -> str:
+        return "allowed URIs"
 
 
 def is_repo(text: str) -> bool:

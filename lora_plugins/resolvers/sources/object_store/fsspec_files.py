@@ -1,4 +1,4 @@
-"""Any fsspec file system for `objects.py`: `gs://`, `abfs://`, `http(s)://`, `memory://` and the others.
+"""Any fsspec file system for `source.py`: `gs://`, `abfs://`, `http(s)://`, `memory://` and the others.
 
 Files are asked for one by one (`info`), never by a pattern. HTTP bodies are streamed to disk with `If-Match`; of other
 file systems ranges are read whole, in pieces of `PIECE_BYTES`, and what was located is compared once more at the end.
@@ -15,14 +15,8 @@ import fsspec
 from fsspec.asyn import AsyncFileSystem
 
 from lora_plugins.errors import InvalidSettings, SourceUnavailable
-from lora_plugins.resolvers.sources.object_store.errors import (
-    BrokenAnswer,
-    HttpStatus,
-    ObjectChanged,
-    Trouble,
-    diagnose,
-    retry_after,
-)
+from lora_plugins.resolvers.sources.failures import BrokenAnswer, FailureKind, retry_after
+from lora_plugins.resolvers.sources.object_store.errors import HttpStatus, ObjectChanged, diagnose
 from lora_plugins.resolvers.sources.object_store.http_reader import BUFFER_BYTES
 from lora_plugins.resolvers.sources.object_store.ranges import RangeReader
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES, SourceFile
@@ -46,7 +40,7 @@ class FsspecFiles:
     def __init__(self, protocol: str, storage_options: Mapping[str, Any]) -> None:
         check_protocol(protocol)
         self._web = protocol in ("http", "https")
-        # ETags are held against every answer on the web; elsewhere a change is only seen by looking again.
+        # ETags are compared with every answer on the web; elsewhere a change is only seen by looking again.
         self.rechecks = not self._web
         self._protocol = protocol
         self._options = {"use_listings_cache": False, **storage_options}
@@ -78,7 +72,7 @@ class FsspecFiles:
             else:
                 info = await asyncio.to_thread(filesystem.info, path)
         except Exception as error:
-            if diagnose(error).trouble is Trouble.MISSING:
+            if diagnose(error).kind is FailureKind.MISSING:
                 return None
             raise
         if info.get("type", "file") != "file":
@@ -125,6 +119,9 @@ class _LoopReader:
     def has_md5_etag(self, name: str) -> bool:  # noqa: ARG002 - only S3 says so
         """No file system but S3 promises it."""
         return False
+
+    def close(self) -> None:
+        """The session is the file system's."""
 
     def stop(self) -> None:
         """Cancel what runs."""

@@ -19,7 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from lora_plugins.resolvers.sources.object_store.errors import BrokenAnswer, HttpStatus, ObjectChanged, retry_after
+from lora_plugins.resolvers.sources.failures import BrokenAnswer, retry_after
+from lora_plugins.resolvers.sources.object_store.errors import HttpStatus, ObjectChanged
 from lora_plugins.resolvers.sources.source import SourceFile
 
 BUFFER_BYTES = 1 << 20
@@ -66,7 +67,7 @@ class HttpReader:
         """Hand the bytes from `start` to `end` to `write`, in order; what was received before a failure is written.
 
         Raises:
-            HttpStatus, BrokenAnswer, ObjectChanged, OSError, http.client.HTTPException: as `object_errors` maps them.
+            HttpStatus, BrokenAnswer, ObjectChanged, OSError, http.client.HTTPException: as `errors.py` maps them.
             Whatever `write` raises.
         """
         url = self._parsed[file.name]

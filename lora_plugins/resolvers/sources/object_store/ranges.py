@@ -17,22 +17,22 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-import stamina
-
-from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable
-from lora_plugins.resolvers.sources.object_store.errors import Transient, backoff, map_error
+from lora_plugins.errors import AdapterNotFound, SourceUnavailable
+from lora_plugins.resolvers.sources.failures import Transient
+from lora_plugins.resolvers.sources.object_store.errors import map_error
+from lora_plugins.resolvers.sources.retries import Deadline, Retries, deadline
 from lora_plugins.resolvers.sources.source import SourceFile, VersionChanged
+from lora_plugins.resolvers.threads import until_ended
 from lora_plugins.store.store import PartialDownload
 
 _MD5_ETAG = re.compile(r'"?([0-9a-fA-F]{32})"?')
-_TELL_EVERY_BYTES = 1 << 20
-# A try that got this far is not held against a range: a line that breaks every few MB still ends.
+_REPORT_EVERY_BYTES = 1 << 20
+# A try that got this far does not count against a range: a line that breaks every few MB still ends.
 _PROGRESS_BYTES = 64 << 10
 
 
@@ -40,7 +40,7 @@ class RangeReader(Protocol):
     """Reads ranges of files from one place; called from several threads at once."""
 
     def read(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
-        """Hand the bytes from `start` to `end` to `write`, in order; raises what `object_errors` maps."""
+        """Hand the bytes from `start` to `end` to `write`, in order; raises what `errors.py` maps."""
         ...
 
     def has_md5_etag(self, name: str) -> bool:
@@ -51,36 +51,22 @@ class RangeReader(Protocol):
         """Make every `read`, now and later, fail soon."""
         ...
 
+    def close(self) -> None:
+        """Close connections that are not in use."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of one download.
+class DownloadLimits(Retries):
+    """Bounds of one download; the retries are of one range, the time-out of the whole.
 
     Attributes:
         range_bytes: size of one range, and of what a retry can cost at most.
         parallel: ranges in flight.
-        timeout_s: for the whole download, retries included.
-        attempts: tries of one range that bring nothing, before it is given up.
-        wait_s: before the second try; doubled each time up to `max_wait_s`, with as much jitter again.
     """
 
     range_bytes: int = 8 << 20
     parallel: int = 8
-    timeout_s: float = 300.0
-    attempts: int = 5
-    wait_s: float = 0.1
-    max_wait_s: float = 5.0
-
-    def retries(self) -> stamina._core._RetryContextIterator:
-        """Attempts with backoff; bounded in number here, and in time by the deadline around them."""
-        return stamina.retry_context(
-            on=backoff,
-            attempts=self.attempts,
-            timeout=None,
-            wait_initial=self.wait_s,
-            wait_max=self.max_wait_s,
-            wait_jitter=self.wait_s,
-        )
 
 
 class _DiskError(Exception):
@@ -103,15 +89,15 @@ class _Part:
 class _File:
     """One file on disk: its parts, how much of its beginning is there, and the MD5 of that where it is wanted."""
 
-    def __init__(self, source: SourceFile, arriving: PartialDownload, range_bytes: int, *, md5: bool) -> None:
+    def __init__(self, source: SourceFile, download: PartialDownload, range_bytes: int, *, md5: bool) -> None:
         self.source = source
-        self._arriving = arriving
+        self._download = download
         self._range_bytes = range_bytes
         found = _MD5_ETAG.fullmatch(source.etag) if md5 else None
         self.expected_md5 = found[1].lower() if found else ""
         self._lock = threading.Lock()
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        self.descriptor = os.open(arriving.directory / source.name, flags, 0o644)
+        self.descriptor = os.open(download.directory / source.name, flags, 0o644)
         self.parts: list[_Part] = []
         self.begin()
 
@@ -121,7 +107,7 @@ class _File:
         self.parts = [_Part(self, start, min(start + step, size)) for start in range(0, size, step)]
         os.ftruncate(self.descriptor, size)
         self._first = 0  # the first part that is not complete
-        self._told = 0
+        self._reported = 0
         self.md5 = hashlib.md5(usedforsecurity=False)
         self._hashed = 0
         self._hashing = False
@@ -136,33 +122,33 @@ class _File:
                 raise _DiskError(error) from error
             part.at += count
             data = data[count:]
-        self.tell()
+        self.report()
 
-    def tell(self) -> None:
-        """Let those who follow the file know how far its beginning is complete."""
+    def report(self) -> None:
+        """Notify those who follow the file how far its beginning is complete."""
         with self._lock:
             while self._first < len(self.parts) and self.parts[self._first].at == self.parts[self._first].end:
                 self._first += 1
             whole = self._first == len(self.parts)
             landed = self.source.size_bytes if whole else self.parts[self._first].at
-            if landed > self._told and (whole or landed - self._told >= _TELL_EVERY_BYTES):
-                self._told = landed
-                self._arriving.landed(self.source.name, landed)
+            if landed > self._reported and (whole or landed - self._reported >= _REPORT_EVERY_BYTES):
+                self._reported = landed
+                self._download.landed(self.source.name, landed)
             if not self.expected_md5 or self._hashing:
                 return
             self._hashing = True
         self._hash()
 
     def _hash(self) -> None:
-        """Hash what has landed; one thread at a time, and whoever comes meanwhile leaves it its part."""
+        """Hash what has landed; one thread at a time, which hashes the parts of the others too."""
         while True:
             with self._lock:
-                upto = self._told
+                upto = self._reported
                 if self._hashed >= upto:
                     self._hashing = False
                     return
             while self._hashed < upto:
-                data = os.pread(self.descriptor, min(_TELL_EVERY_BYTES, upto - self._hashed), self._hashed)
+                data = os.pread(self.descriptor, min(_REPORT_EVERY_BYTES, upto - self._hashed), self._hashed)
                 if not data:
                     raise _DiskError(OSError("the file became shorter while it was written"))
                 self.md5.update(data)
@@ -175,59 +161,40 @@ class _File:
         os.close(self.descriptor)
 
 
-async def download(
+async def download_ranges(
     files: Sequence[SourceFile],
     reader: RangeReader,
-    arriving: PartialDownload,
+    download: PartialDownload,
     *,
     pool: Executor,
-    limits: Limits,
+    limits: DownloadLimits,
     md5: bool,
 ) -> None:
-    """Write `files` to `arriving.directory`, all together.
+    """Write `files` to `download.directory`, all together.
 
-    With `md5`, a file whose ETag is an MD5 is held against it, and fetched once more where it differs.
+    With `md5`, a file whose ETag is an MD5 is compared with it, and fetched once more where it differs.
 
     Raises:
         VersionChanged: a file changed or vanished meanwhile. SourceUnavailable: it cannot be had, or not in time, or
             it arrived twice with another MD5 than its ETag. OSError: the disk.
     """
-    last: list[LoRAPluginsError] = []
     opened: list[_File] = []
     try:
         for source in sorted(files, key=lambda file: file.size_bytes):
-            opened.append(_File(source, arriving, limits.range_bytes, md5=md5))  # noqa: PERF401 - kept where one fails
-        async with deadline(limits.timeout_s, last):
-            await _fetch(opened, reader, pool, limits, last)
+            opened.append(_File(source, download, limits.range_bytes, md5=md5))  # noqa: PERF401 - kept where one fails
+        async with deadline(limits.timeout_s) as state:
+            await _fetch(opened, reader, pool, limits, state)
             damaged = [file for file in opened if reader.has_md5_etag(file.source.name) and file.is_damaged()]
             if damaged:
                 # The hashes that follow have seen the damaged bytes; ending their threads may wait for a disk.
-                await asyncio.to_thread(arriving.start_over)
+                await asyncio.to_thread(download.start_over)
                 for file in damaged:
                     file.begin()
-                await _fetch(damaged, reader, pool, limits, last)
+                await _fetch(damaged, reader, pool, limits, state)
                 _refuse_damaged(damaged)
     finally:
         for file in opened:
             file.close()
-
-
-@asynccontextmanager
-async def deadline(timeout_s: float, last: Sequence[LoRAPluginsError]) -> AsyncIterator[None]:
-    """End what is inside after `timeout_s` seconds with SourceUnavailable, which names the last failure if any."""
-    try:
-        async with asyncio.timeout(timeout_s) as timeout:
-            yield
-    except TimeoutError:
-        if not timeout.expired():
-            raise
-        after = f"; the last failure: {last[-1].found}" if last else ""
-        raise SourceUnavailable(
-            f"no complete answer within {timeout_s:g} s{after}",
-            expected="the adapter's files",
-            remedy="check the network and the store, or allow more time",
-            file=last[-1].file if last else "",
-        ) from None
 
 
 def _refuse_damaged(files: Sequence[_File]) -> None:
@@ -242,17 +209,17 @@ def _refuse_damaged(files: Sequence[_File]) -> None:
 
 
 async def _fetch(
-    files: Sequence[_File], reader: RangeReader, pool: Executor, limits: Limits, last: list[LoRAPluginsError]
+    files: Sequence[_File], reader: RangeReader, pool: Executor, limits: DownloadLimits, state: Deadline
 ) -> None:
     """Fetch every part of `files`; when this returns or raises, no thread works on them any more."""
     for file in files:
         if not file.parts:
-            file.tell()
+            file.report()
     waiting = deque(part for file in files for part in file.parts)
 
     async def work() -> None:
         while waiting:
-            await _fetch_part(waiting.popleft(), reader, pool, limits, last)
+            await _fetch_part(waiting.popleft(), reader, pool, limits, state)
 
     tasks = [asyncio.create_task(work()) for _ in range(min(limits.parallel, len(waiting)))]
     try:
@@ -270,20 +237,21 @@ async def _fetch(
 
 
 async def _fetch_part(
-    part: _Part, reader: RangeReader, pool: Executor, limits: Limits, last: list[LoRAPluginsError]
+    part: _Part, reader: RangeReader, pool: Executor, limits: DownloadLimits, state: Deadline
 ) -> None:
-    while part.at < part.end:
-        async for attempt in limits.retries():
-            with attempt:
-                began = part.at
-                try:
-                    await _in_thread(pool, _read, part, reader)
-                except Transient as error:
-                    last[:] = [error]
-                    if part.at - began < _PROGRESS_BYTES:
-                        raise
-                    # It got on: the outer loop goes on with the rest, as a first attempt.
-                    await asyncio.sleep(limits.wait_s)
+    async def read_on() -> None:
+        began = part.at
+        future = pool.submit(_read, part, reader)
+        try:
+            await until_ended(future, future.cancel)  # `reader` has been stopped when this is cancelled
+        except Transient as error:
+            if part.at - began < _PROGRESS_BYTES:
+                raise
+            state.last_failure = error
+            await asyncio.sleep(limits.wait_s)
+
+    while part.at < part.end:  # a read that got on counts as no attempt
+        await limits.run(read_on, state)
 
 
 def _read(part: _Part, reader: RangeReader) -> None:
@@ -301,19 +269,3 @@ def _read(part: _Part, reader: RangeReader) -> None:
             # It was there when it was located.
             mapped = VersionChanged("an object that is gone", expected="the file", remedy="ask again", file=name)
         raise mapped from None
-
-
-async def _in_thread(
-    pool: Executor, work: Callable[[_Part, RangeReader], None], part: _Part, reader: RangeReader
-) -> None:
-    """Run `work` in the pool; when cancelled, end only after it has ended (`reader` has been stopped by then)."""
-    future = pool.submit(work, part, reader)
-    running = asyncio.wrap_future(future)
-    try:
-        await asyncio.shield(running)
-    except asyncio.CancelledError:
-        future.cancel()
-        await asyncio.wait([running])
-        if not running.cancelled():
-            running.exception()  # nobody else will ask for it
-        raise

@@ -1,4 +1,4 @@
-"""S3 for `objects.py`: options from the environment, one LIST per adapter, signed URLs for its ranges.
+"""S3 for `source.py`: options from the environment, one LIST per adapter, signed URLs for its ranges.
 
 The LIST, the credentials and the signing are s3fs's and botocore's; the bytes are read by `http_reader` through one URL
 per file, signed for the time of the fetch. Ranges read by aiobotocore took 1.8 times as long and 1.3 times the CPU
@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 import fsspec
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.resolvers.sources.object_store.errors import Trouble, diagnose
+from lora_plugins.resolvers.sources.failures import FailureKind
+from lora_plugins.resolvers.sources.object_store.errors import diagnose
 from lora_plugins.resolvers.sources.object_store.http_reader import HttpOptions, HttpReader
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES, SourceFile
 
@@ -35,7 +36,7 @@ def s3_storage_options(env: Mapping[str, str]) -> dict[str, Any]:
     Understood: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_ENDPOINT; AWS_REGION, AWS_DEFAULT_REGION; AWS_ALLOW_HTTP;
     AWS_S3_FORCE_PATH_STYLE, AWS_VIRTUAL_HOSTED_STYLE_REQUEST (path-style by default where an endpoint is set);
     AWS_SKIP_SIGNATURE; AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN. Everything else, profiles
-    and instance metadata among it, is left to botocore. The clients' own retries are off: `objects.py` retries.
+    and instance metadata among it, is left to botocore. The clients' own retries are off: `retries.py` does.
 
     Raises:
         InvalidSettings: an endpoint that is no URL, carries a password, or is plain HTTP without AWS_ALLOW_HTTP.
@@ -87,7 +88,7 @@ class S3Files:
         try:
             return await _list(client, bucket, f"{prefix}/")
         except Exception as error:
-            if diagnose(error).trouble is not Trouble.DENIED:
+            if diagnose(error).kind is not FailureKind.DENIED:
                 raise
             return await _heads(client, bucket, f"{prefix}/", error)
 
@@ -138,10 +139,10 @@ async def _heads(client: Any, bucket: str, prefix: str, denied: Exception) -> li
         try:
             answer = await client.head_object(Bucket=bucket, Key=prefix + name)
         except Exception as error:
-            trouble = diagnose(error).trouble
-            if trouble not in (Trouble.DENIED, Trouble.MISSING):
+            kind = diagnose(error).kind
+            if kind not in (FailureKind.DENIED, FailureKind.MISSING):
                 raise
-            hidden = hidden or trouble is Trouble.DENIED
+            hidden = hidden or kind is FailureKind.DENIED
         else:
             found.append(SourceFile(name, int(answer["ContentLength"]), answer.get("ETag", "")))
     if hidden and len(found) < 2:  # no configuration with weights, and no word on what is missing

@@ -12,27 +12,22 @@ All network I/O runs on fsspec's loop thread and a pool of reading threads, neve
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from fsspec.asyn import get_loop
 
-from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable
-from lora_plugins.log import logger
-from lora_plugins.resolvers.sources.object_store.errors import Transient, map_error
+from lora_plugins.resolvers.sources.object_store.errors import map_error
 from lora_plugins.resolvers.sources.object_store.fsspec_files import FsspecFiles, check_protocol
-from lora_plugins.resolvers.sources.object_store.ranges import Limits, RangeReader, deadline, download
+from lora_plugins.resolvers.sources.object_store.ranges import DownloadLimits, RangeReader, download_ranges
 from lora_plugins.resolvers.sources.object_store.s3 import S3Files, s3_storage_options
 from lora_plugins.resolvers.sources.object_store.templates import LocalLinks, Template
+from lora_plugins.resolvers.sources.retries import Retries, deadline
 from lora_plugins.resolvers.sources.source import RemoteAdapter, SourceFile, VersionChanged, version_of
+from lora_plugins.resolvers.threads import on_loop
 from lora_plugins.settings import Settings
 from lora_plugins.store.store import PartialDownload
 
@@ -44,13 +39,6 @@ _WEB = frozenset({"http", "https"})
 _LOCATE_ATTEMPTS = 3
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectStoreAdapter(RemoteAdapter):
-    """An adapter in an object store; `local_path` is where `LOCAL_PATH_TEMPLATE` wants a link to it, or empty."""
-
-    local_path: str = ""
 
 
 class _Files(Protocol):
@@ -76,7 +64,7 @@ def object_source(template: str, settings: Settings, *, locate_timeout_s: float 
         template,
         local_template=settings.local_path_template,
         storage_options=s3_storage_options(settings.aws) if is_s3 else None,
-        limits=Limits(timeout_s=settings.fetch_timeout_s),
+        limits=DownloadLimits(settings.fetch_timeout_s),
         check_md5=settings.check_md5,
         locate_timeout_s=locate_timeout_s,
     )
@@ -92,7 +80,7 @@ class ObjectSource:
         storage_options: of the fsspec file system; for S3 see `s3_storage_options`.
         limits: range size, ranges in flight, deadline and retries of one fetch.
         locate_timeout_s: deadline of one `locate`, retries included.
-        check_md5: hold S3 objects against ETags that look like an MD5.
+        check_md5: compare S3 objects with ETags that look like an MD5.
 
     Raises:
         InvalidSettings: a template that cannot be right, or a protocol that is not installed.
@@ -107,7 +95,7 @@ class ObjectSource:
         label: str = "s3",
         local_template: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        limits: Limits | None = None,
+        limits: DownloadLimits | None = None,
         locate_timeout_s: float = 15.0,
         check_md5: bool = True,
     ) -> None:
@@ -123,90 +111,61 @@ class ObjectSource:
             self._files = S3Files(options)
         else:
             self._files = FsspecFiles(protocol, options)
-        self._limits = limits or Limits()
+        self._limits = limits or DownloadLimits()
         self._check_md5 = check_md5
-        self._locate_limits = replace(self._limits, attempts=_LOCATE_ATTEMPTS, timeout_s=locate_timeout_s)
+        self._locating = Retries(locate_timeout_s, _LOCATE_ATTEMPTS, self._limits.wait_s, self._limits.max_wait_s)
         # Shared by all fetches of this source, so that their memory together is bounded; threads start when needed.
-        self._pool = ThreadPoolExecutor(self._limits.parallel, thread_name_prefix="lora-plugins-ranges")
+        self._threads = ThreadPoolExecutor(self._limits.parallel, thread_name_prefix="lora-plugins-ranges")
 
     def __str__(self) -> str:
         return f"{self.label} ({self._template.text})"
 
-    async def locate(self, name: AdapterName, base_model_name: str) -> ObjectStoreAdapter | None:
+    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | None:
         """Find the adapter's files by one LIST or one look at each; see `Source` for what is raised."""
         uri = self._template.fill(name, base_model_name, quoted=self._quoted)
-        files = await _on_fsspec_loop(self._find(uri))
+        files = await on_loop(get_loop(), self._find(uri))
         if not files:
             return None
-        if files[0].name != CONFIG_FILE:
-            raise AdapterNotFound(
-                "no such file",
-                expected="the adapter's configuration",
-                remedy="save the adapter again with PEFT",
-                file=CONFIG_FILE,
-            )
-        local_path = self._links.path(name, base_model_name) if self._links else ""
-        return ObjectStoreAdapter(name, self.label, uri, version_of(files), tuple(files), local_path)
+        link = self._links.link(name, base_model_name) if self._links else None
+        return RemoteAdapter(name, self.label, uri, version_of(files), tuple(files), link)
 
-    async def fetch(self, located: RemoteAdapter, arriving: PartialDownload) -> None:
+    async def fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
         """Download the located files in parallel ranges.
 
         Raises:
             VersionChanged: an object changed or vanished since it was located. SourceUnavailable: it cannot be had, or
             arrived twice with another MD5 than its ETag. OSError: the disk refuses.
         """
-        await _on_fsspec_loop(self._fetch(located, arriving))
-
-    async def published(self, located: RemoteAdapter, directory: Path) -> None:
-        """Point the templated local path at the published directory; what is not ours there is left, with a warning."""
-        if self._links is None or not isinstance(located, ObjectStoreAdapter):
-            return
-        try:
-            refusal = await asyncio.to_thread(self._links.point, located.local_path, directory)
-        except OSError as error:
-            refusal = error.strerror or type(error).__name__
-        if refusal is not None:
-            logger.warning(
-                "Adapter '%s': %s is not made a link to the adapter: %s",
-                located.name,
-                ascii(located.local_path),
-                refusal,
-            )
+        await on_loop(get_loop(), self._fetch(adapter, download))
 
     async def _find(self, uri: str) -> list[SourceFile]:
         """Runs on fsspec's loop."""
-        return await self._asking(lambda: self._files.find(uri), self._locate_limits)
+        return await self._ask(lambda: self._files.find(uri))
 
-    async def _fetch(self, located: RemoteAdapter, arriving: PartialDownload) -> None:
+    async def _fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
         """Runs on fsspec's loop."""
         limits = self._limits
-        asking = self._locate_limits
-        reader = await self._asking(lambda: self._files.reader(located.uri, located.files, limits.timeout_s), asking)
+        reader = await self._ask(lambda: self._files.reader(adapter.uri, adapter.files, limits.timeout_s))
         try:
-            await download(located.files, reader, arriving, pool=self._pool, limits=limits, md5=self._check_md5)
+            await download_ranges(
+                adapter.files, reader, download, pool=self._threads, limits=limits, md5=self._check_md5
+            )
         finally:
-            close = getattr(reader, "close", None)
-            if close is not None:
-                close()
-        if self._files.rechecks:
-            now = await self._asking(lambda: self._files.find(located.uri), asking)
-            if not set(located.files) <= set(now):
-                raise VersionChanged("other files than before", expected="the located ones", remedy="ask again")
+            reader.close()
+        if self._files.rechecks and not set(adapter.files) <= set(await self._find(adapter.uri)):
+            raise VersionChanged("other files than before", expected="the located ones", remedy="ask again")
 
-    async def _asking(self, ask: Callable[[], Awaitable[T]], limits: Limits) -> T:
+    async def _ask(self, ask: Callable[[], Awaitable[T]]) -> T:
         """The answer to `ask`, with retries and a deadline, and with its errors mapped to ours."""
-        last: list[LoRAPluginsError] = []
-        async with deadline(limits.timeout_s, last):
-            async for attempt in limits.retries():
-                with attempt:
-                    try:
-                        return await ask()
-                    except Exception as error:  # noqa: BLE001 - this is the boundary; every one is mapped
-                        mapped = map_error(error)
-                        if isinstance(mapped, Transient):
-                            last[:] = [mapped]
-                        raise mapped from None
-        raise SourceUnavailable("no answer")
+
+        async def mapped() -> T:
+            try:
+                return await ask()
+            except Exception as error:  # noqa: BLE001 - this is the boundary; every one is mapped
+                raise map_error(error) from None
+
+        async with deadline(self._locating.timeout_s) as state:
+            return await self._locating.run(mapped, state)
 
 
 def _split(template: str) -> tuple[str, str]:
@@ -232,34 +191,3 @@ def _split(template: str) -> tuple[str, str]:
     if protocol in _WEB and ("@" in place or "?" in path or "#" in path):
         raise known.wrong("a login, query or fragment")
     return protocol, f"{protocol}://{place}{path}"
-
-
-async def _on_fsspec_loop(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` on fsspec's loop thread; when cancelled, it has ended before this raises."""
-    loop = get_loop()
-    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
-    tasks: list[asyncio.Task[T]] = []
-
-    def settle(task: asyncio.Task[T]) -> None:
-        if task.cancelled():
-            outcome.cancel()
-            outcome.set_running_or_notify_cancel()
-        elif (error := task.exception()) is not None:
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(task.result())
-
-    def start() -> None:
-        tasks.append(loop.create_task(work))
-        tasks[0].add_done_callback(settle)
-
-    loop.call_soon_threadsafe(start)
-    waiting = asyncio.wrap_future(outcome)
-    try:
-        return await asyncio.shield(waiting)
-    except asyncio.CancelledError:
-        loop.call_soon_threadsafe(lambda: tasks[0].cancel())  # noqa: PLW0108 - not there yet, maybe
-        await asyncio.wait([waiting])
-        if not waiting.cancelled():
-            waiting.exception()
-        raise

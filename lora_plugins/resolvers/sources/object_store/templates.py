@@ -6,15 +6,13 @@ A template is text with the placeholders `{base_model_name}`, `{lora_name}` and 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import string
-from pathlib import Path
 from urllib.parse import quote
 
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.store.layout import is_digest
+from lora_plugins.resolvers.sources.local_link import LocalLink
 
 DEFAULT_REVISION = "main"
 _PLACEHOLDERS = ("base_model_name", "lora_name", "revision")
@@ -79,7 +77,7 @@ class Template:
 
 
 class LocalLinks:
-    """Symlinks from templated local paths to store directories, below the template's fixed beginning.
+    """Links from templated local paths, below the template's fixed beginning, to adapters in the store.
 
     Raises:
         InvalidSettings: as `Template` does, or a path that is not absolute.
@@ -92,63 +90,6 @@ class LocalLinks:
             raise self._template.wrong("a path that is not absolute")
         self._root = fixed[: fixed.rindex("/") + 1]
 
-    def path(self, name: AdapterName, base_model_name: str) -> str:
-        """The templated path of an adapter."""
-        return self._template.fill(name, base_model_name)
-
-    def point(self, path: str, directory: Path) -> str | None:
-        """Make `path` a symlink to `directory`, replacing an earlier one at once.
-
-        Returns why it was left alone, where something that is not ours stands there or on the way.
-
-        Raises:
-            OSError: the file system refuses.
-        """
-        os.makedirs(self._root, exist_ok=True)
-        *folders, last = [part for part in path[len(self._root) :].split("/") if part]
-        if not path.startswith(self._root) or ".." in (*folders, last):
-            return "it leaves the template's fixed beginning"
-        with contextlib.ExitStack() as stack:
-            at = _open_directory(self._root, None)
-            stack.callback(os.close, at)
-            for folder in folders:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(folder, dir_fd=at)
-                try:
-                    at = _open_directory(folder, at)
-                except (NotADirectoryError, OSError) as error:
-                    if isinstance(error, PermissionError):
-                        raise
-                    return f"'{folder}' on its way is a link or a file"
-                stack.callback(os.close, at)
-            return _point(last, directory, at)
-
-
-def _point(name: str, directory: Path, at: int) -> str | None:
-    try:
-        target = os.readlink(name, dir_fd=at)
-    except FileNotFoundError:
-        target = None
-    except OSError:
-        return "a directory or file that is not ours stands there"
-    if target == str(directory):
-        return None
-    if target is not None and not is_digest(os.path.basename(target)):
-        return "a link that is not ours stands there"
-    # In the same directory, so that the replacement is one rename; led by a dot, which no adapter name is.
-    fresh = f".{os.urandom(8).hex()}.link"
-    os.symlink(directory, fresh, dir_fd=at)
-    try:
-        os.replace(fresh, name, src_dir_fd=at, dst_dir_fd=at)
-    except OSError as error:
-        os.unlink(fresh, dir_fd=at)
-        if isinstance(error, IsADirectoryError):
-            return "a directory that is not ours stands there"
-        raise
-    return None
-
-
-def _open_directory(path: str, at: int | None) -> int:
-    # The root may be reached through symlinks, which the operator made; nothing below it is followed.
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if at is None else os.O_NOFOLLOW)
-    return os.open(path, flags, dir_fd=at)
+    def link(self, name: AdapterName, base_model_name: str) -> LocalLink:
+        """The link of an adapter."""
+        return LocalLink(self._root, self._template.fill(name, base_model_name))

@@ -14,8 +14,10 @@ from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.verify import WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, SourceUnavailable
+from lora_plugins.resolvers.sources.hub.patterns import AnyRepo
+from lora_plugins.resolvers.sources.hub.source import HubSource
 from lora_plugins.resolvers.sources.source import RemoteAdapter, VersionChanged
-from lora_plugins.resolvers.uris import AllowedUris, SourceUri
+from lora_plugins.resolvers.uris import SourceUri
 from testbed import faults
 from testbed.hub import Hub, local_hub
 from testbed.proxy import FaultProxy, fault_proxy
@@ -136,11 +138,11 @@ def test_a_configuration_without_weights_is_left_to_admission(bed, server):
 def test_a_uri_is_located_without_the_list(bed, server):
     server.commit("free/repo", {f"sub/{n}": d for n, d in FILES.items()})
     server.tag("free/repo", "v1")
-    uri = AllowedUris.parse(["hf://free"]).check("hf://free/repo@v1/sub")
-    found = asyncio.run(bed.source().locate_uri(uri, AdapterName.parse("x")))
+    source = HubSource(AnyRepo(explicit=True), timeout_s=120, endpoint=server.url, cache_dir=bed.cache)
+    found = asyncio.run(source.locate(AdapterName("free/repo/sub", "v1"), ""))
     assert found is not None
-    assert (found.uri, str(found.name)) == ("hf://free/repo/sub", "x")
-    assert content(bed.obtain(bed.source(), found).directory) == FILES
+    assert found.uri == "hf://free/repo/sub"
+    assert content(bed.obtain(source, found).directory) == FILES
 
 
 # Private, gated, renamed

@@ -15,15 +15,16 @@ import pytest
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.verify import WEIGHTS_FILE
-from lora_plugins.resolvers.sources.object_store.ranges import Limits
+from lora_plugins.resolvers.sources.object_store.ranges import DownloadLimits
 from lora_plugins.resolvers.sources.object_store.s3 import s3_storage_options
-from lora_plugins.resolvers.sources.object_store.source import ObjectSource, ObjectStoreAdapter
+from lora_plugins.resolvers.sources.object_store.source import ObjectSource
+from lora_plugins.resolvers.sources.source import RemoteAdapter
 from lora_plugins.store.store import Store, StoredAdapter
 from testbed.proxy import FaultProxy, fault_proxy
 from testbed.s3 import S3, Bucket, s3_server
 
 RANGE = 256 << 10
-LIMITS = Limits(range_bytes=RANGE, parallel=4, timeout_s=60, attempts=4, wait_s=0.01, max_wait_s=0.05)
+LIMITS = DownloadLimits(range_bytes=RANGE, parallel=4, timeout_s=60, attempts=4, wait_s=0.01, max_wait_s=0.05)
 # Four ranges and a little one.
 WEIGHTS = os.urandom(4 * RANGE + 1000)
 FILES = {CONFIG_FILE: b'{"r": 4}', WEIGHTS_FILE: WEIGHTS}
@@ -48,7 +49,7 @@ class Bed:
     def put(self, name: str = "sql", files: dict[str, bytes] | None = None) -> None:
         self.bucket.put_many(f"loras/{name}", FILES if files is None else files)
 
-    async def obtain(self, source: ObjectSource, located: ObjectStoreAdapter) -> StoredAdapter:
+    async def obtain(self, source: ObjectSource, located: RemoteAdapter) -> StoredAdapter:
         return await self.store.obtain(located, partial(source.fetch, located), lambda _: None)
 
     async def ask(self, source: ObjectSource, name: str = "sql") -> StoredAdapter | None:
@@ -91,5 +92,5 @@ def read(stored: StoredAdapter | None) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in stored.directory.iterdir() if path.name in FILES}
 
 
-def locate(source: ObjectSource, name: str = "sql", base: str = BASE) -> ObjectStoreAdapter | None:
+def locate(source: ObjectSource, name: str = "sql", base: str = BASE) -> RemoteAdapter | None:
     return asyncio.run(source.locate(AdapterName.parse(name), base))

@@ -17,17 +17,15 @@ from botocore.exceptions import ClientError
 from yarl import URL
 
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable
+from lora_plugins.resolvers.sources.failures import BrokenAnswer, FailureKind, RemoteFailure, Transient
 from lora_plugins.resolvers.sources.object_store.errors import (
-    BrokenAnswer,
     HttpStatus,
     ObjectChanged,
-    Transient,
-    Trouble,
-    backoff,
     diagnose,
+    kind_of_type,
     map_error,
-    trouble_of,
 )
+from lora_plugins.resolvers.sources.retries import backoff
 from lora_plugins.resolvers.sources.source import VersionChanged
 
 MODULES = (
@@ -61,16 +59,16 @@ def _exceptions() -> list[type[Exception]]:
 
 @pytest.mark.parametrize("kind", _exceptions(), ids=lambda kind: f"{kind.__module__}.{kind.__qualname__}")
 def test_every_exception_type_is_mapped(kind: type[Exception]) -> None:
-    assert trouble_of(kind) is not None
+    assert kind_of_type(kind) is not None
 
 
 def test_an_unknown_exception_is_neither_absence_nor_retried() -> None:
     class Novelty(Exception):
         pass
 
-    assert trouble_of(Novelty) is None
+    assert kind_of_type(Novelty) is None
     mapped = map_error(Novelty("https://user:secret@host/?X-Amz-Signature=1"))
-    assert type(mapped) is SourceUnavailable
+    assert type(mapped) is RemoteFailure
     assert not backoff(mapped)
     assert "secret" not in str(mapped)
     assert "Signature" not in str(mapped)
@@ -87,73 +85,73 @@ CONNECTION = aiohttp.client_reqrep.ConnectionKey("h", 1, False, True, None, None
 REQUEST = aiohttp.RequestInfo(URL("http://h/k?token=secret"), "GET", {}, URL("http://h/k"))
 
 CASES = [
-    (client_error(404, "NoSuchKey"), Trouble.MISSING),
-    (client_error(404, "404"), Trouble.MISSING),
-    (client_error(404, "NoSuchBucket"), Trouble.NO_BUCKET),
-    (client_error(403, "AccessDenied"), Trouble.DENIED),
-    (client_error(403, "403"), Trouble.DENIED),
-    (client_error(403, "InvalidAccessKeyId"), Trouble.DENIED),
-    (client_error(400, "ExpiredToken"), Trouble.EXPIRED),
-    (client_error(403, "ExpiredToken"), Trouble.EXPIRED),
-    (client_error(400, "InvalidToken"), Trouble.DENIED),
-    (client_error(503, "SlowDown"), Trouble.BUSY),
-    (client_error(429, "TooManyRequests"), Trouble.BUSY),
-    (client_error(500, "InternalError"), Trouble.SERVER),
-    (client_error(502, "502"), Trouble.SERVER),
-    (client_error(504, "504"), Trouble.TIMEOUT),
-    (client_error(400, "RequestTimeout"), Trouble.TIMEOUT),
-    (client_error(501, "NotImplemented"), Trouble.REFUSED),
-    (client_error(400, "InvalidRequest"), Trouble.REFUSED),
-    (client_error(301, "PermanentRedirect"), Trouble.REFUSED),
-    (client_error(412, "PreconditionFailed"), Trouble.CHANGED),
-    (client_error(416, "InvalidRange"), Trouble.CHANGED),
-    (boto.EndpointConnectionError(endpoint_url="http://u:p@h"), Trouble.UNREACHABLE),
-    (boto.ConnectTimeoutError(endpoint_url="http://h"), Trouble.TIMEOUT),
-    (boto.ReadTimeoutError(endpoint_url="http://h"), Trouble.TIMEOUT),
-    (boto.SSLError(endpoint_url="http://h", error="e"), Trouble.TLS),
-    (boto.NoCredentialsError(), Trouble.NO_CREDENTIALS),
-    (boto.ParamValidationError(report="r"), Trouble.CLIENT),
-    (boto.NoRegionError(), Trouble.CLIENT),
-    (boto.HTTPClientError(error="e"), Trouble.UNREACHABLE),
-    (boto.IncompleteReadError(actual_bytes=1, expected_bytes=2), Trouble.BROKEN_ANSWER),
-    (s3fs.errors.translate_boto_error(client_error(404, "NoSuchKey")), Trouble.MISSING),
-    (s3fs.errors.translate_boto_error(client_error(404, "NoSuchBucket")), Trouble.NO_BUCKET),
-    (s3fs.errors.translate_boto_error(client_error(503, "SlowDown")), Trouble.BUSY),
-    (s3fs.errors.translate_boto_error(client_error(400, "ExpiredToken")), Trouble.EXPIRED),
-    (aiohttp.ClientConnectorError(CONNECTION, OSError(111, "refused")), Trouble.UNREACHABLE),
-    (aiohttp.ServerDisconnectedError(), Trouble.UNREACHABLE),
-    (aiohttp.SocketTimeoutError(), Trouble.TIMEOUT),
-    (aiohttp.ClientPayloadError(), Trouble.BROKEN_ANSWER),
-    (aiohttp.ClientResponseError(REQUEST, (), status=404), Trouble.MISSING),
-    (aiohttp.ClientResponseError(REQUEST, (), status=403), Trouble.DENIED),
-    (aiohttp.ClientResponseError(REQUEST, (), status=503), Trouble.BUSY),
-    (FileNotFoundError("k"), Trouble.MISSING),
-    (PermissionError("k"), Trouble.DENIED),
-    (HttpStatus(200), Trouble.BROKEN_ANSWER),
-    (HttpStatus(403, "ExpiredToken"), Trouble.EXPIRED),
-    (BrokenAnswer(), Trouble.BROKEN_ANSWER),
-    (ObjectChanged(), Trouble.CHANGED),
-    (http.client.RemoteDisconnected(), Trouble.UNREACHABLE),
-    (http.client.BadStatusLine("x"), Trouble.BROKEN_ANSWER),
-    (http.client.IncompleteRead(b""), Trouble.BROKEN_ANSWER),
-    (socket.gaierror(-2, "Name or service not known"), Trouble.UNREACHABLE),
-    (ConnectionResetError(), Trouble.UNREACHABLE),
-    (ConnectionRefusedError(), Trouble.UNREACHABLE),
-    (TimeoutError(), Trouble.TIMEOUT),
-    (OSError(errno.EHOSTUNREACH, "no route"), Trouble.UNREACHABLE),
-    (OSError(errno.EINVAL, "invalid"), Trouble.CLIENT),
-    (ssl.SSLCertVerificationError(), Trouble.TLS),
-    (ssl.SSLEOFError(), Trouble.UNREACHABLE),
+    (client_error(404, "NoSuchKey"), FailureKind.MISSING),
+    (client_error(404, "404"), FailureKind.MISSING),
+    (client_error(404, "NoSuchBucket"), FailureKind.NO_BUCKET),
+    (client_error(403, "AccessDenied"), FailureKind.DENIED),
+    (client_error(403, "403"), FailureKind.DENIED),
+    (client_error(403, "InvalidAccessKeyId"), FailureKind.DENIED),
+    (client_error(400, "ExpiredToken"), FailureKind.EXPIRED),
+    (client_error(403, "ExpiredToken"), FailureKind.EXPIRED),
+    (client_error(400, "InvalidToken"), FailureKind.DENIED),
+    (client_error(503, "SlowDown"), FailureKind.BUSY),
+    (client_error(429, "TooManyRequests"), FailureKind.BUSY),
+    (client_error(500, "InternalError"), FailureKind.SERVER),
+    (client_error(502, "502"), FailureKind.SERVER),
+    (client_error(504, "504"), FailureKind.TIMEOUT),
+    (client_error(400, "RequestTimeout"), FailureKind.TIMEOUT),
+    (client_error(501, "NotImplemented"), FailureKind.REFUSED),
+    (client_error(400, "InvalidRequest"), FailureKind.REFUSED),
+    (client_error(301, "PermanentRedirect"), FailureKind.REFUSED),
+    (client_error(412, "PreconditionFailed"), FailureKind.CHANGED),
+    (client_error(416, "InvalidRange"), FailureKind.CHANGED),
+    (boto.EndpointConnectionError(endpoint_url="http://u:p@h"), FailureKind.UNREACHABLE),
+    (boto.ConnectTimeoutError(endpoint_url="http://h"), FailureKind.TIMEOUT),
+    (boto.ReadTimeoutError(endpoint_url="http://h"), FailureKind.TIMEOUT),
+    (boto.SSLError(endpoint_url="http://h", error="e"), FailureKind.TLS),
+    (boto.NoCredentialsError(), FailureKind.NO_CREDENTIALS),
+    (boto.ParamValidationError(report="r"), FailureKind.BAD_REQUEST),
+    (boto.NoRegionError(), FailureKind.BAD_REQUEST),
+    (boto.HTTPClientError(error="e"), FailureKind.UNREACHABLE),
+    (boto.IncompleteReadError(actual_bytes=1, expected_bytes=2), FailureKind.BROKEN_ANSWER),
+    (s3fs.errors.translate_boto_error(client_error(404, "NoSuchKey")), FailureKind.MISSING),
+    (s3fs.errors.translate_boto_error(client_error(404, "NoSuchBucket")), FailureKind.NO_BUCKET),
+    (s3fs.errors.translate_boto_error(client_error(503, "SlowDown")), FailureKind.BUSY),
+    (s3fs.errors.translate_boto_error(client_error(400, "ExpiredToken")), FailureKind.EXPIRED),
+    (aiohttp.ClientConnectorError(CONNECTION, OSError(111, "refused")), FailureKind.UNREACHABLE),
+    (aiohttp.ServerDisconnectedError(), FailureKind.UNREACHABLE),
+    (aiohttp.SocketTimeoutError(), FailureKind.TIMEOUT),
+    (aiohttp.ClientPayloadError(), FailureKind.BROKEN_ANSWER),
+    (aiohttp.ClientResponseError(REQUEST, (), status=404), FailureKind.MISSING),
+    (aiohttp.ClientResponseError(REQUEST, (), status=403), FailureKind.DENIED),
+    (aiohttp.ClientResponseError(REQUEST, (), status=503), FailureKind.BUSY),
+    (FileNotFoundError("k"), FailureKind.MISSING),
+    (PermissionError("k"), FailureKind.DENIED),
+    (HttpStatus(200), FailureKind.BROKEN_ANSWER),
+    (HttpStatus(403, "ExpiredToken"), FailureKind.EXPIRED),
+    (BrokenAnswer(), FailureKind.BROKEN_ANSWER),
+    (ObjectChanged(), FailureKind.CHANGED),
+    (http.client.RemoteDisconnected(), FailureKind.UNREACHABLE),
+    (http.client.BadStatusLine("x"), FailureKind.BROKEN_ANSWER),
+    (http.client.IncompleteRead(b""), FailureKind.BROKEN_ANSWER),
+    (socket.gaierror(-2, "Name or service not known"), FailureKind.UNREACHABLE),
+    (ConnectionResetError(), FailureKind.UNREACHABLE),
+    (ConnectionRefusedError(), FailureKind.UNREACHABLE),
+    (TimeoutError(), FailureKind.TIMEOUT),
+    (OSError(errno.EHOSTUNREACH, "no route"), FailureKind.UNREACHABLE),
+    (OSError(errno.EINVAL, "invalid"), FailureKind.BAD_REQUEST),
+    (ssl.SSLCertVerificationError(), FailureKind.TLS),
+    (ssl.SSLEOFError(), FailureKind.UNREACHABLE),
 ]
 
 
-@pytest.mark.parametrize(("error", "trouble"), CASES, ids=lambda value: repr(value)[:60])
-def test_meaning(error: Exception, trouble: Trouble) -> None:
-    assert diagnose(error).trouble is trouble
+@pytest.mark.parametrize(("error", "kind"), CASES, ids=lambda value: repr(value)[:60])
+def test_each_failure_has_its_kind_and_error(error: Exception, kind: FailureKind) -> None:
+    assert diagnose(error).kind is kind
     mapped = map_error(error, file="f")
-    assert trouble.retryable is isinstance(mapped, Transient) is bool(backoff(mapped))
-    assert isinstance(mapped, AdapterNotFound) is (trouble is Trouble.MISSING)
-    assert isinstance(mapped, VersionChanged) is (trouble is Trouble.CHANGED)
+    assert kind.is_retryable is isinstance(mapped, Transient) is bool(backoff(mapped))
+    assert isinstance(mapped, AdapterNotFound) is (kind is FailureKind.MISSING)
+    assert isinstance(mapped, VersionChanged) is (kind is FailureKind.CHANGED)
     assert mapped.file == "f"
     assert "secret" not in str(mapped)
     assert "u:p" not in str(mapped)
@@ -162,7 +160,7 @@ def test_meaning(error: Exception, trouble: Trouble) -> None:
 def test_http_filesystem_says_not_found_of_an_outage_and_we_do_not() -> None:
     outage = FileNotFoundError("http://h/k")
     outage.__cause__ = aiohttp.ClientResponseError(REQUEST, (), status=500)
-    assert diagnose(outage).trouble is Trouble.SERVER
+    assert diagnose(outage).kind is FailureKind.SERVER
 
 
 def test_retry_after_is_kept_and_bounded() -> None:

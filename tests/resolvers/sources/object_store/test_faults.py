@@ -334,7 +334,7 @@ def test_peak_memory_of_a_large_object(tmp_path) -> None:
 
 def _range_threads_busy(source: ObjectSource) -> bool:
     """Whether a thread of the source's pool still works: idle ones take new work at once."""
-    idle = [source._pool.submit(int) for _ in range(LIMITS.parallel)]
+    idle = [source._threads.submit(int) for _ in range(LIMITS.parallel)]
     try:
         for future in idle:
             future.result(60)

@@ -20,7 +20,8 @@ from cryptography import x509  # comes with moto, which is our S3
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from lora_plugins.resolvers.sources.object_store.errors import Trouble, diagnose
+from lora_plugins.resolvers.sources.failures import FailureKind
+from lora_plugins.resolvers.sources.object_store.errors import diagnose
 from lora_plugins.resolvers.sources.object_store.http_reader import HttpOptions, HttpReader
 from lora_plugins.resolvers.sources.source import SourceFile
 
@@ -145,7 +146,7 @@ def test_unknown_certificate_is_refused(secure) -> None:
     port, _ = secure
     with pytest.raises(ssl.SSLError) as caught:
         read(HttpReader({"f": f"https://127.0.0.1:{port}/k"}))
-    assert diagnose(caught.value).trouble is Trouble.TLS
+    assert diagnose(caught.value).kind is FailureKind.TLS
 
 
 @pytest.mark.parametrize("encrypted", [True, False])

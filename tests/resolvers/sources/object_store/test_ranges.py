@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from lora_plugins.errors import SourceUnavailable
 from lora_plugins.resolvers.sources.object_store.errors import HttpStatus
-from lora_plugins.resolvers.sources.object_store.ranges import Limits, download
+from lora_plugins.resolvers.sources.object_store.ranges import DownloadLimits, download_ranges
 from lora_plugins.resolvers.sources.source import SourceFile, VersionChanged
 from lora_plugins.store.store import PartialDownload
 
-FAST = Limits(range_bytes=1000, parallel=3, timeout_s=120, attempts=4, wait_s=0.0001, max_wait_s=0.001)
+FAST = DownloadLimits(range_bytes=1000, parallel=3, timeout_s=120, attempts=4, wait_s=0.0001, max_wait_s=0.001)
 
 
 class Shelf:
@@ -58,12 +58,12 @@ class Shelf:
         self.stopped.set()
 
 
-def run(shelf: Shelf, directory: Path, limits: Limits = FAST, *, md5: bool = True, etags=None) -> tuple:
+def run(shelf: Shelf, directory: Path, limits: DownloadLimits = FAST, *, md5: bool = True, etags=None) -> tuple:
     files = [SourceFile(name, len(data), (etags or {}).get(name, _md5(data))) for name, data in shelf.files.items()]
     arriving = PartialDownload(directory, list(shelf.files))
     with ThreadPoolExecutor(limits.parallel) as pool:
         try:
-            asyncio.run(download(files, shelf, arriving, pool=pool, limits=limits, md5=md5))
+            asyncio.run(download_ranges(files, shelf, arriving, pool=pool, limits=limits, md5=md5))
         except BaseException:
             arriving.finish_quietly()
             raise
@@ -83,7 +83,7 @@ def _md5(data: bytes) -> str:
 def test_any_breaks_end_in_the_same_bytes_without_a_byte_twice(sizes, breaks, range_bytes) -> None:
     range_bytes = max(range_bytes, max(sizes) // 20)
     shelf = Shelf({f"f{i}": os.urandom(size) for i, size in enumerate(sizes)}, list(breaks))
-    limits = Limits(range_bytes, 3, 20, 4, 0.0001, 0.001)
+    limits = DownloadLimits(20, 4, 0.0001, 0.001, range_bytes, parallel=3)
     with tempfile.TemporaryDirectory() as directory:
         stored = run(shelf, Path(directory), limits)
         for file, (name, data) in zip(stored, shelf.files.items(), strict=True):
@@ -94,7 +94,7 @@ def test_any_breaks_end_in_the_same_bytes_without_a_byte_twice(sizes, breaks, ra
 
 def test_small_files_come_first(tmp_path: Path) -> None:
     shelf = Shelf({"weights": bytes(5000), "config": b"{}"})
-    run(shelf, tmp_path, Limits(1000, 1))
+    run(shelf, tmp_path, DownloadLimits(range_bytes=1000, parallel=1))
     assert shelf.reads[0][0] == "config"
 
 
@@ -165,4 +165,4 @@ def test_deadline(tmp_path: Path) -> None:
             raise ConnectionAbortedError
 
     with pytest.raises(SourceUnavailable, match=r"within 0\.2 s"):
-        run(Slow({"weights": bytes(500)}), tmp_path, Limits(1000, 3, 0.2))
+        run(Slow({"weights": bytes(500)}), tmp_path, DownloadLimits(0.2, range_bytes=1000, parallel=3))

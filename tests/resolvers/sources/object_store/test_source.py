@@ -312,7 +312,8 @@ def test_web_server_without_ranges_or_versions(bed: Bed, web) -> None:
 def point(source: ObjectSource, name: str, directory: Path) -> None:
     located = locate(source, name)
     assert located is not None
-    asyncio.run(source.published(located, directory))
+    assert located.link is not None
+    located.link.point_to(directory, name)
 
 
 def test_local_link_follows_the_version(bed: Bed, tmp_path: Path) -> None:

@@ -1,0 +1,87 @@
+"""Ask a remote source again while that may help, and only until a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import stamina
+
+from lora_plugins.errors import SourceUnavailable
+from lora_plugins.resolvers.sources.failures import Transient
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """When to ask again.
+
+    Attributes:
+        timeout_s: for everything, retries included.
+        attempts: tries that bring nothing, before it is given up.
+        wait_s: before the second try; doubled each time up to `max_wait_s`, with as much jitter again.
+    """
+
+    timeout_s: float = 300.0
+    attempts: int = 5
+    wait_s: float = 0.1
+    max_wait_s: float = 5.0
+
+    async def run(self, ask: Callable[[], Awaitable[_T]], deadline: Deadline) -> _T:
+        """The answer to `ask`, which is called again where it raises `Transient`."""
+        async for attempt in stamina.retry_context(
+            on=backoff,
+            attempts=self.attempts,
+            timeout=None,  # the deadline's business
+            wait_initial=self.wait_s,
+            wait_max=self.max_wait_s,
+            wait_jitter=self.wait_s,
+        ):
+            with attempt:
+                try:
+                    return await ask()
+                except Transient as error:
+                    deadline.last_failure = error
+                    raise
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+@dataclass(slots=True)
+class Deadline:
+    """What to say when the time is over: the last failure before, if there was any."""
+
+    last_failure: Transient | None = None
+
+
+@asynccontextmanager
+async def deadline(timeout_s: float, expected: str = "the adapter's files") -> AsyncIterator[Deadline]:
+    """End what is inside after `timeout_s` seconds.
+
+    Raises:
+        SourceUnavailable: the time is over; it names the last failure, if any.
+    """
+    state = Deadline()
+    try:
+        async with asyncio.timeout(timeout_s) as timeout:
+            yield state
+    except TimeoutError:
+        if not timeout.expired():
+            raise
+        last = state.last_failure
+        raise SourceUnavailable(
+            f"no complete answer within {timeout_s:g} s" + (f"; the last failure: {last.found}" if last else ""),
+            expected=expected,
+            remedy="check the network and the source, or raise LORA_PLUGINS_FETCH_TIMEOUT_S",
+            file=last.file if last else "",
+        ) from None
+
+
+def backoff(error: Exception) -> bool | float:
+    """For `stamina`: whether to try again, or after how many seconds where the source says so."""
+    if not isinstance(error, Transient):
+        return False
+    return True if error.wait_s is None else error.wait_s

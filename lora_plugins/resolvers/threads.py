@@ -1,0 +1,61 @@
+"""The ways between the caller's event loop, threads and other loops; each says what a cancellation waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+
+async def until_ended(future: concurrent.futures.Future[_T], cancel: Callable[[], object]) -> _T:
+    """The result of `future`; when cancelled, call `cancel`, and raise only once it has ended."""
+    waiting = asyncio.wrap_future(future)
+    try:
+        return await asyncio.shield(waiting)
+    except asyncio.CancelledError:
+        cancel()
+        await asyncio.wait([waiting])
+        if not waiting.cancelled():
+            waiting.exception()  # nobody else will ask for it
+        raise
+
+
+async def on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, _T]) -> _T:
+    """Await `work` on another thread's event loop; when cancelled, it has ended before this raises."""
+    started: list[asyncio.Task[Any] | None] = []
+
+    async def run() -> _T:
+        started.append(asyncio.current_task())
+        return await work
+
+    def cancel() -> None:
+        # One turn of the loop later than the start, which may still be in its queue.
+        loop.call_soon_threadsafe(loop.call_soon, lambda: [task.cancel() for task in started if task is not None])
+
+    return await until_ended(asyncio.run_coroutine_threadsafe(run(), loop), cancel)
+
+
+async def in_own_thread(work: Callable[[], _T], name: str) -> _T:
+    """Run `work` in a new thread that neither the event loop nor the interpreter waits for at its end.
+
+    For what cannot be interrupted and must not hold a place in a pool that others wait for. When cancelled, the thread
+    goes on by itself.
+    """
+    future: concurrent.futures.Future[_T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            deliver = partial(future.set_result, work())
+        except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits
+            deliver = partial(future.set_exception, error)
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # nobody waits any more
+            deliver()
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await asyncio.wrap_future(future)
