@@ -22,7 +22,31 @@ from lora_plugins.settings import (
 from tools import write_settings_doc
 
 DEFAULT_STORE = Path("~/.cache/lora-plugins").expanduser()
-LATER = [
+VALID = [
+    ("LORA_PLUGINS_BASE_MATCH", "strict", "base_match", BaseMatch.STRICT),
+    ("LORA_PLUGINS_BASE_MATCH", " Compatible ", "base_match", BaseMatch.COMPATIBLE),
+    ("LORA_PLUGINS_BASE_MATCH", "OFF", "base_match", BaseMatch.OFF),
+    ("LORA_PLUGINS_BASE_ALIASES", "org/a, b ,,c", "base_aliases", ("org/a", "b", "c")),
+    ("LORA_PLUGINS_BASE_ALIASES", "", "base_aliases", ()),
+    *[
+        (name, text, field, value)
+        for name, field in [
+            ("LORA_PLUGINS_FOLLOW_SYMLINKS", "follow_symlinks"),
+            ("LORA_PLUGINS_ALLOW_PICKLE", "allow_pickle"),
+            ("LORA_PLUGINS_CHECK_FINITE", "check_finite"),
+            ("LORA_PLUGINS_CHECK_MD5", "check_md5"),
+        ]
+        for text, value in [("1", True), ("true", True), ("On", True), ("0", False), ("no", False), ("FALSE", False)]
+    ],
+    ("LORA_PLUGINS_MAX_ADAPTER_BYTES", "1", "max_adapter_bytes", 1),
+    ("LORA_PLUGINS_MAX_ADAPTER_BYTES", "8GiB", "max_adapter_bytes", 8 << 30),
+    ("LORA_PLUGINS_MAX_ADAPTER_BYTES", "500 mb", "max_adapter_bytes", 500_000_000),
+    ("LORA_PLUGINS_MAX_ADAPTER_BYTES", "2kib", "max_adapter_bytes", 2048),
+    ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1", "runtime_lora_updating", True),
+    ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True", "runtime_lora_updating", True),
+    ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0", "runtime_lora_updating", False),
+    ("VLLM_LORA_RESOLVER_CACHE_DIR", "/srv/adapters", "filesystem_root", Path("/srv/adapters")),
+    ("VLLM_LORA_RESOLVER_CACHE_DIR", "", "filesystem_root", None),
     ("LORA_PLUGINS_TUNING_DIR", "/usr", "tuning_dir", Path("/usr")),
     ("LORA_PLUGINS_TUNING_DIR", "", "tuning_dir", None),
     ("LORA_PLUGINS_KERNELS", " Reference ", "kernels", Kernels.REFERENCE),
@@ -69,7 +93,14 @@ LATER = [
     ("LORA_PLUGINS_METRICS_ADAPTERS", " 0 ", "metrics_adapters", 0),
     ("LORA_PLUGINS_METRICS_ADAPTERS", "", "metrics_adapters", 200),
 ]
-LATER_WRONG = [
+INVALID = [
+    *[("LORA_PLUGINS_BASE_MATCH", text) for text in ("", "loose", "strict,off")],
+    *[
+        (name, text)
+        for name in ("LORA_PLUGINS_FOLLOW_SYMLINKS", "LORA_PLUGINS_ALLOW_PICKLE", "LORA_PLUGINS_CHECK_FINITE")
+        for text in ("2", "maybe", "-1", "1 0")
+    ],
+    *[("LORA_PLUGINS_MAX_ADAPTER_BYTES", text) for text in ("", "0", "-1", "8 PB", "1.5GiB", "GiB", "9" * 40, "inf")],
     ("LORA_PLUGINS_TUNING_DIR", "/no/such/directory"),
     *[("LORA_PLUGINS_KERNELS", text) for text in ("", "cuda", "cpu,triton")],
     *[("LORA_PLUGINS_STORE_MAX_BYTES", text) for text in ("", "0", "-1", "much", "8 PB", "1.5GiB", "inf", "٣")],
@@ -95,64 +126,23 @@ LATER_WRONG = [
     *[("LORA_PLUGINS_METRICS_ADAPTERS", text) for text in ("-1", "many", "1000000", "1.5")],
     ("LORA_PLUGINS_STORE_DIR", "~no-such-user-here/x"),
 ]
-RIGHT = [
-    ("LORA_PLUGINS_BASE_MATCH", "strict", "base_match", BaseMatch.STRICT),
-    ("LORA_PLUGINS_BASE_MATCH", " Compatible ", "base_match", BaseMatch.COMPATIBLE),
-    ("LORA_PLUGINS_BASE_MATCH", "OFF", "base_match", BaseMatch.OFF),
-    ("LORA_PLUGINS_BASE_ALIASES", "org/a, b ,,c", "base_aliases", ("org/a", "b", "c")),
-    ("LORA_PLUGINS_BASE_ALIASES", "", "base_aliases", ()),
-    *[
-        (name, text, field, value)
-        for name, field in [
-            ("LORA_PLUGINS_FOLLOW_SYMLINKS", "follow_symlinks"),
-            ("LORA_PLUGINS_ALLOW_PICKLE", "allow_pickle"),
-            ("LORA_PLUGINS_CHECK_FINITE", "check_finite"),
-            ("LORA_PLUGINS_CHECK_MD5", "check_md5"),
-        ]
-        for text, value in [("1", True), ("true", True), ("On", True), ("0", False), ("no", False), ("FALSE", False)]
-    ],
-    ("LORA_PLUGINS_MAX_ADAPTER_BYTES", "1", "max_adapter_bytes", 1),
-    ("LORA_PLUGINS_MAX_ADAPTER_BYTES", "8GiB", "max_adapter_bytes", 8 << 30),
-    ("LORA_PLUGINS_MAX_ADAPTER_BYTES", "500 mb", "max_adapter_bytes", 500_000_000),
-    ("LORA_PLUGINS_MAX_ADAPTER_BYTES", "2kib", "max_adapter_bytes", 2048),
-    ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1", "runtime_lora_updating", True),
-    ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True", "runtime_lora_updating", True),
-    ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0", "runtime_lora_updating", False),
-    ("VLLM_LORA_RESOLVER_CACHE_DIR", "/srv/adapters", "filesystem_root", Path("/srv/adapters")),
-    ("VLLM_LORA_RESOLVER_CACHE_DIR", "", "filesystem_root", None),
-]
-WRONG = [
-    *[("LORA_PLUGINS_BASE_MATCH", text) for text in ("", "loose", "strict,off")],
-    *[
-        (name, text)
-        for name in ("LORA_PLUGINS_FOLLOW_SYMLINKS", "LORA_PLUGINS_ALLOW_PICKLE", "LORA_PLUGINS_CHECK_FINITE")
-        for text in ("2", "maybe", "-1", "1 0")
-    ],
-    *[("LORA_PLUGINS_MAX_ADAPTER_BYTES", text) for text in ("", "0", "-1", "8 PB", "1.5GiB", "GiB", "9" * 40, "inf")],
-]
 
 
 def test_empty_environment_gives_the_defaults():
-    assert Settings.from_env({}) == Settings()
-    assert Settings() == Settings(
-        runtime_lora_updating=False,
-        filesystem_root=None,
-        base_match=BaseMatch.COMPATIBLE,
-        base_aliases=(),
-        follow_symlinks=False,
-        allow_pickle=False,
-        check_finite=True,
-        max_adapter_bytes=8 << 30,
-    )
+    settings = Settings.from_env({})
+    assert settings == Settings()
+    assert (settings.base_match, settings.base_aliases) == (BaseMatch.COMPATIBLE, ())
+    assert (settings.max_adapter_bytes, settings.store_max_bytes) == (8 << 30, None)
+    assert (settings.follow_symlinks, settings.allow_pickle, settings.check_finite) == (False, False, True)
 
 
-@pytest.mark.parametrize(("name", "text", "field", "value"), [*RIGHT, *LATER])
+@pytest.mark.parametrize(("name", "text", "field", "value"), VALID)
 def test_valid_value_is_read(name, text, field, value):
     settings = Settings.from_env({name: text})
     assert getattr(settings, field) == value
 
 
-@pytest.mark.parametrize(("name", "text"), [*WRONG, *LATER_WRONG])
+@pytest.mark.parametrize(("name", "text"), INVALID)
 def test_error_of_an_invalid_value_names_variable_value_and_remedy(name, text):
     with pytest.raises(InvalidSettings) as caught:
         Settings.from_env({name: text})
@@ -162,7 +152,7 @@ def test_error_of_an_invalid_value_names_variable_value_and_remedy(name, text):
 
 
 def test_every_own_variable_is_tested_above():
-    assert {name for name, *_ in [*RIGHT, *LATER] if name.startswith("LORA_PLUGINS_")} >= OWN_VARIABLES
+    assert {name for name, *_ in VALID if name.startswith("LORA_PLUGINS_")} >= OWN_VARIABLES
 
 
 def test_settings_page_is_what_the_declarations_say():
