@@ -1,4 +1,4 @@
-"""The chain: sources in order, nothing hidden, nothing guessed, each refusal said once, each version fetched once."""
+"""The chain of sources: their order, outages, refusals, single flight, and that each version is fetched once."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ class FakeSource:
 
 class Chain(SourceChain):
     def __init__(self, root: Path, *sources: FakeSource, max_bytes: int | None = None, **settings: object) -> None:
-        self.told: list[object] = []
+        self.emitted: list[object] = []
         store = Store(root, max_bytes=max_bytes)
-        super().__init__(Settings(**settings), Events(self.told.append, LogEvents()), store, sources)
+        super().__init__(Settings(**settings), Events(self.emitted.append, LogEvents()), store, sources)
         self.base = BASE
 
     def ask(self, name: str = "sql"):
@@ -102,7 +102,7 @@ class Chain(SourceChain):
 
     @property
     def kinds(self) -> list[type]:
-        return [type(event) for event in self.told]
+        return [type(event) for event in self.emitted]
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def warnings(logged) -> list[str]:
 # --- found, or not
 
 
-def test_a_found_adapter_is_fetched_verified_published_and_told(make):
+def test_a_found_adapter_is_fetched_verified_and_published(make):
     source = FakeSource("one", {"sql": adapter_files()})
     chain = make(source)
     resolved = chain.ask()
@@ -146,7 +146,7 @@ def test_a_found_adapter_is_fetched_verified_published_and_told(make):
     assert resolved.version == asyncio.run(source.locate(AdapterName("sql"), "")).version
     assert content(path) == adapter_files()
     assert source.asked_for_base[0] == BASE.path
-    fetched, event = chain.told
+    fetched, event = chain.emitted
     size_bytes = sum(map(len, adapter_files().values()))
     assert isinstance(fetched, AdapterFetched)
     assert (fetched.name, fetched.source, fetched.uri, fetched.size_bytes) == ("sql", "one", "one://sql", size_bytes)
@@ -162,7 +162,7 @@ def test_what_the_store_has_is_not_fetched(make):
     chain = make(second)
     assert chain.ask().path == path
     assert second.fetched == []
-    (event,) = chain.told
+    (event,) = chain.emitted
     assert isinstance(event, AdapterResolved)
     assert not event.fetched
 
@@ -179,19 +179,19 @@ def test_the_path_is_absolute(make, tmp_path, monkeypatch):
     assert chain.ask().path.is_absolute()
 
 
-def test_sources_are_asked_in_order_and_the_first_that_has_it_wins(make):
+def test_sources_are_asked_in_order_and_the_first_wins(make):
     one, two = FakeSource("one"), FakeSource("two", {"sql": adapter_files()})
     three = FakeSource("three", {"sql": turned()})
     assert make(one, two, three).ask().source == "two"
     assert (one.asked, two.asked, three.asked, three.fetched) == (["sql"], ["sql"], [], [])
 
 
-def test_an_unknown_name_is_none_and_everybody_was_asked(make):
+def test_an_unknown_name_is_none_after_every_source(make):
     sources = [FakeSource("one"), FakeSource("two")]
     chain = make(*sources)
     assert chain.ask() is None
     assert [source.asked for source in sources] == [["sql"], ["sql"]]
-    assert chain.told == [AdapterUnknown("sql")]
+    assert chain.emitted == [AdapterUnknown("sql")]
 
 
 def test_no_sources_know_nothing(make):
@@ -204,7 +204,7 @@ def test_a_malformed_name_asks_no_source(name, make):
     chain = make(source)
     assert chain.ask(name) is None
     assert source.asked == []
-    (event,) = chain.told
+    (event,) = chain.emitted
     assert isinstance(event, AdapterUnknown)
     assert event.reason
 
@@ -253,7 +253,7 @@ def test_the_first_of_the_order_that_has_it_wins(make):
     assert chain.ask().source == "hub"
 
 
-# --- sources that cannot say
+# --- unavailable sources
 
 
 def test_an_unavailable_source_does_not_hide_a_later_one(make, logged):
@@ -266,7 +266,7 @@ def test_an_unavailable_source_does_not_hide_a_later_one(make, logged):
     assert "one" in warning
 
 
-def test_an_unavailable_source_and_nobody_else_is_no_404(make, logged):
+def test_an_unavailable_source_is_no_404(make, logged):
     first = SourceUnavailable("no answer")
     chain = make(FakeSource("one", {"sql": first}), FakeSource("two"), FakeSource("three"))
     with pytest.raises(SourceUnavailable) as caught:
@@ -276,7 +276,7 @@ def test_an_unavailable_source_and_nobody_else_is_no_404(make, logged):
     assert chain.sources[2].asked == ["sql"]
 
 
-def test_of_two_unavailable_sources_the_first_is_raised_and_both_are_told(make, logged):
+def test_the_first_of_two_outages_is_raised_both_reported(make, logged):
     one, two = SourceUnavailable("one is away"), SourceUnavailable("two is away")
     chain = make(FakeSource("one", {"sql": one}), FakeSource("two", {"sql": two}))
     with pytest.raises(SourceUnavailable, match="one is away"):
@@ -294,7 +294,7 @@ def test_an_outage_is_not_remembered(make):
     assert chain.ask().source == "one"
 
 
-def test_an_outage_during_the_fetch_is_raised_reported_once_and_passes(make):
+def test_an_outage_during_the_fetch_is_reported_once(make):
     def fail() -> None:
         raise SourceUnavailable("broken off")
 
@@ -329,7 +329,7 @@ def test_an_adapter_that_does_not_verify_ends_the_search(make):
         chain.ask()
     assert (caught.value.adapter, caught.value.file) == ("sql", CONFIG_FILE)
     assert later.asked == []
-    (event,) = chain.told
+    (event,) = chain.emitted
     assert (event.name, event.source, event.error) == ("sql", "one", caught.value)
     assert chain.store.layout.digests() == []
 
@@ -349,7 +349,7 @@ def test_a_broken_adapter_is_warned_of_once_with_its_code(make, logged):
     ]
 
 
-def test_a_refused_version_is_not_fetched_again_but_a_changed_one_is(make):
+def test_only_a_changed_version_is_fetched_again_after_a_refusal(make):
     source = FakeSource("one", {"sql": BROKEN})
     chain = make(source)
     errors = []
@@ -388,7 +388,7 @@ def test_a_refusal_is_of_the_version_not_of_the_name(make):
 @pytest.mark.parametrize(
     "error", [InvalidAdapter("a pipe"), OutOfMemory("a full disk"), SourceUnavailable("x"), OSError(28, "full")]
 )
-def test_a_fetch_that_went_wrong_is_not_held_against_the_version(make, error):
+def test_a_failed_fetch_does_not_refuse_the_version(make, error):
     def fail() -> None:
         raise error
 
@@ -401,7 +401,7 @@ def test_a_fetch_that_went_wrong_is_not_held_against_the_version(make, error):
     assert chain.ask().source == "one"
 
 
-def test_an_adapter_is_held_against_the_served_model(make):
+def test_an_adapter_is_validated_against_the_served_model(make):
     source = FakeSource("one", {"sql": adapter_files()})
     chain = make(source, base_match=BaseMatch.STRICT)
     assert chain.ask()
@@ -433,7 +433,7 @@ def test_a_lease_that_another_name_needs_stays(make):
     assert not chain.store.remove(path.name)
 
 
-def test_before_the_server_has_said_more_the_path_is_the_base_model(make):
+def test_the_base_path_stands_in_for_the_base_model(make):
     source = FakeSource("one", {"sql": adapter_files()})
     chain = make(source)
     chain.base = None
@@ -457,7 +457,7 @@ def test_verification_runs_in_a_thread(make):
     assert len(threads) == 1
 
 
-# --- admission: by names and sizes, before the first byte
+# --- what may be fetched: by names and sizes, before the first byte
 
 
 def files_of(**sizes: int) -> dict[str, bytes]:
@@ -480,7 +480,7 @@ def files_of(**sizes: int) -> dict[str, bytes]:
     ],
     ids=["no weights", "bin", "pt", "too large", "too large a pickle"],
 )
-def test_what_is_not_admitted_is_not_fetched(make, files, settings, kind, says):
+def test_what_may_not_be_fetched_is_not_fetched(make, files, settings, kind, says):
     source = FakeSource("one", {"sql": files})
     chain = make(source, **settings)
     for _ in range(2):
@@ -513,7 +513,7 @@ def test_of_two_allowed_pickles_one_is_fetched(make):
     assert set(content(resolved.path)) == {CONFIG_FILE, PICKLE_FILES[0]}
 
 
-def test_a_pickle_in_the_store_is_refused_where_it_is_not_allowed(make):
+def test_a_stored_pickle_is_refused_where_not_allowed(make):
     source = FakeSource("one", {"sql": files_of(**{PICKLE_FILES[0]: 9})})
     assert make(source, allow_pickle=True).ask()
     with pytest.raises(InvalidAdapter, match="LORA_PLUGINS_ALLOW_PICKLE"):
@@ -546,13 +546,13 @@ def test_larger_than_the_store_passes_through_and_is_not_fetched(make):
     assert source.fetched == []
 
 
-def test_what_leaves_the_store_for_another_is_told(make):
+def test_eviction_from_the_store_is_reported(make):
     size_bytes = sum(map(len, adapter_files().values()))
     chain = make(FakeSource("one", {"sql": adapter_files(), "chat": turned()}), max_bytes=size_bytes + 10)
     first = chain.ask()
     chain.release("sql", first.path)
     chain.ask("chat")
-    assert [event for event in chain.told if isinstance(event, StoreEvicted)] == [
+    assert [event for event in chain.emitted if isinstance(event, StoreEvicted)] == [
         StoreEvicted(first.path.name, size_bytes)
     ]
 
@@ -567,7 +567,7 @@ def test_a_remote_sources_absence_is_believed_for_its_time(make, clock):
         assert chain.ask() is None
     assert (remote.asked, local.asked) == (["sql"], ["sql"] * 3)
     assert chain.kinds == [AdapterUnknown, AbsenceRemembered, AdapterUnknown, AbsenceRemembered, AdapterUnknown]
-    assert chain.told[1] == AbsenceRemembered("sql", "s3")
+    assert chain.emitted[1] == AbsenceRemembered("sql", "s3")
     assert chain.ask("other") is None
     assert remote.asked == ["sql", "other"]
     remote.answers["sql"] = adapter_files()
@@ -605,7 +605,7 @@ def test_a_remote_source_is_not_asked_again_within_its_time(make, clock):
     assert chain.kinds == [AdapterFetched, AdapterResolved, *[AdapterConfirmed] * 4]
     clock.now_s += 21
     assert chain.ask() == first
-    assert chain.told[-1] == AdapterConfirmed("sql", "s3")
+    assert chain.emitted[-1] == AdapterConfirmed("sql", "s3")
     assert (source.asked, source.fetched) == (["sql"] * 2, ["sql"])
     source.answers["sql"] = turned()
     assert chain.ask() == first
@@ -715,11 +715,11 @@ def test_fifty_share_a_failure_too(make, answer):
     kind = type(None) if answer is None else InvalidAdapter if answer is BROKEN else type(answer)
     assert {type(answer) for answer in answers} == {kind}
     assert source.asked == ["sql"]
-    assert len(chain.told) == 1
+    assert len(chain.emitted) == 1
     assert len(chain._flights) == 0
 
 
-def test_a_client_that_goes_away_does_not_end_the_fetch_for_others(make):
+def test_a_cancelled_caller_does_not_cancel_the_fetch(make):
     source = FakeSource("one", {"sql": adapter_files()})
     chain = make(source)
 
@@ -751,7 +751,7 @@ async def ask_and_leave(chain: SourceChain, source: FakeSource) -> None:
     source.gate.set()
 
 
-def test_a_fetch_for_which_nobody_waits_any_more_still_ends_in_the_store(make):
+def test_a_fetch_that_nobody_awaits_still_ends_in_the_store(make):
     source = FakeSource("one", {"sql": adapter_files()})
     chain = make(source)
 
@@ -763,7 +763,7 @@ def test_a_fetch_for_which_nobody_waits_any_more_still_ends_in_the_store(make):
     assert (source.asked, source.fetched) == (["sql"], ["sql"])
 
 
-def test_a_failure_for_which_nobody_waits_any_more_is_reported_and_not_lost(make, caplog):
+def test_a_failure_that_nobody_awaits_is_reported(make, caplog):
     def fail() -> None:
         raise SourceUnavailable("broken off")
 
@@ -816,7 +816,7 @@ def changing(times: int) -> FakeSource:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_an_adapter_that_changes_meanwhile_is_located_anew(make, times):
+def test_an_adapter_that_changes_meanwhile_is_located_again(make, times):
     source = changing(times)
     chain = make(source)
     assert content(chain.ask().path) == ranked(1 + times)
@@ -824,14 +824,14 @@ def test_an_adapter_that_changes_meanwhile_is_located_anew(make, times):
     assert chain.kinds == [AdapterFetched, AdapterResolved]
 
 
-def test_an_adapter_that_changes_three_times_is_unavailable_and_reported_once(make):
+def test_an_adapter_that_changes_three_times_is_unavailable(make):
     source = changing(99)
     chain = make(source, FakeSource("two", {"sql": turned()}))
     with pytest.raises(SourceUnavailable) as caught:
         chain.ask()
     assert (caught.value.code, caught.value.adapter) == ("L006", "sql")
     assert (len(source.asked), len(source.fetched)) == (3, 3)
-    (event,) = chain.told
+    (event,) = chain.emitted
     assert isinstance(event, SourceFailed)
     assert event.error is caught.value
     assert chain.store.layout.digests() == []
@@ -853,7 +853,7 @@ def test_an_adapter_that_vanishes_meanwhile_is_none(make):
 # --- with the real file system
 
 
-def test_a_directory_that_changes_is_served_as_it_is_now_and_as_it_was(tmp_path, make):
+def test_a_changed_directory_leaves_the_earlier_version_unchanged(tmp_path, make):
     root = tmp_path / "adapters"
     put(root / "sql", ranked(4))
     chain = make(FilesystemSource(root))

@@ -52,7 +52,7 @@ def parsed(text: str) -> SourceUri | None:
         ("hf://org/repo@refs%2fpr%2F1/a", "hf", "org", ("repo", "a"), "refs/pr/1"),
     ],
 )
-def test_uris_that_are_read(text, scheme, authority, segments, revision):
+def test_well_formed_uris_are_parsed(text, scheme, authority, segments, revision):
     uri = SourceUri.parse(text)
     assert (uri.scheme, uri.authority, uri.segments, uri.revision) == (scheme, authority, segments, revision)
 
@@ -133,7 +133,7 @@ def test_uris_that_are_read(text, scheme, authority, segments, revision):
         "s3://bucket/" + "a" * MAX_CHARACTERS,
     ],
 )
-def test_uris_that_are_refused(text):
+def test_malformed_uris_are_refused(text):
     with pytest.raises(InvalidAdapter) as caught:
         ALLOWED.check(text)
     error = caught.value
@@ -159,7 +159,7 @@ def test_uris_that_are_refused(text):
         "hf://team/pinned@v1/x",
     ],
 )
-def test_what_is_allowed(text):
+def test_uris_below_a_prefix_are_allowed(text):
     assert ALLOWED.check(text) == SourceUri.parse(text)
 
 
@@ -197,7 +197,7 @@ def test_what_is_allowed(text):
         "hf://team/pinned@v10/x",
     ],
 )
-def test_what_is_not_allowed(text):
+def test_uris_beside_a_prefix_are_refused(text):
     SourceUri.parse(text)
     with pytest.raises(InvalidAdapter, match=r"not allowed|without a path"):
         ALLOWED.check(text)
@@ -209,7 +209,7 @@ def test_without_prefixes_nothing_is_allowed():
 
 
 @pytest.mark.parametrize("prefix", ["bucket/x", "s3://bucket/../x", "s3://key:secret@bucket", "*", "s3://bucket/a*//"])
-def test_a_prefix_that_cannot_be_right_stops_the_start(prefix):
+def test_startup_fails_with_a_malformed_prefix(prefix):
     with pytest.raises(InvalidSettings, match="LORA_PLUGINS_ALLOWED_URIS") as caught:
         AllowedUris.parse(["file:///a", prefix])
     assert "secret" not in str(caught.value)
@@ -228,7 +228,7 @@ ANY = st.one_of(ATTACKS, st.text(max_size=60), st.builds("s3://bucket/{}".format
 
 @given(ANY)
 @example("file:///adapters/a%25252e")
-def test_a_uri_has_one_spelling_that_is_read_again_as_the_same(text):
+def test_a_uri_has_one_spelling_that_parses_as_itself(text):
     uri = parsed(text)
     if uri is not None:
         assert SourceUri.parse(str(uri)) == uri
@@ -236,7 +236,7 @@ def test_a_uri_has_one_spelling_that_is_read_again_as_the_same(text):
 
 
 @given(ANY)
-def test_whatever_is_allowed_lies_below_a_prefix_also_for_those_who_resolve_it(text):
+def test_every_allowed_uri_resolves_below_a_prefix(text):
     try:
         uri = ALLOWED.check(text)
     except InvalidAdapter:
@@ -259,7 +259,7 @@ def test_whatever_is_allowed_lies_below_a_prefix_also_for_those_who_resolve_it(t
 @example("100%")
 @example("a::b")
 @example("%2e%2e")
-def test_every_folder_that_a_name_can_have_survives_in_a_hub_uri(path):
+def test_every_folder_of_a_name_survives_in_a_hub_uri(path):
     try:
         name = AdapterName.parse(path)
     except AdapterNotFound:

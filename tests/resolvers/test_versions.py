@@ -1,4 +1,4 @@
-"""Versions of names: asked for anew, leased while a name needs them, found again by digest."""
+"""Versions of names: refreshed, leased while a name needs them, found again by digest."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def of_digest(chain: Chain, name: str, prefix: str, **more: bool):
 # --- the newest version
 
 
-def test_the_source_is_asked_anew_whatever_it_said_a_moment_ago(make):
+def test_a_refresh_asks_the_source_whatever_it_answered_before(make):
     source = FakeSource("s3")
     chain = make(source)
     assert chain.ask() is None
@@ -52,9 +52,9 @@ def test_the_source_is_asked_anew_whatever_it_said_a_moment_ago(make):
 def test_a_version_that_has_not_changed_is_only_confirmed(make):
     chain = make(FakeSource("s3", {"sql": GOOD}))
     first = chain.ask()
-    told = list(chain.told)
+    emitted = list(chain.emitted)
     assert newest(chain) is first
-    assert chain.told == [*told, AdapterConfirmed("sql", "s3")]
+    assert chain.emitted == [*emitted, AdapterConfirmed("sql", "s3")]
 
 
 def test_no_name_is_none(make):
@@ -63,7 +63,7 @@ def test_no_name_is_none(make):
     assert source.asked == []
 
 
-def test_an_outage_of_where_it_came_from_is_no_reason_to_take_anothers(make):
+def test_no_later_source_stands_in_for_an_unavailable_origin(make):
     one, two = FakeSource("one", {"sql": GOOD}), FakeSource("two", {"sql": turned()})
     chain = make(one, two)
     first = chain.ask()
@@ -73,7 +73,7 @@ def test_an_outage_of_where_it_came_from_is_no_reason_to_take_anothers(make):
     assert content(first.path) == GOOD
 
 
-def test_an_outage_elsewhere_does_not_keep_a_name_from_its_new_version(make):
+def test_another_sources_outage_does_not_hide_a_new_version(make):
     one, two = FakeSource("one", {"sql": SourceUnavailable("away")}), FakeSource("two", {"sql": GOOD})
     chain = make(one, two)
     assert chain.ask().source == "two"
@@ -81,7 +81,7 @@ def test_an_outage_elsewhere_does_not_keep_a_name_from_its_new_version(make):
     assert content(newest(chain).path) == turned()
 
 
-def test_those_who_ask_anew_share_one_answer_but_not_that_of_an_earlier_question(make):
+def test_refreshes_share_one_answer_but_not_an_earlier_one(make):
     source = FakeSource("s3", {"sql": GOOD})
     chain = make(source)
 
@@ -90,10 +90,10 @@ def test_those_who_ask_anew_share_one_answer_but_not_that_of_an_earlier_question
         early = asyncio.create_task(chain.resolve("sql", BASE.path))
         while not source.fetched:
             await asyncio.sleep(0.001)
-        anew = [asyncio.create_task(chain.latest("sql", None, BASE.path)) for _ in range(5)]
+        refreshes = [asyncio.create_task(chain.latest("sql", None, BASE.path)) for _ in range(5)]
         await asyncio.sleep(0.01)
         source.gate.set()
-        assert len({each.digest for each in await asyncio.gather(early, *anew)}) == 1
+        assert len({each.digest for each in await asyncio.gather(early, *refreshes)}) == 1
 
     asyncio.run(run())
     assert source.asked == ["sql"] * 2
@@ -118,7 +118,7 @@ def test_a_version_is_leased_until_its_name_is_released(make):
 
 
 @pytest.mark.parametrize("remote", [True, False])
-def test_what_was_released_is_leased_again_when_it_is_asked_for(make, remote):
+def test_a_released_version_is_leased_again_when_requested(make, remote):
     source = FakeSource("one", {"sql": GOOD}, remote=remote)
     chain = make(source)
     first = chain.ask()
@@ -128,7 +128,7 @@ def test_what_was_released_is_leased_again_when_it_is_asked_for(make, remote):
     assert source.fetched == ["sql"]
 
 
-def test_a_new_version_that_is_released_takes_nothing_from_the_old_one(make):
+def test_releasing_a_new_version_keeps_the_old_lease(make):
     source = FakeSource("s3", {"sql": GOOD})
     chain = make(source)
     first = chain.ask()
@@ -158,7 +158,7 @@ def test_one_name_releases_nothing_that_another_is_verifying(make):
     assert not leased(chain, second)
 
 
-def test_a_new_version_that_does_not_fit_is_not_leased_and_the_old_one_is(make):
+def test_a_new_version_that_does_not_fit_is_not_leased(make):
     source = FakeSource("s3", {"sql": GOOD})
     chain = make(source)
     first = chain.ask()
@@ -191,7 +191,7 @@ def test_an_earlier_version_is_found_by_its_digest_without_asking(make):
     assert len(source.asked) == asked
 
 
-def test_a_prefix_that_is_short_or_unknown_or_empty_finds_nothing(make):
+def test_a_short_unknown_or_empty_prefix_finds_nothing(make):
     chain = make(FakeSource("s3", {"sql": GOOD}))
     digest = chain.ask().digest
     other = "0" if digest[0] != "0" else "1"
@@ -218,7 +218,7 @@ def test_a_name_does_not_reach_versions_of_another(make):
     assert of_digest(chain, "mine", theirs.digest, of_any_name=True).path == theirs.path
 
 
-def test_after_a_restart_the_versions_of_a_name_are_found_once_its_source_is_known(make):
+def test_after_a_restart_versions_are_found_once_located(make):
     source = FakeSource("s3", {"sql": GOOD})
     before = make(source)
     first = before.ask()
@@ -232,7 +232,7 @@ def test_after_a_restart_the_versions_of_a_name_are_found_once_its_source_is_kno
     assert after.kinds.count(AdapterFetched) == 1
 
 
-def test_a_version_by_digest_is_held_against_the_served_model(make):
+def test_a_version_by_digest_is_validated_against_the_base_model(make):
     chain = make(FakeSource("s3", {"sql": GOOD}))
     first = chain.ask()
     chain.release("sql", first.path)
@@ -250,7 +250,7 @@ def test_a_damaged_version_is_not_found(make):
     assert of_digest(chain, "sql", first.digest) is None
 
 
-def test_a_pickle_by_digest_is_refused_where_it_is_not_allowed(make):
+def test_a_pickle_by_digest_is_refused_where_not_allowed(make):
     files = {"adapter_config.json": GOOD["adapter_config.json"], "adapter_model.bin": b"pickle"}
     source = FakeSource("s3", {"sql": files})
     digest = make(source, allow_pickle=True).ask().digest
@@ -258,7 +258,7 @@ def test_a_pickle_by_digest_is_refused_where_it_is_not_allowed(make):
         of_digest(make(source), "sql", digest, of_any_name=True)
 
 
-def test_what_a_resolved_adapter_says_of_itself(make):
+def test_a_resolved_adapter_has_digest_uri_rank_and_size(make):
     resolved = make(FakeSource("s3", {"team/sql": GOOD})).ask("team/sql")
     assert resolved.digest == resolved.path.name
     assert Path(resolved.path).is_dir()

@@ -40,7 +40,7 @@ class SourceHarness(ABC):
 
     @abstractmethod
     def break_source(self) -> None:
-        """From now on the place cannot say what it has."""
+        """From now on the place does not answer."""
 
     @abstractmethod
     def restore_source(self) -> None:
@@ -194,7 +194,7 @@ class SourceContract:
         assert {file.name for file in found.files} <= set(ADAPTER_FILES)
         assert [name for name, _, _ in found.promised] == [file.name for file in found.files]
 
-    def test_where_it_lies_is_told_by_a_uri_of_its_own(self, harness, find):
+    def test_each_adapter_has_a_uri(self, harness, find):
         for name in ("sql", "sql/b", "team/sql"):
             harness.put_adapter(name, adapter_files())
         uris = [find(name).uri for name in ("sql", "sql/b", "team/sql")]

@@ -91,11 +91,11 @@ def test_the_uri_is_the_name_below_the_root(root):
     assert found.uri.endswith("/team/a%20b%2520%23%3F%40v2")
 
 
-def test_it_is_no_round_trip(root):
+def test_it_costs_no_round_trip(root):
     assert FilesystemSource(root).remote is False
 
 
-def test_it_says_where_it_looks(root):
+def test_its_text_names_its_root(root):
     assert str(FilesystemSource(root)) == f"filesystem ({root})"
 
 
@@ -156,13 +156,13 @@ def test_a_directory_symlinked_out_of_the_root_is_refused(root, outside):
         locate(FilesystemSource(root), "sql")
 
 
-def test_a_symlink_on_the_way_out_of_the_root_is_refused(root, outside):
+def test_a_parent_symlinked_out_of_the_root_is_refused(root, outside):
     (root / "team").symlink_to(outside.parent)
     with pytest.raises(InvalidAdapter, match="leaves the adapter root"):
         locate(FilesystemSource(root), "team/sql")
 
 
-def test_what_lies_outside_is_not_told_by_a_symlink(root, outside):
+def test_a_symlink_does_not_reveal_what_lies_outside(root, outside):
     # The same answer whether or not there is an adapter behind it.
     (outside / CONFIG_FILE).unlink()
     (outside / WEIGHTS_FILE).unlink()
@@ -171,13 +171,13 @@ def test_what_lies_outside_is_not_told_by_a_symlink(root, outside):
         locate(FilesystemSource(root), "sql")
 
 
-def test_a_symlink_out_of_the_root_is_followed_where_that_is_allowed(root, outside, rank):
+def test_a_symlink_out_of_the_root_is_followed_where_allowed(root, outside, rank):
     (root / "sql").symlink_to(outside)
     assert rank(FilesystemSource(root, follow_symlinks=True)) == 4
 
 
 @pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE])
-def test_a_file_symlinked_out_of_the_root_is_refused_or_followed(root, outside, rank, store, file):
+def test_a_file_symlinked_outside_is_refused_or_followed(root, outside, rank, store, file):
     put(root / "sql", adapter_files())
     (root / "sql" / file).unlink()
     (root / "sql" / file).symlink_to(outside / file)
@@ -201,7 +201,7 @@ def test_a_root_that_is_a_symlink_is_a_root(root, tmp_path, rank):
     assert rank(FilesystemSource(tmp_path / "link")) == 4
 
 
-def test_a_symlink_that_is_bent_outwards_before_the_fetch_is_refused(root, outside, store):
+def test_a_symlink_redirected_before_the_fetch_is_refused(root, outside, store):
     put(root / "sql", adapter_files())
     found = located(FilesystemSource(root), "sql")
     shutil.rmtree(root / "sql")
@@ -229,7 +229,7 @@ def test_a_named_pipe_for_a_configuration_does_not_hang(root):
 
 
 @pytest.mark.timeout(120)
-def test_a_named_pipe_that_takes_a_files_place_does_not_hang(root, store):
+def test_a_named_pipe_in_a_files_place_does_not_hang(root, store):
     put(root / "sql", adapter_files())
     found = located(FilesystemSource(root), "sql")
     (root / "sql" / WEIGHTS_FILE).unlink()
@@ -306,7 +306,7 @@ def test_a_snapshot_outlives_its_source(root, store, how):
     assert store.verify(stored.digest)
 
 
-def test_a_snapshot_shares_no_file_with_its_source_and_has_no_way_out(root, store):
+def test_a_snapshot_shares_no_file_with_its_source(root, store):
     put(root / "sql", adapter_files())
     source = FilesystemSource(root)
     stored = obtain(store, source, located(source, "sql"))
@@ -315,7 +315,7 @@ def test_a_snapshot_shares_no_file_with_its_source_and_has_no_way_out(root, stor
         assert not os.path.samefile(stored.directory / name, root / "sql" / name)
 
 
-def test_touching_an_adapter_is_a_new_version_of_the_same_path(root, store):
+def test_touching_an_adapter_makes_a_new_version(root, store):
     put(root / "sql", adapter_files())
     source = FilesystemSource(root)
     first = located(source, "sql")
@@ -350,7 +350,7 @@ def test_an_adapter_on_another_file_system_is_copied(elsewhere, store):
 
 
 @pytest.mark.parametrize("code", sorted(filesystem._NO_KERNEL_COPY))
-def test_where_the_kernel_does_not_copy_we_do(root, store, rank, monkeypatch, code):
+def test_files_are_copied_where_the_kernel_cannot(root, store, rank, monkeypatch, code):
     def refuse(*_):
         raise OSError(code, os.strerror(code))
 
@@ -359,7 +359,7 @@ def test_where_the_kernel_does_not_copy_we_do(root, store, rank, monkeypatch, co
     assert rank(FilesystemSource(root)) == 4
 
 
-def test_an_error_halfway_through_the_kernels_copy_is_no_reason_to_begin_anew(root, store, monkeypatch):
+def test_an_error_halfway_through_a_kernel_copy_is_raised(root, store, monkeypatch):
     real = os.copy_file_range
     calls = []
 
@@ -378,7 +378,7 @@ def test_an_error_halfway_through_the_kernels_copy_is_no_reason_to_begin_anew(ro
 
 
 @pytest.mark.parametrize("kernel", [True, False])
-def test_what_has_landed_is_told_while_it_is_copied(root, tmp_path, monkeypatch, kernel):
+def test_what_has_landed_is_reported_while_copying(root, tmp_path, monkeypatch, kernel):
     if not kernel:
         monkeypatch.setattr(filesystem, "_NO_KERNEL_COPY", {errno.EXDEV, errno.EINVAL})
         monkeypatch.setattr(filesystem.os, "copy_file_range", Mock(side_effect=OSError(errno.EXDEV, "other device")))
@@ -386,19 +386,19 @@ def test_what_has_landed_is_told_while_it_is_copied(root, tmp_path, monkeypatch,
     put(root / "sql", adapter_files(pair(LAYER.format(0, "q_proj"), 4, 200_000, 8)))
     source = FilesystemSource(root)
     found = located(source, "sql")
-    told: dict[str, list[int]] = {}
+    reported: dict[str, list[int]] = {}
     (tmp_path / "arriving").mkdir()
     arriving = PartialDownload(tmp_path / "arriving", [file.name for file in found.files])
-    arriving.landed = lambda name, done: told.setdefault(name, []).append(done)
+    arriving.landed = lambda name, done: reported.setdefault(name, []).append(done)
     asyncio.run(source.fetch(found, arriving))
     for file in found.files:
-        assert told[file.name] == sorted(set(told[file.name]))
-        assert told[file.name][-1] == file.size_bytes
-    assert len(told[WEIGHTS_FILE]) >= 4
+        assert reported[file.name] == sorted(set(reported[file.name]))
+        assert reported[file.name][-1] == file.size_bytes
+    assert len(reported[WEIGHTS_FILE]) >= 4
 
 
 @pytest.mark.parametrize("how", ["replaced", "overwritten in place", "grown", "truncated", "deleted"])
-def test_a_file_that_changes_while_it_is_copied_is_another_version(root, store, monkeypatch, how):
+def test_a_file_that_changes_while_copied_is_a_version_change(root, store, monkeypatch, how):
     weights = root / "sql" / WEIGHTS_FILE
     put(root / "sql", adapter_files())
     put(root / "new", turned())
@@ -430,7 +430,7 @@ def test_a_file_that_changes_while_it_is_copied_is_another_version(root, store, 
 
 
 @pytest.mark.parametrize("gone", ["file", "directory"])
-def test_what_is_gone_at_the_fetch_is_another_version_not_a_404(root, store, gone):
+def test_what_vanishes_before_the_fetch_is_a_version_change(root, store, gone):
     put(root / "sql", adapter_files())
     source = FilesystemSource(root)
     found = located(source, "sql")

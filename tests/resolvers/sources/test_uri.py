@@ -40,8 +40,8 @@ class Chain(SourceChain):
     """A chain without any source, that remembers its events."""
 
     def __init__(self, store: Path, **settings: Any) -> None:
-        self.told: list[Any] = []
-        super().__init__(Settings(**settings), Events(self.told.append), Store(store))
+        self.emitted: list[Any] = []
+        super().__init__(Settings(**settings), Events(self.emitted.append), Store(store))
         self.base = BASE
 
     def load(self, uri: str, name: str = "sql") -> ResolvedAdapter:
@@ -55,7 +55,7 @@ class Chain(SourceChain):
 
     @property
     def kinds(self) -> list[type]:
-        return [type(event) for event in self.told]
+        return [type(event) for event in self.emitted]
 
 
 class Place:
@@ -150,13 +150,13 @@ def test_an_adapter_is_fetched_verified_and_leased_by_its_uri(place, chain):
     assert resolved.asked_uri == resolved.uri == f"{place.prefix}/v1"
     assert content(resolved.path) == GOOD
     assert not chain.store.remove(digest)
-    fetched, event = chain.told
+    fetched, event = chain.emitted
     assert isinstance(fetched, AdapterFetched)
     assert isinstance(event, AdapterResolved)
     assert (fetched.name, fetched.uri, event.name, event.source) == ("sql", resolved.uri, "sql", place.label)
 
 
-def test_the_uri_is_no_name_and_the_name_knows_nothing_of_the_uri(place, chain):
+def test_a_uri_is_no_name_of_its_adapter(place, chain):
     place.put("v1", GOOD)
     chain.load(f"{place.prefix}/v1")
     assert chain.ask("sql") is None
@@ -171,7 +171,7 @@ def test_where_nothing_lies_it_is_not_found(place, chain):
     assert chain.kinds == [AdapterUnknown]
 
 
-def test_a_broken_adapter_is_refused_as_by_name_and_leaves_nothing(place, chain):
+def test_a_broken_adapter_is_refused_and_leaves_nothing(place, chain):
     place.put("v1", BROKEN)
     for _ in range(2):
         with pytest.raises(InvalidAdapter) as caught:
@@ -181,7 +181,7 @@ def test_a_broken_adapter_is_refused_as_by_name_and_leaves_nothing(place, chain)
     assert set(chain.kinds) == {AdapterRejected}
 
 
-def test_it_is_held_against_the_served_model(place, chain):
+def test_it_is_validated_against_the_served_model(place, chain):
     place.put("v1", GOOD)
     chain.base = replace(BASE, max_rank=1)
     with pytest.raises(IncompatibleAdapter):
@@ -190,7 +190,7 @@ def test_it_is_held_against_the_served_model(place, chain):
     assert chain.store.remove(digest), "not leased"
 
 
-def test_a_new_version_is_seen_at_once_and_the_old_one_stays(place, chain):
+def test_a_new_version_leaves_the_old_one_in_place(place, chain):
     uri = f"{place.prefix}/v1"
     place.put("v1", GOOD)
     first = chain.load(uri)
@@ -208,7 +208,7 @@ def test_a_new_version_is_seen_at_once_and_the_old_one_stays(place, chain):
     assert not chain.store.remove(second.digest)
 
 
-def test_a_broken_new_version_is_raised_and_the_old_one_stays(place, chain):
+def test_a_broken_new_version_leaves_the_old_one(place, chain):
     uri = f"{place.prefix}/v1"
     place.put("v1", GOOD)
     first = chain.load(uri)
@@ -223,7 +223,7 @@ def test_a_broken_new_version_is_raised_and_the_old_one_stays(place, chain):
     assert content(chain.newest(uri).path) == turned()
 
 
-def test_gone_from_the_source_is_none_and_what_is_served_stays(place, chain):
+def test_what_left_the_source_is_still_served(place, chain):
     uri = f"{place.prefix}/v1"
     place.put("v1", GOOD)
     place.put("beside", GOOD)
@@ -236,7 +236,7 @@ def test_gone_from_the_source_is_none_and_what_is_served_stays(place, chain):
         chain.load(uri)
 
 
-def test_two_names_and_two_uris_of_the_same_bytes_share_one_directory(place, chain):
+def test_names_and_uris_of_the_same_bytes_share_a_directory(place, chain):
     for folder in ("one", "two"):
         place.put(folder, GOOD)
     first = chain.load(f"{place.prefix}/one", "a")
@@ -271,7 +271,7 @@ def test_what_is_not_allowed_says_nothing_of_what_is_there(place, chain, leave, 
     with pytest.raises(InvalidAdapter) as again:
         chain.newest(leave.format(place.prefix))
     assert str(again.value) == str(caught.value)
-    assert chain.told == []
+    assert chain.emitted == []
     assert chain.store.layout.digests() == []
 
 
@@ -280,7 +280,7 @@ def test_a_malformed_name_is_refused_before_anything_is_asked(place, chain, name
     place.put("v1", GOOD)
     with pytest.raises(InvalidAdapter, match="choose another name"):
         chain.load(f"{place.prefix}/v1", name)
-    assert chain.told == []
+    assert chain.emitted == []
 
 
 def test_without_prefixes_nothing_is_fetched(place, tmp_path):
@@ -313,7 +313,7 @@ def both(tmp_path: Path) -> Chain:
     return chain
 
 
-def test_a_name_by_uri_and_at_a_source_are_two_things(both, tmp_path):
+def test_a_name_by_uri_and_at_a_source_differ(both, tmp_path):
     uri = (tmp_path / "allowed" / "v1").as_uri()
     for _ in range(2):
         by_name, by_uri = both.ask("sql"), both.load(uri)
@@ -335,7 +335,7 @@ def test_both_at_once_do_not_get_each_others_answer(both, tmp_path):
     assert [content(each.path) for each in (by_name, by_uri, newest)] == [turned(), GOOD, turned()]
 
 
-def test_the_same_bytes_by_name_and_by_uri_are_fetched_once(tmp_path):
+def test_a_name_and_a_uri_share_one_fetch(tmp_path):
     put(tmp_path / "root" / "sql", GOOD)
     chain = Chain(tmp_path / "store", allowed_uris=((tmp_path / "root").as_uri(),))
     chain.add(FilesystemSource(tmp_path / "root"))
@@ -457,7 +457,7 @@ def test_a_revision_of_the_uri_is_what_is_served(hub, tmp_path):
 
 
 @pytest.mark.parametrize(("prefix", "followed"), [("hf://team", False), ("hf://team/sql", True)])
-def test_a_repository_that_moved_is_followed_only_where_it_is_named(hub, tmp_path, prefix, followed):
+def test_a_moved_repository_is_followed_only_where_named(hub, tmp_path, prefix, followed):
     hub.commit("team/sql", GOOD)
     hub.move("team/sql", "strangers/sql")
     chain = Chain(tmp_path / "store", allowed_uris=(prefix,))

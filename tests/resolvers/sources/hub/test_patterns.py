@@ -40,7 +40,7 @@ def match(entries: str, name: str) -> HubTarget | None:
         ("org/repo@v2, org/repo", "org/repo@v9", HubTarget("org/repo", "", "v9", True)),
     ],
 )
-def test_names_that_the_list_has(entries, name, target):
+def test_names_on_the_list_match(entries, name, target):
     assert match(entries, name) == target
 
 
@@ -70,7 +70,7 @@ def test_names_that_the_list_has(entries, name, target):
         ("", "org/repo"),
     ],
 )
-def test_names_that_the_list_does_not_have(entries, name):
+def test_names_outside_the_list_do_not_match(entries, name):
     patterns = HubPatterns.parse(entries.split(",") if entries else [])
     assert patterns.match(AdapterName.parse(name)) is None
 
@@ -100,7 +100,7 @@ def test_names_that_the_list_does_not_have(entries, name):
         "org/repo\n",
     ],
 )
-def test_an_entry_that_cannot_be_right_stops_the_start(entry):
+def test_startup_fails_with_a_malformed_entry(entry):
     if entry.strip() != entry:
         entry = f"a\n{entry}"
     with pytest.raises(InvalidSettings, match="VLLM_LORA_RESOLVER_HF_REPO_LIST"):

@@ -157,7 +157,7 @@ def test_each_failure_has_its_kind_and_error(error: Exception, kind: FailureKind
     assert "u:p" not in str(mapped)
 
 
-def test_http_filesystem_says_not_found_of_an_outage_and_we_do_not() -> None:
+def test_an_http_outage_is_not_taken_for_not_found() -> None:
     outage = FileNotFoundError("http://h/k")
     outage.__cause__ = aiohttp.ClientResponseError(REQUEST, (), status=500)
     assert diagnose(outage).kind is FailureKind.SERVER

@@ -80,7 +80,7 @@ def _md5(data: bytes) -> str:
     breaks=st.lists(st.integers(-1, 1200), max_size=3),
     range_bytes=st.integers(1, 3000),
 )
-def test_any_breaks_end_in_the_same_bytes_without_a_byte_twice(sizes, breaks, range_bytes) -> None:
+def test_after_any_breaks_each_byte_is_read_once(sizes, breaks, range_bytes) -> None:
     range_bytes = max(range_bytes, max(sizes) // 20)
     shelf = Shelf({f"f{i}": os.urandom(size) for i, size in enumerate(sizes)}, list(breaks))
     limits = DownloadLimits(20, 4, 0.0001, 0.001, range_bytes, parallel=3)
@@ -148,7 +148,7 @@ def test_damaged_once_is_fetched_once_more(tmp_path: Path) -> None:
     assert sum(name == "config" for name, _, _ in shelf.reads) == 1
 
 
-def test_damaged_twice_is_not_had_unless_the_etag_is_no_md5(tmp_path: Path) -> None:
+def test_damage_twice_is_refused_unless_etags_are_no_md5(tmp_path: Path) -> None:
     shelf = Shelf({"weights": bytes(5000)})
     with pytest.raises(SourceUnavailable, match="MD5") as caught:
         run(shelf, tmp_path, etags={"weights": _md5(b"other")})
@@ -158,7 +158,7 @@ def test_damaged_twice_is_not_had_unless_the_etag_is_no_md5(tmp_path: Path) -> N
     assert (tmp_path / "weights").read_bytes() == bytes(5000)
 
 
-def test_deadline(tmp_path: Path) -> None:
+def test_a_slow_reader_ends_at_the_deadline(tmp_path: Path) -> None:
     class Slow(Shelf):
         def read(self, file, start, end, write):
             self.stopped.wait(60)

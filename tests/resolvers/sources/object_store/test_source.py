@@ -11,11 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
-import fsspec
 import pytest
 
 from lora_plugins.adapter.config import CONFIG_FILE
-from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.verify import WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, SourceUnavailable
 from lora_plugins.resolvers.sources.object_store.s3 import s3_storage_options
@@ -59,7 +57,7 @@ _ = (bed, s3, shared_proxy)
         "nonsense://bucket/{lora_name}",
     ],
 )
-def test_impossible_templates(template: str) -> None:
+def test_impossible_templates_are_refused(template: str) -> None:
     with pytest.raises(InvalidSettings) as caught:
         ObjectSource(template)
     assert "password" not in str(caught.value)
@@ -81,7 +79,7 @@ def test_impossible_templates(template: str) -> None:
         ("s3://adapters/{lora_name}", "modèle/数据", BASE, "modèle/数据"),
     ],
 )
-def test_keys(bed: Bed, template: str, name: str, base: str, key: str) -> None:
+def test_templates_name_the_key_of_an_adapter(bed: Bed, template: str, name: str, base: str, key: str) -> None:
     bed.bucket.put_many(key, FILES)
     source = bed.source(template)
     located = locate(source, name, base)
@@ -90,37 +88,12 @@ def test_keys(bed: Bed, template: str, name: str, base: str, key: str) -> None:
     assert read(asyncio.run(bed.obtain(source, located))) == FILES
 
 
-@pytest.mark.parametrize("name", ["*", "sq?", "[s]ql", "s*", "sql/*"])
-def test_names_are_never_patterns(bed: Bed, name: str) -> None:
-    bed.put("sql")
-    assert locate(bed.source(), name) is None
-
-
-def test_absent_is_none_with_one_request(bed: Bed) -> None:
+def test_absence_costs_one_request(bed: Bed) -> None:
     bed.put("sql-longer")
     bed.bucket.put("loras/sql/nested/adapter_config.json", b"{}")
     bed.bucket.put("loras/sql/README.md", b"")
     assert locate(bed.source()) is None
     assert len(bed.proxy.requests()) == 1
-
-
-def test_weights_without_configuration(bed: Bed) -> None:
-    bed.put(files={WEIGHTS_FILE: b"x"})
-    with pytest.raises(AdapterNotFound, match=CONFIG_FILE):
-        locate(bed.source())
-
-
-def test_version_follows_the_bytes(bed: Bed) -> None:
-    bed.put()
-    source = bed.source()
-    first, again = locate(source), locate(source)
-    bed.put(files={WEIGHTS_FILE: WEIGHTS[::-1]})
-    changed = locate(source)
-    assert first is not None
-    assert again == first
-    assert changed is not None
-    assert changed.version != first.version
-    assert [file.name for file in first.files] == [CONFIG_FILE, WEIGHTS_FILE]
 
 
 def test_multipart_object_is_served(bed: Bed) -> None:
@@ -152,24 +125,7 @@ def test_listing_and_objects_denied_is_not_absence(bed: Bed) -> None:
         locate(bed.source())
 
 
-def test_many_at_once(bed: Bed) -> None:
-    names = [f"n{i}" for i in range(20)]
-    for name in names:
-        bed.put(name, {CONFIG_FILE: name.encode(), WEIGHTS_FILE: name.encode() * 1000})
-    source = bed.source()
-
-    async def run() -> None:
-        async def one(name: str) -> None:
-            located = await source.locate(AdapterName.parse(name), BASE)
-            assert located is not None
-            assert read(await bed.obtain(source, located))[CONFIG_FILE] == name.encode()
-
-        await asyncio.gather(*map(one, names))
-
-    asyncio.run(run())
-
-
-def test_anonymous(bed: Bed) -> None:
+def test_anonymous_requests_are_not_signed(bed: Bed) -> None:
     bed.bucket.put_many("loras/sql", FILES, public=True)
     options = s3_storage_options({**bed.s3.env(bed.proxy.url, anonymous=True), "AWS_SKIP_SIGNATURE": "true"})
     assert read(bed.serve(bed.source(storage_options=options))) == FILES
@@ -177,7 +133,7 @@ def test_anonymous(bed: Bed) -> None:
     assert not any("X-Amz-Signature" in request.query for request in bed.proxy.requests())
 
 
-def test_from_settings(bed: Bed, tmp_path: Path) -> None:
+def test_settings_make_the_source(bed: Bed, tmp_path: Path) -> None:
     bed.put()
     env = {
         **bed.s3.env(bed.proxy.url),
@@ -193,35 +149,6 @@ def test_from_settings(bed: Bed, tmp_path: Path) -> None:
 
 
 # Other protocols.
-
-
-@pytest.fixture
-def memory() -> Iterator[fsspec.AbstractFileSystem]:
-    filesystem = fsspec.filesystem("memory")
-    yield filesystem
-    filesystem.rm("/loras", recursive=True)
-
-
-def put_memory(memory: fsspec.AbstractFileSystem, name: str, files: dict[str, bytes]) -> None:
-    for file, data in files.items():
-        memory.pipe_file(f"/loras/{name}/{file}", data)
-
-
-def test_memory(bed: Bed, memory: fsspec.AbstractFileSystem) -> None:
-    put_memory(memory, "team/a*b?", FILES)
-    source = ObjectSource("memory://loras/{lora_name}", limits=LIMITS)
-    assert locate(source, "team/axb") is None
-    assert read(bed.serve(source, "team/a*b?")) == FILES
-    first = locate(source, "team/a*b?")
-    put_memory(memory, "team/a*b?", {WEIGHTS_FILE: WEIGHTS[::-1]})
-    second = locate(source, "team/a*b?")
-    assert first is not None
-    assert second is not None
-    assert first.version != second.version
-    put_memory(memory, "team/a*b?", {WEIGHTS_FILE: WEIGHTS})
-    with pytest.raises(VersionChanged):
-        asyncio.run(bed.obtain(source, second))
-    bed.assert_clean()
 
 
 class _Files(http.server.BaseHTTPRequestHandler):
@@ -271,7 +198,7 @@ def web() -> Iterator[tuple[str, type[_Files]]]:
 
 
 @pytest.mark.parametrize("name", ["sql", "team/a b?c#d%2e&é"])
-def test_web(bed: Bed, web, name: str) -> None:
+def test_http_adapters_are_served_by_version(bed: Bed, web, name: str) -> None:
     template, handler = web
     handler.files = {f"/l/{name}/{file}": data for file, data in FILES.items()}
     source = ObjectSource(template, limits=LIMITS)
@@ -327,7 +254,7 @@ def test_local_link_follows_the_version(bed: Bed, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("there", ["file", "directory", "foreign link", "linked parent"])
-def test_what_is_not_ours_is_left(bed: Bed, tmp_path: Path, caplog: pytest.LogCaptureFixture, there: str) -> None:
+def test_a_foreign_file_is_left_alone(bed: Bed, tmp_path: Path, caplog: pytest.LogCaptureFixture, there: str) -> None:
     bed.put("team/sql")
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -349,7 +276,7 @@ def test_what_is_not_ours_is_left(bed: Bed, tmp_path: Path, caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize("template", ["{lora_name}", "relative/{lora_name}", "/x/{name}", "/x"])
-def test_impossible_local_templates(template: str) -> None:
+def test_impossible_local_templates_are_refused(template: str) -> None:
     with pytest.raises(InvalidSettings, match="LOCAL_PATH_TEMPLATE"):
         ObjectSource("memory://l/{lora_name}", local_template=template)
 
@@ -357,7 +284,7 @@ def test_impossible_local_templates(template: str) -> None:
 # AWS variables.
 
 
-def test_storage_options() -> None:
+def test_storage_options_leave_the_rest_to_botocore() -> None:
     options = s3_storage_options({"AWS_REGION": "eu-west-1"})
     assert "endpoint_url" not in options
     assert options["client_kwargs"] == {"region_name": "eu-west-1"}
@@ -367,7 +294,7 @@ def test_storage_options() -> None:
 
 
 @pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"])
-def test_endpoints(variable: str) -> None:
+def test_each_endpoint_variable_is_read(variable: str) -> None:
     assert s3_storage_options({variable: "https://h"})["endpoint_url"] == "https://h"
     assert s3_storage_options({variable: "https://h"})["config_kwargs"]["s3"] == {"addressing_style": "path"}
     hosted = s3_storage_options({variable: "https://h", "AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "true"})
@@ -385,7 +312,7 @@ def test_endpoints(variable: str) -> None:
         {"AWS_ALLOW_HTTP": "perhaps"},
     ],
 )
-def test_impossible_aws_variables(env: dict[str, str]) -> None:
+def test_impossible_aws_variables_are_refused(env: dict[str, str]) -> None:
     with pytest.raises(InvalidSettings) as caught:
         s3_storage_options(env)
     assert "password" not in str(caught.value)
