@@ -259,6 +259,14 @@ def test_every_form_of_scrape_has_the_same_metrics(metered: Metered) -> None:
     assert "vllm:lora_adapter_loaded" in same
 
 
+def both_have_started(server: Server) -> None:
+    """Wait for the second of two API servers: as soon as one has started, the port answers."""
+    ends = time.monotonic() + LONGEST_S
+    while server.log().count("Application startup complete") < 2:
+        assert time.monotonic() < ends, server.log()[-4000:]
+        time.sleep(LOOK_S)
+
+
 def test_several_api_servers_show_one_sum(bed: Bed, tmp_path: Path) -> None:
     """vLLM's multiprocess mode, in which it serves static modules only: whichever server is asked, all is counted."""
     names = ["sql", "chat", "wide"]
@@ -276,6 +284,8 @@ def test_several_api_servers_show_one_sum(bed: Bed, tmp_path: Path) -> None:
             **ENVIRONMENT,
         },
     ) as server:
+        # One that starts while the other is asked loads the modules again, and creates files that a scrape reads.
+        both_have_started(server)
         for name in names * 4:
             answer = complete(connect(server), name, PROMPT, MAX_TOKENS)  # a connection of its own, to either
             assert list(answer.token_ids) == bed.answers[name]
