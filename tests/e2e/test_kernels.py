@@ -33,7 +33,9 @@ def kernels(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kern
         *("--served-model-name", "base", "--no-enable-prefix-caching"),
         *("--lora-modules", *(f"{name}={bed.adapters / name}" for name in NAMES)),
     )
-    with lora_server(bed, tmp_path_factory.mktemp("kernels"), *arguments, plugins=[KERNELS]) as server:
+    home = tmp_path_factory.mktemp("kernels")
+    # Spawned: forked processes have the plugins already, and do not log that they load them.
+    with lora_server(bed, home, *arguments, plugins=[KERNELS], is_forking=False) as server:
         yield Kernels(server, bed)
 
 
