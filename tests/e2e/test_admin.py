@@ -400,6 +400,7 @@ def resident_mb(server: Server) -> float:
     return sum(child.memory_info().rss for child in children if child.is_running()) / 1e6
 
 
+@pytest.mark.slow
 def test_two_hundred_swaps_under_load(admin: Admin) -> None:
     """Every answer is that of the old or of the new version, nobody is refused, and nothing grows."""
     versions = [list(admin.bed.answers[name]) for name in ("sql", "chat")]

@@ -20,7 +20,7 @@ from testbed.models import DEMO_ADAPTERS, PROMPT
 from testbed.server import vllm_server
 from tests.e2e.conftest import OneSlot
 from tests.e2e.servers import ENVIRONMENT, KERNELS, MANAGER, RESOLVER
-from tests.e2e.standing_still import LONGEST_S
+from tests.e2e.standing_still import LONGEST_S, seen
 
 NAMES = [spec.name for spec in DEMO_ADAPTERS]
 FIXED = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -45,12 +45,6 @@ async def ids_of(client: httpx.AsyncClient, name: str, tokens: int = MAX_TOKENS,
     answer = await client.post("/v1/completions", json={"model": name, "max_tokens": tokens, **FIXED, **more})
     assert answer.status_code == 200, answer.text
     return list(answer.json()["choices"][0]["token_ids"])
-
-
-async def is_so(what: Any) -> None:
-    async with asyncio.timeout(LONGEST_S):
-        while not await what():
-            await asyncio.sleep(0.02)
 
 
 async def held_of(client: httpx.AsyncClient, name: str) -> int:
@@ -79,7 +73,7 @@ def test_preempted_requests_give_the_same_tokens(one_slot: OneSlot) -> None:
 
             alone = await ids_of(client, "sql", 300)
             together = [asyncio.create_task(ids_of(client, "sql", 300)) for _ in range(8)]
-            await is_so(is_preempted)  # before another adapter is asked for, which would divide them
+            await seen(is_preempted)  # before another adapter is asked for, which would divide them
             await asyncio.gather(*(ids_of(client, "chat", 300) for _ in range(2)))
             return alone, await asyncio.gather(*together)
 
@@ -108,7 +102,7 @@ def test_failing_streams_hold_no_slot(one_slot: OneSlot) -> None:
                 return failed >= len(failing)
 
             failing = [asyncio.create_task(fail()) for _ in range(4)]
-            await is_so(all_have_failed)
+            await seen(all_have_failed)
             assert await ids_of(client, "chat") == one_slot.bed.answers["chat"]  # they go on until it is answered
             done.set()
             await asyncio.gather(*failing)
@@ -156,7 +150,7 @@ def test_held_requests_count_as_waiting_in_metrics(one_slot: OneSlot) -> None:
                     bool(re.search(r"^vllm:num_requests_waiting\{.*\} [1-9]", metrics, re.MULTILINE)) or running.done()
                 )
 
-            await is_so(waiting)
+            await seen(waiting)
             answers = await asyncio.gather(*held)
             assert answers == [one_slot.bed.answers["chat"]] * 3
             await running
@@ -190,7 +184,7 @@ def test_many_aborts_leave_nothing_held(one_slot: OneSlot) -> None:
                 views = (await client.get("/v1/loras")).json()["loras"]
                 return not any(view["requests_held"] or view["requests_in_flight"] for view in views)
 
-            await is_so(is_quiet)
+            await seen(is_quiet)
 
     asyncio.run(run())
 

@@ -16,6 +16,7 @@ from testbed.server import outer_environment
 from tests.e2e.servers import ENVIRONMENT
 
 pytest.importorskip("triton", reason="Triton's interpreter comes with Triton, which is for Linux only")
+pytestmark = pytest.mark.slow
 
 NAMES = [spec.name for spec in DEMO_ADAPTERS]
 TOKENS = 4  # the interpreter takes its time
