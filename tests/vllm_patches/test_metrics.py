@@ -5,10 +5,13 @@ Each case has a process of its own, because the registry is the process's.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -51,21 +54,68 @@ def absent(lines):
 """
 
 
-def run(script: str, **env: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(script)],
-        capture_output=True,
+# Reads cases, and forks a process for each of them, which need not import vLLM again.
+FORKING = """
+import json, os, sys, traceback
+for line in sys.stdin:
+    script, env, said = json.loads(line)
+    pid = os.fork()
+    if not pid:
+        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 1)
+        os.environ.update(env)
+        try:
+            exec(script)
+        except BaseException:
+            print(traceback.format_exc())
+            sys.stdout.flush()
+            os._exit(1)
+        sys.stdout.flush()
+        os._exit(0)
+    print(os.waitpid(pid, 0)[1], flush=True)
+"""
+
+Run = Callable[..., str]
+
+
+@contextmanager
+def forking(home: Path, **env: str) -> Iterator[Run]:
+    """What runs a script behind `PRELUDE` in a process of its own, with further variables, and returns its output."""
+    with subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + FORKING],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        check=False,
-        timeout=120,
+        bufsize=1,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **env},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    ) as process:
+
+        def run(script: str, **env: str) -> str:
+            said = home / f"said-{len(list(home.iterdir()))}"
+            process.stdin.write(json.dumps([textwrap.dedent(script), env, str(said)]) + "\n")
+            status = process.stdout.readline()
+            assert status == "0\n", (status, said.read_text() if said.exists() else "")
+            return said.read_text()
+
+        yield run
+        process.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    with forking(tmp_path_factory.mktemp("metrics")) as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def run_with_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """In vLLM's multiprocess mode, which is chosen when prometheus_client is imported."""
+    files = str(tmp_path_factory.mktemp("files"))
+    with forking(tmp_path_factory.mktemp("metrics"), PROMETHEUS_MULTIPROC_DIR=files) as run:
+        yield run
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/metrics/"])
-def test_events_are_counted_on_vllms_own_metrics(path):
+def test_events_are_counted_on_vllms_own_metrics(run, path):
     run(f"""
     install_metrics(process)
     app = serve()
@@ -77,7 +127,7 @@ def test_events_are_counted_on_vllms_own_metrics(path):
     """)
 
 
-def test_registering_twice_and_vllms_clearing_change_nothing():
+def test_registering_twice_and_vllms_clearing_change_nothing(run):
     run("""
     from vllm.v1.metrics.prometheus import unregister_vllm_metrics
     for _ in range(3):
@@ -94,7 +144,7 @@ def test_registering_twice_and_vllms_clearing_change_nothing():
     """)
 
 
-def test_modules_that_are_imported_again_count_from_zero():
+def test_modules_that_are_imported_again_count_from_zero(run):
     run("""
     import importlib, sys
     install_metrics(process)
@@ -112,7 +162,7 @@ def test_modules_that_are_imported_again_count_from_zero():
     """)
 
 
-def test_where_no_server_is_made_nothing_is_counted():
+def test_where_no_server_is_made_nothing_is_counted(run):
     run("""
     from prometheus_client import REGISTRY, generate_latest
     install_metrics(process)
@@ -121,7 +171,7 @@ def test_where_no_server_is_made_nothing_is_counted():
     """)
 
 
-def test_several_api_servers_show_the_sums_of_all(tmp_path: Path):
+def test_several_api_servers_show_the_sums_of_all(run_with_files, tmp_path: Path):
     """vLLM's multiprocess mode: each process counts in files, and whichever is scraped reads them all."""
     count = """
     process.settings = Settings(metrics_adapters=1)
@@ -136,8 +186,8 @@ def test_several_api_servers_show_the_sums_of_all(tmp_path: Path):
     print("\\n".join(scrape(app)))
     """
     files = str(tmp_path)
-    first = run(count, PROMETHEUS_MULTIPROC_DIR=files)
-    second = run(count, PROMETHEUS_MULTIPROC_DIR=files)
+    first = run_with_files(count, PROMETHEUS_MULTIPROC_DIR=files)
+    second = run_with_files(count, PROMETHEUS_MULTIPROC_DIR=files)
     absents = 'lora_plugins_resolves_total{result="absent",source="none"} '
     assert absents + "2.0" in first
     assert absents + "4.0" in second
@@ -145,8 +195,8 @@ def test_several_api_servers_show_the_sums_of_all(tmp_path: Path):
     assert 'lora_plugins_requests_total{adapter_name="_other"} 2.0' in second
 
 
-def test_several_api_servers_show_what_engines_and_store_say(tmp_path: Path):
-    run(
+def test_several_api_servers_show_what_engines_and_store_say(run_with_files, tmp_path: Path):
+    run_with_files(
         """
     from lora_plugins.vllm_patches import metrics as installation
     from lora_plugins.observability.store_metrics import StoreUsage
@@ -159,7 +209,7 @@ def test_several_api_servers_show_what_engines_and_store_say(tmp_path: Path):
     )
 
 
-def test_the_engines_are_asked_and_only_with_our_manager():
+def test_the_engines_are_asked_and_only_with_our_manager(run):
     run("""
     from types import SimpleNamespace
     from lora_plugins.scheduler.messages import to_plain
