@@ -29,17 +29,15 @@ def main() -> None:
 
 
 def take_triton() -> None:
-    """What `install_kernels` does on a GPU."""
+    """What `vllm_patches.punica.patch` does on a GPU."""
     from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
     from vllm.lora.punica_wrapper import punica_gpu
-    from vllm.platforms import current_platform
 
     from lora_plugins.kernels.dispatch import TRITON_WRAPPER
-    from lora_plugins.vllm_patches import punica as installation
+    from lora_plugins.vllm_patches import punica
 
     punica_gpu.LoRAKernelMeta = LoRAKernelMeta
-    type(current_platform).get_punica_wrapper = classmethod(lambda cls: TRITON_WRAPPER)
-    installation.tell_wrappers_of_layers()
+    punica.use_wrapper(TRITON_WRAPPER)
 
 
 def ask(question: dict[str, Any]) -> list[list[list[int]]]:

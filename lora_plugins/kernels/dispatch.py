@@ -16,7 +16,7 @@ from lora_plugins.settings import Kernels
 CPU_WRAPPER = "lora_plugins.kernels.punica_cpu.CompiledPunicaWrapperCPU"
 TORCH_WRAPPER = "lora_plugins.kernels.punica_cpu.GroupedPunicaWrapperCPU"
 REFERENCE_WRAPPER = "lora_plugins.kernels.punica_cpu.ReferencePunicaWrapper"
-TRITON_WRAPPER = "lora_plugins.kernels.punica_triton.TritonPunicaWrapper"
+TRITON_WRAPPER = "lora_plugins.vllm_patches.punica.triton_wrapper"  # which gives it the settings of the process
 
 
 CPU_WRAPPERS = {
@@ -92,7 +92,7 @@ def _best(machine: Machine) -> Choice:
 
 def triton_is_there(find: Callable[[str], object | None] = importlib.util.find_spec) -> bool:
     """Whether Triton and our wrapper for it are installed; imports neither."""
-    return find("triton") is not None and find(TRITON_WRAPPER.rpartition(".")[0]) is not None
+    return find("triton") is not None and find("lora_plugins.kernels.punica_triton") is not None
 
 
 def _cannot(

@@ -8,6 +8,7 @@ transfer from the device that it waits for in every step, is left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from lora_plugins.kernels.triton_ops.operators import Batch, Operators
 from lora_plugins.kernels.tuning import load_table
 from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
-from lora_plugins.settings import Settings
 
 
 class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
@@ -31,13 +31,21 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
     `lora_plugins.kernels.reference`. float16, bfloat16 and float32.
     """
 
-    def __init__(self, max_num_batched_tokens: int, max_batches: int, device: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        max_num_batched_tokens: int,
+        max_batches: int,
+        device: Any,
+        *,
+        tuning_dir: Path | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
         self._rows = Batch(max_num_batched_tokens, self.max_loras, device)
         self._sampled = Batch(max_num_batched_tokens, self.max_loras, device)
         self._has_layers = False
         self._some_by_vllm = False
-        self._operators = _operators_of_this_process(torch.device(device))
+        self._operators = _operators_of_this_process(torch.device(device), tuning_dir)
 
     def register(self, module: Any) -> None:
         """Know a layer that will call this wrapper; called by `set_mapping`, after its weights were created."""
@@ -133,9 +141,8 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         )
 
 
-def _operators_of_this_process(device: Any) -> Operators:
-    settings = Settings.from_env()
-    table = load_table(_architecture(device), settings.tuning_dir)
+def _operators_of_this_process(device: Any, tuning_dir: Path | None) -> Operators:
+    table = load_table(_architecture(device), tuning_dir)
     config = get_current_vllm_config_or_none()
     captured = getattr(getattr(config, "compilation_config", None), "max_cudagraph_capture_size", None) or 0
     made = Operators(table, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT), captured_rows=captured)

@@ -10,6 +10,7 @@ from lora_plugins.kernels import dispatch
 from lora_plugins.kernels.compiled import build
 from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
+from lora_plugins.process import this_process
 from lora_plugins.settings import Settings
 
 _OURS = "_lora_plugins_kernels"  # marks a patched platform
@@ -23,17 +24,35 @@ def patch(settings: Settings) -> None:
     """
     from vllm.platforms import current_platform
 
-    platform = type(current_platform)
-    if hasattr(platform, _OURS):
+    if hasattr(type(current_platform), _OURS):
         return
     machine = dispatch.Machine(current_platform.device_type, dispatch.triton_is_there(), build.problem)
     choice = dispatch.choose(settings.kernels, machine)
     logger.info("LoRA kernels: %s (%s)", choice.kernels, choice.why)
     if choice.wrapper is None:
         return
+    use_wrapper(choice.wrapper)
+
+
+def use_wrapper(dotted_name: str) -> None:
+    """Have vLLM make the punica wrapper of this name, and register layers with it."""
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
     setattr(platform, _OURS, True)
-    platform.get_punica_wrapper = classmethod(lambda _: choice.wrapper)
+    platform.get_punica_wrapper = classmethod(lambda _: dotted_name)
     register_layers()
+
+
+def triton_wrapper(*args: Any, **kwargs: Any) -> Any:
+    """The Triton wrapper, cutting its work by the tables that this process's settings name; vLLM calls it by name.
+
+    Raises:
+        InvalidSettings: a tuning table cannot be right.
+    """
+    from lora_plugins.kernels.punica_triton import TritonPunicaWrapper
+
+    return TritonPunicaWrapper(*args, tuning_dir=this_process().settings.tuning_dir, **kwargs)
 
 
 def register_layers() -> None:

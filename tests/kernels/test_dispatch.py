@@ -16,7 +16,7 @@ from lora_plugins.kernels.dispatch import (
 )
 
 NO_COMPILER = "no C compiler is on the PATH"
-TRITON = "lora_plugins.kernels.punica_triton.TritonPunicaWrapper"
+TRITON = "lora_plugins.vllm_patches.punica.triton_wrapper"
 
 
 @pytest.mark.parametrize(
