@@ -1,4 +1,4 @@
-"""`resolve`: the way of one name as a server would go it, each step with its verdict."""
+"""`resolve`: resolve one name as a server would, each step with its verdict."""
 
 from __future__ import annotations
 
@@ -35,28 +35,32 @@ class Step:
 
 
 @dataclass(slots=True)
-class Course:
-    """What has happened to one name so far."""
+class Trace:
+    """The steps of one name so far."""
 
     name: str
     steps: list[Step] = field(default_factory=list)
     resolved: AdapterResolved | None = None
     fetched: AdapterFetched | None = None
 
-    def answered(self, answer: Answer) -> None:
-        """A source has answered."""
+    def add(self, step: str, verdict: str, detail: str | LoRAPluginsError) -> None:
+        """Add a step."""
+        self.steps.append(Step(step, verdict, detail))
+
+    def on_answer(self, answer: Answer) -> None:
+        """Add the step of a source."""
         if answer.error is not None:
-            self.steps.append(Step(answer.source, "failed", answer.error))
+            self.add(answer.source, "failed", answer.error)
         elif answer.located is None:
-            self.steps.append(Step(answer.source, "no", "has no such adapter"))
+            self.add(answer.source, "no", "has no such adapter")
         else:
             located = answer.located
             size_bytes = sum(file.size_bytes for file in located.files)
             files = f"{number(len(located.files), 'file')}, {size(size_bytes)}"
-            self.steps.append(Step(answer.source, "yes", f"{located.uri}, version {located.version[:12]}, {files}"))
+            self.add(answer.source, "yes", f"{located.uri}, version {located.version[:12]}, {files}")
 
-    def happened(self, event: Event) -> None:
-        """A hook for the chain's events."""
+    def on_event(self, event: Event) -> None:
+        """Keep what later steps need; a hook for events."""
         if isinstance(event, AdapterFetched):
             self.fetched = event
         elif isinstance(event, AdapterResolved):
@@ -71,39 +75,37 @@ def resolve(
     max_lora_rank: MaxRank = None,
     as_json: Json = False,
 ) -> Exit:
-    """Go the way of one name as a server would, step by step."""
-    output, settings, course = Output(as_json=as_json), Settings.from_env(), Course(name)
+    """Resolve one name as a server would, step by step."""
+    output, settings, trace = Output(as_json=as_json), Settings.from_env(), Trace(name)
     base = read_base(settings, base_model, served_model_name, max_lora_rank)
-    chain = sources_of_environment(settings, base, hook=course.happened, report=course.answered)
+    chain = sources_of_environment(settings, base, hook=trace.on_event, report=trace.on_answer)
     require_sources(chain)
-    return asyncio.run(_resolve(output, chain, course))
+    return asyncio.run(_resolve(output, chain, trace))
 
 
-async def _resolve(output: Output, chain: SourceChain, course: Course) -> Exit:
+async def _resolve(output: Output, chain: SourceChain, trace: Trace) -> Exit:
     if not chain.settings.runtime_lora_updating:
-        course.steps.append(
-            Step("vllm", "warning", "asks no resolver unless VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 is set; it is not")
-        )
+        trace.add("vllm", "warning", "asks no resolver unless VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 is set; it is not")
     try:
-        AdapterName.parse(course.name)
+        AdapterName.parse(trace.name)
     except AdapterNotFound as error:
-        course.steps.append(Step("name", "failed", error))
-        return _end(output, course, error)
-    course.steps.append(Step("name", "ok", "is well-formed"))
+        trace.add("name", "failed", error)
+        return _end(output, trace, error)
+    trace.add("name", "ok", "is well-formed")
     try:
-        async with shown_progress(output, chain.store, course.name):
-            found = await chain.resolve(course.name, chain.base.path if chain.base else "")
+        async with shown_progress(output, chain.store, trace.name):
+            found = await chain.resolve(trace.name, chain.base.path if chain.base else "")
     except LoRAPluginsError as error:
-        _add_skipped(chain, course)
-        if all(step.detail is not error for step in course.steps):
-            course.steps.append(Step(_where(error), "failed", error))
-        return _end(output, course, error)
+        _add_skipped(chain, trace)
+        if all(step.detail is not error for step in trace.steps):
+            trace.add(_where(error), "failed", error)
+        return _end(output, trace, error)
     if found is None:
-        return _end(output, course, None)
-    _add_skipped(chain, course)
-    _add_stored(chain, course, found)
+        return _end(output, trace, None)
+    _add_skipped(chain, trace)
+    _add_stored(chain, trace, found)
     chain.release(found.name, found.path)
-    return _end(output, course, None, found)
+    return _end(output, trace, None, found)
 
 
 def _where(error: LoRAPluginsError) -> str:
@@ -113,57 +115,57 @@ def _where(error: LoRAPluginsError) -> str:
     return "store" if isinstance(error, (NoFreeSlot, OutOfMemory)) else "adapter"
 
 
-def _add_skipped(chain: SourceChain, course: Course) -> None:
-    asked = {step.step for step in course.steps}
+def _add_skipped(chain: SourceChain, trace: Trace) -> None:
+    asked = {step.step for step in trace.steps}
     for source in chain.sources:
         if source.label not in asked:
-            course.steps.append(Step(source.label, "not asked", "an earlier source has decided"))
+            trace.add(source.label, "not asked", "an earlier source has decided")
 
 
-def _add_stored(chain: SourceChain, course: Course, found: ResolvedAdapter) -> None:
-    event = course.resolved
+def _add_stored(chain: SourceChain, trace: Trace, found: ResolvedAdapter) -> None:
+    event = trace.resolved
     if event is None:
         raise AssertionError("unreachable: a new chain emits what it resolves")
-    if course.fetched is None:
-        course.steps.append(Step("store", "ok", f"has it: {found.path}"))
+    if trace.fetched is None:
+        trace.add("store", "ok", f"has it: {found.path}")
     else:
-        course.steps.append(Step("store", "ok", f"fetched in {course.fetched.fetch_s:.2f} s: {found.path}"))
-    course.steps.append(Step("adapter", "ok", f"verified: rank {event.rank}, {size(event.size_bytes)}"))
+        trace.add("store", "ok", f"fetched in {trace.fetched.fetch_s:.2f} s: {found.path}")
+    trace.add("adapter", "ok", f"verified: rank {event.rank}, {size(event.size_bytes)}")
     if chain.base is None:
-        course.steps.append(Step("base", "not checked", "no --base-model was given"))
+        trace.add("base", "not checked", "no --base-model was given")
     else:
-        course.steps.append(Step("base", "ok", "; ".join(event.notes) or f"fits {chain.base.path}"))
+        trace.add("base", "ok", "; ".join(event.notes) or f"fits {chain.base.path}")
 
 
-def _end(output: Output, course: Course, error: LoRAPluginsError | None, found: ResolvedAdapter | None = None) -> Exit:
+def _end(output: Output, trace: Trace, error: LoRAPluginsError | None, found: ResolvedAdapter | None = None) -> Exit:
     if found is not None:
         verdict, code = "served", Exit.OK
     elif error is None:
         verdict, code = "unknown", Exit.NOT_FOUND
     else:
         verdict, code = ("unavailable" if isinstance(error, SourceUnavailable) else "refused"), exit_of(error)
-        if course.steps[-1].step == "name":
+        if trace.steps[-1].step == "name":
             verdict = "unknown"
-    output.table(("step", "verdict", ""), [(step.step, step.verdict, str(step.detail)) for step in course.steps])
+    output.table(("step", "verdict", ""), [(step.step, step.verdict, str(step.detail)) for step in trace.steps])
     output.line()
-    output.line(f"{course.name}: {_SAID[verdict]}", style="bold green" if code is Exit.OK else "bold red")
+    output.line(f"{trace.name}: {_VERDICTS[verdict]}", style="bold green" if code is Exit.OK else "bold red")
     answer: dict[str, Any] = {
-        "name": course.name,
+        "name": trace.name,
         "verdict": verdict,
-        "steps": [{"step": step.step, "verdict": step.verdict, "detail": str(step.detail)} for step in course.steps],
+        "steps": [{"step": step.step, "verdict": step.verdict, "detail": str(step.detail)} for step in trace.steps],
         "adapter": None,
     }
-    if found is not None and course.resolved is not None:
+    if found is not None and trace.resolved is not None:
         answer["adapter"] = {
             "lora_id": found.adapter_id,
             "source": found.source,
             "version": found.version,
             "digest": found.digest,
             "path": str(found.path),
-            "rank": course.resolved.rank,
-            "size_bytes": course.resolved.size_bytes,
-            "fetched": course.resolved.fetched,
-            "notes": list(course.resolved.notes),
+            "rank": trace.resolved.rank,
+            "size_bytes": trace.resolved.size_bytes,
+            "fetched": trace.resolved.fetched,
+            "notes": list(trace.resolved.notes),
         }
     if error is not None:
         answer["error"] = error_fields(error)
@@ -171,7 +173,7 @@ def _end(output: Output, course: Course, error: LoRAPluginsError | None, found: 
     return code
 
 
-_SAID = {
+_VERDICTS = {
     "served": "would be served",
     "unknown": "no source has it; a request gets vLLM's 404",
     "refused": "would be refused",

@@ -23,10 +23,10 @@ from lora_plugins.cli.output import Json, Output, printable, table
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
 
 _PATH = "/v1/loras"
-_MOST_BYTES = 64 << 20
+_MAX_BYTES = 64 << 20
 _HEADS = ("name", "state", "running", "held", "rank", "size", "tiers", "used", "version", "")
-_MOST_WANTED = ("name", "state", "running", "held", "size", "")
-_WIDE_ENOUGH = 90  # columns, for all of them to be readable
+_NARROW_HEADS = ("name", "state", "running", "held", "size", "")
+_WIDE = 90  # columns, for all of them to be readable
 
 
 def top(
@@ -71,12 +71,12 @@ def _watch(
     ) as live:
         while True:
             time.sleep(interval_s)
-            trouble: LoRAPluginsError | None = None
+            outage: LoRAPluginsError | None = None
             try:
                 listed = read_adapters(url, api_key, timeout_s)
             except SourceUnavailable as error:
-                trouble = error
-            live.update(_view(listed, url, trouble, output.console.width), refresh=True)
+                outage = error
+            live.update(_view(listed, url, outage, output.console.width), refresh=True)
 
 
 def read_adapters(url: str, api_key: str | None, timeout_s: float) -> AdapterList:
@@ -98,7 +98,7 @@ def read_adapters(url: str, api_key: str | None, timeout_s: float) -> AdapterLis
         request.add_unredirected_header("Authorization", f"Bearer {api_key}")
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:  # noqa: S310 - checked above
-            body = answer.read(_MOST_BYTES)
+            body = answer.read(_MAX_BYTES)
     except urllib.error.HTTPError as error:
         error.close()
         raise _refused(url, error.code) from None
@@ -137,8 +137,8 @@ def _refused(url: str, status: int) -> SourceUnavailable:
     )
 
 
-def _view(listed: AdapterList, url: str, trouble: LoRAPluginsError | None, width: int) -> Group:
-    heads = _HEADS if width >= _WIDE_ENOUGH else _MOST_WANTED
+def _view(listed: AdapterList, url: str, outage: LoRAPluginsError | None, width: int) -> Group:
+    heads = _HEADS if width >= _WIDE else _NARROW_HEADS
     adapters = sorted(
         listed.loras, key=lambda item: (-item.requests_in_flight, -item.requests_held, -(item.last_used_at or 0))
     )
@@ -150,7 +150,7 @@ def _view(listed: AdapterList, url: str, trouble: LoRAPluginsError | None, width
     )
     rows = [dict(zip(_HEADS, _row(item), strict=True)) for item in adapters]
     shown = table(heads, [[row[head] for head in heads] for row in rows], right=("running", "held", "rank", "size"))
-    last = [] if trouble is None else [Text(printable(str(trouble)), style="bold red")]
+    last = [] if outage is None else [Text(printable(str(outage)), style="bold red")]
     return Group(Text(printable(head)), *([shown] if adapters else []), *last)
 
 

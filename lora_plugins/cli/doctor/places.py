@@ -18,7 +18,7 @@ from lora_plugins.settings import Settings
 from lora_plugins.store.eviction import entries
 from lora_plugins.store.layout import Layout
 
-_LITTLE_BYTES = 1 << 30
+_LOW_BYTES = 1 << 30
 _MOVE = "set LORA_PLUGINS_STORE_DIR to a directory that the server's user can write"
 
 
@@ -29,9 +29,9 @@ def check_store(settings: Settings) -> Iterator[Finding]:
     if not place.is_dir():
         yield Finding("store", State.PROBLEM, f"{place} is in the way of the store: it is no directory", _MOVE)
         return
-    trouble = _try_writing(place if place != layout.root else _scratch_of(layout))
-    if trouble is not None:
-        yield Finding("store", State.PROBLEM, f"{place} {trouble}", _MOVE)
+    refusal = _try_writing(place if place != layout.root else _scratch_of(layout))
+    if refusal is not None:
+        yield Finding("store", State.PROBLEM, f"{place} {refusal}", _MOVE)
         return
     used_bytes, count = _used(layout)
     free_bytes = shutil.disk_usage(place).free
@@ -46,7 +46,7 @@ def check_store(settings: Settings) -> Iterator[Finding]:
             f"{summary}: the disk is full before the budget is",
             "lower LORA_PLUGINS_STORE_MAX_BYTES, or free space",
         )
-    elif budget is None and free_bytes < _LITTLE_BYTES:
+    elif budget is None and free_bytes < _LOW_BYTES:
         yield Finding(
             "store",
             State.WARNING,

@@ -20,7 +20,7 @@ from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, 
 from lora_plugins.resolvers.sources.configured import filesystem_source, hub_source, s3_source
 from lora_plugins.settings import Settings, named_in_environment
 
-_MOST_FOLDERS = 10_000
+_MAX_FOLDERS = 10_000
 _OF_MANAGER = (
     "LORA_PLUGINS_HOST_MAX_BYTES",
     "LORA_PLUGINS_HOST_POLICY",
@@ -135,7 +135,7 @@ def _adapters_below(root: Path) -> int:
             continue
         count += sum(os.path.lexists(os.path.join(path, CONFIG_FILE)) for path in below)
         looked += len(below)
-        if looked > _MOST_FOLDERS:
+        if looked > _MAX_FOLDERS:
             break
     return count
 

@@ -13,7 +13,7 @@ from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.settings import Settings
 
 _PROBE = "lora-plugins-doctor"
-_MOST_ENTRIES = 20
+_MAX_ENTRIES = 20
 
 
 async def reach_s3(template: str, settings: Settings, timeout_s: float) -> Finding:
@@ -44,7 +44,7 @@ async def reach_hub(entries: Sequence[str], timeout_s: float) -> list[Finding]:
     from lora_plugins.resolvers.sources.hub.source import HubSource
 
     source = HubSource(HubPatterns.parse(entries), timeout_s=timeout_s)
-    return await asyncio.gather(*(_reach_entry(source, entry, timeout_s) for entry in entries[:_MOST_ENTRIES]))
+    return await asyncio.gather(*(_reach_entry(source, entry, timeout_s) for entry in entries[:_MAX_ENTRIES]))
 
 
 async def _reach_entry(source: Source, entry: str, timeout_s: float) -> Finding:
