@@ -90,7 +90,7 @@ def parse_config(data: bytes) -> AdapterConfig:
         IncompatibleAdapter: a PEFT method or feature that vLLM does not serve.
     """
     if len(data) > MAX_CONFIG_BYTES:
-        raise InvalidAdapter(f"{len(data)} bytes", expected=f"at most {MAX_CONFIG_BYTES}", remedy="save it with PEFT")
+        raise _broken(f"more than {MAX_CONFIG_BYTES} bytes", f"at most {MAX_CONFIG_BYTES}")
     raw = _json_object(data)
     if _required(raw, "peft_type") != "LORA":
         raise IncompatibleAdapter(

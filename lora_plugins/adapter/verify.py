@@ -41,10 +41,6 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
         SourceUnavailable: the file system does not answer or denies.
     """
     with open_regular(directory / CONFIG_FILE) as (file, config_bytes):
-        if config_bytes > MAX_CONFIG_BYTES:
-            raise InvalidAdapter(
-                f"{config_bytes} bytes", expected=f"at most {MAX_CONFIG_BYTES}", remedy="save the adapter with PEFT"
-            )
         config = parse_config(file.read(MAX_CONFIG_BYTES + 1))
     name = choose_weights(_present(directory), settings)
     with open_regular(directory / name) as (file, weights_bytes):
