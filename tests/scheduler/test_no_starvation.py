@@ -119,7 +119,7 @@ def test_everyone_is_served_within_the_stated_bound(traffic: Traffic) -> None:
 
 @given(traffic=TRAFFIC)
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_refused_requests_delay_nobody(traffic: Traffic) -> None:
+def test_refused_requests_delay_no_others(traffic: Traffic) -> None:
     if traffic.max_bytes is None:
         traffic = replace(traffic, max_bytes=250)
     alone, beside = serve(traffic, until_s=5), serve(traffic, until_s=5, never_fits=True)

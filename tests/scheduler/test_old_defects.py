@@ -48,7 +48,7 @@ def test_what_never_fits_beside_pins_is_refused_at_once() -> None:
     assert isinstance(request.refusal, NoFreeSlot)
 
 
-def test_a_refusal_changes_nobody_elses_wait() -> None:
+def test_a_refusal_changes_no_other_wait() -> None:
     waits = []
     for with_refused in (False, True):
         engine = pinned_engine()

@@ -155,7 +155,7 @@ def test_the_last_slot_is_never_pinned() -> None:
     assert isinstance(engine_with(max_running=1).planner.pin(spec(1), 0.0).exception(), NoFreeSlot)
 
 
-def test_a_pin_whose_caller_left_fails_without_a_trace() -> None:
+def test_a_failed_pin_of_a_cancelled_call_leaves_nothing() -> None:
     engine = engine_with(fails=lambda command: isinstance(command, Load))
     engine.planner.pin(spec(1), engine.now).cancel()
     engine.run_until_idle()
@@ -298,7 +298,7 @@ def test_load_into_a_slot_leaves_a_pinned_adapter_its_own() -> None:
     assert call.done()
 
 
-def test_a_loaded_adapter_admits_nobody_while_paused() -> None:
+def test_a_loaded_adapter_admits_nothing_while_paused() -> None:
     engine = engine_with()
     engine.submit(1, tokens=1)
     engine.run_until_idle()

@@ -37,7 +37,7 @@ CHANGES = st.lists(
 
 
 @given(changes=CHANGES, but=st.sets(st.integers(1, 6)))
-def test_first_is_what_sorting_everybody_would_find(changes, but) -> None:
+def test_first_is_what_sorting_all_would_find(changes, but) -> None:
     waiting, entries = WaitingOrder(), {}
     for engine_id, since, priority, is_removed in changes:
         if is_removed:

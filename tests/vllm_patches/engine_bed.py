@@ -1,4 +1,4 @@
-"""VLLM's real scheduler beside a model runner that makes tokens up, and workers that do what they are told at once."""
+"""VLLM's real scheduler beside a model runner that makes tokens up, and workers that carry commands out at once."""
 
 from __future__ import annotations
 

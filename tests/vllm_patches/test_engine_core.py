@@ -172,7 +172,7 @@ def test_pinned_and_unpinned(proc: tuple[Any, Engine]) -> None:
     assert core.lora_plugins_unpin(1) is False
 
 
-def test_retired_once_nobody_uses_it(proc: tuple[Any, Engine]) -> None:
+def test_an_adapter_is_retired_once_unused(proc: tuple[Any, Engine]) -> None:
     core, engine = proc
     engine.scheduler.add_request(request("a", 1, tokens=4))
     while not engine.tokens_of("a"):

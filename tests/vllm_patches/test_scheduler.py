@@ -78,11 +78,11 @@ def test_requests_without_adapters_are_scheduled_as_by_vllm(
         for method in ("has_requests", "get_num_unfinished_requests", "get_request_counts", "has_finished_requests"):
             assert getattr(ours.scheduler, method)() == getattr(vllms.scheduler, method)()
         assert ours.step() == vllms.step()
-        told = [
+        sent = [
             [(one.request_id, one.new_token_ids, one.finish_reason) for one in engine.outputs]
             for engine in (ours, vllms)
         ]
-        assert told[0] == told[1]
+        assert sent[0] == sent[1]
     assert len(ours.outputs) > 100
 
 
@@ -378,7 +378,7 @@ def test_another_adapter_with_an_id_in_use_is_refused(make_engine: Make) -> None
     assert "'adapter-1' from /store/1" in error.found
     third = request("third", 1)
     third.lora_request = second.lora_request
-    engine.scheduler.add_request(third)  # nobody uses the first any more
+    engine.scheduler.add_request(third)  # the first is not used any more
     engine.run()
     assert engine.tokens_of("third")
     assert [command.spec.path for command in engine.commands if isinstance(command, Load)] == [

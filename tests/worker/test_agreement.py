@@ -33,7 +33,7 @@ def keys_left(store: Any) -> int:
     return int(store.num_keys())
 
 
-def test_one_worker_asks_nobody() -> None:
+def test_one_worker_needs_no_store() -> None:
     alone = Agreement()
     done(alone, loaded(), is_last=False)
     done(alone, Activated(1, 0.2))
@@ -67,7 +67,7 @@ def test_reported_once_all_are_done_and_by_one_only(count: int, asked: int) -> N
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_a_failure_of_any_is_everybodys_at_once(failing: int) -> None:
+def test_any_workers_failure_fails_the_job_at_once(failing: int) -> None:
     store = HashStore()
     before = keys_left(store)
     ranks = workers(3, store=store)
@@ -110,7 +110,7 @@ def test_early_publication_is_still_reported() -> None:
     assert keys_left(store) == before
 
 
-def test_nothing_is_said_of_what_nobody_wants_any_more() -> None:
+def test_evicted_jobs_are_not_reported() -> None:
     store = HashStore()
     before = keys_left(store)
     asked, other = workers(2, store=store)
@@ -136,7 +136,7 @@ def test_engines_of_one_store_do_not_hear_each_other() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_any_order_of_many_jobs(seed: int) -> None:
-    """Each rank does its jobs in its own order, told to the loop at any later moment."""
+    """Each rank does its jobs in its own order, noted in the loop at any later moment."""
     choose, store = random.Random(seed), HashStore()
     before = keys_left(store)
     count = choose.choice([2, 3])
@@ -153,16 +153,16 @@ def test_any_order_of_many_jobs(seed: int) -> None:
                 end = Failed(job, BROKEN) if fails[rank, job] else Activated(job, float(rank))
                 queue += [(loaded(job, rank + 1), False), (end, True)]
         queues.append(queue)
-    untold: list[list[tuple[Report, bool]]] = [[] for _ in ranks]
+    unnoted: list[list[tuple[Report, bool]]] = [[] for _ in ranks]
     said: list[Report] = []
-    while any(queues) or any(untold):
+    while any(queues) or any(unnoted):
         rank = choose.randrange(count)
         if queues[rank] and choose.random() < 0.6:
             report, is_last = queues[rank].pop(0)
-            untold[rank].append((report, is_last))
+            unnoted[rank].append((report, is_last))
             ranks[rank].publish(report, is_last=is_last)
-        elif untold[rank]:
-            report, is_last = untold[rank].pop(0)
+        elif unnoted[rank]:
+            report, is_last = unnoted[rank].pop(0)
             ranks[rank].done_here(report, is_last=is_last)
         said += asked.reports()
     said += asked.reports()

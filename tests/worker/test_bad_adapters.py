@@ -117,7 +117,7 @@ def others(tmp_path: Path) -> list[Adapter]:
     return [make_adapter(tmp_path / f"good-{adapter_id}", adapter_id) for adapter_id in (1, 2)]
 
 
-def everybody_else_goes_on(manager: Any, others: list[Adapter]) -> None:
+def others_are_still_served(manager: Any, others: list[Adapter]) -> None:
     """The bad one leaves nothing behind once the scheduler evicts it, and two others use both slots."""
     evict(manager, make_nothing(BAD))
     assert BAD not in manager.list_adapters()
@@ -156,7 +156,7 @@ def test_broken_on_disk_failure_is_isolated(
     assert (type(error).__name__, error.adapter) == (kind, bad.name), error
     step(manager, others[0])
     assert holds(manager, others[0])
-    everybody_else_goes_on(manager, others)
+    others_are_still_served(manager, others)
 
 
 @pytest.mark.parametrize("name", ["vanished", "no weights", "truncated", "rank too large", "A too wide"])
@@ -170,7 +170,7 @@ def test_broken_on_disk_and_added_by_others(
         manager.add_adapter(bad.request())
     assert manager.list_adapters() == {1}
     assert slots_of(manager) == [1, None]
-    everybody_else_goes_on(manager, others)
+    others_are_still_served(manager, others)
 
 
 def test_the_error_names_examples_of_both(make_manager: Make, tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_failing_machine_fails_one_adapter_once(
     assert (type(found).__name__, found.adapter) == (kind, bad.name)
     with pytest.raises(RuntimeError, match="in no slot"):  # the engine's end, rather than a text of another model
         step(manager, bad)
-    everybody_else_goes_on(manager, others)
+    others_are_still_served(manager, others)
     evict(manager, others[1])
     serve(manager, bad, 1)  # it was not the adapter's fault
     step(manager, bad)
@@ -270,8 +270,8 @@ def test_a_second_write_that_fails_leaves_no_half_adapter(
     with monkeypatch.context() as patch:
         patch.setattr(module, "set_lora", raising(RuntimeError("odd")))
         assert isinstance(ended(manager, activate(manager, adapter, 0)), Failed)
-    assert slots_of(manager)[0] == -1, "nobody computes with it"
-    everybody_else_goes_on(manager, others)
+    assert slots_of(manager)[0] == -1, "no batch computes with it"
+    others_are_still_served(manager, others)
 
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])
@@ -299,7 +299,7 @@ def test_files_that_vanish_around_loading(
         assert holds(manager, adapter)
     else:
         assert isinstance(report, Failed)
-    everybody_else_goes_on(manager, others)
+    others_are_still_served(manager, others)
 
 
 class SlowlyRead:
@@ -356,4 +356,4 @@ def test_evicted_while_its_slot_is_written(make_manager: Make, tmp_path: Path, o
     assert blocked.go.is_set(), "the write has ended"
     assert slots_of(manager) == [None, None]
     blocked.end()
-    everybody_else_goes_on(manager, others)
+    others_are_still_served(manager, others)

@@ -192,7 +192,7 @@ def test_a_dummy_is_never_computed_in_an_adapters_name(make_manager: Make, adapt
         step(manager, adapters[0])
 
 
-def test_dummies_that_were_not_removed_make_way(make_manager: Make, adapters: list[Adapter]) -> None:
+def test_planned_adapters_displace_leftover_dummies(make_manager: Make, adapters: list[Adapter]) -> None:
     manager = make_manager(slots=2)
     for request in dummies(2):
         manager.add_dummy_lora(request, rank=4)

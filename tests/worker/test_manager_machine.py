@@ -86,7 +86,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.slot_of[adapter_id] = slot
 
     def may_take(self, slot: int) -> bool:
-        """Whether nobody writes it; one that is written is not given away."""
+        """Whether it is not being written; one that is written is not assigned."""
         return all(key in self.is_active for key, value in self.slot_of.items() if value == slot)
 
     # --- what happens ---

@@ -139,21 +139,21 @@ def test_other_bytes_that_were_refused_are_not_kept_leased(here: Node, there: No
     assert not [digest for digest in there.store.layout.digests() if there.is_leased(digest)]
 
 
-def test_gone_from_the_source_is_not_found(here: Node, there: Node, root: Path) -> None:
+def test_an_adapter_missing_at_its_source_is_not_found(here: Node, there: Node, root: Path) -> None:
     path = here.serve("adapter-1")
     shutil.rmtree(root / "adapter-1")
     with pytest.raises(AdapterNotFound, match=path.name[:12]):
         there.materialiser.fetch("adapter-1", str(path))
 
 
-def test_gone_from_the_source_but_in_the_store_is_served(here: Node, there: Node, root: Path) -> None:
+def test_a_stored_adapter_missing_at_its_source_is_served(here: Node, there: Node, root: Path) -> None:
     path = here.serve("adapter-1")
     there.serve("adapter-1")
     shutil.rmtree(root / "adapter-1")
     assert there.materialiser.fetch("adapter-1", str(path)) == str(there.store.layout.adapter(path.name))
 
 
-def test_broken_at_the_source_is_said(here: Node, there: Node, root: Path) -> None:
+def test_an_adapter_broken_at_its_source_is_reported(here: Node, there: Node, root: Path) -> None:
     path = here.serve("adapter-1")
     (root / "adapter-1" / "adapter_model.safetensors").write_bytes(b"short")
     with pytest.raises(InvalidAdapter):

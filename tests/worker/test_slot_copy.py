@@ -57,7 +57,7 @@ def test_stale_rows_never_survive(make_manager: Callable[..., Any], seed: int) -
     for module in modules.values():
         for part in (*module.lora_a_stacked, *module.lora_b_stacked):
             part.fill_(float("nan"))
-        module.__dict__.pop("_lora_plugins_slots", None)  # nobody has spoken of what is in there
+        module.__dict__.pop("_lora_plugins_slots", None)  # what it holds is not known
         want: dict[int, list[torch.Tensor]] = {}
         for _ in range(12):
             index = generator.randrange(2)
@@ -73,7 +73,7 @@ def test_stale_rows_never_survive(make_manager: Callable[..., Any], seed: int) -
 
 
 @pytest.mark.parametrize("watched_first", [True, False], ids=["watched first", "written first"])
-def test_whoever_watches_writes_is_told(make_manager: Callable[..., Any], watched_first: bool) -> None:
+def test_watchers_of_slot_writes_are_notified(make_manager: Callable[..., Any], watched_first: bool) -> None:
     module = next(m for m in make_manager()._adapter_manager.modules.values() if m.n_slices == 1)
     layer = watch(module) if watched_first else None
     write(module, 0, *random_weights(module, MAX_RANK, random.Random(0)))

@@ -39,7 +39,7 @@ def being_written(manager: Any, adapter: Adapter, slot: int) -> tuple[Blocked, i
     return blocked, job
 
 
-def test_a_slot_that_is_written_belongs_to_nobody(make_manager: Make, adapters: list[Adapter]) -> None:
+def test_a_slot_being_written_belongs_to_no_adapter(make_manager: Make, adapters: list[Adapter]) -> None:
     manager = make_manager(slots=2)
     serve(manager, adapters[0], 0)
     blocked, job = being_written(manager, adapters[1], 1)
@@ -55,7 +55,7 @@ def test_a_slot_that_is_written_belongs_to_nobody(make_manager: Make, adapters: 
     assert all(holds(manager, adapter) for adapter in adapters[:2])
 
 
-def test_an_earlier_owner_is_gone_before_its_slot_is_written(make_manager: Make, adapters: list[Adapter]) -> None:
+def test_an_earlier_owner_leaves_before_its_slot_is_written(make_manager: Make, adapters: list[Adapter]) -> None:
     manager = make_manager(slots=1)
     serve(manager, adapters[0], 0)
     blocked, job = being_written(manager, adapters[1], 0)
