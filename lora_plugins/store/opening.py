@@ -14,11 +14,8 @@ def open_store(settings: Settings) -> Store:
         InvalidSettings: it cannot be made or written.
     """
     try:
-        return Store(
-            settings.store_dir.expanduser(),
-            max_bytes=settings.store_max_bytes,
-            fetch_timeout_s=settings.fetch_timeout_s,
-        )
+        root = settings.store_dir.expanduser()
+        return Store(root, max_bytes=settings.store_max_bytes, fetch_timeout_s=settings.fetch_timeout_s)
     except OSError as error:
         raise InvalidSettings(
             f"a store below {settings.store_dir} that answers '{error.strerror or type(error).__name__}'",

@@ -20,7 +20,7 @@ from lora_plugins.errors import InvalidSettings, NoFreeSlot, OutOfMemory, Source
 from lora_plugins.settings import Settings
 from lora_plugins.store import store as store_module
 from lora_plugins.store.eviction import entries, pending_bytes
-from lora_plugins.store.layout import Layout, is_digest, key_of, write_small
+from lora_plugins.store.layout import Layout, is_digest, is_prefix, key_of, write_small
 from lora_plugins.store.opening import open_store
 from lora_plugins.store.store import PartialDownload, Store
 from tests.store.common import DownloadSpec, adapter_files, check, leftovers, obtain
@@ -35,6 +35,14 @@ DIGEST = "0123456789abcdef" * 4
 def test_what_is_no_digest(name: str) -> None:
     assert is_digest(DIGEST)
     assert not is_digest(name)
+
+
+@pytest.mark.parametrize("text", ["", DIGEST[:7], DIGEST + "0", "ABCDEF01", "0123456g", "../../etc"])
+def test_what_cannot_begin_a_digest_matches_none(store: Store, text: str) -> None:
+    stored = obtain(store, DownloadSpec(adapter_files()))
+    assert store.layout.matching(stored.digest[:8]) == store.layout.matching(stored.digest) == [stored.digest]
+    assert store.layout.matching(text) == []
+    assert not is_prefix(text)
 
 
 def test_keys_of_different_texts_differ() -> None:

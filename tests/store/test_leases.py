@@ -65,6 +65,14 @@ def test_a_lease_of_another_host_ends_with_its_heartbeat(store, digest, silent_s
     assert lease.exists() is held
 
 
+def test_opening_forgets_the_leases_of_the_dead(store, digest):
+    leases = store.layout.folder("leases") / digest
+    store.leases.acquire(digest)
+    (leases / f"{store.processes.me().partition('.')[0]}.999999999.5").touch()
+    Store(store.layout.root)
+    assert os.listdir(leases) == [store.processes.me()]
+
+
 def test_another_process_holds_its_lease_until_it_dies(store, digest):
     code = (
         "import sys; from pathlib import Path\n"
