@@ -247,14 +247,15 @@ class Jobs:
     def _read_from(self, load: _LoadJob, path: str) -> None:
         entry, began_at = load.entry, time.perf_counter()
         try:
-            if entry.is_evicted:
-                raise _evicted(entry.spec)
-            adapter = self._read(entry.spec, path)
+            try:
+                if entry.is_evicted:
+                    raise _evicted(entry.spec)
+                adapter = self._read(entry.spec, path)
+            finally:
+                self._files.release(path)  # before the end of the job is known
         except BaseException as error:  # noqa: BLE001 - whatever vLLM raises, the engine and all others go on
             self._fail(load.job, entry, error)
             return
-        finally:
-            self._files.release(path)
         with entry.writing:
             if not entry.is_evicted:  # else its slot may be another's by now
                 entry.adapter = adapter

@@ -210,13 +210,13 @@ def test_adapter_evicted_while_it_is_fetched_is_not_read(
     make_manager: Callable[..., Any], here: Node, there: Node, tmp_path: Path
 ) -> None:
     manager, path = worker_on(make_manager, there), elsewhere(here.serve("adapter-1"))
-    bring_ = there.materialiser.fetch
+    fetch = there.materialiser.fetch
     fetching, go = threading.Event(), threading.Event()
 
     def fetch_slowly(name: str, path: str, uri: str | None = None) -> str:
         fetching.set()
         assert go.wait(60)
-        return bring_(name, path, uri)
+        return fetch(name, path, uri)
 
     there.materialiser.fetch = fetch_slowly  # type: ignore[method-assign]
     adapter = Adapter(1, path, {}, {})
