@@ -18,7 +18,7 @@ demo: set-up ## unknown model names become served adapters, on a real vllm serve
 
 # Tests of one server, or of one file, run in one process, in the order of tests/conftest.py.
 WORKERS ?= 2
-PARALLEL := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --cov=lora_plugins --cov-report=term:skip-covered
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --cov=lora_plugins --cov-report=term:skip-covered
 
 test: set-up ## all tests, the real engine included
 	@$(RUN) -m pytest $(PARALLEL)

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,34 +25,40 @@ settings.register_profile(
 settings.load_profile("unit")
 
 _E2E = Path(__file__).parent / "e2e"
-# Fixtures of end-to-end tests that start a server. Those that take longest are first, and unit tests come last.
-_SERVERS = ("admin", "managed", "world", "one_slot", "metered", "guarded", "kernels", "client")
+# Files of end-to-end tests that share a server run in one process: xdist would start it in each.
+_SHARED = {
+    **dict.fromkeys(("test_answers", "test_refusals", "test_sources", "test_neighbours"), "world"),
+    **dict.fromkeys(("test_admission", "test_in_flight"), "one_slot"),
+}
+_LONGEST_FIRST = ("test_admin", "world", "one_slot", "test_triton_interpreted", "test_metrics", "test_manager")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark end-to-end tests, and have tests that share a server, or a file, share a process (`--dist loadgroup`)."""
+    """Mark end-to-end tests, and put them first, so that unit tests fill up what is left of the time."""
     for item in items:
         if _E2E in item.path.parents:
             item.add_marker(pytest.mark.e2e)
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
     items.sort(key=_place)
-
-
-def _group(item: pytest.Item) -> str:
-    if _E2E not in item.path.parents:
-        return str(item.path.relative_to(_E2E.parent))
-    return _server(item) or item.name
-
-
-def _server(item: pytest.Item) -> str | None:
-    return next((name for name in _SERVERS if name in getattr(item, "fixturenames", ())), None)
 
 
 def _place(item: pytest.Item) -> int:
     if _E2E not in item.path.parents:
-        return len(_SERVERS) + 1
-    server = _server(item)
-    return len(_SERVERS) if server is None else _SERVERS.index(server)
+        return len(_LONGEST_FIRST) + 1
+    group = _SHARED.get(item.path.stem, item.path.stem)
+    return _LONGEST_FIRST.index(group) if group in _LONGEST_FIRST else len(_LONGEST_FIRST)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Distribute by file, and by server where files share one."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByServer(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return _SHARED.get(Path(file).stem, file) if "/e2e/" in file else file
+
+    return ByServer(config, log)
 
 
 @pytest.fixture
