@@ -10,20 +10,40 @@ import numpy as np
 
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.fit import BaseModel
+from lora_plugins.adapter.landing import Model
+from lora_plugins.adapter.model_modules import Kind, ModelModules, Place
 from lora_plugins.adapter.verify import WEIGHTS_FILE
 
 LAYER = "model.layers.{}.self_attn.{}"
 PEFT = "base_model.model."
 
+
+def read_name(tensor: str) -> tuple[str, bool]:
+    """As vLLM reads names for a model that renames nothing; tests/vllm_patches/test_model_modules.py compares them."""
+    for end, is_a in ((".lora_A.weight", True), (".lora_B.weight", False)):
+        if tensor.endswith(end):
+            return tensor.removeprefix(PEFT).removesuffix(end), is_a
+    for end, is_a in ((".lora_embedding_A", True), (".lora_embedding_B", False)):
+        if tensor.endswith(end):
+            return tensor.removeprefix(PEFT).removesuffix(end), is_a
+    raise ValueError(f"{tensor} is unsupported LoRA weight")
+
+
+def _places() -> dict[str, Place]:
+    places = {"model.embed_tokens": Place("model.embed_tokens", Kind.EMBEDDING, 32, 8)}
+    for layer in range(2):
+        module = LAYER.format(layer, "qkv_proj")
+        for part, outputs in (("q_proj", 8), ("k_proj", 4), ("v_proj", 4)):
+            places[LAYER.format(layer, part)] = Place(module, Kind.LINEAR, 8, outputs)
+    return places
+
+
+MODULES = ModelModules("TinyForCausalLM", "0.32.0", _places(), vocabulary=32)
 BASE = BaseModel(
     path="org/tiny",
     served_names=("tiny",),
     max_rank=16,
-    module_shapes={
-        "model.embed_tokens": (32, 8),
-        **{LAYER.format(layer, "q_proj"): (8, 8) for layer in range(2)},
-        **{LAYER.format(layer, "v_proj"): (8, 4) for layer in range(2)},
-    },
+    model=Model(MODULES, read_name),
 )
 
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 import math
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lora_plugins.adapter.patterns import Deadline, first_match
+from lora_plugins.adapter.patterns import Deadline, SuffixPatterns
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
 CONFIG_FILE = "adapter_config.json"
-MAX_CONFIG_BYTES = 1 << 20
+MAX_CONFIG_BYTES = 16 << 20  # a list of every expert of Qwen3-235B takes more than 1 MiB
 MAX_RANK = 1 << 16
 
 # Initialisations that leave the base model's weights alone, as vLLM's PEFTHelper has them.
@@ -44,7 +44,8 @@ class AdapterConfig:
 
     Attributes:
         rank: `r`, where `rank_pattern` has no other.
-        targets: module names (a set), one regular expression (a string), or None where the file leaves it open.
+        targets: module names (a set), one regular expression (a string), or None where the file leaves it open; what
+            they say is not compared with the weights, as vLLM reads the weights alone.
         base_model: `base_model_name_or_path`, or None where the file has none.
     """
 
@@ -56,30 +57,21 @@ class AdapterConfig:
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     modules_to_save: frozenset[str] = frozenset()
-    target_parameters: bool = False
 
     @property
     def max_rank(self) -> int:
         """The largest rank that any module may have; vLLM compares it with `--max-lora-rank`."""
         return max([self.rank, *self.rank_pattern.values()])
 
-    @property
-    def _all_linear(self) -> bool:
-        return isinstance(self.targets, str) and self.targets.lower() == "all-linear"  # as PEFT compares it
+    def ranks(self) -> Callable[[str, Deadline], int]:
+        """A function from a module's name in the checkpoint, without `base_model.model.`, to its rank."""
+        patterns = SuffixPatterns(self.rank_pattern, "rank_pattern")
 
-    def rank_of(self, module: str, deadline: Deadline) -> int:
-        """The rank of one module, by its name in the checkpoint without `base_model.model.`."""
-        found = first_match(self.rank_pattern, module, deadline, field="rank_pattern") if self.rank_pattern else None
-        return self.rank if found is None else found
+        def rank_of(module: str, deadline: Deadline) -> int:
+            found = patterns.first(module, deadline)
+            return self.rank if found is None else found
 
-    def targets_module(self, module: str, deadline: Deadline) -> bool:
-        """Whether this module has weights by the configuration (PEFT's `check_target_module_exists`)."""
-        if self.targets is None or self.target_parameters or self._all_linear:
-            return True
-        if isinstance(self.targets, str):
-            return deadline.matches(self.targets, module, field="target_modules")
-        parts = module.split(".")
-        return any(".".join(parts[start:]) in self.targets for start in range(len(parts)))
+        return rank_of
 
 
 def parse_config(data: bytes) -> AdapterConfig:
@@ -92,9 +84,10 @@ def parse_config(data: bytes) -> AdapterConfig:
     if len(data) > MAX_CONFIG_BYTES:
         raise _broken(f"more than {MAX_CONFIG_BYTES} bytes", f"at most {MAX_CONFIG_BYTES}")
     raw = _json_object(data)
-    if _required(raw, "peft_type") != "LORA":
+    kind = raw.get("peft_type") or "LORA"  # vLLM does not read it
+    if not isinstance(kind, str) or kind.upper() != "LORA":
         raise IncompatibleAdapter(
-            f"peft_type {_short(raw['peft_type'])}", expected="LORA", remedy="train or convert it with PEFT's LoRA"
+            f"peft_type {_short(kind)}", expected="LORA", remedy="train or convert it with PEFT's LoRA"
         )
     _refuse_unsupported(raw)
     config = AdapterConfig(
@@ -106,7 +99,6 @@ def parse_config(data: bytes) -> AdapterConfig:
         rank_pattern={key: _rank(f"rank_pattern[{key!r}]", value) for key, value in _mapping(raw, "rank_pattern")},
         alpha_pattern={key: _alpha(f"alpha_pattern[{key!r}]", value) for key, value in _mapping(raw, "alpha_pattern")},
         modules_to_save=frozenset(_text_list("modules_to_save", raw.get("modules_to_save") or [])),
-        target_parameters=bool(raw.get("target_parameters")),
     )
     unservable = sorted(config.modules_to_save - _CLASSIFIER_HEADS)
     if unservable:
@@ -158,6 +150,8 @@ def _required(raw: Mapping[str, Any], key: str) -> Any:
 
 
 def _rank(key: str, value: Any) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_RANK:
         return value
     raise _broken(f"{key} {_short(value)}", f"a whole number from 1 to {MAX_RANK}")

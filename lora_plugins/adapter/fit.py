@@ -1,16 +1,14 @@
-"""The served base model, as far as an adapter must fit it: its names, its shapes, the server's largest rank."""
+"""The served base model, as far as an adapter must fit it: its names, its modules, the server's largest rank."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 
 from lora_plugins.adapter.config import AdapterConfig
-from lora_plugins.adapter.weights import LoraPair, Weights
+from lora_plugins.adapter.landing import Model, check_landing
+from lora_plugins.adapter.weights import Weights
 from lora_plugins.errors import IncompatibleAdapter
 from lora_plugins.settings import BaseMatch
 
@@ -31,8 +29,7 @@ class BaseModel:
         aliases: further names under which adapters may know it (a setting).
         max_rank: `--max-lora-rank`; None where it is not known.
         lora_enabled: whether the server runs with `--enable-lora`.
-        module_shapes: module name to `(in, out)` sizes of every layer that LoRA can adapt, whole (not sharded);
-            embeddings count as `(vocabulary, hidden)`, fused experts as `(0, 0)`. Empty where shapes are not known.
+        model: what the engine says of its modules; None where it has not been asked.
     """
 
     path: str
@@ -40,28 +37,7 @@ class BaseModel:
     aliases: tuple[str, ...] = ()
     max_rank: int | None = None
     lora_enabled: bool = True
-    module_shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-
-    @cached_property
-    def _by_tail(self) -> Mapping[str, frozenset[tuple[int, int]]]:
-        tails: dict[str, set[tuple[int, int]]] = defaultdict(set)
-        for module, shape in self.module_shapes.items():
-            tails[_tail(module)].add(shape)
-        return {tail: frozenset(shapes) for tail, shapes in tails.items()}
-
-    @cached_property
-    def has_experts(self) -> bool:
-        """Whether the model is a mixture of experts."""
-        return any("experts" in module.split(".") for module in self.module_shapes)
-
-    def shapes_of(self, module: str) -> frozenset[tuple[int, int]]:
-        """The sizes that a module of this name may have; empty if the model has none of this name.
-
-        An adapter may know the model under another prefix (`language_model.model.` and the like), so names are
-        compared from the first layer number on, or by their last part where there is no number.
-        """
-        exact = self.module_shapes.get(module)
-        return frozenset({exact}) if exact is not None else self._by_tail.get(_tail(module), frozenset())
+    model: Model | None = None
 
     def matches(self, name: str) -> bool:
         """Whether `name` means this model, also in another spelling: a snapshot in the Hub's cache, a local copy."""
@@ -74,13 +50,16 @@ class BaseModel:
         return name in {self.path, *self.served_names, *self.aliases}
 
 
-def check_base(config: AdapterConfig, weights: Weights | None, base: BaseModel, mode: BaseMatch) -> tuple[str, ...]:
+def check_base(
+    config: AdapterConfig, weights: Weights | None, base: BaseModel, mode: BaseMatch, *, refuse_unmatched: bool = True
+) -> tuple[str, ...]:
     """Check an adapter against the served model; returns notes on what was let through.
 
-    `weights` is None where they cannot be read without torch; then only names and ranks are compared.
+    `weights` is None where they cannot be read without torch; then only names and ranks are compared. For
+    `refuse_unmatched` see `check_landing`.
 
     Raises:
-        IncompatibleAdapter: rank, base model or shapes do not fit.
+        IncompatibleAdapter: rank, base model or modules do not fit.
     """
     if not base.lora_enabled:
         raise IncompatibleAdapter(
@@ -93,18 +72,21 @@ def check_base(config: AdapterConfig, weights: Weights | None, base: BaseModel, 
             remedy=_rank_remedy(config.max_rank),
         )
     named = _check_name(config, base, mode)
-    if weights is not None and base.module_shapes:
-        _check_shapes(weights, base, config)
+    notes: tuple[str, ...] = ()
+    if weights is not None and base.model is not None:
+        about = f"base model {config.base_model or 'not named'}, served is {base.path}"
+        notes = check_landing(weights, base.model, about, refuse_unmatched=refuse_unmatched)
     elif not named and mode is BaseMatch.COMPATIBLE:
         raise IncompatibleAdapter(
-            f"base model {config.base_model or 'not named'}, and shapes that cannot be compared",
+            f"base model {config.base_model or 'not named'}, and modules that cannot be compared with the model's",
             expected=f"base model {base.path}",
-            remedy="set LORA_PLUGINS_BASE_ALIASES to the name that the adapter uses, or LORA_PLUGINS_BASE_MATCH=off",
+            remedy="set LORA_PLUGINS_BASE_ALIASES to the name that the adapter uses, or LORA_PLUGINS_BASE_MATCH=off"
+            + ("" if weights is None else ", or start a server of this model with this store once"),
         )
     if named or mode is BaseMatch.OFF:
-        return ()
+        return notes
     note = f"names base model '{config.base_model}'" if config.base_model else "names no base model"
-    return (f"{note}, served is '{base.path}'; accepted because every shape fits",)
+    return (*notes, f"{note}, served is '{base.path}'; accepted because {'the rest' if notes else 'every shape'} fits")
 
 
 def _check_name(config: AdapterConfig, base: BaseModel, mode: BaseMatch) -> bool:
@@ -121,50 +103,6 @@ def _check_name(config: AdapterConfig, base: BaseModel, mode: BaseMatch) -> bool
             "or set LORA_PLUGINS_BASE_MATCH=compatible",
         )
     return True
-
-
-def _check_shapes(weights: Weights, base: BaseModel, config: AdapterConfig) -> None:
-    about_base = f"base model {config.base_model or 'not named'}, served is {base.path}"
-    for pair in weights.pairs:
-        if pair.is_experts and base.has_experts:
-            continue  # fused experts are stored in several layouts; the engine knows which it takes
-        allowed = base.shapes_of(pair.module)
-        if not allowed:
-            raise IncompatibleAdapter(
-                f"module '{pair.module}' ({about_base})",
-                expected=f"modules of the served model, such as {_examples(base.module_shapes, pair)}",
-                remedy="serve this adapter with the base model that it was trained on",
-            )
-        sizes = (pair.a.shape[1], pair.b.shape[0])
-        if sizes not in allowed:
-            raise IncompatibleAdapter(
-                f"{sizes[0]} inputs and {sizes[1]} outputs in module '{pair.module}' ({about_base})",
-                expected=" or ".join(f"{wide} inputs and {high} outputs" for wide, high in sorted(allowed)[:4]),
-                remedy="serve this adapter with the base model that it was trained on",
-            )
-    for module, tensor in weights.base_embeddings:
-        # vLLM leaves these copies out, which is right only while they are the base model's own.
-        allowed = base.shapes_of(module)
-        if allowed and tensor.shape not in allowed and tensor.shape[::-1] not in allowed:
-            raise IncompatibleAdapter(
-                f"a resized vocabulary in '{tensor.name}', shape {list(tensor.shape)}",
-                expected=f"the base model's, {[list(shape) for shape in sorted(allowed)[:2]]}",
-                remedy="merge the adapter into the base model",
-            )
-
-
-def _examples(modules: Iterable[str], pair: LoraPair) -> str:
-    last = pair.module.rsplit(".", 1)[-1]
-    alike = [module for module in modules if module.rsplit(".", 1)[-1] == last]
-    return ", ".join(f"'{module}'" for module in (alike or list(modules))[:3])
-
-
-def _tail(module: str) -> str:
-    parts = module.split(".")
-    for index, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[index:])
-    return parts[-1]
 
 
 def _same_model(one: str, other: str) -> bool:

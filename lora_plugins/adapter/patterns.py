@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import regex
 
@@ -17,6 +17,8 @@ from lora_plugins.errors import InvalidAdapter
 
 BUDGET_S = 1.0
 MAX_PATTERN_CHARACTERS = 10_000  # compiling is under no deadline, and takes longer the longer the pattern
+
+_PLAIN = regex.compile(r"[\w.-]+")
 
 T = TypeVar("T")
 
@@ -63,9 +65,40 @@ class Deadline:
             ) from None
 
 
-def first_match(patterns: Mapping[str, T], module: str, deadline: Deadline, *, field: str) -> T | None:
-    """The value of the first pattern that is a suffix of `module` at a dot (PEFT's `get_pattern_key`)."""
-    for pattern, value in patterns.items():
-        if deadline.matches(rf"(.*\.)?({pattern})", module, field=field):
-            return value
-    return None
+class SuffixPatterns(Generic[T]):
+    """Values by patterns, of which the first that matches a module's name from its end, at a dot, decides.
+
+    PEFT's `get_pattern_key`. A list with an entry for every module is the usual large one, so plain names are looked up
+    and not matched: how long that takes depends on no machine's speed. A plain name's dots stand for dots here.
+    """
+
+    def __init__(self, patterns: Mapping[str, T], field: str) -> None:
+        """Read them; `field` of the configuration is named in errors."""
+        self._field = field
+        self._plain: dict[str, tuple[int, T]] = {}
+        self._others: list[tuple[int, str, T]] = []
+        for place, (pattern, value) in enumerate(patterns.items()):
+            if _PLAIN.fullmatch(pattern):
+                self._plain.setdefault(pattern, (place, value))
+            else:
+                self._others.append((place, rf"(.*\.)?({pattern})", value))
+
+    def first(self, module: str, deadline: Deadline) -> T | None:
+        """The value for a module; None where no pattern matches.
+
+        Raises:
+            InvalidAdapter: see `Deadline.matches`.
+        """
+        parts = module.split(".")
+        suffixes = (".".join(parts[start:]) for start in range(len(parts)))
+        found = min((self._plain[suffix] for suffix in suffixes if suffix in self._plain), key=_place, default=None)
+        for place, pattern, value in self._others:
+            if found is not None and place > found[0]:
+                break
+            if deadline.matches(pattern, module, field=self._field):
+                return value
+        return None if found is None else found[1]
+
+
+def _place(item: tuple[int, object]) -> int:
+    return item[0]

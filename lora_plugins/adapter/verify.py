@@ -52,7 +52,10 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
             return VerifiedAdapter(config, None, size_bytes, (*notes, f"{name} is a pickle; weights not verified"))
         tensors = read_header(file, weights_bytes)
         weights = pair_weights(tensors, config)
-        notes = () if base is None else check_base(config, weights, base, settings.base_match)
+        notes = ()
+        if base is not None:
+            unmatched = settings.refuse_unmatched
+            notes = check_base(config, weights, base, settings.base_match, refuse_unmatched=unmatched)
         if settings.check_finite:
             check_finite(file, tensors)
     return VerifiedAdapter(config, weights, size_bytes, notes)

@@ -12,8 +12,11 @@ from typing import Annotated
 import typer
 
 from lora_plugins.adapter.fit import BaseModel
+from lora_plugins.adapter.landing import Model
 from lora_plugins.cli.exits import UsageProblem
 from lora_plugins.settings import Settings
+from lora_plugins.store.model_file import ModelFile
+from lora_plugins.vllm_patches.model_modules import reader_of_names
 
 BasePath = Annotated[
     str | None, typer.Option("--base-model", help="Path or Hub id of the base model that the server serves.")
@@ -27,10 +30,10 @@ MaxRank = Annotated[int | None, typer.Option("--max-lora-rank", min=1, help="The
 def read_base(
     settings: Settings, path: str | None, served_names: Sequence[str] | None, max_rank: int | None
 ) -> BaseModel | None:
-    """Describe the base model at a path or Hub id; its shapes come from its configuration, no weights are read.
+    """Describe the base model at a path or Hub id; its modules are what an engine with this store said of them.
 
     Raises:
-        UsageProblem: it has no configuration that can be read, or there is no path.
+        UsageProblem: what an engine said cannot be read; there is no path, or nothing at it.
     """
     if path is None:
         if served_names or max_rank is not None:
@@ -38,26 +41,34 @@ def read_base(
                 "--served-model-name and --max-lora-rank say something of a base model: give --base-model"
             )
         return None
+    if os.path.isabs(path) and not os.path.exists(path):
+        raise UsageProblem(f"--base-model {path}: no such directory")
     if os.path.exists(path):
         path = os.path.abspath(path)
-    # Libraries write to stderr while they are imported; what is wrong with the model is raised below.
-    with contextlib.redirect_stderr(io.StringIO()):
-        logging.disable(logging.WARNING)
-        try:
-            from transformers import AutoConfig
-
-            from lora_plugins.server.base_model import module_shapes
-
-            shapes = module_shapes(AutoConfig.from_pretrained(path))
-        except Exception as error:  # noqa: BLE001 - Transformers raises whatever its configuration classes raise
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UsageProblem(f"--base-model {path}: no configuration that can be read ({reason})") from None
-        finally:
-            logging.disable(logging.NOTSET)
     return BaseModel(
         path=path,
         served_names=tuple(served_names or ()),
         aliases=settings.base_aliases,
         max_rank=max_rank,
-        module_shapes=shapes,
+        model=_read_model(settings, path),
     )
+
+
+def _read_model(settings: Settings, path: str) -> Model | None:
+    """What an engine that used this store said of the model; None where none has."""
+    file = ModelFile(settings.store_dir, path)
+    try:
+        modules = file.read()
+    except (OSError, ValueError) as error:
+        raise UsageProblem(f"--base-model {path}: {file.path} cannot be read ({error})") from None
+    if modules is None:
+        return None
+    # Libraries write to stderr while they are imported.
+    with contextlib.redirect_stderr(io.StringIO()):
+        logging.disable(logging.WARNING)
+        try:
+            return Model(modules, reader_of_names(modules))
+        except ImportError as error:
+            raise UsageProblem(f"--base-model {path}: names are read by vLLM, which is not here ({error})") from None
+        finally:
+            logging.disable(logging.NOTSET)

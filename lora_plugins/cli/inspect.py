@@ -136,7 +136,11 @@ def _answer(path: Path, uri: str | None, found: Found, base: BaseModel | None) -
         "modules": [_module(pair) for pair in found.pairs],
         "base": None
         if base is None
-        else {"path": base.path, "shapes": len(base.module_shapes), "max_rank": base.max_rank},
+        else {
+            "path": base.path,
+            "modules": None if base.model is None else len(base.model.modules.places),
+            "max_rank": base.max_rank,
+        },
         "verdict": "served" if found.error is None else "refused",
         "notes": list(found.verified.notes) if found.verified else [],
     }
@@ -173,6 +177,11 @@ def _lines(answer: dict[str, Any], found: Found, base: BaseModel | None) -> Iter
         yield "compared with no base model (--base-model)"
     else:
         limit = "any rank (--max-lora-rank)" if base.max_rank is None else f"ranks up to {base.max_rank}"
-        yield f"compared with {base.path}: {len(base.module_shapes)} module shapes, {limit}"
+        if base.model is None:
+            yield f"compared with {base.path}: its name, {limit}; no engine has listed its modules in this store yet"
+        else:
+            modules = base.model.modules
+            known = f"{len(modules.places)} modules of vLLM {modules.vllm_version}'s {modules.architecture}"
+            yield f"compared with {base.path}: {known}, {limit}"
     for note in answer["notes"]:
         yield f"note         {note}"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cachetools import TTLCache
 
 from lora_plugins.adapter.fit import BaseModel
+from lora_plugins.adapter.landing import Model
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable, describing
 from lora_plugins.events import (
@@ -60,6 +61,10 @@ class SourceChain:
 
     A version that is returned is leased until every name that it was returned for has been released.
 
+    Attributes:
+        base: what is served, set once the server is made.
+        describe_model: asks the engine for its model's modules, once; None answers where LoRA is off.
+
     Raises:
         InvalidSettings: a prefix of `LORA_PLUGINS_ALLOWED_URIS` that cannot be right.
     """
@@ -71,6 +76,8 @@ class SourceChain:
         store.on_evict = lambda digest, size_bytes: events.emit(StoreEvicted(digest, size_bytes))
         self.sources = list(sources)
         self.base: BaseModel | None = None
+        self.describe_model: Callable[[], Awaitable[Model | None]] | None = None
+        self._describing = asyncio.Lock()
         self._by_uri = UriSources(settings)
         self._versions = Versions(settings, events, store)
         self._absent: TTLCache[tuple[str, Key], bool] = TTLCache(_REMEMBERED_NAMES, settings.absent_ttl_s)
@@ -146,7 +153,8 @@ class SourceChain:
             LoRAPluginsError: it does not fit the served model.
         """
         with describing(adapter=name):
-            return await self._versions.of_digest(name, digest_prefix, self.base, of_any_name=of_any_name)
+            base = await self._described_base()
+            return await self._versions.of_digest(name, digest_prefix, base, of_any_name=of_any_name)
 
     def served(self, name: str) -> ResolvedAdapter | None:
         """What a name was resolved to last, by itself and not by a URI; it may have left the store since."""
@@ -192,9 +200,10 @@ class SourceChain:
                 self.events.emit(AdapterUnknown(name))
                 return None
             source, adapter = found
-            base, locate_s = self.base or BaseModel(base_path), time.perf_counter() - started
+            locate_s = time.perf_counter() - started
             try:
                 with describing(adapter=name):
+                    base = await self._described_base() or BaseModel(base_path)
                     served = await self._versions.serve(query.key, source, adapter, base, locate_s)
             except LoRAPluginsError as error:
                 if isinstance(error, VersionChanged) and attempt < _VERSION_CHANGES:
@@ -205,6 +214,24 @@ class SourceChain:
                 self._fresh[query.key] = served
             return served
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _described_base(self) -> BaseModel | None:
+        """The served model with its modules, which only a running engine can say; asked for at the first use."""
+        async with self._describing:
+            if self.base is None or self.base.model is not None or self.describe_model is None:
+                return self.base
+            try:
+                model = await self.describe_model()
+            except Exception as error:
+                raise SourceUnavailable(
+                    f"no answer of the engine to which modules its model has ({type(error).__name__}: {error})",
+                    expected="an engine that runs",
+                    remedy="see the server's log",
+                ) from error
+            self.base = replace(self.base, model=model)
+            if model is None:
+                self.describe_model = None
+            return self.base
 
     async def _locate(self, query: _Query, base_path: str) -> tuple[Source, RemoteAdapter] | None:
         unavailable: SourceUnavailable | None = None

@@ -13,6 +13,7 @@
 <root>/.quarantine/<digest>.<n>          what was damaged
 <root>/.quarantine/<digest>.<n>.removed  being deleted
 <root>/.served/<key>.json       what servers of one base model served last
+<root>/.models/<key>.json       which modules the engine of one base model has
 ```
 """
 

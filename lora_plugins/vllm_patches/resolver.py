@@ -6,10 +6,12 @@ wrapped, so that the base model is known when vLLM begins to serve.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable
 from typing import Any
 
+from lora_plugins.adapter.landing import Model
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.ledger import Patch
@@ -18,7 +20,8 @@ from lora_plugins.process import Process
 from lora_plugins.resolvers.uris import AllowedUris
 from lora_plugins.server.base_model import describe_base
 from lora_plugins.server.name_locks import NameLocks
-from lora_plugins.vllm_patches import punica
+from lora_plugins.store.model_file import ModelFile
+from lora_plugins.vllm_patches import model_modules, punica
 from lora_plugins.vllm_patches.access import require_in_force
 from lora_plugins.vllm_patches.http_headers import keep_http_headers
 
@@ -61,6 +64,9 @@ class LoRAPluginsResolver:
         """Learn what base model is served, from vLLM's `OpenAIServingModels`, and log what is resolved from where."""
         models.lora_resolver_lock = NameLocks()
         self.process.sources.base = describe_base(models, self.process.settings)
+        self.process.sources.describe_model = functools.partial(
+            _describe_model, models.engine_client, models.model_config.model, self.process
+        )
         _log_sources(self.process)
 
 
@@ -76,6 +82,7 @@ def register_resolver(process: Process) -> None:
     from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
 
     resolver = LoRAPluginsResolver(process)
+    model_modules.patch()
     keep_http_headers()
     LoRAResolver.register(LoRAPluginsResolver)
     LoRAResolverRegistry.register_resolver(REGISTRY_NAME, resolver)
@@ -98,6 +105,19 @@ def when_serving(before: Callable[[], None], after: Callable[[Any], None]) -> No
     OpenAIServingModels.__init__ = wrapped
 
 
+async def _describe_model(client: Any, base_path: str, process: Process) -> Model | None:
+    """What the engine says of its model, kept in the store for the command line."""
+    modules = await model_modules.ask_engine(client)
+    if modules is None:
+        return None
+    logger.info("The engine's %s has %d modules for LoRA", modules.architecture, len(modules.places))
+    try:
+        await asyncio.to_thread(ModelFile(process.settings.store_dir, base_path).write, modules)
+    except OSError as error:
+        logger.warning("Which modules the model has cannot be written for lora-plugins inspect: %s", error)
+    return Model(modules, model_modules.reader_of_names(modules))
+
+
 def _log_sources(process: Process) -> None:
     from lora_plugins import __version__
 
@@ -105,12 +125,11 @@ def _log_sources(process: Process) -> None:
     base = sources.base
     logger.info(
         "lora-plugins %s resolves unknown model names from: %s (vLLM's builtin resolvers of these names do not run); "
-        "base match %s, largest rank %s, %d module shapes known",
+        "base match %s, largest rank %s",
         __version__,
         ", ".join(str(source) for source in sources.sources),
         settings.base_match,
         base.max_rank if base else "unknown",
-        len(base.module_shapes) if base else 0,
     )
     if not settings.runtime_lora_updating:
         logger.warning("vLLM asks no resolver unless VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 is set; it is not")
@@ -146,7 +165,7 @@ LEDGER = (
             LoRAConfig{max_lora_rank, fully_sharded_loras}
         """,
         what="__init__ wrapped: after it the base model is read (server/base_model.py) and lora_resolver_lock replaced",
-        why="resolve_lora is given the model's path only, not its names, configuration, shapes and largest rank; and "
+        why="resolve_lora is given the model's path only, not its names and largest rank; and "
         "lora_resolver_lock keeps a lock for every name that was ever asked for",
         remove="LoRAResolver is given the model and LoRA configuration, and unused locks are dropped",
     ),

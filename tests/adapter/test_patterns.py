@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_plugins.adapter import patterns as patterns_module
-from lora_plugins.adapter.patterns import MAX_PATTERN_CHARACTERS, Deadline, first_match
+from lora_plugins.adapter.patterns import MAX_PATTERN_CHARACTERS, Deadline, SuffixPatterns
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
 
 MODULE = "model.layers.10.self_attn.q_proj"
@@ -52,18 +52,16 @@ def test_all_matches_together_have_one_budget():
     started = time.monotonic()
     deadline = Deadline(0.2)
     with pytest.raises(InvalidAdapter, match="rank_pattern"):
-        [first_match(patterns, MODULE, deadline, field="rank_pattern") for _ in range(50)]
+        [SuffixPatterns(patterns, "rank_pattern").first(MODULE, deadline) for _ in range(50)]
     assert time.monotonic() - started < 60
 
 
-def test_a_rank_for_every_module_is_within_the_budget():
-    # What PEFT's EVA and AdaLoRA write: as many patterns as modules.
-    modules = [f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(48) for part in "qkv"]
-    patterns = {module: number for number, module in enumerate(modules)}
-    deadline = Deadline()
-    assert [first_match(patterns, module, deadline, field="rank_pattern") for module in modules] == list(
-        range(len(modules))
-    )
+def test_a_rank_for_every_module_takes_none_of_the_budget():
+    # What PEFT's EVA and AdaLoRA write: as many patterns as modules, here of a model of 126 layers.
+    modules = [f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(126) for part in "qkvo"]
+    patterns = SuffixPatterns({module: number for number, module in enumerate(modules)}, "rank_pattern")
+    without_time = Deadline(0.0)
+    assert [patterns.first(module, without_time) for module in modules] == list(range(len(modules)))
 
 
 def test_a_pattern_too_long_is_refused_before_it_is_compiled(monkeypatch):
@@ -96,7 +94,7 @@ def test_endless_recursion_is_refused():
     ],
 )
 def test_the_first_pattern_that_is_a_suffix_decides(patterns, module, value):
-    assert first_match(patterns, module, Deadline(), field="rank_pattern") == value
+    assert SuffixPatterns(patterns, "rank_pattern").first(module, Deadline()) == value
     # PEFT's `get_pattern_key`, and vLLM's `_match_pattern`, word for word.
     key = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), None)
     assert value == (None if key is None else patterns[key])

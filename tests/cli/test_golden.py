@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
+from lora_plugins.store.model_file import ModelFile
 from tests.cli.common import GOLDEN, golden
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 32,
-}
+from tests.make import MODULES
 
 
 @pytest.mark.parametrize("name", ["sql", "cut", "nobody", "../outside"])
@@ -55,7 +44,8 @@ def test_doctor(cli, how):
 def test_an_adapter_compared_with_a_base_model(cli):
     base = cli.root / "base"
     base.mkdir()
-    (base / "config.json").write_text(json.dumps(LLAMA))
+    golden("inspect-base-unknown.txt", cli("inspect", cli.adapters / "sql", "--base-model", base), cli.root)
+    ModelFile(cli.store, str(base)).write(MODULES)  # as a server does once its engine runs
     golden("inspect-base.txt", cli("inspect", cli.adapters / "sql", "--base-model", base), cli.root)
     golden("resolve-base.txt", cli("resolve", "sql", "--base-model", base, "--max-lora-rank", "2"), cli.root)
 
@@ -78,5 +68,6 @@ def test_every_golden_file_belongs_to_a_test():
     top = {"top.txt", "top-narrow.txt"}
     assert names == resolve | top | {f"{name}.{how}" for name in stored for how in ("txt", "json")} | {
         "inspect-base.txt",
+        "inspect-base-unknown.txt",
         "resolve-base.txt",
     }

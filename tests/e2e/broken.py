@@ -76,16 +76,10 @@ def _rename(old: str, new: str) -> Callable[[dict[str, np.ndarray]], None]:
     return change
 
 
-def _all_targets_renamed(directory: Path) -> None:
-    _tensors(_rename("q_proj", "query"))(directory)
-    edit_config(directory, target_modules=["query", "k_proj", "v_proj", "o_proj"])
-
-
 BROKEN = (
     Broken("broken-json", _write(CONFIG, '{"peft_type": "LORA", '), 400, ("L005", CONFIG, "JSON", "To fix")),
     Broken("json-array", _write(CONFIG, "[1]"), 400, ("L005", CONFIG, "object")),
     Broken("missing-key", _config(r=...), 400, ("L005", CONFIG, "'r'")),
-    Broken("missing-peft-type", _config(peft_type=...), 400, ("L005", CONFIG, "'peft_type'")),
     Broken("bad-alpha", _config(lora_alpha=0), 400, ("L005", CONFIG, "lora_alpha 0", "above 0")),
     Broken("missing-weights", _remove(WEIGHTS), 404, ("L002", WEIGHTS)),
     Broken("missing-config", _remove(CONFIG), 404, ("L002", CONFIG)),
@@ -98,7 +92,22 @@ BROKEN = (
     Broken("pissa", _config(init_lora_weights="pissa"), 400, ("L003", CONFIG, "pissa")),
     Broken("not-lora", _config(peft_type="IA3"), 400, ("L003", CONFIG, "IA3")),
     Broken("wrong-shapes", _tensors(_widen), 400, ("L003", WEIGHTS, "264 inputs", "256 inputs and 256 outputs")),
-    Broken("no-such-module", _all_targets_renamed, 400, ("L003", WEIGHTS, "query", "such as")),
+    Broken("no-such-module", _tensors(_rename("q_proj", "query")), 400, ("L003", WEIGHTS, "query", "such as")),
+    Broken(
+        "another-prefix",
+        _tensors(_rename("model.model.", "model.model.language_model.")),
+        400,
+        ("L003", WEIGHTS, "language_model"),
+    ),
+    Broken(
+        "compiled",
+        _tensors(_rename("base_model.model.", "base_model.model._orig_mod.")),
+        400,
+        ("L003", WEIGHTS, "_orig_mod"),
+    ),
+    Broken(
+        "half-of-another-model", _tensors(_rename("layers.1.", "h.1.")), 400, ("L003", WEIGHTS, "h.1.", "UNMATCHED")
+    ),
     Broken("no-such-layer", _tensors(_rename("layers.3.", "layers.99.")), 400, ("L003", WEIGHTS, "layers.99.")),
 )
 

@@ -412,11 +412,9 @@ def test_startup_fails_where_the_policy_is_not_in_force(process, tmp_path, polic
     from vllm.entrypoints.openai.models.protocol import BaseModelPath
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
-    from lora_plugins.server import base_model as served_model
     from lora_plugins.vllm_patches import resolver as resolver_module
 
     monkeypatch.setattr(OpenAIServingModels, "__init__", OpenAIServingModels.__init__)  # put back afterwards
-    monkeypatch.setattr(served_model, "module_shapes", lambda _: {})
     process.settings = Settings(store_dir=tmp_path / "store", policy=policy)
     resolver = LoRAPluginsResolver(process)
     resolver_module.when_serving(resolver.before_serving, resolver.bind)

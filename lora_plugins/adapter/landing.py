@@ -1,0 +1,102 @@
+"""Whether every tensor of an adapter lands in a module of the engine's model, with its sizes.
+
+Names are read by vLLM's own function with the model's own mapping, which the caller hands in: nothing is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from lora_plugins.adapter.model_modules import Kind, ModelModules, Place
+from lora_plugins.adapter.weights import LoraPair, Weights
+from lora_plugins.errors import IncompatibleAdapter
+
+# A tensor's name → the module that it is for, and whether it is A; ValueError where it is no LoRA weight.
+ReadName = Callable[[str], tuple[str, bool]]
+
+_EXAMPLES = 3
+_REMEDY = "serve this adapter with the base model that it was trained on"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What the engine says of its model, and how it reads an adapter's names."""
+
+    modules: ModelModules
+    read_name: ReadName
+
+
+def check_landing(weights: Weights, model: Model, about: str, *, refuse_unmatched: bool = True) -> tuple[str, ...]:
+    """Compare an adapter's tensors with the engine's modules; returns notes on what is served without them.
+
+    Args:
+        weights: the adapter's pairs.
+        model: the engine's.
+        about: which base models the adapter names and the server serves, for errors.
+        refuse_unmatched: refuse an adapter of which some modules are not the model's; one with none is always refused.
+
+    Raises:
+        IncompatibleAdapter: a module that the model does not have, or other sizes than its own.
+    """
+    modules, unmatched, matched = model.modules, [], 0
+    for pair in weights.pairs:
+        if modules.skips(pair.a.name):
+            continue
+        try:
+            name, _ = model.read_name(pair.a.name)
+        except ValueError:
+            name = pair.module
+        place = modules.place(name)
+        if place is None:
+            unmatched.append(name)
+            continue
+        matched += 1
+        _check_sizes(name, pair, place, about)
+    _check_vocabulary(weights, modules)
+    if matched and not unmatched:
+        return ()
+    error = IncompatibleAdapter(
+        f"{len(unmatched)} of {matched + len(unmatched)} modules that the model does not have"
+        + (f", such as {_some(unmatched)}" if unmatched else "")
+        + f" ({about})",
+        expected=f"modules of the served model, such as {_some(_alike(unmatched, modules))}",
+        remedy=f"{_REMEDY}, or set LORA_PLUGINS_UNMATCHED=warn" if matched else _REMEDY,
+    )
+    if refuse_unmatched or not matched:
+        raise error
+    return (f"served without {error.found}",)
+
+
+def _check_sizes(name: str, pair: LoraPair, place: Place, about: str) -> None:
+    if place.kind is Kind.EXPERTS:
+        return  # their tensors stack several matrices; the engine compares them when it loads them
+    inputs, outputs = pair.a.shape[-1], pair.b.shape[0]
+    fewer = place.max_out_features and place.out_features is not None and outputs < place.out_features
+    if place.in_features in (None, inputs) and (place.out_features in (None, outputs) or fewer):
+        return
+    raise IncompatibleAdapter(
+        f"{inputs} inputs and {outputs} outputs in module '{name}' ({about})",
+        expected=f"{place.in_features} inputs and {place.out_features} outputs",
+        remedy=_REMEDY,
+    )
+
+
+def _check_vocabulary(weights: Weights, modules: ModelModules) -> None:
+    """Copies of the base model's embeddings, which vLLM leaves out: right only while they are the base model's own."""
+    for _, tensor in weights.base_embeddings:
+        if modules.vocabulary is not None and modules.vocabulary not in tensor.shape:
+            raise IncompatibleAdapter(
+                f"a resized vocabulary in '{tensor.name}', shape {list(tensor.shape)}",
+                expected=f"the base model's, of {modules.vocabulary} words",
+                remedy="merge the adapter into the base model",
+            )
+
+
+def _alike(unmatched: list[str], modules: ModelModules) -> Iterable[str]:
+    last = {name.rsplit(".", 1)[-1] for name in unmatched[:1]}
+    return [name for name in modules.places if name.rsplit(".", 1)[-1] in last] or modules.places
+
+
+def _some(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for _, name in zip(range(_EXAMPLES), names, strict=False))

@@ -1,0 +1,98 @@
+"""What the engine's model has for LoRA, asked of its workers once, and an adapter's names as vLLM reads them.
+
+Every plugin of ours that serves adapters gives the workers this method, the resolvers alone as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+from lora_plugins.adapter.model_modules import ModelModules
+from lora_plugins.ledger import Patch
+
+METHOD = "lora_plugins_model_modules"
+
+
+def patch() -> None:
+    """Have every worker of this process answer; a second call changes nothing."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    setattr(WorkerBase, METHOD, _model_modules)
+
+
+def _model_modules(self: Any) -> dict[str, Any] | None:  # `self` is a WorkerBase
+    from lora_plugins.worker.model_modules import describe
+
+    manager = getattr(self.model_runner, "lora_manager", None)
+    return None if manager is None else describe(manager._adapter_manager).plain()  # noqa: SLF001 - vLLM's own name
+
+
+async def ask_engine(client: Any) -> ModelModules | None:
+    """The modules of all workers together, of which each has some with pipeline parallelism; None where LoRA is off.
+
+    With data parallelism the first engine answers: all serve the same model.
+    """
+    answers = [ModelModules.of_plain(answer) for answer in await client.collective_rpc(METHOD) if answer is not None]
+    return functools.reduce(ModelModules.joined, answers) if answers else None
+
+
+def reader_of_names(modules: ModelModules) -> Callable[[str], tuple[str, bool]]:
+    """VLLM's `parse_fine_tuned_lora_name` with the model's own mapping: a tensor's module, and whether it is A.
+
+    It raises ValueError for a tensor that is no LoRA weight.
+    """
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    mapper = _mapper(modules)
+    return lambda name: parse_fine_tuned_lora_name(name, mapper)
+
+
+def _mapper(modules: ModelModules) -> Any:
+    renames = modules.renames
+    if not any(renames.values()):
+        return None
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    fields: dict[str, Any] = {
+        "orig_to_new_regex": {re.compile(pattern, flags): new for pattern, flags, new in renames["regex"]},
+        "orig_to_new_substr": renames["substr"],
+        "orig_to_new_prefix": renames["prefix"],
+        "orig_to_new_suffix": renames["suffix"],
+    }
+    if renames["renaming"]:
+        from transformers.core_model_loading import WeightRenaming
+
+        fields["orig_to_new_renaming"] = [WeightRenaming(*patterns) for patterns in renames["renaming"]]
+    return WeightsMapper(**fields)
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.v1.worker.worker_base:
+            WorkerBase{model_runner}
+        vllm.v1.worker.lora_model_runner_mixin:
+            LoRAModelRunnerMixin.load_lora_model(self, model, vllm_config, device)
+        vllm.v1.engine.async_llm:
+            AsyncLLM.collective_rpc(self, method, timeout, args, kwargs)
+        """,
+        what="WorkerBase is given lora_plugins_model_modules, which is called once by collective_rpc; "
+        "load_lora_model is relied on to put the manager at model_runner.lora_manager",
+        why="only the engine knows which modules its model has, and their sizes",
+        remove="vLLM says over its API which modules adapters can be for",
+    ),
+    Patch(
+        """
+        vllm.lora.utils:
+            parse_fine_tuned_lora_name(name, weights_mapper)
+        vllm.model_executor.models.utils:
+            WeightsMapper{orig_to_new_prefix, orig_to_new_substr, orig_to_new_suffix, orig_to_new_regex}
+        """,
+        what="made again from what a worker sent, and called in the API server",
+        why="names in an adapter are read by vLLM's own function, with the model's mapping",
+        remove="vLLM says over its API where an adapter's tensors land",
+    ),
+)

@@ -1,0 +1,133 @@
+"""What the model of this worker has for LoRA, read off vLLM's own manager once it has wrapped the model's layers.
+
+Source: `LoRAModelManager` in vllm/lora/model_manager.py, the layers in vllm/lora/layers, 0.30 to 0.33.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from lora_plugins.adapter.model_modules import Kind, ModelModules, Place
+from lora_plugins.ledger import Patch
+
+
+def describe(manager: Any) -> ModelModules:
+    """The modules that adapters can be for.
+
+    Args:
+        manager: vLLM's `LoRAModelManager`, or a subclass of it.
+    """
+    from vllm import __version__
+
+    model = manager.model
+    return ModelModules(
+        architecture=type(model).__name__,
+        vllm_version=__version__,
+        places={name: place for module in manager.modules for name, place in _places(manager, module)},
+        vocabulary=getattr(manager, "vocab_size", None),
+        renames=_renames(model),
+        skipped=tuple(getattr(model, "lora_skip_prefixes", None) or ()),
+        without_model_prefix=bool(manager.is_pooling_model),
+    )
+
+
+def _places(manager: Any, name: str) -> Iterator[tuple[str, Place]]:
+    module = manager.modules[name]
+    kind = _kind(module)
+    if kind is Kind.EXPERTS:
+        yield from _places_of_experts(manager, name)
+        return
+    inputs, outputs = _sizes(module, kind)
+    parts: Sequence[str] = manager.packed_modules.get(name, ())
+    if not parts:
+        total = None if None in outputs else sum(size for size in outputs if size is not None)
+        yield name, Place(name, kind, inputs, total, kind is Kind.HEAD)
+        return
+    # Where vLLM has other parts than slices (`in_proj_qkvz` is two parts of four slices), only it can tell their sizes.
+    known = outputs if len(outputs) == len(parts) else [None] * len(parts)
+    for part, size in zip(parts, known, strict=True):
+        yield part, Place(name, kind, inputs, size)
+
+
+def _places_of_experts(manager: Any, name: str) -> Iterator[tuple[str, Place]]:
+    """Per expert where the engine wants them so, and as PEFT stacks them: `experts` and `experts.base_layer`."""
+    place = Place(name, Kind.EXPERTS)
+    for part in manager.packed_modules.get(name, ()):
+        yield part, place
+    if type(manager.modules[name]).__name__ == "FusedMoE3DWithLoRA" or getattr(
+        manager, "_enable_mixed_moe_lora_format", False
+    ):
+        yield name, place
+        yield f"{name}.base_layer", place
+
+
+def _kind(module: Any) -> Kind:
+    if hasattr(module, "w2_lora_a_stacked"):
+        return Kind.EXPERTS
+    if hasattr(module, "full_weight_stacked"):
+        return Kind.CLASSIFIER
+    if hasattr(module, "lora_a_stacked_2d"):
+        return Kind.EMBEDDING
+    return Kind.LINEAR if isinstance(module.lora_a_stacked, tuple) else Kind.HEAD
+
+
+def _sizes(module: Any, kind: Kind) -> tuple[int | None, list[int | None]]:
+    """Inputs, and the outputs of each slice, of the whole layer."""
+    if kind is Kind.EMBEDDING:
+        return int(module.lora_a_stacked.shape[1]), [int(module.lora_b_stacked.shape[2])]
+    if kind is Kind.HEAD:
+        return int(module.lora_a_stacked.shape[-1]), [int(module.lora_b_stacked.shape[2])]
+    slots_a, slots_b = module.lora_a_stacked, module.lora_b_stacked
+    slices = [int(slot.shape[2]) for slot in slots_b]
+    if getattr(module, "tp_size", 1) == 1:
+        return int(slots_a[0].shape[-1]), list(slices)
+    return _whole_sizes(module.base_layer, slices)
+
+
+def _whole_sizes(layer: Any, slices: Sequence[int]) -> tuple[int | None, list[int | None]]:
+    """As `_sizes`, of a layer that is divided among workers."""
+    inputs = getattr(layer, "input_size", None)
+    if hasattr(layer, "total_num_kv_heads"):
+        query = layer.total_num_heads * layer.head_size
+        key = layer.total_num_kv_heads * layer.head_size
+        value = layer.total_num_kv_heads * getattr(layer, "v_head_size", layer.head_size)
+        return inputs, [query, key, value] if len(slices) == 3 else [query + key + value]
+    outputs = list(getattr(layer, "output_sizes", ()))
+    if len(outputs) == len(slices):
+        return inputs, outputs
+    return inputs, [getattr(layer, "output_size", None)] if len(slices) == 1 else [None] * len(slices)
+
+
+def _renames(model: Any) -> dict[str, Any]:
+    """The model's mapping of checkpoint names, as `WorkerLoRAManager._load_adapter` takes it, in plain values."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return {}
+    mapper = mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
+    return {
+        "renaming": [
+            [list(one.source_patterns), list(one.target_patterns)]
+            for one in getattr(mapper, "orig_to_new_renaming", None) or ()
+        ],
+        "regex": [[pattern.pattern, pattern.flags, new] for pattern, new in mapper.orig_to_new_regex.items()],
+        "substr": dict(mapper.orig_to_new_substr),
+        "prefix": dict(mapper.orig_to_new_prefix),
+        "suffix": dict(mapper.orig_to_new_suffix),
+    }
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm: __version__
+        vllm.lora.model_manager:
+            LoRAModelManager{model, modules, packed_modules, is_pooling_model, vocab_size}
+        vllm.model_executor.models.utils:
+            WeightsMapper{orig_to_new_prefix, orig_to_new_substr, orig_to_new_suffix, orig_to_new_regex}
+        """,
+        what="read, with the sizes of the layers' slots and of the layers below them",
+        why="an adapter fits if each of its tensors lands in a module of this model",
+        remove="vLLM says over its API which modules adapters can be for",
+    ),
+)

@@ -1,0 +1,145 @@
+"""Every tensor of an adapter lands in a module of the engine's model, with its sizes, or the adapter is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_plugins.adapter.landing import Model, check_landing
+from lora_plugins.adapter.model_modules import Kind, ModelModules, Place
+from lora_plugins.adapter.safetensors_header import TensorInfo
+from lora_plugins.adapter.weights import LoraPair, Weights
+from lora_plugins.errors import IncompatibleAdapter
+from tests.make import LAYER, MODULES, read_name
+
+Q, V = LAYER.format(0, "q_proj"), LAYER.format(0, "v_proj")
+ABOUT = "base model a, served is b"
+
+
+def lora(module: str = Q, wide: int = 8, high: int = 8, rank: int = 4, prefix: str = "base_model.model.") -> LoraPair:
+    a, b = (f"{prefix}{module}.lora_{side}.weight" for side in "AB")
+    return LoraPair(module, TensorInfo(a, "F32", (rank, wide), 0, 0), TensorInfo(b, "F32", (high, rank), 0, 0))
+
+
+def modules(**places: Place) -> ModelModules:
+    return dataclasses.replace(MODULES, places={**MODULES.places, **places})
+
+
+def check(*pairs: LoraPair, of: ModelModules = MODULES, refuse_unmatched: bool = True) -> tuple[str, ...]:
+    return check_landing(Weights(pairs), Model(of, read_name), ABOUT, refuse_unmatched=refuse_unmatched)
+
+
+def test_parts_of_a_packed_module_land():
+    assert check(lora(Q), lora(LAYER.format(1, "k_proj"), 8, 4), lora(V, 8, 4)) == ()
+
+
+@pytest.mark.parametrize("pair", [lora(Q, 16, 8), lora(Q, 8, 16), lora(V, 8, 8), lora(V, 4, 4)])
+def test_other_sizes_than_the_modules_are_refused(pair):
+    with pytest.raises(IncompatibleAdapter, match=pair.module) as caught:
+        check(lora(), pair)
+    assert ABOUT in caught.value.found
+    assert "inputs and" in caught.value.expected
+
+
+@pytest.mark.parametrize(
+    "prefix", ["language_model.", "encoder.", "_orig_mod.", "model.", "base_model.model."], ids=lambda prefix: prefix
+)
+def test_another_prefix_is_another_module(prefix):
+    """Before, names were compared from the first layer number on: served, and answered by the base model alone."""
+    with pytest.raises(IncompatibleAdapter) as caught:
+        check(lora(prefix + Q))
+    assert caught.value.found.startswith("1 of 1 modules that the model does not have, such as '")
+    assert f"'{Q}'" in caught.value.expected
+
+
+def test_half_an_adapter_is_refused_or_served_with_a_note():
+    half = lora(), lora("encoder." + V, 8, 4)
+    with pytest.raises(IncompatibleAdapter, match="1 of 2 modules") as caught:
+        check(*half)
+    assert "LORA_PLUGINS_UNMATCHED=warn" in caught.value.remedy
+    (note,) = check(*half, refuse_unmatched=False)
+    assert note.startswith("served without 1 of 2 modules")
+    with pytest.raises(IncompatibleAdapter, match="1 of 1"):
+        check(half[1], refuse_unmatched=False)
+
+
+def test_a_name_without_pefts_prefix_lands():
+    assert check(lora(prefix="")) == ()
+
+
+def test_a_head_may_know_fewer_words_and_no_more():
+    of = modules(lm_head=Place("lm_head", Kind.HEAD, 8, 64, max_out_features=True))
+    assert check(lora("lm_head", 8, 64), of=of) == check(lora("lm_head", 8, 60), of=of) == ()
+    with pytest.raises(IncompatibleAdapter, match="65 outputs"):
+        check(lora("lm_head", 8, 65), of=of)
+
+
+def test_sizes_that_only_the_engine_knows_are_left_to_it():
+    assert check(lora("in_proj", 7, 9), of=modules(in_proj=Place("in_proj_qkvz"))) == ()
+
+
+def test_experts_land_by_name_and_their_sizes_are_the_engines():
+    experts = {f"mlp.experts.{n}.up_proj": Place("mlp.experts", Kind.EXPERTS) for n in range(2)}
+    of = dataclasses.replace(MODULES, places=experts)
+    assert check(*(lora(name, 3, 5) for name in experts), of=of) == ()
+    with pytest.raises(IncompatibleAdapter, match="1 of 3"):
+        check(*(lora(name, 3, 5) for name in experts), lora("mlp.experts.2.up_proj"), of=of)
+
+
+def test_a_router_lands_like_any_linear_module():
+    assert check(lora("mlp.gate", 8, 4), of=modules(**{"mlp.gate": Place("mlp.gate", Kind.LINEAR, 8, 4)})) == ()
+
+
+def test_what_vllm_skips_is_not_looked_for():
+    of = dataclasses.replace(MODULES, skipped=("mtp.",))
+    assert check(lora(), lora("mtp.layers.0.q_proj"), of=of) == ()
+    with pytest.raises(IncompatibleAdapter, match="0 of 0"):
+        check(lora("mtp.layers.0.q_proj"), of=of)
+
+
+def test_pooling_models_are_also_known_without_their_first_prefix():
+    name = Q.removeprefix("model.")
+    assert check(lora(name), of=dataclasses.replace(MODULES, without_model_prefix=True)) == ()
+    with pytest.raises(IncompatibleAdapter):
+        check(lora(name))
+
+
+def test_a_resized_vocabulary_is_refused():
+    def copied(*shape: int) -> Weights:
+        return Weights((lora(),), (("model.embed_tokens", TensorInfo("t", "F32", shape, 0, 0)),))
+
+    model = Model(MODULES, read_name)
+    assert check_landing(copied(32, 8), model, ABOUT) == ()
+    with pytest.raises(IncompatibleAdapter, match="resized vocabulary"):
+        check_landing(copied(33, 8), model, ABOUT)
+
+
+def test_pipeline_stages_are_joined():
+    stages = [dataclasses.replace(MODULES, places={name: place}) for name, place in list(MODULES.places.items())[:2]]
+    assert set(stages[0].joined(stages[1]).places) == set(list(MODULES.places)[:2])
+
+
+def test_a_description_survives_json():
+    assert ModelModules.of_json(json.dumps(MODULES.plain())) == MODULES
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format": 2}', json.dumps({**MODULES.plain(), "places": {"a": 1}}), '{"format": 1}']
+)
+def test_a_file_that_is_no_description_is_a_value_error(text):
+    with pytest.raises(ValueError, match=r"."):
+        ModelModules.of_json(text)
+
+
+@given(st.text(max_size=40), st.integers(1, 64), st.integers(1, 64))
+def test_any_module_lands_with_its_sizes_or_is_refused(module, wide, high):
+    place = MODULES.place(module)
+    if place is not None and (wide, high) == (place.in_features, place.out_features):
+        assert check(lora(module, wide, high)) == ()
+    else:
+        with pytest.raises(IncompatibleAdapter):
+            check(lora(module, wide, high))

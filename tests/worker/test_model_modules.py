@@ -1,0 +1,68 @@
+"""What a worker says of its model is what it then takes: each place with its sizes loads, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lora_plugins.adapter.model_modules import Kind, ModelModules
+from lora_plugins.scheduler.messages import Failed
+from lora_plugins.worker.model_modules import describe
+from tests.worker import small_model
+from tests.worker.small_model import ATTENTION, LAYERS, MLP, MORE, bring, make_adapter
+from tests.worker.test_fits import FUSED, WORDS, linear, model_with_words, on_two_devices
+
+
+@pytest.fixture
+def manager(make_manager: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(small_model, "small_model", model_with_words)
+    return make_manager(slots=1, max_adapters=64)
+
+
+def test_every_module_of_a_model_is_described_with_its_sizes(manager: Any) -> None:
+    found = describe(manager._adapter_manager)
+    sizes = {name: (place.in_features, place.out_features) for name, place in found.places.items()}
+    expected = {
+        f"layers.{layer}.{name}": size for layer in range(LAYERS) for name, size in (ATTENTION | MLP | MORE).items()
+    }
+    words = {"embed_tokens": (WORDS, small_model.WIDTH), "lm_head": (small_model.WIDTH, WORDS)}
+    assert sizes == expected | words | {"fused": (small_model.WIDTH, sum(FUSED))}
+    assert {name for name, place in found.places.items() if place.kind is not Kind.LINEAR} == set(words)
+    assert found.places["layers.0.k_proj"].module == "layers.0.qkv_proj"
+    assert (found.architecture, found.vocabulary) == ("SmallModel", WORDS)
+    assert ModelModules.of_plain(json.loads(json.dumps(found.plain()))) == found
+
+
+def test_what_is_described_loads_and_other_sizes_do_not(manager: Any, tmp_path: Path) -> None:
+    found = describe(manager._adapter_manager)
+    numbers = iter(range(1, 100))
+    for name, place in found.places.items():
+        if place.kind is Kind.EMBEDDING or name.startswith("layers.1"):
+            continue
+        for inputs, outputs, fits in (
+            (place.in_features, place.out_features, True),
+            (place.in_features + 1, place.out_features, False),
+            (place.in_features, place.out_features + 1, False),
+        ):
+            number = next(numbers)
+            change = linear(name, 4, inputs, outputs)
+            adapter = make_adapter(tmp_path / str(number), number, modules={}, change=change)
+            assert isinstance(bring(manager, adapter), Failed) is not fits, (name, inputs, outputs)
+
+
+def test_sizes_are_those_of_the_whole_model_on_several_devices(manager: Any) -> None:
+    layer = on_two_devices(manager._adapter_manager.modules["fused"])
+    layer.tp_size = 2
+    place = describe(manager._adapter_manager).places["fused"]
+    assert (place.in_features, place.out_features) == (small_model.WIDTH, sum(FUSED))
+
+
+def test_an_adapter_of_a_place_of_another_layer_is_refused(manager: Any, tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "a", 1, modules={}, change=linear("layers.7.q_proj", 4, 16, 16))
+    assert "layers.7.q_proj" not in describe(manager._adapter_manager).places
+    assert isinstance(bring(manager, adapter), Failed)
+    assert torch.is_tensor(manager._adapter_manager.modules["fused"].lora_a_stacked[0])
