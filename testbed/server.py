@@ -75,6 +75,8 @@ def vllm_server(
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # Clients drop idle connections after 5 s, vLLM too: a request sent just then would meet a closed one.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
         **(env or {}),
     }
     vllm = [str(Path(sys.executable).with_name("vllm"))]
