@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -73,15 +73,7 @@ class ModelModules:
 
     def joined(self, other: ModelModules) -> ModelModules:
         """Both stages of a pipeline, of which each has some of the model's layers."""
-        return ModelModules(
-            self.architecture,
-            self.vllm_version,
-            {**self.places, **other.places},
-            self.vocabulary,
-            self.renames,
-            self.skipped,
-            self.without_model_prefix,
-        )
+        return replace(self, places={**self.places, **other.places})
 
     def plain(self) -> dict[str, Any]:
         """As values that JSON and vLLM's messages can carry."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lora_plugins.log import logger
-from lora_plugins.store.layout import Layout, key_of
+from lora_plugins.store.layout import Layout, key_of, replace_small
 
 FORMAT = 1
 
@@ -55,15 +53,7 @@ class ServedFile:
         Raises:
             OSError: it cannot be written; what was written before stays.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Replicas in containers of their own may have one process id.
-        scratch = self.path.with_name(f".{self.path.name}.{os.getpid()}.{os.urandom(4).hex()}")
-        try:
-            scratch.write_text(json.dumps({"format": FORMAT, "served": [asdict(one) for one in served]}, indent=1))
-            os.replace(scratch, self.path)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(scratch)
+        replace_small(self.path, json.dumps({"format": FORMAT, "served": [asdict(one) for one in served]}, indent=1))
 
 
 def _served_name(entry: dict[str, object]) -> ServedName | None:

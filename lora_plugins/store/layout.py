@@ -109,6 +109,21 @@ def write_small(path: Path, text: str, temporary: Path) -> None:
     os.replace(temporary, path)
 
 
+def replace_small(path: Path, text: str) -> None:
+    """Put a whole file in the place of what is there, and make its folder.
+
+    Raises:
+        OSError: it cannot be written; what was there stays.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Replicas in containers of their own may have one process id.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    try:
+        write_small(path, text, temporary)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def sync_directory(path: Path) -> None:
     """Make the names in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from lora_plugins.adapter.model_modules import ModelModules
-from lora_plugins.store.layout import Layout, key_of, write_small
+from lora_plugins.store.layout import Layout, key_of, replace_small
 
 
 class ModelFile:
@@ -16,8 +16,7 @@ class ModelFile:
     def __init__(self, root: Path, base_path: str) -> None:
         """Of the store below `root`, for the served model's path or Hub id."""
         base_path = os.path.realpath(base_path) if os.path.isdir(base_path) else base_path
-        self._folder = Layout(root).folder("models")
-        self.path = self._folder / f"{key_of(base_path)}.json"
+        self.path = Layout(root).folder("models") / f"{key_of(base_path)}.json"
 
     def read(self) -> ModelModules | None:
         """What an engine said last; None where none has.
@@ -36,9 +35,4 @@ class ModelFile:
         Raises:
             OSError: it cannot be written.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        scratch = self.path.with_name(f".{self.path.name}.{os.getpid()}.{os.urandom(4).hex()}")
-        try:
-            write_small(self.path, json.dumps(modules.plain()), scratch)
-        finally:
-            scratch.unlink(missing_ok=True)
+        replace_small(self.path, json.dumps(modules.plain()))
