@@ -5,7 +5,7 @@ Names are read by vLLM's own function with the model's own mapping, which the ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from lora_plugins.adapter.model_modules import Kind, ModelModules, Place
@@ -16,7 +16,7 @@ from lora_plugins.errors import IncompatibleAdapter
 ReadName = Callable[[str], tuple[str, bool]]
 
 _EXAMPLES = 3
-_REMEDY = "serve this adapter with the base model that it was trained on"
+_REMEDY = "serve it with the base model that it was trained on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +56,24 @@ def check_landing(weights: Weights, model: Model, about: str, *, refuse_unmatche
     _check_vocabulary(weights, modules)
     if matched and not unmatched:
         return ()
-    error = IncompatibleAdapter(
-        f"{len(unmatched)} of {matched + len(unmatched)} modules that the model does not have"
-        + (f", such as {_some(unmatched)}" if unmatched else "")
-        + f" ({about})",
-        expected=f"modules of the served model, such as {_some(_alike(unmatched, modules))}",
-        remedy=f"{_REMEDY}, or set LORA_PLUGINS_UNMATCHED=warn" if matched else _REMEDY,
-    )
+    error = mismatch(unmatched, matched + len(unmatched), _alike(unmatched, modules), f" ({about})")
     if refuse_unmatched or not matched:
         raise error
     return (f"served without {error.found}",)
+
+
+def mismatch(
+    unmatched: Sequence[str], total: int, known: Iterable[str], about: str = "", *, adapter: str = ""
+) -> IncompatibleAdapter:
+    """The error that names examples of what does not match, and of what would (`known`); workers raise it too."""
+    return IncompatibleAdapter(
+        f"{len(unmatched)} of {total} modules that the model does not have"
+        + (f", such as {_some(unmatched)}" if unmatched else "")
+        + about,
+        expected=f"modules of the model, such as {_some(known)}",
+        remedy=_REMEDY + (", or set LORA_PLUGINS_UNMATCHED=warn" if len(unmatched) < total else ""),
+        adapter=adapter,
+    )
 
 
 def _check_sizes(name: str, pair: LoraPair, place: Place, about: str) -> None:

@@ -13,7 +13,6 @@ import torch
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, LoRAPluginsError, OutOfMemory
 from lora_plugins.worker.host_memory import tensors_of
 
-_EXAMPLES = 3
 _TORCH_OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # RuntimeErrors, of the CPU and of CUDA
 
 
@@ -21,16 +20,6 @@ def unmatched_modules(model: Any, matched: Mapping[str, Any]) -> list[str]:
     """Names of the adapter's modules that are none of `matched`, which maps the model's modules to their weights."""
     known = {id(weights) for weights in matched.values()}
     return sorted(name for name, weights in model.loras.items() if id(weights) not in known)
-
-
-def mismatch(adapter: str, unmatched: list[str], total: int, modules: list[str]) -> LoRAPluginsError:
-    """The error that names examples of what does not match, and of what would."""
-    return IncompatibleAdapter(
-        f"{len(unmatched)} of {total} modules that the model does not have, such as {_some(unmatched)}",
-        expected=f"modules of the model, such as {_some(modules)}",
-        remedy="serve it with the base model that it was trained on, or set LORA_PLUGINS_UNMATCHED=warn",
-        adapter=adapter,
-    )
 
 
 def check_fits(adapter: str, module_name: str, module: Any, weights: Any) -> None:
@@ -154,7 +143,3 @@ def explained(error: BaseException, adapter: str) -> LoRAPluginsError:
         remedy="see the server's log; save the adapter again with PEFT",
         adapter=adapter,
     )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(f"'{name}'" for name in names[:_EXAMPLES])

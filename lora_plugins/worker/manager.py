@@ -17,6 +17,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.utils.gc_utils import freeze_gc_heap
 
+from lora_plugins.adapter.landing import mismatch
 from lora_plugins.errors import describing
 from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
@@ -140,7 +141,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         unmatched = loading.unmatched_modules(model, matched)
         if not unmatched or (matched and not self._is_whole_model):
             return
-        error = loading.mismatch(adapter, unmatched, len(model.loras), list(manager.modules))
+        error = mismatch(unmatched, len(model.loras), manager.modules, adapter=adapter)
         if self._settings.refuse_unmatched or not matched:
             raise error
         logger.warning("Served without what does not match: %s", error)

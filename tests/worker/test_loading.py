@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lora_plugins.adapter.landing import mismatch
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, NoFreeSlot, OutOfMemory
 from lora_plugins.worker import loading
 from lora_plugins.worker.host_memory import ALIGNMENT, Block, bytes_of, room
@@ -98,7 +99,7 @@ def test_what_matches_nothing_is_named() -> None:
     adapter = model(x=x, z=z, y=y)
     assert loading.unmatched_modules(adapter, {"layers.x": x}) == ["y", "z"]
     assert loading.unmatched_modules(adapter, {"layers.x": x, "layers.y": y, "layers.z": z}) == []
-    error = loading.mismatch("sql", ["y", "z"], 3, ["layers.p", "layers.q", "layers.r", "layers.s"])
+    error = mismatch(["y", "z"], 3, ["layers.p", "layers.q", "layers.r", "layers.s"], adapter="sql")
     assert str(error) == (
         "[L003] adapter 'sql': found 2 of 3 modules that the model does not have, such as 'y', 'z'; expected modules "
         "of the model, such as 'layers.p', 'layers.q', 'layers.r'. To fix: serve it with the base model that it was "
