@@ -44,17 +44,17 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 async def ours(url: str, target: Path) -> AsyncIterator[None]:
     from lora_plugins.events import Events
-    from lora_plugins.resolvers.resolution import SourceChain
+    from lora_plugins.resolvers.resolution import AdapterResolver
     from lora_plugins.resolvers.sources.object_store.source import object_source
     from lora_plugins.settings import BaseMatch, Settings
     from lora_plugins.store.store import Store
 
     settings = Settings(base_match=BaseMatch.OFF, s3_path_template="s3://bucket/loras/{lora_name}", aws=aws(url))
-    chain = SourceChain(settings, Events(), Store(target))
-    chain.add(object_source(settings.s3_path_template, settings))
-    assert await chain.resolve("nobody", "base") is None  # a server's client is connected, as the docs' session is
+    resolver = AdapterResolver(settings, Events(), Store(target))
+    resolver.add(object_source(settings.s3_path_template, settings))
+    assert await resolver.resolve("nobody", "base") is None  # a server's client is connected, as the docs' session is
     yield
-    assert await chain.resolve("adapter", "base") is not None
+    assert await resolver.resolve("adapter", "base") is not None
     yield
 
 

@@ -1,6 +1,6 @@
 """What a resolve costs that needs no fetch, and what a flood of unknown names does to it.
 
-- warm: p50 and p99 of `SourceChain.resolve` for names that were served, with 1 and 1,000 adapters in the store
+- warm: p50 and p99 of `AdapterResolver.resolve` for names that were served, with 1 and 1,000 adapters in the store
 - crowd: 1,000 concurrent first requests for one name; 4 processes with 250 each, sharing one store
 - flood: 100,000 distinct unknown names, with back-end calls, memory, and the p99 of a hot adapter meanwhile
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks.fetch import aws
 from benchmarks.record import keep
 from lora_plugins.events import Events
-from lora_plugins.resolvers.resolution import SourceChain
+from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.resolvers.sources.object_store.source import object_source
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.store import Store
@@ -34,11 +34,11 @@ UNKNOWN = 100_000
 HOT_EVERY_S = 0.005
 
 
-def make_chain(url: str, root: Path) -> SourceChain:
+def make_resolver(url: str, root: Path) -> AdapterResolver:
     settings = Settings(base_match=BaseMatch.OFF, s3_path_template="s3://bucket/loras/{lora_name}", aws=aws(url))
-    chain = SourceChain(settings, Events(), Store(root))
-    chain.add(object_source(settings.s3_path_template, settings))
-    return chain
+    resolver = AdapterResolver(settings, Events(), Store(root))
+    resolver.add(object_source(settings.s3_path_template, settings))
+    return resolver
 
 
 def percentiles(seconds: list[float]) -> dict[str, float]:
@@ -46,38 +46,38 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
     return {"p50_ms": statistics.median(ordered) * 1e3, "p99_ms": ordered[int(len(ordered) * 0.99)] * 1e3}
 
 
-async def timed(chain: SourceChain, name: str) -> float:
+async def timed(resolver: AdapterResolver, name: str) -> float:
     started = time.perf_counter()
-    assert await chain.resolve(name, "base") is not None
+    assert await resolver.resolve(name, "base") is not None
     return time.perf_counter() - started
 
 
 async def warm(server: RangeServer, root: Path, count: int) -> dict[str, float]:
-    chain = make_chain(server.url, root)
+    resolver = make_resolver(server.url, root)
     names = [f"adapter-{number}" for number in range(count)]
     for name in names:
-        await chain.resolve(name, "base")
+        await resolver.resolve(name, "base")
     server.reset()
-    seconds = [await timed(chain, names[turn % count]) for turn in range(10_000)]
+    seconds = [await timed(resolver, names[turn % count]) for turn in range(10_000)]
     return {"adapters": count, **percentiles(seconds), "back_end_calls": server.stats()["requests"]}
 
 
 async def crowd(server: RangeServer, root: Path, requests: int) -> float:
-    chain = make_chain(server.url, root)
+    resolver = make_resolver(server.url, root)
     started = time.perf_counter()
-    answers = await asyncio.gather(*(chain.resolve("adapter-0", "base") for _ in range(requests)))
+    answers = await asyncio.gather(*(resolver.resolve("adapter-0", "base") for _ in range(requests)))
     assert len({answer.path for answer in answers}) == 1
     return time.perf_counter() - started
 
 
 async def flood(server: RangeServer, root: Path) -> dict[str, float]:
-    chain = make_chain(server.url, root)
-    await chain.resolve("adapter-0", "base")
+    resolver = make_resolver(server.url, root)
+    await resolver.resolve("adapter-0", "base")
 
     async def hot(stop: asyncio.Event) -> list[float]:
         seconds = []
         while not stop.is_set():
-            seconds.append(await timed(chain, "adapter-0"))
+            seconds.append(await timed(resolver, "adapter-0"))
             await asyncio.sleep(HOT_EVERY_S)
         return seconds
 
@@ -96,7 +96,7 @@ async def flood(server: RangeServer, root: Path) -> dict[str, float]:
 
     async def stranger() -> None:
         for number in waiting:
-            assert await chain.resolve(f"unknown-{number}", "base") is None
+            assert await resolver.resolve(f"unknown-{number}", "base") is None
 
     await asyncio.gather(*(stranger() for _ in range(64)))
     seconds = time.perf_counter() - started
@@ -104,7 +104,7 @@ async def flood(server: RangeServer, root: Path) -> dict[str, float]:
     during = percentiles(await meanwhile)
     first = server.stats()["requests"]
     for number in range(UNKNOWN - 1000, UNKNOWN):
-        assert await chain.resolve(f"unknown-{number}", "base") is None
+        assert await resolver.resolve(f"unknown-{number}", "base") is None
     return {
         "names": UNKNOWN,
         "seconds": seconds,

@@ -16,7 +16,7 @@ from lora_plugins.api.access.policy import Policy
 from lora_plugins.events import Events
 from lora_plugins.observability.logs import LogEvents
 from lora_plugins.observability.store_metrics import StoreUsageReader
-from lora_plugins.resolvers.resolution import SourceChain
+from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.planner_client import PlannerClient
@@ -67,8 +67,8 @@ class Process:
         self._known_sources.append(source)
 
     @functools.cached_property
-    def sources(self) -> SourceChain:
-        """The sources of an API server; threads and store are made here, as only an API server comes to it.
+    def resolver(self) -> AdapterResolver:
+        """An API server's; threads and store are made here, as only an API server comes to it.
 
         Raises:
             InvalidSettings: the store cannot be made.
@@ -76,22 +76,22 @@ class Process:
         return self._open(self.settings)
 
     @property
-    def has_opened_sources(self) -> bool:
-        """Whether `sources` has been used."""
-        return "sources" in vars(self)
+    def has_opened_resolver(self) -> bool:
+        """Whether `resolver` has been used."""
+        return "resolver" in vars(self)
 
-    def sources_of_worker(self) -> SourceChain | None:
-        """Other ones of the same sources, for a worker that lacks an adapter's files; None without a resolver.
+    def resolver_of_worker(self) -> AdapterResolver | None:
+        """Another one with the same sources, for a worker that lacks an adapter's files; None without a resolver.
 
         The base model is not looked at: the API server has, and the worker will match every tensor with its model.
         """
         return self._open(replace(self.settings, base_match=BaseMatch.OFF)) if self.is_resolver_registered else None
 
-    def _open(self, settings: Settings) -> SourceChain:
-        chain = SourceChain(settings, self.events, open_store(settings))
+    def _open(self, settings: Settings) -> AdapterResolver:
+        resolver = AdapterResolver(settings, self.events, open_store(settings))
         for source in self._known_sources:
-            chain.add(source)
-        return chain
+            resolver.add(source)
+        return resolver
 
 
 _process = Process()

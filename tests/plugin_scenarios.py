@@ -45,7 +45,7 @@ def outcome_of(scenario: dict[str, object]) -> dict[str, object]:
     result["registered"] = {name: f"{type(item).__module__}.{type(item).__name__}" for name, item in resolvers.items()}
     result["are_resolvers"] = all(isinstance(item, LoRAResolver) for item in resolvers.values())
     ours = [item for item in resolvers.values() if hasattr(item, "process")]
-    result["sources"] = [str(source) for item in ours for source in item.process.sources.sources]
+    result["sources"] = [str(source) for item in ours for source in item.process.resolver.sources]
     now = serving.OpenAIServingModels.__init__, handlers.http_exception_handler
     result["untouched"] = now == untouched
     result["wrapped_once"] = [getattr(wrapped, "__wrapped__", None) for wrapped in now] == list(untouched)

@@ -14,9 +14,9 @@ from lora_plugins.cli.amounts import size
 from lora_plugins.cli.exits import Exit
 from lora_plugins.cli.output import Json, Output
 from lora_plugins.cli.progress import shown_progress
-from lora_plugins.cli.sources import require_sources, sources_of_environment
+from lora_plugins.cli.sources import require_sources, resolver_of_environment
 from lora_plugins.errors import AdapterNotFound
-from lora_plugins.resolvers.resolution import SourceChain
+from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.resolvers.uris import SourceUri
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.settings import Settings
@@ -79,28 +79,28 @@ def bring(output: Output, settings: Settings, text: str, base_path: str = "") ->
         AdapterName.parse(text)
     else:
         settings = replace(settings, allowed_uris=(*settings.allowed_uris, str(_prefix(uri))))
-    chain = sources_of_environment(settings)
+    resolver = resolver_of_environment(settings)
     if uri is None:
-        require_sources(chain)
-    before = set(chain.store.layout.digests())
-    found = asyncio.run(_resolve(output, chain, text, uri, base_path))
+        require_sources(resolver)
+    before = set(resolver.store.layout.digests())
+    found = asyncio.run(_resolve(output, resolver, text, uri, base_path))
     try:
         return Pulled(found, Manifest.read(found.path), found.digest not in before)
     finally:
-        chain.release(found.name, found.path)
+        resolver.release(found.name, found.path)
 
 
 async def _resolve(
-    output: Output, chain: SourceChain, text: str, uri: SourceUri | None, base_path: str
+    output: Output, resolver: AdapterResolver, text: str, uri: SourceUri | None, base_path: str
 ) -> ResolvedAdapter:
-    async with shown_progress(output, chain.store, text):
+    async with shown_progress(output, resolver.store, text):
         if uri is not None:
-            return await chain.resolve_uri(_name_of(uri), text, base_path)
-        found = await chain.resolve(text, base_path)
+            return await resolver.resolve_uri(_name_of(uri), text, base_path)
+        found = await resolver.resolve(text, base_path)
     if found is None:
         raise AdapterNotFound(
             "no such adapter",
-            expected="one in " + ", ".join(str(source) for source in chain.sources),
+            expected="one in " + ", ".join(str(source) for source in resolver.sources),
             remedy="look at its spelling; 'lora-plugins resolve' says what each source answers",
             adapter=text,
         )

@@ -14,10 +14,10 @@ from lora_plugins.cli.base_model import BasePath, MaxRank, ServedNames, read_bas
 from lora_plugins.cli.exits import Exit, exit_of
 from lora_plugins.cli.output import Json, Output, error_fields
 from lora_plugins.cli.progress import shown_progress
-from lora_plugins.cli.sources import Answer, require_sources, sources_of_environment
+from lora_plugins.cli.sources import Answer, require_sources, resolver_of_environment
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot, OutOfMemory, SourceUnavailable
 from lora_plugins.events import AdapterFetched, AdapterResolved, Event
-from lora_plugins.resolvers.resolution import SourceChain
+from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.settings import Settings
 
@@ -78,13 +78,13 @@ def resolve(
     """Resolve one name as a server would, step by step."""
     output, settings, trace = Output(as_json=as_json), Settings.from_env(), Trace(name)
     base = read_base(settings, base_model, served_model_name, max_lora_rank)
-    chain = sources_of_environment(settings, base, hook=trace.on_event, report=trace.on_answer)
-    require_sources(chain)
-    return asyncio.run(_resolve(output, chain, trace))
+    resolver = resolver_of_environment(settings, base, hook=trace.on_event, report=trace.on_answer)
+    require_sources(resolver)
+    return asyncio.run(_resolve(output, resolver, trace))
 
 
-async def _resolve(output: Output, chain: SourceChain, trace: Trace) -> Exit:
-    if not chain.settings.runtime_lora_updating:
+async def _resolve(output: Output, resolver: AdapterResolver, trace: Trace) -> Exit:
+    if not resolver.settings.runtime_lora_updating:
         trace.add("vllm", "warning", "asks no resolver unless VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 is set; it is not")
     try:
         AdapterName.parse(trace.name)
@@ -93,18 +93,18 @@ async def _resolve(output: Output, chain: SourceChain, trace: Trace) -> Exit:
         return _end(output, trace, error)
     trace.add("name", "ok", "is well-formed")
     try:
-        async with shown_progress(output, chain.store, trace.name):
-            found = await chain.resolve(trace.name, chain.base.path if chain.base else "")
+        async with shown_progress(output, resolver.store, trace.name):
+            found = await resolver.resolve(trace.name, resolver.base.path if resolver.base else "")
     except LoRAPluginsError as error:
-        _add_skipped(chain, trace)
+        _add_skipped(resolver, trace)
         if all(step.detail is not error for step in trace.steps):
             trace.add(_where(error), "failed", error)
         return _end(output, trace, error)
     if found is None:
         return _end(output, trace, None)
-    _add_skipped(chain, trace)
-    _add_stored(chain, trace, found)
-    chain.release(found.name, found.path)
+    _add_skipped(resolver, trace)
+    _add_stored(resolver, trace, found)
+    resolver.release(found.name, found.path)
     return _end(output, trace, None, found)
 
 
@@ -115,26 +115,26 @@ def _where(error: LoRAPluginsError) -> str:
     return "store" if isinstance(error, (NoFreeSlot, OutOfMemory)) else "adapter"
 
 
-def _add_skipped(chain: SourceChain, trace: Trace) -> None:
+def _add_skipped(resolver: AdapterResolver, trace: Trace) -> None:
     asked = {step.step for step in trace.steps}
-    for source in chain.sources:
+    for source in resolver.sources:
         if source.label not in asked:
             trace.add(source.label, "not asked", "an earlier source has decided")
 
 
-def _add_stored(chain: SourceChain, trace: Trace, found: ResolvedAdapter) -> None:
+def _add_stored(resolver: AdapterResolver, trace: Trace, found: ResolvedAdapter) -> None:
     event = trace.resolved
     if event is None:
-        raise AssertionError("unreachable: a new chain emits what it resolves")
+        raise AssertionError("unreachable: a new resolver emits what it resolves")
     if trace.fetched is None:
         trace.add("store", "ok", f"has it: {found.path}")
     else:
         trace.add("store", "ok", f"fetched in {trace.fetched.fetch_s:.2f} s: {found.path}")
     trace.add("adapter", "ok", f"verified: rank {event.rank}, {size(event.size_bytes)}")
-    if chain.base is None:
+    if resolver.base is None:
         trace.add("base", "not checked", "no --base-model was given")
     else:
-        trace.add("base", "ok", "; ".join(event.notes) or f"fits {chain.base.path}")
+        trace.add("base", "ok", "; ".join(event.notes) or f"fits {resolver.base.path}")
 
 
 def _end(output: Output, trace: Trace, error: LoRAPluginsError | None, found: ResolvedAdapter | None = None) -> Exit:

@@ -9,7 +9,7 @@ from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import InvalidSettings, LoRAPluginsError
 from lora_plugins.events import Events, Hook
-from lora_plugins.resolvers.resolution import SourceChain
+from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.resolvers.sources.configured import SOURCE_PLUGINS
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
 from lora_plugins.settings import BaseMatch, Settings, named_in_environment
@@ -25,14 +25,14 @@ class Answer:
     error: LoRAPluginsError | None = None
 
 
-def sources_of_environment(
+def resolver_of_environment(
     settings: Settings,
     base: BaseModel | None = None,
     *,
     hook: Hook = lambda _: None,
     report: Callable[[Answer], None] = lambda _: None,
-) -> SourceChain:
-    """The sources that `VLLM_PLUGINS` names, in their order, over the store of the settings.
+) -> AdapterResolver:
+    """A resolver with the sources that `VLLM_PLUGINS` names, in their order, over the store of the settings.
 
     `hook` gets the events, `report` each source's answer. Without a base model, adapters are compared with none.
 
@@ -41,22 +41,22 @@ def sources_of_environment(
     """
     if base is None:
         settings = replace(settings, base_match=BaseMatch.OFF)
-    chain = SourceChain(settings, Events(hook), open_store(settings))
-    chain.base = base
+    resolver = AdapterResolver(settings, Events(hook), open_store(settings))
+    resolver.base = base
     for plugin, configured in SOURCE_PLUGINS.items():
         source = configured(settings) if named_in_environment(plugin) else None
         if source is not None:
-            chain.add(_Reporting(source, report))
-    return chain
+            resolver.add(_Reporting(source, report))
+    return resolver
 
 
-def require_sources(chain: SourceChain) -> None:
+def require_sources(resolver: AdapterResolver) -> None:
     """Refuse to go on where a server with this environment would ask no source.
 
     Raises:
         InvalidSettings: no plugin with a source is named, or none has its own setting.
     """
-    if not chain.sources:
+    if not resolver.sources:
         raise InvalidSettings(
             "no source of adapters in this environment",
             expected="VLLM_PLUGINS with one of " + ", ".join(SOURCE_PLUGINS) + ", and that one's own setting",

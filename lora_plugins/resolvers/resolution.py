@@ -49,8 +49,8 @@ class _Query:
         return str(self.name), "" if self.uri is None else str(self.uri)
 
 
-class SourceChain:
-    """The sources of one server, in the order in which they are asked.
+class AdapterResolver:
+    """Answers names and URIs with verified adapters in the store; it has one server's sources, in their order.
 
     The first source that has the name decides. One that is unavailable does not hide a later one; if no later one has
     the name either, its error is raised, because "no such adapter" would be a guess.

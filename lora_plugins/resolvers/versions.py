@@ -138,7 +138,7 @@ class Versions:
     async def of_digest(
         self, name: str, digest_prefix: str, base: BaseModel | None, *, of_any_name: bool
     ) -> ResolvedAdapter | None:
-        """See `SourceChain.of_digest`."""
+        """See `AdapterResolver.of_digest`."""
         origins = None if of_any_name else self._origins.get(name, frozenset())
         attempt = object()
         manifest = await asyncio.to_thread(self._leased_version, digest_prefix, origins, attempt)

@@ -9,7 +9,7 @@ from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import AdapterUnloaded, Events
-from lora_plugins.resolvers.resolution import SourceChain
+from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.server.engine import Engine
 from lora_plugins.server.planner_client import PlannerClient
@@ -22,12 +22,12 @@ class Draining:
     """Frees versions, engine ids and whole adapters of one API server."""
 
     def __init__(
-        self, registry: Registry, planner: PlannerClient, *, engine: Engine, sources: SourceChain, events: Events
+        self, registry: Registry, planner: PlannerClient, *, engine: Engine, resolver: AdapterResolver, events: Events
     ) -> None:
         self._registry = registry
         self._planner = planner
         self._engine = engine
-        self._sources = sources
+        self._resolver = resolver
         self._events = events
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -35,7 +35,7 @@ class Draining:
         """End the leases of versions that the name does not need any more."""
         for version in versions:
             if not self._registry.needs(name, version):
-                self._sources.release(name, version.path)
+                self._resolver.release(name, version.path)
 
     def retire(self, engine_id: int) -> None:
         """Have the engines evict what new requests do not ask for any more; nobody waits for it."""

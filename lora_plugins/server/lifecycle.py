@@ -8,7 +8,7 @@ from typing import Any
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError
 from lora_plugins.events import Events
-from lora_plugins.resolvers.resolution import SourceChain
+from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.server.draining import Draining
 from lora_plugins.server.engine import Engine
@@ -35,7 +35,7 @@ class Lifecycle:
         planner: PlannerClient,
         *,
         engine: Engine,
-        sources: SourceChain,
+        resolver: AdapterResolver,
         events: Events,
         drain_timeout_s: float = 60.0,
     ) -> None:
@@ -44,9 +44,9 @@ class Lifecycle:
         self.planner = planner
         self.on_change: Callable[[], None] = lambda: None
         self._engine = engine
-        self._sources = sources
+        self._resolver = resolver
         self._drain_timeout_s = drain_timeout_s
-        self._draining = Draining(registry, planner, engine=engine, sources=sources, events=events)
+        self._draining = Draining(registry, planner, engine=engine, resolver=resolver, events=events)
         self.swapping = Swapping(registry, planner, self._draining, engine=engine, events=events)
 
     async def load(self, name: str, uri: str | None = None) -> tuple[ServedAdapter, bool]:
@@ -97,10 +97,10 @@ class Lifecycle:
             adapter = self.registry.get(text)
             if adapter is not None:
                 return adapter
-            found = await self._sources.of_digest(name, prefix) if known_digest is None else None
+            found = await self._resolver.of_digest(name, prefix) if known_digest is None else None
             digest = known_digest if found is None else found.digest
             try:
-                version = digest and await self._sources.of_digest(text, digest, of_any_name=True)
+                version = digest and await self._resolver.of_digest(text, digest, of_any_name=True)
             finally:
                 if found is not None:
                     self._draining.release(name, found)
@@ -186,7 +186,7 @@ class Lifecycle:
             adapter = self.registry.require(name)
             version = next((v for v in adapter.previous if digest is None or v.digest.startswith(digest)), None)
             if version is None and digest is not None:
-                version = await self._sources.of_digest(name, digest, of_any_name=True)
+                version = await self._resolver.of_digest(name, digest, of_any_name=True)
             if version is None:
                 kept = ", ".join(version.digest[:12] for version in adapter.previous) or "none"
                 raise AdapterNotFound(
@@ -229,8 +229,8 @@ class Lifecycle:
 
     async def _find(self, name: str, uri: str | None) -> ResolvedAdapter:
         if uri is not None:
-            return await self._sources.resolve_uri(name, uri, self._engine.base_path)
-        found = await self._sources.resolve(name, self._engine.base_path)
+            return await self._resolver.resolve_uri(name, uri, self._engine.base_path)
+        found = await self._resolver.resolve(name, self._engine.base_path)
         if found is None:
             raise AdapterNotFound(
                 "no such adapter at any source",
@@ -261,7 +261,7 @@ class Lifecycle:
                 adapter=adapter.name,
             )
         try:
-            newest = await self._sources.latest(adapter.name, adapter.uri, self._engine.base_path)
+            newest = await self._resolver.latest(adapter.name, adapter.uri, self._engine.base_path)
             if newest is None:
                 raise AdapterNotFound(
                     "no such adapter at its source any more",

@@ -23,10 +23,10 @@ def lifecycle_of(models: Any) -> Lifecycle:
     if lifecycle is None:
         lifecycle = process.lifecycles[models] = Lifecycle(
             # Not `models` itself, of which it is a value: it would never go.
-            Registry(weakref.proxy(models), process.sources.served),
+            Registry(weakref.proxy(models), process.resolver.served),
             planner_of(models.engine_client),
             engine=_Server(weakref.proxy(models)),
-            sources=process.sources,
+            resolver=process.resolver,
             events=process.events,
             drain_timeout_s=process.settings.drain_timeout_s,
         )

@@ -114,7 +114,7 @@ async def _query_engines(process: Process, client: Any) -> Reports | None:
 
 
 def _read_store_usage(process: Process) -> StoreUsage | None:
-    return process.store_usage.read(process.sources.store) if process.has_opened_sources else None
+    return process.store_usage.read(process.resolver.store) if process.has_opened_resolver else None
 
 
 LEDGER = (

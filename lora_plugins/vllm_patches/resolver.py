@@ -39,9 +39,9 @@ class LoRAPluginsResolver:
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> Any:
         """Return a `LoRARequest`, or None where no source has the adapter; errors carry their HTTP status."""
-        sources = self.process.sources
+        ours = self.process.resolver
         try:
-            resolved = await sources.resolve(lora_name, base_model_name)
+            resolved = await ours.resolve(lora_name, base_model_name)
         except LoRAPluginsError as error:
             raise http_error(error) from None  # the event has been logged
         if resolved is None:
@@ -53,7 +53,7 @@ class LoRAPluginsResolver:
             lora_name=resolved.name,
             lora_int_id=resolved.adapter_id,
             lora_path=str(resolved.path),
-            base_model_name=sources.base.served_names[0] if sources.base and sources.base.served_names else None,
+            base_model_name=ours.base.served_names[0] if ours.base and ours.base.served_names else None,
         )
 
     def before_serving(self) -> None:
@@ -63,8 +63,8 @@ class LoRAPluginsResolver:
     def bind(self, models: Any) -> None:
         """Learn what base model is served, from vLLM's `OpenAIServingModels`, and log what is resolved from where."""
         models.lora_resolver_lock = NameLocks()
-        self.process.sources.base = describe_base(models, self.process.settings)
-        self.process.sources.describe_model = functools.partial(
+        self.process.resolver.base = describe_base(models, self.process.settings)
+        self.process.resolver.describe_model = functools.partial(
             _describe_model, models.engine_client, models.model_config.model, self.process
         )
         _log_sources(self.process)
@@ -121,13 +121,13 @@ async def _describe_model(client: Any, base_path: str, process: Process) -> Mode
 def _log_sources(process: Process) -> None:
     from lora_plugins import __version__
 
-    sources, settings = process.sources, process.settings
-    base = sources.base
+    ours, settings = process.resolver, process.settings
+    base = ours.base
     logger.info(
         "lora-plugins %s resolves unknown model names from: %s (vLLM's builtin resolvers of these names do not run); "
         "base match %s, largest rank %s",
         __version__,
-        ", ".join(str(source) for source in sources.sources),
+        ", ".join(str(source) for source in ours.sources),
         settings.base_match,
         base.max_rank if base else "unknown",
     )

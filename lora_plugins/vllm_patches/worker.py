@@ -30,7 +30,7 @@ def patch() -> None:
 
     process = this_process()
     lora_model_runner_mixin.LRUCacheWorkerLoRAManager = functools.partial(
-        PlannedWorkerLoRAManager, settings=process.settings, sources=process.sources_of_worker
+        PlannedWorkerLoRAManager, settings=process.settings, make_resolver=process.resolver_of_worker
     )
     WorkerWrapperBase.execute_model = _executing(WorkerWrapperBase.execute_model)
     WorkerWrapperBase.sample_tokens = _sampling

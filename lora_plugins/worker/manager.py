@@ -28,7 +28,7 @@ from lora_plugins.worker import loading
 from lora_plugins.worker.agreement import agreement_of
 from lora_plugins.worker.jobs import Jobs
 from lora_plugins.worker.loaded_adapter import LoadedAdapter, build, take_scalings
-from lora_plugins.worker.materialise import Materialiser, Sources
+from lora_plugins.worker.materialise import Materialiser, Resolver
 from lora_plugins.worker.metrics import WorkerMetrics, metrics_of
 from lora_plugins.worker.model_manager import PlannedModelManager
 from lora_plugins.worker.slot_copy import forget
@@ -50,12 +50,12 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         vllm_config: Any,
         *args: Any,
         settings: Settings,
-        sources: Callable[[], Sources | None] = lambda: None,
+        make_resolver: Callable[[], Resolver | None] = lambda: None,
         **kwargs: Any,
     ) -> None:
-        """As vLLM's; `sources` finds adapters whose files are not on this machine."""
+        """As vLLM's; `make_resolver` makes what finds adapters whose files are not on this machine."""
         self._settings = settings
-        self._sources = sources
+        self._make_resolver = make_resolver
         super().__init__(with_spare_slots(vllm_config, self._settings), *args, **kwargs)
         self._is_planned = False
         self._dummies: set[LoRARequest] = set()
@@ -67,7 +67,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         self._is_whole_model = vllm_config.parallel_config.pipeline_parallel_size == 1
         self.jobs = Jobs(
             self._read,
-            Materialiser(vllm_config.model_config.model, self._sources),
+            Materialiser(vllm_config.model_config.model, self._make_resolver),
             self._adapter_manager,
             SlotStream(torch.device(self.device)),
             agreement_of(vllm_config),

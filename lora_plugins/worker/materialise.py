@@ -25,8 +25,8 @@ class Resolved(Protocol):
     def path(self) -> Path: ...
 
 
-class Sources(Protocol):
-    """What this process would ask for an adapter (`SourceChain`)."""
+class Resolver(Protocol):
+    """What this process would ask for an adapter (`AdapterResolver`)."""
 
     async def latest(self, name: str, uri: str | None, base_path: str) -> Resolved | None:
         """The newest version of a name or URI, fetched and leased; None where no source has it."""
@@ -42,14 +42,14 @@ class Materialiser:
     """Finds or fetches what a path stands for. For one thread, which may wait.
 
     Args:
-        base_path: the served model's path or Hub id. sources: made at the first use; None where there are none.
+        base_path: the served model's path or Hub id. make_resolver: called at the first use; None where there are none.
     """
 
-    def __init__(self, base_path: str, sources: Callable[[], Sources | None]) -> None:
+    def __init__(self, base_path: str, make_resolver: Callable[[], Resolver | None]) -> None:
         self._base_path = base_path
-        self._make_sources = sources
+        self._make_resolver = make_resolver
         self._runner: asyncio.Runner | None = None
-        self._sources: Sources | None = None
+        self._resolver: Resolver | None = None
         self._fetched: dict[str, list[str]] = {}  # the names of each path that are still to be read
         self._lock = threading.Lock()
 
@@ -70,19 +70,19 @@ class Materialiser:
         """
         digest = Path(path).name
         if self._runner is None:
-            self._runner, self._sources = asyncio.Runner(), self._make_sources()
-        if self._sources is None or not is_digest(digest):
+            self._runner, self._resolver = asyncio.Runner(), self._make_resolver()
+        if self._resolver is None or not is_digest(digest):
             raise AdapterNotFound(
                 "no such directory in this worker",
                 expected="the adapter's files on every node, or a resolver of lora-plugins that finds it",
                 remedy="share the directory among the nodes, or name a resolver in VLLM_PLUGINS",
                 adapter=name,
             )
-        found = self._sources.stored(name, digest)
+        found = self._resolver.stored(name, digest)
         if found is not None:
             return self._note(name, found)
         # Not what this process remembers: the API server may have just taken up a version that is new.
-        resolved = self._runner.run(self._sources.latest(name, uri, self._base_path))
+        resolved = self._runner.run(self._resolver.latest(name, uri, self._base_path))
         if resolved is None:
             raise AdapterNotFound(
                 "no such adapter at any source of this worker",
@@ -91,7 +91,7 @@ class Materialiser:
                 adapter=name,
             )
         if resolved.path.name != digest:
-            self._sources.release(name, resolved.path)
+            self._resolver.release(name, resolved.path)
             raise SourceUnavailable(
                 f"another version at the source (digest {resolved.path.name[:12]})",
                 expected=f"digest {digest[:12]}, which the API server has",
@@ -107,7 +107,7 @@ class Materialiser:
 
     def release(self, path: str) -> None:
         """End the lease of what `fetch` returned; its bytes have been read. Callable from any thread."""
-        if self._sources is None:
+        if self._resolver is None:
             return
         with self._lock:
             names = self._fetched.get(path, [])
@@ -115,6 +115,6 @@ class Materialiser:
                 return
             name = names.pop()
             if name not in names:  # else it was fetched once more, and has not been read since
-                self._sources.release(name, path)
+                self._resolver.release(name, path)
             if not names:
                 del self._fetched[path]

@@ -1,4 +1,4 @@
-"""The chain of sources: their order, outages, refusals, single flight, and that each version is fetched once."""
+"""The resolver of sources: their order, outages, refusals, single flight, and that each version is fetched once."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from lora_plugins.events import (
     StoreEvicted,
 )
 from lora_plugins.observability.logs import LogEvents
-from lora_plugins.resolvers import resolution as chain_module
+from lora_plugins.resolvers import resolution
 from lora_plugins.resolvers import versions as versions_module
-from lora_plugins.resolvers.resolution import SourceChain
+from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.source import RemoteAdapter, SourceFile, VersionChanged, version_of
 from lora_plugins.settings import BaseMatch, Settings
@@ -90,7 +90,7 @@ class FakeSource:
             (arriving.directory / file.name).write_bytes(data)
 
 
-class Chain(SourceChain):
+class RecordingResolver(AdapterResolver):
     def __init__(self, root: Path, *sources: FakeSource, max_bytes: int | None = None, **settings: object) -> None:
         self.emitted: list[object] = []
         store = Store(root, max_bytes=max_bytes)
@@ -107,8 +107,8 @@ class Chain(SourceChain):
 
 @pytest.fixture
 def make(tmp_path: Path):
-    """A chain over these sources and the test's one store."""
-    return lambda *sources, **settings: Chain(tmp_path / "store", *sources, **settings)
+    """A resolver over these sources and the test's one store."""
+    return lambda *sources, **settings: RecordingResolver(tmp_path / "store", *sources, **settings)
 
 
 class Clock:
@@ -123,9 +123,9 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """What the chains of this test read off the time for which they remember."""
+    """What the resolvers of this test read off the time for which they remember."""
     clock = Clock()
-    monkeypatch.setattr(chain_module, "TTLCache", partial(TTLCache, timer=clock))
+    monkeypatch.setattr(resolution, "TTLCache", partial(TTLCache, timer=clock))
     return clock
 
 
@@ -138,15 +138,15 @@ def warnings(logged) -> list[str]:
 
 def test_a_found_adapter_is_fetched_verified_and_published(make):
     source = FakeSource("one", {"sql": adapter_files()})
-    chain = make(source)
-    resolved = chain.ask()
-    (digest,) = chain.store.layout.digests()
-    path = chain.store.layout.adapter(digest)
+    resolver = make(source)
+    resolved = resolver.ask()
+    (digest,) = resolver.store.layout.digests()
+    path = resolver.store.layout.adapter(digest)
     assert (resolved.name, resolved.path, resolved.source) == ("sql", path, "one")
     assert resolved.version == asyncio.run(source.locate(AdapterName("sql"), "")).version
     assert content(path) == adapter_files()
     assert source.asked_for_base[0] == BASE.path
-    fetched, event = chain.emitted
+    fetched, event = resolver.emitted
     size_bytes = sum(map(len, adapter_files().values()))
     assert isinstance(fetched, AdapterFetched)
     assert (fetched.name, fetched.source, fetched.uri, fetched.size_bytes) == ("sql", "one", "one://sql", size_bytes)
@@ -159,24 +159,24 @@ def test_a_found_adapter_is_fetched_verified_and_published(make):
 def test_what_the_store_has_is_not_fetched(make):
     first, second = FakeSource("one", {"sql": adapter_files()}), FakeSource("one", {"sql": adapter_files()})
     path = make(first).ask().path
-    chain = make(second)
-    assert chain.ask().path == path
+    resolver = make(second)
+    assert resolver.ask().path == path
     assert second.fetched == []
-    (event,) = chain.emitted
+    (event,) = resolver.emitted
     assert isinstance(event, AdapterResolved)
     assert not event.fetched
 
 
 def test_the_resolved_adapter_is_leased(make):
-    chain = make(FakeSource("one", {"sql": adapter_files()}))
-    chain.ask()
-    (digest,) = chain.store.layout.digests()
-    assert not chain.store.remove(digest)
+    resolver = make(FakeSource("one", {"sql": adapter_files()}))
+    resolver.ask()
+    (digest,) = resolver.store.layout.digests()
+    assert not resolver.store.remove(digest)
 
 
 def test_the_path_is_absolute(make, tmp_path, monkeypatch):
-    chain = make(FakeSource("one", {"sql": adapter_files()}))
-    assert chain.ask().path.is_absolute()
+    resolver = make(FakeSource("one", {"sql": adapter_files()}))
+    assert resolver.ask().path.is_absolute()
 
 
 def test_sources_are_asked_in_order_and_the_first_wins(make):
@@ -188,10 +188,10 @@ def test_sources_are_asked_in_order_and_the_first_wins(make):
 
 def test_an_unknown_name_is_none_after_every_source(make):
     sources = [FakeSource("one"), FakeSource("two")]
-    chain = make(*sources)
-    assert chain.ask() is None
+    resolver = make(*sources)
+    assert resolver.ask() is None
     assert [source.asked for source in sources] == [["sql"], ["sql"]]
-    assert chain.emitted == [AdapterUnknown("sql")]
+    assert resolver.emitted == [AdapterUnknown("sql")]
 
 
 def test_no_sources_know_nothing(make):
@@ -201,10 +201,10 @@ def test_no_sources_know_nothing(make):
 @pytest.mark.parametrize("name", ["", "../sql", "/sql", "sql/", "./sql", "a//b", "sql@", "a\0b", "a" * 257])
 def test_a_malformed_name_asks_no_source(name, make):
     source = FakeSource("one", {name: adapter_files()})
-    chain = make(source)
-    assert chain.ask(name) is None
+    resolver = make(source)
+    assert resolver.ask(name) is None
     assert source.asked == []
-    (event,) = chain.emitted
+    (event,) = resolver.emitted
     assert isinstance(event, AdapterUnknown)
     assert event.reason
 
@@ -229,28 +229,28 @@ def test_a_revision_stays_in_the_name(make):
     ],
 )
 def test_the_settings_order_the_sources(make, order, added, asked):
-    chain = make(sources=order)
+    resolver = make(sources=order)
     sources = {label: FakeSource(label) for label in added}
     for label in added:
-        chain.add(sources[label])
-    assert [source.label for source in chain.sources] == asked
-    assert chain.ask() is None
+        resolver.add(sources[label])
+    assert [source.label for source in resolver.sources] == asked
+    assert resolver.ask() is None
     assert all(source.asked == ["sql"] for source in sources.values())
 
 
 def test_a_second_source_of_one_label_changes_nothing(make):
     first, second = FakeSource("s3"), FakeSource("s3")
-    chain = make()
-    chain.add(first)
-    chain.add(second)
-    assert chain.sources == [first]
+    resolver = make()
+    resolver.add(first)
+    resolver.add(second)
+    assert resolver.sources == [first]
 
 
 def test_the_first_of_the_order_that_has_it_wins(make):
-    chain = make(sources=("hub", "s3"))
-    chain.add(FakeSource("s3", {"sql": adapter_files()}))
-    chain.add(FakeSource("hub", {"sql": turned()}))
-    assert chain.ask().source == "hub"
+    resolver = make(sources=("hub", "s3"))
+    resolver.add(FakeSource("s3", {"sql": adapter_files()}))
+    resolver.add(FakeSource("hub", {"sql": turned()}))
+    assert resolver.ask().source == "hub"
 
 
 # --- unavailable sources
@@ -258,9 +258,9 @@ def test_the_first_of_the_order_that_has_it_wins(make):
 
 def test_an_unavailable_source_does_not_hide_a_later_one(make, logged):
     sources = FakeSource("one", {"sql": SourceUnavailable("no answer")}), FakeSource("two", {"sql": adapter_files()})
-    chain = make(*sources)
-    assert chain.ask().source == "two"
-    assert chain.kinds == [SourceFailed, AdapterFetched, AdapterResolved]
+    resolver = make(*sources)
+    assert resolver.ask().source == "two"
+    assert resolver.kinds == [SourceFailed, AdapterFetched, AdapterResolved]
     (warning,) = warnings(logged)
     assert "[L006]" in warning
     assert "one" in warning
@@ -268,30 +268,30 @@ def test_an_unavailable_source_does_not_hide_a_later_one(make, logged):
 
 def test_an_unavailable_source_is_no_404(make, logged):
     first = SourceUnavailable("no answer")
-    chain = make(FakeSource("one", {"sql": first}), FakeSource("two"), FakeSource("three"))
+    resolver = make(FakeSource("one", {"sql": first}), FakeSource("two"), FakeSource("three"))
     with pytest.raises(SourceUnavailable) as caught:
-        chain.ask()
+        resolver.ask()
     assert caught.value is first
     assert caught.value.adapter == "sql"
-    assert chain.sources[2].asked == ["sql"]
+    assert resolver.sources[2].asked == ["sql"]
 
 
 def test_the_first_of_two_outages_is_raised_both_reported(make, logged):
     one, two = SourceUnavailable("one is away"), SourceUnavailable("two is away")
-    chain = make(FakeSource("one", {"sql": one}), FakeSource("two", {"sql": two}))
+    resolver = make(FakeSource("one", {"sql": one}), FakeSource("two", {"sql": two}))
     with pytest.raises(SourceUnavailable, match="one is away"):
-        chain.ask()
+        resolver.ask()
     assert len(warnings(logged)) == 2
 
 
 def test_an_outage_is_not_remembered(make):
     source = FakeSource("one", {"sql": SourceUnavailable("no answer")})
-    chain = make(source)
+    resolver = make(source)
     for _ in range(2):
         with pytest.raises(SourceUnavailable):
-            chain.ask()
+            resolver.ask()
     source.answers["sql"] = adapter_files()
-    assert chain.ask().source == "one"
+    assert resolver.ask().source == "one"
 
 
 def test_an_outage_during_the_fetch_is_reported_once(make):
@@ -300,13 +300,13 @@ def test_an_outage_during_the_fetch_is_reported_once(make):
 
     source, later = FakeSource("one", {"sql": adapter_files()}), FakeSource("two", {"sql": turned()})
     source.while_fetching = fail
-    chain = make(source, later)
+    resolver = make(source, later)
     with pytest.raises(SourceUnavailable, match="broken off") as caught:
-        chain.ask()
+        resolver.ask()
     assert caught.value.adapter == "sql"
-    assert chain.kinds == [SourceFailed]
+    assert resolver.kinds == [SourceFailed]
     source.while_fetching = lambda: None
-    assert chain.ask().source == "one"
+    assert resolver.ask().source == "one"
 
 
 # --- adapters that are refused
@@ -315,30 +315,30 @@ def test_an_outage_during_the_fetch_is_reported_once(make):
 @pytest.mark.parametrize("kind", [InvalidAdapter, AdapterNotFound, IncompatibleAdapter])
 def test_a_source_that_has_it_broken_ends_the_search(kind, make):
     later = FakeSource("two", {"sql": adapter_files()})
-    chain = make(FakeSource("one", {"sql": kind("x")}), later)
+    resolver = make(FakeSource("one", {"sql": kind("x")}), later)
     with pytest.raises(kind, match="adapter 'sql'"):
-        chain.ask()
+        resolver.ask()
     assert later.asked == []
-    assert chain.kinds == [AdapterRejected]
+    assert resolver.kinds == [AdapterRejected]
 
 
 def test_an_adapter_that_does_not_verify_ends_the_search(make):
     later = FakeSource("two", {"sql": adapter_files()})
-    chain = make(FakeSource("one", {"sql": BROKEN}), later)
+    resolver = make(FakeSource("one", {"sql": BROKEN}), later)
     with pytest.raises(InvalidAdapter) as caught:
-        chain.ask()
+        resolver.ask()
     assert (caught.value.adapter, caught.value.file) == ("sql", CONFIG_FILE)
     assert later.asked == []
-    (event,) = chain.emitted
+    (event,) = resolver.emitted
     assert (event.name, event.source, event.error) == ("sql", "one", caught.value)
-    assert chain.store.layout.digests() == []
+    assert resolver.store.layout.digests() == []
 
 
 def test_a_broken_adapter_is_warned_of_once_with_its_code(make, logged):
-    chain = make(FakeSource("one", {"sql": BROKEN}))
+    resolver = make(FakeSource("one", {"sql": BROKEN}))
     for _ in range(3):
         with pytest.raises(InvalidAdapter):
-            chain.ask()
+            resolver.ask()
     (warning,) = warnings(logged)
     assert "[L005]" in warning
     assert "'sql'" in warning
@@ -351,21 +351,21 @@ def test_a_broken_adapter_is_warned_of_once_with_its_code(make, logged):
 
 def test_only_a_changed_version_is_fetched_again_after_a_refusal(make):
     source = FakeSource("one", {"sql": BROKEN})
-    chain = make(source)
+    resolver = make(source)
     errors = []
     for _ in range(3):
         with pytest.raises(InvalidAdapter) as caught:
-            chain.ask()
+            resolver.ask()
         errors.append(caught.value)
     assert source.fetched == ["sql"]
     assert len(set(map(str, errors))) == 1
     assert len(set(map(id, errors[1:]))) == 2  # each a new one: raising grows an error's traceback
     source.answers["sql"] = {**BROKEN, CONFIG_FILE: b"["}
     with pytest.raises(InvalidAdapter):
-        chain.ask()
+        resolver.ask()
     assert source.fetched == ["sql"] * 2
     source.answers["sql"] = adapter_files()
-    assert chain.ask().source == "one"
+    assert resolver.ask().source == "one"
     assert source.fetched == ["sql"] * 3
 
 
@@ -378,10 +378,10 @@ def test_a_refusal_is_of_the_version_not_of_the_name(make):
         return replace(await locate(name, base), uri="one://shared")
 
     source.locate = located_together
-    chain = make(source)
+    resolver = make(source)
     for name in ("sql", "other"):
         with pytest.raises(InvalidAdapter, match=f"adapter '{name}'"):
-            chain.ask(name)
+            resolver.ask(name)
     assert source.fetched == ["sql"]
 
 
@@ -394,65 +394,65 @@ def test_a_failed_fetch_does_not_refuse_the_version(make, error):
 
     source = FakeSource("one", {"sql": adapter_files()})
     source.while_fetching = fail
-    chain = make(source)
+    resolver = make(source)
     with pytest.raises(LoRAPluginsError):
-        chain.ask()
+        resolver.ask()
     source.while_fetching = lambda: None
-    assert chain.ask().source == "one"
+    assert resolver.ask().source == "one"
 
 
 def test_an_adapter_is_validated_against_the_served_model(make):
     source = FakeSource("one", {"sql": adapter_files()})
-    chain = make(source, base_match=BaseMatch.STRICT)
-    assert chain.ask()
+    resolver = make(source, base_match=BaseMatch.STRICT)
+    assert resolver.ask()
     source.answers["other"] = adapter_files(base_model_name_or_path="other/model")
     for _ in range(2):
         with pytest.raises(IncompatibleAdapter, match="other/model"):
-            chain.ask("other")
+            resolver.ask("other")
     assert source.fetched == ["sql", "other"]
 
 
 def test_an_adapter_that_does_not_fit_is_not_leased(make):
     # Or a store with a budget would fill with what no engine reads.
-    chain = make(FakeSource("one", {"sql": adapter_files()}))
-    chain.base = replace(BASE, max_rank=1)
+    resolver = make(FakeSource("one", {"sql": adapter_files()}))
+    resolver.base = replace(BASE, max_rank=1)
     with pytest.raises(IncompatibleAdapter):
-        chain.ask()
-    (digest,) = chain.store.layout.digests()
-    assert chain.store.leases.holders(digest) == []
-    assert chain.store.remove(digest)
+        resolver.ask()
+    (digest,) = resolver.store.layout.digests()
+    assert resolver.store.leases.holders(digest) == []
+    assert resolver.store.remove(digest)
 
 
 def test_a_lease_that_another_name_needs_stays(make):
     # The same bytes served as one name and then, against a base that has become known, refused as another.
-    chain = make(FakeSource("one", {name: adapter_files() for name in ("sql", "other")}))
-    path = chain.ask("sql").path
-    chain.base = replace(BASE, max_rank=1)
+    resolver = make(FakeSource("one", {name: adapter_files() for name in ("sql", "other")}))
+    path = resolver.ask("sql").path
+    resolver.base = replace(BASE, max_rank=1)
     with pytest.raises(IncompatibleAdapter):
-        chain.ask("other")
-    assert not chain.store.remove(path.name)
+        resolver.ask("other")
+    assert not resolver.store.remove(path.name)
 
 
 def test_the_base_path_stands_in_for_the_base_model(make):
     source = FakeSource("one", {"sql": adapter_files()})
-    chain = make(source)
-    chain.base = None
-    assert chain.ask()
+    resolver = make(source)
+    resolver.base = None
+    assert resolver.ask()
     source.answers["other"] = adapter_files(base_model_name_or_path="other/model")
     with pytest.raises(IncompatibleAdapter, match=BASE.path):
-        chain.ask("other")
+        resolver.ask("other")
 
 
 def test_verification_runs_in_a_thread(make):
-    chain = make(FakeSource("one", {"sql": adapter_files()}))
-    check, threads = chain._versions._check_fits, []
+    resolver = make(FakeSource("one", {"sql": adapter_files()}))
+    check, threads = resolver._versions._check_fits, []
 
     def recorded(*arguments):
         threads.append(threading.current_thread())
         return check(*arguments)
 
-    chain._versions._check_fits = recorded
-    assert chain.ask()
+    resolver._versions._check_fits = recorded
+    assert resolver.ask()
     assert threading.main_thread() not in threads
     assert len(threads) == 1
 
@@ -482,13 +482,13 @@ def files_of(**sizes: int) -> dict[str, bytes]:
 )
 def test_what_may_not_be_fetched_is_not_fetched(make, files, settings, kind, says):
     source = FakeSource("one", {"sql": files})
-    chain = make(source, **settings)
+    resolver = make(source, **settings)
     for _ in range(2):
         with pytest.raises(kind, match=says) as caught:
-            chain.ask()
+            resolver.ask()
         assert caught.value.adapter == "sql"
     assert source.fetched == []
-    assert chain.kinds == [AdapterRejected] * 2
+    assert resolver.kinds == [AdapterRejected] * 2
 
 
 def test_the_size_cap_counts_only_what_is_fetched(make):
@@ -525,34 +525,34 @@ def test_a_stored_pickle_is_refused_where_not_allowed(make):
 
 def test_no_room_passes_through_and_is_not_remembered(make):
     source = FakeSource("one", {"sql": adapter_files(), "other": turned()})
-    chain = make(source, max_bytes=sum(map(len, adapter_files().values())) + 10)
-    served = chain.ask("sql")
+    resolver = make(source, max_bytes=sum(map(len, adapter_files().values())) + 10)
+    served = resolver.ask("sql")
     with pytest.raises(NoFreeSlot) as caught:
-        chain.ask("other")
+        resolver.ask("other")
     assert (caught.value.adapter, caught.value.http_status) == ("other", 503)
     assert source.fetched == ["sql"]
-    assert chain.kinds[-1] is AdapterRejected
-    chain.release("sql", served.path)
-    assert chain.ask("other")
+    assert resolver.kinds[-1] is AdapterRejected
+    resolver.release("sql", served.path)
+    assert resolver.ask("other")
 
 
 def test_larger_than_the_store_passes_through_and_is_not_fetched(make):
     source = FakeSource("one", {"sql": adapter_files()})
-    chain = make(source, max_bytes=100)
+    resolver = make(source, max_bytes=100)
     for _ in range(2):
         with pytest.raises(OutOfMemory, match="LORA_PLUGINS_STORE_MAX_BYTES") as caught:
-            chain.ask()
+            resolver.ask()
         assert caught.value.adapter == "sql"
     assert source.fetched == []
 
 
 def test_eviction_from_the_store_is_reported(make):
     size_bytes = sum(map(len, adapter_files().values()))
-    chain = make(FakeSource("one", {"sql": adapter_files(), "chat": turned()}), max_bytes=size_bytes + 10)
-    first = chain.ask()
-    chain.release("sql", first.path)
-    chain.ask("chat")
-    assert [event for event in chain.emitted if isinstance(event, StoreEvicted)] == [
+    resolver = make(FakeSource("one", {"sql": adapter_files(), "chat": turned()}), max_bytes=size_bytes + 10)
+    first = resolver.ask()
+    resolver.release("sql", first.path)
+    resolver.ask("chat")
+    assert [event for event in resolver.emitted if isinstance(event, StoreEvicted)] == [
         StoreEvicted(first.path.name, size_bytes)
     ]
 
@@ -562,55 +562,55 @@ def test_eviction_from_the_store_is_reported(make):
 
 def test_a_remote_sources_absence_is_believed_for_its_time(make, clock):
     remote, local = FakeSource("s3"), FakeSource("filesystem", remote=False)
-    chain = make(local, remote, absent_ttl_s=20)
+    resolver = make(local, remote, absent_ttl_s=20)
     for _ in range(3):
-        assert chain.ask() is None
+        assert resolver.ask() is None
     assert (remote.asked, local.asked) == (["sql"], ["sql"] * 3)
-    assert chain.kinds == [AdapterUnknown, AbsenceRemembered, AdapterUnknown, AbsenceRemembered, AdapterUnknown]
-    assert chain.emitted[1] == AbsenceRemembered("sql", "s3")
-    assert chain.ask("other") is None
+    assert resolver.kinds == [AdapterUnknown, AbsenceRemembered, AdapterUnknown, AbsenceRemembered, AdapterUnknown]
+    assert resolver.emitted[1] == AbsenceRemembered("sql", "s3")
+    assert resolver.ask("other") is None
     assert remote.asked == ["sql", "other"]
     remote.answers["sql"] = adapter_files()
     clock.now_s += 19
-    assert chain.ask() is None
+    assert resolver.ask() is None
     clock.now_s += 2
-    assert chain.ask().source == "s3"
+    assert resolver.ask().source == "s3"
 
 
 def test_without_a_time_absence_is_not_believed(make):
     remote = FakeSource("s3")
-    chain = make(remote, absent_ttl_s=0.0)
+    resolver = make(remote, absent_ttl_s=0.0)
     for _ in range(2):
-        chain.ask()
+        resolver.ask()
     assert remote.asked == ["sql"] * 2
 
 
 def test_an_absence_says_nothing_of_other_sources(make):
     one, two = FakeSource("s3"), FakeSource("hub", {"sql": SourceUnavailable("x")})
-    chain = make(one, two)
+    resolver = make(one, two)
     for _ in range(3):
         with pytest.raises(SourceUnavailable):
-            chain.ask()
+            resolver.ask()
     assert (one.asked, two.asked) == (["sql"], ["sql"] * 3)
 
 
 def test_a_remote_source_is_not_asked_again_within_its_time(make, clock):
     source = FakeSource("s3", {"sql": adapter_files()})
-    chain = make(source, revalidate_s=20)
-    first = chain.ask()
-    assert all(chain.ask() is first for _ in range(3))
+    resolver = make(source, revalidate_s=20)
+    first = resolver.ask()
+    assert all(resolver.ask() is first for _ in range(3))
     clock.now_s += 19
-    assert chain.ask() is first
+    assert resolver.ask() is first
     assert (source.asked, source.fetched) == (["sql"], ["sql"])
-    assert chain.kinds == [AdapterFetched, AdapterResolved, *[AdapterConfirmed] * 4]
+    assert resolver.kinds == [AdapterFetched, AdapterResolved, *[AdapterConfirmed] * 4]
     clock.now_s += 21
-    assert chain.ask() == first
-    assert chain.emitted[-1] == AdapterConfirmed("sql", "s3")
+    assert resolver.ask() == first
+    assert resolver.emitted[-1] == AdapterConfirmed("sql", "s3")
     assert (source.asked, source.fetched) == (["sql"] * 2, ["sql"])
     source.answers["sql"] = turned()
-    assert chain.ask() == first
+    assert resolver.ask() == first
     clock.now_s += 21
-    second = chain.ask()
+    second = resolver.ask()
     assert second.path != first.path
     assert second.version != first.version
     assert content(second.path) == turned()
@@ -619,29 +619,29 @@ def test_a_remote_source_is_not_asked_again_within_its_time(make, clock):
 
 def test_without_a_time_a_remote_source_is_asked_every_time(make):
     source = FakeSource("s3", {"sql": adapter_files()})
-    chain = make(source, revalidate_s=0.0)
-    assert chain.ask() == chain.ask()
+    resolver = make(source, revalidate_s=0.0)
+    assert resolver.ask() == resolver.ask()
     assert (source.asked, source.fetched) == (["sql"] * 2, ["sql"])
 
 
 def test_a_local_source_is_asked_every_time(make):
     source = FakeSource("filesystem", {"sql": adapter_files()}, remote=False)
-    chain = make(source)
-    first = chain.ask()
-    assert chain.ask() == first
+    resolver = make(source)
+    first = resolver.ask()
+    assert resolver.ask() == first
     assert (source.asked, source.fetched) == (["sql"] * 2, ["sql"])
-    assert chain.kinds == [AdapterFetched, AdapterResolved, AdapterConfirmed]
+    assert resolver.kinds == [AdapterFetched, AdapterResolved, AdapterConfirmed]
     source.answers["sql"] = turned()
-    assert content(chain.ask().path) == turned()
+    assert content(resolver.ask().path) == turned()
 
 
 @pytest.mark.parametrize("remote", [True, False])
 def test_a_removed_store_directory_is_noticed_and_fetched_again(make, remote):
     source = FakeSource("one", {"sql": adapter_files()}, remote=remote)
-    chain = make(source)
-    first = chain.ask()
+    resolver = make(source)
+    first = resolver.ask()
     shutil.rmtree(first.path)
-    again = chain.ask()
+    again = resolver.ask()
     assert again.path == first.path
     assert content(again.path) == adapter_files()
     assert source.fetched == ["sql"] * 2
@@ -650,38 +650,38 @@ def test_a_removed_store_directory_is_noticed_and_fetched_again(make, remote):
 @pytest.mark.parametrize("remote", [True, False])
 def test_an_adapter_that_was_found_damaged_is_fetched_again(make, remote):
     source = FakeSource("one", {"sql": adapter_files()}, remote=remote)
-    chain = make(source)
-    resolved = chain.ask()
+    resolver = make(source)
+    resolved = resolver.ask()
     damaged = resolved.path / WEIGHTS_FILE
     damaged.chmod(0o600)
     damaged.write_bytes(b"x" * damaged.stat().st_size)
-    assert not chain.store.verify(resolved.path.name)
-    assert content(chain.ask().path) == adapter_files()
+    assert not resolver.store.verify(resolved.path.name)
+    assert content(resolver.ask().path) == adapter_files()
     assert source.fetched == ["sql"] * 2
-    assert chain.store.verify(resolved.path.name)
+    assert resolver.store.verify(resolved.path.name)
 
 
 def test_memory_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(chain_module, "_REMEMBERED_NAMES", 20)
+    monkeypatch.setattr(resolution, "_REMEMBERED_NAMES", 20)
     monkeypatch.setattr(versions_module, "_REMEMBERED_NAMES", 20)
     monkeypatch.setattr(versions_module, "_REMEMBERED_REJECTIONS", 10)
     served = {f"good-{number}": adapter_files() for number in range(30)}
     broken = {f"bad-{number}": BROKEN for number in range(30)}
-    chain = Chain(tmp_path / "store", FakeSource("s3", served | broken))
+    resolver = RecordingResolver(tmp_path / "store", FakeSource("s3", served | broken))
 
     async def flood() -> None:
         for start in range(0, 2000, 100):
             names = [f"unknown-{number}" for number in range(start, start + 100)]
-            await asyncio.gather(*(chain.resolve(name, BASE.path) for name in names))
-        await asyncio.gather(*(chain.resolve(name, BASE.path) for name in served))
-        results = await asyncio.gather(*(chain.resolve(name, BASE.path) for name in broken), return_exceptions=True)
+            await asyncio.gather(*(resolver.resolve(name, BASE.path) for name in names))
+        await asyncio.gather(*(resolver.resolve(name, BASE.path) for name in served))
+        results = await asyncio.gather(*(resolver.resolve(name, BASE.path) for name in broken), return_exceptions=True)
         assert all(isinstance(result, InvalidAdapter) for result in results)
 
     asyncio.run(flood())
-    versions = chain._versions
-    memories = (chain._absent, chain._fresh, versions._served, versions._origins, versions._refused)
+    versions = resolver._versions
+    memories = (resolver._absent, resolver._fresh, versions._served, versions._origins, versions._refused)
     assert [len(memory) for memory in memories] == [20, 20, 20, 20, 10]
-    assert len(chain._flights) == 0
+    assert len(resolver._flights) == 0
 
 
 # --- one flight for one name
@@ -689,43 +689,43 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
 
 def test_fifty_who_ask_at_once_share_one_answer(make):
     source = FakeSource("one", {"sql": adapter_files()}, remote=False)
-    chain = make(source)
+    resolver = make(source)
 
     async def crowd() -> list[object]:
-        return await asyncio.gather(*(chain.resolve("sql", BASE.path) for _ in range(50)))
+        return await asyncio.gather(*(resolver.resolve("sql", BASE.path) for _ in range(50)))
 
     answers = asyncio.run(crowd())
     assert answers[0].source == "one"
     assert all(answer is answers[0] for answer in answers)
     assert (source.asked, source.fetched) == (["sql"], ["sql"])
-    assert chain.kinds == [AdapterFetched, AdapterResolved]
-    assert len(chain._flights) == 0
+    assert resolver.kinds == [AdapterFetched, AdapterResolved]
+    assert len(resolver._flights) == 0
 
 
 @pytest.mark.parametrize("answer", [None, InvalidAdapter("x"), SourceUnavailable("x"), BROKEN])
 def test_fifty_share_a_failure_too(make, answer):
     source = FakeSource("one", {"sql": answer} if answer else {})
-    chain = make(source)
+    resolver = make(source)
 
     async def crowd() -> list[object]:
-        asking = (chain.resolve("sql", BASE.path) for _ in range(50))
+        asking = (resolver.resolve("sql", BASE.path) for _ in range(50))
         return await asyncio.gather(*asking, return_exceptions=True)
 
     answers = asyncio.run(crowd())
     kind = type(None) if answer is None else InvalidAdapter if answer is BROKEN else type(answer)
     assert {type(answer) for answer in answers} == {kind}
     assert source.asked == ["sql"]
-    assert len(chain.emitted) == 1
-    assert len(chain._flights) == 0
+    assert len(resolver.emitted) == 1
+    assert len(resolver._flights) == 0
 
 
 def test_a_cancelled_caller_does_not_cancel_the_fetch(make):
     source = FakeSource("one", {"sql": adapter_files()})
-    chain = make(source)
+    resolver = make(source)
 
     async def crowd() -> list[object]:
         source.gate = asyncio.Event()
-        waiting = [asyncio.create_task(chain.resolve("sql", BASE.path)) for _ in range(5)]
+        waiting = [asyncio.create_task(resolver.resolve("sql", BASE.path)) for _ in range(5)]
         while not source.fetched:
             await asyncio.sleep(0.001)
         for task in waiting[:3]:  # the first of all among them, for whom the flight began
@@ -740,10 +740,10 @@ def test_a_cancelled_caller_does_not_cancel_the_fetch(make):
     assert source.fetched == ["sql"]
 
 
-async def ask_and_leave(chain: SourceChain, source: FakeSource) -> None:
+async def ask_and_leave(resolver: AdapterResolver, source: FakeSource) -> None:
     """Ask for 'sql', give up while it is fetched, and let the fetch go on."""
     source.gate = asyncio.Event()
-    asking = asyncio.create_task(chain.resolve("sql", BASE.path))
+    asking = asyncio.create_task(resolver.resolve("sql", BASE.path))
     while not source.fetched:
         await asyncio.sleep(0.001)
     asking.cancel()
@@ -753,11 +753,11 @@ async def ask_and_leave(chain: SourceChain, source: FakeSource) -> None:
 
 def test_a_fetch_that_nobody_awaits_still_ends_in_the_store(make):
     source = FakeSource("one", {"sql": adapter_files()})
-    chain = make(source)
+    resolver = make(source)
 
     async def run() -> object:
-        await ask_and_leave(chain, source)
-        return await chain.resolve("sql", BASE.path)
+        await ask_and_leave(resolver, source)
+        return await resolver.resolve("sql", BASE.path)
 
     assert asyncio.run(run()).source == "one"
     assert (source.asked, source.fetched) == (["sql"], ["sql"])
@@ -769,29 +769,29 @@ def test_a_failure_that_nobody_awaits_is_reported(make, caplog):
 
     source = FakeSource("one", {"sql": adapter_files()})
     source.while_fetching = fail
-    chain = make(source)
+    resolver = make(source)
 
     async def run() -> None:
-        await ask_and_leave(chain, source)
-        while chain._flights:
+        await ask_and_leave(resolver, source)
+        while resolver._flights:
             await asyncio.sleep(0.001)
 
     asyncio.run(run())
-    assert chain.kinds == [SourceFailed]
+    assert resolver.kinds == [SourceFailed]
     assert "never retrieved" not in caplog.text
 
 
 def test_different_names_do_not_wait_for_each_other(make):
     slow = FakeSource("s3", {"slow": adapter_files()})
     quick = FakeSource("hub", {"quick": turned()})
-    chain = make(slow, quick)
+    resolver = make(slow, quick)
 
     async def both() -> str:
         slow.gate = asyncio.Event()
-        waiting = asyncio.create_task(chain.resolve("slow", BASE.path))
+        waiting = asyncio.create_task(resolver.resolve("slow", BASE.path))
         while not slow.fetched:
             await asyncio.sleep(0.001)
-        resolved = await chain.resolve("quick", BASE.path)
+        resolved = await resolver.resolve("quick", BASE.path)
         assert not waiting.done()
         slow.gate.set()
         await waiting
@@ -818,25 +818,25 @@ def changing(times: int) -> FakeSource:
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_adapter_that_changes_meanwhile_is_located_again(make, times):
     source = changing(times)
-    chain = make(source)
-    assert content(chain.ask().path) == ranked(1 + times)
+    resolver = make(source)
+    assert content(resolver.ask().path) == ranked(1 + times)
     assert (len(source.asked), len(source.fetched)) == (times + 1, times + 1)
-    assert chain.kinds == [AdapterFetched, AdapterResolved]
+    assert resolver.kinds == [AdapterFetched, AdapterResolved]
 
 
 def test_an_adapter_that_changes_three_times_is_unavailable(make):
     source = changing(99)
-    chain = make(source, FakeSource("two", {"sql": turned()}))
+    resolver = make(source, FakeSource("two", {"sql": turned()}))
     with pytest.raises(SourceUnavailable) as caught:
-        chain.ask()
+        resolver.ask()
     assert (caught.value.code, caught.value.adapter) == ("L006", "sql")
     assert (len(source.asked), len(source.fetched)) == (3, 3)
-    (event,) = chain.emitted
+    (event,) = resolver.emitted
     assert isinstance(event, SourceFailed)
     assert event.error is caught.value
-    assert chain.store.layout.digests() == []
+    assert resolver.store.layout.digests() == []
     source.while_fetching = lambda: None
-    assert chain.ask().source == "one"
+    assert resolver.ask().source == "one"
 
 
 def test_an_adapter_that_vanishes_meanwhile_is_none(make):
@@ -856,28 +856,28 @@ def test_an_adapter_that_vanishes_meanwhile_is_none(make):
 def test_a_changed_directory_leaves_the_earlier_version_unchanged(tmp_path, make):
     root = tmp_path / "adapters"
     put(root / "sql", ranked(4))
-    chain = make(FilesystemSource(root))
-    first = chain.ask()
-    assert chain.ask() == first
+    resolver = make(FilesystemSource(root))
+    first = resolver.ask()
+    assert resolver.ask() == first
     put(root / "sql", ranked(8))
-    second = chain.ask()
+    second = resolver.ask()
     assert (content(first.path), content(second.path)) == (ranked(4), ranked(8))
     put(root / "sql", BROKEN)
     with pytest.raises(InvalidAdapter):
-        chain.ask()
+        resolver.ask()
     put(root / "sql", ranked(4))
-    assert chain.ask().path == first.path
+    assert resolver.ask().path == first.path
     shutil.rmtree(root / "sql")
-    assert chain.ask() is None
+    assert resolver.ask() is None
 
 
 def test_not_finite_weights_are_refused_once_and_never_published(make):
     tensors = weights()
     next(iter(tensors.values()))[0, 0] = float("nan")
     source = FakeSource("one", {"sql": adapter_files(tensors)})
-    chain = make(source)
+    resolver = make(source)
     for _ in range(2):
         with pytest.raises(InvalidAdapter, match=r"NaN|finite"):
-            chain.ask()
+            resolver.ask()
     assert source.fetched == ["sql"]
-    assert chain.store.layout.digests() == []
+    assert resolver.store.layout.digests() == []

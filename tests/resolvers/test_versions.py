@@ -12,18 +12,18 @@ from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, SourceUnava
 from lora_plugins.events import AdapterConfirmed, AdapterFetched
 from tests.make import BASE, adapter_files
 from tests.resolvers.sources.contract import content, turned
-from tests.resolvers.test_resolution import Chain, FakeSource, make
+from tests.resolvers.test_resolution import FakeSource, RecordingResolver, make
 
 _ = make
 GOOD = adapter_files()
 
 
-def newest(chain: Chain, name: str = "sql"):
-    return asyncio.run(chain.latest(name, None, BASE.path))
+def newest(resolver: RecordingResolver, name: str = "sql"):
+    return asyncio.run(resolver.latest(name, None, BASE.path))
 
 
-def of_digest(chain: Chain, name: str, prefix: str, **more: bool):
-    return asyncio.run(chain.of_digest(name, prefix, **more))
+def of_digest(resolver: RecordingResolver, name: str, prefix: str, **more: bool):
+    return asyncio.run(resolver.of_digest(name, prefix, **more))
 
 
 # --- the newest version
@@ -31,30 +31,30 @@ def of_digest(chain: Chain, name: str, prefix: str, **more: bool):
 
 def test_a_refresh_asks_the_source_whatever_it_answered_before(make):
     source = FakeSource("s3")
-    chain = make(source)
-    assert chain.ask() is None
+    resolver = make(source)
+    assert resolver.ask() is None
     source.answers["sql"] = GOOD
-    assert chain.ask() is None, "believed for its time"
-    first = newest(chain)
+    assert resolver.ask() is None, "believed for its time"
+    first = newest(resolver)
     assert content(first.path) == GOOD
-    assert chain.ask() is first
+    assert resolver.ask() is first
     source.answers["sql"] = turned()
-    assert chain.ask() is first, "not asked again within its time"
-    second = newest(chain)
+    assert resolver.ask() is first, "not asked again within its time"
+    second = newest(resolver)
     assert content(second.path) == turned()
-    assert chain.ask() is second
+    assert resolver.ask() is second
     del source.answers["sql"]
-    assert newest(chain) is None
-    assert chain.ask() is None
+    assert newest(resolver) is None
+    assert resolver.ask() is None
     assert content(second.path) == turned()
 
 
 def test_a_version_that_has_not_changed_is_only_confirmed(make):
-    chain = make(FakeSource("s3", {"sql": GOOD}))
-    first = chain.ask()
-    emitted = list(chain.emitted)
-    assert newest(chain) is first
-    assert chain.emitted == [*emitted, AdapterConfirmed("sql", "s3")]
+    resolver = make(FakeSource("s3", {"sql": GOOD}))
+    first = resolver.ask()
+    emitted = list(resolver.emitted)
+    assert newest(resolver) is first
+    assert resolver.emitted == [*emitted, AdapterConfirmed("sql", "s3")]
 
 
 def test_no_name_is_none(make):
@@ -65,32 +65,32 @@ def test_no_name_is_none(make):
 
 def test_no_later_source_stands_in_for_an_unavailable_origin(make):
     one, two = FakeSource("one", {"sql": GOOD}), FakeSource("two", {"sql": turned()})
-    chain = make(one, two)
-    first = chain.ask()
+    resolver = make(one, two)
+    first = resolver.ask()
     one.answers["sql"] = SourceUnavailable("away")
     with pytest.raises(SourceUnavailable, match="away"):
-        newest(chain)
+        newest(resolver)
     assert content(first.path) == GOOD
 
 
 def test_another_sources_outage_does_not_hide_a_new_version(make):
     one, two = FakeSource("one", {"sql": SourceUnavailable("away")}), FakeSource("two", {"sql": GOOD})
-    chain = make(one, two)
-    assert chain.ask().source == "two"
+    resolver = make(one, two)
+    assert resolver.ask().source == "two"
     two.answers["sql"] = turned()
-    assert content(newest(chain).path) == turned()
+    assert content(newest(resolver).path) == turned()
 
 
 def test_refreshes_share_one_answer_but_not_an_earlier_one(make):
     source = FakeSource("s3", {"sql": GOOD})
-    chain = make(source)
+    resolver = make(source)
 
     async def run() -> None:
         source.gate = asyncio.Event()
-        early = asyncio.create_task(chain.resolve("sql", BASE.path))
+        early = asyncio.create_task(resolver.resolve("sql", BASE.path))
         while not source.fetched:
             await asyncio.sleep(0.001)
-        refreshes = [asyncio.create_task(chain.latest("sql", None, BASE.path)) for _ in range(5)]
+        refreshes = [asyncio.create_task(resolver.latest("sql", None, BASE.path)) for _ in range(5)]
         await asyncio.sleep(0.01)
         source.gate.set()
         assert len({each.digest for each in await asyncio.gather(early, *refreshes)}) == 1
@@ -103,72 +103,72 @@ def test_refreshes_share_one_answer_but_not_an_earlier_one(make):
 # --- leases
 
 
-def leased(chain: Chain, resolved) -> bool:
-    return bool(chain.store.leases.holders(resolved.digest))
+def leased(resolver: RecordingResolver, resolved) -> bool:
+    return bool(resolver.store.leases.holders(resolved.digest))
 
 
 def test_a_version_is_leased_until_its_name_is_released(make):
-    chain = make(FakeSource("s3", {"sql": GOOD}))
-    resolved = chain.ask()
-    chain.release("other", resolved.path)
-    chain.release("sql", resolved.path.with_name("0" * 64))
-    assert leased(chain, resolved)
-    chain.release("sql", str(resolved.path))
-    assert not leased(chain, resolved)
+    resolver = make(FakeSource("s3", {"sql": GOOD}))
+    resolved = resolver.ask()
+    resolver.release("other", resolved.path)
+    resolver.release("sql", resolved.path.with_name("0" * 64))
+    assert leased(resolver, resolved)
+    resolver.release("sql", str(resolved.path))
+    assert not leased(resolver, resolved)
 
 
 @pytest.mark.parametrize("remote", [True, False])
 def test_a_released_version_is_leased_again_when_requested(make, remote):
     source = FakeSource("one", {"sql": GOOD}, remote=remote)
-    chain = make(source)
-    first = chain.ask()
-    chain.release("sql", first.path)
-    assert chain.ask() == first
-    assert leased(chain, first)
+    resolver = make(source)
+    first = resolver.ask()
+    resolver.release("sql", first.path)
+    assert resolver.ask() == first
+    assert leased(resolver, first)
     assert source.fetched == ["sql"]
 
 
 def test_releasing_a_new_version_keeps_the_old_lease(make):
     source = FakeSource("s3", {"sql": GOOD})
-    chain = make(source)
-    first = chain.ask()
+    resolver = make(source)
+    first = resolver.ask()
     source.answers["sql"] = turned()
-    second = newest(chain)
-    chain.release("sql", second.path)
-    assert leased(chain, first)
-    assert not leased(chain, second)
+    second = newest(resolver)
+    resolver.release("sql", second.path)
+    assert leased(resolver, first)
+    assert not leased(resolver, second)
 
 
 def test_one_name_releases_nothing_that_another_is_verifying(make):
-    chain = make(FakeSource("s3", {"sql": GOOD, "other": GOOD}))
-    first = chain.ask("sql")
-    check = chain._versions._check_fits
+    resolver = make(FakeSource("s3", {"sql": GOOD, "other": GOOD}))
+    first = resolver.ask("sql")
+    check = resolver._versions._check_fits
 
     def release_meanwhile(directory, base):
         verified = check(directory, base)
-        chain.release("sql", first.path)
-        assert not chain.store.remove(first.digest)
+        resolver.release("sql", first.path)
+        assert not resolver.store.remove(first.digest)
         return verified
 
-    chain._versions._check_fits = release_meanwhile
-    second = chain.ask("other")
+    resolver._versions._check_fits = release_meanwhile
+    second = resolver.ask("other")
     assert second.path == first.path
-    assert leased(chain, second)
-    chain.release("other", second.path)
-    assert not leased(chain, second)
+    assert leased(resolver, second)
+    resolver.release("other", second.path)
+    assert not leased(resolver, second)
 
 
 def test_a_new_version_that_does_not_fit_is_not_leased(make):
     source = FakeSource("s3", {"sql": GOOD})
-    chain = make(source)
-    first = chain.ask()
+    resolver = make(source)
+    first = resolver.ask()
     source.answers["sql"] = turned()
-    chain.base = replace(BASE, max_rank=1)
+    resolver.base = replace(BASE, max_rank=1)
     with pytest.raises(IncompatibleAdapter):
-        newest(chain)
-    (other,) = set(chain.store.layout.digests()) - {first.digest}
-    assert leased(chain, first)
-    assert chain.store.remove(other)
+        newest(resolver)
+    (other,) = set(resolver.store.layout.digests()) - {first.digest}
+    assert leased(resolver, first)
+    assert resolver.store.remove(other)
 
 
 # --- by digest
@@ -176,46 +176,46 @@ def test_a_new_version_that_does_not_fit_is_not_leased(make):
 
 def test_an_earlier_version_is_found_by_its_digest_without_asking(make):
     source = FakeSource("s3", {"sql": GOOD})
-    chain = make(source)
-    first = chain.ask()
+    resolver = make(source)
+    first = resolver.ask()
     source.answers["sql"] = turned()
-    second = newest(chain)
-    chain.release("sql", first.path)
+    second = newest(resolver)
+    resolver.release("sql", first.path)
     asked = len(source.asked)
     for prefix in (first.digest, first.digest[:12], first.digest[:8]):
-        found = of_digest(chain, "sql", prefix)
+        found = of_digest(resolver, "sql", prefix)
         assert (found.name, found.path, found.version, found.uri) == ("sql", first.path, first.version, first.uri)
         assert (found.adapter_id, found.rank, found.size_bytes) == (first.adapter_id, 4, first.size_bytes)
-        assert leased(chain, first)
-    assert of_digest(chain, "sql", second.digest).path == second.path
+        assert leased(resolver, first)
+    assert of_digest(resolver, "sql", second.digest).path == second.path
     assert len(source.asked) == asked
 
 
 def test_a_short_unknown_or_empty_prefix_finds_nothing(make):
-    chain = make(FakeSource("s3", {"sql": GOOD}))
-    digest = chain.ask().digest
+    resolver = make(FakeSource("s3", {"sql": GOOD}))
+    digest = resolver.ask().digest
     other = "0" if digest[0] != "0" else "1"
     for prefix in ("", digest[:7], other * 8, digest + "0", digest.upper(), "*" * 8):
-        assert of_digest(chain, "sql", prefix) is None, prefix
+        assert of_digest(resolver, "sql", prefix) is None, prefix
 
 
 def test_two_versions_of_one_prefix_are_none(make, monkeypatch):
     source = FakeSource("s3", {"sql": GOOD})
-    chain = make(source)
-    chain.ask()
+    resolver = make(source)
+    resolver.ask()
     source.answers["sql"] = turned()
-    newest(chain)
+    newest(resolver)
     monkeypatch.setattr("lora_plugins.store.layout.MIN_PREFIX", 0)
-    assert of_digest(chain, "sql", "") is None
+    assert of_digest(resolver, "sql", "") is None
 
 
 def test_a_name_does_not_reach_versions_of_another(make):
-    chain = make(FakeSource("s3", {"mine": GOOD, "theirs": turned()}))
-    chain.ask("mine")
-    theirs = chain.ask("theirs")
-    assert of_digest(chain, "mine", theirs.digest) is None
-    assert of_digest(chain, "unheard-of", theirs.digest) is None
-    assert of_digest(chain, "mine", theirs.digest, of_any_name=True).path == theirs.path
+    resolver = make(FakeSource("s3", {"mine": GOOD, "theirs": turned()}))
+    resolver.ask("mine")
+    theirs = resolver.ask("theirs")
+    assert of_digest(resolver, "mine", theirs.digest) is None
+    assert of_digest(resolver, "unheard-of", theirs.digest) is None
+    assert of_digest(resolver, "mine", theirs.digest, of_any_name=True).path == theirs.path
 
 
 def test_after_a_restart_versions_are_found_once_located(make):
@@ -233,21 +233,21 @@ def test_after_a_restart_versions_are_found_once_located(make):
 
 
 def test_a_version_by_digest_is_validated_against_the_base_model(make):
-    chain = make(FakeSource("s3", {"sql": GOOD}))
-    first = chain.ask()
-    chain.release("sql", first.path)
-    chain.base = replace(BASE, max_rank=1)
+    resolver = make(FakeSource("s3", {"sql": GOOD}))
+    first = resolver.ask()
+    resolver.release("sql", first.path)
+    resolver.base = replace(BASE, max_rank=1)
     with pytest.raises(IncompatibleAdapter, match="'sql'"):
-        of_digest(chain, "sql", first.digest)
-    assert not leased(chain, first)
+        of_digest(resolver, "sql", first.digest)
+    assert not leased(resolver, first)
 
 
 def test_a_damaged_version_is_not_found(make):
-    chain = make(FakeSource("s3", {"sql": GOOD}))
-    first = chain.ask()
+    resolver = make(FakeSource("s3", {"sql": GOOD}))
+    first = resolver.ask()
     (first.path / "manifest.json").chmod(0o600)
     (first.path / "manifest.json").write_text("{")
-    assert of_digest(chain, "sql", first.digest) is None
+    assert of_digest(resolver, "sql", first.digest) is None
 
 
 def test_a_pickle_by_digest_is_refused_where_not_allowed(make):

@@ -21,8 +21,8 @@ from tests.virtual_time import runs
 @runs
 async def test_pins_at_once_leave_a_slot_for_all_others() -> None:
     world = World(slots=2)
-    world.sources.has |= {name: Version(name) for name in ("sql", "chat", "other")}
-    for name in world.sources.has:
+    world.resolver.has |= {name: Version(name) for name in ("sql", "chat", "other")}
+    for name in world.resolver.has:
         await world.lifecycle.load(name)
     outcomes = await asyncio.gather(*(world.lifecycle.pin(name) for name in ("sql", "chat")), return_exceptions=True)
     assert [type(outcome) for outcome in outcomes if isinstance(outcome, Exception)] == [NoFreeSlot]
@@ -38,7 +38,7 @@ async def test_pins_at_once_leave_a_slot_for_all_others() -> None:
 async def test_pins_are_restored_as_far_as_slots_allow(tmp_path: Path) -> None:
     world, file = World(slots=2), ServedFile(tmp_path / "served.json")
     names = ("sql", "chat", "other")
-    world.sources.has |= {name: Version(name) for name in names}
+    world.resolver.has |= {name: Version(name) for name in names}
     file.write([ServedName(name, is_pinned=True) for name in names])
     await Restore(world.lifecycle, Settings(restore=True), file).run()
     assert len(world.engine.pinned) == 1
@@ -51,7 +51,7 @@ async def test_another_uri_ends_the_effect_of_a_rollback() -> None:
     served = await serving(world, "aa", "bb")
     await world.lifecycle.roll_back("sql")
     assert served.held_digest == "aa"
-    world.sources.has["s3://b/x"] = Version("cc")
+    world.resolver.has["s3://b/x"] = Version("cc")
     await world.lifecycle.load("sql", "s3://b/x")
     assert (served.held_digest, await world.ask("sql")) == (None, "/store/cc")
 
@@ -59,7 +59,7 @@ async def test_another_uri_ends_the_effect_of_a_rollback() -> None:
 @runs
 async def test_a_failed_load_by_uri_leaves_nothing() -> None:
     world = World()
-    world.sources.has["s3://b/x"] = Version("aa")
+    world.resolver.has["s3://b/x"] = Version("aa")
     world.worker.broken = IncompatibleAdapter("shape")
     for _ in range(3):
         with pytest.raises(IncompatibleAdapter):
@@ -67,7 +67,7 @@ async def test_a_failed_load_by_uri_leaves_nothing() -> None:
     await world.settled()
     assert world.in_workers == set()
     assert world.engine.planner.adapters == {}
-    assert world.sources.leased == set()
+    assert world.resolver.leased == set()
 
 
 @runs
@@ -84,7 +84,7 @@ async def test_a_name_is_blocked_before_its_unload_has_the_lock() -> None:
 @runs
 async def test_a_name_blocked_during_its_load_stays_blocked() -> None:
     world = World()
-    world.sources.has["sql"] = Version("aa")
+    world.resolver.has["sql"] = Version("aa")
     load = asyncio.create_task(world.lifecycle.load("sql"))
     await asyncio.sleep(0)
     assert await world.lifecycle.unload("sql", block=True, timeout_s=1)
@@ -128,7 +128,7 @@ async def test_unloading_frees_a_concurrent_load_in_place(monkeypatch: pytest.Mo
         world.table.lora_requests["sql"] = in_place
     assert "removed successfully" in await task
     await world.settled()
-    assert (world.in_workers, world.sources.leased, world.lifecycle.registry.draining) == (set(), set(), {})
+    assert (world.in_workers, world.resolver.leased, world.lifecycle.registry.draining) == (set(), set(), {})
 
 
 @runs
@@ -138,15 +138,15 @@ async def test_unloading_frees_a_concurrently_resolved_adapter(monkeypatch: pyte
     async with world.server.lock("sql"):
         task = unload("sql")
         await asyncio.sleep(0.01)
-        found = await world.sources.resolve("sql", "/base") or Version("aa")
-        world.sources.needed.add(("sql", "aa"))
-        world.sources.served_under["sql"] = found
+        found = await world.resolver.resolve("sql", "/base") or Version("aa")
+        world.resolver.needed.add(("sql", "aa"))
+        world.resolver.served_under["sql"] = found
         request = world.server.new_request("sql", "/store/aa")
         await world.planner.load(request)
         world.table.lora_requests["sql"] = request
     assert "removed successfully" in await task
     await world.settled()
-    assert (world.in_workers, world.sources.leased) == (set(), set())
+    assert (world.in_workers, world.resolver.leased) == (set(), set())
 
 
 @runs

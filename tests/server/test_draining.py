@@ -16,7 +16,7 @@ LONG_S = 60.0
 
 async def one_runs_and_one_is_held(world: World) -> tuple[asyncio.Task[str], asyncio.Task[str]]:
     """Of one slot, `chat` has it until its request is ended, and a request for `sql` is held."""
-    world.sources.has |= {"sql": Version("aa"), "chat": Version("bb")}
+    world.resolver.has |= {"sql": Version("aa"), "chat": Version("bb")}
     for name in ("sql", "chat"):
         await world.lifecycle.load(name)
     running = world.start("chat", LONG_S, "running")
@@ -46,14 +46,14 @@ async def test_what_is_held_for_a_slot_is_refused_at_once(block: bool, kind: typ
     assert world.server.aborted == []
     assert [event.aborted for event in world.told if isinstance(event, AdapterUnloaded)] == [0]
     assert world.in_workers == {"bb"}
-    assert world.sources.leased == {"bb"}
+    assert world.resolver.leased == {"bb"}
     await ended(running)
 
 
 @runs
 async def test_what_is_held_for_a_load_is_refused_too() -> None:
     world = World(places=1)
-    world.sources.has |= {"sql": Version("aa"), "chat": Version("bb")}
+    world.resolver.has |= {"sql": Version("aa"), "chat": Version("bb")}
     for name in ("sql", "chat"):
         await world.lifecycle.load(name)
     world.worker.delay_s = LONG_S / 2
@@ -72,7 +72,7 @@ async def test_what_is_held_for_a_load_is_refused_too() -> None:
 async def test_a_late_request_for_an_unloaded_adapter_is_refused() -> None:
     """It has read the table before; its adapter's lease in the store has ended, so it must not be loaded again."""
     world = World()
-    world.sources.has["sql"] = Version("aa")
+    world.resolver.has["sql"] = Version("aa")
     served, _ = await world.lifecycle.load("sql")
     await world.lifecycle.unload("sql", block=False, timeout_s=LONG_S)
     with pytest.raises(NoFreeSlot):
@@ -86,7 +86,7 @@ async def test_a_late_request_for_an_unloaded_adapter_is_refused() -> None:
 async def test_a_swap_refuses_nobody() -> None:
     world = World(slots=1)
     running, held = await one_runs_and_one_is_held(world)
-    world.sources.has["sql"] = Version("cc")
+    world.resolver.has["sql"] = Version("cc")
     assert await world.lifecycle.refresh("sql")
     assert not held.done()
     await ended(running)
@@ -108,7 +108,7 @@ async def test_a_held_request_whose_client_leaves_is_forgotten() -> None:
 async def test_after_the_deadline_only_admitted_requests_are_ended() -> None:
     """Those of another adapter, and of the same name's next version, go on."""
     world = World(slots=2)
-    world.sources.has |= {"sql": Version("aa"), "chat": Version("bb")}
+    world.resolver.has |= {"sql": Version("aa"), "chat": Version("bb")}
     await world.lifecycle.load("sql")
     await world.lifecycle.load("chat")
     old, other = world.start("sql", LONG_S, "old"), world.start("chat", LONG_S, "other")

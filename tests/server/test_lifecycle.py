@@ -26,23 +26,23 @@ from tests.virtual_time import runs
 @runs
 async def test_a_loaded_name_is_served_from_its_source() -> None:
     world = World()
-    world.sources.has["sql"] = Version("aa")
+    world.resolver.has["sql"] = Version("aa")
     served, is_new = await world.lifecycle.load("sql")
     assert (served.name, is_new, served.version, served.uri) == ("sql", True, Version("aa"), None)
     assert await world.ask("sql") == "/store/aa"
     assert (await world.lifecycle.load("sql")) == (served, False)
-    assert world.sources.asked == ["sql"], "asked once"
+    assert world.resolver.asked == ["sql"], "asked once"
     assert world.worker.loads.total() == 1
 
 
 @runs
 async def test_from_a_uri_and_from_another_one() -> None:
     world = World()
-    world.sources.has |= {"s3://b/1": Version("aa"), "s3://b/2": Version("bb")}
+    world.resolver.has |= {"s3://b/1": Version("aa"), "s3://b/2": Version("bb")}
     served, _ = await world.lifecycle.load("sql", "s3://b/1")
     assert served.uri == "s3://b/1"
     await world.lifecycle.load("sql", "s3://b/1")
-    assert world.sources.asked == ["s3://b/1"]
+    assert world.resolver.asked == ["s3://b/1"]
     again, is_new = await world.lifecycle.load("sql", "s3://b/2")
     assert (again is served, is_new, again.uri) == (True, False, "s3://b/2")
     assert await world.ask("sql") == "/store/bb"
@@ -52,13 +52,13 @@ async def test_from_a_uri_and_from_another_one() -> None:
 @runs
 async def test_a_load_that_fails_leaves_nothing_behind(at: str) -> None:
     world = World(broken=IncompatibleAdapter("rank 99") if at == "worker" else None)
-    world.sources.has["sql"] = SourceUnavailable("down") if at == "source" else Version("aa")
+    world.resolver.has["sql"] = SourceUnavailable("down") if at == "source" else Version("aa")
     with pytest.raises(LoRAPluginsError):
         await world.lifecycle.load("sql", "s3://b/none" if at == "uri" else None)
     await world.settled()
     assert world.table.lora_requests == {}
     assert world.lifecycle.registry.all() == []
-    assert world.sources.leased == set()
+    assert world.resolver.leased == set()
     assert world.in_workers == set()
     assert world.written == 0
 
@@ -69,13 +69,13 @@ async def test_a_name_that_nobody_can_have_is_refused(name: str) -> None:
     world = World()
     with pytest.raises(InvalidAdapter):
         await world.lifecycle.load(name, "s3://b/1")
-    assert world.sources.asked == []
+    assert world.resolver.asked == []
 
 
 @runs
 async def test_loads_at_once_are_one() -> None:
     world = World(delay_s=0.02)
-    world.sources.has["sql"] = Version("aa")
+    world.resolver.has["sql"] = Version("aa")
     results = await asyncio.gather(*(world.lifecycle.load("sql") for _ in range(20)))
     assert sum(is_new for _, is_new in results) == 1
     assert world.worker.loads.total() == 1
@@ -84,13 +84,13 @@ async def test_loads_at_once_are_one() -> None:
 @runs
 async def test_a_load_whose_caller_goes_away_leaves_nothing_behind() -> None:
     world = World(delay_s=5)
-    world.sources.has["sql"] = Version("aa")
+    world.resolver.has["sql"] = Version("aa")
     task = asyncio.create_task(world.lifecycle.load("sql"))
     await asyncio.sleep(0.05)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert world.table.lora_requests == {}
-    assert world.sources.leased == set()
+    assert world.resolver.leased == set()
     await asyncio.sleep(6)  # what a thread has begun to load comes to its end
     assert world.in_workers == set()
     assert world.engine.planner.adapters == {}
@@ -102,7 +102,7 @@ async def test_a_load_whose_caller_goes_away_leaves_nothing_behind() -> None:
 @runs
 async def test_unload_waits_for_what_runs_and_frees_everything() -> None:
     world = World()
-    world.sources.has["sql"] = Version("aa")
+    world.resolver.has["sql"] = Version("aa")
     await world.lifecycle.load("sql")
     running = world.start("sql", 0.15)
     await asyncio.sleep(0.02)
@@ -114,7 +114,7 @@ async def test_unload_waits_for_what_runs_and_frees_everything() -> None:
     assert await unloading
     assert await running == "/store/aa"
     assert world.in_workers == set()
-    assert world.sources.leased == set()
+    assert world.resolver.leased == set()
     assert world.lifecycle.registry.draining == {}
     (told,) = [event for event in world.told if isinstance(event, AdapterUnloaded)]
     assert (told.name, told.aborted) == ("sql", 0)
@@ -124,7 +124,7 @@ async def test_unload_waits_for_what_runs_and_frees_everything() -> None:
 @runs
 async def test_after_the_deadline_what_runs_is_ended() -> None:
     world = World()
-    world.sources.has["sql"] = Version("aa")
+    world.resolver.has["sql"] = Version("aa")
     await world.lifecycle.load("sql")
     running = world.start("sql", 30, "r1")
     await asyncio.sleep(0.02)
@@ -147,14 +147,14 @@ async def test_unloading_what_is_not_there_says_so() -> None:
 @runs
 async def test_only_a_successful_load_unblocks_a_name() -> None:
     world = World()
-    world.sources.has["sql"] = Version("aa")
+    world.resolver.has["sql"] = Version("aa")
     await world.lifecycle.load("sql")
     await world.lifecycle.unload("sql", block=True, timeout_s=1)
-    world.sources.has["sql"] = SourceUnavailable("down")
+    world.resolver.has["sql"] = SourceUnavailable("down")
     with pytest.raises(SourceUnavailable):
         await world.lifecycle.load("sql")
     assert world.lifecycle.registry.blocked == {"sql"}
-    world.sources.has["sql"] = Version("aa")
+    world.resolver.has["sql"] = Version("aa")
     await world.lifecycle.load("sql")
     assert world.lifecycle.registry.blocked == set()
 
@@ -162,7 +162,7 @@ async def test_only_a_successful_load_unblocks_a_name() -> None:
 @runs
 async def test_loaded_again_while_it_drains_it_keeps_its_lease() -> None:
     world = World()
-    world.sources.has["sql"] = Version("aa")
+    world.resolver.has["sql"] = Version("aa")
     await world.lifecycle.load("sql")
     running = world.start("sql", 0.1)
     await asyncio.sleep(0.02)
@@ -170,20 +170,20 @@ async def test_loaded_again_while_it_drains_it_keeps_its_lease() -> None:
     await asyncio.sleep(0.02)
     await world.lifecycle.load("sql")
     await asyncio.gather(running, unloading)
-    assert world.sources.leased == {"aa"}
+    assert world.resolver.leased == {"aa"}
     assert await world.ask("sql") == "/store/aa"
 
 
 @runs
 async def test_a_version_of_two_names_is_leased_for_both() -> None:
     world = World()
-    world.sources.has |= {"sql": Version("aa"), "also": Version("aa")}
+    world.resolver.has |= {"sql": Version("aa"), "also": Version("aa")}
     await world.lifecycle.load("sql")
     await world.lifecycle.load("also")
     await world.lifecycle.unload("sql", block=False, timeout_s=1)
-    assert world.sources.leased == {"aa"}
+    assert world.resolver.leased == {"aa"}
     await world.lifecycle.unload("also", block=False, timeout_s=1)
-    assert world.sources.leased == set()
+    assert world.resolver.leased == set()
 
 
 # --- versions ---
@@ -195,7 +195,7 @@ async def test_running_requests_keep_their_version_through_a_swap() -> None:
     served = await serving(world, "aa")
     running = world.start("sql", 0.15)
     await asyncio.sleep(0.02)
-    world.sources.has["sql"] = Version("bb", version="2")
+    world.resolver.has["sql"] = Version("bb", version="2")
     assert await world.lifecycle.refresh("sql")
     assert world.planner.used_at[served.request.lora_int_id] > 0, "the name has been used"
     assert await world.ask("sql") == "/store/bb"
@@ -205,7 +205,7 @@ async def test_running_requests_keep_their_version_through_a_swap() -> None:
     await world.settled()
     assert world.in_workers <= {"bb"}
     assert [kept.digest for kept in served.previous] == ["aa"]
-    assert world.sources.leased == {"aa", "bb"}, "the old one stays in the store for a rollback"
+    assert world.resolver.leased == {"aa", "bb"}, "the old one stays in the store for a rollback"
     (told,) = [event for event in world.told if isinstance(event, AdapterSwapped)]
     assert (told.name, told.before, told.after) == ("sql", "aa", "bb")
 
@@ -214,7 +214,7 @@ async def test_running_requests_keep_their_version_through_a_swap() -> None:
 async def test_nothing_new_is_no_swap() -> None:
     world = World()
     served = await serving(world, "aa")
-    world.sources.has["sql"] = Version("aa", version="touched")
+    world.resolver.has["sql"] = Version("aa", version="touched")
     assert not await world.lifecycle.refresh("sql")
     assert served.version is not None
     assert served.version.version == "touched"
@@ -228,16 +228,16 @@ async def test_an_update_that_cannot_be_served_leaves_the_old_one(found: LoRAPlu
     world = World()
     served = await serving(world, "aa")
     if found is None:
-        del world.sources.has["sql"]
+        del world.resolver.has["sql"]
     else:
-        world.sources.has["sql"] = found
+        world.resolver.has["sql"] = found
     with pytest.raises(LoRAPluginsError):
         await world.lifecycle.refresh("sql")
     assert await world.ask("sql") == "/store/aa"
     assert served.last_error is not None
     assert served.last_error[0].code == (found.code if found else "L002")
     assert [type(event) for event in world.told] == [UpdateFailed]
-    world.sources.has["sql"] = Version("bb")
+    world.resolver.has["sql"] = Version("bb")
     assert await world.lifecycle.refresh("sql")
     assert served.last_error is None
 
@@ -247,12 +247,12 @@ async def test_an_update_that_no_worker_loads_leaves_the_old_one() -> None:
     world = World()
     await serving(world, "aa")
     world.worker.broken = IncompatibleAdapter("shape")
-    world.sources.has["sql"] = Version("bb")
+    world.resolver.has["sql"] = Version("bb")
     with pytest.raises(IncompatibleAdapter):
         await world.lifecycle.refresh("sql")
     world.worker.broken = None
     await world.settled()
-    assert world.sources.leased == {"aa"}
+    assert world.resolver.leased == {"aa"}
     assert world.in_workers == {"aa"}
     assert await world.ask("sql") == "/store/aa"
 
@@ -276,7 +276,7 @@ async def test_a_rollback_to_a_version_by_its_digest() -> None:
     served = await serving(world, "aa11", "bb22", "cc33")
     await world.lifecycle.roll_back("sql", "aa")
     assert served.held_digest == "aa11"
-    world.sources.store["dd44"] = Version("dd44")
+    world.resolver.store["dd44"] = Version("dd44")
     await world.lifecycle.roll_back("sql", "dd4")
     assert await world.ask("sql") == "/store/dd44"
     with pytest.raises(AdapterNotFound, match="no such version in the store"):
@@ -298,7 +298,7 @@ async def test_only_so_many_versions_are_kept() -> None:
     served = await serving(world, *digests)
     await world.settled()
     assert [kept.digest for kept in served.previous] == digests[-2 : -2 - KEPT_VERSIONS : -1]
-    assert world.sources.leased == set(digests[-1 - KEPT_VERSIONS :])
+    assert world.resolver.leased == set(digests[-1 - KEPT_VERSIONS :])
     assert world.in_workers <= {digests[-1]}
 
 
@@ -316,7 +316,7 @@ async def test_two_hundred_swaps_under_load_leave_nothing(is_instant: bool) -> N
 
     tasks = [asyncio.create_task(traffic()) for _ in range(5)]
     for number in range(1, 201):
-        world.sources.has["sql"] = Version(f"v{number}")
+        world.resolver.has["sql"] = Version(f"v{number}")
         assert await world.lifecycle.refresh("sql")
     stop.set()
     await asyncio.gather(*tasks)
@@ -325,7 +325,7 @@ async def test_two_hundred_swaps_under_load_leave_nothing(is_instant: bool) -> N
     assert len(set(order)) > 50
     assert max(max(order[:at]) - order[at] for at in range(1, len(order))) <= 5, "old ones end soon"
     assert world.in_workers <= {"v200"}
-    assert world.sources.leased == {"v198", "v199", "v200"}
+    assert world.resolver.leased == {"v198", "v199", "v200"}
     assert len(world.engine.planner.adapters) <= 1
     assert served.request.lora_int_id == 201
 
@@ -337,7 +337,7 @@ async def test_an_adapter_loaded_by_path_is_not_refreshed() -> None:
     with pytest.raises(InvalidAdapter, match="loaded by its path"):
         await world.lifecycle.refresh("mine")
     await world.lifecycle.poll("mine")
-    assert world.sources.asked == []
+    assert world.resolver.asked == []
     assert await world.lifecycle.unload("mine", block=False, timeout_s=1)
     assert world.table.lora_requests == {}
 
@@ -347,7 +347,7 @@ async def test_a_version_has_a_name_of_its_own() -> None:
     world = World()
     old, new, other = "aa" * 16, "bb" * 16, "cc" * 16
     await serving(world, old, new)
-    world.sources.store[other] = Version(other)  # of another name
+    world.resolver.store[other] = Version(other)  # of another name
     pinned = await world.lifecycle.load_version(f"sql@{old[:8]}")
     assert pinned is not None
     assert await world.ask(pinned.name) == f"/store/{old}"
@@ -356,9 +356,9 @@ async def test_a_version_has_a_name_of_its_own() -> None:
         assert await world.lifecycle.load_version(text) is None
     await world.lifecycle.poll(pinned.name)
     await world.lifecycle.unload("sql", block=False, timeout_s=1)
-    assert world.sources.needed == {(pinned.name, old)}
+    assert world.resolver.needed == {(pinned.name, old)}
     await world.lifecycle.unload(pinned.name, block=False, timeout_s=1)
-    assert world.sources.needed == set()
+    assert world.resolver.needed == set()
 
 
 # --- tiers ---
@@ -367,7 +367,7 @@ async def test_a_version_has_a_name_of_its_own() -> None:
 @runs
 async def test_pins_leave_one_slot_for_all_others() -> None:
     world = World(slots=2)
-    world.sources.has |= {name: Version(name) for name in ("aa", "bb")}
+    world.resolver.has |= {name: Version(name) for name in ("aa", "bb")}
     await world.lifecycle.load("aa")
     await world.lifecycle.load("bb")
     served = await world.lifecycle.pin("aa")
@@ -388,7 +388,7 @@ async def test_a_pinned_one_is_pinned_in_its_new_version_too() -> None:
     world = World(slots=3)
     served = await serving(world, "aa")
     await world.lifecycle.pin("sql")
-    world.sources.has["sql"] = Version("bb")
+    world.resolver.has["sql"] = Version("bb")
     await world.lifecycle.refresh("sql")
     await world.settled()
     assert world.engine.pinned == {served.request.lora_int_id}
@@ -398,7 +398,7 @@ async def test_a_pinned_one_is_pinned_in_its_new_version_too() -> None:
 @runs
 async def test_prefetch_serves_and_loads_again() -> None:
     world = World(places=1)
-    world.sources.has |= {name: Version(name) for name in ("aa", "bb")}
+    world.resolver.has |= {name: Version(name) for name in ("aa", "bb")}
     served = await world.lifecycle.prefetch("aa")
     await world.lifecycle.prefetch("aa")
     assert world.worker.loads["/store/aa"] == 1
@@ -412,20 +412,20 @@ async def test_prefetch_serves_and_loads_again() -> None:
 @runs
 async def test_a_prefetch_without_room_fails() -> None:
     world = World(max_bytes=25)
-    world.sources.has |= {name: Version(name) for name in ("aa", "bb")}
+    world.resolver.has |= {name: Version(name) for name in ("aa", "bb")}
     await world.lifecycle.load("aa")
     await world.lifecycle.pin("aa")
     world.worker.size_bytes = 20
     with pytest.raises(NoFreeSlot, match="1 pinned adapters with 10 bytes"):
         await world.lifecycle.prefetch("bb")
     await world.settled()
-    assert (world.in_workers, world.sources.leased) == ({"aa"}, {"aa"})
+    assert (world.in_workers, world.resolver.leased) == ({"aa"}, {"aa"})
 
 
 @runs
 async def test_workers_learn_the_uri_of_an_adapter() -> None:
     world = World()
-    world.sources.has |= {"aa": Version("aa"), "s3://b/1": Version("bb"), "s3://b/2": Version("cc")}
+    world.resolver.has |= {"aa": Version("aa"), "s3://b/1": Version("bb"), "s3://b/2": Version("cc")}
     await world.lifecycle.load("aa")
     await world.lifecycle.load("sql", "s3://b/1")
     await world.lifecycle.load("sql", "s3://b/2")

@@ -21,21 +21,21 @@ async def test_the_poller_swaps_new_versions_and_survives_errors(
     world = world_with("sql", "chat", "odd")
     for name in ("odd", "sql", "chat"):
         await world.lifecycle.load(name)
-    latest = world.sources.latest
+    latest = world.resolver.latest
 
     async def sometimes_odd(name: str, uri: str | None, base_path: str) -> Version | None:
         if name == "odd":
             raise ZeroDivisionError
         return await latest(name, uri, base_path)
 
-    monkeypatch.setattr(world.sources, "latest", sometimes_odd)
+    monkeypatch.setattr(world.resolver, "latest", sometimes_odd)
     task = asyncio.create_task(poll(world.lifecycle, 0.02))
-    world.sources.has |= {"sql": Version("new"), "chat": SourceUnavailable("down")}
+    world.resolver.has |= {"sql": Version("new"), "chat": SourceUnavailable("down")}
     await asyncio.sleep(0.3)
     assert await world.ask("sql") == "/store/new"
     assert await world.ask("chat") == "/store/chat"
     assert "Looking for a new version of adapter 'odd' failed" in caplog.text
-    world.sources.has["chat"] = Version("later")
+    world.resolver.has["chat"] = Version("later")
     await asyncio.sleep(0.3)
     assert await world.ask("chat") == "/store/later"
     task.cancel()

@@ -28,7 +28,7 @@ def written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def world_with(*names: str) -> World:
     world = World()
-    world.sources.has |= {name: Version(name) for name in names}
+    world.resolver.has |= {name: Version(name) for name in names}
     return world
 
 
@@ -44,7 +44,7 @@ async def test_preloaded_names_are_served_and_written(tmp_path: Path) -> None:
 @runs
 async def test_an_adapter_that_fails_does_not_stop_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     world = world_with("sql")
-    world.sources.has |= {"broken": IncompatibleAdapter("rank 99"), "down": SourceUnavailable("no answer")}
+    world.resolver.has |= {"broken": IncompatibleAdapter("rank 99"), "down": SourceUnavailable("no answer")}
     names = ("broken", "../x", "nobody", "down", "base", "sql")
     with caplog.at_level(logging.INFO, "vllm.lora_plugins"):
         await Restore(world.lifecycle, Settings(preload=names), ServedFile(tmp_path / "served.json")).run()
@@ -60,7 +60,7 @@ async def test_what_was_served_is_served_again_if_asked(tmp_path: Path) -> None:
     await Restore(first.lifecycle, Settings(), file).run()
     await serving(first, "aa" * 32, "bb" * 32)
     await first.lifecycle.roll_back("sql")
-    first.sources.has["s3://b/x"] = Version("cc")
+    first.resolver.has["s3://b/x"] = Version("cc")
     await first.lifecycle.load("by-uri", "s3://b/x")
     await first.lifecycle.pin("by-uri")
     first.table.lora_requests["by-path"] = Request("by-path", 99, "/by/hand")
@@ -68,8 +68,8 @@ async def test_what_was_served_is_served_again_if_asked(tmp_path: Path) -> None:
     assert [one.name for one in file.read()] == ["sql", "by-uri"]
 
     again = World(slots=3)
-    again.sources.has |= {"sql": Version("bb" * 32), "s3://b/x": Version("cc")}
-    again.sources.store["aa" * 32] = Version("aa" * 32)
+    again.resolver.has |= {"sql": Version("bb" * 32), "s3://b/x": Version("cc")}
+    again.resolver.store["aa" * 32] = Version("aa" * 32)
     await Restore(again.lifecycle, Settings(), ServedFile(tmp_path / "other.json")).run()
     assert again.lifecycle.registry.all() == [], "not asked to"
     await Restore(again.lifecycle, Settings(restore=True), file).run()
@@ -95,13 +95,13 @@ async def test_a_version_served_by_its_digest_is_restored(
         await asyncio.sleep(0.005)
 
     again = World()
-    again.sources.store |= {old: Version(old), new: Version(new)}
+    again.resolver.store |= {old: Version(old), new: Version(new)}
     await Restore(again.lifecycle, Settings(restore=True), file).run()
     served = again.lifecycle.registry.get(name)
     assert served is not None
     assert (await again.ask(name), served.held_digest) == (f"/store/{old}", old)
-    assert again.sources.needed == {(name, old)}
-    assert again.sources.asked == [], "no source has a name like this"
+    assert again.resolver.needed == {(name, old)}
+    assert again.resolver.asked == [], "no source has a name like this"
 
 
 @runs
@@ -109,11 +109,11 @@ async def test_an_adapter_of_an_unavailable_source_stays_in_the_file(tmp_path: P
     file, world = ServedFile(tmp_path / "served.json"), world_with("chat")
     down = ServedName("sql", "s3://b/x", "aa" * 32, is_pinned=True)
     file.write([down, ServedName("gone"), ServedName("chat")])
-    world.sources.has["s3://b/x"] = SourceUnavailable("no answer")
+    world.resolver.has["s3://b/x"] = SourceUnavailable("no answer")
     await Restore(world.lifecycle, Settings(restore=True), file).run()
     await asyncio.sleep(0.1)
     assert file.read() == [ServedName("chat"), down]
-    world.sources.has["sql"] = Version("bb")
+    world.resolver.has["sql"] = Version("bb")
     await world.lifecycle.load("sql")
     await asyncio.sleep(0.1)
     assert file.read() == [ServedName("chat"), ServedName("sql")], "what is served now is what counts"
@@ -124,22 +124,22 @@ async def test_an_unavailable_source_is_retried_until_it_answers(tmp_path: Path)
     file, world = ServedFile(tmp_path / "served.json"), World()
     file.write([ServedName("sql", is_pinned=True), ServedName("broken"), ServedName("taken"), ServedName("never")])
     for name in ("sql", "broken", "taken", "never"):
-        world.sources.has[name] = SourceUnavailable("no answer")
+        world.resolver.has[name] = SourceUnavailable("no answer")
     start = Restore(world.lifecycle, Settings(restore=True), file)
     await start.run()
     trying = asyncio.create_task(start.retry_deferred())
     await asyncio.sleep(100)
     assert world.lifecycle.registry.all() == []
-    world.sources.has |= {"sql": Version("sql"), "broken": IncompatibleAdapter("rank 99"), "taken": Version("new")}
+    world.resolver.has |= {"sql": Version("sql"), "broken": IncompatibleAdapter("rank 99"), "taken": Version("new")}
     taken, _ = await world.lifecycle.load("taken")
     await world.lifecycle.unload("never", timeout_s=1, block=True)
-    asked = len(world.sources.asked)
+    asked = len(world.resolver.asked)
     await asyncio.wait_for(trying, 100)
     served = world.lifecycle.registry.get("sql")
     assert served is not None
     assert served.is_pinned
     assert world.lifecycle.registry.get("taken") is taken
-    assert sorted(world.sources.asked[asked:]) == ["broken", "sql"]
+    assert sorted(world.resolver.asked[asked:]) == ["broken", "sql"]
     await asyncio.sleep(0.1)
     assert file.read() == [ServedName("taken"), ServedName("sql", is_pinned=True)]
 
@@ -160,10 +160,10 @@ async def test_a_rolled_back_revision_is_asked_of_its_source(tmp_path: Path) -> 
     file, old, new = ServedFile(tmp_path / "served.json"), "aa" * 32, "bb" * 32
     file.write([ServedName("sql@v3", held_digest=old), ServedName("sql@cccccccc", held_digest=old)])
     world = World()
-    world.sources.has |= {"sql@v3": Version(new), "sql@cccccccc": Version(new)}
-    world.sources.store[old] = Version(old)
+    world.resolver.has |= {"sql@v3": Version(new), "sql@cccccccc": Version(new)}
+    world.resolver.store[old] = Version(old)
     await Restore(world.lifecycle, Settings(restore=True), file).run()
-    assert sorted(world.sources.asked) == ["sql@cccccccc", "sql@v3"]
+    assert sorted(world.resolver.asked) == ["sql@cccccccc", "sql@v3"]
     assert await world.ask("sql@v3") == f"/store/{old}"
 
 

@@ -45,13 +45,13 @@ async def test_what_runs_goes_on_and_the_next_gets_new_weights() -> None:
     assert await world.ask("sql") == "/by/hand"
     assert world.table.lora_requests["sql"].lora_int_id != old_id
     assert world.worker.paths[old_id] == "/store/bb", "what runs keeps its weights"
-    assert world.sources.leased == {"aa", "bb"}
+    assert world.resolver.leased == {"aa", "bb"}
     assert [old.request.lora_int_id for old in world.lifecycle.registry.draining.values()] == [old_id]
     assert await running == "/store/bb"
     while world.lifecycle.registry.draining:
         await asyncio.sleep(0.001)
     assert world.in_workers == {"hand"}
-    assert world.sources.leased == set()
+    assert world.resolver.leased == set()
     told = [event for event in world.told if isinstance(event, AdapterSwapped)][-1]
     assert (told.name, told.before, told.after) == ("sql", "bb", "/by/hand")
 
@@ -80,7 +80,7 @@ async def test_weights_that_no_worker_can_load_leave_the_old_ones() -> None:
     assert await world.ask("sql") == "/store/aa"
     assert served.last_error is not None
     assert [type(event) for event in world.told] == [UpdateFailed]
-    assert world.sources.leased == {"aa"}
+    assert world.resolver.leased == {"aa"}
     while world.in_workers != {"aa"}:
         await asyncio.sleep(0.001)
 

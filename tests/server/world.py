@@ -1,4 +1,4 @@
-"""An API server around the real lifecycle and planner, with a made-up worker and made-up sources."""
+"""An API server around the real lifecycle and planner, with a made-up worker and made-up resolver."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Request:
 
 
 @dataclass
-class Sources:
+class FakeResolver:
     """Names and URIs with the version that each has now; leases are held by path."""
 
     has: dict[str, Version | LoRAPluginsError] = field(default_factory=dict)
@@ -122,18 +122,18 @@ class World:
     def __init__(self, *, drain_timeout_s: float = 60.0, **options: Any) -> None:
         self.engine = SimulatedEngine(**options)
         self.worker = self.engine.worker
-        self.sources = Sources()
+        self.resolver = FakeResolver()
         self.table = Table()
         self.server = Server()
         self.told: list[Any] = []
         self.written = 0
-        registry = Registry(self.table, self.sources.served_under.get)
+        registry = Registry(self.table, self.resolver.served_under.get)
         self.planner = PlannerClient(self.engine.ask, Events(self.tell))
         self.lifecycle = Lifecycle(
             registry,
             self.planner,
             engine=self.server,
-            sources=self.sources,
+            resolver=self.resolver,
             events=Events(self.tell),
             drain_timeout_s=drain_timeout_s,
         )
@@ -169,9 +169,9 @@ class World:
 
 async def serving(world: World, *digests: str) -> ServedAdapter:
     """The name `sql`, which had these versions one after the other."""
-    world.sources.has["sql"] = Version(digests[0], version=digests[0])
+    world.resolver.has["sql"] = Version(digests[0], version=digests[0])
     served, _ = await world.lifecycle.load("sql")
     for digest in digests[1:]:
-        world.sources.has["sql"] = Version(digest, version=digest)
+        world.resolver.has["sql"] = Version(digest, version=digest)
         assert await world.lifecycle.refresh("sql")
     return served

@@ -26,7 +26,7 @@ def resolver(tmp_path):
     (tmp_path / "root").mkdir()
     process = Process(Settings(store_dir=tmp_path / "store"))
     process.add_source(FilesystemSource(tmp_path / "root"))
-    process.sources.base = BASE
+    process.resolver.base = BASE
     return LoRAPluginsResolver(process)
 
 
@@ -45,7 +45,7 @@ def test_a_found_adapter_becomes_vllms_request(resolver, tmp_path):
 
 def test_before_serving_a_request_names_no_base_model(resolver, tmp_path):
     put(tmp_path / "root" / "sql", adapter_files())
-    resolver.process.sources.base = None
+    resolver.process.resolver.base = None
     assert resolve(resolver, "sql").base_model_name is None
 
 
@@ -84,9 +84,9 @@ def test_startup_reads_the_base_model_and_logs_the_sources(resolver, start_servi
     resolver.process.settings = Settings(runtime_lora_updating=True)
     models = start_serving(SimpleNamespace(max_lora_rank=64))
     assert [path.name for path in models.base_model_paths] == ["tiny", "tiny-2"]
-    assert resolver.process.sources.base.served_names == ("tiny", "tiny-2")
+    assert resolver.process.resolver.base.served_names == ("tiny", "tiny-2")
     (line,) = [record.getMessage() for record in logged.records if record.levelname == "INFO"]
-    for part in ("lora-plugins", str(resolver.process.sources.sources[0]), "compatible", "largest rank 64"):
+    for part in ("lora-plugins", str(resolver.process.resolver.sources[0]), "compatible", "largest rank 64"):
         assert part in line
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in logged.text
     assert "--enable-lora" not in logged.text
@@ -107,7 +107,7 @@ def test_startup_replaces_vllms_locks(start_serving):
 def test_startup_fails_with_a_store_that_cannot_be_made(start_serving, resolver, tmp_path):
     (tmp_path / "file").write_bytes(b"")
     resolver.process.settings = Settings(store_dir=tmp_path / "file" / "store")
-    del resolver.process.sources  # not yet made
+    del resolver.process.resolver  # not yet made
     with pytest.raises(InvalidSettings, match="LORA_PLUGINS_STORE_DIR"):
         start_serving(None)
 
@@ -120,9 +120,9 @@ def test_nothing_is_made_before_the_first_use(tmp_path):
     process = Process(Settings(store_dir=tmp_path / "store"), [FilesystemSource(tmp_path)])
     LoRAPluginsResolver(process)
     assert (threading.active_count(), (tmp_path / "store").exists()) == (before, False)
-    assert not process.has_opened_sources
-    assert process.sources is process.sources
-    assert process.has_opened_sources
+    assert not process.has_opened_resolver
+    assert process.resolver is process.resolver
+    assert process.has_opened_resolver
     assert (tmp_path / "store").is_dir()
 
 
@@ -130,7 +130,7 @@ def test_a_source_added_twice_is_asked_once(tmp_path):
     process = Process(Settings(store_dir=tmp_path / "store"))
     for _ in range(2):
         process.add_source(FilesystemSource(tmp_path))
-    assert [source.label for source in process.sources.sources] == ["filesystem"]
+    assert [source.label for source in process.resolver.sources] == ["filesystem"]
 
 
 @pytest.fixture
@@ -148,15 +148,15 @@ def test_uris_need_no_source_and_workers_know_them(tmp_path, registered):
     uri = (tmp_path / "adapters").as_uri()
     put(tmp_path / "adapters" / "sql", adapter_files())
     process = Process(Settings(store_dir=tmp_path / "store", allowed_uris=(uri,)))
-    assert process.sources_of_worker() is None
+    assert process.resolver_of_worker() is None
     for _ in range(2):
         register_resolver(process)
     ((name, resolver),) = registered
     assert (name, resolver.process) == ("lora-plugins", process)
-    assert process.sources_of_worker() is not process.sources
-    for sources in (process.sources, process.sources_of_worker()):
-        assert asyncio.run(sources.resolve_uri("a", f"{uri}/sql", BASE.path)).rank == 4
-        assert asyncio.run(sources.resolve("sql", BASE.path)) is None
+    assert process.resolver_of_worker() is not process.resolver
+    for each in (process.resolver, process.resolver_of_worker()):
+        assert asyncio.run(each.resolve_uri("a", f"{uri}/sql", BASE.path)).rank == 4
+        assert asyncio.run(each.resolve("sql", BASE.path)) is None
 
 
 def test_startup_fails_with_a_malformed_uri_prefix(tmp_path, registered):

@@ -40,7 +40,7 @@ class Resolver:
         self._world = world
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
-        version = await self._world.sources.resolve(lora_name, base_model_name)
+        version = await self._world.resolver.resolve(lora_name, base_model_name)
         return None if version is None else LoRARequest(lora_name, 1, str(version.path))
 
 
@@ -89,7 +89,7 @@ def of_this_world(monkeypatch: pytest.MonkeyPatch) -> Any:
 async def test_a_resolved_name_is_served_and_known(of_this_world: Any) -> None:
     world = of_this_world(World())
     models = Models(world)
-    world.sources.has["sql"] = Version("aa")
+    world.resolver.has["sql"] = Version("aa")
     request = await models.resolve_lora("sql")
     assert await world.ask("sql") == "/store/aa"
     served = world.lifecycle.registry.get("sql")
@@ -101,7 +101,7 @@ async def test_a_resolved_name_is_served_and_known(of_this_world: Any) -> None:
 @runs
 async def test_resolving_does_not_wait_for_the_load(of_this_world: Any) -> None:
     world = of_this_world(World(delay_s=30))
-    world.sources.has["sql"] = Version("aa")
+    world.resolver.has["sql"] = Version("aa")
     await Models(world).resolve_lora("sql")
     assert asyncio.get_running_loop().time() < 1
     assert await world.ask("sql") == "/store/aa"
@@ -113,14 +113,14 @@ async def test_resolving_does_not_wait_for_the_load(of_this_world: Any) -> None:
 async def test_a_failed_load_leaves_the_table(of_this_world: Any) -> None:
     world = of_this_world(World(broken=IncompatibleAdapter("rank 99", adapter="sql")))
     models = Models(world)
-    world.sources.has["sql"] = Version("aa")
+    world.resolver.has["sql"] = Version("aa")
     await models.resolve_lora("sql")
     with pytest.raises(IncompatibleAdapter, match="rank 99"):
         await world.ask("sql")
     await world.settled()
     assert world.table.lora_requests == {}, "else it would be listed, and refused at every request"
     assert world.lifecycle.registry.all() == []
-    assert (world.in_workers, world.sources.leased) == (set(), set())
+    assert (world.in_workers, world.resolver.leased) == (set(), set())
     assert world.written == 2, "what is written for the next start is without it"
     world.worker.broken = None
     await models.resolve_lora("sql")
@@ -130,7 +130,7 @@ async def test_a_failed_load_leaves_the_table(of_this_world: Any) -> None:
 @runs
 async def test_a_load_that_fails_takes_nobody_else_out(of_this_world: Any) -> None:
     world = of_this_world(World(broken=IncompatibleAdapter("rank 99")))
-    world.sources.has["sql"] = Version("aa")
+    world.resolver.has["sql"] = Version("aa")
     await Models(world).resolve_lora("sql")
     other = world.table.lora_requests["sql"] = LoRARequest("sql", 99, "/by/hand")
     await world.settled()
@@ -148,11 +148,11 @@ async def test_an_unknown_name_stays_vllms_answer(of_this_world: Any) -> None:
 @runs
 async def test_a_blocked_name_is_not_resolved(of_this_world: Any) -> None:
     world = of_this_world(World())
-    world.sources.has["sql"] = Version("aa")
+    world.resolver.has["sql"] = Version("aa")
     await world.lifecycle.unload("sql", block=True, timeout_s=1)
     with pytest.raises(Exception, match=r"L002.*blocked"):
         await Models(world).resolve_lora("sql")
-    assert world.sources.asked == []
+    assert world.resolver.asked == []
 
 
 @runs
@@ -160,9 +160,9 @@ async def test_a_version_by_its_digest_is_served_beside(of_this_world: Any) -> N
     world = of_this_world(World())
     models = Models(world)
     old, new = "aa" * 16, "bb" * 16
-    world.sources.has["sql"] = Version(old)
+    world.resolver.has["sql"] = Version(old)
     await models.resolve_lora("sql")
-    world.sources.has["sql"] = Version(new)
+    world.resolver.has["sql"] = Version(new)
     assert await world.lifecycle.refresh("sql")
     request = await models.resolve_lora(f"sql@{old[:8]}")
     assert request.lora_path == f"/store/{old}"
@@ -176,7 +176,7 @@ async def test_a_version_that_cannot_be_loaded_says_why(of_this_world: Any) -> N
     world = of_this_world(World())
     models = Models(world)
     old = "aa" * 16
-    world.sources.has["sql"] = Version(old)
+    world.resolver.has["sql"] = Version(old)
     await models.resolve_lora("sql")
     world.worker.broken = IncompatibleAdapter("rank 99")
     with pytest.raises(Exception, match=r"L003.*rank 99"):
@@ -237,13 +237,13 @@ async def test_a_failed_load_in_place_leaves_the_old_one(of_this_world: Any) -> 
 async def test_an_unload_frees_what_vllm_takes_out(of_this_world: Any) -> None:
     world = of_this_world(World())
     models = Models(world)
-    world.sources.has["sql"] = Version("aa")
+    world.resolver.has["sql"] = Version("aa")
     await models.resolve_lora("sql")
     running = world.start("sql", 5)
     await world.settled()
     assert (await models.unload("sql")).endswith("removed successfully.")
     assert running.done(), "it has waited for what ran"
-    assert (world.in_workers, world.sources.leased, world.lifecycle.registry.draining) == (set(), set(), {})
+    assert (world.in_workers, world.resolver.leased, world.lifecycle.registry.draining) == (set(), set(), {})
     assert world.written == 2
     assert (await models.unload("sql")).error.code == 404
 

@@ -13,7 +13,7 @@ import pytest
 
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, SourceUnavailable
 from lora_plugins.events import Events
-from lora_plugins.resolvers.resolution import SourceChain
+from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.scheduler.messages import AdapterSpec, Failed, Load, Loaded
 from lora_plugins.settings import BaseMatch, Settings
@@ -30,11 +30,11 @@ class Node:
     def __init__(self, store: Path, adapters: Path) -> None:
         settings = Settings(store_dir=store, base_match=BaseMatch.OFF, allowed_uris=(adapters.as_uri(),))
         self.store = Store(store)
-        self.chain = SourceChain(settings, Events(), self.store, [FilesystemSource(adapters)])
-        self.materialiser = Materialiser(BASE, lambda: self.chain)
+        self.resolver = AdapterResolver(settings, Events(), self.store, [FilesystemSource(adapters)])
+        self.materialiser = Materialiser(BASE, lambda: self.resolver)
 
     def serve(self, name: str) -> Path:
-        resolved = asyncio.run(self.chain.resolve(name, BASE))
+        resolved = asyncio.run(self.resolver.resolve(name, BASE))
         assert resolved is not None
         return resolved.path
 
@@ -69,7 +69,7 @@ def test_what_this_machine_lacks_is_fetched_from_its_source(here: Node, there: N
 
 
 def load_uri(node: Node, name: str, uri: str) -> Path:
-    return asyncio.run(node.chain.resolve_uri(name, uri, BASE)).path
+    return asyncio.run(node.resolver.resolve_uri(name, uri, BASE)).path
 
 
 def test_what_was_loaded_by_uri_is_fetched_from_there(here: Node, there: Node, root: Path) -> None:
@@ -96,7 +96,7 @@ def test_new_version_is_fetched_right_after_the_old_one(here: Node, there: Node,
     uri = (root / "adapter-1").as_uri() if by_uri else None
     for seed in (1, 2):
         make_adapter(root / "adapter-1", 1, seed=seed)
-        newest = asyncio.run(here.chain.latest("adapter-1", uri, BASE))
+        newest = asyncio.run(here.resolver.latest("adapter-1", uri, BASE))
         assert newest is not None
         fetched = there.materialiser.fetch("adapter-1", str(newest.path), uri)
         assert Path(fetched).name == newest.digest

@@ -65,7 +65,7 @@ def located(source: Source, name: str) -> RemoteAdapter:
 
 
 def obtain(store: Store, source: Source, found: RemoteAdapter, settings: Settings | None = None) -> StoredAdapter:
-    """Admit, fetch, verify and publish what was located, as the chain does."""
+    """Admit, fetch, verify and publish what was located, as the resolver does."""
     return asyncio.run(obtaining(store, source, found, settings or Settings()))
 
 

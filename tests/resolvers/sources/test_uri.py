@@ -19,7 +19,7 @@ from lora_plugins.adapter.names import adapter_id
 from lora_plugins.adapter.verify import WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, SourceUnavailable
 from lora_plugins.events import AdapterFetched, AdapterRejected, AdapterResolved, AdapterUnknown, Events, SourceFailed
-from lora_plugins.resolvers.resolution import SourceChain
+from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.hub import source as hub_module
 from lora_plugins.resolvers.versions import ResolvedAdapter
@@ -36,8 +36,8 @@ GOOD = adapter_files()
 BROKEN = {**GOOD, CONFIG_FILE: b"{"}
 
 
-class Chain(SourceChain):
-    """A chain without any source, that remembers its events."""
+class RecordingResolver(AdapterResolver):
+    """A resolver without any source, that remembers its events."""
 
     def __init__(self, store: Path, **settings: Any) -> None:
         self.emitted: list[Any] = []
@@ -133,184 +133,186 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 
 
 @pytest.fixture
-def chain(place: Place, tmp_path: Path) -> Chain:
-    return Chain(tmp_path / "store", allowed_uris=(place.prefix,), **place.settings)
+def resolver(place: Place, tmp_path: Path) -> RecordingResolver:
+    return RecordingResolver(tmp_path / "store", allowed_uris=(place.prefix,), **place.settings)
 
 
 # --- every scheme, with no resolver configured
 
 
-def test_an_adapter_is_fetched_verified_and_leased_by_its_uri(place, chain):
+def test_an_adapter_is_fetched_verified_and_leased_by_its_uri(place, resolver):
     place.put("v1", GOOD)
-    resolved = chain.load(f"{place.prefix}/v1")
-    (digest,) = chain.store.layout.digests()
+    resolved = resolver.load(f"{place.prefix}/v1")
+    (digest,) = resolver.store.layout.digests()
     assert (resolved.name, resolved.adapter_id, resolved.source) == ("sql", adapter_id("sql"), place.label)
-    assert (resolved.path, resolved.digest) == (chain.store.layout.adapter(digest), digest)
+    assert (resolved.path, resolved.digest) == (resolver.store.layout.adapter(digest), digest)
     assert (resolved.rank, resolved.size_bytes) == (4, sum(map(len, GOOD.values())))
     assert resolved.asked_uri == resolved.uri == f"{place.prefix}/v1"
     assert content(resolved.path) == GOOD
-    assert not chain.store.remove(digest)
-    fetched, event = chain.emitted
+    assert not resolver.store.remove(digest)
+    fetched, event = resolver.emitted
     assert isinstance(fetched, AdapterFetched)
     assert isinstance(event, AdapterResolved)
     assert (fetched.name, fetched.uri, event.name, event.source) == ("sql", resolved.uri, "sql", place.label)
 
 
-def test_a_uri_is_no_name_of_its_adapter(place, chain):
+def test_a_uri_is_no_name_of_its_adapter(place, resolver):
     place.put("v1", GOOD)
-    chain.load(f"{place.prefix}/v1")
-    assert chain.ask("sql") is None
-    assert chain.ask("v1") is None
+    resolver.load(f"{place.prefix}/v1")
+    assert resolver.ask("sql") is None
+    assert resolver.ask("v1") is None
 
 
-def test_where_nothing_lies_it_is_not_found(place, chain):
+def test_where_nothing_lies_it_is_not_found(place, resolver):
     place.put("other", GOOD)
     with pytest.raises(AdapterNotFound, match="no adapter at this URI") as caught:
-        chain.load(f"{place.prefix}/missing")
+        resolver.load(f"{place.prefix}/missing")
     assert (caught.value.adapter, caught.value.http_status) == ("sql", 404)
-    assert chain.kinds == [AdapterUnknown]
+    assert resolver.kinds == [AdapterUnknown]
 
 
-def test_a_broken_adapter_is_refused_and_leaves_nothing(place, chain):
+def test_a_broken_adapter_is_refused_and_leaves_nothing(place, resolver):
     place.put("v1", BROKEN)
     for _ in range(2):
         with pytest.raises(InvalidAdapter) as caught:
-            chain.load(f"{place.prefix}/v1")
+            resolver.load(f"{place.prefix}/v1")
         assert (caught.value.adapter, caught.value.file) == ("sql", CONFIG_FILE)
-    assert chain.store.layout.digests() == []
-    assert set(chain.kinds) == {AdapterRejected}
+    assert resolver.store.layout.digests() == []
+    assert set(resolver.kinds) == {AdapterRejected}
 
 
-def test_it_is_validated_against_the_served_model(place, chain):
+def test_it_is_validated_against_the_served_model(place, resolver):
     place.put("v1", GOOD)
-    chain.base = replace(BASE, max_rank=1)
+    resolver.base = replace(BASE, max_rank=1)
     with pytest.raises(IncompatibleAdapter):
-        chain.load(f"{place.prefix}/v1")
-    (digest,) = chain.store.layout.digests()
-    assert chain.store.remove(digest), "not leased"
+        resolver.load(f"{place.prefix}/v1")
+    (digest,) = resolver.store.layout.digests()
+    assert resolver.store.remove(digest), "not leased"
 
 
-def test_a_new_version_leaves_the_old_one_in_place(place, chain):
+def test_a_new_version_leaves_the_old_one_in_place(place, resolver):
     uri = f"{place.prefix}/v1"
     place.put("v1", GOOD)
-    first = chain.load(uri)
-    assert chain.newest(uri) == first
+    first = resolver.load(uri)
+    assert resolver.newest(uri) == first
     place.put("v1", turned())
-    second = chain.newest(uri)
+    second = resolver.newest(uri)
     assert second.digest != first.digest
     assert content(second.path) == turned()
-    assert chain.load(uri) == second
+    assert resolver.load(uri) == second
     assert content(first.path) == GOOD
-    assert not chain.store.remove(first.digest)
-    assert not chain.store.remove(second.digest)
-    chain.release("sql", first.path)
-    assert chain.store.remove(first.digest)
-    assert not chain.store.remove(second.digest)
+    assert not resolver.store.remove(first.digest)
+    assert not resolver.store.remove(second.digest)
+    resolver.release("sql", first.path)
+    assert resolver.store.remove(first.digest)
+    assert not resolver.store.remove(second.digest)
 
 
-def test_a_broken_new_version_leaves_the_old_one(place, chain):
+def test_a_broken_new_version_leaves_the_old_one(place, resolver):
     uri = f"{place.prefix}/v1"
     place.put("v1", GOOD)
-    first = chain.load(uri)
+    first = resolver.load(uri)
     place.put("v1", BROKEN)
     for _ in range(2):
         with pytest.raises(InvalidAdapter):
-            chain.newest(uri)
-    assert chain.kinds.count(AdapterFetched) == 1
+            resolver.newest(uri)
+    assert resolver.kinds.count(AdapterFetched) == 1
     assert content(first.path) == GOOD
-    assert not chain.store.remove(first.digest)
+    assert not resolver.store.remove(first.digest)
     place.put("v1", turned())
-    assert content(chain.newest(uri).path) == turned()
+    assert content(resolver.newest(uri).path) == turned()
 
 
-def test_what_left_the_source_is_still_served(place, chain):
+def test_what_left_the_source_is_still_served(place, resolver):
     uri = f"{place.prefix}/v1"
     place.put("v1", GOOD)
     place.put("beside", GOOD)
-    first = chain.load(uri)
+    first = resolver.load(uri)
     place.remove("v1")
-    assert chain.newest(uri) is None
+    assert resolver.newest(uri) is None
     assert content(first.path) == GOOD
-    assert not chain.store.remove(first.digest)
+    assert not resolver.store.remove(first.digest)
     with pytest.raises(AdapterNotFound):
-        chain.load(uri)
+        resolver.load(uri)
 
 
-def test_names_and_uris_of_the_same_bytes_share_a_directory(place, chain):
+def test_names_and_uris_of_the_same_bytes_share_a_directory(place, resolver):
     for folder in ("one", "two"):
         place.put(folder, GOOD)
-    first = chain.load(f"{place.prefix}/one", "a")
-    assert chain.load(f"{place.prefix}/one", "b").path == chain.load(f"{place.prefix}/two", "c").path == first.path
+    first = resolver.load(f"{place.prefix}/one", "a")
+    assert (
+        resolver.load(f"{place.prefix}/one", "b").path == resolver.load(f"{place.prefix}/two", "c").path == first.path
+    )
     assert len({adapter_id(name) for name in "abc"}) == 3
     for name in "abc":
-        assert not chain.store.remove(first.digest)
-        chain.release(name, first.path)
-        chain.release(name, first.path)  # a second time changes nothing
-    assert chain.store.remove(first.digest)
+        assert not resolver.store.remove(first.digest)
+        resolver.release(name, first.path)
+        resolver.release(name, first.path)  # a second time changes nothing
+    assert resolver.store.remove(first.digest)
 
 
-def test_what_was_released_and_evicted_is_fetched_again(place, chain):
+def test_what_was_released_and_evicted_is_fetched_again(place, resolver):
     place.put("v1", GOOD)
-    first = chain.load(f"{place.prefix}/v1")
-    chain.release("sql", first.path)
-    assert chain.store.remove(first.digest)
-    assert content(chain.load(f"{place.prefix}/v1").path) == GOOD
-    assert not chain.store.remove(first.digest)
+    first = resolver.load(f"{place.prefix}/v1")
+    resolver.release("sql", first.path)
+    assert resolver.store.remove(first.digest)
+    assert content(resolver.load(f"{place.prefix}/v1").path) == GOOD
+    assert not resolver.store.remove(first.digest)
 
 
 @pytest.mark.parametrize("exists", [True, False])
 @pytest.mark.parametrize("leave", ["{}x/v1", "{}/../v1", "{}/%2e%2e/v1", "{}//v1", "{}/./v1", "{}-private/v1"])
-def test_what_is_not_allowed_says_nothing_of_what_is_there(place, chain, leave, exists, tmp_path):
+def test_what_is_not_allowed_says_nothing_of_what_is_there(place, resolver, leave, exists, tmp_path):
     if exists:
         for directory in ("allowedx/v1", "v1", "allowed-private/v1"):
             put(tmp_path / directory, GOOD)
     with pytest.raises(InvalidAdapter) as caught:
-        chain.load(leave.format(place.prefix))
+        resolver.load(leave.format(place.prefix))
     assert caught.value.adapter == "sql"
     assert str(tmp_path) not in str(caught.value)
     with pytest.raises(InvalidAdapter) as again:
-        chain.newest(leave.format(place.prefix))
+        resolver.newest(leave.format(place.prefix))
     assert str(again.value) == str(caught.value)
-    assert chain.emitted == []
-    assert chain.store.layout.digests() == []
+    assert resolver.emitted == []
+    assert resolver.store.layout.digests() == []
 
 
 @pytest.mark.parametrize("name", ["", "../sql", "a//b", "a" * 257])
-def test_a_malformed_name_is_refused_before_anything_is_asked(place, chain, name):
+def test_a_malformed_name_is_refused_before_anything_is_asked(place, resolver, name):
     place.put("v1", GOOD)
     with pytest.raises(InvalidAdapter, match="choose another name"):
-        chain.load(f"{place.prefix}/v1", name)
-    assert chain.emitted == []
+        resolver.load(f"{place.prefix}/v1", name)
+    assert resolver.emitted == []
 
 
 def test_without_prefixes_nothing_is_fetched(place, tmp_path):
     place.put("v1", GOOD)
     with pytest.raises(InvalidAdapter, match="not allowed"):
-        Chain(tmp_path / "store", **place.settings).load(f"{place.prefix}/v1")
+        RecordingResolver(tmp_path / "store", **place.settings).load(f"{place.prefix}/v1")
 
 
-def test_requests_at_one_time_share_one_fetch(place, chain):
+def test_requests_at_one_time_share_one_fetch(place, resolver):
     place.put("v1", GOOD)
 
     async def crowd() -> list[ResolvedAdapter]:
         uri = f"{place.prefix}/v1"
-        return await asyncio.gather(*(chain.resolve_uri("sql", uri, BASE.path) for _ in range(20)))
+        return await asyncio.gather(*(resolver.resolve_uri("sql", uri, BASE.path) for _ in range(20)))
 
     assert len(set(map(id, asyncio.run(crowd())))) == 1
-    assert chain.kinds == [AdapterFetched, AdapterResolved]
+    assert resolver.kinds == [AdapterFetched, AdapterResolved]
 
 
 # --- a name by URI and the same name at a source
 
 
 @pytest.fixture
-def both(tmp_path: Path) -> Chain:
+def both(tmp_path: Path) -> RecordingResolver:
     """`sql` at a source, and other bytes at file:///…/allowed/v1."""
     put(tmp_path / "names" / "sql", turned())
     put(tmp_path / "allowed" / "v1", GOOD)
-    chain = Chain(tmp_path / "store", allowed_uris=((tmp_path / "allowed").as_uri(),))
-    chain.add(FilesystemSource(tmp_path / "names"))
-    return chain
+    resolver = RecordingResolver(tmp_path / "store", allowed_uris=((tmp_path / "allowed").as_uri(),))
+    resolver.add(FilesystemSource(tmp_path / "names"))
+    return resolver
 
 
 def test_a_name_by_uri_and_at_a_source_differ(both, tmp_path):
@@ -337,17 +339,19 @@ def test_both_at_once_do_not_get_each_others_answer(both, tmp_path):
 
 def test_a_name_and_a_uri_share_one_fetch(tmp_path):
     put(tmp_path / "root" / "sql", GOOD)
-    chain = Chain(tmp_path / "store", allowed_uris=((tmp_path / "root").as_uri(),))
-    chain.add(FilesystemSource(tmp_path / "root"))
-    assert chain.ask("sql").path == chain.load((tmp_path / "root" / "sql").as_uri(), "other").path
-    assert chain.kinds.count(AdapterFetched) == 1
+    resolver = RecordingResolver(tmp_path / "store", allowed_uris=((tmp_path / "root").as_uri(),))
+    resolver.add(FilesystemSource(tmp_path / "root"))
+    assert resolver.ask("sql").path == resolver.load((tmp_path / "root" / "sql").as_uri(), "other").path
+    assert resolver.kinds.count(AdapterFetched) == 1
 
 
 # --- file://
 
 
-def file_chain(tmp_path: Path, *prefixes: str, **settings: Any) -> Chain:
-    return Chain(tmp_path / "store", allowed_uris=prefixes or ((tmp_path / "allowed").as_uri(),), **settings)
+def file_resolver(tmp_path: Path, *prefixes: str, **settings: Any) -> RecordingResolver:
+    return RecordingResolver(
+        tmp_path / "store", allowed_uris=prefixes or ((tmp_path / "allowed").as_uri(),), **settings
+    )
 
 
 @pytest.mark.parametrize("what", ["directory", "folder above", "file"])
@@ -365,42 +369,42 @@ def test_a_symlink_out_of_the_allowed_directory_is_refused(tmp_path, what):
         os.symlink(tmp_path / "outside" / "team" / "sql" / WEIGHTS_FILE, allowed / "team" / "sql" / WEIGHTS_FILE)
     uri = (allowed / "team" / "sql").as_uri()
     with pytest.raises(InvalidAdapter, match="symlink"):
-        file_chain(tmp_path).load(uri)
-    assert content(file_chain(tmp_path, follow_symlinks=True).load(uri).path) == GOOD
+        file_resolver(tmp_path).load(uri)
+    assert content(file_resolver(tmp_path, follow_symlinks=True).load(uri).path) == GOOD
 
 
 def test_a_symlink_inside_the_allowed_directory_is_followed(tmp_path):
     put(tmp_path / "allowed" / "v1", GOOD)
     os.symlink("v1", tmp_path / "allowed" / "current")
-    chain = file_chain(tmp_path)
+    resolver = file_resolver(tmp_path)
     uri = (tmp_path / "allowed" / "current").as_uri()
-    first = chain.load(uri)
+    first = resolver.load(uri)
     put(tmp_path / "allowed" / "v2", turned())
     os.symlink("v2", tmp_path / "allowed" / "next")
     os.replace(tmp_path / "allowed" / "next", tmp_path / "allowed" / "current")
     assert content(first.path) == GOOD
-    assert content(chain.newest(uri).path) == turned()
+    assert content(resolver.newest(uri).path) == turned()
 
 
 def test_a_prefix_may_be_the_adapter_itself(tmp_path):
     put(tmp_path / "allowed" / "v1", GOOD)
     put(tmp_path / "allowed" / "v12", GOOD)
     uri = (tmp_path / "allowed" / "v1").as_uri()
-    chain = file_chain(tmp_path, uri)
-    assert content(chain.load(uri).path) == GOOD
+    resolver = file_resolver(tmp_path, uri)
+    assert content(resolver.load(uri).path) == GOOD
     with pytest.raises(InvalidAdapter, match="not allowed"):
-        chain.load(uri + "2")
+        resolver.load(uri + "2")
 
 
 def test_segments_that_no_name_could_have_are_found(tmp_path):
     put(tmp_path / "allowed" / ".hidden" / "a@b@c d", GOOD)
-    resolved = file_chain(tmp_path).load((tmp_path / "allowed" / ".hidden" / "a@b@c d").as_uri())
+    resolved = file_resolver(tmp_path).load((tmp_path / "allowed" / ".hidden" / "a@b@c d").as_uri())
     assert content(resolved.path) == GOOD
 
 
 def test_a_lost_mount_is_an_outage_that_names_its_setting(tmp_path):
     with pytest.raises(SourceUnavailable, match="LORA_PLUGINS_ALLOWED_URIS"):
-        file_chain(tmp_path).load((tmp_path / "allowed" / "v1").as_uri())
+        file_resolver(tmp_path).load((tmp_path / "allowed" / "v1").as_uri())
 
 
 # --- object stores
@@ -411,35 +415,37 @@ def test_any_fsspec_scheme_works(tmp_path):
     for file, data in GOOD.items():
         memory.pipe_file(f"/by-uri/team/sql/{file}", data)
     try:
-        resolved = Chain(tmp_path / "store", allowed_uris=("memory://by-uri/team",)).load("memory://by-uri/team/sql")
+        resolved = RecordingResolver(tmp_path / "store", allowed_uris=("memory://by-uri/team",)).load(
+            "memory://by-uri/team/sql"
+        )
     finally:
         memory.rm("/by-uri", recursive=True)
     assert content(resolved.path) == GOOD
 
 
 def test_a_scheme_that_cannot_be_asked_here_is_no_404(tmp_path):
-    chain = Chain(tmp_path / "store", allowed_uris=("nosuch://bucket",))
+    resolver = RecordingResolver(tmp_path / "store", allowed_uris=("nosuch://bucket",))
     with pytest.raises(SourceUnavailable, match="nosuch://"):
-        chain.load("nosuch://bucket/x")
+        resolver.load("nosuch://bucket/x")
 
 
 def test_an_outage_is_no_404(bed, tmp_path):
     bed.put("v1", dict(GOOD))
     uri = f"s3://{bed.bucket.name}/loras/v1"
-    chain = Chain(tmp_path / "store", allowed_uris=(uri,), aws=bed.s3.env(bed.proxy.url))
-    first = chain.load(uri)
+    resolver = RecordingResolver(tmp_path / "store", allowed_uris=(uri,), aws=bed.s3.env(bed.proxy.url))
+    first = resolver.load(uri)
     bed.proxy.refuse()
     with pytest.raises(SourceUnavailable):
-        chain.newest(uri)
-    assert SourceFailed in chain.kinds
-    assert chain.load(uri) == first, "within revalidate_s it is not asked"
+        resolver.newest(uri)
+    assert SourceFailed in resolver.kinds
+    assert resolver.load(uri) == first, "within revalidate_s it is not asked"
 
 
 def test_a_local_path_template_is_for_names_only(bed, tmp_path):
     bed.put("v1", dict(GOOD))
     uri = f"s3://{bed.bucket.name}/loras/v1"
     links = str(tmp_path / "links" / "{lora_name}")
-    Chain(tmp_path / "store", allowed_uris=(uri,), aws=bed.s3.env(), local_path_template=links).load(uri)
+    RecordingResolver(tmp_path / "store", allowed_uris=(uri,), aws=bed.s3.env(), local_path_template=links).load(uri)
     assert not (tmp_path / "links").exists()
 
 
@@ -450,19 +456,19 @@ def test_a_revision_of_the_uri_is_what_is_served(hub, tmp_path):
     hub.commit("team/sql", GOOD)
     hub.tag("team/sql", "v1")
     hub.commit("team/sql", turned())
-    chain = Chain(tmp_path / "store", allowed_uris=("hf://team",))
-    assert content(chain.load("hf://team/sql@v1").path) == GOOD
-    assert content(chain.load("hf://team/sql").path) == turned()
-    assert content(chain.newest("hf://team/sql@v1").path) == GOOD
+    resolver = RecordingResolver(tmp_path / "store", allowed_uris=("hf://team",))
+    assert content(resolver.load("hf://team/sql@v1").path) == GOOD
+    assert content(resolver.load("hf://team/sql").path) == turned()
+    assert content(resolver.newest("hf://team/sql@v1").path) == GOOD
 
 
 @pytest.mark.parametrize(("prefix", "followed"), [("hf://team", False), ("hf://team/sql", True)])
 def test_a_moved_repository_is_followed_only_where_named(hub, tmp_path, prefix, followed):
     hub.commit("team/sql", GOOD)
     hub.move("team/sql", "strangers/sql")
-    chain = Chain(tmp_path / "store", allowed_uris=(prefix,))
+    resolver = RecordingResolver(tmp_path / "store", allowed_uris=(prefix,))
     if followed:
-        assert content(chain.load("hf://team/sql").path) == GOOD
+        assert content(resolver.load("hf://team/sql").path) == GOOD
     else:
         with pytest.raises(AdapterNotFound):
-            chain.load("hf://team/sql")
+            resolver.load("hf://team/sql")
