@@ -64,6 +64,23 @@ class AdapterName:
         return self.path if self.revision is None else f"{self.path}@{self.revision}"
 
 
+def why_absent(text: str) -> AdapterNotFound | None:
+    """What is wrong with a name that no source has, where the name itself shows it; None for one like any other."""
+    try:
+        name = AdapterName.parse(text)
+    except AdapterNotFound as error:
+        error.adapter = text
+        return error
+    if name.revision is None:
+        return None
+    return AdapterNotFound(
+        f"no revision '{name.revision}' of an adapter '{name.path}'",
+        expected="a revision after '@', which no adapter's own name can hold",
+        remedy="correct the revision, or rename the adapter where '@' belongs to its name",
+        adapter=text,
+    )
+
+
 def adapter_id(name: str) -> int:
     """A number for a name that is the same on every replica and after every restart: 1 to 2**31 - 1."""
     digest = hashlib.sha256(name.encode()).digest()
@@ -74,7 +91,9 @@ def _check_segment(segment: str) -> None:
     if not segment:
         raise _malformed("an empty segment", "no leading, trailing or double slash")
     if segment[0] in ".-":
-        raise _malformed(f"a segment led by '{segment[0]}'", "segments that start with another character")
+        raise _malformed(
+            f"the segment '{segment}', led by '{segment[0]}'", "segments that start with another character"
+        )
     if segment[0] == " " or segment[-1] == " ":
         raise _malformed("a space at the end of a segment", "spaces inside segments only")
     for character in segment:
@@ -94,4 +113,8 @@ def _allowed(character: str) -> bool:
 
 
 def _malformed(found: str, expected: str) -> AdapterNotFound:
-    return AdapterNotFound(found, expected=expected, remedy="ask for the adapter by its path below the root")
+    return AdapterNotFound(
+        f"a name that no adapter can have: {found}",
+        expected=expected,
+        remedy="ask for the adapter by its path below the root; rename it where its path is no name",
+    )

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lora_plugins.adapter.names import AdapterName
+from lora_plugins.adapter.names import AdapterName, why_absent
 from lora_plugins.cli.amounts import number, size
 from lora_plugins.cli.base_model import BasePath, MaxRank, ServedNames, read_base
 from lora_plugins.cli.exits import Exit, exit_of
@@ -101,7 +101,10 @@ async def _resolve(output: Output, resolver: AdapterResolver, trace: Trace) -> E
             trace.add(_where(error), "failed", error)
         return _end(output, trace, error)
     if found is None:
-        return _end(output, trace, None)
+        reason = why_absent(trace.name)
+        if reason is not None:
+            trace.add("revision", "failed", reason)
+        return _end(output, trace, reason)
     _add_skipped(resolver, trace)
     _add_stored(resolver, trace, found)
     resolver.release(found.name, found.path)
@@ -144,7 +147,7 @@ def _end(output: Output, trace: Trace, error: LoRAPluginsError | None, found: Re
         verdict, code = "unknown", Exit.NOT_FOUND
     else:
         verdict, code = ("unavailable" if isinstance(error, SourceUnavailable) else "refused"), exit_of(error)
-        if trace.steps[-1].step == "name":
+        if trace.steps[-1].step in ("name", "revision"):
             verdict = "unknown"
     output.table(("step", "verdict", ""), [(step.step, step.verdict, str(step.detail)) for step in trace.steps])
     output.line()
@@ -175,7 +178,7 @@ def _end(output: Output, trace: Trace, error: LoRAPluginsError | None, found: Re
 
 _VERDICTS = {
     "served": "would be served",
-    "unknown": "no source has it; a request gets vLLM's 404",
+    "unknown": "no source has it; a request gets a 404",
     "refused": "would be refused",
     "unavailable": "unavailable now; a request gets a 503",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lora_plugins.adapter.names import AdapterName
+from lora_plugins.adapter.names import AdapterName, why_absent
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError
 from lora_plugins.events import Events
 from lora_plugins.resolvers.resolution import AdapterResolver
@@ -232,7 +232,7 @@ class Lifecycle:
             return await self._resolver.resolve_uri(name, uri, self._engine.base_path)
         found = await self._resolver.resolve(name, self._engine.base_path)
         if found is None:
-            raise AdapterNotFound(
+            raise why_absent(name) or AdapterNotFound(
                 "no such adapter at any source",
                 expected="one that a source of this server has",
                 remedy="correct its name, or say where it is with source.uri",

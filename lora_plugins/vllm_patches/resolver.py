@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from lora_plugins.adapter.landing import Model
+from lora_plugins.adapter.names import why_absent
 from lora_plugins.api.http_errors import http_error
-from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.process import Process
@@ -63,6 +64,7 @@ class LoRAPluginsResolver:
     def bind(self, models: Any) -> None:
         """Learn what base model is served, from vLLM's `OpenAIServingModels`, and log what is resolved from where."""
         models.lora_resolver_lock = NameLocks()
+        models.resolve_lora = _explaining(models.resolve_lora)
         self.process.resolver.base = describe_base(models, self.process.settings)
         self.process.resolver.describe_model = functools.partial(
             _describe_model, models.engine_client, models.model_config.model, self.process
@@ -103,6 +105,25 @@ def when_serving(before: Callable[[], None], after: Callable[[Any], None]) -> No
         after(self)
 
     OpenAIServingModels.__init__ = wrapped
+
+
+def _explaining(original: Any) -> Any:
+    """A name that no resolver has is answered with what is wrong with it, where the name itself shows that.
+
+    vLLM says "does not exist" of every such name. Not raised by our resolver: another one may have other names.
+    """
+
+    @functools.wraps(original)
+    async def resolve_lora(lora_name: str) -> Any:
+        result = await original(lora_name)
+        error = getattr(result, "error", None)
+        if error is not None and error.code == AdapterNotFound.http_status:
+            reason = why_absent(lora_name)
+            if reason is not None:
+                raise http_error(reason)
+        return result
+
+    return resolve_lora
 
 
 async def _describe_model(client: Any, base_path: str, process: Process) -> Model | None:
@@ -168,5 +189,17 @@ LEDGER = (
         why="resolve_lora is given the model's path only, not its names and largest rank; and "
         "lora_resolver_lock keeps a lock for every name that was ever asked for",
         remove="LoRAResolver is given the model and LoRA configuration, and unused locks are dropped",
+    ),
+    Patch(
+        """
+        vllm.entrypoints.openai.models.serving:
+            OpenAIServingModels.resolve_lora(self, lora_name)
+        vllm.entrypoints.serve.engine.protocol:
+            ErrorResponse{error}
+            ErrorInfo{code}
+        """,
+        what="wrapped on the server's own instance: a 404 for a name that cannot be an adapter's says why",
+        why="vLLM says the same of every name that no resolver has",
+        remove="vLLM passes on what a resolver says of a name that it does not have",
     ),
 )

@@ -9,11 +9,11 @@ from tests.cli.common import GOLDEN, golden
 from tests.make import MODULES
 
 
-@pytest.mark.parametrize("name", ["sql", "cut", "nobody", "../outside"])
+@pytest.mark.parametrize("name", ["sql", "cut", "nobody", "../outside", "user@corp.com/sql"])
 @pytest.mark.parametrize("how", ["txt", "json"])
 def test_resolve(cli, name, how):
     done = cli("resolve", name, *(["--json"] if how == "json" else []))
-    golden(f"resolve-{name.replace('../', 'dots-')}.{how}", done, cli.root)
+    golden(f"resolve-{name.replace('../', 'dots-').replace('/', '-')}.{how}", done, cli.root)
 
 
 @pytest.mark.parametrize("name", ["sql", "cut"])
@@ -52,7 +52,8 @@ def test_an_adapter_compared_with_a_base_model(cli):
 
 def test_every_golden_file_belongs_to_a_test():
     names = {file.name for file in GOLDEN.iterdir()}
-    resolve = {f"resolve-{name}.{how}" for name in ("sql", "cut", "nobody", "dots-outside") for how in ("txt", "json")}
+    resolved = ("sql", "cut", "nobody", "dots-outside", "user@corp.com-sql")
+    resolve = {f"resolve-{name}.{how}" for name in resolved for how in ("txt", "json")}
     stored = (
         "pull",
         "pull-again",

@@ -47,6 +47,23 @@ def test_other_spellings_are_no_model(world: World, name: str) -> None:
     assert answer.status == 404, answer.error
 
 
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        (".hidden/sql", ("a name that no adapter can have", "'.hidden', led by '.'")),
+        ("team/-sql", ("a name that no adapter can have", "'-sql', led by '-'")),
+        ("user@corp.com/sql", ("no revision 'corp.com/sql' of an adapter 'user'", "after '@'")),
+        ("sql@v9", ("no revision 'v9' of an adapter 'sql'",)),
+        ("sql/", ("an empty segment", "no leading, trailing or double slash")),
+    ],
+)
+def test_name_that_cannot_be_an_adapters_says_why(world: World, name: str, texts: tuple[str, ...]) -> None:
+    answer = complete(world.client, name, PROMPT, 1)
+    assert answer.status == 404
+    for text in (f"[L002] adapter '{name}'", *texts, "To fix"):
+        assert text in answer.error
+
+
 def test_folder_of_adapters_is_no_model(world: World) -> None:
     assert complete(world.client, "team", PROMPT, 1).status == 404
 

@@ -104,6 +104,44 @@ def test_startup_replaces_vllms_locks(start_serving):
     assert isinstance(models.lora_resolver_lock, NameLocks)
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (".hidden/sql", "'.hidden', led by '.'"),
+        ("team/-sql", "'-sql', led by '-'"),
+        ("user@corp.com/sql", "no revision 'corp.com/sql' of an adapter 'user'"),
+    ],
+)
+def test_a_404_says_why_a_name_is_none(start_serving, resolver, name, says):
+    from vllm.exceptions import VLLMNotFoundError
+
+    models = start_serving(SimpleNamespace(max_lora_rank=64))
+    models.lora_resolvers = [resolver]
+    with pytest.raises(VLLMNotFoundError, match=r"\[L002\]") as caught:
+        asyncio.run(models.resolve_lora(name))
+    assert f"adapter '{name}'" in str(caught.value)
+    assert says in str(caught.value)
+
+
+def test_an_ordinary_unknown_name_keeps_vllms_404(start_serving, resolver):
+    models = start_serving(SimpleNamespace(max_lora_rank=64))
+    models.lora_resolvers = [resolver]
+    assert (
+        asyncio.run(models.resolve_lora("nobody/has-this")).error.message
+        == "LoRA adapter nobody/has-this does not exist"
+    )
+
+
+def test_another_resolver_may_have_other_names(start_serving, resolver):
+    async def resolve_lora(*_):
+        return SimpleNamespace()
+
+    models = start_serving(SimpleNamespace(max_lora_rank=64))
+    models.lora_resolvers = [resolver, SimpleNamespace(resolve_lora=resolve_lora)]
+    models.engine_client.add_lora = resolve_lora
+    assert asyncio.run(models.resolve_lora(".hidden")) is models.lora_requests[".hidden"]
+
+
 def test_startup_fails_with_a_store_that_cannot_be_made(start_serving, resolver, tmp_path):
     (tmp_path / "file").write_bytes(b"")
     resolver.process.settings = Settings(store_dir=tmp_path / "file" / "store")
