@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Kind(StrEnum):
@@ -17,8 +17,37 @@ class Kind(StrEnum):
     LINEAR = "linear"
     EMBEDDING = "embedding"  # A is looked up in: (rank, vocabulary)
     HEAD = "head"
-    EXPERTS = "experts"  # fused experts, a stack of matrices; their sizes are the engine's to check
+    EXPERTS = "experts"  # matrices of a mixture of experts, of one expert or of all
     CLASSIFIER = "classifier"  # a whole weight in the place of A and B too
+
+
+class ExpertFormat(StrEnum):
+    """How an adapter holds the experts of one layer, whose w1 is its gate_proj, w2 its down_proj and w3 its up_proj."""
+
+    PER_EXPERT = "2d"  # `<module>.<expert>.<name>`: a pair for each expert's w1, w2 and w3
+    STACKED = "3d"  # `<module>.base_layer`: w13, w1 and w3 of all experts in one pair; `<module>`: w2 of all experts
+    SHARED = "shared"  # `<module>.w1`, `.w2`, `.w3`: three dimensions; A of w1 and w3 and B of w2 are all experts'
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The mixture of experts of one layer, with the sizes of the whole model.
+
+    Attributes:
+        count: of experts.
+        hidden_size: features of a token: the inputs of w1, w3 and w13, the outputs of w2.
+        intermediate_size: outputs of w1 and of w3, half of those of w13, the inputs of w2.
+        formats: those that the engine takes.
+        names: what w1, w2 and w3 of one expert are called, such as `gate_proj`; w3 is missing where w1 is up_proj.
+        is_interleaved: whether w13's outputs alternate between w1 and w3 (gpt-oss), not all of w1's first.
+    """
+
+    count: int
+    hidden_size: int
+    intermediate_size: int
+    formats: tuple[ExpertFormat, ...]
+    names: Mapping[str, str] = field(default_factory=dict)
+    is_interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +58,8 @@ class Place:
         module: the engine's module, of which this may be one of several parts (`qkv_proj` has `q_proj`, …).
         in_features, out_features: None where only the engine can tell.
         max_out_features: whether fewer outputs fit as well, as with a head that knows fewer words.
+        part: of experts: `w1`, `w2`, `w3` or `w13`.
+        stacked: how many experts' matrices are one tensor: A is (experts x rank, inputs), B (outputs, rank x experts).
     """
 
     module: str
@@ -36,6 +67,8 @@ class Place:
     in_features: int | None = None
     out_features: int | None = None
     max_out_features: bool = False
+    part: str = ""
+    stacked: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +83,7 @@ class ModelModules:
         vocabulary: how many words the model has.
         skipped: parts of names of which vLLM reads nothing, such as those of layers for speculation.
         without_model_prefix: whether a name is also looked for without its first `model.` (pooling models).
+        experts: the mixtures of experts, by `Place.module`.
     """
 
     architecture: str
@@ -59,6 +93,7 @@ class ModelModules:
     renames: Mapping[str, Any] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
     without_model_prefix: bool = False
+    experts: Mapping[str, Experts] = field(default_factory=dict)
 
     def place(self, name: str) -> Place | None:
         """Where the weights of this name land; None where the model has no such module."""
@@ -73,7 +108,7 @@ class ModelModules:
 
     def joined(self, other: ModelModules) -> ModelModules:
         """Both stages of a pipeline, of which each has some of the model's layers."""
-        return replace(self, places={**self.places, **other.places})
+        return replace(self, places={**self.places, **other.places}, experts={**self.experts, **other.experts})
 
     def plain(self) -> dict[str, Any]:
         """As values that JSON and vLLM's messages can carry."""
@@ -81,14 +116,12 @@ class ModelModules:
             "format": FORMAT,
             "architecture": self.architecture,
             "vllm_version": self.vllm_version,
-            "places": {
-                name: [place.module, place.kind.value, place.in_features, place.out_features, place.max_out_features]
-                for name, place in self.places.items()
-            },
+            "places": {name: list(astuple(place)) for name, place in self.places.items()},
             "vocabulary": self.vocabulary,
             "renames": dict(self.renames),
             "skipped": list(self.skipped),
             "without_model_prefix": self.without_model_prefix,
+            "experts": {name: asdict(experts) for name, experts in self.experts.items()},
         }
 
     @classmethod
@@ -102,8 +135,11 @@ class ModelModules:
             raise ValueError(f"format {plain.get('format')!r}, not {FORMAT}")
         try:
             places = {
-                name: Place(module, Kind(kind), inputs, outputs, fewer)
-                for name, (module, kind, inputs, outputs, fewer) in plain["places"].items()
+                name: Place(module, Kind(kind), *others) for name, (module, kind, *others) in plain["places"].items()
+            }
+            experts = {
+                name: Experts(**{**one, "formats": tuple(ExpertFormat(kind) for kind in one["formats"])})
+                for name, one in plain["experts"].items()
             }
             return cls(
                 plain["architecture"],
@@ -113,6 +149,7 @@ class ModelModules:
                 plain["renames"],
                 tuple(plain["skipped"]),
                 bool(plain["without_model_prefix"]),
+                experts,
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not the modules of a model: {error}") from None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lora_plugins.adapter.model_modules import Kind, ModelModules, Place
+from lora_plugins.adapter.model_modules import ExpertFormat, Experts, Kind, ModelModules, Place
 from lora_plugins.ledger import Patch
 
 
@@ -29,6 +29,9 @@ def describe(manager: Any) -> ModelModules:
         renames=_renames(model),
         skipped=tuple(getattr(model, "lora_skip_prefixes", None) or ()),
         without_model_prefix=bool(manager.is_pooling_model),
+        experts={
+            name: _experts(manager, name) for name, module in manager.modules.items() if _kind(module) is Kind.EXPERTS
+        },
     )
 
 
@@ -52,14 +55,59 @@ def _places(manager: Any, name: str) -> Iterator[tuple[str, Place]]:
 
 def _places_of_experts(manager: Any, name: str) -> Iterator[tuple[str, Place]]:
     """Per expert where the engine wants them so, and as PEFT stacks them: `experts` and `experts.base_layer`."""
-    place = Place(name, Kind.EXPERTS)
-    for part in manager.packed_modules.get(name, ()):
-        yield part, place
-    if type(manager.modules[name]).__name__ == "FusedMoE3DWithLoRA" or getattr(
-        manager, "_enable_mixed_moe_lora_format", False
-    ):
-        yield name, place
-        yield f"{name}.base_layer", place
+    experts = _experts(manager, name)
+    hidden, inner = experts.hidden_size, experts.intermediate_size
+    sizes = {"w1": (hidden, inner), "w2": (inner, hidden), "w3": (hidden, inner), "w13": (hidden, 2 * inner)}
+    for part, role in zip(manager.packed_modules.get(name, ()), _roles(manager, name), strict=True):
+        yield part, Place(name, Kind.EXPERTS, *sizes[role], part=role)
+    if ExpertFormat.STACKED in experts.formats:
+        yield name, Place(name, Kind.EXPERTS, *sizes["w2"], part="w2", stacked=experts.count)
+        yield f"{name}.base_layer", Place(name, Kind.EXPERTS, *sizes["w13"], part="w13", stacked=experts.count)
+
+
+def _experts(manager: Any, name: str) -> Experts:
+    module = manager.modules[name]
+    moe = module.moe_config
+    parts = [part.rsplit(".", 1)[-1] for part in manager.packed_modules.get(name, ())]
+    return Experts(
+        count=int(module.global_num_experts),
+        # A backend may have padded them.
+        hidden_size=int(moe.hidden_dim_unpadded or moe.hidden_dim),
+        intermediate_size=module.tp_size
+        * int(moe.intermediate_size_per_partition_unpadded or moe.intermediate_size_per_partition),
+        formats=_formats(manager, module),
+        names=dict(zip(_roles(manager, name), parts, strict=True)) or _names_of_experts(manager.model),
+        is_interleaved=list(getattr(manager.model.config, "architectures", None) or ())[:1] == ["GptOssForCausalLM"],
+    )
+
+
+def _formats(manager: Any, module: Any) -> tuple[ExpertFormat, ...]:
+    if getattr(module, "enable_moe_shared_loras", False):
+        return (ExpertFormat.SHARED,)
+    if type(module).__name__ == "FusedMoE3DWithLoRA":
+        return (ExpertFormat.STACKED,)
+    if getattr(manager, "_enable_mixed_moe_lora_format", False):
+        return (ExpertFormat.PER_EXPERT, ExpertFormat.STACKED)
+    return (ExpertFormat.PER_EXPERT,)
+
+
+def _roles(manager: Any, name: str) -> list[str]:
+    """What each packed part of experts is, by its position, as vLLM packs them (`PackedLoRALayerWeights.pack_moe`)."""
+    parts = manager.packed_modules.get(name, ())
+    roles = ("w1", "w2", "w3") if len(parts) == 3 or not manager._is_non_gated_moe else ("w1", "w2")  # noqa: SLF001
+    return [roles[i % len(roles)] for i in range(len(parts))]
+
+
+def _names_of_experts(model: Any) -> dict[str, str]:
+    """What an adapter per expert would call the parts, where the engine takes none; empty where it cannot tell."""
+    from vllm.model_executor.utils import get_moe_expert_mapping
+
+    try:
+        mapping = get_moe_expert_mapping(model)
+    except ValueError:
+        return {}
+    names = {role: name.rstrip(".").removesuffix(".base_layer") for _, name, _, role in mapping}
+    return {role: name.rsplit(".", 1)[-1] for role, name in names.items()}
 
 
 def _kind(module: Any) -> Kind:
@@ -123,6 +171,15 @@ LEDGER = (
         vllm: __version__
         vllm.lora.model_manager:
             LoRAModelManager{model, modules, packed_modules, is_pooling_model, vocab_size}
+            LoRAModelManager{_is_non_gated_moe, _enable_mixed_moe_lora_format}
+        vllm.lora.layers.fused_moe:
+            FusedMoEWithLoRA{moe_config, global_num_experts, tp_size, enable_moe_shared_loras}
+            FusedMoE3DWithLoRA
+        vllm.model_executor.layers.fused_moe.config:
+            FusedMoEConfig{hidden_dim, hidden_dim_unpadded}
+            FusedMoEConfig{intermediate_size_per_partition, intermediate_size_per_partition_unpadded}
+        vllm.model_executor.utils:
+            get_moe_expert_mapping(model)
         vllm.model_executor.models.utils:
             WeightsMapper{orig_to_new_prefix, orig_to_new_substr, orig_to_new_suffix, orig_to_new_regex}
         """,

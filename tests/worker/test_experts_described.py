@@ -1,0 +1,77 @@
+"""What a worker says of the mixtures of experts in vLLM's own models: formats, names, and sizes of the whole layer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_plugins.adapter.model_modules import ExpertFormat, Experts, Kind, ModelModules, Place
+from lora_plugins.worker.model_modules import describe
+from tests.worker.real_models import EXPERTS, HIDDEN, INNER, PER_EXPERT, configuration, manager_of
+
+BLOCKS = {"mixtral": "model.layers.0.block_sparse_moe.experts"}
+NAMES = {"mixtral": {"w1": "w1", "w2": "w2", "w3": "w3"}, "gpt-oss": {"w1": "w1", "w2": "w2", "w3": "w3"}}
+SIZES = {"w1": (HIDDEN, INNER), "w2": (INNER, HIDDEN), "w3": (HIDDEN, INNER), "w13": (HIDDEN, 2 * INNER)}
+
+
+@pytest.fixture
+def described(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModelModules]:
+    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+
+    def describe_model(name: str, **lora: Any) -> ModelModules:
+        manager = manager_of(configuration(tmp_path, name, **lora), LRUCacheWorkerLoRAManager)
+        found = describe(manager._adapter_manager)
+        assert ModelModules.of_plain(json.loads(json.dumps(found.plain()))) == found
+        return found
+
+    return describe_model
+
+
+def expected(name: str, *formats: ExpertFormat) -> tuple[dict[str, Place], Experts]:
+    block = BLOCKS.get(name, "model.layers.0.mlp.experts")
+    names = NAMES.get(name, {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"})
+    places = {}
+    if ExpertFormat.PER_EXPERT in formats:
+        for expert in range(EXPERTS):
+            for part, last in names.items():
+                places[f"{block}.{expert}.{last}"] = Place(block, Kind.EXPERTS, *SIZES[part], part=part)
+    if ExpertFormat.STACKED in formats:
+        for module, part in ((block, "w2"), (f"{block}.base_layer", "w13")):
+            places[module] = Place(block, Kind.EXPERTS, *SIZES[part], part=part, stacked=EXPERTS)
+    if ExpertFormat.SHARED in formats:
+        for part in names:
+            places[f"{block}.{part}"] = Place(block, Kind.EXPERTS, *SIZES[part], part=part)
+        names = {part: part for part in names}
+    return places, Experts(EXPERTS, HIDDEN, INNER, formats, names, name == "gpt-oss")
+
+
+def check(found: ModelModules, places: dict[str, Place], experts: Experts) -> None:
+    assert {name: place for name, place in found.places.items() if place.kind is Kind.EXPERTS} == places
+    assert list(found.experts.values()) == [experts]
+    assert {place.module for place in places.values()} == set(found.experts)
+
+
+@pytest.mark.parametrize("name", PER_EXPERT)
+def test_experts_of_pairs_are_described_with_names_and_sizes(described: Any, name: str) -> None:
+    found = described(name)
+    check(found, *expected(name, ExpertFormat.PER_EXPERT))
+    router = next(place for name, place in found.places.items() if name.endswith(".gate"))
+    assert (router.kind, router.in_features, router.out_features) == (Kind.LINEAR, HIDDEN, EXPERTS)
+
+
+def test_stacked_experts_are_described_by_what_peft_stacks(described: Any) -> None:
+    check(described("gpt-oss"), *expected("gpt-oss", ExpertFormat.STACKED))
+
+
+def test_an_engine_of_both_formats_describes_both(described: Any) -> None:
+    both = ExpertFormat.PER_EXPERT, ExpertFormat.STACKED
+    check(described("gpt-oss", enable_mixed_moe_lora_format=True), *expected("gpt-oss", *both))
+    check(described("qwen3-moe", enable_mixed_moe_lora_format=True), *expected("qwen3-moe", *both))
+
+
+def test_an_engine_of_shared_factors_describes_one_pair_a_part(described: Any) -> None:
+    check(described("qwen3-moe", enable_moe_shared_loras=True), *expected("qwen3-moe", ExpertFormat.SHARED))
