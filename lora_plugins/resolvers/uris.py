@@ -2,6 +2,7 @@
 
 ```
 file:///adapters/sql     s3://bucket/sql     https://host/sql     hf://org/repo[@revision][/folder]
+s3://arn:aws:s3:region:account:accesspoint/name/sql
 ```
 A URI that is read has one spelling only, so prefixes are compared segment by segment and nothing is left to be resolved
 later. Refused are `.` and `..`, empty segments, backslashes, invisible characters, queries and fragments (presigned
@@ -21,6 +22,7 @@ from urllib.parse import quote, unquote
 
 from lora_plugins.errors import InvalidAdapter, InvalidSettings
 from lora_plugins.resolvers.sources.hub.patterns import is_repo
+from lora_plugins.resolvers.sources.object_store.access_points import EXPECTED, PREFIX, split_access_point
 
 MAX_CHARACTERS = 2048
 
@@ -28,6 +30,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?")
 _PORT = re.compile(r"(.*):([0-9]{1,5})")
 _ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
+_S3 = frozenset({"s3", "s3a"})
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
 # Elsewhere a percent sign is a character of the key like any other; whether it was meant so cannot be told.
 _ENCODED = frozenset({"file", "hf", "http", "https"})
@@ -45,7 +48,7 @@ class SourceUri:
 
     Attributes:
         scheme: in lower case.
-        authority: bucket, host, container or, on the Hub, organisation; empty for files.
+        authority: bucket, access point's ARN, host, container or, on the Hub, organisation; empty for files.
         segments: of the path, decoded.
         revision: on the Hub, what stood behind `@`; always None elsewhere.
     """
@@ -71,13 +74,10 @@ class SourceUri:
         for character in "?#":
             if character in rest:
                 raise _refused(f"a URI with '{character}'", "a path only; credentials come from the environment")
-        if "::" in rest:
-            raise _refused("a chain of URIs", "one URI")
-        authority, slash, path = rest.partition("/")
-        authority = _authority(scheme, authority)
-        parts = path.removesuffix("/").split("/") if slash and path not in ("", "/") else []
+        authority, path = _split_authority(scheme, rest)
         if path == "/":
             raise _refused("an empty segment", "no double slash")
+        parts = path.removesuffix("/").split("/") if path else []
         if scheme == "hf":
             return _hub_uri(authority, parts)
         return cls(scheme, authority, tuple(_segment(part, scheme) for part in parts))
@@ -157,6 +157,21 @@ class AllowedUris:
         if not uri.segments:
             raise _refused("a URI without a path", "the adapter's directory")
         return uri
+
+
+def _split_authority(scheme: str, rest: str) -> tuple[str, str]:
+    """What stands in a URI before the path, and the path without its leading slash."""
+    access_point = None
+    if scheme in _S3 and rest.startswith(PREFIX):
+        access_point = split_access_point(rest)
+        if access_point is None:
+            raise _refused("an ARN that is no access point's", EXPECTED)
+    if "::" in (rest if access_point is None else access_point[1]):
+        raise _refused("a chain of URIs", "one URI")
+    if access_point is not None:
+        return access_point[0].arn, access_point[1]
+    authority, _, path = rest.partition("/")
+    return _authority(scheme, authority), path
 
 
 def _authority(scheme: str, text: str) -> str:

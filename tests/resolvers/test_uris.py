@@ -14,10 +14,14 @@ from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, InvalidSettings
 from lora_plugins.resolvers.uris import MAX_CHARACTERS, AllowedUris, SourceUri
 
+ARN = "arn:aws:s3:eu-central-1:123456789012:accesspoint/team"
+MULTI_REGION = "arn:aws:s3::123456789012:accesspoint/mfzwi23gnjvgw.mrap"
+OUTPOST = "arn:aws-us-gov:s3-outposts:us-west-2:123456789012:outpost/op-01ac5d28a6a232904/accesspoint/team"
 PREFIXES = [
     "file:///adapters",
     "s3://bucket/loras",
     "gs://whole-bucket",
+    f"s3://{ARN}/loras",
     "https://host.example/loras/",
     "abfss://container@account.dfs.core.windows.net/loras",
     "hf://org",
@@ -44,6 +48,14 @@ def parsed(text: str) -> SourceUri | None:
         ("HTTPS://Host.Example:443/A", "https", "host.example", ("A",), None),
         ("http://host:8080/a", "http", "host:8080", ("a",), None),
         ("abfs://c@Account.dfs.core.windows.net/x", "abfs", "c@account.dfs.core.windows.net", ("x",), None),
+        (f"s3://{ARN}/a/b", "s3", ARN, ("a", "b"), None),
+        ("s3://arn:aws:s3:eu-central-1:123456789012:accesspoint:team/a/b/", "s3", ARN, ("a", "b"), None),
+        (f"s3a://{ARN}", "s3a", ARN, (), None),
+        (f"s3://{MULTI_REGION}/a", "s3", MULTI_REGION, ("a",), None),
+        (f"s3://{MULTI_REGION.replace('accesspoint/', 'accesspoint:')}/a", "s3", MULTI_REGION, ("a",), None),
+        (f"s3://{OUTPOST}/a", "s3", OUTPOST, ("a",), None),
+        (f"s3://{OUTPOST.replace('/', ':')}/a", "s3", OUTPOST, ("a",), None),
+        ("s3://team-metabgjwhkwg3cgn-s3alias/a", "s3", "team-metabgjwhkwg3cgn-s3alias", ("a",), None),
         ("memory://bucket/x", "memory", "bucket", ("x",), None),
         ("hf://org/repo", "hf", "org", ("repo",), None),
         ("hf://org/repo@v1/a/b", "hf", "org", ("repo", "a", "b"), "v1"),
@@ -66,6 +78,20 @@ def test_well_formed_uris_are_parsed(text, scheme, authority, segments, revision
         "file:/etc/passwd",
         "s3:bucket/x",
         "://x/y",
+        "s3://arn:aws:s3:eu-central-1:123456789012:accesspoint",
+        "s3://arn:aws:s3:eu-central-1:123456789012:accesspoint/",
+        "s3://arn:aws:s3:eu-central-1:123456789012:accesspoint/../x",
+        "s3://arn:aws:s3:eu-central-1:12345:accesspoint/team/x",
+        "s3://arn:aws:s3::123456789012:accesspoint/team/x",
+        "s3://arn:aws:s3:eu-central-1:123456789012:accesspoint/alias.mrap/x",
+        "s3://arn:aws:s3:eu-central-1:123456789012:outpost/op-1/accesspoint/team/x",
+        "s3://arn:aws:s3-outposts:eu-central-1:123456789012:accesspoint/team/x",
+        "s3://arn:aws:s3-object-lambda:eu-central-1:123456789012:accesspoint/team/x",
+        "s3://arn:aws:iam::123456789012:role/team/x",
+        f"s3://{ARN}/x::y",
+        f"s3://{ARN}//x",
+        f"s3://{ARN}/../x",
+        f"gs://{ARN}/x",
         "s3://",
         "s3:///x",
         "s3://./x",
@@ -150,6 +176,8 @@ def test_malformed_uris_are_refused(text):
         "file:///adapters/sql",
         "File:///adapters/sql/",
         "s3://bucket/loras/a/b",
+        f"s3://{ARN}/loras/x",
+        f"s3://{ARN.replace('/', ':')}/loras/x",
         "gs://whole-bucket/x",
         "https://HOST.example:443/loras/x",
         "abfss://container@account.dfs.core.windows.net/loras/x",
@@ -179,6 +207,10 @@ def test_uris_below_a_prefix_are_allowed(text):
         "s3://bucket2/loras/x",
         "s3a://bucket/loras/x",
         "gs://whole-bucket",
+        f"s3://{ARN}/loras2/x",
+        f"s3://{ARN}2/loras/x",
+        "s3://arn:aws:s3:eu-west-1:123456789012:accesspoint/team/loras/x",
+        f"s3://{MULTI_REGION}/loras/x",
         "gs://whole-bucket2/x",
         "http://host.example/loras/x",
         "https://host.example:8443/loras/x",
@@ -245,7 +277,7 @@ def test_every_allowed_uri_resolves_below_a_prefix(text):
         assert uri.authority in ("org", "team")
         return
     # As a server or a file system would: decode, then resolve dots and double slashes.
-    split = urlsplit(str(uri))
+    split = urlsplit(str(uri).replace(f"//{ARN}/", "//bucket/"))  # one name, though it has a slash
     resolved = posixpath.normpath(unquote(split.path) if uri.scheme in ("file", "https") else split.path)
     assert resolved == posixpath.normpath("/" + uri.path)
     below = {"file": "/adapters", "s3": "/loras", "gs": "/", "https": "/loras", "abfss": "/loras"}[uri.scheme]

@@ -29,7 +29,14 @@ from testbed.hub import Hub, local_hub
 from tests.make import BASE, adapter_files, put
 from tests.resolvers.sources.contract import content, turned
 from tests.resolvers.sources.hub.hub_bed import isolate
-from tests.resolvers.sources.object_store.object_bed import Bed, bed, s3, shared_proxy
+from tests.resolvers.sources.object_store.object_bed import (
+    ACCESS_POINT,
+    ACCESS_POINT_ENDPOINT,
+    Bed,
+    bed,
+    s3,
+    shared_proxy,
+)
 
 _ = (bed, s3, shared_proxy)
 GOOD = adapter_files()
@@ -92,6 +99,15 @@ class S3Place(Place):
             self.bed.bucket.client.delete_object(Bucket=self.bed.bucket.name, Key=f"loras/{name}/{file}")
 
 
+class AccessPointPlace(S3Place):
+    """A bucket that only its access point's ARN names."""
+
+    def __init__(self, bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(bed.at_access_point(monkeypatch))
+        self.prefix = f"s3://{ACCESS_POINT}/loras"
+        self.settings = {"aws": self.bed.s3.env(ACCESS_POINT_ENDPOINT)}
+
+
 class HubPlace(Place):
     label = "hub"
 
@@ -123,8 +139,10 @@ def hub(server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
     return server
 
 
-@pytest.fixture(params=["file", "s3", "hf"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+@pytest.fixture(params=["file", "s3", "access point", "hf"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    if request.param == "access point":
+        return AccessPointPlace(request.getfixturevalue("bed"), monkeypatch)
     if request.param == "s3":
         return S3Place(request.getfixturevalue("bed"))
     if request.param == "hf":

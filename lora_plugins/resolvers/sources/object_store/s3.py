@@ -10,6 +10,7 @@ from __future__ import annotations
 import os.path
 import ssl
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,6 +18,7 @@ import fsspec
 
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.resolvers.sources.failures import FailureKind
+from lora_plugins.resolvers.sources.object_store.access_points import AccessPoint, split_bucket
 from lora_plugins.resolvers.sources.object_store.errors import diagnose
 from lora_plugins.resolvers.sources.object_store.http_reader import HttpOptions, HttpReader
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES, SourceFile
@@ -30,8 +32,8 @@ _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off", ""})
 
 
-def s3_storage_options(env: Mapping[str, str]) -> dict[str, Any]:
-    """s3fs's `storage_options` for the `AWS_*` variables of `env`.
+def s3_storage_options(env: Mapping[str, str], access_point: AccessPoint | None = None) -> dict[str, Any]:
+    """s3fs's `storage_options` for the `AWS_*` variables of `env`; of an access point, its own region counts.
 
     Understood: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_ENDPOINT; AWS_REGION, AWS_DEFAULT_REGION; AWS_ALLOW_HTTP;
     AWS_S3_FORCE_PATH_STYLE, AWS_VIRTUAL_HOSTED_STYLE_REQUEST (path-style by default where an endpoint is set);
@@ -39,7 +41,8 @@ def s3_storage_options(env: Mapping[str, str]) -> dict[str, Any]:
     and instance metadata among it, is left to botocore. The clients' own retries are off: `retries.py` does.
 
     Raises:
-        InvalidSettings: an endpoint that is no URL, carries a password, or is plain HTTP without AWS_ALLOW_HTTP.
+        InvalidSettings: an endpoint that is no URL, carries a password, or is plain HTTP without AWS_ALLOW_HTTP; or a
+            multi-region access point without the package that signs for it.
     """
     endpoint = next((env[name] for name in _ENDPOINTS if env.get(name)), None)
     allow_http = bool(_flag(env, "AWS_ALLOW_HTTP"))
@@ -59,6 +62,11 @@ def s3_storage_options(env: Mapping[str, str]) -> dict[str, Any]:
     if path_style:
         config["s3"] = {"addressing_style": "path"}
     options: dict[str, Any] = {"config_kwargs": config, "anon": bool(_flag(env, "AWS_SKIP_SIGNATURE"))}
+    if access_point is not None:
+        region = access_point.region or region
+        if not access_point.region and not options["anon"]:
+            _require_signer()
+            config["signature_version"] = "s3v4a"  # valid in every region
     if region:
         options["client_kwargs"] = {"region_name": region}
     if endpoint is not None:
@@ -84,7 +92,7 @@ class S3Files:
     async def find(self, uri: str) -> list[SourceFile]:
         """The adapter files directly below `uri`, by one LIST; by HEADs where listing is denied."""
         client = await self._client()
-        bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+        bucket, prefix = split_bucket(uri)
         try:
             return await _list(client, bucket, f"{prefix}/")
         except Exception as error:
@@ -95,7 +103,7 @@ class S3Files:
     async def reader(self, uri: str, files: Sequence[SourceFile], timeout_s: float) -> HttpReader:
         """A reader of these files for the next `timeout_s` seconds."""
         client = await self._client()
-        bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+        bucket, prefix = split_bucket(uri)
         urls = {
             file.name: await client.generate_presigned_url(
                 "get_object",
@@ -106,8 +114,8 @@ class S3Files:
         }
         if self._http is None:
             self._http = _http_options(self._filesystem, client, next(iter(urls.values())))
-        # Directory buckets (S3 Express) have ETags that are no MD5.
-        return HttpReader(urls, self._http, md5_etags=not bucket.endswith("--x-s3"))
+        # Directory buckets (S3 Express), also behind an access point, have ETags that are no MD5.
+        return HttpReader(urls, self._http, md5_etags=not bucket.endswith(("--x-s3", "--xa-s3")))
 
     async def _client(self) -> Any:
         if self._filesystem is None:
@@ -170,6 +178,16 @@ def _http_options(filesystem: Any, client: Any, url: str) -> HttpOptions:
             tls.load_default_certs()
     proxies = config.proxies or get_environ_proxies(url)
     return HttpOptions(float(config.connect_timeout), float(config.read_timeout), tls, proxies.get(scheme))
+
+
+def _require_signer() -> None:
+    """Raise InvalidSettings where botocore cannot sign for a multi-region access point."""
+    if find_spec("awscrt") is None:
+        raise InvalidSettings(
+            "a multi-region access point without the package that signs for it",
+            expected="awscrt",
+            remedy="pip install 'botocore[crt]'",
+        )
 
 
 def _check_endpoint(endpoint: str, *, allow_http: bool) -> None:

@@ -20,6 +20,12 @@ from typing import Any, Protocol, TypeVar
 from fsspec.asyn import get_loop
 
 from lora_plugins.adapter.names import AdapterName
+from lora_plugins.resolvers.sources.object_store.access_points import (
+    EXPECTED,
+    PREFIX,
+    access_point_of,
+    split_access_point,
+)
 from lora_plugins.resolvers.sources.object_store.errors import map_error
 from lora_plugins.resolvers.sources.object_store.fsspec_files import FsspecFiles, check_protocol
 from lora_plugins.resolvers.sources.object_store.ranges import DownloadLimits, RangeReader, download_ranges
@@ -59,11 +65,12 @@ def object_source(template: str, settings: Settings, *, locate_timeout_s: float 
     Raises:
         InvalidSettings: a template or a variable that cannot be right, or a package that is not installed.
     """
-    is_s3 = _split(template)[0] == "s3"
+    protocol, url = _split(template)
+    options = s3_storage_options(settings.aws, access_point_of(url)) if protocol == "s3" else None
     return ObjectSource(
         template,
         local_template=settings.local_path_template,
-        storage_options=s3_storage_options(settings.aws) if is_s3 else None,
+        storage_options=options,
         limits=DownloadLimits(settings.fetch_timeout_s),
         check_md5=settings.check_md5,
         locate_timeout_s=locate_timeout_s,
@@ -179,9 +186,16 @@ def _split(template: str) -> tuple[str, str]:
     if "://" not in url:
         url = "s3://" + url.lstrip("/")
     match = _URL.fullmatch(url)
-    if match is None or not match[2] or "::" in url:
+    if match is None or not match[2]:
         raise known.wrong("no URL of one bucket or host")
     protocol, place, path = match[1].lower(), match[2], match[3]
+    if protocol in ("s3", "s3a") and place.startswith(PREFIX):
+        found = split_access_point(place + path)
+        if found is None or not found[1]:
+            raise known.wrong(f"an ARN that is no access point's ({EXPECTED}), or without a path,")
+        place, path = found[0].arn, f"/{found[1]}"
+    elif "::" in url:
+        raise known.wrong("no URL of one bucket or host")
     if "{" in place or "}" in place:
         raise known.wrong("a placeholder in the bucket or host")
     if protocol in _NOT_REMOTE:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ LIMITS = DownloadLimits(range_bytes=RANGE, parallel=4, timeout_s=60, attempts=4,
 WEIGHTS = os.urandom(4 * RANGE + 1000)
 FILES = {CONFIG_FILE: b'{"r": 4}', WEIGHTS_FILE: WEIGHTS}
 BASE = "org/base"
+ACCESS_POINT = "arn:aws:s3:eu-central-1:123456789012:accesspoint/team"
+ACCESS_POINT_ENDPOINT = "http://s3.test"
 
 
 @dataclass
@@ -45,6 +47,12 @@ class Bed:
         options["config_kwargs"] |= {"read_timeout": read_timeout_s, "connect_timeout": 30.0}
         template = template or f"s3://{self.bucket.name}/loras/{{lora_name}}"
         return ObjectSource(template, **{"storage_options": options, "limits": LIMITS, **changes})
+
+    def at_access_point(self, monkeypatch: pytest.MonkeyPatch) -> Bed:
+        """The same with a bucket that has no name but `ACCESS_POINT`, for clients of `ACCESS_POINT_ENDPOINT`."""
+        # The ARN becomes a host name, <name>-<account>.<endpoint's host>, which no DNS has: the server is the proxy.
+        monkeypatch.setenv("http_proxy", self.s3.url)
+        return replace(self, bucket=self.s3.bucket("team-123456789012"))
 
     def put(self, name: str = "sql", files: dict[str, bytes] | None = None) -> None:
         self.bucket.put_many(f"loras/{name}", FILES if files is None else files)

@@ -16,12 +16,16 @@ import pytest
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.verify import WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, SourceUnavailable
+from lora_plugins.resolvers.sources.object_store import s3 as s3_module
+from lora_plugins.resolvers.sources.object_store.access_points import AccessPoint
 from lora_plugins.resolvers.sources.object_store.s3 import s3_storage_options
 from lora_plugins.resolvers.sources.object_store.source import ObjectSource, object_source
 from lora_plugins.resolvers.sources.source import VersionChanged
 from lora_plugins.settings import Settings
 from testbed import faults
 from tests.resolvers.sources.object_store.object_bed import (
+    ACCESS_POINT,
+    ACCESS_POINT_ENDPOINT,
     BASE,
     FILES,
     LIMITS,
@@ -55,6 +59,10 @@ _ = (bed, s3, shared_proxy)
         "https://user:password@host/{lora_name}",
         "https://host/{lora_name}?sig=password",
         "nonsense://bucket/{lora_name}",
+        "s3://arn:aws:s3:eu-central-1:123456789012:accesspoint/{lora_name}",
+        "s3://arn:aws:s3:eu-central-1:123456789012:accesspoint/{lora_name}/loras",
+        "s3://arn:aws:s3:{base_model_name}:123456789012:accesspoint/team/{lora_name}",
+        "s3://arn:aws:iam::123456789012:role/team/{lora_name}",
     ],
 )
 def test_impossible_templates_are_refused(template: str) -> None:
@@ -85,6 +93,24 @@ def test_templates_name_the_key_of_an_adapter(bed: Bed, template: str, name: str
     located = locate(source, name, base)
     assert located is not None
     assert located.uri == f"s3://adapters/{key}"
+    assert read(asyncio.run(bed.obtain(source, located))) == FILES
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        f"s3://{ACCESS_POINT}/loras/{{lora_name}}",
+        f"{ACCESS_POINT}/loras/{{lora_name}}/",
+        f"s3a://{ACCESS_POINT.replace('/', ':')}/loras/{{lora_name}}",
+    ],
+)
+def test_template_may_name_an_access_point(bed: Bed, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bed = bed.at_access_point(monkeypatch)
+    bed.put("team/sql")
+    source = bed.source(template, url=ACCESS_POINT_ENDPOINT)
+    located = locate(source, "team/sql")
+    assert located is not None
+    assert located.uri == f"s3://{ACCESS_POINT}/loras/team/sql"
     assert read(asyncio.run(bed.obtain(source, located))) == FILES
 
 
@@ -291,6 +317,23 @@ def test_storage_options_leave_the_rest_to_botocore() -> None:
     assert "s3" not in options["config_kwargs"]
     assert options["config_kwargs"]["retries"] == {"total_max_attempts": 1}
     assert not options["anon"]
+
+
+def test_requests_go_to_the_region_of_an_access_point() -> None:
+    options = s3_storage_options({"AWS_REGION": "eu-west-1"}, AccessPoint("arn", "us-west-2"))
+    assert options["client_kwargs"] == {"region_name": "us-west-2"}
+    assert options["config_kwargs"]["signature_version"] == "s3v4"
+
+
+def test_a_multi_region_access_point_needs_its_signer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_module, "find_spec", lambda _: None)
+    template = "s3://arn:aws:s3::123456789012:accesspoint/mfzwi23gnjvgw.mrap/{lora_name}"
+    with pytest.raises(InvalidSettings, match=r"botocore\[crt\]"):
+        object_source(template, Settings())
+    monkeypatch.setattr(s3_module, "find_spec", lambda _: object())
+    options = s3_storage_options({"AWS_REGION": "eu-west-1"}, AccessPoint("arn", ""))
+    assert options["config_kwargs"]["signature_version"] == "s3v4a"
+    assert options["client_kwargs"] == {"region_name": "eu-west-1"}
 
 
 @pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"])
