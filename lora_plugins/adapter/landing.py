@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from lora_plugins.adapter.experts import Shapes, check_experts
 from lora_plugins.adapter.model_modules import Kind, ModelModules, Place
 from lora_plugins.adapter.weights import LoraPair, Weights
 from lora_plugins.errors import IncompatibleAdapter
@@ -40,6 +41,7 @@ def check_landing(weights: Weights, model: Model, about: str, *, refuse_unmatche
         IncompatibleAdapter: a module that the model does not have, or other sizes than its own.
     """
     modules, unmatched, matched = model.modules, [], 0
+    experts: dict[str, LoraPair] = {}
     for pair in weights.pairs:
         if modules.skips(pair.a.name):
             continue
@@ -52,7 +54,16 @@ def check_landing(weights: Weights, model: Model, about: str, *, refuse_unmatche
             unmatched.append(name)
             continue
         matched += 1
-        _check_sizes(name, pair, place, about)
+        if place.kind is Kind.EXPERTS:
+            experts[name] = pair
+        else:
+            check_sizes(name, (pair.a.shape, pair.b.shape), place, f" ({about})")
+    check_experts(
+        {name: (pair.a.shape, pair.b.shape) for name, pair in experts.items()},
+        modules,
+        ranks={name: pair.rank for name, pair in experts.items()},
+        about=f" ({about})",
+    )
     _check_vocabulary(weights, modules)
     if matched and not unmatched:
         return ()
@@ -76,15 +87,18 @@ def mismatch(
     )
 
 
-def _check_sizes(name: str, pair: LoraPair, place: Place, about: str) -> None:
-    if place.kind is Kind.EXPERTS:
-        return  # their tensors stack several matrices; the engine compares them when it loads them
-    inputs, outputs = pair.a.shape[-1], pair.b.shape[0]
+def check_sizes(name: str, shapes: Shapes, place: Place, about: str = "") -> None:
+    """Compare A and B of one module, which is no mixture of experts, with its own.
+
+    Raises:
+        IncompatibleAdapter: they have other sizes.
+    """
+    inputs, outputs = shapes[0][-1], shapes[1][0]
     fewer = place.max_out_features and place.out_features is not None and outputs < place.out_features
     if place.in_features in (None, inputs) and (place.out_features in (None, outputs) or fewer):
         return
     raise IncompatibleAdapter(
-        f"{inputs} inputs and {outputs} outputs in module '{name}' ({about})",
+        f"{inputs} inputs and {outputs} outputs in module '{name}'{about}",
         expected=f"{place.in_features} inputs and {place.out_features} outputs",
         remedy=_REMEDY,
     )

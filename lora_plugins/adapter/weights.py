@@ -26,11 +26,12 @@ _BASE_EMBEDDINGS = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weig
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """A (shrink, `(rank, in)`) and B (expand, `(out, rank)`) of one module."""
+    """A (shrink, `(rank, in)`) and B (expand, `(out, rank)`) of one module; `rank` is the configuration's for it."""
 
     module: str
     a: TensorInfo
     b: TensorInfo
+    rank: int
 
     @property
     def is_experts(self) -> bool:
@@ -67,12 +68,13 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
                 f"two {side} tensors for module '{module}'", expected="one", remedy="save the adapter again with PEFT"
             )
         sides[module][side] = tensor
-    pairs = tuple(_pair(module, pair) for module, pair in sides.items())
+    deadline, rank_of = Deadline(), config.ranks()
+    pairs = tuple(_pair(module, pair, rank_of(module, deadline)) for module, pair in sides.items())
     if not pairs:
         raise InvalidAdapter(
             "no pair of lora_A and lora_B", expected="at least one", remedy="save the adapter again with PEFT"
         )
-    _check_against_config(pairs, config)
+    _check_ranks(pairs)
     return Weights(pairs, tuple(embeddings))
 
 
@@ -94,7 +96,7 @@ def _split(name: str) -> tuple[str, str]:
     )
 
 
-def _pair(module: str, sides: dict[str, TensorInfo]) -> LoraPair:
+def _pair(module: str, sides: dict[str, TensorInfo], rank: int) -> LoraPair:
     if len(sides) != 2:
         (side,) = sides
         raise InvalidAdapter(
@@ -102,7 +104,7 @@ def _pair(module: str, sides: dict[str, TensorInfo]) -> LoraPair:
             expected="lora_A and lora_B for every module",
             remedy="save the adapter again with PEFT",
         )
-    pair = LoraPair(module, sides["A"], sides["B"])
+    pair = LoraPair(module, sides["A"], sides["B"], rank)
     for tensor in (pair.a, pair.b):
         if len(tensor.shape) != 2 and not pair.is_experts:
             raise IncompatibleAdapter(
@@ -113,15 +115,13 @@ def _pair(module: str, sides: dict[str, TensorInfo]) -> LoraPair:
     return pair
 
 
-def _check_against_config(pairs: Iterable[LoraPair], config: AdapterConfig) -> None:
-    deadline, rank_of = Deadline(), config.ranks()
+def _check_ranks(pairs: Iterable[LoraPair]) -> None:
     for pair in pairs:
         if pair.is_experts:
-            continue
-        rank = rank_of(pair.module, deadline)
-        if (pair.a.shape[0], pair.b.shape[1]) != (rank, rank):
+            continue  # how many of them a tensor stacks, the model says
+        if (pair.a.shape[0], pair.b.shape[1]) != (pair.rank, pair.rank):
             raise InvalidAdapter(
                 f"rank {pair.a.shape[0]} in '{pair.a.name}' and {pair.b.shape[1]} in '{pair.b.name}'",
-                expected=f"rank {rank} in both, by the configuration",
+                expected=f"rank {pair.rank} in both, by the configuration",
                 remedy="put the adapter_config.json and the weights of the same training run together",
             )

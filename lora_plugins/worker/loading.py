@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from lora_plugins.adapter.experts import check_experts
+from lora_plugins.adapter.landing import check_sizes
+from lora_plugins.adapter.model_modules import Kind, ModelModules
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, LoRAPluginsError, OutOfMemory
 from lora_plugins.worker.host_memory import tensors_of
 
@@ -19,14 +22,74 @@ _TORCH_OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # RuntimeErro
 def unmatched_modules(model: Any, matched: Mapping[str, Any]) -> list[str]:
     """Names of the adapter's modules that are none of `matched`, which maps the model's modules to their weights."""
     known = {id(weights) for weights in matched.values()}
-    return sorted(name for name, weights in model.loras.items() if id(weights) not in known)
+    # Stacked experts: vLLM lists the tensors of `experts.base_layer` at `experts`; before 0.33 they stay there too.
+    listed = {id(a) for weights in matched.values() if isinstance(weights.lora_a, list) for a in weights.lora_a}
+    return sorted(
+        name for name, weights in model.loras.items() if id(weights) not in known and id(weights.lora_a) not in listed
+    )
+
+
+def check_described(model: Any, manager: Any, modules: ModelModules) -> None:
+    """Compare a parsed adapter's weights with the sizes of the whole model's modules, before vLLM merges them.
+
+    Once vLLM has stacked experts, an error says no more which was wrong; and of what is larger than a layer that is
+    divided among workers, each would take its part and never see the rest.
+
+    Args:
+        model: vLLM's `LoRAModel`.
+        manager: its `LoRAModelManager`.
+        modules: what `describe` said of it.
+
+    Raises:
+        IncompatibleAdapter: other sizes than the model's, or experts of which a part is missing.
+    """
+    pairs = {
+        name: weights
+        for name, weights in model.loras.items()
+        if isinstance(weights.lora_a, torch.Tensor) and isinstance(weights.lora_b, torch.Tensor)
+    }
+    shapes = {name: (tuple(pair.lora_a.shape), tuple(pair.lora_b.shape)) for name, pair in pairs.items()}
+    for name, shape in shapes.items():
+        place = modules.place(name)
+        if place is not None and place.kind is not Kind.EXPERTS and all(len(side) == 2 for side in shape):
+            check_sizes(name, shape, place)
+    check_experts(
+        shapes,
+        modules,
+        ranks={name: int(pair.rank) for name, pair in pairs.items()},
+        max_rank=manager.lora_config.max_lora_rank,
+        elsewhere=_experts_elsewhere(manager, modules),
+    )
+    for name in modules.experts:
+        _check_sharding(name, manager.modules[name], pairs, modules)
+
+
+def _experts_elsewhere(manager: Any, modules: ModelModules) -> set[str]:
+    """Names of the experts that vLLM loads on other workers only."""
+    named: dict[str, list[str]] = {name: manager.packed_modules.get(name, []) for name in modules.experts}
+    restrict = manager._restrict_to_local_experts  # noqa: SLF001 - as vLLM merges them
+    return {part for name, parts in named.items() for part in set(parts).difference(restrict(name, parts))}
+
+
+def _check_sharding(name: str, module: Any, pairs: Mapping[str, Any], modules: ModelModules) -> None:
+    """With `--fully-sharded-loras` each worker has a part of the rank of experts' w13, which vLLM asserts."""
+    if not module.fully_sharded or module.tp_size == 1:
+        return
+    for part, weights in pairs.items():
+        place = modules.place(part)
+        if place is not None and place.module == name and place.part != "w2" and weights.rank % module.tp_size:
+            raise IncompatibleAdapter(
+                f"rank {weights.rank} in module '{part}'",
+                expected=f"a multiple of {module.tp_size}, the workers that --fully-sharded-loras divides it among",
+                remedy="serve it without --fully-sharded-loras, or train it with such a rank",
+            )
 
 
 def check_fits(adapter: str, module_name: str, module: Any, weights: Any) -> None:
     """Compare a module's weights with its slot, so that no copy into it can fail or fill less than it should.
 
     A copy that fails in the engine loop, crashes the engine: there is no idle slot to try it in before.
-    Mixtures of experts, whose slots are of other shapes, are left to vLLM.
+    Mixtures of experts, whose slots are of other shapes, are compared by `check_described` alone.
 
     Raises:
         IncompatibleAdapter: another rank than fits, or other sizes than the module's. InvalidAdapter: A and B that are
@@ -40,10 +103,11 @@ def check_fits(adapter: str, module_name: str, module: Any, weights: Any) -> Non
     if len(slots_a) > 1 and (not isinstance(lora_b, list) or len(lora_b) != len(slots_a)):
         sides = (side if isinstance(side, list) else [side] for side in (lora_a, lora_b))
         lora_a, lora_b = module.expand_packed_lora(*sides)  # several slices in one pair; vLLM splits it as well
+    for a, b in zip(*_sides_of(lora_a, lora_b), strict=False):
+        _check_pair(adapter, module_name, a, b)  # whole: fully sharded, a worker has a part of A's rank, perhaps none
     if getattr(module, "tp_size", 1) > 1 and hasattr(module, "slice_lora_a"):
         lora_a, lora_b = module.slice_lora_a(lora_a), module.slice_lora_b(lora_b)
-    sides_a = lora_a if isinstance(lora_a, list) else [lora_a]
-    sides_b = lora_b if isinstance(lora_b, list) else [lora_b]
+    sides_a, sides_b = _sides_of(lora_a, lora_b)
     if not len(sides_a) == len(sides_b) == len(slots_a):
         raise IncompatibleAdapter(
             f"weights of {module_name} for {len(sides_b)} slices",
@@ -52,7 +116,6 @@ def check_fits(adapter: str, module_name: str, module: Any, weights: Any) -> Non
             adapter=adapter,
         )
     for a, b, slot_a, slot_b in zip(sides_a, sides_b, slots_a, slots_b, strict=True):
-        _check_pair(adapter, module_name, a, b)
         for side, given, place in (("lora_A", a, slot_a), ("lora_B", b, slot_b)):
             if given is None:
                 continue
@@ -69,6 +132,10 @@ def check_fits(adapter: str, module_name: str, module: Any, weights: Any) -> Non
                     remedy="serve it with the base model that it was trained on, or raise --max-lora-rank",
                     adapter=adapter,
                 )
+
+
+def _sides_of(*sides: Any) -> list[list[Any]]:
+    return [side if isinstance(side, list) else [side] for side in sides]
 
 
 def _slots(module: Any, weights: Any) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]] | None:

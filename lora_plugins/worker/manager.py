@@ -31,6 +31,7 @@ from lora_plugins.worker.loaded_adapter import LoadedAdapter, build, take_scalin
 from lora_plugins.worker.materialise import Materialiser, Resolver
 from lora_plugins.worker.metrics import WorkerMetrics, metrics_of
 from lora_plugins.worker.model_manager import PlannedModelManager
+from lora_plugins.worker.model_modules import describe
 from lora_plugins.worker.slot_copy import forget
 from lora_plugins.worker.slot_stream import SlotStream
 
@@ -63,6 +64,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
     def create_lora_manager(self, model: torch.nn.Module, vllm_config: Any) -> Any:
         """As vLLM's, with the threads that load beside it."""
         result = super().create_lora_manager(model, with_spare_slots(vllm_config, self._settings))
+        self._modules = describe(self._adapter_manager)
         # With pipeline parallelism a worker has only some of the model's modules.
         self._is_whole_model = vllm_config.parallel_config.pipeline_parallel_size == 1
         self.jobs = Jobs(
@@ -121,6 +123,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             model = self._load_adapter(request)
             if hasattr(manager, "_validate_moe_lora_format"):  # from 0.32
                 manager._validate_moe_lora_format(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
+            loading.check_described(model, manager, self._modules)
             scalings = take_scalings(model)
             manager._create_merged_loras_inplace(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
             self._check_matched(model, spec.name)
@@ -265,12 +268,15 @@ LEDGER = (
         vllm.lora.model_manager:
             LoRAModelManager._validate_moe_lora_format(self, lora_model)  # since 0.32
             LoRAModelManager._create_merged_loras_inplace(self, lora_model)
+            LoRAModelManager._restrict_to_local_experts(self, module_name, new_module_names)
             LoRAModelManager._get_lora_layer_weights(self, lora_model, module_name)
             LoRAModelManager._get_module_to_save_weights(self, lora_model, module_name)  # since 0.31
         vllm.lora.lora_model:
             LoRAModel{loras}
         vllm.lora.lora_weights:
-            LoRALayerWeights{lora_a, lora_b, scaling}
+            LoRALayerWeights{lora_a, lora_b, scaling, rank}
+        vllm.lora.layers.fused_moe:
+            FusedMoEWithLoRA{fully_sharded, tp_size}
         vllm.lora.layers.base_linear:
             BaseLinearLayerWithLoRA{lora_a_stacked, lora_b_stacked, output_slices, tp_size}
         """,

@@ -9,6 +9,8 @@ from typing import Any
 from lora_plugins.worker.jobs import Entry
 
 _MB = 1e6
+_STACKS = ("lora_a_stacked", "lora_b_stacked")
+_STACKS_OF_EXPERTS = ("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked", "w2_lora_b_stacked")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,8 @@ def slot_bytes(manager: Any) -> int:
     return sum(
         tensor.numel() * tensor.element_size()
         for module in manager.modules.values()
-        for name in ("lora_a_stacked", "lora_b_stacked")
-        for tensor in getattr(module, name, ())
+        for name in (*_STACKS, *_STACKS_OF_EXPERTS)
+        # A list, which layers of experts have beside their own stacks, is of views of these.
+        if not isinstance(stacks := getattr(module, name, ()), list)
+        for tensor in stacks
     )

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import save_file
 
+from lora_plugins.adapter.model_modules import ExpertFormat, Kind, ModelModules
 from lora_plugins.settings import Settings
-from tests.worker.small_model import MAX_RANK
+from tests.worker.small_model import MAX_RANK, Adapter
 
 HIDDEN, INNER, EXPERTS = 64, 32, 4
 
@@ -19,7 +24,7 @@ _COMMON = {
     "intermediate_size": INNER,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    "num_key_value_heads": 2,
     "head_dim": 32,
     "vocab_size": 64,
     "max_position_embeddings": 64,
@@ -40,7 +45,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "architectures": ["OlmoeForCausalLM"],
         "model_type": "olmoe",
         "num_experts": EXPERTS,
-        "num_key_value_heads": 2,
     },
     "gpt-oss": {
         "architectures": ["GptOssForCausalLM"],
@@ -53,9 +57,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 PER_EXPERT = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe")
 
 
-def configuration(directory: Path, name: str, *, slots: int = 2, **lora: Any) -> Any:
-    """vLLM's configuration of one of `CONFIGS`; `lora` are fields of its `LoRAConfig`."""
-    from vllm.config import LoRAConfig, ModelConfig, SchedulerConfig, VllmConfig
+def configuration(
+    directory: Path, name: str, *, slots: int = 2, parallel: dict[str, Any] | None = None, **lora: Any
+) -> Any:
+    """vLLM's configuration of one of `CONFIGS`, with these fields of its `ParallelConfig` and `LoRAConfig`."""
+    from vllm.config import LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 
     base = directory / name
     base.mkdir(parents=True, exist_ok=True)
@@ -63,7 +69,12 @@ def configuration(directory: Path, name: str, *, slots: int = 2, **lora: Any) ->
     model = ModelConfig(str(base), skip_tokenizer_init=True, dtype="float32", max_model_len=64)
     fields = {"max_lora_rank": MAX_RANK, "max_loras": slots, "max_cpu_loras": 4, "lora_dtype": torch.float32, **lora}
     scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, is_encoder_decoder=False)
-    return VllmConfig(model_config=model, lora_config=LoRAConfig(**fields), scheduler_config=scheduler)
+    return VllmConfig(
+        model_config=model,
+        lora_config=LoRAConfig(**fields),
+        scheduler_config=scheduler,
+        parallel_config=ParallelConfig(**(parallel or {})),
+    )
 
 
 def manager_of(config: Any, kind: type | None = None) -> Any:
@@ -82,8 +93,8 @@ def manager_of(config: Any, kind: type | None = None) -> Any:
     return manager
 
 
-def slots_of_experts(manager: Any, index: int) -> dict[str, torch.Tensor]:
-    """What one slot holds, by module, side and slice; modules of every kind."""
+def held_in(manager: Any, index: int) -> dict[str, torch.Tensor]:
+    """What one slot of every module holds, by module, side and slice."""
     held = {}
     for name, module in manager._adapter_manager.modules.items():
         for stack in _STACKS:
@@ -97,3 +108,50 @@ def slots_of_experts(manager: Any, index: int) -> dict[str, torch.Tensor]:
 
 _STACKS = ("lora_a_stacked", "lora_b_stacked", "w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked",
            "w2_lora_b_stacked", "adapter_enabled")  # fmt: skip
+
+
+@contextmanager
+def second_of_two_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Layers that are made meanwhile are those of the second of two workers of tensor parallelism."""
+    from vllm.distributed import parallel_state
+
+    with monkeypatch.context() as patched:
+        for group in (parallel_state.get_tp_group(), parallel_state.get_ep_group()):
+            patched.setattr(group, "world_size", 2)
+            patched.setattr(group, "rank_in_group", 1)
+        yield
+
+
+def tensors_for(modules: ModelModules, of_format: ExpertFormat, rank: int) -> dict[str, torch.Tensor]:
+    """Random weights for every module of a model, the experts in this format, as PEFT names and shapes them."""
+    generator = torch.Generator().manual_seed(0)
+    is_stacked, is_shared = of_format is ExpertFormat.STACKED, of_format is ExpertFormat.SHARED
+    tensors = {}
+    for name, place in modules.places.items():
+        if place.kind is Kind.EXPERTS and (place.stacked > 1) is not is_stacked:
+            continue
+        ends = ("lora_embedding_A", "lora_embedding_B") if place.kind is Kind.EMBEDDING else _ENDS
+        assert place.in_features is not None
+        assert place.out_features is not None
+        shapes = [[rank * place.stacked, place.in_features], [place.out_features, rank * place.stacked]]
+        if is_shared and place.kind is Kind.EXPERTS:
+            shapes = [[1, *shapes[0]], [EXPERTS, *shapes[1]]]
+            if place.part == "w2":
+                shapes[0][0], shapes[1][0] = EXPERTS, 1
+        for end, shape in zip(ends, shapes, strict=True):
+            tensors[f"base_model.model.{name}.{end}"] = torch.randn(*shape, generator=generator)
+    return tensors
+
+
+def write_adapter(
+    directory: Path, adapter_id: int, tensors: Mapping[str, torch.Tensor], rank: int, *, is_3d: bool = False
+) -> Adapter:
+    """These tensors as an adapter; what its slots should hold is not noted."""
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(dict(tensors), directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 3 * rank, "target_modules": ["experts"]}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return Adapter(adapter_id, directory, {}, {}, is_3d)
+
+
+_ENDS = ("lora_A.weight", "lora_B.weight")

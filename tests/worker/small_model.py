@@ -126,6 +126,7 @@ class Adapter:
     path: Path
     a: dict[str, torch.Tensor]
     b: dict[str, torch.Tensor]
+    is_3d: bool = False
 
     @property
     def name(self) -> str:
@@ -137,12 +138,13 @@ class Adapter:
 
     @property
     def spec(self) -> AdapterSpec:
-        return AdapterSpec(self.adapter_id, self.name, str(self.path))
+        return AdapterSpec(self.adapter_id, self.name, str(self.path), is_3d=self.is_3d)
 
     def request(self, **changes: Any) -> Any:
         from vllm.lora.request import LoRARequest
 
-        return LoRARequest(lora_name=self.name, lora_int_id=self.adapter_id, lora_path=str(self.path), **changes)
+        fields = {"lora_path": str(self.path), "is_3d_lora_weight": self.is_3d, **changes}
+        return LoRARequest(lora_name=self.name, lora_int_id=self.adapter_id, **fields)
 
     def vanish(self) -> None:
         shutil.rmtree(self.path)

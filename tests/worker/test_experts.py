@@ -1,0 +1,179 @@
+"""Experts of vLLM's own models: slots hold what vLLM writes, and what does not fit fails in the background.
+
+vLLM computes fused experts with Triton alone, so slots are compared, not answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+
+from lora_plugins.adapter.model_modules import ExpertFormat, Kind, ModelModules
+from lora_plugins.errors import IncompatibleAdapter
+from lora_plugins.scheduler.messages import Failed
+from lora_plugins.worker.agreement import Agreement
+from lora_plugins.worker.metrics import slot_bytes
+from lora_plugins.worker.model_modules import describe
+from tests.worker.real_models import (
+    PER_EXPERT,
+    configuration,
+    held_in,
+    manager_of,
+    second_of_two_workers,
+    tensors_for,
+    write_adapter,
+)
+from tests.worker.small_model import bring, serve, slots_of
+
+RANK = 6  # the second of two workers has less than half of it, where slots of rank 8 are divided
+TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+MIXED, SHARED = {"enable_mixed_moe_lora_format": True}, {"enable_moe_shared_loras": True}
+
+
+@pytest.fixture
+def make(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Makes a worker manager, ours or of `kind`, over a real model; on the second of two workers with `parallel`."""
+    monkeypatch.setenv("LORA_PLUGINS_SPARE_SLOTS", "0")
+    made = []
+
+    def make_manager(name: str, kind: type | None = None, **lora: Any) -> Any:
+        config = configuration(tmp_path, name, **lora)
+        if "parallel" in lora:
+            monkeypatch.setattr("lora_plugins.worker.manager.agreement_of", lambda _: Agreement())
+            with second_of_two_workers(monkeypatch):
+                manager = manager_of(config, kind)
+        else:
+            manager = manager_of(config, kind)
+        if kind is None:
+            made.append(manager)
+        return manager
+
+    yield make_manager
+    for manager in made:
+        manager.jobs.close()
+
+
+def described(manager: Any) -> ModelModules:
+    return describe(manager._adapter_manager)
+
+
+@pytest.mark.parametrize(
+    ("name", "of_format", "options"),
+    [
+        *((name, ExpertFormat.PER_EXPERT, {}) for name in PER_EXPERT),
+        ("gpt-oss", ExpertFormat.STACKED, {}),
+        ("gpt-oss", ExpertFormat.STACKED, MIXED),
+        ("gpt-oss", ExpertFormat.PER_EXPERT, MIXED),
+        ("qwen3-moe", ExpertFormat.STACKED, MIXED),
+        ("qwen3-moe", ExpertFormat.SHARED, SHARED),
+        ("gpt-oss", ExpertFormat.SHARED, SHARED),
+        ("qwen3-moe", ExpertFormat.PER_EXPERT, {"parallel": TWO}),
+        ("qwen3-moe", ExpertFormat.PER_EXPERT, {"parallel": TWO, "fully_sharded_loras": True}),
+        ("qwen3-moe", ExpertFormat.PER_EXPERT, {"parallel": {**TWO, "enable_expert_parallel": True}}),
+        ("gpt-oss", ExpertFormat.STACKED, {"parallel": TWO}),
+        ("gpt-oss", ExpertFormat.STACKED, {"parallel": {**TWO, "enable_expert_parallel": True}}),
+    ],
+)  # fmt: skip
+def test_slots_hold_what_vllm_writes(
+    make: Any, tmp_path: Path, name: str, of_format: ExpertFormat, options: dict[str, Any]
+) -> None:
+    ours, vllms = make(name, **options), make(name, LRUCacheWorkerLoRAManager, **options)
+    is_3d = of_format is ExpertFormat.STACKED
+    adapter = write_adapter(tmp_path / "a", 7, tensors_for(described(ours), of_format, RANK), RANK, is_3d=is_3d)
+    serve(ours, adapter, 1)
+    vllms.add_adapter(adapter.request())
+    assert slots_of(ours) == [None, 7]
+    wanted = held_in(vllms, slots_of(vllms).index(7))
+    found = held_in(ours, 1)
+    assert found.keys() == wanted.keys()
+    assert [place for place in wanted if not torch.equal(found[place], wanted[place])] == []
+    assert all(wanted[place].any() for place in wanted), "the adapter fills every module"
+
+
+def changed(tensors: dict[str, torch.Tensor], change: str, which: str) -> dict[str, torch.Tensor]:
+    """With one pair of tensors of a module changed, or without it."""
+    a, b = (f"base_model.model.{which}.lora_{side}.weight" for side in "AB")
+    other = dict(tensors)
+    match change:
+        case "missing":
+            del other[a], other[b]
+        case "wide":
+            other[a] = torch.cat([other[a], other[a][..., :1]], -1)
+        case "narrow":
+            other[a] = other[a][..., :-1].contiguous()
+        case "twice as wide":
+            other[a] = torch.cat([other[a]] * 2, -1)
+        case "high":
+            other[b] = torch.cat([other[b], other[b][..., :1, :]], -2)
+        case "low":
+            other[b] = other[b][..., :-1, :].contiguous()
+        case "twice as high":
+            other[b] = torch.cat([other[b]] * 2, -2)
+        case "half as high":
+            other[b] = other[b][..., : other[b].shape[-2] // 2, :].contiguous()
+        case "one rank more":
+            other[a] = torch.cat([other[a], other[a][..., :1, :]], -2)
+            other[b] = torch.cat([other[b], other[b][..., :1]], -1)
+        case "twice the rank":
+            other[a], other[b] = torch.cat([other[a]] * 2, -2), torch.cat([other[b]] * 2, -1)
+        case "A and B of different ranks":
+            other[a] = other[a][..., :-1, :].contiguous()
+    return other
+
+
+CHANGES = [
+    "missing", "wide", "narrow", "twice as wide", "high", "low", "twice as high", "half as high", "one rank more",
+    "twice the rank", "A and B of different ranks",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "of_format", "options"),
+    [
+        ("mixtral", ExpertFormat.PER_EXPERT, {}),
+        ("gpt-oss", ExpertFormat.STACKED, {}),
+        ("gpt-oss", ExpertFormat.STACKED, MIXED),
+        ("qwen3-moe", ExpertFormat.SHARED, SHARED),
+        ("qwen3-moe", ExpertFormat.PER_EXPERT, {"parallel": TWO}),
+        ("gpt-oss", ExpertFormat.STACKED, {"parallel": TWO}),
+        ("gpt-oss", ExpertFormat.STACKED, {"parallel": {**TWO, "enable_expert_parallel": True}}),
+    ],
+)
+def test_experts_of_other_shapes_fail_in_the_background(
+    make: Any, tmp_path: Path, name: str, of_format: ExpertFormat, options: dict[str, Any]
+) -> None:
+    manager = make(name, **options)
+    modules = described(manager)
+    tensors = tensors_for(modules, of_format, RANK)
+    is_3d = of_format is ExpertFormat.STACKED
+    parts = [
+        part for part, place in modules.places.items() if place.kind is Kind.EXPERTS and (place.stacked > 1) is is_3d
+    ]
+    for number, change in enumerate(CHANGES, 1):
+        part = parts[number % len(parts)]
+        other = changed(tensors, change, part)
+        report = bring(manager, write_adapter(tmp_path / change, number, other, RANK, is_3d=is_3d))
+        assert isinstance(report, Failed), change
+        assert isinstance(report.error, IncompatibleAdapter), change
+        assert part in str(report.error), change
+    before = held_in(manager, 0)
+    serve(manager, write_adapter(tmp_path / "good", 99, tensors, RANK, is_3d=is_3d), 0)
+    assert not any(torch.equal(tensor, before[place]) for place, tensor in held_in(manager, 0).items())
+
+
+@pytest.mark.parametrize(("name", "options"), [("mixtral", {}), ("gpt-oss", {}), ("qwen3-moe", SHARED)])
+def test_slots_of_experts_count(make: Any, name: str, options: dict[str, Any]) -> None:
+    manager = make(name, **options)._adapter_manager
+    held = {}
+    for module in manager.modules.values():
+        for attribute, value in vars(module).items():
+            for tensor in value if isinstance(value, tuple | list) else [value]:
+                if attribute.endswith("_stacked") and isinstance(tensor, torch.Tensor):
+                    storage = tensor.untyped_storage()
+                    held[storage.data_ptr()] = storage.nbytes()
+    assert slot_bytes(manager) == sum(held.values())
