@@ -10,10 +10,12 @@ import math
 import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from lora_plugins.adapter.patterns import Deadline, SuffixPatterns
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
+
+T = TypeVar("T")
 
 CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 16 << 20  # a list of every expert of Qwen3-235B takes more than 1 MiB
@@ -65,13 +67,25 @@ class AdapterConfig:
 
     def ranks(self) -> Callable[[str, Deadline], int]:
         """A function from a module's name in the checkpoint, without `base_model.model.`, to its rank."""
-        patterns = SuffixPatterns(self.rank_pattern, "rank_pattern")
+        return _valued(self.rank_pattern, "rank_pattern", self.rank)
 
-        def rank_of(module: str, deadline: Deadline) -> int:
-            found = patterns.first(module, deadline)
-            return self.rank if found is None else found
+    def alphas(self) -> Callable[[str, Deadline], float]:
+        """A function from a module's name in the checkpoint, without `base_model.model.`, to its alpha."""
+        return _valued(self.alpha_pattern, "alpha_pattern", self.alpha)
 
-        return rank_of
+    def scaling(self, rank: int, alpha: float) -> float:
+        """What B's product is multiplied by (rsLoRA: arXiv 2312.03732)."""
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def _valued(pattern: Mapping[str, T], field_name: str, default: T) -> Callable[[str, Deadline], T]:
+    patterns = SuffixPatterns(pattern, field_name)
+
+    def value_of(module: str, deadline: Deadline) -> T:
+        found = patterns.first(module, deadline)
+        return default if found is None else found
+
+    return value_of
 
 
 def parse_config(data: bytes) -> AdapterConfig:

@@ -5,6 +5,9 @@ Names are read by vLLM's own function with the model's own mapping, which the ca
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -15,17 +18,25 @@ from lora_plugins.errors import IncompatibleAdapter
 
 # A tensor's name → the module that it is for, and whether it is A; ValueError where it is no LoRA weight.
 ReadName = Callable[[str], tuple[str, bool]]
+# A module's name → its name in another version of Transformers.
+Respell = Callable[[str], str]
 
 _EXAMPLES = 3
 _REMEDY = "serve it with the base model that it was trained on"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Model:
-    """What the engine says of its model, and how it reads an adapter's names."""
+    """What the engine says of its model, how it reads an adapter's names, and how these may be spelled otherwise."""
 
     modules: ModelModules
     read_name: ReadName
+    respellings: tuple[Respell, ...] = ()
+
+    @functools.cached_property
+    def form(self) -> str:
+        """A key of all that decides into which form an adapter is brought."""
+        return hashlib.sha256(json.dumps(self.modules.plain(), sort_keys=True).encode()).hexdigest()
 
 
 def check_landing(weights: Weights, model: Model, about: str, *, refuse_unmatched: bool = True) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from dataclasses import asdict, astuple, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-FORMAT = 2
+FORMAT = 3
 
 
 class Kind(StrEnum):
@@ -60,6 +60,7 @@ class Place:
         max_out_features: whether fewer outputs fit as well, as with a head that knows fewer words.
         part: of experts: `w1`, `w2`, `w3` or `w13`.
         stacked: how many experts' matrices are one tensor: A is (experts x rank, inputs), B (outputs, rank x experts).
+        matrices: outputs of each matrix that a fused module joins, where the engine takes one pair for all of them.
     """
 
     module: str
@@ -69,6 +70,7 @@ class Place:
     max_out_features: bool = False
     part: str = ""
     stacked: int = 1
+    matrices: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class ModelModules:
         skipped: parts of names of which vLLM reads nothing, such as those of layers for speculation.
         without_model_prefix: whether a name is also looked for without its first `model.` (pooling models).
         experts: the mixtures of experts, by `Place.module`.
+        model_type: `model_type` of the model's configuration, by which Transformers knows its names.
     """
 
     architecture: str
@@ -94,6 +97,7 @@ class ModelModules:
     skipped: tuple[str, ...] = ()
     without_model_prefix: bool = False
     experts: Mapping[str, Experts] = field(default_factory=dict)
+    model_type: str = ""
 
     def place(self, name: str) -> Place | None:
         """Where the weights of this name land; None where the model has no such module."""
@@ -122,6 +126,7 @@ class ModelModules:
             "skipped": list(self.skipped),
             "without_model_prefix": self.without_model_prefix,
             "experts": {name: asdict(experts) for name, experts in self.experts.items()},
+            "model_type": self.model_type,
         }
 
     @classmethod
@@ -135,7 +140,8 @@ class ModelModules:
             raise ValueError(f"format {plain.get('format')!r}, not {FORMAT}")
         try:
             places = {
-                name: Place(module, Kind(kind), *others) for name, (module, kind, *others) in plain["places"].items()
+                name: replace(Place(module, Kind(kind), *others), matrices=tuple(matrices))
+                for name, (module, kind, *others, matrices) in plain["places"].items()
             }
             experts = {
                 name: Experts(**{**one, "formats": tuple(ExpertFormat(kind) for kind in one["formats"])})
@@ -150,6 +156,7 @@ class ModelModules:
                 tuple(plain["skipped"]),
                 bool(plain["without_model_prefix"]),
                 experts,
+                str(plain["model_type"]),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not the modules of a model: {error}") from None

@@ -27,13 +27,14 @@ DTYPE_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor: its bytes lie from `begin` to `end`, counted from the start of the file."""
+    """One tensor: its bytes lie from `begin` to `end`, counted from the start of `file` (empty: the only one)."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     begin: int
     end: int
+    file: str = ""
 
 
 def read_header(file: BinaryIO, file_bytes: int) -> tuple[TensorInfo, ...]:

@@ -11,6 +11,7 @@ from lora_plugins.adapter.config import CONFIG_FILE, MAX_CONFIG_BYTES, AdapterCo
 from lora_plugins.adapter.files import open_regular
 from lora_plugins.adapter.finite import check_finite
 from lora_plugins.adapter.fit import BaseModel, check_base
+from lora_plugins.adapter.layouts.conversion import Conversion, plan_conversion
 from lora_plugins.adapter.safetensors_header import read_header
 from lora_plugins.adapter.weights import Weights, pair_weights
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, describing
@@ -23,12 +24,19 @@ _SHARD_INDEX = "adapter_model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class VerifiedAdapter:
-    """An adapter that this server can serve: what it says of itself, and what was let through with a note."""
+    """An adapter that this server can serve, once it is in the engine's form.
+
+    Attributes:
+        config, weights: what it says of itself; weights are None where they are a pickle.
+        notes: what was let through.
+        conversion: into the engine's form; None where it is in that form, or the engine's modules are not known.
+    """
 
     config: AdapterConfig
     weights: Weights | None
     size_bytes: int
     notes: tuple[str, ...] = ()
+    conversion: Conversion | None = None
 
 
 def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) -> VerifiedAdapter:
@@ -52,13 +60,18 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
             return VerifiedAdapter(config, None, size_bytes, (*notes, f"{name} is a pickle; weights not verified"))
         tensors = read_header(file, weights_bytes)
         weights = pair_weights(tensors, config)
-        notes = ()
+        notes, conversion = (), None
         if base is not None:
-            unmatched = settings.refuse_unmatched
-            notes = check_base(config, weights, base, settings.base_match, refuse_unmatched=unmatched)
+            if base.model is not None:
+                planned = plan_conversion(weights, config, base.model)
+                conversion = planned if planned.changes else None
+            served = conversion or Conversion(weights, config)
+            notes = check_base(
+                served.config, served.weights, base, settings.base_match, refuse_unmatched=settings.refuse_unmatched
+            )
         if settings.check_finite:
             check_finite(file, tensors)
-    return VerifiedAdapter(config, weights, size_bytes, notes)
+    return VerifiedAdapter(config, weights, size_bytes, notes, conversion)
 
 
 def choose_weights(names: Collection[str], settings: Settings) -> str:

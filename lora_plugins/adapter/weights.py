@@ -1,11 +1,14 @@
 """The tensors of an adapter as pairs A and B of a module, checked against its configuration.
 
 Names: `[base_model.model.]<module>.lora_A.weight`, `.lora_B.weight`, `.lora_embedding_A`, `.lora_embedding_B`
-(`parse_fine_tuned_lora_name` in `vllm/lora/utils.py`, 0.32). Shapes: A `(rank, in)`, B `(out, rank)`.
+(`parse_fine_tuned_lora_name` in `vllm/lora/utils.py`, 0.32). A state dict that was saved without PEFT's own function
+has the adapter's name in its keys as well, `.lora_A.default.weight`, which vLLM does not read (`adapter/layouts`).
+Shapes: A `(rank, in)`, B `(out, rank)`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,24 +17,35 @@ from lora_plugins.adapter.patterns import Deadline
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
-_PREFIX = "base_model.model."
-_SUFFIXES = {
-    ".lora_A.weight": "A",
-    ".lora_B.weight": "B",
-    ".lora_embedding_A": "A",
-    ".lora_embedding_B": "B",
-}
+PREFIX = "base_model.model."
+_NAME = re.compile(
+    r"(?P<module>.+?)\.lora_(?:(?P<side>[AB])(?:\.(?P<adapter>[^.]+))?\.weight"
+    r"|embedding_(?P<looked_up>[AB])(?:\.(?P<its_adapter>[^.]+))?)"
+)
 _BASE_EMBEDDINGS = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """A (shrink, `(rank, in)`) and B (expand, `(out, rank)`) of one module; `rank` is the configuration's for it."""
+    """A (shrink, `(rank, in)`) and B (expand, `(out, rank)`) of one module.
+
+    Attributes:
+        rank, alpha: the configuration's for it.
+        is_looked_up: whether it is an embedding's.
+    """
 
     module: str
     a: TensorInfo
     b: TensorInfo
     rank: int
+    alpha: float
+    is_looked_up: bool = False
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The names of A and B as PEFT's own function saves them, which vLLM reads."""
+        a, b = (f"{PREFIX}{self.module}.lora_{'embedding_' if self.is_looked_up else ''}{side}" for side in "AB")
+        return (a, b) if self.is_looked_up else (f"{a}.weight", f"{b}.weight")
 
     @property
     def is_experts(self) -> bool:
@@ -41,10 +55,18 @@ class LoraPair:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What a file holds: pairs, and copies of the base model's embeddings, which vLLM leaves out."""
+    """What an adapter holds.
+
+    Attributes:
+        base_embeddings: copies of the base model's embeddings, which vLLM leaves out.
+        others: whole modules, such as a classifier's head.
+        name_in_keys: the adapter's name, where its keys hold one.
+    """
 
     pairs: tuple[LoraPair, ...]
     base_embeddings: tuple[tuple[str, TensorInfo], ...] = ()
+    others: tuple[TensorInfo, ...] = ()
+    name_in_keys: str | None = None
 
 
 def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weights:
@@ -54,28 +76,46 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
         InvalidAdapter: an A without its B, ranks that disagree, no pair at all.
         IncompatibleAdapter: a tensor that vLLM cannot apply.
     """
-    sides: dict[str, dict[str, TensorInfo]] = {}
-    embeddings = []
+    sides: dict[tuple[str, bool], dict[str, TensorInfo]] = {}
+    embeddings, others, names = [], [], set()
     for tensor in tensors:
         if tensor.name.endswith(_BASE_EMBEDDINGS):
-            embeddings.append((tensor.name.removeprefix(_PREFIX).removesuffix(".base_layer.weight"), tensor))
+            embeddings.append((_without_prefix(tensor.name).removesuffix(".base_layer.weight"), tensor))
             continue
         if _is_classifier_head(tensor.name, config):
+            others.append(tensor)
             continue
-        module, side = _split(tensor.name)
-        if side in sides.setdefault(module, {}):
+        module, side, is_looked_up, name = _split(tensor.name)
+        names.add(name)
+        pair = sides.setdefault((module, is_looked_up), {})
+        if side in pair:
             raise InvalidAdapter(
                 f"two {side} tensors for module '{module}'", expected="one", remedy="save the adapter again with PEFT"
             )
-        sides[module][side] = tensor
-    deadline, rank_of = Deadline(), config.ranks()
-    pairs = tuple(_pair(module, pair, rank_of(module, deadline)) for module, pair in sides.items())
+        pair[side] = tensor
+    _check_one_adapter(names)
+    deadline, rank_of, alpha_of = Deadline(), config.ranks(), config.alphas()
+    pairs = tuple(
+        _pair(module, pair, rank_of(name, deadline), alpha_of(name, deadline), is_looked_up)
+        for (module, is_looked_up), pair in sides.items()
+        for name in [parameter_of(module)]
+    )
     if not pairs:
         raise InvalidAdapter(
             "no pair of lora_A and lora_B", expected="at least one", remedy="save the adapter again with PEFT"
         )
     _check_ranks(pairs)
-    return Weights(pairs, tuple(embeddings))
+    return Weights(pairs, tuple(embeddings), tuple(others), names.pop())
+
+
+def _check_one_adapter(names: set[str | None]) -> None:
+    if len(names) > 1:
+        found = ", ".join(sorted(name or "none" for name in names))
+        raise InvalidAdapter(
+            f"tensors of several adapters in one file (names in their keys: {found[:100]})",
+            expected="one adapter",
+            remedy="save each adapter by itself with PEFT's save_pretrained",
+        )
 
 
 def _is_classifier_head(name: str, config: AdapterConfig) -> bool:
@@ -83,20 +123,25 @@ def _is_classifier_head(name: str, config: AdapterConfig) -> bool:
     return len(parts) >= 2 and parts[-1] in ("weight", "bias") and parts[-2] in config.modules_to_save
 
 
-def _split(name: str) -> tuple[str, str]:
-    for suffix, side in _SUFFIXES.items():
-        if name.endswith(suffix):
-            module = name.removeprefix(_PREFIX).removesuffix(suffix)
-            if module:
-                return module, side
-    raise IncompatibleAdapter(
-        f"tensor '{name}', which is no LoRA weight",
-        expected="only tensors named <module>.lora_A.weight, .lora_B.weight, .lora_embedding_A or .lora_embedding_B",
-        remedy="save the adapter alone, without full weights, or merge it into the base model",
-    )
+def _split(name: str) -> tuple[str, str, bool, str | None]:
+    """Module, side, whether it is an embedding's, and the adapter's name if the key holds one."""
+    found = _NAME.fullmatch(_without_prefix(name))
+    if found is None:
+        raise IncompatibleAdapter(
+            f"tensor '{name}', which is no LoRA weight",
+            expected="tensors named <module>.lora_A.weight, .lora_B.weight, .lora_embedding_A or .lora_embedding_B",
+            remedy="save the adapter alone, without full weights, or merge it into the base model",
+        )
+    side, looked_up = found["side"], found["looked_up"]
+    return found["module"], side or looked_up, side is None, found["adapter"] or found["its_adapter"]
 
 
-def _pair(module: str, sides: dict[str, TensorInfo], rank: int) -> LoraPair:
+def _without_prefix(name: str) -> str:
+    """As vLLM's `parse_fine_tuned_lora_name`, which takes the prefix off as often as it is there."""
+    return name.replace(PREFIX, "") if name.startswith(PREFIX) else name
+
+
+def _pair(module: str, sides: dict[str, TensorInfo], rank: int, alpha: float, is_looked_up: bool) -> LoraPair:
     if len(sides) != 2:
         (side,) = sides
         raise InvalidAdapter(
@@ -104,7 +149,7 @@ def _pair(module: str, sides: dict[str, TensorInfo], rank: int) -> LoraPair:
             expected="lora_A and lora_B for every module",
             remedy="save the adapter again with PEFT",
         )
-    pair = LoraPair(module, sides["A"], sides["B"], rank)
+    pair = LoraPair(module, sides["A"], sides["B"], rank, alpha, is_looked_up)
     for tensor in (pair.a, pair.b):
         if len(tensor.shape) != 2 and not pair.is_experts:
             raise IncompatibleAdapter(
@@ -113,6 +158,17 @@ def _pair(module: str, sides: dict[str, TensorInfo], rank: int) -> LoraPair:
                 remedy="leave convolutions out of target_modules",
             )
     return pair
+
+
+def parameter_of(module: str) -> str:
+    """The name of a module that patterns of the configuration are compared with.
+
+    PEFT wraps the two parameters of stacked experts one in the other (`target_parameters`), and matches their own names
+    (`PEFTHelper.get_rank_and_scaling` in vllm/lora/peft_helper.py, 0.32).
+    """
+    if module.endswith(".experts.base_layer"):
+        return module.removesuffix(".base_layer") + ".gate_up_proj"
+    return module + ".down_proj" if module.endswith(".experts") else module
 
 
 def _check_ranks(pairs: Iterable[LoraPair]) -> None:

@@ -40,7 +40,7 @@ class RollbackRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     digest: str | None = Field(
-        default=None, description=f"the first {MIN_PREFIX} characters, or more, of the digest of a version in the store"
+        default=None, description="the beginning of a kept version's digest", pattern=f"^[0-9a-f]{{{MIN_PREFIX},64}}$"
     )
 
 

@@ -16,7 +16,7 @@ from lora_plugins.adapter.landing import Model
 from lora_plugins.cli.exits import UsageProblem
 from lora_plugins.settings import Settings
 from lora_plugins.store.model_file import ModelFile
-from lora_plugins.vllm_patches.model_modules import reader_of_names
+from lora_plugins.vllm_patches.model_modules import model_of
 
 BasePath = Annotated[
     str | None, typer.Option("--base-model", help="Path or Hub id of the base model that the server serves.")
@@ -67,7 +67,7 @@ def _read_model(settings: Settings, path: str) -> Model | None:
     with contextlib.redirect_stderr(io.StringIO()):
         logging.disable(logging.WARNING)
         try:
-            return Model(modules, reader_of_names(modules))
+            return model_of(modules)
         except ImportError as error:
             raise UsageProblem(f"--base-model {path}: names are read by vLLM, which is not here ({error})") from None
         finally:

@@ -16,9 +16,11 @@ from lora_plugins.adapter.names import adapter_id
 from lora_plugins.adapter.verify import VerifiedAdapter, verify_adapter
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, LoRAPluginsError
 from lora_plugins.events import AdapterConfirmed, AdapterFetched, AdapterResolved, Events
+from lora_plugins.resolvers.conversion import ConvertedAdapter
 from lora_plugins.resolvers.limits import select_files
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
 from lora_plugins.settings import Settings
+from lora_plugins.store.errors import store_errors
 from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.store import Store, StoredAdapter
 
@@ -100,9 +102,11 @@ class Versions:
             return served
         started = time.perf_counter()
         attempt = object()  # holds the lease until the version is verified
-        stored = await self._obtain(name, source, adapter, attempt)
+        stored = await self._find_converted(adapter, base, attempt) or await self._obtain(
+            name, source, adapter, attempt
+        )
         obtain_s = time.perf_counter() - started
-        verified = await self._check(stored.digest, base, attempt)
+        stored, verified = await self._ready(stored, adapter.uri, adapter.version, base, attempt)
         if adapter.link is not None:
             await asyncio.to_thread(adapter.link.point_to, stored.directory, name)
         self._store.leases.hand_over(stored.digest, attempt, name)
@@ -144,18 +148,46 @@ class Versions:
         manifest = await asyncio.to_thread(self._leased_version, digest_prefix, origins, attempt)
         if manifest is None:
             return None
-        verified = await self._check(manifest.digest, base, attempt)
-        self._store.leases.hand_over(manifest.digest, attempt, name)
+        found = StoredAdapter(manifest.digest, self._store.layout.adapter(manifest.digest), fetched=False)
+        stored, verified = await self._ready(found, manifest.uri, manifest.version, base, attempt)
+        self._store.leases.hand_over(stored.digest, attempt, name)
         return ResolvedAdapter(
             name=name,
             adapter_id=adapter_id(name),
-            path=self._store.layout.adapter(manifest.digest),
+            path=stored.directory,
             source=_label_of(manifest.uri),
             version=manifest.version,
             uri=manifest.uri,
             size_bytes=verified.size_bytes,
             rank=verified.config.max_rank,
         )
+
+    async def _find_converted(self, adapter: RemoteAdapter, base: BaseModel, holder: object) -> StoredAdapter | None:
+        """This version in the engine's form, if it had to be converted before; its original may be gone by now."""
+        if base.model is None:
+            return None
+        form = base.model.form
+        return await asyncio.to_thread(self._store.find_leased, adapter.uri, adapter.version, holder, form)
+
+    async def _ready(
+        self, stored: StoredAdapter, uri: str, version: str, base: BaseModel | None, holder: object
+    ) -> tuple[StoredAdapter, VerifiedAdapter]:
+        """A leased version as the engine wants it: itself, or what it is converted into, leased in its place."""
+        verified = await self._check(stored.digest, base, holder)
+        if verified.conversion is None or base is None or base.model is None:
+            return stored, verified
+        try:
+            with store_errors():
+                wanted = await asyncio.to_thread(
+                    ConvertedAdapter.of, stored, uri, version, verified.conversion, base.model.form
+                )
+            async with self._fetching:
+                made = await self._store.obtain(wanted, wanted.write, _checked_later, holder, wanted.converted)
+        finally:
+            self._store.leases.release(stored.digest, holder)
+        again = await self._check(made.digest, base, holder)
+        changes = "converted into the engine's form: " + ", ".join(wanted.converted.changes)
+        return replace(made, fetched=stored.fetched), replace(again, notes=(*again.notes, changes))
 
     async def _check(self, digest: str, base: BaseModel | None, holder: object) -> VerifiedAdapter:
         """Validate a leased version, whose values were looked at when it arrived, against the base model."""
@@ -210,6 +242,10 @@ class Versions:
 
     def _check_fits(self, directory: Path, base: BaseModel | None) -> VerifiedAdapter:
         return verify_adapter(directory, base, replace(self._settings, check_finite=False))
+
+
+def _checked_later(directory: Path) -> None:
+    """What this process has written from a verified adapter is verified with what the engine says, once published."""
 
 
 def _label_of(uri: str) -> str:

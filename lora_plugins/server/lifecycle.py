@@ -15,7 +15,7 @@ from lora_plugins.server.engine import Engine
 from lora_plugins.server.planner_client import PlannerClient
 from lora_plugins.server.registry import Registry, ServedAdapter, blocked, no_longer_served, not_served
 from lora_plugins.server.swapping import Swapping
-from lora_plugins.store.layout import MIN_PREFIX, is_prefix
+from lora_plugins.store.layout import is_prefix
 
 
 class Lifecycle:
@@ -180,16 +180,8 @@ class Lifecycle:
         Kept are the last two versions; the store may have older ones still.
 
         Raises:
-            InvalidAdapter: `digest` cannot be the beginning of one. AdapterNotFound: there is none.
-            LoRAPluginsError: it cannot be loaded; the present one goes on.
+            AdapterNotFound: there is none. LoRAPluginsError: it cannot be loaded; the present one goes on.
         """
-        if digest is not None and not is_prefix(digest):
-            raise InvalidAdapter(
-                f"the digest '{digest[:80]}'",
-                expected=f"the first {MIN_PREFIX} to 64 characters of a version's digest, each 0-9 or a-f",
-                remedy=f"give more of it; GET /v1/loras/{name} has those that are kept",
-                adapter=name,
-            )
         async with self._engine.lock(name):
             adapter = self.registry.require(name)
             version = next((v for v in adapter.previous if digest is None or v.digest.startswith(digest)), None)

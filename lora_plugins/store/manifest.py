@@ -22,6 +22,21 @@ class StoredFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Converted:
+    """How an adapter was brought into an engine's form.
+
+    Attributes:
+        form: a key of the engine's modules.
+        original_digest: of the adapter as its source has it.
+        changes: what was changed, in words.
+    """
+
+    form: str
+    original_digest: str
+    changes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """Written next to the files; `digest` names the directory.
 
@@ -33,6 +48,7 @@ class Manifest:
     version: str
     files: tuple[StoredFile, ...]
     fetched_at: str
+    converted: Converted | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -55,7 +71,10 @@ class Manifest:
             files = tuple(StoredFile(**file) for file in raw.pop("files"))
             if not all(isinstance(file.name, str) and isinstance(file.size_bytes, int) for file in files):
                 raise TypeError("files")
-            return cls(files=files, **raw)
+            converted = raw.pop("converted", None)
+            if converted is not None:
+                converted = Converted(**{**converted, "changes": tuple(converted["changes"])})
+            return cls(files=files, converted=converted, **raw)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise InvalidAdapter(
                 f"a store entry without a readable manifest ({type(error).__name__})",

@@ -30,7 +30,7 @@ from lora_plugins.store.layout import (
 )
 from lora_plugins.store.leases import Leases
 from lora_plugins.store.locks import fetch_lock, remove_if_dead
-from lora_plugins.store.manifest import Manifest, StoredFile, digest_of
+from lora_plugins.store.manifest import Converted, Manifest, StoredFile, digest_of
 from lora_plugins.store.processes import Processes
 
 
@@ -107,10 +107,10 @@ class Store:
         self.processes.me()
         self._sweep()
 
-    def find(self, uri: str, version: str) -> StoredAdapter | None:
-        """The published adapter of this version, if it is there whole."""
+    def find(self, uri: str, version: str, form: str = "") -> StoredAdapter | None:
+        """The published adapter of this version, as its source has it or in an engine's form, if it is there whole."""
         try:
-            digest = self._index(uri, version).read_text(errors="replace")
+            digest = self._index(uri, version, form).read_text(errors="replace")
         except FileNotFoundError:
             return None
         if not is_digest(digest) or not self._is_whole(digest):
@@ -123,27 +123,30 @@ class Store:
         fetch: Callable[[PartialDownload], Awaitable[None]],
         check: Callable[[Path], None],
         holder: Hashable = "",
+        converted: Converted | None = None,
     ) -> StoredAdapter:
         """Find this version, or fetch, check and publish it; whichever it is, it is leased for `holder`.
 
-        `fetch` writes the files; `check` raises where they are no adapter that can be served.
+        `fetch` writes the files; `check` raises where they are no adapter that can be served. `converted` says how they
+        differ from what the source has.
 
         Raises:
             NoFreeSlot, OutOfMemory: there is no room.
             SourceUnavailable: the store cannot be written, or what arrived is not what the source promised.
             Anything that `fetch` or `check` raises.
         """
-        lock = self.layout.folder("locks") / f"{key_of(wanted.uri, wanted.version)}.fetch"
+        form = converted.form if converted else ""
+        lock = self.layout.folder("locks") / f"{self._index(wanted.uri, wanted.version, form).name}.fetch"
         with store_errors():
-            found = await asyncio.to_thread(self._find_leased, wanted, holder)
+            found = await asyncio.to_thread(self.find_leased, wanted.uri, wanted.version, holder, form)
             if found is not None:
                 return found
             temporary = self.layout.new_temporary(self.processes.me())
             async with fetch_lock(lock, self.processes, temporary=temporary, timeout_s=self._fetch_timeout_s):
-                found = await asyncio.to_thread(self._find_leased, wanted, holder)
+                found = await asyncio.to_thread(self.find_leased, wanted.uri, wanted.version, holder, form)
                 if found is not None:
                     return found
-                return await self._fetch(wanted, fetch, check, holder)
+                return await self._fetch(wanted, fetch, check, holder, converted)
 
     async def _fetch(
         self,
@@ -151,6 +154,7 @@ class Store:
         fetch: Callable[[PartialDownload], Awaitable[None]],
         check: Callable[[Path], None],
         holder: Hashable,
+        converted: Converted | None,
     ) -> StoredAdapter:
         needed_bytes = sum(size for _, size, _ in wanted.promised)
         directory = self.layout.new_temporary(self.processes.me(), needed_bytes)
@@ -159,7 +163,7 @@ class Store:
         try:
             await asyncio.shield(making)
             await fetch(download)
-            return await asyncio.to_thread(self._publish, wanted, download, check, holder)
+            return await asyncio.to_thread(self._publish, wanted, download, check, holder, converted)
         finally:
             await asyncio.wait([making])  # a cancelled fetch must not leave what its thread makes afterwards
             await asyncio.to_thread(_discard, download)
@@ -171,7 +175,12 @@ class Store:
             directory.mkdir()
 
     def _publish(
-        self, wanted: DownloadSpec, download: PartialDownload, check: Callable[[Path], None], holder: Hashable
+        self,
+        wanted: DownloadSpec,
+        download: PartialDownload,
+        check: Callable[[Path], None],
+        holder: Hashable,
+        converted: Converted | None,
     ) -> StoredAdapter:
         # Hashing, verifying and writing to the disk use different resources, so they run at the same time.
         with ThreadPoolExecutor(2, thread_name_prefix="lora-plugins-publish") as executor:
@@ -183,11 +192,11 @@ class Store:
         durable.result()
         digest = digest_of(files)
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        manifest = Manifest(digest, wanted.uri, wanted.version, files, now)
+        manifest = Manifest(digest, wanted.uri, wanted.version, files, now, converted)
         (download.directory / MANIFEST_FILE).write_text(manifest.to_json())
         make_durable(download.directory)
         temporary = self.layout.new_temporary(self.processes.me())
-        write_small(self._index(wanted.uri, wanted.version), digest, temporary)
+        write_small(self._index(wanted.uri, wanted.version, converted.form if converted else ""), digest, temporary)
         self._note_use(digest)
         with self.leases.guard(digest):  # leased before another fetch could remove it to make room
             self._put_in_place(download.directory, digest)
@@ -245,8 +254,9 @@ class Store:
         """Remove a published adapter unless it is leased; returns whether it is gone."""
         return remove(self.layout, self.leases, digest)
 
-    def _find_leased(self, wanted: DownloadSpec, holder: Hashable) -> StoredAdapter | None:
-        found = self.find(wanted.uri, wanted.version)
+    def find_leased(self, uri: str, version: str, holder: Hashable, form: str = "") -> StoredAdapter | None:
+        """As `find`, leased for `holder`."""
+        found = self.find(uri, version, form)
         return found if found is not None and self._lease(found.digest, holder) else None
 
     def _lease(self, digest: str, holder: Hashable) -> bool:
@@ -272,8 +282,8 @@ class Store:
         except (InvalidAdapter, OSError):
             return False
 
-    def _index(self, uri: str, version: str) -> Path:
-        return self.layout.folder("index") / key_of(uri, version)
+    def _index(self, uri: str, version: str, form: str) -> Path:
+        return self.layout.folder("index") / key_of(uri, version, *filter(None, [form]))
 
     def _sweep(self) -> None:
         """Remove what processes that died have left behind."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from lora_plugins.adapter.landing import Model, Respell
 from lora_plugins.adapter.model_modules import ModelModules
 from lora_plugins.ledger import Patch
 
@@ -39,6 +40,11 @@ async def ask_engine(client: Any) -> ModelModules | None:
     return functools.reduce(ModelModules.joined, answers) if answers else None
 
 
+def model_of(modules: ModelModules) -> Model:
+    """The modules, with vLLM's way of reading names and Transformers' other spellings of them."""
+    return Model(modules, reader_of_names(modules), respellings_of(modules))
+
+
 def reader_of_names(modules: ModelModules) -> Callable[[str], tuple[str, bool]]:
     """VLLM's `parse_fine_tuned_lora_name` with the model's own mapping: a tensor's module, and whether it is A.
 
@@ -48,6 +54,35 @@ def reader_of_names(modules: ModelModules) -> Callable[[str], tuple[str, bool]]:
 
     mapper = _mapper(modules)
     return lambda name: parse_fine_tuned_lora_name(name, mapper)
+
+
+def respellings_of(modules: ModelModules) -> tuple[Respell, ...]:
+    """How Transformers 5 renames this model's modules, and back; none with Transformers 4.
+
+    Checkpoints, and so adapters, are named as the version that made them names modules; vLLM's model as one of both.
+    """
+    try:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming
+    except ImportError:
+        return ()
+    found = get_checkpoint_conversion_mapping(modules.architecture) or get_checkpoint_conversion_mapping(
+        modules.model_type
+    )
+    renamings = [one for one in found or () if isinstance(one, WeightRenaming)]
+    if not renamings:
+        return ()
+    return tuple(
+        functools.partial(_respell, steps)
+        for steps in (renamings, [one.reverse_transform() for one in renamings[::-1]])
+    )
+
+
+def _respell(renamings: Sequence[Any], module: str) -> str:
+    name = f"{module}.weight"  # patterns may end at the weight
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name.removesuffix(".weight")
 
 
 def _mapper(modules: ModelModules) -> Any:

@@ -136,7 +136,7 @@ async def _describe_model(client: Any, base_path: str, process: Process) -> Mode
         await asyncio.to_thread(ModelFile(process.settings.store_dir, base_path).write, modules)
     except OSError as error:
         logger.warning("Which modules the model has cannot be written for lora-plugins inspect: %s", error)
-    return Model(modules, model_modules.reader_of_names(modules))
+    return model_modules.model_of(modules)
 
 
 def _log_sources(process: Process) -> None:

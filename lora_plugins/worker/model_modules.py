@@ -32,6 +32,7 @@ def describe(manager: Any) -> ModelModules:
         experts={
             name: _experts(manager, name) for name, module in manager.modules.items() if _kind(module) is Kind.EXPERTS
         },
+        model_type=str(getattr(getattr(model, "config", None), "model_type", "")),
     )
 
 
@@ -45,7 +46,11 @@ def _places(manager: Any, name: str) -> Iterator[tuple[str, Place]]:
     parts: Sequence[str] = manager.packed_modules.get(name, ())
     if not parts:
         total = None if None in outputs else sum(size for size in outputs if size is not None)
-        yield name, Place(name, kind, inputs, total, kind is Kind.HEAD)
+        matrices = _matrices(module.base_layer) if kind is Kind.LINEAR else ()
+        yield (
+            name,
+            Place(name, kind, inputs, total, kind is Kind.HEAD, matrices=matrices if sum(matrices) == total else ()),
+        )
         return
     # Where vLLM has other parts than slices (`in_proj_qkvz` is two parts of four slices), only it can tell their sizes.
     known = outputs if len(outputs) == len(parts) else [None] * len(parts)
@@ -145,6 +150,15 @@ def _whole_sizes(layer: Any, slices: Sequence[int]) -> tuple[int | None, list[in
     if len(outputs) == len(slices):
         return inputs, outputs
     return inputs, [getattr(layer, "output_size", None)] if len(slices) == 1 else [None] * len(slices)
+
+
+def _matrices(layer: Any) -> tuple[int, ...]:
+    """Outputs of each matrix that a fused layer joins; empty for a layer of one."""
+    if hasattr(layer, "total_num_kv_heads"):
+        _, outputs = _whole_sizes(layer, (0, 0, 0))
+        return tuple(size for size in outputs if size is not None)
+    sizes = tuple(int(size) for size in getattr(layer, "output_sizes", None) or ())
+    return sizes if len(sizes) > 1 else ()
 
 
 def _renames(model: Any) -> dict[str, Any]:

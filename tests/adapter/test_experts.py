@@ -35,7 +35,7 @@ def model(*formats: ExpertFormat) -> ModelModules:
 
 def pair(name: str, a: tuple[int, ...], b: tuple[int, ...], rank: int = RANK) -> LoraPair:
     infos = (TensorInfo(f"{name}.lora_{side}.weight", "F32", shape, 0, 0) for side, shape in (("A", a), ("B", b)))
-    return LoraPair(name, *infos, rank)
+    return LoraPair(name, *infos, rank, 8)
 
 
 def pairs(of: ModelModules) -> dict[str, LoraPair]:

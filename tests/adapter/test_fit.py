@@ -30,7 +30,7 @@ def adapter(name: str | None = "org/tiny", rank: int = 4, **changes) -> AdapterC
 
 def lora(module: str = Q, wide: int = 8, high: int = 8, rank: int = 4) -> LoraPair:
     a, b = (f"base_model.model.{module}.lora_{side}.weight" for side in "AB")
-    return LoraPair(module, TensorInfo(a, "F32", (rank, wide), 0, 0), TensorInfo(b, "F32", (high, rank), 0, 0), rank)
+    return LoraPair(module, TensorInfo(a, "F32", (rank, wide), 0, 0), TensorInfo(b, "F32", (high, rank), 0, 0), rank, 8)
 
 
 def check(name="org/tiny", *, mode=BaseMatch.COMPATIBLE, served=None, pairs=None, **changes):

@@ -22,7 +22,7 @@ ABOUT = "base model a, served is b"
 
 def lora(module: str = Q, wide: int = 8, high: int = 8, rank: int = 4, prefix: str = "base_model.model.") -> LoraPair:
     a, b = (f"{prefix}{module}.lora_{side}.weight" for side in "AB")
-    return LoraPair(module, TensorInfo(a, "F32", (rank, wide), 0, 0), TensorInfo(b, "F32", (high, rank), 0, 0), rank)
+    return LoraPair(module, TensorInfo(a, "F32", (rank, wide), 0, 0), TensorInfo(b, "F32", (high, rank), 0, 0), rank, 8)
 
 
 def modules(**places: Place) -> ModelModules:

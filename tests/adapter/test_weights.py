@@ -68,7 +68,7 @@ def test_no_tensors_are_refused():
         f"base_model.model.{Q}.bias",
         f"base_model.model.{Q}.lora_magnitude_vector",  # DoRA's
         f"base_model.model.{Q}.lora_B.bias",
-        f"base_model.model.{Q}.lora_A.default.weight",  # saved without PEFT
+        f"base_model.model.{Q}.lora_A.a.b.weight",
         "base_model.model.lora_A.weight.x",
         "base_model.model..lora_A.weight",
         ".lora_A.weight",
@@ -79,6 +79,22 @@ def test_a_tensor_without_lora_in_its_name_is_refused(name):
     with pytest.raises((IncompatibleAdapter, InvalidAdapter)) as caught:
         paired(*both(), tensor(name, 8, 8))
     assert name.removeprefix("base_model.model.").removesuffix(".lora_A.weight") in caught.value.found
+
+
+def test_the_adapters_name_in_keys_is_read():
+    """A state dict that was saved without PEFT's own function."""
+    weights = paired(
+        tensor(f"base_model.model.{Q}.lora_A.default.weight", 4, 8),
+        tensor(f"base_model.model.{Q}.lora_B.default.weight", 8, 4),
+        tensor("base_model.model.model.wte.lora_embedding_A.default", 4, 32),
+        tensor("base_model.model.model.wte.lora_embedding_B.default", 8, 4),
+    )
+    assert [pair.module for pair in weights.pairs] == [Q, "model.wte"]
+    assert weights.name_in_keys == "default"
+
+
+def test_pefts_prefix_may_stand_twice():
+    assert paired(*both(prefix="base_model.model." * 2)).pairs[0].module == Q
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 8, 1, 1), (4, 8, 3)])

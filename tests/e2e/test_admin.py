@@ -336,8 +336,6 @@ def test_a_changed_adapter_is_swapped_and_rolled_back(admin: Admin) -> None:
     admin.done("POST", "/v1/loras/swapped/refresh")
     assert admin.view("swapped")["pinned_digest"] is None
     assert admin.call("POST", "/v1/loras/swapped/rollback", {"digest": "abcdef00"}).status_code == 404
-    short = admin.call("POST", "/v1/loras/swapped/rollback", {"digest": second["digest"][:7]})
-    assert (short.status_code, "[L005]" in short.text, "the first 8" in short.text) == (400, True, True), short.text
     assert admin.call("POST", "/v1/loras/sql/refresh").status_code == 200
 
 

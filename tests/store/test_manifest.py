@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lora_plugins.errors import InvalidAdapter
 from lora_plugins.store.layout import MANIFEST_FILE
-from lora_plugins.store.manifest import Manifest, StoredFile, digest_of
+from lora_plugins.store.manifest import Converted, Manifest, StoredFile, digest_of
 
 FILES = (StoredFile("adapter_config.json", 10, "a" * 64), StoredFile("adapter_model.safetensors", 20, "b" * 64))
 MANIFEST = Manifest(digest_of(FILES), "s3://bucket/größe", "v1", FILES, "2026-01-01T00:00:00Z")
@@ -25,9 +26,14 @@ def test_it_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert MANIFEST.size_bytes == 30
 
 
+def test_how_it_was_converted_is_read_back(tmp_path: Path) -> None:
+    manifest = replace(MANIFEST, converted=Converted("form", "b" * 64, ("keys renamed (4 modules)",)))
+    assert Manifest.read(written(tmp_path, manifest.to_json())) == manifest
+
+
 def test_it_is_json_that_people_can_read() -> None:
     raw = json.loads(MANIFEST.to_json())
-    assert set(raw) == {"digest", "uri", "version", "files", "fetched_at"}
+    assert set(raw) == {"digest", "uri", "version", "files", "fetched_at", "converted"}
     assert raw["files"][0] == {"name": "adapter_config.json", "size_bytes": 10, "sha256": "a" * 64}
 
 

@@ -93,3 +93,16 @@ def test_workers_are_given_the_method_and_answer_none_without_lora():
     worker = WorkerBase.__new__(WorkerBase)
     worker.model_runner = SimpleNamespace()
     assert getattr(worker, model_modules.METHOD)() is None
+
+
+def test_transformers_renames_a_model_in_both_directions():
+    old, new = "model.layers.0.block_sparse_moe.gate", "model.layers.0.mlp.gate"
+    forward, back = model_modules.respellings_of(dataclasses.replace(MODULES, model_type="mixtral"))
+    assert (forward(old), back(new)) == (new, old)
+    other = "model.layers.0.self_attn.q_proj"
+    assert forward(other) == back(other) == other
+
+
+def test_a_model_that_transformers_does_not_rename_has_one_spelling():
+    assert model_modules.respellings_of(dataclasses.replace(MODULES, model_type="llama")) == ()
+    assert model_modules.respellings_of(dataclasses.replace(MODULES, model_type="of nobody")) == ()

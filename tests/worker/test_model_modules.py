@@ -37,6 +37,12 @@ def test_every_module_of_a_model_is_described_with_its_sizes(manager: Any) -> No
     assert ModelModules.of_plain(json.loads(json.dumps(found.plain()))) == found
 
 
+def test_a_fused_module_without_parts_says_its_matrices(manager: Any) -> None:
+    found = describe(manager._adapter_manager).places
+    assert found["fused"].matrices == tuple(FUSED)
+    assert {place.matrices for name, place in found.items() if name != "fused"} == {()}
+
+
 def test_what_is_described_loads_and_other_sizes_do_not(manager: Any, tmp_path: Path) -> None:
     found = describe(manager._adapter_manager)
     numbers = iter(range(1, 100))

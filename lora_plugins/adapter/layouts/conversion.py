@@ -1,0 +1,124 @@
+"""Plan how an adapter is brought into the engine's form, from names and shapes alone; nothing is read or written."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lora_plugins.adapter.config import AdapterConfig
+from lora_plugins.adapter.landing import Model, Respell
+from lora_plugins.adapter.layouts import fused
+from lora_plugins.adapter.layouts.names import Names
+from lora_plugins.adapter.layouts.tensors import NewPair, new_pair, same
+from lora_plugins.adapter.safetensors_header import TensorInfo
+from lora_plugins.adapter.weights import LoraPair, Weights, parameter_of
+from lora_plugins.errors import InvalidAdapter
+
+# The pairs that a rule takes, what it makes of them, and what it says of that.
+Change = tuple[list[LoraPair], list[NewPair], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """An adapter in the engine's form.
+
+    Attributes:
+        weights: its pairs, those that are still to be written among them.
+        config: with ranks and alphas by which each pair computes what it computed before.
+        kept: tensors that stay as they are. made: pairs that are still to be written.
+        changes: what was changed, a line for each kind of change; empty where the adapter is in this form already.
+    """
+
+    weights: Weights
+    config: AdapterConfig
+    kept: tuple[TensorInfo, ...] = ()
+    made: tuple[NewPair, ...] = ()
+    changes: tuple[str, ...] = ()
+
+
+def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Conversion:
+    """Bring what does not land in the model as it is into a form that does, where a rule knows how.
+
+    What no rule knows stays as it is, for `check_landing` to refuse.
+
+    Raises:
+        InvalidAdapter: two pairs of the adapter are for one module of the engine.
+    """
+    names = Names(config, model)
+    landed = [pair for pair in weights.pairs if names.lands(pair)]
+    left = [pair for pair in weights.pairs if not names.lands(pair)]
+    others = tuple(tensor for _, tensor in weights.base_embeddings) + weights.others
+    made: list[NewPair] = []
+    changes: Counter[str] = Counter()
+    for respell in (_as_it_is, *model.respellings):
+        for rule in _RULES:
+            for taken, new, text in rule([_respelled(pair, respell) for pair in left], names):
+                gone = {pair.a.name for pair in taken}
+                left = [pair for pair in left if pair.a.name not in gone]
+                made += new
+                changes[text] += len(new)
+    if not made:
+        return Conversion(weights, config)
+    pairs = (*landed, *left, *(new.pair for new in made))
+    _check_once(pairs)
+    kept = tuple(tensor for pair in (*landed, *left) for tensor in (pair.a, pair.b))
+    return Conversion(
+        replace(weights, pairs=pairs, name_in_keys=None),
+        _with_ranks(config, pairs),
+        (*kept, *others),
+        tuple(made),
+        tuple(f"{text} ({count} modules)" for text, count in sorted(changes.items())),
+    )
+
+
+def _as_it_is(module: str) -> str:
+    return module
+
+
+def _respelled(pair: LoraPair, respell: Respell) -> LoraPair:
+    return replace(pair, module=respell(pair.module))
+
+
+def _rename(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
+    """Pairs that land under the names that PEFT gives this module."""
+    for pair in pairs:
+        if names.place(pair.module, is_looked_up=pair.is_looked_up) is None:
+            continue
+        a, b = (([side], side.shape, same) for side in (pair.a, pair.b))
+        new = new_pair(pair.module, a, b, pair.rank, pair.alpha, is_looked_up=pair.is_looked_up)
+        yield [pair], [new], "keys renamed"
+
+
+_RULES: tuple[Callable[[Sequence[LoraPair], Names], Iterator[Change]], ...] = (_rename, fused.split, fused.join)
+
+
+def _check_once(pairs: Sequence[LoraPair]) -> None:
+    module, count = Counter(pair.module for pair in pairs).most_common(1)[0]
+    if count > 1:
+        raise InvalidAdapter(
+            f"two forms of module '{module}', fused and in parts, or under two names",
+            expected="each module once",
+            remedy="save the adapter again with PEFT",
+        )
+
+
+def _with_ranks(config: AdapterConfig, pairs: Sequence[LoraPair]) -> AdapterConfig:
+    """The configuration with patterns for the modules whose rank or alpha is not the usual one."""
+    values = {parameter_of(pair.module): (pair.rank, pair.alpha) for pair in pairs}
+    by_leaf: dict[str, dict[str, tuple[int, float]]] = defaultdict(dict)
+    for module, value in values.items():
+        by_leaf[module.rpartition(".")[2]][module] = value
+    patterns: dict[str, tuple[int, float]] = {}
+    for leaf, modules in by_leaf.items():
+        if len(set(modules.values())) > 1:
+            patterns |= modules
+        elif (value := next(iter(modules.values()))) != (config.rank, config.alpha):
+            patterns[leaf] = value
+    # The first pattern that matches decides, and one matches all names that end with it: longer ones first.
+    names_of_patterns = sorted(patterns, key=len, reverse=True)
+    return replace(
+        config,
+        rank_pattern={name: patterns[name][0] for name in names_of_patterns},
+        alpha_pattern={name: patterns[name][1] for name in names_of_patterns},
+    )

@@ -1,0 +1,115 @@
+"""Fused modules and their parts: an adapter has one form, the engine the other.
+
+A fused module's B stacks its parts' rows, `(out_q + out_k + out_v, rank)`, and they share A. So a fused pair is split
+without loss: each part takes A, and its rows of B. Parts are joined into one pair of the sum of their ranks: A stacks
+theirs, B has each part's block on its diagonal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from lora_plugins.adapter.layouts.names import Names
+from lora_plugins.adapter.layouts.tensors import Make, NewPair, new_pair, same
+from lora_plugins.adapter.model_modules import Kind
+from lora_plugins.adapter.weights import LoraPair
+
+# Only modules whose parts lie one after the other in every model that has them (others interleave heads).
+_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_FUSED = {part: fused for fused, parts in _PARTS.items() for part in parts}
+
+# The pairs that a rule takes, what it makes of them, and what it says of that.
+Change = tuple[list[LoraPair], list[NewPair], str]
+
+
+def split(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
+    """Fused pairs for which the engine has parts."""
+    for pair in pairs:
+        parent, _, leaf = pair.module.rpartition(".")
+        if leaf not in _PARTS:
+            continue
+        parts = [f"{parent}.{part}" for part in _PARTS[leaf]]
+        places = [names.place(part) for part in parts]
+        sizes = [place.out_features for place in places if place is not None and place.out_features is not None]
+        if len(sizes) != len(parts) or sum(sizes) != pair.b.shape[0]:
+            continue
+        begins = [sum(sizes[:index]) for index in range(len(sizes))]
+        made = [
+            new_pair(
+                part,
+                ([pair.a], pair.a.shape, same),
+                ([pair.b], (size, pair.b.shape[1]), _rows(begin, size)),
+                pair.rank,
+                pair.alpha,
+            )
+            for part, begin, size in zip(parts, begins, sizes, strict=True)
+        ]
+        yield [pair], made, f"{leaf} split into {', '.join(_PARTS[leaf])}"
+
+
+def join(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
+    """Parts for which the engine has one fused module, all or some of them."""
+    groups: dict[str, dict[str, LoraPair]] = defaultdict(dict)
+    for pair in pairs:
+        parent, _, leaf = pair.module.rpartition(".")
+        if leaf in _FUSED:
+            groups[f"{parent}.{_FUSED[leaf]}"][leaf] = pair
+    for module, found in groups.items():
+        parts = _PARTS[module.rpartition(".")[2]]
+        place = names.place(module)
+        if place is None or place.kind is not Kind.LINEAR or len(place.matrices) != len(parts):
+            continue
+        sizes = dict(zip(parts, place.matrices, strict=True))
+        taken = [(part, found[part]) for part in parts if part in found]
+        joined = _joined(module, taken, sizes, names)
+        if joined is not None:
+            leaf = module.rpartition(".")[2]
+            yield [pair for _, pair in taken], [joined], f"{', '.join(part for part, _ in taken)} joined into {leaf}"
+
+
+def _joined(module: str, taken: Sequence[tuple[str, LoraPair]], sizes: dict[str, int], names: Names) -> NewPair | None:
+    """One pair for the parts; None where their inputs, outputs, dtypes or scalings do not go together."""
+    scalings = [names.scaling(pair) for _, pair in taken]
+    kinds = {(pair.a.dtype, pair.b.dtype, pair.a.shape[1]) for _, pair in taken}
+    if len(kinds) != 1 or any(pair.b.shape[0] != sizes[part] for part, pair in taken):
+        return None
+    if not all(math.isclose(scaling, scalings[0]) for scaling in scalings):
+        return None  # one of them would have to be multiplied into B, and rounded
+    ranks = [pair.a.shape[0] for _, pair in taken]
+    begins, begin = {}, 0
+    for part, size in sizes.items():
+        begins[part], begin = begin, begin + size
+    rank = sum(ranks)
+    blocks = [(begins[part], sizes[part], sum(ranks[:index]), ranks[index]) for index, (part, _) in enumerate(taken)]
+    return new_pair(
+        module,
+        ([pair.a for _, pair in taken], (rank, taken[0][1].a.shape[1]), _stacked),
+        ([pair.b for _, pair in taken], (begin, rank), _on_diagonal((begin, rank), blocks)),
+        rank,
+        names.alpha_for(scalings[0], rank),
+    )
+
+
+def _rows(begin: int, count: int) -> Make:
+    return lambda arrays: arrays[0][begin : begin + count]
+
+
+def _stacked(arrays: Sequence[Any]) -> Any:
+    import numpy as np
+
+    return np.concatenate(arrays)
+
+
+def _on_diagonal(shape: tuple[int, int], blocks: Sequence[tuple[int, int, int, int]]) -> Make:
+    def make(arrays: Sequence[Any]) -> Any:
+        import numpy as np
+
+        made = np.zeros(shape, arrays[0].dtype)  # bits of 0.0 in every floating-point dtype
+        for array, (row, rows, column, columns) in zip(arrays, blocks, strict=True):
+            made[row : row + rows, column : column + columns] = array
+        return made
+
+    return make

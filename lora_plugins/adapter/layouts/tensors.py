@@ -1,0 +1,62 @@
+"""Tensors that are made of an adapter's own by moving elements, without arithmetic; numpy arrays of their bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lora_plugins.adapter.safetensors_header import TensorInfo
+from lora_plugins.adapter.weights import LoraPair
+
+# Arrays of the sources, in their shapes, as unsigned integers of their elements' width → one of the new shape.
+Make = Callable[[Sequence[Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class NewTensor:
+    """A tensor that is not in the adapter's files: its name, dtype and shape (`info`), and what it is made of."""
+
+    info: TensorInfo
+    sources: tuple[TensorInfo, ...]
+    make: Make
+
+
+@dataclass(frozen=True, slots=True)
+class NewPair:
+    """A pair as the engine wants it, with the rank and alpha that keep what it computes."""
+
+    module: str
+    a: NewTensor
+    b: NewTensor
+    rank: int
+    alpha: float
+    is_looked_up: bool = False
+
+    @property
+    def pair(self) -> LoraPair:
+        """As a pair of a file that is still to be written."""
+        return LoraPair(self.module, self.a.info, self.b.info, self.rank, self.alpha, self.is_looked_up)
+
+
+def new_pair(
+    module: str,
+    a: tuple[Sequence[TensorInfo], Sequence[int], Make],
+    b: tuple[Sequence[TensorInfo], Sequence[int], Make],
+    rank: int,
+    alpha: float,
+    *,
+    is_looked_up: bool = False,
+) -> NewPair:
+    """A pair for `module`; A and B are each given by sources (of one dtype), shape, and how they are made."""
+    name_a, name_b = LoraPair(module, a[0][0], b[0][0], rank, alpha, is_looked_up).names
+    return NewPair(module, _tensor(name_a, *a), _tensor(name_b, *b), rank, alpha, is_looked_up)
+
+
+def _tensor(name: str, sources: Sequence[TensorInfo], shape: Sequence[int], make: Make) -> NewTensor:
+    return NewTensor(TensorInfo(name, sources[0].dtype, tuple(shape), 0, 0), tuple(sources), make)
+
+
+def same(arrays: Sequence[Any]) -> Any:
+    """The one source as it is."""
+    return arrays[0]

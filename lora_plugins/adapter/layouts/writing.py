@@ -1,0 +1,91 @@
+"""Write an adapter in the engine's form: its configuration, and one safetensors file of the bytes of its own."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lora_plugins.adapter.config import AdapterConfig
+from lora_plugins.adapter.layouts.conversion import Conversion
+from lora_plugins.adapter.layouts.tensors import NewTensor, same
+from lora_plugins.adapter.safetensors_header import DTYPE_BYTES, LENGTH_BYTES, TensorInfo
+
+_PIECE_BYTES = 16 << 20
+
+
+def config_bytes(original: bytes, config: AdapterConfig) -> bytes:
+    """The adapter's own configuration with the patterns of `config`; the same bytes where these are the same."""
+    raw = json.loads(original)
+    before = {key: raw.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
+    after = {"rank_pattern": dict(config.rank_pattern), "alpha_pattern": dict(config.alpha_pattern)}
+    return original if before == after else json.dumps({**raw, **after}, indent=2).encode()
+
+
+def weights_bytes(conversion: Conversion) -> int:
+    """How large the file of weights will be."""
+    header, _ = _header(conversion)
+    return LENGTH_BYTES + len(header) + sum(_size(tensor.info) for tensor in _tensors(conversion))
+
+
+def write_weights(
+    conversion: Conversion, source: Callable[[str], Path], target: Path, landed: Callable[[int], None]
+) -> None:
+    """Write all tensors to `target`.
+
+    Args:
+        conversion: what to write.
+        target: where to.
+        source: the path of one of the adapter's files, by `TensorInfo.file`.
+        landed: called with the bytes that are written so far.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    import numpy as np
+
+    header, tensors = _header(conversion)
+    files: dict[str, Any] = {}
+    with target.open("wb") as file:
+        file.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
+        for tensor in tensors:
+            for info in tensor.sources:
+                if info.file not in files:
+                    files[info.file] = np.memmap(source(info.file), mode="r", dtype=np.uint8)
+            arrays = [_array(files[info.file], info) for info in tensor.sources]
+            data = np.ascontiguousarray(tensor.make(arrays)).reshape(-1).view(np.uint8).data
+            for begin in range(0, len(data), _PIECE_BYTES):
+                file.write(data[begin : begin + _PIECE_BYTES])
+                landed(file.tell())
+
+
+def _tensors(conversion: Conversion) -> Iterator[NewTensor]:
+    for info in conversion.kept:
+        yield NewTensor(info, (info,), same)
+    for new in conversion.made:
+        yield from (new.a, new.b)
+
+
+def _header(conversion: Conversion) -> tuple[bytes, list[NewTensor]]:
+    # Larger elements first, so that each tensor begins at a multiple of its elements' size.
+    tensors = sorted(_tensors(conversion), key=lambda tensor: -DTYPE_BYTES[tensor.info.dtype])
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for tensor in tensors:
+        end = begin + _size(tensor.info)
+        info = tensor.info
+        entries[info.name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % LENGTH_BYTES), tensors
+
+
+def _size(info: TensorInfo) -> int:
+    return math.prod(info.shape) * DTYPE_BYTES[info.dtype]
+
+
+def _array(file: Any, info: TensorInfo) -> Any:
+    """The bits of a tensor, as unsigned integers."""
+    return file[info.begin : info.end].view(f"<u{DTYPE_BYTES[info.dtype]}").reshape(info.shape)

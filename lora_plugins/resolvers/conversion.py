@@ -1,0 +1,60 @@
+"""A version in the engine's form, as the store obtains it: written from the version as its source has it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.layouts.conversion import Conversion
+from lora_plugins.adapter.layouts.writing import config_bytes, weights_bytes, write_weights
+from lora_plugins.adapter.verify import WEIGHTS_FILE
+from lora_plugins.store.manifest import Converted
+from lora_plugins.store.store import PartialDownload, StoredAdapter
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedAdapter:
+    """What is to be written; `uri` and `version` are those of the original at its source, in `original`."""
+
+    uri: str
+    version: str
+    converted: Converted
+    original: Path
+    conversion: Conversion = field(repr=False)
+    config: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, stored: StoredAdapter, uri: str, version: str, conversion: Conversion, form: str) -> Self:
+        """Of a leased version of the store.
+
+        Raises:
+            OSError: its configuration cannot be read.
+        """
+        config = config_bytes((stored.directory / CONFIG_FILE).read_bytes(), conversion.config)
+        converted = Converted(form, stored.digest, conversion.changes)
+        return cls(uri, version, converted, stored.directory, conversion, config)
+
+    @property
+    def promised(self) -> list[tuple[str, int, str]]:
+        """Name, size in bytes and SHA-256 (unknown) of both files."""
+        return [(CONFIG_FILE, len(self.config), ""), (WEIGHTS_FILE, weights_bytes(self.conversion), "")]
+
+    async def write(self, download: PartialDownload) -> None:
+        """Write both files to `download.directory`.
+
+        Raises:
+            OSError: the original cannot be read, or they cannot be written.
+        """
+        await asyncio.to_thread(self._write, download)
+
+    def _write(self, download: PartialDownload) -> None:
+        (download.directory / CONFIG_FILE).write_bytes(self.config)
+        target = download.directory / WEIGHTS_FILE
+        write_weights(self.conversion, self._path, target, partial(download.landed, WEIGHTS_FILE))
+
+    def _path(self, file: str) -> Path:
+        return self.original / (file or WEIGHTS_FILE)
