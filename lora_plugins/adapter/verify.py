@@ -38,6 +38,11 @@ class VerifiedAdapter:
     notes: tuple[str, ...] = ()
     conversion: Conversion | None = None
 
+    @property
+    def is_3d(self) -> bool:
+        """Whether it holds experts stacked; a pickle, which is not read here, is taken not to."""
+        return self.weights is not None and self.weights.has_stacked_experts
+
 
 def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) -> VerifiedAdapter:
     """Verify the adapter in `directory`, and against the served base model unless `base` is None.

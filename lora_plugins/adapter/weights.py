@@ -68,6 +68,11 @@ class Weights:
     others: tuple[TensorInfo, ...] = ()
     name_in_keys: str | None = None
 
+    @property
+    def has_stacked_experts(self) -> bool:
+        """Whether a layer's experts are stacked in two pairs, as PEFT adapts stacked parameters."""
+        return any(pair.is_experts and pair.module.endswith(".base_layer") for pair in self.pairs)
+
 
 def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weights:
     """Pair every A with its B and check ranks against the configuration.

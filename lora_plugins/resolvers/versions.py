@@ -40,6 +40,7 @@ class ResolvedAdapter:
         version: at the source: a commit, or a digest of names, sizes and ETags.
         asked_uri: the URI that it was asked for by; empty where it was asked for by name.
         size_bytes: of configuration and weights. rank: the largest of any module.
+        is_3d: whether it holds experts stacked, which vLLM's requests say (`is_3d_lora_weight`).
     """
 
     name: str
@@ -51,6 +52,7 @@ class ResolvedAdapter:
     size_bytes: int
     rank: int
     asked_uri: str = ""
+    is_3d: bool = False
 
     @property
     def digest(self) -> str:
@@ -135,6 +137,7 @@ class Versions:
             size_bytes=verified.size_bytes,
             rank=verified.config.max_rank,
             asked_uri=asked_uri,
+            is_3d=verified.is_3d,
         )
         self._origins[name] = self._origins.get(name, frozenset()) | {adapter.uri}
         return served
@@ -160,6 +163,7 @@ class Versions:
             uri=manifest.uri,
             size_bytes=verified.size_bytes,
             rank=verified.config.max_rank,
+            is_3d=verified.is_3d,
         )
 
     async def _find_converted(self, adapter: RemoteAdapter, base: BaseModel, holder: object) -> StoredAdapter | None:

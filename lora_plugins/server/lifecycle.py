@@ -241,7 +241,7 @@ class Lifecycle:
         return found
 
     async def _load(self, name: str, uri: str | None, version: ResolvedAdapter) -> ServedAdapter:
-        request = self._engine.new_request(name, str(version.path))
+        request = self._engine.new_request(name, str(version.path), is_3d=version.is_3d)
         try:
             await self.planner.load(request, uri=uri)
         except BaseException:

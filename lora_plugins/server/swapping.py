@@ -45,7 +45,7 @@ class Swapping:
             adapter.version = version
             return
         started, old_id = time.perf_counter(), adapter.engine_id
-        request = self._engine.new_request(adapter.name, str(version.path))
+        request = self._engine.new_request(adapter.name, str(version.path), is_3d=version.is_3d)
         try:
             await self._load_beside(adapter, request, uri or adapter.uri)
         except BaseException:

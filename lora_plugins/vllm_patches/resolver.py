@@ -54,6 +54,7 @@ class LoRAPluginsResolver:
             lora_name=resolved.name,
             lora_int_id=resolved.adapter_id,
             lora_path=str(resolved.path),
+            is_3d_lora_weight=resolved.is_3d,
             base_model_name=ours.base.served_names[0] if ours.base and ours.base.served_names else None,
         )
 
@@ -171,7 +172,7 @@ LEDGER = (
             LoRAResolverRegistry
             _LoRAResolverRegistry.register_resolver(self, resolver_name, resolver)
         vllm.lora.request:
-            LoRARequest{lora_name, lora_int_id, lora_path, base_model_name}
+            LoRARequest{lora_name, lora_int_id, lora_path, base_model_name, is_3d_lora_weight}
         """,
         what="implemented and registered once per process; it answers with a LoRARequest",
         why="this is how vLLM asks for unknown model names",

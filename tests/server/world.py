@@ -28,6 +28,7 @@ class Version:
     uri: str = "file:///adapters/x"
     size_bytes: int = 10
     rank: int = 8
+    is_3d: bool = False
 
     @property
     def path(self) -> Path:
@@ -39,6 +40,7 @@ class Request:
     lora_name: str
     lora_int_id: int
     lora_path: str
+    is_3d_lora_weight: bool = False
 
 
 @dataclass
@@ -104,8 +106,8 @@ class Server:
     def lock(self, name: str) -> asyncio.Lock:
         return self.locks[name]
 
-    def new_request(self, name: str, path: str) -> Request:
-        return Request(name, next(self.ids), path)
+    def new_request(self, name: str, path: str, *, is_3d: bool = False) -> Request:
+        return Request(name, next(self.ids), path, is_3d)
 
     async def abort(self, request_ids: list[str]) -> None:
         self.aborted += request_ids

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
+from vllm.utils.counter import AtomicCounter
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor
@@ -17,6 +18,9 @@ from tests.vllm_patches.engine_bed import adapter
 
 class Models:
     """`OpenAIServingModels`, as far as it is asked; it can be referred to weakly."""
+
+    lora_id_counter: Any
+    base_model_paths: Any
 
     def __init__(self, client: Any) -> None:
         self.engine_client = client
@@ -42,3 +46,14 @@ async def test_requests_are_aborted_by_the_ids_of_the_engine_core() -> None:
     models = Models(client)
     await _Server(models).abort(["a-1"])
     assert aborted == ["a-1"]
+
+
+def test_a_request_has_its_own_id_and_its_format() -> None:
+    models = Models(None)
+    models.lora_id_counter, models.base_model_paths = AtomicCounter(7), [SimpleNamespace(name="tiny")]
+    requests = [_Server(models).new_request("sql", "/store/aa", is_3d=is_3d) for is_3d in (True, False)]
+    assert [request.lora_int_id for request in requests] == [8, 9]
+    assert [request.is_3d_lora_weight for request in requests] == [True, False]
+    assert {(request.lora_name, request.lora_path, request.base_model_name) for request in requests} == {
+        ("sql", "/store/aa", "tiny")
+    }

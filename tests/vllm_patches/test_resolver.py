@@ -17,7 +17,7 @@ from lora_plugins.server.name_locks import NameLocks
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches import resolver as resolver_module
 from lora_plugins.vllm_patches.resolver import LoRAPluginsResolver, register_resolver
-from tests.make import BASE, adapter_files, put
+from tests.make import BASE, adapter_files, pair, put
 from tests.server.test_base_model import served
 
 
@@ -41,6 +41,17 @@ def test_a_found_adapter_becomes_vllms_request(resolver, tmp_path):
     assert request.lora_name == "team/sql"
     assert Path(request.lora_path).parent == tmp_path / "store"
     assert (request.lora_int_id, request.base_model_name) == (adapter_id("team/sql"), "tiny")
+
+
+def test_a_request_says_whether_experts_are_stacked(resolver, tmp_path):
+    """vLLM converts them by it where it takes both formats; it does not look."""
+    block = "model.layers.0.mlp.experts"
+    stacked = pair(block, 8, 6, 8) | pair(f"{block}.base_layer", 8, 8, 12)
+    one_by_one = pair(f"{block}.0.down_proj", 4, 6, 8)
+    resolver.process.resolver.base = None
+    for name, tensors in (("stacked", stacked), ("one-by-one", one_by_one)):
+        put(tmp_path / "root" / name, adapter_files(tensors, base_model_name_or_path=BASE.path))
+        assert resolve(resolver, name).is_3d_lora_weight is (name == "stacked")
 
 
 def test_before_serving_a_request_names_no_base_model(resolver, tmp_path):
