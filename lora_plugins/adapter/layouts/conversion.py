@@ -8,15 +8,12 @@ from dataclasses import dataclass, replace
 
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.landing import Model, Respell
-from lora_plugins.adapter.layouts import fused
+from lora_plugins.adapter.layouts import experts, fused
 from lora_plugins.adapter.layouts.names import Names
-from lora_plugins.adapter.layouts.tensors import NewPair, new_pair, same
+from lora_plugins.adapter.layouts.tensors import Change, NewPair, new_pair, same
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.weights import LoraPair, Weights, parameter_of
 from lora_plugins.errors import InvalidAdapter
-
-# The pairs that a rule takes, what it makes of them, and what it says of that.
-Change = tuple[list[LoraPair], list[NewPair], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +87,13 @@ def _rename(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
         yield [pair], [new], "keys renamed"
 
 
-_RULES: tuple[Callable[[Sequence[LoraPair], Names], Iterator[Change]], ...] = (_rename, fused.split, fused.join)
+_RULES: tuple[Callable[[Sequence[LoraPair], Names], Iterator[Change]], ...] = (
+    _rename,
+    fused.split,
+    fused.join,
+    experts.unstack,
+    experts.stack,
+)
 
 
 def _check_once(pairs: Sequence[LoraPair]) -> None:

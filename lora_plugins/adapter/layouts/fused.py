@@ -13,16 +13,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lora_plugins.adapter.layouts.names import Names
-from lora_plugins.adapter.layouts.tensors import Make, NewPair, new_pair, same
+from lora_plugins.adapter.layouts.tensors import Change, Make, NewPair, new_pair, same
 from lora_plugins.adapter.model_modules import Kind
 from lora_plugins.adapter.weights import LoraPair
 
 # Only modules whose parts lie one after the other in every model that has them (others interleave heads).
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _FUSED = {part: fused for fused, parts in _PARTS.items() for part in parts}
-
-# The pairs that a rule takes, what it makes of them, and what it says of that.
-Change = tuple[list[LoraPair], list[NewPair], str]
 
 
 def split(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:

@@ -6,7 +6,7 @@ import math
 
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.landing import Model
-from lora_plugins.adapter.model_modules import Place
+from lora_plugins.adapter.model_modules import Experts, Place
 from lora_plugins.adapter.weights import LoraPair
 
 
@@ -27,6 +27,14 @@ class Names:
         """Where the pair of this module lands, under the names that PEFT gives it."""
         name = ".lora_embedding_A" if is_looked_up else ".lora_A.weight"
         return self._place(f"base_model.model.{module}{name}")
+
+    def experts(self, module: str) -> Experts | None:
+        """The mixture of experts that the engine has under this name of an adapter's."""
+        try:
+            name, _ = self._model.read_name(f"base_model.model.{module}.lora_A.weight")
+        except ValueError:
+            return None
+        return self._model.modules.experts.get(name)
 
     def _place(self, tensor: str) -> Place | None:
         try:

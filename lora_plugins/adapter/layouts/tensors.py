@@ -39,6 +39,10 @@ class NewPair:
         return LoraPair(self.module, self.a.info, self.b.info, self.rank, self.alpha, self.is_looked_up)
 
 
+# The pairs that a rule takes, what it makes of them, and what it says of that.
+Change = tuple[list[LoraPair], list[NewPair], str]
+
+
 def new_pair(
     module: str,
     a: tuple[Sequence[TensorInfo], Sequence[int], Make],

@@ -1,0 +1,146 @@
+"""Experts stacked and one by one compute the same after the conversion, in either direction."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import product
+
+import numpy as np
+import pytest
+
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.landing import Model
+from lora_plugins.adapter.model_modules import ExpertFormat, Experts, Kind, ModelModules, Place
+from lora_plugins.adapter.verify import verify_adapter
+from lora_plugins.errors import IncompatibleAdapter
+from lora_plugins.settings import Settings
+from tests.adapter.layouts.test_conversion import convert, delta
+from tests.make import BASE, PEFT, adapter_files, pair, put, read_name
+
+COUNT, HIDDEN, INNER, RANK = 3, 8, 6, 2
+MODULE = "model.layers.0.mlp.experts"
+NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+SIZES = {"w1": (HIDDEN, INNER), "w2": (INNER, HIDDEN), "w3": (HIDDEN, INNER)}
+
+
+def base_of(kind: ExpertFormat, *, is_interleaved: bool = False):
+    experts = Experts(COUNT, HIDDEN, INNER, (kind,), NAMES, is_interleaved)
+    if kind is ExpertFormat.PER_EXPERT:
+        places = {
+            f"{MODULE}.{expert}.{NAMES[role]}": Place(MODULE, Kind.EXPERTS, *SIZES[role], part=role)
+            for expert, role in product(range(COUNT), ("w1", "w2", "w3"))
+        }
+    else:
+        stacked = {"part": "w13", "stacked": COUNT}
+        places = {
+            f"{MODULE}.base_layer": Place(MODULE, Kind.EXPERTS, HIDDEN, 2 * INNER, **stacked),
+            MODULE: Place(MODULE, Kind.EXPERTS, INNER, HIDDEN, part="w2", stacked=COUNT),
+        }
+    modules = ModelModules("TinyForCausalLM", "0.32.0", places, experts={MODULE: experts})
+    return dataclasses.replace(BASE, max_rank=None, model=Model(modules, read_name))
+
+
+def stacked(*parts: str) -> dict[str, np.ndarray]:
+    tensors = {}
+    if "w13" in parts:
+        name = MODULE if parts == ("w13",) else f"{MODULE}.base_layer"
+        tensors |= pair(name, RANK * COUNT, HIDDEN, 2 * INNER)
+    if "w2" in parts:
+        tensors |= pair(MODULE, RANK * COUNT, INNER, HIDDEN)
+    return tensors
+
+
+def delta_of_expert(tensors, name: str, expert: int) -> np.ndarray:
+    """As vLLM and PEFT take one expert's A and B out of stacked ones, by their own words: see `experts.py`."""
+    a, b = (tensors[f"{PEFT}{name}.lora_{side}.weight"].astype(np.float64) for side in "AB")
+    rank = a.shape[0] // COUNT
+    return b.reshape(b.shape[0], rank, COUNT)[:, :, expert] @ a.reshape(COUNT, rank, -1)[expert]
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("parts", [("w13", "w2"), ("w13",), ("w2",)], ids="+".join)
+def test_stacked_experts_become_a_pair_each(tmp_path, parts, is_interleaved):
+    tensors = stacked(*parts)
+    base = base_of(ExpertFormat.PER_EXPERT, is_interleaved=is_interleaved)
+    verified, made, target = convert(tmp_path, tensors, base, r=RANK, lora_alpha=6, target_modules=[])
+    assert verified.conversion.changes == (f"stacked experts split into a pair each ({3 * COUNT} modules)",)
+    for expert in range(COUNT):
+        found = {role: delta(made, f"{MODULE}.{expert}.{name}", target / CONFIG_FILE) for role, name in NAMES.items()}
+        if "w13" in parts:
+            w13 = delta_of_expert(tensors, MODULE if parts == ("w13",) else f"{MODULE}.base_layer", expert) * 3
+            halves = (w13[::2], w13[1::2]) if is_interleaved else (w13[:INNER], w13[INNER:])
+            assert np.array_equal(found["w1"], halves[0])
+            assert np.array_equal(found["w3"], halves[1])
+        else:
+            assert not found["w1"].any()
+            assert not found["w3"].any()
+        w2 = delta_of_expert(tensors, MODULE, expert) * 3 if "w2" in parts else np.zeros((HIDDEN, INNER))
+        assert np.array_equal(found["w2"], w2)
+
+
+def per_expert(roles=("w1", "w2", "w3"), experts=range(COUNT)) -> dict[str, np.ndarray]:
+    tensors = {}
+    for expert, role in product(experts, roles):
+        one = pair(f"{MODULE}.{expert}.{NAMES[role]}", RANK, *SIZES[role])
+        tensors |= {name: value + expert for name, value in one.items()}
+    return tensors
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("changes", [{}, {"use_rslora": True}], ids=str)
+@pytest.mark.parametrize(
+    ("roles", "experts"),
+    [(("w1", "w2", "w3"), range(COUNT)), (("w1", "w3"), [0, 2]), (("w3",), [1]), (("w2",), [1, 2])],
+)
+def test_experts_one_by_one_are_stacked(tmp_path, roles, experts, changes, is_interleaved):
+    tensors = per_expert(roles, experts)
+    base = base_of(ExpertFormat.STACKED, is_interleaved=is_interleaved)
+    verified, made, _ = convert(tmp_path, tensors, base, r=RANK, lora_alpha=6, target_modules=[], **changes)
+    assert verified.conversion.changes == ("experts stacked (2 modules)",)
+    config = verified.conversion.config
+    original = tmp_path / "original" / CONFIG_FILE
+    for expert in range(COUNT):
+        expected = {
+            role: delta(tensors, f"{MODULE}.{expert}.{name}", original)
+            if role in roles and expert in experts
+            else np.zeros((SIZES[role][1], SIZES[role][0]))
+            for role, name in NAMES.items()
+        }
+        rank = config.rank_pattern.get("gate_up_proj", RANK)
+        w13 = delta_of_expert(made, f"{MODULE}.base_layer", expert)
+        w13 *= config.scaling(rank, config.alpha_pattern.get("gate_up_proj", 6))
+        halves = (w13[::2], w13[1::2]) if is_interleaved else (w13[:INNER], w13[INNER:])
+        assert np.allclose(halves[0], expected["w1"], rtol=1e-12, atol=0)
+        assert np.allclose(halves[1], expected["w3"], rtol=1e-12, atol=0)
+        w2 = delta_of_expert(made, MODULE, expert) * config.scaling(RANK, 6)
+        assert np.allclose(w2, expected["w2"], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        pair(f"{MODULE}.base_layer", RANK * (COUNT + 1), HIDDEN, 2 * INNER) | stacked("w2"),
+        pair(f"{MODULE}.base_layer", RANK * COUNT, HIDDEN + 1, 2 * INNER) | stacked("w2"),
+        pair(f"{MODULE}.base_layer", RANK * COUNT, HIDDEN, INNER) | stacked("w2"),
+    ],
+)
+def test_stacked_experts_of_other_shapes_are_refused(tmp_path, tensors):
+    original = put(tmp_path, adapter_files(tensors, r=RANK))
+    with pytest.raises(IncompatibleAdapter):
+        verify_adapter(original, base_of(ExpertFormat.PER_EXPERT), Settings())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pair(f"{MODULE}.{COUNT}.gate_proj", RANK, HIDDEN, INNER),
+        pair(f"{MODULE}.0.gate_proj", RANK, HIDDEN, INNER + 1),
+        pair(f"{MODULE}.0.gate_proj", RANK, HIDDEN, INNER, "float16"),
+        pair(f"{MODULE}.x.gate_proj", RANK, HIDDEN, INNER),
+        pair(f"{MODULE}.0.other_proj", RANK, HIDDEN, INNER),
+    ],
+)
+def test_experts_that_do_not_go_together_are_refused(tmp_path, other):
+    original = put(tmp_path, adapter_files(per_expert(experts=[1, 2]) | other, r=RANK))
+    with pytest.raises(IncompatibleAdapter):
+        verify_adapter(original, base_of(ExpertFormat.STACKED), Settings())
