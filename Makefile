@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo test test-unit check format ledger bench-verify bench-fetch bench-policies bench-manager bench-admission bench-kernels-cpu bench-access bench-kernels-aot clean
+.PHONY: help set-up demo test test-unit test-models check format ledger bench-verify bench-fetch bench-policies bench-manager bench-admission bench-kernels-cpu bench-access bench-kernels-aot clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -26,6 +26,9 @@ test: set-up ## all tests, the real engine included
 test-unit: set-up ## the tests that need no engine
 	@$(RUN) -m pytest $(PARALLEL) -m "not e2e"
 
+test-models: set-up ## every architecture of testbed/architectures.py on the real engine (15 minutes)
+	@$(RUN) -m pytest tests/models -m "nightly or not nightly"
+
 check: set-up ## lint, format, types, the direction of imports, words, generated pages
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
@@ -44,9 +47,8 @@ format: set-up ## format the code, and write generated pages
 ledger: set-up ## print what we touch in vLLM, and compare it with the installed one
 	@$(RUN) tools/check_ledger.py
 
-bench-verify: set-up ## what verification costs, by adapter size, and what an event loop notices of it
+bench-verify: set-up ## what verification costs, by adapter size
 	@$(RUN) -m benchmarks.verify_cost
-	@$(RUN) -m benchmarks.verify_loop
 
 bench-fetch: set-up ## cold fetches against others, warm resolves, crowds and floods (15 minutes)
 	@$(RUN) -m benchmarks.fetch

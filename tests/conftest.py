@@ -25,24 +25,41 @@ settings.register_profile(
 settings.load_profile("unit")
 
 _E2E = Path(__file__).parent / "e2e"
+_MODELS = Path(__file__).parent / "models"
 # Files of end-to-end tests that share a server run in one process: xdist would start it in each.
 _SHARED = {
     **dict.fromkeys(("test_answers", "test_refusals", "test_sources", "test_neighbours"), "world"),
     **dict.fromkeys(("test_admission", "test_in_flight"), "one_slot"),
+    **dict.fromkeys(("test_answers_of_models", "test_verdicts_of_models"), "models"),
 }
-_LONGEST_FIRST = ("test_admin", "world", "one_slot", "test_triton_interpreted", "test_metrics", "test_manager")
+_LONGEST_FIRST = (
+    "test_admin",
+    "models",
+    "world",
+    "one_slot",
+    "test_triton_interpreted",
+    "test_metrics",
+    "test_manager",
+)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark end-to-end tests, and put them first, so that unit tests fill up what is left of the time."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark end-to-end tests, and put them first, so that unit tests fill up what is left of the time.
+
+    What is marked `nightly` runs only where `-m` names it.
+    """
     for item in items:
-        if _E2E in item.path.parents:
+        if {_E2E, _MODELS} & set(item.path.parents):
             item.add_marker(pytest.mark.e2e)
+    if "nightly" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
     items.sort(key=_place)
 
 
 def _place(item: pytest.Item) -> int:
-    if _E2E not in item.path.parents:
+    if not {_E2E, _MODELS} & set(item.path.parents):
         return len(_LONGEST_FIRST) + 1
     group = _SHARED.get(item.path.stem, item.path.stem)
     return _LONGEST_FIRST.index(group) if group in _LONGEST_FIRST else len(_LONGEST_FIRST)
@@ -56,7 +73,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByServer(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return _SHARED.get(Path(file).stem, file) if "/e2e/" in file else file
+            return _SHARED.get(Path(file).stem, file) if "/e2e/" in file or "/models/" in file else file
 
     return ByServer(config, log)
 

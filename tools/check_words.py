@@ -30,7 +30,7 @@ LEFT_OUT = (
 WORDS: tuple[tuple[str, str], ...] = (
     (r"\bdoors?\b", "entry point, patch"),
     (r"\bseams?\b", "patch, entry point, ledger entry"),
-    (r"(?<![._\w])gates?\b(?!_|\.|[ _-]?(?:proj|up))", "admission"),
+    (r"(?<![._\w])(?<!expert )gates?\b(?!_|\.|[ _-]?(?:proj|up))", "admission"),
     (r"\bquantum holders?\b|\bwhose turn\b|\bhad_turn\b|\b(?:its|their|his) turn\b", "admission, fair scheduling"),
     (r"\blook(?:s|ing|ed)?[- _]?out\b", "poller, refresh"),
     (r"\bstaged\b|\bstaging\b", "load, activate"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import BinaryIO
 
-from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.errors import InvalidAdapter
 
@@ -34,7 +33,7 @@ def check_finite(file: BinaryIO, tensors: Iterable[TensorInfo]) -> None:
 
     buffer = bytearray(_PIECE_BYTES)
     view = memoryview(buffer)
-    for tensor in paced(tensors):
+    for tensor in tensors:
         kind, exponent = _EXPONENTS[tensor.dtype]
         file.seek(tensor.begin)
         left = tensor.end - tensor.begin

@@ -1,0 +1,126 @@
+"""A tiny model of an architecture, with an adapter of each kind and PEFT's answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lora_plugins.adapter.model_modules import Kind, ModelModules
+from lora_plugins.adapter.patterns import Deadline, SuffixPatterns
+from testbed.architectures import Architecture
+from testbed.models import edit_config
+
+PROMPT = [3, 17, 42, 99, 5, 77, 120, 8]
+MAX_TOKENS = 10
+STANDARD_DEVIATION = 0.08  # wider than the usual 0.02, so that greedy answers vary instead of repeating one token
+_ADAPTERS_STANDARD_DEVIATION = 0.1
+_RANK = 8
+# By which every token must lead, so that the order of additions decides none; and how many weights are tried.
+_LEAD, _SEEDS = 0.01, 8
+
+
+def build(architecture: Architecture, base: Path, adapters: Path) -> dict[str, list[int] | str]:
+    """Make the base model, and an adapter of each kind as PEFT saves it; answers by kind, "" is the base model's.
+
+    Text instead of an answer says why PEFT makes no adapter of this kind. Without a class in Transformers, only the
+    model's configuration is made.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    config = AutoConfig.for_model(architecture.model_type, **architecture.settings)
+    config.architectures = [architecture.name]
+    if not architecture.has_peft:
+        config.dtype = "float32"
+        config.save_pretrained(base)
+        return {}
+    model = AutoModelForCausalLM.from_config(config).to(torch.float32).eval()
+    assert type(model).__name__ == architecture.name, type(model).__name__
+    for seed in range(_SEEDS):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0.0, STANDARD_DEVIATION)
+            if model.config.tie_word_embeddings:  # else each token's most likely next one is itself
+                model.get_input_embeddings().weight.mul_(0.1)
+        answer, lead = _generate(model)
+        if lead > _LEAD:
+            break
+    model.save_pretrained(base)
+    answers: dict[str, list[int] | str] = {"": answer}
+    for kind, changes in architecture.kinds().items():
+        answers[kind] = _build_adapter(model, adapters / kind, changes, base)
+    return answers
+
+
+def _build_adapter(model: Any, directory: Path, changes: Mapping[str, Any], base: Path) -> list[int] | str:
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    values = {"r": _RANK, "lora_alpha": 16, "init_lora_weights": False, "task_type": "CAUSAL_LM", **changes}
+    try:
+        adapted = get_peft_model(model, LoraConfig(**values)).eval()
+    except ValueError as error:
+        return str(error)
+    for seed in range(_SEEDS):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if "lora_" in name:
+                    parameter.normal_(0.0, _ADAPTERS_STANDARD_DEVIATION)
+        answer, lead = _generate(adapted)
+        if lead > _LEAD:
+            break
+    adapted.save_pretrained(str(directory))
+    edit_config(directory, base_model_name_or_path=str(base))
+    adapted.unload()
+    return answer
+
+
+def _generate(model: Any) -> tuple[list[int], float]:
+    """Greedy tokens, computed without a cache, and the smallest lead of one of them over the next likely."""
+    import torch
+
+    ids, lead = list(PROMPT), float("inf")
+    with torch.no_grad():
+        for _ in range(MAX_TOKENS):
+            best = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].topk(2)
+            ids.append(int(best.indices[0]))
+            lead = min(lead, float(best.values[0] - best.values[1]))
+    return ids[len(PROMPT) :], lead
+
+
+def build_from_description(architecture: Architecture, base: Path, adapters: Path, modules: ModelModules) -> list[str]:
+    """Make an adapter of each kind for a model of which only the engine's description is known; returns the kinds."""
+    for kind, changes in architecture.kinds().items():
+        _write_adapter(adapters / kind, changes, base, modules)
+    return list(architecture.kinds())
+
+
+def _write_adapter(directory: Path, changes: Mapping[str, Any], base: Path, modules: ModelModules) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(sum(directory.name.encode()))
+    config: dict[str, Any] = {"peft_type": "LORA", "r": _RANK, "lora_alpha": 16, **changes}
+    ranks: SuffixPatterns[int] = SuffixPatterns(config.get("rank_pattern", {}), "rank_pattern")
+    targets, tensors = config["target_modules"], {}
+    for name, place in modules.places.items():
+        is_target = place.kind is Kind.LINEAR if targets == "all-linear" else name.rpartition(".")[2] in targets
+        if not is_target:
+            continue
+        rank = ranks.first(name, Deadline()) or _RANK
+        ends = (".lora_A.weight", ".lora_B.weight")
+        if place.kind is Kind.EMBEDDING:
+            ends = (".lora_embedding_A", ".lora_embedding_B")
+        for end, shape in zip(ends, ((rank, place.in_features), (place.out_features, rank)), strict=True):
+            values = torch.randn(*shape, generator=generator) * 2 * _ADAPTERS_STANDARD_DEVIATION
+            tensors[f"base_model.model.{name}{end}"] = values
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config["base_model_name_or_path"] = str(base)
+    (directory / "adapter_config.json").write_text(json.dumps(config))

@@ -1,0 +1,30 @@
+"""Each kind of adapter on each architecture is served with the reference's answer, or refused as the table says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from testbed.architectures import ARCHITECTURES, Architecture
+from testbed.forked_engines import ForkedEngines
+from testbed.matrix import examine
+
+ROWS = [pytest.param(one, id=one.name, marks=[] if one.is_quick else [pytest.mark.nightly]) for one in ARCHITECTURES]
+
+
+@pytest.mark.parametrize("architecture", ROWS)
+def test_answers_are_those_of_the_reference(engines: ForkedEngines, architecture: Architecture, tmp_path: Path) -> None:
+    rows = {row.kind: row for row in examine(engines, architecture, tmp_path)}
+    for kind, row in rows.items():
+        if row.not_made:
+            continue
+        reason = architecture.refused.get(kind)
+        if reason is None:
+            assert (row.refused, row.stored) == ("", ""), row
+            assert row.is_right is (None if kind in architecture.only_made else True), row
+        else:
+            assert reason in row.refused, row
+            assert row.vllm, row
+    assert rows["attention"].differs_from_base
+    assert sum(row.differs_from_base for row in rows.values()) > 1
