@@ -47,8 +47,9 @@ format: set-up ## format the code, and write generated pages
 ledger: set-up ## print what we touch in vLLM, and compare it with the installed one
 	@$(RUN) tools/check_ledger.py
 
-bench-verify: set-up ## what verification costs, by adapter size
+bench-verify: set-up ## what verification costs, by adapter size, and what an event loop notices of it
 	@$(RUN) -m benchmarks.verify_cost
+	@$(RUN) -m benchmarks.verify_loop
 
 bench-fetch: set-up ## cold fetches against others, warm resolves, crowds and floods (15 minutes)
 	@$(RUN) -m benchmarks.fetch

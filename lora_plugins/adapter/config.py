@@ -105,7 +105,7 @@ def parse_config(data: bytes) -> AdapterConfig:
         )
     _refuse_unsupported(raw)
     config = AdapterConfig(
-        rank=_rank("r", _required(raw, "r")),
+        rank=_rank("r", _whole(_required(raw, "r"))),
         alpha=_alpha("lora_alpha", _required(raw, "lora_alpha")),
         targets=_targets(_required(raw, "target_modules")),
         base_model=_base_model(raw),
@@ -163,9 +163,12 @@ def _required(raw: Mapping[str, Any], key: str) -> Any:
     return raw[key]
 
 
+def _whole(value: Any) -> Any:
+    """`r: 4.0`, which vLLM takes, as 4; in `rank_pattern` it takes whole numbers only."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _rank(key: str, value: Any) -> int:
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
     if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_RANK:
         return value
     raise _broken(f"{key} {_short(value)}", f"a whole number from 1 to {MAX_RANK}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import BinaryIO
 
+from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.errors import InvalidAdapter
 
@@ -33,7 +34,7 @@ def check_finite(file: BinaryIO, tensors: Iterable[TensorInfo]) -> None:
 
     buffer = bytearray(_PIECE_BYTES)
     view = memoryview(buffer)
-    for tensor in tensors:
+    for tensor in paced(tensors):
         kind, exponent = _EXPONENTS[tensor.dtype]
         file.seek(tensor.begin)
         left = tensor.end - tensor.begin

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from lora_plugins.adapter.experts import Shapes, check_experts
 from lora_plugins.adapter.model_modules import Kind, ModelModules, Place
+from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.weights import LoraPair, Weights
 from lora_plugins.errors import IncompatibleAdapter
 
@@ -53,7 +54,7 @@ def check_landing(weights: Weights, model: Model, about: str, *, refuse_unmatche
     """
     modules, unmatched, matched = model.modules, [], 0
     experts: dict[str, LoraPair] = {}
-    for pair in weights.pairs:
+    for pair in paced(weights.pairs):
         if modules.skips(pair.a.name):
             continue
         try:

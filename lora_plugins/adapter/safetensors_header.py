@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, BinaryIO, TypeGuard
 
+from lora_plugins.adapter.pace import paced
 from lora_plugins.errors import InvalidAdapter
 
 LENGTH_BYTES = 8
@@ -55,39 +58,85 @@ def read_header(file: BinaryIO, file_bytes: int) -> tuple[TensorInfo, ...]:
     if len(data) != header_bytes:
         raise _broken(f"{len(data)} of {header_bytes} header bytes", "the whole header")
     start = LENGTH_BYTES + header_bytes
-    tensors = sorted(_tensors(_parse(data), start), key=lambda tensor: (tensor.begin, tensor.end))
+    tensors = [_tensor(name, entry, start) for name, entry in paced(_entries(data))]
+    if not tensors:
+        raise _broken("no tensors", "at least one pair of lora_A and lora_B")
+    tensors.sort(key=attrgetter("begin"))
     _check_layout(tensors, start, file_bytes)
     return tuple(tensors)
 
 
-def _parse(data: bytes) -> dict[str, Any]:
+def _entries(data: bytes) -> Iterator[tuple[str, Any]]:
+    """The members of the header's JSON object, but for `__metadata__`, each read when it is asked for."""
     try:
-        raw = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_int=_natural)
+        text = data.decode("utf-8")
+        names: set[str] = set()
+        for name, value in _members(text):
+            if name in names:
+                raise _twice(name)
+            names.add(name)
+            if len(names) > MAX_TENSORS + 1:
+                raise _broken(f"more than {MAX_TENSORS} tensors", f"at most {MAX_TENSORS}")
+            if name == "__metadata__":
+                _check_metadata(value)
+            else:
+                yield name, value
     except InvalidAdapter:
         raise
     except (ValueError, RecursionError):
         raise _broken("a header that is not JSON", "a JSON header") from None
-    if not isinstance(raw, dict):
+
+
+def _members(text: str) -> Iterator[tuple[str, Any]]:
+    """The members of a JSON object; as `json.loads`, it raises ValueError where the text is none.
+
+    `json.loads` itself would hold all members of a long one at once, and the interpreter's lock while it lets go of
+    them.
+    """
+    at = _after_space(text, 0)
+    if text[at : at + 1] != "{":
+        _DECODER.decode(text)
         raise _broken("a header that is not a JSON object", "a JSON object")
-    metadata = raw.pop("__metadata__", None)
+    at, follows = _after_space(text, at + 1), ""
+    while text[at : at + 1] != "}" or follows == ",":
+        if follows not in ("", ",") or text[at : at + 1] != '"':
+            raise ValueError(at)
+        name, at = _DECODER.raw_decode(text, at)
+        at = _after_space(text, at)
+        if text[at : at + 1] != ":":
+            raise ValueError(at)
+        value, at = _DECODER.raw_decode(text, _after_space(text, at + 1))
+        yield name, value
+        at = _after_space(text, at)
+        follows = text[at : at + 1]
+        if follows == ",":
+            at = _after_space(text, at + 1)
+    if _after_space(text, at + 1) != len(text):
+        raise ValueError(at)
+
+
+def _after_space(text: str, at: int) -> int:
+    match = _SPACE.match(text, at)
+    return at if match is None else match.end()
+
+
+def _check_metadata(metadata: Any) -> None:
     if metadata is not None and not (
         isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     ):
         raise _broken("a __metadata__ that is not an object of texts", "texts only")
     if any("\ud800" <= character <= "\udfff" for text in (metadata or {}).items() for character in "".join(text)):
         raise _broken("half a character in __metadata__", "whole characters")
-    if not raw:
-        raise _broken("no tensors", "at least one pair of lora_A and lora_B")
-    if len(raw) > MAX_TENSORS:
-        raise _broken(f"{len(raw)} tensors", f"at most {MAX_TENSORS}")
-    return raw
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(pairs) != len({key for key, _ in pairs}):
-        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise InvalidAdapter(f"'{twice[:100]}' twice in the header", expected="each name once", remedy=_REMEDY)
+        raise _twice(Counter(key for key, _ in pairs).most_common(1)[0][0])
     return dict(pairs)
+
+
+def _twice(name: str) -> InvalidAdapter:
+    return InvalidAdapter(f"'{name[:100]}' twice in the header", expected="each name once", remedy=_REMEDY)
 
 
 def _natural(digits: str) -> int:
@@ -96,27 +145,26 @@ def _natural(digits: str) -> int:
     return int(digits)
 
 
-def _tensors(raw: Mapping[str, Any], start: int) -> list[TensorInfo]:
-    tensors = []
-    for name, entry in raw.items():
-        if len(name) > MAX_NAME_CHARACTERS or not name.isprintable():
-            raise _broken(f"a tensor name of {len(name)} characters: {name[:60]!r}", "a module's name")
-        if not isinstance(entry, dict) or len(entry) != 3:
-            raise _broken(f"no description of tensor '{name}'", "dtype, shape and data_offsets, no more")
-        dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
-        if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-            raise _broken(f"dtype {str(dtype)[:20]} of tensor '{name}'", "one of " + ", ".join(DTYPE_BYTES))
-        if not (_whole_numbers(shape) and all(shape) and 1 <= len(shape) <= 8):
-            raise _broken(f"shape {str(shape)[:60]} of tensor '{name}'", "one to eight sizes above 0")
-        if not (_whole_numbers(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
-            raise _broken(f"data_offsets {str(offsets)[:60]} of tensor '{name}'", "a begin and an end")
-        size_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
-        if offsets[1] - offsets[0] != size_bytes:
-            raise _broken(
-                f"{offsets[1] - offsets[0]} bytes for tensor '{name}'", f"{size_bytes}, by its shape and dtype"
-            )
-        tensors.append(TensorInfo(name, dtype, tuple(shape), start + offsets[0], start + offsets[1]))
-    return tensors
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_int=_natural)
+_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+def _tensor(name: str, entry: Any, start: int) -> TensorInfo:
+    if len(name) > MAX_NAME_CHARACTERS or not name.isprintable():
+        raise _broken(f"a tensor name of {len(name)} characters: {name[:60]!r}", "a module's name")
+    if not isinstance(entry, dict) or len(entry) != 3:
+        raise _broken(f"no description of tensor '{name}'", "dtype, shape and data_offsets, no more")
+    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise _broken(f"dtype {str(dtype)[:20]} of tensor '{name}'", "one of " + ", ".join(DTYPE_BYTES))
+    if not (_whole_numbers(shape) and all(shape) and 1 <= len(shape) <= 8):
+        raise _broken(f"shape {str(shape)[:60]} of tensor '{name}'", "one to eight sizes above 0")
+    if not (_whole_numbers(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
+        raise _broken(f"data_offsets {str(offsets)[:60]} of tensor '{name}'", "a begin and an end")
+    size_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
+    if offsets[1] - offsets[0] != size_bytes:
+        raise _broken(f"{offsets[1] - offsets[0]} bytes for tensor '{name}'", f"{size_bytes}, by its shape and dtype")
+    return TensorInfo(name, dtype, tuple(shape), start + offsets[0], start + offsets[1])
 
 
 def _whole_numbers(value: Any) -> TypeGuard[list[int]]:
@@ -125,7 +173,7 @@ def _whole_numbers(value: Any) -> TypeGuard[list[int]]:
 
 def _check_layout(tensors: list[TensorInfo], start: int, file_bytes: int) -> None:
     expected = start
-    for tensor in tensors:
+    for tensor in paced(tensors):
         if tensor.begin != expected:
             raise _broken(f"tensor '{tensor.name}' at byte {tensor.begin}", f"byte {expected}, without hole or overlap")
         expected = tensor.end

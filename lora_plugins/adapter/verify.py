@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_plugins.adapter.config import CONFIG_FILE, MAX_CONFIG_BYTES, AdapterConfig, parse_config
@@ -60,23 +60,31 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
         size_bytes = config_bytes + weights_bytes
         check_size(size_bytes, settings)
         if name != WEIGHTS_FILE:
-            with describing(file=CONFIG_FILE):
-                notes = () if base is None else check_base(config, None, base, settings.base_match)
-            return VerifiedAdapter(config, None, size_bytes, (*notes, f"{name} is a pickle; weights not verified"))
+            read = VerifiedAdapter(config, None, size_bytes, (f"{name} is a pickle; weights not verified",))
+            return read if base is None else fit_adapter(read, base, settings)
         tensors = read_header(file, weights_bytes)
-        weights = pair_weights(tensors, config)
-        notes, conversion = (), None
+        verified = VerifiedAdapter(config, pair_weights(tensors, config), size_bytes)
         if base is not None:
-            if base.model is not None:
-                planned = plan_conversion(weights, config, base.model)
-                conversion = planned if planned.changes else None
-            served = conversion or Conversion(weights, config)
-            notes = check_base(
-                served.config, served.weights, base, settings.base_match, refuse_unmatched=settings.refuse_unmatched
-            )
+            verified = fit_adapter(verified, base, settings)
         if settings.check_finite:
             check_finite(file, tensors)
-    return VerifiedAdapter(config, weights, size_bytes, notes, conversion)
+    return verified
+
+
+def fit_adapter(verified: VerifiedAdapter, base: BaseModel, settings: Settings) -> VerifiedAdapter:
+    """What `verify_adapter` said of an adapter without a base model, compared with this one; no file is read.
+
+    Raises:
+        IncompatibleAdapter: it is not for this server.
+    """
+    conversion = None
+    with describing(file=CONFIG_FILE if verified.weights is None else WEIGHTS_FILE):
+        if base.model is not None and verified.weights is not None:
+            planned = plan_conversion(verified.weights, verified.config, base.model)
+            conversion = planned if planned.changes else None
+        config, weights = (conversion or verified).config, (conversion or verified).weights
+        notes = check_base(config, weights, base, settings.base_match, refuse_unmatched=settings.refuse_unmatched)
+    return replace(verified, notes=(*notes, *verified.notes), conversion=conversion)
 
 
 def choose_weights(names: Collection[str], settings: Settings) -> str:

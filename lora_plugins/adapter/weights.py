@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lora_plugins.adapter.config import AdapterConfig
+from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.patterns import Deadline
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
@@ -83,7 +84,7 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
     """
     sides: dict[tuple[str, bool], dict[str, TensorInfo]] = {}
     embeddings, others, names = [], [], set()
-    for tensor in tensors:
+    for tensor in paced(tensors):
         if tensor.name.endswith(_BASE_EMBEDDINGS):
             embeddings.append((_without_prefix(tensor.name).removesuffix(".base_layer.weight"), tensor))
             continue
@@ -102,7 +103,7 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
     deadline, rank_of, alpha_of = Deadline(), config.ranks(), config.alphas()
     pairs = tuple(
         _pair(module, pair, rank_of(name, deadline), alpha_of(name, deadline), is_looked_up)
-        for (module, is_looked_up), pair in sides.items()
+        for (module, is_looked_up), pair in paced(sides.items())
         for name in [parameter_of(module)]
     )
     if not pairs:
@@ -177,7 +178,7 @@ def parameter_of(module: str) -> str:
 
 
 def _check_ranks(pairs: Iterable[LoraPair]) -> None:
-    for pair in pairs:
+    for pair in paced(pairs):
         if pair.is_experts:
             continue  # how many of them a tensor stacks, the model says
         if (pair.a.shape[0], pair.b.shape[1]) != (pair.rank, pair.rank):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,8 +22,8 @@ from lora_plugins.cli.base_model import BasePath, MaxRank, ServedNames, read_bas
 from lora_plugins.cli.exits import Exit, exit_of
 from lora_plugins.cli.output import Json, Output, error_fields
 from lora_plugins.cli.pull import bring
-from lora_plugins.cli.stored import StoreView
-from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, describing
+from lora_plugins.cli.stored import SHOWN_CHARACTERS, StoreView
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, describing
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES
 from lora_plugins.settings import Settings
 from lora_plugins.store.layout import is_prefix
@@ -143,10 +143,20 @@ def _answer(path: Path, uri: str | None, found: Found, base: BaseModel | None) -
         },
         "verdict": "served" if found.error is None else "refused",
         "notes": list(found.verified.notes) if found.verified else [],
+        "to_convert": list(found.verified.conversion.changes) if found.verified and found.verified.conversion else [],
+        "converted": _converted(path),
     }
     if found.error is not None:
         answer["error"] = error_fields(found.error)
     return answer
+
+
+def _converted(path: Path) -> dict[str, Any] | None:
+    """What the store has changed of it, and of which original."""
+    with suppress(InvalidAdapter):
+        converted = Manifest.read(path).converted
+        return None if converted is None else asdict(converted)
+    return None
 
 
 def _module(pair: LoraPair) -> dict[str, Any]:
@@ -183,5 +193,11 @@ def _lines(answer: dict[str, Any], found: Found, base: BaseModel | None) -> Iter
             modules = base.model.modules
             known = f"{len(modules.places)} modules of vLLM {modules.vllm_version}'s {modules.architecture}"
             yield f"compared with {base.path}: {known}, {limit}"
+    converted = answer["converted"]
+    if converted is not None:
+        original = converted["original_digest"][:SHOWN_CHARACTERS]
+        yield f"converted    from {original}: {', '.join(converted['changes'])}"
+    if answer["to_convert"]:
+        yield f"to convert   {', '.join(answer['to_convert'])}; the store does so when it is served"
     for note in answer["notes"]:
         yield f"note         {note}"

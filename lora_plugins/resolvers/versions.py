@@ -13,7 +13,7 @@ from cachetools import LRUCache
 
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import adapter_id
-from lora_plugins.adapter.verify import VerifiedAdapter, verify_adapter
+from lora_plugins.adapter.verify import VerifiedAdapter, fit_adapter, verify_adapter
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, LoRAPluginsError
 from lora_plugins.events import AdapterConfirmed, AdapterFetched, AdapterResolved, Events
 from lora_plugins.resolvers.conversion import ConvertedAdapter
@@ -104,11 +104,11 @@ class Versions:
             return served
         started = time.perf_counter()
         attempt = object()  # holds the lease until the version is verified
-        stored = await self._find_converted(adapter, base, attempt) or await self._obtain(
-            name, source, adapter, attempt
-        )
+        stored, arrived = await self._find_converted(adapter, base, attempt), None
+        if stored is None:
+            stored, arrived = await self._obtain(name, source, adapter, attempt)
         obtain_s = time.perf_counter() - started
-        stored, verified = await self._ready(stored, adapter.uri, adapter.version, base, attempt)
+        stored, verified = await self._ready(stored, adapter.uri, adapter.version, base, attempt, arrived=arrived)
         if adapter.link is not None:
             await asyncio.to_thread(adapter.link.point_to, stored.directory, name)
         self._store.leases.hand_over(stored.digest, attempt, name)
@@ -174,10 +174,17 @@ class Versions:
         return await asyncio.to_thread(self._store.find_leased, adapter.uri, adapter.version, holder, form)
 
     async def _ready(
-        self, stored: StoredAdapter, uri: str, version: str, base: BaseModel | None, holder: object
+        self,
+        stored: StoredAdapter,
+        uri: str,
+        version: str,
+        base: BaseModel | None,
+        holder: object,
+        *,
+        arrived: VerifiedAdapter | None = None,
     ) -> tuple[StoredAdapter, VerifiedAdapter]:
         """A leased version as the engine wants it: itself, or what it is converted into, leased in its place."""
-        verified = await self._check(stored.digest, base, holder)
+        verified = await self._check(stored.digest, base, holder, arrived)
         if verified.conversion is None or base is None or base.model is None:
             return stored, verified
         try:
@@ -193,21 +200,30 @@ class Versions:
         changes = "converted into the engine's form: " + ", ".join(wanted.converted.changes)
         return replace(made, fetched=stored.fetched), replace(again, notes=(*again.notes, changes))
 
-    async def _check(self, digest: str, base: BaseModel | None, holder: object) -> VerifiedAdapter:
-        """Validate a leased version, whose values were looked at when it arrived, against the base model."""
+    async def _check(
+        self, digest: str, base: BaseModel | None, holder: object, arrived: VerifiedAdapter | None = None
+    ) -> VerifiedAdapter:
+        """Validate a leased version against the base model; what it was found to be as it `arrived` is not read again.
+
+        Its values were looked at then, in this process or another.
+        """
         try:
-            return await asyncio.to_thread(self._check_fits, self._store.layout.adapter(digest), base)
+            return await asyncio.to_thread(self._check_fits, self._store.layout.adapter(digest), base, arrived)
         except LoRAPluginsError:
             self._store.leases.release(digest, holder)
             raise
 
-    async def _obtain(self, name: str, source: Source, adapter: RemoteAdapter, holder: object) -> StoredAdapter:
+    async def _obtain(
+        self, name: str, source: Source, adapter: RemoteAdapter, holder: object
+    ) -> tuple[StoredAdapter, VerifiedAdapter | None]:
+        """The version in the store, and what it was found to be where it has arrived just now."""
         version = (adapter.uri, adapter.version)
         if version in self._refused:
             raise copy.copy(self._refused[version])  # a new one: raising an old one grows its traceback
         selected = select_files(adapter, self._settings)
         refusals: list[LoRAPluginsError] = []
-        check = partial(self._check_fetched, refusals)
+        arrived: list[VerifiedAdapter] = []
+        check = partial(self._check_fetched, refusals, arrived)
         try:
             async with self._fetching:
                 started = time.perf_counter()
@@ -217,11 +233,12 @@ class Versions:
             if error in refusals:
                 self._refused[version] = copy.copy(error)  # without the name, which another may share the version with
             raise
-        if stored.fetched:
-            size_bytes = sum(file.size_bytes for file in selected.files)
-            fetch_s = time.perf_counter() - started
-            self._events.emit(AdapterFetched(name, source.label, adapter.uri, size_bytes, fetch_s))
-        return stored
+        if not stored.fetched:
+            return stored, None
+        size_bytes = sum(file.size_bytes for file in selected.files)
+        fetch_s = time.perf_counter() - started
+        self._events.emit(AdapterFetched(name, source.label, adapter.uri, size_bytes, fetch_s))
+        return stored, arrived[-1]
 
     def _leased_version(self, digest_prefix: str, origins: frozenset[str] | None, holder: object) -> Manifest | None:
         """The one version that matches, from one of these places unless None, and leased."""
@@ -237,15 +254,17 @@ class Versions:
             return None
         return found[0]
 
-    def _check_fetched(self, refusals: list[LoRAPluginsError], directory: Path) -> None:
+    def _check_fetched(self, refusals: list[LoRAPluginsError], arrived: list[VerifiedAdapter], directory: Path) -> None:
         try:
-            verify_adapter(directory, None, self._settings)
+            arrived.append(verify_adapter(directory, None, self._settings))
         except (InvalidAdapter, IncompatibleAdapter, AdapterNotFound) as error:
             refusals.append(error)
             raise
 
-    def _check_fits(self, directory: Path, base: BaseModel | None) -> VerifiedAdapter:
-        return verify_adapter(directory, base, replace(self._settings, check_finite=False))
+    def _check_fits(self, directory: Path, base: BaseModel | None, arrived: VerifiedAdapter | None) -> VerifiedAdapter:
+        if arrived is None or base is None:
+            return verify_adapter(directory, base, replace(self._settings, check_finite=False))
+        return fit_adapter(arrived, base, self._settings)
 
 
 def _checked_later(directory: Path) -> None:

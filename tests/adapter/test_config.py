@@ -208,7 +208,17 @@ def test_size_is_limited():
 
 
 def test_a_rank_may_be_written_as_a_float():
-    assert parse_config(config_bytes(r=4.0, rank_pattern={"q_proj": 8.0})).max_rank == 8
+    assert parse_config(config_bytes(r=4.0)).rank == 4
+
+
+def test_a_float_in_rank_pattern_is_refused_as_vllm_does():
+    from vllm.lora.peft_helper import PEFTHelper
+
+    data = config_bytes(rank_pattern={"q_proj": 8.0})
+    with pytest.raises(ValueError, match="positive integer"):
+        PEFTHelper.from_dict(json.loads(data))
+    with pytest.raises(InvalidAdapter, match=r"rank_pattern\['q_proj'\] 8.0"):
+        parse_config(data)
 
 
 def test_rank_pattern_decides_a_modules_rank():

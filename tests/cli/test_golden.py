@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
+from lora_plugins.adapter.fit import BaseModel
+from lora_plugins.adapter.landing import Model
+from lora_plugins.events import Events
+from lora_plugins.resolvers.resolution import AdapterResolver
+from lora_plugins.resolvers.sources.filesystem import FilesystemSource
+from lora_plugins.settings import Settings
 from lora_plugins.store.model_file import ModelFile
+from lora_plugins.store.store import Store
 from tests.cli.common import GOLDEN, golden
-from tests.make import MODULES
+from tests.make import MODULES, adapter_files, put, read_name, weights
 
 
 @pytest.mark.parametrize("name", ["sql", "cut", "nobody", "../outside", "user@corp.com/sql"])
@@ -50,6 +59,20 @@ def test_an_adapter_compared_with_a_base_model(cli):
     golden("resolve-base.txt", cli("resolve", "sql", "--base-model", base, "--max-lora-rank", "2"), cli.root)
 
 
+def test_an_adapter_in_another_layout_before_and_after_conversion(cli):
+    """As a server leaves it in the store."""
+    base = cli.root / "base"
+    base.mkdir()
+    ModelFile(cli.store, str(base)).write(MODULES)
+    tensors = {name.replace(".weight", ".default.weight"): array for name, array in weights().items()}
+    directory = put(cli.adapters / "keys", adapter_files(tensors))
+    golden("inspect-to-convert.txt", cli("inspect", directory, "--base-model", base), cli.root)
+    resolver = AdapterResolver(Settings(), Events(), Store(cli.store), [FilesystemSource(cli.adapters)])
+    resolver.base = BaseModel(str(base), model=Model(MODULES, read_name))
+    resolved = asyncio.run(resolver.resolve("keys", str(base)))
+    golden("inspect-converted.txt", cli("inspect", resolved.digest, "--base-model", base), cli.root)
+
+
 def test_every_golden_file_belongs_to_a_test():
     names = {file.name for file in GOLDEN.iterdir()}
     resolved = ("sql", "cut", "nobody", "dots-outside", "user@corp.com-sql")
@@ -70,5 +93,7 @@ def test_every_golden_file_belongs_to_a_test():
     assert names == resolve | top | {f"{name}.{how}" for name in stored for how in ("txt", "json")} | {
         "inspect-base.txt",
         "inspect-base-unknown.txt",
+        "inspect-converted.txt",
+        "inspect-to-convert.txt",
         "resolve-base.txt",
     }

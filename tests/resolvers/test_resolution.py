@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 from cachetools import TTLCache
 
+from lora_plugins.adapter import verify as verify_module
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName, adapter_id
+from lora_plugins.adapter.safetensors_header import read_header
 from lora_plugins.adapter.verify import PICKLE_FILES, WEIGHTS_FILE
 from lora_plugins.errors import (
     AdapterNotFound,
@@ -455,6 +457,35 @@ def test_verification_runs_in_a_thread(make):
     assert resolver.ask()
     assert threading.main_thread() not in threads
     assert len(threads) == 1
+
+
+@pytest.fixture
+def headers_read(monkeypatch):
+    """Grows with each header that is read."""
+    headers: list[object] = []
+
+    def reading(*arguments):
+        headers.append(read_header(*arguments))
+        return headers[-1]
+
+    monkeypatch.setattr(verify_module, "read_header", reading)
+    return headers
+
+
+def test_what_has_just_arrived_is_read_once(make, headers_read):
+    assert make(FakeSource("one", {"sql": adapter_files()})).ask()
+    assert len(headers_read) == 1
+
+
+def test_what_the_store_has_is_compared_with_the_model(make, headers_read):
+    answers = {name: adapter_files(base_model_name_or_path="other/model") for name in ("sql", "same")}
+    resolver = make(FakeSource("one", answers))
+    assert resolver.ask("sql").path == resolver.ask("same").path
+    strict = make(FakeSource("one", answers), base_match=BaseMatch.STRICT)  # as after a restart
+    for name in answers:
+        with pytest.raises(IncompatibleAdapter, match=BASE.path):
+            strict.ask(name)
+    assert len(headers_read) == 4
 
 
 # --- what may be fetched: by names and sizes, before the first byte

@@ -144,8 +144,8 @@ def test_one_name_releases_nothing_that_another_is_verifying(make):
     first = resolver.ask("sql")
     check = resolver._versions._check_fits
 
-    def release_meanwhile(directory, base):
-        verified = check(directory, base)
+    def release_meanwhile(*arguments):
+        verified = check(*arguments)
         resolver.release("sql", first.path)
         assert not resolver.store.remove(first.digest)
         return verified

@@ -11,6 +11,7 @@ from lora_plugins.adapter.landing import Model, Respell
 from lora_plugins.adapter.layouts import experts, fused
 from lora_plugins.adapter.layouts.names import Names
 from lora_plugins.adapter.layouts.tensors import Change, NewPair, new_pair, same
+from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.weights import LoraPair, Weights, parameter_of
 from lora_plugins.errors import InvalidAdapter
@@ -43,18 +44,21 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
         InvalidAdapter: two pairs of the adapter are for one module of the engine.
     """
     names = Names(config, model)
-    landed = [pair for pair in weights.pairs if names.lands(pair)]
-    left = [pair for pair in weights.pairs if not names.lands(pair)]
+    landed: list[LoraPair] = []
+    left: list[LoraPair] = []
+    for pair in paced(weights.pairs):
+        (landed if names.lands(pair) else left).append(pair)
     others = tuple(tensor for _, tensor in weights.base_embeddings) + weights.others
     made: list[NewPair] = []
     changes: Counter[str] = Counter()
     for respell in (_as_it_is, *model.respellings):
         for rule in _RULES:
-            for taken, new, text in rule([_respelled(pair, respell) for pair in left], names):
-                gone = {pair.a.name for pair in taken}
-                left = [pair for pair in left if pair.a.name not in gone]
+            gone: set[str] = set()
+            for taken, new, text in paced(rule([_respelled(pair, respell) for pair in left], names)):
+                gone |= {pair.a.name for pair in taken}
                 made += new
                 changes[text] += len(new)
+            left = [pair for pair in left if pair.a.name not in gone]
     if not made:
         return Conversion(weights, config)
     pairs = (*landed, *left, *(new.pair for new in made))
@@ -79,7 +83,7 @@ def _respelled(pair: LoraPair, respell: Respell) -> LoraPair:
 
 def _rename(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
     """Pairs that land under the names that PEFT gives this module."""
-    for pair in pairs:
+    for pair in paced(pairs):
         if names.place(pair.module, is_looked_up=pair.is_looked_up) is None:
             continue
         a, b = (([side], side.shape, same) for side in (pair.a, pair.b))

@@ -15,6 +15,7 @@ from typing import Any
 from lora_plugins.adapter.layouts.names import Names
 from lora_plugins.adapter.layouts.tensors import Change, Make, NewPair, new_pair, same
 from lora_plugins.adapter.model_modules import Kind
+from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.weights import LoraPair
 
 # Only modules whose parts lie one after the other in every model that has them (others interleave heads).
@@ -24,7 +25,7 @@ _FUSED = {part: fused for fused, parts in _PARTS.items() for part in parts}
 
 def split(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
     """Fused pairs for which the engine has parts."""
-    for pair in pairs:
+    for pair in paced(pairs):
         parent, _, leaf = pair.module.rpartition(".")
         if leaf not in _PARTS:
             continue
@@ -50,7 +51,7 @@ def split(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
 def join(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
     """Parts for which the engine has one fused module, all or some of them."""
     groups: dict[str, dict[str, LoraPair]] = defaultdict(dict)
-    for pair in pairs:
+    for pair in paced(pairs):
         parent, _, leaf = pair.module.rpartition(".")
         if leaf in _FUSED:
             groups[f"{parent}.{_FUSED[leaf]}"][leaf] = pair
