@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from lora_plugins.adapter.model_modules import ExpertFormat, Kind, ModelModules, Place
+from lora_plugins.adapter.pace import paced
 from lora_plugins.errors import IncompatibleAdapter
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]  # of A and of B
@@ -39,8 +40,8 @@ def check_experts(
         IncompatibleAdapter: other shapes than the model's, or experts of which a part is missing.
     """
     found: dict[str, set[bool]] = {}
-    for name, (a, b) in shapes.items():
-        place = modules.place(name)
+    for name, (a, b) in paced(shapes.items()):
+        place = modules.places.get(name)
         if place is None or place.kind is not Kind.EXPERTS:
             continue
         found.setdefault(place.module, set()).add(place.stacked > 1)
@@ -77,7 +78,7 @@ def _check_whole(
     about: str,
 ) -> None:
     """VLLM takes all parts of all experts of a layer, or none of them, in one format."""
-    for name, place in modules.places.items():
+    for name, place in paced(modules.places.items()):
         if place.kind is not Kind.EXPERTS or place.module not in found:
             continue
         of_formats = found[place.module]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from lora_plugins.adapter.experts import Shapes, check_experts
-from lora_plugins.adapter.model_modules import Kind, ModelModules, Place
+from lora_plugins.adapter.model_modules import Kind, ModelModules, Place, Unadapted
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.weights import LoraPair, Weights
 from lora_plugins.errors import IncompatibleAdapter
@@ -24,6 +24,18 @@ Respell = Callable[[str], str]
 
 _EXAMPLES = 3
 _REMEDY = "serve it with the base model that it was trained on"
+_FOUND = {
+    None: "that the model does not have",
+    Unadapted.TOWER: "of the multimodal tower or connector, which need --enable-tower-connector-lora",
+    Unadapted.TARGET: "that this server's --lora-target-modules leaves out",
+    Unadapted.KIND: "that vLLM cannot adapt in this model",
+}
+_REMEDIES = {
+    None: _REMEDY,
+    Unadapted.TOWER: "restart the server with --enable-tower-connector-lora",
+    Unadapted.TARGET: "restart the server with these in --lora-target-modules, or without it",
+    Unadapted.KIND: "train it without these modules",
+}
 
 
 @dataclass(frozen=True)
@@ -61,13 +73,14 @@ def check_landing(weights: Weights, model: Model, about: str, *, refuse_unmatche
             name, _ = model.read_name(pair.a.name)
         except ValueError:
             name = pair.module
-        place = modules.place(name)
-        if place is None:
+        key = modules.key(name)
+        if key is None:
             unmatched.append(name)
             continue
         matched += 1
+        place = modules.places[key]
         if place.kind is Kind.EXPERTS:
-            experts[name] = pair
+            experts[key] = pair
         else:
             check_sizes(name, (pair.a.shape, pair.b.shape), place, f" ({about})")
     check_experts(
@@ -79,22 +92,28 @@ def check_landing(weights: Weights, model: Model, about: str, *, refuse_unmatche
     _check_vocabulary(weights, modules)
     if matched and not unmatched:
         return ()
-    error = mismatch(unmatched, matched + len(unmatched), _alike(unmatched, modules), f" ({about})")
+    error = mismatch(unmatched, matched + len(unmatched), modules, f" ({about})")
     if refuse_unmatched or not matched:
         raise error
     return (f"served without {error.found}",)
 
 
 def mismatch(
-    unmatched: Sequence[str], total: int, known: Iterable[str], about: str = "", *, adapter: str = ""
+    unmatched: Sequence[str], total: int, modules: ModelModules, about: str = "", *, adapter: str = ""
 ) -> IncompatibleAdapter:
-    """The error that names examples of what does not match, and of what would (`known`); workers raise it too."""
+    """The error that names examples of what does not land, and why not; workers raise it too."""
+    by_reason: dict[Unadapted | None, list[str]] = {}
+    for name in unmatched:
+        by_reason.setdefault(modules.why_unadapted(name), []).append(name)
+    found = [
+        f"{len(names)} of {total} modules {_FOUND[why]}, such as {_some(names)}" for why, names in by_reason.items()
+    ]
+    known = _some(_alike(unmatched, modules))
     return IncompatibleAdapter(
-        f"{len(unmatched)} of {total} modules that the model does not have"
-        + (f", such as {_some(unmatched)}" if unmatched else "")
-        + about,
-        expected=f"modules of the model, such as {_some(known)}",
-        remedy=_REMEDY + (", or set LORA_PLUGINS_UNMATCHED=warn" if len(unmatched) < total else ""),
+        " and ".join(found or [f"0 of {total} modules {_FOUND[None]}"]) + about,
+        expected=f"modules of the model, such as {known}",
+        remedy="; ".join(_REMEDIES[why] for why in by_reason or [None])
+        + (", or set LORA_PLUGINS_UNMATCHED=warn" if len(unmatched) < total else ""),
         adapter=adapter,
     )
 
@@ -127,7 +146,7 @@ def _check_vocabulary(weights: Weights, modules: ModelModules) -> None:
             )
 
 
-def _alike(unmatched: list[str], modules: ModelModules) -> Iterable[str]:
+def _alike(unmatched: Sequence[str], modules: ModelModules) -> Iterable[str]:
     last = {name.rsplit(".", 1)[-1] for name in unmatched[:1]}
     return [name for name in modules.places if name.rsplit(".", 1)[-1] in last] or modules.places
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-FORMAT = 3
+FORMAT = 4
 
 
 class Kind(StrEnum):
@@ -19,6 +19,14 @@ class Kind(StrEnum):
     HEAD = "head"
     EXPERTS = "experts"  # matrices of a mixture of experts, of one expert or of all
     CLASSIFIER = "classifier"  # a whole weight in the place of A and B too
+
+
+class Unadapted(StrEnum):
+    """Why a module that the model has takes no adapter in this engine."""
+
+    TOWER = "tower"  # of a tower or connector, and the engine runs without --enable-tower-connector-lora
+    TARGET = "target"  # left out by --lora-target-modules
+    KIND = "kind"  # vLLM adapts none of this kind in this model
 
 
 class ExpertFormat(StrEnum):
@@ -87,6 +95,8 @@ class ModelModules:
         without_model_prefix: whether a name is also looked for without its first `model.` (pooling models).
         experts: the mixtures of experts, by `Place.module`.
         model_type: `model_type` of the model's configuration, by which Transformers knows its names.
+        text_prefix: where a multimodal model has its text model, if names are also looked for below it (from 0.33).
+        unadapted: modules of the model, and parts of these, that take no adapter.
     """
 
     architecture: str
@@ -98,13 +108,37 @@ class ModelModules:
     without_model_prefix: bool = False
     experts: Mapping[str, Experts] = field(default_factory=dict)
     model_type: str = ""
+    text_prefix: str = ""
+    unadapted: Mapping[str, Unadapted] = field(default_factory=dict)
+
+    def key(self, name: str) -> str | None:
+        """The name in `places` that weights of this name land under; None where the model has no such module."""
+        return next((key for key in self._spellings(name) if key in self.places), None)
 
     def place(self, name: str) -> Place | None:
         """Where the weights of this name land; None where the model has no such module."""
-        found = self.places.get(name)
-        if found is None and self.without_model_prefix:
-            found = self.places.get(f"model.{name}")
-        return found
+        key = self.key(name)
+        return None if key is None else self.places[key]
+
+    def why_unadapted(self, name: str) -> Unadapted | None:
+        """Why weights of this name land nowhere; None where the model has no such module."""
+        for key in self._spellings(name):
+            # Of experts the module is listed, and an adapter names their parts.
+            for module in (key, key.partition(".experts.")[0] + ".experts"):
+                if module in self.unadapted:
+                    return self.unadapted[module]
+        return None
+
+    def _spellings(self, name: str) -> Iterator[str]:
+        """As `LoRAModelManager._get_lora_layer_weights` looks for a module's weights, vllm/lora/model_manager.py."""
+        yield name
+        if self.without_model_prefix:
+            yield f"model.{name}"
+        if self.text_prefix:
+            yield f"{self.text_prefix}.{name}"
+            below = name.removeprefix("model.")
+            if below != name and not below.startswith(("model.", "lm_head")):
+                yield f"{self.text_prefix}.{below}"
 
     def skips(self, tensor: str) -> bool:
         """Whether vLLM leaves this tensor out (`LoRAModel._should_skip_module`, vllm/lora/lora_model.py, 0.32)."""
@@ -112,7 +146,12 @@ class ModelModules:
 
     def joined(self, other: ModelModules) -> ModelModules:
         """Both stages of a pipeline, of which each has some of the model's layers."""
-        return replace(self, places={**self.places, **other.places}, experts={**self.experts, **other.experts})
+        return replace(
+            self,
+            places={**self.places, **other.places},
+            experts={**self.experts, **other.experts},
+            unadapted={**self.unadapted, **other.unadapted},
+        )
 
     def plain(self) -> dict[str, Any]:
         """As values that JSON and vLLM's messages can carry."""
@@ -127,6 +166,8 @@ class ModelModules:
             "without_model_prefix": self.without_model_prefix,
             "experts": {name: asdict(experts) for name, experts in self.experts.items()},
             "model_type": self.model_type,
+            "text_prefix": self.text_prefix,
+            "unadapted": {name: why.value for name, why in self.unadapted.items()},
         }
 
     @classmethod
@@ -157,6 +198,8 @@ class ModelModules:
                 bool(plain["without_model_prefix"]),
                 experts,
                 str(plain["model_type"]),
+                str(plain["text_prefix"]),
+                {name: Unadapted(why) for name, why in plain["unadapted"].items()},
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not the modules of a model: {error}") from None

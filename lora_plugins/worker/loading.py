@@ -44,13 +44,13 @@ def check_described(model: Any, manager: Any, modules: ModelModules) -> None:
         IncompatibleAdapter: other sizes than the model's, or experts of which a part is missing.
     """
     pairs = {
-        name: weights
+        modules.key(name) or name: weights
         for name, weights in model.loras.items()
         if isinstance(weights.lora_a, torch.Tensor) and isinstance(weights.lora_b, torch.Tensor)
     }
     shapes = {name: (tuple(pair.lora_a.shape), tuple(pair.lora_b.shape)) for name, pair in pairs.items()}
     for name, shape in shapes.items():
-        place = modules.place(name)
+        place = modules.places.get(name)
         if place is not None and place.kind is not Kind.EXPERTS and all(len(side) == 2 for side in shape):
             check_sizes(name, shape, place)
     check_experts(
@@ -76,7 +76,7 @@ def _check_sharding(name: str, module: Any, pairs: Mapping[str, Any], modules: M
     if not module.fully_sharded or module.tp_size == 1:
         return
     for part, weights in pairs.items():
-        place = modules.place(part)
+        place = modules.places.get(part)
         if place is not None and place.module == name and place.part != "w2" and weights.rank % module.tp_size:
             raise IncompatibleAdapter(
                 f"rank {weights.rank} in module '{part}'",

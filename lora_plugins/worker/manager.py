@@ -124,15 +124,15 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             if hasattr(manager, "_validate_moe_lora_format"):  # from 0.32
                 manager._validate_moe_lora_format(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
             loading.check_described(model, manager, self._modules)
-            scalings = take_scalings(model)
+            scalings, pairs = take_scalings(model), len(model.loras)
             manager._create_merged_loras_inplace(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
-            self._check_matched(model, spec.name)
+            self._check_matched(model, pairs, spec.name)
             if self._settings.check_finite and not is_digest(Path(path).name):  # else the store has looked
                 loading.check_finite(spec.name, model)
             is_pinned = torch.device(self.device).type == "cuda"
             return build(spec.name, path, manager, model, scalings, is_pinned=is_pinned)
 
-    def _check_matched(self, model: Any, adapter: str) -> None:
+    def _check_matched(self, model: Any, pairs: int, adapter: str) -> None:
         manager = self._adapter_manager
         matched = {
             name: weights
@@ -144,7 +144,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         unmatched = loading.unmatched_modules(model, matched)
         if not unmatched or (matched and not self._is_whole_model):
             return
-        error = mismatch(unmatched, len(model.loras), manager.modules, adapter=adapter)
+        error = mismatch(unmatched, pairs, self._modules, adapter=adapter)
         if self._settings.refuse_unmatched or not matched:
             raise error
         logger.warning("Served without what does not match: %s", error)

@@ -10,6 +10,7 @@ from typing import Any
 
 from lora_plugins.adapter.model_modules import ExpertFormat, Experts, Kind, ModelModules, Place
 from lora_plugins.ledger import Patch
+from lora_plugins.worker.unadapted import unadapted
 
 
 def describe(manager: Any) -> ModelModules:
@@ -33,7 +34,16 @@ def describe(manager: Any) -> ModelModules:
             name: _experts(manager, name) for name, module in manager.modules.items() if _kind(module) is Kind.EXPERTS
         },
         model_type=str(getattr(getattr(model, "config", None), "model_type", "")),
+        text_prefix=_text_prefix(manager),
+        unadapted=unadapted(manager),
     )
+
+
+def _text_prefix(manager: Any) -> str:
+    """From 0.33 on, a text model's adapter fits the multimodal model that it is part of."""
+    if not hasattr(manager, "_get_text_lora_names") or not manager.supports_mm:
+        return ""
+    return str(manager.mm_mapping.language_model[0]).rstrip(".")
 
 
 def _places(manager: Any, name: str) -> Iterator[tuple[str, Place]]:
@@ -185,7 +195,8 @@ LEDGER = (
         vllm: __version__
         vllm.lora.model_manager:
             LoRAModelManager{model, modules, packed_modules, is_pooling_model, vocab_size}
-            LoRAModelManager{_is_non_gated_moe, _enable_mixed_moe_lora_format}
+            LoRAModelManager{_is_non_gated_moe, _enable_mixed_moe_lora_format, supports_mm, mm_mapping}
+            LoRAModelManager._get_text_lora_names(self, module_name)  # since 0.33
         vllm.lora.layers.fused_moe:
             FusedMoEWithLoRA{moe_config, global_num_experts, tp_size, enable_moe_shared_loras}
             FusedMoE3DWithLoRA

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_plugins.adapter.landing import Model, check_landing
-from lora_plugins.adapter.model_modules import Kind, ModelModules, Place
+from lora_plugins.adapter.model_modules import Kind, ModelModules, Place, Unadapted
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.weights import LoraPair, Weights
 from lora_plugins.errors import IncompatibleAdapter
@@ -65,6 +65,56 @@ def test_half_an_adapter_is_refused_or_served_with_a_note():
     assert note.startswith("served without 1 of 2 modules")
     with pytest.raises(IncompatibleAdapter, match="1 of 1"):
         check(half[1], refuse_unmatched=False)
+
+
+@pytest.mark.parametrize(
+    ("why", "found", "remedy"),
+    [
+        (Unadapted.TOWER, "need --enable-tower-connector-lora", "server with --enable-tower-connector-lora"),
+        (Unadapted.TARGET, "--lora-target-modules leaves out", "server with these in --lora-target-modules"),
+        (Unadapted.KIND, "vLLM cannot adapt in this model", "train it without these modules"),
+        (None, "the model does not have", "the base model that it was trained on"),
+    ],
+)
+def test_what_does_not_land_is_named_with_the_reason(why, found, remedy):
+    name = "visual.blocks.0.attn.qkv"
+    of = dataclasses.replace(MODULES, unadapted={name: why} if why else {})
+    with pytest.raises(IncompatibleAdapter) as caught:
+        check(lora(), lora(name), of=of)
+    assert caught.value.found.startswith("1 of 2 modules ")
+    assert f"{found}, such as '{name}'" in caught.value.found
+    assert remedy in caught.value.remedy
+    assert "LORA_PLUGINS_UNMATCHED=warn" in caught.value.remedy
+    (note,) = check(lora(), lora(name), of=of, refuse_unmatched=False)
+    assert note.startswith("served without 1 of 2 modules ")
+
+
+def test_each_reason_is_named_once_with_its_remedy():
+    towers = [f"visual.{n}" for n in range(4)]
+    of = dataclasses.replace(MODULES, unadapted=dict.fromkeys(towers, Unadapted.TOWER) | {"mlp.experts": "target"})
+    names = [*towers, "mlp.experts.7.gate_proj", "mlp.experts.base_layer", "layers.99.x"]
+    with pytest.raises(IncompatibleAdapter) as caught:
+        check(*map(lora, names), of=of)
+    assert [part.split(" modules ")[0] for part in caught.value.found.split(" and ")[:3]] == [
+        "4 of 7", "2 of 7", "1 of 7"
+    ]  # fmt: skip
+    assert caught.value.remedy.count(";") == 2
+
+
+def test_a_text_models_adapter_lands_in_the_multimodal_model():
+    """From 0.33 on; `LoRAModelManager._get_text_lora_names` has the rule, the other way round."""
+    place = Place("language_model.model.layers.0.q_proj", Kind.LINEAR, 8, 8)
+    of = modules(**{place.module: place, "language_model.lm_head": Place("language_model.lm_head", Kind.HEAD, 8, 64)})
+    names = ["model.layers.0.q_proj", "lm_head"]
+    with pytest.raises(IncompatibleAdapter, match="2 of 2"):
+        check(lora(names[0]), lora(names[1], 8, 64), of=of)
+    of = dataclasses.replace(of, text_prefix="language_model")
+    assert check(lora(names[0]), lora(names[1], 8, 64), of=of) == ()
+    bare = modules(**{"text.layers.0.q_proj": dataclasses.replace(place, module="text.layers.0.q_proj")})
+    bare = dataclasses.replace(bare, text_prefix="text")
+    assert check(lora("model.layers.0.q_proj"), lora("layers.0.q_proj"), of=bare) == ()
+    with pytest.raises(IncompatibleAdapter, match=r"'model\.model\.layers"):
+        check(lora("model.model.layers.0.q_proj"), of=of)
 
 
 def test_a_name_without_pefts_prefix_lands():

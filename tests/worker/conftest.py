@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.worker import small_model
+from lora_plugins.worker.agreement import Agreement
+from tests.worker import real_models, small_model
 from tests.worker.small_model import Adapter, make_adapter
 
 
@@ -40,6 +41,29 @@ def make_manager(base: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     for manager in made:
         if hasattr(manager, "jobs"):
             manager.jobs.close()
+
+
+@pytest.fixture
+def make_real_manager(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Makes a worker manager, ours or of `kind`, over a real model; on the second of two workers with `parallel`."""
+    monkeypatch.setenv("LORA_PLUGINS_SPARE_SLOTS", "0")
+    made = []
+
+    def make(name: str, kind: type | None = None, **lora: Any) -> Any:
+        config = real_models.configuration(tmp_path, name, **lora)
+        if "parallel" in lora:
+            monkeypatch.setattr("lora_plugins.worker.manager.agreement_of", lambda _: Agreement())
+            with real_models.second_of_two_workers(monkeypatch):
+                manager = real_models.manager_of(config, kind)
+        else:
+            manager = real_models.manager_of(config, kind)
+        if kind is None:
+            made.append(manager)
+        return manager
+
+    yield make
+    for manager in made:
+        manager.jobs.close()
 
 
 @pytest.fixture(params=["copied", "placed"])

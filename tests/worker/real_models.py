@@ -54,6 +54,33 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention"],
     },
 }
+_TEXT = {key: value for key, value in _COMMON.items() if key not in ("num_experts_per_tok", "torch_dtype")}
+_SIGHT = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+CONFIGS |= {
+    "idefics3": {
+        "architectures": ["Idefics3ForConditionalGeneration"],
+        "model_type": "idefics3",
+        "image_token_id": 60,
+        "scale_factor": 1,
+        "text_config": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "pad_token_id": 0, **_TEXT},
+        "vision_config": {"model_type": "idefics3_vision", **_SIGHT},
+    },
+    "paligemma": {
+        "architectures": ["PaliGemmaForConditionalGeneration"],
+        "model_type": "paligemma",
+        "image_token_index": 60,
+        "projection_dim": HIDDEN,
+        "text_config": {"model_type": "gemma", "architectures": ["GemmaForCausalLM"], **_TEXT},
+        "vision_config": {"model_type": "siglip_vision_model", "projection_dim": HIDDEN, **_SIGHT},
+    },
+}
 PER_EXPERT = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe")
 
 

@@ -5,7 +5,6 @@ vLLM computes fused experts with Triton alone, so slots are compared, not answer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,11 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from lora_plugins.adapter.model_modules import ExpertFormat, Kind, ModelModules
 from lora_plugins.errors import IncompatibleAdapter
 from lora_plugins.scheduler.messages import Failed
-from lora_plugins.worker.agreement import Agreement
 from lora_plugins.worker.metrics import slot_bytes
 from lora_plugins.worker.model_modules import describe
 from tests.worker.real_models import (
     PER_EXPERT,
-    configuration,
     held_in,
-    manager_of,
-    second_of_two_workers,
     tensors_for,
     write_adapter,
 )
@@ -33,29 +28,6 @@ from tests.worker.small_model import bring, serve, slots_of
 RANK = 6  # the second of two workers has less than half of it, where slots of rank 8 are divided
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 MIXED, SHARED = {"enable_mixed_moe_lora_format": True}, {"enable_moe_shared_loras": True}
-
-
-@pytest.fixture
-def make(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """Makes a worker manager, ours or of `kind`, over a real model; on the second of two workers with `parallel`."""
-    monkeypatch.setenv("LORA_PLUGINS_SPARE_SLOTS", "0")
-    made = []
-
-    def make_manager(name: str, kind: type | None = None, **lora: Any) -> Any:
-        config = configuration(tmp_path, name, **lora)
-        if "parallel" in lora:
-            monkeypatch.setattr("lora_plugins.worker.manager.agreement_of", lambda _: Agreement())
-            with second_of_two_workers(monkeypatch):
-                manager = manager_of(config, kind)
-        else:
-            manager = manager_of(config, kind)
-        if kind is None:
-            made.append(manager)
-        return manager
-
-    yield make_manager
-    for manager in made:
-        manager.jobs.close()
 
 
 def described(manager: Any) -> ModelModules:
@@ -80,9 +52,9 @@ def described(manager: Any) -> ModelModules:
     ],
 )  # fmt: skip
 def test_slots_hold_what_vllm_writes(
-    make: Any, tmp_path: Path, name: str, of_format: ExpertFormat, options: dict[str, Any]
+    make_real_manager: Any, tmp_path: Path, name: str, of_format: ExpertFormat, options: dict[str, Any]
 ) -> None:
-    ours, vllms = make(name, **options), make(name, LRUCacheWorkerLoRAManager, **options)
+    ours, vllms = make_real_manager(name, **options), make_real_manager(name, LRUCacheWorkerLoRAManager, **options)
     is_3d = of_format is ExpertFormat.STACKED
     adapter = write_adapter(tmp_path / "a", 7, tensors_for(described(ours), of_format, RANK), RANK, is_3d=is_3d)
     serve(ours, adapter, 1)
@@ -145,9 +117,9 @@ CHANGES = [
     ],
 )
 def test_experts_of_other_shapes_fail_in_the_background(
-    make: Any, tmp_path: Path, name: str, of_format: ExpertFormat, options: dict[str, Any]
+    make_real_manager: Any, tmp_path: Path, name: str, of_format: ExpertFormat, options: dict[str, Any]
 ) -> None:
-    manager = make(name, **options)
+    manager = make_real_manager(name, **options)
     modules = described(manager)
     tensors = tensors_for(modules, of_format, RANK)
     is_3d = of_format is ExpertFormat.STACKED
@@ -167,8 +139,8 @@ def test_experts_of_other_shapes_fail_in_the_background(
 
 
 @pytest.mark.parametrize(("name", "options"), [("mixtral", {}), ("gpt-oss", {}), ("qwen3-moe", SHARED)])
-def test_slots_of_experts_count(make: Any, name: str, options: dict[str, Any]) -> None:
-    manager = make(name, **options)._adapter_manager
+def test_slots_of_experts_count(make_real_manager: Any, name: str, options: dict[str, Any]) -> None:
+    manager = make_real_manager(name, **options)._adapter_manager
     held = {}
     for module in manager.modules.values():
         for attribute, value in vars(module).items():

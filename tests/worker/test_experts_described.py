@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from lora_plugins.adapter.model_modules import ExpertFormat, Experts, Kind, ModelModules, Place
 from lora_plugins.worker.model_modules import describe
-from tests.worker.real_models import EXPERTS, HIDDEN, INNER, PER_EXPERT, configuration, manager_of
+from tests.worker.real_models import EXPERTS, HIDDEN, INNER, PER_EXPERT
 
 BLOCKS = {"mixtral": "model.layers.0.block_sparse_moe.experts"}
 NAMES = {"mixtral": {"w1": "w1", "w2": "w2", "w3": "w3"}, "gpt-oss": {"w1": "w1", "w2": "w2", "w3": "w3"}}
@@ -19,12 +19,9 @@ SIZES = {"w1": (HIDDEN, INNER), "w2": (INNER, HIDDEN), "w3": (HIDDEN, INNER), "w
 
 
 @pytest.fixture
-def described(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModelModules]:
-    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
-
+def described(make_real_manager: Callable[..., Any]) -> Callable[..., ModelModules]:
     def describe_model(name: str, **lora: Any) -> ModelModules:
-        manager = manager_of(configuration(tmp_path, name, **lora), LRUCacheWorkerLoRAManager)
-        found = describe(manager._adapter_manager)
+        found = describe(make_real_manager(name, LRUCacheWorkerLoRAManager, **lora)._adapter_manager)
         assert ModelModules.of_plain(json.loads(json.dumps(found.plain()))) == found
         return found
 

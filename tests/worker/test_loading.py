@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lora_plugins.adapter.landing import mismatch
+from lora_plugins.adapter.model_modules import ModelModules, Place
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, NoFreeSlot, OutOfMemory
 from lora_plugins.worker import loading
 from lora_plugins.worker.host_memory import ALIGNMENT, Block, bytes_of, room
@@ -99,7 +100,9 @@ def test_what_matches_nothing_is_named() -> None:
     adapter = model(x=x, z=z, y=y)
     assert loading.unmatched_modules(adapter, {"layers.x": x}) == ["y", "z"]
     assert loading.unmatched_modules(adapter, {"layers.x": x, "layers.y": y, "layers.z": z}) == []
-    error = mismatch(["y", "z"], 3, ["layers.p", "layers.q", "layers.r", "layers.s"], adapter="sql")
+    known = [f"layers.{name}" for name in "pqrs"]
+    modules = ModelModules("Tiny", "0.32.0", {name: Place(name) for name in known})
+    error = mismatch(["y", "z"], 3, modules, adapter="sql")
     assert str(error) == (
         "[L003] adapter 'sql': found 2 of 3 modules that the model does not have, such as 'y', 'z'; expected modules "
         "of the model, such as 'layers.p', 'layers.q', 'layers.r'. To fix: serve it with the base model that it was "

@@ -1,0 +1,102 @@
+"""What vLLM's own models have and an engine does not adapt is named with the reason, and refused with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+
+from lora_plugins.adapter.model_modules import ExpertFormat, Unadapted
+from lora_plugins.scheduler.messages import Failed
+from lora_plugins.worker.model_modules import describe
+from tests.worker.real_models import held_in, tensors_for, write_adapter
+from tests.worker.small_model import bring, serve, slots_of
+
+RANK = 4
+TOWER = {"enable_tower_connector_lora": True}
+
+
+@pytest.fixture
+def unadapted(make_real_manager: Callable[..., Any]) -> Callable[..., dict[str, Unadapted]]:
+    def of(name: str, **lora: Any) -> dict[str, Unadapted]:
+        manager = make_real_manager(name, LRUCacheWorkerLoRAManager, **lora)
+        return dict(describe(manager._adapter_manager).unadapted)
+
+    return of
+
+
+@pytest.fixture
+def small_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM asks of a processor, which needs a tokenizer: how many tokens an image has."""
+    budget = SimpleNamespace(
+        mm_max_items_per_prompt={"image": 1}, mm_max_toks_per_item={"image": 4}, get_encoder_budget=lambda: 4
+    )
+    monkeypatch.setattr("vllm.lora.model_manager.MultiModalBudget", lambda *_: budget)
+
+
+VISION = "vision_tower.vision_model.encoder.layers.0."
+
+
+def test_towers_need_a_flag_and_other_kinds_cannot(unadapted: Any) -> None:
+    found = unadapted("paligemma")
+    needs_flag = {name for name, why in found.items() if why is Unadapted.TOWER}
+    parts = ("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj")
+    assert needs_flag == {VISION + part for part in (*parts, "mlp.fc1", "mlp.fc2")}
+    # vLLM has it as torch's own linear layer, and gives no name of this model's embeddings.
+    assert found["multi_modal_projector.linear"] is Unadapted.KIND
+    assert found["language_model.model.embed_tokens"] is Unadapted.KIND
+
+
+def test_connectors_need_the_flag_too(unadapted: Any) -> None:
+    found = unadapted("idefics3")
+    assert found["model.connector.modality_projection.proj"] is Unadapted.TOWER
+    assert found["model.vision_model.encoder.layers.0.mlp.fc1"] is Unadapted.TOWER
+
+
+@pytest.mark.usefixtures("small_budget")
+def test_with_the_flag_nothing_of_the_tower_is_left(unadapted: Any) -> None:
+    assert Unadapted.TOWER not in unadapted("idefics3", **TOWER).values()
+
+
+def test_what_target_modules_leave_out_is_named(unadapted: Any) -> None:
+    found = unadapted("qwen3-moe", target_modules=["o_proj", "model.layers.0.mlp.gate"])
+    layer = "model.layers.0."
+    left_out = {name for name, why in found.items() if why is Unadapted.TARGET}
+    parts = ("qkv_proj", "q_proj", "k_proj", "v_proj")
+    assert left_out == {f"{layer}self_attn.{part}" for part in parts} | {
+        f"{layer}mlp.experts", "model.embed_tokens", "lm_head"
+    }  # fmt: skip
+
+
+def test_a_head_that_the_model_does_not_adapt_is_named(unadapted: Any) -> None:
+    assert unadapted("gpt-oss") == {"lm_head": Unadapted.KIND, "model.embedding": Unadapted.KIND}
+
+
+def test_an_adapter_of_a_tower_is_refused_with_the_flag(make_real_manager: Any, tmp_path: Path) -> None:
+    manager = make_real_manager("idefics3")
+    tower = "base_model.model.model.vision_model.encoder.layers.0.mlp.fc1"
+    tensors = tensors_for(describe(manager._adapter_manager), ExpertFormat.PER_EXPERT, RANK)
+    tensors |= {f"{tower}.lora_A.weight": torch.ones(RANK, 64), f"{tower}.lora_B.weight": torch.ones(32, RANK)}
+    report = bring(manager, write_adapter(tmp_path / "a", 1, tensors, RANK))
+    assert isinstance(report, Failed)
+    assert "1 of 8 modules of the multimodal tower or connector" in report.error.found
+    assert report.error.remedy.startswith("restart the server with --enable-tower-connector-lora")
+
+
+@pytest.mark.usefixtures("small_budget")
+def test_with_the_flag_slots_of_the_tower_hold_it(make_real_manager: Any, tmp_path: Path) -> None:
+    ours = make_real_manager("idefics3", **TOWER)
+    vllms = make_real_manager("idefics3", LRUCacheWorkerLoRAManager, **TOWER)
+    modules = describe(ours._adapter_manager)
+    assert {name.split(".")[1] for name in modules.places} == {"vision_model", "text_model", "connector"}
+    adapter = write_adapter(tmp_path / "a", 7, tensors_for(modules, ExpertFormat.PER_EXPERT, RANK), RANK)
+    serve(ours, adapter, 1)
+    vllms.add_adapter(adapter.request())
+    found, wanted = held_in(ours, 1), held_in(vllms, slots_of(vllms).index(7))
+    assert [place for place in wanted if not torch.equal(found[place], wanted[place])] == []
+    assert all(tensor.any() for tensor in wanted.values())
