@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +48,9 @@ def make_manager(base: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 def make_real_manager(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Makes a worker manager, ours or of `kind`, over a real model; on the second of two workers with `parallel`."""
     monkeypatch.setenv("LORA_PLUGINS_SPARE_SLOTS", "0")
+    # vLLM makes experts without gate_proj for its GPUs alone; making them computes nothing.
+    like_a_gpu = SimpleNamespace(is_cuda_alike=lambda: True, is_xpu=lambda: False)
+    monkeypatch.setattr("vllm.model_executor.layers.fused_moe.config.current_platform", like_a_gpu)
     made = []
 
     def make(name: str, kind: type | None = None, **lora: Any) -> Any:

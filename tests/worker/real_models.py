@@ -54,6 +54,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention"],
     },
 }
+CONFIGS["nemotron-h"] = {  # whose experts have no gate_proj
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "E*",
+    "num_hidden_layers": 2,
+    "moe_intermediate_size": INNER,
+    "moe_shared_expert_intermediate_size": INNER,
+    "n_routed_experts": EXPERTS,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "mlp_hidden_act": "relu2",
+}
 _TEXT = {key: value for key, value in _COMMON.items() if key not in ("num_experts_per_tok", "torch_dtype")}
 _SIGHT = {
     "hidden_size": HIDDEN,

@@ -23,7 +23,7 @@ from tests.worker.real_models import (
     tensors_for,
     write_adapter,
 )
-from tests.worker.small_model import bring, serve, slots_of
+from tests.worker.small_model import bring, serve, slots_of, use_compiled_kernels
 
 RANK = 6  # the second of two workers has less than half of it, where slots of rank 8 are divided
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
@@ -37,7 +37,7 @@ def described(manager: Any) -> ModelModules:
 @pytest.mark.parametrize(
     ("name", "of_format", "options"),
     [
-        *((name, ExpertFormat.PER_EXPERT, {}) for name in PER_EXPERT),
+        *((name, ExpertFormat.PER_EXPERT, {}) for name in (*PER_EXPERT, "nemotron-h")),
         ("gpt-oss", ExpertFormat.STACKED, {}),
         ("gpt-oss", ExpertFormat.STACKED, MIXED),
         ("gpt-oss", ExpertFormat.PER_EXPERT, MIXED),
@@ -149,3 +149,23 @@ def test_slots_of_experts_count(make_real_manager: Any, name: str, options: dict
                     storage = tensor.untyped_storage()
                     held[storage.data_ptr()] = storage.nbytes()
     assert slot_bytes(manager) == sum(held.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "of_format"), [("mixtral", ExpertFormat.PER_EXPERT), ("gpt-oss", ExpertFormat.STACKED)]
+)
+def test_experts_are_copied_beside_layers_that_are_placed(
+    make_real_manager: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, of_format: ExpertFormat
+) -> None:
+    vllms = make_real_manager(name, LRUCacheWorkerLoRAManager)
+    use_compiled_kernels(monkeypatch)
+    ours = make_real_manager(name)
+    adapter = write_adapter(tmp_path / "a", 7, tensors_for(described(ours), of_format, RANK), RANK)
+    serve(ours, adapter, 1)
+    assert not ours.jobs.entries[7].adapter.is_instant
+    assert "Compiled" in ours.lora_metrics().performance.kernel_backend
+    vllms.add_adapter(adapter.request())
+    wanted, found = held_in(vllms, slots_of(vllms).index(7)), held_in(ours, 1)
+    experts = [place for place in wanted if ".experts." in place]
+    assert len(experts) >= 4
+    assert [place for place in experts if not torch.equal(found[place], wanted[place])] == []

@@ -72,3 +72,17 @@ def test_an_engine_of_both_formats_describes_both(described: Any) -> None:
 
 def test_an_engine_of_shared_factors_describes_one_pair_a_part(described: Any) -> None:
     check(described("qwen3-moe", enable_moe_shared_loras=True), *expected("qwen3-moe", ExpertFormat.SHARED))
+
+
+def test_experts_without_gate_proj_have_two_parts(described: Any) -> None:
+    found = described("nemotron-h")
+    block = "model.layers.0.mixer.experts"
+    assert found.experts == {
+        block: Experts(EXPERTS, HIDDEN, INNER, (ExpertFormat.PER_EXPERT,), {"w1": "up_proj", "w2": "down_proj"})
+    }
+    experts = [(name, place.part) for name, place in found.places.items() if place.kind is Kind.EXPERTS]
+    assert experts == [
+        (f"{block}.{expert}.{last}", part)
+        for expert in range(EXPERTS)
+        for part, last in (("w1", "up_proj"), ("w2", "down_proj"))
+    ]
