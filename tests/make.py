@@ -12,7 +12,7 @@ from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.landing import Model
 from lora_plugins.adapter.model_modules import Kind, ModelModules, Place
-from lora_plugins.adapter.verify import WEIGHTS_FILE
+from lora_plugins.adapter.weight_files import INDEX_FILE, WEIGHTS_FILE
 
 LAYER = "model.layers.{}.self_attn.{}"
 PEFT = "base_model.model."
@@ -109,6 +109,19 @@ def adapter_files(tensors: Mapping[str, np.ndarray] | None = None, **changes: ob
     return {
         CONFIG_FILE: config_bytes(**changes),
         WEIGHTS_FILE: safetensors(weights() if tensors is None else tensors),
+    }
+
+
+def sharded(files: Mapping[str, bytes], tensors: Mapping[str, np.ndarray] | None = None) -> dict[str, bytes]:
+    """The same adapter with its weights in two files and an index, as Transformers names them."""
+    tensors = weights() if tensors is None else tensors
+    names = list(tensors)
+    halves = {f"adapter_model-0000{half + 1}-of-00002.safetensors": names[half::2] for half in range(2)}
+    index = {"metadata": {}, "weight_map": {name: file for file, its in halves.items() for name in its}}
+    return {
+        CONFIG_FILE: files[CONFIG_FILE],
+        INDEX_FILE: json.dumps(index).encode(),
+        **{file: safetensors({name: tensors[name] for name in its}) for file, its in halves.items()},
     }
 
 

@@ -12,14 +12,10 @@ from lora_plugins.adapter.files import open_regular
 from lora_plugins.adapter.finite import check_finite
 from lora_plugins.adapter.fit import BaseModel, check_base
 from lora_plugins.adapter.layouts.conversion import Conversion, plan_conversion
-from lora_plugins.adapter.safetensors_header import read_header
+from lora_plugins.adapter.weight_files import INDEX_FILE, PICKLE_FILES, WEIGHTS_FILE, open_weights
 from lora_plugins.adapter.weights import Weights, pair_weights
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, describing
 from lora_plugins.settings import Settings
-
-WEIGHTS_FILE = "adapter_model.safetensors"
-PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt")
-_SHARD_INDEX = "adapter_model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +52,22 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
     with open_regular(directory / CONFIG_FILE) as (file, config_bytes):
         config = parse_config(file.read(MAX_CONFIG_BYTES + 1))
     name = choose_weights(_present(directory), settings)
-    with open_regular(directory / name) as (file, weights_bytes):
-        size_bytes = config_bytes + weights_bytes
+    if name in PICKLE_FILES:
+        with open_regular(directory / name) as (_, weights_bytes):
+            check_size(config_bytes + weights_bytes, settings)
+        note = f"{name} is a pickle; weights not verified"
+        read = VerifiedAdapter(config, None, config_bytes + weights_bytes, (note,))
+        return read if base is None else fit_adapter(read, base, settings)
+    with open_weights(directory, name) as opened, describing(file=name):
+        size_bytes = config_bytes + sum(weights_bytes for _, weights_bytes, _ in opened)
         check_size(size_bytes, settings)
-        if name != WEIGHTS_FILE:
-            read = VerifiedAdapter(config, None, size_bytes, (f"{name} is a pickle; weights not verified",))
-            return read if base is None else fit_adapter(read, base, settings)
-        tensors = read_header(file, weights_bytes)
-        verified = VerifiedAdapter(config, pair_weights(tensors, config), size_bytes)
+        weights = pair_weights((tensor for _, _, tensors in opened for tensor in tensors), config)
+        verified = VerifiedAdapter(config, weights, size_bytes)
         if base is not None:
             verified = fit_adapter(verified, base, settings)
         if settings.check_finite:
-            check_finite(file, tensors)
+            for file, _, tensors in opened:
+                check_finite(file, tensors)
     return verified
 
 
@@ -88,18 +88,16 @@ def fit_adapter(verified: VerifiedAdapter, base: BaseModel, settings: Settings) 
 
 
 def choose_weights(names: Collection[str], settings: Settings) -> str:
-    """The file of weights that is read, of an adapter with files of these names.
+    """The file of weights that is read, of an adapter with files of these names; the index where they are several.
 
     Raises:
         AdapterNotFound: there is none.
-        InvalidAdapter: they are a pickle, which is not allowed, or in several files.
+        InvalidAdapter: they are a pickle, which is not allowed.
     """
     if WEIGHTS_FILE in names:
         return WEIGHTS_FILE
-    if _SHARD_INDEX in names:
-        raise InvalidAdapter(
-            "weights in several files", expected=WEIGHTS_FILE, remedy="save them as one file", file=_SHARD_INDEX
-        )
+    if INDEX_FILE in names:
+        return INDEX_FILE
     pickle = next((name for name in PICKLE_FILES if name in names), None)
     if pickle is None:
         raise AdapterNotFound(
@@ -133,4 +131,4 @@ def check_size(size_bytes: int, settings: Settings) -> None:
 
 
 def _present(directory: Path) -> list[str]:
-    return [name for name in (WEIGHTS_FILE, _SHARD_INDEX, *PICKLE_FILES) if os.path.lexists(directory / name)]
+    return [name for name in (WEIGHTS_FILE, INDEX_FILE, *PICKLE_FILES) if os.path.lexists(directory / name)]

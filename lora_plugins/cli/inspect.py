@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,8 +15,9 @@ import typer
 from lora_plugins.adapter.config import CONFIG_FILE, MAX_CONFIG_BYTES, AdapterConfig, parse_config
 from lora_plugins.adapter.files import open_regular
 from lora_plugins.adapter.fit import BaseModel
-from lora_plugins.adapter.safetensors_header import TensorInfo, read_header
-from lora_plugins.adapter.verify import WEIGHTS_FILE, VerifiedAdapter, verify_adapter
+from lora_plugins.adapter.safetensors_header import TensorInfo
+from lora_plugins.adapter.verify import VerifiedAdapter, choose_weights, verify_adapter
+from lora_plugins.adapter.weight_files import WEIGHTS_FILE, open_weights
 from lora_plugins.adapter.weights import LoraPair, pair_weights
 from lora_plugins.cli.amounts import size
 from lora_plugins.cli.base_model import BasePath, MaxRank, ServedNames, read_base
@@ -24,7 +26,7 @@ from lora_plugins.cli.output import Json, Output, error_fields
 from lora_plugins.cli.pull import bring
 from lora_plugins.cli.stored import SHOWN_CHARACTERS, StoreView
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, describing
-from lora_plugins.resolvers.sources.source import ADAPTER_FILES
+from lora_plugins.resolvers.sources.source import choose_files
 from lora_plugins.settings import Settings
 from lora_plugins.store.layout import is_prefix
 from lora_plugins.store.manifest import Manifest
@@ -101,8 +103,10 @@ def _look(path: Path, settings: Settings, base: BaseModel | None) -> Found:
     pairs: tuple[LoraPair, ...] = ()
     with suppress(LoRAPluginsError), open_regular(path / CONFIG_FILE) as (file, _):
         config = parse_config(file.read(MAX_CONFIG_BYTES + 1))
-    with suppress(LoRAPluginsError), open_regular(path / WEIGHTS_FILE) as (file, size_bytes):
-        tensors = read_header(file, size_bytes)
+    with suppress(LoRAPluginsError):
+        weights = choose_weights(_files(path), replace(settings, allow_pickle=False))
+        with open_weights(path, weights) as opened:
+            tensors = tuple(tensor for _, _, some in opened for tensor in some)
     if config is not None and tensors:
         with suppress(LoRAPluginsError):
             pairs = pair_weights(tensors, config).pairs
@@ -112,8 +116,14 @@ def _look(path: Path, settings: Settings, base: BaseModel | None) -> Found:
         return Found(config, tensors, pairs, None, error)
 
 
+def _files(path: Path) -> list[str]:
+    with suppress(OSError):
+        return choose_files(entry.name for entry in os.scandir(path))
+    return []
+
+
 def _answer(path: Path, uri: str | None, found: Found, base: BaseModel | None) -> dict[str, Any]:
-    files = {name: (path / name).stat().st_size for name in ADAPTER_FILES if (path / name).is_file()}
+    files = {name: (path / name).stat().st_size for name in _files(path) if (path / name).is_file()}
     config = found.config
     answer: dict[str, Any] = {
         "path": str(path),

@@ -11,7 +11,7 @@ from typing import Self
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.layouts.conversion import Conversion
 from lora_plugins.adapter.layouts.writing import config_bytes, weights_bytes, write_weights
-from lora_plugins.adapter.verify import WEIGHTS_FILE
+from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.store.manifest import Converted
 from lora_plugins.store.store import PartialDownload, StoredAdapter
 

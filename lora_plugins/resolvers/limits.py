@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.verify import check_size, choose_weights
+from lora_plugins.adapter.weight_files import INDEX_FILE, is_shard
 from lora_plugins.errors import describing
 from lora_plugins.resolvers.sources.source import RemoteAdapter
 from lora_plugins.settings import Settings
@@ -19,7 +20,11 @@ def select_files(adapter: RemoteAdapter, settings: Settings) -> RemoteAdapter:
         InvalidAdapter: its weights are a pickle, which is not allowed, or its files are too large together.
     """
     weights = choose_weights({file.name for file in adapter.files}, settings)
-    files = tuple(file for file in adapter.files if file.name in (CONFIG_FILE, weights))
+    files = tuple(
+        file
+        for file in adapter.files
+        if file.name in (CONFIG_FILE, weights) or (weights == INDEX_FILE and is_shard(file.name))
+    )
     with describing(file=weights):
         check_size(sum(file.size_bytes for file in files), settings)
     return replace(adapter, files=files)

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from lora_plugins.adapter.config import CONFIG_FILE, MAX_CONFIG_BYTES
-from lora_plugins.adapter.verify import WEIGHTS_FILE, verify_adapter
+from lora_plugins.adapter.verify import verify_adapter
+from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.settings import BaseMatch, Settings
 from tests.make import BASE, LAYER, PEFT, adapter_files, config_bytes, pair, put, safetensors, weights

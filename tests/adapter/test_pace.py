@@ -16,7 +16,8 @@ from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.landing import Model
 from lora_plugins.adapter.model_modules import ModelModules, Place
-from lora_plugins.adapter.verify import WEIGHTS_FILE, verify_adapter
+from lora_plugins.adapter.verify import verify_adapter
+from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.settings import Settings
 from tests.make import config_bytes, put, read_name, with_header
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_plugins.adapter.config import CONFIG_FILE, MAX_CONFIG_BYTES
-from lora_plugins.adapter.verify import PICKLE_FILES, WEIGHTS_FILE, VerifiedAdapter, verify_adapter
+from lora_plugins.adapter.verify import VerifiedAdapter, verify_adapter
+from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, PICKLE_FILES, WEIGHTS_FILE
 from lora_plugins.errors import (
     AdapterNotFound,
     IncompatibleAdapter,
@@ -22,7 +24,19 @@ from lora_plugins.errors import (
 )
 from lora_plugins.settings import BaseMatch, Settings
 from tests.adapter.test_config import UNSUPPORTED
-from tests.make import BASE, LAYER, adapter_files, config_bytes, header_of, pair, put, safetensors, weights, with_header
+from tests.make import (
+    BASE,
+    LAYER,
+    adapter_files,
+    config_bytes,
+    header_of,
+    pair,
+    put,
+    safetensors,
+    sharded,
+    weights,
+    with_header,
+)
 
 NO_PASS = Settings(check_finite=False)
 
@@ -120,10 +134,72 @@ def test_every_kind_of_truncation_of_the_weights_is_refused(adapter):
         refused(InvalidAdapter, adapter, WEIGHTS_FILE)
 
 
-def test_sharded_weights_are_refused(adapter):
-    (adapter / WEIGHTS_FILE).rename(adapter / "adapter_model-00001-of-00002.safetensors")
-    (adapter / "adapter_model.safetensors.index.json").write_text("{}")
-    refused(InvalidAdapter, adapter, "adapter_model.safetensors.index.json")
+@pytest.fixture
+def several(tmp_path):
+    return put(tmp_path / "several", sharded(adapter_files()))
+
+
+FIRST, SECOND = (f"adapter_model-0000{number}-of-00002.safetensors" for number in (1, 2))
+
+
+def test_weights_in_several_files_are_read_as_one_adapters(several, adapter):
+    one, other = verified(adapter), verified(several)
+    assert {(pair.module, pair.a.shape) for pair in one.weights.pairs} == {
+        (pair.module, pair.a.shape) for pair in other.weights.pairs
+    }
+    assert other.conversion.changes == ("2 files of weights joined into one",)
+    sizes = [(several / name).stat().st_size for name in (CONFIG_FILE, FIRST, SECOND)]
+    assert other.size_bytes == sum(sizes)
+
+
+def test_one_file_is_read_where_both_are(several, adapter):
+    shutil.copy(adapter / WEIGHTS_FILE, several)
+    (several / FIRST).write_bytes(b"")
+    assert verified(several).conversion is None
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b'{"weight_map": {}}',
+        b'{"weight_map": {"a": 1}}',
+        b'{"weight_map": {"a": "../adapter_model-00001-of-00002.safetensors"}}',
+        b'{"weight_map": {"a": "adapter_model.bin"}}',
+        b"[" * 100_000,
+        b" " * (MAX_INDEX_BYTES + 1),
+    ],
+    ids=range(9),
+)
+def test_an_index_that_is_none_is_refused(several, index):
+    (several / INDEX_FILE).write_bytes(index)
+    refused(InvalidAdapter, several, INDEX_FILE)
+
+
+def test_a_missing_file_of_several_is_named(several):
+    (several / SECOND).unlink()
+    refused(AdapterNotFound, several, SECOND)
+
+
+def test_another_saves_file_among_several_is_refused(several):
+    (several / SECOND).write_bytes((several / FIRST).read_bytes())
+    assert "other than" in refused(InvalidAdapter, several, SECOND).found
+
+
+def test_nan_in_the_last_of_several_files_is_refused(several):
+    data = bytearray((several / SECOND).read_bytes())
+    data[-4:] = b"\xff" * 4
+    (several / SECOND).write_bytes(data)
+    with pytest.raises(InvalidAdapter, match="NaN"):
+        verified(several)
+
+
+def test_the_size_of_several_files_counts_together(several):
+    limit = (several / FIRST).stat().st_size + 10
+    with pytest.raises(InvalidAdapter, match="LORA_PLUGINS_MAX_ADAPTER_BYTES"):
+        verified(several, max_adapter_bytes=limit)
 
 
 @pytest.mark.parametrize("name", PICKLE_FILES)

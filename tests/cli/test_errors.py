@@ -16,7 +16,7 @@ import pytest
 
 import lora_plugins.errors
 from lora_plugins.adapter.config import CONFIG_FILE
-from lora_plugins.adapter.verify import WEIGHTS_FILE
+from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.cli.exits import Exit, exit_of
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.settings import Settings

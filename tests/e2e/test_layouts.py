@@ -150,6 +150,23 @@ def test_keys_of_other_tools_equal_peft(phi3: Layouts, name: str, old: str, new:
     assert phi3.answer(name) == phi3.expected(adapter)
 
 
+def test_weights_in_several_files_equal_peft(phi3: Layouts) -> None:
+    from safetensors.torch import load_file, save_file
+
+    adapter = phi3.all_linear("one-file")
+    several = phi3.root / "several-files"
+    shutil.copytree(adapter, several)
+    tensors = load_file(several / "adapter_model.safetensors")
+    (several / "adapter_model.safetensors").unlink()
+    files = [f"adapter_model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    for number, file in enumerate(files):
+        save_file({name: tensors[name] for name in list(tensors)[number::3]}, several / file)
+    index = {name: files[number % 3] for number, name in enumerate(tensors)}
+    (several / "adapter_model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert phi3.answer("several-files") == phi3.expected(adapter)
+    assert phi3.manifest("several-files").converted.changes == ("3 files of weights joined into one",)
+
+
 def test_parts_of_a_fused_module_equal_peft(phi3: Layouts) -> None:
     """Phi-3 in parts; PEFT's answer is that of the fused adapter which computes the same."""
     import torch

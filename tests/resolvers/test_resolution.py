@@ -18,7 +18,7 @@ from lora_plugins.adapter import verify as verify_module
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName, adapter_id
 from lora_plugins.adapter.safetensors_header import read_header
-from lora_plugins.adapter.verify import PICKLE_FILES, WEIGHTS_FILE
+from lora_plugins.adapter.weight_files import PICKLE_FILES, WEIGHTS_FILE
 from lora_plugins.errors import (
     AdapterNotFound,
     IncompatibleAdapter,

@@ -59,17 +59,21 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
                 made += new
                 changes[text] += len(new)
             left = [pair for pair in left if pair.a.name not in gone]
-    if not made:
+    kept = tuple(tensor for pair in (*landed, *left) for tensor in (pair.a, pair.b)) + others
+    files = {tensor.file for pair in weights.pairs for tensor in (pair.a, pair.b)} | {one.file for one in others}
+    described = [f"{text} ({count} modules)" for text, count in sorted(changes.items())]
+    if files != {""}:
+        described.append(f"{len(files)} files of weights joined into one")
+    if not described:
         return Conversion(weights, config)
     pairs = (*landed, *left, *(new.pair for new in made))
     _check_once(pairs)
-    kept = tuple(tensor for pair in (*landed, *left) for tensor in (pair.a, pair.b))
     return Conversion(
         replace(weights, pairs=pairs, name_in_keys=None),
-        _with_ranks(config, pairs),
-        (*kept, *others),
+        _with_ranks(config, pairs) if made else config,
+        kept,
         tuple(made),
-        tuple(f"{text} ({count} modules)" for text, count in sorted(changes.items())),
+        tuple(described),
     )
 
 

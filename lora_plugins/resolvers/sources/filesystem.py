@@ -19,7 +19,15 @@ from typing import BinaryIO
 from lora_plugins.adapter.files import ABSENT, is_inside, map_os_error, open_regular
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable, describing
-from lora_plugins.resolvers.sources.source import ADAPTER_FILES, RemoteAdapter, SourceFile, VersionChanged, version_of
+from lora_plugins.resolvers.sources.source import (
+    ADAPTER_FILES,
+    RemoteAdapter,
+    SourceFile,
+    VersionChanged,
+    choose_files,
+    needs_shards,
+    version_of,
+)
 from lora_plugins.store.store import PartialDownload
 
 _THREADS = 8
@@ -73,6 +81,8 @@ class FilesystemSource:
             if self._inside is not None and not is_inside(directory, self._inside):
                 raise _leaves_root("directory")
             present = [file for file in ADAPTER_FILES if os.path.lexists(directory / file)]
+            if needs_shards(present):
+                present = choose_files(entry.name for entry in os.scandir(directory))
             if not present:
                 # Listing needs the right to read, which `lexists` hides: denied is not the same as absent.
                 os.scandir(directory).close()

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.adapter.verify import PICKLE_FILES, WEIGHTS_FILE
+from lora_plugins.adapter.weight_files import INDEX_FILE, PICKLE_FILES, WEIGHTS_FILE, is_shard
 from lora_plugins.errors import AdapterNotFound, SourceUnavailable
 from lora_plugins.resolvers.sources.local_link import LocalLink
 from lora_plugins.store.layout import key_of
 from lora_plugins.store.store import PartialDownload
 
-# The only files that are ever read or fetched.
-ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, *PICKLE_FILES)
+# The only files that are ever read or fetched, and those that the index names where weights are several files.
+ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, *PICKLE_FILES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class RemoteAdapter:
         source: the label of the source.
         uri: where it lies, without credentials: `file:///adapters/sql`, `s3://bucket/sql`, `hf://org/repo/sql`.
         version: the identity of its bytes there: a commit, or a digest of names, sizes and ETags.
-        files: those of `ADAPTER_FILES` that it has.
+        files: those of `ADAPTER_FILES` that it has, and the several files of its weights.
         link: what is to be made a link to the fetched adapter, if anything.
 
     Raises:
@@ -65,6 +65,18 @@ class RemoteAdapter:
     def promised(self) -> Sequence[tuple[str, int, str]]:
         """Name, size in bytes and SHA-256 (or empty) of every file."""
         return [(file.name, file.size_bytes, file.sha256) for file in self.files]
+
+
+def needs_shards(names: Collection[str]) -> bool:
+    """Whether the weights of an adapter with these files are several more, which an index names."""
+    return INDEX_FILE in names and WEIGHTS_FILE not in names
+
+
+def choose_files(names: Iterable[str]) -> list[str]:
+    """The files of an adapter among all those that lie beside each other."""
+    present = set(names)
+    chosen = [name for name in ADAPTER_FILES if name in present]
+    return [*chosen, *(sorted(filter(is_shard, present)) if needs_shards(chosen) else ())]
 
 
 def version_of(files: Iterable[SourceFile]) -> str:

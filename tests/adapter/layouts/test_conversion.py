@@ -13,10 +13,11 @@ from lora_plugins.adapter.config import CONFIG_FILE, parse_config
 from lora_plugins.adapter.landing import Model
 from lora_plugins.adapter.layouts.writing import config_bytes, weights_bytes, write_weights
 from lora_plugins.adapter.model_modules import Kind, Place
-from lora_plugins.adapter.verify import WEIGHTS_FILE, VerifiedAdapter, verify_adapter
+from lora_plugins.adapter.verify import VerifiedAdapter, verify_adapter
+from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 from lora_plugins.settings import Settings
-from tests.make import BASE, LAYER, MODULES, PEFT, adapter_files, pair, put, read_name
+from tests.make import BASE, LAYER, MODULES, PEFT, adapter_files, pair, put, read_name, sharded, weights
 
 MLP = "model.layers.{}.mlp.{}"
 PARTS = {
@@ -35,11 +36,11 @@ def base_of(places, respellings=(), **fields):
     return dataclasses.replace(BASE, max_rank=None, model=Model(modules, read_name, respellings))
 
 
-def convert(tmp_path: Path, tensors, base, **config) -> tuple[VerifiedAdapter, dict[str, np.ndarray], Path]:
+def convert(tmp_path: Path, tensors, base, files=None, **config) -> tuple[VerifiedAdapter, dict[str, np.ndarray], Path]:
     """The adapter verified and written in the engine's form: the tensors of the new file, read by safetensors."""
     from safetensors.numpy import load_file
 
-    original = put(tmp_path / "original", adapter_files(tensors, **config))
+    original = put(tmp_path / "original", files or adapter_files(tensors, **config))
     verified = verify_adapter(original, base, Settings())
     assert verified.conversion is not None
     target = tmp_path / "converted"
@@ -193,3 +194,12 @@ def test_scalings_of_joined_parts_hold(tmp_path):
     verified, _, _ = convert(tmp_path, tensors, base_of(FUSED), use_rslora=True)
     config = verified.conversion.config
     assert math.isclose(config.alpha_pattern["qkv_proj"] / math.sqrt(config.rank_pattern["qkv_proj"]), 8 / math.sqrt(4))
+
+
+def test_several_files_become_one(tmp_path):
+    files = sharded(adapter_files())
+    verified, made, target = convert(tmp_path, None, BASE, files=files)
+    assert verified.conversion.changes == ("2 files of weights joined into one",)
+    assert made.keys() == weights().keys()
+    assert all(np.array_equal(made[name], array) for name, array in weights().items())
+    assert (target / CONFIG_FILE).read_bytes() == files[CONFIG_FILE]

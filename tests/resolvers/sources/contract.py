@@ -15,13 +15,16 @@ import pytest
 
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.adapter.verify import PICKLE_FILES, WEIGHTS_FILE, verify_adapter
+from lora_plugins.adapter.verify import verify_adapter
+from lora_plugins.adapter.weight_files import PICKLE_FILES, WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable
 from lora_plugins.resolvers.limits import select_files
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES, RemoteAdapter, Source, VersionChanged
 from lora_plugins.settings import Settings
 from lora_plugins.store.store import PartialDownload, Store, StoredAdapter
-from tests.make import BASE, adapter_files, config_bytes, weights
+from tests.make import BASE, adapter_files, config_bytes, sharded, weights
+
+ALL_FILES = (CONFIG_FILE, WEIGHTS_FILE, *PICKLE_FILES)
 
 
 class SourceHarness(ABC):
@@ -194,6 +197,19 @@ class SourceContract:
         assert {file.name for file in found.files} <= set(ADAPTER_FILES)
         assert [name for name, _, _ in found.promised] == [file.name for file in found.files]
 
+    def test_weights_in_several_files_are_fetched_with_their_index(self, harness, source, find, tmp_path):
+        files = sharded(adapter_files())
+        harness.put_adapter(
+            "sql", {**files, "adapter_model-x.safetensors": b"x", "model-00001-of-00002.safetensors": b"y"}
+        )
+        harness.put_adapter("sql/checkpoint-10", {"adapter_model-00003-of-00003.safetensors": b"z"})
+        found = find("sql")
+        assert {file.name: file.size_bytes for file in found.files} == {name: len(data) for name, data in files.items()}
+        stored = obtain(Store(tmp_path / "several"), source, found)
+        assert content(stored.directory) == files
+        harness.put_adapter("sql", adapter_files())
+        assert {file.name for file in select_files(find("sql"), Settings()).files} == {CONFIG_FILE, WEIGHTS_FILE}
+
     def test_each_adapter_has_a_uri(self, harness, find):
         for name in ("sql", "sql/b", "team/sql"):
             harness.put_adapter(name, adapter_files())
@@ -225,7 +241,7 @@ class SourceContract:
 
     # --- fetching
 
-    @pytest.mark.parametrize("wanted", [(CONFIG_FILE, WEIGHTS_FILE), (CONFIG_FILE,), ADAPTER_FILES])
+    @pytest.mark.parametrize("wanted", [(CONFIG_FILE, WEIGHTS_FILE), (CONFIG_FILE,), ALL_FILES])
     def test_exactly_the_located_files_are_written(self, harness, source, find, tmp_path, wanted):
         files = {**adapter_files(), **dict.fromkeys(PICKLE_FILES, b"pickle"), "README.md": b"x", "optimizer.pt": b"y"}
         harness.put_adapter("sql", files)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.adapter.verify import PICKLE_FILES, WEIGHTS_FILE
+from lora_plugins.adapter.weight_files import PICKLE_FILES, WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, OutOfMemory, SourceUnavailable
 from lora_plugins.resolvers.sources import filesystem
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource

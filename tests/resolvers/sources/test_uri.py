@@ -16,7 +16,7 @@ import pytest
 
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import adapter_id
-from lora_plugins.adapter.verify import WEIGHTS_FILE
+from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, SourceUnavailable
 from lora_plugins.events import AdapterFetched, AdapterRejected, AdapterResolved, AdapterUnknown, Events, SourceFailed
 from lora_plugins.resolvers.resolution import AdapterResolver

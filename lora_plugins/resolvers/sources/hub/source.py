@@ -20,6 +20,7 @@ from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
+from lora_plugins.adapter.weight_files import INDEX_FILE, is_shard, read_index
 from lora_plugins.errors import AdapterNotFound, SourceUnavailable
 from lora_plugins.resolvers.sources.failures import FailureKind, RemoteFailure
 from lora_plugins.resolvers.sources.hub.errors import map_error
@@ -33,7 +34,14 @@ from lora_plugins.resolvers.sources.hub.files import (
 )
 from lora_plugins.resolvers.sources.hub.patterns import AnyRepo, HubPatterns, HubTarget
 from lora_plugins.resolvers.sources.retries import Deadline, Retries, deadline
-from lora_plugins.resolvers.sources.source import ADAPTER_FILES, RemoteAdapter, SourceFile, VersionChanged
+from lora_plugins.resolvers.sources.source import (
+    ADAPTER_FILES,
+    RemoteAdapter,
+    SourceFile,
+    VersionChanged,
+    choose_files,
+    needs_shards,
+)
 from lora_plugins.resolvers.threads import in_own_thread
 from lora_plugins.resolvers.uris import SourceUri
 from lora_plugins.store.store import PartialDownload
@@ -185,15 +193,21 @@ class HubSource:
     def _cached(self, target: HubTarget) -> tuple[str, tuple[SourceFile, ...]] | None:
         """What the Hub's cache has of it; None where it lacks a part, which the Hub may well have."""
         commit, files = "", []
-        for name in ADAPTER_FILES:
+        names = list(ADAPTER_FILES)
+        for name in names:  # grows where an index names more; all of these must be there
             path = _join(target.subfolder, name)
             found = cached_path(target.repo, path, target.revision, self._cache_dir)
             with contextlib.suppress(OSError):
                 if found is not None:
                     commit = found.parents[path.count("/")].name  # …/snapshots/<commit>/<path>
                     files.append(describe_cached(found))
-        names = [file.name for file in files]
-        return (commit, tuple(files)) if CONFIG_FILE in names and len(names) > 1 else None
+                    if name == INDEX_FILE and needs_shards([file.name for file in files]):
+                        names += sorted(set(read_index(found.read_bytes()).values()))
+        present = {file.name for file in files}
+        is_whole = (
+            CONFIG_FILE in present and len(present) > 1 and all(name in present for name in names if is_shard(name))
+        )
+        return (commit, tuple(files)) if is_whole else None
 
 
 def _join(subfolder: str, name: str) -> str:
@@ -207,8 +221,8 @@ def _files(siblings: list[RepoSibling], subfolder: str, where: str) -> tuple[Sou
         SourceUnavailable: the listing has no sizes.
     """
     listed = {sibling.rfilename: sibling for sibling in siblings}
-    present = [(name, listed.get(_join(subfolder, name))) for name in ADAPTER_FILES]
-    return tuple(_source_file(name, sibling, where) for name, sibling in present if sibling is not None)
+    beside = [name.removeprefix(_join(subfolder, "")) for name in listed if name.startswith(_join(subfolder, ""))]
+    return tuple(_source_file(name, listed[_join(subfolder, name)], where) for name in choose_files(beside))
 
 
 def _source_file(name: str, sibling: RepoSibling, where: str) -> SourceFile:

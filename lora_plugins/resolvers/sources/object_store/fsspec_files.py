@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 
+from lora_plugins.adapter.weight_files import INDEX_FILE, read_index
 from lora_plugins.errors import InvalidSettings, SourceUnavailable
 from lora_plugins.resolvers.sources.failures import BrokenAnswer, FailureKind, retry_after
 from lora_plugins.resolvers.sources.object_store.errors import HttpStatus, ObjectChanged, diagnose
 from lora_plugins.resolvers.sources.object_store.http_reader import BUFFER_BYTES
 from lora_plugins.resolvers.sources.object_store.ranges import RangeReader
-from lora_plugins.resolvers.sources.source import ADAPTER_FILES, SourceFile
+from lora_plugins.resolvers.sources.source import ADAPTER_FILES, SourceFile, needs_shards
 
 PIECE_BYTES = 2 << 20
 _PIECE_TIMEOUT_S = 60.0
@@ -50,8 +51,22 @@ class FsspecFiles:
 
     async def find(self, uri: str) -> list[SourceFile]:
         """The adapter files directly below `uri`."""
-        found = await asyncio.gather(*(self._describe(uri, name) for name in ADAPTER_FILES))
+        found = await self._describe_all(uri, ADAPTER_FILES)
+        if needs_shards([file.name for file in found]):
+            index = await self._read(uri, INDEX_FILE)
+            found += await self._describe_all(uri, sorted(set(read_index(index).values())))
+        return found
+
+    async def _describe_all(self, uri: str, names: Iterable[str]) -> list[SourceFile]:
+        found = await asyncio.gather(*(self._describe(uri, name) for name in names))
         return [file for file in found if file is not None]
+
+    async def _read(self, uri: str, name: str) -> bytes:
+        filesystem = self._open()
+        path = _path(filesystem, uri, name)
+        if isinstance(filesystem, AsyncFileSystem):
+            return bytes(await filesystem._cat_file(path))  # noqa: SLF001 - see `_describe`
+        return bytes(await asyncio.to_thread(filesystem.cat_file, path))
 
     async def reader(self, uri: str, files: Sequence[SourceFile], timeout_s: float) -> RangeReader:  # noqa: ARG002
         """A reader of these files."""

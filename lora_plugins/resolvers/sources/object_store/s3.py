@@ -16,12 +16,13 @@ from urllib.parse import urlsplit
 
 import fsspec
 
+from lora_plugins.adapter.weight_files import INDEX_FILE, read_index
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.resolvers.sources.failures import FailureKind
 from lora_plugins.resolvers.sources.object_store.access_points import AccessPoint, split_bucket
 from lora_plugins.resolvers.sources.object_store.errors import diagnose
 from lora_plugins.resolvers.sources.object_store.http_reader import HttpOptions, HttpReader
-from lora_plugins.resolvers.sources.source import ADAPTER_FILES, SourceFile
+from lora_plugins.resolvers.sources.source import ADAPTER_FILES, SourceFile, choose_files, needs_shards
 
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 15.0
@@ -132,10 +133,10 @@ async def _list(client: Any, bucket: str, prefix: str) -> list[SourceFile]:
         page = await client.list_objects_v2(**asked)
         for item in page.get("Contents", []):
             name = item["Key"].removeprefix(prefix)
-            if name in ADAPTER_FILES:
+            if "/" not in name:
                 found[name] = SourceFile(name, int(item["Size"]), item.get("ETag", ""))
         if not page.get("IsTruncated") or not page.get("NextContinuationToken"):
-            return [found[name] for name in ADAPTER_FILES if name in found]
+            return [found[name] for name in choose_files(found)]
         asked["ContinuationToken"] = page["NextContinuationToken"]
 
 
@@ -143,7 +144,8 @@ async def _heads(client: Any, bucket: str, prefix: str, denied: Exception) -> li
     """What can be read where listing is denied: S3 then answers 403 for an object that is not there, too."""
     found: list[SourceFile] = []
     hidden = False
-    for name in ADAPTER_FILES:
+    names = list(ADAPTER_FILES)
+    for name in names:  # grows where an index names more
         try:
             answer = await client.head_object(Bucket=bucket, Key=prefix + name)
         except Exception as error:
@@ -153,6 +155,9 @@ async def _heads(client: Any, bucket: str, prefix: str, denied: Exception) -> li
             hidden = hidden or kind is FailureKind.DENIED
         else:
             found.append(SourceFile(name, int(answer["ContentLength"]), answer.get("ETag", "")))
+        if name == ADAPTER_FILES[-1] and needs_shards([file.name for file in found]):
+            index = await client.get_object(Bucket=bucket, Key=prefix + INDEX_FILE)
+            names += sorted(set(read_index(await index["Body"].read()).values()))
     if hidden and len(found) < 2:  # no configuration with weights, and no word on what is missing
         raise denied
     return found

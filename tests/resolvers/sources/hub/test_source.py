@@ -12,7 +12,7 @@ from huggingface_hub import constants, hf_hub_download
 
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.adapter.verify import WEIGHTS_FILE
+from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import SourceUnavailable
 from lora_plugins.resolvers.sources.hub.patterns import AnyRepo
 from lora_plugins.resolvers.sources.hub.source import HubSource
@@ -21,7 +21,7 @@ from lora_plugins.resolvers.uris import SourceUri
 from testbed import faults
 from testbed.hub import Hub, local_hub
 from testbed.proxy import FaultProxy, fault_proxy
-from tests.make import adapter_files, pair
+from tests.make import adapter_files, pair, sharded
 from tests.resolvers.sources.hub.hub_bed import FILES, OTHER, Bed, check, content, isolate
 from tests.virtual_time import run_until_late
 
@@ -303,6 +303,23 @@ def test_offline_serves_what_the_cache_holds_as_the_same_version(bed, server, mo
     assert located(bed, f"acme/many/fr@{online.version}").version == online.version
     assert bed.serve("acme/many/fr") == FILES
     assert server.count() == 0
+
+
+def test_offline_weights_in_several_files_must_all_be_cached(bed, server, monkeypatch):
+    files = sharded(adapter_files())
+    server.commit("acme/many", {f"fr/{n}": d for n, d in files.items()})
+    online = located(bed, "acme/many/fr")
+    *first, last = files
+    for name in first:
+        hf_hub_download("acme/many", f"fr/{name}", cache_dir=bed.cache, endpoint=server.url)
+    with monkeypatch.context() as patched:
+        offline(patched)
+        with pytest.raises(SourceUnavailable, match="offline mode"):
+            bed.locate("acme/many/fr")
+    hf_hub_download("acme/many", f"fr/{last}", cache_dir=bed.cache, endpoint=server.url)
+    offline(monkeypatch)
+    assert located(bed, "acme/many/fr") == online
+    assert bed.serve("acme/many/fr") == files
 
 
 @pytest.mark.parametrize("cached", [[], [CONFIG_FILE], [WEIGHTS_FILE]])

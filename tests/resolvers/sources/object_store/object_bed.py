@@ -14,7 +14,7 @@ import pytest
 
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.adapter.verify import WEIGHTS_FILE
+from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.resolvers.sources.object_store.ranges import DownloadLimits
 from lora_plugins.resolvers.sources.object_store.s3 import s3_storage_options
 from lora_plugins.resolvers.sources.object_store.source import ObjectSource

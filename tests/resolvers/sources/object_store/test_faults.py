@@ -14,7 +14,7 @@ import pytest
 from fsspec.asyn import get_loop
 
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.adapter.verify import WEIGHTS_FILE
+from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import LoRAPluginsError, OutOfMemory, SourceUnavailable
 from lora_plugins.resolvers.sources.object_store.source import ObjectSource
 from lora_plugins.resolvers.sources.source import VersionChanged

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 import pytest
 
 from lora_plugins.adapter.config import CONFIG_FILE
-from lora_plugins.adapter.verify import WEIGHTS_FILE
+from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, SourceUnavailable
 from lora_plugins.resolvers.sources.object_store import s3 as s3_module
 from lora_plugins.resolvers.sources.object_store.access_points import AccessPoint
@@ -23,6 +23,8 @@ from lora_plugins.resolvers.sources.object_store.source import ObjectSource, obj
 from lora_plugins.resolvers.sources.source import VersionChanged
 from lora_plugins.settings import Settings
 from testbed import faults
+from tests.make import adapter_files, sharded
+from tests.resolvers.sources.contract import content
 from tests.resolvers.sources.object_store.object_bed import (
     ACCESS_POINT,
     ACCESS_POINT_ENDPOINT,
@@ -142,6 +144,13 @@ def test_listing_denied_but_objects_readable(bed: Bed) -> None:
     bed.put("half", {WEIGHTS_FILE: b"x"})
     with pytest.raises(AdapterNotFound):
         locate(bed.source(), "half")
+
+
+def test_several_files_are_found_by_index_where_listing_is_denied(bed: Bed) -> None:
+    files = sharded(adapter_files())
+    bed.put("several", files)
+    bed.proxy.plan(faults.denied(), path="list-type=2", times=None)
+    assert content(bed.serve(bed.source(), "several").directory) == files
 
 
 def test_listing_and_objects_denied_is_not_absence(bed: Bed) -> None:

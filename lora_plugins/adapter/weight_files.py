@@ -1,0 +1,96 @@
+"""The files that an adapter's weights may lie in: one safetensors file, several with an index, or a pickle.
+
+The index is Transformers': `{"weight_map": {tensor: file}}` in `adapter_model.safetensors.index.json`, for files named
+`adapter_model-00001-of-00002.safetensors`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+from lora_plugins.adapter.files import open_regular
+from lora_plugins.adapter.safetensors_header import TensorInfo, read_header
+from lora_plugins.errors import InvalidAdapter, describing
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+INDEX_FILE = "adapter_model.safetensors.index.json"
+PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt")
+MAX_INDEX_BYTES = 16 << 20
+
+_SHARD = re.compile(r"adapter_model-\d{5}-of-\d{5}\.safetensors")
+
+# A file, its size in bytes, and its tensors.
+OpenWeights = tuple[BinaryIO, int, tuple[TensorInfo, ...]]
+
+
+def is_shard(name: str) -> bool:
+    """Whether this is the name of one of several files."""
+    return _SHARD.fullmatch(name) is not None
+
+
+def read_index(data: bytes) -> dict[str, str]:
+    """Which file each tensor is in.
+
+    Raises:
+        InvalidAdapter: it is no index of such files.
+    """
+    try:
+        if len(data) > MAX_INDEX_BYTES:
+            raise ValueError(f"more than {MAX_INDEX_BYTES} bytes")
+        files = json.loads(data)["weight_map"]
+        if not isinstance(files, Mapping) or not files:
+            raise ValueError("no weight_map")
+        strange = [name for name in files.values() if not isinstance(name, str) or not is_shard(name)]
+        if strange:
+            raise ValueError(f"a file {str(strange[0])[:100]!r}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InvalidAdapter(
+            f"an index that names no files ({str(error)[:200]})",
+            expected="a weight_map from tensors to adapter_model-00001-of-00002.safetensors and so on",
+            remedy="save the adapter again, as one file",
+            file=INDEX_FILE,
+        ) from None
+    return dict(files)
+
+
+@contextmanager
+def open_weights(directory: Path, name: str) -> Iterator[list[OpenWeights]]:
+    """Open the file of weights, or all those that the index `name` names, and read their headers.
+
+    Raises:
+        AdapterNotFound: a file is missing.
+        InvalidAdapter: a file is malformed, or holds other tensors than the index says.
+        SourceUnavailable: the file system denies or fails.
+    """
+    with ExitStack() as stack:
+        if name != INDEX_FILE:
+            file, size_bytes = stack.enter_context(open_regular(directory / name))
+            yield [(file, size_bytes, read_header(file, size_bytes))]
+            return
+        with open_regular(directory / INDEX_FILE) as (file, _):
+            index = read_index(file.read(MAX_INDEX_BYTES + 1))
+        opened = []
+        for shard in sorted(set(index.values())):
+            file, size_bytes = stack.enter_context(open_regular(directory / shard))
+            with describing(file=shard):
+                tensors = tuple(replace(info, file=shard) for info in read_header(file, size_bytes))
+                _check_index(shard, tensors, index)
+            opened.append((file, size_bytes, tensors))
+        yield opened
+
+
+def _check_index(shard: str, tensors: tuple[TensorInfo, ...], index: Mapping[str, str]) -> None:
+    found, wanted = {info.name for info in tensors}, {name for name, file in index.items() if file == shard}
+    if found != wanted:
+        strange = min(found ^ wanted)
+        raise InvalidAdapter(
+            f"{'a' if strange in found else 'no'} tensor '{strange[:200]}', other than {INDEX_FILE} says",
+            expected=f"the {len(wanted)} tensors that it names for this file",
+            remedy="copy all files of one save together",
+        )
