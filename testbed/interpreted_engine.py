@@ -1,6 +1,6 @@
 """The real engine with our Triton wrapper on a machine without a GPU: vLLM on the CPU, Triton in its interpreter.
 
-    TRITON_INTERPRET=1 python -m testbed.interpreted_engine < question.json > answer.json
+    TRITON_INTERPRET=1 python -m testbed.interpreted_engine QUESTION > answer.json
 
 The question: `base` (a directory), `adapters` (their root), `settings` for `vllm.LLM`, and `batches`: lists of adapter
 names, null for the base model, each batch one call. The answer: for each batch the token ids of each row.
@@ -20,7 +20,7 @@ from testbed.models import PROMPT
 
 
 def main() -> None:
-    question = json.load(sys.stdin)
+    question = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the engine prints to standard output
     take_triton()

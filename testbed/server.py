@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from testbed.forking_vllm import Forked, fork
+
 START_TIMEOUT_S = 600
 SMALL_ENGINE = (
     "--dtype", "float32",
@@ -30,7 +32,7 @@ class Server:
     """A running server: its base URL, its process and the file with everything that it printed."""
 
     url: str
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     log_file: Path
 
     def log(self) -> str:
@@ -67,7 +69,7 @@ def vllm_server(
 ) -> Iterator[Server]:
     """Start `vllm serve model`, wait until it is healthy, and end it and all its children afterwards.
 
-    With `is_forking` it forks its engine and workers (`forking_vllm`).
+    With `is_forking` it is forked, and forks its engine and workers (`forking_vllm`).
     """
     environment = {
         **outer_environment(),
@@ -79,15 +81,16 @@ def vllm_server(
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
         **(env or {}),
     }
-    vllm = [str(Path(sys.executable).with_name("vllm"))]
-    if is_forking:
-        vllm = [sys.executable, "-P", str(Path(__file__).with_name("forking_vllm.py"))]
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with reserved_port() as port:
         address = ("--host", "127.0.0.1", "--port", str(port))
-        with log_file.open("wb") as log:
-            command = [*vllm, "serve", str(model), *address, *SMALL_ENGINE, *arguments]
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        command = ["vllm", "serve", str(model), *address, *SMALL_ENGINE, *arguments]
+        if is_forking:
+            process = fork("vllm.entrypoints.cli.main:main", command, environment=environment, output=log_file)
+        else:
+            command[0] = str(Path(sys.executable).with_name("vllm"))
+            with log_file.open("wb") as log:
+                process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         try:
             server = Server(f"http://127.0.0.1:{port}", process, log_file)
             _wait_until_healthy(server, progress)
@@ -114,7 +117,7 @@ def _wait_until_healthy(server: Server, progress: Callable[[float], None]) -> No
         time.sleep(0.25)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes] | Forked) -> None:
     """End the process group that this module started, kindly first."""
     for number, patience_s in ((signal.SIGINT, 15), (signal.SIGTERM, 5), (signal.SIGKILL, 10)):
         try:

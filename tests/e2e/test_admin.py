@@ -24,6 +24,7 @@ import pytest
 import schemathesis
 from hypothesis import strategies
 
+from lora_plugins.kernels.compiled import build
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import connect
 from testbed.models import PROMPT
@@ -57,6 +58,17 @@ def engine_lives(admin: Admin) -> Iterator[None]:
     log = admin.server.log()
     for sign in ("EngineDeadError", "EngineCore encountered a fatal error", "Task exception was never retrieved"):
         assert sign not in log
+
+
+def test_the_log_says_which_kernels_compute(admin: Admin) -> None:
+    """By a worker that was spawned: a forked one has the plugins already."""
+    log = admin.server.log()
+    if build.problem():
+        assert f"LoRA kernels: torch (the platform is cpu, and {build.problem()})" in log
+        assert "Using GroupedPunicaWrapperCPU" in log
+    else:
+        assert "LoRA kernels: cpu (the platform is cpu)" in log
+        assert "Using CompiledPunicaWrapperCPU" in log
 
 
 # --- load ---

@@ -21,7 +21,6 @@ def test_two_workers_equal_peft_and_fetch_missing_directories(bed: Bed, tmp_path
         tmp_path,
         *("--max-loras", "2", "--max-cpu-loras", "3", "--tensor-parallel-size", "2"),
         plugins=(RESOLVER, MANAGER),
-        is_forking=False,
         VLLM_SERVER_DEV_MODE="1",  # /collective_rpc
     ) as server:
         client = connect(server)

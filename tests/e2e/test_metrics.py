@@ -270,6 +270,7 @@ def both_have_started(server: Server) -> None:
 def test_several_api_servers_show_one_sum(bed: Bed, tmp_path: Path) -> None:
     """vLLM's multiprocess mode, in which it serves static modules only: whichever server is asked, all is counted."""
     names = ["sql", "chat", "wide"]
+    (tmp_path / "metrics").mkdir()
     with vllm_server(
         bed.base,
         tmp_path / "server.log",
@@ -281,8 +282,11 @@ def test_several_api_servers_show_one_sum(bed: Bed, tmp_path: Path) -> None:
         env={
             "VLLM_PLUGINS": f"{MANAGER},{KERNELS}",
             "LORA_PLUGINS_STORE_DIR": str(tmp_path / "store"),
+            # vLLM makes one before it spawns its API servers; a forked one has imported prometheus_client before.
+            "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "metrics"),
             **ENVIRONMENT,
         },
+        is_forking=True,
     ) as server:
         # One that starts while the other is asked loads the modules again, and creates files that a scrape reads.
         both_have_started(server)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from testbed.bed import MAX_TOKENS, Bed
+from testbed.forking_vllm import run_forked
 from testbed.models import DEMO_ADAPTERS, PROMPT
 from testbed.server import outer_environment
 from tests.e2e.broken import BROKEN
@@ -20,27 +18,6 @@ from tests.e2e.servers import ENVIRONMENT
 NAMES = [spec.name for spec in DEMO_ADAPTERS]
 HOST_MAX_BYTES = 5_200_000  # "wide" takes 4.3 MB of it, the others less than 0.6: not all five fit
 
-PROGRAM = """
-import json, sys
-from vllm import LLM, SamplingParams
-from vllm.lora.request import LoRARequest
-
-def main(base, prompt, tokens, adapters):
-    llm = LLM(base, enable_lora=True, max_lora_rank=64, max_loras=2, max_cpu_loras=3, dtype="float32",
-              enforce_eager=True, max_model_len=256, max_num_seqs=16)
-    requests = [None if path is None else LoRARequest(name, number, path)
-                for number, (name, path) in enumerate(adapters, 1)]
-    outputs = llm.generate([prompt] * len(requests), SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True),
-                           lora_request=requests, use_tqdm=False)
-    found = [(one.outputs[0].finish_reason, str(one.outputs[0].stop_reason), list(one.outputs[0].token_ids))
-             for one in outputs]
-    loaded = llm.llm_engine.add_lora(LoRARequest("by-hand", 90, adapters[0][1]))
-    print("\\n" + json.dumps({"outputs": found, "loaded": loaded, "listed": 90 in llm.llm_engine.list_loras()}))
-
-if __name__ == "__main__":
-    main(*json.loads(sys.argv[1]))
-"""
-
 
 @pytest.mark.parametrize("processes", [1, 0], ids=["engine in a process", "engine in this process"])
 def test_broken_adapters_fail_in_isolation_and_others_are_answered(bed: Bed, tmp_path: Path, processes: int) -> None:
@@ -48,8 +25,6 @@ def test_broken_adapters_fail_in_isolation_and_others_are_answered(bed: Bed, tmp
     next(case for case in BROKEN if case.name == "truncated").make(tmp_path / "truncated")
     adapters = [(name, str(bed.adapters / name)) for name in NAMES]
     asked = [*adapters, ("truncated", str(tmp_path / "truncated")), ("nowhere", str(tmp_path / "no")), ("", None)]
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
     environment = {
         **outer_environment(),
         **ENVIRONMENT,
@@ -59,17 +34,9 @@ def test_broken_adapters_fail_in_isolation_and_others_are_answered(bed: Bed, tmp
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "LORA_PLUGINS_HOST_MAX_BYTES": str(HOST_MAX_BYTES),
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH")))),
     }
     arguments = json.dumps([str(bed.base), PROMPT, MAX_TOKENS, asked])
-    run = subprocess.run(
-        [sys.executable, str(program), arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    run = run_forked("testbed.offline:main", ["offline", arguments], home=tmp_path, environment=environment)
     assert run.returncode == 0, run.stderr[-4000:]
     said = json.loads(next(line for line in run.stdout.splitlines() if line.startswith('{"outputs"')))
     answers = {name: output for (name, _), output in zip(asked, said["outputs"], strict=True)}

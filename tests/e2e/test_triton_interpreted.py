@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lora_plugins.kernels import tuning
 from testbed.bed import Bed
+from testbed.forking_vllm import run_forked
 from testbed.models import DEMO_ADAPTERS
 from testbed.server import outer_environment
 from tests.e2e.servers import ENVIRONMENT
@@ -55,14 +54,11 @@ def test_every_row_of_mixed_batches_is_pefts(path: str, bed: Bed, tmp_path: Path
         "max_tokens": TOKENS,
         "batches": BATCHES,
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "testbed.interpreted_engine"],
-        input=json.dumps(question),
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[2],
-        env={
+    done = run_forked(
+        "testbed.interpreted_engine:main",
+        ["interpreted_engine", json.dumps(question)],
+        home=tmp_path,
+        environment={
             **outer_environment(),
             **ENVIRONMENT,
             "TRITON_INTERPRET": "1",
