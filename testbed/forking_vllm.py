@@ -1,29 +1,36 @@
 """Programs of vLLM forked from one process that has imported it: each import takes some twelve seconds of a core.
 
-    python -P testbed/forking_vllm.py < questions > answers
+    python -P testbed/forking_vllm.py SOCKET
 
 A program's own processes are forked too: on CPUs vLLM always spawns its engine and workers; elsewhere it forks them by
 default, so plugins must live with both. What a library reads from the environment while it is imported is read once,
-so programs that differ in it (`READ_AT_IMPORT`) are forked from different processes.
+so programs that differ in it (`READ_AT_IMPORT`) are forked from different processes. The processes of one test run
+share them. Of PROMETHEUS_MULTIPROC_DIR only whether it is set is read then, and the directory when a process forked.
 """
 
 from __future__ import annotations
 
-import atexit
 import functools
+import hashlib
 import importlib
 import json
 import multiprocessing
 import os
+import selectors
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-READ_AT_IMPORT = ("OMP_NUM_THREADS", "PROMETHEUS_MULTIPROC_DIR", "TRITON_INTERPRET", "HF_HUB_OFFLINE")
+from filelock import FileLock
+
+READ_AT_IMPORT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PROMETHEUS_MULTIPROC_DIR": "", "TRITON_INTERPRET": ""}
 IMPORTED = (
     "vllm.entrypoints.cli.main",
     "vllm.entrypoints.cli.serve",
@@ -35,6 +42,7 @@ IMPORTED = (
 )
 LOOK_S = 0.02
 LONGEST_S = 600.0
+_FOLDER = Path(tempfile.gettempdir()) / f"lora-plugins-{os.getuid()}"
 
 
 class Forked:
@@ -50,7 +58,7 @@ class Forked:
             self.returncode = self._parent.ask({"poll": self.pid})
         return self.returncode
 
-    def wait(self, timeout_s: float = float("inf")) -> int:
+    def wait(self, timeout_s: float = LONGEST_S) -> int:
         ends = time.monotonic() + timeout_s
         while self.poll() is None:
             if time.monotonic() > ends:
@@ -60,36 +68,54 @@ class Forked:
 
 
 class _Parent:
-    """The process that programs are forked from."""
+    """The process that programs are forked from; it ends with the last connection to it."""
 
     def __init__(self, read_at_import: Mapping[str, str]) -> None:
         self._lock = threading.Lock()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**_without_ours(os.environ), **read_at_import},
-            start_new_session=True,
-        )
-        atexit.register(self.end)
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+        key = hashlib.sha256(json.dumps([run, __file__, dict(read_at_import)]).encode()).hexdigest()[:16]
+        path = _FOLDER / key
+        _FOLDER.mkdir(mode=0o700, exist_ok=True)
+        with FileLock(_FOLDER / "lock"):
+            connection = _connected(path) or self._start(path, read_at_import)
+        self._file = connection.makefile("rw", encoding="utf-8")
 
-    def ask(self, question: object) -> int | None:
+    def ask(self, question: object) -> Any:
         with self._lock:
-            self._process.stdin.write(json.dumps(question) + "\n")
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
+            self._file.write(json.dumps(question) + "\n")
+            self._file.flush()
+            answer = self._file.readline()
         if not answer:
-            raise RuntimeError(f"the process that imports vLLM ended with {self._process.wait()}")
+            raise RuntimeError("the process that imports vLLM has ended")
         return json.loads(answer)
 
-    def end(self) -> None:
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
+    def _start(self, path: Path, read_at_import: Mapping[str, str]) -> socket.socket:
+        ours = ("LORA_PLUGINS_", "VLLM_", "TRITON_", *READ_AT_IMPORT)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        process = subprocess.Popen(
+            [sys.executable, "-P", __file__, str(path)],
+            stdin=subprocess.DEVNULL,
+            env={**environment, **read_at_import},
+            start_new_session=True,
+        )
+        while (connection := _connected(path)) is None:
+            if process.poll() is not None:
+                raise RuntimeError(f"the process that imports vLLM ended with {process.returncode}")
+            time.sleep(LOOK_S)
+        return connection
 
 
-_parents: dict[tuple[str | None, ...], _Parent] = {}
+def _connected(path: Path) -> socket.socket | None:
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(str(path))
+    except OSError:
+        connection.close()
+        return None
+    return connection
+
+
+_parents: dict[str, _Parent] = {}
 
 
 def fork(
@@ -99,14 +125,19 @@ def fork(
 
     What it prints goes to `output`, and its errors to `error` or to the same file.
     """
-    key = tuple(environment.get(name) for name in READ_AT_IMPORT)
+    read_at_import = {name: environment.get(name, default) for name, default in READ_AT_IMPORT.items()}
+    read_at_import = {name: value for name, value in read_at_import.items() if value}
+    environment = {**environment, **read_at_import}
+    if "PROMETHEUS_MULTIPROC_DIR" in read_at_import:
+        read_at_import["PROMETHEUS_MULTIPROC_DIR"] = str(_FOLDER)
+    key = json.dumps(read_at_import)
     if key not in _parents:
-        _parents[key] = _Parent({name: environment[name] for name in READ_AT_IMPORT if name in environment})
+        _parents[key] = _Parent(read_at_import)
     parent = _parents[key]
     question = {
         "function": function,
         "arguments": list(arguments),
-        "environment": dict(environment),
+        "environment": environment,
         "directory": str(Path.cwd()),
         "output": str(output),
         "error": str(error or output),
@@ -117,43 +148,64 @@ def fork(
 def run_forked(
     function: str, arguments: Sequence[str], *, environment: Mapping[str, str], home: Path
 ) -> subprocess.CompletedProcess[str]:
-    """As `fork`, and wait until it has ended."""
-    output, error = home / "output", home / "error"
+    """As `fork`, and wait until it has ended; `home` gets files with what it prints."""
+    output, error = (home / f"{name}-{len(list(home.iterdir()))}" for name in ("output", "error"))
     forked = fork(function, arguments, environment=environment, output=output, error=error)
     try:
-        status = forked.wait(LONGEST_S)
+        status = forked.wait()
     finally:
         if forked.returncode is None:
             os.killpg(forked.pid, signal.SIGKILL)
     return subprocess.CompletedProcess(arguments, status, output.read_text(), error.read_text())
 
 
-def _without_ours(environment: Mapping[str, str]) -> dict[str, str]:
-    ours = ("LORA_PLUGINS_", "VLLM_", *READ_AT_IMPORT)
-    return {name: value for name, value in environment.items() if not name.startswith(ours)}
-
-
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    path = sys.argv[1]
+    Path(path).unlink(missing_ok=True)  # of one that was killed
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen()
     os.dup2(2, 1)  # vLLM prints
     sys.path.append(str(Path(__file__).parent.parent))
     for module in IMPORTED:
         importlib.import_module(module)
-    for line in iter(sys.stdin.readline, ""):
-        question = json.loads(line)
-        if "poll" in question:
-            pid, status = os.waitpid(question["poll"], os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if pid else None
-        else:
-            answer = os.fork()
-            if not answer:
-                answers.close()
-                _become(question)
-                return
-        answers.write(json.dumps(answer) + "\n")
+    _serve(listener, path)
 
 
-def _become(question: dict[str, object]) -> None:
+def _serve(listener: socket.socket, path: str) -> None:
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is listener:
+                connection = listener.accept()[0]
+                selector.register(connection, selectors.EVENT_READ, connection.makefile("rw", encoding="utf-8"))
+            elif line := key.data.readline():
+                question = json.loads(line)
+                answer = _status(question["poll"]) if "poll" in question else os.fork()
+                if answer == 0 and "poll" not in question:
+                    for each in selector.get_map().values():
+                        os.close(each.fileobj.detach())
+                    _become(question)
+                    return
+                key.data.write(json.dumps(answer) + "\n")
+                key.data.flush()
+            else:
+                selector.unregister(key.fileobj)
+                key.data.close()
+                key.fileobj.close()
+        if len(selector.get_map()) == 1:
+            Path(path).unlink(missing_ok=True)  # who comes now starts another; who came just before is still served
+            if not selector.select(timeout=0):
+                os._exit(0)  # without what its libraries print at an end
+
+
+def _status(pid: int) -> int | None:
+    pid, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if pid else None
+
+
+def _become(question: dict[str, Any]) -> None:
     os.setsid()
     for number, path, mode in (
         (0, os.devnull, os.O_RDONLY),

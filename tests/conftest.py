@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -12,14 +13,18 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Tests run in several processes: more threads of each would only wait for each other. Before anything imports PyTorch.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from testbed import triton_interpreter  # noqa: F401 - before anything imports Triton
+from tests.repetitions import times
 
 # The same examples in every run: a failure is reproducible. No deadline: these machines share their cores.
 settings.register_profile(
     "unit",
     derandomize=True,
     deadline=None,
-    max_examples=150,
+    max_examples=times(150, short=60),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("unit")
@@ -76,6 +81,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return _SHARED.get(Path(file).stem, file) if "/e2e/" in file or "/models/" in file else file
 
     return ByServer(config, log)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """What was imported before is not looked through again by each collection of garbage: with vLLM, a second each."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries report what is left at the end
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ from tests.make import (
     weights,
     with_header,
 )
+from tests.repetitions import times
 
 NO_PASS = Settings(check_finite=False)
 
@@ -369,13 +370,13 @@ def test_every_changed_header_byte_is_served_or_raises_our_errors(adapter):
             _served_or_ours(adapter)
 
 
-@settings(max_examples=100)
+@settings(max_examples=times(100, short=60))
 @given(config=st.binary(max_size=80), tensors=st.binary(max_size=80))
 def test_any_two_files_are_served_or_raise_our_errors(tmp_path, config, tensors):
     _served_or_ours(put(tmp_path / "any", {CONFIG_FILE: config, WEIGHTS_FILE: tensors}))
 
 
-@settings(max_examples=100)
+@settings(max_examples=times(100, short=60))
 @given(base=st.text(max_size=10), targets=st.one_of(st.text(max_size=10), st.lists(st.text(max_size=5), max_size=3)))
 def test_any_names_and_targets_are_served_or_raise_our_errors(tmp_path, base, targets):
     changes = {"base_model_name_or_path": f"/{base}", "target_modules": targets}

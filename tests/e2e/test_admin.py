@@ -32,8 +32,9 @@ from testbed.server import Server
 from tests.e2e.admin import HEADERS, KEY, Admin, serving
 from tests.e2e.broken import BROKEN
 from tests.e2e.standing_still import LONGEST_S, TOKENS, in_state, in_the_midst_of, is_held, seen
+from tests.repetitions import times
 
-SWAPS = 200
+SWAPS = times(200, short=100)
 MARKS = tuple(range(SWAPS // 2, SWAPS + 1, SWAPS // 8))  # swaps after which memory is looked at
 MOST_GROWTH_MB = 10  # from one mark to the next
 LONG_PROMPT = PROMPT + " the lazy dog and runs away into the wood where nobody ever finds it again"
@@ -413,7 +414,7 @@ def resident_mb(server: Server) -> float:
 
 
 @pytest.mark.slow
-def test_two_hundred_swaps_under_load(admin: Admin) -> None:
+def test_many_swaps_under_load(admin: Admin) -> None:
     """Every answer is that of the old or of the new version, nobody is refused, and nothing grows."""
     versions = [list(admin.bed.answers[name]) for name in ("sql", "chat")]
     admin.publish("rollout", "sql", 0)

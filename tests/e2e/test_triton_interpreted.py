@@ -13,12 +13,13 @@ from testbed.forking_vllm import run_forked
 from testbed.models import DEMO_ADAPTERS
 from testbed.server import outer_environment
 from tests.e2e.servers import ENVIRONMENT
+from tests.repetitions import times
 
 pytest.importorskip("triton", reason="Triton's interpreter comes with Triton, which is for Linux only")
 pytestmark = pytest.mark.slow
 
 NAMES = [spec.name for spec in DEMO_ADAPTERS]
-TOKENS = 4  # the interpreter takes its time
+TOKENS = times(4, short=2)  # the interpreter takes its time
 BATCHES = [
     [None, *NAMES[:3], None, NAMES[0]],  # mixed ranks and base rows
     [None, None],

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lora_plugins.scheduler.placement import MAX_LOADS
+from tests.repetitions import times
 from tests.scheduler.simulated import Request, SimulatedEngine, SimulatedWorkers, make_planner, spec
 
 LOAD_UNTIL_S = 20.0
@@ -105,7 +106,7 @@ TRAFFIC = st.builds(
 
 
 @given(traffic=TRAFFIC)
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=times(100, short=25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_everyone_is_served_within_the_stated_bound(traffic: Traffic) -> None:
     engine = serve(traffic)
     for request in engine.requests:
@@ -118,7 +119,7 @@ def test_everyone_is_served_within_the_stated_bound(traffic: Traffic) -> None:
 
 
 @given(traffic=TRAFFIC)
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=times(20, short=10), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_refused_requests_delay_no_others(traffic: Traffic) -> None:
     if traffic.max_bytes is None:
         traffic = replace(traffic, max_bytes=250)

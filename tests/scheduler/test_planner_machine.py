@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 from lora_plugins.scheduler.messages import Activate, AdapterSpec, Load
+from tests.repetitions import times
 from tests.scheduler.simulated import SimulatedEngine, SimulatedWorkers, make_planner, spec
 
 KEYS = st.integers(1, 8)
@@ -149,5 +150,8 @@ class PlannerMachine(RuleBasedStateMachine):
 
 TestPlannerMachine = PlannerMachine.TestCase
 TestPlannerMachine.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=times(150, short=60),
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )

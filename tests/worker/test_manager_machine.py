@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 )
 
 from lora_plugins.scheduler.messages import Activate, Activated, Evict, Failed, Load, Loaded
+from tests.repetitions import times
 from tests.worker.small_model import (
     Adapter,
     differences,
@@ -187,12 +188,11 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         held = slots_of(self.manager)
         for adapter_id, slot in self.slot_of.items():
-            is_waiting_for_a_copy = not self.copies and adapter_id not in self.is_active
-            assert held[slot] in ({adapter_id} if adapter_id in self.is_active else {adapter_id, -1 - slot, None}), (
-                held,
-                self.slot_of,
-            )
-            assert held[slot] is not None or is_waiting_for_a_copy
+            allowed = {adapter_id}
+            if adapter_id not in self.is_active:
+                # Without a copy, others may have it until its adapter has been loaded.
+                allowed |= {-1 - slot} if self.copies else {-1 - slot, None, OTHERS}
+            assert held[slot] in allowed, (held, self.slot_of)
         for slot in set(range(SLOTS)) - set(self.slot_of.values()):
             assert held[slot] in {None, OTHERS}, (held, self.slot_of)
 
@@ -241,6 +241,10 @@ def test_any_order_of_commands(base: Path, six: dict[int, Adapter], monkeypatch:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=60, stateful_step_count=40, derandomize=True, deadline=None, phases=[Phase.generate]
+            max_examples=times(60, short=25),
+            stateful_step_count=40,
+            derandomize=True,
+            deadline=None,
+            phases=[Phase.generate],
         ),
     )

@@ -22,6 +22,7 @@ from lora_plugins.resolvers.sources.object_store.errors import HttpStatus
 from lora_plugins.resolvers.sources.object_store.ranges import DownloadLimits, download_ranges
 from lora_plugins.resolvers.sources.source import SourceFile, VersionChanged
 from lora_plugins.store.store import PartialDownload
+from tests.repetitions import times
 
 FAST = DownloadLimits(range_bytes=1000, parallel=3, timeout_s=120, attempts=4, wait_s=0.0001, max_wait_s=0.001)
 
@@ -74,7 +75,7 @@ def _md5(data: bytes) -> str:
     return f'"{hashlib.md5(data).hexdigest()}"'
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=times(60, short=30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=3),
     breaks=st.lists(st.integers(-1, 1200), max_size=3),
