@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo test test-unit test-models check format ledger bench-verify bench-fetch bench-policies bench-manager bench-admission bench-kernels-cpu bench-access bench-kernels-aot clean
+.PHONY: help set-up demo test test-unit test-long test-models coverage check format ledger bench-verify bench-fetch bench-policies bench-manager bench-admission bench-kernels-cpu bench-access bench-kernels-aot clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -16,9 +16,10 @@ set-up: ## make .venv with an engine that this machine can run
 demo: set-up ## unknown model names become served adapters, on a real vllm serve
 	@$(RUN) -m examples.demo
 
-# Tests of one server, or of one file, run in one process, in the order of tests/conftest.py.
-WORKERS ?= 2
-PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --cov=lora_plugins --cov-report=term:skip-covered
+# Tests of one server, or of one file, run in one process, in the order of tests/conftest.py. One more process than
+# cores: servers are waited for.
+WORKERS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
+PARALLEL := -n $(WORKERS) --maxprocesses=8 --dist loadfile --no-loadscope-reorder
 
 test: set-up ## all tests, the real engine included
 	@$(RUN) -m pytest $(PARALLEL)
@@ -28,6 +29,12 @@ test-unit: set-up ## the tests that need no engine
 
 test-models: set-up ## every architecture of testbed/architectures.py on the real engine (15 minutes)
 	@$(RUN) -m pytest tests/models -m "nightly or not nightly"
+
+test-long: set-up ## all tests, with as many examples and repetitions as before a release
+	@LONG_TESTS=1 $(RUN) -m pytest $(PARALLEL)
+
+coverage: set-up ## the tests that need no engine, and which lines they leave out
+	@$(RUN) -m pytest $(PARALLEL) -m "not e2e" --cov=lora_plugins --cov-report=term:skip-covered
 
 check: set-up ## lint, format, types, the direction of imports, words, generated pages
 	@$(RUN) -m ruff check .
