@@ -1,22 +1,18 @@
 """What API servers and offline engines ask of the planner, as utilities of vLLM's engine core.
 
 Methods are added to `EngineCore` (vllm/v1/engine/core.py, 0.30 to 0.33), where vLLM's clients reach them by name, and
-those that vLLM has for adapters are replaced. One that has to wait returns a Future, which vLLM answers in the end.
-In the caller's own process (offline, without multiprocessing) no steps are made meanwhile, so it is waited for here.
+those that vLLM has for adapters are replaced.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from lora_plugins.errors import LoRAPluginsError, error_of
+from lora_plugins.errors import error_of
 from lora_plugins.ledger import Patch
 from lora_plugins.scheduler.adapter import Adapter, Residency
 from lora_plugins.scheduler.early_load_reports import EarlyLoadReports
@@ -24,46 +20,29 @@ from lora_plugins.scheduler.messages import (
     AdapterSpec,
     AdapterState,
     Answer,
-    Loaded,
     PlannerFigures,
-    from_plain,
-    to_plain,
 )
 from lora_plugins.scheduler.planner import Planner
+from lora_plugins.vllm_patches.engine_utilities import answer_of, can_report_early, then, true_or_raise, utility
 from lora_plugins.vllm_patches.scheduler import AdmissionMixin
-
-_STEP_WAIT_S = 0.05
 
 
 def patch() -> None:
     """Give every engine core of this process these utilities."""
     from vllm.v1.engine.core import EngineCore
 
-    for utility in (_load, _pin, _unpin, _retire, _residency, _figures):
-        setattr(EngineCore, f"lora_plugins{utility.__name__}", utility)
+    for added in (_load, _pin, _unpin, _retire, _residency, _figures):
+        setattr(EngineCore, f"lora_plugins{added.__name__}", added)
     EngineCore.add_lora = _adding(EngineCore.add_lora)
     EngineCore.remove_lora = _removing(EngineCore.remove_lora)
     EngineCore.pin_lora = _pinning(EngineCore.pin_lora)
     EngineCore.wake_up = _waking(EngineCore.wake_up)
 
 
-def _utility(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A utility as vLLM's messages reach it: an `AdapterSpec` and the answer are plain values."""
-    takes_spec = "spec" in inspect.signature(function).parameters
-
-    @functools.wraps(function)
-    def utility(self: Any, *arguments: Any) -> Any:
-        if takes_spec:
-            arguments = (from_plain(AdapterSpec, arguments[0]), *arguments[1:])
-        return _then(function(self, *arguments), to_plain)
-
-    return utility
-
-
 # `self` is an EngineCore.
 
 
-@_utility
+@utility
 def _load(self: Any, spec: AdapterSpec, wants_slot: bool, is_urgent: bool = False) -> Future[Answer] | Answer:
     """Load an adapter into host memory, and into a slot if one is idle.
 
@@ -81,45 +60,36 @@ def _load(self: Any, spec: AdapterSpec, wants_slot: bool, is_urgent: bool = Fals
             return answer
         return Answer(scheduler.planner.placement.size_bytes(adapter), None if was_loaded else adapter.load_s)
 
-    is_urgent = is_urgent and _can_report_early(self)
+    is_urgent = is_urgent and can_report_early(self)
     if is_urgent and scheduler.early_reports is None:
         scheduler.early_reports = EarlyLoadReports(self.vllm_config.parallel_config.world_size)
     load = scheduler.planner.load(planned, time.monotonic(), wants_slot=wants_slot, is_urgent=is_urgent)
-    answer: Future[Answer] | Answer = _then(_answer(self, load), with_size)
+    answer: Future[Answer] | Answer = then(answer_of(self, load), with_size)
     return answer
 
 
-def _can_report_early(core: Any) -> bool:
-    """Whether workers reach a local socket of this process, and something is answered while it steps."""
-    from vllm.v1.engine.core import EngineCoreProc
-
-    parallel = core.vllm_config.parallel_config
-    is_local = getattr(parallel, "nnodes", 1) == 1 and parallel.distributed_executor_backend in {None, "mp", "uni"}
-    return is_local and isinstance(core, EngineCoreProc) and sys.platform == "linux"
-
-
-@_utility
+@utility
 def _pin(self: Any, spec: AdapterSpec) -> Future[Answer] | Answer:
     """Keep an adapter in host memory and in a slot."""
     scheduler = _scheduler(self)
-    return _answer(self, scheduler.planner.pin(_planned_spec(scheduler, spec), time.monotonic()))
+    return answer_of(self, scheduler.planner.pin(_planned_spec(scheduler, spec), time.monotonic()))
 
 
-@_utility
+@utility
 def _unpin(self: Any, engine_id: int) -> bool:
     """Allow a pinned adapter to be evicted; returns whether it was pinned."""
     return bool(_scheduler(self).planner.unpin(engine_id))
 
 
-@_utility
+@utility
 def _retire(self: Any, engine_id: int, refusal: dict[str, str] | None) -> Future[Answer] | Answer:
     """Evict an adapter as soon as it is not used."""
     scheduler = _scheduler(self)
     error = None if refusal is None else error_of(refusal)
-    return _answer(self, scheduler.planner.retire(engine_id, error))
+    return answer_of(self, scheduler.planner.retire(engine_id, error))
 
 
-@_utility
+@utility
 def _residency(self: Any) -> list[AdapterState]:
     """What is known of each adapter: where it is, and which requests are held and run."""
     planner = _planner(self)
@@ -136,7 +106,7 @@ def _state(planner: Planner, adapter: Adapter) -> AdapterState:
     return AdapterState(engine_id, adapter.spec.name, size_bytes, is_loaded, adapter.is_active, adapter.is_pinned)
 
 
-@_utility
+@utility
 def _figures(self: Any) -> PlannerFigures:
     """What the planner counts, for metrics."""
     planner = _planner(self)
@@ -164,8 +134,8 @@ def _adding(original: Any) -> Any:
         if error is not None:
             raise error
         spec = scheduler.spec_of(lora_request)
-        answer = _answer(self, scheduler.planner.load(spec, time.monotonic(), wants_slot=True))
-        return _then(answer, _true_or_raise)
+        answer = answer_of(self, scheduler.planner.load(spec, time.monotonic(), wants_slot=True))
+        return then(answer, true_or_raise)
 
     return add_lora
 
@@ -177,7 +147,7 @@ def _removing(original: Any) -> Any:
         if planner is None:
             return original(self, lora_id)
         is_known = lora_id in planner.adapters
-        return _then(_answer(self, planner.retire(lora_id, None)), lambda _: is_known)
+        return then(answer_of(self, planner.retire(lora_id, None)), lambda _: is_known)
 
     return remove_lora
 
@@ -189,7 +159,7 @@ def _pinning(original: Any) -> Any:
         known = None if planner is None else planner.adapters.get(lora_id)
         if planner is None or known is None:
             return original(self, lora_id)
-        return _then(_answer(self, planner.pin(known.spec, time.monotonic())), _true_or_raise)
+        return then(answer_of(self, planner.pin(known.spec, time.monotonic())), true_or_raise)
 
     return pin_lora
 
@@ -237,58 +207,6 @@ def _planned_spec(scheduler: Any, spec: AdapterSpec) -> AdapterSpec:
     return planned
 
 
-def _answer(core: Any, future: Future[Any]) -> Future[Answer] | Answer:
-    """What came of a call, with its error in the answer: of an exception vLLM carries the text only."""
-    from vllm.v1.engine.core import EngineCoreProc
-
-    if not isinstance(core, EngineCoreProc):
-        _step_until_done(core, future)
-        return _outcome(future)
-    answer: Future[Answer] = Future()
-    future.add_done_callback(lambda done: answer.set_result(_outcome(done)))
-    return answer
-
-
-def _outcome(done: Future[Any]) -> Answer:
-    error = done.exception()
-    if isinstance(error, LoRAPluginsError):
-        return Answer(error=error.plain())
-    loaded = done.result()
-    return Answer(loaded.size_bytes, loaded.load_s) if isinstance(loaded, Loaded) else Answer()
-
-
-def _then(answer: Any, function: Callable[[Any], Any]) -> Any:
-    """`function` of an answer, or of a Future's result."""
-    if not isinstance(answer, Future):
-        return function(answer)
-    result: Future[Any] = Future()
-
-    def done(of_answer: Future[Any]) -> None:
-        try:
-            result.set_result(function(of_answer.result()))
-        except Exception as error:  # noqa: BLE001 - handed to the caller
-            result.set_exception(error)
-
-    answer.add_done_callback(done)
-    return result
-
-
-def _true_or_raise(answer: Answer) -> bool:
-    if answer.error is not None:
-        raise error_of(answer.error)
-    return True
-
-
-def _step_until_done(core: Any, future: Future[Any]) -> None:
-    """Steps without batches, for a caller that steps only when it has requests."""
-    scheduler = core.scheduler
-    while not future.done():
-        commands = scheduler.plan()
-        of_workers = core.model_executor.collective_rpc("lora_plugins_step", args=(commands, _STEP_WAIT_S))
-        scheduler.planner.carried_out(commands)
-        scheduler.planner.reported([report for reports in of_workers for report in reports], time.monotonic())
-
-
 LEDGER = (
     Patch(
         """
@@ -306,17 +224,6 @@ LEDGER = (
         "engine is in the caller's process no steps are made meanwhile, so workers are called with lora_plugins_step",
         why="they run in the engine's loop, and would load there and then",
         remove="vLLM's scheduler plans adapters itself",
-    ),
-    Patch(
-        """
-        vllm.v1.engine.core:
-            EngineCoreProc._convert_msgspec_args(method, args)
-            EngineCoreProc._invoke_utility_method(name, get_result, output, enqueue_output)
-        """,
-        what="relied on: a utility's arguments are converted by its annotations, and one that returns a Future is "
-        "answered when that is done",
-        why="add_lora gets a LoRARequest, and utilities that wait do not stop the engine",
-        remove="never: this is how vLLM calls utilities",
     ),
     Patch(
         "vllm.v1.engine.core: EngineCore.wake_up(self, tags)",

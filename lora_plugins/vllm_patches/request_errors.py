@@ -6,8 +6,26 @@ import json
 from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError, error_of
+from lora_plugins.ledger import Patch
 
 _PREFIX = "lora-plugins:"  # of the stop reason
+
+
+def refused_output(request: Any, error: LoRAPluginsError) -> Any:
+    """The last output of a request, which ends with this error; vLLM's `EngineCoreOutput`."""
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+    from vllm.v1.request import RequestStatus
+
+    request.status = RequestStatus.FINISHED_ERROR
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[],
+        pooling_output=None if request.pooling_params is None else error_tensor(error),
+        finish_reason=FinishReason.ERROR,
+        stop_reason=stop_reason(error),
+        events=request.take_events(),
+        trace_headers=request.trace_headers,
+    )
 
 
 def stop_reason(error: LoRAPluginsError) -> str:
@@ -34,3 +52,20 @@ def error_in(reason: object) -> LoRAPluginsError | None:
     if isinstance(reason, str) and reason.startswith(_PREFIX):
         return error_of(json.loads(reason.removeprefix(_PREFIX)))
     return None
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.v1.request:
+            RequestStatus{FINISHED_ERROR}
+        vllm.v1.engine:
+            EngineCoreOutput{
+                request_id, new_token_ids, pooling_output, finish_reason, stop_reason, events, trace_headers}
+            FinishReason{ERROR}
+        """,
+        what="made for a request whose adapter cannot be loaded: a stop reason, or a tensor for pooling, has the error",
+        why="it is answered with our status and text",
+        remove="vLLM's scheduler plans adapters itself",
+    ),
+)

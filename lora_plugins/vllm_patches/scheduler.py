@@ -15,27 +15,25 @@ from typing import Any
 
 from cachetools import LRUCache
 
-from lora_plugins.errors import InvalidAdapter, InvalidSettings, LoRAPluginsError
+from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
 from lora_plugins.ledger import Patch
-from lora_plugins.process import this_process
 from lora_plugins.scheduler.early_load_reports import EarlyLoadReports
-from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import AdapterSpec, Command
 from lora_plugins.scheduler.planner import Planner
-from lora_plugins.scheduler.policies import make_policy
-from lora_plugins.vllm_patches.request_errors import error_tensor, stop_reason
+from lora_plugins.vllm_patches.held_counts import HeldCounts
+from lora_plugins.vllm_patches.planner import planner_of
+from lora_plugins.vllm_patches.request_errors import refused_output
 
 COMMANDS = "lora_plugins_commands"  # on SchedulerOutput
 REPORTS = "lora_plugins_reports"  # on ModelRunnerOutput
 _REMEMBERED = 10_000
 
 
-class AdmissionMixin:
-    """What precedes a scheduler class of vLLM in a subclass; `planner` is None where LoRA is off."""
+class AdmissionMixin(HeldCounts):
+    """What precedes a scheduler class of vLLM in a subclass."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         self.planner = planner_of(vllm_config)
-        self._hides_held = False
         self._refused: list[tuple[Any, LoRAPluginsError]] = []
         self._later_parts: dict[str, list[Any]] = {}  # of sessions that are held, by request id
         self.early_reports: EarlyLoadReports | None = None  # made with the first urgent call
@@ -167,10 +165,6 @@ class AdmissionMixin:
             return plan.commands
         return self.early_reports.with_addresses(plan.commands, self.planner)
 
-    @property
-    def _is_paused(self) -> bool:
-        return bool(self.pause_state != 0)  # type: ignore[attr-defined]
-
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """As vLLM's, with what the workers report, and errors for requests that were refused."""
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
@@ -195,106 +189,15 @@ class AdmissionMixin:
         return request is None or bool(request.is_finished())
 
     def _answer_refused(self, outputs: dict[int, Any]) -> None:
-        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-        from vllm.v1.request import RequestStatus
+        from vllm.v1.engine import EngineCoreOutputs
 
         for request, error in self._refused:
-            request.status = RequestStatus.FINISHED_ERROR
             self._later_parts.pop(request.request_id, None)
             of_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
-            of_client.outputs.append(
-                EngineCoreOutput(
-                    request_id=request.request_id,
-                    new_token_ids=[],
-                    pooling_output=None if request.pooling_params is None else error_tensor(error),
-                    finish_reason=FinishReason.ERROR,
-                    stop_reason=stop_reason(error),
-                    events=request.take_events(),
-                    trace_headers=request.trace_headers,
-                )
-            )
+            of_client.outputs.append(refused_output(request, error))
             if self.finished_req_ids_dict is not None:  # type: ignore[attr-defined]
                 of_client.finished_requests = (of_client.finished_requests or set()) | {request.request_id}
         self._refused.clear()
-
-    # --- counts ---
-
-    def get_request_counts(self) -> tuple[int, int]:
-        """Running and waiting requests, the held ones among the latter."""
-        running, waiting = super().get_request_counts()  # type: ignore[misc]
-        return running, waiting + self._held
-
-    @property
-    def _held(self) -> int:
-        return 0 if self.planner is None or self._hides_held else self.planner.admission.held_count
-
-    def get_num_unfinished_requests(self) -> int:
-        """As vLLM's, with held requests, unless all new ones are paused."""
-        unfinished = int(self._without_held("get_num_unfinished_requests"))
-        return unfinished if self._is_paused else unfinished + self._held
-
-    def has_finished_requests(self) -> bool:
-        """As vLLM's, which compares what is queued with what it knows: held requests are neither."""
-        return bool(self._without_held("has_finished_requests"))
-
-    def has_requests(self) -> bool:
-        """Whether to go on with steps: also for what the workers do, or are to do, without any request."""
-        return bool(super().has_requests()) or (  # type: ignore[misc]
-            self.planner is not None and (self.planner.has_work or bool(self._refused))
-        )
-
-    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's, where held requests wait."""
-        stats = self._without_held("make_stats", *args, **kwargs)
-        if stats is not None and self.planner is not None and self.planner.admission.held_count:
-            stats.num_waiting_reqs += self.planner.admission.held_count
-            stats.waiting_lora_adapters.update(self.planner.admission.held_by_name)
-        return stats
-
-    def _without_held(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """VLLM's own method, which must not count what is held (0.30 counts its queues, others call each other)."""
-        hid, self._hides_held = self._hides_held, True
-        try:
-            return getattr(super(), method)(*args, **kwargs)
-        finally:
-            self._hides_held = hid
-
-
-def planner_of(vllm_config: Any) -> Planner | None:
-    """The planner for an engine of this configuration; None where LoRA is off.
-
-    Raises:
-        InvalidSettings: a setting, or an executor whose workers would not see the commands.
-    """
-    lora = vllm_config.lora_config
-    if lora is None:
-        return None
-    _refuse_executor(vllm_config)
-    settings = this_process().settings
-    cache = HostCache(settings.host_max_bytes, lora.max_cpu_loras, make_policy(settings.host_policy))
-    return Planner(settings.running(lora.max_loras), settings.slots(lora.max_loras), cache)
-
-
-def _refuse_executor(vllm_config: Any) -> None:
-    """Ray's executor before 0.33 calls the model runner past the worker, where commands are read.
-
-    With an external launcher every rank has a scheduler of its own, and only one rank's outputs would reach its own.
-    """
-    from vllm.v1.executor.abstract import Executor
-
-    executor = Executor.get_class(vllm_config)
-    if executor.__name__ == "ExecutorWithExternalLauncher" and vllm_config.parallel_config.world_size > 1:
-        raise InvalidSettings(
-            "lora_lru_manager with an external launcher of several workers",
-            expected="one scheduler for all workers",
-            remedy="leave --distributed-executor-backend external_launcher out, or lora_lru_manager",
-        )
-    if executor.__name__ == "RayDistributedExecutor":
-        raise InvalidSettings(
-            "lora_lru_manager with vLLM's first Ray executor",
-            expected="multiprocessing, or Ray's second executor",
-            remedy="set VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1, or leave --distributed-executor-backend ray out",
-        )
 
 
 def _weights_bytes(path: str) -> int:
@@ -342,8 +245,6 @@ LEDGER = (
             SchedulerInterface.has_request(self, request_id)  # since 0.33
             SchedulerInterface.schedule(self, throttle_prefills)
             SchedulerInterface.update_from_output(self, scheduler_output, model_runner_output)
-            SchedulerInterface.pause_state(self)
-            PauseState{UNPAUSED}
         vllm.v1.request:
             Request{request_id, lora_request, client_index, priority, status, events, pooling_params, trace_headers}
             Request{resumable}
@@ -352,45 +253,11 @@ LEDGER = (
             Request.is_finished(self)
         vllm.v1.engine:
             EngineCoreEventType{QUEUED}
+            EngineCoreOutputs{outputs, finished_requests}
         """,
         what="get_scheduler_cls returns a subclass (Admission) of what it names; its methods are extended: a request "
         "that names an adapter is held until the planner admits it; QUEUED is recorded when it is held",
         why="no running request waits for an adapter that is not in its slot",
-        remove="vLLM's scheduler plans adapters itself",
-    ),
-    Patch(
-        """
-        vllm.v1.core.sched.interface:
-            SchedulerInterface.get_request_counts(self)
-            SchedulerInterface.get_num_unfinished_requests(self)
-            SchedulerInterface.has_finished_requests(self)
-            SchedulerInterface.has_requests(self)
-            SchedulerInterface.make_stats(self)
-        vllm.v1.metrics.stats:
-            SchedulerStats{num_waiting_reqs, waiting_lora_adapters}
-        """,
-        what="extended: held requests wait and are unfinished; has_requests is also true while workers load",
-        why="vLLM's metrics and load balancer know of held requests, and the engine's loop goes on for them",
-        remove="vLLM's scheduler plans adapters itself",
-    ),
-    Patch(
-        """
-        vllm.v1.request:
-            RequestStatus{FINISHED_ERROR}
-        vllm.v1.engine:
-            EngineCoreOutputs{outputs, finished_requests}
-            EngineCoreOutput{
-                request_id, new_token_ids, pooling_output, finish_reason, stop_reason, events, trace_headers}
-            FinishReason{ERROR}
-        """,
-        what="made for a request whose adapter cannot be loaded: a stop reason, or a tensor for pooling, has the error",
-        why="it is answered with our status and text",
-        remove="vLLM's scheduler plans adapters itself",
-    ),
-    Patch(
-        "vllm.v1.executor.abstract: Executor.get_class(vllm_config)",
-        what="called, to refuse Ray's first executor and external launchers of several workers",
-        why="the first calls model runners past the worker, which reads commands; the second has several schedulers",
         remove="vLLM's scheduler plans adapters itself",
     ),
     Patch(

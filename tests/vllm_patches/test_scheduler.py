@@ -15,8 +15,9 @@ from vllm.v1.request import RequestStatus
 
 from lora_plugins.errors import InvalidAdapter, InvalidSettings
 from lora_plugins.scheduler.messages import Activate, AdapterSpec, Load
+from lora_plugins.vllm_patches.planner import planner_of
 from lora_plugins.vllm_patches.request_errors import error_in, error_in_tensor
-from lora_plugins.vllm_patches.scheduler import AdmissionMixin, planner_of, with_admission
+from lora_plugins.vllm_patches.scheduler import AdmissionMixin, with_admission
 from tests.vllm_patches.engine_bed import Engine, adapter, make_scheduler, request, vllm_config
 
 Make = Callable[..., Engine]
@@ -59,7 +60,7 @@ def test_requests_without_adapters_are_scheduled_as_by_vllm(
     make_engine: Make, base: Path, blocks: int, lora: bool
 ) -> None:
     ours = make_engine(blocks=blocks, lora=lora)
-    vllms = make_engine(kind=type(ours.scheduler).__mro__[2], blocks=blocks, lora=lora)
+    vllms = make_engine(kind=type(ours.scheduler).__bases__[1], blocks=blocks, lora=lora)
     assert not isinstance(vllms.scheduler, AdmissionMixin)
     choose, known = random.Random(blocks), 0
     for _ in range(200):

@@ -1,0 +1,110 @@
+"""How utilities of vLLM's engine core take arguments, and answer: at once, or with a Future that vLLM answers later.
+
+In the caller's own process (offline, without multiprocessing) no steps are made meanwhile, so it is waited for here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from lora_plugins.errors import LoRAPluginsError, error_of
+from lora_plugins.ledger import Patch
+from lora_plugins.scheduler.messages import AdapterSpec, Answer, Loaded, from_plain, to_plain
+
+_STEP_WAIT_S = 0.05
+
+
+def utility(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A utility as vLLM's messages reach it: an `AdapterSpec` and the answer are plain values."""
+    takes_spec = "spec" in inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def wrapped(self: Any, *arguments: Any) -> Any:
+        if takes_spec:
+            arguments = (from_plain(AdapterSpec, arguments[0]), *arguments[1:])
+        return then(function(self, *arguments), to_plain)
+
+    return wrapped
+
+
+def answer_of(core: Any, future: Future[Any]) -> Future[Answer] | Answer:
+    """What came of a call, with its error in the answer: of an exception vLLM carries the text only."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    if not isinstance(core, EngineCoreProc):
+        _step_until_done(core, future)
+        return _outcome(future)
+    answer: Future[Answer] = Future()
+    future.add_done_callback(lambda done: answer.set_result(_outcome(done)))
+    return answer
+
+
+def can_report_early(core: Any) -> bool:
+    """Whether workers reach a local socket of this process, and something is answered while it steps."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    parallel = core.vllm_config.parallel_config
+    is_local = getattr(parallel, "nnodes", 1) == 1 and parallel.distributed_executor_backend in {None, "mp", "uni"}
+    return is_local and isinstance(core, EngineCoreProc) and sys.platform == "linux"
+
+
+def _outcome(done: Future[Any]) -> Answer:
+    error = done.exception()
+    if isinstance(error, LoRAPluginsError):
+        return Answer(error=error.plain())
+    loaded = done.result()
+    return Answer(loaded.size_bytes, loaded.load_s) if isinstance(loaded, Loaded) else Answer()
+
+
+def then(answer: Any, function: Callable[[Any], Any]) -> Any:
+    """`function` of an answer, or of a Future's result."""
+    if not isinstance(answer, Future):
+        return function(answer)
+    result: Future[Any] = Future()
+
+    def done(of_answer: Future[Any]) -> None:
+        try:
+            result.set_result(function(of_answer.result()))
+        except Exception as error:  # noqa: BLE001 - handed to the caller
+            result.set_exception(error)
+
+    answer.add_done_callback(done)
+    return result
+
+
+def true_or_raise(answer: Answer) -> bool:
+    """What vLLM's own utilities answer, or raise."""
+    if answer.error is not None:
+        raise error_of(answer.error)
+    return True
+
+
+def _step_until_done(core: Any, future: Future[Any]) -> None:
+    """Steps without batches, for a caller that steps only when it has requests."""
+    scheduler = core.scheduler
+    while not future.done():
+        commands = scheduler.plan()
+        of_workers = core.model_executor.collective_rpc("lora_plugins_step", args=(commands, _STEP_WAIT_S))
+        scheduler.planner.carried_out(commands)
+        scheduler.planner.reported([report for reports in of_workers for report in reports], time.monotonic())
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.v1.engine.core:
+            EngineCoreProc._convert_msgspec_args(method, args)
+            EngineCoreProc._invoke_utility_method(name, get_result, output, enqueue_output)
+        """,
+        what="relied on: a utility's arguments are converted by its annotations, and one that returns a Future is "
+        "answered when that is done",
+        why="add_lora gets a LoRARequest, and utilities that wait do not stop the engine",
+        remove="never: this is how vLLM calls utilities",
+    ),
+)
