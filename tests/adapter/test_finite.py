@@ -54,6 +54,8 @@ def test_every_kind_of_nan_and_infinity_is_found(dtype):
 @dtypes
 def test_the_extremes_of_finite_values_are_let_through(dtype):
     check(dtype, np.array(FINITE[dtype], dtype="u8"))
+    with pytest.raises(InvalidAdapter):
+        check(dtype, np.array([*FINITE[dtype], NOT_FINITE[dtype][0]], dtype="u8"))
 
 
 @dtypes

@@ -65,4 +65,10 @@ def test_wrong_keys_jobs_and_types_are_ignored() -> None:
 
 
 def test_a_report_without_a_listener_is_dropped() -> None:
-    send_early(ReportAddress("\0lora-plugins-nobody", b"key"), Loaded(1, 1, True, 0.1))
+    _, load, future = asked(EarlyLoadReports(1))
+    assert load.early_report_to is not None
+    said = Loaded(load.job, 1, True, 0.1)
+    send_early(ReportAddress("\0lora-plugins-nobody", load.early_report_to.key), said)
+    assert not future.done()
+    send_early(load.early_report_to, said)
+    assert future.result(LONGEST_S).size_bytes == 1

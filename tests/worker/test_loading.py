@@ -37,10 +37,14 @@ def pair(rank: int = 4, wide: int = 16, high: int = 32) -> tuple[torch.Tensor, t
     return torch.ones(rank, wide), torch.ones(high, rank)
 
 
-@pytest.mark.parametrize("rank", [1, 4, 8])
-def test_what_fits_passes(rank: int) -> None:
-    # Nothing is raised; the next test shows what would be.
-    loading.check_fits("a", "m", module(32), weights(*pair(rank)))
+@pytest.mark.parametrize(("rank", "fits"), [(1, True), (4, True), (8, True), (9, False)])
+def test_any_rank_up_to_the_slots_fits(rank: int, fits: bool) -> None:
+    refused = False
+    try:
+        loading.check_fits("a", "m", module(32), weights(*pair(rank)))
+    except IncompatibleAdapter:
+        refused = True
+    assert refused is not fits
 
 
 @pytest.mark.parametrize(
