@@ -85,7 +85,7 @@ def _difference(node: ast.stmt | None, symbol: Symbol) -> str:
         if wanted and wanted[-1] == "...":
             found = [*found[: len(wanted) - 1], "..."]
         return "" if found == wanted else f"parameters are ({', '.join(found)}), not ({', '.join(wanted)})"
-    attributes = set(_attributes(node)) if isinstance(node, ast.ClassDef) else set()
+    attributes = _attributes(node) if isinstance(node, ast.ClassDef) else frozenset()
     missing = [name for name in symbol.attributes if name not in attributes]
     return f"no {', '.join(missing)} in it" if missing else ""
 
@@ -133,13 +133,19 @@ def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     return names
 
 
-def _attributes(node: ast.ClassDef) -> Iterator[str]:
+@functools.lru_cache(maxsize=128)
+def _attributes(node: ast.ClassDef) -> frozenset[str]:
+    """One class has several entries of the ledger."""
+    found: set[str] = set()
     for statement in _statements(node.body):
-        yield from _names(statement)
+        found.update(_names(statement))
         if isinstance(statement, _FUNCTIONS):
-            for part in ast.walk(statement):
-                if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store) and _is_self(part.value):
-                    yield part.attr
+            found.update(
+                part.attr
+                for part in ast.walk(statement)
+                if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store) and _is_self(part.value)
+            )
+    return frozenset(found)
 
 
 def _is_self(node: ast.expr) -> bool:
