@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.api.access.policy import Policy
 from lora_plugins.events import Events
 from lora_plugins.observability.logs import LogEvents
@@ -80,12 +81,16 @@ class Process:
         """Whether `resolver` has been used."""
         return "resolver" in vars(self)
 
-    def resolver_of_worker(self) -> AdapterResolver | None:
+    def resolver_of_worker(self, base: BaseModel | None = None) -> AdapterResolver | None:
         """Another one with the same sources, for a worker that lacks an adapter's files; None without a resolver.
 
         The base model is not looked at: the API server has, and the worker will match every tensor with its model.
         """
-        return self._open(replace(self.settings, base_match=BaseMatch.OFF)) if self.is_resolver_registered else None
+        if not self.is_resolver_registered:
+            return None
+        resolver = self._open(replace(self.settings, base_match=BaseMatch.OFF))
+        resolver.base = base
+        return resolver
 
     def _open(self, settings: Settings) -> AdapterResolver:
         resolver = AdapterResolver(settings, self.events, open_store(settings))

@@ -15,6 +15,7 @@ from lora_plugins.adapter.model_modules import ModelModules
 from lora_plugins.ledger import Patch
 
 METHOD = "lora_plugins_model_modules"
+TELL_METHOD = "lora_plugins_whole_model"
 
 
 def patch() -> None:
@@ -22,6 +23,7 @@ def patch() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
     setattr(WorkerBase, METHOD, _model_modules)
+    setattr(WorkerBase, TELL_METHOD, _whole_model)
 
 
 def _model_modules(self: Any) -> dict[str, Any] | None:  # `self` is a WorkerBase
@@ -31,13 +33,24 @@ def _model_modules(self: Any) -> dict[str, Any] | None:  # `self` is a WorkerBas
     return None if manager is None else describe(manager._adapter_manager).plain()  # noqa: SLF001 - vLLM's own name
 
 
+def _whole_model(self: Any, plain: dict[str, Any]) -> None:  # `self` is a WorkerBase
+    manager = getattr(self.model_runner, "lora_manager", None)
+    if manager is not None:
+        manager.whole_model = ModelModules.of_plain(plain)
+
+
 async def ask_engine(client: Any) -> ModelModules | None:
     """The modules of all workers together, of which each has some with pipeline parallelism; None where LoRA is off.
 
-    With data parallelism the first engine answers: all serve the same model.
+    These workers are then sent all of them. With data parallelism the first engine answers: all serve the same model.
     """
     answers = [ModelModules.of_plain(answer) for answer in await client.collective_rpc(METHOD) if answer is not None]
-    return functools.reduce(ModelModules.joined, answers) if answers else None
+    if not answers:
+        return None
+    whole = functools.reduce(ModelModules.joined, answers)
+    if any(answer != whole for answer in answers):
+        await client.collective_rpc(TELL_METHOD, args=(whole.plain(),))
+    return whole
 
 
 def model_of(modules: ModelModules) -> Model:
@@ -114,7 +127,8 @@ LEDGER = (
         vllm.v1.engine.async_llm:
             AsyncLLM.collective_rpc(self, method, timeout, args, kwargs)
         """,
-        what="WorkerBase is given lora_plugins_model_modules, which is called once by collective_rpc; "
+        what="WorkerBase is given lora_plugins_model_modules and lora_plugins_whole_model, called once by "
+        "collective_rpc; "
         "load_lora_model is relied on to put the manager at model_runner.lora_manager",
         why="only the engine knows which modules its model has, and their sizes",
         remove="vLLM says over its API which modules adapters can be for",

@@ -12,9 +12,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from lora_plugins.adapter.fit import BaseModel
+from lora_plugins.adapter.model_modules import ModelModules
 from lora_plugins.ledger import Patch
 from lora_plugins.process import this_process
+from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.scheduler.messages import Command, Report
+from lora_plugins.vllm_patches.model_modules import model_of
 from lora_plugins.vllm_patches.scheduler import COMMANDS, REPORTS
 
 # While there is no batch, a step waits so long for what is being loaded: the engine need not spin.
@@ -30,13 +34,18 @@ def patch() -> None:
 
     process = this_process()
     lora_model_runner_mixin.LRUCacheWorkerLoRAManager = functools.partial(
-        PlannedWorkerLoRAManager, settings=process.settings, make_resolver=process.resolver_of_worker
+        PlannedWorkerLoRAManager, settings=process.settings, make_resolver=_make_resolver
     )
     WorkerWrapperBase.execute_model = _executing(WorkerWrapperBase.execute_model)
     WorkerWrapperBase.sample_tokens = _sampling
     WorkerBase.lora_plugins_step = _step
     WorkerBase.lora_plugins_rewrite_slots = _rewrite_slots
     WorkerBase.get_lora_metrics = _metrics
+
+
+def _make_resolver(base_path: str, modules: ModelModules | None) -> AdapterResolver | None:
+    model = None if modules is None else model_of(modules)
+    return this_process().resolver_of_worker(BaseModel(base_path, model=model))
 
 
 def manager_of(worker: Any) -> Any:

@@ -18,6 +18,7 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.utils.gc_utils import freeze_gc_heap
 
 from lora_plugins.adapter.landing import mismatch
+from lora_plugins.adapter.model_modules import ModelModules
 from lora_plugins.errors import describing
 from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
@@ -51,14 +52,18 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         vllm_config: Any,
         *args: Any,
         settings: Settings,
-        make_resolver: Callable[[], Resolver | None] = lambda: None,
+        make_resolver: Callable[[str, ModelModules | None], Resolver | None] = lambda *_: None,
         **kwargs: Any,
     ) -> None:
-        """As vLLM's; `make_resolver` makes what finds adapters whose files are not on this machine."""
+        """As vLLM's; `make_resolver` makes what finds adapters whose files are not on this machine.
+
+        It is given the model's path, and its modules where they are known here, by which adapters are converted.
+        """
         self._settings = settings
         self._make_resolver = make_resolver
         super().__init__(with_spare_slots(vllm_config, self._settings), *args, **kwargs)
         self._is_planned = False
+        self.whole_model: ModelModules | None = None
         self._dummies: set[LoRARequest] = set()
 
     def create_lora_manager(self, model: torch.nn.Module, vllm_config: Any) -> Any:
@@ -67,9 +72,10 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         self._modules = describe(self._adapter_manager)
         # With pipeline parallelism a worker has only some of the model's modules.
         self._is_whole_model = vllm_config.parallel_config.pipeline_parallel_size == 1
+        path = vllm_config.model_config.model
         self.jobs = Jobs(
             self._read,
-            Materialiser(vllm_config.model_config.model, self._make_resolver),
+            Materialiser(path, lambda: self._make_resolver(path, self._modules_of_model())),
             self._adapter_manager,
             SlotStream(torch.device(self.device)),
             agreement_of(vllm_config),
@@ -78,6 +84,10 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         if torch.device(self.device).type == "cpu":
             _freeze_heap()
         return result
+
+    def _modules_of_model(self) -> ModelModules | None:
+        """The whole model's, which with pipeline parallelism only the API server knows: it says so (`whole_model`)."""
+        return self._modules if self._is_whole_model else self.whole_model
 
     def _empty_slots(self) -> None:
         """Have the system give the slots' pages now, not at each one's first use."""

@@ -66,17 +66,37 @@ def test_a_tensor_that_is_no_lora_weight_raises():
         model_modules.reader_of_names(MODULES)("model.layers.0.mlp.weight")
 
 
-def test_the_answers_of_pipeline_stages_are_joined():
-    halves = [
-        dataclasses.replace(MODULES, places=dict(part))
-        for part in (list(MODULES.places.items())[:3], list(MODULES.places.items())[3:])
-    ]
+def halves_of(modules: ModelModules) -> list[ModelModules]:
+    items = list(modules.places.items())
+    return [dataclasses.replace(modules, places=dict(part)) for part in (items[:3], items[3:])]
 
-    async def collective_rpc(method):
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_answers_of_pipeline_stages_are_joined_and_told(stages):
+    answers = halves_of(MODULES) if stages == 2 else [MODULES, MODULES]
+    told = []
+
+    async def collective_rpc(method, args=()):
+        if method == model_modules.TELL_METHOD:
+            told.extend(args)
+            return [None] * len(answers)
         assert method == model_modules.METHOD
-        return [half.plain() for half in halves]
+        return [answer.plain() for answer in answers]
 
     assert asyncio.run(model_modules.ask_engine(SimpleNamespace(collective_rpc=collective_rpc))) == MODULES
+    assert told == ([MODULES.plain()] if stages == 2 else [])
+
+
+def test_a_worker_keeps_the_whole_model_that_it_is_told():
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    model_modules.patch()
+    worker = WorkerBase.__new__(WorkerBase)
+    worker.model_runner = SimpleNamespace(lora_manager=SimpleNamespace())
+    getattr(worker, model_modules.TELL_METHOD)(MODULES.plain())
+    assert worker.model_runner.lora_manager.whole_model == MODULES
+    worker.model_runner = SimpleNamespace()
+    getattr(worker, model_modules.TELL_METHOD)(MODULES.plain())
 
 
 def test_an_engine_without_lora_has_no_modules():

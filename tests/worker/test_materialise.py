@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, SourceUnavailable
 from lora_plugins.events import Events
 from lora_plugins.resolvers.resolution import AdapterResolver
@@ -18,7 +19,9 @@ from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.scheduler.messages import AdapterSpec, Failed, Load, Loaded
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.store import Store
+from lora_plugins.vllm_patches.model_modules import model_of
 from lora_plugins.worker.materialise import Materialiser
+from lora_plugins.worker.model_modules import describe
 from tests.worker.small_model import Adapter, bring, ended, evict, holds, load, make_adapter, serve, step
 
 BASE = "org/small"
@@ -27,10 +30,11 @@ BASE = "org/small"
 class Node:
     """A machine with a store of its own, which sees the same adapters."""
 
-    def __init__(self, store: Path, adapters: Path) -> None:
+    def __init__(self, store: Path, adapters: Path, base: BaseModel | None = None) -> None:
         settings = Settings(store_dir=store, base_match=BaseMatch.OFF, allowed_uris=(adapters.as_uri(),))
         self.store = Store(store)
         self.resolver = AdapterResolver(settings, Events(), self.store, [FilesystemSource(adapters)])
+        self.resolver.base = base
         self.materialiser = Materialiser(BASE, lambda: self.resolver)
 
     def serve(self, name: str) -> Path:
@@ -170,6 +174,36 @@ def test_without_sources_it_is_not_found(here: Node) -> None:
     path = here.serve("adapter-1")
     with pytest.raises(AdapterNotFound, match="name a resolver"):
         Materialiser(BASE, lambda: None).fetch("adapter-1", str(path))
+
+
+def test_what_one_machine_has_converted_another_converts_alike(
+    make_manager: Callable[..., Any], tmp_path: Path, root: Path
+) -> None:
+    """By the same modules; without them it has the original only, whose digest is another one."""
+    from safetensors.torch import load_file, save_file
+
+    weights = root / "adapter-1" / "adapter_model.safetensors"
+    save_file({name.replace(".weight", ".default.weight"): t for name, t in load_file(weights).items()}, weights)
+    manager = make_manager()
+    base = BaseModel(BASE, model=model_of(manager._modules_of_model()))
+    here, there, blind = (Node(tmp_path / name, root, known) for name, known in (("h", base), ("t", base), ("b", None)))
+    path = elsewhere(here.serve("adapter-1"))
+    assert Path(there.materialiser.fetch("adapter-1", str(path))).name == path.name
+    with pytest.raises(SourceUnavailable, match="another version at the source"):
+        blind.materialiser.fetch("adapter-1", str(path))
+
+
+def test_a_workers_resolver_knows_the_whole_models_modules(make_manager: Callable[..., Any]) -> None:
+    given: list[Any] = []
+    manager = make_manager()
+    manager._make_resolver = lambda *arguments: given.append(arguments)
+    with pytest.raises(AdapterNotFound):
+        manager.jobs._files.fetch("adapter-1", "/nowhere/" + "a" * 64)
+    assert [modules for _, modules in given] == [describe(manager._adapter_manager)]
+    manager._is_whole_model = False
+    assert manager._modules_of_model() is None
+    manager.whole_model = given[0][1]
+    assert manager._modules_of_model() is given[0][1]
 
 
 def worker_on(make_manager: Callable[..., Any], node: Node) -> Any:
