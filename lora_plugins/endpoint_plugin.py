@@ -48,7 +48,8 @@ class AdminPlugin:
             raise InvalidSettings(
                 f"--api-server-count {args.api_server_count} with lora_admin",
                 expected="one API server, which knows all adapters",
-                remedy="leave --api-server-count out, or lora_admin",
+                remedy="set --api-server-count 1 (with data parallelism vLLM starts one for each engine), "
+                "or leave lora_admin out",
             )
         settings, models = this_process().settings, state.openai_serving_models
         lifecycle = state.lora_plugins_lifecycle = lifecycle_of(models)
