@@ -100,7 +100,10 @@ class Settings:
     allowed_uris: tuple[str, ...] = required("LORA_PLUGINS_ALLOWED_URIS", NAMES, "")
     """Prefixes, separated by commas, of the URIs that may be fetched by URI ([sources](sources.md#by-uri))."""
     fetch_timeout_s: float = required("LORA_PLUGINS_FETCH_TIMEOUT_S", seconds(least=0.1), "300")
-    """Deadline for the fetch of one adapter, retries included."""
+    """Deadline for the fetch of one adapter, retries included, beside what its size takes
+    ([deadlines](sources.md#deadlines))."""
+    fetch_rate_bytes: int = required("LORA_PLUGINS_FETCH_RATE_BYTES", BYTES, "10MB")
+    """Bytes a second that a fetch must bring: the deadline grows by the adapter's size over this."""
     absent_ttl_s: float = required("LORA_PLUGINS_ABSENT_TTL_S", seconds(least=0.0), "15")
     """How long a remote source's "no such adapter" is believed."""
     revalidate_s: float = required("LORA_PLUGINS_REVALIDATE_S", seconds(least=0.0), "60")

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 
 from lora_plugins.errors import LoRAPluginsError, OutOfMemory, SourceUnavailable
 
+# The system's ways of saying that there is no room.
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
 
 @contextlib.contextmanager
 def store_errors() -> Iterator[None]:
@@ -22,7 +25,7 @@ def store_errors() -> Iterator[None]:
     except LoRAPluginsError:
         raise
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in FULL:
             raise OutOfMemory(
                 f"a full disk below the store ({error.strerror})",
                 expected="room for the adapter",

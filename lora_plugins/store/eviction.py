@@ -7,8 +7,10 @@ import os
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, OutOfMemory
+from lora_plugins.store.kept_parts import all_parts, discard
 from lora_plugins.store.layout import Layout
 from lora_plugins.store.leases import Leases
 from lora_plugins.store.manifest import Manifest
@@ -82,8 +84,12 @@ def make_room(
     needed_bytes: int,
     max_bytes: int | None,
     on_evict: Callable[[str, int], None] | None = None,
+    *,
+    but_parts: Path | None = None,
 ) -> None:
     """Remove adapters until `needed_bytes` more fit under `max_bytes`; `on_evict` gets the digest and bytes of each.
+
+    Before them go the parts of fetches that failed, but for those at `but_parts`, which are among `needed_bytes`.
 
     Raises:
         OutOfMemory: it does not fit even in an empty store.
@@ -99,7 +105,17 @@ def make_room(
         )
     # First the downloads: what is published meanwhile is then counted twice, not never.
     room_bytes = max_bytes - needed_bytes - pending_bytes(layout)
-    eviction = evict(entries(layout), room_bytes, lambda entry: remove(layout, leases, entry.digest))
+    known = entries(layout)
+    parts = [kept for kept in all_parts(layout) if kept.path != but_parts]
+    parts_bytes = sum(kept.size_bytes for kept in parts)
+    free_bytes = room_bytes - sum(entry.size_bytes for entry in known)
+    for kept in parts:
+        if parts_bytes <= free_bytes:
+            break
+        discard(kept.path)
+        parts_bytes -= kept.size_bytes
+    room_bytes -= parts_bytes
+    eviction = evict(known, room_bytes, lambda entry: remove(layout, leases, entry.digest))
     for entry in eviction.removed:
         if on_evict is not None:
             on_evict(entry.digest, entry.size_bytes)

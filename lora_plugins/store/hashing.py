@@ -16,6 +16,7 @@ class GrowingFile:
         self._path = path
         self._landed = 0
         self._complete = False
+        self._abandoned = False
         self._changed = threading.Condition()
         self._sha256 = ""
         self._size_bytes = 0
@@ -43,15 +44,24 @@ class GrowingFile:
             raise self._error
         return self._size_bytes, self._sha256
 
+    def abandon(self) -> None:
+        """End the thread: nobody wants to know any more."""
+        with self._changed:
+            self._abandoned = True
+            self._changed.notify()
+        self._thread.join()
+
     def _follow(self) -> None:
         digest = hashlib.sha256()
         view = memoryview(bytearray(_PIECE_BYTES))
         try:
             while True:
                 ready, complete = self._wait_for_more()
+                if self._abandoned:
+                    return
                 with self._path.open("rb", buffering=0) as file:
                     file.seek(self._size_bytes)
-                    while complete or self._size_bytes < ready:
+                    while not self._abandoned and (complete or self._size_bytes < ready):
                         limit = _PIECE_BYTES if complete else min(_PIECE_BYTES, ready - self._size_bytes)
                         count = file.readinto(view[:limit])
                         if not count:
@@ -66,7 +76,7 @@ class GrowingFile:
 
     def _wait_for_more(self) -> tuple[int, bool]:
         with self._changed:
-            self._changed.wait_for(lambda: self._complete or self._landed > self._size_bytes)
+            self._changed.wait_for(lambda: self._complete or self._abandoned or self._landed > self._size_bytes)
             return self._landed, self._complete
 
 

@@ -15,7 +15,12 @@ def open_store(settings: Settings) -> Store:
     """
     try:
         root = settings.store_dir.expanduser()
-        return Store(root, max_bytes=settings.store_max_bytes, fetch_timeout_s=settings.fetch_timeout_s)
+        return Store(
+            root,
+            max_bytes=settings.store_max_bytes,
+            fetch_timeout_s=settings.fetch_timeout_s,
+            fetch_bytes_per_s=settings.fetch_rate_bytes,
+        )
     except OSError as error:
         raise InvalidSettings(
             f"a store below {settings.store_dir} that answers '{error.strerror or type(error).__name__}'",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import math
 import os
 import shutil
 import threading
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Protocol
 
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
-from lora_plugins.store.errors import store_errors
+from lora_plugins.store import kept_parts
+from lora_plugins.store.errors import FULL, store_errors
 from lora_plugins.store.eviction import make_room, remove
 from lora_plugins.store.hashing import GrowingFile, sha256_of
 from lora_plugins.store.layout import (
@@ -34,11 +36,23 @@ from lora_plugins.store.manifest import Converted, Manifest, StoredFile, digest_
 from lora_plugins.store.processes import Processes
 
 
+def fetch_timeout_s(size_bytes: int, least_s: float, bytes_per_s: float) -> float:
+    """How long a fetch of so many bytes may take, and how long others wait for it."""
+    return least_s + size_bytes / bytes_per_s
+
+
 class PartialDownload:
-    """A directory that an adapter is being fetched into, hashed as its files grow."""
+    """A directory that an adapter is being fetched into, hashed as its files grow.
+
+    Attributes:
+        kept: which ranges of its files an earlier fetch of the same version has left there.
+        to_keep: which are there for a later one; for a source to say when its fetch fails.
+    """
 
     def __init__(self, directory: Path, names: Sequence[str]) -> None:
         self.directory = directory
+        self.kept: kept_parts.Ranges = {}
+        self.to_keep: kept_parts.Ranges = {}
         self._names = tuple(names)
         self._files: dict[str, GrowingFile] = {}
         self._first = threading.Lock()
@@ -64,8 +78,7 @@ class PartialDownload:
     def finish_quietly(self) -> None:
         """End the threads that follow the files."""
         for file in self._files.values():
-            with contextlib.suppress(OSError):
-                file.finish()
+            file.abandon()
 
 
 class DownloadSpec(Protocol):
@@ -96,7 +109,14 @@ class Store:
     Raises OSError at construction where the root cannot be written.
     """
 
-    def __init__(self, root: Path, *, max_bytes: int | None = None, fetch_timeout_s: float = 300) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        max_bytes: int | None = None,
+        fetch_timeout_s: float = 300,
+        fetch_bytes_per_s: float = math.inf,
+    ) -> None:
         self.layout = Layout(root)
         self.layout.create()
         self.processes = Processes(self.layout.folder("processes"))
@@ -104,6 +124,7 @@ class Store:
         self.max_bytes = max_bytes
         self.on_evict: Callable[[str, int], None] | None = None  # called with digest and bytes, in a thread
         self._fetch_timeout_s = fetch_timeout_s
+        self._fetch_bytes_per_s = fetch_bytes_per_s
         self.processes.me()
         self._sweep()
 
@@ -142,7 +163,9 @@ class Store:
             if found is not None:
                 return found
             temporary = self.layout.new_temporary(self.processes.me())
-            async with fetch_lock(lock, self.processes, temporary=temporary, timeout_s=self._fetch_timeout_s):
+            size_bytes = sum(size for _, size, _ in wanted.promised)
+            timeout_s = fetch_timeout_s(size_bytes, self._fetch_timeout_s, self._fetch_bytes_per_s)
+            async with fetch_lock(lock, self.processes, temporary=temporary, timeout_s=timeout_s):
                 found = await asyncio.to_thread(self.find_leased, wanted.uri, wanted.version, holder, form)
                 if found is not None:
                     return found
@@ -159,20 +182,32 @@ class Store:
         needed_bytes = sum(size for _, size, _ in wanted.promised)
         directory = self.layout.new_temporary(self.processes.me(), needed_bytes)
         download = PartialDownload(directory, [name for name, _, _ in wanted.promised])
-        making = asyncio.create_task(asyncio.to_thread(self._make_room, download.directory, needed_bytes))
+        parts = None if converted else kept_parts.place_of(self.layout, wanted.uri, wanted.version)
+        making = asyncio.create_task(asyncio.to_thread(self._make_room, download, needed_bytes, parts))
         try:
             await asyncio.shield(making)
             await fetch(download)
             return await asyncio.to_thread(self._publish, wanted, download, check, holder, converted)
+        except OSError as error:
+            if error.errno in FULL:  # the next fetch will need it
+                download.to_keep = {}
+                await asyncio.to_thread(kept_parts.discard_all, self.layout)
+            raise
         finally:
             await asyncio.wait([making])  # a cancelled fetch must not leave what its thread makes afterwards
-            await asyncio.to_thread(_discard, download)
+            await asyncio.to_thread(_put_away, download, parts)
 
-    def _make_room(self, directory: Path, needed_bytes: int) -> None:
-        """Make room and the directory that announces its use, before another fetch counts what is there."""
+    def _make_room(self, download: PartialDownload, needed_bytes: int, parts: Path | None) -> None:
+        """Make room and the directory that announces its use, before another fetch counts what is there.
+
+        What an earlier fetch of this version has left at `parts` is in it.
+        """
         with self.leases.guard("room"):
-            make_room(self.layout, self.leases, needed_bytes, self.max_bytes, self.on_evict)
-            directory.mkdir()
+            make_room(self.layout, self.leases, needed_bytes, self.max_bytes, self.on_evict, but_parts=parts)
+            if parts is None:
+                download.directory.mkdir()
+            else:
+                download.kept = kept_parts.take(parts, download.directory)
 
     def _publish(
         self,
@@ -299,6 +334,7 @@ class Store:
         for entry in list(os.scandir(self.layout.folder("quarantine"))):
             if entry.name.endswith(".removed"):
                 shutil.rmtree(entry.path, ignore_errors=True)
+        kept_parts.sweep(self.layout)
         self.leases.sweep()
         self.processes.sweep()
 
@@ -314,6 +350,10 @@ def _check_promised(files: Sequence[StoredFile], wanted: DownloadSpec) -> None:
             )
 
 
-def _discard(download: PartialDownload) -> None:
+def _put_away(download: PartialDownload, parts: Path | None) -> None:
+    """Keep at `parts` what the source has said is worth it, and remove everything else."""
     download.finish_quietly()
+    if parts is not None and download.to_keep:
+        with contextlib.suppress(OSError):
+            kept_parts.keep(parts, download.directory, download.to_keep)
     shutil.rmtree(download.directory, ignore_errors=True)

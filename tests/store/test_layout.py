@@ -287,10 +287,10 @@ def test_a_fetch_cancelled_while_it_makes_room_leaves_nothing(store: Store, monk
     begun, go = threading.Event(), threading.Event()
     real = store_module.make_room
 
-    def slow(*arguments: object) -> list[str]:
+    def slow(*arguments: object, **named: object) -> list[str]:
         begun.set()
         assert go.wait(60)
-        return real(*arguments)
+        return real(*arguments, **named)
 
     monkeypatch.setattr(store_module, "make_room", slow)
     wanted = DownloadSpec(adapter_files())

@@ -57,7 +57,9 @@ def hub_source(settings: Settings) -> Source | None:
     from lora_plugins.resolvers.sources.hub.patterns import HubPatterns
     from lora_plugins.resolvers.sources.hub.source import HubSource
 
-    return HubSource(HubPatterns.parse(settings.hub_repos), timeout_s=settings.fetch_timeout_s)
+    return HubSource(
+        HubPatterns.parse(settings.hub_repos), timeout_s=settings.fetch_timeout_s, bytes_per_s=settings.fetch_rate_bytes
+    )
 
 
 # By the name of the plugin that serves from it.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -12,6 +13,8 @@ import stamina
 
 from lora_plugins.errors import SourceUnavailable
 from lora_plugins.resolvers.sources.failures import Transient
+from lora_plugins.resolvers.sources.source import SourceFile
+from lora_plugins.store.store import fetch_timeout_s
 
 _T = TypeVar("_T")
 
@@ -21,8 +24,9 @@ class Retries:
     """When to ask again.
 
     Attributes:
-        timeout_s: for everything, retries included.
+        timeout_s: for everything, retries included; a fetch has more, see `fetch_timeout_s`.
         attempts: tries that bring nothing, before it is given up.
+        bytes_per_s: at which rate a fetch may go and still be in time.
         wait_s: before the second try; doubled each time up to `max_wait_s`, with as much jitter again.
     """
 
@@ -30,6 +34,11 @@ class Retries:
     attempts: int = 5
     wait_s: float = 0.1
     max_wait_s: float = 5.0
+    bytes_per_s: float = math.inf
+
+    def fetch_timeout_s(self, files: Iterable[SourceFile]) -> float:
+        """The deadline of a fetch of these files: `timeout_s`, and what their bytes take at `bytes_per_s`."""
+        return fetch_timeout_s(sum(file.size_bytes for file in files), self.timeout_s, self.bytes_per_s)
 
     async def run(self, ask: Callable[[], Awaitable[_T]], deadline: Deadline) -> _T:
         """The answer to `ask`, which is called again where it raises `Transient`."""

@@ -84,7 +84,11 @@ class UriSources:
         from lora_plugins.resolvers.sources.hub.patterns import AnyRepo
         from lora_plugins.resolvers.sources.hub.source import HubSource
 
-        return HubSource(AnyRepo(explicit=named), timeout_s=self._settings.fetch_timeout_s)
+        return HubSource(
+            AnyRepo(explicit=named),
+            timeout_s=self._settings.fetch_timeout_s,
+            bytes_per_s=self._settings.fetch_rate_bytes,
+        )
 
     def _objects(self, uri: SourceUri) -> Source:
         from lora_plugins.resolvers.sources.object_store.source import object_source

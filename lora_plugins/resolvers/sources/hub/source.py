@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -72,6 +73,7 @@ class HubSource:
         repos: HubPatterns | AnyRepo,
         *,
         timeout_s: float,
+        bytes_per_s: float = math.inf,
         endpoint: str | None = None,
         token: str | bool | None = None,
         cache_dir: Path | None = None,
@@ -81,12 +83,13 @@ class HubSource:
         Args:
             repos: the repositories that are served.
             timeout_s: deadline of one fetch, retries included; locating has the smaller of this and half a minute.
+            bytes_per_s: lets the deadline of a fetch grow with its size, see `Retries`.
             endpoint: the Hub's URL, by default `HF_ENDPOINT` as `huggingface_hub` has read it.
             token: a token, False for none, or None for the Hub's own chain.
             cache_dir: the Hub's cache to read from, by default `HF_HUB_CACHE`.
         """
         self._repos = repos
-        self._retries = Retries(timeout_s, _ATTEMPTS, wait_s=0.2)
+        self._retries = Retries(timeout_s, _ATTEMPTS, wait_s=0.2, bytes_per_s=bytes_per_s)
         self._token = token
         self._cache_dir = cache_dir
         self._api = HfApi(endpoint=endpoint, token=token)
@@ -119,7 +122,7 @@ class HubSource:
         stop = threading.Event()
         tasks: list[asyncio.Task[None]] = []
         try:
-            async with deadline(self._retries.timeout_s) as state:
+            async with deadline(self._retries.fetch_timeout_s(adapter.files)) as state:
                 for file in adapter.files:
                     repo_file = RepoFile(uri.repo, adapter.version, _join(uri.subfolder, file.name), file)
                     tasks.append(asyncio.create_task(self._fetch_file(repo_file, download, stop, state)))

@@ -135,6 +135,10 @@ class _LoopReader:
         """No file system but S3 promises it."""
         return False
 
+    def is_exact(self, file: SourceFile) -> bool:  # noqa: ARG002 - only the web has conditions
+        """No: that a file has not changed is seen by looking again at the end."""
+        return False
+
     def close(self) -> None:
         """The session is the file system's."""
 
@@ -181,6 +185,10 @@ class _PieceReader(_LoopReader):
 
 class _WebReader(_LoopReader):
     """Ranges over fsspec's own aiohttp session, with its headers and logins, streamed."""
+
+    def is_exact(self, file: SourceFile) -> bool:
+        """Whether every range was asked for under the condition of a strong ETag."""
+        return file.etag.startswith('"')
 
     def read(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
         """See `RangeReader`."""

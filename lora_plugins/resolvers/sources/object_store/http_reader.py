@@ -63,6 +63,10 @@ class HttpReader:
         """Whether the answers so far let a file's ETag be the MD5 of its bytes (not encrypted with another's key)."""
         return self.md5_etags and name not in self._not_md5
 
+    def is_exact(self, file: SourceFile) -> bool:
+        """Whether every answer was of the located ETag, byte for byte."""
+        return bool(file.etag) and not file.etag.startswith("W/")
+
     def read(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
         """Hand the bytes from `start` to `end` to `write`, in order; what was received before a failure is written.
 

@@ -17,7 +17,7 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol
@@ -45,6 +45,10 @@ class RangeReader(Protocol):
 
     def has_md5_etag(self, name: str) -> bool:
         """Whether a file's ETag, where it looks like an MD5, is the MD5 of its bytes."""
+        ...
+
+    def is_exact(self, file: SourceFile) -> bool:
+        """Whether what was read of a file is of this version for sure, so that a later fetch may go on from it."""
         ...
 
     def stop(self) -> None:
@@ -77,13 +81,18 @@ class _DiskError(Exception):
         self.error = error
 
 
+class _Damaged(SourceUnavailable):
+    """What has arrived is not what the ETag says: nothing to go on from."""
+
+
 class _Part:
     """A range of a file and how far it has come."""
 
-    def __init__(self, file: _File, start: int, end: int) -> None:
+    def __init__(self, file: _File, begin: int, end: int, at: int | None = None) -> None:
         self.file = file
-        self.at = start
+        self.begin = begin
         self.end = end
+        self.at = begin if at is None else at
 
 
 class _File:
@@ -96,21 +105,43 @@ class _File:
         found = _MD5_ETAG.fullmatch(source.etag) if md5 else None
         self.expected_md5 = found[1].lower() if found else ""
         self._lock = threading.Lock()
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self.descriptor = os.open(download.directory / source.name, flags, 0o644)
         self.parts: list[_Part] = []
-        self.begin()
+        self.begin(download.kept.get(source.name, ()))
 
-    def begin(self) -> None:
-        """Start (over) with nothing of the file there."""
-        size, step = self.source.size_bytes, self._range_bytes
-        self.parts = [_Part(self, start, min(start + step, size)) for start in range(0, size, step)]
+    def begin(self, kept: Iterable[tuple[int, int]] = ()) -> None:
+        """Start (over) with nothing of the file there but the ranges that are `kept`."""
+        size, at = self.source.size_bytes, 0
+        self.parts = []
+        if os.fstat(self.descriptor).st_size != size:
+            kept = ()
+        for begin, end in (*sorted(kept), (size, size)):
+            if not at <= begin <= end <= size:
+                continue
+            for start in range(at, begin, self._range_bytes):
+                self.parts.append(_Part(self, start, min(start + self._range_bytes, begin)))
+            if begin < end:
+                self.parts.append(_Part(self, begin, end, end))
+            at = end
         os.ftruncate(self.descriptor, size)
         self._first = 0  # the first part that is not complete
         self._reported = 0
         self.md5 = hashlib.md5(usedforsecurity=False)
         self._hashed = 0
         self._hashing = False
+
+    def landed(self) -> list[tuple[int, int]]:
+        """The ranges that are there."""
+        ranges: list[tuple[int, int]] = []
+        for part in self.parts:
+            if part.at == part.begin:
+                continue
+            if ranges and ranges[-1][1] == part.begin:
+                ranges[-1] = (ranges[-1][0], part.at)
+            else:
+                ranges.append((part.begin, part.at))
+        return ranges
 
     def write(self, part: _Part, data: memoryview) -> None:
         if len(data) > part.end - part.at:
@@ -170,7 +201,7 @@ async def download_ranges(
     limits: DownloadLimits,
     md5: bool,
 ) -> None:
-    """Write `files` to `download.directory`, all together.
+    """Write `files` to `download.directory`, all together, but for what an earlier fetch has left there.
 
     With `md5`, a file whose ETag is an MD5 is compared with it, and fetched once more where it differs.
 
@@ -182,7 +213,7 @@ async def download_ranges(
     try:
         for source in sorted(files, key=lambda file: file.size_bytes):
             opened.append(_File(source, download, limits.range_bytes, md5=md5))  # noqa: PERF401 - kept where one fails
-        async with deadline(limits.timeout_s) as state:
+        async with deadline(limits.fetch_timeout_s(files)) as state:
             await _fetch(opened, reader, pool, limits, state)
             damaged = [file for file in opened if reader.has_md5_etag(file.source.name) and file.is_damaged()]
             if damaged:
@@ -192,6 +223,11 @@ async def download_ranges(
                     file.begin()
                 await _fetch(damaged, reader, pool, limits, state)
                 _refuse_damaged(damaged)
+    except SourceUnavailable as error:
+        if not isinstance(error, (VersionChanged, _Damaged)):
+            exact = (file for file in opened if reader.is_exact(file.source))
+            download.to_keep = {file.source.name: landed for file in exact if (landed := file.landed())}
+        raise
     finally:
         for file in opened:
             file.close()
@@ -200,7 +236,7 @@ async def download_ranges(
 def _refuse_damaged(files: Sequence[_File]) -> None:
     for file in files:
         if file.is_damaged():
-            raise SourceUnavailable(
+            raise _Damaged(
                 f"bytes with MD5 {file.md5.hexdigest()}, twice",
                 expected=f"MD5 {file.expected_md5}, the object's ETag",
                 remedy="upload the file again; where the store's ETags are no MD5, set LORA_PLUGINS_CHECK_MD5=0",
@@ -213,9 +249,10 @@ async def _fetch(
 ) -> None:
     """Fetch every part of `files`; when this returns or raises, no thread works on them any more."""
     for file in files:
-        if not file.parts:
-            file.report()
-    waiting = deque(part for file in files for part in file.parts)
+        if not file.parts or file.landed():
+            # Here nobody waits for it: what is there already is hashed at once.
+            await asyncio.get_running_loop().run_in_executor(pool, file.report)
+    waiting = deque(part for file in files for part in file.parts if part.at < part.end)
 
     async def work() -> None:
         while waiting:

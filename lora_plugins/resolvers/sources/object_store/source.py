@@ -71,7 +71,7 @@ def object_source(template: str, settings: Settings, *, locate_timeout_s: float 
         template,
         local_template=settings.local_path_template,
         storage_options=options,
-        limits=DownloadLimits(settings.fetch_timeout_s),
+        limits=DownloadLimits(settings.fetch_timeout_s, bytes_per_s=settings.fetch_rate_bytes),
         check_md5=settings.check_md5,
         locate_timeout_s=locate_timeout_s,
     )
@@ -152,7 +152,8 @@ class ObjectSource:
     async def _fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
         """Runs on fsspec's loop."""
         limits = self._limits
-        reader = await self._ask(lambda: self._files.reader(adapter.uri, adapter.files, limits.timeout_s))
+        timeout_s = limits.fetch_timeout_s(adapter.files)
+        reader = await self._ask(lambda: self._files.reader(adapter.uri, adapter.files, timeout_s))
         try:
             await download_ranges(
                 adapter.files, reader, download, pool=self._threads, limits=limits, md5=self._check_md5

@@ -55,6 +55,9 @@ class Shelf:
     def has_md5_etag(self, name: str) -> bool:
         return True
 
+    def is_exact(self, file: SourceFile) -> bool:
+        return True
+
     def stop(self) -> None:
         self.stopped.set()
 
