@@ -6,20 +6,24 @@ them only, and the other's rows would be computed with whatever is in its slot. 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from lora_plugins.ledger import Patch
+from lora_plugins.store.layout import key_of
 
 
 def distinguish_versions() -> None:
-    """Compare requests' adapters by name and id, and cached prefixes by name and path, in this process."""
+    """Compare requests' adapters by name and id, and what is cached for them by name and path, in this process."""
     from vllm.lora.request import LoRARequest
     from vllm.v1.core import kv_cache_utils
+    from vllm.v1.engine.input_processor import InputProcessor
 
     LoRARequest.__eq__ = _is_same
     LoRARequest.__hash__ = _hash
     if "lora_path" not in kv_cache_utils._gen_lora_extra_hash_keys.__code__.co_names:  # noqa: SLF001 - up to 0.30
         kv_cache_utils._gen_lora_extra_hash_keys = _prefix_keys  # noqa: SLF001
+    InputProcessor._get_mm_identifier = _of_path(InputProcessor._get_mm_identifier)  # noqa: SLF001
 
 
 def _is_same(self: Any, value: object) -> bool:
@@ -28,6 +32,18 @@ def _is_same(self: Any, value: object) -> bool:
 
 def _hash(self: Any) -> int:
     return hash((self.lora_name, self.lora_int_id))
+
+
+def _of_path(original: Any) -> Any:
+    """What a tower makes of an image is cached under this: the adapter's path changes with its bytes."""
+
+    @functools.wraps(original)
+    def _get_mm_identifier(self: Any, mm_hash: str, lora_request: Any) -> str:
+        identifier: str = original(self, mm_hash, lora_request)
+        # It is the image's own where the tower has no adapters; an operator's path may be no part of a file's name.
+        return identifier if identifier == mm_hash else f"{key_of(lora_request.lora_path)}:{identifier}"
+
+    return _get_mm_identifier
 
 
 def _prefix_keys(request: Any) -> list[str]:
@@ -52,5 +68,11 @@ LEDGER = (
         what="replaced up to 0.30, whose keys hold the adapter's name only",
         why="a new version must not read prefixes that the old one has computed",
         remove="vLLM 0.30 is no longer supported",
+    ),
+    Patch(
+        "vllm.v1.engine.input_processor: InputProcessor._get_mm_identifier(self, mm_hash, lora_request)",
+        what="wrapped: with --enable-tower-connector-lora the key of an image's embeddings has the adapter's path too",
+        why="vLLM's has its name: a new version would be given what the old one's tower has seen",
+        remove="vLLM's key changes with the adapter's version",
     ),
 )

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.engine.input_processor import InputProcessor
 
 from lora_plugins.vllm_patches import lora_request
 
 
 def request(adapter_id: int, path: str) -> LoRARequest:
     return LoRARequest(lora_name="sql", lora_int_id=adapter_id, lora_path=path)
+
+
+@pytest.fixture(autouse=True)
+def _restored(monkeypatch) -> None:
+    monkeypatch.setattr(InputProcessor, "_get_mm_identifier", InputProcessor._get_mm_identifier)
 
 
 def test_vllm_takes_two_versions_for_one_and_we_do_not(monkeypatch) -> None:
@@ -50,6 +57,26 @@ def test_vllms_keys_are_kept_where_they_hold_the_path(monkeypatch) -> None:
     assert kv_cache_utils._gen_lora_extra_hash_keys is before
     old, new = (before(SimpleNamespace(lora_request=request(n, path))) for n, path in ((1, "/aa"), (2, "/bb")))
     assert old != new
+
+
+def test_what_a_tower_has_seen_is_keyed_by_path() -> None:
+    def identifiers(*, with_towers: bool) -> list[str]:
+        processor = object.__new__(InputProcessor)
+        processor.lora_config = SimpleNamespace(enable_tower_connector_lora=with_towers)
+        return [processor._get_mm_identifier("image", one) for one in (None, old, new, again)]
+
+    old, new, again = request(1, "/store/aa"), request(2, "/store/bb"), request(3, "/store/aa")
+    vllms = (LoRARequest.__eq__, LoRARequest.__hash__)
+    try:
+        lora_request.distinguish_versions()
+    finally:
+        LoRARequest.__eq__, LoRARequest.__hash__ = vllms
+    none, of_old, of_new, of_again = identifiers(with_towers=True)
+    assert none == "image"
+    assert len({none, of_old, of_new}) == 3
+    assert of_again == of_old, "after a rollback it is there still"
+    assert "/" not in of_old, "it is part of a file's name where encoders' outputs are transferred"
+    assert set(identifiers(with_towers=False)) == {"image"}
 
 
 def _as_in_0_30(request) -> list[str]:
