@@ -45,14 +45,14 @@ class Patch:
         symbols: `module:` followed by names in it: `function(parameters)`, `Class{attributes}` or a name alone, each
             perhaps with `# since 0.31`; then perhaps further modules.
         what: what we do with them. why: what for.
-        remove: what would have to change upstream for this entry to go.
+        remove: what would have to change upstream for this entry to go; for most, one thing.
         since: the first vLLM version that has the symbols, where they do not say it themselves.
     """
 
     symbols: str
     what: str
     why: str
-    remove: str
+    remove: str = "vLLM's scheduler plans adapters itself"
     since: str = "0.30"
 
     def parsed(self) -> Iterator[Symbol]:

@@ -193,7 +193,6 @@ LEDGER = (
         """,
         what="wrapped: loaded by the planner of every engine",
         why="an error is answered with our status and text, and no request waits for a load in the engine's loop",
-        remove="vLLM's scheduler plans adapters itself",
     ),
     Patch(
         """
@@ -203,7 +202,6 @@ LEDGER = (
         """,
         what="wrapped: an output that carries an error raises it",
         why="a request whose adapter cannot be loaded is answered with our status and text",
-        remove="vLLM's scheduler plans adapters itself",
     ),
     Patch(
         """

@@ -223,7 +223,6 @@ LEDGER = (
         what="wrapped: loaded, evicted and pinned by the planner; utilities named lora_plugins_… are added. Where the "
         "engine is in the caller's process no steps are made meanwhile, so workers are called with lora_plugins_step",
         why="they run in the engine's loop, and would load there and then",
-        remove="vLLM's scheduler plans adapters itself",
     ),
     Patch(
         "vllm.v1.engine.core: EngineCore.wake_up(self, tags)",

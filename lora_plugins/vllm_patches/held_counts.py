@@ -80,6 +80,5 @@ LEDGER = (
         """,
         what="extended: held requests wait and are unfinished; has_requests is also true while workers load",
         why="vLLM's metrics and load balancer know of held requests, and the engine's loop goes on for them",
-        remove="vLLM's scheduler plans adapters itself",
     ),
 )

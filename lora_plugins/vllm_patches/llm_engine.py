@@ -70,6 +70,5 @@ LEDGER = (
         """,
         what="wrapped: the error of a refused request is put where users of the offline engine find it",
         why="a stop reason, or a tensor for pooling, carries it",
-        remove="vLLM's scheduler plans adapters itself",
     ),
 )

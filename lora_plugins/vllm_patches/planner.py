@@ -54,6 +54,5 @@ LEDGER = (
         "vllm.v1.executor.abstract: Executor.get_class(vllm_config)",
         what="called, to refuse Ray's first executor and external launchers of several workers",
         why="the first calls model runners past the worker, which reads commands; the second has several schedulers",
-        remove="vLLM's scheduler plans adapters itself",
     ),
 )

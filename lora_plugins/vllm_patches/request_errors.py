@@ -66,6 +66,5 @@ LEDGER = (
         """,
         what="made for a request whose adapter cannot be loaded: a stop reason, or a tensor for pooling, has the error",
         why="it is answered with our status and text",
-        remove="vLLM's scheduler plans adapters itself",
     ),
 )

@@ -258,7 +258,6 @@ LEDGER = (
         what="get_scheduler_cls returns a subclass (Admission) of what it names; its methods are extended: a request "
         "that names an adapter is held until the planner admits it; QUEUED is recorded when it is held",
         why="no running request waits for an adapter that is not in its slot",
-        remove="vLLM's scheduler plans adapters itself",
     ),
     Patch(
         """
@@ -267,6 +266,5 @@ LEDGER = (
         """,
         what="plain dataclasses, given the attributes lora_plugins_commands and lora_plugins_reports",
         why="commands reach every worker with the batch that they are for, and reports the scheduler",
-        remove="vLLM's scheduler plans adapters itself",
     ),
 )

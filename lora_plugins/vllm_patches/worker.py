@@ -141,6 +141,5 @@ LEDGER = (
         what="wrapped: commands are read before a batch, and reports put on what it returns; the wrapper is given "
         "sample_tokens, and workers the methods lora_plugins_…. The empty output is shared, so it is copied first",
         why="every executor but Ray's first calls them; collective_rpc reaches the methods by name",
-        remove="vLLM's scheduler plans adapters itself",
     ),
 )

@@ -269,7 +269,6 @@ LEDGER = (
         what="subclassed: what is planned is not read again, no step reads a disk, and once there is a plan a dummy "
         "takes no slot",
         why="adapters come and go as the scheduler says",
-        remove="vLLM's scheduler plans adapters itself",
     ),
     Patch(
         """
@@ -293,7 +292,6 @@ LEDGER = (
         what="called and read in the loading thread, as vLLM does to register and activate an adapter; a scaling that "
         "is multiplied in with the copy is set to 1 (worker/loading.py, worker/loaded_adapter.py)",
         why="weights are matched, checked and packed in a background thread, while the engine goes on",
-        remove="vLLM's scheduler plans adapters itself",
     ),
     Patch(
         "vllm.utils.gc_utils: freeze_gc_heap()",

@@ -78,6 +78,5 @@ LEDGER = (
         what="subclassed: lora_index_to_id is written as the scheduler says. Relied on: set_adapter_mapping reads it "
         "each time, so a batch uses its adapters' slots",
         why="slots that the scheduler has assigned belong to no other adapter",
-        remove="vLLM's scheduler plans adapters itself",
     ),
 )
