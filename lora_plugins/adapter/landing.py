@@ -64,7 +64,8 @@ def check_landing(weights: Weights, model: Model, about: str, *, refuse_unmatche
     Raises:
         IncompatibleAdapter: a module that the model does not have, or other sizes than its own.
     """
-    modules, unmatched, matched = model.modules, [], 0
+    modules, unmatched = model.modules, []
+    matched: dict[str, LoraPair] = {}
     experts: dict[str, LoraPair] = {}
     for pair in paced(weights.pairs):
         if modules.skips(pair.a.name):
@@ -77,12 +78,15 @@ def check_landing(weights: Weights, model: Model, about: str, *, refuse_unmatche
         if key is None:
             unmatched.append(name)
             continue
-        matched += 1
         place = modules.places[key]
+        _check_looked_up(key, pair, place, modules)
         if place.kind is Kind.EXPERTS:
             experts[key] = pair
         else:
             check_sizes(name, (pair.a.shape, pair.b.shape), place, f" ({about})")
+        if key in matched:
+            raise _two_for_one(key, matched[key], pair)
+        matched[key] = pair
     check_experts(
         {name: (pair.a.shape, pair.b.shape) for name, pair in experts.items()},
         modules,
@@ -92,7 +96,7 @@ def check_landing(weights: Weights, model: Model, about: str, *, refuse_unmatche
     _check_vocabulary(weights, modules)
     if matched and not unmatched:
         return ()
-    error = mismatch(unmatched, matched + len(unmatched), modules, f" ({about})")
+    error = mismatch(unmatched, len(matched) + len(unmatched), modules, f" ({about})")
     if refuse_unmatched or not matched:
         raise error
     return (f"served without {error.found}",)
@@ -133,6 +137,24 @@ def check_sizes(name: str, shapes: Shapes, place: Place, about: str = "") -> Non
         expected=f"{place.in_features} inputs and {place.out_features} outputs",
         remedy=_REMEDY,
     )
+
+
+def _two_for_one(name: str, one: LoraPair, other: LoraPair) -> IncompatibleAdapter:
+    return IncompatibleAdapter(
+        f"two pairs for module '{name}', '{one.a.name}' and '{other.a.name}'",
+        expected="one, as vLLM would take the last",
+        remedy="save the adapter again with PEFT",
+    )
+
+
+def _check_looked_up(name: str, pair: LoraPair, place: Place, modules: ModelModules) -> None:
+    """Refuse as vLLM does, whose `from_lora_tensors` compares an embedding's A with the vocabulary for any module."""
+    if pair.is_looked_up and place.kind is not Kind.EMBEDDING and pair.a.shape[-1] != modules.vocabulary:
+        raise IncompatibleAdapter(
+            f"an embedding's tensors for module '{name}', which is none",
+            expected="tensors named <module>.lora_A.weight and .lora_B.weight",
+            remedy="save the adapter again with PEFT",
+        )
 
 
 def _check_vocabulary(weights: Weights, modules: ModelModules) -> None:

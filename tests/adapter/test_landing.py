@@ -56,6 +56,27 @@ def test_another_prefix_is_another_module(prefix):
     assert f"'{Q}'" in caught.value.expected
 
 
+def test_two_pairs_for_one_module_are_refused():
+    """As OPT has it, whose `decoder.` is `model.decoder.` in vLLM, which takes the last."""
+
+    def read(name: str) -> tuple[str, bool]:
+        module, is_a = read_name(name)
+        return module.removeprefix("decoder."), is_a
+
+    twice = Weights((lora(Q), lora("decoder." + Q)))
+    with pytest.raises(IncompatibleAdapter, match=f"two pairs for module '{Q}'"):
+        check_landing(twice, Model(MODULES, read), ABOUT)
+
+
+def test_an_embeddings_tensors_land_in_no_other_module():
+    """VLLM compares an embedding's A with the vocabulary, whatever module it is for."""
+    looked_up = dataclasses.replace(lora(Q), is_looked_up=True)
+    with pytest.raises(IncompatibleAdapter, match=f"an embedding's tensors for module '{Q}'"):
+        check(looked_up)
+    assert check(dataclasses.replace(lora("model.embed_tokens", 32, 8), is_looked_up=True)) == ()
+    assert check(looked_up, of=dataclasses.replace(MODULES, vocabulary=8)) == ()
+
+
 def test_half_an_adapter_is_refused_or_served_with_a_note():
     half = lora(), lora("encoder." + V, 8, 4)
     with pytest.raises(IncompatibleAdapter, match="1 of 2 modules") as caught:
@@ -112,7 +133,7 @@ def test_a_text_models_adapter_lands_in_the_multimodal_model():
     assert check(lora(names[0]), lora(names[1], 8, 64), of=of) == ()
     bare = modules(**{"text.layers.0.q_proj": dataclasses.replace(place, module="text.layers.0.q_proj")})
     bare = dataclasses.replace(bare, text_prefix="text")
-    assert check(lora("model.layers.0.q_proj"), lora("layers.0.q_proj"), of=bare) == ()
+    assert check(lora("model.layers.0.q_proj"), of=bare) == check(lora("layers.0.q_proj"), of=bare) == ()
     with pytest.raises(IncompatibleAdapter, match=r"'model\.model\.layers"):
         check(lora("model.model.layers.0.q_proj"), of=of)
 
