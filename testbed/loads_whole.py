@@ -52,15 +52,16 @@ def loads_whole(worker_manager: Any, directory: Path, *, is_3d: bool = False) ->
     if held != len(read) or not held:
         return f"{held} of {len(read)} tensors read"
     before = {name: (tuple(one.lora_a.shape), tuple(one.lora_b.shape)) for name, one in lora.loras.items()}
-    wrong_ranks = [name for name, one in lora.loras.items() if one.lora_a.shape[0] != one.lora_b.shape[1]]
-    if wrong_ranks:
-        return f"A and B of different ranks: {wrong_ranks}"
+    wrong = sorted(name for name, (a, b) in before.items() if len(a) != 2 or len(b) != 2 or a[0] != b[1])
+    if wrong:
+        return f"no A and B of one rank: {wrong}"
     try:
         LoRAModelManager._create_merged_loras_inplace(manager, lora)
     except Exception as error:
         return f"not merged: {error!r}"
     known = set(manager.modules)
-    known |= {f"{name}.base_layer" for name, one in manager.modules.items() if isinstance(one, FusedMoE3DWithLoRA)}
+    stacked = {name for name, module in manager.modules.items() if isinstance(module, FusedMoE3DWithLoRA)}
+    known |= {f"{name}.base_layer" for name in stacked & set(lora.loras)}  # alone it is left out
     if manager.is_pooling_model:
         known |= {name.removeprefix("model.") for name in known}
     lost = sorted(set(lora.loras) - known)
@@ -74,7 +75,13 @@ def loads_whole(worker_manager: Any, directory: Path, *, is_3d: bool = False) ->
 
 
 def _misfit(manager: Any, name: str, module: Any, shapes: dict[str, Any]) -> str:
+    """Why one of these shapes, by name, does not fit the slot of its part of the module; empty if all do."""
+    from vllm.lora.layers import LogitsProcessorWithLoRA
+
     parts = manager.packed_modules.get(name, ())
+    # vLLM's slots take a head that knows fewer words; smaller weights of other layers it takes too, and computes
+    # something else.
+    is_head = isinstance(module, LogitsProcessorWithLoRA)
     layer = getattr(module, "base_layer", None)
     sizes = _sizes(module, layer, len(parts) or 1)
     if sizes is None:
@@ -82,7 +89,11 @@ def _misfit(manager: Any, name: str, module: Any, shapes: dict[str, Any]) -> str
     inputs, outputs = sizes
     for part, output in zip(parts or (name,), outputs, strict=True):
         a, b = shapes.get(part, (None, None))
-        if a is not None and (a[1] != inputs or (b[0] != output)):
+        if a is None:
+            continue
+        if a[0] > manager.lora_config.max_lora_rank:
+            return f"{part}: rank {a[0]}, the slots have {manager.lora_config.max_lora_rank}"
+        if a[1] != inputs or b[0] > output or (b[0] < output and not is_head):
             return f"{part}: {a[1]} inputs and {b[0]} outputs, the layer has {inputs} and {output}"
     return ""
 
