@@ -11,7 +11,7 @@ def open_store(settings: Settings) -> Store:
     """The store below `LORA_PLUGINS_STORE_DIR`.
 
     Raises:
-        InvalidSettings: it cannot be made or written.
+        InvalidSettings: it cannot be made or written, or its file system has no hard links or no working locks.
     """
     try:
         root = settings.store_dir.expanduser()

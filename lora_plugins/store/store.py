@@ -20,6 +20,7 @@ from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.store import kept_parts
 from lora_plugins.store.errors import FULL, store_errors
 from lora_plugins.store.eviction import make_room, remove
+from lora_plugins.store.file_system import try_file_system
 from lora_plugins.store.hashing import GrowingFile, sha256_of
 from lora_plugins.store.layout import (
     MANIFEST_FILE,
@@ -106,7 +107,9 @@ class StoredAdapter:
 class Store:
     """Adapters below one root, which processes and hosts may share.
 
-    Raises OSError at construction where the root cannot be written.
+    Raises at construction:
+        InvalidSettings: its file system has no hard links or no working locks.
+        OSError: the root cannot be written.
     """
 
     def __init__(
@@ -125,7 +128,7 @@ class Store:
         self.on_evict: Callable[[str, int], None] | None = None  # called with digest and bytes, in a thread
         self._fetch_timeout_s = fetch_timeout_s
         self._fetch_bytes_per_s = fetch_bytes_per_s
-        self.processes.me()
+        try_file_system(*(self.layout.new_temporary(self.processes.me()) for _ in range(2)))
         self._sweep()
 
     def find(self, uri: str, version: str, form: str = "") -> StoredAdapter | None:

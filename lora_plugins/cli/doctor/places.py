@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
 import shutil
 import stat
@@ -16,6 +14,7 @@ from lora_plugins.cli.doctor.findings import Finding, State, problem_of
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.settings import Settings
 from lora_plugins.store.eviction import entries
+from lora_plugins.store.file_system import try_file_system
 from lora_plugins.store.layout import Layout
 
 _LOW_BYTES = 1 << 30
@@ -23,15 +22,20 @@ _MOVE = "set LORA_PLUGINS_STORE_DIR to a directory that the server's user can wr
 
 
 def check_store(settings: Settings) -> Iterator[Finding]:
-    """Whether the store can be written, links files as its locks do, and has room."""
+    """Whether the store can be written, links and locks files as servers do, and has room."""
     layout = Layout(settings.store_dir)
     place = _existing(layout.root)
     if not place.is_dir():
         yield Finding("store", State.PROBLEM, f"{place} is in the way of the store: it is no directory", _MOVE)
         return
-    refusal = _try_writing(place if place != layout.root else _scratch_of(layout))
-    if refusal is not None:
-        yield Finding("store", State.PROBLEM, f"{place} {refusal}", _MOVE)
+    probe = (place if place != layout.root else _scratch_of(layout)) / f".lora-plugins-doctor-{os.getpid()}"
+    try:
+        try_file_system(probe, probe.with_name(f"{probe.name}.link"))
+    except InvalidSettings as error:
+        yield problem_of("store", error)
+        return
+    except OSError as error:
+        yield Finding("store", State.PROBLEM, f"{place} cannot be written: {error.strerror}", _MOVE)
         return
     used_bytes, count = _used(layout)
     free_bytes = shutil.disk_usage(place).free
@@ -85,27 +89,6 @@ def _existing(path: Path) -> Path:
 def _scratch_of(layout: Layout) -> Path:
     scratch = layout.folder("tmp")
     return scratch if scratch.is_dir() else layout.root
-
-
-def _try_writing(directory: Path) -> str | None:
-    """Make, link and remove a file; returns what the file system answers, where it refuses."""
-    probe = directory / f".lora-plugins-doctor-{os.getpid()}"
-    link = probe.with_name(f"{probe.name}.link")
-    try:
-        probe.write_bytes(b"")
-        try:
-            os.link(probe, link)
-        except OSError as error:
-            if error.errno in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
-                return "lies on a file system without hard links, which the store's locks need"
-            raise
-    except OSError as error:
-        return f"cannot be written: {error.strerror}"
-    finally:
-        for path in (link, probe):
-            with contextlib.suppress(OSError):
-                path.unlink()
-    return None
 
 
 def _used(layout: Layout) -> tuple[int, int]:

@@ -1,0 +1,113 @@
+"""A file system that cannot hold the store is found at start: in unit tests, and below real processes."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lora_plugins.errors import InvalidSettings
+from lora_plugins.settings import Settings
+from lora_plugins.store.opening import open_store
+
+# What libc answers in a process that has this loaded before it.
+SHIM = """
+#include <errno.h>
+int answer(int number) { if (number) { errno = number; return -1; } return 0; }
+int %s { return answer(%d); }
+"""
+LINK = "link(const char *from, const char *to)"
+LOCK = "flock(int descriptor, int operation)"
+
+
+def refuse(number: int) -> Callable[..., None]:
+    def answer(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return answer
+
+
+def replace_link(source: Path, target: Path) -> None:
+    shutil.copy(source, target)
+
+
+CASES = {
+    "no links": (os, "link", refuse(errno.EPERM), "without hard links (link answers 'Operation not permitted')"),
+    "links unknown": (os, "link", refuse(errno.ENOTSUP), "without hard links"),
+    "links that replace": (os, "link", replace_link, "hard links replace what is there"),
+    "no locks": (fcntl, "flock", refuse(errno.ENOLCK), "without file locks (flock answers 'No locks available')"),
+    "locks not supported": (fcntl, "flock", refuse(errno.ENOTSUP), "without file locks"),
+    "locks not built in": (fcntl, "flock", refuse(errno.ENOSYS), "without file locks"),
+    "locks that always succeed": (fcntl, "flock", lambda *_: None, "file locks let two in at once"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_startup_fails_on_an_unfit_file_system(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, name, answer, text = CASES[case]
+    monkeypatch.setattr(module, name, answer)
+    with pytest.raises(InvalidSettings) as caught:
+        open_store(Settings(store_dir=tmp_path / "store"))
+    assert text in str(caught.value)
+    assert "set LORA_PLUGINS_STORE_DIR to a local disk" in caught.value.remedy
+    monkeypatch.undo()
+    assert list((tmp_path / "store" / ".tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize("held", [errno.EAGAIN, errno.EACCES])
+def test_every_word_for_a_held_lock_is_known(held: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [lambda: None, refuse(held)]
+    monkeypatch.setattr(fcntl, "flock", lambda *_: answers.pop(0)())
+    assert open_store(Settings(store_dir=tmp_path / "store"))
+    assert answers == []
+
+
+def test_another_failure_is_the_stores_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", refuse(errno.EIO))
+    with pytest.raises(InvalidSettings, match="Input/output error"):
+        open_store(Settings(store_dir=tmp_path / "store"))
+
+
+@pytest.fixture
+def shim(tmp_path: Path) -> Callable[[str, int], dict[str, str]]:
+    """An environment in which a function of libc has one answer."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+
+    def build(function: str, number: int) -> dict[str, str]:
+        source, library = tmp_path / "shim.c", tmp_path / "shim.so"
+        source.write_text(SHIM % (function, number))
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+        return {**os.environ, "LD_PRELOAD": str(library), "LORA_PLUGINS_STORE_DIR": str(tmp_path / "store")}
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("function", "number", "text"),
+    [
+        (LINK, errno.EPERM, "without hard links"),
+        (LOCK, errno.ENOLCK, "without file locks"),
+        (LOCK, 0, "file locks let two in at once"),
+    ],
+    ids=["no links", "no locks", "locks that always succeed"],
+)
+def test_the_doctor_and_the_start_say_the_same(shim, function: str, number: int, text: str) -> None:
+    env = shim(function, number)
+    doctor = "from lora_plugins.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", doctor, "doctor", "--json"], env=env, capture_output=True, check=False)
+    (found,) = [item for item in json.loads(done.stdout)["findings"] if item["check"] == "store"]
+    assert found["state"] == "problem"
+    assert text in found["found"]
+    start = "from lora_plugins.process import this_process; this_process().resolver"
+    done = subprocess.run([sys.executable, "-c", start], env=env, capture_output=True, text=True, check=False)
+    assert "[L007] found a store on a file system" in done.stderr
+    assert text in done.stderr
