@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from testbed import faults
 from testbed.bed import MAX_TOKENS
 from testbed.client import complete
 from testbed.models import PROMPT
@@ -92,6 +93,22 @@ def test_outage_does_not_hide_what_others_have(world: World) -> None:
         for name, same_as in (("outage-proof", "sql"), ("acme/poet@main", "wide")):
             answer = complete(world.client, name, PROMPT, MAX_TOKENS)
             assert list(answer.token_ids) == world.bed.answers[same_as], answer.error
+
+
+def test_a_fetch_that_broke_off_is_gone_on_with(world: World) -> None:
+    files = {path.name: path.read_bytes() for path in (world.bed.adapters / "wide").iterdir()}
+    world.bucket.put_many("loras/broken-off", files)
+    weights = r"broken-off/.*\.safetensors"
+    world.s3_proxy.plan(faults.reset(2_000_000), path=weights)
+    world.s3_proxy.plan(faults.server_error(), path=weights, times=None)
+    answer = complete(world.client, "broken-off", PROMPT, 1)
+    assert (answer.status, "L006" in answer.error) == (503, True), answer.error
+    world.s3_proxy.clear()
+    world.s3_proxy.forget()
+    assert list(complete(world.client, "broken-off", PROMPT, MAX_TOKENS).token_ids) == world.bed.answers["wide"]
+    (asked,) = world.s3_proxy.requests("GET", weights)
+    assert asked.range is not None
+    assert int(asked.range.removeprefix("bytes=").split("-")[0]) >= 1_000_000
 
 
 def test_deleted_and_overwritten_directory_changes_nothing(world: World) -> None:
