@@ -198,7 +198,7 @@ class Store:
             raise
         finally:
             await asyncio.wait([making])  # a cancelled fetch must not leave what its thread makes afterwards
-            await asyncio.to_thread(_put_away, download, parts)
+            await asyncio.to_thread(self._put_away, download, parts)
 
     def _make_room(self, download: PartialDownload, needed_bytes: int, parts: Path | None) -> None:
         """Make room and the directory that announces its use, before another fetch counts what is there.
@@ -240,6 +240,15 @@ class Store:
             self._put_in_place(download.directory, digest)
             self.leases.acquire_guarded(digest, holder)
         return StoredAdapter(digest, self.layout.adapter(digest), fetched=True)
+
+    def _put_away(self, download: PartialDownload, parts: Path | None) -> None:
+        """Keep at `parts` what the source has said is worth it, and remove everything else."""
+        download.finish_quietly()
+        if parts is not None and download.to_keep:
+            with contextlib.suppress(OSError):
+                kept_parts.sweep(self.layout)
+                kept_parts.keep(parts, download.directory, download.to_keep)
+        shutil.rmtree(download.directory, ignore_errors=True)
 
     def _put_in_place(self, arrived: Path, digest: str) -> None:
         target = self.layout.adapter(digest)
@@ -351,12 +360,3 @@ def _check_promised(files: Sequence[StoredFile], wanted: DownloadSpec) -> None:
                 remedy="ask again; if it stays so, upload the adapter again",
                 file=name,
             )
-
-
-def _put_away(download: PartialDownload, parts: Path | None) -> None:
-    """Keep at `parts` what the source has said is worth it, and remove everything else."""
-    download.finish_quietly()
-    if parts is not None and download.to_keep:
-        with contextlib.suppress(OSError):
-            kept_parts.keep(parts, download.directory, download.to_keep)
-    shutil.rmtree(download.directory, ignore_errors=True)

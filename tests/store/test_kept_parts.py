@@ -73,6 +73,14 @@ def test_another_version_of_the_adapter_removes_it(store: Store) -> None:
     assert [parts.path for parts in all_parts(store.layout)] == [place_of(store.layout, "test://other", "v1")]
 
 
+def test_what_is_a_day_old_goes_when_more_is_kept(store: Store) -> None:
+    fail(store, DownloadSpec(adapter_files()), SourceUnavailable("an outage"))
+    (old,) = all_parts(store.layout)
+    os.utime(old.path, (old.kept_at - kept_parts.KEPT_S - 1,) * 2)
+    fail(store, DownloadSpec(adapter_files(), uri="test://other"), SourceUnavailable("an outage"))
+    assert [parts.path for parts in all_parts(store.layout)] == [place_of(store.layout, "test://other", "v1")]
+
+
 def test_a_full_disk_gets_the_room_of_all_parts(store: Store) -> None:
     fail(store, DownloadSpec(adapter_files()), SourceUnavailable("an outage"))
     fail(store, DownloadSpec(adapter_files(), uri="test://other"), OSError(errno.ENOSPC, "full"))
