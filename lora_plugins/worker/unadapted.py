@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from lora_plugins.adapter.model_modules import Unadapted
 from lora_plugins.ledger import Patch
 
@@ -20,6 +18,7 @@ def unadapted(manager: Any) -> dict[str, Unadapted]:
     Args:
         manager: vLLM's `LoRAModelManager`, or a subclass of it.
     """
+    from torch import nn
     from vllm.model_executor.layers.fused_moe import MoERunner
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding

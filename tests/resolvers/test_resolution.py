@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from cachetools import TTLCache
 
-from lora_plugins.adapter import verify as verify_module
+from lora_plugins.adapter import weight_files
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName, adapter_id
 from lora_plugins.adapter.safetensors_header import read_header
@@ -468,7 +468,7 @@ def headers_read(monkeypatch):
         headers.append(read_header(*arguments))
         return headers[-1]
 
-    monkeypatch.setattr(verify_module, "read_header", reading)
+    monkeypatch.setattr(weight_files, "read_header", reading)
     return headers
 
 
