@@ -21,9 +21,18 @@ def distinguish_versions() -> None:
 
     LoRARequest.__eq__ = _is_same
     LoRARequest.__hash__ = _hash
-    if "lora_path" not in kv_cache_utils._gen_lora_extra_hash_keys.__code__.co_names:  # noqa: SLF001 - up to 0.30
+    if _reads_name_only(kv_cache_utils._gen_lora_extra_hash_keys):  # noqa: SLF001 - up to 0.30
         kv_cache_utils._gen_lora_extra_hash_keys = _prefix_keys  # noqa: SLF001
     InputProcessor._get_mm_identifier = _of_path(InputProcessor._get_mm_identifier)  # noqa: SLF001
+
+
+def _reads_name_only(keys: Any) -> bool:
+    """Whether nothing but their names distinguishes the cached prefixes of adapters.
+
+    Keys with anything more are left as they are, whatever it is: its path, or what vllm-project/vllm#48352 will make of
+    its bytes.
+    """
+    return set(keys.__code__.co_names) <= {"lora_request", "lora_name"}
 
 
 def _is_same(self: Any, value: object) -> bool:
@@ -65,7 +74,7 @@ LEDGER = (
     ),
     Patch(
         "vllm.v1.core.kv_cache_utils: _gen_lora_extra_hash_keys(request)",
-        what="replaced up to 0.30, whose keys hold the adapter's name only",
+        what="replaced up to 0.30, whose keys hold the adapter's name only; left as it is where it reads anything else",
         why="a new version must not read prefixes that the old one has computed",
         remove="vLLM 0.30 is no longer supported",
     ),

@@ -36,11 +36,7 @@ def test_vllm_takes_two_versions_for_one_and_we_do_not(monkeypatch) -> None:
 def test_prefixes_are_keyed_by_path_in_every_vllm(monkeypatch) -> None:
     """Up to 0.30 vLLM's keys hold the name only."""
     monkeypatch.setattr(kv_cache_utils, "_gen_lora_extra_hash_keys", _as_in_0_30)
-    vllms = (LoRARequest.__eq__, LoRARequest.__hash__)
-    try:
-        lora_request.distinguish_versions()
-    finally:
-        LoRARequest.__eq__, LoRARequest.__hash__ = vllms
+    distinguish_and_restore()
     keys = kv_cache_utils._gen_lora_extra_hash_keys
     old, new = (keys(SimpleNamespace(lora_request=request(n, path))) for n, path in ((1, "/aa"), (2, "/bb")))
     assert old != new
@@ -49,11 +45,7 @@ def test_prefixes_are_keyed_by_path_in_every_vllm(monkeypatch) -> None:
 
 def test_vllms_keys_are_kept_where_they_hold_the_path(monkeypatch) -> None:
     before = kv_cache_utils._gen_lora_extra_hash_keys
-    vllms = (LoRARequest.__eq__, LoRARequest.__hash__)
-    try:
-        lora_request.distinguish_versions()
-    finally:
-        LoRARequest.__eq__, LoRARequest.__hash__ = vllms
+    distinguish_and_restore()
     assert kv_cache_utils._gen_lora_extra_hash_keys is before
     old, new = (before(SimpleNamespace(lora_request=request(n, path))) for n, path in ((1, "/aa"), (2, "/bb")))
     assert old != new
@@ -66,11 +58,7 @@ def test_what_a_tower_has_seen_is_keyed_by_path() -> None:
         return [processor._get_mm_identifier("image", one) for one in (None, old, new, again)]
 
     old, new, again = request(1, "/store/aa"), request(2, "/store/bb"), request(3, "/store/aa")
-    vllms = (LoRARequest.__eq__, LoRARequest.__hash__)
-    try:
-        lora_request.distinguish_versions()
-    finally:
-        LoRARequest.__eq__, LoRARequest.__hash__ = vllms
+    distinguish_and_restore()
     none, of_old, of_new, of_again = identifiers(with_towers=True)
     assert none == "image"
     assert len({none, of_old, of_new}) == 3
@@ -79,5 +67,39 @@ def test_what_a_tower_has_seen_is_keyed_by_path() -> None:
     assert set(identifiers(with_towers=False)) == {"image"}
 
 
+@pytest.mark.parametrize("whose", ["_of_identity", "_of_identity_elsewhere"])
+def test_keys_of_name_and_identity_are_kept(monkeypatch, whose) -> None:
+    """vllm-project/vllm#48352, not merged when this was written: ours would take its identity out of the keys."""
+    upstreams = globals()[whose]
+    monkeypatch.setattr(kv_cache_utils, "_gen_lora_extra_hash_keys", upstreams)
+    distinguish_and_restore()
+    keys = kv_cache_utils._gen_lora_extra_hash_keys
+    assert keys is upstreams
+    adapter = SimpleNamespace(lora_name="sql", lora_path="/aa", lora_identity="1f")
+    assert keys(SimpleNamespace(lora_request=adapter)) == [("lora", "sql"), ("lora_identity", "1f")]
+
+
+def distinguish_and_restore() -> None:
+    vllms = (LoRARequest.__eq__, LoRARequest.__hash__)
+    try:
+        lora_request.distinguish_versions()
+    finally:
+        LoRARequest.__eq__, LoRARequest.__hash__ = vllms
+
+
 def _as_in_0_30(request) -> list[str]:
     return [request.lora_request.lora_name] if request.lora_request else []
+
+
+def _of_identity(request) -> list[tuple[str, str]]:
+    adapter = request.lora_request
+    return [("lora", adapter.lora_name), ("lora_identity", adapter.lora_identity)] if adapter else []
+
+
+def _of_identity_elsewhere(request) -> list[tuple[str, str]]:
+    adapter = request.lora_request
+    return [("lora", adapter.lora_name), _identity(adapter)] if adapter else []
+
+
+def _identity(adapter) -> tuple[str, str]:
+    return ("lora_identity", adapter.lora_identity)
