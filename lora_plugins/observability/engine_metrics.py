@@ -7,6 +7,7 @@ holds most, which are what `LORA_PLUGINS_HOST_MAX_BYTES` bounds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
@@ -17,7 +18,8 @@ from lora_plugins.scheduler.stats import BOUNDS_S, Histogram
 _Reports = Sequence[tuple[tuple[str, str], PlannerFigures]]
 _LABELS = ("model_name", "engine")
 
-# As vllm-project/vllm#54830 names them, also where the device is a CPU: llm-d's router reads these.
+# As vllm-project/vllm#54830 names them, also where the device is a CPU: llm-d's router reads these, and the label
+# `rank` (llm-d/llm-d-router#2792).
 IN_SLOT, IN_HOST_MEMORY = "gpu", "cpu"
 
 _COUNTERS = (
@@ -67,34 +69,40 @@ def _residency(reports: _Reports, max_adapters: int) -> Iterator[Metric]:
         "vllm:lora_adapter_loaded",
         "Adapters that an engine has, by where: in a slot (gpu) or in host memory only (cpu); "
         f"the value of {OTHERS} is how many more there are",
-        labels=(*_LABELS, "adapter_name", "level", "pinned"),
+        labels=(*_LABELS, "adapter_name", "level", "pinned", "rank"),
     )
     in_slots = GaugeMetricFamily("vllm:num_gpu_loaded_lora_adapters", "Adapters in slots", labels=_LABELS)
-    in_host = GaugeMetricFamily("vllm:num_cpu_loaded_lora_adapters", "Adapters in host memory only", labels=_LABELS)
+    in_host = GaugeMetricFamily(
+        "vllm:num_cpu_loaded_lora_adapters", "Adapters in host memory, those in slots among them", labels=_LABELS
+    )
     slots = GaugeMetricFamily("vllm:max_gpu_lora_adapters", "Slots (--max-loras)", labels=_LABELS)
     for labels, figures in reports:
         rows = _by_name(figures.loaded)
-        levels = [level for _, level, _ in rows]
-        in_slots.add_metric(labels, levels.count(IN_SLOT))
-        in_host.add_metric(labels, levels.count(IN_HOST_MEMORY))
+        in_slots.add_metric(labels, sum(row.is_active for row in rows))
+        in_host.add_metric(labels, len(rows))
         slots.add_metric(labels, figures.slots)
-        series: dict[tuple[str, str, str], int] = {}
-        for place, (name, level, pinned) in enumerate(rows):
-            key = (label_of(name) if place < max_adapters else OTHERS, level, "true" if pinned else "false")
+        series: dict[tuple[str, str, str, str], int] = {}
+        for place, row in enumerate(rows):
+            # A rank of its own for each of the others would be a series each; routers take an empty one for unknown.
+            name, rank = (label_of(row.name), str(row.rank or "")) if place < max_adapters else (OTHERS, "")
+            key = (name, IN_SLOT if row.is_active else IN_HOST_MEMORY, "true" if row.is_pinned else "false", rank)
             series[key] = series.get(key, 0) + 1
         for key, value in series.items():
             loaded.add_metric((*labels, *key), value)
     yield from (loaded, in_slots, in_host, slots)
 
 
-def _by_name(rows: Sequence[AdapterState]) -> list[tuple[str, str, bool]]:
-    """Name, level and whether it is pinned, those in slots first; during a swap there are two versions of one name."""
-    known: dict[str, tuple[bool, bool]] = {}
+def _by_name(rows: Sequence[AdapterState]) -> list[AdapterState]:
+    """One row for each name, those in slots first; during a swap there are two versions of one name.
+
+    The rank is that of the version in a slot, or else of the later one.
+    """
+    known: dict[str, AdapterState] = {}
     for row in rows:
-        in_slot, pinned = known.get(row.name, (False, False))
-        known[row.name] = (row.is_active or in_slot, row.is_pinned or pinned)
-    found = [(name, IN_SLOT if in_slot else IN_HOST_MEMORY, pinned) for name, (in_slot, pinned) in known.items()]
-    return sorted(found, key=lambda row: (row[1] != IN_SLOT, row[0]))
+        other = known.get(row.name, row)
+        latest = row if row.is_active or not other.is_active else other
+        known[row.name] = replace(latest, is_pinned=row.is_pinned or other.is_pinned)
+    return sorted(known.values(), key=lambda row: (not row.is_active, row.name))
 
 
 def _durations(reports: _Reports) -> Iterator[Metric]:

@@ -57,7 +57,7 @@ class Adapter:
         slice_began_at: when its time slice began, while it has requests that run.
         is_pinned: it keeps host memory and slot, whether it is asked for or not.
         is_retired: it is evicted once it is not used; then `retirements` are done.
-        load_s: what loading it took the last time.
+        load_s: what loading it took the last time. rank: what the workers said; 0 before.
     """
 
     spec: AdapterSpec
@@ -76,6 +76,7 @@ class Adapter:
     is_retired: bool = False
     retirements: list[Future[None]] = field(default_factory=list)
     load_s: float = 0.0
+    rank: int = 0
 
     @property
     def engine_id(self) -> int:

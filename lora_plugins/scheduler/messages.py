@@ -88,12 +88,14 @@ class Loaded:
         size_bytes: host memory that it takes, of the worker where it takes most.
         is_instant: whether activating it costs no copy on any worker.
         load_s: the time that loading took.
+        rank: the largest of any module.
     """
 
     job: int
     size_bytes: int
     is_instant: bool
     load_s: float
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,7 @@ def merged(reports: Sequence[Report]) -> Report:
             max(report.size_bytes for report in loaded),
             all(report.is_instant for report in loaded),
             max(report.load_s for report in loaded),
+            max(report.rank for report in loaded),
         )
     activated = [report for report in reports if isinstance(report, Activated)]
     return Activated(activated[0].job, max(report.activate_s for report in activated))
@@ -145,7 +148,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class AdapterState:
-    """One adapter in one engine: where it is, and the ids of the requests that are held and that run."""
+    """One adapter in one engine: where it is, and the ids of the requests that are held and that run.
+
+    `rank` is 0 until it has been loaded.
+    """
 
     engine_id: int
     name: str
@@ -153,6 +159,7 @@ class AdapterState:
     is_loaded: bool = False
     is_active: bool = False
     is_pinned: bool = False
+    rank: int = 0
     held: tuple[str, ...] = ()
     running: tuple[str, ...] = ()
 

@@ -237,7 +237,7 @@ class Planner:
             match report:
                 case Loaded():
                     self.stats.load_seconds.observe(report.load_s)
-                    adapter.load_s = report.load_s
+                    adapter.load_s, adapter.rank = report.load_s, report.rank
                     self.placement.loaded(adapter, report.size_bytes, report.load_s, is_instant=report.is_instant)
                     error = self.placement.never_fits(adapter)
                     if error is not None and adapter.residency is Residency.ABSENT:

@@ -103,7 +103,8 @@ def _state(planner: Planner, adapter: Adapter) -> AdapterState:
     cache, engine_id = planner.placement.cache, adapter.engine_id
     size_bytes = cache.size_bytes(engine_id) if engine_id in cache else 0
     is_loaded = adapter.residency is Residency.LOADED
-    return AdapterState(engine_id, adapter.spec.name, size_bytes, is_loaded, adapter.is_active, adapter.is_pinned)
+    name, is_active, is_pinned = adapter.spec.name, adapter.is_active, adapter.is_pinned
+    return AdapterState(engine_id, name, size_bytes, is_loaded, is_active, is_pinned, adapter.rank)
 
 
 @utility

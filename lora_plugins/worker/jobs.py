@@ -259,7 +259,8 @@ class Jobs:
         with entry.writing:
             if not entry.is_evicted:  # else its slot may be another's by now
                 entry.adapter = adapter
-        loaded = Loaded(load.job, adapter.size_bytes, adapter.is_instant, time.perf_counter() - began_at)
+        load_s = time.perf_counter() - began_at
+        loaded = Loaded(load.job, adapter.size_bytes, adapter.is_instant, load_s, adapter.rank)
         if load.slot is None or adapter.is_instant:
             self._finish(_Done(entry, loaded, spare_slot=load.slot))
             return

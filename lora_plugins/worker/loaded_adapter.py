@@ -26,6 +26,7 @@ class LoadedAdapter:
     Attributes:
         size_bytes: of all its tensors. is_instant: whether `write` copies nothing.
         writes: what writes each layer's slot. packers: of the layers that may point at its memory.
+        rank: the largest of its modules'.
     """
 
     name: str
@@ -34,6 +35,7 @@ class LoadedAdapter:
     is_instant: bool
     writes: tuple[WriteSlot, ...]
     packers: tuple[Any, ...] = ()
+    rank: int = 0
 
     def write(self, slot: int) -> None:
         """Have every layer compute with this adapter where a row's slot is `slot`."""
@@ -79,8 +81,13 @@ def take_scalings(model: Any) -> dict[int, float]:
     return scalings
 
 
+def rank_of(model: Any) -> int:
+    """The largest rank of any module of a parsed adapter; after vLLM has merged modules, not all are there."""
+    return max((int(weights.rank) for weights in model.loras.values()), default=0)
+
+
 def build(
-    name: str, path: str, manager: Any, model: Any, scalings: Mapping[int, float], *, is_pinned: bool
+    name: str, path: str, manager: Any, model: Any, scalings: Mapping[int, float], *, is_pinned: bool, rank: int = 0
 ) -> LoadedAdapter:
     """Copy a parsed and merged adapter off its file, into memory of our own.
 
@@ -91,6 +98,7 @@ def build(
         model: its `LoRAModel`.
         scalings: of `take_scalings`.
         is_pinned: whether the memory is page-locked.
+        rank: of `rank_of`.
     """
     layers: list[_Layer] = []
     writes: list[WriteSlot] = []
@@ -114,7 +122,8 @@ def build(
         writes.append(packed or _copy(layer, block))
     writes.extend(_head(module, full, block) for module, full in heads)
     packers = tuple(packer for module in manager.modules.values() if (packer := packer_of(module)) is not None)
-    return LoadedAdapter(name, path, sum(sizes) + bytes_of(tensors), is_instant, tuple(writes), packers)
+    size_bytes = sum(sizes) + bytes_of(tensors)
+    return LoadedAdapter(name, path, size_bytes, is_instant, tuple(writes), packers, rank)
 
 
 def _nothing(module: Any) -> WriteSlot:

@@ -28,7 +28,7 @@ from lora_plugins.store.layout import is_digest
 from lora_plugins.worker import loading
 from lora_plugins.worker.agreement import agreement_of
 from lora_plugins.worker.jobs import Jobs
-from lora_plugins.worker.loaded_adapter import LoadedAdapter, build, take_scalings
+from lora_plugins.worker.loaded_adapter import LoadedAdapter, build, rank_of, take_scalings
 from lora_plugins.worker.materialise import Materialiser, Resolver
 from lora_plugins.worker.metrics import WorkerMetrics, metrics_of
 from lora_plugins.worker.model_manager import PlannedModelManager
@@ -134,13 +134,13 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             if hasattr(manager, "_validate_moe_lora_format"):  # from 0.32
                 manager._validate_moe_lora_format(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
             loading.check_described(model, manager, self._modules)
-            scalings, pairs = take_scalings(model), len(model.loras)
+            scalings, pairs, rank = take_scalings(model), len(model.loras), rank_of(model)
             manager._create_merged_loras_inplace(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
             self._check_matched(model, pairs, spec.name)
             if self._settings.check_finite and not is_digest(Path(path).name):  # else the store has looked
                 loading.check_finite(spec.name, model)
             is_pinned = torch.device(self.device).type == "cuda"
-            return build(spec.name, path, manager, model, scalings, is_pinned=is_pinned)
+            return build(spec.name, path, manager, model, scalings, is_pinned=is_pinned, rank=rank)
 
     def _check_matched(self, model: Any, pairs: int, adapter: str) -> None:
         manager = self._adapter_manager

@@ -16,8 +16,8 @@ from lora_plugins.vllm_patches import engine_core
 from lora_plugins.vllm_patches.scheduler import AdmissionMixin
 
 
-def engine(*loaded: tuple[str, bool, bool], host_max_bytes: int | None = None, **counted) -> PlannerFigures:
-    """Figures of an engine with these adapters loaded: name, whether it is in a slot, whether it is pinned."""
+def engine(*loaded: tuple[str, bool, bool, *tuple[int, ...]], host_max_bytes=None, **counted) -> PlannerFigures:
+    """Figures of an engine with these adapters: name, whether it is in a slot, whether it is pinned, its rank."""
     return PlannerFigures(
         slots=2,
         spare_slots=1,
@@ -25,7 +25,7 @@ def engine(*loaded: tuple[str, bool, bool], host_max_bytes: int | None = None, *
         host_bytes=0,
         host_max_adapters=5,
         host_max_bytes=host_max_bytes,
-        loaded=tuple(AdapterState(1, name, 0, True, in_slot, pinned) for name, in_slot, pinned in loaded),
+        loaded=tuple(AdapterState(1, name, 0, True, *more) for name, *more in loaded),
         stats=Stats(**counted),
     )
 
@@ -70,12 +70,12 @@ def test_figures_of_a_planner_are_shown():
 
 
 def test_loaded_adapters_are_shown_by_level():
-    rows = [["sql", True, False], ["chat", False, True], ["poet", False, False]]
+    rows = [["sql", True, False, 8], ["chat", False, True, 64], ["poet", False, False]]
     engines = {0: engine(*rows)}
-    assert loaded(engines) == {"0,sql,gpu,false": 1, "0,chat,cpu,true": 1, "0,poet,cpu,false": 1}
+    assert loaded(engines) == {"0,sql,gpu,false,8": 1, "0,chat,cpu,true,64": 1, "0,poet,cpu,false,": 1}
     figures = shown(engines)
     assert figures["vllm:num_gpu_loaded_lora_adapters,llama,0"] == 1
-    assert figures["vllm:num_cpu_loaded_lora_adapters,llama,0"] == 2
+    assert figures["vllm:num_cpu_loaded_lora_adapters,llama,0"] == 3, "those in slots too, as vLLM's will"
     assert figures["vllm:max_gpu_lora_adapters,llama,0"] == 2
 
 
@@ -85,8 +85,11 @@ def test_unloaded_adapter_has_no_series():
 
 
 def test_two_versions_of_a_name_count_as_one_adapter():
-    for rows in ([["sql", True, False], ["sql", False, True]], [["sql", False, True], ["sql", True, False]]):
-        assert loaded({0: engine(*rows)}) == {"0,sql,gpu,true": 1}
+    rows = [["sql", True, False, 8], ["sql", False, True, 16]]
+    for figures in (engine(*rows), engine(*reversed(rows))):
+        assert loaded({0: figures}) == {"0,sql,gpu,true,8": 1}
+        assert shown({0: figures})["vllm:num_cpu_loaded_lora_adapters,llama,0"] == 1
+    assert loaded({0: engine(["sql", False, False, 8], ["sql", False, False, 16])}) == {"0,sql,cpu,false,16": 1}
 
 
 def test_each_engine_has_its_own_series():
@@ -110,11 +113,11 @@ def test_refused_requests_are_counted_by_their_codes():
 
 
 def test_adapters_beyond_the_limit_share_a_label():
-    rows = [[f"warm-{number}", False, number == 0] for number in range(4)] + [["hot", True, False]]
+    rows = [[f"warm-{number}", False, number == 0, 8 + number] for number in range(4)] + [["hot", True, False, 4]]
     assert loaded({0: engine(*rows)}, max_adapters=2) == {
-        "0,hot,gpu,false": 1,
-        "0,warm-0,cpu,true": 1,
-        f"0,{OTHERS},cpu,false": 3,
+        "0,hot,gpu,false,4": 1,
+        "0,warm-0,cpu,true,8": 1,
+        f"0,{OTHERS},cpu,false,": 3,
     }
 
 

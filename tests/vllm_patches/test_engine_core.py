@@ -165,7 +165,7 @@ def test_pinned_and_unpinned(proc: tuple[Any, Engine]) -> None:
     core, engine = proc
     assert message(answer_of(engine, core.lora_plugins_pin(spec(1)))) == Answer()
     states = message(core.lora_plugins_residency(), list[AdapterState])
-    assert states == [AdapterState(1, "adapter-1", 100, is_loaded=True, is_active=True, is_pinned=True)]
+    assert states == [AdapterState(1, "adapter-1", 100, is_loaded=True, is_active=True, is_pinned=True, rank=8)]
     refused = core.lora_plugins_pin(spec(2))
     assert isinstance(error_in(refused.result(timeout=0)), NoFreeSlot)
     assert core.lora_plugins_unpin(1) is True

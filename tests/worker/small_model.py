@@ -137,6 +137,11 @@ class Adapter:
         return sum(tensor.nbytes for side in (self.a, self.b) for tensor in side.values())
 
     @property
+    def rank(self) -> int:
+        """The largest of its modules'."""
+        return max(side.shape[0] for side in self.a.values())
+
+    @property
     def spec(self) -> AdapterSpec:
         return AdapterSpec(self.adapter_id, self.name, str(self.path), is_3d=self.is_3d)
 

@@ -176,3 +176,10 @@ def test_any_order_of_many_jobs(seed: int) -> None:
     assert keys_left(store) == before
     assert not asked.is_waiting
     assert not asked._ending
+
+
+def test_rank_is_the_largest_of_any_workers_modules() -> None:
+    ranks = workers(3)
+    for worker, rank in zip(ranks, (0, 16, 8), strict=True):
+        done(worker, Loaded(1, 10, is_instant=True, load_s=0.1, rank=rank))
+    assert ranks[0].reports() == [Loaded(1, 10, is_instant=True, load_s=0.1, rank=16)]

@@ -246,6 +246,7 @@ def test_reports_say_size_time_and_kind(make_manager: Make, adapters: list[Adapt
     assert report.is_instant is (kernels == "placed")
     assert adapters[0].size_bytes <= report.size_bytes <= 2 * adapters[0].size_bytes
     assert 0 < report.load_s < 60
+    assert report.rank == adapters[0].rank
     if kernels == "copied":
         written = bring(manager, adapters[1], 0)
         assert isinstance(written, Activated)
