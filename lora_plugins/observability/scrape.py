@@ -82,6 +82,8 @@ class MetricsCollector:
         query_engines: the figures of the planners behind an engine client, or None where there are none of ours.
         read_store_usage: how full the store is, or None without one; called in a thread.
         max_adapters: how many have their own label.
+        is_taken: whether another has a metric of this name. Ours is left out then: of a page with a second TYPE line
+            for one name, strict parsers (Go's) read nothing.
     """
 
     def __init__(
@@ -89,10 +91,12 @@ class MetricsCollector:
         query_engines: Callable[[Any], Awaitable[Reports | None]],
         read_store_usage: Callable[[], StoreUsage | None],
         max_adapters: int,
+        is_taken: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self._query_engines = query_engines
         self._read_store_usage = read_store_usage
         self._max_adapters = max_adapters
+        self._is_taken = is_taken
         self._engines = CachedAnswer(INTERVAL_S)
         self._store = CachedAnswer(STORE_INTERVAL_S)
 
@@ -108,7 +112,10 @@ class MetricsCollector:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, as `prometheus_client` wants them of a collector."""
+        """All metrics that nobody else has, as `prometheus_client` wants them of a collector."""
+        return (family for family in self._families() if not self._is_taken(family.name))
+
+    def _families(self) -> Iterator[Metric]:
         reports: Reports | None = self._engines.answer
         if reports is not None:
             yield from of_engines.families(reports.model_name, reports.engines, self._max_adapters)

@@ -54,6 +54,7 @@ def serve_metrics(app: Any, process: Process) -> None:
         functools.partial(_query_engines, process),
         functools.partial(_read_store_usage, process),
         process.settings.metrics_adapters,
+        _is_vllms,
     )
     process.log.waits_for_load = process.is_manager_patched
     if is_shared:
@@ -62,6 +63,14 @@ def serve_metrics(app: Any, process: Process) -> None:
         return
     _show(_Both(counted, collector))
     app.add_middleware(RefreshBeforeScrape, refresh=collector.refresh)
+
+
+def _is_vllms(name: str) -> bool:
+    """Whether vLLM has a metric of this name now; with several API servers its metrics are in this registry too.
+
+    `prometheus_client` says so otherwise only by collecting everything once more, and llm-d scrapes every 50 ms.
+    """
+    return name in REGISTRY._names_to_collectors  # noqa: SLF001 - vLLM reads its other half, `_collector_to_names`
 
 
 def _answer_from(registry: CollectorRegistry) -> Asgi:
@@ -124,7 +133,8 @@ LEDGER = (
         vllm.v1.metrics.prometheus: get_prometheus_registry() unregister_vllm_metrics()
         """,
         what="attach_router wrapped: our metrics are put on the registry behind /metrics, refreshed before a scrape. "
-        "Relied on: unregister_vllm_metrics removes collectors that have a name; ours has none",
+        "Relied on: unregister_vllm_metrics removes collectors that have a name; ours has none. A metric of ours whose "
+        "name vLLM has is left out (`vllm:lora_adapter_loaded` and its like, once vllm-project/vllm#54830 is merged)",
         why="attach_router runs where /metrics is, in API servers only; with several of them the registry reads the "
         "files of all. vLLM unregisters whenever it makes its own metrics",
         remove="vLLM lets a plugin refresh its metrics before a scrape",

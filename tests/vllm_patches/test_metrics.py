@@ -243,3 +243,56 @@ def test_the_engines_are_asked_and_only_with_our_manager(run):
     for label in ('model_name="llama"', 'engine="3"', 'adapter_name="sql"', 'level="gpu"', 'pinned="false"'):
         assert label in line, line
     """)
+
+
+UPSTREAM = """
+from prometheus_client import Gauge
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+from lora_plugins.vllm_patches import metrics as installation
+from lora_plugins.observability.scrape import Reports
+from tests.observability.strict_page import check_page
+from tests.observability.test_engine_metrics import engine
+
+async def figures(process, client):
+    return Reports("llama", {0: engine(("sql", True, False, 8))})
+
+installation._query_engines = figures
+install_metrics(process)
+app = serve()
+
+def names():
+    return check_page("\\n".join(scrape(app)) + "\\n")
+"""
+
+
+@pytest.mark.parametrize("has_series", [False, True])
+def test_a_name_that_vllm_has_is_vllms_alone(run, has_series):
+    """vllm-project/vllm#54830 will bring these names: a second TYPE line makes a Go parser drop the page."""
+    run(f"""{UPSTREAM}
+before = names()
+assert before["vllm:lora_adapter_loaded"] == ["sql"], before
+
+upstreams = Gauge("vllm:lora_adapter_loaded", "Of vLLM", ["model_name", "engine", "adapter_name"])
+if {has_series}:
+    upstreams.labels("llama", "0", "chat").set(1)
+after = names()
+assert after.pop("vllm:lora_adapter_loaded") == (["chat"] if {has_series} else [])
+before.pop("vllm:lora_adapter_loaded")
+assert after == before, "all others are shown as before"
+
+unregister_vllm_metrics()
+assert names()["vllm:lora_adapter_loaded"] == ["sql"]
+""")
+
+
+def test_a_name_of_vllms_is_its_alone_with_several_servers(run_with_files, tmp_path: Path):
+    run_with_files(
+        f"""{UPSTREAM}
+assert names()["vllm:lora_adapter_loaded"] == ["sql"]
+labels = ["model_name", "engine", "adapter_name"]
+upstreams = Gauge("vllm:lora_adapter_loaded", "Of vLLM", labels, multiprocess_mode="mostrecent")
+upstreams.labels("llama", "0", "chat").set(1)
+assert names()["vllm:lora_adapter_loaded"] == ["chat"]
+""",
+        PROMETHEUS_MULTIPROC_DIR=str(tmp_path),
+    )
