@@ -60,8 +60,10 @@ def check_described(model: Any, manager: Any, modules: ModelModules) -> None:
         max_rank=manager.lora_config.max_lora_rank,
         elsewhere=_experts_elsewhere(manager, modules),
     )
-    for name in modules.experts:
+    adapted = {place.module for name in pairs if (place := modules.places.get(name)) is not None}
+    for name in adapted.intersection(modules.experts):
         _check_sharding(name, manager.modules[name], pairs, modules)
+        _check_padding(name, manager.modules[name])
 
 
 def _experts_elsewhere(manager: Any, modules: ModelModules) -> set[str]:
@@ -83,6 +85,18 @@ def _check_sharding(name: str, module: Any, pairs: Mapping[str, Any], modules: M
                 expected=f"a multiple of {module.tp_size}, the workers that --fully-sharded-loras divides it among",
                 remedy="serve it without --fully-sharded-loras, or train it with such a rank",
             )
+
+
+def _check_padding(name: str, module: Any) -> None:
+    """VLLM before 0.33 takes a worker's part of experts at the padded size, and so other features than the worker's."""
+    padded = module.moe_config.intermediate_size_per_partition
+    own = module.moe_config.intermediate_size_per_partition_unpadded
+    if module.tp_size > 1 and own not in (None, padded) and not hasattr(module, "_tp_shard_size"):
+        raise IncompatibleAdapter(
+            f"experts of '{name}', {own} features a worker, padded to {padded}",
+            expected="experts that are not padded; this vLLM divides adapters at the padded size",
+            remedy="upgrade to vLLM 0.33, or start it with --enable-expert-parallel or on one device",
+        )
 
 
 def check_fits(adapter: str, module_name: str, module: Any, weights: Any) -> None:

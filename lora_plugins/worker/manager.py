@@ -285,7 +285,8 @@ LEDGER = (
         vllm.lora.lora_weights:
             LoRALayerWeights{lora_a, lora_b, scaling, rank}
         vllm.lora.layers.fused_moe:
-            FusedMoEWithLoRA{fully_sharded, tp_size}
+            FusedMoEWithLoRA{fully_sharded, tp_size, moe_config}
+            FusedMoEWithLoRA{_tp_shard_size}  # since 0.33
         vllm.lora.layers.base_linear:
             BaseLinearLayerWithLoRA{lora_a_stacked, lora_b_stacked, output_slices, tp_size}
         """,

@@ -169,3 +169,27 @@ def test_experts_are_copied_beside_layers_that_are_placed(
     experts = [place for place in wanted if ".experts." in place]
     assert len(experts) >= 4
     assert [place for place in experts if not torch.equal(found[place], wanted[place])] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "of_format"), [("mixtral", ExpertFormat.PER_EXPERT), ("gpt-oss", ExpertFormat.STACKED)]
+)
+def test_padded_experts_are_divided_right_or_refused(
+    make_real_manager: Any, tmp_path: Path, name: str, of_format: ExpertFormat
+) -> None:
+    """As a GPU's backend pads them; vLLM before 0.33 takes the second worker's part from behind the padding."""
+    manager = make_real_manager(name, parallel=TWO)
+    tensors = tensors_for(described(manager), of_format, RANK)
+    for module in manager._adapter_manager.modules.values():
+        if hasattr(module, "moe_config"):
+            module.moe_config.intermediate_size_per_partition += 8
+            module.create_lora_weights(2, manager._adapter_manager.lora_config, manager._adapter_manager.model.config)
+            own = module.moe_config.intermediate_size_per_partition_unpadded
+            down = torch.arange(2.0 * own).expand(1, RANK, 2 * own)
+            is_right = torch.equal(module._slice_w2_a(down)[0, 0], torch.arange(own, 2.0 * own))
+    report = bring(manager, write_adapter(tmp_path / "a", 1, tensors, RANK))
+    assert isinstance(report, Failed) is not is_right
+    if isinstance(report, Failed):
+        assert "16 features a worker, padded to 24" in report.error.found
+    others = {key: tensor for key, tensor in tensors.items() if ".experts" not in key}
+    assert not isinstance(bring(manager, write_adapter(tmp_path / "b", 2, others, RANK)), Failed)
