@@ -10,7 +10,9 @@ share them. Of PROMETHEUS_MULTIPROC_DIR only whether it is set is read then, and
 
 from __future__ import annotations
 
+import atexit
 import functools
+import gc
 import hashlib
 import importlib
 import json
@@ -24,9 +26,10 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from filelock import FileLock
 
@@ -169,6 +172,8 @@ def main() -> None:
     sys.path.append(str(Path(__file__).parent.parent))
     for module in IMPORTED:
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # else the first collection of each program copies all of it
     _serve(listener, path)
 
 
@@ -186,8 +191,7 @@ def _serve(listener: socket.socket, path: str) -> None:
                 if answer == 0 and "poll" not in question:
                     for each in selector.get_map().values():
                         os.close(each.fileobj.detach())
-                    _become(question)
-                    return
+                    _run(question)
                 key.data.write(json.dumps(answer) + "\n")
                 key.data.flush()
             else:
@@ -203,6 +207,26 @@ def _serve(listener: socket.socket, path: str) -> None:
 def _status(pid: int) -> int | None:
     pid, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if pid else None
+
+
+def _run(question: dict[str, Any]) -> NoReturn:
+    """End as an interpreter does, but for taking apart what was imported, which takes seconds."""
+    status = 1
+    try:
+        _become(question)
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            sys.stderr.write(end.code + "\n")
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def _become(question: dict[str, Any]) -> None:
