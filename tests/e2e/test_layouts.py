@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -18,7 +19,7 @@ from testbed.client import complete, connect
 from testbed.models import PROMPT, AdapterSpec, build_adapter, edit_config
 from testbed.reference import Reference
 from testbed.server import Server
-from tests.e2e.servers import KERNELS, MANAGER, RESOLVER, lora_server
+from tests.e2e.servers import RESOLVER, admin_server, lora_server
 
 SMALL = {
     "vocab_size": 512,
@@ -59,6 +60,11 @@ class Layouts:
         answer = complete(self.client, name, PROMPT, MAX_TOKENS)
         assert answer.status == 200, answer.error
         return list(answer.token_ids)
+
+    def admin(self, path: str, **body: str) -> None:
+        """`POST /v1/loras/…`."""
+        answer = httpx.post(f"{self.server.url}/v1/loras/{path}", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
 
     def manifest(self, name: str) -> Manifest:
         """Of the version that the server has for this name."""
@@ -114,7 +120,7 @@ def phi3(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Layouts
     home = tmp_path_factory.mktemp("phi3")
     base = build(bed, home / "base", "Phi3")
     (home / "adapters").mkdir()
-    with lora_server(replace(bed, base=base), home, plugins=(RESOLVER, MANAGER, KERNELS)) as server:
+    with admin_server(replace(bed, base=base), home) as server:
         targets = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
         yield Layouts(server, connect(server), base, targets, home / "adapters", home / "store")
 
@@ -148,6 +154,23 @@ def test_keys_of_other_tools_equal_peft(phi3: Layouts, name: str, old: str, new:
     adapter = phi3.all_linear(f"{name}-original")
     rewrite(adapter, phi3.root / name, rename(old, new))
     assert phi3.answer(name) == phi3.expected(adapter)
+
+
+def test_a_converted_adapter_is_swapped_and_rolled_back(phi3: Layouts) -> None:
+    """Also by the digest that its source's bytes have."""
+    path = phi3.root / "swapped"
+    old, new = phi3.all_linear("swapped-old"), phi3.all_linear("swapped-new", use_rslora=True)
+    rewrite(old, path, rename(".weight", ".default.weight"))
+    assert phi3.answer("swapped") == phi3.expected(old)
+    first = phi3.manifest("swapped")
+    shutil.rmtree(path)
+    rewrite(new, path, rename(".weight", ".default.weight"))
+    phi3.admin("swapped/refresh")
+    assert phi3.answer("swapped") == phi3.expected(new) != phi3.expected(old)
+    for digest in (first.digest, first.converted.original_digest):
+        phi3.admin("swapped/rollback", digest=digest)
+        assert phi3.manifest("swapped").digest == first.digest
+        assert phi3.answer("swapped") == phi3.expected(old)
 
 
 def test_weights_in_several_files_equal_peft(phi3: Layouts) -> None:
