@@ -39,6 +39,13 @@ class BaseModel:
     lora_enabled: bool = True
     model: Model | None = None
 
+    @property
+    def in_words(self) -> str:
+        """What errors call it. A path is in quotes, and never alone where clients know the model by another name."""
+        path = _quoted(self.path)
+        name = self.served_names[0] if self.served_names else self.path
+        return path if name == self.path else f"{name} ({path})"
+
     def matches(self, name: str) -> bool:
         """Whether `name` means this model, also in another spelling: a snapshot in the Hub's cache, a local copy."""
         return self.matches_exactly(name) or any(
@@ -74,12 +81,12 @@ def check_base(
     named = _check_name(config, base, mode)
     notes: tuple[str, ...] = ()
     if weights is not None and base.model is not None:
-        about = f"base model {config.base_model or 'not named'}, served is {base.path}"
+        about = f"base model {config.base_model or 'not named'}, served is {base.in_words}"
         notes = check_landing(weights, base.model, about, refuse_unmatched=refuse_unmatched)
     elif not named and mode is BaseMatch.COMPATIBLE:
         raise IncompatibleAdapter(
             f"base model {config.base_model or 'not named'}, and modules that cannot be compared with the model's",
-            expected=f"base model {base.path}",
+            expected=f"base model {base.in_words}",
             remedy="set LORA_PLUGINS_BASE_ALIASES to the name that the adapter uses, or LORA_PLUGINS_BASE_MATCH=off"
             + ("" if weights is None else ", or start a server of this model with this store once"),
         )
@@ -98,11 +105,16 @@ def _check_name(config: AdapterConfig, base: BaseModel, mode: BaseMatch) -> bool
     if name is None or not base.matches_exactly(name):
         raise IncompatibleAdapter(
             f"base model {name or 'not named'}",
-            expected=" or ".join(dict.fromkeys([base.path, *base.served_names, *base.aliases])),
+            expected=" or ".join(map(_quoted, dict.fromkeys([base.path, *base.served_names, *base.aliases]))),
             remedy="correct base_model_name_or_path, add it to LORA_PLUGINS_BASE_ALIASES, "
             "or set LORA_PLUGINS_BASE_MATCH=compatible",
         )
     return True
+
+
+def _quoted(name: str) -> str:
+    """A path with its ends marked, as it may have spaces."""
+    return f"'{name}'" if os.path.isabs(name) else name
 
 
 def _same_model(one: str, other: str) -> bool:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from lora_plugins.api.hidden_paths import for_clients
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 from lora_plugins.ledger import Patch
 
 
-def http_error(error: LoRAPluginsError) -> Exception:
-    """The exception that makes vLLM answer with our status and text (the one place where errors meet HTTP)."""
+def http_error(error: LoRAPluginsError, *, shows_paths: bool = False) -> Exception:
+    """The exception that makes vLLM answer with our status and text (the one place where errors meet HTTP).
+
+    `shows_paths` is for administrators: others are not told where the server's files lie.
+    """
     from fastapi import HTTPException
     from vllm.exceptions import VLLMClientError, VLLMNotFoundError
 
+    text = str(error) if shows_paths else for_clients(error)
     if isinstance(error, AdapterNotFound):
-        return VLLMNotFoundError(str(error))  # type: ignore[no-any-return]
+        return VLLMNotFoundError(text)  # type: ignore[no-any-return]
     if error.http_status == 400:
-        return VLLMClientError(str(error))  # type: ignore[no-any-return]
+        return VLLMClientError(text)  # type: ignore[no-any-return]
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
-    return HTTPException(error.http_status, str(error), headers)
+    return HTTPException(error.http_status, text, headers)
 
 
 LEDGER = (

@@ -1,7 +1,6 @@
 """The routes of the admin API; what they do is in `lora_plugins.server.lifecycle`.
 
-vLLM's `--api-key` guards them, as everything below /v1, and an access policy lets administrators in only. Errors have
-vLLM's shape, with our code in the message.
+`access/administrators.py` says who may use them. Errors have vLLM's shape, with our code in the message.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ async def _as_http() -> AsyncIterator[None]:
     try:
         yield
     except LoRAPluginsError as error:
-        raise http_error(error) from None
+        raise http_error(error, shows_paths=True) from None
 
 
 @router.post("")

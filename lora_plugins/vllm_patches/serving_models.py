@@ -47,7 +47,7 @@ def _loading(original: Any) -> Any:
         with adding(AddLora(swap=lifecycle.swapping.swap_in_place)) as call:
             result = await original(self, request, *args, **kwargs)
         if call.error is not None:
-            raise http_error(call.error)
+            raise http_error(call.error, shows_paths=True)  # the caller has named the path
         if request.load_inplace:
             lifecycle.on_change()
         return result

@@ -43,3 +43,20 @@ def test_a_passing_error_says_when_to_retry(kind, status):
     expected = {} if kind.retry_after_s is None else {"Retry-After": str(kind.retry_after_s)}
     assert error.headers == expected
     assert bool(expected) == (status == 503)
+
+
+@pytest.mark.parametrize("kind", [AdapterNotFound, IncompatibleAdapter, InvalidAdapter, SourceUnavailable, OutOfMemory])
+def test_only_administrators_are_told_paths(kind):
+    error = kind(
+        "no directory at '/a b/c'", expected="/data/base", remedy="look below /data", file="/d/e", adapter="sql"
+    )
+
+    def text(shown: Exception) -> str:
+        return str(getattr(shown, "detail", shown))
+
+    code = kind.code
+    assert text(http_error(error)) == (
+        f"[{code}] adapter 'sql', file '<path>': found no directory at '<path>'; expected <path>. "
+        "To fix: look below <path>."
+    )
+    assert text(http_error(error, shows_paths=True)) == str(error)

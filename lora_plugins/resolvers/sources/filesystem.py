@@ -151,7 +151,7 @@ class FilesystemSource:
         except OSError:
             pass
         raise SourceUnavailable(
-            f"no directory at {self.root}",
+            f"no directory at '{self.root}'",
             expected=f"the adapter root {self._variable}",
             remedy="mount or create it",
         )
