@@ -11,6 +11,7 @@ from lora_plugins.errors import (
     InvalidSettings,
     LoRAPluginsError,
     NoFreeSlot,
+    NotAllowed,
     OutOfMemory,
     SourceUnavailable,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "InvalidSettings",
     "LoRAPluginsError",
     "NoFreeSlot",
+    "NotAllowed",
     "OutOfMemory",
     "SourceUnavailable",
     "__version__",

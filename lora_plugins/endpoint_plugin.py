@@ -26,7 +26,7 @@ class AdminPlugin:
         self._tasks: list[asyncio.Task[None]] = []
 
     def attach_router(self, app: Any) -> None:
-        """Add the routes, and keep to the access policy if there is one.
+        """Add the routes, for those who may administer, and keep to the access policy if there is one.
 
         Raises:
             InvalidSettings: the policy cannot be right.

@@ -8,7 +8,8 @@ LoRAPluginsError
 ├── OutOfMemory          L004  MemoryError        507  larger than the budget it must fit in
 ├── InvalidAdapter       L005  ValueError         400  unreadable, malformed or not allowed
 ├── SourceUnavailable    L006  ConnectionError    503  the source does not answer, denies, or times out
-└── InvalidSettings      L007  ValueError         —    an environment variable that cannot be right
+├── InvalidSettings      L007  ValueError         —    an environment variable that cannot be right
+└── NotAllowed           L008  PermissionError    403  a caller who may not administer the server
 ```
 """
 
@@ -121,6 +122,13 @@ class InvalidSettings(LoRAPluginsError, ValueError):
     """L007: an environment variable that cannot be right; the server does not start."""
 
     code = "L007"
+
+
+class NotAllowed(LoRAPluginsError, PermissionError):
+    """L008: a caller without the right to load, unload or look at what is served; 401 where it has sent no key."""
+
+    code = "L008"
+    http_status = 403
 
 
 def error_of(plain: dict[str, str]) -> LoRAPluginsError:

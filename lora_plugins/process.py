@@ -33,6 +33,7 @@ class Process:
 
     Attributes:
         policy: the access policy that its API server keeps to.
+        lets_in_administrators_only: whether its API server asks who wants to change what is served.
         is_manager_patched: whether adapters are planned and loaded our way.
         is_resolver_registered: whether vLLM asks our resolver.
         counted: the metrics that are counted from events. store_usage: what the store's metrics remember.
@@ -46,6 +47,7 @@ class Process:
         self.log = LogEvents()
         self.events = Events(self.log)
         self.policy: Policy | None = None
+        self.lets_in_administrators_only = False
         self.is_manager_patched = False
         self.is_resolver_registered = False
         self.counted: CollectorRegistry | None = None

@@ -19,6 +19,7 @@ from lora_plugins.variables import (
     DIRECTORY,
     FILE,
     FLAG,
+    KEY,
     NAMES,
     PATH,
     PREFIX,
@@ -138,6 +139,9 @@ class Settings:
     """How long an unload waits for running requests before it ends them."""
     policy: Path | None = optional("LORA_PLUGINS_POLICY", FILE)
     """A TOML file that says which API key may use which adapters ([access](access.md)); needs `lora_admin`."""
+    admin_key: str | None = optional("LORA_PLUGINS_ADMIN_KEY", KEY)
+    """The key that `lora_admin` asks for, as `Authorization: Bearer …`; without it, `--api-key` and a policy, only
+    callers on this machine may administer ([admin](admin.md#who-may-administer))."""
     metrics_adapters: int = required("LORA_PLUGINS_METRICS_ADAPTERS", COUNT, "200")
     """How many adapters have their own label in [metrics](metrics.md); all others share `_other`."""
     aws: Mapping[str, str] = field(default_factory=dict, repr=False)  # the AWS_* variables; never logged

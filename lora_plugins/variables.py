@@ -29,12 +29,14 @@ class Kind(Generic[T]):
         parse: the value of a text; raises ValueError where the text is not as expected.
         none: what the documentation calls its absence.
         blank_is_unset: whether an empty text stands for the default, instead of being parsed.
+        is_secret: whether no error and no representation may hold its text.
     """
 
     expected: str
     parse: Callable[[str], T]
     none: str = "none"
     blank_is_unset: bool = True
+    is_secret: bool = False
 
 
 def bytes_of(text: str) -> int | None:
@@ -78,6 +80,10 @@ def _existing_directory(text: str) -> Path:
 
 def _existing_file(text: str) -> Path:
     return _accept(_path(text), accepted=_path(text).is_file())
+
+
+def _key(text: str) -> str:
+    return _accept(text, accepted=bool(text) and text.isascii() and text.isprintable() and " " not in text)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -127,6 +133,8 @@ TEXT = Kind("text", str)
 PATH = Kind("a path of this machine", _path)
 DIRECTORY = Kind("a directory that exists", _existing_directory)
 FILE = Kind("a file that exists", _existing_file)
+# An empty one is an error: a secret that was not mounted must not open what it was to close.
+KEY = Kind("printable ASCII without spaces, which a header can carry", _key, blank_is_unset=False, is_secret=True)
 # vLLM reads its own flag so: what it does not know is no, and never an error.
 VLLM_FLAG = Kind("1 or 0", lambda text: text.strip().lower() in {"1", "true"})
 
@@ -158,7 +166,9 @@ class Variable:
             return self.kind.parse(text)
         except ValueError:
             raise InvalidSettings(
-                f"{self.name}={text!r}", expected=self.kind.expected, remedy=f"correct or unset {self.name}"
+                f"{self.name}=…, which cannot be a key" if self.kind.is_secret else f"{self.name}={text!r}",
+                expected=self.kind.expected,
+                remedy=f"correct or unset {self.name}",
             ) from None
 
 
@@ -170,4 +180,5 @@ def required(name: str, kind: Kind[T], default: str) -> T:
 
 def optional(name: str, kind: Kind[T]) -> T | None:
     """Declare a dataclass field that is None unless its variable is set."""
-    return cast(T | None, field(default=None, metadata={"variable": Variable(name, kind, None)}))
+    variable = Variable(name, kind, None)
+    return cast(T | None, field(default=None, repr=not kind.is_secret, metadata={"variable": variable}))

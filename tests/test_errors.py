@@ -19,6 +19,7 @@ from lora_plugins.errors import (
     InvalidSettings,
     LoRAPluginsError,
     NoFreeSlot,
+    NotAllowed,
     OutOfMemory,
     SourceUnavailable,
     describing,
@@ -32,6 +33,7 @@ TABLE = {
     InvalidAdapter: ("L005", ValueError, 400),
     SourceUnavailable: ("L006", ConnectionError, 503),
     InvalidSettings: ("L007", ValueError, 500),
+    NotAllowed: ("L008", PermissionError, 403),
 }
 FIELDS = {"found": "7 bytes", "expected": "8 bytes", "remedy": "copy it", "adapter": "team/sql", "file": "x.json"}
 by_class = pytest.mark.parametrize("kind", TABLE, ids=lambda kind: kind.__name__)

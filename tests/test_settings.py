@@ -91,6 +91,7 @@ VALID = [
     ("LORA_PLUGINS_DRAIN_TIMEOUT_S", "0", "drain_timeout_s", 0.0),
     ("LORA_PLUGINS_POLICY", "", "policy", None),
     ("LORA_PLUGINS_POLICY", __file__, "policy", Path(__file__)),
+    ("LORA_PLUGINS_ADMIN_KEY", "k3y=/+~", "admin_key", "k3y=/+~"),
     ("LORA_PLUGINS_METRICS_ADAPTERS", " 0 ", "metrics_adapters", 0),
     ("LORA_PLUGINS_METRICS_ADAPTERS", "", "metrics_adapters", 200),
 ]
@@ -170,6 +171,15 @@ def test_credentials_are_read_and_never_shown():
     settings = Settings.from_env({"AWS_SECRET_ACCESS_KEY": "s3cr3t"})
     assert settings.aws["AWS_SECRET_ACCESS_KEY"] == "s3cr3t"
     assert "s3cr3t" not in repr(settings)
+    assert "s3cr3t" not in repr(Settings.from_env({"LORA_PLUGINS_ADMIN_KEY": "s3cr3t"}))
+
+
+@pytest.mark.parametrize("text", ["", " ", "s3cr3t key", "s3cr3t\n", "s3cr3t\u00e9"])
+def test_a_key_that_no_header_carries_is_an_error(text):
+    """An empty one too: else a secret that was not mounted would let in whom it was to keep out."""
+    with pytest.raises(InvalidSettings, match="LORA_PLUGINS_ADMIN_KEY=…") as caught:
+        Settings.from_env({"LORA_PLUGINS_ADMIN_KEY": text})
+    assert "s3cr3t" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["LORA_PLUGINS_BASE_MACTH", "LORA_PLUGINS_", "LORA_PLUGINS_base_match"])

@@ -33,7 +33,12 @@ def top(
     *,
     url: Annotated[str, typer.Option(help="The server's address.")] = "http://localhost:8000",
     api_key: Annotated[
-        str | None, typer.Option(envvar="VLLM_API_KEY", show_envvar=True, help="A key that may use the admin API.")
+        str | None,
+        typer.Option(
+            envvar=["LORA_PLUGINS_ADMIN_KEY", "VLLM_API_KEY"],
+            show_envvar=True,
+            help="A key that may use the admin API.",
+        ),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print once and end.")] = False,
     interval_s: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 2.0,
@@ -124,7 +129,7 @@ def _refused(url: str, status: int) -> SourceUnavailable:
         return SourceUnavailable(
             f"a server at {url} that denies access (HTTP {status})",
             expected="a key that it accepts for its admin API",
-            remedy="give --api-key, or set VLLM_API_KEY",
+            remedy="give --api-key, or set LORA_PLUGINS_ADMIN_KEY or VLLM_API_KEY; or ask on the server's machine",
         )
     if status == 404:
         return SourceUnavailable(

@@ -1,9 +1,10 @@
-"""vLLM's entry points where a request names an adapter answer 404 for one that its key may not use.
+"""vLLM's API server lets only administrators change what is served, and keeps to the access policy.
 
-That is decided by the name alone, before anything is looked up, so neither text nor time says what exists.
+With a policy, its entry points where a request names an adapter answer 404 for one that the key may not use. That is
+decided by the name alone, before anything is looked up, so neither text nor time says what exists.
 
-Wrapped are `BaseServing._check_model` and `_maybe_get_adapters`, `PoolingBaseServing._check_model`, and of
-`OpenAIServingModels` the listing, loading and unloading (0.30 to 0.33).
+Wrapped are the loading and unloading of `OpenAIServingModels`, and with a policy also its listing,
+`BaseServing._check_model` and `_maybe_get_adapters`, and `PoolingBaseServing._check_model` (0.30 to 0.33).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import copy
 import functools
 from typing import Any
 
+from lora_plugins.api.access.administrators import ADMIN_KEY, Administrators
 from lora_plugins.api.access.policy import Policy, Principal
 from lora_plugins.api.access.principals import KnowPrincipal, principal_of_request, require_admin
 from lora_plugins.errors import InvalidSettings
@@ -21,42 +23,62 @@ from lora_plugins.process import Process, this_process
 
 
 def install(app: Any, process: Process) -> None:
-    """Have the API server `app` keep to the policy that the settings name; without one, or again, nothing happens.
+    """Have the API server `app` let in only those who may, by the settings and its options; again, nothing happens.
 
     To be called before the server adds its own middleware (an endpoint plugin's `attach_router` is).
 
     Raises:
         InvalidSettings: the policy cannot be right.
     """
-    path = process.settings.policy
-    if path is None or getattr(app.state, "lora_plugins_policy", None) is not None:
+    if getattr(app.state, "lora_plugins_administrators", None) is not None:
         return
-    policy = Policy.read(path)
-    app.state.lora_plugins_policy = policy
-    app.add_middleware(KnowPrincipal, policy=policy)
-    if process.policy is None:
-        _patch()
+    settings, keys, args = process.settings, _keys_of_vllm(app), getattr(app.state, "args", None)
+    policy = None if settings.policy is None else Policy.read(settings.policy)
+    administrators = app.state.lora_plugins_administrators = Administrators(
+        policy, settings.admin_key, keys_of_vllm=tuple(keys), is_unix_socket=bool(getattr(args, "uds", None))
+    )
+    app.add_middleware(KnowPrincipal, administrators=administrators)
+    if not process.lets_in_administrators_only:
+        _patch_changes()
+    if policy is not None and process.policy is None:
+        _patch_names()
+    process.lets_in_administrators_only = True
     process.policy = policy
-    _log_who_is_let_in(policy, app)
+    _log_who_administers(administrators)
+    if policy is not None:
+        _log_who_is_let_in(policy, keys)
+    if args is not None and keys and settings.admin_key is not None and settings.admin_key not in keys:
+        args.api_key = [*keys, settings.admin_key]  # vLLM reads it after us, and asks for one of these below /v1
 
 
 def require_in_force(process: Process) -> None:
-    """Refuse to start a server that has a policy among its settings and does not keep to it.
+    """Refuse to start a server that has a policy or a key among its settings and does not keep to it.
 
     vLLM goes on without an endpoint plugin that is not named, or that it cannot load.
 
     Raises:
         InvalidSettings: `install` has not been called in this process.
     """
-    if process.settings.policy is not None and process.policy is None:
+    if process.lets_in_administrators_only:
+        return
+    settings = process.settings
+    named = {"LORA_PLUGINS_POLICY": settings.policy, ADMIN_KEY: settings.admin_key}
+    for name in (name for name, value in named.items() if value is not None):
         raise InvalidSettings(
-            "LORA_PLUGINS_POLICY in a process that does not keep to it",
+            f"{name} in a process that does not keep to it",
             expected="an API server with lora_admin",
             remedy="name lora_admin in VLLM_PLUGINS, see the log for why it does not load, or unset the variable",
         )
 
 
-def _patch() -> None:
+def _patch_changes() -> None:
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+
+    for name in ("load_lora_adapter", "unload_lora_adapter"):
+        setattr(OpenAIServingModels, name, _for_admins(getattr(OpenAIServingModels, name)))
+
+
+def _patch_names() -> None:
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
     from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
     from vllm.entrypoints.serve.engine.serving import BaseServing
@@ -65,8 +87,6 @@ def _patch() -> None:
         serving._check_model = _checking(serving._check_model)  # noqa: SLF001 - in the ledger
     BaseServing._maybe_get_adapters = _getting(BaseServing._maybe_get_adapters)  # noqa: SLF001
     OpenAIServingModels.show_available_models = _listing(OpenAIServingModels.show_available_models)
-    for name in ("load_lora_adapter", "unload_lora_adapter"):
-        setattr(OpenAIServingModels, name, _for_admins(getattr(OpenAIServingModels, name)))
 
 
 def _principal() -> Principal:
@@ -135,9 +155,21 @@ def _for_admins(method: Any) -> Any:
     return guarded
 
 
-def _log_who_is_let_in(policy: Policy, app: Any) -> None:
+def _log_who_administers(administrators: Administrators) -> None:
+    if not administrators.is_by_address:
+        logger.info("The admin API answers %s", administrators.in_words())
+        return
+    logger.warning(
+        "The admin API answers %s only, as there is no policy, no --api-key and no %s. A proxy on this machine that "
+        "sets no X-Forwarded-For lets everybody in. To fix: set %s",
+        administrators.in_words(),
+        ADMIN_KEY,
+        ADMIN_KEY,
+    )
+
+
+def _log_who_is_let_in(policy: Policy, keys: list[str]) -> None:
     logger.info("Access policy: %d keys of %s", policy.key_count, ", ".join(policy.labels) or "no tenant")
-    keys = _keys_of_vllm(app)
     if not keys:
         logger.warning(
             "An access policy without --api-key: vLLM asks for no key, so everybody may use the base model, and the "
@@ -177,8 +209,9 @@ LEDGER = (
         vllm.envs:
             VLLM_API_KEY
         """,
-        what="wrapped where there is an access policy, but for is_base_model (called) and "
-        "the key (read, to warn of keys of the policy that vLLM does not accept)",
+        what="wrapped where there is an access policy, loading and unloading always, but for is_base_model (called) "
+        "and the keys (read, to see whether vLLM asks for one, and to warn of keys of the policy that it does not "
+        "accept; ours is added to args.api_key where vLLM asks for one)",
         why="an adapter that the key may not use must look like one that does not exist; only administrators change "
         "what is served. Default multimodal adapters, and pooling's unknown names, come from _maybe_get_adapters",
         remove="vLLM asks a plugin which adapters a request may use",

@@ -107,7 +107,10 @@ def test_the_key_option_overrides_the_environment(cli, server):
     shown(cli, server)
     shown(cli, server, "--api-key", "given")
     assert server.seen == [("/v1/loras", "Bearer from-environment"), ("/v1/loras", "Bearer given")]
-    del cli.env["VLLM_API_KEY"]
+    cli.env["LORA_PLUGINS_ADMIN_KEY"] = "of-administrators"
+    shown(cli, server)
+    assert server.seen[-1] == ("/v1/loras", "Bearer of-administrators")
+    del cli.env["VLLM_API_KEY"], cli.env["LORA_PLUGINS_ADMIN_KEY"]
     shown(cli, server)
     assert server.seen[-1] == ("/v1/loras", None)
 

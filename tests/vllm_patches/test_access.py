@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +15,9 @@ from fastapi import Depends, FastAPI, WebSocket
 from fastapi.responses import JSONResponse
 from starlette.testclient import TestClient
 
+from lora_plugins.api.access.administrators import forbidden
 from lora_plugins.api.access.policy import Principal
-from lora_plugins.api.access.principals import FORBIDDEN, principal_of_request, require_admin
+from lora_plugins.api.access.principals import principal_of_request, require_admin
 from lora_plugins.errors import InvalidSettings, SourceUnavailable
 from lora_plugins.process import Process
 from lora_plugins.settings import BaseMatch, Settings
@@ -58,7 +59,16 @@ class Engine:
 class World:
     """vLLM's models, serving classes, routes and middleware around one made-up remote source."""
 
-    def __init__(self, process: Process, tmp_path: Path, *, policy: Path | None, keys: list[str]) -> None:
+    def __init__(
+        self,
+        process: Process,
+        tmp_path: Path,
+        *,
+        policy: Path | None = None,
+        keys: Sequence[str] = (),
+        admin_key: str | None = None,
+        uds: str | None = None,
+    ) -> None:
         from vllm.entrypoints.openai.models.protocol import BaseModelPath
         from vllm.entrypoints.openai.models.serving import OpenAIServingModels
         from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
@@ -66,7 +76,9 @@ class World:
 
         self.source = FakeSource("s3", dict.fromkeys(EXISTING, adapter_files()))
         self.process = process
-        process.settings = Settings(store_dir=tmp_path / "store", base_match=BaseMatch.OFF, policy=policy)
+        process.settings = Settings(
+            store_dir=tmp_path / "store", base_match=BaseMatch.OFF, policy=policy, admin_key=admin_key
+        )
         process.add_source(self.source)
         self.engine = Engine()
         self.models = OpenAIServingModels(self.engine, [BaseModelPath("tiny", "org/tiny")], lora_modules=None)
@@ -75,16 +87,16 @@ class World:
         pooling = type("Pooling", (PoolingBaseServing,), abstract)()
         pooling.models, pooling.request_logger = self.models, None
         self.servings = {"base": BaseServing(self.models, self.engine.model_config), "pooling": pooling}
-        self.app = self._app(keys)
+        self.app = self._app(list(keys), uds)
 
-    def _app(self, keys: list[str]) -> FastAPI:
+    def _app(self, keys: list[str], uds: str | None) -> FastAPI:
         from vllm.entrypoints.openai.models import api_router as models_routes
         from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
         from vllm.entrypoints.serve.lora import api_router as lora_routes
         from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
         app = FastAPI()
-        app.state.args = SimpleNamespace(api_key=keys, log_error_stack=False)
+        app.state.args = SimpleNamespace(api_key=keys, uds=uds, log_error_stack=False)
         app.state.openai_serving_models = self.models
         models_routes.attach_router(app)
         level = logging.root.level
@@ -108,16 +120,18 @@ class World:
 
         access.install(app, self.process)
         init_exception_handler(app)
-        if keys:
-            app.add_middleware(AuthenticationMiddleware, tokens=keys)
+        if app.state.args.api_key:  # as vLLM's init_entrypoints_middleware, after the endpoint plugins
+            app.add_middleware(AuthenticationMiddleware, tokens=app.state.args.api_key)
         return app
 
-    def send(self, method: str, path: str, key: str | None = None, **more: Any) -> httpx.Response:
+    def send(
+        self, method: str, path: str, key: str | None = None, *, client: Any = ("127.0.0.1", 1), **more: Any
+    ) -> httpx.Response:
         async def go() -> httpx.Response:
-            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False, client=client)
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-            async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client:
-                return await client.request(method, path, **more)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as sender:
+                return await sender.request(method, path, **more)
 
         return asyncio.run(go())
 
@@ -358,7 +372,7 @@ def test_at_start_vllm_loads_its_static_modules(world):
 
 def test_a_route_can_ask_for_admin_rights(world):
     refused = world.send("GET", "/v1/mine", "key-a")
-    assert (refused.status_code, refused.json()["error"]["message"]) == (403, FORBIDDEN)
+    assert (refused.status_code, refused.json()["error"]["message"]) == (403, str(forbidden()))
     assert world.send("GET", "/v1/mine", "key-root").json() == "root"
 
 
@@ -384,9 +398,119 @@ def test_without_a_policy_nothing_is_wrapped(process, tmp_path, vllm_as_it_was):
     world = World(process, tmp_path, policy=None, keys=KEYS)
     assert BaseServing._check_model is before
     assert process.policy is None
-    assert [middleware.cls.__name__ for middleware in world.app.user_middleware] == ["AuthenticationMiddleware"]
     assert world.use("team-b/sql", "key-a").json() == {"adapter": "team-b/sql"}
-    assert world.send("GET", "/v1/mine", "key-a").json() == "nobody"
+
+
+# --- without a policy
+
+
+def may(world: World, *, key: str | None = None, **more: Any) -> list[int]:
+    """What our routes, vLLM's, and one that reaches vLLM's methods by another way (as SageMaker's does) answer."""
+    from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
+
+    @world.app.delete("/adapters/{name}")
+    async def unload(name: str) -> Any:
+        return await world.models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
+
+    asked = (
+        ("GET", "/v1/loras", {}),
+        ("GET", "/v1/mine", {}),
+        ("POST", "/v1/load_lora_adapter", {"json": {"lora_name": "new", "lora_path": "/x"}}),
+        ("DELETE", "/adapters/new", {}),
+    )
+    return [world.send(method, path, key, **body, **more).status_code for method, path, body in asked]
+
+
+YES = [404, 200, 200, 200]  # this application has no /v1/loras
+
+
+@pytest.mark.parametrize("client", [("127.0.0.1", 1), ("127.9.0.1", 1), ("::1", 1), ("::ffff:127.0.0.1", 1)])
+def test_without_any_key_this_machine_may_administer(process, tmp_path, vllm_as_it_was, client):
+    assert may(World(process, tmp_path), client=client) == YES
+
+
+@pytest.mark.parametrize("client", [("10.0.0.7", 1), ("::ffff:10.0.0.7", 1), ("2001:db8::1", 1), None, ("", 0)])
+def test_without_any_key_no_other_machine_may(process, tmp_path, vllm_as_it_was, client):
+    world = World(process, tmp_path)
+    assert may(world, client=client) == [403] * 4
+    assert world.models.lora_requests == {}
+    text = world.send("GET", "/v1/loras", client=client).json()["error"]["message"]
+    assert text.startswith("[L008] found a caller ")
+    assert "set LORA_PLUGINS_ADMIN_KEY for the server" in text
+    assert world.send("DELETE", "/adapters/new", client=client).json()["error"]["message"] == text
+    assert world.send("POST", "/v1/use/base", client=client, json={"model": "shared"}).json() == {"adapter": "shared"}
+
+
+def test_who_reaches_the_unix_socket_may_administer(process, tmp_path, vllm_as_it_was):
+    assert may(World(process, tmp_path, uds="/run/x"), client=None) == YES
+
+
+def test_with_vllms_keys_alone_each_may_administer(process, tmp_path, vllm_as_it_was):
+    world = World(process, tmp_path, keys=KEYS)
+    far = ("10.0.0.7", 1)
+    assert may(world, key="key-a", client=far) == YES
+    assert may(world, key="nobodys") == [401, 401, 401, 403], "vLLM asks for no key beside /v1; we do"
+
+
+@pytest.mark.parametrize("keys", [(), KEYS])
+def test_the_admin_key_lets_its_holder_in(process, tmp_path, vllm_as_it_was, keys):
+    world = World(process, tmp_path, keys=keys, admin_key="the-key")
+    assert may(world, key="the-key", client=("10.0.0.7", 1)) == YES
+    assert world.use("shared", "the-key").json() == {"adapter": "shared"}
+
+
+def test_with_an_admin_key_loopback_needs_it_too(process, tmp_path, vllm_as_it_was):
+    world = World(process, tmp_path, admin_key="the-key")
+    assert may(world) == [401, 403, 401, 403]
+    assert may(world, key="the-ke") == may(world, key="the-key ") == [403] * 4
+    refused = world.send("GET", "/v1/loras")
+    assert refused.headers["www-authenticate"] == "Bearer"
+    assert refused.json()["error"]["message"] == (
+        "[L008] found no key in the Authorization header; expected the key of LORA_PLUGINS_ADMIN_KEY. "
+        "To fix: send it as 'Authorization: Bearer KEY'."
+    )
+    assert "the-key" not in world.send("GET", "/v1/loras", "other").text
+
+
+def test_with_an_admin_key_vllms_keys_administer_nothing(process, tmp_path, vllm_as_it_was):
+    world = World(process, tmp_path, keys=KEYS, admin_key="the-key")
+    assert may(world, key="key-a") == [403] * 4
+    assert world.use("shared", "key-a").json() == {"adapter": "shared"}
+    assert world.use("shared", None).status_code == 401
+
+
+def test_with_a_policy_admin_key_and_tenants_may(process, tmp_path, policy, vllm_as_it_was):
+    world = World(process, tmp_path, policy=policy, keys=KEYS, admin_key="the-key")
+    assert may(world, key="the-key") == may(world, key="key-root") == YES
+    assert may(world, key="key-a") == [403] * 4
+    assert world.use("secret", "the-key").json() == {"adapter": "secret"}
+
+
+def test_the_environments_key_of_vllm_stays_valid(process, tmp_path, vllm_as_it_was, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "key-a")
+    world = World(process, tmp_path, admin_key="the-key")
+    assert world.app.state.args.api_key == ["key-a", "the-key"]
+    assert world.use("shared", "key-a").json() == {"adapter": "shared"}
+
+
+@pytest.mark.parametrize(
+    ("how", "level", "says"),
+    [
+        ({}, "WARNING", "callers on this machine (loopback) only"),
+        ({"uds": "/run/x"}, "WARNING", "whoever can connect to the Unix socket only"),
+        ({"keys": KEYS}, "INFO", "every key of --api-key"),
+        ({"admin_key": "the-key"}, "INFO", "the key of LORA_PLUGINS_ADMIN_KEY"),
+        ({"keys": KEYS, "admin_key": "the-key"}, "INFO", "the key of LORA_PLUGINS_ADMIN_KEY"),
+    ],
+)
+def test_startup_logs_who_may_administer(process, tmp_path, vllm_as_it_was, logged, how, level, says):
+    World(process, tmp_path, **how)
+    (record,) = [record for record in logged.records if "admin API" in record.getMessage()]
+    assert (record.levelname, says in record.getMessage()) == (level, True)
+    assert "the-key" not in logged.text
+
+
+# --- installing it with a policy
 
 
 def test_installed_twice_it_wraps_once(world, policy):
@@ -407,7 +531,8 @@ def test_startup_fails_with_a_wrong_policy(process, tmp_path, vllm_as_it_was):
         World(process, tmp_path, policy=tmp_path / "policy.toml", keys=KEYS)
 
 
-def test_startup_fails_where_the_policy_is_not_in_force(process, tmp_path, policy, vllm_as_it_was, monkeypatch):
+@pytest.mark.parametrize("setting", ["policy", "admin_key"])
+def test_startup_fails_where_access_is_not_guarded(process, tmp_path, policy, vllm_as_it_was, monkeypatch, setting):
     """vLLM itself goes on without an endpoint plugin that it cannot load."""
     from vllm.entrypoints.openai.models.protocol import BaseModelPath
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -415,7 +540,9 @@ def test_startup_fails_where_the_policy_is_not_in_force(process, tmp_path, polic
     from lora_plugins.vllm_patches import resolver as resolver_module
 
     monkeypatch.setattr(OpenAIServingModels, "__init__", OpenAIServingModels.__init__)  # put back afterwards
-    process.settings = Settings(store_dir=tmp_path / "store", policy=policy)
+    process.settings = Settings(
+        store_dir=tmp_path / "store", **{setting: {"policy": policy, "admin_key": "the-key"}[setting]}
+    )
     resolver = LoRAPluginsResolver(process)
     resolver_module.when_serving(resolver.before_serving, resolver.bind)
     client = Engine()

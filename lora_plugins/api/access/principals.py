@@ -7,23 +7,25 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
-from lora_plugins.api.access.policy import Policy, Principal
+from lora_plugins.api.access.administrators import Administrators, Scope, forbidden
+from lora_plugins.api.access.policy import Principal
+from lora_plugins.errors import NotAllowed
 
-Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # Of the request that this code runs for; None where it runs for none, such as at start.
 principal_of_request: ContextVar[Principal | None] = ContextVar("lora_plugins_principal", default=None)
+# What its caller is told where only an administrator may.
+_refusal: ContextVar[Callable[[], NotAllowed]] = ContextVar("lora_plugins_refusal", default=forbidden)
 
-FORBIDDEN = "This needs a key with admin rights in the server's access policy."
 # Ours; vLLM's; and, in its development mode, the one that reaches every method of the workers, ours too.
 _ADMIN_PATHS = ("/v1/loras", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/collective_rpc")
 
 
 async def require_admin() -> None:
-    """Let only administrators in; a FastAPI dependency. Without a policy everybody is one.
+    """Let only administrators in; a FastAPI dependency. Code that runs for no request is let in.
 
     Raises:
         HTTPException: 403.
@@ -32,42 +34,35 @@ async def require_admin() -> None:
     if principal is not None and not principal.is_admin:
         from fastapi import HTTPException
 
-        raise HTTPException(403, FORBIDDEN)
+        raise HTTPException(NotAllowed.http_status, str(_refusal.get()()))
 
 
 class KnowPrincipal:
-    """ASGI middleware: notes whose key a request carries, and keeps others than administrators from their routes.
+    """ASGI middleware: notes whom a request comes from, and keeps others than administrators from their routes.
 
     Goes inside of vLLM's own authentication, which answers 401 first.
     """
 
-    def __init__(self, app: App, policy: Policy) -> None:
+    def __init__(self, app: App, administrators: Administrators) -> None:
         self._app = app
-        self._policy = policy
+        self._administrators = administrators
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        principal = self._policy.of_key(_bearer(scope))
+        ours = self._administrators
+        principal = ours.principal(scope)
         if not principal.is_admin and _is_for_admins(scope):
-            await _forbid(scope, send)
+            await _forbid(scope, send, ours.refusal(scope), asks_for_key=ours.asks_for_key(scope))
             return
-        token = principal_of_request.set(principal)
+        tokens = principal_of_request.set(principal), _refusal.set(lambda: ours.refusal(scope))
         try:
             await self._app(scope, receive, send)
         finally:
-            principal_of_request.reset(token)
-
-
-def _bearer(scope: Scope) -> str | None:
-    """The key of the first Authorization header, read as vLLM's `AuthenticationMiddleware` (0.32) reads it."""
-    for name, value in scope["headers"]:
-        if name.lower() == b"authorization":
-            scheme, _, key = value.decode("latin-1").partition(" ")
-            return key if scheme.lower() == "bearer" else None
-    return None
+            principal_of_request.reset(tokens[0])
+            _refusal.reset(tokens[1])
 
 
 def _is_for_admins(scope: Scope) -> bool:
@@ -79,12 +74,15 @@ def _is_for_admins(scope: Scope) -> bool:
     )
 
 
-async def _forbid(scope: Scope, send: Send) -> None:
+async def _forbid(scope: Scope, send: Send, refusal: NotAllowed, *, asks_for_key: bool) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008})
         return
-    error = {"message": FORBIDDEN, "type": "Forbidden", "param": None, "code": 403}
+    status, kind = (401, "Unauthorized") if asks_for_key else (refusal.http_status, "Forbidden")
+    error = {"message": str(refusal), "type": kind, "param": None, "code": status}
     body = json.dumps({"error": error}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 403, "headers": headers})
+    if asks_for_key:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lora_plugins.api.access.administrators import Administrators
 from lora_plugins.api.access.policy import Policy
 from lora_plugins.api.access.principals import KnowPrincipal, principal_of_request
 
@@ -53,7 +54,7 @@ def ask(
 
     raw = [(name.encode(), value.encode("latin-1")) for name, value in headers]
     scope = {"type": kind, "path": path, "method": method, "headers": raw, "root_path": root_path}
-    asyncio.run(KnowPrincipal(app, POLICY)(scope, None, send))
+    asyncio.run(KnowPrincipal(app, Administrators(POLICY))(scope, None, send))
     return app, sent
 
 
@@ -96,7 +97,7 @@ def test_requests_at_one_time_are_not_mixed_up():
         seen[scope["path"]] = principal_of_request.get().label
 
     async def run() -> None:
-        middleware = KnowPrincipal(answer, POLICY)
+        middleware = KnowPrincipal(answer, Administrators(POLICY))
         scopes = [
             {"type": "http", "path": f"/{key}", "headers": [(b"authorization", f"Bearer {key}".encode())]}
             for key in ("key-a", "key-root", "nobody")

@@ -1,0 +1,156 @@
+"""Who may administer: by the access policy, by a key of their own, by vLLM's keys, or by where they call from."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from lora_plugins.api.access.policy import Policy, Principal
+from lora_plugins.errors import NotAllowed
+
+Scope = MutableMapping[str, Any]
+
+ADMIN_KEY = "LORA_PLUGINS_ADMIN_KEY"
+_HOLDER = Principal("(admin key)", is_admin=True)
+_KEY_OF_VLLM = Principal("(--api-key)", is_admin=True)
+_LOCAL = Principal("(this machine)", is_admin=True)
+_OTHER = Principal("(other)")
+# Headers with which a proxy says for whom it asks; names that begin with the last one, too.
+_OF_PROXIES = (b"forwarded", b"via", b"x-real-ip")
+_OF_PROXIES_PREFIX = b"x-forwarded-"
+
+
+@dataclass(frozen=True, slots=True)
+class Administrators:
+    """The rule of one API server, which follows from how it is started.
+
+    Attributes:
+        policy: its tenants with `admin = true` may.
+        key: whoever sends it may (`LORA_PLUGINS_ADMIN_KEY`).
+        keys_of_vllm: those of `--api-key`; with neither policy nor `key`, whoever sends one of them may, also on the
+            routes for which vLLM itself asks for none.
+        is_unix_socket: whether the server listens on one, whose callers have no address and are on this machine.
+    """
+
+    policy: Policy | None = None
+    key: str | None = None
+    keys_of_vllm: tuple[str, ...] = ()
+    is_unix_socket: bool = False
+
+    def principal(self, scope: Scope) -> Principal:
+        """Whose connection this is."""
+        sent = bearer(scope)
+        if self.key is not None and sent is not None and _are_equal(sent, self.key):
+            return _HOLDER
+        if self.policy is not None:
+            return self.policy.of_key(sent)
+        if self.key is not None:
+            return _OTHER
+        if self.keys_of_vllm:
+            known = [_are_equal(sent or "", key) for key in self.keys_of_vllm]
+            return _KEY_OF_VLLM if any(known) else _OTHER
+        return _LOCAL if self._why_not_local(scope) is None else _OTHER
+
+    def refusal(self, scope: Scope) -> NotAllowed:
+        """What somebody is told who may not, and what to do about it."""
+        if self.policy is not None:
+            return forbidden()
+        if not self.is_by_address:
+            return NotAllowed(
+                "no key in the Authorization header" if bearer(scope) is None else "another key",
+                expected="a key of --api-key" if self.key is None else f"the key of {ADMIN_KEY}",
+                remedy="send it as 'Authorization: Bearer KEY'",
+            )
+        return NotAllowed(
+            self._why_not_local(scope) or "a caller that nothing is known of",
+            expected="one on the server's own machine, as the server has no key for its admin API",
+            remedy=f"set {ADMIN_KEY} for the server, and send it as 'Authorization: Bearer KEY'",
+        )
+
+    def asks_for_key(self, scope: Scope) -> bool:
+        """Whether a key is all that this connection lacks."""
+        return self.policy is None and not self.is_by_address and bearer(scope) is None
+
+    def in_words(self) -> str:
+        """The rule, for the log."""
+        holders = []
+        if self.policy is not None:
+            holders.append("keys with admin rights in the access policy")
+        if self.key is not None:
+            holders.append(f"the key of {ADMIN_KEY}")
+        if not holders and self.keys_of_vllm:
+            holders.append("every key of --api-key")
+        if holders:
+            return " and ".join(holders)
+        return "whoever can connect to the Unix socket" if self.is_unix_socket else "callers on this machine (loopback)"
+
+    @property
+    def is_by_address(self) -> bool:
+        """Whether no key is asked for."""
+        return self.policy is None and self.key is None and not self.keys_of_vllm
+
+    def _why_not_local(self, scope: Scope) -> str | None:
+        """Why this connection may come from elsewhere; None where it comes from this machine."""
+        client = scope.get("client")
+        if client is None:
+            # Of a TCP connection that is closed already, nobody can tell the address either.
+            if not self.is_unix_socket:
+                return "a caller without an address"
+        elif not is_loopback(client[0]):
+            return "a caller on another machine"
+        for name, value in ((name.lower(), value) for name, value in scope["headers"]):
+            if name in _OF_PROXIES or name.startswith(_OF_PROXIES_PREFIX):
+                return "a call that a proxy has passed on"
+            if name == b"origin" and not _is_page_of_this_machine(value.decode("latin-1")):
+                return "a call of a web page"
+        return None
+
+
+def forbidden() -> NotAllowed:
+    """What those are told whom the access policy knows, and gives no admin rights."""
+    return NotAllowed(
+        "a key without admin rights in the server's access policy",
+        expected="one with them",
+        remedy="use another key, or set admin = true for its tenant",
+    )
+
+
+def bearer(scope: Scope) -> str | None:
+    """The key of the first Authorization header, read as vLLM's `AuthenticationMiddleware` (0.32) reads it."""
+    for name, value in scope["headers"]:
+        if name.lower() == b"authorization":
+            scheme, _, key = value.decode("latin-1").partition(" ")
+            return key if scheme.lower() == "bearer" else None
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def is_loopback(host: str) -> bool:
+    """Whether an address is one of this machine's own, IPv4 written as IPv6 included; a name is not."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def _is_page_of_this_machine(origin: str) -> bool:
+    """A browser on this machine shows pages of others too, and lets them call servers here."""
+    try:
+        host = urlsplit(origin).hostname or ""
+    except ValueError:
+        return False
+    return host == "localhost" or is_loopback(host)
+
+
+def _are_equal(sent: str, key: str) -> bool:
+    """In the same time whatever both are, and however long."""
+    digests = (hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest() for text in (sent, key))
+    return hmac.compare_digest(*digests)
