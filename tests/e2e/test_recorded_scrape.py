@@ -1,0 +1,91 @@
+"""What a router sees of a real server with adapters in slots, in host memory and pinned, while requests are held.
+
+The page is `tests/observability/recorded/metrics.txt`; `RENEW_GOLDEN=1` records it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+from pathlib import Path
+
+import httpx
+
+from testbed.bed import MAX_TOKENS, Bed
+from testbed.client import complete, connect
+from testbed.models import PROMPT
+from tests.e2e.admin import HEADERS
+from tests.e2e.servers import admin_server
+from tests.e2e.standing_still import LONGEST_S, seen
+from tests.observability.recorded_scrape import PAGE, lora_shape, samples
+from tests.observability.strict_page import check_page
+
+RUNS, RUNNING, WAITS, WAITING = "stable", 4, "chat", 3
+
+
+def test_a_routers_view_is_as_it_is_recorded(bed: Bed, tmp_path: Path) -> None:
+    shutil.copytree(bed.adapters, tmp_path / "adapters")
+    with admin_server(bed, tmp_path, "--max-loras", "2", "--served-model-name", "llama") as server:
+        client = connect(server)
+
+        def is_right(name: str) -> None:
+            client_answer = complete(client, name, PROMPT, MAX_TOKENS)
+            assert list(client_answer.token_ids) == bed.answers[name], client_answer.error
+
+        is_right("sql")
+        assert httpx.post(f"{server.url}/v1/loras/sql/pin", headers=HEADERS, timeout=LONGEST_S).status_code == 200
+        for name in (WAITS, RUNS, "team/poet"):
+            is_right(name)
+        page = asyncio.run(while_requests_are_held(server.url, bed))
+    check_page(page)
+    if os.environ.get("RENEW_GOLDEN"):
+        PAGE.write_text(page)
+    assert lora_shape(page) == lora_shape(PAGE.read_text())
+    assert places(page) == places(PAGE.read_text())
+
+
+def places(page: str) -> set[tuple[str, ...]]:
+    """Where each adapter is, without the engine, the model and the value."""
+    told = ("adapter_name", "level", "pinned", "rank")
+    return {tuple(labels[key] for key in told) for labels, _ in samples(page, "vllm:lora_adapter_loaded")}
+
+
+async def while_requests_are_held(url: str, bed: Bed) -> str:
+    """The page while some requests run and others wait for a slot, as vLLM's own metrics and ours say."""
+    async with httpx.AsyncClient(base_url=url, timeout=LONGEST_S) as client:
+
+        def ask(name: str, tokens: int) -> asyncio.Task[httpx.Response]:
+            body = {"model": name, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+            return asyncio.create_task(client.post("/v1/completions", json=body | {"return_token_ids": True}))
+
+        page = ""
+
+        async def scrape() -> str:
+            assert not running[0].done(), f"they were too short\n{page}"
+            return (await client.get("/metrics")).text
+
+        async def all_run() -> bool:
+            return shown(await scrape(), "vllm:num_requests_running") == RUNNING
+
+        async def all_wait() -> bool:
+            nonlocal page
+            page = await scrape()
+            return {shown(page, name) for name in ("vllm:num_requests_waiting", "lora_plugins_held")} == {WAITING}
+
+        running = [ask(RUNS, 900) for _ in range(RUNNING)]
+        await seen(all_run)
+        held = [ask(WAITS, MAX_TOKENS) for _ in range(WAITING)]
+        await seen(all_wait)
+        for task in running:
+            task.cancel()
+        for answer in await asyncio.gather(*held):
+            assert answer.json()["choices"][0]["token_ids"] == bed.answers[WAITS]
+        return page
+
+
+def shown(page: str, gauge: str) -> float:
+    """The one value of a gauge: parsing the whole page takes longer than there is time."""
+    (value,) = re.findall(rf"^{gauge}\{{.*\}} (\S+)$", page, re.MULTILINE)
+    return float(value)
