@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo test test-unit test-long test-models coverage check format ledger bench-verify bench-fetch bench-policies bench-manager bench-admission bench-kernels-cpu bench-access bench-kernels-aot clean
+.PHONY: help set-up demo test test-unit test-long test-models coverage check format ledger bench-verify bench-models bench-fetch bench-policies bench-manager bench-admission bench-kernels-cpu bench-access bench-kernels-aot clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -57,6 +57,9 @@ ledger: set-up ## print what we touch in vLLM, and compare it with the installed
 bench-verify: set-up ## what verification costs, by adapter size, and what an event loop notices of it
 	@$(RUN) -m benchmarks.verify_cost
 	@$(RUN) -m benchmarks.verify_loop
+
+bench-models: set-up ## adapters of every kind on 50 architectures; writes docs/models.md (10 minutes)
+	@$(RUN) -m benchmarks.models
 
 bench-fetch: set-up ## cold fetches against others, warm resolves, crowds and floods (15 minutes)
 	@$(RUN) -m benchmarks.fetch

@@ -47,7 +47,7 @@ class Architecture:
         has_peft: whether Transformers has a class of this name, so that PEFT can say what is right; vLLM's own loading
             of a model with random weights says it elsewhere.
         is_peft_right: whether vLLM's base model computes what that class does, so that PEFT says what is right.
-        refused: kinds of adapters that are not served, with a part of the reason.
+        refused: kinds of adapters that are not served, and why.
         is_quick: whether it is in the normal test run.
     """
 
@@ -75,7 +75,7 @@ class Architecture:
         """What the engine adapts, where it is not everything."""
         if not self.router:
             return ()
-        return (*self.attention, (self.vllms_router or self.router).rpartition(".")[2], *self.more)
+        return (*self.attention, (self.vllms_router or self.router).rpartition(".")[2], *self.more, *self.words)
 
     def kinds(self) -> dict[str, dict[str, Any]]:
         """Kinds of adapters, with the arguments of PEFT's `LoraConfig`."""
@@ -91,7 +91,7 @@ class Architecture:
             },
         }
         if self.words:
-            kinds["words"] = {"target_modules": list(self.words)}
+            kinds["embeddings-head"] = {"target_modules": list(self.words)}
         if self.router:
             kinds["router"] = {"target_modules": [], "target_parameters": [f"{self.router}.weight"]}
             experts = ["experts.gate_up_proj", "experts.down_proj"]
@@ -100,6 +100,7 @@ class Architecture:
 
 
 _WORDS = ("embed_tokens", "lm_head")
+_EMBEDDINGS = ("embed_tokens",)
 _TIED = {"tie_word_embeddings": True}
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _MAMBA = {"mamba_n_heads": 16, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 16, "mamba_d_ssm": 128}
@@ -117,7 +118,7 @@ _TRANSFORMERS = (
     Architecture("Phi3ForCausalLM", "phi3", words=_WORDS, attention=("qkv_proj", "o_proj"), is_quick=True),
     Architecture("Glm4ForCausalLM", "glm4", is_quick=True),
     Architecture("GraniteForCausalLM", "granite", words=_WORDS, is_quick=True),
-    Architecture("CohereForCausalLM", "cohere", _TIED, words=("embed_tokens",)),
+    Architecture("CohereForCausalLM", "cohere", _TIED, words=_EMBEDDINGS),
     Architecture("Cohere2ForCausalLM", "cohere2", _TIED),
     Architecture(
         "OPTForCausalLM",
@@ -185,20 +186,21 @@ _TRANSFORMERS = (
         words=_WORDS,
     ),
     # Computed by vLLM's Transformers backend.
-    Architecture("GlmForCausalLM", "glm"),
-    Architecture("Starcoder2ForCausalLM", "starcoder2"),
-    Architecture("OlmoForCausalLM", "olmo"),
-    Architecture("Olmo2ForCausalLM", "olmo2"),
+    Architecture("GlmForCausalLM", "glm", words=_EMBEDDINGS),
+    Architecture("Starcoder2ForCausalLM", "starcoder2", words=_EMBEDDINGS),
+    Architecture("OlmoForCausalLM", "olmo", words=_EMBEDDINGS),
+    Architecture("Olmo2ForCausalLM", "olmo2", words=_EMBEDDINGS),
     Architecture("GPTNeoXForCausalLM", "gpt_neox", attention=("query_key_value", "dense"), is_peft_right=False),
-    Architecture("PhiForCausalLM", "phi", attention=("q_proj", "k_proj", "v_proj", "dense")),
-    Architecture("SmolLM3ForCausalLM", "smollm3"),
-    Architecture("SeedOssForCausalLM", "seed_oss"),
-    Architecture("ArceeForCausalLM", "arcee"),
+    Architecture("PhiForCausalLM", "phi", attention=("q_proj", "k_proj", "v_proj", "dense"), words=_EMBEDDINGS),
+    Architecture("SmolLM3ForCausalLM", "smollm3", words=_EMBEDDINGS),
+    Architecture("SeedOssForCausalLM", "seed_oss", words=_EMBEDDINGS),
+    Architecture("ArceeForCausalLM", "arcee", words=_EMBEDDINGS),
     # Mixtures of experts.
     Architecture(
         "MixtralForCausalLM",
         "mixtral",
         _EXPERTS,
+        words=_WORDS,
         router="mlp.gate",
         only_made=_EXPERTS_KINDS,
         vllms_router="block_sparse_moe.gate",
@@ -212,14 +214,17 @@ _TRANSFORMERS = (
         # The last is the same module under its other name, which vLLM leaves without adapters where it is not named.
         more=("gate_up_proj", "down_proj", "shared_expert_gate", "expert_gate"),
     ),
-    Architecture("Qwen3MoeForCausalLM", "qwen3_moe", _EXPERTS, router="mlp.gate", only_made=_EXPERTS_KINDS),
+    Architecture(
+        "Qwen3MoeForCausalLM", "qwen3_moe", _EXPERTS, words=_WORDS, router="mlp.gate", only_made=_EXPERTS_KINDS
+    ),
     Architecture(
         "GraniteMoeForCausalLM",
         "granitemoe",
         _EXPERTS,
+        words=_WORDS,
         router="block_sparse_moe.router",
         vllms_router="block_sparse_moe.gate",
-        refused={"router": "block_sparse_moe.router"},
+        refused={"router": "named otherwise in vLLM (`block_sparse_moe.gate`), which refuses it too"},
     ),
     Architecture("GptOssForCausalLM", "gpt_oss", {**_EXPERTS, **_SLIDING}, router="mlp.router"),
     Architecture(

