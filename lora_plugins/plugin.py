@@ -10,7 +10,7 @@ from lora_plugins.process import this_process
 from lora_plugins.resolvers.sources.configured import filesystem_source, hub_source, s3_source
 from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.settings import Settings, named_in_environment
-from lora_plugins.vllm_patches import builtin_resolvers, punica
+from lora_plugins.vllm_patches import builtin_resolvers, embeddings, punica
 from lora_plugins.vllm_patches.resolver import register_resolver
 
 _FILESYSTEM_BUILTIN = ("vllm.plugins.lora_resolvers.filesystem_resolver", "register_filesystem_resolver")
@@ -78,6 +78,7 @@ def register_kernels() -> None:
     """
     if named_in_environment(KERNELS):
         punica.patch(this_process().settings)
+        embeddings.patch()
         _install_metrics()
 
 

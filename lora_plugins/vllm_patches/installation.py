@@ -15,6 +15,7 @@ def install(process: Process) -> None:
         return
     from lora_plugins.vllm_patches import (
         async_llm,
+        embeddings,
         engine_core,
         llm_engine,
         lora_request,
@@ -27,6 +28,7 @@ def install(process: Process) -> None:
 
     in_order = (
         # Layers and requests first: what is patched after them makes and compares these.
+        embeddings.patch,
         patch_set_lora,  # of the classes, before there are layers, of which lora_kernels wraps each one
         patch_safetensors,
         lora_request.distinguish_versions,

@@ -22,7 +22,7 @@ from lora_plugins.resolvers.uris import AllowedUris
 from lora_plugins.server.base_model import describe_base
 from lora_plugins.server.name_locks import NameLocks
 from lora_plugins.store.model_file import ModelFile
-from lora_plugins.vllm_patches import model_modules, punica
+from lora_plugins.vllm_patches import embeddings, model_modules, punica
 from lora_plugins.vllm_patches.access import require_in_force
 from lora_plugins.vllm_patches.http_headers import keep_http_headers
 
@@ -86,6 +86,7 @@ def register_resolver(process: Process) -> None:
 
     resolver = LoRAPluginsResolver(process)
     model_modules.patch()
+    embeddings.patch()
     keep_http_headers()
     LoRAResolver.register(LoRAPluginsResolver)
     LoRAResolverRegistry.register_resolver(REGISTRY_NAME, resolver)

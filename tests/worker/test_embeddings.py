@@ -1,0 +1,46 @@
+"""Each token has its own adapter of the embeddings, also where ids have two dimensions (vLLM through Transformers)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lora_plugins.vllm_patches import embeddings
+from tests.worker import small_model
+from tests.worker.small_model import WIDTH, make_adapter, serve, step
+from tests.worker.test_fits import WORDS, model_with_words
+
+
+@pytest.fixture
+def manager(make_manager: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
+
+    monkeypatch.setattr(small_model, "small_model", model_with_words)
+    monkeypatch.setattr(VocabParallelEmbeddingWithLoRA, "forward", VocabParallelEmbeddingWithLoRA.forward)
+    embeddings.patch()
+    embeddings.patch()
+    return make_manager(slots=2)
+
+
+def test_tokens_in_two_dimensions_have_their_own_adapters(manager: Any, tmp_path: Path) -> None:
+    generator, name = torch.Generator().manual_seed(0), "base_model.model.embed_tokens.lora_embedding"
+    adapters, deltas = [], []
+    for slot in range(2):
+        a, b = torch.randn(4, WORDS, generator=generator), torch.randn(WIDTH, 4, generator=generator)
+        adapter = make_adapter(tmp_path / str(slot), slot + 1, modules={}, change={f"{name}_A": a, f"{name}_B": b})
+        serve(manager, adapter, slot)
+        adapters.append(adapter)
+        deltas.append(2 * (b @ a))
+    step(manager, *adapters)
+    layer = manager._adapter_manager.modules["embed_tokens"]
+    layer.base_layer.weight.data.normal_(generator=generator)
+    ids = torch.tensor([5, 9])
+    wanted = torch.stack([layer.base_layer.weight[word] + deltas[row][:, word] for row, word in enumerate(ids)])
+    for shape in ((2,), (1, 2), (2, 1)):
+        found = layer(ids.view(shape))
+        assert found.shape == (*shape, WIDTH)
+        assert torch.allclose(found.view(2, WIDTH), wanted, atol=1e-4), shape
