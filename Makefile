@@ -58,7 +58,7 @@ bench-verify: set-up ## what verification costs, by adapter size, and what an ev
 	@$(RUN) -m benchmarks.verify_cost
 	@$(RUN) -m benchmarks.verify_loop
 
-bench-models: set-up ## adapters of every kind on 50 architectures; writes docs/models.md (10 minutes)
+bench-models: set-up ## adapters of every kind on 48 architectures; writes docs/models.md (10 minutes)
 	@$(RUN) -m benchmarks.models
 
 bench-fetch: set-up ## cold fetches against others, warm resolves, crowds and floods (15 minutes)

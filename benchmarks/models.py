@@ -1,7 +1,8 @@
 """What becomes of each kind of adapter on each architecture of testbed/architectures.py; writes docs/models.md.
 
 Each is served by the real engine on this machine. The raw figures are kept in benchmarks/results/models.json; with
-`--page`, only the page is written, from what is kept there.
+`--page`, only the page is written, from what is kept there; with names of architectures, only these are measured, and
+the others' rows stay.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ import dataclasses
 import json
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.record import RESULTS, keep
-from testbed.architectures import ARCHITECTURES, BY_NAME
+from testbed.architectures import BY_NAME, Architecture
 from testbed.forked_engines import EngineError, ForkedEngines
 from testbed.matrix import Row, examine
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+KEPT = RESULTS / "models.json"
 KINDS = {
     "all-linear": "all-linear",
     "attention": "attention",
@@ -112,11 +114,11 @@ def _reasons(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def measure() -> list[Row]:
-    """Examine every architecture; says which does not run."""
+def measure(architectures: Sequence[Architecture]) -> list[Row]:
+    """Examine these; says which does not run."""
     rows = []
     with tempfile.TemporaryDirectory() as name, ForkedEngines(Path(name) / "engines.log") as engines:
-        for architecture in ARCHITECTURES:
+        for architecture in architectures:
             directory = Path(name) / architecture.name
             directory.mkdir()
             try:
@@ -130,9 +132,14 @@ def measure() -> list[Row]:
 
 
 def main(arguments: list[str]) -> int:
-    if "--page" not in arguments:
-        keep("models", [dataclasses.asdict(row) for row in measure()])
-    text = page(json.loads((RESULTS / "models.json").read_text()))
+    kept = json.loads(KEPT.read_text())["rows"] if arguments else []
+    if arguments != ["--page"]:
+        names = arguments or list(BY_NAME)
+        found = [dataclasses.asdict(row) for row in measure([BY_NAME[name] for name in names])]
+        rows = found + [row for row in kept if row["architecture"] not in names and row["architecture"] in BY_NAME]
+        order = list(BY_NAME)
+        keep("models", sorted(rows, key=lambda row: order.index(row["architecture"])))
+    text = page(json.loads(KEPT.read_text()))
     PAGE.write_text(text)
     print(text)
     return int("**wrong**" in text)
