@@ -171,8 +171,9 @@ _TRANSFORMERS = (
         },
         words=_WORDS,
     ),
-    # Computed by vLLM's Transformers backend. GPT-NeoX is not here, nor Lfm2 above: vLLM's CPU build answers the same
-    # request of their base models differently from call to call, without any plugin too.
+    # Computed by vLLM's Transformers backend. GPT-NeoX is not here: vLLM's CPU build answers the same request of its
+    # base model differently from call to call, without any plugin too. Nor is Lfm2, whose answers were neither PEFT's
+    # nor those of vLLM without plugins; why is not known.
     Architecture("GlmForCausalLM", "glm", words=_EMBEDDINGS),
     Architecture("Starcoder2ForCausalLM", "starcoder2", words=_EMBEDDINGS),
     Architecture("OlmoForCausalLM", "olmo", words=_EMBEDDINGS),
