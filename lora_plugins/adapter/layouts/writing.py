@@ -58,6 +58,7 @@ def write_weights(
             data = np.ascontiguousarray(tensor.make(arrays)).reshape(-1).view(np.uint8).data
             for begin in range(0, len(data), _PIECE_BYTES):
                 file.write(data[begin : begin + _PIECE_BYTES])
+                file.flush()  # what has landed is read again at once
                 landed(file.tell())
 
 

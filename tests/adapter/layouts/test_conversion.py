@@ -47,7 +47,12 @@ def convert(tmp_path: Path, tensors, base, files=None, **config) -> tuple[Verifi
     target.mkdir()
     landed: list[int] = []
     path = target / WEIGHTS_FILE
-    write_weights(verified.conversion, lambda name: original / (name or WEIGHTS_FILE), path, landed.append)
+
+    def on_landed(size_bytes: int) -> None:
+        assert path.stat().st_size >= size_bytes, "what has landed can be read"
+        landed.append(size_bytes)
+
+    write_weights(verified.conversion, lambda name: original / (name or WEIGHTS_FILE), path, on_landed)
     assert landed[-1] == path.stat().st_size == weights_bytes(verified.conversion)
     written = config_bytes((original / CONFIG_FILE).read_bytes(), verified.conversion.config)
     (target / CONFIG_FILE).write_bytes(written)
