@@ -59,6 +59,11 @@ def read_index(data: bytes) -> dict[str, str]:
     return dict(files)
 
 
+def shards_of(index: bytes) -> list[str]:
+    """The files that an index names; see `read_index` for what is raised."""
+    return sorted(set(read_index(index).values()))
+
+
 @contextmanager
 def open_weights(directory: Path, name: str) -> Iterator[list[OpenWeights]]:
     """Open the file of weights, or all those that the index `name` names, and read their headers.

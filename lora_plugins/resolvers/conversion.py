@@ -18,7 +18,11 @@ from lora_plugins.store.store import PartialDownload, StoredAdapter
 
 @dataclass(frozen=True, slots=True)
 class ConvertedAdapter:
-    """What is to be written; `uri` and `version` are those of the original at its source, in `original`."""
+    """What is to be written; `uri` and `version` are those of the original at its source, in `original`.
+
+    Attributes:
+        promised: name, size in bytes and SHA-256 (unknown) of both files.
+    """
 
     uri: str
     version: str
@@ -26,6 +30,7 @@ class ConvertedAdapter:
     original: Path
     conversion: Conversion = field(repr=False)
     config: bytes = field(repr=False)
+    promised: tuple[tuple[str, int, str], ...]
 
     @classmethod
     def of(cls, stored: StoredAdapter, uri: str, version: str, conversion: Conversion, form: str) -> Self:
@@ -36,12 +41,8 @@ class ConvertedAdapter:
         """
         config = config_bytes((stored.directory / CONFIG_FILE).read_bytes(), conversion.config)
         converted = Converted(form, stored.digest, conversion.changes)
-        return cls(uri, version, converted, stored.directory, conversion, config)
-
-    @property
-    def promised(self) -> list[tuple[str, int, str]]:
-        """Name, size in bytes and SHA-256 (unknown) of both files."""
-        return [(CONFIG_FILE, len(self.config), ""), (WEIGHTS_FILE, weights_bytes(self.conversion), "")]
+        promised = (CONFIG_FILE, len(config), ""), (WEIGHTS_FILE, weights_bytes(conversion), "")
+        return cls(uri, version, converted, stored.directory, conversion, config, promised)
 
     async def write(self, download: PartialDownload) -> None:
         """Write both files to `download.directory`.

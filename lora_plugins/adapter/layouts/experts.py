@@ -48,11 +48,7 @@ def _stacked_role(pair: LoraPair, experts: Experts) -> str | None:
 
 def _unstacked(module: str, by_role: Mapping[str, LoraPair], experts: Experts) -> Iterator[NewPair]:
     """A pair for each matrix of each expert; vLLM wants all three, so those that are missing are zeros."""
-    inner = experts.intermediate_size
-    halves = (slice(0, 2 * inner, 2), slice(1, 2 * inner, 2)) if experts.is_interleaved else (
-        slice(0, inner), slice(inner, 2 * inner),
-    )  # fmt: skip
-    rows = {"w1": halves[0], "w2": slice(None), "w3": halves[1]}
+    rows = {**_rows_in_w13(experts), "w2": slice(None)}
     for expert in range(experts.count):
         for role in ("w1", "w2", "w3"):
             pair = by_role.get("w2" if role == "w2" else "w13")
@@ -104,12 +100,18 @@ def _sizes(role: str, experts: Experts) -> tuple[int, int]:
     return (inner, hidden) if role == "w2" else (hidden, inner)
 
 
+def _rows_in_w13(experts: Experts) -> dict[str, slice]:
+    """Which rows of w13's B are w1's and w3's."""
+    inner = experts.intermediate_size
+    step, begin_of_w3 = (2, 1) if experts.is_interleaved else (1, inner)
+    return {"w1": slice(0, step * inner, step), "w3": slice(begin_of_w3, 2 * inner, step)}
+
+
 def _stacked(module: str, found: Mapping[tuple[int, str], LoraPair], experts: Experts, names: Names) -> list[NewPair]:
     first = next(iter(found.values()))
     inner, hidden, rank = experts.intermediate_size, experts.hidden_size, first.rank
-    step, begin_of_w3 = (2, 1) if experts.is_interleaved else (1, inner)
-    rows = {"w1": slice(0, step * inner, step), "w3": slice(begin_of_w3, 2 * inner, step)}
-    rows = {role: row for role, row in rows.items() if any(its_role == role for _, its_role in found)}
+    present = {role for _, role in found}
+    rows = {role: its_rows for role, its_rows in _rows_in_w13(experts).items() if role in present}
     w13_rank = rank * max(1, len(rows))
     return [
         _stack_of(

@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 
-from lora_plugins.adapter.weight_files import INDEX_FILE, read_index
+from lora_plugins.adapter.weight_files import INDEX_FILE, shards_of
 from lora_plugins.errors import InvalidSettings, SourceUnavailable
 from lora_plugins.resolvers.sources.failures import BrokenAnswer, FailureKind, retry_after
 from lora_plugins.resolvers.sources.object_store.errors import HttpStatus, ObjectChanged, diagnose
@@ -54,7 +54,7 @@ class FsspecFiles:
         found = await self._describe_all(uri, ADAPTER_FILES)
         if needs_shards([file.name for file in found]):
             index = await self._read(uri, INDEX_FILE)
-            found += await self._describe_all(uri, sorted(set(read_index(index).values())))
+            found += await self._describe_all(uri, shards_of(index))
         return found
 
     async def _describe_all(self, uri: str, names: Iterable[str]) -> list[SourceFile]:
