@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo test test-unit test-long test-models coverage check format ledger bench-verify bench-models bench-fetch bench-policies bench-manager bench-admission bench-kernels-cpu bench-access bench-kernels-aot clean
+.PHONY: help set-up demo test test-unit test-long test-models coverage check format ledger matrix bench-verify bench-models bench-fetch bench-policies bench-manager bench-admission bench-kernels-cpu bench-access bench-kernels-aot clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -53,6 +53,9 @@ format: set-up ## format the code, and write generated pages
 
 ledger: set-up ## print what we touch in vLLM, and compare it with the installed one
 	@$(RUN) tools/check_ledger.py
+
+matrix: set-up ## every deployment that runs here; writes docs/deployments.md (CELLS=tensor,pipeline: only these)
+	@$(RUN) -m benchmarks.deployments --cells "$(CELLS)"
 
 bench-verify: set-up ## what verification costs, by adapter size, and what an event loop notices of it
 	@$(RUN) -m benchmarks.verify_cost

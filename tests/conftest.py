@@ -31,6 +31,7 @@ settings.load_profile("unit")
 
 _E2E = Path(__file__).parent / "e2e"
 _MODELS = Path(__file__).parent / "models"
+_ENGINES = {_E2E, _MODELS, Path(__file__).parent / "deployments"}
 # Files of end-to-end tests that share a server run in one process: xdist would start it in each.
 _SHARED = {
     **dict.fromkeys(("test_answers", "test_refusals", "test_sources", "test_neighbours"), "world"),
@@ -54,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     What is marked `nightly` runs only where `-m` names it.
     """
     for item in items:
-        if {_E2E, _MODELS} & set(item.path.parents):
+        if _ENGINES & set(item.path.parents):
             item.add_marker(pytest.mark.e2e)
     if "nightly" not in config.option.markexpr:
         left_out = [item for item in items if item.get_closest_marker("nightly")]
@@ -64,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _place(item: pytest.Item) -> int:
-    if not {_E2E, _MODELS} & set(item.path.parents):
+    if not _ENGINES & set(item.path.parents):
         return len(_LONGEST_FIRST) + 1
     group = _SHARED.get(item.path.stem, item.path.stem)
     return _LONGEST_FIRST.index(group) if group in _LONGEST_FIRST else len(_LONGEST_FIRST)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks import models
+from benchmarks import deployments, models
 from testbed.architectures import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,3 +42,23 @@ def test_the_matrix_of_models_is_what_was_measured():
     assert "wrong" not in models.page(result)
     measured = {(row["architecture"], row["kind"]) for row in result["rows"]}
     assert measured == {(one.name, kind) for one in ARCHITECTURES for kind in ("", *one.kinds())}
+
+
+def deployment(cell: str, **changes: object) -> dict[str, object]:
+    part = deployments.Part(cell, "tested", "answers are right", "engine", {"tests/e2e/test_x.py::test_y": "passed"})
+    return {**asdict(part), **changes, "is_broken": replace(part, **changes).is_broken}
+
+
+def test_a_deployment_whose_test_fails_is_broken():
+    failed = {"tests/e2e/test_x.py::test_y": "failed", "tests/e2e/test_x.py::test_z": "passed"}
+    table = deployments.table([deployment("one worker"), deployment("tensor parallel", tests=failed)])
+    lines = {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()}
+    assert "| one worker | tested | real engine, 1 test, 0 s | answers are right |" in lines["one worker"]
+    assert "**broken**" in lines["tensor parallel"]
+    assert "**broken**" in lines["Ray"], "nothing carries it"
+    assert deployment("Ray", tests={})["is_broken"]
+
+
+def test_a_skipped_deployment_is_said_not_to_have_run():
+    table = deployments.table([deployment("Ray", tests={"tests/e2e/test_x.py::test_y": "skipped: no Ray"})])
+    assert "| Ray | not run here (skipped: no Ray) |" in table

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import complete, complete_all, connect
@@ -16,6 +17,7 @@ from tests.e2e.servers import admin_server
 from tests.e2e.standing_still import LONGEST_S
 
 
+@pytest.mark.deployment("data parallel, one API server", "tested", "two engines; pins and unloads reach both")
 def test_two_engines_equal_peft_and_change_together(bed: Bed, tmp_path: Path) -> None:
     shutil.copytree(bed.adapters, tmp_path / "adapters")
     names = [spec.name for spec in DEMO_ADAPTERS]

