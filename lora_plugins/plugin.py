@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, S3
-from lora_plugins.process import this_process
+from lora_plugins.process import Process, this_process
 from lora_plugins.resolvers.sources.configured import filesystem_source, hub_source, s3_source
 from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.settings import Settings, named_in_environment
-from lora_plugins.vllm_patches import builtin_resolvers, embeddings, punica
+from lora_plugins.vllm_patches import builtin_resolvers, embeddings, punica, versions
 from lora_plugins.vllm_patches.resolver import register_resolver
 
 _FILESYSTEM_BUILTIN = ("vllm.plugins.lora_resolvers.filesystem_resolver", "register_filesystem_resolver")
@@ -23,7 +23,8 @@ def register_filesystem_resolver() -> None:
     Where `VLLM_PLUGINS` does not name it, vLLM's builtin of the same name runs as if we were not installed.
 
     Raises:
-        InvalidSettings: the directory does not exist, or a `LORA_PLUGINS_*` variable cannot be right.
+        InvalidSettings: the directory does not exist, a `LORA_PLUGINS_*` variable cannot be right, or vLLM is a
+            release that we do not know, here as in all functions below.
     """
     if not named_in_environment(FILESYSTEM):
         builtin_resolvers.builtin(*_FILESYSTEM_BUILTIN)()
@@ -64,8 +65,7 @@ def register_lru_manager() -> None:
     if named_in_environment(MANAGER):
         from lora_plugins.vllm_patches.installation import install
 
-        process = this_process()
-        _ = process.settings  # with a variable that cannot be right, startup fails here, not in a worker
+        process = _checked_process()
         install(process)
         _install_metrics()
 
@@ -77,7 +77,7 @@ def register_kernels() -> None:
         InvalidSettings: the kernels asked for cannot be had here, or a `LORA_PLUGINS_*` variable cannot be right.
     """
     if named_in_environment(KERNELS):
-        punica.patch(this_process().settings)
+        punica.patch(_checked_process().settings)
         embeddings.patch()
         _install_metrics()
 
@@ -90,8 +90,7 @@ def register_admin() -> None:
     """
     if not named_in_environment(ADMIN):
         return
-    process = this_process()
-    _ = process.settings
+    process = _checked_process()
     if not named_in_environment(MANAGER):
         raise InvalidSettings(
             f"VLLM_PLUGINS with {ADMIN} and without {MANAGER}",
@@ -102,12 +101,19 @@ def register_admin() -> None:
 
 
 def _serve(configured: Callable[[Settings], Source | None]) -> None:
-    process = this_process()
+    process = _checked_process()
     source = configured(process.settings)
     if source is not None:
         _install_metrics()
         register_resolver(process)
         process.add_source(source)
+
+
+def _checked_process() -> Process:
+    """What this process has once; with a variable or a vLLM that cannot be right, startup fails here."""
+    process = this_process()
+    versions.require_known(untested_is_allowed=process.settings.untested_vllm)
+    return process
 
 
 def _install_metrics() -> None:

@@ -68,6 +68,9 @@ class Settings:
 
     runtime_lora_updating: bool = required("VLLM_ALLOW_RUNTIME_LORA_UPDATING", VLLM_FLAG, "0")
     """`1` lets vLLM ask resolvers for unknown names. Without it nothing is ever resolved, and a warning says so."""
+    untested_vllm: bool = required("LORA_PLUGINS_UNTESTED_VLLM", FLAG, "0")
+    """`1`: start in a vLLM release that this version does not know; without it the start is refused
+    ([versions](errors.md#a-vllm-that-we-do-not-know))."""
     hub_repos: tuple[str, ...] = required("VLLM_LORA_RESOLVER_HF_REPO_LIST", NAMES, "")
     """The repositories of `lora_hf_hub_resolver` ([sources](sources.md#the-hugging-face-hub))."""
     s3_path_template: str | None = optional("S3_PATH_TEMPLATE", TEXT)

@@ -1,7 +1,8 @@
 """Run by test_plugin.py in a separate interpreter: each scenario is a fork of a process that has imported vLLM.
 
 Reads scenarios as JSON from stdin, one a line: `name` or names of the entry points, `env`, `order` ("ours last" or
-"ours first") and `times`, how often the loaded functions are called. Writes the outcome of each, one a line.
+"ours first"), `times`, how often the loaded functions are called, and perhaps `vllm`, the directory of another vLLM's
+metadata, which is then the installed one. Writes the outcome of each, one a line.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import sys
+from pathlib import Path
 
 # What is slow to import, and neither of the two entry points' modules.
 import vllm.entrypoints.openai.models.serving as serving
@@ -31,6 +33,10 @@ def discovered(name: str, order: str) -> list[importlib.metadata.EntryPoint]:
 
 def outcome_of(scenario: dict[str, object]) -> dict[str, object]:
     os.environ.update(scenario["env"])
+    if scenario["vllm"]:
+        from lora_plugins.vllm_patches import ledger_check
+
+        ledger_check.installed = lambda: Path(scenario["vllm"])
     points = discovered(scenario["name"], scenario["order"])
     importlib.metadata.entry_points = lambda group: points
     untouched = serving.OpenAIServingModels.__init__, handlers.http_exception_handler

@@ -59,8 +59,14 @@ SEVERAL = {
     "several, two named": {"VLLM_PLUGINS": f"{S3},{NAME}", **EVERYWHERE},
     "several, none named": EVERYWHERE,
 }
+NEWER = "0.34.0"
+ALL_PLUGINS = (NAME, HUB, S3, "lora_lru_manager", "lora_kernels", "lora_admin")
+ANOTHER_VLLM = {f"{name}, another vLLM": {"VLLM_PLUGINS": name, **EVERYWHERE} for name in ALL_PLUGINS}
+ANOTHER_VLLM["another vLLM, not named"] = EVERYWHERE
+ANOTHER_VLLM["another vLLM, tried"] = {"VLLM_PLUGINS": NAME, **EVERYWHERE, "LORA_PLUGINS_UNTESTED_VLLM": "1"}
 SOURCES_OF = {name: HUB if name.startswith("hub") else S3 for name in REMOTE} | dict.fromkeys(SEVERAL, ALL_THREE)
-ENVIRONMENTS |= REMOTE | SEVERAL
+SOURCES_OF |= {f"{name}, another vLLM": name for name in ALL_PLUGINS}
+ENVIRONMENTS |= REMOTE | SEVERAL | ANOTHER_VLLM
 both_orders = pytest.mark.parametrize("order", ORDERS)
 
 
@@ -68,6 +74,9 @@ both_orders = pytest.mark.parametrize("order", ORDERS)
 def root(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("adapters")
     (root / "file").write_bytes(b"")
+    metadata = root / "another" / f"vllm-{NEWER}.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Name: vllm\nVersion: {NEWER}\n")
     return root
 
 
@@ -85,6 +94,7 @@ def outcomes(root):
                 },
                 "order": order,
                 "times": 2 if name == "twice" else 1,
+                "vllm": str(root / "another") if name in ANOTHER_VLLM else "",
             }
         )
         for name, order in cases
@@ -97,7 +107,7 @@ def outcomes(root):
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=500,
         cwd=Path(__file__).parent.parent,
         env=env,
     )
@@ -221,3 +231,30 @@ def test_vllm_is_unpatched_when_nothing_is_named(outcomes, order):
     assert "error" not in outcome
     assert outcome["registered"] == BUILTIN
     assert outcome["untouched"]
+
+
+@both_orders
+@pytest.mark.parametrize("plugin", ALL_PLUGINS)
+def test_unknown_vllm_is_refused_by_each_plugin(outcomes, plugin, order):
+    outcome = outcomes[f"{plugin}, another vLLM", order]
+    assert outcome["error"].startswith(
+        f"InvalidSettings: [L007] found vLLM {NEWER}, which this version of lora-plugins"
+    )
+    assert "LORA_PLUGINS_UNTESTED_VLLM=1 tries this one" in outcome["error"]
+    assert outcome["registered"] == {}
+    assert outcome["untouched"]
+
+
+@both_orders
+def test_unknown_vllm_runs_as_before_without_our_plugins(outcomes, order):
+    outcome = outcomes["another vLLM, not named", order]
+    assert "error" not in outcome
+    assert outcome["registered"] == BUILTIN
+    assert outcome["untouched"]
+
+
+@both_orders
+def test_unknown_vllm_is_tried_where_asked_for(outcomes, order):
+    outcome = outcomes["another vLLM, tried", order]
+    assert "error" not in outcome
+    assert outcome["registered"] == OURS

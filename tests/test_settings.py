@@ -31,6 +31,7 @@ VALID = [
     *[
         (name, text, field, value)
         for name, field in [
+            ("LORA_PLUGINS_UNTESTED_VLLM", "untested_vllm"),
             ("LORA_PLUGINS_FOLLOW_SYMLINKS", "follow_symlinks"),
             ("LORA_PLUGINS_ALLOW_PICKLE", "allow_pickle"),
             ("LORA_PLUGINS_CHECK_FINITE", "check_finite"),

@@ -105,7 +105,7 @@ def install_all() -> None:
     if has_gpu():
         install_gpu_engine()
         say("[3/3] this package and its tools")
-        must(pip("-e", ".[dev,s3,hub,cli]"), "installing this package")
+        must(pip("-e", ".[dev,s3]"), "installing this package")
     else:
         install_cpu_engine()
         say("[3/3] this package")

@@ -1,4 +1,4 @@
-"""The command line `lora-plugins`; typer and rich come with `pip install 'lora-plugins[cli]'`."""
+"""The command line `lora-plugins`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from lora_plugins.cli.exits import Exit
 
-_NEEDED = ("typer", "rich")
+_NEEDED = ("typer", "rich")  # vLLM brings them; an installation without dependencies may not have them
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         sys.stderr.write(
-            f"lora-plugins: the command line needs {' and '.join(missing)}. To fix: pip install 'lora-plugins[cli]'\n"
+            f"lora-plugins: the command line needs {' and '.join(missing)}. To fix: pip install {' '.join(missing)}\n"
         )
         sys.exit(Exit.USAGE)
     try:

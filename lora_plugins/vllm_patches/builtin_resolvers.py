@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 
 from lora_plugins.ledger import Patch
+from lora_plugins.log import logger
 
 _BUILTIN = "lora_plugins_builtin"  # of our function: the one whose place it has
 
@@ -14,14 +15,22 @@ def take_over(module_name: str, function_name: str, register: Callable[[], None]
     """Put `register` in the place of vLLM's builtin of the same entry-point name.
 
     vLLM imports both entry points and keeps the one that it discovered last. If that is the builtin, it is read
-    from its module after this has run; if it is ours, nothing else is needed. So ours runs in either order.
+    from its module after this has run; if it is ours, nothing else is needed. So ours runs in either order. A vLLM
+    that has no such builtin is refused when ours runs, or has nothing to take over.
     """
-    setattr(register, _BUILTIN, builtin(module_name, function_name))
-    setattr(importlib.import_module(module_name), function_name, register)
+    try:
+        setattr(register, _BUILTIN, builtin(module_name, function_name))
+        setattr(importlib.import_module(module_name), function_name, register)
+    except (ImportError, AttributeError):
+        logger.debug("vLLM has no %s:%s to take over", module_name, function_name)
 
 
 def builtin(module_name: str, function_name: str) -> Callable[[], None]:
-    """The function of vLLM behind an entry point, taken over or not."""
+    """The function of vLLM behind an entry point, taken over or not.
+
+    Raises:
+        ImportError, AttributeError: this vLLM has none.
+    """
     function: Callable[[], None] = getattr(importlib.import_module(module_name), function_name)
     return getattr(function, _BUILTIN, function)
 

@@ -398,7 +398,7 @@ def test_without_typer_it_says_what_to_install():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == Exit.USAGE
-    assert done.stderr == ("lora-plugins: the command line needs typer. To fix: pip install 'lora-plugins[cli]'\n")
+    assert done.stderr == ("lora-plugins: the command line needs typer. To fix: pip install typer\n")
 
 
 def test_a_bug_is_one_line_and_traced_on_request(cli, monkeypatch):

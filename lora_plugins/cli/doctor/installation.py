@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
-import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
-from packaging.requirements import Requirement
-
-from lora_plugins.cli.doctor.findings import Finding, State
+from lora_plugins.cli.doctor.findings import Finding, State, problem_of
 from lora_plugins.ledger import symbols
-from lora_plugins.vllm_patches import ledger_check
+from lora_plugins.vllm_patches import ledger_check, versions
 
-DISTRIBUTION = "lora-plugins"
 # Those that vLLM 0.30 to 0.33 read.
 _GROUPS = (
     "vllm.general_plugins",
@@ -27,21 +23,13 @@ _REINSTALL = "install lora-plugins again where vLLM is installed: pip install lo
 
 
 def check_vllm(sources: Path | None) -> Iterator[Finding]:
-    """The version of vLLM's sources against our own dependency, and every symbol of the ledger; nothing is imported."""
+    """The version of vLLM's sources against those we know, and every symbol of the ledger; nothing is imported."""
     if sources is None:
         yield Finding("vllm", State.PROBLEM, "vLLM is not installed beside lora-plugins", "pip install vllm")
         return
-    version = _vllm_version(sources)
-    wanted = _wanted_vllm()
-    if wanted is not None and not wanted.specifier.contains(version, prereleases=True):
-        yield Finding(
-            "vllm",
-            State.PROBLEM,
-            f"vLLM {version}, which this version of lora-plugins does not know ({wanted.specifier})",
-            f"pip install 'vllm{wanted.specifier}'",
-        )
-    else:
-        yield Finding("vllm", State.OK, f"vLLM {version}")
+    version = versions.installed_version(sources)
+    error = versions.refusal(version)
+    yield Finding("vllm", State.OK, f"vLLM {version}") if error is None else problem_of("vllm", error)
     noted = symbols()
     differing = [
         f"{symbol.name}: {difference}" for symbol in noted if (difference := ledger_check.check(symbol, sources))
@@ -60,7 +48,7 @@ def check_vllm(sources: Path | None) -> Iterator[Finding]:
 def is_cpu_build() -> bool | None:
     """Whether the installed vLLM is a build for the CPU; None where there is none."""
     sources = ledger_check.installed()
-    return None if sources is None else "+cpu" in _vllm_version(sources)
+    return None if sources is None else "+cpu" in versions.installed_version(sources)
 
 
 def plugin_names() -> Mapping[str, list[str]]:
@@ -116,22 +104,3 @@ def _wrong_name(name: str, discovered: Mapping[str, list[str]]) -> Finding:
         f"VLLM_PLUGINS names '{name}', and no installed package has such a plugin",
         f"did you mean {close[0]}?" if close else "correct or remove the name",
     )
-
-
-def _vllm_version(sources: Path) -> str:
-    """The version of the distribution of these sources, or of this environment's."""
-    version = ledger_check.version(sources).removeprefix("vllm ")
-    if not version.startswith("in "):
-        return version
-    try:
-        return importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return "0"
-
-
-def _wanted_vllm() -> Requirement | None:
-    try:
-        lines = importlib.metadata.requires(DISTRIBUTION) or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    return next((Requirement(line) for line in lines if re.match(r"vllm\b(?!-)", line)), None)

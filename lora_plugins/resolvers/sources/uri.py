@@ -63,7 +63,7 @@ class UriSources:
             raise SourceUnavailable(
                 f"a {uri.scheme}:// URI that this server cannot ask: {found}",
                 expected=error.expected if isinstance(error, InvalidSettings) else "",
-                remedy=error.remedy if isinstance(error, InvalidSettings) else "install lora-plugins[s3,hub]",
+                remedy=error.remedy if isinstance(error, InvalidSettings) else "install the package named here",
             ) from error
         # Not parsed as a name is: the URI's own grammar has judged these segments, and allows more of them.
         return source, AdapterName("/".join(path), uri.revision)

@@ -1,0 +1,54 @@
+"""Which releases of vLLM this package knows; plugins and doctor refuse another one with one text."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+
+from lora_plugins.errors import InvalidSettings
+from lora_plugins.log import logger
+from lora_plugins.vllm_patches import ledger_check
+
+# Not a requirement of the distribution: installing this package must never replace an installed vLLM.
+KNOWN = SpecifierSet(">=0.30,<0.34")
+_VARIABLE = "LORA_PLUGINS_UNTESTED_VLLM"
+
+
+def installed_version(sources: Path) -> str:
+    """The version of the distribution of these sources, or of this environment's; "unknown" where neither says."""
+    version = ledger_check.version(sources).removeprefix("vllm ")
+    if not version.startswith("in "):
+        return version
+    try:
+        return importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def refusal(version: str) -> InvalidSettings | None:
+    """Why a server with this version of vLLM must not start with our plugins; None where it may."""
+    if version != "unknown" and KNOWN.contains(version, prereleases=True):
+        return None
+    return InvalidSettings(
+        f"vLLM {version}, which this version of lora-plugins does not know",
+        expected=f"vLLM {KNOWN}",
+        remedy="install a version of lora-plugins made for it, or a vLLM in this range; "
+        f"{_VARIABLE}=1 tries this one all the same",
+    )
+
+
+def require_known(*, untested_is_allowed: bool) -> None:
+    """Refuse to run in a vLLM that the ledger was not compared with.
+
+    Raises:
+        InvalidSettings: it is another release, and `untested_is_allowed` is false.
+    """
+    sources = ledger_check.installed()
+    error = None if sources is None else refusal(installed_version(sources))
+    if error is None:
+        return
+    if not untested_is_allowed:
+        raise error
+    logger.warning("%s: tried because of %s=1. What the ledger knows is %s.", error.found, _VARIABLE, KNOWN)
