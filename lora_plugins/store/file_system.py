@@ -1,8 +1,12 @@
-"""Whether a file system can hold the store: it is tried out, with the two things that the store's locks are made of.
+"""Whether a file system can hold the store, and this user may share it: both are tried out.
 
 `locks.py` takes the lock of a fetch by a hard link, which must fail where the lock is there; `leases.py` and the
 takeover of a dead owner's lock hold file locks (`flock`, through `filelock`), which must exclude each other. What other
 hosts see of them cannot be tried from here.
+
+All users of a store change what the others made: locks, leases, times of use. Who could enter a store of another user,
+and would leave there what that one cannot change, is refused: else the other's requests would fail later, one adapter
+after the other.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ import contextlib
 import errno
 import fcntl
 import os
+import pwd
+import stat
 from pathlib import Path
 
 from lora_plugins.errors import InvalidSettings
@@ -20,21 +26,56 @@ _MISSING = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS
 _MOVE = "set LORA_PLUGINS_STORE_DIR to a local disk"
 
 
-def try_file_system(probe: Path, link: Path) -> None:
+def try_file_system(probe: Path, link: Path, *, folder: Path | None) -> None:
     """Try it with two new files, which are removed again.
 
+    `folder` is one that the store's first user made; None where there is no store yet.
+
     Raises:
-        InvalidSettings: there are no hard links or no working file locks.
+        InvalidSettings: there are no hard links or no working file locks, or the store's other users could not change
+            what this one makes there.
         OSError: it cannot be written.
     """
     try:
         probe.touch()
+        if folder is not None:
+            _try_users(probe.stat(), folder)
         _try_links(probe, link)
         _try_locks(probe)
     finally:
         for path in (link, probe):
             with contextlib.suppress(OSError):
                 path.unlink()
+
+
+def _try_users(made: os.stat_result, folder: Path) -> None:
+    """Compare what this process makes with what the first user made: some file systems make all users one."""
+    theirs = folder.stat()
+    is_shared = stat.S_IWGRP & made.st_mode & theirs.st_mode and made.st_gid == theirs.st_gid
+    is_everybodys = stat.S_IWOTH & made.st_mode & theirs.st_mode
+    if made.st_uid == theirs.st_uid or is_shared or is_everybodys or _has_default_acl(folder):
+        return
+    owner = _name_of(theirs.st_uid)
+    raise InvalidSettings(
+        f"a store of user {owner}, who could not change what user {_name_of(made.st_uid)} makes there",
+        expected="one user, or several of one group with umask 002",
+        remedy=f"run this as {owner}, set LORA_PLUGINS_STORE_DIR, or share the store by a group (docs/store.md)",
+    )
+
+
+def _has_default_acl(folder: Path) -> bool:
+    """Whether the folder says itself who may change new files: then their modes do not."""
+    try:
+        return bool(os.getxattr(folder, "system.posix_acl_default"))
+    except (OSError, AttributeError):  # there is none, or the system has no such lists
+        return False
+
+
+def _name_of(user: int) -> str:
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return f"{user}"
 
 
 def _try_links(probe: Path, link: Path) -> None:

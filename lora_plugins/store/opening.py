@@ -11,7 +11,8 @@ def open_store(settings: Settings) -> Store:
     """The store below `LORA_PLUGINS_STORE_DIR`.
 
     Raises:
-        InvalidSettings: it cannot be made or written, or its file system has no hard links or no working locks.
+        InvalidSettings: it cannot be made or written, is another user's, or its file system has no hard links or no
+            working locks.
     """
     try:
         root = settings.store_dir.expanduser()
@@ -25,5 +26,5 @@ def open_store(settings: Settings) -> Store:
         raise InvalidSettings(
             f"a store below {settings.store_dir} that answers '{error.strerror or type(error).__name__}'",
             expected="a directory that can be written",
-            remedy="set LORA_PLUGINS_STORE_DIR",
+            remedy="set LORA_PLUGINS_STORE_DIR to one of this user's, or share it by a group (docs/store.md)",
         ) from error

@@ -108,7 +108,7 @@ class Store:
     """Adapters below one root, which processes and hosts may share.
 
     Raises at construction:
-        InvalidSettings: its file system has no hard links or no working locks.
+        InvalidSettings: its file system has no hard links or no working locks, or it is another user's.
         OSError: the root cannot be written.
     """
 
@@ -128,7 +128,8 @@ class Store:
         self.on_evict: Callable[[str, int], None] | None = None  # called with digest and bytes, in a thread
         self._fetch_timeout_s = fetch_timeout_s
         self._fetch_bytes_per_s = fetch_bytes_per_s
-        try_file_system(*(self.layout.new_temporary(self.processes.me()) for _ in range(2)))
+        probe, link = (self.layout.new_temporary(self.processes.me()) for _ in range(2))
+        try_file_system(probe, link, folder=self.layout.folder("tmp"))
         self._sweep()
 
     def find(self, uri: str, version: str, form: str = "") -> StoredAdapter | None:

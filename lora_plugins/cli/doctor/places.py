@@ -28,9 +28,11 @@ def check_store(settings: Settings) -> Iterator[Finding]:
     if not place.is_dir():
         yield Finding("store", State.PROBLEM, f"{place} is in the way of the store: it is no directory", _MOVE)
         return
-    probe = (place if place != layout.root else _scratch_of(layout)) / f".lora-plugins-doctor-{os.getpid()}"
+    scratch = layout.folder("tmp")
+    is_made = scratch.is_dir()
+    probe = (scratch if is_made else place) / f".lora-plugins-doctor-{os.getpid()}"
     try:
-        try_file_system(probe, probe.with_name(f"{probe.name}.link"))
+        try_file_system(probe, probe.with_name(f"{probe.name}.link"), folder=scratch if is_made else None)
     except InvalidSettings as error:
         yield problem_of("store", error)
         return
@@ -84,11 +86,6 @@ def _existing(path: Path) -> Path:
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent
     return path
-
-
-def _scratch_of(layout: Layout) -> Path:
-    scratch = layout.folder("tmp")
-    return scratch if scratch.is_dir() else layout.root
 
 
 def _used(layout: Layout) -> tuple[int, int]:
