@@ -186,6 +186,7 @@ def test_the_routes_stand_on_vllms_openapi_page(admin: Admin) -> None:
     assert "AdapterView" in page["components"]["schemas"]
 
 
+@pytest.mark.deployment("every adapter pinned", "refused", "the pin that would leave no slot for all others: L001, 503")
 def test_pin_and_unpin(admin: Admin) -> None:
     for name in ("sql", "chat", "team/poet"):
         admin.answers_like(name, name)
@@ -376,6 +377,9 @@ def test_a_running_request_finishes_on_the_old_weights(admin: Admin) -> None:
     assert running == alone, "the same tokens as without a swap"
 
 
+@pytest.mark.deployment(
+    "prefix caching on and off", "tested", "on: a swapped adapter never uses the old version's cache"
+)
 def test_cached_prefixes_of_the_old_version_are_not_used(admin: Admin) -> None:
     prompt = " ".join([LONG_PROMPT] * 2)
     admin.publish("cached", "sql", 1)

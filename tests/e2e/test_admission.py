@@ -52,6 +52,7 @@ async def held_of(client: httpx.AsyncClient, name: str) -> int:
     return int(view.json()["requests_held"]) if view.status_code == 200 else 0
 
 
+@pytest.mark.deployment("--max-loras 1", "tested", "five adapters through one slot")
 def test_one_slot_serves_every_adapter_as_peft(one_slot: OneSlot) -> None:
     async def run() -> list[list[int]]:
         async with one_slot.client() as client:
@@ -60,6 +61,9 @@ def test_one_slot_serves_every_adapter_as_peft(one_slot: OneSlot) -> None:
     assert asyncio.run(run()) == [one_slot.bed.answers[name] for name in NAMES * 6]
 
 
+@pytest.mark.deployment(
+    "preemption, tiny KV cache", "tested", "an adapter keeps its slot until the last preempted request has finished"
+)
 def test_preempted_requests_give_the_same_tokens(one_slot: OneSlot) -> None:
     """Together they need more KV cache than there is; an adapter keeps its slot until the last of them has finished."""
 
@@ -111,6 +115,7 @@ def test_failing_streams_hold_no_slot(one_slot: OneSlot) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.deployment("beam search", "tested", "while others wait for its slot")
 def test_beam_search_finishes_while_others_wait_for_its_slot(one_slot: OneSlot) -> None:
     async def run() -> tuple[str, str]:
         async with one_slot.client() as client:
@@ -164,6 +169,7 @@ def test_held_requests_count_as_waiting_in_metrics(one_slot: OneSlot) -> None:
     raise AssertionError(metrics)
 
 
+@pytest.mark.deployment("storms of aborts", "tested", "with one slot")
 def test_many_aborts_leave_nothing_held(one_slot: OneSlot) -> None:
     async def run() -> None:
         async with one_slot.client() as client:
@@ -189,6 +195,7 @@ def test_many_aborts_leave_nothing_held(one_slot: OneSlot) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.deployment("pause and resume", "tested", "held requests wait for the end of keep, wait and abort")
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_held_requests_wait_for_the_end_of_a_pause(one_slot: OneSlot, mode: str) -> None:
     async def run() -> list[int]:

@@ -24,6 +24,7 @@ def client(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[opena
         yield connect(server)
 
 
+@pytest.mark.deployment("embeddings and pooling", "tested", "without lora_lru_manager")
 @pytest.mark.parametrize("name", [None, "sql", "team/poet"])
 def test_embedding_equals_peft(client: openai.OpenAI, bed: Bed, name: str | None) -> None:
     expected = _embedding(bed, bed.adapters / name if name else None)

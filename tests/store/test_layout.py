@@ -101,6 +101,7 @@ for seed in range(8):
     assert leftovers(store) == []
 
 
+@pytest.mark.deployment("store on a read-only file system", "refused", "at start: L007")
 @pytest.mark.parametrize("there", ["read-only root", "read-only parent", "read-only folder", "a file", "below a file"])
 def test_a_root_that_cannot_be_written_is_a_wrong_setting(tmp_path: Path, permissions_count: None, there: str) -> None:
     root = tmp_path / "parent" / "store"
@@ -243,6 +244,7 @@ def test_opening_sweeps_what_dead_processes_left(store: Store) -> None:
 # --- a store that fails while it runs
 
 
+@pytest.mark.deployment("store on an unmounted file system", "tested", "a fetch into it: L006")
 @pytest.mark.parametrize("folder", ["index", "leases", "tmp", "locks"])
 def test_a_store_whose_folder_is_lost_is_unavailable(store: Store, folder: str) -> None:
     shutil.rmtree(store.layout.folder(folder))
@@ -251,6 +253,7 @@ def test_a_store_whose_folder_is_lost_is_unavailable(store: Store, folder: str) 
         obtain(store, DownloadSpec(adapter_files()))
 
 
+@pytest.mark.deployment("store on a read-only file system", "tested", "a fetch into it: L006")
 def test_a_store_that_becomes_read_only_is_unavailable(store: Store, permissions_count: None) -> None:
     store.layout.folder("tmp").chmod(0o500)
     with pytest.raises(SourceUnavailable, match="Permission denied"):
@@ -350,6 +353,9 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
+@pytest.mark.deployment(
+    "full disk", "tested", "at every page of a fetch, by quota (RLIMIT_FSIZE) too: L004, nothing half is left"
+)
 def test_a_full_disk_is_out_of_memory_and_passes(tiny_disk: Path) -> None:
     store = Store(tiny_disk / "store")
     kept = obtain(store, DownloadSpec(adapter_files(), version="kept"))
@@ -364,6 +370,9 @@ def test_a_full_disk_is_out_of_memory_and_passes(tiny_disk: Path) -> None:
     assert obtain(store, large).fetched
 
 
+@pytest.mark.deployment(
+    "full disk", "tested", "at every page of a fetch, by quota (RLIMIT_FSIZE) too: L004, nothing half is left"
+)
 @pytest.mark.parametrize("free", [0, 1, 2, 3, 5, 8, 13])
 def test_a_disk_that_fills_leaves_no_half_adapter(tiny_disk: Path, free: int) -> None:
     # At first with no page left, then with a few: something of the store's own work fails, whatever it is.
@@ -387,6 +396,9 @@ def test_a_disk_that_fills_leaves_no_half_adapter(tiny_disk: Path, free: int) ->
     assert leftovers(store) == []
 
 
+@pytest.mark.deployment(
+    "full disk", "tested", "at every page of a fetch, by quota (RLIMIT_FSIZE) too: L004, nothing half is left"
+)
 def test_a_file_larger_than_allowed_is_out_of_memory(tmp_path: Path) -> None:
     # Where nothing can be mounted: the limit on a file's size fails a write in the same way.
     code = """
@@ -411,6 +423,9 @@ except OutOfMemory as error:
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 50_000
 
 
+@pytest.mark.deployment(
+    "full disk", "tested", "at every page of a fetch, by quota (RLIMIT_FSIZE) too: L004, nothing half is left"
+)
 def test_a_filesystem_source_may_fill_the_disk(tiny_disk: Path, tmp_path: Path) -> None:
     from lora_plugins.resolvers.sources.filesystem import FilesystemSource
     from tests.make import put
