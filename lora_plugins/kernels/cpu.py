@@ -21,13 +21,10 @@ import torch
 
 from lora_plugins.kernels.compiled import step as compiled
 from lora_plugins.kernels.packs import ModuleWeights, Pack
-from lora_plugins.kernels.segments import LONG_RUN, Dense, Mixed, Segments
+from lora_plugins.kernels.segments import Dense, Mixed, Segments
 
 Step = Callable[[Any, Any], None]
 Group = tuple[int, tuple[int, ...]]  # a place in a pack, and the rows of the adapter there
-# PyTorch has bfloat16 products that are faster than sums of float32; in the compiled product those count, with few rows
-# the memory does.
-LONG_RUNS_BY_TORCH = {torch.bfloat16}
 LARGEST_PADDING = 2  # gathered rows over true ones, up to which adapters of unlike numbers of rows share a product
 
 
@@ -60,7 +57,7 @@ class Batch:
         self.segments = segments
         self.buffers = buffers
         self._indices: dict[tuple[int, ...], Any] = {}
-        self._rows: dict[bool, dict[int, Any]] = {}
+        self._rows: dict[int, Any] | None = None
 
     def index(self, rows: tuple[int, ...]) -> Any:
         """These rows as an index, the same tensor for every module."""
@@ -68,18 +65,18 @@ class Batch:
             self._indices[rows] = torch.tensor(rows)
         return self._indices[rows]
 
-    def rows(self, *, long_runs: bool) -> dict[int, Any]:
-        """Every slot's rows, int32, the same tensors for every module; perhaps without those in long runs."""
-        if long_runs not in self._rows:
+    def rows(self) -> dict[int, Any]:
+        """Every slot's rows, int32, the same tensors for every module."""
+        if self._rows is None:
             found: dict[int, list[int]] = {}
             for block in self.segments.blocks:
                 if isinstance(block, Mixed):
                     for slot, rows in zip(block.slots, block.rows, strict=True):
                         found.setdefault(slot, []).extend(rows)
-                elif long_runs or not _is_long(block):
+                else:
                     found.setdefault(block.slot, []).extend(range(block.start, block.stop))
-            self._rows[long_runs] = {slot: torch.tensor(rows, dtype=torch.int32) for slot, rows in found.items()}
-        return self._rows[long_runs]
+            self._rows = {slot: torch.tensor(rows, dtype=torch.int32) for slot, rows in found.items()}
+        return self._rows
 
 
 class Plan:
@@ -111,26 +108,16 @@ class Plan:
             y[:, :width] += delta[:, :width]
 
 
-def _is_long(block: Dense) -> bool:
-    return block.stop - block.start >= LONG_RUN
-
-
 def _steps(weights: ModuleWeights, batch: Batch, scale: float) -> Iterator[Step]:
-    """The compiled product's step, and PyTorch's for the slots and runs that are not the compiled one's."""
-    slots = batch.segments.slots
-    panels = weights.panelled(slots)
+    """The compiled product's step, and PyTorch's for the slots that are not the compiled one's."""
+    slots, rows = batch.segments.slots, batch.rows()
+    panels = weights.panelled({slot: len(rows[slot]) for slot in slots})
     places = weights.places([slot for slot in slots if slot not in panels])
-    long_runs = weights.dtype not in LONG_RUNS_BY_TORCH
-    in_long_runs = places if long_runs else places | weights.views(list(panels))
     for block in batch.segments.blocks:
-        yield from _of_block(
-            block, in_long_runs if isinstance(block, Dense) and _is_long(block) else places, batch, scale
-        )
-    rows = batch.rows(long_runs=long_runs)
-    own = {slot: found for slot, found in panels.items() if slot in rows}
-    if weights.panels is not None and own:
+        yield from _of_block(block, places, batch, scale)
+    if weights.panels is not None and panels:
         take = functools.partial(batch.buffers.take, dtype=torch.float32, use="shrunk")
-        yield compiled.step(weights.panels.product, own, rows, weights.a[0].shape[-1], scale, take)
+        yield compiled.step(weights.panels.product, panels, rows, weights.a[0].shape[-1], scale, take)
 
 
 def _of_block(

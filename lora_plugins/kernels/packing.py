@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lora_plugins.kernels import cpu
+from lora_plugins.kernels import crossover
 from lora_plugins.kernels.compiled.panels import SlotPanels, fill, size
 from lora_plugins.kernels.layers import sides_of_slices
 
@@ -136,7 +136,7 @@ def give_packer(module: Any, panels: SlotPanels | None) -> None:
     """Give this layer a packer if every product with its slots is one with panels, else none."""
     fits = (
         panels is not None
-        and panels.a[0].dtype not in cpu.LONG_RUNS_BY_TORCH
+        and crossover.torch_from_rows(str(panels.a[0].dtype).removeprefix("torch.")) is None
         # Fully sharded layers shrink and expand with the stacks.
         and not getattr(getattr(module, "lora_config", None), "fully_sharded_loras", False)
         and not hasattr(module, "set_module_to_save")  # a classification head holds more than A and B

@@ -12,7 +12,7 @@ megabytes would be made in the engine's loop. It is computed from views of its s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,10 +74,19 @@ class ModuleWeights:
         b: one `[slots, 1, out, max_rank]` per slice.
         ranks: what lies in them.
         panels: of the same slots, where the compiled product computes them: it takes the place of packs.
+        torch_from_rows: the number of rows from which on an adapter is PyTorch's all the same; None: never.
     """
 
-    def __init__(self, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks, panels: SlotPanels | None = None) -> None:
+    def __init__(
+        self,
+        a: Sequence[Any],
+        b: Sequence[Any],
+        ranks: SlotRanks,
+        panels: SlotPanels | None = None,
+        torch_from_rows: int | None = None,
+    ) -> None:
         self.a, self.b, self.ranks, self.panels = tuple(a), tuple(b), ranks, panels
+        self.torch_from_rows = torch_from_rows
         self.dtype = self.a[0].dtype
         self.width = sum(int(b_i.shape[2]) for b_i in self.b)
         self._packs: dict[tuple[int, ...], Pack] = {}
@@ -101,21 +110,25 @@ class ModuleWeights:
             else:
                 self._ready[slot] = self._make(ranks, (slot,))
 
-    def panelled(self, slots: Sequence[int]) -> dict[int, Panels]:
-        """The panels of those of these slots that the compiled product computes."""
-        panels = self.panels
+    def panelled(self, n_rows: Mapping[int, int]) -> dict[int, Panels]:
+        """The panels of those of these slots, each with its number of rows, that the compiled product computes."""
+        panels, most = self.panels, self.torch_from_rows
         if panels is None:
             return {}
         return {
             slot: panels.of(slot)
-            for slot in slots
-            if 0 < max(self.ranks[slot]) <= LARGEST_PACKED_RANK or panels.is_placed(slot)
+            for slot, n in n_rows.items()
+            # What a slot points at is in its panels only.
+            if panels.is_placed(slot)
+            or (0 < max(self.ranks[slot]) <= LARGEST_PACKED_RANK and (most is None or n < most))
         }
 
     def places(self, slots: Sequence[int]) -> dict[int, tuple[tuple[Pack, int], ...]]:
         """Where each of these slots lies: packs and the places in them; none where it adapts nothing here."""
         wanted: dict[tuple[int, ...], list[int]] = {}
-        views = self.views([slot for slot in slots if max(self.ranks[slot]) > LARGEST_PACKED_RANK])
+        # Where there are panels, an adapter of many rows has them for its next few: no third copy of it.
+        is_copied = self.panels is None
+        views = self.views([slot for slot in slots if not is_copied or max(self.ranks[slot]) > LARGEST_PACKED_RANK])
         for slot in slots:
             ranks = self.ranks[slot]
             if slot not in views and any(ranks):

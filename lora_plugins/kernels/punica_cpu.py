@@ -16,7 +16,7 @@ import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.kernels import cpu, layers, packing, reference
+from lora_plugins.kernels import cpu, crossover, layers, packing, reference
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.compiled.panels import SlotPanels
 from lora_plugins.kernels.packs import ModuleWeights
@@ -56,7 +56,8 @@ class GroupedPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
             panels = self._panels(module, a, b, ranks)
             packing.give_packer(module, panels)
             ranks.listen(functools.partial(self._drop_plans, (id(module.lora_a_stacked), id(a[0]))))
-            weights = self._modules[id(module.lora_a_stacked)] = ModuleWeights(a, b, ranks, panels)
+            by_torch = crossover.torch_from_rows(str(a[0].dtype).removeprefix("torch."))
+            weights = self._modules[id(module.lora_a_stacked)] = ModuleWeights(a, b, ranks, panels, by_torch)
             module._lora_plugins_prepare = weights.prepare  # noqa: SLF001 - ours, for who fills slots in a background thread
             if isinstance(module.lora_a_stacked, tuple) and len(a) == 1:
                 # A classification head hands its only pair to add_lora_logits without the tuple.

@@ -6,7 +6,10 @@ import ctypes
 import dataclasses
 import math
 import os
+import platform
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -174,7 +177,7 @@ def test_what_was_prepared_in_a_background_thread_is_used():
     weights = make_case([], [(8,), (8,)], products="compiled").weights
     weights.prepare(1)
     (prepared,) = weights.panels._of_slot.values()
-    assert weights.panelled([1]) == {1: prepared}
+    assert weights.panelled({1: 3}) == {1: prepared}
 
 
 def test_an_emptied_slot_leaves_no_panels():
@@ -183,7 +186,7 @@ def test_an_emptied_slot_leaves_no_panels():
     weights.ranks.written(1, [0])
     assert weights.packed_bytes == 0
     weights.prepare(1)
-    assert weights.panelled([1]) == {}
+    assert weights.panelled({1: 3}) == {}
     assert weights.packed_bytes == 0
 
 
@@ -197,6 +200,73 @@ def test_panels_end_at_the_true_rank_and_are_zero_beyond():
     assert torch.equal(of_a[:, :3], weights.a[0][0, 0, :3].t())
     assert torch.equal(of_a[:, 3 : LANES + 1], weights.a[2][0, 0, : LANES - 2].t())
     assert not of_a[:, LANES + 1 :].any()
+
+
+# Paths for processors that this machine may not be: registers of 16 numbers, and pairs multiplied at once.
+@pytest.mark.parametrize(
+    ("dtype", "flags"),
+    [
+        ("float32", ["-DLANES_16"]),
+        ("bfloat16", ["-DLANES_16"]),
+        ("bfloat16", ["-DDOT_IN_C"]),
+        ("bfloat16", ["-DDOT_IN_C", "-DLANES_16"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+@pytest.mark.usefixtures("fresh")
+def test_other_processors_paths_are_right(monkeypatch, dtype, flags):
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-Wno-psabi", *flags))
+    kind = getattr(torch, dtype)
+    for rows, ranks, inn, widths, parts in (
+        (1, (1, 0), 7, (19, 3), 1),
+        (2, (16, 16), 64, (64, 16), 2),
+        (13, (5, 40), 513, (33, 70), 1),
+        (100, (65, 7), 601, (300, 31), 1),
+        (5, (63, 9), 601, (40, 31), 3),
+        (3, (600, 1), 30, (40, 31), 1),
+    ):
+        slot_of_row = [-1, *[1] * rows, 0, 1]
+        case = make_case(
+            slot_of_row, [(3, 17), ranks], inn=inn, widths=widths, max_rank=600, dtype=kind, products="compiled"
+        )
+        panels = case.weights.panels
+        case.weights.ranks.written(1, ranks)
+        made = panels.of(1)
+        panels.place(1, ranks, made.flat, made.slices)  # of a rank above 64 too
+        panels.product = dataclasses.replace(panels.product, parts=lambda *_, parts=parts: parts)
+        y = case.outputs()
+        assert_equal(case.computed(y, scale=0.5), case.expected(y, scale=0.5), y, slot_of_row)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="an instruction of x86-64")
+def test_avx512_bf16_is_multiplied_with_its_instruction(tmp_path):
+    """Compiled only: few machines can run it. What is around it, the test above runs."""
+    assembly = tmp_path / "lora.s"
+    command = ["gcc", *build.FLAGS, "-march=x86-64-v4", "-mavx512bf16", "-DELEMENT=BFLOAT16", "-S"]
+    subprocess.run([*command, str(build.SOURCE), "-o", str(assembly)], check=True, timeout=60)
+    text = assembly.read_text()
+    assert "vdpbf16ps" in text
+    assert "vfmadd" not in text
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_small_stacks_of_threads_are_enough(dtype):
+    """libgomp gives its threads stacks of OMP_STACKSIZE."""
+    script = (
+        "import torch\n"
+        "from tests.kernels.common import make_case\n"
+        "torch.set_num_threads(4)\n"
+        f"case = make_case([0] * 400, [(64,)], inn=1100, widths=(900,), max_rank=64, dtype={dtype}, "
+        "products='compiled')\n"
+        "found = case.computed(torch.zeros(400, 900, dtype=case.x.dtype))\n"
+        "assert found.isfinite().all()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "OMP_STACKSIZE": "64k"}, cwd=Path(__file__).parents[2], capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:] or done.returncode
 
 
 @pytest.mark.usefixtures("fresh")

@@ -13,11 +13,11 @@ from lora_plugins.kernels import packs
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.cpu import Batch, Buffers, Plan
 from lora_plugins.kernels.segments import LONG_RUN, segment
-from tests.kernels.common import assert_equal, make_case
+from tests.kernels.common import FEW_COMPILED, assert_equal, make_case
 
 RANKS = [(8,), (0,), (16,), (1,), (5,)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-WHOSE = ["torch"] if build.problem() else ["torch", "compiled"]
+WHOSE = ["torch"] if build.problem() else ["torch", "compiled", FEW_COMPILED]
 PRODUCTS = [(whose, dtype) for whose in WHOSE for dtype in DTYPES]
 products = pytest.mark.parametrize(("products", "dtype"), PRODUCTS, ids=[f"{who}-{dtype}" for who, dtype in PRODUCTS])
 BATCHES = {

@@ -19,7 +19,7 @@ from vllm.lora.layers.column_parallel_linear import (
 from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 from vllm.lora.layers.row_parallel_linear import RowParallelLinearWithLoRA
 
-from lora_plugins.kernels import reference
+from lora_plugins.kernels import crossover, reference
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.packing import packer_of
 from lora_plugins.kernels.punica_cpu import CompiledPunicaWrapperCPU, GroupedPunicaWrapperCPU
@@ -387,7 +387,7 @@ def test_a_layer_of_another_shape_is_refused():
         packer_of(other).place(0, packed)
 
 
-def test_which_layers_have_a_packer():
+def test_which_layers_have_a_packer(monkeypatch):
     def packer(kind=CompiledPunicaWrapperCPU, dtype=torch.float32, **attributes):
         layer = layer_of((19,), dtype)
         vars(layer).update(attributes)
@@ -398,7 +398,10 @@ def test_which_layers_have_a_packer():
     assert packer(lora_config=SimpleNamespace(fully_sharded_loras=False)) is not None
     assert packer(lora_config=SimpleNamespace(fully_sharded_loras=True)) is None
     assert packer(set_module_to_save=None) is None  # a classification head
-    assert packer(dtype=torch.bfloat16) is None  # its long runs are PyTorch's
+    for rows, is_there in ((None, True), (16, False)):  # as on processors without AMX, and with it
+        monkeypatch.setattr(crossover, "torch_from_rows", lambda dtype, rows=rows: rows)
+        assert (packer(dtype=torch.bfloat16) is not None) is is_there
+    monkeypatch.undo()
     assert packer(dtype=torch.float64) is None
     assert packer(kind=GroupedPunicaWrapperCPU) is None
     assert packer_of(torch.nn.Linear(1, 1)) is None

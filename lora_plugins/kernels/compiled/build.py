@@ -64,6 +64,7 @@ class Product:
             group's `shrunk` there are as many.
         pack: `pack(from, stride, columns, depth, panels, first, total)`, which writes columns into panels; unchecked.
         panel: columns of a full panel of A or B. lanes: columns of a narrow one, and what a panel is filled up to.
+        pair: elements of one column that lie side by side in a panel.
         threads: `threads()`, how many it would use now.
     """
 
@@ -73,6 +74,7 @@ class Product:
     threads: Callable[[], int]
     panel: int
     lanes: int
+    pair: int
 
 
 @functools.cache
@@ -93,11 +95,11 @@ def _outcome(dtype: str) -> Product | str:
     loaded.lora_parts.argtypes = [pointer, number, number]
     loaded.lora_pack.argtypes = [pointer, number, number, number, pointer, number, number]
     loaded.lora_pack.restype = None
-    for count in (loaded.lora_parts, loaded.lora_threads, loaded.lora_panel, loaded.lora_lanes):
+    for count in (loaded.lora_parts, loaded.lora_threads, loaded.lora_panel, loaded.lora_lanes, loaded.lora_pair):
         count.restype = number
     return Product(
         loaded.lora_add, loaded.lora_parts, loaded.lora_pack, loaded.lora_threads,
-        panel=loaded.lora_panel(), lanes=loaded.lora_lanes(),
+        panel=loaded.lora_panel(), lanes=loaded.lora_lanes(), pair=loaded.lora_pair(),
     )  # fmt: skip
 
 

@@ -5,13 +5,15 @@
  * (decoding) that is as fast as the memory gives the panels; with many it is bound by the arithmetic.
  *
  * x, y and the panels are of ELEMENT (float32, bfloat16 or float16: one library for each); all sums are of float32.
+ * bfloat16 lies in panels in pairs, [panel][k / 2][column][2]: two shifts make float32 of a register of them, and
+ * processors with AVX-512 BF16 multiply them as they are (Intel's Intrinsics Guide, _mm512_dpbf16_ps).
  *
  * The idea of tiles kept in registers over packed panels: Goto and van de Geijn, "Anatomy of High-Performance Matrix
  * Multiplication" (2008); of grouping rows by adapter: Punica and S-LoRA (arXiv:2310.18547, arXiv:2311.03285).
  */
 #include <stdint.h>
 
-#if defined(__AVX512F__)
+#if defined(LANES_16) || defined(__AVX512F__)
 #define LANES 16
 #define TALL 12 /* rows of the largest tile: its sums, 2 registers a row, fill 24 of 32 */
 #elif defined(__AVX__)
@@ -24,9 +26,9 @@
 #define PANEL (2 * LANES)
 #define CHUNK (8 * TALL) /* rows of one task: their x stays in the second-level cache from panel to panel */
 #define BLOCK 8          /* panels of one task of the second product */
-#define DEPTH 512        /* steps of the first product's sum at a time, where x has to be converted */
+#define DEPTH 256        /* elements of a sum at a time, where a tile's rows are prepared on the stack; even */
 #define MOST_SUMMED 64   /* rank of a slice, up to which the first product's sum may be divided */
-#define STEP 8           /* elements of each column that are turned at a time when panels are made */
+#define STEP 8           /* units of each column that are turned at a time when panels are made */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
@@ -37,13 +39,16 @@ typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 
 #if ELEMENT == FLOAT32
 typedef float element;
+typedef float unit; /* what a panel has of one column at one place: an element, or two */
 static inline vec load(const element *p) { return *(const vec *)p; }
 static inline void store(element *p, vec v) { *(vec *)p = v; }
 static inline float wide(element e) { return e; }
 static inline element narrow(float f) { return f; }
 
 #elif ELEMENT == BFLOAT16 /* the upper half of a float32 */
+#define PAIR 2
 typedef uint16_t element;
+typedef uint32_t unit;
 typedef uint16_t half_vec __attribute__((vector_size(2 * LANES), aligned(2)));
 static inline vec load(const element *p)
 {
@@ -68,25 +73,27 @@ static inline element narrow(float f)
 
 #elif ELEMENT == FLOAT16 && defined(__F16C__) /* no _Float16: compilers of 2021 have none */
 #include <immintrin.h>
-typedef uint16_t element;
-#if LANES == 16
+typedef uint16_t element, unit;
+#if LANES == 16 && defined(__AVX512F__)
 static inline vec load(const element *p) { return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)p)); }
 static inline void store(element *p, vec v)
 {
     _mm256_storeu_si256((void *)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
-#else
+#elif LANES == 8
 static inline vec load(const element *p) { return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const void *)p)); }
 static inline void store(element *p, vec v)
 {
     _mm_storeu_si128((void *)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
 }
+#else
+#error "float16 in registers that this processor does not have"
 #endif
 static inline float wide(element e) { return _cvtsh_ss(e); }
 static inline element narrow(float f) { return _cvtss_sh(f, _MM_FROUND_TO_NEAREST_INT); }
 
 #elif ELEMENT == FLOAT16 && defined(__ARM_FP16_FORMAT_IEEE)
-typedef __fp16 element;
+typedef __fp16 element, unit;
 typedef element half_vec __attribute__((vector_size(2 * LANES), aligned(2)));
 static inline vec load(const element *p) { return __builtin_convertvector(*(const half_vec *)p, vec); }
 static inline void store(element *p, vec v) { *(half_vec *)p = __builtin_convertvector(v, half_vec); }
@@ -95,6 +102,33 @@ static inline element narrow(float f) { return f; }
 
 #else
 #error "float16 needs a processor that converts it (F16C, or ARM)"
+#endif
+
+#ifndef PAIR
+#define PAIR 1
+#endif
+
+/* A tile's rows as they are multiplied: float32, or bfloat16 where the processor multiplies pairs of it. */
+#if PAIR == 2 && (defined(__AVX512BF16__) || defined(DOT_IN_C))
+#define DOT 1
+typedef element operand;
+static inline operand prepared(float f) { return narrow(f); }
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+static inline vec dot(vec sum, uint32_t x, uvec pairs)
+{
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(x), (__m512bh)pairs);
+}
+#else /* the same without that instruction, to test the rest */
+static inline vec dot(vec sum, uint32_t x, uvec pairs)
+{
+    return sum + wide(x >> 16) * (vec)(pairs & 0xffff0000u) + wide((element)x) * (vec)(pairs << 16);
+}
+#endif
+#else
+#define DOT 0
+typedef float operand;
+static inline operand prepared(float f) { return f; }
 #endif
 
 struct slice {
@@ -126,32 +160,69 @@ struct work {
 
 int64_t lora_panel(void) { return PANEL; }
 int64_t lora_lanes(void) { return LANES; }
+int64_t lora_pair(void) { return PAIR; }
 
 static inline int64_t up(int64_t n, int64_t unit) { return (n + unit - 1) / unit; }
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+typedef uvec packed_uvec __attribute__((aligned(4)));
 
-/* One tile: ROWS rows, WIDE registers of columns. `from` and `to` are the rows' places; ADD: sums start from `to`. */
+/* A step of a tile: its next place in the panel, of one element of each row or of a pair. */
+#if DOT
+#define SUM(ROWS, WIDE)                                                                                      \
+    uvec b[WIDE];                                                                                            \
+    _Pragma("GCC unroll 2") for (int w = 0; w < WIDE; w++) b[w] = *(const packed_uvec *)(p + w * LANES);     \
+    _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++)                                                  \
+    {                                                                                                        \
+        uint32_t pair;                                                                                       \
+        __builtin_memcpy(&pair, x[r] + 2 * k, sizeof pair);                                                  \
+        _Pragma("GCC unroll 2") for (int w = 0; w < WIDE; w++) sum[r][w] = dot(sum[r][w], pair, b[w]);       \
+    }
+#elif PAIR == 2
+#define SUM(ROWS, WIDE)                                                                                      \
+    _Pragma("GCC unroll 2") for (int half = 0; half < 2; half++)                                             \
+    {                                                                                                        \
+        vec b[WIDE];                                                                                         \
+        __asm__("" : "+r"(p)); /* loaded twice: registers are scarcer than loads */                           \
+        _Pragma("GCC unroll 2") for (int w = 0; w < WIDE; w++)                                               \
+        {                                                                                                    \
+            uvec pairs = *(const packed_uvec *)(p + w * LANES);                                              \
+            b[w] = half ? (vec)(pairs & 0xffff0000u) : (vec)(pairs << 16);                                   \
+        }                                                                                                    \
+        _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++)                                              \
+        {                                                                                                    \
+            vec one = x[r][2 * k + half] - (vec){0};                                                         \
+            _Pragma("GCC unroll 2") for (int w = 0; w < WIDE; w++) sum[r][w] += one * b[w];                  \
+        }                                                                                                    \
+    }
+#else
+#define SUM(ROWS, WIDE)                                                                                      \
+    vec b[WIDE];                                                                                             \
+    _Pragma("GCC unroll 2") for (int w = 0; w < WIDE; w++) b[w] = load(p + w * LANES);                       \
+    _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++)                                                  \
+    {                                                                                                        \
+        vec one = x[r][k] - (vec){0};                                                                        \
+        _Pragma("GCC unroll 2") for (int w = 0; w < WIDE; w++) sum[r][w] += one * b[w];                      \
+    }
+#endif
+
+/* One tile: ROWS rows, WIDE registers of columns. `from` and `to` are the rows' places; ADD: sums start from `to`. An
+ * odd depth is summed to the next even one where elements lie in pairs: both sides have a 0 there. */
 #define TILE(NAME, ROWS, WIDE, ADD)                                                                          \
     static inline __attribute__((always_inline)) void NAME(                                                  \
-        const float *const *from, const element *p, int64_t depth, float *const *to)                         \
+        const operand *const *from, const unit *p, int64_t depth, float *const *to)                          \
     {                                                                                                        \
         vec sum[ROWS][WIDE];                                                                                 \
-        const float *x[ROWS];                                                                                \
+        const operand *x[ROWS];                                                                              \
         _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++)                                              \
         {                                                                                                    \
             x[r] = from[r];                                                                                  \
             _Pragma("GCC unroll 2") for (int w = 0; w < WIDE; w++) sum[r][w] =                               \
                 ADD ? *(const vec *)(to[r] + w * LANES) : (vec){0};                                          \
         }                                                                                                    \
-        for (int64_t k = 0; k < depth; k++, p += WIDE * LANES) {                                             \
-            vec b[WIDE];                                                                                     \
-            _Pragma("GCC unroll 2") for (int w = 0; w < WIDE; w++) b[w] = load(p + w * LANES);               \
-            _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++)                                          \
-            {                                                                                                \
-                vec one = x[r][k] - (vec){0};                                                                \
-                _Pragma("GCC unroll 2") for (int w = 0; w < WIDE; w++) sum[r][w] += one * b[w];              \
-            }                                                                                                \
+        int64_t units = (depth + PAIR - 1) / PAIR;                                                           \
+        for (int64_t k = 0; k < units; k++, p += WIDE * LANES) {                                             \
+            SUM(ROWS, WIDE)                                                                                  \
         }                                                                                                    \
         _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++)                                              \
             _Pragma("GCC unroll 2") for (int w = 0; w < WIDE; w++) *(vec *)(to[r] + w * LANES) = sum[r][w];  \
@@ -163,7 +234,7 @@ static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
     TILE(NAME##_4, 4, WIDE, ADD)                                                                             \
     TILE(NAME##_2, 2, WIDE, ADD)                                                                             \
     TILE(NAME##_1, 1, WIDE, ADD)                                                                             \
-    static void NAME(const float *const *from, int64_t n, const element *p, int64_t depth, float *const *to) \
+    static void NAME(const operand *const *from, int64_t n, const unit *p, int64_t depth, float *const *to)  \
     {                                                                                                        \
         int64_t r = 0;                                                                                       \
         for (; r + TALL <= n; r += TALL) NAME##_tall(from + r, p, depth, to + r);                            \
@@ -178,7 +249,7 @@ PRODUCT(add_wide, 2, 1)
 PRODUCT(add_narrow, 1, 1)
 
 static void product(
-    int add, int64_t columns, const float *const *from, int64_t n, const element *p, int64_t depth, float *const *to)
+    int add, int64_t columns, const operand *const *from, int64_t n, const unit *p, int64_t depth, float *const *to)
 {
     if (columns > LANES)
         (add ? add_wide : write_wide)(from, n, p, depth, to);
@@ -188,29 +259,33 @@ static void product(
 
 /* `n` columns of `depth` elements each, side by side in `from`, into a panel of `width` columns, or a part of one. */
 static inline __attribute__((always_inline)) void interleave(
-    const element *from, int64_t stride, int64_t n, int64_t depth, element *to, int64_t width)
+    const element *from, int64_t stride, int64_t n, int64_t depth, unit *to, int64_t width)
 {
-    int64_t k = 0;
-    for (; k + STEP <= depth; k += STEP) {
-        element tile[PANEL][STEP];
-        for (int64_t c = 0; c < n; c++) __builtin_memcpy(tile[c], from + c * stride + k, sizeof tile[c]);
+    int64_t k = 0, whole = depth / PAIR;
+    for (; k + STEP <= whole; k += STEP) {
+        unit tile[PANEL][STEP];
+        for (int64_t c = 0; c < n; c++) __builtin_memcpy(tile[c], from + c * stride + k * PAIR, sizeof tile[c]);
         for (int64_t i = 0; i < STEP; i++)
             for (int64_t c = 0; c < n; c++) to[(k + i) * width + c] = tile[c][i];
     }
-    for (; k < depth; k++)
-        for (int64_t c = 0; c < n; c++) to[k * width + c] = from[c * stride + k];
+    for (; k < up(depth, PAIR); k++)
+        for (int64_t c = 0; c < n; c++) {
+            unit last = 0; /* half of it is beyond an odd depth */
+            __builtin_memcpy(&last, from + c * stride + k * PAIR, k < whole ? sizeof last : sizeof(element));
+            to[k * width + c] = last;
+        }
 }
 
 /* Columns `first` and following of the `total` that `panels` are for; after the last one, zeros up to a register. A
  * column's `depth` elements lie side by side in `from`, those of the next one `stride` elements further on. */
-void lora_pack(const element *from, int64_t stride, int64_t columns, int64_t depth, element *panels, int64_t first,
+void lora_pack(const element *from, int64_t stride, int64_t columns, int64_t depth, unit *panels, int64_t first,
                int64_t total)
 {
-    int64_t filled = up(total, LANES) * LANES, last = first + columns;
+    int64_t filled = up(total, LANES) * LANES, last = first + columns, units = up(depth, PAIR);
     while (first < last) {
         int64_t within = first % PANEL, width = least(PANEL, filled - first + within);
         int64_t n = least(width - within, last - first);
-        element *to = panels + (first - within) * depth + within;
+        unit *to = panels + (first - within) * units + within;
         if (n == PANEL)
             interleave(from, stride, PANEL, depth, to, PANEL);
         else if (n == LANES && width == LANES)
@@ -224,8 +299,8 @@ void lora_pack(const element *from, int64_t stride, int64_t columns, int64_t dep
     }
     if (last == total && filled > total) {
         int64_t within = total % PANEL, start = total - within, width = filled - start;
-        for (int64_t k = 0; k < depth; k++)
-            for (int64_t c = within; c < width; c++) panels[start * depth + k * width + c] = 0;
+        for (int64_t k = 0; k < units; k++)
+            for (int64_t c = within; c < width; c++) panels[start * units + k * width + c] = 0;
     }
 }
 
@@ -233,33 +308,50 @@ static inline int64_t shrunk_width(const struct group *g) { return up(g->rank, L
 
 static inline int64_t shrunk_size(const struct group *g) { return g->n_rows * shrunk_width(g); }
 
+#if ELEMENT != FLOAT32 || DOT
+/* `n` elements of x, as a tile has them; after an odd number, a 0. */
+static inline void prepare(operand *to, const element *x, int64_t n)
+{
+#if DOT
+    __builtin_memcpy(to, x, n * sizeof *x);
+#else
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) *(vec *)(to + i) = load(x + i);
+    for (; i < n; i++) to[i] = wide(x[i]);
+#endif
+    if (n % PAIR) to[n] = 0;
+}
+#endif
+
 /* Task `t` of one part of the first product: one panel of A with one chunk of rows. */
 static void shrink(const struct work *w, const struct group *g, int64_t part, int64_t t)
 {
-    const float *from[CHUNK];
+    const operand *from[CHUNK];
     float *to[CHUNK];
     int64_t panels = up(g->rank, PANEL), width = shrunk_width(g);
     int64_t column = t % panels * PANEL, row = t / panels * CHUNK;
     int64_t n = least(CHUNK, g->n_rows - row), columns = least(PANEL, width - column);
-    int64_t start = w->in * part / w->parts, end = w->in * (part + 1) / w->parts;
-    const element *p = g->a + column * w->in;
+    int64_t units = up(w->in, PAIR), start = units * part / w->parts * PAIR;
+    int64_t end = least(w->in, units * (part + 1) / w->parts * PAIR);
+    const unit *p = (const unit *)g->a + column * units;
     float *shrunk = g->shrunk + part * shrunk_size(g);
     for (int64_t r = 0; r < n; r++) to[r] = shrunk + (row + r) * width + column;
 #if ELEMENT == FLOAT32
     for (int64_t r = 0; r < n; r++) from[r] = w->x + g->rows[row + r] * w->x_stride + start;
     product(0, columns, from, n, p + start * columns, end - start, to);
 #else
-    float x[CHUNK][DEPTH];
-    for (int64_t r = 0; r < n; r++) from[r] = x[r];
+    operand x[TALL][DEPTH];
+    for (int64_t r = 0; r < TALL; r++) from[r] = x[r];
+    if (start == end)
+        for (int64_t r = 0; r < n; r++) __builtin_memset(to[r], 0, columns * sizeof(float));
     for (int64_t k = start; k < end; k += DEPTH) {
         int64_t depth = least(DEPTH, end - k);
-        for (int64_t r = 0; r < n; r++) {
-            const element *own = w->x + g->rows[row + r] * w->x_stride + k;
-            int64_t i = 0;
-            for (; i + LANES <= depth; i += LANES) *(vec *)(x[r] + i) = load(own + i);
-            for (; i < depth; i++) x[r][i] = wide(own[i]);
+        for (int64_t tile = 0; tile < n; tile += TALL) {
+            int64_t tall = least(TALL, n - tile);
+            for (int64_t r = 0; r < tall; r++)
+                prepare(x[r], w->x + g->rows[row + tile + r] * w->x_stride + k, depth);
+            product(k > start, columns, from, tall, p + k / PAIR * columns, depth, to + tile);
         }
-        product(k > start, columns, from, n, p + k * columns, depth, to);
     }
 #endif
     if (w->scale != 1)
@@ -269,14 +361,9 @@ static void shrink(const struct work *w, const struct group *g, int64_t part, in
 
 static int64_t shrink_tasks(const struct group *g) { return up(g->rank, PANEL) * up(g->n_rows, CHUNK); }
 
-/* One panel of B with a tile of rows, summed beside y and added to it: where y is no float32, or ends in a register. */
-static void add_beside(
-    const float *const *from, int64_t n, const element *p, int64_t depth, element *const *to, int64_t columns)
+/* Adds a tile's sums to y, where that is no float32, or ends within a register. */
+static void add_to(element *const *to, int64_t n, float (*sums)[PANEL], int64_t columns)
 {
-    float sums[TALL][PANEL];
-    float *into[TALL];
-    for (int64_t r = 0; r < n; r++) into[r] = sums[r];
-    product(0, columns, from, n, p, depth, into);
     for (int64_t r = 0; r < n; r++) {
         int64_t c = 0;
         for (; c + LANES <= columns; c += LANES) store(to[r] + c, load(to[r] + c) + *(vec *)(sums[r] + c));
@@ -284,37 +371,59 @@ static void add_beside(
     }
 }
 
+/* Shrunk values `first` to `last` of a slice and one row, all parts of their sums together. */
+static inline void whole_sums(
+    const struct work *w, const struct group *g, const float *shrunk, int64_t first, int64_t last, operand *to)
+{
+    int64_t n = last - first, size = w->parts * shrunk_size(g);
+    for (int64_t k = 0; w->parts == 1 && k < n; k++) to[k] = prepared(shrunk[first + k]);
+    for (int64_t k = 0; w->parts > 1 && k < n; k++) {
+        float sum = 0;
+        for (int64_t part = 0; part < size; part += shrunk_size(g)) sum += shrunk[part + first + k];
+        to[k] = prepared(sum);
+    }
+    if (n % PAIR) to[n] = 0;
+}
+
 /* Task `t` of the second product: one block of a slice's panels of B with one chunk of rows. */
 static void expand(const struct work *w, const struct group *g, const struct slice *s, int64_t t)
 {
-    const float *from[TALL];
-    float sums[TALL][MOST_SUMMED];
+    const operand *from[TALL];
+    const float *shrunk[TALL];
+    operand whole[TALL][DEPTH];
+    float sums[TALL][PANEL];
+    float *beside[TALL];
     element *to[TALL];
     int64_t blocks = up(up(s->width, PANEL), BLOCK), width = shrunk_width(g);
     int64_t first = t % blocks * BLOCK * PANEL, row = t / blocks * CHUNK;
     int64_t last_row = least(row + CHUNK, g->n_rows), last = least(s->width, first + BLOCK * PANEL);
+    int64_t depth = PAIR == 1 && w->parts == 1 ? s->rank : DEPTH; /* of a product; the second reads what is prepared */
+    for (int64_t r = 0; r < TALL; r++) beside[r] = sums[r];
     /* A tile's rows of y from left to right: streams that the processor sees coming. */
     for (; row < last_row; row += TALL) {
         int64_t n = least(TALL, last_row - row);
         for (int64_t r = 0; r < n; r++) {
-            from[r] = g->shrunk + (row + r) * width + s->top;
-            if (w->parts > 1) {
-                for (int64_t k = 0; k < s->rank; k++) sums[r][k] = from[r][k];
-                for (int64_t part = 1; part < w->parts; part++)
-                    for (int64_t k = 0; k < s->rank; k++) sums[r][k] += from[r][part * shrunk_size(g) + k];
-                from[r] = sums[r];
-            }
+            shrunk[r] = g->shrunk + (row + r) * width + s->top;
             to[r] = w->y + g->rows[row + r] * w->y_stride + s->first + first;
         }
         for (int64_t column = first; column < last; column += PANEL) {
             int64_t columns = least(PANEL, last - column);
-            const element *p = s->b + column * s->rank;
-#if ELEMENT == FLOAT32
-            if (columns % LANES == 0)
-                product(1, columns, from, n, p, s->rank, to);
-            else
-#endif
-                add_beside(from, n, p, s->rank, to, columns);
+            const unit *p = (const unit *)s->b + column * up(s->rank, PAIR);
+            int in_place = ELEMENT == FLOAT32 && columns % LANES == 0;
+            for (int64_t k = 0; k < s->rank; k += depth) {
+                int64_t some = least(depth, s->rank - k);
+                if (column == first || s->rank > depth)
+                    for (int64_t r = 0; r < n; r++) {
+                        from[r] = whole[r];
+                        if (PAIR > 1 || w->parts > 1)
+                            whole_sums(w, g, shrunk[r], k, k + some, whole[r]);
+                        else
+                            from[r] = (const operand *)shrunk[r];
+                    }
+                product(in_place || k, columns, from, n, p + k / PAIR * up(columns, LANES) * LANES, some,
+                        in_place ? (float *const *)to : beside);
+            }
+            if (!in_place) add_to(to, n, sums, columns);
             for (int64_t r = 0; r < n; r++) to[r] += PANEL;
         }
     }

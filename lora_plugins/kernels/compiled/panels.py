@@ -1,7 +1,8 @@
 """A slot's A and B as the compiled product reads them: panels of columns, at the slot's true ranks.
 
 A panel holds `Product.panel` columns of the product's result, one row of them for each step of the sum. The last one
-may be narrow, `Product.lanes` columns, and is filled up with zeros, of which nothing reaches `y`.
+may be narrow, `Product.lanes` columns, and is filled up with zeros, of which nothing reaches `y`. In bfloat16 the steps
+go in pairs (`Product.pair`), a last odd one with a zero beside it.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def make(product: Product, a: Sequence[Any], b: Sequence[Any], slot: int, ranks:
 
 def size(product: Product, inn: int, widths: Sequence[int], ranks: Sequence[int]) -> int:
     """Elements of the panels of slices of these widths and ranks."""
-    return filled(product, sum(ranks)) * inn + sum(
-        filled(product, width) * rank for width, rank in zip(widths, ranks, strict=True)
+    return _side(product, sum(ranks), inn) + sum(
+        _side(product, width, rank) for width, rank in zip(widths, ranks, strict=True)
     )
 
 
@@ -61,7 +62,7 @@ def fill(product: Product, flat: Any, inn: int, widths: Sequence[int], sides: Se
     slices = (Slice * len(own))()
     total = sum(ranks)
     into_a = flat.data_ptr()
-    into_b = into_a + filled(product, total) * inn * flat.element_size()
+    into_b = into_a + _side(product, total, inn) * flat.element_size()
     top = 0
     for place, i in zip(slices, own, strict=True):
         (a, b), rank, width = sides[i], ranks[i], widths[i]
@@ -70,8 +71,13 @@ def fill(product: Product, flat: Any, inn: int, widths: Sequence[int], sides: Se
         place.b, place.rank, place.top = into_b, rank, top
         place.first, place.width = sum(widths[:i]), width
         top += rank
-        into_b += filled(product, width) * rank * flat.element_size()
+        into_b += _side(product, width, rank) * flat.element_size()
     return slices
+
+
+def _side(product: Product, columns: int, depth: int) -> int:
+    """Elements of the panels of so many columns, each the sum of `depth` steps."""
+    return filled(product, columns) * -(-depth // product.pair) * product.pair
 
 
 def filled(product: Product, columns: int) -> int:

@@ -1,0 +1,113 @@
+"""From how many rows of an adapter on PyTorch's products are faster than our compiled ones, by dtype, on this machine.
+
+One layer (`in` 1024, a slice of 1024 and two of 256), one and four adapters of rank 16 and 64, each with 1 to 128
+neighbouring rows, one thread and all. Compiled and PyTorch's (views of the slots, `torch.mm`) in turn; a figure is the
+fastest of `--rounds`. Prints Markdown, keeps benchmarks/results/kernels_rows.json. The machine's rule that
+`lora_plugins/kernels/crossover.py` has for it is printed beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+import torch
+
+from benchmarks.record import keep
+from lora_plugins.kernels import crossover
+from lora_plugins.kernels.compiled import build
+from lora_plugins.kernels.compiled.panels import SlotPanels
+from lora_plugins.kernels.cpu import Batch, Buffers, Plan
+from lora_plugins.kernels.packs import ModuleWeights
+from lora_plugins.kernels.processor import this_processor
+from lora_plugins.kernels.ranks import SlotRanks
+from lora_plugins.kernels.segments import segment
+
+INN, WIDTHS = 1024, (1024, 256, 256)
+ROWS = (1, 4, 8, 16, 32, 64, 128)
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def plans(dtype: str, rank: int, adapters: int, rows: int) -> tuple[dict[str, Plan], torch.Tensor, torch.Tensor]:
+    kind = getattr(torch, dtype)
+    a = [torch.randn(adapters, 1, rank, INN).to(kind) for _ in WIDTHS]
+    b = [torch.randn(adapters, 1, width, rank).to(kind) for width in WIDTHS]
+    ranks = SlotRanks(adapters, [rank] * len(WIDTHS))
+    batch = Batch(segment([slot for slot in range(adapters) for _ in range(rows)]), Buffers())
+    panels = SlotPanels(build.product(dtype), a, b, ranks)
+    compiled = Plan(ModuleWeights(a, b, ranks, panels), batch, 1.0)
+    by_torch = Plan(ModuleWeights(a, b, ranks), batch, 1.0)
+    n = adapters * rows
+    return (
+        {"compiled": compiled, "torch": by_torch},
+        torch.zeros(n, sum(WIDTHS), dtype=kind),
+        torch.randn(n, INN).to(kind),
+    )
+
+
+def seconds(plan: Plan, y: torch.Tensor, x: torch.Tensor, at_least_s: float = 0.002) -> float:
+    """Of one run: as many as fill the time."""
+    runs, started = 0, time.perf_counter()
+    while (passed := time.perf_counter() - started) < at_least_s:
+        plan.run(y, x)
+        runs += 1
+    return passed / runs
+
+
+def crossing(rows: list[dict]) -> int | None:
+    """The number of rows from which on PyTorch's products are the faster ones; None where they never are."""
+    found = None
+    for row in sorted(rows, key=lambda row: -row["rows"]):
+        if row["torch_s"] >= row["compiled_s"]:
+            break
+        found = row["rows"]
+    return found
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--rounds", type=int, default=7)
+    arguments.add_argument("--dtypes", nargs="*", choices=DTYPES, default=list(DTYPES))
+    arguments.add_argument("--dry", action="store_true", help="keep no result")
+    options = arguments.parse_args()
+    most, found = torch.get_num_threads(), []
+    for dtype in options.dtypes:
+        for threads in sorted({1, most}):
+            torch.set_num_threads(threads)
+            for rank in (16, 64):
+                for adapters in (1, 4):
+                    for rows in ROWS:
+                        both, y, x = plans(dtype, rank, adapters, rows)
+                        rounds = [
+                            {name: seconds(plan, y, x) for name, plan in both.items()} for _ in range(options.rounds)
+                        ]
+                        best = {f"{name}_s": min(of[name] for of in rounds) for name in both}
+                        case = {"dtype": dtype, "threads": threads, "rank": rank, "adapters": adapters}
+                        found.append({**case, "rows": rows, **best, "load": os.getloadavg()[0]})
+    print(table(found))
+    rule = {dtype: crossover.torch_from_rows(dtype) for dtype in options.dtypes}
+    machine = this_processor()
+    print(f"\n{machine.description()}; the rule here (rows, None: never): {rule}")
+    if not options.dry:
+        print(f"Raw: {keep('kernels_rows', {'machine': machine.description(), 'rule': rule, 'cases': found}).name}")
+    return 0
+
+
+def table(found: list[dict]) -> str:
+    heads = "".join(f" {rows} |" for rows in ROWS)
+    lines = [
+        f"| dtype | threads | rank | adapters |{heads} PyTorch's from |",
+        "|---|---|---|---|" + "---|" * (len(ROWS) + 1),
+    ]
+    cases = dict.fromkeys((row["dtype"], row["threads"], row["rank"], row["adapters"]) for row in found)
+    for case in cases:
+        own = [row for row in found if (row["dtype"], row["threads"], row["rank"], row["adapters"]) == case]
+        cells = [f"{row['compiled_s'] * 1e6:.0f} / {row['torch_s'] * 1e6:.0f}" for row in own]
+        lines.append("| " + " | ".join(map(str, (*case, *cells, crossing(own) or "never"))) + " |")
+    return "µs of one run for each number of rows of an adapter, compiled / PyTorch's:\n\n" + "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""Which instructions this machine's processor has, as the kernel of Linux says; pure."""
+
+from __future__ import annotations
+
+import functools
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+CPUINFO = Path("/proc/cpuinfo")
+# Names of /proc/cpuinfo; the levels are those of the x86-64 psABI.
+X86_64_V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"})
+X86_64_V4 = X86_64_V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+AVX512_BF16 = frozenset({"avx512_bf16"})
+AMX_BF16 = frozenset({"amx_tile", "amx_bf16"})
+ARM_BF16 = frozenset({"bf16"})
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """The architecture (`x86_64`, `aarch64`, ...), and the instructions that programs may use."""
+
+    architecture: str
+    flags: frozenset[str] = frozenset()
+
+    def has(self, flags: Iterable[str]) -> bool:
+        return self.flags.issuperset(flags)
+
+    @property
+    def bfloat16(self) -> str | None:
+        """What multiplies bfloat16 here, None where only sums of float32 do."""
+        if self.architecture == "x86_64" and self.has(AMX_BF16):
+            return "AMX"
+        if self.architecture == "x86_64" and self.has(X86_64_V4 | AVX512_BF16):
+            return "AVX-512 BF16"
+        if self.architecture == "aarch64" and self.has(ARM_BF16):
+            return "ARM BF16"
+        return None
+
+    def description(self) -> str:
+        """For results: the architecture, and what multiplies bfloat16."""
+        return f"{self.architecture}, {self.bfloat16 or 'without AVX-512 BF16 or AMX'}"
+
+
+@functools.cache
+def this_processor() -> Processor:
+    """The one that this process runs on; without flags where the system does not tell them."""
+    try:
+        text = CPUINFO.read_text(errors="replace")
+    except OSError:
+        text = ""
+    return Processor(platform.machine(), flags_in(text))
+
+
+def flags_in(cpuinfo: str) -> frozenset[str]:
+    """The flags of the first processor in the text of /proc/cpuinfo."""
+    for line in cpuinfo.splitlines():
+        name, _, values = line.partition(":")
+        if name.strip() in {"flags", "Features"}:
+            return frozenset(values.split())
+    return frozenset()
