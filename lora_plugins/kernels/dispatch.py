@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lora_plugins.errors import InvalidSettings
+from lora_plugins.kernels import tuning
 from lora_plugins.settings import Kernels
 
 CPU_WRAPPER = "lora_plugins.kernels.punica_cpu.CompiledPunicaWrapperCPU"
@@ -31,14 +32,16 @@ class Machine:
     """What the choice depends on.
 
     Attributes:
-        platform: vLLM's: `cpu`, `cuda`, ...
+        platform: vLLM's: `cpu`, `cuda`, `rocm`, ...
         triton: whether Triton and our ops for it are there.
         cannot_compile: why there is no compiled CPU product, None where there is; asked only if the choice needs it.
+        architecture: of the GPU, such as `sm_90`; asked only if the choice needs it.
     """
 
     platform: str
     triton: bool
     cannot_compile: Callable[[], str | None] = lambda: None
+    architecture: Callable[[], str | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +87,21 @@ def _best(machine: Machine) -> Choice:
         if problem := machine.cannot_compile():
             return Choice(Kernels.TORCH, f"the platform is cpu, and {problem}", TORCH_WRAPPER)
         return Choice(Kernels.CPU, "the platform is cpu", CPU_WRAPPER)
-    if machine.platform == "cuda" and machine.triton:
-        return Choice(Kernels.TRITON, "the platform is cuda and Triton is installed", TRITON_WRAPPER)
     reason = f"the platform is {machine.platform}"
-    return Choice(Kernels.VLLM, f"{reason}{'' if machine.triton else ', without Triton'}", None)
+    if machine.platform != "cuda":
+        return Choice(Kernels.VLLM, reason, None)
+    if not machine.triton:
+        return Choice(Kernels.VLLM, f"{reason}, without Triton", None)
+    architecture = machine.architecture()
+    if architecture is None or not is_measured(architecture):
+        reason += f", and our Triton kernels have not been measured on {architecture or 'this GPU'}"
+        return Choice(Kernels.VLLM, f"{reason}; LORA_PLUGINS_KERNELS=triton takes them", None)
+    return Choice(Kernels.TRITON, f"{reason}, {architecture}", TRITON_WRAPPER)
+
+
+def is_measured(architecture: str) -> bool:
+    """Whether the package has a tuning table for `architecture`, which it has only with figures from such a GPU."""
+    return (tuning.PACKAGED / f"{architecture}.json").is_file()
 
 
 def triton_is_there(find: Callable[[str], object | None] = importlib.util.find_spec) -> bool:

@@ -26,12 +26,25 @@ def patch(settings: Settings) -> None:
 
     if hasattr(type(current_platform), _OURS):
         return
-    machine = dispatch.Machine(current_platform.device_type, dispatch.triton_is_there(), build.problem)
+    machine = dispatch.Machine(
+        platform_name(current_platform), dispatch.triton_is_there(), build.problem, lambda: architecture(current_platform)
+    )
     choice = dispatch.choose(settings.kernels, machine)
     logger.info("LoRA kernels: %s (%s)", choice.kernels, choice.why)
     if choice.wrapper is None:
         return
     use_wrapper(choice.wrapper)
+
+
+def platform_name(platform: Any) -> str:
+    """What this platform is called here: `cpu`, `cuda`, `rocm`, ... vLLM's `device_type` is "cuda" on ROCm too."""
+    return "rocm" if platform.is_rocm() else str(platform.device_type)
+
+
+def architecture(platform: Any) -> str | None:
+    """The first GPU's architecture, such as `sm_90`, found without starting CUDA; None where that cannot be said."""
+    capability = platform.get_device_capability()
+    return None if capability is None else f"sm_{capability.to_int()}"
 
 
 def use_wrapper(dotted_name: str) -> None:
@@ -86,9 +99,13 @@ LEDGER = (
             current_platform
         vllm.platforms.interface:
             Platform{device_type}
+            Platform.is_rocm(self)
+            Platform.get_device_capability(cls, device_id)
+            DeviceCapability.to_int(self)
             Platform.get_punica_wrapper(cls)
         """,
-        what="get_punica_wrapper replaced on the current platform's class by one that names our wrapper",
+        what="get_punica_wrapper replaced on the current platform's class by one that names our wrapper; the others are "
+        "called, to choose the kernels",
         why="vLLM makes every layer's kernels from this dotted name, in every process",
         remove="vLLM lets a plugin name its LoRA kernels",
     ),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import vllm.platforms
 from vllm.lora.ops.torch_ops import lora_ops
+from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 
 from lora_plugins.kernels.compiled import build
 from lora_plugins.vllm_patches import punica
@@ -116,3 +120,33 @@ def test_base_rows_that_vllm_gives_an_adapter_are_noticed():
     weights, y = torch.ones(2, 1, 4, 8), torch.zeros(1, 4)
     lora_ops.bgmv_shrink(torch.ones(1, 8), weights, y, torch.tensor([-1]))
     assert punica.base_rows_get_an_adapter() == bool(y.any())
+
+
+@pytest.mark.parametrize(
+    ("module", "platform", "name"), [("cpu", "CpuPlatform", "cpu"), ("rocm", "RocmPlatform", "rocm")]
+)
+def test_rocm_is_told_from_cuda(module, platform, name):
+    """Its `device_type` is "cuda" as well. The class is read without being imported, since it wants a ROCm driver."""
+    source = Path(vllm.platforms.__file__).with_name(f"{module}.py").read_text()
+    body = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == platform)
+    values = {
+        node.targets[0].id if isinstance(node, ast.Assign) else node.target.id: ast.unparse(node.value)
+        for node in body.body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value
+    }
+
+    class Here(Platform):
+        _enum = PlatformEnum[values["_enum"].removeprefix("PlatformEnum.")]
+        device_type = ast.literal_eval(values["device_type"])
+
+    assert punica.platform_name(Here()) == name
+
+
+def test_an_architecture_is_called_as_its_tuning_table():
+    class Hopper(Platform):
+        @classmethod
+        def get_device_capability(cls, device_id=0):
+            return DeviceCapability(9, 0)
+
+    assert punica.architecture(Hopper()) == "sm_90"
+    assert punica.architecture(Platform()) is None
