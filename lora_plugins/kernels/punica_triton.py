@@ -17,7 +17,6 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
 
 from lora_plugins.kernels import layers
-from lora_plugins.kernels.triton_ops import operators
 from lora_plugins.kernels.triton_ops.operators import Batch, Operators
 from lora_plugins.kernels.tuning import load_table
 from lora_plugins.ledger import Patch
@@ -41,11 +40,11 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
-        self._rows = Batch(max_num_batched_tokens, self.max_loras, device)
-        self._sampled = Batch(max_num_batched_tokens, self.max_loras, device)
+        self._operators = _operators(torch.device(device), tuning_dir)
+        self._rows = Batch(max_num_batched_tokens, self.max_loras, device, self._operators)
+        self._sampled = Batch(max_num_batched_tokens, self.max_loras, device, self._operators)
         self._has_layers = False
         self._some_by_vllm = False
-        self._operators = _operators_of_this_process(torch.device(device), tuning_dir)
 
     def register(self, module: Any) -> None:
         """Know a layer that will call this wrapper; called by `set_mapping`, after its weights were created."""
@@ -141,12 +140,11 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         )
 
 
-def _operators_of_this_process(device: Any, tuning_dir: Path | None) -> Operators:
+def _operators(device: Any, tuning_dir: Path | None) -> Operators:
     table = load_table(_architecture(device), tuning_dir)
     config = get_current_vllm_config_or_none()
     captured = getattr(getattr(config, "compilation_config", None), "max_cudagraph_capture_size", None) or 0
     made = Operators(table, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT), captured_rows=captured)
-    operators.use(made)
     logger.info(
         "Triton kernels cut their work by %s%s",
         table.origin,

@@ -190,14 +190,14 @@ def test_one_plan_gives_equal_bits_in_any_batch() -> None:
 def test_the_dense_path_is_for_batches_that_no_graph_holds(change: dict[str, object], dense: bool) -> None:
     bed = Bed.make([1, 1, 1], [[8], [8]])
     made = set_up(PATHS["dense"], **change)
-    assert made.takes_dense_path(bed.y, bed.x, [3, 1, 1]) is dense
-    assert not made.takes_dense_path(bed.y, bed.x, [3, 1, -1])
-    assert not made.takes_dense_path(bed.y.half(), bed.x, [3, 1, 1])
+    assert made.takes_dense_path(bed.y, bed.x, [3, 1, 1, 0]) is dense
+    assert not made.takes_dense_path(bed.y, bed.x, [3, 1, -1, 0])
+    assert not made.takes_dense_path(bed.y.half(), bed.x, [3, 1, 1, 0])
 
 
 def test_host_sees_a_single_slot_only_if_all_rows_do() -> None:
     for slots, single in (([1, 1], 1), ([1, 0], -1), ([1, -1], -1), ([-1], -1)):
-        assert cut(Bed.make(slots, [[8], [8]])).host.tolist() == [len(slots), int(max(slots) >= 0), single]
+        assert cut(Bed.make(slots, [[8], [8]])).host.tolist() == [len(slots), int(max(slots) >= 0), single, 0]
 
 
 def test_an_input_of_another_dtype_than_the_weights_is_refused() -> None:

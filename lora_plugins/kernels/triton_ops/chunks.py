@@ -30,21 +30,27 @@ class Chunks:
     Attributes:
         order: int64 `[max_rows]`, row numbers in the order of their slots.
         table: int32 `[len(SIZES), 3, capacity]`; for each chunk its slot, its first place in `order`, its rows (or 0).
+        rows: of the batch, as far as the host knows.
     """
 
     def __init__(self, max_rows: int, slots: int, device: Any) -> None:
-        self.slots = slots
+        self.slots, self.rows = slots, 0
         self.capacity = max(1, chunks_at_most(max_rows, SIZES[0], slots))
         self.order = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.table = torch.zeros(len(SIZES), 3, self.capacity, dtype=torch.int32, device=device)
         self._sorted = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
 
     @classmethod
-    def over(cls, order: Any, table: Any, slots: int) -> Chunks:
+    def over(cls, order: Any, table: Any, slots: int, rows: int) -> Chunks:
         """The chunks that another object's `order` and `table` hold; `cut` is that object's business."""
         chunks = cls.__new__(cls)
-        chunks.slots, chunks.capacity, chunks.order, chunks.table = slots, table.shape[2], order, table
+        chunks.slots, chunks.rows, chunks.capacity = slots, rows, table.shape[2]
+        chunks.order, chunks.table = order, table
         return chunks
+
+    def at_most(self, rows: int, size: int) -> int:
+        """How many chunks hold what a layer that sees the first `rows` rows needs; they may lie among all others."""
+        return chunks_at_most(max(rows, self.rows), size, self.slots) if rows else 0
 
     def cut(self, slot_of_row: Any) -> None:
         """Group the rows of a new batch; everything stays on the device.
@@ -52,7 +58,7 @@ class Chunks:
         Args:
             slot_of_row: int64 `[rows]` on the device, with `rows` at most `max_rows`; negative for the base model.
         """
-        rows = slot_of_row.shape[0]
+        rows = self.rows = int(slot_of_row.shape[0])
         if rows:
             torch.sort(slot_of_row, stable=True, out=(self._sorted[:rows], self.order[:rows]))
         grid = (len(SIZES), triton.cdiv(self.capacity, _CHUNKS_AT_ONCE))

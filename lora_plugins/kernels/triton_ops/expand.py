@@ -14,7 +14,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from lora_plugins.kernels.triton_ops.chunks import Chunks, chunks_at_most
+from lora_plugins.kernels.triton_ops.chunks import Chunks
 from lora_plugins.kernels.triton_ops.packed import ELEMENTS, PackedModule, precision
 from lora_plugins.kernels.triton_ops.tiles import load_to_rank, number, pointer, product, put, rows_of_chunk
 from lora_plugins.kernels.tuning import ExpandTile
@@ -45,7 +45,7 @@ def expand(
     """
     rows = y.shape[0]
     tiles = triton.cdiv(module.widest, tile.columns)
-    grid = (chunks_at_most(rows, size, chunks.slots) * module.slices * tiles,)
+    grid = (chunks.at_most(rows, size) * module.slices * tiles,)
     if not grid[0]:
         return
     _expand_kernel[grid](

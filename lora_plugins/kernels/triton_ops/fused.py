@@ -11,7 +11,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from lora_plugins.kernels.triton_ops.chunks import Chunks, chunks_at_most
+from lora_plugins.kernels.triton_ops.chunks import Chunks
 from lora_plugins.kernels.triton_ops.packed import ELEMENTS, PackedModule, columns, precision
 from lora_plugins.kernels.triton_ops.tiles import (
     load_to_rank,
@@ -52,7 +52,7 @@ def fused(
     """
     rows, n_in = x.shape
     tiles = triton.cdiv(module.widest, tile.columns_out)
-    grid = (chunks_at_most(rows, size, chunks.slots) * module.slices * tiles,)
+    grid = (chunks.at_most(rows, size) * module.slices * tiles,)
     if not grid[0]:
         return
     _fused_kernel[grid](

@@ -1,15 +1,17 @@
 """The kernels as torch operators, so that torch.compile and CUDA graphs take each call as one opaque step.
 
 An operator chooses dense path, fused kernel or shrink and expand by the rows of its input and the tuning table. What it
-needs to know of the batch comes in tensors: `order` and `table` of `Chunks` on the device, and `host`, three numbers on
+needs to know of the batch comes in tensors: `order` and `table` of `Chunks` on the device, and `host`, four numbers on
 the CPU (see `Batch`). A Python number would be frozen into a compiled graph.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -31,12 +33,14 @@ class Batch:
     """What operators know of a batch: the chunks of its rows, and what the host knows without asking the device.
 
     Attributes:
-        host: int64 `[3]` on the CPU: rows, whether any has an adapter, the one slot of all rows or -1.
+        host: int64 `[4]` on the CPU: rows, whether any has an adapter, the one slot of all rows or -1, and the number
+            of the `Operators` that compute it.
     """
 
-    def __init__(self, max_rows: int, slots: int, device: Any) -> None:
+    def __init__(self, max_rows: int, slots: int, device: Any, operators: Operators | None = None) -> None:
+        """Room for `max_rows` rows; computed by `operators`, or by those `in_use` then."""
         self.chunks = Chunks(max_rows, slots, device)
-        self.host = torch.tensor([0, 0, -1])
+        self.host = torch.tensor([0, 0, -1, operators.number if operators else _WHAT_IS_IN_USE])
 
     def cut(self, slot_of_row: Any, slots_in_use: set[int], *, base_rows: bool) -> None:
         """Take a new batch.
@@ -58,27 +62,40 @@ class Batch:
 
 @dataclass
 class _Known:
-    """A module's ranks, on the device and, where it is registered, on the host."""
+    """A module's ranks, on the device and, where it is registered, on the host.
+
+    Attributes:
+        stacks: whose addresses the module is known by: while it is known, nothing else comes to lie there.
+    """
 
     device: Any
     host: SlotRanks | None
+    stacks: tuple[Any, ...]
     packed: dict[Any, PackedModule] = field(default_factory=dict)
 
 
-@dataclass
+_numbers = itertools.count(1)
+
+
+@dataclass(eq=False)
 class Operators:
-    """What the operators of this process need beyond their arguments.
+    """What the operators need beyond their arguments. Each punica wrapper has its own, with the layers that call it.
 
     Attributes:
         table: how work is cut. batch_invariant: one plan for all batches. captured_rows: sizes up to this one are
         captured in CUDA graphs, and so never take the dense path, whose choice the host makes.
+        number: by which a batch names it, since torch calls operators by name, with tensors and numbers only.
     """
 
     table: Table
     batch_invariant: bool = False
     captured_rows: int = 0
+    number: int = field(default_factory=_numbers.__next__)
     _known: dict[int, _Known] = field(default_factory=dict)
     _ranks: dict[Any, DeviceRanks] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _by_number[self.number] = self
 
     def register(self, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks) -> None:
         """Learn the ranks of a module, of which an embedding's A `[slots, vocabulary, max_rank]` is not ours to read.
@@ -88,7 +105,7 @@ class Operators:
         embedding = a[0].ndim == 3
         if not embedding and any(a_i.shape[2] != b_i.shape[3] for a_i, b_i in zip(a, b, strict=True)):
             return
-        known = _Known(self._device_ranks(b[0].device).follow(ranks, b[0].shape[0]), ranks)
+        known = _Known(self._device_ranks(b[0].device).follow(ranks, b[0].shape[0]), ranks, (*a, *b))
         self._known[b[0].data_ptr()] = known
         if not embedding:
             self._known[a[0].data_ptr()] = known
@@ -115,7 +132,7 @@ class Operators:
         if known is None:
             _refuse_while_capturing()
             largest = [part.shape[-2] for part in a] or [part.shape[-1] for part in b]
-            known = _Known(self._device_ranks(first.device).constant(largest, first.shape[0]), None)
+            known = _Known(self._device_ranks(first.device).constant(largest, first.shape[0]), None, (*a, *b))
             self._known[first.data_ptr()] = known
         key = (len(a), b[0].data_ptr() if b else 0, *output_slices, offset)
         packed = known.packed.get(key)
@@ -127,7 +144,7 @@ class Operators:
     def takes_dense_path(self, y: Any, x: Any, batch: Any) -> bool:
         """Whether the host may and should compute this batch by plain products."""
         least = self.table.dense_min_rows
-        rows, _, single = batch
+        rows, _, single, _ = batch
         return (
             least is not None
             and rows >= max(least, self.captured_rows + 1)
@@ -143,20 +160,23 @@ class Operators:
         return self._ranks[device]
 
 
+_WHAT_IS_IN_USE = 0
 _operators: Operators | None = None
+_by_number: WeakValueDictionary[int, Operators] = WeakValueDictionary()
 
 
 def use(operators: Operators) -> None:
-    """Have the operators of this process use `operators`: what torch calls by name has no object of its own."""
-    global _operators  # noqa: PLW0603 - torch calls operators by name, so they have no object to hold this
+    """Have `operators` compute the batches that name none, in programs that need one for all of the process."""
+    global _operators  # noqa: PLW0603 - what `in_use` returns
     _operators = operators
 
 
-def in_use() -> Operators:
-    """What the operators of this process use."""
-    if _operators is None:
-        raise RuntimeError("the Triton kernels were called before they were set up")
-    return _operators
+def in_use(number: int = _WHAT_IS_IN_USE) -> Operators:
+    """Those of this number, which a batch names; without one, those in use in this process."""
+    operators = _by_number.get(number) if number else _operators
+    if operators is None:
+        raise RuntimeError("the Triton kernels were called before they were set up, or after their wrapper was gone")
+    return operators
 
 
 def lora_linear(
@@ -176,11 +196,11 @@ def lora_linear(
     batch = host.tolist()
     if not batch[1] or not x.shape[0]:
         return
-    operators = in_use()
+    operators = in_use(batch[3])
     module, known = operators.module(a, b, output_slices, offset)
     x = _rows(x, module)
     if operators.takes_dense_path(y, x, batch):
-        rows, _, slot = batch
+        rows, _, slot, _ = batch
         ranks = known.host[slot] if known.host else (module.max_rank,) * module.slices
         dense(
             y[:rows],
@@ -194,7 +214,7 @@ def lora_linear(
             add_inputs=add_inputs,
         )
         return
-    chunks = Chunks.over(order, table, module.slots)
+    chunks = Chunks.over(order, table, module.slots, batch[0])
     plan = operators.plan(x.shape[0], x.shape[1], module.widest)
     if plan.fused is not None:
         fused(y, x, module, known.device, chunks, plan.chunk, plan.fused, scale, add_inputs=add_inputs)
@@ -215,12 +235,13 @@ def lora_shrink(
 ) -> None:
     """`y[i] = scale * A_i x`, 0 beyond the rank and in base rows: float32 `y` `[slices, rows, max_rank]`."""
     y.zero_()
-    if not host.tolist()[1] or not x.shape[0]:
+    batch = host.tolist()
+    if not batch[1] or not x.shape[0]:
         return
-    operators = in_use()
+    operators = in_use(batch[3])
     module, known = operators.module(a, [], [], 0)
     x = _rows(x, module)
-    chunks = Chunks.over(order, table, module.slots)
+    chunks = Chunks.over(order, table, module.slots, batch[0])
     size = operators.plan(x.shape[0], x.shape[1], 0).chunk
     shrink(y.unsqueeze(0), x, module, known.device, chunks, size, _FULLY_SHARDED, scale)
 
@@ -237,11 +258,12 @@ def lora_expand(
     add_inputs: bool,
 ) -> None:
     """`y[:, slice i] += B_i t[i]`: `y` `[rows, out]`, `t` `[slices, rows, max_rank]`."""
-    if not host.tolist()[1] or not y.shape[0]:
+    batch = host.tolist()
+    if not batch[1] or not y.shape[0]:
         return
-    operators = in_use()
+    operators = in_use(batch[3])
     module, known = operators.module([], b, output_slices, offset)
-    chunks = Chunks.over(order, table, module.slots)
+    chunks = Chunks.over(order, table, module.slots, batch[0])
     plan = operators.plan(y.shape[0], module.max_rank, module.widest)
     t = t if t.stride(-1) == 1 else t.contiguous()
     expand(y, t.unsqueeze(0), module, known.device, chunks, plan.chunk, plan.expand, add_inputs=add_inputs)

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lora_plugins.kernels.triton_ops.chunks import Chunks, chunks_at_most
+from lora_plugins.kernels.triton_ops.chunks import Chunks
 from lora_plugins.kernels.triton_ops.packed import ELEMENTS, PackedModule, columns, precision
 from lora_plugins.kernels.triton_ops.tiles import pointer, rows_of_chunk, shrink_tile
 from lora_plugins.kernels.tuning import ShrinkTile
@@ -37,7 +37,7 @@ def shrink(
     max_rank = module.max_rank
     rank_programs = min(tile.rank_programs, triton.cdiv(max_rank, tile.rank))
     per_chunk = tile.splits * rank_programs * module.slices
-    grid = (chunks_at_most(rows, size, chunks.slots) * per_chunk,)
+    grid = (chunks.at_most(rows, size) * per_chunk,)
     if not grid[0]:
         return
     _shrink_kernel[grid](
