@@ -1,8 +1,8 @@
 """Our Triton kernels behind vLLM's punica interface.
 
 Source of the interface: `PunicaWrapperGPU` in vllm/lora/punica_wrapper/punica_gpu.py, 0.30 to 0.33. Mixtures of experts
-and whole classification heads stay vLLM's; all else is overridden, and then vLLM's own grouping of rows, with the
-transfer from the device that it waits for in every step, is left out.
+stay vLLM's; all else is overridden, and then vLLM's own grouping of rows, with the transfer from the device that it
+waits for in every step, is left out.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         """Know a layer that will call this wrapper; called by `set_mapping`, after its weights were created."""
         self._has_layers = True
         layer = layers.watch(module)
-        if layer is None or hasattr(module, "full_weight_stacked"):
-            if not self._some_by_vllm:
-                logger.info("Triton kernels: %s is computed by vLLM's own path", type(module).__name__)
-            self._some_by_vllm = True
         if layer is not None:
             self._operators.register(*layer)
+            return
+        if not self._some_by_vllm:
+            logger.info("Triton kernels: %s is computed by vLLM's own path", type(module).__name__)
+        self._some_by_vllm = True
 
     def update_metadata(
         self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any
@@ -131,6 +131,14 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         width = min(lora_b_stacked.shape[-2], y.shape[-1])
         self._linear(self._sampled, y, x, (lora_a_stacked,), (lora_b_stacked,), scale, (width,), add_inputs=True)
 
+    def apply_lora_full_linear(
+        self, y: Any, x: Any, weight_stacked: Any, bias_stacked: Any, module_enabled: Any
+    ) -> None:
+        """Have each sampled row's whole head, `[slots, 1, out, in]`, take the place of `y` where its slot holds one."""
+        adapter_y = torch.empty(1, x.shape[0], weight_stacked.shape[-2], dtype=torch.float32, device=x.device)
+        torch.ops.lora_plugins.lora_shrink(adapter_y, x, [weight_stacked], *self._sampled.tensors, 1.0)
+        y.copy_(self._select_full_linear_output(y, adapter_y[0], bias_stacked, module_enabled))
+
     def _linear(
         self, batch: Batch, y: Any, x: Any, a: Any, b: Any, scale: float, output_slices: Any, *, add_inputs: bool
     ) -> None:
@@ -165,9 +173,12 @@ LEDGER = (
         """
         vllm.lora.punica_wrapper.punica_gpu:
             PunicaWrapperGPU{add_shrink, add_expand, add_lora_embedding, add_lora_linear, add_lora_logits}
+            PunicaWrapperGPU.apply_lora_full_linear(
+                self, y, x, weight_stacked, bias_stacked, module_enabled)  # since 0.31
             PunicaWrapperGPU.update_metadata(self, mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)
         vllm.lora.punica_wrapper.punica_base:
             PunicaWrapperBase._update_base_metadata(self, mapping, lora_index_to_id, max_loras, vocab_size)
+            PunicaWrapperBase._select_full_linear_output(self, y, adapter_y, bias_stacked, module_enabled)  # since 0.31
         vllm.lora.layers.utils:
             LoRAMapping{index_mapping, prompt_mapping, is_prefill}
         vllm.envs: VLLM_BATCH_INVARIANT

@@ -21,7 +21,8 @@ from vllm.lora.layers import (
     ReplicatedLinearWithLoRA,
     RowParallelLinearWithLoRA,
 )
-from vllm.lora.utils import from_layer
+from vllm.lora.layers import VocabParallelEmbeddingWithLoRA, classifier
+from vllm.lora.utils import from_layer, from_layer_classification, from_layer_logits_processor
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -29,10 +30,15 @@ from vllm.model_executor.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+from tests.kernels.triton_bed import TOLERANCE
 from tests.kernels.triton_layers import (
     MIXED,
+    RANKS,
     SLOTS,
+    VOCABULARY,
     Adapters,
     check,
     lora_config,
@@ -40,6 +46,7 @@ from tests.kernels.triton_layers import (
     map_rows,
     ready,
     set_traps,
+    with_mapping,
 )
 from tests.worker.small_model import one_process
 
@@ -92,9 +99,7 @@ def layer_of(
     layer = from_layer(ready(make(bias=False, params_dtype=dtype)), SLOTS, lora_config(dtype, **changes), packed)
     if not changes:
         assert type(layer) is kind
-    layer.set_mapping(wrapper)
-    wrapper.register(layer)  # as the wrapped `set_mapping` does, see vllm_patches/punica.py
-    return layer, widths
+    return with_mapping(layer, wrapper), widths
 
 
 def base_output(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -114,6 +119,153 @@ def test_linear_layers(which: str, dtype: torch.dtype) -> None:
     before = base_output(layer, x)
     found, _ = layer(x)
     check(found, adapters.expected(before, x, MIXED), before, MIXED)
+
+
+@pytest.mark.parametrize("which", ["column", "merged", "qkv"])
+def test_mixed_ranks_of_slices_and_slices_without_an_adapter(which: str) -> None:
+    wrapper = make_wrapper()
+    layer, widths = layer_of(which, wrapper)
+    of_slices = {0: [16, 3, 0], 2: [5, 0, 16], 3: [1, 8, 7]}
+    ranks = {slot: ranks[: len(widths)] for slot, ranks in of_slices.items()}
+    adapters = Adapters.fill(layer, IN, widths, ranks=ranks)
+    set_traps(layer)
+    map_rows(wrapper, MIXED)
+    x = torch.randn(len(MIXED), IN)
+    before = base_output(layer, x)
+    check(layer(x)[0], adapters.expected(before, x, MIXED), before, MIXED)
+
+
+def test_batches_follow_each_other_and_slots_are_written_again() -> None:
+    """vLLM tells of a batch only when it changes; an adapter that is loaded in place changes none."""
+    wrapper = make_wrapper()
+    layer, widths = layer_of("qkv", wrapper)
+    x = torch.randn(len(MIXED), IN)
+    before = base_output(layer, x)
+    map_rows(wrapper, MIXED)
+    for ranks in ({0: 8, 2: 16, 3: 1}, {0: 2, 2: 2, 3: 2}, RANKS):
+        adapters = Adapters.fill(layer, IN, widths, ranks=ranks)
+        set_traps(layer)
+        check(layer(x)[0], adapters.expected(before, x, MIXED), before, MIXED)
+        layer.lora_a_stacked[0].nan_to_num_(0)
+    for part in (*layer.lora_a_stacked, *layer.lora_b_stacked):
+        part.nan_to_num_(0)
+    adapters = Adapters.fill(layer, IN, widths)
+    set_traps(layer)
+    for slots in ([0] * 7, [-1] * 7, [2, 2, -1, -1, 3, 3, 0], [3]):
+        map_rows(wrapper, slots)
+        check(layer(x)[0], adapters.expected(before, x, slots), before, slots)
+
+
+@pytest.mark.parametrize("shape", [(1, len(MIXED), IN), (len(MIXED), IN)], ids=["batch of one", "rows"])
+def test_the_lora_part_alone_as_two_streams_compute_it(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM_LORA_ENABLE_DUAL_STREAM: zeros are handed in, with `add_inputs=False`, and added to the base output."""
+    wrapper = make_wrapper()
+    layer, widths = layer_of("qkv", wrapper)
+    adapters = Adapters.fill(layer, IN, widths)
+    set_traps(layer)
+    map_rows(wrapper, MIXED)
+    x = torch.randn(shape)
+    before = base_output(layer, x)
+    monkeypatch.setenv("VLLM_LORA_ENABLE_DUAL_STREAM", "1")
+    layer._events, layer._lora_stream = [None, None], None  # then both parts run on one stream
+    found = layer._apply_async_impl(x).view(len(MIXED), -1)
+    check(found, adapters.expected(before.view_as(found), x.view(-1, IN), MIXED), before.view_as(found), MIXED)
+
+
+def test_without_adding_what_was_there_does_not_count() -> None:
+    wrapper = make_wrapper()
+    layer, widths = layer_of("merged", wrapper)
+    adapters = Adapters.fill(layer, IN, widths, ranks={0: [16, 0], 2: [5, 5], 3: [0, 8]})
+    set_traps(layer)
+    map_rows(wrapper, MIXED)
+    x, y = torch.randn(len(MIXED), IN), torch.randn(len(MIXED), sum(widths))
+    found = y.clone()
+    wrapper.add_lora_linear(
+        found, x, layer.lora_a_stacked, layer.lora_b_stacked, 1.0, layer.output_slices, add_inputs=False
+    )
+    check(found, adapters.expected(y, x, MIXED, add_inputs=False), y, MIXED)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_embeddings(dtype: torch.dtype) -> None:
+    wrapper = make_wrapper(lora_config(dtype))
+    base = ready(VocabParallelEmbedding(VOCABULARY, OUT, params_dtype=dtype))
+    layer = from_layer(base, SLOTS, lora_config(dtype), [])
+    assert type(layer) is VocabParallelEmbeddingWithLoRA
+    with_mapping(layer, wrapper)
+    adapters = Adapters.fill(layer, VOCABULARY, (OUT,), dtype=dtype)
+    set_traps(layer)
+    map_rows(wrapper, MIXED)
+    tokens = torch.randint(0, VOCABULARY, (len(MIXED),))
+    before = base(tokens).clone()
+    one_hot = torch.nn.functional.one_hot(tokens, VOCABULARY).to(dtype)
+    check(layer(tokens), adapters.expected(before, one_hot, MIXED), before, MIXED)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dtype", [None, torch.float32], ids=["model's", "float32 head"])
+def test_logits_follow_the_sampled_rows(dtype: torch.dtype, head_dtype: torch.dtype | None) -> None:
+    wrapper = make_wrapper(lora_config(dtype))
+    head = ready(ParallelLMHead(VOCABULARY, IN, params_dtype=dtype))
+    processor = LogitsProcessor(VOCABULARY)
+    processor.head_dtype = head_dtype
+    layer = from_layer_logits_processor(processor, head, SLOTS, lora_config(dtype))
+    with_mapping(layer, wrapper)
+    adapters = Adapters.fill(layer, IN, (VOCABULARY,), dtype=dtype)
+    set_traps(layer)
+    map_rows(wrapper, [2] * 9 + [-1] * 4 + [0] * 5, sampled=MIXED)
+    x = torch.randn(len(MIXED), IN).to(dtype)
+    before = processor._apply_head(head, x, None)[:, :VOCABULARY]
+    found = layer._get_logits(x, head)
+    assert found.dtype == (head_dtype or dtype)
+    check(found, adapters.expected(before, x, MIXED), before, MIXED, tolerance=TOLERANCE[dtype])
+
+
+def test_a_classification_head_with_both_whole_heads_and_pairs() -> None:
+    """A whole head (`modules_to_save`) takes the place of the base model's; vLLM has them since 0.31."""
+    wrapper = make_wrapper()
+    base = ready(ReplicatedLinear(IN, 3, bias=True))
+    layer = from_layer_classification(base, SLOTS, lora_config())
+    if not hasattr(layer, "full_weight_stacked"):
+        pytest.skip("vLLM has whole heads since 0.31")
+    with_mapping(layer, wrapper)
+    adapters = Adapters.fill(layer, IN, (3,), ranks={0: 5})
+    set_traps(layer)
+    weight, bias = torch.randn(3, IN), torch.randn(3)
+    layer.set_module_to_save(2, weight, bias)
+    slots = [0, 2, -1, 3]
+    map_rows(wrapper, [0] * 9, sampled=slots)
+    layer.set_output_mapping(tuple(slots))
+    x = torch.randn(len(slots), IN)
+    before = base_output(layer, x)
+    expected = adapters.expected(before, x, slots)
+    expected[1] = weight.double() @ x[1].double() + bias
+    found = layer(x)
+    assert torch.equal(found[[2, 3]], before[[2, 3]])
+    assert (found.double() - expected).abs().max() < TOLERANCE[torch.float32] * 10
+
+
+def test_a_token_classification_head_with_a_whole_head() -> None:
+    kind = getattr(classifier, "TokenClassificationHeadWithLoRA", None)
+    if kind is None:
+        pytest.skip("vLLM has heads for tokens since 0.33")
+    wrapper = make_wrapper()
+    base = ready(ReplicatedLinear(IN, 3, bias=True))
+    layer = kind(base)
+    layer.create_lora_weights(SLOTS, lora_config())
+    with_mapping(layer, wrapper)
+    adapters = Adapters.fill(layer, IN, (3,), ranks={0: 5, 3: 16})
+    set_traps(layer)
+    weight, bias = torch.randn(3, IN), torch.randn(3)
+    layer.set_module_to_save(2, weight, bias)
+    map_rows(wrapper, MIXED)
+    layer.set_output_mapping(tuple(MIXED))
+    x = torch.randn(len(MIXED) + 2, IN)  # two rows of padding
+    before = base_output(layer, x)
+    expected = adapters.expected(before, x, MIXED)
+    for row in (3, 4):
+        expected[row] = weight.double() @ x[row].double() + bias
+    check(layer(x), expected, before, MIXED)
 
 
 def test_a_towers_wrapper_leaves_the_language_models_ranks_known() -> None:

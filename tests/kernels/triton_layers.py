@@ -46,6 +46,13 @@ def map_rows(wrapper: TritonPunicaWrapper, slot_of_row: Sequence[int], sampled: 
     wrapper.update_metadata(mapping, IDS, SLOTS + 1, VOCABULARY)
 
 
+def with_mapping(layer: Any, wrapper: TritonPunicaWrapper) -> Any:
+    """The layer, calling this wrapper, which knows it: what the wrapped `set_mapping` of vllm_patches/punica.py does."""
+    layer.set_mapping(wrapper)
+    wrapper.register(layer)
+    return layer
+
+
 def ready(base: torch.nn.Module) -> torch.nn.Module:
     """Random weights, and what vLLM does once they are loaded."""
     for parameter in base.parameters():
