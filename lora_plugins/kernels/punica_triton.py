@@ -44,7 +44,7 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         self._rows = Batch(max_num_batched_tokens, self.max_loras, device, self._operators)
         self._sampled = Batch(max_num_batched_tokens, self.max_loras, device, self._operators)
         self._has_layers = False
-        self._some_by_vllm = False
+        self._some_by_vllm = True
 
     def register(self, module: Any) -> None:
         """Know a layer that will call this wrapper; called by `set_mapping`, after its weights were created."""

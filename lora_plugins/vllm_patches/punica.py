@@ -26,8 +26,9 @@ def patch(settings: Settings) -> None:
 
     if hasattr(type(current_platform), _OURS):
         return
+    platform = platform_name(current_platform)
     machine = dispatch.Machine(
-        platform_name(current_platform), dispatch.triton_is_there(), build.problem, lambda: architecture(current_platform)
+        platform, dispatch.triton_is_there(), build.problem, lambda: architecture(current_platform)
     )
     choice = dispatch.choose(settings.kernels, machine)
     logger.info("LoRA kernels: %s (%s)", choice.kernels, choice.why)
@@ -104,8 +105,8 @@ LEDGER = (
             DeviceCapability.to_int(self)
             Platform.get_punica_wrapper(cls)
         """,
-        what="get_punica_wrapper replaced on the current platform's class by one that names our wrapper; the others are "
-        "called, to choose the kernels",
+        what="get_punica_wrapper replaced on the current platform's class by one that names our wrapper; the others "
+        "are called, to choose the kernels",
         why="vLLM makes every layer's kernels from this dotted name, in every process",
         remove="vLLM lets a plugin name its LoRA kernels",
     ),

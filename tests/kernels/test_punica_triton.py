@@ -20,8 +20,9 @@ from vllm.lora.layers import (
     QKVParallelLinearWithLoRA,
     ReplicatedLinearWithLoRA,
     RowParallelLinearWithLoRA,
+    VocabParallelEmbeddingWithLoRA,
+    classifier,
 )
-from vllm.lora.layers import VocabParallelEmbeddingWithLoRA, classifier
 from vllm.lora.utils import from_layer, from_layer_classification, from_layer_logits_processor
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,

@@ -47,7 +47,7 @@ def map_rows(wrapper: TritonPunicaWrapper, slot_of_row: Sequence[int], sampled: 
 
 
 def with_mapping(layer: Any, wrapper: TritonPunicaWrapper) -> Any:
-    """The layer, calling this wrapper, which knows it: what the wrapped `set_mapping` of vllm_patches/punica.py does."""
+    """The layer, calling this wrapper and known to it, as the wrapped `set_mapping` does (vllm_patches/punica.py)."""
     layer.set_mapping(wrapper)
     wrapper.register(layer)
     return layer
@@ -88,7 +88,7 @@ class Adapters:
         """Random adapters through the layer's `set_lora`; `ranks[slot]` is one for all slices, or one for each.
 
         Args:
-            packed: whether `set_lora` takes one pair for each slice. Else one A, and B's of all slices below each other.
+            packed: whether `set_lora` takes a pair for each slice. Else one A, and the B's of all slices in one.
             give: takes the place of `set_lora`.
         """
         made = cls(list(widths))
