@@ -62,7 +62,7 @@ LINEAR: dict[str, tuple[type, Callable[..., Any], tuple[int, ...], list[str]]] =
         MergedColumnParallelLinearWithLoRA,
         lambda **k: MergedColumnParallelLinear(IN, [OUT, OUT], **k),
         (OUT, OUT),
-        ["gate", "up"],
+        ["left", "right"],
     ),
     "merged, one pair": (
         ColumnParallelLinearWithLoRA,
@@ -137,7 +137,7 @@ def test_mixed_ranks_of_slices_and_slices_without_an_adapter(which: str) -> None
 
 
 def test_batches_follow_each_other_and_slots_are_written_again() -> None:
-    """vLLM tells of a batch only when it changes; an adapter that is loaded in place changes none."""
+    """vLLM announces a batch only when it changes; an adapter that is loaded in place changes none."""
     wrapper = make_wrapper()
     layer, widths = layer_of("qkv", wrapper)
     x = torch.randn(len(MIXED), IN)
@@ -282,7 +282,7 @@ def test_a_towers_wrapper_leaves_the_language_models_ranks_known() -> None:
         check(layer(x)[0], adapters.expected(before, x, MIXED), before, MIXED)
 
 
-def test_a_second_engine_in_the_process_leaves_the_first_as_it_was() -> None:
+def test_a_second_engine_leaves_the_first_as_it_was() -> None:
     """Its tuning table and its settings are its own, and it goes with its weights."""
     first = make_wrapper()
     layer, widths = layer_of("merged", first)

@@ -50,7 +50,7 @@ COLUMN: dict[str, tuple[type, Callable[[], Any], tuple[int, ...], list[str]]] = 
         MergedColumnParallelLinearWithShardedLoRA,
         lambda: linear.MergedColumnParallelLinear(IN, [OUT, OUT], bias=False),
         (OUT, OUT),
-        ["gate", "up"],
+        ["left", "right"],
     ),
     "qkv": (
         MergedQKVParallelLinearWithShardedLoRA,
