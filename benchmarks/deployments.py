@@ -227,6 +227,10 @@ def page(text: str, result: Mapping[str, Any]) -> str:
     return f"{before}{BEGIN}\n{said}\n\n{table(result['rows'])}{END}{rest.partition(END)[2]}"
 
 
+def _has_broken(rows: Sequence[Mapping[str, Any]], cell: str) -> bool:
+    return any(row["is_broken"] for row in rows if row["cell"] == cell)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cells", default="", help="words, with commas: only cells whose name contains one of them")
@@ -243,7 +247,8 @@ def main() -> int:
     result = json.loads(KEPT.read_text())
     PAGE.write_text(page(PAGE.read_text(), result))
     print(table(result["rows"]))
-    broken = sorted({row["cell"] for row in result["rows"] if row["is_broken"]})
+    shown = {row["cell"] for row in result["rows"] if not row["is_broken"]}
+    broken = [cell for cell in _order() if cell not in shown or _has_broken(result["rows"], cell)]
     for line in [*errors, *(f"broken: {cell}" for cell in broken)]:
         print(line, file=sys.stderr)
     return int(bool(errors or broken))

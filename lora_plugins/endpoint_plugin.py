@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from lora_plugins.errors import InvalidSettings
 from lora_plugins.ledger import Patch
 from lora_plugins.plugin_names import ADMIN
 from lora_plugins.process import this_process
@@ -13,6 +12,7 @@ from lora_plugins.server.refresh import poll
 from lora_plugins.server.restore import Restore
 from lora_plugins.server.served_file import ServedFile
 from lora_plugins.vllm_patches.access import install
+from lora_plugins.vllm_patches.api_servers import refuse_several
 from lora_plugins.vllm_patches.lifecycle import lifecycle_of
 
 
@@ -44,13 +44,7 @@ class AdminPlugin:
         """
         if engine_client is None:
             return  # the render server has no engine
-        if (getattr(args, "api_server_count", None) or 1) > 1:
-            raise InvalidSettings(
-                f"--api-server-count {args.api_server_count} with lora_admin",
-                expected="one API server, which knows all adapters",
-                remedy="set --api-server-count 1 (with data parallelism vLLM starts one for each engine), "
-                "or leave lora_admin out",
-            )
+        refuse_several(getattr(args, "api_server_count", None) or 1, ADMIN)
         settings, models = this_process().settings, state.openai_serving_models
         lifecycle = state.lora_plugins_lifecycle = lifecycle_of(models)
         restore = Restore(lifecycle, settings, ServedFile.of_store(settings.store_dir, models.model_config.model))

@@ -10,7 +10,7 @@ from lora_plugins.process import Process, this_process
 from lora_plugins.resolvers.sources.configured import filesystem_source, hub_source, s3_source
 from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.settings import Settings, named_in_environment
-from lora_plugins.vllm_patches import builtin_resolvers, embeddings, punica, versions
+from lora_plugins.vllm_patches import api_servers, builtin_resolvers, embeddings, punica, versions
 from lora_plugins.vllm_patches.resolver import register_resolver
 
 _FILESYSTEM_BUILTIN = ("vllm.plugins.lora_resolvers.filesystem_resolver", "register_filesystem_resolver")
@@ -97,6 +97,7 @@ def register_admin() -> None:
             expected="both, as only our manager can unload and swap while requests run",
             remedy=f"name {MANAGER} too",
         )
+    api_servers.patch(process.settings)
     register_resolver(process)  # without a source among the plugins, adapters come from URIs only
 
 
@@ -104,6 +105,7 @@ def _serve(configured: Callable[[Settings], Source | None]) -> None:
     process = _checked_process()
     source = configured(process.settings)
     if source is not None:
+        api_servers.patch(process.settings)
         _install_metrics()
         register_resolver(process)
         process.add_source(source)
