@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lora_plugins.scheduler.messages import Activate, Activated, Failed, Loaded
@@ -127,16 +128,16 @@ def dummies(count: int) -> list[Any]:
 
 
 def run_dummies(manager: Any, count: int) -> None:
-    """As `maybe_dummy_run_with_lora` does in a warm-up, and on an idle engine of several for as long as it is idle."""
-    from vllm.lora.layers import LoRAMapping
+    """vLLM's own dummy batches, of a warm-up, and of an idle engine of several for as long as it is idle."""
+    from vllm.config import LoRAConfig
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
-    requests, ids = dummies(count), tuple(range(1, count + 1))
-    with manager.dummy_lora_cache():
-        for request in requests:
-            manager.add_dummy_lora(request, rank=4)
-        for mapped in (ids, (0,) * count):
-            manager.set_active_adapters(set(requests), LoRAMapping(mapped, mapped, is_prefill=True))
-        manager.remove_all_adapters()
+    runner, rows = LoRAModelRunnerMixin(), np.ones(count, dtype=np.int32)
+    runner.lora_manager = manager
+    config = LoRAConfig(max_loras=count, max_lora_rank=8)
+    for active in (count, 0):
+        with runner.maybe_dummy_run_with_lora(config, rows, rows, num_active_loras=active):
+            pass
 
 
 def test_dummies_before_there_is_a_plan_are_as_in_vllm(make_manager: Make, adapters: list[Adapter]) -> None:
@@ -158,6 +159,9 @@ def test_dummies_before_there_is_a_plan_are_as_in_vllm(make_manager: Make, adapt
     assert holds(ours, adapters[0])
 
 
+@pytest.mark.deployment(
+    "mixture of experts, data parallel", "tested", "vLLM's own dummy batches take no slot and remove nothing planned"
+)
 def test_dummies_take_no_planned_slot_and_no_entry(make_manager: Make, adapters: list[Adapter], kernels: str) -> None:
     manager = make_manager(slots=2)
     run_dummies(manager, 2)
