@@ -10,7 +10,7 @@ from lora_plugins.process import Process, this_process
 from lora_plugins.resolvers.sources.configured import filesystem_source, hub_source, s3_source
 from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.settings import Settings, named_in_environment
-from lora_plugins.vllm_patches import api_servers, builtin_resolvers, embeddings, punica, versions
+from lora_plugins.vllm_patches import api_servers, builtin_resolvers, embeddings, punica, ray_environment, versions
 from lora_plugins.vllm_patches.resolver import register_resolver
 
 _FILESYSTEM_BUILTIN = ("vllm.plugins.lora_resolvers.filesystem_resolver", "register_filesystem_resolver")
@@ -67,7 +67,7 @@ def register_lru_manager() -> None:
 
         process = _checked_process()
         install(process)
-        _install_metrics()
+        _begin()
 
 
 def register_kernels() -> None:
@@ -79,7 +79,7 @@ def register_kernels() -> None:
     if named_in_environment(KERNELS):
         punica.patch(_checked_process().settings)
         embeddings.patch()
-        _install_metrics()
+        _begin()
 
 
 def register_admin() -> None:
@@ -106,7 +106,7 @@ def _serve(configured: Callable[[Settings], Source | None]) -> None:
     source = configured(process.settings)
     if source is not None:
         api_servers.patch(process.settings)
-        _install_metrics()
+        _begin()
         register_resolver(process)
         process.add_source(source)
 
@@ -118,7 +118,9 @@ def _checked_process() -> Process:
     return process
 
 
-def _install_metrics() -> None:
+def _begin() -> None:
+    """What every plugin of ours has: metrics, and its settings in processes that are started by Ray."""
+    ray_environment.name_our_variables()
     from lora_plugins.vllm_patches.metrics import install_metrics
 
     install_metrics(this_process())

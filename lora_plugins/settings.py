@@ -206,6 +206,15 @@ def named_in_environment(plugin: str, env: Mapping[str, str] | None = None) -> b
     return plugin in (os.environ if env is None else env).get(PLUGINS.name, "").split(",")
 
 
+def variables_of_this_process() -> list[str]:
+    """Names of all variables that are set here and that settings or object stores read, vLLM's own left out."""
+    prefixes = (PREFIX, "S3_", "AWS_", "FSSPEC_", "GOOGLE_", "AZURE_")
+    known = {*VARIABLES, "XDG_CACHE_HOME"}
+    return sorted(
+        name for name in os.environ if not name.startswith("VLLM_") and (name in known or name.startswith(prefixes))
+    )
+
+
 def environment() -> Mapping[str, str]:
     """The process's environment as it is, for a caller that examines it instead of taking settings from it."""
     return dict(os.environ)

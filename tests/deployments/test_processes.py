@@ -64,11 +64,3 @@ def test_several_api_servers_cannot_change_what_is_served(
     assert "[L007]" in said
     assert "--api-server-count 1" in said
     assert "Starting to load model" not in said, "it is refused before anything is loaded"
-
-
-@pytest.mark.deployment("pipeline parallel", "vllm", "its CPU build fails with or without us: `TODO`")
-@pytest.mark.parametrize("plugins", [(), (RESOLVER, MANAGER, KERNELS)], ids=["without us", "with us"])
-def test_pipeline_parallelism_fails_in_vllm_itself(bed: Bed, tmp_path: Path, plugins: Sequence[str]) -> None:
-    said = why_it_ends(bed, tmp_path, "--pipeline-parallel-size", "2", plugins=plugins)
-    print(said[-6000:])
-    assert "TODO" in said

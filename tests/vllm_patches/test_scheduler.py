@@ -404,6 +404,7 @@ def test_loaded_in_place_it_is_loaded_again_once(make_engine: Make) -> None:
     assert sum(isinstance(command, Load) for command in engine.commands) == 2
 
 
+@pytest.mark.deployment("Ray", "refused", "vLLM's first executor (before 0.33, not its default): L007 names the second")
 @pytest.mark.parametrize(
     ("backend", "says"), [("ray", "first Ray executor"), ("external_launcher", "external launcher")]
 )
