@@ -243,13 +243,14 @@ class Versions:
     def _leased_version(self, digest_prefix: str, origins: frozenset[str] | None, holder: object) -> Manifest | None:
         """The one version that matches, from one of these places unless None, and leased."""
         found = []
-        for digest in self._store.layout.matching(digest_prefix):
-            try:
-                manifest = Manifest.read(self._store.layout.adapter(digest))
-            except InvalidAdapter:
-                continue
-            if origins is None or manifest.uri in origins:
-                found.append(manifest)
+        with store_errors():
+            for digest in self._store.layout.matching(digest_prefix):
+                try:
+                    manifest = Manifest.read(self._store.layout.adapter(digest))
+                except InvalidAdapter:
+                    continue
+                if origins is None or manifest.uri in origins:
+                    found.append(manifest)
         if len(found) != 1 or self._store.acquire(found[0].digest, holder) is None:
             return None
         return found[0]

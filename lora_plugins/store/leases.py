@@ -24,6 +24,7 @@ class Leases:
         self._layout = layout
         self._processes = processes
         self._holders: dict[str, set[Hashable]] = {}  # of this process, by digest
+        self._ended: set[str] = set()  # without a holder here, and perhaps with our file still
         self._lock = threading.Lock()
 
     def guard(self, digest: str) -> FileLock:
@@ -39,17 +40,28 @@ class Leases:
     def acquire_guarded(self, digest: str, holder: Hashable = "") -> bool:
         """As `acquire`, for whoever holds the guard."""
         with self._lock:  # first, so that the file that is touched below is not the one another holder takes away
-            self._holders.setdefault(digest, set()).add(holder)
+            holders = self._holders.setdefault(digest, set())
+            is_new = holder not in holders
+            holders.add(holder)
+            self._ended.discard(digest)
         if not self._layout.adapter(digest).is_dir():
             self.release(digest, holder)
             return False
         folder = self._folder(digest)
-        folder.mkdir(exist_ok=True)
-        (folder / self._processes.me()).touch()
+        try:
+            folder.mkdir(exist_ok=True)
+            (folder / self._processes.me()).touch()
+        except OSError:
+            if is_new:  # else the lease that it had is as good as before
+                self.release(digest, holder)
+            raise
         return True
 
     def release(self, digest: str, holder: Hashable = "") -> None:
-        """End the lease of `holder`; without one, nothing happens. Callable from any thread."""
+        """End the lease of `holder`; without one, nothing happens. Callable from any thread.
+
+        Where the store cannot be written just now, others see it end with the next one that does.
+        """
         with self._lock:
             holders = self._holders.get(digest, set())
             if holder not in holders:
@@ -57,8 +69,8 @@ class Leases:
             holders.remove(holder)
             if not holders:
                 del self._holders[digest]
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self._folder(digest) / self._processes.me())
+                self._ended.add(digest)
+                self._remove_ended()
 
     def hand_over(self, digest: str, holder: Hashable, to: Hashable) -> None:
         """Let `to` have the lease of `holder`, which must have one."""
@@ -86,6 +98,13 @@ class Leases:
                 for name in os.listdir(self._folder(digest)):
                     if not self._may_live(name):
                         os.unlink(self._folder(digest) / name)
+
+    def _remove_ended(self) -> None:
+        for digest in list(self._ended):
+            with contextlib.suppress(OSError):
+                if self._layout.folder("leases").is_dir():  # else it may be back later, with the file
+                    (self._folder(digest) / self._processes.me()).unlink(missing_ok=True)
+                    self._ended.discard(digest)
 
     def _may_live(self, process: str) -> bool:
         try:

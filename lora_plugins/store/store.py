@@ -267,16 +267,25 @@ class Store:
 
     def has(self, directory: Path) -> bool:
         """Whether a published adapter is there and not known to be damaged; takes a few microseconds."""
-        return directory.is_dir() and not (self.layout.folder("damaged") / directory.name).exists()
+        try:
+            return directory.is_dir() and not (self.layout.folder("damaged") / directory.name).exists()
+        except OSError:  # a store that does not answer
+            return False
 
     def acquire(self, digest: str, holder: Hashable = "") -> Path | None:
-        """Lease the adapter of this digest and return its directory; None where it is missing or not whole."""
-        if not self._lease(digest, holder):
-            return None
-        if not self._is_whole(digest):
-            self.leases.release(digest, holder)
-            return None
-        return self.layout.adapter(digest)
+        """Lease the adapter of this digest and return its directory; None where it is missing or not whole.
+
+        Raises:
+            OutOfMemory: the disk is full.
+            SourceUnavailable: the store cannot be written.
+        """
+        with store_errors():
+            if not self._lease(digest, holder):
+                return None
+            if not self._is_whole(digest):
+                self.leases.release(digest, holder)
+                return None
+            return self.layout.adapter(digest)
 
     def verify(self, digest: str) -> bool:
         """Hash every file of a published adapter again.
@@ -303,14 +312,16 @@ class Store:
         return remove(self.layout, self.leases, digest)
 
     def find_leased(self, uri: str, version: str, holder: Hashable, form: str = "") -> StoredAdapter | None:
-        """As `find`, leased for `holder`."""
-        found = self.find(uri, version, form)
-        return found if found is not None and self._lease(found.digest, holder) else None
+        """As `find`, leased for `holder`; raises what `acquire` raises."""
+        with store_errors():
+            found = self.find(uri, version, form)
+            return found if found is not None and self._lease(found.digest, holder) else None
 
     def _lease(self, digest: str, holder: Hashable) -> bool:
         if not self.leases.acquire(digest, holder):
             return False
-        self._note_use(digest)
+        with contextlib.suppress(OSError):  # only the order of eviction is then old
+            self._note_use(digest)
         return True
 
     def _note_use(self, digest: str) -> None:

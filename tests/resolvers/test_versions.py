@@ -218,6 +218,19 @@ def test_a_name_does_not_reach_versions_of_another(make):
     assert of_digest(resolver, "mine", theirs.digest, of_any_name=True).path == theirs.path
 
 
+def test_a_store_that_is_gone_is_unavailable_and_comes_back(make):
+    resolver = make(FakeSource("s3", {"sql": GOOD}))
+    first = resolver.ask()
+    away = resolver.store.layout.root.with_name("away")
+    resolver.store.layout.root.rename(away)
+    for ask in (lambda: of_digest(resolver, "sql", first.digest), lambda: newest(resolver)):
+        with pytest.raises(SourceUnavailable, match="No such file or directory"):
+            ask()
+    away.rename(resolver.store.layout.root)
+    assert of_digest(resolver, "sql", first.digest).path == first.path
+    assert newest(resolver) is first
+
+
 def test_after_a_restart_versions_are_found_once_located(make):
     source = FakeSource("s3", {"sql": GOOD})
     before = make(source)

@@ -7,9 +7,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
+from lora_plugins.errors import SourceUnavailable
 from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, obtain
 
@@ -113,3 +115,50 @@ def test_guards_are_a_bounded_number_of_files(store):
         with store.leases.guard(f"{number:064x}"[::-1]):
             pass
     assert len(os.listdir(store.layout.folder("locks"))) <= 257
+
+
+@pytest.fixture
+def read_only(store: Store, digest: str, permissions_count: None) -> Iterator[None]:
+    """The store can be read, and nothing in it changed."""
+    locks, folders = store.layout.folder("locks"), [store.layout.folder(name) for name in ("locks", "leases", "uses")]
+    store.leases.acquire(digest, "served")
+    folders += [store.layout.folder("leases") / digest, store.layout.root]
+    for path in (*locks.iterdir(), *folders):
+        path.chmod(0o500)
+    yield
+    for path in (*folders, *locks.iterdir()):
+        path.chmod(0o700)
+
+
+def test_a_store_that_cannot_be_written_is_unavailable(store, digest, read_only) -> None:
+    for ask in (
+        lambda: store.acquire(digest, "other"),
+        lambda: store.find_leased("test://adapter", "v1", "other"),
+    ):
+        with pytest.raises(SourceUnavailable, match="Permission denied"):
+            ask()
+    assert not store.leases.is_held(digest, "other")
+    assert store.leases.is_held(digest, "served"), "what was leased before stays leased"
+    with pytest.raises(SourceUnavailable):
+        store.acquire(digest, "served")
+    assert store.leases.is_held(digest, "served")
+
+
+@pytest.mark.parametrize("how", ["read-only", "away"])
+def test_a_lease_that_ends_meanwhile_is_removed_later(store, digest, permissions_count, how) -> None:
+    other = obtain(store, DownloadSpec(adapter_files(seed=1), version="v2")).digest
+    store.leases.acquire(digest, "served")
+    folder, away = store.layout.folder("leases") / digest, store.layout.root.with_name("away")
+    if how == "away":
+        store.layout.root.rename(away)
+    else:
+        folder.chmod(0o500)
+    store.leases.release(digest, "served")
+    assert not store.leases.is_held(digest, "served")
+    if how == "away":
+        away.rename(store.layout.root)
+    else:
+        folder.chmod(0o700)
+    assert store.leases.holders(digest) == [store.processes.me()], "others cannot know it yet"
+    store.leases.release(other)
+    assert store.leases.holders(digest) == []
