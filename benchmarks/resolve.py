@@ -2,7 +2,8 @@
 
 - warm: p50 and p99 of `AdapterResolver.resolve` for names that were served, with 1 and 1,000 adapters in the store
 - crowd: 1,000 concurrent first requests for one name; 4 processes with 250 each, sharing one store
-- flood: 100,000 distinct unknown names, with back-end calls, memory, and the p99 of a hot adapter meanwhile
+- flood: 100,000 distinct unknown names, 1,000 a second, in rounds: with back-end calls, memory, the time until a new
+  adapter is found meanwhile, and a hot adapter's resolve alone and beside the flood, in turn, as a ratio for each round
 
 The back end is `testbed.ranges` behind the real s3fs. Prints Markdown and keeps benchmarks/results/resolve.json.
 """
@@ -11,16 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 from benchmarks.fetch import aws
 from benchmarks.record import keep
+from lora_plugins.errors import SourceUnavailable
 from lora_plugins.events import Events
 from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.resolvers.sources.object_store.source import object_source
@@ -31,6 +35,9 @@ from tests.store.common import adapter_files
 
 ADAPTERS = 1000
 UNKNOWN = 100_000
+UNKNOWN_PER_S = 1000
+FLOOD_ROUNDS = 5
+FLOOD_ALONE_S = 8.0
 HOT_EVERY_S = 0.005
 
 
@@ -70,50 +77,82 @@ async def crowd(server: RangeServer, root: Path, requests: int) -> float:
     return time.perf_counter() - started
 
 
-async def flood(server: RangeServer, root: Path) -> dict[str, float]:
+async def flood(server: RangeServer, root: Path, rounds: int, names_per_s: int) -> dict[str, object]:
+    """Rounds of a hot adapter alone and beside a flood, in turn; a new adapter is asked for in the midst of each."""
     resolver = make_resolver(server.url, root)
     await resolver.resolve("adapter-0", "base")
-
-    async def hot(stop: asyncio.Event) -> list[float]:
-        seconds = []
-        while not stop.is_set():
-            seconds.append(await timed(resolver, "adapter-0"))
-            await asyncio.sleep(HOT_EVERY_S)
-        return seconds
-
-    async def alone() -> list[float]:
-        stop = asyncio.Event()
-        asyncio.get_running_loop().call_later(5, stop.set)
-        return await hot(stop)
-
-    before = percentiles(await alone())
+    loop = asyncio.get_running_loop()
     server.reset()
     memory_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    stop = asyncio.Event()
-    meanwhile = asyncio.create_task(hot(stop))
-    started = time.perf_counter()
-    waiting = iter(range(UNKNOWN))
+    answers: Counter[str] = Counter()
+    measured = []
 
-    async def stranger() -> None:
-        for number in waiting:
-            assert await resolver.resolve(f"unknown-{number}", "base") is None
+    async def hot(seconds: float) -> dict[str, dict[str, float]]:
+        answered, due = [], []
+        until = at = loop.time()
+        until += seconds
+        while at < until:
+            at = max(at + HOT_EVERY_S, loop.time())
+            await asyncio.sleep(at - loop.time())
+            answered.append(await timed(resolver, "adapter-0"))
+            due.append(loop.time() - at)
+        return {"resolve": percentiles(answered), "from_due": percentiles(due)}
 
-    await asyncio.gather(*(stranger() for _ in range(64)))
-    seconds = time.perf_counter() - started
-    stop.set()
-    during = percentiles(await meanwhile)
-    first = server.stats()["requests"]
-    for number in range(UNKNOWN - 1000, UNKNOWN):
-        assert await resolver.resolve(f"unknown-{number}", "base") is None
+    async def stranger(name: str) -> None:
+        try:
+            assert await resolver.resolve(name, "base") is None
+            answers["absent"] += 1
+        except SourceUnavailable:
+            answers["busy"] += 1
+
+    async def flooding(first: int, count: int) -> None:
+        began = loop.time()
+        asking: set[asyncio.Task[None]] = set()
+        for number in range(count):
+            await asyncio.sleep(max(0.0, began + number / names_per_s - loop.time()))
+            asking.add(task := asyncio.create_task(stranger(f"unknown-{first + number}")))
+            task.add_done_callback(asking.discard)
+        await asyncio.gather(*asking)
+
+    async def new_adapter(name: str, after_s: float) -> float:
+        await asyncio.sleep(after_s)
+        began = loop.time()
+        while True:
+            try:
+                assert await resolver.resolve(name, "base") is not None
+                return loop.time() - began
+            except SourceUnavailable as error:
+                await asyncio.sleep(error.retry_after_s or 0)
+
+    for number in range(rounds):
+        alone = await hot(FLOOD_ALONE_S)
+        count = UNKNOWN // rounds
+        asking = asyncio.create_task(flooding(number * count, count))
+        found = asyncio.create_task(new_adapter(f"adapter-{number + 1}", count / names_per_s / 2))
+        began, cpu = loop.time(), time.process_time()
+        beside = await hot(count / names_per_s)
+        cpu_share = (time.process_time() - cpu) / (loop.time() - began)
+        await asking
+        measured.append(
+            {
+                "alone": alone,
+                "beside": beside,
+                "p99_ratio": beside["resolve"]["p99_ms"] / alone["resolve"]["p99_ms"],
+                "new_adapter_found_after_s": await found,
+                "cpu_share": cpu_share,
+                "load": os.getloadavg()[0],
+            }
+        )
+        print(json.dumps(measured[-1]), flush=True)
+    ratios = sorted(one["p99_ratio"] for one in measured)
     return {
         "names": UNKNOWN,
-        "seconds": seconds,
-        "back_end_calls": first,
-        "back_end_calls_for_1000_repeats": server.stats()["requests"] - first,
+        "names_per_s": names_per_s,
+        "answers": dict(answers),
+        "back_end_calls": server.stats()["requests"],
         "memory_growth_mb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory_kb) / 1024,
-        "hot_alone": before,
-        "hot_meanwhile": during,
-        "p99_ratio": during["p99_ms"] / before["p99_ms"],
+        "rounds": measured,
+        "p99_ratio": {"median": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]},
     }
 
 
@@ -159,7 +198,7 @@ def measure_all(home: Path) -> dict[str, object]:
         in_processes(server, home / "crowd-4")
         results["crowd_4x250"] = {"calls": dict(server.stats())}
         server.reset()
-        results["flood"] = asyncio.run(flood(server, home / "flood"))
+        results["flood"] = asyncio.run(flood(server, home / "flood", FLOOD_ROUNDS, UNKNOWN_PER_S))
         return results
 
 

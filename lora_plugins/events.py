@@ -67,6 +67,15 @@ class SourceFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class LookUpRefused:
+    """A source was not asked, because too many names that are not known here wait for it."""
+
+    name: str
+    source: str
+    error: LoRAPluginsError
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterUnknown:
     """Every source answered, and none has the adapter; `reason` says why where the name itself is at fault."""
 
@@ -159,6 +168,7 @@ Event = (
     | AdapterFetched
     | AdapterRejected
     | SourceFailed
+    | LookUpRefused
     | AdapterUnknown
     | AbsenceRemembered
     | StoreEvicted

@@ -41,7 +41,7 @@ class CountEvents:
             return Histogram(f"lora_plugins_{name}_seconds", text, labels, registry=registry, buckets=buckets)
 
         self._resolves = counter(
-            "resolves", "Names that were asked for, by source and result: served, refused, failed, absent",
+            "resolves", "Names that were asked for, by source and result: served, refused, failed, busy, absent",
             "source", "result",
         )  # fmt: skip
         self._absences = counter(
@@ -82,6 +82,9 @@ class CountEvents:
                 self._count_error("resolve", event.error)
             case events.SourceFailed():
                 self._resolves.labels(event.source, "failed").inc()
+                self._count_error("resolve", event.error)
+            case events.LookUpRefused():
+                self._resolves.labels(event.source, "busy").inc()
                 self._count_error("resolve", event.error)
             case events.AdapterUnknown():
                 self._resolves.labels(NO_SOURCE, "absent").inc()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import OrderedDict
 from typing import TypeVar
 
@@ -11,6 +12,7 @@ from lora_plugins import events
 from lora_plugins.log import logger
 
 _REMEMBERED = 1024
+_BUSY_EVERY_S = 60.0
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
@@ -31,6 +33,7 @@ class LogEvents:
         self._warned: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._resolved: OrderedDict[str, tuple[str, str]] = OrderedDict()  # by name: path, and the line's beginning
         self._loaded: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._said_busy: dict[str, float] = {}  # by source
 
     def __call__(self, event: events.Event) -> None:  # noqa: C901 - a case for each event
         match event:
@@ -47,6 +50,8 @@ class LogEvents:
                 self._warn(event.name, f"Adapter refused ({event.source}): {event.error}")
             case events.SourceFailed():
                 self._warn(event.name, f"Source did not answer ({event.source}): {event.error}")
+            case events.LookUpRefused():
+                self._log_busy(event)
             case events.UpdateFailed():
                 self._warn(event.name, f"Adapter '{event.name}' goes on with its old version: {event.error}")
             case events.AdapterUnknown():
@@ -102,6 +107,19 @@ class LogEvents:
             line or f"Adapter {event.name!r}{'' if is_new else ' again'}: {event.size_bytes / 1e6:.1f} MB",
             event.load_s * 1e3,
             event.path,
+        )
+
+    def _log_busy(self, event: events.LookUpRefused) -> None:
+        """Once a minute: a flood of names has as many refusals."""
+        now = time.monotonic()
+        is_repeat = now - self._said_busy.get(event.source, -_BUSY_EVERY_S) < _BUSY_EVERY_S
+        if not is_repeat:
+            self._said_busy[event.source] = now
+        logger.log(
+            logging.DEBUG if is_repeat else logging.WARNING,
+            "More unknown names are asked for than %s is asked about; the first of this minute: %s",
+            event.source,
+            event.error,
         )
 
     def _log_not_loaded(self, name: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from cachetools import TTLCache
@@ -20,9 +21,11 @@ from lora_plugins.events import (
     AdapterRejected,
     AdapterUnknown,
     Events,
+    LookUpRefused,
     SourceFailed,
     StoreEvicted,
 )
+from lora_plugins.resolvers.look_ups import LookUpLimits, LookUps, LookUpsBusy
 from lora_plugins.resolvers.single_flight import SingleFlight
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source, VersionChanged
 from lora_plugins.resolvers.sources.uri import UriSources
@@ -32,8 +35,12 @@ from lora_plugins.settings import Settings
 from lora_plugins.store.store import Store
 
 _REMEMBERED_NAMES = 10_000
-_LOCATES_AT_ONCE = 32
 _VERSION_CHANGES = 3
+# For so long a directory of the store that was there is taken to be there. To look lets other threads have the
+# interpreter, and beside a flood of look-ups that costs a hot name a hundred times what its answer does.
+_SEEN_S = 1.0
+_REMOTE_LIMITS = LookUpLimits()
+_LOCAL_LIMITS = replace(_REMOTE_LIMITS, absent_per_s=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +90,8 @@ class AdapterResolver:
         self._absent: TTLCache[tuple[str, Key], bool] = TTLCache(_REMEMBERED_NAMES, settings.absent_ttl_s)
         self._fresh: TTLCache[Key, ResolvedAdapter] = TTLCache(_REMEMBERED_NAMES, settings.revalidate_s)
         self._flights: SingleFlight[_Query, ResolvedAdapter | None] = SingleFlight()
-        self._locating = asyncio.Semaphore(_LOCATES_AT_ONCE)
+        self._seen: TTLCache[Path, bool] = TTLCache(_REMEMBERED_NAMES, _SEEN_S)
+        self._look_ups: dict[str, LookUps] = {}  # by the source's label
 
     def add(self, source: Source) -> None:
         """Ask this source too, in the place that the settings give it; a second one of its label changes nothing."""
@@ -181,10 +189,19 @@ class AdapterResolver:
 
     async def _answer(self, query: _Query, base_path: str) -> ResolvedAdapter | None:
         fresh = self._fresh.get(query.key)
-        if fresh is not None and self._versions.is_leased(fresh):
+        if fresh is not None and self._is_there(fresh):
             self.events.emit(AdapterConfirmed(fresh.name, fresh.source))
             return fresh
         return await self._share(query, base_path)
+
+    def _is_there(self, resolved: ResolvedAdapter) -> bool:
+        """Whether it is leased, and was in the store a second ago."""
+        if resolved.path in self._seen:
+            return self._versions.is_leased(resolved)
+        is_there = self._versions.is_leased(resolved) and self.store.has(resolved.path)
+        if is_there:
+            self._seen[resolved.path] = True
+        return is_there
 
     async def _share(self, query: _Query, base_path: str) -> ResolvedAdapter | None:
         return await self._flights.run(query, lambda: self._resolve(query, base_path))
@@ -242,8 +259,14 @@ class AdapterResolver:
                 continue
             try:
                 with describing(adapter=str(query.name)):
-                    async with self._locating:
-                        adapter = await source.locate(name, base_path)
+                    look_up = partial(source.locate, name, base_path)
+                    is_known = query.uri is not None or query.force_refresh or self._versions.served(query.key)
+                    look_ups = self._look_ups_at(source)
+                    adapter = await look_ups.run(query.key, look_up, is_known=bool(is_known))
+            except LookUpsBusy as error:
+                # No later source is asked: which one has the name is not for a flood to decide.
+                self.events.emit(LookUpRefused(str(query.name), source.label, error))
+                raise
             except LoRAPluginsError as error:
                 self._report(str(query.name), source, error)
                 if not isinstance(error, SourceUnavailable) or (query.force_refresh and self._came_from(source, query)):
@@ -258,6 +281,14 @@ class AdapterResolver:
         if unavailable is not None:
             raise unavailable
         return None
+
+    def _look_ups_at(self, source: Source) -> LookUps:
+        """Each source has its own: one that does not answer keeps nobody from the others."""
+        found = self._look_ups.get(source.label)
+        if found is None:
+            limits = _REMOTE_LIMITS if source.remote else _LOCAL_LIMITS
+            found = self._look_ups[source.label] = LookUps(limits)
+        return found
 
     def _places(self, query: _Query) -> Iterable[tuple[Source, AdapterName]]:
         """The sources to ask, with the name by which each knows the adapter."""

@@ -85,8 +85,8 @@ class Versions:
         return self._served.get(key)
 
     def is_leased(self, resolved: ResolvedAdapter) -> bool:
-        """Whether it is still leased for its name, and in the store; a few microseconds."""
-        return self._store.leases.is_held(resolved.digest, resolved.name) and self._store.has(resolved.path)
+        """Whether it is still leased for its name; a microsecond."""
+        return self._store.leases.is_held(resolved.digest, resolved.name)
 
     async def serve(
         self, key: Key, source: Source, adapter: RemoteAdapter, base: BaseModel, locate_s: float
@@ -99,7 +99,7 @@ class Versions:
         name, asked_uri = key
         served = self._served.get(key)
         is_same = served is not None and (served.uri, served.version) == (adapter.uri, adapter.version)
-        if served is not None and is_same and self.is_leased(served):
+        if served is not None and is_same and self.is_leased(served) and self._store.has(served.path):
             self._events.emit(AdapterConfirmed(name, source.label))
             return served
         started = time.perf_counter()

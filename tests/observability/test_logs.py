@@ -17,6 +17,7 @@ from lora_plugins.events import (
     AdapterUnloaded,
     Events,
     LoadRefused,
+    LookUpRefused,
     RequestRefused,
     RequestServed,
     SourceFailed,
@@ -71,6 +72,21 @@ def test_fetch_is_logged_at_debug(logged):
     assert levels(logged) == [logging.DEBUG]
     for fact in ("'sql'", "s3://bucket/sql", "50.0 MB", "0.50 s", "100 MB/s"):
         assert fact in logged.text
+
+
+def test_refused_look_ups_are_one_warning_a_minute(logged, monkeypatch):
+    now_s = 1000.0
+    monkeypatch.setattr(logs.time, "monotonic", lambda: now_s)
+    hook = LogEvents()
+    for number in range(100):
+        hook(LookUpRefused(f"unknown-{number}", "s3", SourceUnavailable("too many", adapter=f"unknown-{number}")))
+    hook(LookUpRefused("sql", "hub", SourceUnavailable("too many")))
+    assert levels(logged).count(logging.WARNING) == 2
+    assert "s3 is asked about" in logged.text
+    assert "'unknown-0'" in logged.text
+    now_s += 61
+    hook(LookUpRefused("sql", "hub", SourceUnavailable("too many")))
+    assert levels(logged).count(logging.WARNING) == 3
 
 
 def ready(name="sql", path="/adapters/sql") -> AdapterLoaded:

@@ -36,12 +36,14 @@ from lora_plugins.events import (
     AdapterResolved,
     AdapterUnknown,
     Events,
+    LookUpRefused,
     SourceFailed,
     StoreEvicted,
 )
 from lora_plugins.observability.logs import LogEvents
 from lora_plugins.resolvers import resolution
 from lora_plugins.resolvers import versions as versions_module
+from lora_plugins.resolvers.look_ups import LookUpLimits, LookUpsBusy
 from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.source import RemoteAdapter, SourceFile, VersionChanged, version_of
@@ -678,6 +680,27 @@ def test_a_removed_store_directory_is_noticed_and_fetched_again(make, remote):
     assert source.fetched == ["sql"] * 2
 
 
+def test_a_removed_directory_is_noticed_within_a_second(make, clock):
+    source = FakeSource("s3", {"sql": adapter_files()})
+    resolver = make(source)
+    first = resolver.ask()
+    assert resolver.ask() is first
+    shutil.rmtree(first.path)
+    assert resolver.ask() is first  # seen a moment ago
+    clock.now_s += 1.1
+    assert content(resolver.ask().path) == adapter_files()
+    assert source.fetched == ["sql"] * 2
+
+
+def test_a_name_that_was_released_is_leased_again_at_once(make, clock):
+    resolver = make(FakeSource("s3", {"sql": adapter_files()}))
+    first = resolver.ask()
+    assert resolver.ask() is first
+    resolver.release("sql", first.path)
+    resolver.ask()
+    assert not resolver.store.remove(first.path.name)
+
+
 @pytest.mark.parametrize("remote", [True, False])
 def test_an_adapter_that_was_found_damaged_is_fetched_again(make, remote):
     source = FakeSource("one", {"sql": adapter_files()}, remote=remote)
@@ -829,6 +852,103 @@ def test_different_names_do_not_wait_for_each_other(make):
         return resolved.name
 
     assert asyncio.run(both()) == "quick"
+
+
+# --- more unknown names than are looked up
+
+
+class SlowSource(FakeSource):
+    """Answers once the test lets it; `locating` is who waits for that."""
+
+    def __init__(self, label: str, answers: Mapping[str, Files | Exception] | None = None) -> None:
+        super().__init__(label, answers)
+        self.answering: asyncio.Event | None = None
+        self.locating: list[str] = []
+
+    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | None:
+        if self.answering is not None:
+            self.locating.append(str(name))
+            await self.answering.wait()
+        return await super().locate(name, base_model_name)
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Two are looked up at once, and two more wait for a tenth of a second."""
+    limits = LookUpLimits(at_once=2, waiting=2, wait_s=0.1)
+    monkeypatch.setattr(resolution, "_REMOTE_LIMITS", limits)
+
+
+async def flooded(resolver: AdapterResolver, source: SlowSource) -> list[asyncio.Task[object]]:
+    """Ask for as many names as are looked up at once, and stay with them."""
+    source.answering = asyncio.Event()
+    flood = [asyncio.ensure_future(resolver.resolve(f"unknown-{number}", BASE.path)) for number in range(2)]
+    while len(source.locating) < 2:
+        await asyncio.sleep(0.001)
+    return flood
+
+
+def test_a_name_beyond_the_bound_is_no_404(make, few):
+    source, later = SlowSource("s3"), FakeSource("hub", {"sql": adapter_files()})
+    resolver = make(source, later)
+
+    async def run() -> None:
+        flood = await flooded(resolver, source)
+        with pytest.raises(LookUpsBusy, match="adapter 'sql'") as caught:
+            await resolver.resolve("sql", BASE.path)
+        assert (caught.value.code, caught.value.http_status, caught.value.retry_after_s) == ("L006", 503, 5)
+        assert resolver.emitted == [LookUpRefused("sql", "s3", caught.value)]
+        assert later.asked == []  # which source has it is not for a flood to decide
+        source.answering.set()
+        assert await asyncio.gather(*flood) == [None, None]
+        assert (await resolver.resolve("sql", BASE.path)).source == "hub"
+
+    asyncio.run(run())
+
+
+def test_a_known_name_is_looked_up_during_a_flood(make, few):
+    source = SlowSource("s3", {"sql": adapter_files()})
+    resolver = make(source, revalidate_s=0.0)
+
+    async def run() -> None:
+        await resolver.resolve("sql", BASE.path)
+        flood = await flooded(resolver, source)
+        asking = asyncio.ensure_future(resolver.resolve("sql", BASE.path))
+        newest = asyncio.ensure_future(resolver.latest("sql", None, BASE.path))
+        while source.locating.count("sql") < 2:
+            await asyncio.sleep(0.001)
+        source.answering.set()
+        assert (await asking).name == (await newest).name == "sql"
+        await asyncio.gather(*flood)
+
+    asyncio.run(run())
+
+
+def test_a_flood_at_one_source_leaves_others_alone(make, few):
+    local, remote = FakeSource("filesystem", {"sql": adapter_files()}, remote=False), SlowSource("s3")
+    resolver = make(local, remote)
+
+    async def run() -> None:
+        flood = await flooded(resolver, remote)
+        assert (await resolver.resolve("sql", BASE.path)).source == "filesystem"
+        remote.answering.set()
+        await asyncio.gather(*flood)
+
+    asyncio.run(run())
+
+
+def test_an_absence_that_is_remembered_needs_no_turn(make, few):
+    source = SlowSource("s3")
+    resolver = make(source)
+
+    async def run() -> None:
+        assert await resolver.resolve("known-to-be-absent", BASE.path) is None
+        flood = await flooded(resolver, source)
+        assert await resolver.resolve("known-to-be-absent", BASE.path) is None
+        source.answering.set()
+        await asyncio.gather(*flood)
+
+    asyncio.run(run())
 
 
 # --- changed while it was being fetched

@@ -1,0 +1,138 @@
+"""Who may ask a source next: a name that is known never waits for those that are not, and a flood of those is bounded.
+
+A name that nobody has had may be one of a flood. At one source so many are looked up at once, and each answer "no such
+adapter" keeps its place for a moment, so that a flood takes a small part of the interpreter and asks the source no more
+often than `absent_per_s`. Others wait, for a limited time and in limited number; who is refused is told to come again,
+and then stands where it stood: it is older than everything that has come since. So whoever keeps asking is looked up
+before all names that came after it, however many they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from bisect import insort
+from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TypeVar
+
+from cachetools import TTLCache
+
+from lora_plugins.errors import SourceUnavailable
+
+_T = TypeVar("_T")
+
+
+class LookUpsBusy(SourceUnavailable):
+    """L006: more names that are not known here wait for a source than may; whether it has this one was not asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookUpLimits:
+    """Of one source.
+
+    Attributes:
+        at_once: look-ups of names that are not known, and as many of those that are.
+        absent_per_s: how often the source may answer that it has no such adapter, beyond the first `at_once`; None for
+            no limit.
+        waiting: names that wait. wait_s: for how long one does, in seconds.
+        remembered: refused names whose place in the order is kept. remembered_s: for so long.
+    """
+
+    at_once: int = 32
+    absent_per_s: float | None = 100.0
+    waiting: int = 500
+    wait_s: float = 5.0
+    remembered: int = 20_000
+    remembered_s: float = 60.0
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    turn: int
+    key: Hashable
+    place: asyncio.Future[None]
+
+
+class LookUps:
+    """Those at one source. For one event loop."""
+
+    def __init__(self, limits: LookUpLimits) -> None:
+        self._limits = limits
+        self._known = asyncio.Semaphore(limits.at_once)
+        self._free = limits.at_once
+        self._waiting: list[_Waiting] = []  # by turn, the first to come first
+        self._turns = itertools.count()
+        self._kept_turns: TTLCache[Hashable, int] = TTLCache(limits.remembered, limits.remembered_s)
+        self._rests_until = 0.0
+
+    async def run(self, key: Hashable, look_up: Callable[[], Awaitable[_T | None]], *, is_known: bool) -> _T | None:
+        """What `look_up` answers, None for "no such adapter", once it is the turn of `key`.
+
+        Raises:
+            LookUpsBusy: its wait is over, or too many wait.
+            Whatever `look_up` raises.
+        """
+        if is_known:
+            async with self._known:
+                return await look_up()
+        await self._enter(key)
+        is_absent = False
+        try:
+            found = await look_up()
+            is_absent = found is None
+            return found
+        finally:
+            self._leave(rests=is_absent)
+
+    async def _enter(self, key: Hashable) -> None:
+        if self._free:  # nobody waits
+            self._free -= 1
+            return
+        turn = self._kept_turns.pop(key, None)
+        loop = asyncio.get_running_loop()
+        one = _Waiting(next(self._turns) if turn is None else turn, key, loop.create_future())
+        insort(self._waiting, one, key=attrgetter("turn"))
+        if len(self._waiting) > self._limits.waiting:
+            self._refuse(self._waiting[-1])
+        timer = loop.call_later(self._limits.wait_s, self._refuse, one)
+        try:
+            await one.place
+        except asyncio.CancelledError:
+            if one in self._waiting:
+                self._waiting.remove(one)
+            elif one.place.done() and not one.place.cancelled() and one.place.exception() is None:
+                self._leave(rests=False)  # it got its place in the moment in which it was cancelled
+            raise
+        finally:
+            timer.cancel()
+
+    def _leave(self, *, rests: bool) -> None:
+        if not rests or self._limits.absent_per_s is None:
+            self._give_place()
+            return
+        loop = asyncio.get_running_loop()
+        self._rests_until = max(loop.time(), self._rests_until) + 1 / self._limits.absent_per_s
+        loop.call_at(self._rests_until, self._give_place)
+
+    def _give_place(self) -> None:
+        while self._waiting:
+            one = self._waiting.pop(0)
+            if not one.place.done():  # it is, where its task has been cancelled and has not run since
+                one.place.set_result(None)
+                return
+        self._free += 1
+
+    def _refuse(self, one: _Waiting) -> None:
+        if one.place.done():
+            return
+        self._waiting.remove(one)
+        self._kept_turns[one.key] = one.turn
+        one.place.set_exception(
+            LookUpsBusy(
+                "too many names that this server does not know, which wait to be looked up",
+                expected=f"a turn within {self._limits.wait_s:g} s",
+                remedy="ask again: who does is looked up before all that have come since",
+            )
+        )

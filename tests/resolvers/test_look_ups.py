@@ -1,0 +1,196 @@
+"""Which name is looked up next at a source: in a time that passes by waiting only, so that each figure is exact."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from lora_plugins.resolvers.look_ups import LookUpLimits, LookUps, LookUpsBusy
+from tests.virtual_time import runs
+
+LIMITS = LookUpLimits(at_once=4, absent_per_s=20.0, waiting=100, wait_s=5.0)
+LOOK_UP_S = 0.03
+
+
+class Source:
+    """Answers after a while, has what begins with "real", and counts what it is asked at once and in all."""
+
+    def __init__(self, limits: LookUpLimits = LIMITS) -> None:
+        self.look_ups = LookUps(limits)
+        self.asked: list[str] = []
+        self.at_once = self.most_at_once = 0
+
+    async def _look_up(self, name: str) -> str | None:
+        self.asked.append(name)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        await asyncio.sleep(LOOK_UP_S)
+        self.at_once -= 1
+        return name if name.startswith("real") else None
+
+    async def ask(self, name: str, *, is_known: bool = False) -> str | None:
+        return await self.look_ups.run(name, lambda: self._look_up(name), is_known=is_known)
+
+    async def ask_until_answered(self, name: str) -> tuple[str | None, float]:
+        """As a client does who minds Retry-After; with the seconds that it took."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while True:
+            try:
+                return await self.ask(name), loop.time() - began
+            except LookUpsBusy as error:
+                await asyncio.sleep(error.retry_after_s or 0)
+
+
+class Flood:
+    """So many new names a second, each asked for once, or until it is answered."""
+
+    def __init__(self, source: Source, per_s: int, *, asks_again: bool = False) -> None:
+        self._source = source
+        self._per_s = per_s
+        self._ask = source.ask_until_answered if asks_again else source.ask
+        self.asking: list[asyncio.Task[object]] = []
+
+    async def run(self, seconds: float) -> None:
+        for number in range(int(seconds * self._per_s)):
+            self.asking.append(asyncio.ensure_future(self._ask(f"unknown-{id(self)}-{number}")))
+            await asyncio.sleep(1 / self._per_s)
+
+
+@runs
+async def test_a_known_name_does_not_wait_for_a_flood() -> None:
+    source = Source()
+    flood = asyncio.create_task(Flood(source, 200).run(6))
+    loop = asyncio.get_running_loop()
+    for _ in range(50):
+        await asyncio.sleep(0.1)
+        began = loop.time()
+        await source.ask("real", is_known=True)
+        assert loop.time() - began == pytest.approx(LOOK_UP_S)
+    await flood
+
+
+@runs
+async def test_a_flood_is_looked_up_as_often_as_stated() -> None:
+    source = Source()
+    flood = Flood(source, 200)
+    await flood.run(15)
+    assert source.most_at_once <= LIMITS.at_once
+    assert 19 <= len(source.asked) / 15 <= 21
+
+
+@runs
+async def test_no_more_names_wait_than_may() -> None:
+    source = Source(replace(LIMITS, waiting=50))
+    flood = Flood(source, 200)
+    await flood.run(1)
+    waiting = [task for task in flood.asking if not task.done()]
+    assert len(waiting) <= 50 + LIMITS.at_once + 1
+    answered = [task for task in flood.asking if task.done()]
+    assert all(task.exception() is None or isinstance(task.exception(), LookUpsBusy) for task in answered)
+
+
+@runs
+async def test_a_name_is_refused_after_its_wait_to_come_again() -> None:
+    source = Source()
+    places = [asyncio.ensure_future(source.look_ups.run(n, asyncio.Event().wait, is_known=False)) for n in range(4)]
+    await asyncio.sleep(0)
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(LookUpsBusy, match=r"a turn within 5 s.*ask again") as caught:
+        await source.ask("real")
+    assert asyncio.get_running_loop().time() - began == pytest.approx(LIMITS.wait_s)
+    assert (caught.value.code, caught.value.http_status, caught.value.retry_after_s) == ("L006", 503, 5)
+    assert source.asked == []
+    for place in places:
+        place.cancel()
+    await asyncio.wait(places)
+    assert await source.ask("real") == "real"
+
+
+@pytest.mark.parametrize("waiting", [100, 5])
+@runs
+async def test_a_new_adapter_is_found_during_a_flood(waiting: int) -> None:
+    source = Source(replace(LIMITS, waiting=waiting))
+    flood = asyncio.create_task(Flood(source, 200).run(20))
+    await asyncio.sleep(8)
+    found, took_s = await source.ask_until_answered("real")
+    assert found == "real"
+    # One wait, one Retry-After, and then it is the oldest of all.
+    assert took_s <= LIMITS.wait_s + 5 + 1
+    await flood
+
+
+@runs
+async def test_who_asks_again_is_older_than_a_flood_that_does() -> None:
+    source = Source()
+    before = Flood(source, 100, asks_again=True)
+    await before.run(4)  # 400 names that are older, of which 20 a second are looked up
+    after = asyncio.create_task(Flood(source, 200, asks_again=True).run(35))
+    found, took_s = await source.ask_until_answered("real")
+    assert found == "real"
+    assert took_s <= 400 / 20 + LIMITS.wait_s + 5 + 1
+    await after
+
+
+@runs
+async def test_names_that_wait_are_answered_in_their_order() -> None:
+    source = Source()
+    names = [f"unknown-{number}" for number in range(40)]
+    await asyncio.gather(*map(source.ask, names))
+    assert source.asked == names
+
+
+@runs
+async def test_adapters_that_exist_are_found_at_full_speed() -> None:
+    source = Source()
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    await asyncio.gather(*(source.ask(f"real-{number}") for number in range(100)))
+    assert loop.time() - began == pytest.approx(100 / LIMITS.at_once * LOOK_UP_S)
+
+
+@runs
+async def test_a_source_without_a_limit_answers_at_full_speed() -> None:
+    source = Source(replace(LIMITS, absent_per_s=None))
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    await asyncio.gather(*(source.ask(f"unknown-{number}") for number in range(100)))
+    assert loop.time() - began == pytest.approx(100 / LIMITS.at_once * LOOK_UP_S)
+
+
+@pytest.mark.parametrize("late", [0.0, 0.001])
+@runs
+async def test_a_cancelled_wait_costs_no_place(late: float) -> None:
+    source = Source(replace(LIMITS, absent_per_s=None))
+    for _ in range(20):
+        asking = [asyncio.ensure_future(source.ask(f"unknown-{number}")) for number in range(8)]
+        await asyncio.sleep(LOOK_UP_S + late)  # the last four wait, or have just got their places
+        for task in asking:
+            task.cancel()
+        await asyncio.wait(asking)
+    source.at_once = source.most_at_once = 0
+    await asyncio.gather(*(source.ask(f"real-{number}") for number in range(8)))
+    assert source.most_at_once == LIMITS.at_once
+
+
+@runs
+async def test_a_failed_look_up_gives_its_place_back() -> None:
+    source = Source()
+
+    async def fail() -> None:
+        raise ConnectionError
+
+    for _ in range(20):
+        with pytest.raises(ConnectionError):
+            await source.look_ups.run("name", fail, is_known=False)
+    assert await source.ask("real") == "real"
+
+
+@runs
+async def test_what_is_remembered_of_refused_names_is_bounded() -> None:
+    source = Source(replace(LIMITS, remembered=100, waiting=10))
+    await Flood(source, 200).run(3)
+    assert len(source.look_ups._kept_turns) == 100
+    assert len(source.look_ups._waiting) <= 10
