@@ -43,6 +43,13 @@ class WorkerMemory:
                 parameter.fill_(float("nan"))
         return len(parameters)
 
+    def make_buffer_between_stages(self) -> None:
+        """What vLLM's warm-up makes for pipeline parallelism; its CPU worker skips that in eager mode."""
+        runner = self.model_runner
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
+
     def slots_digest(self) -> str:
         """What the slots hold."""
         digest = hashlib.sha256()

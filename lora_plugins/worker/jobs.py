@@ -146,8 +146,9 @@ class Jobs:
     def rewrite_slots(self) -> None:
         """Write the slot of every adapter that has one, here and now."""
         for entry in self.entries.values():
-            if entry.slot is not None and entry.adapter is not None:
-                entry.adapter.write(entry.slot)
+            with entry.writing:  # a job that is writing it ends first
+                if entry.slot is not None and entry.adapter is not None:
+                    entry.adapter.write(entry.slot)
 
     @property
     def is_busy(self) -> bool:

@@ -35,7 +35,7 @@ def test_an_idle_engines_dummies_remove_nothing(tmp_path: Path, bed: Bed) -> Non
     here = Bed(base, adapters, {})
     with admin_server(
         here, tmp_path, "--max-loras", "2", "--data-parallel-size", "2", "--api-server-count", "1",
-        "--max-model-len", "64", "--lora-target-modules", *architecture.only, is_forking=False,
+        "--max-model-len", "64", "--lora-target-modules", *architecture.only,
     ) as server:  # fmt: skip
 
         def answer(model: str) -> list[int]:
@@ -48,7 +48,9 @@ def test_an_idle_engines_dummies_remove_nothing(tmp_path: Path, bed: Bed) -> Non
             return list(said.json()["choices"][0]["token_ids"])
 
         expected = {kind: answers[kind] for kind in KINDS}
-        assert httpx.post(f"{server.url}/v1/loras/attention/pin", timeout=LONGEST_S).status_code == 200
+        assert answer("attention") == answers["attention"]
+        pinned = httpx.post(f"{server.url}/v1/loras/attention/pin", timeout=LONGEST_S)
+        assert pinned.status_code == 200, pinned.text
         for _ in range(3):  # one at a time, so the other engine has nothing but dummies
             assert {kind: answer(kind) for kind in KINDS} == expected
             assert answer(str(base)) == answers[""]

@@ -7,12 +7,14 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import httpx
 import pytest
 
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import complete, complete_all, connect
 from testbed.models import DEMO_ADAPTERS, PROMPT
 from tests.e2e.servers import ADMIN, KERNELS, MANAGER, RESOLVER, lora_server
+from tests.e2e.standing_still import LONGEST_S
 
 NAMES = [spec.name for spec in DEMO_ADAPTERS]
 
@@ -64,3 +66,38 @@ def test_several_api_servers_cannot_change_what_is_served(
     assert "[L007]" in said
     assert "--api-server-count 1" in said
     assert "Starting to load model" not in said, "it is refused before anything is loaded"
+
+
+@pytest.mark.deployment(
+    "pipeline parallel",
+    "vllm",
+    "its CPU worker in eager mode: `AssertionError` of `intermediate_tensors`, without us too",
+)
+@pytest.mark.parametrize("plugins", [(), (RESOLVER, MANAGER, KERNELS)], ids=["without us", "with us"])
+def test_pipeline_parallelism_fails_in_vllms_own_cpu_worker(bed: Bed, tmp_path: Path, plugins: Sequence[str]) -> None:
+    with lora_server(bed, tmp_path, "--pipeline-parallel-size", "2", plugins=plugins) as server:
+        asked = httpx.post(
+            f"{server.url}/v1/completions", json={"model": str(bed.base), "prompt": "x"}, timeout=LONGEST_S
+        )
+        assert asked.status_code == 500
+        log = server.log()
+    assert "assert self.intermediate_tensors is not None" in log
+
+
+@pytest.mark.deployment(
+    "pipeline parallel", "tested", "with the buffer made that vLLM's CPU worker lacks in eager mode"
+)
+def test_two_stages_equal_peft_with_the_buffer_between_them(bed: Bed, tmp_path: Path) -> None:
+    shutil.copytree(bed.adapters, tmp_path / "adapters")
+    with lora_server(
+        bed, tmp_path, "--max-loras", "2", "--max-cpu-loras", "3", "--pipeline-parallel-size", "2",
+        "--worker-extension-cls", "testbed.worker_memory.WorkerMemory",
+        plugins=(RESOLVER, MANAGER, KERNELS), VLLM_SERVER_DEV_MODE="1",
+    ) as server:  # fmt: skip
+        made = httpx.post(
+            f"{server.url}/collective_rpc", json={"method": "make_buffer_between_stages"}, timeout=LONGEST_S
+        )
+        assert made.status_code == 200, made.text
+        asked = NAMES * 4
+        answers = asyncio.run(complete_all(server, asked, PROMPT, MAX_TOKENS, at_once=8))
+        assert answers == [bed.answers[name] for name in asked]

@@ -19,7 +19,7 @@ from testbed.client import complete, connect
 from testbed.models import DEMO_ADAPTERS, PROMPT
 from testbed.server import vllm_server
 from tests.e2e.conftest import OneSlot
-from tests.e2e.servers import ENVIRONMENT, KERNELS, MANAGER, RESOLVER
+from tests.e2e.servers import ADMIN, ENVIRONMENT, KERNELS, MANAGER, RESOLVER
 from tests.e2e.standing_still import LONGEST_S, seen
 
 NAMES = [spec.name for spec in DEMO_ADAPTERS]
@@ -213,13 +213,16 @@ def test_held_requests_wait_for_the_end_of_a_pause(one_slot: OneSlot, mode: str)
     assert asyncio.run(run()) == one_slot.bed.answers["team/poet"]
 
 
-def test_without_lora_an_unknown_name_is_not_found(bed: Bed, tmp_path: Path) -> None:
+@pytest.mark.deployment(
+    "our plugins without --enable-lora", "tested", "unknown names are 404, adapters 400 with a remedy"
+)
+def test_without_lora_names_are_unknown_and_adapters_refused(bed: Bed, tmp_path: Path) -> None:
     """Servers that share VLLM_PLUGINS with others, and do without --enable-lora."""
     with vllm_server(
         bed.base,
         tmp_path / "server.log",
         env={
-            "VLLM_PLUGINS": f"{RESOLVER},{MANAGER},{KERNELS}",
+            "VLLM_PLUGINS": f"{RESOLVER},lora_s3_resolver,lora_hf_hub_resolver,{MANAGER},{KERNELS},{ADMIN}",
             "VLLM_LORA_RESOLVER_CACHE_DIR": str(bed.adapters),
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "LORA_PLUGINS_STORE_DIR": str(tmp_path / "store"),
@@ -228,8 +231,15 @@ def test_without_lora_an_unknown_name_is_not_found(bed: Bed, tmp_path: Path) -> 
         is_forking=True,
     ) as server:
         client = connect(server)
-        answers = [complete(client, name, PROMPT, MAX_TOKENS) for name in ("nobody", "sql", str(bed.base))]
-        assert [answer.status for answer in answers][2] == 200
-        assert answers[0].status == 404, answers[0]
-        assert answers[1].status in (400, 404), answers[1]
+        unknown, adapter, base = (
+            complete(client, name, PROMPT, MAX_TOKENS) for name in ("nobody", "sql", str(bed.base))
+        )
+        assert (base.status, list(base.token_ids)) == (200, bed.answers[None])
+        assert unknown.status == 404, unknown
+        assert adapter.status == 400, adapter
+        assert "[L003]" in adapter.error
+        assert "--enable-lora" in adapter.error.partition("To fix:")[2]
+        listed = httpx.get(f"{server.url}/v1/loras", timeout=LONGEST_S)
+        assert (listed.status_code, listed.json()["loras"]) == (200, [])
+        assert httpx.get(f"{server.url}/metrics", timeout=LONGEST_S).status_code == 200
         assert "AttributeError" not in server.log()

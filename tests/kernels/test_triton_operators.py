@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lora_plugins.kernels.ranks import SlotRanks
 from lora_plugins.kernels.triton_ops import operators
 from lora_plugins.kernels.triton_ops.operators import Batch, Operators
+from lora_plugins.kernels.triton_ops.ranks import DeviceRanks
 from lora_plugins.kernels.tuning import PACKAGED, ExpandTile, FusedTile, Plan, ShrinkTile, Table, read_table
 from tests.kernels.triton_bed import TOLERANCE, Bed
 
@@ -115,6 +116,18 @@ def test_a_slot_reused_by_another_rank_is_computed_at_it() -> None:
         ranks.writing(0)
         ranks.written(0, [rank])
         bed.check(linear(bed))
+
+
+def test_constant_ranks_outlive_a_sleep_that_discards_the_others() -> None:
+    """Level 2 discards what was made while the model was loaded; slots are written again, and nothing else."""
+    ranks, device = SlotRanks(2, (16, 16)), DeviceRanks("cpu")
+    followed = device.follow(ranks, 2)
+    constant = device.constant([8], 2)
+    followed._base.fill_(-7)
+    for slot in range(2):
+        ranks.written(slot, (4, 0))
+    assert followed.tolist() == [[4, 4], [0, 0]]
+    assert constant.tolist() == [[8, 8]]
 
 
 def test_device_ranks_keep_their_place() -> None:

@@ -30,11 +30,17 @@ def make_manager(base: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     made = []
 
     def make(
-        *, slots: int = 2, max_adapters: int = 4, kind: type | None = None, env: dict[str, str] | None = None
+        *,
+        slots: int = 2,
+        max_adapters: int = 4,
+        kind: type | None = None,
+        env: dict[str, str] | None = None,
+        device: Any = None,
     ) -> Any:
         for name, value in {"LORA_PLUGINS_SPARE_SLOTS": "0", **(env or {})}.items():
             monkeypatch.setenv(name, value)
-        manager = small_model.manager_of(small_model.vllm_config(base, slots=slots, max_adapters=max_adapters), kind)
+        config = small_model.vllm_config(base, slots=slots, max_adapters=max_adapters)
+        manager = small_model.manager_of(config, kind, device)
         made.append(manager)
         return manager
 

@@ -108,12 +108,12 @@ def small_model() -> Any:
     return SmallModel()
 
 
-def manager_of(config: Any, kind: type | None = None) -> Any:
-    """A worker manager over a model of its own; ours, or vLLM's `kind`."""
+def manager_of(config: Any, kind: type | None = None, device: Any = None) -> Any:
+    """A worker manager over a model of its own; ours, or vLLM's `kind`. Without a `device`, the CPU's."""
     from lora_plugins.worker.manager import PlannedWorkerLoRAManager
 
     make = kind or functools.partial(PlannedWorkerLoRAManager, settings=Settings.from_env())
-    manager = make(config, torch.device("cpu"), {})
+    manager = make(config, device or torch.device("cpu"), {})
     manager.create_lora_manager(small_model(), config)
     return manager
 

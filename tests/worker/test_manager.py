@@ -243,6 +243,16 @@ def test_slots_whose_memory_was_lost_are_written_again(
     assert wrong_answers(manager, adapters[2]) == [], "zeros around it"
 
 
+@pytest.mark.deployment("device given as a string", "tested", "a worker loads, writes slots and counts memory")
+def test_a_device_may_be_given_as_a_string(make_manager: Make, adapters: list[Adapter], kernels: str) -> None:
+    manager = make_manager(device="cpu")
+    serve(manager, adapters[0], 0)
+    assert wrong_answers(manager, adapters[0]) == []
+    manager.rewrite_slots()
+    assert wrong_answers(manager, adapters[0]) == []
+    assert asdict(manager.lora_metrics())["memory"]["device"] == "cpu"
+
+
 def test_reports_say_size_time_and_kind(make_manager: Make, adapters: list[Adapter], kernels: str) -> None:
     manager = make_manager()
     report = bring(manager, adapters[0])

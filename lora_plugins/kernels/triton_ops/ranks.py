@@ -35,8 +35,12 @@ class DeviceRanks:
         return view
 
     def constant(self, largest: list[int], slots: int) -> Any:
-        """A view for a module that is not registered: the largest rank everywhere, which is right at any true rank."""
-        view = self._reserve(len(largest), slots)
+        """For a module that is not registered: the largest rank everywhere, which is right at any true rank.
+
+        In memory of its own: a sleep of level 2 discards what was made while the model was loaded, and only slots are
+        written again.
+        """
+        view = torch.empty(len(largest), slots, dtype=torch.int32, device=self._device)
         for slot in range(slots):
             _put(view, slot, tuple(largest))
         return view
