@@ -40,6 +40,7 @@ class AddLora:
 
 
 _add_lora: ContextVar[AddLora | None] = ContextVar("lora_plugins_add_lora", default=None)
+_DEATH_IS_SEEN_S = 1.0
 _loading: set[asyncio.Task[None]] = set()  # the event loop itself keeps no task alive
 
 
@@ -86,11 +87,29 @@ def _asking(client: weakref.ref[Any]) -> Ask:
         engines = getattr(core, "core_engines", None) or []
         numbers = [int.from_bytes(identity, "little") for identity in engines] or [0]
         if len(engines) < 2:
-            return {numbers[0]: await core.call_utility_async(utility, *arguments)}
-        calls = (core._call_utility_async(utility, *arguments, engine=engine) for engine in engines)  # noqa: SLF001
-        return dict(zip(numbers, await asyncio.gather(*calls), strict=True))
+            calls = [core.call_utility_async(utility, *arguments)]
+        else:
+            calls = [core._call_utility_async(utility, *arguments, engine=engine) for engine in engines]  # noqa: SLF001
+        return dict(zip(numbers, await _unless_dead(target, asyncio.gather(*calls)), strict=True))
 
     return ask
+
+
+async def _unless_dead(client: Any, answers: asyncio.Future[list[Any]]) -> list[Any]:
+    """What the engines answer.
+
+    Where one dies meanwhile, vLLM never ends the call. The request that made it would keep the API server from ending.
+
+    Raises:
+        EngineDeadError: one has died.
+    """
+    try:
+        while not (await asyncio.wait([answers], timeout=_DEATH_IS_SEEN_S))[0]:
+            if client.errored:
+                raise client.dead_error
+        return answers.result()
+    finally:
+        answers.cancel()
 
 
 def _adding(original: Any) -> Any:
@@ -188,7 +207,7 @@ LEDGER = (
     Patch(
         """
         vllm.v1.engine.async_llm:
-            AsyncLLM{engine_core, vllm_config}
+            AsyncLLM{engine_core, vllm_config, errored, dead_error}
             AsyncLLM.add_lora(self, lora_request)
         """,
         what="wrapped: loaded by the planner of every engine",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError, NoFreeSlot
 from lora_plugins.events import Events, RequestRefused, RequestServed
@@ -57,6 +58,7 @@ class Client:
     ) -> None:
         self.engine_core = Core(engines, answer or {"load_s": 0.1, "size_bytes": 1})
         self.vllm_config = SimpleNamespace(lora_config=lora)
+        self.errored, self.dead_error = False, EngineDeadError()
         self.own: list[Any] = []
         self.outputs = outputs
 
@@ -116,6 +118,25 @@ async def test_of_several_engines_all_are_asked_at_once() -> None:
     answers = await async_llm._asking(weakref.ref(client))("utility", (1,))
     assert answers == {number: f"of {engine!r}" for number, engine in zip((2, 0, 1), engines, strict=True)}
     assert client.engine_core.most_at_once == 3
+
+
+@pytest.mark.parametrize("engines", [None, [b"\0\0", b"\1\0"]])
+@runs
+async def test_who_asked_an_engine_that_dies_is_told(engines: list[bytes] | None) -> None:
+    client, never = Client(engines), asyncio.Event()
+
+    async def wait(*_: Any, **__: Any) -> None:
+        await never.wait()
+
+    client.engine_core.call_utility_async = client.engine_core._call_utility_async = wait
+    asking = asyncio.create_task(async_llm.planner_of(client).places())
+    await asyncio.sleep(100)
+    assert not asking.done(), "an engine may take its time"
+    client.errored = True
+    await asyncio.sleep(5)
+    assert asking.done(), "it waits for ever"
+    with pytest.raises(EngineDeadError):
+        await asking
 
 
 @runs
