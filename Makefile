@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo test test-unit test-long test-models coverage check format ledger matrix bench-verify bench-models bench-fetch bench-policies bench-manager bench-admission bench-kernels-cpu bench-access bench-kernels-aot clean
+.PHONY: help set-up demo test test-unit test-long test-models soak coverage check format ledger matrix bench-verify bench-models bench-fetch bench-policies bench-manager bench-admission bench-kernels-cpu bench-access bench-kernels-aot clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -32,6 +32,11 @@ test-models: set-up ## every architecture of testbed/architectures.py on the rea
 
 test-long: set-up ## all tests, with as many examples and repetitions as before a release
 	@LONG_TESTS=1 $(RUN) -m pytest $(PARALLEL)
+
+SECONDS = 1800
+SEED =
+soak: set-up ## 200 adapters that change while they are asked for, on the real engine (30 minutes; SECONDS, SEED)
+	@$(RUN) -m benchmarks.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 coverage: set-up ## the tests that need no engine, and which lines they leave out
 	@$(RUN) -m pytest $(PARALLEL) -m "not e2e" --cov=lora_plugins --cov-report=term:skip-covered

@@ -1,0 +1,157 @@
+"""What must hold all the time, and at the end: looked at from outside, by the server's own routes and `/proc`."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.soak.clients import Target, connect
+from benchmarks.soak.journal import Journal
+from benchmarks.soak.processes import Processes, Sample
+from benchmarks.soak.server import HOST_ADAPTERS, HOST_MAX_BYTES, SLOTS
+from benchmarks.soak.world import World
+
+LONGEST_CHECK_S = 60.0
+# An unload gives requests 20 s and 10 s to end; a draining version of a swap lasts as long as its longest request.
+LONGEST_DRAIN_S = 60.0
+SPARE_SLOTS = 1
+
+
+async def metrics_of(client: httpx.AsyncClient) -> dict[str, float]:
+    """Sums over all labels, by the sample's name."""
+    found: dict[str, float] = {}
+    answer = await client.get("/metrics")
+    answer.raise_for_status()
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found
+
+
+class Monitor:
+    """Checks every few seconds, while clients and operators go on."""
+
+    def __init__(self, world: World, target: Target, journal: Journal) -> None:
+        self._world = world
+        self._target = target
+        self._journal = journal
+        self._draining: dict[tuple[str, str], float] = {}
+        self.latest: dict[str, float] = {}
+        self.most: dict[str, float] = {}
+
+    async def check(self) -> None:
+        """Look once; a violation is written down."""
+        began = time.monotonic()
+        try:
+            async with connect(self._target.url, LONGEST_CHECK_S) as client:
+                health = (await client.get("/health")).status_code
+                answer = await client.get("/v1/loras")
+                metrics = await metrics_of(client)
+        except httpx.HTTPError as error:
+            if not self._world.oracle.is_down(began, time.monotonic()):
+                self._journal.violation("the engine lives", f"{type(error).__name__}: {error}")
+            return
+        if self._world.oracle.is_down(began, time.monotonic()):
+            return
+        if (health, answer.status_code) != (200, 200):
+            self._journal.violation("the engine lives", f"health {health}, list {answer.status_code}: {answer.text}")
+            return
+        self.check_list(answer.json()["loras"])
+        self.check_metrics(metrics)
+
+    def check_list(self, views: list[dict[str, Any]]) -> None:
+        in_slots = [view["lora_name"] for view in views if "slot" in view["tiers"]]
+        in_host = [view["lora_name"] for view in views if "host" in view["tiers"]]
+        if len(in_slots) > SLOTS + SPARE_SLOTS:
+            self._journal.violation("no more adapters in slots than slots", str(in_slots))
+        if len(in_host) > HOST_ADAPTERS:
+            self._journal.violation("no more adapters in host memory than fit", str(len(in_host)))
+        now = time.monotonic()
+        draining = {(v["lora_name"], v["digest"]) for v in views if v["state"] == "draining"}
+        self._draining = {key: self._draining.get(key, now) for key in draining}
+        for key, since in self._draining.items():
+            if now - since > LONGEST_DRAIN_S:
+                self._journal.violation("nothing waits for ever", f"{key} drains for {now - since:.0f} s")
+        self.latest["served"] = len(views)
+
+    def check_metrics(self, metrics: dict[str, float]) -> None:
+        for name, most in (
+            ("lora_plugins_host_bytes", HOST_MAX_BYTES),
+            ("vllm:num_gpu_loaded_lora_adapters", SLOTS + SPARE_SLOTS),
+            ("vllm:num_cpu_loaded_lora_adapters", HOST_ADAPTERS),
+        ):
+            if metrics.get(name, 0) > most:
+                self._journal.violation("budgets hold", f"{name} is {metrics[name]:.0f}, at most {most}")
+        for name in ("lora_plugins_held", "vllm:num_requests_running", "lora_plugins_host_bytes"):
+            self.latest[name] = metrics.get(name, 0)
+            self.most[name] = max(self.most.get(name, 0), metrics.get(name, 0))
+
+
+# What must be gone, by metric, once everything is unloaded.
+GONE = (
+    "lora_plugins_held",
+    "lora_plugins_host_bytes",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:num_gpu_loaded_lora_adapters",
+    "vllm:num_cpu_loaded_lora_adapters",
+    "vllm:lora_adapter_loaded",
+)
+
+
+async def check_nothing_is_left(target: Target, store: Path, journal: Journal) -> dict[str, Any]:
+    """After everything was unloaded: nothing is leased, loaded, held, or in flight. Waits a little for the last."""
+    found: dict[str, Any] = {}
+    async with connect(target.url, LONGEST_CHECK_S) as client:
+        for _ in range(30):
+            metrics = await metrics_of(client)
+            views = (await client.get("/v1/loras")).json()["loras"]
+            answer = await client.post("/collective_rpc", json={"method": "get_lora_metrics"})
+            workers = answer.json()["results"]
+            found = {
+                **{name: metrics.get(name, 0.0) for name in GONE},
+                "listed": [(view["lora_name"], view["state"]) for view in views if view["state"] != "blocked"],
+                "in the workers": sum(worker["adapters"]["registered"] for worker in workers),
+                "leases": sorted(path.parent.name for path in store.glob(".leases/*/*")),
+                "temporary files": sorted(path.name for path in store.glob(".tmp/*")),
+            }
+            if not any(found.values()):
+                break
+            await asyncio.sleep(1)
+    for name, value in found.items():
+        if value:
+            journal.violation("nothing is left at the end", f"{name}: {value}")
+    return {name: value if isinstance(value, float | int) else len(value) for name, value in found.items()}
+
+
+# Threads of pools come at their first use: asyncio's own (as many as cores, and 4), S3's and the Hub's.
+MORE_THREADS, MORE_FILES = 24, 40
+
+
+def check_counts(processes: Processes, quiet: dict[str, Sample], journal: Journal) -> None:
+    """Threads and open files, once all is quiet, against what they were in a quiet moment near the start."""
+    for name, samples in processes.samples.items():
+        last, first = samples[-1], quiet[name]
+        for what, now, before, more in (
+            ("threads", last.threads, first.threads, MORE_THREADS),
+            ("open files", last.files, first.files, MORE_FILES),
+        ):
+            if now > before + more:
+                journal.violation("no threads or files are left over", f"{name}: {now} {what}, {before} at the start")
+
+
+_TRACEBACK = re.compile(
+    r"Traceback \(most recent call last\):.*?^[^\n]*?(\w+(?:Error|Exception|Exit)\b[^\n]*)", re.MULTILINE | re.DOTALL
+)
+
+
+def check_log(log: str, journal: Journal) -> None:
+    """No traceback is in a server's log."""
+    for line in sorted(set(_TRACEBACK.findall(log)))[:10]:
+        journal.violation("no traceback in the log", line[:300])

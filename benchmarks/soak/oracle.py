@@ -1,0 +1,205 @@
+"""What the server may answer, and when: the model of the world that every answer is compared with.
+
+For each name, *claims* are open or closed over time: that a version may be served, that there may be no such adapter
+(404), that the name may not be registered. Whoever changes the world opens what may come to be so before the change,
+and closes what can be so no longer after it. An answer is right if it is that of a claim which was open at some moment
+while the request ran.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from benchmarks.soak.bank import Bank
+
+
+class Claim(Enum):
+    """What else may be so of a name, beside the versions (which are numbers)."""
+
+    ABSENT = "absent"  # no source has it, or it is blocked: 404
+    UNREGISTERED = "unregistered"  # the next request has to ask the sources
+    UNLOADING = "unloading"  # a request that is held may be refused (L001), and one that runs may be ended
+
+
+Label = int | Claim
+
+
+class Windows:
+    """Since when and until when each claim of one name was open."""
+
+    def __init__(self) -> None:
+        self._windows: dict[Label, list[list[float]]] = defaultdict(list)
+
+    def open(self, label: Label, at: float) -> None:
+        """From here on; one that is open, or was to close later, stays open."""
+        windows = self._windows[label]
+        if windows and windows[-1][1] >= at:
+            windows[-1][1] = math.inf
+        else:
+            windows.append([at, math.inf])
+
+    def close(self, label: Label, at: float) -> None:
+        """At this time, which may lie ahead; one that was to close earlier does so."""
+        windows = self._windows[label]
+        if windows and windows[-1][1] > at:
+            windows[-1][1] = at
+
+    def during(self, began: float, ended: float) -> set[Label]:
+        """The claims that were open at some moment between these."""
+        return {
+            label
+            for label, windows in self._windows.items()
+            if any(opened <= ended and closed >= began for opened, closed in reversed(windows))
+        }
+
+    def history(self) -> dict[str, list[list[float]]]:
+        """All of it, for people."""
+        return {str(label): [list(window) for window in windows] for label, windows in self._windows.items()}
+
+    def forget(self, before: float) -> None:
+        """Drop what closed before this time."""
+        for windows in self._windows.values():
+            windows[:] = [window for window in windows if window[1] >= before]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client saw.
+
+    Attributes:
+        status: the HTTP status; 0 where the connection broke.
+        token_ids: None where the route shows text only.
+        is_whole: the answer ended by itself, with as many tokens as were asked for.
+        reason: vLLM's `finish_reason`.
+    """
+
+    status: int
+    text: str = ""
+    token_ids: tuple[int, ...] | None = None
+    is_whole: bool = True
+    reason: str = "length"
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a client asked for; `adapter` is its number, None for a name that nobody has, -1 for the base model."""
+
+    name: str
+    adapter: int | None
+    form: str
+    prompt: int
+    max_tokens: int
+    began: float
+    ended: float
+
+
+class Oracle:
+    """Judges answers; see the module."""
+
+    def __init__(self, bank: Bank, names: Iterable[str]) -> None:
+        self._bank = bank
+        self._windows = {name: Windows() for name in names}
+        self._faults: dict[str, Windows] = defaultdict(Windows)  # by source
+        self.sources_of: dict[str, tuple[str, ...]] = {}
+        """The sources whose failure may keep a name from being resolved, by name."""
+        self._down = Windows()
+
+    def of(self, name: str) -> Windows:
+        """The claims of a name."""
+        return self._windows[name]
+
+    def faults_of(self, source: str) -> Windows:
+        """When requests to this source may fail: label 0."""
+        return self._faults[source]
+
+    @property
+    def down(self) -> Windows:
+        """When the server may be gone altogether: label 0."""
+        return self._down
+
+    def is_down(self, began: float, ended: float) -> bool:
+        return bool(self._down.during(began, ended))
+
+    def may_fail(self, sources: Iterable[str], began: float, ended: float) -> bool:
+        """Whether one of these sources had a fault."""
+        return any(self._faults[source].during(began, ended) for source in sources)
+
+    def forget(self, before: float) -> None:
+        for windows in (*self._windows.values(), *self._faults.values()):
+            windows.forget(before)
+
+    def judge(self, asked: Asked, answer: Answer) -> str | None:
+        """What is wrong with an answer; None where it is right."""
+        if answer.reason == "left":
+            return self._judge_tokens(asked, answer) if answer.text or answer.token_ids else None
+        if self.is_down(asked.began, asked.ended) and (answer.status in (0, 500, 503) or not answer.is_whole):
+            return None
+        if answer.status == 200:
+            return self._judge_tokens(asked, answer)
+        allowed = self._allowed_refusals(asked)
+        if answer.status in allowed:
+            return None
+        expected = ", ".join(["200", *map(str, sorted(allowed))])
+        return f"status {answer.status} where only {expected} may be: {answer.error[:300]}"
+
+    def _allowed_refusals(self, asked: Asked) -> set[int]:
+        if asked.adapter == -1:
+            return set()
+        if asked.adapter is None:
+            # A source that does not answer may have it.
+            return {404, 503} if self.may_fail(("s3", "hub"), asked.began, asked.ended) else {404}
+        claims = self._windows[asked.name].during(asked.began, asked.ended)
+        allowed = set()
+        if Claim.ABSENT in claims:
+            allowed.add(404)
+            if self.may_fail(("s3", "hub"), asked.began, asked.ended):
+                allowed.add(503)
+        if Claim.UNLOADING in claims:
+            allowed.add(503)
+        if Claim.UNREGISTERED in claims and self.may_fail(self.sources_of[asked.name], asked.began, asked.ended):
+            allowed.add(503)
+        return allowed
+
+    def _judge_tokens(self, asked: Asked, answer: Answer) -> str | None:
+        if asked.adapter is None:
+            return f"an answer for a name that nobody has: {answer.text!r}" if answer.status == 200 else None
+        claims: set[Label] = {0} if asked.adapter == -1 else self.of(asked.name).during(asked.began, asked.ended)
+        versions = sorted(label for label in claims if isinstance(label, int))
+        if answer.status == 200:
+            wrong = self._judge_end(asked, answer, Claim.UNLOADING in claims)
+            if wrong is not None:
+                return wrong
+        if any(self._is_of(asked.adapter, version, asked, answer) for version in versions):
+            return None
+        return f"{self._describe(asked, answer)} where only versions {versions} were valid"
+
+    def _judge_end(self, asked: Asked, answer: Answer, may_be_ended: bool) -> str | None:
+        count = None if answer.token_ids is None else len(answer.token_ids)
+        if not answer.is_whole or answer.reason != "length":
+            if may_be_ended or self.is_down(asked.began, asked.ended):
+                return None
+            return f"an answer that ended too early ({answer.reason}), with {answer.text!r} {answer.error}"
+        if count is not None and count != asked.max_tokens:
+            return f"{count} tokens where {asked.max_tokens} were asked for"
+        return None
+
+    def _is_of(self, adapter: int, version: int, asked: Asked, answer: Answer) -> bool:
+        expected = self._bank.answers[adapter, version, asked.form, asked.prompt][: asked.max_tokens]
+        is_whole = answer.is_whole and answer.reason == "length"
+        if answer.token_ids is not None:
+            return answer.token_ids == (expected if is_whole else expected[: len(answer.token_ids)])
+        text = self._bank.text(expected)
+        return answer.text == text if is_whole else text.startswith(answer.text)
+
+    def _describe(self, asked: Asked, answer: Answer) -> str:
+        """Whose answer a wrong one is."""
+        for adapter, version, form, prompt in self._bank.answers:
+            if (form, prompt) == (asked.form, asked.prompt) and self._is_of(adapter, version, asked, answer):
+                whose = {asked.adapter: "its own", -1: "the base model's"}.get(adapter, f"adapter {adapter}'s")
+                return f"{whose} version {version} answered"
+        return f"an answer that no version gives, {answer.text!r}"

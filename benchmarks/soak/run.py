@@ -1,0 +1,197 @@
+"""One soak from beginning to end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.soak import report
+from benchmarks.soak.bank import VERSIONS, Bank
+from benchmarks.soak.clients import LONGEST_REQUEST_S, Target, connect, run_client
+from benchmarks.soak.invariants import Monitor, check_counts, check_log, check_nothing_is_left
+from benchmarks.soak.journal import Journal
+from benchmarks.soak.operators import Operator
+from benchmarks.soak.oracle import Asked
+from benchmarks.soak.processes import Sample, growth_mb_per_min
+from benchmarks.soak.restart import Lives
+from benchmarks.soak.routes import ROUTES, ask
+from benchmarks.soak.server import Surroundings
+from benchmarks.soak.source_faults import SourceFaults
+from benchmarks.soak.world import Name, World
+from testbed.hub import local_hub
+from testbed.proxy import fault_proxy
+from testbed.s3 import s3_server
+
+CLIENTS, OPERATORS = 12, 6
+_KILL_AT = 0.2  # of the whole time, so that the next server has most of it to show that nothing grows
+_LOOK_S, _SAMPLE_S, _PRINT_S = 5.0, 2.0, 15.0
+# What came back after a warm-up of a third; a process that leaks 1 KB a request grows faster.
+MOST_GROWTH_MB_PER_MIN, MOST_GROWTH_MB = 1.0, 40.0
+CONTROLS = ("wrong-version", "leak")
+
+
+@dataclass
+class Plan:
+    """What to run; `control` breaks something, so that the soak must fail."""
+
+    seed: int
+    seconds: float
+    home: Path
+    control: str = ""
+    is_forking: bool = False
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+async def soak(plan: Plan, bank: Bank) -> Journal:
+    """Run it; the journal has what was wrong."""
+    plan.home.mkdir(parents=True)
+    journal = Journal(plan.home / "events.jsonl")
+    with s3_server() as s3, fault_proxy(s3.url) as s3_proxy, local_hub() as hub, fault_proxy(hub.url) as hub_proxy:
+        told = _tell_wrongly if plan.control == "wrong-version" else (lambda adapter, version: version)
+        world = World(bank, plan.home, s3.bucket("adapters"), hub, told=told)
+        await asyncio.to_thread(world.fill)
+        target = Target("", "base")
+        surroundings = Surroundings(bank, plan.home, s3, s3_proxy, hub, hub_proxy, plan.is_forking)
+        async with Lives(surroundings, target, journal) as lives:
+            faults = SourceFaults(plan.seed, {"s3": s3_proxy, "hub": hub_proxy}, hub, world.oracle, journal)
+            await _Soak(plan, world, target, journal, lives, faults).run(surroundings.store)
+        for log in lives.logs:
+            check_log(log, journal)
+    journal.close()
+    return journal
+
+
+class _Soak:
+    def __init__(
+        self, plan: Plan, world: World, target: Target, journal: Journal, lives: Lives, faults: SourceFaults
+    ) -> None:
+        self._plan = plan
+        self._world = world
+        self._target = target
+        self._journal = journal
+        self._lives = lives
+        self._faults = faults
+        self._monitor = Monitor(world, target, journal)
+        self._operators = [Operator(i, plan.seed, world, target, journal) for i in range(OPERATORS + 1)]
+        self._quiet: dict[str, Sample] = {}
+
+    async def run(self, store: Path) -> None:
+        plan, done = self._plan, asyncio.Event()
+        self._journal.started = time.monotonic()
+        self._note_quiet()
+        async with asyncio.TaskGroup() as group:
+            for number in range(CLIENTS):
+                group.create_task(run_client(number, plan.seed, self._world, self._target, self._journal, done))
+            for operator in self._operators[:OPERATORS]:
+                group.create_task(operator.run(done, pause_s=0.4))
+            group.create_task(self._faults.run(done, pause_s=10))
+            group.create_task(self._watch(done))
+            await asyncio.sleep(plan.seconds * _KILL_AT)
+            victim = random.Random(plan.seed).choice(("EngineCore", "Worker"))
+            await self._lives.kill_and_restart(victim, self._world, self._operators[-1], self._faults)
+            self._note_quiet()
+            await asyncio.sleep(max(0.0, plan.seconds - self._journal.at_s))
+            done.set()
+            ended = time.monotonic()
+        if time.monotonic() - ended > LONGEST_REQUEST_S:
+            self._journal.violation("nothing waits for ever", "the last request or operation")
+        self._check_memory()
+        await self._audit()
+        await self._empty(store)
+        self._plan.figures |= {
+            "seconds": plan.seconds, "seed": plan.seed, "clients": CLIENTS, "operators": OPERATORS,
+            "adapters": len(self._world.names), "versions": VERSIONS, "most": self._monitor.most,
+        }  # fmt: skip
+
+    def _note_quiet(self) -> None:
+        self._lives.processes.sample(self._journal.at_s)
+        self._quiet = {name: samples[-1] for name, samples in self._lives.processes.samples.items()}
+
+    async def _watch(self, done: asyncio.Event) -> None:
+        looked = printed = time.monotonic()
+        while not done.is_set():
+            await asyncio.sleep(_SAMPLE_S)
+            self._lives.processes.sample(self._journal.at_s)
+            now = time.monotonic()
+            if now - looked > _LOOK_S:
+                looked = now
+                await self._monitor.check()
+                self._world.oracle.forget(now - 2 * LONGEST_REQUEST_S)
+            if now - printed > _PRINT_S:
+                printed = now
+                resident = {n: s[-1].resident_mb for n, s in self._lives.processes.samples.items() if s}
+                print(report.progress(self._journal, self._monitor.latest, resident, self._plan.seconds), flush=True)
+
+    def _check_memory(self) -> None:
+        found = {}
+        for name, samples in self._lives.processes.samples.items():
+            began, ended = samples[0].at_s, samples[-1].at_s
+            warm = [sample for sample in samples if sample.at_s > began + (ended - began) / 3]
+            rate = growth_mb_per_min(warm)
+            minutes = (warm[-1].at_s - warm[0].at_s) / 60
+            found[name] = {
+                "growth_mb_per_min": round(rate, 3), "minutes": round(minutes, 1),
+                "first_mb": round(warm[0].resident_mb, 1), "last_mb": round(warm[-1].resident_mb, 1),
+            }  # fmt: skip
+            if rate > MOST_GROWTH_MB_PER_MIN and rate * minutes > MOST_GROWTH_MB:
+                self._journal.violation("memory is flat", f"{name} grows by {rate:.2f} MB a minute", **found[name])
+        self._plan.figures["memory"] = found
+
+    async def _audit(self) -> None:
+        """With nobody else about: every name is loaded, at its newest version, and answers with that one only."""
+        began, names = time.monotonic(), iter(self._world.names)
+        for source in ("s3", "hub"):
+            self._world.oracle.faults_of(source).close(0, began)
+
+        async def some() -> None:
+            for one in names:
+                await self._audit_one(one)
+
+        await asyncio.gather(*(some() for _ in range(4)))
+        self._plan.figures["audit_s"] = round(time.monotonic() - began, 1)
+
+    async def _audit_one(self, one: Name) -> None:
+        operator, rng = self._operators[-1], random.Random(one.adapter)
+        if one.current is None:
+            await operator.do("publish", one)
+        if one.source != "filesystem" and time.monotonic() - one.appeared < 3:
+            await asyncio.sleep(3)  # its absence is remembered
+        for kind in ("load", "refresh"):
+            await operator.do(kind, one)
+        if not one.is_certain:
+            self._journal.violation("all is served at the end", "it cannot be loaded", model=one.name)
+            return
+        route, prompt, tokens = rng.choice(ROUTES), rng.randrange(3), 8
+        asked_at = time.monotonic()
+        async with connect(self._target.url) as client:
+            answer = await ask(client, route, route.body(one.name, prompt, tokens), None)
+        asked = Asked(one.name, one.adapter, route.form, prompt, tokens, asked_at, time.monotonic())
+        self._journal.write("audit", route.name, answer.status, asked.ended - asked.began, model=one.name)
+        wrong = self._world.oracle.judge(asked, answer)
+        if wrong is not None or len(self._world.valid(one)) != 1:
+            text = wrong or f"valid are {self._world.valid(one)}"
+            self._journal.violation("all is served at the end", text, model=one.name)
+
+    async def _empty(self, store: Path) -> None:
+        """Unload everything, and count what is left."""
+        names = [one for one in self._world.names if not (self._plan.control == "leak" and one.adapter == 0)]
+        for one in names:
+            await self._operators[-1].do("unload", one)
+        left = await check_nothing_is_left(self._target, store, self._journal)
+        await asyncio.sleep(6)  # idle connections of clients are closed
+        self._lives.processes.sample(self._journal.at_s)
+        check_counts(self._lives.processes, self._quiet, self._journal)
+        counts = {name: asdict(samples[-1]) for name, samples in self._lives.processes.samples.items()}
+        quiet = {name: asdict(sample) for name, sample in self._quiet.items()}
+        self._plan.figures |= {"left": left, "at_the_end": counts, "after_the_restart": quiet}
+        if ended := self._lives.processes.ended():
+            self._journal.violation("the engine lives", f"at the end, these have ended: {ended}")
+
+
+def _tell_wrongly(adapter: int, version: int) -> int:
+    """For a control: what is published of every tenth adapter is another version than the oracle is told."""
+    return (version + 1) % VERSIONS if adapter % 10 == 0 else version

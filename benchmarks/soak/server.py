@@ -1,0 +1,98 @@
+"""The server of a soak: all plugins, 4 slots, room for about 20 adapters, and sources behind proxies that fail."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.soak.bank import Bank
+from benchmarks.soak.world import ABSENT_TTL_S, REVALIDATE_S
+from testbed.hub import Hub
+from testbed.proxy import FaultProxy
+from testbed.s3 import S3
+from testbed.server import Server, vllm_server
+
+SLOTS, HOST_ADAPTERS = 4, 20
+HOST_MAX_BYTES = 2_000_000
+REFRESH_S = 20.0
+STORE_PART = 0.75  # of all versions' bytes: so that those which nobody leases have to go
+PLUGINS = ("filesystem_resolver", "s3_resolver", "hf_hub_resolver", "lru_manager", "kernels", "admin")
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the server is started with, the first time and after it was killed."""
+
+    bank: Bank
+    home: Path
+    s3: S3
+    s3_proxy: FaultProxy
+    hub: Hub
+    hub_proxy: FaultProxy
+    is_forking: bool = False
+
+    @property
+    def store(self) -> Path:
+        return self.home / "store"
+
+    def env(self) -> Mapping[str, str]:
+        return {
+            "VLLM_PLUGINS": ",".join(f"lora_{plugin}" for plugin in PLUGINS),
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_LORA_RESOLVER_CACHE_DIR": str(self.home / "adapters"),
+            "S3_PATH_TEMPLATE": "s3://adapters/loras/{lora_name}",
+            "LOCAL_PATH_TEMPLATE": str(self.home / "links" / "{lora_name}"),
+            "VLLM_LORA_RESOLVER_HF_REPO_LIST": "acme/*",
+            "LORA_PLUGINS_ALLOWED_URIS": f"{(self.home / 'allowed').as_uri()},s3://adapters/uris,hf://other",
+            "LORA_PLUGINS_STORE_DIR": str(self.store),
+            "LORA_PLUGINS_STORE_MAX_BYTES": str(int(self.bank.size_bytes * STORE_PART)),
+            "LORA_PLUGINS_HOST_MAX_BYTES": str(HOST_MAX_BYTES),
+            "LORA_PLUGINS_ABSENT_TTL_S": str(ABSENT_TTL_S),
+            "LORA_PLUGINS_REVALIDATE_S": str(REVALIDATE_S),
+            "LORA_PLUGINS_FETCH_TIMEOUT_S": "20",
+            "LORA_PLUGINS_DRAIN_TIMEOUT_S": "20",
+            "LORA_PLUGINS_REFRESH_S": str(REFRESH_S),
+            "LORA_PLUGINS_RESTORE": "1",
+            **self.s3.env(self.s3_proxy.url),
+            **self.hub.env(self.home / "hub-home", url=self.hub_proxy.url),
+        }
+
+    def start(self) -> AbstractContextManager[Server]:
+        """Over the same store; each one logs into a file of its own."""
+        if self.is_forking:
+            # huggingface_hub reads these as it is imported, which happens in the process that servers are forked from.
+            os.environ.update(self.hub.env(self.home / "hub-home", url=self.hub_proxy.url))
+        number = len(list(self.home.glob("server-*.log")))
+        return vllm_server(
+            self.bank.base,
+            self.home / f"server-{number}.log",
+            arguments=(
+                *("--enable-lora", "--max-lora-rank", "16", "--max-loras", str(SLOTS)),
+                *("--max-cpu-loras", str(HOST_ADAPTERS), "--served-model-name", "base"),
+            ),
+            env=self.env(),
+            is_forking=self.is_forking,
+        )
+
+
+def processes_of(server: Server) -> dict[str, psutil.Process]:
+    """The API server, the engine and its worker, by what they are called."""
+    # vLLM puts who says something before each line of its log; what is forked does not show it in its command line.
+    said = re.findall(r"^\((EngineCore|Worker)\S* pid=(\d+)\)", server.log(), re.MULTILINE)
+    found = {name: psutil.Process(int(pid)) for name, pid in dict(said).items()}
+    return {"API server": psutil.Process(server.process.pid), **found}
+
+
+def kill(server: Server, what: str) -> None:
+    """End a process as the kernel does where memory is short."""
+    os.kill(processes_of(server)[what].pid, signal.SIGKILL)

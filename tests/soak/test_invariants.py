@@ -1,0 +1,91 @@
+"""Every invariant of the soak fails where it is broken, and holds where it is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.soak.clients import Target
+from benchmarks.soak.invariants import LONGEST_DRAIN_S, MORE_FILES, MORE_THREADS, Monitor, check_counts, check_log
+from benchmarks.soak.journal import Journal
+from benchmarks.soak.processes import Sample
+from benchmarks.soak.server import HOST_ADAPTERS, HOST_MAX_BYTES, SLOTS
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    made = Journal(tmp_path / "events.jsonl", prints=False)
+    yield made
+    made.close()
+
+
+def broken(journal: Journal) -> list[str]:
+    return [found["invariant"] for found in journal.violations]
+
+
+def views(count: int, tier: str, state: str = "serving") -> list[dict[str, object]]:
+    return [{"lora_name": f"n{i}", "digest": f"d{i}", "tiers": [tier], "state": state} for i in range(count)]
+
+
+@pytest.mark.parametrize(("tier", "most"), [("slot", SLOTS + 1), ("host", HOST_ADAPTERS)])
+def test_more_adapters_than_fit_are_seen(journal: Journal, tier: str, most: int) -> None:
+    monitor = Monitor(SimpleNamespace(), Target("", "base"), journal)
+    monitor.check_list(views(most, tier))
+    assert broken(journal) == []
+    monitor.check_list(views(most + 1, tier))
+    assert len(broken(journal)) == 1
+
+
+def test_a_version_that_drains_too_long_is_seen(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("benchmarks.soak.invariants.time.monotonic", lambda: now[0])
+    monitor = Monitor(SimpleNamespace(), Target("", "base"), journal)
+    for at in (0, LONGEST_DRAIN_S - 1):
+        now[0] = 100 + at
+        monitor.check_list(views(1, "host", "draining"))
+    assert broken(journal) == []
+    monitor.check_list([])
+    now[0] += 2
+    monitor.check_list(views(1, "host", "draining"))
+    assert broken(journal) == [], "it began again"
+    now[0] += LONGEST_DRAIN_S + 1
+    monitor.check_list(views(1, "host", "draining"))
+    assert broken(journal) == ["nothing waits for ever"]
+
+
+def test_a_budget_that_is_exceeded_is_seen(journal: Journal) -> None:
+    monitor = Monitor(SimpleNamespace(), Target("", "base"), journal)
+    monitor.check_metrics({"lora_plugins_host_bytes": HOST_MAX_BYTES})
+    assert broken(journal) == []
+    monitor.check_metrics({"lora_plugins_host_bytes": HOST_MAX_BYTES + 1})
+    assert broken(journal) == ["budgets hold"]
+
+
+@pytest.mark.parametrize(("threads", "files", "count"), [(0, 0, 0), (MORE_THREADS + 1, 0, 1), (0, MORE_FILES + 1, 1)])
+def test_threads_and_files_that_stay_are_seen(journal: Journal, threads: int, files: int, count: int) -> None:
+    first = Sample(0, 500, 20, 30)
+    processes = SimpleNamespace(samples={"engine": [first, Sample(9, 500, 20 + threads, 30 + files)]})
+    check_counts(processes, {"engine": first}, journal)
+    assert len(broken(journal)) == count
+
+
+def test_a_traceback_in_the_log_is_seen(journal: Journal) -> None:
+    line = '(EngineCore pid=1) ERROR Traceback (most recent call last):\n  File "x.py", line 1\nKeyError: 3\n'
+    check_log(f"INFO fine\n{line}INFO more\n", journal)
+    assert [found["text"] for found in journal.violations] == ["KeyError: 3"]
+    check_log("INFO fine\nERROR: refused, ValueError: no\n", journal)
+    assert len(journal.violations) == 1
+
+
+def test_the_journal_counts_and_writes(journal: Journal) -> None:
+    journal.write("request", "chat", 200, 0.5, model="a")
+    journal.write("request", "chat", 404, 1.5)
+    journal.violation("every answer is right", "wrong", model="a")
+    assert journal.counts == {("request chat", "200"): 1, ("request chat", "404"): 1}
+    assert journal.longest_s == {"request chat": 1.5}
+    lines = [json.loads(line) for line in journal.path.read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["request", "request", "VIOLATION"]

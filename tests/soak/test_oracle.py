@@ -1,0 +1,171 @@
+"""The soak's oracle: what is right passes, and every kind of wrong answer is flagged."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.soak.bank import FORMS, PROMPTS, Bank
+from benchmarks.soak.oracle import Answer, Asked, Claim, Oracle, Windows
+
+TOKENS = [chr(65 + i) for i in range(26)]
+BASE, OURS, OTHER = -1, 0, 1
+
+
+@pytest.fixture
+def bank() -> Bank:
+    """Four-token answers that begin with the adapter and the version, and differ by form and prompt."""
+    answers = {
+        (adapter, version, form, prompt): (adapter + 1, 10 + version, FORMS.index(form), prompt)
+        for adapter in (BASE, OURS, OTHER)
+        for version in range(3)
+        for form in FORMS
+        for prompt in range(len(PROMPTS))
+        if adapter != BASE or version == 0
+    }
+    return Bank(Path(), Path(), answers, TOKENS, {})
+
+
+@pytest.fixture
+def oracle(bank: Bank) -> Oracle:
+    """Version 0 is served until 10, version 1 from 8 on."""
+    made = Oracle(bank, ("ours", "other"))
+    made.sources_of = {"ours": ("s3",), "other": ("filesystem",)}
+    made.of("ours").open(0, 0)
+    made.of("ours").open(1, 8)
+    made.of("ours").close(0, 10)
+    made.of("other").open(0, 0)
+    return made
+
+
+def asked(began: float = 1, ended: float = 2, **more: object) -> Asked:
+    return replace(Asked("ours", OURS, "text", 0, 4, began, ended), **more)
+
+
+def of(bank: Bank, adapter: int, version: int, count: int = 4, **more: object) -> Answer:
+    ids = bank.answers[adapter, version, "text", 0][:count]
+    return replace(Answer(200, bank.text(ids), ids), **more)
+
+
+def test_a_valid_version_is_right(bank: Bank, oracle: Oracle) -> None:
+    assert oracle.judge(asked(), of(bank, OURS, 0)) is None
+    assert oracle.judge(asked(11, 12), of(bank, OURS, 1)) is None
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_while_it_changes_both_are_right(bank: Bank, oracle: Oracle, version: int) -> None:
+    assert oracle.judge(asked(7, 12), of(bank, OURS, version)) is None
+
+
+def test_a_version_that_is_not_valid_yet_is_wrong(bank: Bank, oracle: Oracle) -> None:
+    assert "its own version 1" in (oracle.judge(asked(1, 7.9), of(bank, OURS, 1)) or "")
+
+
+def test_a_version_that_has_gone_is_wrong(bank: Bank, oracle: Oracle) -> None:
+    assert "its own version 0" in (oracle.judge(asked(10.1, 11), of(bank, OURS, 0)) or "")
+
+
+def test_another_adapters_answer_is_wrong(bank: Bank, oracle: Oracle) -> None:
+    assert "adapter 1's version 0" in (oracle.judge(asked(), of(bank, OTHER, 0)) or "")
+
+
+def test_the_base_models_answer_is_wrong(bank: Bank, oracle: Oracle) -> None:
+    assert "the base model's" in (oracle.judge(asked(), of(bank, BASE, 0)) or "")
+    assert oracle.judge(asked(name="base", adapter=BASE), of(bank, BASE, 0)) is None
+    assert oracle.judge(asked(name="base", adapter=BASE), of(bank, OURS, 0)) is not None
+
+
+def test_an_answer_of_two_versions_is_wrong(bank: Bank, oracle: Oracle) -> None:
+    mixed = (*of(bank, OURS, 0).token_ids[:2], 9, 9)
+    assert oracle.judge(asked(7, 12), Answer(200, "", mixed)) is not None
+
+
+def test_one_changed_token_is_wrong(bank: Bank, oracle: Oracle) -> None:
+    ids = of(bank, OURS, 0).token_ids
+    assert "no version gives" in (oracle.judge(asked(), Answer(200, "", (*ids[:3], 25))) or "")
+
+
+def test_text_is_compared_where_there_are_no_tokens(bank: Bank, oracle: Oracle) -> None:
+    right = bank.text(of(bank, OURS, 0).token_ids)
+    assert oracle.judge(asked(), Answer(200, right)) is None
+    assert oracle.judge(asked(), Answer(200, right[:3])) is not None
+
+
+def test_a_short_answer_is_wrong(bank: Bank, oracle: Oracle) -> None:
+    assert "3 tokens" in (oracle.judge(asked(), of(bank, OURS, 0, 3)) or "")
+
+
+def test_an_answer_may_end_early_only_while_unloading(bank: Bank, oracle: Oracle) -> None:
+    ended = of(bank, OURS, 0, 2, is_whole=True, reason="abort")
+    assert "too early" in (oracle.judge(asked(), ended) or "")
+    oracle.of("ours").open(Claim.UNLOADING, 1.5)
+    assert oracle.judge(asked(), ended) is None
+    assert oracle.judge(asked(), replace(ended, token_ids=(1, 25))) is not None
+
+
+@pytest.mark.parametrize("count", [0, 2, 4])
+def test_what_a_client_saw_before_it_left_is_compared(bank: Bank, oracle: Oracle, count: int) -> None:
+    left = of(bank, OURS, 0, count, status=0, is_whole=False, reason="left")
+    assert oracle.judge(asked(), left) is None
+    wrong = of(bank, OURS, 1, count, status=0, is_whole=False, reason="left")
+    assert (oracle.judge(asked(), wrong) is None) == (count == 0)
+
+
+@pytest.mark.parametrize("status", [400, 403, 404, 500, 503, 507])
+def test_a_served_name_is_not_refused(oracle: Oracle, status: int) -> None:
+    assert f"status {status}" in (oracle.judge(asked(), Answer(status)) or "")
+
+
+def test_a_404_is_right_while_it_is_absent(oracle: Oracle) -> None:
+    oracle.of("ours").open(Claim.ABSENT, 20)
+    oracle.of("ours").close(Claim.ABSENT, 30)
+    assert oracle.judge(asked(25, 26), Answer(404)) is None
+    assert oracle.judge(asked(31, 32), Answer(404)) is not None
+    assert oracle.judge(asked(25, 26), Answer(500)) is not None
+
+
+def test_a_503_needs_a_fault_of_its_source(oracle: Oracle) -> None:
+    oracle.of("ours").open(Claim.UNREGISTERED, 0)
+    oracle.faults_of("hub").open(0, 0)
+    assert oracle.judge(asked(), Answer(503)) is not None, "another source's"
+    oracle.faults_of("s3").open(0, 1.9)
+    assert oracle.judge(asked(), Answer(503)) is None
+    oracle.of("ours").close(Claim.UNREGISTERED, 0.5)
+    assert oracle.judge(asked(), Answer(503)) is not None, "registered, no source is asked"
+
+
+def test_an_unknown_name_is_never_answered(bank: Bank, oracle: Oracle) -> None:
+    nobody = asked(name="nobody-1", adapter=None)
+    assert oracle.judge(nobody, Answer(404)) is None
+    assert oracle.judge(nobody, Answer(503)) is not None
+    assert "nobody has" in (oracle.judge(nobody, of(bank, OURS, 0)) or "")
+
+
+def test_only_a_killed_server_may_break_answers(bank: Bank, oracle: Oracle) -> None:
+    broken = Answer(500)
+    assert oracle.judge(asked(1, 2), broken) is not None
+    oracle.down.open(0, 1.5)
+    oracle.down.close(0, 3)
+    assert oracle.judge(asked(1, 2), broken) is None
+    assert oracle.judge(asked(4, 5), broken) is not None
+    assert oracle.judge(asked(1, 2), of(bank, OURS, 1)) is not None, "a wrong answer is wrong all the same"
+
+
+def test_windows_open_and_close() -> None:
+    windows = Windows()
+    windows.open(1, 5)
+    windows.close(1, 20)
+    windows.close(1, 10)
+    windows.close(1, 30)
+    assert windows.history() == {"1": [[5, 10]]}
+    windows.open(1, 10)
+    assert windows.history() == {"1": [[5, math.inf]]}
+    windows.close(1, 11)
+    windows.open(1, 12)
+    assert windows.during(11.5, 11.9) == set()
+    assert windows.during(11.5, 12) == windows.during(0, 5) == {1}
+    windows.forget(12)
+    assert windows.history() == {"1": [[12, math.inf]]}
