@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo test test-unit test-long test-models soak coverage check format ledger matrix bench-verify bench-models bench-fetch bench-policies bench-manager bench-admission bench-kernels-cpu bench-access bench-kernels-aot clean
+.PHONY: help set-up demo test test-unit test-long test-models soak coverage check format ledger matrix bench-verify bench-models bench-fetch bench-policies bench-manager bench-admission bench-kernels-cpu bench-access bench-kernels-aot wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -90,6 +90,9 @@ bench-access: set-up ## whether response times reveal an adapter that a key may 
 
 bench-kernels-aot: set-up ## what the GPU kernels compile to, without a GPU: registers, spills, shared memory
 	@$(RUN) -m benchmarks.kernels_aot
+
+wheel: set-up ## build dist/*.whl with CPU kernels for x86-64 and aarch64 (needs gcc-aarch64-linux-gnu)
+	@$(RUN) tools/build_wheel.py
 
 clean: ## remove .venv and caches
 	rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis

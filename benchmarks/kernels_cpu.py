@@ -1,9 +1,10 @@
 """What adapters cost on the CPU: tokens/s with adapters against the base model, vLLM's kernels and ours.
 
-A 95 M-parameter Llama, float32 unless `--dtype` says otherwise, on the real engine, offline. `torch` are our kernels as
-they are without a compiler. Each engine (one per kernels and `max_lora_rank`) runs in a separate process, placed on
-the cores by vLLM as for `vllm serve`, and measures base and adapters in turn, round after round. A figure is the
-fastest round's tokens/s, relative to the base model's in the same engine. Prints Markdown, keeps
+A 95 M-parameter Llama (fewer with `--layers`), on the real engine, offline, in float32 unless `--dtype` names others;
+several dtypes come into one table. `torch` are our kernels as they are without a compiler. Each engine (one per dtype,
+kernels and `max_lora_rank`) runs in a separate process, placed on the cores by vLLM as for `vllm serve`, and measures
+base and adapters in turn, round after round. A figure is the fastest round's tokens/s, relative to the base model's in
+the same engine. Prints Markdown, keeps
 benchmarks/results/kernels_cpu.json. An engine gets `--limit-s`; one that does not get through is reported as such.
 """
 
@@ -25,12 +26,14 @@ import numpy as np
 
 from benchmarks.adapters import write_adapter
 from benchmarks.record import RESULTS, keep
+from lora_plugins.kernels.processor import this_processor
 from testbed.models import build_base
 from testbed.server import outer_environment
 
 HIDDEN, LAYERS, INTERMEDIATE, VOCAB = 1024, 8, 2816, 512
 SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = 16, 64, 32
 SLOT_RANKS = (16, 64, 256)
+DTYPES = ("float32", "bfloat16", "float16")
 PARTS = {"both": (PROMPT_TOKENS, NEW_TOKENS), "prefill": (PROMPT_TOKENS, 1), "decode": (1, NEW_TOKENS)}
 CHOICES = {"ours": "cpu", "torch": "torch"}  # of LORA_PLUGINS_KERNELS
 GOALS = {"one16": 0.95, "four16": 0.92, "four64": 0.85}
@@ -167,8 +170,17 @@ def tokens_per_s(rows: list[dict], kernels: str, slot_rank: int, case: str, part
     return SEQUENCES * tokens / seconds if seconds else None
 
 
-def result_name(dtype: str, reserved_cores: int | None = None) -> str:
+def instructions(dtype: str) -> str | None:
+    """What a reader of bfloat16 results has to know of the machine."""
+    if dtype != "bfloat16":
+        return None
+    found = this_processor().bfloat16
+    return f"multiplied by {found}" if found else "no AVX-512 BF16 and no AMX, so the goals cannot be judged"
+
+
+def result_name(dtype: str, reserved_cores: int | None = None, layers: int = LAYERS) -> str:
     name = "kernels_cpu" if dtype == "float32" else f"kernels_cpu_{dtype}"
+    name = name if layers == LAYERS else f"{name}_{layers}_layers"
     return name if reserved_cores is None else f"{name}_reserved_{reserved_cores}"
 
 
@@ -206,33 +218,64 @@ def print_table(rows: list[dict], slot_ranks: list[int]) -> None:
                 print(f"| {kernels} | {rank} | {case} | {speed} | {' | '.join(parts)} | {goal} | {rounds} |")
 
 
+def print_dtypes(rows: dict[str, list[dict]], slot_ranks: list[int]) -> None:
+    """All dtypes in one table: ours, decode and prefill apart."""
+    print("\n| dtype | `max_lora_rank` | adapters | base tokens/s | of base | prefill alone | decode alone | goal |")
+    print("|---|---|---|---|---|---|---|---|")
+    for dtype, found in rows.items():
+        for rank in slot_ranks:
+            for case in list(cases(rank))[1:]:
+                base = tokens_per_s(found, "ours", rank, "base", "both")
+                parts = [ratio(found, "ours", rank, case, part) for part in PARTS]
+                if base is None or None in parts:
+                    continue
+                shares = " | ".join(f"{part:.1%}" for part in parts)
+                print(f"| {dtype} | {rank} | {case} | {base:.1f} | {shares} | {GOALS[case]:.0%} |")
+
+
 def main() -> int:
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--child", type=Path)
     arguments.add_argument("--rounds", type=int, default=7)
     arguments.add_argument("--slot-ranks", type=int, nargs="*", default=list(SLOT_RANKS))
     arguments.add_argument("--kernels", nargs="*", default=["none", "ours", "torch", "vllm"])
-    arguments.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    arguments.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"])
+    arguments.add_argument("--layers", type=int, default=LAYERS, help="fewer, where bfloat16 is slow")
     arguments.add_argument("--reserved-cores", type=int, help="cores that vLLM leaves free, if not its default")
     arguments.add_argument("--limit-s", type=float, default=240)
     arguments.add_argument("--dry", action="store_true", help="keep no result")
     arguments.add_argument("--fresh", action="store_true", help="without what earlier runs measured of other engines")
     options = arguments.parse_args()
     if options.child:
-        measure(options.child, options.slot_ranks[0], options.rounds, options.dtype)
+        measure(options.child, options.slot_ranks[0], options.rounds, options.dtype[0])
         return 0
-    result = result_name(options.dtype, options.reserved_cores)
+    for dtype in options.dtype:
+        if instructions(dtype):
+            print(f"{dtype} here: {instructions(dtype)}.\n")
+        run(options, dtype)
+    if len(options.dtype) > 1:
+        print_dtypes({dtype: kept(name_of(options, dtype)) for dtype in options.dtype}, options.slot_ranks)
+    return 0
+
+
+def name_of(options: argparse.Namespace, dtype: str) -> str:
+    return result_name(dtype, options.reserved_cores, options.layers)
+
+
+def run(options: argparse.Namespace, dtype: str) -> None:
+    """Measure one dtype's engines, print their table, and keep them."""
+    result = name_of(options, dtype)
     rows = [] if options.fresh else kept(result)
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
-        base = build_base(home / "base", hidden=HIDDEN, layers=LAYERS, vocab=VOCAB, intermediate=INTERMEDIATE)
+        base = build_base(home / "base", hidden=HIDDEN, layers=options.layers, vocab=VOCAB, intermediate=INTERMEDIATE)
         for rank in (16, 64):
             for number in range(4):
                 random_adapter(home / f"r{rank}-{number}", base, rank, number)
         for kernels in options.kernels:
             for slot_rank in (0,) if kernels == "none" else options.slot_ranks:
                 found = run_engine(
-                    home, kernels, slot_rank, options.rounds, options.limit_s, options.dtype, options.reserved_cores
+                    home, kernels, slot_rank, options.rounds, options.limit_s, dtype, options.reserved_cores
                 )
                 rows = [row for row in rows if (row["kernels"], row["slot_rank"]) != (kernels, slot_rank)]
                 rows += found or [{"kernels": kernels, "slot_rank": slot_rank, "finished": False}]
@@ -242,12 +285,11 @@ def main() -> int:
         count = sum((row["kernels"], row["slot_rank"]) == (kernels, rank) and "case" in row for row in rows)
         print(f"\n{kernels} at {rank} did not get through: {count} measurements in {options.limit_s:.0f} s.")
     if not options.dry:
-        print(f"\nRaw: {keep(result, rows).name}")
+        print(f"\nRaw: {keep(result, rows, **{'bfloat16': instructions(dtype)} if instructions(dtype) else {}).name}")
         if result == result_name("float32"):
             from benchmarks.kernels_plot import plot
 
             print(f"Drawn: {plot([row for row in rows if 'case' in row]).name}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """From how many rows of an adapter on PyTorch's products are faster than our compiled ones, by dtype, on this machine.
 
 One layer (`in` 1024, a slice of 1024 and two of 256), one and four adapters of rank 16 and 64, each with 1 to 128
-neighbouring rows, one thread and all. Compiled and PyTorch's (views of the slots, `torch.mm`) in turn; a figure is the
-fastest of `--rounds`. Prints Markdown, keeps benchmarks/results/kernels_rows.json. The machine's rule that
+neighbouring rows, one thread unless `--threads` says otherwise. Compiled and PyTorch's in turn, `--rounds` times; a
+figure is that of the fastest run. Prints Markdown, keeps benchmarks/results/kernels_rows.json. The machine's rule that
 `lora_plugins/kernels/crossover.py` has for it is printed beside.
 """
 
@@ -48,12 +48,14 @@ def plans(dtype: str, rank: int, adapters: int, rows: int) -> tuple[dict[str, Pl
 
 
 def seconds(plan: Plan, y: torch.Tensor, x: torch.Tensor, at_least_s: float = 0.002) -> float:
-    """Of one run: as many as fill the time."""
-    runs, started = 0, time.perf_counter()
-    while (passed := time.perf_counter() - started) < at_least_s:
+    """Of the fastest run: as many as fill the time."""
+    best, passed = float("inf"), 0.0
+    while passed < at_least_s:
+        started = time.perf_counter()
         plan.run(y, x)
-        runs += 1
-    return passed / runs
+        took = time.perf_counter() - started
+        best, passed = min(best, took), passed + took
+    return best
 
 
 def crossing(rows: list[dict]) -> int | None:
@@ -69,12 +71,13 @@ def crossing(rows: list[dict]) -> int | None:
 def main() -> int:
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--rounds", type=int, default=7)
+    arguments.add_argument("--threads", type=int, nargs="*", default=[1])
     arguments.add_argument("--dtypes", nargs="*", choices=DTYPES, default=list(DTYPES))
     arguments.add_argument("--dry", action="store_true", help="keep no result")
     options = arguments.parse_args()
-    most, found = torch.get_num_threads(), []
+    found = []
     for dtype in options.dtypes:
-        for threads in sorted({1, most}):
+        for threads in options.threads:
             torch.set_num_threads(threads)
             for rank in (16, 64):
                 for adapters in (1, 4):

@@ -40,8 +40,8 @@ def _cpu_model() -> str:
     return platform.machine()
 
 
-def keep(name: str, rows: object) -> Path:
-    """Write `results/<name>.json` and return its path."""
+def keep(name: str, rows: object, **further: object) -> Path:
+    """Write `results/<name>.json`, with what else there is to say, and return its path."""
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({**circumstances(), "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({**circumstances(), **further, "rows": rows}, indent=1) + "\n")
     return path

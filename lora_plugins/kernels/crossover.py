@@ -2,7 +2,7 @@
 
 PyTorch hands bfloat16 to oneDNN, which multiplies it with the processor's own instructions where there are any. The
 compiled product sums in float32 registers, or with AVX-512 BF16. Where the processor has neither AMX nor bfloat16
-instructions, PyTorch's products of bfloat16 were 3 to 30 times slower than ours at every number of rows.
+instructions, PyTorch's products of bfloat16 were 4 to 120 times slower than ours at every number of rows.
 
 Sources: `benchmarks/kernels_rows.py` for processors with AVX2 (results/kernels_rows.json). With AMX: measured by the
 engine's owner on one such machine in November 2026, slower than oneDNN from about 16 rows for each adapter; without a

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lora_plugins.kernels.compiled import build
-from lora_plugins.kernels.compiled.build import Group, Slice
+from lora_plugins.kernels.compiled.library import Group, Slice
 from lora_plugins.kernels.compiled.panels import make
 from lora_plugins.kernels.cpu import Plan
 from tests.kernels.common import assert_equal, make_case

@@ -1,25 +1,28 @@
-"""Compiling `lora.c` for this machine and loading it, in every process that asks.
+"""Loading the compiled product of `lora.c`: as the wheel brings it, or compiled for this machine, in every process.
 
-It is done once for each dtype, and nothing is kept: a library found in a cache would be somebody's code to run,
-made for somebody's processor. vLLM's CPU platform too expects a compiler, wherever it compiles models.
+A wheel has objects for levels of processors (`prebuilt.py`). Where there are none, or none that can be used, it is
+compiled, once for each dtype, and nothing is kept: a library found in a cache would be somebody's code to run, made for
+somebody's processor. vLLM's CPU platform too expects a compiler, wherever it compiles models.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-SOURCE = Path(__file__).with_name("lora.c")
+from lora_plugins.kernels.compiled import library, prebuilt
+from lora_plugins.kernels.compiled.library import Product
+from lora_plugins.kernels.processor import this_processor
+from lora_plugins.log import logger
+
+SOURCE = prebuilt.SOURCE
 COMPILERS = ("cc", "gcc", "clang")
 ELEMENTS = {"float32": "FLOAT32", "bfloat16": "BFLOAT16", "float16": "FLOAT16"}  # dtypes, as lora.c names them
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC")
+ANY_PROCESSOR = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-shared", "-fPIC")
+FLAGS = (*ANY_PROCESSOR, "-march=native")
 TIMEOUT_S = 60
 
 
@@ -27,86 +30,35 @@ class CannotCompile(Exception):
     """There is no compiled product on this machine; says why in one line."""
 
 
-class Slice(ctypes.Structure):
-    """`struct slice` of `lora.c`."""
-
-    _fields_ = (
-        ("b", ctypes.c_void_p),
-        ("rank", ctypes.c_int64),
-        ("top", ctypes.c_int64),
-        ("first", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-    )
-
-
-class Group(ctypes.Structure):
-    """`struct group` of `lora.c`."""
-
-    _fields_ = (
-        ("rows", ctypes.c_void_p),
-        ("n_rows", ctypes.c_int64),
-        ("a", ctypes.c_void_p),
-        ("rank", ctypes.c_int64),
-        ("n_slices", ctypes.c_int64),
-        ("slices", ctypes.c_void_p),
-        ("shrunk", ctypes.c_void_p),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """The compiled product for one dtype of x, y and the weights.
-
-    Attributes:
-        add: `add(groups, n_groups, in, parts, scale, x, x_stride, y, y_stride)`, pointers and strides in elements;
-            unchecked.
-        parts: `parts(groups, n_groups, in)`, into how many parts the first product's sum is best divided; of each
-            group's `shrunk` there are as many.
-        pack: `pack(from, stride, columns, depth, panels, first, total)`, which writes columns into panels; unchecked.
-        panel: columns of a full panel of A or B. lanes: columns of a narrow one, and what a panel is filled up to.
-        pair: elements of one column that lie side by side in a panel.
-        threads: `threads()`, how many it would use now.
-    """
-
-    add: Any
-    parts: Any
-    pack: Any
-    threads: Callable[[], int]
-    panel: int
-    lanes: int
-    pair: int
-
-
 @functools.cache
 def _outcome(dtype: str) -> Product | str:
+    why_not = ""
+    try:
+        file = prebuilt.find(dtype, this_processor())
+        if file is not None:
+            found = library.load(file)
+            logger.info("CPU kernels: %s from %s, built with the package", dtype, file.name)
+            return found
+    except (prebuilt.Unusable, OSError, AttributeError) as error:
+        why_not = f"the package's own objects cannot be used: {error}"
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if why_not:
+        instead = f"compiling with {compiler}" if compiler else "and there is no compiler"
+        logger.warning("CPU kernels: %s: %s; %s", dtype, why_not, instead)
     if compiler is None:
-        return f"no C compiler is on the PATH ({', '.join(COMPILERS)})"
+        no_compiler = f"no C compiler is on the PATH ({', '.join(COMPILERS)})"
+        return f"{no_compiler}, and {why_not}" if why_not else no_compiler
     try:
         with tempfile.TemporaryDirectory(prefix="lora-plugins-") as directory:
-            loaded = _compiled(compiler, dtype, Path(directory) / "lora.so")
+            return _compiled(compiler, dtype, Path(directory) / "lora.so")
     except OSError as error:
         return f"there is no temporary directory to compile in: {error}"
-    if isinstance(loaded, str):
-        return loaded
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    loaded.lora_add.argtypes = [pointer, number, number, number, ctypes.c_float, pointer, number, pointer, number]
-    loaded.lora_add.restype = None
-    loaded.lora_parts.argtypes = [pointer, number, number]
-    loaded.lora_pack.argtypes = [pointer, number, number, number, pointer, number, number]
-    loaded.lora_pack.restype = None
-    for count in (loaded.lora_parts, loaded.lora_threads, loaded.lora_panel, loaded.lora_lanes, loaded.lora_pair):
-        count.restype = number
-    return Product(
-        loaded.lora_add, loaded.lora_parts, loaded.lora_pack, loaded.lora_threads,
-        panel=loaded.lora_panel(), lanes=loaded.lora_lanes(), pair=loaded.lora_pair(),
-    )  # fmt: skip
 
 
-def _compiled(compiler: str, dtype: str, library: Path) -> ctypes.CDLL | str:
+def _compiled(compiler: str, dtype: str, file: Path) -> Product | str:
     try:
         done = subprocess.run(  # noqa: S603 - the machine's compiler, our source
-            [compiler, *FLAGS, f"-DELEMENT={ELEMENTS[dtype]}", str(SOURCE), "-o", str(library)],
+            [compiler, *FLAGS, f"-DELEMENT={ELEMENTS[dtype]}", str(SOURCE), "-o", str(file)],
             capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -114,7 +66,7 @@ def _compiled(compiler: str, dtype: str, library: Path) -> ctypes.CDLL | str:
     if done.returncode:
         return f"{compiler} failed: {_first_error(done.stderr)}"
     try:
-        return ctypes.CDLL(str(library))
+        return library.load(file)
     except OSError as error:
         return f"what {compiler} made cannot be loaded from TMPDIR (is it mounted noexec?): {error}"
 
@@ -125,7 +77,7 @@ def _first_error(text: str) -> str:
 
 
 def problem(dtype: str = "float32") -> str | None:
-    """Why there is no compiled product here, in one line; None where there is one. The first call compiles."""
+    """Why there is no compiled product here, in one line; None where there is one. The first call may compile."""
     outcome = _outcome(dtype)
     return outcome if isinstance(outcome, str) else None
 

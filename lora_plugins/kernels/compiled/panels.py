@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lora_plugins.kernels.compiled.build import Product, Slice
+from lora_plugins.kernels.compiled.library import Product, Slice
 from lora_plugins.kernels.ranks import SlotRanks
 
 

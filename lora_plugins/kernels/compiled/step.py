@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lora_plugins.kernels.compiled.build import Group, Product
+from lora_plugins.kernels.compiled.library import Group, Product
 from lora_plugins.kernels.compiled.panels import Panels, filled
 
 Take = Callable[[tuple[int, ...]], Any]

@@ -1,0 +1,83 @@
+"""The compiled product's functions and structures, as Python calls them; pure."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class Slice(ctypes.Structure):
+    """`struct slice` of `lora.c`."""
+
+    _fields_ = (
+        ("b", ctypes.c_void_p),
+        ("rank", ctypes.c_int64),
+        ("top", ctypes.c_int64),
+        ("first", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+    )
+
+
+class Group(ctypes.Structure):
+    """`struct group` of `lora.c`."""
+
+    _fields_ = (
+        ("rows", ctypes.c_void_p),
+        ("n_rows", ctypes.c_int64),
+        ("a", ctypes.c_void_p),
+        ("rank", ctypes.c_int64),
+        ("n_slices", ctypes.c_int64),
+        ("slices", ctypes.c_void_p),
+        ("shrunk", ctypes.c_void_p),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """The compiled product for one dtype of x, y and the weights.
+
+    Attributes:
+        add: `add(groups, n_groups, in, parts, scale, x, x_stride, y, y_stride)`, pointers and strides in elements;
+            unchecked.
+        parts: `parts(groups, n_groups, in)`, into how many parts the first product's sum is best divided; of each
+            group's `shrunk` there are as many.
+        pack: `pack(from, stride, columns, depth, panels, first, total)`, which writes columns into panels; unchecked.
+        panel: columns of a full panel of A or B. lanes: columns of a narrow one, and what a panel is filled up to.
+        pair: elements of one column that lie side by side in a panel.
+        threads: `threads()`, how many it would use now.
+    """
+
+    add: Any
+    parts: Any
+    pack: Any
+    threads: Callable[[], int]
+    panel: int
+    lanes: int
+    pair: int
+
+
+def load(file: Path) -> Product:
+    """Load what was compiled of `lora.c`.
+
+    Raises:
+        OSError: it is no library for this system.
+        AttributeError: it is another one.
+    """
+    loaded = ctypes.CDLL(str(file))
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    loaded.lora_add.argtypes = [pointer, number, number, number, ctypes.c_float, pointer, number, pointer, number]
+    loaded.lora_add.restype = None
+    loaded.lora_parts.argtypes = [pointer, number, number]
+    loaded.lora_pack.argtypes = [pointer, number, number, number, pointer, number, number]
+    loaded.lora_pack.restype = None
+    for count in (
+        loaded.lora_parts, loaded.lora_threads, loaded.lora_panel, loaded.lora_lanes, loaded.lora_pair,
+    ):  # fmt: skip
+        count.restype = number
+    return Product(
+        loaded.lora_add, loaded.lora_parts, loaded.lora_pack, loaded.lora_threads,
+        panel=loaded.lora_panel(), lanes=loaded.lora_lanes(), pair=loaded.lora_pair(),
+    )  # fmt: skip

@@ -1,0 +1,122 @@
+"""Build the wheel, with objects of the CPU kernels for several kinds of processors, so that its users need no compiler.
+
+The wheel is for any platform (`py3-none-any`): where no object fits, the C source is compiled at the start, as from a
+source distribution. The objects are linked with nothing: OpenMP is found in the process that loads them, and `memset`
+in its C library, of whatever version. Nothing is written into the source tree but the wheel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from lora_plugins.kernels.compiled import build, prebuilt  # noqa: E402
+
+COMPILERS = {"x86_64": "x86_64-linux-gnu-gcc", "aarch64": "aarch64-linux-gnu-gcc"}
+PACKAGES = {"x86_64": "gcc-x86-64-linux-gnu", "aarch64": "gcc-aarch64-linux-gnu"}
+FROM_THE_C_LIBRARY = {"memcpy", "memmove", "memset"}
+FROM_OPENMP = {"GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads", "omp_get_max_threads"}
+
+
+class BuildError(Exception):
+    """One clear line for who builds."""
+
+
+def compiler_for(architecture: str) -> str:
+    candidates = [COMPILERS[architecture], *(build.COMPILERS if platform.machine() == architecture else ())]
+    found = next(filter(None, map(shutil.which, candidates)), None)
+    if found is None:
+        raise BuildError(
+            f"no compiler for {architecture}: install Debian's {PACKAGES[architecture]}, or name the levels to build "
+            "(--levels)"
+        )
+    return found
+
+
+def compile_objects(folder: Path, levels: list[str]) -> None:
+    """Fill `folder` with one object for each of these levels and its dtypes, and the list of them."""
+    folder.mkdir()
+    objects = {}
+    for level in prebuilt.LEVELS:
+        if level.name not in levels:
+            continue
+        compiler = compiler_for(level.architecture)
+        for dtype in level.dtypes:
+            file = folder / level.file_name(dtype)
+            element = f"-DELEMENT={build.ELEMENTS[dtype]}"
+            command = [compiler, *build.ANY_PROCESSOR, *level.compiler_flags, "-nostdlib", "-s", element]
+            subprocess.run([*command, prebuilt.SOURCE, "-o", file], check=True)
+            file.chmod(0o644)
+            check_object(file)
+            objects[file.name] = prebuilt.digest_of(file)
+    listed = {"source": prebuilt.digest_of(prebuilt.SOURCE), "objects": objects}
+    (folder / prebuilt.LIST).write_text(json.dumps(listed, indent=1) + "\n")
+
+
+def check_object(file: Path) -> None:
+    """Nothing is needed that a C library of any version, or a process without OpenMP, does not have."""
+    text = subprocess.run(
+        ["readelf", "--wide", "--dynamic", "--dyn-syms", file], check=True, capture_output=True, text=True
+    ).stdout
+    needed = re.findall(r"\(NEEDED\).*\[(.*)\]", text)
+    undefined = re.findall(r"(\w+)\s+DEFAULT\s+UND (\S+)", text)
+    strong = {name for binding, name in undefined if binding == "GLOBAL"}
+    weak = {name for binding, name in undefined if binding == "WEAK"}
+    if needed or not strong <= FROM_THE_C_LIBRARY or not weak <= FROM_OPENMP:
+        raise BuildError(
+            f"{file.name} needs {needed}, {sorted(strong - FROM_THE_C_LIBRARY)}, {sorted(weak - FROM_OPENMP)}"
+        )
+
+
+def build_wheel(dist: Path, levels: list[str], pip_options: list[str]) -> Path:
+    with tempfile.TemporaryDirectory(prefix="lora-plugins-wheel-") as name:
+        tree, made = Path(name) / "tree", Path(name) / "made"
+        tree.mkdir()
+        for file in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / file, tree)
+        ignored = shutil.ignore_patterns("__pycache__", prebuilt.FOLDER.name)
+        shutil.copytree(ROOT / "lora_plugins", tree / "lora_plugins", ignore=ignored)
+        folder = tree / prebuilt.FOLDER.relative_to(ROOT)
+        compile_objects(folder, levels)
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "-q", "--no-deps", *pip_options]
+        subprocess.run([*pip, "-w", made, tree], check=True)
+        (wheel,) = made.glob("*.whl")
+        inside = {Path(file).name for file in zipfile.ZipFile(wheel).namelist()}
+        if not {file.name for file in folder.iterdir()} <= inside:
+            raise BuildError("the wheel lacks objects that were compiled")
+        dist.mkdir(parents=True, exist_ok=True)
+        return Path(shutil.copy(wheel, dist))
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [level.name for level in prebuilt.LEVELS]
+    arguments.add_argument("--dist", type=Path, default=ROOT / "dist")
+    arguments.add_argument("--levels", nargs="+", choices=names, default=names, help="all, if not named")
+    arguments.add_argument("--no-build-isolation", action="store_true", help="with this environment's setuptools")
+    options = arguments.parse_args()
+    try:
+        wheel = build_wheel(options.dist, options.levels, ["--no-build-isolation"] * options.no_build_isolation)
+    except BuildError as error:
+        print(f"build_wheel: {error}", file=sys.stderr)
+        return 1
+    except subprocess.CalledProcessError as error:
+        print(f"build_wheel: {error}", file=sys.stderr)
+        return 1
+    print(wheel)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
