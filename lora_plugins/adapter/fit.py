@@ -70,7 +70,9 @@ def check_base(
     """
     if not base.lora_enabled:
         raise IncompatibleAdapter(
-            "an adapter, on a server without LoRA", expected="a server started with --enable-lora", remedy="restart it"
+            "an adapter, on a server without LoRA",
+            expected="one with LoRA",
+            remedy="restart the server with --enable-lora",
         )
     if base.max_rank is not None and config.max_rank > base.max_rank:
         raise IncompatibleAdapter(

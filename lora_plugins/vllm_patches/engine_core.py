@@ -23,7 +23,13 @@ from lora_plugins.scheduler.messages import (
     PlannerFigures,
 )
 from lora_plugins.scheduler.planner import Planner
-from lora_plugins.vllm_patches.engine_utilities import answer_of, can_report_early, then, true_or_raise, utility
+from lora_plugins.vllm_patches.engine_utilities import (
+    answer_of,
+    can_report_early,
+    then,
+    true_or_raise,
+    utility,
+)
 from lora_plugins.vllm_patches.scheduler import AdmissionMixin
 
 
@@ -36,6 +42,7 @@ def patch() -> None:
     EngineCore.add_lora = _adding(EngineCore.add_lora)
     EngineCore.remove_lora = _removing(EngineCore.remove_lora)
     EngineCore.pin_lora = _pinning(EngineCore.pin_lora)
+    EngineCore.sleep = _sleeping(EngineCore.sleep)
     EngineCore.wake_up = _waking(EngineCore.wake_up)
 
 
@@ -165,6 +172,23 @@ def _pinning(original: Any) -> Any:
     return pin_lora
 
 
+def _sleeping(original: Any) -> Any:
+    """While the engine sleeps nothing is written to slots: what workers are doing ends first.
+
+    An engine in a process of its own goes on with steps until they are done; one in the caller's makes none.
+    """
+
+    @functools.wraps(original)
+    def sleep(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm.v1.engine.core import EngineCoreProc
+
+        if _planner_if_any(self) is not None and not isinstance(self, EngineCoreProc):
+            self.model_executor.collective_rpc("lora_plugins_finish_jobs")
+        return original(self, *args, **kwargs)
+
+    return sleep
+
+
 def _waking(original: Any) -> Any:
     """While the engine slept, what lay in slots may have been lost; the host cache was not."""
 
@@ -224,6 +248,12 @@ LEDGER = (
         what="wrapped: loaded, evicted and pinned by the planner; utilities named lora_plugins_… are added. Where the "
         "engine is in the caller's process no steps are made meanwhile, so workers are called with lora_plugins_step",
         why="they run in the engine's loop, and would load there and then",
+    ),
+    Patch(
+        "vllm.v1.engine.core: EngineCore.sleep(self, level, mode)",
+        what="wrapped: where the engine is in the caller's process, what workers write to slots ends first",
+        why="a thread that writes a slot of a sleeping GPU would end the process",
+        remove="vLLM has adapters loaded again after a sleep",
     ),
     Patch(
         "vllm.v1.engine.core: EngineCore.wake_up(self, tags)",

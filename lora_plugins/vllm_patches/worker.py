@@ -39,6 +39,7 @@ def patch() -> None:
     WorkerWrapperBase.execute_model = _executing(WorkerWrapperBase.execute_model)
     WorkerWrapperBase.sample_tokens = _sampling
     WorkerBase.lora_plugins_step = _step
+    WorkerBase.lora_plugins_finish_jobs = _finish_jobs
     WorkerBase.lora_plugins_rewrite_slots = _rewrite_slots
     WorkerBase.get_lora_metrics = _metrics
 
@@ -105,6 +106,11 @@ def _step(self: Any, commands: Sequence[Command], wait_s: float) -> list[Report]
     manager.begin_step(commands)
     reports: list[Report] = manager.reports(wait_s)
     return reports
+
+
+def _finish_jobs(self: Any) -> None:
+    """Wait until nothing is loaded and no slot written in the background."""
+    manager_of(self).jobs.finish()
 
 
 def _rewrite_slots(self: Any) -> None:

@@ -39,6 +39,7 @@ from lora_plugins.worker.materialise import Materialiser
 from lora_plugins.worker.slot_stream import SlotStream
 
 _POLL_INTERVAL_S = 0.0005
+_FINISH_INTERVAL_S = 0.05
 
 
 class SlotOwners(Protocol):
@@ -142,6 +143,12 @@ class Jobs:
                 time.sleep(_POLL_INTERVAL_S)  # for the other workers
             else:
                 self._something_done.wait(max(0.0, deadline - time.monotonic()))
+
+    def finish(self) -> None:
+        """Wait until the threads have ended all jobs of this worker; the next call for reports returns theirs."""
+        while self._running:
+            self._take_over()
+            self._something_done.wait(_FINISH_INTERVAL_S)
 
     def rewrite_slots(self) -> None:
         """Write the slot of every adapter that has one, here and now."""

@@ -45,7 +45,7 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for name in set(vars(EngineCore)) - before.keys():
         delattr(EngineCore, name)
-    for name in ("add_lora", "remove_lora", "pin_lora", "wake_up"):
+    for name in ("add_lora", "remove_lora", "pin_lora", "sleep", "wake_up"):
         setattr(EngineCore, name, before[name])
 
 
@@ -55,12 +55,19 @@ class Executor:
     def __init__(self) -> None:
         self.commands: list[Any] = []
         self.fails: dict[int, InvalidAdapter] = {}
-        self.is_sleeping, self.rewrites = True, 0
+        self.is_sleeping, self.rewrites, self.finished = True, 0, 0
+
+    def sleep(self, level: int) -> None:
+        self.is_sleeping = True
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         self.is_sleeping = tags is not None
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[list[Any]]:
+        if method == "lora_plugins_finish_jobs":
+            assert not self.is_sleeping, "what is asleep is not waited for"
+            self.finished += 1
+            return [[]]
         if method == "lora_plugins_rewrite_slots":
             self.rewrites += 1
             return [[]]
@@ -298,6 +305,19 @@ def test_in_process_requests_admitted_meanwhile_are_not_lost(core: Any) -> None:
     engine = Engine(core.scheduler)
     engine.run()
     assert len(engine.tokens_of("a")) == 3
+
+
+@pytest.mark.parametrize(("kind", "finished"), [(EngineCore, 1), (EngineCoreProc, 0)])
+def test_in_process_sleep_waits_for_slot_writes(
+    base: Path, kind: type, finished: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine in a process of its own goes on with steps until they are done, before it sleeps."""
+    core = core_of(base, kind, max_loras=2)
+    monkeypatch.setattr(core, "pause_scheduler", lambda **_: None)
+    core.model_executor.is_sleeping = False
+    core.sleep(1)
+    assert core.model_executor.is_sleeping
+    assert core.model_executor.finished == finished
 
 
 def test_slots_are_written_again_once_nothing_sleeps(core: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ import pytest
 from lora_plugins.scheduler.messages import Activate, Activated, Failed, Loaded
 from tests.worker.small_model import (
     Adapter,
+    Blocked,
+    activate,
     bring,
     evict,
     holds,
@@ -251,6 +253,24 @@ def test_a_device_may_be_given_as_a_string(make_manager: Make, adapters: list[Ad
     manager.rewrite_slots()
     assert wrong_answers(manager, adapters[0]) == []
     assert asdict(manager.lora_metrics())["memory"]["device"] == "cpu"
+
+
+def test_finishing_jobs_waits_for_slot_writes_and_keeps_reports(make_manager: Make, adapters: list[Adapter]) -> None:
+    manager = make_manager()
+    bring(manager, adapters[0])
+    blocked = Blocked(manager)
+    job = activate(manager, adapters[0], 0)
+    assert blocked.entered.wait(60)
+    finishing = threading.Thread(target=manager.jobs.finish)
+    finishing.start()
+    finishing.join(0.2)
+    assert finishing.is_alive(), "the slot is being written"
+    blocked.end()
+    finishing.join(60)
+    assert not finishing.is_alive()
+    assert [report.job for report in manager.reports()] == [job]
+    step(manager, adapters[0])
+    assert holds(manager, adapters[0])
 
 
 def test_reports_say_size_time_and_kind(make_manager: Make, adapters: list[Adapter], kernels: str) -> None:
