@@ -77,5 +77,10 @@ class HoldResponseStart:
 
         try:
             await self._app(scope, receive, send_when_begun)
+        except Exception:
+            # vLLM's responses route raises what its others write into the stream.
+            if response.error is None or not response.is_held or response.has_begun:
+                raise
+            await send_when_begun({"type": "http.response.body"})
         finally:
             _pending.reset(token)

@@ -114,11 +114,21 @@ def _unloading(original: Any) -> Any:
 
 
 def _holding(original: Any) -> Any:
-    """The response to a request for an adapter begins when the engine has begun to answer."""
+    """The response to a request for an adapter begins when the engine has begun to answer.
+
+    A name that vLLM has checked, and that is unloaded before this looks it up again, is one to ask for once more.
+    """
+    from vllm.exceptions import VLLMNotFoundError
 
     @functools.wraps(original)
     def _maybe_get_adapters(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(self, request, *args, **kwargs)
+        try:
+            found = original(self, request, *args, **kwargs)
+        except VLLMNotFoundError:
+            if not has_planner(self.models.engine_client):
+                raise
+            is_blocked = request.model in lifecycle_of(self.models).registry.blocked
+            raise http_error((blocked if is_blocked else no_longer_served)(request.model)) from None
         if found is not None and getattr(request, "stream", False):
             pending().is_held = True
         return found
@@ -174,12 +184,16 @@ LEDGER = (
         """
         vllm.entrypoints.serve.engine.serving:
             BaseServing._maybe_get_adapters(self, request, supports_default_mm_loras)
+            BaseServing{models}
+        vllm.exceptions:
+            VLLMNotFoundError
         vllm.entrypoints.serve.instrumentator.metrics:
             attach_router(app)
         """,
         what="wrapped: a streamed response for an adapter begins when the engine has begun to answer; attach_router "
-        "adds the middleware for it",
-        why="vLLM sends status 200 before it knows whether the adapter can be loaded",
+        "adds the middleware for it. The 404 for a name that was there a moment ago is a 503",
+        why="vLLM sends status 200 before it knows whether the adapter can be loaded, and looks a name up twice, "
+        "between which it may be unloaded",
         remove="vLLM begins a streamed response with the engine's first output",
     ),
 )

@@ -89,7 +89,12 @@ async def call(endpoint: Endpoint, method: str = "POST", **connection: Any) -> C
 
 
 def stream(
-    *, holds: bool = True, error: Exception | None = None, after: int = 0, background: BackgroundTask | None = None
+    *,
+    holds: bool = True,
+    error: Exception | None = None,
+    after: int = 0,
+    raises: bool = False,
+    background: BackgroundTask | None = None,
 ) -> Endpoint:
     """An endpoint as vLLM's: a role first, then what the engine says in LATER_S; an error after so many outputs."""
 
@@ -100,6 +105,8 @@ def stream(
         for number in range(3):
             if error is not None and number == after:
                 response.error = error
+                if raises:  # as vLLM's responses route does; the others write it into the stream
+                    raise error
                 yield f"error: {error.detail} " if isinstance(error, HTTPException) else "error "
                 break
             response.has_begun = True
@@ -124,6 +131,21 @@ async def test_an_error_before_the_first_output_has_its_own_status() -> None:
     assert seen.headers[b"content-type"] == b"application/json"
     assert seen.sent[-1].get("more_body", False) is False
     assert len(seen.sent) == 2, "nothing of the stream comes after it"
+
+
+@runs
+async def test_an_error_that_ends_the_stream_has_its_own_status() -> None:
+    seen = await call(stream(error=REFUSED, raises=True))
+    assert (seen.status, seen.text) == (503, '{"says":"no free slot"}')
+    assert seen.headers[b"retry-after"] == b"1"
+    assert len(seen.sent) == 2
+
+
+@pytest.mark.parametrize("holds", [True, False])
+@runs
+async def test_an_error_that_ends_a_begun_stream_is_raised(holds: bool) -> None:
+    with pytest.raises(RuntimeError, match="response already started"):
+        await call(stream(error=REFUSED, raises=True, after=2, holds=holds))
 
 
 @runs

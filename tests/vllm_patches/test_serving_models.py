@@ -7,7 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import HTTPException
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.exceptions import VLLMNotFoundError
 from vllm.lora.request import LoRARequest
 
 from lora_plugins.api.http_errors import http_error
@@ -319,6 +321,26 @@ def test_only_a_stream_for_an_adapter_is_held_back(adapter: str | None, stream: 
     found = serving_models._holding(lambda self, request: adapter)(None, SimpleNamespace(stream=stream))
     response_start._pending.reset(token)
     assert (found, response.is_held) == (adapter, held)
+
+
+@pytest.mark.parametrize(("is_blocked", "status"), [(False, 503), (True, 404)])
+@runs
+async def test_a_name_unloaded_after_its_check_is_refused(of_this_world: Any, is_blocked: bool, status: int) -> None:
+    """vLLM looks a name up twice; one that an unload takes in between is no name that does not exist."""
+    world = of_this_world(World())
+    if is_blocked:
+        world.lifecycle.registry.blocked.add("sql")
+
+    def original(self: Any, request: Any) -> Any:
+        raise VLLMNotFoundError("The model `sql` does not exist.")
+
+    serving = SimpleNamespace(models=Models(world))
+    with pytest.raises((HTTPException, VLLMNotFoundError), match=r"L001|L002") as refused:
+        serving_models._holding(original)(serving, SimpleNamespace(model="sql", stream=True))
+    assert getattr(refused.value, "status_code", 404) == status
+    serving.models.engine_client = EngineClient(None)
+    with pytest.raises(VLLMNotFoundError, match="does not exist"):
+        serving_models._holding(original)(serving, SimpleNamespace(model="sql", stream=True))
 
 
 def test_a_request_that_knows_no_streams_passes() -> None:
