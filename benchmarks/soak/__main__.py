@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import random
 import signal
 import sys
@@ -23,6 +24,7 @@ def main() -> int:
     parser.add_argument("--control", choices=CONTROLS, default="", help="break something: the soak must fail")
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/soak-<seed>.json")
     parser.add_argument("--fork", action="store_true", help="fork servers from one process that has imported vLLM")
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # of clients that leave a proxy
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(10_000) if options.seed is None else options.seed
     print(f"seed {seed}, {options.seconds:.0f} s", flush=True)

@@ -79,6 +79,8 @@ class Surroundings:
             arguments=(
                 *("--enable-lora", "--max-lora-rank", "16", "--max-loras", str(SLOTS)),
                 *("--max-cpu-loras", str(HOST_ADAPTERS), "--served-model-name", "base"),
+                # Few enough that all are in use after a minute: memory grows with what was never used before.
+                *("--block-size", "32", "--num-gpu-blocks-override", "200"),
             ),
             env=self.env(),
             is_forking=self.is_forking,

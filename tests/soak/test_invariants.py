@@ -74,11 +74,13 @@ def test_threads_and_files_that_stay_are_seen(journal: Journal, threads: int, fi
 
 
 def test_a_traceback_in_the_log_is_seen(journal: Journal) -> None:
-    line = '(EngineCore pid=1) ERROR Traceback (most recent call last):\n  File "x.py", line 1\nKeyError: 3\n'
-    check_log(f"INFO fine\n{line}INFO more\n", journal)
-    assert [found["text"] for found in journal.violations] == ["KeyError: 3"]
-    check_log("INFO fine\nERROR: refused, ValueError: no\n", journal)
-    assert len(journal.violations) == 1
+    by = "(EngineCore pid=1) ERROR 11-22 08:33:23 [serving.py:500] "
+    one = f'{by}Traceback (most recent call last):\n{by}  File "x.py", line 1\n{by}    f(KeyError)\n{by}KeyError: 3\n'
+    other = f"ERROR:    {one.replace(by, '').replace('KeyError: 3', 'asyncio.exceptions.CancelledError')}"
+    check_log(f"INFO fine\n{one}INFO more\n{other}", journal)
+    assert [found["text"] for found in journal.violations] == ["KeyError: 3", "asyncio.exceptions.CancelledError"]
+    check_log(f"INFO fine\nERROR: refused, ValueError: no\n{one.replace('KeyError: 3', 'E: [L001] held')}", journal)
+    assert len(journal.violations) == 2
 
 
 def test_the_journal_counts_and_writes(journal: Journal) -> None:
