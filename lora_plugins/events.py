@@ -162,6 +162,30 @@ class AdapterUnloaded:
     aborted: int
 
 
+@dataclass(frozen=True, slots=True)
+class DeclaredSetReconciled:
+    """Every declared adapter was tried: how many there are, how many are served, and how many failed."""
+
+    declared: int
+    served: int
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredUnserved:
+    """An adapter that the file declares cannot be served as it says; it is tried again."""
+
+    name: str
+    error: LoRAPluginsError
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredFileInvalid:
+    """What the file of declared adapters says now is not followed; what was declared before goes on."""
+
+    error: LoRAPluginsError
+
+
 Event = (
     AdapterResolved
     | AdapterConfirmed
@@ -179,6 +203,9 @@ Event = (
     | AdapterSwapped
     | UpdateFailed
     | AdapterUnloaded
+    | DeclaredSetReconciled
+    | DeclaredUnserved
+    | DeclaredFileInvalid
 )
 Hook = Callable[[Event], None]
 

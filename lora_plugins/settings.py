@@ -134,6 +134,9 @@ class Settings:
     """Names, separated by commas, that `lora_admin` serves from startup ([admin](admin.md#start-and-restart))."""
     preload_wait: bool = required("LORA_PLUGINS_PRELOAD_WAIT", FLAG, "1")
     """`0`: the server answers before they are loaded."""
+    adapters_file: Path | None = optional("LORA_PLUGINS_ADAPTERS_FILE", FILE)
+    """A YAML file of adapters that `lora_admin` serves: from startup, and again whenever the file changes
+    ([admin](admin.md#a-declared-set))."""
     restore: bool = required("LORA_PLUGINS_RESTORE", FLAG, "0")
     """`1`: serve from startup what the last server of this base model and store served."""
     refresh_s: float = required("LORA_PLUGINS_REFRESH_S", seconds(least=0.0), "60")

@@ -50,6 +50,7 @@ VALID = [
     ("VLLM_LORA_RESOLVER_CACHE_DIR", "", "filesystem_root", None),
     ("LORA_PLUGINS_TUNING_DIR", "/usr", "tuning_dir", Path("/usr")),
     ("LORA_PLUGINS_TUNING_DIR", "", "tuning_dir", None),
+    ("LORA_PLUGINS_ADAPTERS_FILE", "/etc/hostname", "adapters_file", Path("/etc/hostname")),
     ("LORA_PLUGINS_KERNELS", " Reference ", "kernels", Kernels.REFERENCE),
     ("LORA_PLUGINS_KERNELS", "vllm", "kernels", Kernels.VLLM),
     ("LORA_PLUGINS_STORE_DIR", "/var/lib/x", "store_dir", Path("/var/lib/x")),

@@ -88,8 +88,32 @@ class AdapterView(BaseModel):
     last_error: LastError | None = None
 
 
+class DeclaredState(StrEnum):
+    """What became of an adapter of the declared set."""
+
+    SERVED = "served"
+    FAILED = "failed"
+    WAITING = "waiting"
+
+
+class DeclaredView(BaseModel):
+    """One adapter of the declared set."""
+
+    lora_name: str
+    state: DeclaredState
+    error: str | None = None
+
+
+class DeclaredSetView(BaseModel):
+    """What LORA_PLUGINS_ADAPTERS_FILE declares."""
+
+    loras: list[DeclaredView]
+    file_error: str | None = Field(default=None, description="why what the file says now is not followed")
+
+
 class AdapterList(BaseModel):
     """All adapters that this server serves or has blocked."""
 
     loras: list[AdapterView]
     count: int
+    declared: DeclaredSetView | None = Field(default=None, description="null without LORA_PLUGINS_ADAPTERS_FILE")

@@ -17,12 +17,16 @@ from lora_plugins.api.models import (
     AdapterList,
     AdapterStatus,
     AdapterView,
+    DeclaredSetView,
+    DeclaredState,
+    DeclaredView,
     LastError,
     LoadAdapterRequest,
     RollbackRequest,
     State,
 )
 from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.server.declared_set import DeclaredSet
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.planner_client import Place
 from lora_plugins.server.registry import ServedAdapter, not_served
@@ -34,6 +38,11 @@ def _lifecycle(request: Request) -> Lifecycle:
     return request.app.state.lora_plugins_lifecycle  # type: ignore[no-any-return]
 
 
+def _declared_set(request: Request) -> DeclaredSet | None:
+    return getattr(request.app.state, "lora_plugins_declared_set", None)
+
+
+_Declared = Annotated[DeclaredSet | None, Depends(_declared_set)]
 _Lifecycle = Annotated[Lifecycle, Depends(_lifecycle)]
 
 
@@ -54,8 +63,8 @@ async def load(body: LoadAdapterRequest, lifecycle: _Lifecycle) -> AdapterStatus
 
 
 @router.get("")
-async def list_all(lifecycle: _Lifecycle) -> AdapterList:
-    """What is served, what still drains, and which names are blocked."""
+async def list_all(lifecycle: _Lifecycle, declared: _Declared) -> AdapterList:
+    """What is served, what still drains, which names are blocked, and what became of the declared set."""
     registry, place_of = lifecycle.registry, await lifecycle.planner.places()
     views = [_view(adapter, place_of(adapter.engine_id), lifecycle) for adapter in registry.all()]
     views += [
@@ -63,7 +72,7 @@ async def list_all(lifecycle: _Lifecycle) -> AdapterList:
     ]
     names = {view.lora_name for view in views}
     views += [_blocked(name, lifecycle) for name in sorted(registry.blocked - names)]
-    return AdapterList(loras=views, count=len(views))
+    return AdapterList(loras=views, count=len(views), declared=None if declared is None else _declared(declared))
 
 
 @router.get("/{lora_name:path}")
@@ -171,6 +180,22 @@ def _view(adapter: ServedAdapter, place: Place, lifecycle: Lifecycle, state: Sta
         previous_digests=[kept.digest for kept in adapter.previous],
         last_error=error,
     )
+
+
+def _declared(declared: DeclaredSet) -> DeclaredSetView:
+    views = [
+        DeclaredView(
+            lora_name=name,
+            state=DeclaredState.SERVED
+            if one.is_applied
+            else DeclaredState.FAILED
+            if one.error is not None
+            else DeclaredState.WAITING,
+            error=None if one.error is None else str(one.error),
+        )
+        for name, one in declared.states.items()
+    ]
+    return DeclaredSetView(loras=views, file_error=None if declared.file_error is None else str(declared.file_error))
 
 
 def _blocked(name: str, lifecycle: Lifecycle) -> AdapterView:

@@ -6,7 +6,7 @@ Our own metrics begin with `lora_plugins_`. `vllm:` is only before the names tha
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from lora_plugins import events
 from lora_plugins.errors import LoRAPluginsError
@@ -49,7 +49,8 @@ class CountEvents:
             "source",
         )  # fmt: skip
         self._errors = counter(
-            "errors", "Adapters that could not be served, by where (resolve, load, request, update) and error code",
+            "errors",
+            "Adapters that could not be served, by where (resolve, load, request, update, declared) and error code",
             "stage", "code",
         )  # fmt: skip
         self._locate_s = histogram("locate", "Asking sources where an adapter is", _LOCATE_BUCKETS_S, "source")
@@ -64,9 +65,15 @@ class CountEvents:
         self._swap_s = histogram("swap_load", "Loading a version beside the one that it replaces", _FETCH_BUCKETS_S)
         self._unloads = counter("unloads", "Adapters that were unloaded")
         self._drain_s = histogram("drain", "From an unload until its last request had ended", _FETCH_BUCKETS_S)
+        self._declared = Gauge(
+            "lora_plugins_declared_adapters",
+            "Adapters of LORA_PLUGINS_ADAPTERS_FILE: served as declared, failed, or not yet tried",
+            ("state",), registry=registry, multiprocess_mode="mostrecent",
+        )  # fmt: skip
+        self._declared_errors = counter("declared_file_errors", "Contents of that file that could not be followed")
         self._aborted = counter("drain_aborted_requests", "Requests that were ended by an unload")
 
-    def __call__(self, event: events.Event) -> None:  # noqa: C901, PLR0912 - a case for each event
+    def __call__(self, event: events.Event) -> None:  # noqa: C901, PLR0912, PLR0915 - a case for each event
         match event:
             case events.AdapterResolved():
                 self._resolves.labels(event.source, "served").inc()
@@ -110,6 +117,14 @@ class CountEvents:
                 self._aborted.inc(event.aborted)
                 if self._can_forget and (label := self._labels.forget(event.name)) is not None:
                     self._requests.remove(label)
+            case events.DeclaredSetReconciled():
+                self._declared.labels("served").set(event.served)
+                self._declared.labels("failed").set(event.failed)
+                self._declared.labels("waiting").set(event.declared - event.served - event.failed)
+            case events.DeclaredUnserved():
+                self._count_error("declared", event.error)
+            case events.DeclaredFileInvalid():
+                self._declared_errors.inc()
             case events.AdapterLoaded():
                 pass  # counted by the engines
 

@@ -35,7 +35,7 @@ class LogEvents:
         self._loaded: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._said_busy: dict[str, float] = {}  # by source
 
-    def __call__(self, event: events.Event) -> None:  # noqa: C901 - a case for each event
+    def __call__(self, event: events.Event) -> None:  # noqa: C901, PLR0912 - a case for each event
         match event:
             case events.AdapterFetched():
                 self._log_fetched(event)
@@ -59,6 +59,12 @@ class LogEvents:
             case events.AdapterSwapped():
                 versions = _short(event.before), _short(event.after)
                 logger.info("Adapter '%s' swapped from %s to %s, loaded in %.2f s", event.name, *versions, event.load_s)
+            case events.DeclaredSetReconciled():
+                logger.info("%d of %d declared adapters are served", event.served, event.declared)
+            case events.DeclaredUnserved():
+                self._warn(event.name, f"Declared adapter '{event.name}' is not served as declared: {event.error}")
+            case events.DeclaredFileInvalid():
+                logger.error("What was declared before goes on: %s", event.error)
             case events.AdapterUnloaded():
                 text = "Adapter '%s' unloaded after %.2f s; %d requests were ended"
                 logger.info(text, event.name, event.drain_s, event.aborted)

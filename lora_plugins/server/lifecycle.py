@@ -70,6 +70,32 @@ class Lifecycle:
         self.on_change()
         return adapter, is_new
 
+    async def declare(self, name: str, uri: str | None, digest: str | None = None) -> ServedAdapter:
+        """Serve a name from just this place, in the version whose digest begins so where one is given, and stay there.
+
+        `uri` None stands for wherever the server's sources have the name. What is served otherwise is swapped.
+
+        Raises:
+            LoRAPluginsError: it cannot be served so; nothing has changed then.
+        """
+        self._check_name(name)
+        async with self._engine.lock(name):
+            adapter = self.registry.get(name)
+            if adapter is None:
+                adapter = await self._load(name, uri, await self._find_version(name, uri, digest))
+            elif adapter.uri != uri or (digest is not None and not _has_digest(adapter, digest)):
+                version = await self._find_version(name, uri, digest)
+                before, adapter.uri = adapter.uri, uri
+                try:
+                    await self.swapping.swap(adapter, version)
+                except BaseException:
+                    adapter.uri = before
+                    raise
+            adapter.held_digest = adapter.version.digest if digest is not None and adapter.version else None
+            self.registry.blocked.discard(name)
+        self.on_change()
+        return adapter
+
     async def prefetch(self, name: str) -> ServedAdapter:
         """Bring an adapter into host memory before it is asked for.
 
@@ -240,6 +266,23 @@ class Lifecycle:
             )
         return found
 
+    async def _find_version(self, name: str, uri: str | None, digest: str | None) -> ResolvedAdapter:
+        if digest is None:
+            return await self._find(name, uri)
+        kept = await self._resolver.of_digest(name, digest, of_any_name=True)
+        if kept is not None:
+            return kept
+        found = await self._find(name, uri)
+        if not found.digest.startswith(digest):
+            self._draining.release(name, found)
+            raise AdapterNotFound(
+                f"the version {found.digest[:12]} at its source",
+                expected=f"{digest}, which the store does not have",
+                remedy="put that version there, or declare another digest",
+                adapter=name,
+            )
+        return found
+
     async def _load(self, name: str, uri: str | None, version: ResolvedAdapter) -> ServedAdapter:
         request = self._engine.new_request(name, str(version.path), is_3d=version.is_3d)
         try:
@@ -288,6 +331,10 @@ class Lifecycle:
             AdapterName.parse(name)
         except AdapterNotFound as error:
             raise InvalidAdapter(error.found, expected=error.expected, remedy="choose another name") from None
+
+
+def _has_digest(adapter: ServedAdapter, digest: str) -> bool:
+    return adapter.version is not None and adapter.version.digest.startswith(digest)
 
 
 def is_of_digest(text: str, digest: str | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Container
 
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot, SourceUnavailable
 from lora_plugins.log import logger
@@ -17,9 +18,16 @@ _RETRY_S = 15.0
 
 
 class Restore:
-    """Loads them, and from then on writes down what is served."""
+    """Loads them, and from then on writes down what is served.
 
-    def __init__(self, lifecycle: Lifecycle, settings: Settings, file: ServedFile) -> None:
+    Args:
+        declared: the names of the declared set, now and later; they are its business, here and after a restart.
+    """
+
+    def __init__(
+        self, lifecycle: Lifecycle, settings: Settings, file: ServedFile, declared: Container[str] = ()
+    ) -> None:
+        self._declared = declared
         self._lifecycle = lifecycle
         self._settings = settings
         self._file = file
@@ -33,6 +41,7 @@ class Restore:
         wanted = {name: ServedName(name) for name in self._settings.preload}
         if self._settings.restore:
             wanted |= {one.name: one for one in await asyncio.to_thread(self._file.read)}
+        wanted = {name: one for name, one in wanted.items() if name not in self._declared}
         places = asyncio.Semaphore(_LOADED_AT_ONCE)
 
         async def load(one: ServedName) -> bool:
@@ -114,6 +123,7 @@ class Restore:
                 ServedName(adapter.name, adapter.uri, adapter.held_digest, adapter.is_pinned)
                 for adapter in adapters
                 if adapter.version is not None  # loaded by its path, it is the business of who loaded it
+                and adapter.name not in self._declared
             ]
             known = registry.blocked | {adapter.name for adapter in adapters}
             names += [one for name, one in self._deferred.items() if name not in known]

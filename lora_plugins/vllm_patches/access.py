@@ -20,6 +20,7 @@ from lora_plugins.errors import InvalidSettings
 from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.process import Process, this_process
+from lora_plugins.server import declared_file
 
 
 def install(app: Any, process: Process) -> None:
@@ -52,7 +53,7 @@ def install(app: Any, process: Process) -> None:
 
 
 def require_in_force(process: Process) -> None:
-    """Refuse to start a server that has a policy or a key among its settings and does not keep to it.
+    """Refuse to start a server that has a policy, a key or a declared set in its settings and does not keep to it.
 
     vLLM goes on without an endpoint plugin that is not named, or that it cannot load.
 
@@ -62,7 +63,11 @@ def require_in_force(process: Process) -> None:
     if process.lets_in_administrators_only:
         return
     settings = process.settings
-    named = {"LORA_PLUGINS_POLICY": settings.policy, ADMIN_KEY: settings.admin_key}
+    named = {
+        "LORA_PLUGINS_POLICY": settings.policy,
+        ADMIN_KEY: settings.admin_key,
+        declared_file.VARIABLE: settings.adapters_file,
+    }
     for name in (name for name, value in named.items() if value is not None):
         raise InvalidSettings(
             f"{name} in a process that does not keep to it",

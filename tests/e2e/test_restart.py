@@ -61,6 +61,44 @@ def test_the_poller_swaps_and_a_restart_serves_what_was_served(bed: Bed, tmp_pat
         second.answers_like("sql", "chat")
 
 
+def test_a_declared_set_is_served_and_follows_its_file(bed: Bed, tmp_path: Path) -> None:
+    for folder in ("adapters", "allowed"):
+        (tmp_path / folder).mkdir()
+    for name in ("sql", "chat"):
+        shutil.copytree(bed.adapters / name, tmp_path / "allowed" / name)
+    file, uris = tmp_path / "adapters.yaml", (tmp_path / "allowed").as_uri()
+
+    def declare(text: str) -> None:
+        beside = file.with_name("beside")
+        beside.write_text(text)
+        beside.replace(file)
+
+    declare(f"adapters:\n- {{name: main, uri: '{uris}/sql', pin: true, preload: true}}\n- {{name: nobody}}\n")
+    with serving(bed, tmp_path, LORA_PLUGINS_ADAPTERS_FILE=str(file)) as server:
+        admin = Admin(server, connect(server), bed, tmp_path / "adapters", tmp_path / "allowed")
+        assert admin.view("main")["pinned"], "served before the server is ready"
+        admin.answers_like("main", "sql")
+        adapter, absent = admin.done("GET", "/v1/loras")["declared"]["loras"]
+        assert (adapter["state"], absent["state"]) == ("served", "failed")
+        assert "[L002]" in absent["error"]
+        declare("adapters: [")
+
+        async def is_refused() -> bool:
+            return bool((await asyncio.to_thread(admin.done, "GET", "/v1/loras"))["declared"]["file_error"])
+
+        asyncio.run(seen(is_refused))
+        admin.answers_like("main", "sql")
+        declare(f"adapters:\n- {{name: main, uri: '{uris}/chat'}}\n")
+        swapped_by_the_poller(admin, "main", "chat")
+        declare("adapters: []\n")
+
+        async def is_unloaded() -> bool:
+            return await asyncio.to_thread(admin.engine_is_free_of, "main")
+
+        asyncio.run(seen(is_unloaded))
+        assert "lora_plugins_declared_file_errors_total 1.0" in admin.call("GET", "/metrics").text
+
+
 def test_startup_fails_without_the_manager(bed: Bed, tmp_path: Path) -> None:
     (tmp_path / "adapters").mkdir()
     with (

@@ -16,6 +16,9 @@ from lora_plugins.events import (
     AdapterSwapped,
     AdapterUnknown,
     AdapterUnloaded,
+    DeclaredFileInvalid,
+    DeclaredSetReconciled,
+    DeclaredUnserved,
     LoadRefused,
     LookUpRefused,
     RequestRefused,
@@ -85,6 +88,8 @@ def test_all_counters_start_at_zero():
         (UpdateFailed("sql", InvalidAdapter("x")), {"errors_total,update,L005": 1}),
         (AdapterUnloaded("sql", 3.0, 2),
          {"unloads_total": 1, "drain_seconds_count": 1, "drain_seconds_sum": 3.0, "drain_aborted_requests_total": 2}),
+        (DeclaredUnserved("sql", NoFreeSlot("x")), {"errors_total,declared,L001": 1}),
+        (DeclaredFileInvalid(NoFreeSlot("x")), {"declared_file_errors_total": 1}),
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
@@ -92,6 +97,11 @@ def test_event_is_counted_once_and_nowhere_else(event, counted):
     once = Counted().count(event).all
     assert once == counted
     assert Counted().count(event, event).all == {key: 2 * value for key, value in counted.items()}
+
+
+def test_declared_adapters_are_shown_as_they_are_now():
+    counted = Counted().count(DeclaredSetReconciled(9, 0, 9), DeclaredSetReconciled(declared=6, served=3, failed=1))
+    assert counted.all == {"declared_adapters,served": 3, "declared_adapters,failed": 1, "declared_adapters,waiting": 2}
 
 
 def served(name: str, times: int = 1) -> list[RequestServed]:

@@ -15,6 +15,9 @@ from lora_plugins.events import (
     AdapterSwapped,
     AdapterUnknown,
     AdapterUnloaded,
+    DeclaredFileInvalid,
+    DeclaredSetReconciled,
+    DeclaredUnserved,
     Events,
     LoadRefused,
     LookUpRefused,
@@ -166,6 +169,17 @@ def test_swap_unload_and_failed_update_are_a_line_each(logged):
     assert "'sql' swapped from abababababab to /by/hand, loaded in 0.50 s" in swapped
     assert "'sql' unloaded after 1.50 s; 2 requests were ended" in unloaded
     assert "goes on with its old version: [L005]" in failed
+
+
+def test_declared_set_says_what_is_served_and_what_is_not(logged):
+    hook = LogEvents()
+    hook(DeclaredSetReconciled(declared=3, served=2, failed=1))
+    hook(DeclaredUnserved("sql", InvalidAdapter("x", adapter="sql")))
+    hook(DeclaredFileInvalid(InvalidAdapter("no YAML")))
+    reconciled, unserved, invalid = infos(logged)
+    assert reconciled == "2 of 3 declared adapters are served"
+    assert "Declared adapter 'sql' is not served as declared: [L005]" in unserved
+    assert "What was declared before goes on: [L005] found no YAML" in invalid
 
 
 def test_resolved_and_never_loaded_adapters_use_bounded_memory(logged, monkeypatch):

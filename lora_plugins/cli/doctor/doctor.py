@@ -13,7 +13,7 @@ from rich.text import Text
 from lora_plugins.cli.amounts import number
 from lora_plugins.cli.doctor.findings import Finding, State
 from lora_plugins.cli.doctor.installation import check_plugin_names, check_vllm, plugin_names
-from lora_plugins.cli.doctor.places import check_policy, check_store
+from lora_plugins.cli.doctor.places import check_adapters_file, check_policy, check_store
 from lora_plugins.cli.doctor.plugins import Context, check_plugins
 from lora_plugins.cli.doctor.variables import check_variables
 from lora_plugins.cli.exits import Exit
@@ -67,6 +67,7 @@ def _examine(env: Mapping[str, str], *, network: bool, timeout_s: float) -> Iter
     yield from check_plugins(Context(env, settings, discovered, network, timeout_s))
     yield from check_store(settings)
     yield check_policy(settings)
+    yield from check_adapters_file(settings)
 
 
 def _table(found: Iterable[Finding]) -> Table:

@@ -12,6 +12,8 @@ from lora_plugins.api.access.policy import Policy
 from lora_plugins.cli.amounts import number, size
 from lora_plugins.cli.doctor.findings import Finding, State, problem_of
 from lora_plugins.errors import InvalidSettings
+from lora_plugins.resolvers.uris import AllowedUris
+from lora_plugins.server.declared_file import parse, read_bytes
 from lora_plugins.settings import Settings
 from lora_plugins.store.eviction import entries
 from lora_plugins.store.file_system import try_file_system
@@ -61,6 +63,19 @@ def check_store(settings: Settings) -> Iterator[Finding]:
         )
     else:
         yield Finding("store", State.OK, summary)
+
+
+def check_adapters_file(settings: Settings) -> Iterator[Finding]:
+    """Whether the file of declared adapters can be read, where there is one."""
+    path = settings.adapters_file
+    if path is None:
+        return
+    try:
+        found = parse(read_bytes(path), path, AllowedUris.parse(settings.allowed_uris))
+    except InvalidSettings as error:
+        yield problem_of("adapters", error)
+    else:
+        yield Finding("adapters", State.OK, f"{path}: {number(len(found), 'adapter')} declared")
 
 
 def check_policy(settings: Settings) -> Finding:

@@ -101,6 +101,14 @@ BROKEN = {
         {"LORA_PLUGINS_POLICY": "ROOT/file", "VLLM_PLUGINS": "lora_lru_manager,lora_admin"},
         "policy", "problem", "TOML", "",
     ),
+    "adapters file wrong": (
+        {"LORA_PLUGINS_ADAPTERS_FILE": "ROOT/adapters.yaml", "VLLM_PLUGINS": "lora_lru_manager,lora_admin"},
+        "adapters", "problem", "entry 1, prelod: not known, did you mean 'preload'?", "correct the file",
+    ),
+    "adapters file without admin": (
+        {"LORA_PLUGINS_ADAPTERS_FILE": "ROOT/none.yaml"},
+        "admin", "warning", "off: LORA_PLUGINS_ADAPTERS_FILE set, but", "add lora_admin",
+    ),
     "kernels not here": (
         {"VLLM_PLUGINS": "lora_kernels", "LORA_PLUGINS_KERNELS": "triton"},
         "kernels", "problem", "LORA_PLUGINS_KERNELS=triton, but the platform is cpu", "choose auto",
@@ -169,6 +177,8 @@ def test_a_broken_environment(cli, kind):
     changes, check, state, says, remedy = BROKEN[kind]
     (cli.root / "empty").mkdir()
     (cli.root / "file").write_text("no = TOML = here")
+    (cli.root / "none.yaml").write_text("adapters: []")
+    (cli.root / "adapters.yaml").write_text("adapters: [{name: sql, prelod: true}]")
     for name, value in changes.items():
         if value is None:
             del cli.env[name]

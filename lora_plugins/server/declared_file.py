@@ -1,0 +1,151 @@
+"""The file of a declared set of adapters: what it may say, and how it is read.
+
+```yaml
+adapters:
+  - name: sql                     # wherever the server's sources have this name
+    preload: true                 # the server is ready only when it is served
+  - name: support
+    uri: s3://adapters/support/v3
+    digest: 9c12fc445e5a          # serve this version and no other
+    pin: true
+  - name: legal
+    uri: hf://acme/legal
+    revision: v2.1
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lora_plugins.adapter.names import AdapterName
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, InvalidSettings
+from lora_plugins.resolvers.uris import AllowedUris, SourceUri
+from lora_plugins.store.layout import MIN_PREFIX
+
+VARIABLE = "LORA_PLUGINS_ADAPTERS_FILE"
+MAX_BYTES = 1 << 20  # as large as a ConfigMap may be
+_MAX_NAMED = 5
+
+
+class DeclaredAdapter(BaseModel):
+    """One adapter that is to be served.
+
+    Attributes:
+        uri: where it is; None: wherever the server's sources have its name.
+        revision: of a repository on the Hub.
+        digest: the beginning of the one version's digest that is to be served.
+        pin: keep it in host memory and a slot.
+        preload: the server is ready only when it has been loaded, or has failed.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    name: str = Field(min_length=1, max_length=512)
+    uri: str | None = None
+    revision: str | None = Field(default=None, min_length=1)
+    digest: str | None = Field(default=None, pattern=f"^[0-9a-f]{{{MIN_PREFIX},64}}$")
+    pin: bool = False
+    preload: bool = False
+
+    @property
+    def place(self) -> str | None:
+        """The URI, with its revision.
+
+        Raises:
+            InvalidAdapter: it is malformed, or has a revision already.
+        """
+        if self.uri is None or self.revision is None:
+            return self.uri
+        uri = SourceUri.parse(self.uri)
+        if uri.revision is not None:
+            raise InvalidAdapter("a revision beside one in the URI", expected="one of the two", remedy="leave one out")
+        return str(replace(uri, revision=self.revision))
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    adapters: list[DeclaredAdapter] | None
+
+
+def read_bytes(path: Path) -> bytes:
+    """What the file holds.
+
+    Raises:
+        InvalidSettings: it cannot be read, or is larger than a ConfigMap can be.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise _invalid(
+            path, f"a file that cannot be read: {error.strerror}", "one that the server's user may read"
+        ) from None
+    if len(content) > MAX_BYTES:
+        raise _invalid(path, f"more than {MAX_BYTES} bytes", f"at most {MAX_BYTES}")
+    return content
+
+
+def parse(content: bytes, path: Path, allowed: AllowedUris) -> Mapping[str, DeclaredAdapter]:
+    """The adapters by name, in the file's order.
+
+    Raises:
+        InvalidSettings: it is no such file; nothing of it counts then.
+    """
+    try:
+        document = yaml.safe_load(content)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise _invalid(path, f"no YAML: {' '.join(str(error).split())}", "a list below 'adapters:'") from None
+    if document is None:
+        raise _invalid(path, "an empty file", "a list below 'adapters:', or 'adapters: []' for none")
+    try:
+        found = _File.model_validate(document).adapters or []
+    except ValidationError as error:
+        problems = "; ".join(_problem(each) for each in error.errors()[:_MAX_NAMED])
+        raise _invalid(path, problems, "name, uri, revision, digest, pin and preload for each adapter") from None
+    adapters: dict[str, DeclaredAdapter] = {}
+    for adapter in found:
+        if adapter.name in adapters:
+            raise _invalid(path, f"'{adapter.name}' twice", "each name once")
+        _check(adapter, path, allowed)
+        adapters[adapter.name] = adapter
+    return adapters
+
+
+def _check(adapter: DeclaredAdapter, path: Path, allowed: AllowedUris) -> None:
+    try:
+        AdapterName.parse(adapter.name)
+        if adapter.revision is not None and not (adapter.uri or "").startswith("hf://"):
+            raise InvalidAdapter(
+                "a revision without an hf:// URI",
+                expected="revision with uri: hf://…",
+                remedy="leave it out; a source of names takes name: sql@v3, any source digest: …",
+            )
+        if adapter.place is not None:
+            allowed.check(adapter.place)
+    except (AdapterNotFound, InvalidAdapter) as error:
+        raise _invalid(path, f"'{adapter.name}': {error.found}", error.expected, error.remedy) from None
+
+
+def _problem(error: Any) -> str:
+    place = [str(part) if isinstance(part, str) else f"entry {part + 1}" for part in error["loc"] if part != "adapters"]
+    text = str(error["msg"])
+    if error["type"] == "extra_forbidden":
+        known = [*DeclaredAdapter.model_fields, "adapters"]
+        close = get_close_matches(place[-1], known, n=1)
+        text = "not known" + (f", did you mean '{close[0]}'?" if close else "")
+    return f"{', '.join(place) or 'the file'}: {text}"
+
+
+def _invalid(path: Path, found: str, expected: str, remedy: str = "") -> InvalidSettings:
+    return InvalidSettings(
+        f"{VARIABLE}={path}: {found}", expected=expected, remedy=remedy or "correct the file; see docs/admin.md"
+    )

@@ -1,0 +1,86 @@
+"""What the file of declared adapters may say, and what is said of a file that cannot be right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lora_plugins.errors import InvalidSettings
+from lora_plugins.resolvers.uris import AllowedUris
+from lora_plugins.server.declared_file import MAX_BYTES, DeclaredAdapter, parse, read_bytes
+
+ALLOWED = AllowedUris.parse(("s3://adapters", "hf://acme", "file:///srv"))
+PATH = Path("/etc/lora/adapters.yaml")
+
+
+def test_each_field_is_read_in_the_order_of_the_file() -> None:
+    text = b"""
+adapters:
+  - {name: team/sql, preload: true}
+  - name: support
+    uri: s3://adapters/support/v3
+    digest: 9c12fc445e5a
+    pin: true
+  - name: legal
+    uri: hf://acme/legal/folder
+    revision: v2.1
+"""
+    found = parse(text, PATH, ALLOWED)
+    assert list(found) == ["team/sql", "support", "legal"]
+    assert found["team/sql"] == DeclaredAdapter(name="team/sql", preload=True)
+    assert found["support"] == DeclaredAdapter(
+        name="support", uri="s3://adapters/support/v3", digest="9c12fc445e5a", pin=True
+    )
+    assert found["legal"].place == "hf://acme/legal@v2.1/folder"
+
+
+@pytest.mark.parametrize("text", [b"adapters: []", b"adapters:\n", b'{"adapters": []}'])
+def test_none_may_be_declared(text: bytes) -> None:
+    assert parse(text, PATH, ALLOWED) == {}
+
+
+WRONG = {
+    b"": "an empty file",
+    b"# nothing": "an empty file",
+    b"adapters: [": "no YAML",
+    b"\xff\xfe\x00": "no YAML",
+    b"- name: sql": "the file",
+    b"adapters: {name: sql}": "valid list",
+    b"adaptors: []": "adaptors: not known, did you mean 'adapters'?",
+    b"adapters: [sql]": "entry 1",
+    b"adapters: [{}]": "entry 1, name: Field required",
+    b"adapters: [{name: sql, preloaded: true}]": "did you mean 'preload'?",
+    b"adapters: [{name: 1}]": "entry 1, name: Input should be a valid string",
+    b"adapters: [{name: sql, pin: 1}]": "entry 1, pin",
+    b"adapters: [{name: sql}, {name: sql}]": "'sql' twice",
+    b"adapters: [{name: ../sql}]": "'../sql'",
+    b"adapters: [{name: sql, digest: 12345678}]": "entry 1, digest",  # YAML reads a number
+    b"adapters: [{name: sql, digest: xyz}]": "entry 1, digest",
+    b"adapters: [{name: sql, uri: 's3://elsewhere/sql'}]": "a URI that is not allowed",
+    b"adapters: [{name: sql, uri: 'sql'}]": "no URI",
+    b"adapters: [{name: sql, revision: v1}]": "a revision without an hf:// URI",
+    b"adapters: [{name: sql, uri: 's3://adapters/sql', revision: v1}]": "a revision without an hf:// URI",
+    b"adapters: [{name: sql, uri: 'hf://acme/sql@v1', revision: v2}]": "a revision beside one in the URI",
+    b"adapters: [{name: sql, uri: 'file:///srv/../etc'}]": "'sql'",
+    b"x: &x [*x]\nadapters: *x": "entry 1",
+    b"[" * 5000: "no YAML",
+    b"!!python/object/apply:os.system [ls]": "no YAML",
+}
+
+
+@pytest.mark.parametrize("text", WRONG, ids=lambda text: text[:40].decode(errors="replace"))
+def test_wrong_file_is_refused_as_a_whole(text: bytes) -> None:
+    with pytest.raises(InvalidSettings) as caught:
+        parse(text, PATH, ALLOWED)
+    assert WRONG[text] in str(caught.value)
+    assert "LORA_PLUGINS_ADAPTERS_FILE=/etc/lora/adapters.yaml" in caught.value.found
+    assert caught.value.expected
+
+
+def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSettings, match="No such file"):
+        read_bytes(tmp_path / "missing")
+    (tmp_path / "large").write_bytes(b"#" * (MAX_BYTES + 1))
+    with pytest.raises(InvalidSettings, match="at most"):
+        read_bytes(tmp_path / "large")
