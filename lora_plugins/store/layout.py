@@ -111,12 +111,12 @@ def write_small(path: Path, text: str, temporary: Path) -> None:
 
 
 def replace_small(path: Path, text: str) -> None:
-    """Put a whole file in the place of what is there, and make its folder.
+    """Put a whole file in the place of what is there, and make its folder, if the root is there.
 
     Raises:
         OSError: it cannot be written; what was there stays.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     # Replicas in containers of their own may have one process id.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:

@@ -28,9 +28,15 @@ class Leases:
         self._lock = threading.Lock()
 
     def guard(self, digest: str) -> FileLock:
-        """Held for moments by whoever leases or removes an adapter, so that neither overtakes the other."""
+        """Held for moments by whoever leases or removes an adapter, so that neither overtakes the other.
+
+        Raises:
+            FileNotFoundError: the store is not there.
+        """
+        locks = self._layout.folder("locks")
+        locks.stat()  # FileLock would make it, in the place of a store that is away
         # A fixed number of files, however many adapters come and go.
-        return FileLock(self._layout.folder("locks") / f"{digest[:2]}.guard", timeout=30)
+        return FileLock(locks / f"{digest[:2]}.guard", timeout=30)
 
     def acquire(self, digest: str, holder: Hashable = "") -> bool:
         """Lease an adapter for `holder` in this process; False where it is not there (any more)."""

@@ -10,6 +10,7 @@ import pytest
 
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, SourceUnavailable
 from lora_plugins.events import AdapterConfirmed, AdapterFetched
+from lora_plugins.store.layout import replace_small
 from tests.make import BASE, adapter_files
 from tests.resolvers.sources.contract import content, turned
 from tests.resolvers.test_resolution import FakeSource, RecordingResolver, make
@@ -226,6 +227,9 @@ def test_a_store_that_is_gone_is_unavailable_and_comes_back(make):
     for ask in (lambda: of_digest(resolver, "sql", first.digest), lambda: newest(resolver)):
         with pytest.raises(SourceUnavailable, match="No such file or directory"):
             ask()
+    with pytest.raises(FileNotFoundError):
+        replace_small(resolver.store.layout.folder("served") / "of-a-model.json", "{}")
+    assert not resolver.store.layout.root.exists(), "nothing is in the way of the one that comes back"
     away.rename(resolver.store.layout.root)
     assert of_digest(resolver, "sql", first.digest).path == first.path
     assert newest(resolver) is first
