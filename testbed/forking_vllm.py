@@ -33,7 +33,13 @@ from typing import Any, NoReturn
 
 from filelock import FileLock
 
-READ_AT_IMPORT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PROMETHEUS_MULTIPROC_DIR": "", "TRITON_INTERPRET": ""}
+READ_AT_IMPORT = {
+    "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PROMETHEUS_MULTIPROC_DIR": "",
+    "TRITON_INTERPRET": "",
+}
 IMPORTED = (
     "vllm.entrypoints.cli.main",
     "vllm.entrypoints.cli.serve",

@@ -221,6 +221,9 @@ def test_an_input_of_another_dtype_than_the_weights_is_refused() -> None:
         linear(bed)
 
 
+@pytest.mark.deployment(
+    "torch.compile", "tested", "on GPUs: to Dynamo each of our Triton products is one operator (interpreter)"
+)
 def test_compiled_code_calls_the_operator_as_one_step() -> None:
     bed = Bed.make([0, -1, 1], [[8], [3]], n_in=24)
     set_up(PATHS["shrink and expand"]).register(bed.a, bed.b, slot_ranks(bed))
