@@ -1,0 +1,151 @@
+"""The policy that is used: each adapter stays on few replicas, and none of them is overloaded for it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import ceil
+from zlib import crc32
+
+from lora_plugins.routing.load import LoadEstimator, ReplicaLoad
+from lora_plugins.routing.policy import Report, Tier
+from lora_plugins.routing.rendezvous import Rendezvous
+from lora_plugins.routing.residency import Residency
+
+# How many replicas are considered beside those that an adapter should be on.
+FURTHER = 3
+# How many are compared for the base model, which every replica has.
+COMPARED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When an adapter gets another replica.
+
+    Attributes:
+        per_replica: requests of one adapter, averaged over time, that one replica should have.
+        least_bound: so many requests in flight are never too many for a replica.
+        overload: beyond that, a replica may have this many times the mean of all.
+        cool_down_s: how long an adapter must have needed fewer replicas before it has fewer.
+    """
+
+    per_replica: int = 6
+    least_bound: int = 8
+    overload: float = 1.25
+    cool_down_s: float = 60.0
+
+
+class AffinityPolicy:
+    """Rendezvous hashing, with as many replicas for an adapter as its load needs, residency and bounded load.
+
+    In this order: a replica that has the adapter in a slot or in its host cache; while the adapter is on fewer replicas
+    than its load needs, the next of its best ones, by one request at a time; one that is loading it; one that has room
+    for it, and of these one that has its files; one that has its files; its best one by hashing. None of them with more
+    requests than `bound()`, as long as there is another; among several that have it, the one with the fewest requests.
+
+    A request looks at O(replicas of its adapter) replicas, not at all; only where nearly all that it looks at are at
+    their bound, at more.
+    """
+
+    def __init__(self, limits: Limits | None = None, seed: int = 0) -> None:
+        self._limits = limits or Limits()
+        self._hashing = Rendezvous()
+        self._load = ReplicaLoad()
+        self._residency = Residency()
+        self._estimator = LoadEstimator(self._limits.per_replica, cool_down_s=self._limits.cool_down_s)
+        self._replicas: list[str] = []
+        self._random = random.Random(seed)  # noqa: S311 - which of equal replicas the base model's requests go to
+
+    def join(self, replica: str) -> None:
+        """Route to this replica too."""
+        if replica not in self._replicas:
+            self._replicas.append(replica)
+            self._hashing.add(replica)
+            self._load.join(replica)
+            self._residency.join(replica)
+
+    def leave(self, replica: str) -> None:
+        """Route to it no longer, and forget what it had."""
+        if replica in self._replicas:
+            self._replicas.remove(replica)
+            self._hashing.remove(replica)
+            self._load.leave(replica)
+            self._residency.leave(replica)
+
+    def bound(self) -> int:
+        """How many requests a replica may have, the next one among them."""
+        count = max(1, len(self._replicas))
+        return max(self._limits.least_bound, ceil(self._limits.overload * (self._load.total + 1) / count))
+
+    def home(self, adapter: str) -> str:
+        """The best replica by hashing alone."""
+        return self._hashing.best(adapter, 1)[0]
+
+    def ranked(self, adapter: str, now_s: float, excluded: Collection[str] = ()) -> Sequence[str]:
+        """The replicas to try, best first; one alone where there is no reason to consider others."""
+        if not adapter:
+            return self._least_loaded(excluded)
+        wanted = min(self._estimator.replicas(adapter, now_s), len(self._replicas))
+        where = self._residency.of(adapter)
+        if excluded:
+            where = {replica: tier for replica, tier in where.items() if replica not in excluded}
+        load, bound = self._load.of, self.bound()
+        ready = self._ready(adapter, where, wanted)
+        if len(ready) >= wanted:
+            allowed = [replica for replica in ready if load(replica) < bound]
+            if allowed:
+                return allowed
+        rest = self._rest(adapter, where, wanted, excluded)
+        order = [*ready, *rest]
+        if len(ready) < wanted and Tier.LOADING not in where.values():
+            further = next((replica for replica in rest if load(replica) < bound), None)
+            order = order if further is None else list(dict.fromkeys((further, *order)))
+        allowed = [replica for replica in order if load(replica) < bound]
+        if not allowed:
+            walk = (replica for replica in self._hashing.walk(adapter) if replica not in excluded)
+            allowed = list(islice((replica for replica in walk if load(replica) < bound), 1))
+        # What is at its bound comes last: for a caller who finds that none of the others takes the request.
+        return [*allowed, *sorted((replica for replica in order if load(replica) >= bound), key=load)]
+
+    def routed(self, adapter: str, replica: str, now_s: float) -> None:
+        """Note that a request went to a replica."""
+        if self._load.routed(replica) and adapter:
+            self._residency.routed(adapter, replica, now_s)
+            self._estimator.routed(adapter, now_s)
+
+    def completed(self, adapter: str, replica: str, now_s: float) -> None:
+        """Note that a routed request has ended."""
+        self._load.completed(replica)
+        if adapter:
+            self._residency.completed(adapter, replica)
+            self._estimator.completed(adapter, now_s)
+
+    def reported(self, replica: str, report: Report, now_s: float) -> None:
+        """Note what a replica says of itself."""
+        self._residency.reported(replica, report, now_s)
+        if report.requests is not None:
+            self._load.reported(replica, report.requests)
+
+    def _ready(self, adapter: str, where: Mapping[str, Tier], wanted: int) -> list[str]:
+        """Those that have it in memory: first as many as are wanted, the least loaded first; then what is left over."""
+        ready = [replica for replica, tier in where.items() if tier <= Tier.HOST]
+        if len(ready) > 1:
+            if len(ready) > wanted:  # the same ones each time, so that it leaves the others
+                ready.sort(key=lambda replica: (where[replica], crc32(f"{adapter}/{replica}".encode("utf-8", "surrogatepass"))))
+            ready[:wanted] = sorted(ready[:wanted], key=self._load.of)
+        return ready
+
+    def _rest(self, adapter: str, where: Mapping[str, Tier], wanted: int, excluded: Collection[str]) -> list[str]:
+        """Those that would have to load it: where that has begun, then where nothing has to leave memory for it."""
+        loading = [replica for replica, tier in where.items() if tier is Tier.LOADING]
+        best = self._hashing.best(adapter, wanted + FURTHER)
+        colder = [replica for replica in best if replica not in where and replica not in excluded]
+        colder.sort(key=lambda it: (not self._residency.has_room(it), not self._residency.is_stored(adapter, it)))
+        return loading + colder
+
+    def _least_loaded(self, excluded: Collection[str]) -> list[str]:
+        """The better of a few at random, whatever the number of replicas."""
+        among = [replica for replica in self._replicas if replica not in excluded] if excluded else self._replicas
+        return sorted(self._random.sample(among, min(COMPARED, len(among))), key=self._load.of)

@@ -1,0 +1,144 @@
+"""How many requests each replica has, and how many replicas an adapter needs."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from math import ceil
+
+REMEMBERED = 65_536
+
+
+class ReplicaLoad:
+    """Requests in flight by replica: those that this router sent, and those that a replica has from others."""
+
+    def __init__(self) -> None:
+        self._ours: dict[str, int] = {}
+        self._others: dict[str, int] = {}
+        self.total = 0
+
+    def __len__(self) -> int:
+        return len(self._ours)
+
+    def of(self, replica: str) -> int:
+        """Requests in flight there; 0 for a replica that is not."""
+        return self._ours.get(replica, 0) + self._others.get(replica, 0)
+
+    def join(self, replica: str) -> None:
+        """Count for this replica."""
+        self._ours.setdefault(replica, 0)
+        self._others.setdefault(replica, 0)
+
+    def leave(self, replica: str) -> None:
+        """Forget it; its requests are in flight no longer."""
+        self.total -= self._ours.pop(replica, 0) + self._others.pop(replica, 0)
+
+    def routed(self, replica: str) -> bool:
+        """Count one more; False for a replica that is not there."""
+        if replica not in self._ours:
+            return False
+        self._ours[replica] += 1
+        self.total += 1
+        return True
+
+    def completed(self, replica: str) -> None:
+        """Count one less; of a replica that has left or has none, nothing."""
+        if self._ours.get(replica, 0) > 0:
+            self._ours[replica] -= 1
+            self.total -= 1
+
+    def reported(self, replica: str, requests: int) -> None:
+        """A replica has so many, from all routers together: what is more than ours is of others."""
+        if replica in self._others:
+            others = max(0, requests - self._ours[replica])
+            self.total += others - self._others[replica]
+            self._others[replica] = others
+
+
+@dataclass(slots=True)
+class _Demand:
+    """One adapter's; `busy_s` are the request-seconds of the bucket that is being filled."""
+
+    bucket: int
+    seen_s: float
+    in_flight: int = 0
+    busy_s: float = 0.0
+    average: float = 0.0
+    replicas: int = 1
+    fewer_since_s: float | None = None
+
+
+class LoadEstimator:
+    """How many replicas each adapter should be on, by the requests that it has in flight.
+
+    These are averaged over buckets of `bucket_s`, and the averages exponentially, each new one with the weight
+    `smoothing`: one burst does not spread an adapter. More replicas are wanted at once, fewer only after `cool_down_s`
+    in which fewer would have done at all times. The least recently used of more than `REMEMBERED` adapters is
+    forgotten, and is on one replica again.
+    """
+
+    def __init__(
+        self, per_replica: int, *, bucket_s: float = 1.0, smoothing: float = 0.25, cool_down_s: float = 60.0
+    ) -> None:
+        self._per_replica = per_replica
+        self._bucket_s = bucket_s
+        self._keep = 1.0 - smoothing
+        self._cool_down_s = cool_down_s
+        self._demands: OrderedDict[str, _Demand] = OrderedDict()  # the least recently used first
+
+    def routed(self, adapter: str, now_s: float) -> None:
+        """Count a request."""
+        demand = self._demands.get(adapter)
+        if demand is None:
+            demand = self._demands[adapter] = _Demand(int(now_s // self._bucket_s), now_s)
+            if len(self._demands) > REMEMBERED:
+                self._demands.popitem(last=False)
+        else:
+            self._demands.move_to_end(adapter)
+            self._advance(demand, now_s)
+        demand.in_flight += 1
+
+    def completed(self, adapter: str, now_s: float) -> None:
+        """Count a request less."""
+        demand = self._demands.get(adapter)
+        if demand is not None:
+            self._advance(demand, now_s)
+            demand.in_flight = max(0, demand.in_flight - 1)
+
+    def average(self, adapter: str, now_s: float) -> float:
+        """The smoothed number of requests in flight, up to the last whole bucket."""
+        demand = self._demands.get(adapter)
+        if demand is None:
+            return 0.0
+        self._advance(demand, now_s)
+        return demand.average
+
+    def replicas(self, adapter: str, now_s: float) -> int:
+        """How many replicas the adapter should be on: 1 at least."""
+        demand = self._demands.get(adapter)
+        if demand is None:
+            return 1
+        self._advance(demand, now_s)
+        wanted = max(1, ceil(demand.average / self._per_replica))
+        if wanted >= demand.replicas:
+            demand.replicas, demand.fewer_since_s = wanted, None
+        elif demand.fewer_since_s is None:
+            demand.fewer_since_s = now_s
+        elif now_s - demand.fewer_since_s >= self._cool_down_s:
+            demand.replicas, demand.fewer_since_s = wanted, None
+        return demand.replicas
+
+    def _advance(self, demand: _Demand, now_s: float) -> None:
+        if now_s <= demand.seen_s:
+            return
+        bucket = int(now_s // self._bucket_s)
+        if bucket > demand.bucket:
+            ends_s = (demand.bucket + 1) * self._bucket_s
+            demand.busy_s += demand.in_flight * max(0.0, ends_s - demand.seen_s)
+            demand.average = self._keep * demand.average + (1 - self._keep) * demand.busy_s / self._bucket_s
+            # In the buckets between, as many were in flight all the time.
+            kept = self._keep ** (bucket - demand.bucket - 1)
+            demand.average = kept * demand.average + (1 - kept) * demand.in_flight
+            demand.bucket, demand.busy_s, demand.seen_s = bucket, 0.0, bucket * self._bucket_s
+        demand.busy_s += demand.in_flight * (now_s - demand.seen_s)
+        demand.seen_s = now_s

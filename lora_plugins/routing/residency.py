@@ -1,0 +1,113 @@
+"""Which replica has which adapter: as replicas report it, and as this router's requests have changed it since."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from lora_plugins.routing.policy import Report, Tier
+
+GRACE_S = 15.0
+UNKNOWN_CAPACITY = 64
+
+
+_NOWHERE: Mapping[str, Tier] = MappingProxyType({})
+
+
+class _Replica:
+    """One replica's: `used` are the adapters in its memory, least recently used first, `sent_s` when one was sent."""
+
+    __slots__ = ("capacity", "sent_s", "stored", "used")
+
+    def __init__(self) -> None:
+        self.capacity = UNKNOWN_CAPACITY
+        self.used: OrderedDict[str, Tier] = OrderedDict()
+        self.sent_s: dict[str, float] = {}
+        self.stored: set[str] = set()
+
+
+class Residency:
+    """Where each adapter is.
+
+    Between two reports a request changes it as it changes the replica: its adapter comes into memory, and the least
+    recently used one leaves, where there is no more room. What was sent less than `GRACE_S` ago stays, though a report
+    lacks it: the report may be older.
+    """
+
+    def __init__(self) -> None:
+        self._replicas: dict[str, _Replica] = {}
+        self._where: dict[str, dict[str, Tier]] = {}
+
+    def join(self, replica: str) -> None:
+        """A replica without adapters, as far as is known."""
+        self._replicas.setdefault(replica, _Replica())
+
+    def leave(self, replica: str) -> None:
+        """Forget a replica and what it had."""
+        state = self._replicas.pop(replica, None)
+        if state is not None:
+            for adapter in state.used:
+                self._drop(adapter, replica)
+
+    def of(self, adapter: str) -> Mapping[str, Tier]:
+        """The replicas that have an adapter in memory or load it, and where."""
+        return self._where.get(adapter, _NOWHERE)
+
+    def is_stored(self, adapter: str, replica: str) -> bool:
+        """Whether a replica has reported an adapter's files."""
+        return adapter in self._replicas[replica].stored
+
+    def has_room(self, replica: str) -> bool:
+        """Whether one more adapter fits into a replica's memory, and none has to leave it."""
+        state = self._replicas[replica]
+        return len(state.used) < state.capacity
+
+    def routed(self, adapter: str, replica: str, now_s: float) -> None:
+        """A request for an adapter went there: unless the replica has it in memory, it loads it now."""
+        state = self._replicas.get(replica)
+        if state is None:
+            return
+        state.sent_s[adapter] = now_s
+        if adapter in state.used:
+            state.used.move_to_end(adapter)
+            return
+        self._put(adapter, replica, state, Tier.LOADING)
+        while len(state.used) > state.capacity:
+            self._forget(next(iter(state.used)), replica, state)
+
+    def completed(self, adapter: str, replica: str) -> None:
+        """A request for it has ended there: what was loading is loaded, or the next report says otherwise."""
+        state = self._replicas.get(replica)
+        if state is not None and state.used.get(adapter) is Tier.LOADING:
+            state.used[adapter] = self._where[adapter][replica] = Tier.HOST
+
+    def reported(self, replica: str, report: Report, now_s: float) -> None:
+        """Believe a replica's report."""
+        state = self._replicas.get(replica)
+        if state is None:
+            return
+        if report.capacity is not None:
+            state.capacity = max(1, report.capacity)
+        in_memory = {name: tier for name, tier in report.adapters.items() if tier <= Tier.HOST}
+        state.stored = {name for name, tier in report.adapters.items() if tier <= Tier.STORE}
+        for name in [name for name in state.used if name not in in_memory]:
+            if now_s - state.sent_s.get(name, float("-inf")) >= GRACE_S:
+                self._forget(name, replica, state)
+        for name, tier in in_memory.items():
+            self._put(name, replica, state, tier)
+
+    def _put(self, adapter: str, replica: str, state: _Replica, tier: Tier) -> None:
+        state.used[adapter] = tier
+        self._where.setdefault(adapter, {})[replica] = tier
+
+    def _forget(self, adapter: str, replica: str, state: _Replica) -> None:
+        del state.used[adapter]
+        state.sent_s.pop(adapter, None)
+        self._drop(adapter, replica)
+
+    def _drop(self, adapter: str, replica: str) -> None:
+        where = self._where[adapter]
+        del where[replica]
+        if not where:
+            del self._where[adapter]
