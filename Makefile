@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo test test-unit test-long test-models soak coverage check format ledger matrix bench-verify bench-models bench-fetch bench-policies bench-manager bench-admission bench-kernels-cpu bench-access bench-kernels-aot wheel clean
+.PHONY: help set-up demo demo-ray test test-unit test-long test-models soak coverage check format ledger matrix bench-verify bench-models bench-fetch bench-policies bench-manager bench-admission bench-routing bench-kernels-cpu bench-access bench-kernels-aot wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -15,6 +15,9 @@ set-up: ## make .venv with an engine that this machine can run
 
 demo: set-up ## unknown model names become served adapters, on a real vllm serve
 	@$(RUN) -m examples.demo
+
+demo-ray: set-up ## two replicas on Ray Serve, ours against Ray's routing, one killed under load (5 minutes)
+	@$(RUN) -m benchmarks.ray_serve
 
 # Tests of one server, or of one file, run in one process, in the order of tests/conftest.py. One more process than
 # cores: servers are waited for.
@@ -81,6 +84,9 @@ bench-manager: set-up ## the adapter manager against vLLM's: stalls, thrash, act
 
 bench-admission: set-up ## who is admitted when, simulated with 1,000 adapters, against vLLM's order
 	@$(RUN) -m benchmarks.admission
+
+bench-routing: set-up ## routing policies, simulated: 100,000 adapters on 1,000 replicas (3 minutes)
+	@$(RUN) -m benchmarks.routing
 
 bench-kernels-cpu: set-up ## adapters against the base model on the CPU, vLLM's kernels and ours (20 minutes)
 	@$(RUN) -m benchmarks.kernels_cpu

@@ -13,6 +13,7 @@ from lora_plugins.errors import (
     NoFreeSlot,
     NotAllowed,
     OutOfMemory,
+    ReplicaLost,
     SourceUnavailable,
 )
 
@@ -28,6 +29,7 @@ __all__ = [
     "NoFreeSlot",
     "NotAllowed",
     "OutOfMemory",
+    "ReplicaLost",
     "SourceUnavailable",
     "__version__",
 ]

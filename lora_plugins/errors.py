@@ -9,7 +9,8 @@ LoRAPluginsError
 ├── InvalidAdapter       L005  ValueError         400  unreadable, malformed or not allowed
 ├── SourceUnavailable    L006  ConnectionError    503  the source does not answer, denies, or times out
 ├── InvalidSettings      L007  ValueError         —    an environment variable that cannot be right
-└── NotAllowed           L008  PermissionError    403  a caller who may not administer the server
+├── NotAllowed           L008  PermissionError    403  a caller who may not administer the server
+└── ReplicaLost          L009  ConnectionError    503  the replica that should answer is gone
 ```
 """
 
@@ -129,6 +130,14 @@ class NotAllowed(LoRAPluginsError, PermissionError):
 
     code = "L008"
     http_status = 403
+
+
+class ReplicaLost(LoRAPluginsError, ConnectionError):
+    """L009: the replica that should answer, or did in part, is gone; asking again reaches another."""
+
+    code = "L009"
+    http_status = 503
+    retry_after_s = 1
 
 
 def error_of(plain: dict[str, str]) -> LoRAPluginsError:

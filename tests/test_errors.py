@@ -21,6 +21,7 @@ from lora_plugins.errors import (
     NoFreeSlot,
     NotAllowed,
     OutOfMemory,
+    ReplicaLost,
     SourceUnavailable,
     describing,
 )
@@ -34,6 +35,7 @@ TABLE = {
     SourceUnavailable: ("L006", ConnectionError, 503),
     InvalidSettings: ("L007", ValueError, 500),
     NotAllowed: ("L008", PermissionError, 403),
+    ReplicaLost: ("L009", ConnectionError, 503),
 }
 FIELDS = {"found": "7 bytes", "expected": "8 bytes", "remedy": "copy it", "adapter": "team/sql", "file": "x.json"}
 by_class = pytest.mark.parametrize("kind", TABLE, ids=lambda kind: kind.__name__)
@@ -66,7 +68,7 @@ def test_code_builtin_base_and_status(kind):
 
 @by_class
 def test_only_transient_errors_say_when_to_retry(kind):
-    assert (kind.retry_after_s is not None) == (kind in (NoFreeSlot, SourceUnavailable))
+    assert (kind.retry_after_s is not None) == (kind in (NoFreeSlot, SourceUnavailable, ReplicaLost))
     assert kind.retry_after_s is None or kind.retry_after_s > 0
 
 

@@ -31,12 +31,16 @@ COMPUTING = {
         for name in ("host_memory", "jobs", "loaded_adapter", "loading", "metrics", "slot_stream")
     ),
 }
+# These need Ray, and begin in processes of their own.
+ON_RAY = {f"lora_plugins.ray.{name}" for name in ("application", "ingress", "replica", "router", "__main__")}
+NOT_PURE = WITH_VLLM | COMPUTING | ON_RAY
 PURE = [
     "lora_plugins",
     *(
         module.name
         for module in pkgutil.walk_packages(lora_plugins.__path__, "lora_plugins.")
-        if module.name not in WITH_VLLM | COMPUTING and not module.name.startswith("lora_plugins.kernels.triton_ops.")
+        if module.name not in WITH_VLLM | COMPUTING | {*ON_RAY}
+        and not module.name.startswith("lora_plugins.kernels.triton_ops.")
     ),
 ]
 
@@ -67,6 +71,8 @@ def test_list_of_pure_modules_is_complete():
         "lora_plugins.adapter.finite",
         "lora_plugins.resolvers.resolution",
         "lora_plugins.resolvers.sources.filesystem",
+        "lora_plugins.routing.affinity",
+        "lora_plugins.ray.keeper",
         "lora_plugins.scheduler.planner",
         "lora_plugins.vllm_patches.scheduler",
         "lora_plugins.scheduler.placement",

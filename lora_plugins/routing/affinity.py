@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from math import ceil
 from zlib import crc32
 
@@ -45,8 +44,8 @@ class AffinityPolicy:
     for it, and of these one that has its files; one that has its files; its best one by hashing. None of them with more
     requests than `bound()`, as long as there is another; among several that have it, the one with the fewest requests.
 
-    A request looks at O(replicas of its adapter) replicas, not at all; only where nearly all that it looks at are at
-    their bound, at more.
+    A request looks at as many replicas as have its adapter, or at a few of its best ones; at more only where those are
+    at their bound.
     """
 
     def __init__(self, limits: Limits | None = None, seed: int = 0) -> None:
@@ -81,7 +80,7 @@ class AffinityPolicy:
 
     def home(self, adapter: str) -> str:
         """The best replica by hashing alone."""
-        return self._hashing.best(adapter, 1)[0]
+        return next(self._hashing.walk(adapter))
 
     def ranked(self, adapter: str, now_s: float, excluded: Collection[str] = ()) -> Sequence[str]:
         """The replicas to try, best first; one alone where there is no reason to consider others."""
@@ -93,21 +92,18 @@ class AffinityPolicy:
             where = {replica: tier for replica, tier in where.items() if replica not in excluded}
         load, bound = self._load.of, self.bound()
         ready = self._ready(adapter, where, wanted)
-        if len(ready) >= wanted:
-            allowed = [replica for replica in ready if load(replica) < bound]
+        allowed = [replica for replica in ready if load(replica) < bound]
+        if allowed and len(ready) >= wanted:
+            return allowed
+        loading = [replica for replica, tier in where.items() if tier is Tier.LOADING]
+        if loading:
+            allowed += [replica for replica in loading if load(replica) < bound]
             if allowed:
                 return allowed
-        rest = self._rest(adapter, where, wanted, excluded)
-        order = [*ready, *rest]
-        if len(ready) < wanted and Tier.LOADING not in where.values():
-            further = next((replica for replica in rest if load(replica) < bound), None)
-            order = order if further is None else list(dict.fromkeys((further, *order)))
-        allowed = [replica for replica in order if load(replica) < bound]
-        if not allowed:
-            walk = (replica for replica in self._hashing.walk(adapter) if replica not in excluded)
-            allowed = list(islice((replica for replica in walk if load(replica) < bound), 1))
-        # What is at its bound comes last: for a caller who finds that none of the others takes the request.
-        return [*allowed, *sorted((replica for replica in order if load(replica) >= bound), key=load)]
+        further = self._further(adapter, where, wanted, excluded, bound)
+        if further is not None:
+            return [further, *allowed]
+        return allowed or self._least_loaded(excluded)
 
     def routed(self, adapter: str, replica: str, now_s: float) -> None:
         """Note that a request went to a replica."""
@@ -133,17 +129,33 @@ class AffinityPolicy:
         ready = [replica for replica, tier in where.items() if tier <= Tier.HOST]
         if len(ready) > 1:
             if len(ready) > wanted:  # the same ones each time, so that it leaves the others
-                ready.sort(key=lambda replica: (where[replica], crc32(f"{adapter}/{replica}".encode("utf-8", "surrogatepass"))))
+                ready.sort(
+                    key=lambda replica: (where[replica], crc32(f"{adapter}/{replica}".encode("utf-8", "surrogatepass")))
+                )
             ready[:wanted] = sorted(ready[:wanted], key=self._load.of)
         return ready
 
-    def _rest(self, adapter: str, where: Mapping[str, Tier], wanted: int, excluded: Collection[str]) -> list[str]:
-        """Those that would have to load it: where that has begun, then where nothing has to leave memory for it."""
-        loading = [replica for replica, tier in where.items() if tier is Tier.LOADING]
-        best = self._hashing.best(adapter, wanted + FURTHER)
-        colder = [replica for replica in best if replica not in where and replica not in excluded]
-        colder.sort(key=lambda it: (not self._residency.has_room(it), not self._residency.is_stored(adapter, it)))
-        return loading + colder
+    def _further(
+        self, adapter: str, there: Container[str], wanted: int, excluded: Collection[str], bound: int
+    ) -> str | None:
+        """The replica that should load it: of its best ones, where it is cheapest; None if all are at their bound."""
+        stored = self._residency.stored(adapter)
+        with_room = with_files = first = None
+        left = wanted + FURTHER
+        for replica in self._hashing.walk(adapter):
+            if replica not in there and replica not in excluded and self._load.of(replica) < bound:
+                has_files = replica in stored
+                if self._residency.has_room(replica):
+                    if has_files or not stored:
+                        return replica
+                    with_room = with_room or replica
+                elif has_files:
+                    with_files = with_files or replica
+                first = first or replica
+            left -= 1
+            if left <= 0 and first is not None:
+                break
+        return with_room or with_files or first
 
     def _least_loaded(self, excluded: Collection[str]) -> list[str]:
         """The better of a few at random, whatever the number of replicas."""

@@ -16,11 +16,9 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from hashlib import blake2b
 from heapq import heapify, heapreplace
-from itertools import islice
 
 POINTS = 64
 PROBES = 4
-REMEMBERED = 131_072
 _CIRCLE = (1 << 64) - 1
 
 
@@ -37,7 +35,6 @@ class Rendezvous:
         self._points = array("Q")  # sorted
         self._owners: list[str] = []  # of the point at the same place
         self._replicas: set[str] = set()
-        self._walks: dict[tuple[str, int], tuple[str, ...]] = {}  # of these replicas; the oldest first
 
     def __len__(self) -> int:
         return len(self._replicas)
@@ -51,7 +48,6 @@ class Rendezvous:
             at = bisect_left(self._points, point)
             self._points.insert(at, point)
             self._owners.insert(at, replica)
-        self._walks.clear()
 
     def remove(self, replica: str) -> None:
         """Share what a replica had among the others."""
@@ -61,18 +57,6 @@ class Rendezvous:
         kept = [(point, owner) for point, owner in zip(self._points, self._owners, strict=True) if owner != replica]
         self._points = array("Q", (point for point, _ in kept))
         self._owners = [owner for _, owner in kept]
-        self._walks.clear()
-
-    def best(self, adapter: str, count: int) -> tuple[str, ...]:
-        """The `count` best replicas for an adapter, or as many as there are, best first; remembered."""
-        key = (adapter, count)
-        walk = self._walks.get(key)
-        if walk is None:
-            walk = tuple(islice(self.walk(adapter), min(count, len(self._replicas))))
-            if len(self._walks) >= REMEMBERED:
-                del self._walks[next(iter(self._walks))]
-            self._walks[key] = walk
-        return walk
 
     def walk(self, adapter: str) -> Iterator[str]:
         """All replicas, best first; each further one takes O(log n) more, until few are left."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 
 from lora_plugins.routing.policy import Report, Tier
@@ -13,6 +14,7 @@ UNKNOWN_CAPACITY = 64
 
 
 _NOWHERE: Mapping[str, Tier] = MappingProxyType({})
+_NONE: AbstractSet[str] = frozenset()
 
 
 class _Replica:
@@ -38,6 +40,7 @@ class Residency:
     def __init__(self) -> None:
         self._replicas: dict[str, _Replica] = {}
         self._where: dict[str, dict[str, Tier]] = {}
+        self._stored: dict[str, set[str]] = {}
 
     def join(self, replica: str) -> None:
         """A replica without adapters, as far as is known."""
@@ -49,14 +52,15 @@ class Residency:
         if state is not None:
             for adapter in state.used:
                 self._drop(adapter, replica)
+            self._set_stored(replica, state, set())
 
     def of(self, adapter: str) -> Mapping[str, Tier]:
         """The replicas that have an adapter in memory or load it, and where."""
         return self._where.get(adapter, _NOWHERE)
 
-    def is_stored(self, adapter: str, replica: str) -> bool:
-        """Whether a replica has reported an adapter's files."""
-        return adapter in self._replicas[replica].stored
+    def stored(self, adapter: str) -> AbstractSet[str]:
+        """The replicas that have reported an adapter's files."""
+        return self._stored.get(adapter, _NONE)
 
     def has_room(self, replica: str) -> bool:
         """Whether one more adapter fits into a replica's memory, and none has to leave it."""
@@ -90,12 +94,21 @@ class Residency:
         if report.capacity is not None:
             state.capacity = max(1, report.capacity)
         in_memory = {name: tier for name, tier in report.adapters.items() if tier <= Tier.HOST}
-        state.stored = {name for name, tier in report.adapters.items() if tier <= Tier.STORE}
+        self._set_stored(replica, state, {name for name, tier in report.adapters.items() if tier is Tier.STORE})
         for name in [name for name in state.used if name not in in_memory]:
             if now_s - state.sent_s.get(name, float("-inf")) >= GRACE_S:
                 self._forget(name, replica, state)
         for name, tier in in_memory.items():
             self._put(name, replica, state, tier)
+
+    def _set_stored(self, replica: str, state: _Replica, stored: set[str]) -> None:
+        for name in stored - state.stored:
+            self._stored.setdefault(name, set()).add(replica)
+        for name in state.stored - stored:
+            self._stored[name].discard(replica)
+            if not self._stored[name]:
+                del self._stored[name]
+        state.stored = stored
 
     def _put(self, adapter: str, replica: str, state: _Replica, tier: Tier) -> None:
         state.used[adapter] = tier

@@ -227,6 +227,8 @@ class AnyHistory(RuleBasedStateMachine):
         }
         assert by_replica == by_adapter
         assert set(residency._replicas) == self.there
+        by_replica = {(adapter, replica) for replica, it in residency._replicas.items() for adapter in it.stored}
+        assert by_replica == {(adapter, replica) for adapter, of in residency._stored.items() for replica in of}
 
 
 TestAnyHistory = AnyHistory.TestCase

@@ -30,7 +30,7 @@ def of(replicas):
 
 
 def homes(hashing, adapters=ADAPTERS):
-    return {adapter: hashing.best(adapter, 1)[0] for adapter in adapters}
+    return {adapter: next(hashing.walk(adapter)) for adapter in adapters}
 
 
 points = functools.cache(rendezvous._points)
@@ -47,7 +47,6 @@ def distance(adapter, replica):
 def test_order_is_that_of_fixed_weights_of_pairs(replicas, adapter):
     hashing = of(replicas)
     assert list(hashing.walk(adapter)) == sorted(replicas, key=lambda replica: distance(adapter, replica))
-    assert hashing.best(adapter, 3) == tuple(hashing.walk(adapter))[:3]
 
 
 @given(REPLICAS, st.lists(NAMES, min_size=1, max_size=30), st.sampled_from(["newcomer", "replica-0"]))
@@ -84,20 +83,13 @@ def test_shares_are_nearly_equal(count):
 
 def test_no_replica_has_no_best():
     hashing = Rendezvous()
-    assert hashing.best("sql", 2) == ()
+    assert list(hashing.walk("sql")) == []
     hashing.add("a")
     hashing.add("a")
     hashing.remove("never there")
-    assert hashing.best("sql", 2) == ("a",)
+    assert list(hashing.walk("sql")) == ["a"]
     hashing.remove("a")
-    assert hashing.best("sql", 2) == ()
-
-
-def test_remembered_choices_are_bounded(monkeypatch):
-    monkeypatch.setattr(rendezvous, "REMEMBERED", 10)
-    hashing = of(["a", "b"])
-    assert homes(hashing, ADAPTERS[:50]) == homes(hashing, ADAPTERS[:50])
-    assert len(hashing._walks) == 10
+    assert list(hashing.walk("sql")) == []
 
 
 def test_every_process_chooses_the_same():

@@ -1,0 +1,172 @@
+"""One `vllm serve` as a child process on a loopback port: started, waited for, asked, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from lora_plugins.errors import InvalidSettings, ReplicaLost
+from lora_plugins.log import logger
+from lora_plugins.routing.policy import Report, Tier
+
+START_TIMEOUT_S = 1800.0
+END_TIMEOUT_S = 25.0
+METRICS_ADAPTERS = "LORA_PLUGINS_METRICS_ADAPTERS"
+_LOG_TAIL = 4000
+_SAMPLE = re.compile(r'^([\w:]+)(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})? (\S+)', re.ASCII)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_IN_FLIGHT = ("vllm:num_requests_running", "vllm:num_requests_waiting", "lora_plugins_held")
+_PLACES = {"gpu": Tier.SLOT, "cpu": Tier.HOST}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCommand:
+    """How a replica's server is started: `command` gets `--host` and `--port` at its end."""
+
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+
+    @classmethod
+    def vllm_serve(cls, arguments: Sequence[str], env: Mapping[str, str] | None = None) -> EngineCommand:
+        """`vllm serve` of this Python's environment."""
+        beside = Path(sys.executable).with_name("vllm")
+        program = (str(beside),) if beside.exists() else (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main")
+        return cls((*program, "serve", *arguments), dict(env or {}))
+
+
+class Engine:
+    """The running server.
+
+    Attributes:
+        client: sends requests to it; without a time limit but for connecting.
+    """
+
+    def __init__(self, command: EngineCommand) -> None:
+        # Held for as long as the server runs, so that no other process is given the port; vLLM sets SO_REUSEPORT too.
+        self._held = socket.socket()
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._held.bind(("127.0.0.1", 0))
+        port = self._held.getsockname()[1]
+        self._log = tempfile.NamedTemporaryFile(prefix="lora-plugins-replica-", suffix=".log", delete=False)  # noqa: SIM115
+        # A router has to know of every adapter in memory, of those beyond what a dashboard shows too.
+        env = {METRICS_ADAPTERS: "5000", **os.environ, **command.env}
+        kept = (*command.command, "--host", "127.0.0.1", "--port", str(port))
+        self._process = subprocess.Popen(  # noqa: S603 - the command line that the user gave
+            [sys.executable, "-P", "-m", "lora_plugins.ray.keeper", *kept],
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=self._log,
+            env=env,
+            start_new_session=True,
+        )
+        self.client = httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}",
+            timeout=httpx.Timeout(None, connect=10.0),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=4.0),
+            trust_env=False,
+        )
+
+    @property
+    def pid(self) -> int:
+        """Of the process that keeps the server."""
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone."""
+        return self._process.poll() is not None
+
+    def log_tail(self) -> str:
+        """The end of what it printed."""
+        with open(self._log.name, "rb") as file:
+            file.seek(max(0, os.path.getsize(self._log.name) - _LOG_TAIL))
+            return file.read().decode(errors="replace")
+
+    async def wait_until_healthy(self) -> None:
+        """Wait until it answers.
+
+        Raises:
+            InvalidSettings: it ended, or did not answer in `START_TIMEOUT_S`.
+        """
+        started = time.monotonic()
+        while not await self.is_healthy():
+            waited_s = time.monotonic() - started
+            if self.has_ended or waited_s > START_TIMEOUT_S:
+                found = "a server that ended" if self.has_ended else f"no answer in {waited_s:.0f} s"
+                raise InvalidSettings(
+                    f"{found}; the end of its log {self._log.name}:\n{self.log_tail()}",
+                    expected="a vllm serve that becomes healthy",
+                    remedy="start it with the same arguments by itself, and correct them",
+                )
+            await asyncio.sleep(0.2)
+
+    async def is_healthy(self) -> bool:
+        """Whether `/health` says so."""
+        try:
+            return (await self.client.get("/health", timeout=10.0)).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def report(self) -> Report:
+        """Where its adapters are, and its requests, from its metrics, for which it asks for no key.
+
+        Raises:
+            ReplicaLost: it does not answer.
+        """
+        try:
+            page = (await self.client.get("/metrics", timeout=10.0)).text
+        except httpx.HTTPError as error:
+            raise ReplicaLost(f"no answer to GET /metrics: {type(error).__name__}") from error
+        return report_of(page)
+
+    def end(self) -> None:
+        """End it and all of its processes, and wait for that."""
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()  # type: ignore[union-attr]
+        try:
+            self._process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("A replica's server has not ended in %s s.", END_TIMEOUT_S)
+        self._held.close()
+        self._log.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self._log.name)
+
+
+def report_of(page: str) -> Report:
+    """What a page of metrics says of adapters and requests; of one without our planner, nothing of adapters."""
+    adapters: dict[str, Tier] = {}
+    capacity: int | None = None
+    requests = 0
+    for line in page.splitlines():
+        if not line.startswith(("vllm:lora_adapter_loaded", "lora_plugins_host_max_adapters", *_IN_FLIGHT)):
+            continue
+        if (found := _SAMPLE.match(line)) is None:
+            continue
+        name, labels, value = found[1], dict(_LABEL.findall(found[2] or "")), float(found[3])
+        if name == "vllm:lora_adapter_loaded" and (tier := _PLACES.get(labels.get("level", ""))) is not None:
+            adapter = _plain(labels.get("adapter_name", ""))
+            # With data parallelism it may be in a slot of one engine and in host memory of another.
+            adapters[adapter] = min(tier, adapters.get(adapter, tier))
+        elif name == "lora_plugins_host_max_adapters":
+            capacity = int(value) if capacity is None else min(capacity, int(value))
+        elif name in _IN_FLIGHT:
+            requests += int(value)
+    return Report(adapters, capacity, requests)
+
+
+def _plain(label: str) -> str:
+    return re.sub(r"\\(.)", lambda found: "\n" if found[1] == "n" else found[1], label)

@@ -1,0 +1,179 @@
+"""What clients talk to: names the adapter of a request for the router, and asks another replica when one is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ray.exceptions import RayActorError
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from lora_plugins.errors import LoRAPluginsError, ReplicaLost
+from lora_plugins.log import logger
+from lora_plugins.ray.replica import AdminAnswer, Call, Head, Lost
+
+ATTEMPTS = 5
+# What is done on every replica, as each has its own registry.
+_ADMIN = ("/v1/loras", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_MODELS = "/v1/models"
+
+
+class Ingress:
+    """OpenAI's API, as the replicas' servers have it."""
+
+    def __init__(
+        self, replicas: DeploymentHandle[Any], base_names: Sequence[str], *, names_adapters: bool = True
+    ) -> None:
+        self._replicas = replicas
+        self._base_names = frozenset(base_names)
+        self._names_adapters = names_adapters
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer one request."""
+        body = await request.body()
+        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        # A proxy says for whom it asks: without a key, servers let only callers on their own machine administer them.
+        client = request.client.host if request.client is not None else "unknown"
+        headers = (*request.headers.items(), ("x-forwarded-for", client))
+        call = Call(request.method, target, headers, body)
+        path = request.url.path.rstrip("/")
+        if any(path == prefix or path.startswith(prefix + "/") for prefix in _ADMIN):
+            return await self._administer(call)
+        if path == _MODELS and request.method == "GET":
+            return await self._models(call)
+        name = await _model(request, body)
+        adapter = "" if name in self._base_names else name
+        return await self._forward(call, adapter)
+
+    async def _forward(self, call: Call, adapter: str) -> Response:
+        excluded: tuple[str, ...] = ()
+        found = ""
+        for _ in range(ATTEMPTS):
+            this = Call(call.method, call.target, call.headers, call.body, adapter, excluded)
+            answer = await Answer.begun(self._replicas, this, adapter if self._names_adapters else "")
+            if isinstance(answer, Answer):
+                return answer.response()
+            excluded, found = (*excluded, answer.replica), answer.found
+            logger.warning("A request is sent to another replica: %s", found)
+        return _error(
+            ReplicaLost(
+                f"{ATTEMPTS} replicas without an answer, the last one: {found}",
+                expected="one that runs",
+                remedy="send the request again; the replicas' logs say why they ended",
+            )
+        )
+
+    async def _administer(self, call: Call) -> Response:
+        """Do it on every replica, and say what each of them answered."""
+        answers, lost = await self._ask_all(call)
+        rows: list[dict[str, Any]] = [
+            {"replica": it.replica, "status": it.status, "body": _json(it.body)} for it in answers
+        ]
+        rows += [{"replica": None, "status": 503, "body": {"error": {"message": text}}} for text in lost]
+        return JSONResponse({"replicas": rows}, status_code=max(int(row["status"]) for row in rows))
+
+    async def _models(self, call: Call) -> Response:
+        """What any of the replicas serves."""
+        answers, lost = await self._ask_all(call)
+        for one in answers:
+            if one.status != 200:
+                return Response(one.body, one.status, media_type="application/json")
+        cards: dict[str, Any] = {}
+        for one in answers:
+            for card in _json(one.body).get("data", []):
+                cards.setdefault(card.get("id"), card)
+        if lost and not cards:
+            return _error(ReplicaLost(lost[0], expected="a replica that runs", remedy="send the request again"))
+        return JSONResponse({"object": "list", "data": list(cards.values())})
+
+    async def _ask_all(self, call: Call) -> tuple[list[AdminAnswer], list[str]]:
+        results = await self._replicas.broadcast("admin", call).results_async(return_exceptions=True)
+        answers = sorted((it for it in results if isinstance(it, AdminAnswer)), key=lambda it: it.replica)
+        return answers, [f"{type(it).__name__}: {it}" for it in results if not isinstance(it, AdminAnswer)]
+
+
+class Answer:
+    """An answer of which the first part is here: from then on no other replica can give it."""
+
+    def __init__(self, head: Head, first: bytes, rest: Any) -> None:
+        self._head = head
+        self._first = first
+        self._rest = rest
+
+    @classmethod
+    async def begun(cls, replicas: DeploymentHandle[Any], call: Call, adapter: str) -> Answer | Lost:
+        """Send a request, and wait for the first part of the answer's body."""
+        stream = replicas.options(stream=True, multiplexed_model_id=adapter).forward.remote(call)
+        try:
+            head = await anext(stream)
+            if isinstance(head, Lost):
+                return head
+            first = await anext(stream, b"")
+            return first if isinstance(first, Lost) else cls(head, first, stream)
+        except RayActorError as error:
+            return Lost("", f"{type(error).__name__}: {error}")
+        except BaseException:
+            stream.cancel()  # the client is gone
+            raise
+
+    def response(self) -> Response:
+        """For the client."""
+        headers = dict(self._head.headers)
+        is_event_stream = headers.get("content-type", "").startswith("text/event-stream")
+        response = StreamingResponse(self._body(is_event_stream), self._head.status)
+        response.raw_headers = [
+            (name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in self._head.headers
+        ]
+        return response
+
+    async def _body(self, is_event_stream: bool) -> AsyncIterator[bytes]:
+        is_done = False
+        try:
+            yield self._first
+            async for chunk in self._rest:
+                if isinstance(chunk, Lost):
+                    raise ReplicaLost(chunk.found, remedy="send the request again")
+                yield chunk
+            is_done = True
+        except (RayActorError, ReplicaLost) as error:
+            is_done = True
+            lost = error if isinstance(error, ReplicaLost) else ReplicaLost(f"{type(error).__name__}: {error}")
+            logger.warning("An answer ends before it is whole: %s", lost)
+            if not is_event_stream:
+                raise  # the connection breaks off, which no client takes for a whole answer
+            yield f"\n\ndata: {json.dumps(_body_of(lost))}\n\n".encode()
+        finally:
+            if not is_done:
+                self._rest.cancel()
+
+
+async def _model(request: Request, body: bytes) -> str:
+    """The `model` of a request, of JSON or of a form; empty where there is none."""
+    if request.headers.get("content-type", "").startswith("multipart/form-data"):
+        with suppress(Exception):  # what cannot be parsed is refused by the server, with its own text
+            return str((await request.form()).get("model", ""))
+        return ""
+    name = _json(body).get("model", "")
+    return name if isinstance(name, str) else ""
+
+
+def _json(body: bytes) -> Mapping[str, Any]:
+    try:
+        value = json.loads(body)
+    except ValueError:
+        return {"text": body.decode(errors="replace")} if body else {}
+    return value if isinstance(value, dict) else {"value": value}
+
+
+def _error(error: LoRAPluginsError) -> Response:
+    headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+    return JSONResponse(_body_of(error), error.http_status, headers)
+
+
+def _body_of(error: LoRAPluginsError) -> dict[str, Any]:
+    """As vLLM writes errors."""
+    return {"error": {"message": str(error), "type": "ServiceUnavailable", "param": None, "code": error.http_status}}
