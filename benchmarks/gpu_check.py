@@ -1,40 +1,55 @@
-"""Correctness on the device itself, against float64, before anything is timed.
+"""Correctness on the device itself, against float64, before anything is timed: `python -m benchmarks.gpu_check`.
 
-What must not be read is NaN; what must not be written, base rows and padding, is compared bit for bit. A captured
-graph is replayed for other batches and other ranks than it was captured with.
+Every operator as vLLM's layers use it: linear, shrink and expand apart (fully sharded layers), embedding, logits. What
+must not be read is NaN; what must not be written, base rows and padding, is compared bit for bit. A captured graph is
+replayed for other batches, with other adapters of other ranks in the slots than it was captured with.
+
+Writes check.json under --out or $OUT. Ends with 1 if anything is wrong. `--compile-only` needs no GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-import torch
+from benchmarks import gpu_compile, gpu_result
+from benchmarks.gpu_device import Gpu, device
 
-from lora_plugins.kernels.ranks import SlotRanks
-from lora_plugins.kernels.triton_ops.operators import Batch, Operators
-
-# Largest error relative to the largest value: x, A, B are exact, t and y are rounded to the dtype once each.
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+SCALE = 0.5
+RANKS = (16, 0, 5, 64, 8, 33, 48, 1)  # one for each slot; the slot rank is 64 or more
+LINEAR, SHRINK, EXPAND, EMBEDDING, LOGITS = "linear", "shrink", "expand", "embedding", "logits"
+# ||error|| / ||what the adapters add||: weights and inputs are exact, t and y are rounded to the dtype once each.
+MOST_NORM = {"float32": 1e-4, "float16": 1.5e-3, "bfloat16": 5e-3}
+# Largest error relative to the largest value, so that one wrong element among millions is seen.
+MOST_ELEMENT = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
+INTERPRETED = 2.0  # times as much: Triton's interpreter cuts float32 to bfloat16, where a device rounds
 
 
 @dataclass(frozen=True)
 class Check:
     """One call: `rows` real rows and `padding` rows, a slot or -1 for each real one by `pattern`."""
 
+    operator: str
     rows: int
     n_in: int
     widths: tuple[int, ...]
     slot_rank: int
-    dtype: Any
+    dtype: str
     pattern: str
     padding: int = 0
+    offset: int = 0
+    add_inputs: bool = True
 
-    def slot_of_row(self, slots: int) -> list[int]:
+    def slot_of_row(self) -> list[int]:
+        slots = len(RANKS)
         match self.pattern:
             case "one slot":
-                return [slots - 1] * self.rows
+                return [slots - 3] * self.rows
             case "in turn":  # base rows too
                 return [row % (slots + 1) - 1 for row in range(self.rows)]
             case "pieces":
@@ -43,95 +58,297 @@ class Check:
                 return [-1] * self.rows
 
 
-RANKS = (16, 0, 5, 64, 8, 33)  # one per slot; the slot rank is 64 or more
-
-
 def checks(*, small: bool = False) -> Iterator[Check]:
     """Every plan and path, every dtype, even and odd sizes; `small` for where the interpreter computes."""
     rows = (18,) if small else (1, 3, 16, 64, 300, 2048, 5000)
-    shapes = [(67, (33, 16))] if small else [(4096, (4096, 1024, 1024)), (1023, (515, 77))]
-    for dtype in TOLERANCE:
+    shapes = [(67, (33, 16))] if small else [(4096, (4096, 1024, 1024)), (14336, (4096,)), (1023, (515, 77))]
+    vocabulary, hidden = (131, 40) if small else (128256, 4096)
+    for dtype in ("bfloat16", "float16", "float32"):  # what people serve with comes first
         for n_in, widths in shapes:
             for n_rows in rows:
+                padding = 2 if n_rows > 1 else 0
                 for pattern in ("in turn", "pieces", "one slot"):
-                    yield Check(n_rows, n_in, widths, 64, dtype, pattern, padding=2 if n_rows > 1 else 0)
-    yield Check(4, *shapes[0], 128, torch.bfloat16, "base", padding=1)
+                    yield Check(LINEAR, n_rows, n_in, widths, 64, dtype, pattern, padding)
+                yield Check(LINEAR, n_rows, n_in, widths, 64, dtype, "in turn", padding, add_inputs=False)
+                for operator in (SHRINK, EXPAND):
+                    yield Check(operator, n_rows, n_in, widths, 64, dtype, "in turn", padding)
+        for n_rows in rows:
+            yield Check(EXPAND, n_rows, *shapes[0], 64, dtype, "pieces", offset=16, add_inputs=False)
+            yield Check(EMBEDDING, n_rows, 0, (hidden,), 64, dtype, "pieces", padding=1)
+        for n_rows in rows[:4]:
+            yield Check(LOGITS, n_rows, hidden, (vocabulary,), 64, dtype, "in turn")
+    yield Check(LINEAR, 4, *shapes[0], 128, "bfloat16", "base", padding=1)
 
 
-def run(check: Check, operators: Operators, device: Any, *, graph: bool = False) -> float:
-    """The error of one call relative to the tolerance: at most 1 is right.
+class Call:
+    """The tensors of one check and the call on them.
 
-    Raises:
-        AssertionError: something was written that must not be.
+    Attributes:
+        y: what the operator writes. before: what was in it.
     """
-    torch.manual_seed(0)
-    rows, dtype, slots = check.rows + check.padding, check.dtype, len(RANKS)
-    a = [torch.randn(slots, 1, check.slot_rank, check.n_in, device=device).mul_(0.1).to(dtype) for _ in check.widths]
-    b = [torch.randn(slots, 1, width, check.slot_rank, device=device).mul_(0.1).to(dtype) for width in check.widths]
-    for slot, rank in enumerate(RANKS):
-        for a_i, b_i in zip(a, b, strict=True):
-            a_i[slot, 0, rank:] = float("nan")
-            b_i[slot, 0, :, rank:] = float("nan")
-    ranks = SlotRanks(slots, [check.slot_rank] * len(check.widths))
-    operators.register(a, b, ranks)
-    x = torch.randn(rows, check.n_in, device=device).to(dtype)
-    before = torch.randn(rows, sum(check.widths), device=device).to(dtype)
-    slot_of_row = check.slot_of_row(slots)
-    x[[row for row, slot in enumerate(slot_of_row) if slot < 0]] = float("nan")
-    x[check.rows :] = float("nan")
-    batch, y = Batch(rows, slots, device), before.clone()
 
-    def call() -> None:
-        torch.ops.lora_plugins.lora_linear(y, x, a, b, *batch.tensors, list(check.widths), 0.5, 0, True)
+    def __init__(self, check: Check, operators: Any, on: Any, *, filled: bool = True) -> None:
+        import torch
 
-    def cut(slots_of: Sequence[int]) -> None:
-        in_use = {slot for slot in slots_of if slot >= 0}
-        batch.cut(torch.tensor(slots_of, device=device), in_use, base_rows=min(slots_of) < 0)
+        from lora_plugins.kernels.ranks import SlotRanks
+        from lora_plugins.kernels.triton_ops.operators import Batch
 
-    def tell(true_ranks: Sequence[int]) -> None:
-        for slot, rank in enumerate(true_ranks):
-            ranks.written(slot, [rank] * len(check.widths))
+        self.check, self.torch, self.filled = check, torch, filled
+        self.dtype = dtype = getattr(torch, check.dtype)
+        self.device = on
+        slots, rows = len(RANKS), check.rows + check.padding
+        self.a = [self._normal(slots, 1, check.slot_rank, check.n_in, dtype=dtype) for _ in check.widths]
+        extra = 64 if check.operator == LOGITS else 0  # vLLM pads the vocabulary of B
+        self.b = [self._normal(slots, 1, width + extra, check.slot_rank, dtype=dtype) for width in check.widths]
+        self.ranks = SlotRanks(slots, [check.slot_rank] * len(check.widths))
+        if check.operator == EMBEDDING:
+            operators.register((self._normal(slots, 3, check.slot_rank, dtype=dtype),), self.b, self.ranks)
+        else:
+            operators.register(self.a, self.b, self.ranks)
+        self.batch = Batch(rows, slots, on)
+        self.slot_of_row: list[int] = []
+        if check.operator in (EXPAND, EMBEDDING):
+            self.x = self._normal(
+                len(check.widths),
+                rows,
+                check.slot_rank,
+                dtype=dtype if check.operator == EMBEDDING else torch.float32,
+            )
+        else:
+            self.x = self._normal(rows, check.n_in, dtype=dtype)
+        if check.operator == SHRINK:
+            self.before = torch.full((len(check.widths), rows, check.slot_rank), float("nan"), device=on)
+        else:
+            # About as large as what the adapters add, so that the rounding of y does not hide an error in that.
+            size = 0.1 * (SCALE * 0.1 * check.n_in**0.5 if check.n_in else 1.0) * (sum(RANKS) / len(RANKS)) ** 0.5
+            made = self._normal(rows, check.offset + sum(check.widths), dtype=dtype)
+            self.before = made.mul_(size) if filled else made
+        self.y = self.before.clone()
 
-    if graph:  # captured for another batch, with slots that hold nothing yet
-        tell([0] * slots)
-        cut([row % slots for row in range(check.rows)])
-        replay = captured(call)
-        tell(RANKS)
-        cut(slot_of_row)
-        y.copy_(before)
-        replay()
-    else:
-        tell(RANKS)
-        cut(slot_of_row)
-        call()
-    operators.forget()
-    return _error(check, y, before, x, a, b, slot_of_row)
+    def _normal(self, *shape: int, dtype: Any) -> Any:
+        if not self.filled:
+            return self.torch.empty(*shape, dtype=dtype, device=self.device)
+        made = self.torch.randn(*shape, device=self.device)
+        return (made.mul_(0.1) if len(shape) == 4 else made).to(dtype)
+
+    def fill(self, ranks: Sequence[int]) -> None:
+        """Put other adapters into the slots, in place, of these ranks; beyond them NaN."""
+        for slot, rank in enumerate(ranks):
+            self.ranks.writing(slot)
+            for a, b in zip(self.a, self.b, strict=True):
+                if self.filled:
+                    for part in (a, b):
+                        part[slot].copy_(self._normal(1, 1, *part.shape[2:], dtype=self.dtype)[0])
+                    a[slot, 0, rank:] = float("nan")
+                    b[slot, 0, :, rank:] = float("nan")
+            self.ranks.written(slot, [rank] * len(self.check.widths))
+
+    def cut(self, slot_of_row: Sequence[int]) -> None:
+        """Take a batch of these slots; what belongs to no adapter becomes NaN in the input."""
+        torch, self.slot_of_row = self.torch, list(slot_of_row)
+        in_use = {slot for slot in slot_of_row if slot >= 0}
+        self.batch.cut(torch.tensor(slot_of_row, device=self.device), in_use, base_rows=min(slot_of_row) < 0)
+        if not self.filled:
+            return
+        idle = [row for row in range(self.batch.chunks.order.shape[0]) if self.slot(row) < 0]
+        fresh = torch.randn(self.x.shape, device=self.device).to(self.x.dtype)
+        fresh[..., idle, :] = float("nan")
+        if self.check.operator in (EXPAND, EMBEDDING):
+            for slot, ranks in enumerate(self.ranks[slot] for slot in range(len(RANKS))):
+                mine = [row for row, of in enumerate(slot_of_row) if of == slot]
+                fresh[:, mine, ranks[0] :] = float("nan")
+        self.x.copy_(fresh)
+
+    def slot(self, row: int) -> int:
+        return self.slot_of_row[row] if row < len(self.slot_of_row) else -1
+
+    def __call__(self) -> None:
+        torch, check, tensors = self.torch, self.check, self.batch.tensors
+        operators = torch.ops.lora_plugins
+        match check.operator:
+            case "shrink":
+                operators.lora_shrink(self.y, self.x, self.a, *tensors, SCALE)
+            case "expand" | "embedding":
+                operators.lora_expand(
+                    self.y, self.x, self.b, *tensors, list(check.widths), check.offset, check.add_inputs
+                )
+            case _:
+                operators.lora_linear(
+                    self.y, self.x, self.a, self.b, *tensors, list(check.widths), SCALE, check.offset, check.add_inputs
+                )
+
+    def error(self) -> float:
+        """The error relative to what is allowed: at most 1 is right.
+
+        Raises:
+            AssertionError: something was written that must not be.
+        """
+        torch, check = self.torch, self.check
+        want, adds = self._expected()
+        if check.operator != SHRINK:
+            idle = [row for row in range(self.y.shape[0]) if self.slot(row) < 0]
+            assert torch.equal(self.y[idle], self.before[idle]), f"{check}: a row of no adapter was written"
+            assert torch.equal(self.y[:, : check.offset], self.before[:, : check.offset]), f"{check}: columns before"
+        mine = [row for row in range(check.rows) if self.slot(row) >= 0]
+        wrong = (self.y.double() - want)[..., mine, check.offset :] if check.operator != SHRINK else self.y - want
+        if not wrong.numel():
+            return 0.0
+        if not bool(wrong.isfinite().all()):
+            return float("inf")
+        norm = float(wrong.norm() / adds.norm().clamp_min(1e-30))
+        element = float(wrong.abs().max() / want.abs().nan_to_num().max())
+        most = "float32" if check.operator == SHRINK else check.dtype  # it stores the float32 sums
+        allowed = INTERPRETED if most == "bfloat16" and self.y.device.type == "cpu" else 1.0
+        return max(norm / MOST_NORM[most], element / MOST_ELEMENT[most]) / allowed
+
+    def _expected(self) -> tuple[Any, Any]:
+        """The float64 result, and what the adapters add to what was there."""
+        check, torch = self.check, self.torch
+        want = torch.zeros_like(self.y, dtype=torch.float64) if check.operator == SHRINK else self.before.double()
+        adds = torch.zeros_like(want)
+        offset = check.offset
+        for i, width in enumerate(check.widths):
+            for slot in range(len(RANKS)):
+                mine = [row for row, of in enumerate(self.slot_of_row) if of == slot]
+                rank = self.ranks[slot][i]
+                if not mine:
+                    continue
+                if check.operator in (EXPAND, EMBEDDING):
+                    t = self.x[i, mine, :rank].double()
+                else:
+                    t = SCALE * self.x[mine].double() @ self.a[i][slot, 0, :rank].double().T
+                if check.operator == SHRINK:
+                    adds[i, mine, :rank] = t
+                else:
+                    adds[mine, offset : offset + width] = t @ self.b[i][slot, 0, :width, :rank].double().T
+            if check.operator != SHRINK:
+                offset += width
+        if not check.add_inputs:
+            mine = [row for row, slot in enumerate(self.slot_of_row) if slot >= 0]
+            want[mine, check.offset :] = 0
+        return want + adds, adds
 
 
-def captured(call: Any) -> Any:
-    """The call in a CUDA graph, after it has run outside of one; returns what replays it."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
+def run(check: Check, operators: Any, gpu: Gpu, seed: int, *, graph: bool = False) -> float:
+    """The error of one call relative to what is allowed, eager or in a graph."""
+    gpu.torch.manual_seed(seed)
+    call = Call(check, operators, gpu.device)
+    try:
+        if graph:  # captured for another batch, with other adapters in the slots
+            call.fill(RANKS[3:] + RANKS[:3])
+            call.cut([row % len(RANKS) for row in range(check.rows)])
+            replay = gpu.captured(call)
+            call.fill(RANKS)
+            call.cut(check.slot_of_row())
+            call.y.copy_(call.before)
+            replay()
+        else:
+            call.fill(RANKS)
+            call.cut(check.slot_of_row())
+            call()
+        gpu.synchronize()
+        return call.error()
+    finally:
+        operators.forget()
 
 
-def _error(check: Check, y: Any, before: Any, x: Any, a: Any, b: Any, slot_of_row: Sequence[int]) -> float:
-    untouched = [row for row in range(y.shape[0]) if row >= check.rows or slot_of_row[row] < 0]
-    assert torch.equal(y[untouched], before[untouched]), f"{check}: a row of no adapter was written"
-    want = before.double()
-    offset = 0
-    for a_i, b_i, width in zip(a, b, check.widths, strict=True):
-        for slot, rank in enumerate(RANKS):
-            mine = [row for row, s in enumerate(slot_of_row) if s == slot]
-            if mine and rank:
-                t = 0.5 * x[mine].double() @ a_i[slot, 0, :rank].double().T
-                want[mine, offset : offset + width] += t @ b_i[slot, 0, :, :rank].double().T
-        offset += width
-    error = (y.double() - want).abs().max() / want.abs().max().clamp_min(1.0)
-    return float(error) / TOLERANCE[check.dtype] if bool(error.isfinite()) else float("inf")
+def in_a_graph(check: Check) -> bool:
+    """Whether a graph may hold the call: one batch of base rows alone launches nothing, and the host decides that."""
+    return check.pattern != "base" and check.rows <= 2048
+
+
+def compile_jobs(wanted: Sequence[Check], table: Any) -> list[gpu_compile.Job]:
+    """One job for each set of kernels that the checks launch."""
+    first: dict[object, Check] = {}
+    for check in wanted:
+        plan = table.plan(check.rows + check.padding, check.n_in, max(check.widths))
+        first.setdefault((check.operator, check.n_in, check.widths, check.dtype, check.add_inputs, plan), check)
+    return [(_compile, (check, table)) for check in first.values()]
+
+
+def _compile(check: Check, table: Any) -> None:
+    from lora_plugins.kernels.triton_ops import operators
+
+    operators.use(made := operators.Operators(replace(table, dense_min_rows=None)))
+    call = Call(check, made, "cpu", filled=False)
+    call.fill(RANKS)
+    call.cut(check.slot_of_row())
+    call()
+
+
+def all_right(
+    made: Any, gpu: Gpu, keep: Callable[[dict[str, object]], None], until: float, wanted: Sequence[Check]
+) -> tuple[dict[str, float], list[str], int]:
+    """Do the checks, eager and, where one may, in a graph.
+
+    Returns:
+        The largest error of each kind relative to what is allowed; what is wrong; how many checks time was left for.
+    """
+    worst: dict[str, float] = {}
+    wrong: list[str] = []
+    for number, check in enumerate(wanted):
+        if time.monotonic() > until:
+            return worst, wrong, number
+        for graph in (False, True) if in_a_graph(check) else (False,):
+            name = f"{check.operator} {check.dtype} {'graph' if graph else 'eager'}"
+            try:
+                error = run(check, made, gpu, seed=number, graph=graph)
+            except AssertionError as problem:
+                error, text = float("inf"), str(problem)
+            else:
+                text = f"{check}: {error:.3g} times what is allowed"
+            worst[name] = max(worst.get(name, 0.0), error)
+            if not error <= 1:
+                wrong.append(f"{'graph' if graph else 'eager'}: {text}")
+                keep({"wrong": wrong[-1]})
+    return worst, wrong, len(wanted)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = gpu_result.options("gpu_check", 240.0)
+    parser.add_argument("--table", type=Path)
+    parser.add_argument("--compile-only", action="store_true", help="for sm_90, on a machine without a GPU")
+    options = parser.parse_args(argv)
+    until = time.monotonic() + options.seconds
+    gpu_compile.use_cache_of_one_run()
+    if options.compile_only:
+        return _compile_only(options, until)
+    gpu = device(rehearse=options.rehearse)
+    from lora_plugins.kernels.triton_ops import operators
+
+    table = gpu.table(options.table)
+    operators.use(made := operators.Operators(table))
+    result = gpu_result.Result(
+        options.out, "check", {**gpu.facts(), "table": Path(table.origin).name}, rehearsal=gpu.rehearsal
+    )
+    wanted = list(checks(small=gpu.rehearsal))
+    with gpu_compile.Compilers(gpu.capability) as compilers:
+        began = time.monotonic()
+        problems = compilers.compile(compile_jobs(wanted, table), (began + until) / 2)
+        result.note(compile_s=round(time.monotonic() - began, 1), compiled=compilers.compiled, not_compiled=problems)
+    with gpu_compile.counted() as missed:
+        worst, wrong, did = all_right(made, gpu, result.add, until, wanted)
+    for name, error in sorted(worst.items()):
+        result.add({"kind": name, "error / allowed": round(error, 4)})
+    result.finish(checks=len(wanted), done=did, wrong=len(wrong), compiled_late=sorted(missed), allowed=MOST_NORM)
+    print(f"{did} of {len(wanted)} checks, {len(wrong)} wrong, {len(missed)} kernels compiled late", flush=True)
+    return 0 if not wrong and did == len(wanted) else 1
+
+
+def _compile_only(options: Any, until: float) -> int:
+    os.environ.pop("TRITON_INTERPRET", None)
+    from lora_plugins.kernels import tuning
+
+    table = tuning.read_table(options.table) if options.table else tuning.load_table("sm_90")
+    jobs = compile_jobs(list(checks()), table)
+    began = time.monotonic()
+    with gpu_compile.Compilers(90, processes=os.cpu_count()) as compilers:
+        problems = compilers.compile(jobs, until)
+        took = time.monotonic() - began
+        print(f"{compilers.compiled} kernels for {len(jobs)} calls in {took:.0f} s by {os.cpu_count()} processes")
+    print(*problems, sep="\n")
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

