@@ -1,8 +1,9 @@
 """Compile what calls would launch, in many processes at once, so that the device does not wait for compilers.
 
-A process calls the operators on empty CPU tensors with Triton's `run` turned into its own `warmup`, for a device that
-it is only told of. What it compiles lies in Triton's cache (TRITON_CACHE_DIR), under the key by which the launch on the
-device finds it. Nothing is launched, so this runs where there is no GPU, and a rehearsal compiles for sm_90.
+A process calls the operators on empty CPU tensors with Triton's `run` turned into its own `warmup`, for a device of
+which it only knows the architecture. What it compiles lies in Triton's cache (TRITON_CACHE_DIR), under the key by which
+the launch on the device finds it. Nothing is launched, so this runs where there is no GPU, and a rehearsal compiles for
+sm_90.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Compilers:
     """Processes that compile; use as a context.
 
     Attributes:
-        compiled: kernels that were compiled anew.
+        compiled: kernels that no cache had.
     """
 
     def __init__(self, capability: int, processes: int | None = None) -> None:

@@ -122,7 +122,7 @@ class Gpu:
         return bool(free > size_bytes + (4 << 30))
 
     def empty_cache(self) -> None:
-        """Give back memory that no tensor has."""
+        """Release memory that no tensor has."""
         self.torch.cuda.empty_cache()
 
     @contextmanager

@@ -23,7 +23,7 @@ from benchmarks.gpu_cases import Case
 from benchmarks.gpu_device import Gpu, device
 
 LAYERS = 32
-ROWS = (1, 16, 64, 256, 4)  # batch sizes, what tells most first
+ROWS = (1, 16, 64, 256, 4)  # batch sizes, the most telling first
 GOALS = {1: 0.95, 4: 0.92, 16: 0.92}  # share of base by adapters
 MOST_DIFFERENCE = 0.1  # between ours and vLLM's after 32 layers of rounding; a wrong slot makes it about 1
 

@@ -103,7 +103,7 @@ def ours(made: Operators, case: Case, stacks: Stacks, batch: Batch) -> Call:
 
 
 def told_vllm(vllm: Vllm, case: Case, device: Any, *, specialized: bool) -> tuple[Any, ...]:
-    """What vLLM's operators are told of the case's batch.
+    """What vLLM's operators take for the case's batch.
 
     `specialized` is `specialize_active_lora`: a launch for as many slots as are active, rounded up.
     """

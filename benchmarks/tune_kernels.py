@@ -2,7 +2,7 @@
 
 For each size of batch, narrow and wide inputs apart, it begins with the default table's plan and takes, one part after
 the other (chunk and shrink, then expand, then fused), what makes the geometric mean over some cases smallest. What is
-to be compared is compiled in parallel first. It writes sm_XX.json under --out, $OUT, or the package, anew after every
+to be compared is compiled in parallel first. It writes sm_XX.json under --out, $OUT, or the package, again after every
 plan, so that a run that is cut off leaves a table with the plans that it had found, and the default's for the others.
 
 In the package, and in LORA_PLUGINS_TUNING_DIR, a table is found by its name. Hold it to `python -m

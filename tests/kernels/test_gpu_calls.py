@@ -269,7 +269,7 @@ def test_without_a_gpu_the_programs_refuse(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_kernels_are_compiled_ahead_for_a_device_that_is_not_here(tmp_path: Path) -> None:
+def test_kernels_are_compiled_ahead_for_an_absent_device(tmp_path: Path) -> None:
     """A process of its own: this one has Triton in its interpreter."""
     code = (
         "import sys, time\n"
