@@ -151,6 +151,7 @@ def test_queued_is_recorded_once_when_it_came(make_engine: Make) -> None:
     assert next(event.timestamp for event in events if event.type is EngineCoreEventType.QUEUED) == came
 
 
+@pytest.mark.deployment("preemption, tiny KV cache", "tested", "a preempted request is in flight, and keeps its slot")
 def test_preempted_it_keeps_its_adapter_in_flight(make_engine: Make) -> None:
     engine = make_engine(blocks=5)
     for name in ("a", "b", "c"):
@@ -264,6 +265,7 @@ def test_clients_are_notified_of_their_own_requests_only(make_engine: Make) -> N
 # --- paused ---
 
 
+@pytest.mark.deployment("pause and resume", "tested", "nothing is admitted, and what is asked of the planner is done")
 @pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
 def test_while_paused_nothing_is_admitted_and_calls_go_on(make_engine: Make, state: PauseState) -> None:
     engine = make_engine()
@@ -321,6 +323,7 @@ def test_what_is_to_be_aborted_at_once_is_not_held(make_engine: Make) -> None:
     assert "a" in engine.scheduler.requests
 
 
+@pytest.mark.deployment("priority scheduling", "tested", "held requests too, where the policy says so")
 def test_priorities_count_where_the_policy_says_so(make_engine: Make) -> None:
     for policy, first in (("fcfs", "a"), ("priority", "b")):
         engine = make_engine(policy=policy)
