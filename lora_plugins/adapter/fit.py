@@ -69,11 +69,7 @@ def check_base(
         IncompatibleAdapter: rank, base model or modules do not fit.
     """
     if not base.lora_enabled:
-        raise IncompatibleAdapter(
-            "an adapter, on a server without LoRA",
-            expected="one with LoRA",
-            remedy="restart the server with --enable-lora",
-        )
+        raise without_lora()
     if base.max_rank is not None and config.max_rank > base.max_rank:
         raise IncompatibleAdapter(
             f"rank {config.max_rank}",
@@ -96,6 +92,15 @@ def check_base(
         return notes
     note = f"names base model '{config.base_model}'" if config.base_model else "names no base model"
     return (*notes, f"{note}, served is '{base.path}'; accepted because {'the rest' if notes else 'every shape'} fits")
+
+
+def without_lora() -> IncompatibleAdapter:
+    """What is said of any adapter on a server without LoRA."""
+    return IncompatibleAdapter(
+        "an adapter, on a server without LoRA",
+        expected="one with LoRA",
+        remedy="restart the server with --enable-lora",
+    )
 
 
 def _check_name(config: AdapterConfig, base: BaseModel, mode: BaseMatch) -> bool:

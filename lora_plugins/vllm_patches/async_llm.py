@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from lora_plugins.adapter.fit import without_lora
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import RequestRefused, RequestServed
@@ -83,6 +84,8 @@ def _asking(client: weakref.ref[Any]) -> Ask:
         target = client()
         if target is None:
             raise RuntimeError("the engine client is gone")
+        if not has_planner(target):
+            return _without_lora(utility)
         core = target.engine_core
         engines = getattr(core, "core_engines", None) or []
         numbers = [int.from_bytes(identity, "little") for identity in engines] or [0]
@@ -93,6 +96,13 @@ def _asking(client: weakref.ref[Any]) -> Ask:
         return dict(zip(numbers, await _unless_dead(target, asyncio.gather(*calls)), strict=True))
 
     return ask
+
+
+def _without_lora(utility: str) -> dict[int, Any]:
+    """No engine of a server without LoRA has a planner: there is nothing to be seen, and nothing can be loaded."""
+    if utility in {"lora_plugins_residency", "lora_plugins_figures"}:
+        return {}
+    raise without_lora()
 
 
 async def _unless_dead(client: Any, answers: asyncio.Future[list[Any]]) -> list[Any]:

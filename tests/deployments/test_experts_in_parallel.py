@@ -2,60 +2,76 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from testbed import model_builder
 from testbed.architectures import BY_NAME
-from testbed.bed import Bed
-from testbed.models import _byte_tokenizer
-from tests.e2e.servers import admin_server
+from testbed.bed import MAX_TOKENS, Bed
+from testbed.client import complete_all
+from testbed.models import DEMO_ADAPTERS, PROMPT
+from tests.e2e.servers import admin_server, lora_server
 from tests.e2e.standing_still import LONGEST_S
+
+NAMES = [spec.name for spec in DEMO_ADAPTERS]
+EXPERTS = BY_NAME["OlmoeForCausalLM"]
 
 pytestmark = pytest.mark.nightly
 
-KINDS = ("attention", "rslora", "patterns", "router")
+
+@pytest.mark.deployment(
+    "mixture of experts, data parallel",
+    "vllm",
+    "its CPU build cannot exchange tokens: `NotImplementedError` of `all_gatherv`, without us",
+)
+def test_vllms_cpu_build_cannot_exchange_tokens_of_experts(bed: Bed, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    model_builder.build(EXPERTS, base, tmp_path / "made")
+    AutoTokenizer.from_pretrained(bed.base).save_pretrained(base)  # the prompt is given as ids
+    with lora_server(
+        Bed(base, tmp_path, {}), tmp_path, "--max-model-len", "64", "--data-parallel-size", "2",
+        "--api-server-count", "1", "--lora-target-modules", *EXPERTS.only, plugins=(),
+    ) as server:  # fmt: skip
+        body = {"model": str(base), "prompt": model_builder.PROMPT, "max_tokens": 4}
+        asked = httpx.post(f"{server.url}/v1/completions", json=body, timeout=LONGEST_S)
+        assert asked.status_code == 500
+        assert "in all_gatherv" in server.log()
+        assert "NotImplementedError" in server.log()
 
 
 @pytest.mark.deployment(
-    "mixture of experts, data parallel", "tested", "two engines, adapters of attention and router; one idle in turn"
+    "mixture of experts, data parallel",
+    "tested",
+    "vLLM's dummy batches, called as an idle engine calls them, on a dense model: pins, host cache and answers stay",
 )
-def test_an_idle_engines_dummies_remove_nothing(tmp_path: Path, bed: Bed) -> None:
-    architecture = BY_NAME["OlmoeForCausalLM"]
-    base, adapters = tmp_path / "base", tmp_path / "adapters"
-    answers = model_builder.build(architecture, base, adapters)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=_byte_tokenizer(512), bos_token="<s>", eos_token="</s>")
-    tokenizer.save_pretrained(base)
-    for kind in set(architecture.kinds()) - set(KINDS):
-        shutil.rmtree(adapters / kind, ignore_errors=True)
-    here = Bed(base, adapters, {})
-    with admin_server(
-        here, tmp_path, "--max-loras", "2", "--data-parallel-size", "2", "--api-server-count", "1",
-        "--max-model-len", "64", "--lora-target-modules", *architecture.only,
-    ) as server:  # fmt: skip
+def test_dummy_batches_between_requests_remove_nothing(bed: Bed, tmp_path: Path) -> None:
+    shutil.copytree(bed.adapters, tmp_path / "adapters")
+    with admin_server(bed, tmp_path, "--max-loras", "2") as server:
 
-        def answer(model: str) -> list[int]:
-            body = {
-                "model": model, "prompt": model_builder.PROMPT, "max_tokens": model_builder.MAX_TOKENS,
-                "temperature": 0, "ignore_eos": True, "return_token_ids": True,
-            }  # fmt: skip
-            said = httpx.post(f"{server.url}/v1/completions", json=body, timeout=LONGEST_S)
-            assert said.status_code == 200, said.text
-            return list(said.json()["choices"][0]["token_ids"])
+        def post(path: str, **body: Any) -> Any:
+            answer = httpx.post(f"{server.url}{path}", json=body, timeout=LONGEST_S)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
 
-        expected = {kind: answers[kind] for kind in KINDS}
-        assert answer("attention") == answers["attention"]
-        pinned = httpx.post(f"{server.url}/v1/loras/attention/pin", timeout=LONGEST_S)
-        assert pinned.status_code == 200, pinned.text
-        for _ in range(3):  # one at a time, so the other engine has nothing but dummies
-            assert {kind: answer(kind) for kind in KINDS} == expected
-            assert answer(str(base)) == answers[""]
-            view = httpx.get(f"{server.url}/v1/loras/attention", timeout=LONGEST_S).json()
-            assert (view["pinned"], set(view["tiers"])) == (True, {"store", "host", "slot"}), "in both engines"
-        log = server.log()
-        assert "/not/a/real/path" not in log
-        assert "Traceback" not in log
+        async def ask_among_dummies() -> list[list[int] | int]:
+            dummies = asyncio.gather(
+                *(asyncio.to_thread(post, "/collective_rpc", method="execute_dummy_batch") for _ in range(30))
+            )
+            answers = await complete_all(server, NAMES * 4, PROMPT, MAX_TOKENS, at_once=8)
+            await dummies
+            return answers
+
+        for round_number in range(3):
+            assert asyncio.run(ask_among_dummies()) == [bed.answers[name] for name in NAMES * 4]
+            if round_number == 0:
+                post("/v1/loras/sql/pin")
+            view = httpx.get(f"{server.url}/v1/loras/sql", timeout=LONGEST_S).json()
+            assert (view["pinned"], set(view["tiers"])) == (True, {"store", "host", "slot"})
+            (worker,) = post("/collective_rpc", method="get_lora_metrics")["results"]
+            assert worker["adapters"]["registered"] == len(NAMES), "cold ones are in host memory still"

@@ -75,6 +75,7 @@ def test_several_api_servers_cannot_change_what_is_served(
 )
 @pytest.mark.parametrize("plugins", [(), (RESOLVER, MANAGER, KERNELS)], ids=["without us", "with us"])
 def test_pipeline_parallelism_fails_in_vllms_own_cpu_worker(bed: Bed, tmp_path: Path, plugins: Sequence[str]) -> None:
+    (tmp_path / "adapters").mkdir()
     with lora_server(bed, tmp_path, "--pipeline-parallel-size", "2", plugins=plugins) as server:
         asked = httpx.post(
             f"{server.url}/v1/completions", json={"model": str(bed.base), "prompt": "x"}, timeout=LONGEST_S

@@ -17,6 +17,7 @@ from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError, NoFreeSlo
 from lora_plugins.events import Events, RequestRefused, RequestServed
 from lora_plugins.process import Process
 from lora_plugins.server import response_start
+from lora_plugins.server.planner_client import Place
 from lora_plugins.server.response_start import Pending
 from lora_plugins.vllm_patches import async_llm
 from lora_plugins.vllm_patches.async_llm import AddLora, adding
@@ -137,6 +138,17 @@ async def test_who_asked_an_engine_that_dies_is_told(engines: list[bytes] | None
     assert asking.done(), "it waits for ever"
     with pytest.raises(EngineDeadError):
         await asking
+
+
+@runs
+async def test_without_lora_nothing_is_there_and_nothing_loads() -> None:
+    client = Client(lora=None)
+    planner = async_llm.planner_of(client)
+    assert (await planner.places())(1) == Place()
+    assert await planner.figures() == {}
+    with pytest.raises(IncompatibleAdapter, match="restart the server with --enable-lora"):
+        await planner.load(request())
+    assert client.engine_core.asked == [], "an engine without LoRA has no planner"
 
 
 @runs

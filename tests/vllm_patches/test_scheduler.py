@@ -407,6 +407,14 @@ def test_loaded_in_place_it_is_loaded_again_once(make_engine: Make) -> None:
     assert sum(isinstance(command, Load) for command in engine.commands) == 2
 
 
+def test_rays_second_executor_is_not_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    monkeypatch.delenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", raising=False)  # it is the default
+    config = vllm_config(base)
+    config.parallel_config.distributed_executor_backend, config.parallel_config.world_size = "ray", 2
+    assert planner_of(config) is not None
+
+
 @pytest.mark.deployment("Ray", "refused", "vLLM's first executor (before 0.33, not its default): L007 names the second")
 @pytest.mark.parametrize(
     ("backend", "says"), [("ray", "first Ray executor"), ("external_launcher", "external launcher")]
