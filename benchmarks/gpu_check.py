@@ -232,6 +232,8 @@ class Call:
 def run(check: Check, operators: Any, gpu: Gpu, seed: int, *, graph: bool = False) -> float:
     """The error of one call relative to what is allowed, eager or in a graph."""
     gpu.torch.manual_seed(seed)
+    # A size that is captured never takes the dense path, neither in a graph nor before it; see `Operators`.
+    operators.captured_rows = check.rows if graph else 0
     call = Call(check, operators, gpu.device)
     try:
         if graph:  # captured for another batch, with other adapters in the slots

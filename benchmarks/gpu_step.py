@@ -173,7 +173,7 @@ def measured(
                     return
                 ways = adapters_of.ways(made, vllm, batch_rows, active)
                 yield {**_facts(server, batch_rows, active), **_times(model, x, ways, vllm)}
-        del adapters_of
+        adapters_of = ways = None  # before the next server's slots are made
         made.forget()
         vllm.forget()
         gpu.empty_cache()

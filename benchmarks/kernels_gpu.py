@@ -74,7 +74,8 @@ def compile_jobs(wanted: Sequence[Case], gpu: Gpu, table: Any) -> list[gpu_compi
     first: dict[object, tuple[Case, Any]] = {}
     for case in wanted:
         plan = table.plan(case.rows, case.n_in, max(case.widths))
-        kind = (plan, case.n_in, case.widths, case.slot_rank, case.n_slots % 4)
+        rank_programs = min(plan.shrink.rank_programs, -(-case.slot_rank // plan.shrink.rank))
+        kind = (plan, len(case.widths), case.n_slots % 4, rank_programs)
         first.setdefault(kind, (case, table))
     return [(gpu_weights.compile_case, arguments) for arguments in first.values()]
 
@@ -93,6 +94,7 @@ def timed(
         largest = max(group, key=lambda case: case.n_slots)
         few = min(group, key=lambda case: case.adapters)
         copies = min(gpu_weights.copies_for(few), gpu_weights.copies_that_fit(largest, MEMORY_BUDGET_BYTES))
+        copies = 1 if gpu.rehearsal else copies
         stacks = gpu_weights.make_stacks(largest, copies, gpu.dtype, gpu.device)
         for case in group:
             if time.monotonic() > until:
@@ -104,9 +106,11 @@ def timed(
                 name: bound(call, y, x)
                 for name, call in gpu_weights.all_ways(made, vllm, case, mine, gpu.device).items()
             }
+            made.captured_rows = case.rows  # a captured size takes no dense path, also not when it is warmed up
             differ = differences(calls, y)
             enough = min(copies, gpu_weights.copies_for(case))
             us = {f"{name} graph": value for name, value in in_graph(gpu, calls, enough).items()}
+            made.captured_rows = 0
             if case.rows in EAGER_ROWS:
                 us |= {f"{name} eager": value for name, value in eagerly(gpu, calls, min(enough, 32)).items()}
             row = gpu_cases.row(case, us, case.floor_us(bytes_per_s))
@@ -140,7 +144,7 @@ def differences(calls: dict[str, Callable[[int], None]], y: Any) -> dict[str, fl
 
 def in_graph(gpu: Gpu, calls: dict[str, Callable[[int], None]], copies: int, rounds: int = ROUNDS) -> dict[str, float]:
     """Microseconds of one call among many in a CUDA graph, each on other weights; medians of rounds taken in turn."""
-    number = max(GRAPH_CALLS, copies)
+    number = 1 if gpu.rehearsal else max(GRAPH_CALLS, copies)
     graphs = {}
     for name, call in calls.items():
         for copy in range(copies):
@@ -157,7 +161,7 @@ def in_graph(gpu: Gpu, calls: dict[str, Callable[[int], None]], copies: int, rou
 
 def eagerly(gpu: Gpu, calls: dict[str, Callable[[int], None]], copies: int) -> dict[str, float]:
     """Microseconds of one call outside of a graph, the host's work included."""
-    number = max(GRAPH_CALLS, copies)
+    number = 1 if gpu.rehearsal else max(GRAPH_CALLS, copies)
 
     def many(call: Callable[[int], None]) -> Callable[[], None]:
         def run() -> None:

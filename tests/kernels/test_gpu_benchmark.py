@@ -218,6 +218,19 @@ def _fill(call: gpu_check.Call, slots: list[int]) -> None:
     call.slot_of_row = slots
 
 
+def test_a_graph_never_holds_the_dense_path(gpu: gpu_device.Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels would be compiled and loaded for the first time within the capture, which CUDA refuses."""
+    made = Operators(Table("", (PLAN,), dense_min_rows=1))
+    monkeypatch.setattr(operators, "_operators", made)
+    dense, taken = operators.dense, []
+    monkeypatch.setattr(operators, "dense", lambda *args, **kwargs: (taken.append(1), dense(*args, **kwargs)))
+    check = Check("linear", 5, 40, (24,), 64, "float32", "one slot")
+    assert gpu_check.run(check, made, gpu, seed=1, graph=True) <= 1
+    assert not taken
+    assert gpu_check.run(check, made, gpu, seed=1) <= 1
+    assert taken
+
+
 def test_checks_that_time_is_not_left_for_are_counted(made: Operators, gpu: gpu_device.Gpu) -> None:
     wanted = list(gpu_check.checks(small=True))
     kept: list[dict[str, object]] = []
