@@ -24,6 +24,7 @@ from testbed.ahead_of_time import compile_launches
 
 KERNELS = (chunks._cut_kernel, shrink._shrink_kernel, expand._expand_kernel, fused._fused_kernel)
 SLOTS, MAX_RANK, MAX_ROWS = 4, 64, 8192
+MANY_SLOTS = 512
 # Llama-3-8B's packed q, k, v; and sizes of which nothing is a multiple of anything.
 SHAPES = {"qkv": (4096, (4096, 1024, 1024)), "odd": (1023, (515, 77))}
 # (shape, dtype): architectures. bfloat16 is what people serve with; the others must not spill either.
@@ -53,7 +54,14 @@ def launch(plan: tuning.Plan, shape: str, dtype: torch.dtype) -> None:
         fused.fused(y, x, module, ranks, batch, plan.chunk, plan.fused, 1.0)
 
 
+def cut_many_slots() -> None:
+    """What grouping a batch runs in an engine of many slots."""
+    chunks.Chunks(MAX_ROWS, MANY_SLOTS, "cpu").cut(torch.zeros(MAX_ROWS, dtype=torch.int64))
+
+
 def results(table: tuning.Table) -> Iterator[dict[str, object]]:
+    for compiled in compile_launches((chunks._cut_kernel,), cut_many_slots, (80, 90, 100)):
+        yield {"shape": f"{MANY_SLOTS} slots", "dtype": "int64", "max_rows": MAX_ROWS, **asdict(compiled)}
     for plan in table.plans:
         for (shape, dtype), architectures in COMPILED.items():
             for compiled in compile_launches(KERNELS, lambda: launch(plan, shape, dtype), architectures):  # noqa: B023
@@ -75,11 +83,11 @@ def main() -> None:
     if "--print" in sys.argv[1:]:
         return
     rows.sort(key=lambda row: (row["kernel"], row["architecture"], row["dtype"], row["shape"], row["max_rows"]))
-    print(f"{'kernel':15} sm_  {'dtype':9} shape  rows  registers  spilled  shared  element-wise loads")
+    print(f"{'kernel':15} sm_  {'dtype':9} shape      rows  registers  spilled  shared  element-wise loads")
     for _, group in groupby(rows, key=lambda row: (row["kernel"], row["architecture"])):
         for row in group:
             print(
-                f"{row['kernel']:15} {row['architecture']:<4} {row['dtype']:9} {row['shape']:5} {row['max_rows']:5}"
+                f"{row['kernel']:15} {row['architecture']:<4} {row['dtype']:9} {row['shape']:9} {row['max_rows']:5}"
                 f"  {row['registers']:9}  {row['spilled_bytes']:7}  {row['shared_bytes']:6}  {row['narrow']:5}"
             )
     print(keep("kernels_aot", rows))

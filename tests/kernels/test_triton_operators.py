@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ pytest.importorskip("triton", reason="Triton's interpreter comes with Triton, wh
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_plugins.kernels.ranks import SlotRanks
 from lora_plugins.kernels.triton_ops import operators
@@ -236,3 +238,43 @@ def test_compiled_code_calls_the_operator_as_one_step() -> None:
         return y
 
     bed.check(step(bed.y, bed.x))
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of the largest float32 tensor made without a content: partial sums, where x is of another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest_bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.empty.memory_format and made.dtype == torch.float32:
+            self.largest_bytes = max(self.largest_bytes, made.nbytes)
+        return made
+
+
+def allocated_bytes(bed: Bed) -> int:
+    with Allocations() as allocations:
+        operators.lora_linear(bed.y.clone(), bed.x, bed.a, bed.b, *cut(bed).tensors, bed.widths, 1.0, 0, True)
+    return allocations.largest_bytes
+
+
+@pytest.mark.parametrize("change", [{}, {"batch_invariant": True}], ids=["any plan", "one plan"])
+def test_a_run_without_adapters_takes_the_memory_of_one_with(change: dict[str, Any]) -> None:
+    """vLLM measures the memory that a step takes in the former, and gives what is left to its KV cache."""
+    plans = (
+        Plan(16, ShrinkTile(columns=32, splits=8), ExpandTile(columns=32), max_rows=5),
+        Plan(16, ShrinkTile(columns=32, splits=4), ExpandTile(columns=32), max_rows=8),
+        Plan(16, ShrinkTile(columns=32, splits=2), ExpandTile(columns=32)),
+    )
+    set_up(Table("test", plans), **change)
+    ranks = [[16, 16]] * 2
+    profiled = Bed.make([-1] * 12, ranks, widths=(16, 8), dtype=torch.float16)
+    measured = allocated_bytes(profiled)
+    for rows in range(1, 13):
+        bed = Bed(
+            profiled.x[:rows].nan_to_num(0), profiled.y[:rows], profiled.a, profiled.b, [0] * rows, ranks, [16, 8], 32
+        )
+        assert 0 < allocated_bytes(bed) <= measured
+    assert allocated_bytes(profiled) == 0, "it has been taken"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton's interpreter comes with Triton, which is for Linux only")
 
+from lora_plugins.kernels.triton_ops.chunks import SIZES, Chunks
 from lora_plugins.kernels.triton_ops.expand import expand
 from lora_plugins.kernels.triton_ops.packed import PackedModule
 from lora_plugins.kernels.triton_ops.shrink import partials, shrink
@@ -62,6 +65,24 @@ def test_chunks_of_every_size_with_slots_that_need_several(size: int) -> None:
     slot_of_row = [row % 3 - 1 for row in range(150)]
     bed = Bed.make(slot_of_row, [[8], [16]], n_in=32)
     bed.check(run(bed, size=size, out=ExpandTile(columns=32)))
+
+
+@pytest.mark.parametrize("slots", [300, 512])
+def test_chunks_of_many_slots(slots: int) -> None:
+    """One program takes fewer chunks at once then, so that what it compares fits into its registers."""
+    slot_of_row = [(row * 37) % slots if row % 5 else -1 for row in range(60)] + [slots - 1] * 40
+    chunks = Chunks(128, slots, "cpu")
+    chunks.cut(torch.tensor(slot_of_row))
+    order = sorted(range(len(slot_of_row)), key=lambda row: slot_of_row[row])
+    for size in SIZES:
+        want = []
+        for slot, places in groupby(range(len(order)), key=lambda place: slot_of_row[order[place]]):
+            rows = list(places)
+            if slot >= 0:
+                want += [(slot, rows[at], len(rows[at : at + size])) for at in range(0, len(rows), size)]
+        table = chunks.of_size(size).T.tolist()
+        assert [tuple(chunk) for chunk in table[: len(want)]] == want
+        assert all(chunk == [-1, 0, 0] for chunk in table[len(want) :])
 
 
 @pytest.mark.parametrize(

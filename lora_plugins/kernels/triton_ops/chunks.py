@@ -17,6 +17,7 @@ import triton.language as tl
 from lora_plugins.kernels.tuning import CHUNK_SIZES as SIZES  # neighbours differ by a factor of 2, see _cut_kernel
 
 _CHUNKS_AT_ONCE = 64
+_TILE = 64 * 128  # chunks at once times slots, which one program compares: more would not fit into its registers
 
 
 def chunks_at_most(rows: int, size: int, slots: int) -> int:
@@ -61,14 +62,16 @@ class Chunks:
         rows = self.rows = int(slot_of_row.shape[0])
         if rows:
             torch.sort(slot_of_row, stable=True, out=(self._sorted[:rows], self.order[:rows]))
-        grid = (len(SIZES), triton.cdiv(self.capacity, _CHUNKS_AT_ONCE))
+        slots = triton.next_power_of_2(self.slots)
+        at_once = max(1, min(_CHUNKS_AT_ONCE, _TILE // slots))
+        grid = (len(SIZES), triton.cdiv(self.capacity, at_once))
         _cut_kernel[grid](
             self._sorted,
             self.table,
             rows,
             self.capacity,
-            SLOTS=triton.next_power_of_2(self.slots),
-            AT_ONCE=_CHUNKS_AT_ONCE,
+            SLOTS=slots,
+            AT_ONCE=at_once,
             SMALLEST=SIZES[0],
             STEPS=self.order.shape[0].bit_length(),
         )

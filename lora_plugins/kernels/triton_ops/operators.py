@@ -66,11 +66,13 @@ class _Known:
 
     Attributes:
         stacks: whose addresses the module is known by: while it is known, nothing else comes to lie there.
+        reserved_rows: of the largest batch whose memory `reserve` has taken.
     """
 
     device: Any
     host: SlotRanks | None
     stacks: tuple[Any, ...]
+    reserved_rows: int = 0
     packed: dict[Any, PackedModule] = field(default_factory=dict)
 
 
@@ -141,6 +143,22 @@ class Operators:
             packed = known.packed[key] = PackedModule(a, b, output_slices, offset)
         return packed, known
 
+    def reserve(self, x: Any, a: Sequence[Any], b: Sequence[Any], output_slices: Sequence[int], offset: int) -> None:
+        """Take, for a moment, what memory a batch of these rows or fewer would need of its own if it had adapters.
+
+        vLLM runs the largest batch without adapters, and gives the memory that it has not seen in use to its KV cache.
+        """
+        rows = x.shape[0]
+        known = self._known.get(a[0].data_ptr())
+        if (known is not None and rows <= known.reserved_rows) or _capturing():
+            return
+        module, known = self.module(a, b, output_slices, offset)
+        known.reserved_rows = rows
+        plans = (self.table.invariant(),) if self.batch_invariant else self.table.plans
+        within = [plan for plan in plans if plan.holds(min(rows, plan.max_rows), x.shape[1], module.widest)]
+        most = max(plan.shrink.splits * min(rows, plan.max_rows) for plan in within)
+        torch.empty(most, module.slices, module.max_rank, dtype=torch.float32, device=x.device)
+
     def takes_dense_path(self, y: Any, x: Any, batch: Any) -> bool:
         """Whether the host may and should compute this batch by plain products."""
         least = self.table.dense_min_rows
@@ -194,9 +212,12 @@ def lora_linear(
 ) -> None:
     """`y[:, slice i] += scale * B_i A_i x`: `y` `[rows, out]`, `x` `[rows, in]`, stacks as in `PackedModule`."""
     batch = host.tolist()
-    if not batch[1] or not x.shape[0]:
+    if not x.shape[0]:
         return
     operators = in_use(batch[3])
+    if not batch[1]:
+        operators.reserve(x, a, b, output_slices, offset)
+        return
     module, known = operators.module(a, b, output_slices, offset)
     x = _rows(x, module)
     if operators.takes_dense_path(y, x, batch):
