@@ -7,8 +7,44 @@ background thread. A slot is never read while it is written, for no running requ
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+
+class _Pending(threading.local):
+    """What `at_once` has deferred in this thread; None outside of it."""
+
+    actions: dict[Hashable, Callable[[], None]] | None = None
+
+
+_pending = _Pending()
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Have what `after_writing` is given within this, by this thread, done at the end of it, once for each key.
+
+    Around what writes a slot in all layers, so that their ranks reach the device together.
+    """
+    if _pending.actions is not None:  # within another: at the end of that one
+        yield
+        return
+    _pending.actions = {}
+    try:
+        yield
+    finally:
+        actions, _pending.actions = _pending.actions, None
+        for action in actions.values():
+            action()
+
+
+def after_writing(key: Hashable, action: Callable[[], None]) -> None:
+    """Do `action` now, or at the end of `at_once`, if another of this key has not taken its place."""
+    if _pending.actions is None:
+        action()
+    else:
+        _pending.actions[key] = action
 
 
 class SlotRanks:

@@ -8,6 +8,7 @@ from typing import Any
 
 from lora_plugins.kernels import dispatch
 from lora_plugins.kernels.compiled import build
+from lora_plugins.kernels.ranks import at_once
 from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.process import this_process
@@ -70,17 +71,25 @@ def triton_wrapper(*args: Any, **kwargs: Any) -> Any:
 
 
 def register_layers() -> None:
-    """Have every layer with LoRA register with its punica wrapper, which learns true ranks from it."""
+    """Have every layer with LoRA register with its punica wrapper, which learns true ranks from it, of all at once."""
     from vllm.lora.layers.base import BaseLayerWithLoRA
+    from vllm.lora.model_manager import LoRAModelManager
 
     original = BaseLayerWithLoRA.set_mapping
+    activate = LoRAModelManager.activate_adapter
 
     @functools.wraps(original)
     def wrapped(self: Any, punica_wrapper: Any) -> None:
         original(self, punica_wrapper)
         punica_wrapper.register(self)
 
+    @functools.wraps(activate)
+    def activate_at_once(self: Any, lora_id: int) -> bool:
+        with at_once():
+            return bool(activate(self, lora_id))
+
     BaseLayerWithLoRA.set_mapping = wrapped
+    LoRAModelManager.activate_adapter = activate_at_once
 
 
 def base_rows_get_an_adapter() -> bool:
@@ -114,6 +123,12 @@ LEDGER = (
         "vllm.lora.layers.base: BaseLayerWithLoRA.set_mapping(self, punica_wrapper)",
         what="wrapped: our punica wrapper is given the layer",
         why="a punica wrapper is given tensors only, padded to max_lora_rank; the layer knows the true ranks",
+        remove="vLLM gives punica wrappers the true rank of each slot",
+    ),
+    Patch(
+        "vllm.lora.model_manager: LoRAModelManager.activate_adapter(self, lora_id)",
+        what="wrapped: what it writes into the slots of all layers is announced to the device once",
+        why="a launch for each layer's rank would cost more than the copy of all",
         remove="vLLM gives punica wrappers the true rank of each slot",
     ),
     Patch(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lora_plugins.kernels.packing import packer_of
+from lora_plugins.kernels.ranks import at_once
 from lora_plugins.worker.host_memory import Block, bytes_of, room
 
 WriteSlot = Callable[[int], None]
@@ -39,8 +40,9 @@ class LoadedAdapter:
 
     def write(self, slot: int) -> None:
         """Have every layer compute with this adapter where a row's slot is `slot`."""
-        for write in self.writes:
-            write(slot)
+        with at_once():
+            for write in self.writes:
+                write(slot)
 
     def leave(self, slot: int) -> None:
         """Have the slot point at nothing of this adapter's memory."""

@@ -20,6 +20,7 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from lora_plugins.adapter.landing import mismatch
 from lora_plugins.adapter.model_modules import ModelModules
 from lora_plugins.errors import describing
+from lora_plugins.kernels.ranks import at_once
 from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.scheduler.messages import AdapterSpec, Command, Report
@@ -91,9 +92,10 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
 
     def _empty_slots(self) -> None:
         """Have the system give the slots' pages now, not at each one's first use."""
-        for module in self._adapter_manager.modules.values():
-            for index in range(self._adapter_manager.lora_slots):
-                module.reset_lora(index)
+        with at_once():
+            for module in self._adapter_manager.modules.values():
+                for index in range(self._adapter_manager.lora_slots):
+                    module.reset_lora(index)
 
     # --- the scheduler's commands, in the engine loop ---
 

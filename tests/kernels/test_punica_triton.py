@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,10 @@ from vllm.lora.layers import (
     VocabParallelEmbeddingWithLoRA,
     classifier,
 )
+from vllm.lora.layers.base import BaseLayerWithLoRA
+from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.utils import from_layer, from_layer_classification, from_layer_logits_processor
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -33,7 +37,10 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.platforms import current_platform
 
+from lora_plugins.kernels.triton_ops.ranks import _Table
+from lora_plugins.vllm_patches.punica import register_layers
 from tests.kernels.triton_bed import TOLERANCE
 from tests.kernels.triton_layers import (
     MIXED,
@@ -49,6 +56,7 @@ from tests.kernels.triton_layers import (
     set_traps,
     with_mapping,
 )
+from tests.worker import small_model
 from tests.worker.small_model import one_process
 
 IN, OUT = 24, 32
@@ -313,3 +321,39 @@ def test_a_layer_that_sees_the_first_rows_only(which: str, rows: int) -> None:
     x = torch.randn(rows, IN)
     before = base_output(layer, x)
     check(layer(x)[0], adapters.expected(before, x, slots[:rows]), before, slots)
+
+
+@pytest.mark.parametrize("manager", ["vllm", "lora_plugins"])
+def test_activating_an_adapter_copies_all_ranks_at_once(
+    manager: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch for each layer's rank would be hundreds of launches."""
+    monkeypatch.setattr(
+        type(current_platform),
+        "get_punica_wrapper",
+        classmethod(lambda _: "lora_plugins.kernels.punica_triton.TritonPunicaWrapper"),
+    )
+    monkeypatch.setattr(BaseLayerWithLoRA, "set_mapping", BaseLayerWithLoRA.set_mapping)  # to be put back
+    monkeypatch.setattr(LoRAModelManager, "activate_adapter", LoRAModelManager.activate_adapter)
+    register_layers()
+    config = small_model.vllm_config(small_model.base_directory(tmp_path / "base"))
+    made = small_model.manager_of(config, LRUCacheWorkerLoRAManager if manager == "vllm" else None)
+    modules = made._adapter_manager.modules
+    copied: list[int] = []
+    copy = _Table._copy
+    monkeypatch.setattr(_Table, "_copy", lambda self, slot: (copied.append(slot), copy(self, slot)))
+    adapter = small_model.make_adapter(tmp_path / "a", 1, rank=3)
+    if manager == "vllm":
+        made.add_adapter(adapter.request())
+        slot = made._adapter_manager.lora_index_to_id.index(1)
+    else:
+        small_model.serve(made, adapter, 1)
+        slot = 1
+    assert copied == [slot]
+    for module in modules.values():
+        ranks = module._lora_plugins_ranks[slot]
+        _, known = module.punica_wrapper._operators.module(
+            module.lora_a_stacked, module.lora_b_stacked, module.output_slices, 0
+        )
+        assert known.device[:, slot].tolist() == list(ranks)
+        assert set(ranks) == {3}

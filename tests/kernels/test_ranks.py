@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lora_plugins.kernels.ranks import SlotRanks, true_ranks
+from lora_plugins.kernels.ranks import SlotRanks, after_writing, at_once, true_ranks
 
 
 def matrix(rank: int) -> SimpleNamespace:
@@ -74,3 +74,34 @@ def test_a_pair_for_several_slices_is_expanded_by_the_layer():
         return [lora_a[0]] * 3 + [lora_a[1]], None
 
     assert true_ranks([matrix(4), None], [matrix(4), None], [16] * 4, expand) == (4, 4, 4, 0)
+
+
+def test_what_follows_a_write_is_deferred_and_done_once():
+    done = []
+    after_writing("a", lambda: done.append("at once"))
+    with at_once():
+        after_writing("a", lambda: done.append("old"))
+        after_writing("b", lambda: done.append("b"))
+        with at_once():
+            after_writing("a", lambda: done.append("new"))
+        assert done == ["at once"]
+        other = threading.Thread(target=after_writing, args=("a", lambda: done.append("other thread")))
+        other.start()
+        other.join()
+        assert done == ["at once", "other thread"]
+    assert done == ["at once", "other thread", "new", "b"]
+
+
+def test_what_follows_a_write_is_done_after_an_error_too():
+    done = []
+
+    @at_once()
+    def write() -> None:
+        after_writing("a", lambda: done.append("a"))
+        raise ValueError("no slot")
+
+    with pytest.raises(ValueError, match="no slot"):
+        write()
+    assert done == ["a"]
+    after_writing("a", lambda: done.append("b"))
+    assert done == ["a", "b"]

@@ -342,6 +342,7 @@ def wrong_answers(manager: Any, *adapters: Adapter) -> list[str]:
 def use_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have managers that are made from now on compute with our compiled kernels, which slots are only pointed at."""
     from vllm.lora.layers.base import BaseLayerWithLoRA
+    from vllm.lora.model_manager import LoRAModelManager
     from vllm.platforms import current_platform
 
     from lora_plugins.kernels.compiled import build
@@ -352,4 +353,5 @@ def use_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapper = "lora_plugins.kernels.punica_cpu.CompiledPunicaWrapperCPU"
     monkeypatch.setattr(type(current_platform), "get_punica_wrapper", classmethod(lambda _: wrapper))
     monkeypatch.setattr(BaseLayerWithLoRA, "set_mapping", BaseLayerWithLoRA.set_mapping)  # to be put back
+    monkeypatch.setattr(LoRAModelManager, "activate_adapter", LoRAModelManager.activate_adapter)
     register_layers()

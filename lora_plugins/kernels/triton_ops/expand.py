@@ -59,6 +59,7 @@ def expand(
         rows,
         tiles,
         ranks.stride(0),
+        ranks.stride(1),
         t.stride(0),
         t.stride(1),
         t.stride(2),
@@ -78,7 +79,7 @@ def expand(
     )
 
 
-@triton.jit(do_not_specialize=["capacity", "rows", "tiles", "ranks_stride"])
+@triton.jit(do_not_specialize=["capacity", "rows", "tiles", "ranks_stride", "ranks_slot_stride"])
 def _expand_kernel(
     t: tl.tensor,
     module: tl.tensor,
@@ -90,6 +91,7 @@ def _expand_kernel(
     rows: tl.tensor,
     tiles: tl.tensor,
     ranks_stride: tl.tensor,
+    ranks_slot_stride: tl.tensor,
     t_split_stride: tl.tensor,
     t_slice_stride: tl.tensor,
     t_row_stride: tl.tensor,
@@ -117,7 +119,7 @@ def _expand_kernel(
     if tile * OUT >= width:
         return
     slot = tl.load(chunks + chunk).to(tl.int64)
-    rank = tl.load(ranks + slice_ * ranks_stride + slot)
+    rank = tl.load(ranks + slice_ * ranks_stride + slot * ranks_slot_stride)
     if ADD:
         if rank == 0:
             return

@@ -67,6 +67,7 @@ def fused(
         tiles,
         n_in,
         ranks.stride(0),
+        ranks.stride(1),
         x.stride(0),
         module.a_strides[0],
         module.a_strides[1],
@@ -87,7 +88,7 @@ def fused(
     )
 
 
-@triton.jit(do_not_specialize=["capacity", "rows", "tiles", "ranks_stride"])
+@triton.jit(do_not_specialize=["capacity", "rows", "tiles", "ranks_stride", "ranks_slot_stride"])
 def _fused_kernel(
     x: tl.tensor,
     module: tl.tensor,
@@ -100,6 +101,7 @@ def _fused_kernel(
     tiles: tl.tensor,
     n_in: tl.tensor,
     ranks_stride: tl.tensor,
+    ranks_slot_stride: tl.tensor,
     x_stride: tl.tensor,
     a_slot_stride: tl.tensor,
     a_rank_stride: tl.tensor,
@@ -128,7 +130,7 @@ def _fused_kernel(
     if tile * OUT >= width:
         return
     slot = tl.load(chunks + chunk).to(tl.int64)
-    rank = tl.load(ranks + slice_ * ranks_stride + slot)
+    rank = tl.load(ranks + slice_ * ranks_stride + slot * ranks_slot_stride)
     if ADD:
         if rank == 0:
             return

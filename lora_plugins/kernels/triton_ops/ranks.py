@@ -1,7 +1,8 @@
-"""The slots' true ranks where kernels can read them: an int32 table on the device that keeps its place.
+"""The slots' true ranks where kernels can read them: int32 tables on the device that keep their place.
 
-A CUDA graph that was captured with it sees every later change. A change is a fill on the current stream, like vLLM's
-own copy of the weights just before it, so what orders the one orders the other, and the host never waits.
+A CUDA graph that was captured with them sees every later change. The ranks of one slot lie together, those of all
+modules, and are copied from a table on the host: one copy when a slot has been written, on the current stream, like
+vLLM's own copies of the weights before it. So what orders the one orders the other, and the host never waits.
 """
 
 from __future__ import annotations
@@ -10,29 +11,28 @@ from typing import Any
 
 import torch
 
-from lora_plugins.kernels.ranks import SlotRanks
+from lora_plugins.kernels.ranks import SlotRanks, after_writing
 
-_SLICES_AT_ONCE = 256
+_SLICES_AT_ONCE = 1024  # of one table; a model of 80 layers has 560
 
 
 class DeviceRanks:
-    """Hands out int32 `[slices, slots]` views of a table and follows `SlotRanks`."""
+    """Hands out int32 `[slices, slots]` views of tables and follows `SlotRanks`."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
-        self._block: Any = None
-        self._used = 0
+        self._table: _Table | None = None
 
     def follow(self, ranks: SlotRanks, slots: int) -> Any:
         """A module's view: what is known now, and from now on whatever is written.
 
         Must not be called while a CUDA graph is captured.
         """
-        view = self._reserve(len(ranks.largest), slots)
+        table, first = self._reserve(len(ranks.largest), slots)
         for slot in range(slots):
-            _put(view, slot, ranks[slot])
-        ranks.listen(lambda slot: _put(view, slot, ranks[slot]))
-        return view
+            table.note(slot, first, ranks[slot])
+        ranks.listen(lambda slot: table.put(slot, first, ranks[slot]))
+        return table.view(first, len(ranks.largest))
 
     def constant(self, largest: list[int], slots: int) -> Any:
         """For a module that is not registered: the largest rank everywhere, which is right at any true rank.
@@ -40,23 +40,44 @@ class DeviceRanks:
         In memory of its own: a sleep of level 2 discards what was made while the model was loaded, and only slots are
         written again.
         """
-        view = torch.empty(len(largest), slots, dtype=torch.int32, device=self._device)
-        for slot in range(slots):
-            _put(view, slot, tuple(largest))
-        return view
+        every_slot = torch.tensor(largest, dtype=torch.int32).unsqueeze(1).expand(-1, slots)
+        return every_slot.contiguous().to(self._device)
 
-    def _reserve(self, slices: int, slots: int) -> Any:
-        if self._block is None or self._block.shape[1] != slots or self._used + slices > self._block.shape[0]:
-            self._block = torch.zeros(max(slices, _SLICES_AT_ONCE), slots, dtype=torch.int32, device=self._device)
-            self._used = 0
-        view = self._block[self._used : self._used + slices]
-        self._used += slices
-        return view
+    def _reserve(self, slices: int, slots: int) -> tuple[_Table, int]:
+        table = self._table
+        if table is None or table.slots != slots or table.used + slices > table.slices:
+            table = self._table = _Table(slots, max(slices, _SLICES_AT_ONCE), self._device)
+        first = table.used
+        table.used += slices
+        return table, first
 
 
-def _put(view: Any, slot: int, ranks: tuple[int, ...]) -> None:
-    if len(set(ranks)) == 1:
-        view[:, slot].fill_(ranks[0])
-        return
-    for slice_, rank in enumerate(ranks):
-        view[slice_, slot].fill_(rank)
+class _Table:
+    """int32 `[slots, slices]`, on the host and on the device."""
+
+    def __init__(self, slots: int, slices: int, device: Any) -> None:
+        self.slots, self.slices, self.used = slots, slices, 0
+        with torch.inference_mode(mode=False):  # what is made within inference mode may not be written outside it
+            self._host = torch.zeros(slots, slices, dtype=torch.int32)
+            self._device = torch.zeros(slots, slices, dtype=torch.int32, device=device)
+
+    def view(self, first: int, slices: int) -> Any:
+        """int32 `[slices, slots]` on the device, of these slices, as they are now known."""
+        columns = slice(first, first + slices)
+        self._device[:, columns] = self._host[:, columns].to(self._device.device)
+        return self._device[:, columns].T
+
+    def note(self, slot: int, first: int, ranks: tuple[int, ...]) -> None:
+        """Write the ranks of some slices on the host."""
+        self._host[slot, first : first + len(ranks)] = torch.tensor(ranks, dtype=torch.int32)
+
+    def put(self, slot: int, first: int, ranks: tuple[int, ...]) -> None:
+        """Note the ranks, and copy all that is known of the slot to the device."""
+        self.note(slot, first, ranks)
+        after_writing((id(self), slot), lambda: self._copy(slot))
+
+    def _copy(self, slot: int) -> None:
+        row = self._host[slot, : self.used]
+        if self._device.is_cuda:
+            row = row.pin_memory()  # a copy of its own, which a later write does not change while it is on its way
+        self._device[slot, : self.used].copy_(row, non_blocking=True)

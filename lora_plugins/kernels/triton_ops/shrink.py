@@ -51,6 +51,7 @@ def shrink(
         rows,
         n_in,
         ranks.stride(0),
+        ranks.stride(1),
         x.stride(0),
         module.a_strides[0],
         module.a_strides[1],
@@ -77,7 +78,7 @@ def partials(tile: ShrinkTile, module: PackedModule, rows: int, device: Any) -> 
     return torch.empty(tile.splits, module.slices, rows, module.max_rank, dtype=torch.float32, device=device)
 
 
-@triton.jit(do_not_specialize=["capacity", "rows", "ranks_stride"])
+@triton.jit(do_not_specialize=["capacity", "rows", "ranks_stride", "ranks_slot_stride"])
 def _shrink_kernel(
     x: tl.tensor,
     module: tl.tensor,
@@ -89,6 +90,7 @@ def _shrink_kernel(
     rows: tl.tensor,
     n_in: tl.tensor,
     ranks_stride: tl.tensor,
+    ranks_slot_stride: tl.tensor,
     x_stride: tl.tensor,
     a_slot_stride: tl.tensor,
     a_rank_stride: tl.tensor,
@@ -116,7 +118,7 @@ def _shrink_kernel(
     if rows_here == 0:
         return
     slot = tl.load(chunks + chunk).to(tl.int64)
-    rank = tl.load(ranks + slice_ * ranks_stride + slot)
+    rank = tl.load(ranks + slice_ * ranks_stride + slot * ranks_slot_stride)
     if rank_program * RANK >= rank:
         return
     row, mine = rows_of_chunk(order, chunks, capacity, chunk, rows_here, rows, ROWS)
