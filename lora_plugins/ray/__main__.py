@@ -9,6 +9,8 @@ import sys
 import threading
 from collections.abc import Sequence
 
+from lora_plugins.settings import variables_of_this_process
+
 
 def parser() -> argparse.ArgumentParser:
     """Of the command line."""
@@ -30,6 +32,12 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def passed_on() -> dict[str, str]:
+    """The environment of servers on other machines; on this one they have all of it."""
+    of_others = (name for name in os.environ if name.startswith(("VLLM_", "HF_")))
+    return {name: os.environ[name] for name in (*of_others, *variables_of_this_process())}
+
+
 def main(given: Sequence[str] | None = None) -> int:
     """Start it, and wait for Ctrl-C or SIGTERM."""
     parsed = parser().parse_args(given)
@@ -46,7 +54,7 @@ def main(given: Sequence[str] | None = None) -> int:
         ray.init(num_cpus=max(os.cpu_count() or 1, int(wanted) + 1), include_dashboard=False)
     options = Options(
         arguments=parsed.arguments,
-        env={name: value for name, value in os.environ.items() if name.startswith(("VLLM_", "LORA_PLUGINS_"))},
+        env=passed_on(),
         replicas=parsed.replicas if parsed.max_replicas is None else (parsed.replicas, parsed.max_replicas),
         busy_requests=parsed.busy_requests,
         resources={"num_cpus": parsed.num_cpus, "num_gpus": parsed.num_gpus},

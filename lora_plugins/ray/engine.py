@@ -9,8 +9,9 @@ import re
 import socket
 import subprocess
 import sys
-import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from lora_plugins.routing.policy import Report, Tier
 START_TIMEOUT_S = 1800.0
 END_TIMEOUT_S = 25.0
 METRICS_ADAPTERS = "LORA_PLUGINS_METRICS_ADAPTERS"
-_LOG_TAIL = 4000
+TAIL_LINES = 60
 _SAMPLE = re.compile(r'^([\w:]+)(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})? (\S+)', re.ASCII)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _IN_FLIGHT = ("vllm:num_requests_running", "vllm:num_requests_waiting", "lora_plugins_held")
@@ -60,18 +61,20 @@ class Engine:
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self._held.bind(("127.0.0.1", 0))
         port = self._held.getsockname()[1]
-        self._log = tempfile.NamedTemporaryFile(prefix="lora-plugins-replica-", suffix=".log", delete=False)  # noqa: SIM115
         # A router has to know of every adapter in memory, of those beyond what a dashboard shows too.
         env = {METRICS_ADAPTERS: "5000", **os.environ, **command.env}
         kept = (*command.command, "--host", "127.0.0.1", "--port", str(port))
         self._process = subprocess.Popen(  # noqa: S603 - the command line that the user gave
             [sys.executable, "-P", "-m", "lora_plugins.ray.keeper", *kept],
             stdin=subprocess.PIPE,
-            stdout=self._log,
-            stderr=self._log,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             env=env,
             start_new_session=True,
         )
+        self._tail: deque[bytes] = deque(maxlen=TAIL_LINES)
+        self._passing_on = threading.Thread(target=self._pass_on, daemon=True)
+        self._passing_on.start()
         self.client = httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{port}",
             timeout=httpx.Timeout(None, connect=10.0),
@@ -91,9 +94,9 @@ class Engine:
 
     def log_tail(self) -> str:
         """The end of what it printed."""
-        with open(self._log.name, "rb") as file:
-            file.seek(max(0, os.path.getsize(self._log.name) - _LOG_TAIL))
-            return file.read().decode(errors="replace")
+        if self.has_ended:
+            self._passing_on.join(1.0)
+        return b"".join(self._tail).decode(errors="replace")
 
     async def wait_until_healthy(self) -> None:
         """Wait until it answers.
@@ -107,7 +110,7 @@ class Engine:
             if self.has_ended or waited_s > START_TIMEOUT_S:
                 found = "a server that ended" if self.has_ended else f"no answer in {waited_s:.0f} s"
                 raise InvalidSettings(
-                    f"{found}; the end of its log {self._log.name}:\n{self.log_tail()}",
+                    f"{found}; the end of what it printed:\n{self.log_tail()}",
                     expected="a vllm serve that becomes healthy",
                     remedy="start it with the same arguments by itself, and correct them",
                 )
@@ -141,9 +144,13 @@ class Engine:
         except subprocess.TimeoutExpired:
             logger.warning("A replica's server has not ended in %s s.", END_TIMEOUT_S)
         self._held.close()
-        self._log.close()
-        with contextlib.suppress(OSError):
-            os.unlink(self._log.name)
+
+    def _pass_on(self) -> None:
+        """What it prints is printed here too, where Ray keeps it with the replica's log."""
+        for line in self._process.stdout:  # type: ignore[union-attr]
+            self._tail.append(line)
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.write(line.decode(errors="replace"))
 
 
 def report_of(page: str) -> Report:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from lora_plugins.log import logger
 from lora_plugins.ray.replica import AdminAnswer, Call, Head, Lost
 
 ATTEMPTS = 5
+WAIT_S = 0.1
 # What is done on every replica, as each has its own registry.
 _ADMIN = ("/v1/loras", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _MODELS = "/v1/models"
@@ -52,7 +54,9 @@ class Ingress:
     async def _forward(self, call: Call, adapter: str) -> Response:
         excluded: tuple[str, ...] = ()
         found = ""
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
+            if attempt > 1:  # those that are left may be starting
+                await asyncio.sleep(WAIT_S * 2**attempt)
             this = Call(call.method, call.target, call.headers, call.body, adapter, excluded)
             answer = await Answer.begun(self._replicas, this, adapter if self._names_adapters else "")
             if isinstance(answer, Answer):

@@ -19,9 +19,8 @@ from lora_plugins.ray.engine import Engine, EngineCommand
 from lora_plugins.routing.policy import Tier
 
 # Of one connection, not of the request (RFC 9110, 7.6.1), or set again by whoever sends it on.
-HOP_BY_HOP = frozenset(
-    "connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade host".split()  # noqa: SIM905
-)
+HOP_BY_HOP = {"connection", "expect", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
+HOP_BY_HOP |= {"proxy-authenticate", "proxy-authorization"}
 REPLICA_HEADER = "x-lora-plugins-replica"
 REMEMBERED = 1000
 WATCH_S = 0.5

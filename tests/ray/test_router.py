@@ -1,0 +1,151 @@
+"""The router between Ray's calls: which requests count for which replica, and whom it names."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="the extra ray is not installed")
+
+from ray.serve.request_router import RequestRouter
+
+from lora_plugins.ray.replica import Call
+from lora_plugins.ray.router import AdapterAffinityRouter
+from lora_plugins.routing.policy import Tier
+
+
+@pytest.fixture(autouse=True)
+def _without_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own part asks real replicas for their queues."""
+    for name in ("update_replicas", "on_replica_actor_died"):
+        monkeypatch.setattr(RequestRouter, name, lambda self, it: None)
+
+
+@dataclass
+class Replica:
+    """As much of Ray's `RunningReplica` as a router looks at."""
+
+    name: str
+    routing_stats: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def replica_id(self) -> SimpleNamespace:
+        return SimpleNamespace(unique_id=self.name)
+
+
+class Router(AdapterAffinityRouter):
+    """Made without Ray's own state."""
+
+    def __init__(self) -> None:
+        self.initialize_state(busy_requests=4)
+
+    def in_flight(self) -> dict[str, int]:
+        return {name: self._policy._load.of(name) for name in self._by_name}
+
+    async def choose(self, request: Any) -> list[str]:
+        return [rank[0].name for rank in await self.choose_replicas(list(self._by_name.values()), request)]
+
+
+def request(adapter: str, number: int = 0, excluded: tuple[str, ...] = ()) -> Any:
+    metadata = SimpleNamespace(internal_request_id=f"request-{number}", multiplexed_model_id=adapter)
+    return SimpleNamespace(
+        metadata=metadata,
+        args=[Call("POST", "/v1/completions", (), b"", adapter, excluded)],
+        future=asyncio.get_running_loop().create_future(),
+        routing_context=SimpleNamespace(should_backoff=False),
+    )
+
+
+def of(*names: str) -> Router:
+    router = Router()
+    router.update_replicas([Replica(name) for name in names])
+    return router
+
+
+def test_requests_count_from_the_choice_to_their_end() -> None:
+    async def run() -> None:
+        router = of("a", "b", "c")
+        requests = [request("sql", number) for number in range(4)]
+        chosen = [(await router.choose(one))[0] for one in requests]
+        assert len(set(chosen)) == 1
+        assert router.in_flight()[chosen[0]] == 4
+        assert (await router.choose(request("sql", 9)))[0] != chosen[0]
+        for number in (0, 1, 2, 3, 9):
+            for name in "abc":  # only the replica that has it ends it
+                router.on_request_completed(Replica(name).replica_id, f"request-{number}")
+        assert set(router.in_flight().values()) == {0}
+
+    asyncio.run(run())
+
+
+def test_request_counts_where_it_was_taken() -> None:
+    async def run() -> None:
+        router = of("a", "b")
+        one = request("sql")
+        first = (await router.choose(one))[0]
+        other = "b" if first == "a" else "a"
+        router.on_request_routed(one, Replica(other).replica_id, None)
+        assert router.in_flight() == {first: 0, other: 1}
+
+    asyncio.run(run())
+
+
+def test_client_that_leaves_before_a_replica_was_found_counts_no_longer() -> None:
+    async def run() -> None:
+        router = of("a", "b")
+        one = request("sql")
+        await router.choose(one)
+        one.future.cancel()
+        await asyncio.sleep(0)
+        assert set(router.in_flight().values()) == {0}
+        assert not router._tried
+
+    asyncio.run(run())
+
+
+def test_replica_that_was_full_is_not_named_first_again() -> None:
+    async def run() -> None:
+        router = of("a", "b", "c")
+        one = request("sql")
+        named = [(await router.choose(one))[0] for _ in range(3)]
+        assert sorted(named) == ["a", "b", "c"]
+        assert (await router.choose(one))[0] in named  # and then from the beginning
+        assert sum(router.in_flight().values()) == 1
+
+    asyncio.run(run())
+
+
+def test_replicas_that_failed_are_asked_only_when_none_is_left() -> None:
+    async def run() -> None:
+        router = of("a", "b")
+        assert (await router.choose(request("sql", 1, ("a",))))[0] == "b"
+        assert (await router.choose(request("sql", 2, ("a", "b"))))[0] in {"a", "b"}
+
+    asyncio.run(run())
+
+
+def test_reports_of_replicas_are_believed() -> None:
+    async def run() -> None:
+        router = of("a", "b", "c")
+        stats = {"adapters": {"sql": int(Tier.SLOT)}, "capacity": 3, "requests": 0}
+        for name in ("a", "b", "c"):
+            others = [Replica(other) for other in "abc" if other != name]
+            router.update_replicas(others)  # where it was is forgotten
+            router.update_replicas([*others, Replica(name, stats)])
+            assert (await router.choose(request("sql")))[0] == name
+
+    asyncio.run(run())
+
+
+def test_dead_replica_is_not_named() -> None:
+    async def run() -> None:
+        router = of("a", "b")
+        first = (await router.choose(request("sql")))[0]
+        router.on_replica_actor_died(Replica(first).replica_id)
+        assert (await router.choose(request("sql", 2)))[0] != first
+
+    asyncio.run(run())
