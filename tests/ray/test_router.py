@@ -94,7 +94,7 @@ def test_request_counts_where_it_was_taken() -> None:
     asyncio.run(run())
 
 
-def test_client_that_leaves_before_a_replica_was_found_counts_no_longer() -> None:
+def test_client_that_leaves_early_counts_no_longer() -> None:
     async def run() -> None:
         router = of("a", "b")
         one = request("sql")
