@@ -62,3 +62,19 @@ def test_a_deployment_whose_test_fails_is_broken():
 def test_a_skipped_deployment_is_said_not_to_have_run():
     table = deployments.table([deployment("Ray", tests={"tests/e2e/test_x.py::test_y": "skipped: no Ray"})])
     assert "| Ray | not run here (skipped: no Ray) |" in table
+
+
+def test_marks_of_deployments_name_cells_and_verdicts():
+    marks = re.compile(r'mark\.deployment\(\s*"([^"]+)",\s*"([^"]+)"')
+    found = [mark for file in (ROOT / "tests").rglob("test_*.py") for mark in marks.findall(file.read_text())]
+    cells = {cell for of_part in deployments.CELLS.values() for cell in of_part}
+    assert {cell for cell, _ in found} <= cells
+    assert {verdict for _, verdict in found} == set(deployments.VERDICTS)
+
+
+def test_the_matrix_of_deployments_is_what_was_run():
+    if not deployments.KEPT.exists():
+        pytest.skip("make matrix has not been run to its end")
+    page = deployments.PAGE.read_text()
+    assert page == deployments.page(page, json.loads(deployments.KEPT.read_text()))
+    assert "**broken** |" not in page.partition(deployments.BEGIN)[2]
