@@ -51,6 +51,8 @@ check: set-up ## lint, format, types, the direction of imports, words, generated
 	@.venv/bin/lint-imports
 	@$(RUN) tools/write_settings_doc.py --check
 	@$(RUN) tools/check_words.py
+	@$(RUN) tools/check_manifests.py
+	@.venv/bin/hadolint examples/docker/Dockerfile*
 	@! git log -10 --format=%s | grep -E '^.{73}' || { echo 'a subject of more than 72 characters'; exit 1; }
 	@! git grep -nE '^(<{7}|>{7}) ' || { echo 'marks of an unfinished merge'; exit 1; }
 

@@ -16,7 +16,9 @@ def stub_wheel(folder: Path, name: str, version: str, requires: tuple[str, ...] 
     """A wheel of this name and version that holds its metadata and nothing else."""
     stem = f"{re.sub(r'[-.]+', '_', name)}-{version}"
     file = folder / f"{stem}-py3-none-any.whl"
-    needs = "".join(f"Requires-Dist: {text}\n" for text in requires)
+    extras = {extra for text in requires for extra in re.findall(r"extra == \"(\w+)\"", text)}
+    needs = "".join(f"Provides-Extra: {extra}\n" for extra in extras)
+    needs += "".join(f"Requires-Dist: {text}\n" for text in requires)
     contents = {
         "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}",
         "WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",

@@ -1,0 +1,177 @@
+"""The files of examples/kubernetes and examples/docker: rendered, valid, and in step with the package."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from lora_plugins.settings import OWN_VARIABLES, Settings
+from testbed.hub import local_hub
+from testbed.s3 import s3_server
+from tests.installation.stub_wheels import Environment, stub_wheel
+from tests.make import adapter_files
+from tools import check_manifests
+
+ROOT = Path(__file__).parents[1]
+KUBERNETES = ROOT / "examples" / "kubernetes"
+NAMES = [str(path.relative_to(KUBERNETES)) for path in check_manifests.directories()]
+
+
+def rendered(name: str) -> dict[tuple[str, str], dict]:
+    objects = check_manifests.render(KUBERNETES / name)
+    return {(one["kind"], one["metadata"]["name"]): one for one in objects}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_object_is_valid(name):
+    for one in rendered(name).values():
+        check_manifests.validate(one)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rendered_as_kubectl_renders(name):
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    done = subprocess.run(
+        ["kubectl", "kustomize", KUBERNETES / name], capture_output=True, text=True, check=True, timeout=120
+    )
+    theirs = [one for one in yaml.safe_load_all(done.stdout) if one]
+
+    def comparable(objects):
+        """Without the suffixes of generated names, whose hash is kubectl's own."""
+        suffixes = {
+            one["metadata"]["name"]: one["metadata"]["name"].rpartition("-")[0]
+            for one in objects
+            if one["kind"] == "ConfigMap" and one["metadata"]["name"] != "lora-plugins-adapters"
+        }
+        text = yaml.safe_dump(sorted(objects, key=lambda one: (one["kind"], one["metadata"]["name"])))
+        for generated, plain in suffixes.items():
+            text = text.replace(generated, plain)
+        return yaml.safe_load(text)
+
+    assert comparable(check_manifests.render(KUBERNETES / name)) == comparable(theirs)
+
+
+def test_a_wrong_field_is_found():
+    (deployment,) = [one for (kind, _), one in rendered("base").items() if kind == "Deployment"]
+    for path, value in {"spec.template.spec.containers.0.readinessprobe": {}, "spec.replicas": "one"}.items():
+        wrong = copy.deepcopy(deployment)
+        *parents, last = path.split(".")
+        place = wrong
+        for part in parents:
+            place = place[int(part) if part.isdigit() else part]
+        place[last] = value
+        with pytest.raises(kubernetes_validate.ValidationError):
+            check_manifests.validate(wrong)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "sync" not in name])
+def test_settings_are_those_of_the_package(name, tmp_path):
+    objects = rendered(name)
+    (data,) = [one["data"] for (kind, key), one in objects.items() if kind == "ConfigMap" and "settings" in key]
+    assert {key for key in data if key.startswith("LORA_PLUGINS_")} <= OWN_VARIABLES
+    (container,) = objects["Deployment", "lora-plugins"]["spec"]["template"]["spec"]["containers"]
+    assert "LORA_PLUGINS_ADMIN_KEY" in {one["name"] for one in container["env"]}
+    settings = Settings.from_env(data | {"LORA_PLUGINS_ADAPTERS_FILE": str(ROOT / "README.md")})
+    mounts = {one["mountPath"] for one in container["volumeMounts"]}
+    assert str(settings.store_dir) in mounts
+    assert str(Path(data["LORA_PLUGINS_ADAPTERS_FILE"]).parent) in mounts
+    volumes = {one["name"]: one for one in objects["Deployment", "lora-plugins"]["spec"]["template"]["spec"]["volumes"]}
+    store = volumes["store"]
+    if "emptyDir" in store:
+        limit = int(store["emptyDir"]["sizeLimit"].removesuffix("Gi")) << 30
+        assert settings.store_max_bytes < limit
+        assert limit < int(container["resources"]["limits"]["ephemeral-storage"].removesuffix("Gi")) << 30
+
+
+def test_alerts_are_those_of_examples_prometheus():
+    rule = rendered("overlays/monitoring")["PrometheusRule", "lora-plugins"]
+    plain = yaml.safe_load((ROOT / "examples" / "prometheus" / "alerts.yml").read_text())
+    assert rule["spec"] == plain
+
+
+def test_dockerfiles_are_clean():
+    command = [Path(sys.executable).with_name("hadolint"), *(ROOT / "examples" / "docker").glob("Dockerfile*")]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_compose_file_names_known_settings():
+    services = yaml.safe_load((ROOT / "examples" / "docker" / "compose.yaml").read_text())["services"]
+    assert {key for key in services["vllm"]["environment"] if key.startswith("LORA_PLUGINS_")} <= OWN_VARIABLES
+
+
+def synced(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = KUBERNETES / "overlays" / "sync-from-hub" / "sync_from_hub.py"
+    command = [sys.executable, str(script), "s3://adapters", *arguments]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+    )
+
+
+def test_sync_copies_what_is_new_and_verified(tmp_path):
+    with s3_server() as s3, local_hub() as hub:
+        bucket = s3.bucket("adapters")
+        hub.commit("acme/sql", adapter_files())
+        hub.commit("acme/broken", adapter_files() | {"adapter_model.safetensors": b"no safetensors"})
+        env = {**s3.env(), **hub.env(tmp_path / "home"), "LORA_PLUGINS_STORE_DIR": str(tmp_path / "store")}
+        first = synced(env, "acme/broken=broken", "acme/sql=team/sql")
+        assert first.returncode == 1
+        assert "broken: not copied" in first.stderr
+        assert first.stdout.startswith("team/sql: copied")
+        assert {key.rpartition("/")[2] for key in bucket.list("team/sql/")} == {
+            "adapter_config.json",
+            "adapter_model.safetensors",
+            "lora-plugins-digest",
+        }
+        assert not bucket.list("broken")
+        assert synced(env, "acme/sql=team/sql").stdout == "team/sql: is there already\n"
+        hub.commit("acme/sql", adapter_files(lora_alpha=99))
+        assert synced(env, "acme/sql=team/sql").stdout.startswith("team/sql: copied")
+
+
+@pytest.fixture
+def image(tmp_path) -> Environment:
+    """An environment like that of vLLM's image: a vLLM, what it needs, and a conflict that was there before."""
+    made = Environment(tmp_path / "env", tmp_path / "index")
+    venv.create(made.folder, with_pip=True)  # the script runs the image's own pip
+    made.have("vllm", "0.32.0", ("fsspec",))
+    made.have("fsspec", "1.0")
+    made.have("quarrel", "1.0", ("fsspec>=2",))
+    made.offer("s3fs", "1.0", ("fsspec==1.0",))
+    made.offer("s3fs", "2.0", ("fsspec==2.0",))
+    made.offer("fsspec", "2.0")
+    return made
+
+
+@pytest.mark.parametrize(("needs", "is_refused"), [("fsspec", False), ("fsspec>=2", True)])
+def test_image_installs_beside_what_is_there(tmp_path, image, needs, is_refused):
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    stub_wheel(wheels, "lora-plugins", "0.1.0", (needs, 's3fs; extra == "s3"'))
+    done = subprocess.run(
+        ["bash", str(ROOT / "examples" / "docker" / "install.sh"), str(wheels)],
+        env={
+            "PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHON": str(image.python),
+            "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(image.index),
+        },
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    after = image.installed()
+    assert after["fsspec"] == "1.0"
+    assert (done.returncode != 0) == is_refused, done.stderr
+    assert after.get("s3fs") == (None if is_refused else "1.0")
