@@ -73,14 +73,15 @@ class LogEvents:
 
     @staticmethod
     def _log_fetched(event: events.AdapterFetched) -> None:
-        size_mb = event.size_bytes / 1e6
+        fetched_mb = (event.size_bytes - event.resumed_bytes) / 1e6
         logger.debug(
-            "Adapter '%s' fetched from %s: %.1f MB in %.2f s (%.0f MB/s)",
+            "Adapter '%s' fetched from %s: %.1f MB%s in %.2f s (%.0f MB/s)",
             event.name,
             event.uri,
-            size_mb,
+            fetched_mb,
+            f" of {event.size_bytes / 1e6:.1f} MB, the rest by an earlier fetch," if event.resumed_bytes else "",
             event.fetch_s,
-            size_mb / max(event.fetch_s, 1e-6),
+            fetched_mb / max(event.fetch_s, 1e-6),
         )
 
     def _log_resolved(self, event: events.AdapterResolved) -> None:

@@ -13,7 +13,8 @@ from lora_plugins.adapter.layouts.conversion import Conversion
 from lora_plugins.adapter.layouts.writing import config_bytes, weights_bytes, write_weights
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.store.manifest import Converted
-from lora_plugins.store.store import PartialDownload, StoredAdapter
+from lora_plugins.store.partial_download import PartialDownload
+from lora_plugins.store.store import StoredAdapter
 
 
 @dataclass(frozen=True, slots=True)

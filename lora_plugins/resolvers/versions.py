@@ -237,7 +237,8 @@ class Versions:
             return stored, None
         size_bytes = sum(file.size_bytes for file in selected.files)
         fetch_s = time.perf_counter() - started
-        self._events.emit(AdapterFetched(name, source.label, adapter.uri, size_bytes, fetch_s))
+        fetched = AdapterFetched(name, source.label, adapter.uri, size_bytes, fetch_s, stored.resumed_bytes)
+        self._events.emit(fetched)
         return stored, arrived[-1]
 
     def _leased_version(self, digest_prefix: str, origins: frozenset[str] | None, holder: object) -> Manifest | None:

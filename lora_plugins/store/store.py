@@ -8,20 +8,18 @@ import errno
 import math
 import os
 import shutil
-import threading
 import time
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.store import kept_parts
 from lora_plugins.store.errors import FULL, store_errors
 from lora_plugins.store.eviction import make_room, remove
 from lora_plugins.store.file_system import try_file_system
-from lora_plugins.store.hashing import GrowingFile, sha256_of
+from lora_plugins.store.hashing import sha256_of
 from lora_plugins.store.layout import (
     MANIFEST_FILE,
     Layout,
@@ -34,6 +32,7 @@ from lora_plugins.store.layout import (
 from lora_plugins.store.leases import Leases
 from lora_plugins.store.locks import fetch_lock, remove_if_dead
 from lora_plugins.store.manifest import Converted, Manifest, StoredFile, digest_of
+from lora_plugins.store.partial_download import DownloadSpec, PartialDownload
 from lora_plugins.store.processes import Processes
 
 
@@ -42,66 +41,18 @@ def fetch_timeout_s(size_bytes: int, least_s: float, bytes_per_s: float) -> floa
     return least_s + size_bytes / bytes_per_s
 
 
-class PartialDownload:
-    """A directory that an adapter is being fetched into, hashed as its files grow.
-
-    Attributes:
-        kept: which ranges of its files an earlier fetch of the same version has left there.
-        to_keep: which are there for a later one; for a source to say when its fetch fails.
-    """
-
-    def __init__(self, directory: Path, names: Sequence[str]) -> None:
-        self.directory = directory
-        self.kept: kept_parts.Ranges = {}
-        self.to_keep: kept_parts.Ranges = {}
-        self._names = tuple(names)
-        self._files: dict[str, GrowingFile] = {}
-        self._first = threading.Lock()
-
-    def landed(self, name: str, size_bytes: int) -> None:
-        """Report that the first `size_bytes` of a file are on disk; may be called from any thread, or not at all."""
-        with self._first:
-            if name not in self._files:
-                self._files[name] = GrowingFile(self.directory / name)
-        self._files[name].landed(size_bytes)
-
-    def start_over(self) -> None:
-        """Forget what has landed: the fetch begins again."""
-        self.finish_quietly()
-        self._files = {}
-
-    def finish(self) -> tuple[StoredFile, ...]:
-        """Size and SHA-256 of every file, once all are complete."""
-        for name in self._names:
-            self.landed(name, 0)
-        return tuple(StoredFile(name, *self._files[name].finish()) for name in self._names)
-
-    def finish_quietly(self) -> None:
-        """End the threads that follow the files."""
-        for file in self._files.values():
-            file.abandon()
-
-
-class DownloadSpec(Protocol):
-    """The part of `resolvers.source.RemoteAdapter` that the store needs."""
-
-    @property
-    def uri(self) -> str: ...
-    @property
-    def version(self) -> str: ...
-    @property
-    def promised(self) -> Sequence[tuple[str, int, str]]:
-        """Name, size in bytes and SHA-256 (or empty) of every file, as the source lists them."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """A published adapter; `directory` is what an engine may read while it is leased."""
+    """A published adapter; `directory` is what an engine may read while it is leased.
+
+    Attributes:
+        fetched: whether it was fetched just now. resumed_bytes: what an earlier fetch had left of it then.
+    """
 
     digest: str
     directory: Path
     fetched: bool
+    resumed_bytes: int = 0
 
 
 class Store:
@@ -222,8 +173,9 @@ class Store:
         converted: Converted | None,
     ) -> StoredAdapter:
         # Hashing, verifying and writing to the disk use different resources, so they run at the same time.
+        fetched = [download.directory / name for name, _, _ in wanted.promised]
         with ThreadPoolExecutor(2, thread_name_prefix="lora-plugins-publish") as executor:
-            durable = executor.submit(make_durable, download.directory)
+            durable = executor.submit(make_durable, fetched)
             checked = executor.submit(check, download.directory)
             files = download.finish()
         _check_promised(files, wanted)
@@ -231,16 +183,18 @@ class Store:
         durable.result()
         digest = digest_of(files)
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        manifest = Manifest(digest, wanted.uri, wanted.version, files, now, converted)
-        (download.directory / MANIFEST_FILE).write_text(manifest.to_json())
-        make_durable(download.directory)
+        described = download.directory / MANIFEST_FILE
+        described.write_text(Manifest(digest, wanted.uri, wanted.version, files, now, converted).to_json())
+        make_durable([described, download.directory])
         temporary = self.layout.new_temporary(self.processes.me())
-        write_small(self._index(wanted.uri, wanted.version, converted.form if converted else ""), digest, temporary)
+        index = self._index(wanted.uri, wanted.version, converted.form if converted else "")
+        # What a power cut makes of it names no adapter, or none that is there: it is fetched again.
+        write_small(index, digest, temporary, is_durable=False)
         self._note_use(digest)
         with self.leases.guard(digest):  # leased before another fetch could remove it to make room
             self._put_in_place(download.directory, digest)
             self.leases.acquire_guarded(digest, holder)
-        return StoredAdapter(digest, self.layout.adapter(digest), fetched=True)
+        return StoredAdapter(digest, self.layout.adapter(digest), fetched=True, resumed_bytes=download.resumed_bytes)
 
     def _put_away(self, download: PartialDownload, parts: Path | None) -> None:
         """Keep at `parts` what the source has said is worth it, and remove everything else."""
@@ -262,8 +216,11 @@ class Store:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             return  # the same bytes are there already, by another name or from another source
-        sync_directory(self.layout.root)
-        damaged.unlink(missing_ok=True)
+        # Whoever reads `arrived` after a power cut finds all of it; whether the cut has undone its new name does not
+        # matter, unless the damaged one would be there without its mark.
+        if damaged.exists():
+            sync_directory(self.layout.root)
+            damaged.unlink(missing_ok=True)
 
     def has(self, directory: Path) -> bool:
         """Whether a published adapter is there and not known to be damaged; takes a few microseconds."""

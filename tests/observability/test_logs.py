@@ -92,6 +92,11 @@ def test_refused_look_ups_are_one_warning_a_minute(logged, monkeypatch):
     assert levels(logged).count(logging.WARNING) == 3
 
 
+def test_fetch_that_went_on_says_what_it_brought(logged):
+    LogEvents()(AdapterFetched("sql", "s3", "s3://bucket/sql", 50_000_000, 0.5, resumed_bytes=40_000_000))
+    assert "10.0 MB of 50.0 MB, the rest by an earlier fetch, in 0.50 s (20 MB/s)" in logged.text
+
+
 def ready(name="sql", path="/adapters/sql") -> AdapterLoaded:
     return AdapterLoaded(name, path, 2_500_000, 0.04)
 

@@ -48,7 +48,8 @@ from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.source import RemoteAdapter, SourceFile, VersionChanged, version_of
 from lora_plugins.settings import BaseMatch, Settings
-from lora_plugins.store.store import PartialDownload, Store
+from lora_plugins.store.partial_download import PartialDownload
+from lora_plugins.store.store import Store
 from tests.make import BASE, adapter_files, put, weights
 from tests.resolvers.sources.contract import content, ranked, turned
 
@@ -154,6 +155,7 @@ def test_a_found_adapter_is_fetched_verified_and_published(make):
     size_bytes = sum(map(len, adapter_files().values()))
     assert isinstance(fetched, AdapterFetched)
     assert (fetched.name, fetched.source, fetched.uri, fetched.size_bytes) == ("sql", "one", "one://sql", size_bytes)
+    assert fetched.resumed_bytes == 0
     assert isinstance(event, AdapterResolved)
     assert (event.name, event.source, event.path, event.rank) == ("sql", "one", str(path), 4)
     assert (event.size_bytes, event.fetched, event.uri) == (size_bytes, True, "one://sql")

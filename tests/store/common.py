@@ -14,7 +14,8 @@ from safetensors.numpy import save
 
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.settings import Settings
-from lora_plugins.store.store import PartialDownload, Store, StoredAdapter
+from lora_plugins.store.partial_download import PartialDownload
+from lora_plugins.store.store import Store, StoredAdapter
 
 
 def adapter_files(rank: int = 4, hidden: int = 16, seed: int = 0) -> dict[str, bytes]:

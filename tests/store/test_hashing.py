@@ -11,7 +11,7 @@ import pytest
 
 from lora_plugins.store import hashing
 from lora_plugins.store.hashing import GrowingFile, sha256_of
-from lora_plugins.store.store import PartialDownload
+from lora_plugins.store.partial_download import PartialDownload
 
 SIZES = [0, 1, 999, 1 << 20, (1 << 20) + 1, 3_500_000]
 

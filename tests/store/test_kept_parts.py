@@ -12,7 +12,8 @@ import pytest
 from lora_plugins.errors import OutOfMemory, SourceUnavailable
 from lora_plugins.store import kept_parts
 from lora_plugins.store.kept_parts import all_parts, keep, place_of, take
-from lora_plugins.store.store import PartialDownload, Store
+from lora_plugins.store.partial_download import PartialDownload
+from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, leftovers, obtain
 
 RANGES = {"adapter_model.safetensors": [(0, 100), (200, 300)]}

@@ -22,7 +22,8 @@ from lora_plugins.store import store as store_module
 from lora_plugins.store.eviction import entries, pending_bytes
 from lora_plugins.store.layout import Layout, is_digest, is_prefix, key_of, write_small
 from lora_plugins.store.opening import open_store
-from lora_plugins.store.store import PartialDownload, Store
+from lora_plugins.store.partial_download import PartialDownload
+from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, check, leftovers, obtain
 
 DIGEST = "0123456789abcdef" * 4

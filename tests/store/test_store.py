@@ -13,7 +13,8 @@ import pytest
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, OutOfMemory, SourceUnavailable
 from lora_plugins.store.eviction import entries
 from lora_plugins.store.manifest import Manifest, digest_of
-from lora_plugins.store.store import PartialDownload, Store
+from lora_plugins.store.partial_download import PartialDownload
+from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, check, leftovers, obtain
 
 

@@ -28,7 +28,7 @@ from lora_plugins.resolvers.sources.source import (
     needs_shards,
     version_of,
 )
-from lora_plugins.store.store import PartialDownload
+from lora_plugins.store.partial_download import PartialDownload
 
 _THREADS = 8
 _PIECE_BYTES = 64 << 20

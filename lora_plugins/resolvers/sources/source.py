@@ -12,7 +12,7 @@ from lora_plugins.adapter.weight_files import INDEX_FILE, PICKLE_FILES, WEIGHTS_
 from lora_plugins.errors import AdapterNotFound, SourceUnavailable
 from lora_plugins.resolvers.sources.local_link import LocalLink
 from lora_plugins.store.layout import key_of
-from lora_plugins.store.store import PartialDownload
+from lora_plugins.store.partial_download import PartialDownload
 
 # The only files that are ever read or fetched, and those that the index names where weights are several files.
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, *PICKLE_FILES)

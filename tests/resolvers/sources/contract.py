@@ -21,7 +21,8 @@ from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsErro
 from lora_plugins.resolvers.limits import select_files
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES, RemoteAdapter, Source, VersionChanged
 from lora_plugins.settings import Settings
-from lora_plugins.store.store import PartialDownload, Store, StoredAdapter
+from lora_plugins.store.partial_download import PartialDownload
+from lora_plugins.store.store import Store, StoredAdapter
 from tests.make import BASE, adapter_files, config_bytes, sharded, weights
 
 ALL_FILES = (CONFIG_FILE, WEIGHTS_FILE, *PICKLE_FILES)

@@ -26,7 +26,8 @@ from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsErro
 from lora_plugins.resolvers.sources import filesystem
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.source import VersionChanged
-from lora_plugins.store.store import PartialDownload, Store
+from lora_plugins.store.partial_download import PartialDownload
+from lora_plugins.store.store import Store
 from tests.make import LAYER, adapter_files, pair, put
 from tests.resolvers.sources.contract import (
     SourceContract,

@@ -45,7 +45,7 @@ from lora_plugins.resolvers.sources.source import (
 )
 from lora_plugins.resolvers.threads import in_own_thread
 from lora_plugins.resolvers.uris import SourceUri
-from lora_plugins.store.store import PartialDownload
+from lora_plugins.store.partial_download import PartialDownload
 
 _T = TypeVar("_T")
 _LOCATE_TIMEOUT_S = 30.0

@@ -23,7 +23,7 @@ from lora_plugins.resolvers.sources.failures import BrokenAnswer, retry_after
 from lora_plugins.resolvers.sources.object_store.errors import HttpStatus, ObjectChanged
 from lora_plugins.resolvers.sources.source import SourceFile
 
-BUFFER_BYTES = 1 << 20
+BUFFER_BYTES = 1 << 18
 _ERROR_BODY_BYTES = 4096
 _ERROR_CODE = re.compile(rb"<Code>\s*([A-Za-z0-9.]{1,64})\s*</Code>")
 _NOT_MD5 = ("aws:kms", "aws:kms:dsse", "aws:fsx")

@@ -1,9 +1,10 @@
 """Download a set of files in ranges, in parallel, straight to disk, in bounded memory.
 
 A range is read by one thread of a pool and written where it belongs; what has arrived is never asked for again. At
-most `parallel` ranges of one download are in flight, small files first, and the pool's size bounds all downloads that
-share it: memory is at most (threads of the pool) x (buffer of the reader), 8 x 1 MiB as `ObjectSource` sets it up for
-S3 and HTTP.
+most `parallel` ranges of one download are in flight, small files first, and at first one for each file: on a fast
+network a small adapter is there before more connections would be. The pool's size bounds all downloads that share it:
+memory is at most (threads of the pool) x (buffer of the reader), 8 x 256 KiB as `ObjectSource` sets it up for S3 and
+HTTP.
 
 Only what may pass is retried, with exponential backoff and jitter, and every download has one deadline. An error of the
 disk is not retried: it is raised as the OSError that it is.
@@ -28,12 +29,15 @@ from lora_plugins.resolvers.sources.object_store.errors import map_error
 from lora_plugins.resolvers.sources.retries import Deadline, Retries, deadline
 from lora_plugins.resolvers.sources.source import SourceFile, VersionChanged
 from lora_plugins.resolvers.threads import until_ended
-from lora_plugins.store.store import PartialDownload
+from lora_plugins.store.partial_download import PartialDownload
 
 _MD5_ETAG = re.compile(r'"?([0-9a-fA-F]{32})"?')
 _REPORT_EVERY_BYTES = 1 << 20
 # A try that got this far does not count against a range: a line that breaks every few MB still ends.
 _PROGRESS_BYTES = 64 << 10
+# For so long there is one connection for each file: where they have brought all until then, more would have been in
+# their way only.
+_ALONE_S = 0.01
 
 
 class RangeReader(Protocol):
@@ -213,6 +217,7 @@ async def download_ranges(
     try:
         for source in sorted(files, key=lambda file: file.size_bytes):
             opened.append(_File(source, download, limits.range_bytes, md5=md5))  # noqa: PERF401 - kept where one fails
+        kept_bytes = {file: sum(end - begin for begin, end in file.landed()) for file in opened}
         async with deadline(limits.fetch_timeout_s(files)) as state:
             await _fetch(opened, reader, pool, limits, state)
             damaged = [file for file in opened if reader.has_md5_etag(file.source.name) and file.is_damaged()]
@@ -221,8 +226,10 @@ async def download_ranges(
                 await asyncio.to_thread(download.start_over)
                 for file in damaged:
                     file.begin()
+                    kept_bytes[file] = 0
                 await _fetch(damaged, reader, pool, limits, state)
                 _refuse_damaged(damaged)
+        download.resumed_bytes = sum(kept_bytes.values())
     except SourceUnavailable as error:
         if not isinstance(error, (VersionChanged, _Damaged)):
             exact = (file for file in opened if reader.is_exact(file.source))
@@ -258,9 +265,12 @@ async def _fetch(
         while waiting:
             await _fetch_part(waiting.popleft(), reader, pool, limits, state)
 
-    tasks = [asyncio.create_task(work()) for _ in range(min(limits.parallel, len(waiting)))]
+    tasks = [asyncio.create_task(work()) for _ in range(min(len(files), limits.parallel, len(waiting)))]
     try:
         if tasks:
+            await asyncio.wait(tasks, timeout=_ALONE_S, return_when=asyncio.FIRST_EXCEPTION)
+            more = min(limits.parallel - len(tasks), len(waiting))
+            tasks += [asyncio.create_task(work()) for _ in range(more)]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()

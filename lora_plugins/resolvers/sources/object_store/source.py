@@ -35,7 +35,7 @@ from lora_plugins.resolvers.sources.retries import Retries, deadline
 from lora_plugins.resolvers.sources.source import RemoteAdapter, SourceFile, VersionChanged, version_of
 from lora_plugins.resolvers.threads import on_loop
 from lora_plugins.settings import Settings
-from lora_plugins.store.store import PartialDownload
+from lora_plugins.store.partial_download import PartialDownload
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)(/.*)", re.DOTALL)
 _VARIABLE = "S3_PATH_TEMPLATE"

@@ -301,7 +301,7 @@ import asyncio, resource, sys
 from pathlib import Path
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.resolvers.sources.object_store.source import ObjectSource, s3_storage_options
-from lora_plugins.store.store import PartialDownload
+from lora_plugins.store.partial_download import PartialDownload
 source = ObjectSource("s3://b/{lora_name}", storage_options=s3_storage_options({
     "AWS_ENDPOINT_URL": sys.argv[1], "AWS_ALLOW_HTTP": "1", "AWS_REGION": "r",
     "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}))

@@ -18,10 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lora_plugins.errors import SourceUnavailable
+from lora_plugins.resolvers.sources.object_store import ranges
 from lora_plugins.resolvers.sources.object_store.errors import HttpStatus
 from lora_plugins.resolvers.sources.object_store.ranges import DownloadLimits, download_ranges
 from lora_plugins.resolvers.sources.source import SourceFile, VersionChanged
-from lora_plugins.store.store import PartialDownload
+from lora_plugins.store.partial_download import PartialDownload
 from tests.repetitions import times
 
 FAST = DownloadLimits(range_bytes=1000, parallel=3, timeout_s=120, attempts=4, wait_s=0.0001, max_wait_s=0.001)
@@ -100,6 +101,62 @@ def test_small_files_come_first(tmp_path: Path) -> None:
     shelf = Shelf({"weights": bytes(5000), "config": b"{}"})
     run(shelf, tmp_path, DownloadLimits(range_bytes=1000, parallel=1))
     assert shelf.reads[0][0] == "config"
+
+
+class Counting(Shelf):
+    """Notes how many read at once; with `meet`, a read begins once so many have."""
+
+    def __init__(self, files: dict[str, bytes], meet: int = 1) -> None:
+        super().__init__(files)
+        self.meeting = threading.Barrier(meet, timeout=60)
+        self.at_once = self.most = 0
+
+    def read(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
+        with self.guard:
+            self.at_once += 1
+            self.most = max(self.most, self.at_once)
+        self.meeting.wait()
+        super().read(file, start, end, write)
+        with self.guard:
+            self.at_once -= 1
+
+
+def test_a_file_that_is_soon_there_takes_one_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranges, "_ALONE_S", 60.0)
+    shelf = Counting({"weights": bytes(9000)})
+    run(shelf, tmp_path, DownloadLimits(range_bytes=1000, parallel=8))
+    assert (shelf.most, len(shelf.reads)) == (1, 9)
+
+
+def test_more_connections_join_a_slow_one(tmp_path: Path) -> None:
+    shelf = Counting({"weights": bytes(9000)}, meet=3)
+    run(shelf, tmp_path, DownloadLimits(range_bytes=1000, parallel=3))
+    assert shelf.most == 3
+
+
+def test_what_was_there_before_is_counted_apart(tmp_path: Path) -> None:
+    data = os.urandom(5000)
+    (tmp_path / "weights").write_bytes(data[:3000] + bytes(2000))
+    download = PartialDownload(tmp_path, ["weights"])
+    download.kept = {"weights": [(0, 3000)]}
+    shelf = Shelf({"weights": data})
+    files = [SourceFile("weights", 5000, _md5(data))]
+    with ThreadPoolExecutor(3) as pool:
+        asyncio.run(download_ranges(files, shelf, download, pool=pool, limits=FAST, md5=True))
+    assert download.finish()[0].sha256 == hashlib.sha256(data).hexdigest()
+    assert (download.resumed_bytes, shelf.sent) == (3000, 2000)
+
+
+def test_what_was_there_and_damaged_is_not_counted(tmp_path: Path) -> None:
+    data = os.urandom(5000)
+    (tmp_path / "weights").write_bytes(bytes(5000))
+    download = PartialDownload(tmp_path, ["weights"])
+    download.kept = {"weights": [(0, 3000)]}
+    files = [SourceFile("weights", 5000, _md5(data))]
+    with ThreadPoolExecutor(3) as pool:
+        asyncio.run(download_ranges(files, Shelf({"weights": data}), download, pool=pool, limits=FAST, md5=True))
+    assert download.finish()[0].sha256 == hashlib.sha256(data).hexdigest()
+    assert download.resumed_bytes == 0
 
 
 def test_a_range_that_never_gets_on_is_given_up(tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""What is being fetched into the store, before it is checked and published."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from lora_plugins.store import kept_parts
+from lora_plugins.store.hashing import GrowingFile
+from lora_plugins.store.manifest import StoredFile
+
+
+class DownloadSpec(Protocol):
+    """The part of `resolvers.source.RemoteAdapter` that the store needs."""
+
+    @property
+    def uri(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+    @property
+    def promised(self) -> Sequence[tuple[str, int, str]]:
+        """Name, size in bytes and SHA-256 (or empty) of every file, as the source lists them."""
+        ...
+
+
+class PartialDownload:
+    """A directory that an adapter is being fetched into, hashed as its files grow.
+
+    Attributes:
+        kept: which ranges of its files an earlier fetch of the same version has left there.
+        to_keep: which are there for a later one; for a source to say when its fetch fails.
+        resumed_bytes: of the files, what was `kept` and not fetched again; for a source to say.
+    """
+
+    def __init__(self, directory: Path, names: Sequence[str]) -> None:
+        self.directory = directory
+        self.kept: kept_parts.Ranges = {}
+        self.to_keep: kept_parts.Ranges = {}
+        self.resumed_bytes = 0
+        self._names = tuple(names)
+        self._files: dict[str, GrowingFile] = {}
+        self._first = threading.Lock()
+
+    def landed(self, name: str, size_bytes: int) -> None:
+        """Report that the first `size_bytes` of a file are on disk; may be called from any thread, or not at all."""
+        with self._first:
+            if name not in self._files:
+                self._files[name] = GrowingFile(self.directory / name)
+        self._files[name].landed(size_bytes)
+
+    def start_over(self) -> None:
+        """Forget what has landed: the fetch begins again."""
+        self.finish_quietly()
+        self._files = {}
+
+    def finish(self) -> tuple[StoredFile, ...]:
+        """Size and SHA-256 of every file, once all are complete."""
+        for name in self._names:
+            self.landed(name, 0)
+        return tuple(StoredFile(name, *self._files[name].finish()) for name in self._names)
+
+    def finish_quietly(self) -> None:
+        """End the threads that follow the files."""
+        for file in self._files.values():
+            file.abandon()
