@@ -45,22 +45,22 @@ def compiler_for(architecture: str) -> str:
 
 
 def compile_objects(folder: Path, levels: list[str]) -> None:
-    """Fill `folder` with one object for each of these levels and its dtypes, and the list of them."""
+    """Fill `folder` with the objects of each of these levels, and the list of them."""
     folder.mkdir()
     objects = {}
     for level in prebuilt.LEVELS:
         if level.name not in levels:
             continue
         compiler = compiler_for(level.architecture)
-        for dtype in level.dtypes:
-            file = folder / level.file_name(dtype)
-            element = f"-DELEMENT={build.ELEMENTS[dtype]}"
-            command = [compiler, *build.ANY_PROCESSOR, *level.compiler_flags, "-nostdlib", "-s", element]
-            subprocess.run([*command, prebuilt.SOURCE, "-o", file], check=True)
+        for kind in level.kinds:
+            file = folder / level.file_name(kind)
+            command = [compiler, *build.ANY_PROCESSOR, *level.compiler_flags, "-nostdlib", "-s", *build.defines(kind)]
+            subprocess.run([*command, prebuilt.SOURCES[kind], "-o", file], check=True)
             file.chmod(0o644)
             check_object(file)
             objects[file.name] = prebuilt.digest_of(file)
-    listed = {"source": prebuilt.digest_of(prebuilt.SOURCE), "objects": objects}
+    sources = {source.name: prebuilt.digest_of(source) for source in prebuilt.SOURCES.values()}
+    listed = {"sources": sources, "objects": objects}
     (folder / prebuilt.LIST).write_text(json.dumps(listed, indent=1) + "\n")
 
 

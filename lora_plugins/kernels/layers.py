@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from lora_plugins.kernels.ranks import SlotRanks, true_ranks
 from lora_plugins.ledger import Patch
 
+_RANKS = "_lora_plugins_ranks"
+
 
 class WatchedLayer(NamedTuple):
     """A layer's A's and B's, one per slice, and the ranks of what lies in them.
@@ -69,8 +71,8 @@ def watch(module: Any) -> WatchedLayer | None:
     parts = _stacks(module)
     if parts is None:
         return None
-    known = getattr(module, "_lora_plugins_ranks", None)
-    if isinstance(known, SlotRanks):
+    known = watched_ranks(module)
+    if known is not None:
         return WatchedLayer(*parts, known)
     _, b = parts
     ranks = SlotRanks(b[0].shape[0], [int(b_i.shape[3]) for b_i in b])
@@ -88,8 +90,14 @@ def watch(module: Any) -> WatchedLayer | None:
         ranks.written(index, [0] * len(ranks.largest))
 
     module.set_lora, module.reset_lora = set_and_note, reset_and_note
-    module._lora_plugins_ranks = ranks  # noqa: SLF001 - ours
+    setattr(module, _RANKS, ranks)
     return WatchedLayer(*parts, ranks)
+
+
+def watched_ranks(module: Any) -> SlotRanks | None:
+    """What `watch` notes of a layer's slots, for who writes them past its `set_lora`; None where it is not watched."""
+    known = module.__dict__.get(_RANKS)
+    return known if isinstance(known, SlotRanks) else None
 
 
 LEDGER = (

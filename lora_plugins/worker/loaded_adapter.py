@@ -7,15 +7,18 @@ weights are packed here, once, and a slot is pointed at them; else they are copi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from lora_plugins.kernels.compiled import build as build_kernels
 from lora_plugins.kernels.packing import packer_of
 from lora_plugins.kernels.ranks import at_once
 from lora_plugins.worker.host_memory import Block, bytes_of, room
+from lora_plugins.worker.slot_table import SlotTable, TableLayer, table_layer
 
 WriteSlot = Callable[[int], None]
 
@@ -118,10 +121,20 @@ def build(
     tensors = [t for _, full in heads if full is not None for t in (full.weight, full.bias) if t is not None]
     block = Block(sum(sizes) + bytes_of(tensors), is_pinned=is_pinned)
     is_instant = not heads
+    in_tables: list[TableLayer] = []
     for layer, size_bytes in zip(layers, sizes, strict=True):
         packed = _pack(layer, block, size_bytes)
         is_instant = is_instant and packed is not None
-        writes.append(packed or _copy(layer, block))
+        if packed is not None:
+            writes.append(packed)
+            continue
+        lora_a, lora_b = _copied_sides(layer, block)
+        in_table = table_layer(layer.module, lora_a, lora_b)
+        if in_table is not None:
+            in_tables.append(in_table)
+        else:
+            writes.append(partial(_set_lora, layer.module, lora_a, lora_b))
+    writes.extend(_table_or_one_by_one(in_tables))
     writes.extend(_head(module, full, block) for module, full in heads)
     packers = tuple(packer for module in manager.modules.values() if (packer := packer_of(module)) is not None)
     size_bytes = sum(sizes) + bytes_of(tensors)
@@ -145,14 +158,25 @@ def _pack(layer: _Layer, block: Block, size_bytes: int) -> WriteSlot | None:
     return lambda slot: packer.place(slot, packed)
 
 
-def _copy(layer: _Layer, block: Block) -> WriteSlot:
+def _copied_sides(layer: _Layer, block: Block) -> tuple[Any, Any]:
     lora_a = [_copied(block, a) for a in layer.lora_a] if isinstance(layer.lora_a, list) else block.copy(layer.lora_a)
     lora_b = (
         [_copied(block, b, scaling) for b, scaling in zip(layer.lora_b, layer.scalings, strict=True)]
         if isinstance(layer.lora_b, list)
         else block.copy(layer.lora_b, layer.scalings[0])
     )
-    return lambda slot: layer.module.set_lora(slot, lora_a, lora_b)
+    return lora_a, lora_b
+
+
+def _set_lora(module: Any, lora_a: Any, lora_b: Any, slot: int) -> None:
+    module.set_lora(slot, lora_a, lora_b)
+
+
+def _table_or_one_by_one(layers: Sequence[TableLayer]) -> list[WriteSlot]:
+    copy = build_kernels.copy() if layers else None
+    if copy is not None:
+        return [SlotTable(copy, layers).write]
+    return [partial(_set_lora, layer.module, layer.lora_a, layer.lora_b) for layer in layers]
 
 
 def _copied(block: Block, tensor: torch.Tensor | None, scaling: float = 1) -> torch.Tensor | None:

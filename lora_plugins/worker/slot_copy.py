@@ -16,6 +16,7 @@ from lora_plugins.ledger import Patch
 
 _SLOTS = "_lora_plugins_slots"
 _PATCHED = "_lora_plugins_exact_slots"
+_EXACT = "_lora_plugins_exact"  # marks our set_lora
 
 SetLora = Callable[[Any, int, Any, Any], None]
 ResetLora = Callable[[Any, int], None]
@@ -23,7 +24,7 @@ Ranks = tuple[tuple[int, int], ...]  # rows of A and columns of B, for each slic
 
 
 @dataclass(slots=True)
-class _Slot:
+class Slot:
     """What is known of one slot of one layer.
 
     Attributes:
@@ -42,16 +43,14 @@ def exact_set_lora(whole: SetLora) -> SetLora:
     """`set_lora(index, lora_a, lora_b)` of linear layers; `whole` is vLLM's, for what has another shape than a slot."""
 
     def set_lora(self: Any, index: int, lora_a: Any, lora_b: Any) -> None:
-        slot = _slot(self, index)
+        slot = slot_of(self, index)
         sides = sides_of_slices(self, self.lora_a_stacked, self.lora_b_stacked, lora_a, lora_b)
         before, slot.held = slot.held, None  # while it is written, it may hold anything
         if sides is None:
             whole(self, index, lora_a, lora_b)  # resets the slot first; how far it writes is not known here
             slot.held = None
             return
-        ranks = tuple(
-            (0 if a is None else a.shape[0], 0 if b is None else b.shape[1]) for a, b in zip(*sides, strict=True)
-        )
+        ranks = ranks_of(sides)
         if slot.viewed != ranks:
             slot.views, slot.viewed = _views(self, index, ranks), ranks
         for a, b, (place_a, place_b) in zip(*sides, slot.views, strict=True):
@@ -60,9 +59,10 @@ def exact_set_lora(whole: SetLora) -> SetLora:
             if b is not None:
                 place_b.copy_(b, non_blocking=True)
         if before != ranks:
-            _clear(self, index, ranks, before)
+            clear(self, index, ranks, before)
         slot.held = ranks
 
+    setattr(set_lora, _EXACT, True)
     return set_lora
 
 
@@ -70,13 +70,13 @@ def exact_reset_lora(whole: ResetLora) -> ResetLora:
     """`reset_lora(index)` of linear layers: zeros where something is; `whole` is vLLM's, for a slot not written yet."""
 
     def reset_lora(self: Any, index: int) -> None:
-        slot = _slot(self, index)
+        slot = slot_of(self, index)
         nothing = ((0, 0),) * self.n_slices
         before, slot.held = slot.held, None
         if before is None:
             whole(self, index)
         elif before != nothing:
-            _clear(self, index, nothing, before)
+            clear(self, index, nothing, before)
         slot.held = nothing
 
     return reset_lora
@@ -87,11 +87,22 @@ def forget(layer: Any) -> None:
     layer.__dict__.pop(_SLOTS, None)
 
 
-def _slot(layer: Any, index: int) -> _Slot:
-    known: dict[int, _Slot] = layer.__dict__.setdefault(_SLOTS, {})
+def is_exact(layer: Any) -> bool:
+    """Whether this layer's class writes slots by `exact_set_lora`."""
+    return hasattr(getattr(type(layer), "set_lora", None), _EXACT)
+
+
+def ranks_of(sides: tuple[list[Any], list[Any]]) -> Ranks:
+    """Rows of A and columns of B of each slice, 0 where there is none."""
+    return tuple((0 if a is None else a.shape[0], 0 if b is None else b.shape[1]) for a, b in zip(*sides, strict=True))
+
+
+def slot_of(layer: Any, index: int) -> Slot:
+    """What is known of this slot; forgotten when the layer gets other stacks."""
+    known: dict[int, Slot] = layer.__dict__.setdefault(_SLOTS, {})
     slot = known.get(index)
     if slot is None or slot.stacks[0] is not layer.lora_a_stacked or slot.stacks[1] is not layer.lora_b_stacked:
-        slot = known[index] = _Slot((layer.lora_a_stacked, layer.lora_b_stacked))
+        slot = known[index] = Slot((layer.lora_a_stacked, layer.lora_b_stacked))
     return slot
 
 
@@ -102,7 +113,7 @@ def _views(layer: Any, index: int, ranks: Ranks) -> tuple[tuple[Any, Any], ...]:
     )
 
 
-def _clear(layer: Any, index: int, ranks: Ranks, left: Ranks | None) -> None:
+def clear(layer: Any, index: int, ranks: Ranks, left: Ranks | None) -> None:
     """Zero what lies beyond `ranks`: as far as `left`, where earlier adapters have been, or to the slot's end."""
     for i, (rank_a, rank_b) in enumerate(ranks):
         stack_a, stack_b = layer.lora_a_stacked[i], layer.lora_b_stacked[i]

@@ -49,7 +49,7 @@ def installed(tmp_path, monkeypatch):
     folder.mkdir()
     file = folder / (HERE or prebuilt.level("float32", V3)).file_name("float32")
     file.write_bytes(b"\x7fELF, as built")
-    listed = {"source": prebuilt.digest_of(prebuilt.SOURCE), "objects": {file.name: prebuilt.digest_of(file)}}
+    listed = {"sources": {"lora.c": prebuilt.digest_of(build.SOURCE)}, "objects": {file.name: prebuilt.digest_of(file)}}
     (folder / prebuilt.LIST).write_text(json.dumps(listed))
     monkeypatch.setattr(prebuilt, "FOLDER", folder)
     return file
@@ -78,7 +78,7 @@ def change(file: Path, how: str) -> None:
     elif how == "missing":
         file.unlink()
     elif how == "another source":
-        listing.write_text(json.dumps({**json.loads(listing.read_text()), "source": "0" * 64}))
+        listing.write_text(json.dumps({**json.loads(listing.read_text()), "sources": {"lora.c": "0" * 64}}))
     elif how == "not listed":
         listing.write_text(json.dumps({**json.loads(listing.read_text()), "objects": {}}))
     elif how == "no list":
@@ -170,13 +170,14 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
         y = case.outputs()
         assert_equal(case.computed(y), case.expected(y), y, slot_of_row)
         assert build.product(str(dtype)[6:]).threads() == threads
+assert build.copy() is not None
 print("right")
 """
 
 
 @here
 def test_a_wheel_computes_right_without_a_compiler(tmp_path):
-    levels = {prebuilt.level(dtype, this_processor()).name for dtype in prebuilt.DTYPES}
+    levels = {prebuilt.level(kind, this_processor()).name for kind in prebuilt.SOURCES}
     made = subprocess.run(
         [sys.executable, ROOT / "tools" / "build_wheel.py", "--no-build-isolation", "--dist", tmp_path / "dist",
          "--levels", *levels],
@@ -197,9 +198,9 @@ def test_a_wheel_computes_right_without_a_compiler(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == "right"
-    for dtype in prebuilt.DTYPES:
-        name = prebuilt.level(dtype, this_processor()).file_name(dtype)
-        assert f"CPU kernels: {dtype} from {name}, built with the package" in done.stdout
+    for kind in prebuilt.SOURCES:
+        name = prebuilt.level(kind, this_processor()).file_name(kind)
+        assert f"CPU kernels: {kind} from {name}, built with the package" in done.stdout
 
 
 CROSS, EMULATOR = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
@@ -212,7 +213,7 @@ def test_objects_for_aarch64_are_right_in_an_emulator(tmp_path, dtype):
     (level,) = [level for level in prebuilt.LEVELS if level.architecture == "aarch64"]
     library, driver = tmp_path / level.file_name(dtype), tmp_path / "driver"
     flags = [*build.ANY_PROCESSOR, *level.compiler_flags, "-nostdlib", f"-DELEMENT={build.ELEMENTS[dtype]}"]
-    subprocess.run([CROSS, *flags, prebuilt.SOURCE, "-o", library], check=True, timeout=60)
+    subprocess.run([CROSS, *flags, build.SOURCE, "-o", library], check=True, timeout=60)
     source = Path(__file__).with_name("aarch64_driver.c")
     subprocess.run([CROSS, source, library, f"-Wl,-rpath,{tmp_path}", "-o", driver], check=True, timeout=60)
     for rows, inn, rank, width in ((1, 64, 16, 70), (23, 513, 7, 33), (70, 40, 65, 9)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import threading
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from lora_plugins.scheduler.messages import Activate, Activated, Failed, Loaded
+from lora_plugins.worker.slot_table import SlotTable
 from tests.worker.small_model import (
     Adapter,
     Blocked,
@@ -305,6 +307,18 @@ def test_an_evict_of_what_is_not_here_does_nothing(make_manager: Make, adapters:
     assert manager.reports() == []
 
 
+def held_by(write: Any) -> list[Any]:
+    """The adapter's tensors or panels that one of its writes holds on to."""
+    if isinstance(getattr(write, "__self__", None), SlotTable):
+        sides = [side for layer in write.__self__._layers for side in (layer.lora_a, layer.lora_b)]
+    elif isinstance(write, functools.partial):
+        sides = list(write.args)
+    else:
+        sides = [cell.cell_contents for cell in write.__closure__ or ()]
+    parts = [part for side in sides for part in (side if isinstance(side, list) else [side])]
+    return [part for part in parts if type(part).__name__ in {"Tensor", "PackedModule"}]
+
+
 def test_memory_is_freed_with_an_eviction(make_manager: Make, adapters: list[Adapter], kernels: str) -> None:
     manager = make_manager(slots=2)
     for slot in (0, None):
@@ -312,8 +326,7 @@ def test_memory_is_freed_with_an_eviction(make_manager: Make, adapters: list[Ada
         entry = manager.jobs.entries[1]
         gone = [weakref.ref(packer.panels.of(0).flat) for packer in entry.adapter.packers] if slot == 0 else []
         written = entry.adapter.writes
-        held = [weakref.ref(cell.cell_contents) for write in written for cell in write.__closure__ or ()
-                if type(cell.cell_contents).__name__ in {"Tensor", "PackedModule"}]  # fmt: skip
+        held = [weakref.ref(part) for write in written for part in held_by(write)]
         assert held
         del entry, written
         evict(manager, adapters[0])

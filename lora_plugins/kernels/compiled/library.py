@@ -59,6 +59,30 @@ class Product:
     pair: int
 
 
+class Block(ctypes.Structure):
+    """`struct block` of `copy.c`."""
+
+    _fields_ = (
+        ("to", ctypes.c_void_p),
+        ("slot_stride", ctypes.c_int64),
+        ("to_stride", ctypes.c_int64),
+        ("source", ctypes.c_void_p),  # `from`
+        ("from_stride", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("bytes", ctypes.c_int64),
+    )
+
+
+Copy = Callable[[int, int, int], None]  # the address of blocks, their number, and the slot; unchecked
+
+
+def load_copy(file: Path) -> Copy:
+    """Load what was compiled of `copy.c`; raises as `load`."""
+    copy = ctypes.CDLL(str(file)).lora_copy
+    copy.argtypes, copy.restype = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64], None
+    return copy
+
+
 def load(file: Path) -> Product:
     """Load what was compiled of `lora.c`.
 
