@@ -32,7 +32,10 @@ INTERPRETED = 2.0  # times as much: Triton's interpreter cuts float32 to bfloat1
 
 @dataclass(frozen=True)
 class Check:
-    """One call: `rows` real rows and `padding` rows, a slot or -1 for each real one by `pattern`."""
+    """One call: `rows` real rows and `padding` rows, a slot or -1 for each real one by `pattern`.
+
+    The layer sees them alone; the batch has `unseen` rows after them.
+    """
 
     operator: str
     rows: int
@@ -44,18 +47,19 @@ class Check:
     padding: int = 0
     offset: int = 0
     add_inputs: bool = True
+    unseen: int = 0
 
     def slot_of_row(self) -> list[int]:
-        slots = len(RANKS)
+        slots, rows = len(RANKS), self.rows + self.unseen
         match self.pattern:
             case "one slot":
-                return [slots - 3] * self.rows
+                return [slots - 3] * rows
             case "in turn":  # base rows too
-                return [row % (slots + 1) - 1 for row in range(self.rows)]
+                return [row % (slots + 1) - 1 for row in range(rows)]
             case "pieces":
-                return [row * (slots + 1) // self.rows - 1 for row in range(self.rows)]
+                return [row * (slots + 1) // rows - 1 for row in range(rows)]
             case _:
-                return [-1] * self.rows
+                return [-1] * rows
 
 
 def checks(*, small: bool = False) -> Iterator[Check]:
@@ -72,6 +76,7 @@ def checks(*, small: bool = False) -> Iterator[Check]:
                 yield Check(LINEAR, n_rows, n_in, widths, 64, dtype, "in turn", padding, add_inputs=False)
                 for operator in (SHRINK, EXPAND):
                     yield Check(operator, n_rows, n_in, widths, 64, dtype, "in turn", padding)
+        yield Check(LINEAR, 4, *shapes[0], 64, dtype, "in turn", unseen=60)
         for n_rows in rows:
             yield Check(EXPAND, n_rows, *shapes[0], 64, dtype, "pieces", offset=16, add_inputs=False)
             yield Check(EMBEDDING, n_rows, 0, (hidden,), 64, dtype, "pieces", padding=1)
@@ -105,7 +110,7 @@ class Call:
             operators.register((self._normal(slots, 3, check.slot_rank, dtype=dtype),), self.b, self.ranks)
         else:
             operators.register(self.a, self.b, self.ranks)
-        self.batch = Batch(rows, slots, on)
+        self.batch = Batch(rows + check.unseen, slots, on)
         self.slot_of_row: list[int] = []
         if check.operator in (EXPAND, EMBEDDING):
             self.x = self._normal(
@@ -145,17 +150,17 @@ class Call:
 
     def cut(self, slot_of_row: Sequence[int]) -> None:
         """Take a batch of these slots; what belongs to no adapter becomes NaN in the input."""
-        torch, self.slot_of_row = self.torch, list(slot_of_row)
+        torch, self.slot_of_row = self.torch, list(slot_of_row[: self.check.rows])
         in_use = {slot for slot in slot_of_row if slot >= 0}
         self.batch.cut(torch.tensor(slot_of_row, device=self.device), in_use, base_rows=min(slot_of_row) < 0)
         if not self.filled:
             return
-        idle = [row for row in range(self.batch.chunks.order.shape[0]) if self.slot(row) < 0]
+        idle = [row for row in range(self.x.shape[-2]) if self.slot(row) < 0]
         fresh = torch.randn(self.x.shape, device=self.device).to(self.x.dtype)
         fresh[..., idle, :] = float("nan")
         if self.check.operator in (EXPAND, EMBEDDING):
             for slot, ranks in enumerate(self.ranks[slot] for slot in range(len(RANKS))):
-                mine = [row for row, of in enumerate(slot_of_row) if of == slot]
+                mine = [row for row, of in enumerate(self.slot_of_row) if of == slot]
                 fresh[:, mine, ranks[0] :] = float("nan")
         self.x.copy_(fresh)
 
@@ -238,7 +243,7 @@ def run(check: Check, operators: Any, gpu: Gpu, seed: int, *, graph: bool = Fals
     try:
         if graph:  # captured for another batch, with other adapters in the slots
             call.fill(RANKS[3:] + RANKS[:3])
-            call.cut([row % len(RANKS) for row in range(check.rows)])
+            call.cut([row % len(RANKS) for row in range(check.rows + check.unseen)])
             replay = gpu.captured(call)
             call.fill(RANKS)
             call.cut(check.slot_of_row())

@@ -151,6 +151,7 @@ ONE_OF_EACH = {
     "expand from an offset": Check("expand", 9, 40, (24, 16), 64, "float32", "pieces", offset=16, add_inputs=False),
     "embedding": Check("embedding", 9, 0, (40,), 64, "bfloat16", "pieces", padding=1),
     "logits": Check("logits", 9, 40, (70,), 64, "float16", "in turn"),
+    "rows of a larger batch": Check("linear", 4, 40, (24,), 64, "float32", "in turn", unseen=40),
     "base rows": Check("linear", 4, 40, (24,), 128, "float32", "base", padding=1),
 }
 
