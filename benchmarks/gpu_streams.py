@@ -140,8 +140,11 @@ class World:
 
     def write(self, slot: int, adapter: int) -> None:
         """Copy one adapter into a slot, and fill in its ranks."""
-        for layer, (a, b) in zip(self.layers, self.adapters[adapter], strict=True):
-            layer.set_lora(slot, a, b)
+        from lora_plugins.kernels.ranks import at_once
+
+        with at_once():  # as the product's worker does
+            for layer, (a, b) in zip(self.layers, self.adapters[adapter], strict=True):
+                layer.set_lora(slot, a, b)
 
     def write_reserved(self, step: int) -> None:
         """Write what the reserved slots hold after this step."""

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -99,22 +99,24 @@ def tune(
     *,
     compile_ahead: CompileAhead = lambda plans: None,
     keep: Callable[[tuning.Table, int], None] = lambda table, found: None,
+    most: int | None = None,
 ) -> tuning.Table:
     """The best plans found for these limits; each gets an even share of the time that is left.
 
-    `keep(table, found)` is called after each plan, with those that are found and the starting ones of the others.
+    Of each kind the first `most` are compared. `keep(table, found)` is called after each plan, with those that are
+    found and the starting ones of the others.
     """
     plans = list(starting_plans(table))
     end = time.monotonic() + seconds
-    compile_ahead([candidate for plan in plans for candidate in shrinks(plan)])
+    compile_ahead([candidate for plan in plans for candidate in islice(shrinks(plan), most)])
     for number in range(len(plans)):
         plan = plans[number]
         until = time.monotonic() + (end - time.monotonic()) / (len(plans) - number)
         score, least = score_of(plan), math.inf
         for candidates in (shrinks, expands, fusions):
-            wanted = list(candidates(plan))
-            if time.monotonic() > until:
-                break
+            wanted = list(candidates(plan))[:most]
+            if not wanted or time.monotonic() > until:
+                continue
             compile_ahead([plan, *wanted])
             plan, least = best(plan, wanted, score, until)
         print(f"up to {plan.max_rows:.3g} rows, {plan.max_in:.3g} in: {least:.2f} us, {plan}", flush=True)
@@ -135,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = {**({"rehearsal: not measured": True} if gpu.rehearsal else {}), **circumstances(), **gpu.facts()}
     if gpu.rehearsal:
         gpu_cases.MODELS["Llama-8B"] = gpu_cases.TINY
-        default = tuning.Table(default.origin, default.plans[-1:])
+        default = gpu.table()
     began = time.monotonic()
 
     def keep(table: tuning.Table, found: int) -> None:
@@ -154,7 +156,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             for problem in problems[:3]:
                 print(f"not compiled: {problem}", flush=True)
 
-        tune(default, lambda plan: _score_on(gpu, plan), options.seconds, compile_ahead=compile_ahead, keep=keep)
+        most = 1 if gpu.rehearsal else None
+        tune(
+            default,
+            lambda plan: _score_on(gpu, plan),
+            options.seconds,
+            compile_ahead=compile_ahead,
+            keep=keep,
+            most=most,
+        )
     print(path)
     return 0
 

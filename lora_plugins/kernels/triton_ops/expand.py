@@ -79,7 +79,10 @@ def expand(
     )
 
 
-@triton.jit(do_not_specialize=["capacity", "rows", "tiles", "ranks_stride", "ranks_slot_stride"])
+@triton.jit(
+    do_not_specialize=["capacity", "rows", "tiles", "ranks_stride", "ranks_slot_stride"],
+    do_not_specialize_on_alignment=["ranks"],
+)
 def _expand_kernel(
     t: tl.tensor,
     module: tl.tensor,

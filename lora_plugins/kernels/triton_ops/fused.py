@@ -88,7 +88,10 @@ def fused(
     )
 
 
-@triton.jit(do_not_specialize=["capacity", "rows", "tiles", "ranks_stride", "ranks_slot_stride"])
+@triton.jit(
+    do_not_specialize=["capacity", "rows", "tiles", "ranks_stride", "ranks_slot_stride"],
+    do_not_specialize_on_alignment=["ranks"],
+)
 def _fused_kernel(
     x: tl.tensor,
     module: tl.tensor,

@@ -78,7 +78,10 @@ def partials(tile: ShrinkTile, module: PackedModule, rows: int, device: Any) -> 
     return torch.empty(tile.splits, module.slices, rows, module.max_rank, dtype=torch.float32, device=device)
 
 
-@triton.jit(do_not_specialize=["capacity", "rows", "ranks_stride", "ranks_slot_stride"])
+@triton.jit(
+    do_not_specialize=["capacity", "rows", "ranks_stride", "ranks_slot_stride"],
+    do_not_specialize_on_alignment=["ranks"],
+)
 def _shrink_kernel(
     x: tl.tensor,
     module: tl.tensor,
