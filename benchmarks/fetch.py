@@ -159,12 +159,18 @@ async def measure(contender: str, url: str, target: Path) -> dict[str, float]:
     return {"s": seconds, "cpu_s": cpu_s, "peak_mb": (peak_kb - idle_kb) / 1024}
 
 
-def run_once(contender: str, url: str, home: Path) -> dict[str, float]:
+def run_once(contender: str, url: str, home: Path, before: Path | None = None) -> dict[str, float]:
+    """One cold fetch; of "before", ours as it is in the checkout at `before`."""
     target = home / "target"
+    where = before if contender == "before" else Path.cwd()
+    contender = "ours" if contender == "before" else contender
     shutil.rmtree(target, ignore_errors=True)
     os.sync()  # no contender pays for what the one before left unwritten
     command = [sys.executable, "-m", "benchmarks.fetch", "--one", contender, url, str(target)]
-    result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, cwd=where, env={**os.environ, "PYTHONPATH": str(where)}
+    )
+    result = json.loads(done.stdout.splitlines()[-1])
     shutil.rmtree(target, ignore_errors=True)
     return result
 
@@ -175,26 +181,31 @@ def main() -> int:
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--one", nargs=3)
     arguments.add_argument("--sizes", type=int, nargs="*", default=SIZES_MB)
+    arguments.add_argument("--networks", nargs="*", default=list(NETWORKS))
+    arguments.add_argument("--repeats", type=int)
+    arguments.add_argument("--before", type=Path, help="a checkout of an earlier state, as one more contender")
+    arguments.add_argument("--keep", default="fetch", help="name of the file of results")
     options = arguments.parse_args()
+    contenders = (*CONTENDERS, *(["before"] if options.before else []))
     if options.one:
         contender, url, target = options.one
         print(json.dumps(asyncio.run(measure(contender, url, Path(target)))))
         return 0
     rows = []
-    for (network, bytes_per_s), size_mb in itertools.product(NETWORKS.items(), options.sizes):
+    for network, size_mb in itertools.product(options.networks, options.sizes):
         with tempfile.TemporaryDirectory() as name:
             home = Path(name)
             directory = home / "served" / "bucket" / KEY
             directory.mkdir(parents=True)
             write_adapter(directory, size_mb, "BF16", 2)
-            results: dict[str, list[dict[str, float]]] = {contender: [] for contender in CONTENDERS}
-            with range_server(home / "served", bytes_per_s=bytes_per_s) as server:
-                for repeat in range(REPEATS.get(size_mb, 5)):
-                    for contender in CONTENDERS if repeat % 2 == 0 else CONTENDERS[::-1]:
-                        results[contender].append(run_once(contender, server.url, home))
-            rows.append({"network": network, "size_mb": size_mb, "results": results})
+            results: dict[str, list[dict[str, float]]] = {contender: [] for contender in contenders}
+            with range_server(home / "served", bytes_per_s=NETWORKS[network]) as server:
+                for repeat in range(options.repeats or REPEATS.get(size_mb, 5)):
+                    for contender in contenders if repeat % 2 == 0 else contenders[::-1]:
+                        results[contender].append(run_once(contender, server.url, home, options.before))
+            rows.append({"network": network, "size_mb": size_mb, "load": os.getloadavg()[0], "results": results})
     print_table(rows)
-    print(f"\nRaw: {keep('fetch', rows)}")
+    print(f"\nRaw: {keep(options.keep, rows)}")
     return 0
 
 
@@ -206,12 +217,16 @@ def print_table(rows: list[dict]) -> None:
             contender: {key: statistics.median(run[key] for run in runs) for key in ("s", "cpu_s", "peak_mb")}
             for contender, runs in row["results"].items()
         }
+        print(f"<!-- load {row['load']:.0f} -->")
         for contender, median in medians.items():
             rate = row["size_mb"] / median["s"]
             of_raw, of_docs = (medians[other]["s"] / median["s"] for other in ("raw", "docs"))
+            both = zip(row["results"][contender], row["results"]["docs"], strict=True)
+            pairs = statistics.median(docs["s"] / run["s"] for run, docs in both)
+            cost = f"{median['cpu_s']:.2f} | {median['peak_mb']:.0f}"
             print(
                 f"| {row['network']} | {row['size_mb']} MB | {contender} | {median['s']:.3f} | {rate:.0f} "
-                f"| {of_raw:.2f} | {of_docs:.2f} | {median['cpu_s']:.2f} | {median['peak_mb']:.0f} |"
+                f"| {of_raw:.2f} | {of_docs:.2f} (pairs {pairs:.2f}) | {cost} |"
             )
 
 
