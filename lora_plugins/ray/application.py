@@ -101,7 +101,8 @@ def application(
     )(Ingress)
     if version is not None:
         replicas = replicas.options(version=version, _internal=True)
-        ingress = ingress.options(version=f"{version} {names_adapters}", _internal=True)
+        # Ray keeps the router that a process has, whatever the configuration says later.
+        ingress = ingress.options(version=f"{version} {router} {names_adapters}", _internal=True)
     bound = replicas.bind(options.arguments, options.env, command)
     return ingress.bind(bound, base_names(options.arguments), names_adapters=names_adapters)
 

@@ -19,6 +19,7 @@ from lora_plugins.ray.replica import AdminAnswer, Call, Head, Lost
 
 ATTEMPTS = 5
 WAIT_S = 0.1
+LONGEST_NAME = 1024
 # What is done on every replica, as each has its own registry.
 _ADMIN = ("/v1/loras", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _MODELS = "/v1/models"
@@ -48,7 +49,8 @@ class Ingress:
         if path == _MODELS and request.method == "GET":
             return await self._models(call)
         name = await _model(request, body)
-        adapter = "" if name in self._base_names else name
+        # No adapter's name is that long; the server says so, and the router need not remember it.
+        adapter = "" if name in self._base_names or len(name) > LONGEST_NAME else name
         return await self._forward(call, adapter)
 
     async def _forward(self, call: Call, adapter: str) -> Response:
@@ -129,9 +131,7 @@ class Answer:
         headers = dict(self._head.headers)
         is_event_stream = headers.get("content-type", "").startswith("text/event-stream")
         response = StreamingResponse(self._body(is_event_stream), self._head.status)
-        response.raw_headers = [
-            (name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in self._head.headers
-        ]
+        response.raw_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._head.headers]
         return response
 
     async def _body(self, is_event_stream: bool) -> AsyncIterator[bytes]:

@@ -150,11 +150,14 @@ class VllmReplica:
             self._served.popitem(last=False)
 
 
-def _to_server(headers: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    return [(name, value) for name, value in headers if name.lower() not in HOP_BY_HOP | {"content-length"}]
+def _to_server(headers: Sequence[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
+    left_out = HOP_BY_HOP | {"content-length"}
+    return [
+        (name.encode("latin-1"), value.encode("latin-1")) for name, value in headers if name.lower() not in left_out
+    ]
 
 
 def _to_client(headers: httpx.Headers, replica: str) -> tuple[tuple[str, str], ...]:
     left_out = HOP_BY_HOP | {"server", "date"}  # Ray's proxy has its own
-    kept = ((name, value) for name, value in headers.multi_items() if name.lower() not in left_out)
-    return (*kept, (REPLICA_HEADER, replica))
+    texts = ((name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in headers.raw)
+    return (*((name, value) for name, value in texts if name not in left_out), (REPLICA_HEADER, replica))

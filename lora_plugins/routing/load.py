@@ -15,6 +15,7 @@ class ReplicaLoad:
     def __init__(self) -> None:
         self._ours: dict[str, int] = {}
         self._others: dict[str, int] = {}
+        self._peaks: dict[str, tuple[int, int]] = {}  # of ours: before the last report, and since
         self.total = 0
 
     def __len__(self) -> int:
@@ -32,6 +33,7 @@ class ReplicaLoad:
     def leave(self, replica: str) -> None:
         """Forget it; its requests are in flight no longer."""
         self.total -= self._ours.pop(replica, 0) + self._others.pop(replica, 0)
+        self._peaks.pop(replica, None)
 
     def routed(self, replica: str) -> bool:
         """Count one more; False for a replica that is not there."""
@@ -39,6 +41,8 @@ class ReplicaLoad:
             return False
         self._ours[replica] += 1
         self.total += 1
+        before, since = self._peaks.get(replica, (0, 0))
+        self._peaks[replica] = before, max(since, self._ours[replica])
         return True
 
     def completed(self, replica: str) -> None:
@@ -48,9 +52,15 @@ class ReplicaLoad:
             self.total -= 1
 
     def reported(self, replica: str, requests: int) -> None:
-        """A replica has so many, from all routers together: what is more than ours is of others."""
+        """A replica has so many, from all routers together: what is more than ours is of others.
+
+        A report is older than what is known here: ours are as many as they were at most since the last but one.
+        """
         if replica in self._others:
-            others = max(0, requests - self._ours[replica])
+            ours = self._ours[replica]
+            before, since = self._peaks.get(replica, (0, 0))
+            others = max(0, requests - max(before, since, ours))
+            self._peaks[replica] = since, ours
             self.total += others - self._others[replica]
             self._others[replica] = others
 

@@ -69,6 +69,13 @@ def test_hot_adapter_spills_over_instead_of_queueing():
     assert len(sent) == 3
 
 
+def test_loaded_adapter_spills_over_too():
+    policy = of(10, Limits(least_bound=4))
+    home = send(policy, "sql")
+    sent = Counter(send(policy, "sql", completes=False) for _ in range(6))
+    assert (sent[home], len(sent)) == (4, 2)
+
+
 def test_sustained_load_warms_a_second_replica_by_one_request():
     policy = of(10, Limits(per_replica=2, least_bound=100))
     home = send(policy, "sql")

@@ -98,3 +98,18 @@ def test_requests_of_other_routers_count_once():
     loads.leave("a")
     loads.completed("a")
     assert (loads.of("a"), loads.total, loads.routed("a")) == (0, 0, False)
+
+
+def test_requests_that_ended_since_a_report_are_not_of_others():
+    loads = ReplicaLoad()
+    loads.join("a")
+    for _ in range(5):
+        loads.routed("a")
+    loads.reported("a", 5)
+    for _ in range(5):
+        loads.completed("a")
+    loads.reported("a", 5)
+    assert (loads.of("a"), loads.total) == (0, 0)
+    loads.reported("a", 5)
+    loads.reported("a", 5)
+    assert (loads.of("a"), loads.total) == (5, 5)
