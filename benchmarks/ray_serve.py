@@ -278,13 +278,21 @@ def main() -> int:
     root = str(Path(__file__).parents[1])
     path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
     print("demo-ray: starting Ray", flush=True)
-    ray.init(
-        num_cpus=REPLICAS + 1,
-        include_dashboard=False,
-        object_store_memory=100 * 2**20,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": path, "RAY_SERVE_LOG_TO_STDERR": "0"}},
-    )
+    for attempt in range(5):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=REPLICAS + 1,
+                include_dashboard=False,
+                object_store_memory=100 * 2**20,
+                log_to_driver=False,
+                runtime_env={"env_vars": {"PYTHONPATH": path, "RAY_SERVE_LOG_TO_STDERR": "0"}},
+            )
+            break
+        except Exception as error:  # Ray waits 30 s for itself, which on a busy machine may be too short
+            print(f"demo-ray: {error}", flush=True)
+            if attempt == 4:
+                raise
     outcomes: list[Outcome] = []
     with reserved_port() as port:
         try:

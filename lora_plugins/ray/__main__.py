@@ -51,7 +51,7 @@ def main(given: Sequence[str] | None = None) -> int:
         ray.init(address=parsed.address)
     elif not ray.is_initialized():
         wanted = parsed.num_cpus * (parsed.max_replicas or parsed.replicas)
-        ray.init(num_cpus=max(os.cpu_count() or 1, int(wanted) + 1), include_dashboard=False)
+        ray.init("local", num_cpus=max(os.cpu_count() or 1, int(wanted) + 1), include_dashboard=False)
     options = Options(
         arguments=parsed.arguments,
         env=passed_on(),

@@ -68,6 +68,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     for attempt in range(3):
         try:
             ray.init(
+                address="local",
                 num_cpus=8,
                 include_dashboard=False,
                 object_store_memory=100 * 2**20,
