@@ -59,18 +59,13 @@ def test_dummy_batches_between_requests_remove_nothing(bed: Bed, tmp_path: Path)
             assert answer.status_code == 200, answer.text
             return answer.json()
 
-        async def ask_among_dummies() -> list[list[int] | int]:
-            dummies = asyncio.gather(
-                *(asyncio.to_thread(post, "/collective_rpc", method="execute_dummy_batch") for _ in range(30))
-            )
-            answers = await complete_all(server, NAMES * 4, PROMPT, MAX_TOKENS, at_once=8)
-            await dummies
-            return answers
-
         for round_number in range(3):
-            assert asyncio.run(ask_among_dummies()) == [bed.answers[name] for name in NAMES * 4]
+            answers = asyncio.run(complete_all(server, NAMES * 4, PROMPT, MAX_TOKENS, at_once=8))
+            assert answers == [bed.answers[name] for name in NAMES * 4]
             if round_number == 0:
                 post("/v1/loras/sql/pin")
+            for _ in range(10):
+                post("/collective_rpc", method="execute_dummy_batch")
             view = httpx.get(f"{server.url}/v1/loras/sql", timeout=LONGEST_S).json()
             assert (view["pinned"], set(view["tiers"])) == (True, {"store", "host", "slot"})
             (worker,) = post("/collective_rpc", method="get_lora_metrics")["results"]
