@@ -102,8 +102,10 @@ class Restore:
                 )
         else:
             adapter, _ = await self._lifecycle.load(one.name, one.uri)
-            if one.held_digest and adapter.version is not None and adapter.version.digest != one.held_digest:
-                await self._lifecycle.roll_back(one.name, one.held_digest)
+            if one.held_digest and adapter.version is not None:
+                if adapter.version.digest != one.held_digest:
+                    await self._lifecycle.roll_back(one.name, one.held_digest)
+                adapter.held_digest = one.held_digest  # its source may have this very version again
         if one.is_pinned:
             await self._lifecycle.pin(one.name)
 

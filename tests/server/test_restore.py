@@ -81,6 +81,22 @@ async def test_what_was_served_is_served_again_if_asked(tmp_path: Path) -> None:
 
 
 @runs
+async def test_a_rollback_holds_where_the_source_has_that_version(tmp_path: Path) -> None:
+    """A trainer has published the old version again: the name stays at it all the same."""
+    file, old = ServedFile(tmp_path / "served.json"), "aa" * 32
+    file.write([ServedName("sql", held_digest=old)])
+    world = World()
+    world.resolver.has["sql"] = Version(old)
+    await Restore(world.lifecycle, Settings(restore=True), file).run()
+    sql = world.lifecycle.registry.get("sql")
+    assert sql is not None
+    assert sql.held_digest == old
+    world.resolver.has["sql"] = Version("bb" * 32)
+    await world.lifecycle.poll("sql")
+    assert await world.ask("sql") == f"/store/{old}"
+
+
+@runs
 async def test_a_version_served_by_its_digest_is_restored(
     tmp_path: Path,
 ) -> None:
