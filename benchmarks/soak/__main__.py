@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 
+from benchmarks.record import circumstances
 from benchmarks.soak import report
 from benchmarks.soak.bank import CACHE, Bank, prepare
 from benchmarks.soak.journal import Journal
@@ -31,12 +32,13 @@ def main() -> int:
     bank = prepare(lambda text: print(text, flush=True))
     plan = Plan(seed, options.seconds, CACHE / f"seed-{seed}-{int(time.time())}", options.control, options.fork)
     print(f"events and the servers' logs: {plan.home}", flush=True)
+    began = circumstances()
     journal = asyncio.run(_until_ended(plan, bank))
     print(report.table(journal))
     for name, found in plan.figures.items():
         print(f"{name}: {found}")
     if options.keep:
-        print(f"written to {report.kept(seed, journal, plan.figures)}")
+        print(f"written to {report.kept(seed, journal, plan.figures, began)}")
     if not journal.violations:
         print(f"seed {seed}: every invariant held")
         return 0

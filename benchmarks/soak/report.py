@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import keep
+from benchmarks.record import RESULTS
 from benchmarks.soak.journal import Journal
 
 
@@ -36,11 +37,13 @@ def table(journal: Journal) -> str:
     return "\n".join(lines)
 
 
-def kept(seed: int, journal: Journal, figures: Mapping[str, Any]) -> Path:
-    """`benchmarks/results/soak-<seed>.json`."""
+def kept(seed: int, journal: Journal, figures: Mapping[str, Any], began: Mapping[str, object]) -> Path:
+    """`benchmarks/results/soak-<seed>.json`; `began`: the circumstances that it began in, as a soak takes a while."""
     counts: dict[str, dict[str, int]] = {}
     for (what, outcome), count in sorted(journal.counts.items()):
         counts.setdefault(what, {})[outcome] = count
     longest_s = {what: round(took_s, 2) for what, took_s in sorted(journal.longest_s.items())}
     rows = {**figures, "counts": counts, "longest_s": longest_s, "violations": journal.violations[:50]}
-    return keep(f"soak-{seed}", rows)
+    path = RESULTS / f"soak-{seed}.json"
+    path.write_text(json.dumps({**began, "rows": rows}, indent=1) + "\n")
+    return path
