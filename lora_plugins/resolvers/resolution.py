@@ -70,6 +70,7 @@ class AdapterResolver:
 
     Attributes:
         base: what is served, set once the server is made.
+        on_abandoned: called with a version whose callers were all cancelled before they had it; it is leased.
         describe_model: asks the engine for its model's modules, once; None answers where LoRA is off.
 
     Raises:
@@ -89,7 +90,8 @@ class AdapterResolver:
         self._versions = Versions(settings, events, store)
         self._absent: TTLCache[tuple[str, Key], bool] = TTLCache(_REMEMBERED_NAMES, settings.absent_ttl_s)
         self._fresh: TTLCache[Key, ResolvedAdapter] = TTLCache(_REMEMBERED_NAMES, settings.revalidate_s)
-        self._flights: SingleFlight[_Query, ResolvedAdapter | None] = SingleFlight()
+        self._flights: SingleFlight[_Query, ResolvedAdapter | None] = SingleFlight(self._nobody_waits)
+        self.on_abandoned: Callable[[ResolvedAdapter], None] = lambda _: None
         self._seen: TTLCache[Path, bool] = TTLCache(_REMEMBERED_NAMES, _SEEN_S)
         self._look_ups: dict[str, LookUps] = {}  # by the source's label
 
@@ -202,6 +204,10 @@ class AdapterResolver:
         if is_there:
             self._seen[resolved.path] = True
         return is_there
+
+    def _nobody_waits(self, resolved: ResolvedAdapter | None) -> None:
+        if resolved is not None:
+            self.on_abandoned(resolved)
 
     async def _share(self, query: _Query, base_path: str) -> ResolvedAdapter | None:
         return await self._flights.run(query, lambda: self._resolve(query, base_path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine, Hashable
 from typing import Any, Generic, TypeVar
 
@@ -13,8 +14,11 @@ _T = TypeVar("_T")
 class SingleFlight(Generic[_K, _T]):
     """One task for each key; it goes on when a caller is cancelled, for the others and for what it leaves behind."""
 
-    def __init__(self) -> None:
+    def __init__(self, abandoned: Callable[[_T], None] = lambda _: None) -> None:
+        """Make one; `abandoned` gets each result that nobody has waited for until the end."""
         self._tasks: dict[_K, asyncio.Task[_T]] = {}
+        self._waiting: Counter[_K] = Counter()
+        self._abandoned = abandoned
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -25,9 +29,17 @@ class SingleFlight(Generic[_K, _T]):
         if task is None:
             task = self._tasks[key] = asyncio.get_running_loop().create_task(start())
             task.add_done_callback(lambda task: self._done(key, task))
-        return await asyncio.shield(task)
+        self._waiting[key] += 1
+        try:
+            return await asyncio.shield(task)
+        finally:
+            if self._tasks.get(key) is task:  # cancelled; who waits until the end is counted by `_done`
+                self._waiting[key] -= 1
 
     def _done(self, key: _K, task: asyncio.Task[_T]) -> None:
         del self._tasks[key]
-        if not task.cancelled():
-            task.exception()  # looked at, also where every caller has been cancelled
+        waiting = self._waiting.pop(key)
+        if task.cancelled() or task.exception() is not None:  # looked at, also where every caller has been cancelled
+            return
+        if not waiting:
+            self._abandoned(task.result())

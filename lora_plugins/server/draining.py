@@ -37,6 +37,18 @@ class Draining:
             if not self._registry.needs(name, version):
                 self._resolver.release(name, version.path)
 
+    def forget(self, name: str, version: ResolvedAdapter) -> None:
+        """End the lease of a version that was resolved for a client who has left, unless the name has it all the same.
+
+        Under the name's lock: whoever resolves it at this moment, too, has registered it by then.
+        """
+
+        async def release() -> None:
+            async with self._engine.lock(name):
+                self.release(name, version)
+
+        self._in_background(release())
+
     def retire(self, engine_id: int) -> None:
         """Have the engines evict what new requests do not ask for any more; nobody waits for it."""
         self._in_background(self._planner.retire(engine_id))

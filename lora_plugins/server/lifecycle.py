@@ -48,6 +48,7 @@ class Lifecycle:
         self._drain_timeout_s = drain_timeout_s
         self._draining = Draining(registry, planner, engine=engine, resolver=resolver, events=events)
         self.swapping = Swapping(registry, planner, self._draining, engine=engine, events=events)
+        resolver.on_abandoned = lambda resolved: self._draining.forget(resolved.name, resolved)
 
     async def load(self, name: str, uri: str | None = None) -> tuple[ServedAdapter, bool]:
         """Serve a name; from `uri`, or from wherever the server's sources have it. Returns whether it is new.

@@ -819,6 +819,26 @@ def test_a_fetch_that_nobody_awaits_still_ends_in_the_store(make):
     assert (source.asked, source.fetched) == (["sql"], ["sql"])
 
 
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_version_that_nobody_awaits_is_said_to_be_abandoned(make, joins: bool) -> None:
+    source = FakeSource("one", {"sql": adapter_files()})
+    resolver = make(source)
+    abandoned: list[object] = []
+    resolver.on_abandoned = abandoned.append
+
+    async def run() -> None:
+        await ask_and_leave(resolver, source)
+        if joins:
+            await resolver.resolve("sql", BASE.path)
+        while resolver._flights:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(run())
+    assert [(one.name, resolver.store.leases.is_held(one.digest, "sql")) for one in abandoned] == (
+        [] if joins else [("sql", True)]
+    )
+
+
 def test_a_failure_that_nobody_awaits_is_reported(make, caplog):
     def fail() -> None:
         raise SourceUnavailable("broken off")

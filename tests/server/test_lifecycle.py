@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,40 @@ async def test_a_load_whose_caller_goes_away_leaves_nothing_behind() -> None:
     await asyncio.sleep(6)  # what a thread has begun to load comes to its end
     assert world.in_workers == set()
     assert world.engine.planner.adapters == {}
+
+
+@runs
+async def test_what_was_resolved_for_a_client_who_left_is_released() -> None:
+    """It is in no registry, so that nothing else would end its lease."""
+    world = World()
+    world.resolver.needed.add(("sql", "aa"))
+    world.resolver.on_abandoned(AdapterOf("sql", "aa"))
+    await world.settled()
+    assert world.resolver.leased == set()
+
+
+@runs
+async def test_what_is_served_meanwhile_stays_leased() -> None:
+    world = World(delay_s=5)
+    world.resolver.has["sql"] = Version("aa")
+    loading = asyncio.create_task(world.lifecycle.load("sql"))
+    await asyncio.sleep(0.05)
+    world.resolver.on_abandoned(AdapterOf("sql", "aa"))  # before the name is registered
+    await loading
+    await world.settled()
+    assert world.resolver.leased == {"aa"}
+
+
+@dataclass(frozen=True)
+class AdapterOf:
+    """A resolved version that knows its name."""
+
+    name: str
+    digest: str
+
+    @property
+    def path(self) -> Path:
+        return Version(self.digest).path
 
 
 # --- unload ---
