@@ -89,7 +89,7 @@ def test_what_is_removed_is_absent_unless_it_is_registered(tmp_path: Path, is_ce
     assert (Claim.ABSENT in world.oracle.of(one.name).during(now, now)) == (not is_certain)
 
 
-def test_a_world_that_publishes_other_weights_than_it_says_is_found_out(tmp_path: Path) -> None:
+def test_a_world_that_lies_about_a_version_is_found(tmp_path: Path) -> None:
     """The control `wrong-version`: the bytes at the source are right, and what the oracle hears of them is not."""
     world, one = made(tmp_path, told=_tell_wrongly)
     assert judged(world, one, 0) is not None
