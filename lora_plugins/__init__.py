@@ -15,6 +15,7 @@ from lora_plugins.errors import (
     OutOfMemory,
     ReplicaLost,
     SourceUnavailable,
+    VersionChanged,
 )
 
 __version__ = "0.1.0"
@@ -31,5 +32,6 @@ __all__ = [
     "OutOfMemory",
     "ReplicaLost",
     "SourceUnavailable",
+    "VersionChanged",
     "__version__",
 ]

@@ -10,7 +10,8 @@ LoRAPluginsError
 ├── SourceUnavailable    L006  ConnectionError    503  the source does not answer, denies, or times out
 ├── InvalidSettings      L007  ValueError         —    an environment variable that cannot be right
 ├── NotAllowed           L008  PermissionError    403  a caller who may not administer the server
-└── ReplicaLost          L009  ConnectionError    503  the replica that should answer is gone
+├── ReplicaLost          L009  ConnectionError    503  the replica that should answer is gone
+└── VersionChanged       L010  RuntimeError       412  another version is served than If-Match names
 ```
 """
 
@@ -138,6 +139,13 @@ class ReplicaLost(LoRAPluginsError, ConnectionError):
     code = "L009"
     http_status = 503
     retry_after_s = 1
+
+
+class VersionChanged(LoRAPluginsError, RuntimeError):
+    """L010: another version is served than the caller's If-Match names; nothing was changed."""
+
+    code = "L010"
+    http_status = 412
 
 
 def error_of(plain: dict[str, str]) -> LoRAPluginsError:

@@ -23,6 +23,7 @@ from lora_plugins.errors import (
     OutOfMemory,
     ReplicaLost,
     SourceUnavailable,
+    VersionChanged,
     describing,
 )
 
@@ -36,6 +37,7 @@ TABLE = {
     InvalidSettings: ("L007", ValueError, 500),
     NotAllowed: ("L008", PermissionError, 403),
     ReplicaLost: ("L009", ConnectionError, 503),
+    VersionChanged: ("L010", RuntimeError, 412),
 }
 FIELDS = {"found": "7 bytes", "expected": "8 bytes", "remedy": "copy it", "adapter": "team/sql", "file": "x.json"}
 by_class = pytest.mark.parametrize("kind", TABLE, ids=lambda kind: kind.__name__)

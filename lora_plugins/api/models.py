@@ -53,6 +53,15 @@ class AdapterStatus(BaseModel):
     lora_id: int = Field(description="derived from the name: the same on every replica and after every restart")
 
 
+class VersionStatus(AdapterStatus):
+    """As it is after a load, a refresh or a rollback, with the version that new requests get."""
+
+    digest: str | None = Field(default=None, description="of the version that is served now; null if loaded by path")
+    previous_digest: str | None = Field(default=None, description="of the one that was served before the call")
+    swapped: bool = Field(default=False, description="whether the call has exchanged one for the other")
+    elapsed_ms: float = Field(default=0.0, description="of the call, waiting for others that change the name included")
+
+
 class LastError(BaseModel):
     """What went wrong last with an adapter that goes on serving, or that could not be served."""
 

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Depends, Query, Request
+from fastapi import APIRouter, Body, Depends, Header, Query, Request
 
 from lora_plugins.api.access.principals import require_admin
 from lora_plugins.api.http_errors import http_error
@@ -24,6 +25,7 @@ from lora_plugins.api.models import (
     LoadAdapterRequest,
     RollbackRequest,
     State,
+    VersionStatus,
 )
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.server.declared_set import DeclaredSet
@@ -46,6 +48,42 @@ _Declared = Annotated[DeclaredSet | None, Depends(_declared_set)]
 _Lifecycle = Annotated[Lifecycle, Depends(_lifecycle)]
 
 
+_IfMatch = Annotated[
+    str | None, Header(description="the digest, or its beginning, that must be served now; else 412 and no change")
+]
+
+
+def _expected(if_match: str | None) -> str | None:
+    """The digest of an If-Match header: as it is, or between quotes as an ETag; `*` stands for whatever is served."""
+    digest = None if if_match is None else if_match.strip().removeprefix("W/").strip('"')
+    return "" if digest == "*" else digest
+
+
+class _Change:
+    """One call that may exchange the version of a name: what was served before it, and when it began."""
+
+    def __init__(self, lifecycle: Lifecycle, name: str) -> None:
+        self._lifecycle = lifecycle
+        self._name = name
+        self._before = self._digest
+        self._started = time.perf_counter()
+
+    @property
+    def _digest(self) -> str | None:
+        adapter = self._lifecycle.registry.get(self._name)
+        return None if adapter is None or adapter.version is None else adapter.version.digest
+
+    def done(self, what: str) -> VersionStatus:
+        now = self._digest
+        return VersionStatus(
+            **_status(self._lifecycle, self._name, what).model_dump(),
+            digest=now,
+            previous_digest=self._before,
+            swapped=self._before is not None and now != self._before,
+            elapsed_ms=round((time.perf_counter() - self._started) * 1e3, 3),
+        )
+
+
 @asynccontextmanager
 async def _as_http() -> AsyncIterator[None]:
     try:
@@ -55,11 +93,12 @@ async def _as_http() -> AsyncIterator[None]:
 
 
 @router.post("")
-async def load(body: LoadAdapterRequest, lifecycle: _Lifecycle) -> AdapterStatus:
+async def load(body: LoadAdapterRequest, lifecycle: _Lifecycle, if_match: _IfMatch = None) -> VersionStatus:
     """Serve an adapter under a name, from a URI or from wherever the server's sources have it. Idempotent."""
+    change, uri = _Change(lifecycle, body.lora_name), None if body.source is None else body.source.uri
     async with _as_http():
-        adapter, is_new = await lifecycle.load(body.lora_name, None if body.source is None else body.source.uri)
-    return _status(lifecycle, adapter.name, "loaded" if is_new else "is served")
+        _, is_new = await lifecycle.load(body.lora_name, uri, expects=_expected(if_match))
+    return change.done("loaded" if is_new else "is served")
 
 
 @router.get("")
@@ -132,21 +171,26 @@ async def unpin(lora_name: str, lifecycle: _Lifecycle) -> AdapterStatus:
 
 
 @router.post("/{lora_name:path}/refresh")
-async def refresh(lora_name: str, lifecycle: _Lifecycle) -> AdapterStatus:
+async def refresh(lora_name: str, lifecycle: _Lifecycle, if_match: _IfMatch = None) -> VersionStatus:
     """Look for a new version at the source now, and swap to it; ends the effect of a rollback."""
+    change = _Change(lifecycle, lora_name)
     async with _as_http():
-        is_swapped = await lifecycle.refresh(lora_name)
-    return _status(lifecycle, lora_name, "swapped to a new version" if is_swapped else "serves the newest version")
+        is_swapped = await lifecycle.refresh(lora_name, expects=_expected(if_match))
+    return change.done("swapped to a new version" if is_swapped else "serves the newest version")
 
 
 @router.post("/{lora_name:path}/rollback")
 async def rollback(
-    lora_name: str, lifecycle: _Lifecycle, body: Annotated[RollbackRequest | None, Body()] = None
-) -> AdapterStatus:
+    lora_name: str,
+    lifecycle: _Lifecycle,
+    body: Annotated[RollbackRequest | None, Body()] = None,
+    if_match: _IfMatch = None,
+) -> VersionStatus:
     """Go back to the version before, or to a kept one, and stay there until the next refresh."""
+    change, digest = _Change(lifecycle, lora_name), None if body is None else body.digest
     async with _as_http():
-        adapter = await lifecycle.roll_back(lora_name, None if body is None else body.digest)
-    return _status(lifecycle, lora_name, f"rolled back to {(adapter.held_digest or '')[:12]}")
+        adapter = await lifecycle.roll_back(lora_name, digest, expects=_expected(if_match))
+    return change.done(f"rolled back to {(adapter.held_digest or '')[:12]}")
 
 
 def _status(lifecycle: Lifecycle, name: str, what: str, status: str = "success") -> AdapterStatus:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lora_plugins.adapter.names import AdapterName, why_absent
-from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, VersionChanged
 from lora_plugins.events import Events
 from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.resolvers.versions import ResolvedAdapter
@@ -50,17 +50,21 @@ class Lifecycle:
         self.swapping = Swapping(registry, planner, self._draining, engine=engine, events=events)
         resolver.on_abandoned = lambda resolved: self._draining.forget(resolved.name, resolved)
 
-    async def load(self, name: str, uri: str | None = None) -> tuple[ServedAdapter, bool]:
+    async def load(
+        self, name: str, uri: str | None = None, *, expects: str | None = None
+    ) -> tuple[ServedAdapter, bool]:
         """Serve a name; from `uri`, or from wherever the server's sources have it. Returns whether it is new.
 
-        Loaded already, it stays as it is; from another URI, it is swapped.
+        Loaded already, it stays as it is; from another URI, it is swapped. `expects`, here and below: the beginning of
+        the digest that must be served now.
 
         Raises:
-            LoRAPluginsError: it cannot be served; nothing has changed then.
+            VersionChanged: it is not. LoRAPluginsError: it cannot be served. Nothing has changed then.
         """
         self._check_name(name)
         async with self._engine.lock(name):
             adapter = self.registry.get(name)
+            _require_version(name, adapter, expects)
             is_new = adapter is None
             if adapter is None:
                 adapter = await self._load(name, uri, await self._find(name, uri))
@@ -179,14 +183,16 @@ class Lifecycle:
         self._draining.retire(adapter.engine_id)  # another engine may have it
         self.on_change()
 
-    async def refresh(self, name: str) -> bool:
+    async def refresh(self, name: str, *, expects: str | None = None) -> bool:
         """Look for a new version at the source and swap to it; returns whether there was one.
 
         Raises:
+            VersionChanged: another version is served than expected.
             LoRAPluginsError: there is one that cannot be served, or the source is unavailable; the old one goes on.
         """
         async with self._engine.lock(name):
             adapter = self.registry.require(name)
+            _require_version(name, adapter, expects)
             adapter.held_digest = None
             return await self._refresh(adapter)
 
@@ -201,16 +207,18 @@ class Lifecycle:
             except LoRAPluginsError:
                 return
 
-    async def roll_back(self, name: str, digest: str | None = None) -> ServedAdapter:
+    async def roll_back(self, name: str, digest: str | None = None, *, expects: str | None = None) -> ServedAdapter:
         """Go back to the version before, or to the one whose digest begins with `digest`, and stay there.
 
         Kept are the last two versions; the store may have older ones still.
 
         Raises:
-            AdapterNotFound: there is none. LoRAPluginsError: it cannot be loaded; the present one goes on.
+            VersionChanged: another version is served than expected. AdapterNotFound: there is none to go back to.
+            LoRAPluginsError: it cannot be loaded; the present one goes on.
         """
         async with self._engine.lock(name):
             adapter = self.registry.require(name)
+            _require_version(name, adapter, expects)
             version = next((v for v in adapter.previous if digest is None or v.digest.startswith(digest)), None)
             if version is None and digest is not None:
                 version = await self._resolver.of_digest(name, digest, of_any_name=True)
@@ -332,6 +340,15 @@ class Lifecycle:
             AdapterName.parse(name)
         except AdapterNotFound as error:
             raise InvalidAdapter(error.found, expected=error.expected, remedy="choose another name") from None
+
+
+def _require_version(name: str, adapter: ServedAdapter | None, expects: str | None) -> None:
+    if expects is None or (adapter is not None and _has_digest(adapter, expects)):
+        return
+    served = "no version" if adapter is None or adapter.version is None else f"version {adapter.version.digest}"
+    raise VersionChanged(
+        served, expected=expects, remedy="look at what is served now (GET /v1/loras), and decide again", adapter=name
+    )
 
 
 def _has_digest(adapter: ServedAdapter, digest: str) -> bool:

@@ -15,6 +15,7 @@ from lora_plugins.errors import (
     LoRAPluginsError,
     NoFreeSlot,
     SourceUnavailable,
+    VersionChanged,
 )
 from lora_plugins.events import AdapterSwapped, AdapterUnloaded, UpdateFailed
 from lora_plugins.server.swapping import KEPT_VERSIONS
@@ -493,3 +494,34 @@ async def test_each_version_says_itself_whether_experts_are_stacked() -> None:
     assert is_3d("by-uri")
     assert await world.lifecycle.load_version(f"sql@{'a' * 8}")
     assert is_3d(f"sql@{'a' * 8}")
+
+
+# --- the version that a caller expects ---
+
+
+@pytest.mark.parametrize("change", ["load", "refresh", "roll_back"])
+@runs
+async def test_another_version_than_expected_changes_nothing(change: str) -> None:
+    world = World(slots=3)
+    await serving(world, "aa" * 32, "bb" * 32)
+    world.resolver.has |= {"sql": Version("cc" * 32), "s3://b/x": Version("dd" * 32)}
+    call = {
+        "load": lambda expects: world.lifecycle.load("sql", "s3://b/x", expects=expects),
+        "refresh": lambda expects: world.lifecycle.refresh("sql", expects=expects),
+        "roll_back": lambda expects: world.lifecycle.roll_back("sql", expects=expects),
+    }[change]
+    with pytest.raises(VersionChanged, match="bb" * 32):
+        await call("aaaaaaaa")
+    assert await world.ask("sql") == f"/store/{'bb' * 32}"
+    await call("bbbbbbbb")
+    assert await world.ask("sql") != f"/store/{'bb' * 32}"
+
+
+@runs
+async def test_version_of_a_name_that_is_not_served_is_none() -> None:
+    world = World()
+    world.resolver.has["sql"] = Version("aa")
+    for expects in ("aa", ""):
+        with pytest.raises(VersionChanged, match="no version"):
+            await world.lifecycle.load("sql", expects=expects)
+    assert world.lifecycle.registry.all() == []
