@@ -60,6 +60,7 @@ class _Table:
         with torch.inference_mode(mode=False):  # what is made within inference mode may not be written outside it
             self._host = torch.zeros(slots, slices, dtype=torch.int32)
             self._device = torch.zeros(slots, slices, dtype=torch.int32, device=device)
+        self._copy(0)  # so that the first activation finds page-locked memory of this size, which takes long to get
 
     def view(self, first: int, slices: int) -> Any:
         """int32 `[slices, slots]` on the device, of these slices, as they are now known."""
@@ -77,7 +78,7 @@ class _Table:
         after_writing((id(self), slot), lambda: self._copy(slot))
 
     def _copy(self, slot: int) -> None:
-        row = self._host[slot, : self.used]
+        row = self._host[slot]
         if self._device.is_cuda:
             row = row.pin_memory()  # a copy of its own, which a later write does not change while it is on its way
-        self._device[slot, : self.used].copy_(row, non_blocking=True)
+        self._device[slot].copy_(row, non_blocking=True)
