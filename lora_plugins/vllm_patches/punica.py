@@ -7,7 +7,7 @@ import inspect
 from typing import Any
 
 from lora_plugins.kernels import dispatch
-from lora_plugins.kernels.compiled import build
+from lora_plugins.kernels.compiled import build, prebuilt
 from lora_plugins.kernels.ranks import at_once
 from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
@@ -29,7 +29,11 @@ def patch(settings: Settings) -> None:
         return
     platform = platform_name(current_platform)
     machine = dispatch.Machine(
-        platform, dispatch.triton_is_there(), build.problem, lambda: architecture(current_platform)
+        platform,
+        dispatch.triton_is_there(),
+        # The smallest of the compiled parts: which dtype the products are for is known when the model is.
+        functools.partial(build.problem, prebuilt.COPY),
+        lambda: architecture(current_platform),
     )
     choice = dispatch.choose(settings.kernels, machine)
     logger.info("LoRA kernels: %s (%s)", choice.kernels, choice.why)
