@@ -6,6 +6,7 @@ prefixes are not cached: as little as possible hides what the store does.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
 import subprocess
@@ -131,6 +132,22 @@ def test_one_slot_without_cache_nor_eager_mode_equals_peft(disk: Disk) -> None:
     assert "enforce_eager=False" in log
     assert "<CompilationMode.NONE: 0>" in log
     assert disk.call("DELETE", "/v1/loras/swapped").status_code == 200
+
+
+@pytest.mark.deployment("n > 1", "tested", "each of four answers is PEFT's, over four adapters and one slot")
+def test_each_of_several_answers_equals_peft(disk: Disk) -> None:
+    """Sampled of the best token only, as vLLM refuses several greedy answers."""
+    names = ["sql", "chat", "stable", "team/poet"]
+    more = {"n": 4, "temperature": 1.0, "top_p": 1e-6, "ignore_eos": True, "return_token_ids": True}
+
+    async def run() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=disk.server.url, timeout=LONGEST_S) as client:
+            bodies = ({"model": name, "prompt": PROMPT, "max_tokens": MAX_TOKENS, **more} for name in names)
+            return list(await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies)))
+
+    for name, answer in zip(names, asyncio.run(run()), strict=True):
+        assert answer.status_code == 200, answer.text
+        assert [choice["token_ids"] for choice in answer.json()["choices"]] == [disk.bed.answers[name]] * 4, name
 
 
 @pytest.mark.deployment(

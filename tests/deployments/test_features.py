@@ -229,8 +229,8 @@ def test_a_swapped_adapter_uses_no_old_prefix(features: Features) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.deployment("pause and resume", "tested", "keep and abort, with requests that run and that are held")
-@pytest.mark.parametrize("mode", ["keep", "abort"])
+@pytest.mark.deployment("pause and resume", "tested", "keep, wait and abort, with requests that run and that are held")
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_a_pause_ends_or_keeps_what_runs(features: Features, mode: str) -> None:
     """Two adapters run, a third is held as they have the slots; one more asks during the pause."""
     running, held, late = ["sql", "chat"], "team/poet", "stable"
