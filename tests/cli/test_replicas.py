@@ -1,0 +1,64 @@
+"""Replicas that share a store fetch an adapter once; those that share nothing fetch the same bytes, each for itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from testbed.proxy import fault_proxy
+from testbed.s3 import S3, s3_server
+from tests.make import adapter_files
+
+SCRIPT = "from lora_plugins.cli import main; main()"
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3]:
+    with s3_server() as server:
+        server.bucket("adapters").put_many("sql", adapter_files())
+        yield server
+
+
+def pulled_at_once(s3: S3, stores: Sequence[Path]) -> tuple[list[dict[str, object]], int]:
+    """What a process with each of these stores says that it has pulled, and how often the weights were sent."""
+    with fault_proxy(s3.url) as proxy:
+        base = {
+            **{name: text for name, text in os.environ.items() if not name.startswith(("AWS_", "LORA_PLUGINS_"))},
+            **s3.env(proxy.url),
+            "VLLM_PLUGINS": "lora_s3_resolver",
+            "S3_PATH_TEMPLATE": "s3://adapters/{lora_name}",
+        }
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", SCRIPT, "pull", "sql", "--json"],
+                env=base | {"LORA_PLUGINS_STORE_DIR": str(store)},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for store in stores
+        ]
+        answers = [json.loads(process.communicate(timeout=240)[0]) for process in processes]
+        return answers, proxy.bytes_sent("adapter_model") // len(adapter_files()["adapter_model.safetensors"])
+
+
+def test_replicas_that_share_nothing_have_the_same_version(s3, tmp_path):
+    answers, asked = pulled_at_once(s3, (tmp_path / "one", tmp_path / "two"))
+    assert answers[0]["digest"] == answers[1]["digest"]
+    paths = [Path(str(answer["path"])) for answer in answers]
+    assert paths[0] != paths[1]
+    assert [path.name for path in paths] == [answers[0]["digest"]] * 2
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (paths[0] / name).read_bytes() == (paths[1] / name).read_bytes() == adapter_files()[name]
+    assert asked == 2
+
+
+def test_replicas_that_share_a_store_fetch_once(s3, tmp_path):
+    answers, asked = pulled_at_once(s3, (tmp_path / "shared",) * 3)
+    assert len({answer["path"] for answer in answers}) == 1
+    assert asked == 1
