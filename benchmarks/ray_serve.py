@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -80,6 +81,7 @@ class Cluster:
 
     def __init__(self, bed: Bed, url: str) -> None:
         self.bed, self.url = bed, url
+        self.handle: Any = None
         names = [spec.name for spec in DEMO_ADAPTERS]
         self.like = {f"adapter-{number:02}": names[number % len(names)] for number in range(ADAPTERS)}
         self.arguments = [
@@ -134,8 +136,10 @@ class Cluster:
 
         from lora_plugins.ray.replica import Call
 
-        handle = serve.get_deployment_handle("vllm", APP)
-        pages = handle.broadcast("admin", Call("GET", "/metrics", (), b"")).results(timeout_s=60)
+        # One handle for all questions: Ray ended this process when the answer to one that was gone came late.
+        if self.handle is None:
+            self.handle = serve.get_deployment_handle("vllm", APP)
+        pages = self.handle.broadcast("admin", Call("GET", "/metrics", (), b"")).results(timeout_s=60)
         found: Counter[str] = Counter()
         for page in pages:
             for where, count in COLD.findall(page.body.decode()):
