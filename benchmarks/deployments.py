@@ -181,7 +181,9 @@ def run(words: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
     """Run the tests of these cells, all without words; returns a row for each part, and what is wrong with marks."""
     collector = Collector(words)
     chosen = "nightly or not nightly"  # tests/conftest.py leaves nightly tests out unless -m names them
-    pytest.main(["-m", chosen, "-p", "no:cacheprovider", "-v", "--tb=short", *_files()], plugins=[collector])
+    ended = pytest.main(["-m", chosen, "-p", "no:cacheprovider", "-v", "--tb=short", *_files()], plugins=[collector])
+    if ended not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise SystemExit(f"pytest ended with {ended!r}: nothing is kept of a run that is not whole")
     parts = sorted(collector.parts, key=lambda part: _order().index(part.cell) if part.cell in _order() else -1)
     known = {part.cell for part in parts}
     missing = [Part(cell, "tested", "no test carries it", "engine") for cell in _order() if collector.wants(cell)]
