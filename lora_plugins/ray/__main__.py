@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from lora_plugins.settings import variables_of_this_process
+from lora_plugins.settings import environment, set_for_children, variables_of_this_process
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,14 +34,16 @@ def parser() -> argparse.ArgumentParser:
 
 def passed_on() -> dict[str, str]:
     """The environment of servers on other machines; on this one they have all of it."""
-    of_others = (name for name in os.environ if name.startswith(("VLLM_", "HF_")))
-    return {name: os.environ[name] for name in (*of_others, *variables_of_this_process())}
+    here = environment()
+    of_others = (name for name in here if name.startswith(("VLLM_", "HF_")))
+    return {name: here[name] for name in (*of_others, *variables_of_this_process())}
 
 
 def main(given: Sequence[str] | None = None) -> int:
     """Start it, and wait for Ctrl-C or SIGTERM."""
     parsed = parser().parse_args(given)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if "RAY_USAGE_STATS_ENABLED" not in environment():
+        set_for_children("RAY_USAGE_STATS_ENABLED", "0")
     import ray
     from ray import serve
 

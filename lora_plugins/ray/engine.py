@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
 import socket
 import subprocess
@@ -21,6 +20,7 @@ import httpx
 from lora_plugins.errors import InvalidSettings, ReplicaLost
 from lora_plugins.log import logger
 from lora_plugins.routing.policy import Report, Tier
+from lora_plugins.settings import environment
 
 START_TIMEOUT_S = 1800.0
 END_TIMEOUT_S = 25.0
@@ -62,7 +62,7 @@ class Engine:
         self._held.bind(("127.0.0.1", 0))
         port = self._held.getsockname()[1]
         # A router has to know of every adapter in memory, of those beyond what a dashboard shows too.
-        env = {METRICS_ADAPTERS: "5000", **os.environ, **command.env}
+        env = {METRICS_ADAPTERS: "5000", **environment(), **command.env}
         kept = (*command.command, "--host", "127.0.0.1", "--port", str(port))
         self._process = subprocess.Popen(  # noqa: S603 - the command line that the user gave
             [sys.executable, "-P", "-m", "lora_plugins.ray.keeper", *kept],

@@ -6,20 +6,18 @@ vLLM copies its own variables to its Ray actors, and those that VLLM_RAY_EXTRA_E
 
 from __future__ import annotations
 
-import os
-
 from lora_plugins.ledger import Patch
-from lora_plugins.settings import variables_of_this_process
+from lora_plugins.settings import environment, set_for_children, variables_of_this_process
 
 _COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
 
 def name_our_variables() -> None:
     """Add what is set of our settings, and of the object stores' own, to what vLLM copies; a user's names stay."""
-    named = [name.strip() for name in os.environ.get(_COPIED, "").split(",") if name.strip()]
+    named = [name.strip() for name in environment().get(_COPIED, "").split(",") if name.strip()]
     missing = [name for name in variables_of_this_process() if name not in named]
     if missing:
-        os.environ[_COPIED] = ",".join([*named, *missing])
+        set_for_children(_COPIED, ",".join([*named, *missing]))
 
 
 LEDGER = (
