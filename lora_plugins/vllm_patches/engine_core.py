@@ -250,7 +250,7 @@ LEDGER = (
         why="they run in the engine's loop, and would load there and then",
     ),
     Patch(
-        "vllm.v1.engine.core: EngineCore.sleep(self, level, mode)",
+        "vllm.v1.engine.core: EngineCoreProc EngineCore.sleep(self, level, mode)",
         what="wrapped: where the engine is in the caller's process, what workers write to slots ends first",
         why="a thread that writes a slot of a sleeping GPU would end the process",
         remove="vLLM has adapters loaded again after a sleep",

