@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import os
 import random
@@ -81,7 +82,7 @@ class World:
         for one in self.names:
             # A name that only a URI leads to is looked for at S3 and the Hub until it is loaded.
             self.oracle.sources_of[one.name] = ("s3", "hub") if one.uri else (one.place,)
-        self._count = 0
+        self._numbers = itertools.count(1)  # drawn in threads: each is given once
 
     def fill(self) -> None:
         """Put the first version of everything where it belongs."""
@@ -181,8 +182,8 @@ class World:
             self._write_directory(self._directory(one), files, is_by_file=rng.random() < 0.5)
 
     def _write_directory(self, target: Path, files: dict[str, bytes], *, is_by_file: bool) -> None:
-        self._count += 1
-        fresh = self._aside / f"fresh-{self._count}"
+        number = next(self._numbers)
+        fresh = self._aside / f"fresh-{number}"
         fresh.mkdir()
         for file, data in files.items():
             (fresh / file).write_bytes(data)
@@ -193,7 +194,7 @@ class World:
             os.replace(fresh / WEIGHTS, target / WEIGHTS)
             shutil.rmtree(fresh)
         else:
-            old = self._aside / f"old-{self._count}"
+            old = self._aside / f"old-{number}"
             target.rename(old)
             fresh.rename(target)
             shutil.rmtree(old)
@@ -204,8 +205,7 @@ class World:
         elif one.place == "hub":
             self._hub.delete(self._repo(one))
         else:
-            self._count += 1
-            old = self._aside / f"old-{self._count}"
+            old = self._aside / f"old-{next(self._numbers)}"
             self._directory(one).rename(old)
             shutil.rmtree(old)
 
