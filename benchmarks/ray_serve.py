@@ -37,7 +37,6 @@ HOME = CACHE.parent / "demo-ray"
 KEY = "demo"
 APP = "lora-plugins"
 COLD = re.compile(r'^lora_plugins_admission_wait_seconds_count\{[^}]*found="(\w+)"[^}]*\} (\S+)', re.MULTILINE)
-REPLACED_WITHIN_S = 300
 HEADINGS = "| router | cold starts | first token p50 · p99, s | requests/s | wrong |\n|---|---|---|---|---|"
 ARMS = ("default", "multiplexing", "affinity")
 TITLES = {
@@ -242,12 +241,11 @@ def kill_one(cluster: Cluster, clients: int) -> Killed:
                 await asyncio.sleep(0.05)
             os.kill(next(iter(before.values())), signal.SIGKILL)
             killed = time.perf_counter()
-            has_noticed = False  # for a moment Ray still counts the one that is gone
-            while not has_noticed or await asyncio.to_thread(_running) < REPLICAS:
-                has_noticed = has_noticed or await asyncio.to_thread(_running) < REPLICAS
-                await asyncio.sleep(0.2)
-                if time.perf_counter() - killed > REPLACED_WITHIN_S:
-                    raise TimeoutError(f"a killed replica was not replaced within {REPLACED_WITHIN_S} s")
+            while True:
+                now = await asyncio.to_thread(_running)
+                if now >= REPLICAS and not set(before) <= set(cluster.processes()):
+                    break
+                await asyncio.sleep(1)
             replaced_s = time.perf_counter() - killed
             ended.set()
             await asyncio.gather(*tasks)
@@ -324,7 +322,7 @@ def main() -> int:
     print(
         f"Of {killed.requests} requests {killed.whole} were answered as PEFT does, {killed.broken_streams} had begun to"
         f" stream and ended with an error, {killed.failed} failed otherwise, {killed.wrong} were wrong.\n"
-        f"Two replicas answered again after {killed.replaced_s:.0f} s."
+        f"Ray counts two replicas after {killed.replaced_s:.0f} s; its count may be late."
     )
     rows = {"arms": [asdict(it) for it in outcomes], "killed": asdict(killed), "load": os.getloadavg()}
     print(f"Raw: {keep('ray_serve', rows).name}")
