@@ -55,6 +55,7 @@ class DeclaredSet:
         self._places = asyncio.Semaphore(_LOADED_AT_ONCE)
         self._unloading: set[asyncio.Task[None]] = set()
         self._content = b""
+        self._told: DeclaredSetReconciled | None = None
 
     def __contains__(self, name: object) -> bool:
         """Whether this name is declared now."""
@@ -126,8 +127,10 @@ class DeclaredSet:
             await asyncio.gather(*(self._serve(state) for state in waiting))
         served = sum(state.is_applied for state in self.states.values())
         failed = sum(state.error is not None for state in self.states.values())
-        if waiting or not self.states:
-            self._events.emit(DeclaredSetReconciled(len(self.states), served, failed))
+        reconciled = DeclaredSetReconciled(len(self.states), served, failed)
+        if reconciled != self._told:
+            self._told = reconciled
+            self._events.emit(reconciled)
 
     async def _serve(self, state: DeclaredState) -> None:
         entry = state.entry

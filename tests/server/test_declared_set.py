@@ -136,6 +136,22 @@ async def test_one_that_fails_is_told_once_and_tried_again(tmp_path: Path) -> No
     assert world.told[-1] == DeclaredSetReconciled(declared=3, served=2, failed=1)
 
 
+@runs
+async def test_figures_are_told_when_they_change_and_only_then(tmp_path: Path) -> None:
+    world, path = World(), tmp_path / "adapters.yaml"
+    world.resolver.has["sql"] = Version("aa")
+    declare(path, "{name: sql}", "{name: nobody}")
+    async with following(world, path):
+        await asyncio.sleep(6 * RETRY_S)
+        declare(path, "{name: sql}")
+        await asyncio.sleep(LOOKED_S)
+        declare(path)
+        await asyncio.sleep(6 * RETRY_S)
+    told = [event for event in world.told if isinstance(event, DeclaredSetReconciled)]
+    assert told[0] == DeclaredSetReconciled(declared=2, served=0, failed=0)
+    assert [(each.declared, each.served, each.failed) for each in told[1:]] == [(2, 1, 1), (1, 1, 0), (0, 0, 0)]
+
+
 @pytest.mark.parametrize("broken", ["text", "missing", "unreadable"])
 @runs
 async def test_a_broken_file_leaves_what_runs(tmp_path: Path, broken: str) -> None:
