@@ -60,8 +60,7 @@ class Lives:
             await quiet.enter_async_context(faults.idle)
             for one in world.names:
                 await quiet.enter_async_context(one.lock)
-            await asyncio.sleep(_WRITTEN_S)
-            before = await self._views()
+            before = await self._written_down()
             world.oracle.down.open(0, time.monotonic())
             self.logs.append(self.server.log())
             kill(self.server, victim)
@@ -113,6 +112,12 @@ class Lives:
             if one.name not in after:
                 one.is_certain = one.is_held = one.is_pinned = False
         self._journal.write("server", "restored", len(after), served_before=len(before))
+
+    async def _written_down(self) -> dict[str, dict[str, Any]]:
+        """What has been served long enough; a client's request may load a name just before the kill."""
+        earlier = await self._views()
+        await asyncio.sleep(_WRITTEN_S)
+        return {name: view for name, view in (await self._views()).items() if name in earlier}
 
     async def _views(self) -> dict[str, dict[str, Any]]:
         async with connect(self._target.url) as client:
