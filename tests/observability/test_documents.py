@@ -1,4 +1,4 @@
-"""The page, the dashboard and the alerts name the metrics that exist."""
+"""The page, the dashboard and the alerts name the metrics that exist; vLLM's own are those of a recorded scrape."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from lora_plugins.observability.engine_metrics import families
 from lora_plugins.observability.event_metrics import CountEvents
@@ -19,8 +20,9 @@ from lora_plugins.observability.store_metrics import StoreUsage
 from tests.observability.test_engine_metrics import engine
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# What Prometheus itself puts on every series, and on buckets.
-EVERYWHERE = {"instance", "job", "le"}
+RECORDED = Path(__file__).with_name("recorded") / "metrics.txt"
+# What Prometheus itself puts on every series, in Kubernetes too, and on buckets.
+EVERYWHERE = {"instance", "job", "namespace", "pod", "le"}
 
 
 def all_families() -> Iterator[Metric]:
@@ -57,6 +59,26 @@ def metrics() -> dict[str, tuple[str, set[str]]]:
 METRICS = metrics()
 
 
+def of_vllm() -> dict[str, tuple[str, set[str]]]:
+    """Type and labels of vLLM's own metrics, from the page of a real server."""
+    known = {}
+    for family in text_string_to_metric_families(RECORDED.read_text()):
+        if family.name.startswith("vllm:"):
+            labels = {label for sample in family.samples for label in sample.labels if label != "le"}
+            known[f"{family.name}_total" if family.type == "counter" else family.name] = (family.type, labels)
+    return known
+
+
+KNOWN = of_vllm() | METRICS
+# Counted only where lora_lru_manager plans: all that the engines say, and in the API server what docs/metrics.md names.
+OF_THE_MANAGER = (
+    {f"{family.name}_total" if family.type == "counter" else family.name for family in families("llama", {}, 10)}
+    | {"lora_plugins_figures_age_seconds", "lora_plugins_requests_total", "lora_plugins_swaps_total"}
+    | {"lora_plugins_swap_load_seconds", "lora_plugins_unloads_total", "lora_plugins_drain_seconds"}
+    | {"lora_plugins_drain_aborted_requests_total"}
+)
+
+
 def test_each_metric_name_says_its_unit():
     assert len(METRICS) > 35
     for name, (kind, _) in METRICS.items():
@@ -86,6 +108,10 @@ def alerts() -> list[dict]:
     return group["rules"]
 
 
+def metric_of(series: str) -> str:
+    return series if series in KNOWN else re.sub("_(bucket|sum|count)$", "", series)
+
+
 def expressions() -> list[str]:
     panels = [target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", ())]
     return [*panels, *(rule["expr"] for rule in alerts())]
@@ -97,9 +123,9 @@ def test_queried_metrics_and_labels_exist(expression):
     assert names
     labels = set(EVERYWHERE)
     for name in names:
-        metric = name if name in METRICS else re.sub("_(bucket|sum|count)$", "", name)
-        assert metric in METRICS, name
-        kind, own = METRICS[metric]
+        metric = metric_of(name)
+        assert metric in KNOWN, name
+        kind, own = KNOWN[metric]
         assert (metric != name) == (kind == "histogram"), f"{name} is a {kind}"
         assert (kind == "gauge") or re.search(rf"\b(rate|increase)\({re.escape(name)}\b", expression), name
         labels |= own
@@ -130,9 +156,42 @@ def test_dashboard_can_be_imported():
             assert panel["title"]
             assert {target["datasource"]["uid"] for target in panel["targets"]} == {"${datasource}"}
     names = {variable["name"] for variable in board["templating"]["list"]}
-    assert names == {"datasource", "instance"}
+    assert names == {"datasource", "namespace", "model", "pod", "instance", "adapter"}
     used = set(re.findall(r"\$(?!__)\{?(\w+)", json.dumps(board)))
     assert used == names
+
+
+def test_variables_ask_for_series_and_labels_that_exist():
+    for variable in dashboard()["templating"]["list"]:
+        if variable["type"] == "query":
+            series, wanted = re.fullmatch(
+                r"label_values\(([\w:]+)(?:\{.*\})?, (\w+)\)", variable["definition"]
+            ).groups()
+            labels = KNOWN[series][1] | EVERYWHERE
+            assert wanted in labels, variable["name"]
+            assert set(re.findall(r"(\w+)=~", variable["definition"])) <= labels, variable["name"]
+            assert variable["query"]["query"] == variable["definition"]
+
+
+def test_panels_say_whether_they_need_the_manager():
+    without = 0
+    for panel in dashboard()["panels"]:
+        series = {metric_of(name) for target in panel.get("targets", ()) for name in QUERIED.findall(target["expr"])}
+        if series:
+            (needs,) = {name in OF_THE_MANAGER for name in series}
+            assert needs == panel["description"].startswith("Needs lora_lru_manager. "), panel["title"]
+            assert needs == (panel["fieldConfig"]["defaults"].get("noValue") == "needs lora_lru_manager")
+            without += not needs
+    assert without > 5
+
+
+def test_panels_are_narrowed_by_every_variable_that_fits():
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", ()):
+            for name, chosen in re.findall(r"((?:vllm:|lora_plugins_)\w+)\{([^}]*)\}", target["expr"]):
+                labels = KNOWN[metric_of(name)][1]
+                fits = {"namespace", "pod", "instance"} | ({"model_name"} & labels)
+                assert fits <= set(re.findall(r"(\w+)=~", chosen)), (panel["title"], name)
 
 
 def test_panels_do_not_overlap():
