@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from multiprocessing import parent_process
 
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, S3
@@ -115,6 +116,8 @@ def _checked_process() -> Process:
     """What this process has once; with a variable or a vLLM that cannot be right, startup fails here."""
     process = this_process()
     versions.require_known(untested_is_allowed=process.settings.untested_vllm)
+    if parent_process() is None:  # engines and workers have the same environment
+        process.warn_of_misspelt_plugins()
     return process
 
 

@@ -6,3 +6,4 @@ HUB = "lora_hf_hub_resolver"
 MANAGER = "lora_lru_manager"
 KERNELS = "lora_kernels"
 ADMIN = "lora_admin"
+OURS = (FILESYSTEM, S3, HUB, MANAGER, KERNELS, ADMIN)

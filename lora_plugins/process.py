@@ -9,19 +9,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.api.access.policy import Policy
 from lora_plugins.events import Events
+from lora_plugins.log import logger
 from lora_plugins.observability.logs import LogEvents
 from lora_plugins.observability.store_metrics import StoreUsageReader
 from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.planner_client import PlannerClient
-from lora_plugins.settings import BaseMatch, Settings
+from lora_plugins.settings import BaseMatch, Settings, misspelt_plugins
 from lora_plugins.store.opening import open_store
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class Process:
         self.planners: WeakKeyDictionary[Any, PlannerClient] = WeakKeyDictionary()
         self.lifecycles: WeakKeyDictionary[Any, Lifecycle] = WeakKeyDictionary()
         self._known_sources = list(known_sources)
+        self._warned_of_plugins = False
 
     @functools.cached_property
     def settings(self) -> Settings:
@@ -64,6 +67,17 @@ class Process:
             InvalidSettings: a variable cannot be right.
         """
         return Settings.from_env()
+
+    def warn_of_misspelt_plugins(self) -> None:
+        """Log, once, which names in `VLLM_PLUGINS` look like ours and are none of an installed package."""
+        if self._warned_of_plugins:
+            return
+        self._warned_of_plugins = True
+        misspelt = misspelt_plugins()
+        installed = {point.name for point in entry_points(group="vllm.general_plugins")} if misspelt else set()
+        for name, close in misspelt.items():
+            if name not in installed:
+                logger.warning("VLLM_PLUGINS names %r, which no installed package has: did you mean %s?", name, close)
 
     def add_source(self, source: Source) -> None:
         """Resolve names from this source too."""

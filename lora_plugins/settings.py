@@ -13,6 +13,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from lora_plugins.errors import InvalidSettings
+from lora_plugins.plugin_names import OURS
+from lora_plugins.spelling import closest
 from lora_plugins.variables import (
     BYTES,
     COUNT,
@@ -162,11 +164,7 @@ class Settings:
         env = dict(os.environ if env is None else env)
         for name in env:
             if name.startswith(PREFIX) and name not in OWN_VARIABLES:
-                raise InvalidSettings(
-                    f"the unknown variable {name}",
-                    expected="one of " + ", ".join(sorted(OWN_VARIABLES)),
-                    remedy=f"correct its spelling or unset {name}",
-                )
+                raise unknown_variable(name)
         if not env.get("LORA_PLUGINS_STORE_DIR") and env.get("XDG_CACHE_HOME"):
             env["LORA_PLUGINS_STORE_DIR"] = env["XDG_CACHE_HOME"] + "/lora-plugins"
         values = {attribute: variable.value(env.get(variable.name)) for attribute, variable in _ATTRIBUTES.items()}
@@ -204,9 +202,29 @@ VARIABLES: Mapping[str, Variable] = {variable.name: variable for variable in (PL
 OWN_VARIABLES = frozenset(name for name, variable in VARIABLES.items() if variable.is_ours)
 
 
+def unknown_variable(name: str) -> InvalidSettings:
+    """The error of a `LORA_PLUGINS_*` variable that does not exist, with the one that may be meant."""
+    close = closest(name.removeprefix(PREFIX), (known.removeprefix(PREFIX) for known in OWN_VARIABLES))
+    close = close and PREFIX + close
+    return InvalidSettings(
+        f"the unknown variable {name}",
+        expected="" if close else "one of the variables that the page on settings lists",
+        remedy=f"did you mean {close}? If not, unset {name}" if close else f"unset {name}, or correct its spelling",
+    )
+
+
 def named_in_environment(plugin: str, env: Mapping[str, str] | None = None) -> bool:
     """Whether `VLLM_PLUGINS` names this plugin; False where it is unset and vLLM loads all. Never raises."""
     return plugin in (os.environ if env is None else env).get(PLUGINS.name, "").split(",")
+
+
+def misspelt_plugins(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Names in `VLLM_PLUGINS` that are none of ours and look like one, which vLLM passes over without a word.
+
+    By the name as it stands there: the one that may be meant. Never raises.
+    """
+    named = (os.environ if env is None else env).get(PLUGINS.name, "").split(",")
+    return {name: close for name in named if name not in OURS and (close := closest(name.strip(), OURS)) is not None}
 
 
 def variables_of_this_process() -> list[str]:

@@ -17,7 +17,14 @@ E = TypeVar("E", bound=StrEnum)
 PREFIX = "LORA_PLUGINS_"
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
-_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9, "b": 1}
+# As Kubernetes writes them, with and without the final B: Ki is 1024, K is 1000.
+_UNITS = {"": 1, "b": 1} | {
+    letter + suffix: base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for suffix, base in (("", 1000), ("b", 1000), ("i", 1024), ("ib", 1024))
+}
+# For every text that `bytes_of` reads.
+SIZE_EXPECTED = "a whole number of bytes above 0, such as 1048576, 500M, 500MB, 20Gi or 20GiB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +47,7 @@ class Kind(Generic[T]):
 
 
 def bytes_of(text: str) -> int | None:
-    """Read a positive number of bytes such as `8GiB`, `500MB` or `1024`; None where it is none."""
+    """Read a positive whole number of bytes such as `20Gi`, `20GiB`, `500MB` or `1024`; None where it is none."""
     match = re.fullmatch(r"([0-9]{1,18})\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in _UNITS or int(match[1]) == 0:
         return None
@@ -127,7 +134,7 @@ def seconds(least: float) -> Kind[float]:
 
 FLAG = Kind("1 or 0", _flag)
 COUNT = Kind("a number, 0 to 999999", _count)
-BYTES = Kind("a positive number of bytes, such as 8GiB or 500MB", _bytes, none="no limit", blank_is_unset=False)
+BYTES = Kind(SIZE_EXPECTED, _bytes, none="no limit", blank_is_unset=False)
 NAMES = Kind("names, separated by commas", _names)
 TEXT = Kind("text", str)
 PATH = Kind("a path of this machine", _path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -39,6 +40,10 @@ def outcome_of(scenario: dict[str, object]) -> dict[str, object]:
         ledger_check.installed = lambda: Path(scenario["vllm"])
     points = discovered(scenario["name"], scenario["order"])
     importlib.metadata.entry_points = lambda group: points
+    warned: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warned.append(record.getMessage())
+    logging.getLogger("vllm.lora_plugins").addHandler(handler)
     untouched = serving.OpenAIServingModels.__init__, handlers.http_exception_handler
     result: dict[str, object] = {}
     try:
@@ -47,6 +52,7 @@ def outcome_of(scenario: dict[str, object]) -> dict[str, object]:
                 function()
     except Exception as error:
         result["error"] = f"{type(error).__name__}: {error}"
+    result["warned"] = warned
     resolvers = LoRAResolverRegistry.resolvers
     result["registered"] = {name: f"{type(item).__module__}.{type(item).__name__}" for name, item in resolvers.items()}
     result["are_resolvers"] = all(isinstance(item, LoRAResolver) for item in resolvers.values())

@@ -20,6 +20,10 @@ OURS = {"lora-plugins": "lora_plugins.vllm_patches.resolver.LoRAPluginsResolver"
 ENVIRONMENTS = {
     "named": {"VLLM_PLUGINS": NAME, "VLLM_LORA_RESOLVER_CACHE_DIR": "ROOT"},
     "named among others": {"VLLM_PLUGINS": f"x,{NAME}", "VLLM_LORA_RESOLVER_CACHE_DIR": "ROOT"},
+    "named beside a misspelt one": {
+        "VLLM_PLUGINS": f"lora_s3_resolvr,{NAME}",
+        "VLLM_LORA_RESOLVER_CACHE_DIR": "ROOT",
+    },
     "all": {"VLLM_LORA_RESOLVER_CACHE_DIR": "ROOT"},
     "all, unset": {},
     "all, misspelled": {"VLLM_LORA_RESOLVER_CACHE_DIR": "ROOT", "LORA_PLUGINS_TYPO": "1"},
@@ -34,7 +38,7 @@ ENVIRONMENTS = {
         "VLLM_LORA_RESOLVER_CACHE_DIR": "ROOT",
         "LORA_PLUGINS_TYPO": "1",
     },
-    "twice": {"VLLM_PLUGINS": NAME, "VLLM_LORA_RESOLVER_CACHE_DIR": "ROOT"},
+    "twice": {"VLLM_PLUGINS": f"{NAME},lora_lru_managr", "VLLM_LORA_RESOLVER_CACHE_DIR": "ROOT"},
 }
 HUB, S3 = "lora_hf_hub_resolver", "lora_s3_resolver"
 HUB_REPOS = {"VLLM_LORA_RESOLVER_HF_REPO_LIST": "org/repo,other/*"}
@@ -177,6 +181,20 @@ def test_registering_twice_changes_nothing(outcomes, order, root):
     assert outcome["registered"] == OURS
     assert outcome["sources"] == [f"filesystem ({root})"]
     assert outcome["wrapped_once"]
+
+
+@both_orders
+@pytest.mark.parametrize(
+    ("env", "warned"),
+    [
+        ("named among others", []),
+        ("named beside a misspelt one", [("'lora_s3_resolvr'", "lora_s3_resolver")]),
+        ("twice", [("'lora_lru_managr'", "lora_lru_manager")]),
+    ],
+)
+def test_misspelt_plugin_name_is_warned_of_once(outcomes, order, env, warned):
+    said = "VLLM_PLUGINS names {}, which no installed package has: did you mean {}?"
+    assert outcomes[env, order]["warned"] == [said.format(*names) for names in warned]
 
 
 @both_orders

@@ -17,6 +17,7 @@ from lora_plugins.settings import (
     BaseMatch,
     Kernels,
     Settings,
+    misspelt_plugins,
     named_in_environment,
 )
 from tools import write_settings_doc
@@ -184,11 +185,51 @@ def test_a_key_that_no_header_carries_is_an_error(text):
     assert "s3cr3t" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["LORA_PLUGINS_BASE_MACTH", "LORA_PLUGINS_", "LORA_PLUGINS_base_match"])
-def test_unknown_own_variable_is_an_error(name):
+@pytest.mark.parametrize("name", ["LORA_PLUGINS_BASE_MACTH", "LORA_PLUGINS_base_match"])
+def test_misspelt_own_variable_is_an_error_with_the_right_name(name):
     with pytest.raises(InvalidSettings, match=name) as caught:
         Settings.from_env({name: "1"})
-    assert "LORA_PLUGINS_BASE_MATCH" in caught.value.expected
+    assert caught.value.remedy == f"did you mean LORA_PLUGINS_BASE_MATCH? If not, unset {name}"
+
+
+@pytest.mark.parametrize("name", ["LORA_PLUGINS_", "LORA_PLUGINS_TYPO"])
+def test_unknown_own_variable_like_none_suggests_none(name):
+    with pytest.raises(InvalidSettings, match=name) as caught:
+        Settings.from_env({name: "1"})
+    assert "did you mean" not in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("named", "found"),
+    [
+        ("lora_filesystm_resolver,lora_admin", {"lora_filesystm_resolver": "lora_filesystem_resolver"}),
+        ("lora_admin, lora_kernels", {" lora_kernels": "lora_kernels"}),
+        ("LORA_S3_RESOLVER", {"LORA_S3_RESOLVER": "lora_s3_resolver"}),
+        ("lora_s3_resolver,oot_platform,,dummy", {}),
+    ],
+)
+def test_misspelt_plugin_names_are_found(named, found):
+    assert misspelt_plugins({"VLLM_PLUGINS": named}) == found
+    assert misspelt_plugins({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        *[(text, 20 << 30) for text in ("20Gi", "20GiB", "20gib", " 20 Gi ")],
+        *[(text, 20 * 10**9) for text in ("20G", "20GB", "20gb")],
+        *[("500M", 500 * 10**6), ("500Mi", 500 << 20), ("3Ti", 3 << 40), ("3TB", 3 * 10**12)],
+        *[("4K", 4000), ("4ki", 4096), ("7", 7), ("7B", 7)],
+    ],
+)
+def test_sizes_are_read_as_kubernetes_writes_them(text, size_bytes):
+    assert Settings.from_env({"LORA_PLUGINS_STORE_MAX_BYTES": text}).store_max_bytes == size_bytes
+
+
+@pytest.mark.parametrize("text", ["20Gib/s", "20 G B", "20iB", "0Gi", "1e9", "2,5G", "20Gi20"])
+def test_wrong_sizes_are_told_what_a_size_is(text):
+    with pytest.raises(InvalidSettings, match="20Gi or 20GiB"):
+        Settings.from_env({"LORA_PLUGINS_STORE_MAX_BYTES": text})
 
 
 def test_variables_of_others_are_ignored():

@@ -12,13 +12,13 @@ from lora_plugins.cli.output import Json, Output
 from lora_plugins.cli.stored import SHOWN_CHARACTERS, StoreView
 from lora_plugins.settings import Settings
 from lora_plugins.store.eviction import Entry, discard_quarantined, evict, quarantined
-from lora_plugins.variables import bytes_of
+from lora_plugins.variables import SIZE_EXPECTED, bytes_of
 
 
 def gc(
     *,
     max_bytes: Annotated[
-        str | None, typer.Option(help="The budget to reach, such as 20GB; LORA_PLUGINS_STORE_MAX_BYTES without it.")
+        str | None, typer.Option(help="The budget to reach, such as 20Gi; LORA_PLUGINS_STORE_MAX_BYTES without it.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
     as_json: Json = False,
@@ -80,4 +80,4 @@ def _budget(settings: Settings, text: str | None) -> int:
         return budget
     if text is None:
         raise UsageProblem("gc needs a budget: give --max-bytes, or set LORA_PLUGINS_STORE_MAX_BYTES")
-    raise UsageProblem(f"--max-bytes {text}: not a number of bytes, such as 20GB or 500MiB")
+    raise UsageProblem(f"--max-bytes {text}: expected {SIZE_EXPECTED}, or 0")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 
 from lora_plugins.cli.doctor.findings import Finding, State, problem_of
 from lora_plugins.ledger import symbols
+from lora_plugins.plugin_names import OURS
+from lora_plugins.spelling import closest
 from lora_plugins.vllm_patches import ledger_check, versions
 
 # Those that vLLM 0.30 to 0.33 read.
@@ -97,10 +98,10 @@ def _wrong_name(name: str, discovered: Mapping[str, list[str]]) -> Finding:
             f"VLLM_PLUGINS names '{name}', and vLLM does not leave out the space: it is not loaded",
             "separate the names by commas alone",
         )
-    close = get_close_matches(name.strip(), discovered, n=1)
+    close = closest(name.strip(), {*OURS, *discovered})
     return Finding(
         "plugins",
         State.WARNING,
         f"VLLM_PLUGINS names '{name}', and no installed package has such a plugin",
-        f"did you mean {close[0]}?" if close else "correct or remove the name",
+        f"did you mean {close}?" if close else "correct or remove the name",
     )

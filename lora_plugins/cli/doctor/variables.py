@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 
 from lora_plugins.cli.doctor.findings import Finding, State, problem_of
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.resolvers.uris import AllowedUris
-from lora_plugins.settings import OWN_VARIABLES, VARIABLES, Settings
+from lora_plugins.settings import OWN_VARIABLES, VARIABLES, Settings, unknown_variable
 from lora_plugins.variables import PREFIX
 
 
@@ -35,6 +34,5 @@ def check_variables(env: Mapping[str, str]) -> tuple[list[Finding], Settings]:
 
 
 def _unknown(name: str) -> Finding:
-    close = get_close_matches(name, sorted(OWN_VARIABLES), n=1)
-    remedy = f"did you mean {close[0]}?" if close else f"unset {name}"
-    return Finding("settings", State.PROBLEM, f"the unknown variable {name}: startup fails", remedy)
+    error = unknown_variable(name)
+    return Finding("settings", State.PROBLEM, f"{error.found}: startup fails", error.remedy)
