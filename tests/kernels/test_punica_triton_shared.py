@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from vllm.lora.layers.row_parallel_linear import RowParallelLinearWithShardedLoR
 from vllm.lora.utils import from_layer
 from vllm.model_executor.layers import linear
 
+from tests.kernels.experts_layer import experts_layer
 from tests.kernels.triton_layers import (
     MAX_RANK,
     MIXED,
@@ -167,24 +168,6 @@ def test_fully_sharded_rows(count: int, monkeypatch: pytest.MonkeyPatch) -> None
 EXPERTS, HIDDEN, INNER, TOP_K = 16, 32, 16, 2
 
 
-def experts_layer(kind: type) -> Any:
-    """vLLM's layer with its own buffers; only the fused kernel of the base model, which needs a GPU, is left out."""
-    layer = kind.__new__(kind)
-    torch.nn.Module.__init__(layer)
-    layer.moe_config = SimpleNamespace(
-        hidden_dim=HIDDEN,
-        num_local_experts=EXPERTS,
-        num_experts=EXPERTS,
-        intermediate_size_per_partition=INNER,
-        moe_parallel_config=SimpleNamespace(use_ep=False, ep_rank=0),
-    )
-    layer.tp_size, layer.tp_rank, layer.device = 1, 0, torch.device("cpu")
-    layer.enable_moe_shared_loras = False
-    layer._w13_slices = 1 if kind is FusedMoE3DWithLoRA else 2
-    layer.create_lora_weights(SLOTS, lora_config(), SimpleNamespace(architectures=["Qwen3MoeForCausalLM"]))
-    return layer
-
-
 def with_triton(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
     """A copy of a vLLM module whose Triton kernels run in the interpreter; vLLM finds no Triton without a GPU."""
     import importlib.util
@@ -214,7 +197,7 @@ def test_experts_are_computed_by_vllms_kernels(kind: type, monkeypatch: pytest.M
     module = with_triton(monkeypatch, "vllm.lora.ops.triton_ops.fused_moe_lora_op")
     monkeypatch.setattr("vllm.lora.punica_wrapper.punica_gpu.fused_moe_lora", module.fused_moe_lora, raising=False)
     wrapper = make_wrapper()
-    layer = experts_layer(kind)
+    layer = experts_layer(kind, lora_config(), EXPERTS, HIDDEN, INNER)
     wrapper.register(layer)
     slices = layer._w13_slices
     ranks = dict.fromkeys(RANKS, MAX_RANK)
