@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo demo-ray test test-unit test-long test-models soak coverage check format ledger matrix bench-verify bench-models bench-fetch bench-policies bench-manager bench-admission bench-routing bench-kernels-cpu bench-access bench-kernels-aot wheel clean
+.PHONY: help set-up demo demo-ray test test-unit test-long test-models soak coverage check docs format ledger matrix bench-verify bench-models bench-fetch bench-policies bench-manager bench-admission bench-routing bench-kernels-cpu bench-access bench-kernels-aot wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -44,17 +44,24 @@ soak: set-up ## 200 adapters that change while they are asked for, on the real e
 coverage: set-up ## the tests that need no engine, and which lines they leave out
 	@$(RUN) -m pytest $(PARALLEL) -m "not e2e" --cov=lora_plugins --cov-report=term:skip-covered
 
-check: set-up ## lint, format, types, the direction of imports, words, generated pages
+check: set-up ## lint, format, types, the direction of imports, words, generated pages, the site and its links
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
 	@.venv/bin/lint-imports
 	@$(RUN) tools/write_settings_doc.py --check
 	@$(RUN) tools/check_words.py
+	@$(RUN) tools/check_links.py
+	@$(SITE) --quiet
 	@$(RUN) tools/check_manifests.py
 	@.venv/bin/hadolint examples/docker/Dockerfile*
 	@! git log -10 --format=%s | grep -E '^.{73}' || { echo 'a subject of more than 72 characters'; exit 1; }
 	@! git grep -nE '^(<{7}|>{7}) ' || { echo 'marks of an unfinished merge'; exit 1; }
+
+# Its makers announce the end of Material for MkDocs with each build.
+SITE := NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+docs: set-up ## build the site into .cache/site, without a network; `.venv/bin/mkdocs serve` shows it while you write
+	@$(SITE)
 
 format: set-up ## format the code, and write generated pages
 	@$(RUN) -m ruff check --fix-only .
@@ -64,14 +71,14 @@ format: set-up ## format the code, and write generated pages
 ledger: set-up ## print what we touch in vLLM, and compare it with the installed one
 	@$(RUN) tools/check_ledger.py
 
-matrix: set-up ## every deployment that runs here; writes docs/deployments.md (CELLS=tensor,pipeline: only these)
+matrix: set-up ## every deployment that runs here; writes docs/reference/deployments.md (CELLS=tensor,pipeline: only these)
 	@$(RUN) -m benchmarks.deployments --cells "$(CELLS)"
 
 bench-verify: set-up ## what verification costs, by adapter size, and what an event loop notices of it
 	@$(RUN) -m benchmarks.verify_cost
 	@$(RUN) -m benchmarks.verify_loop
 
-bench-models: set-up ## adapters of every kind on 48 architectures; writes docs/models.md (10 minutes)
+bench-models: set-up ## adapters of every kind on 48 architectures; writes docs/reference/models.md (10 minutes)
 	@$(RUN) -m benchmarks.models
 
 bench-fetch: set-up ## cold fetches against others, warm resolves, crowds and floods (15 minutes)

@@ -1,4 +1,4 @@
-"""What becomes of us in each deployment: runs the tests that say so, and writes the table in docs/deployments.md.
+"""What becomes of us in each deployment: runs the tests that say so; writes the table in docs/reference/deployments.md.
 
 A test carries a cell by `pytest.mark.deployment(cell, verdict, note)`: it passes exactly when the verdict is true. What
 two cores and no GPU cannot run stands in `REASONED`, with the unit tests that hold it, which are run too. A cell whose
@@ -22,7 +22,7 @@ import pytest
 from benchmarks.record import RESULTS, keep
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "deployments.md"
+PAGE = ROOT / "docs" / "reference" / "deployments.md"
 KEPT = RESULTS / "deployments.json"
 BEGIN, END = "<!-- table: written by `make matrix` -->", "<!-- /table -->"
 REAL = ("tests/e2e/", "tests/models/", "tests/deployments/")

@@ -2,7 +2,8 @@
 
 SOURCES is an unpacked wheel of vLLM 0.33 for CUDA. Its Python files are taken, an empty module for the compiled one
 that they import, pyzmq, which they import too and that machine lacks, and the commit of this checkout, for a machine
-without git. Run it again after every commit: results say which sources they are of. docs/kernels-gpu.md has the rest.
+without git. Run it again after every commit: results say which sources they are of.
+docs/explanation/kernels-gpu.md has the rest.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""One call of a machine with a GPU: `python3 -m benchmarks.gpu_run check|tune|time`. See docs/kernels-gpu.md.
+"""One call of a machine with a GPU: `python3 -m benchmarks.gpu_run check|tune|time`.
 
-A call runs its parts one after the other, each in a process with a limit of its own, so that a part that crashes or
-hangs costs neither the other parts nor what it had already written. All of it lies in $OUT: a result for each part, a
-log for each, and run.json, which says how each part ended. Ends with 1 if any part did not end well.
+docs/explanation/kernels-gpu.md has the way. A call runs its parts one after the other, each in a process with a limit
+of its own, so that a part that crashes or hangs costs neither the other parts nor what it had already written. All of
+it lies in $OUT: a result for each part, a log for each, and run.json, which says how each part ended. Ends with 1 if
+any part did not end well.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Our Triton operators, vLLM's, and the memory floor, on one GPU: `python -m benchmarks.kernels_gpu [--seconds 330]`.
 
-Needs `.cache/gpu` (benchmarks/gpu_prepare.py); docs/kernels-gpu.md has the whole way. A few checks against float64 come
-first, and only then times, in a CUDA graph and eager, ours and vLLM's in turn, vLLM's also with its
+Needs `.cache/gpu` (benchmarks/gpu_prepare.py); docs/explanation/kernels-gpu.md has the whole way. A few checks against
+float64 come first, and only then times, in a CUDA graph and eager, ours and vLLM's in turn, vLLM's also with its
 `specialize_active_lora`. Cases come in order of what matters; those that the seconds do not suffice for are counted.
 `--table FILE` takes another tuning table; else one for this GPU in `.cache/gpu` is taken before the package's.
 

@@ -1,4 +1,4 @@
-"""Draw docs/kernels_cpu.svg from what `benchmarks.kernels_cpu` kept."""
+"""Draw docs/images/kernels_cpu.svg from what `benchmarks.kernels_cpu` kept."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.kernels_cpu import GOALS, SLOT_RANKS, kept, ratio
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 CASES = {"one16": "one of rank 16", "four16": "four of rank 16", "four64": "four of rank 64"}
 COLOURS = {"vllm": "#b8b8b8", "ours": "#2a6f97"}
 NAMES = {"vllm": "vLLM's kernels", "ours": "lora_kernels"}
@@ -39,7 +39,7 @@ def plot(rows: list[dict]) -> Path:
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("tokens/s, % of the base model's")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    path = DOCS / "kernels_cpu.svg"
+    path = IMAGES / "kernels_cpu.svg"
     figure.savefig(path, metadata={"Date": None})
     return path
 

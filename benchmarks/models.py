@@ -1,4 +1,4 @@
-"""What becomes of each kind of adapter on each architecture of testbed/architectures.py; writes docs/models.md.
+"""What becomes of each kind of adapter on each architecture of the testbed; writes docs/reference/models.md.
 
 Each is served by the real engine on this machine. The raw figures are kept in benchmarks/results/models.json; with
 `--page`, only the page is written, from what is kept there; with names of architectures, only these are measured, and
@@ -20,7 +20,7 @@ from testbed.architectures import BY_NAME, Architecture
 from testbed.forked_engines import EngineError, ForkedEngines
 from testbed.matrix import Row, examine
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "models.md"
 KEPT = RESULTS / "models.json"
 KINDS = {
     "all-linear": "all-linear",

@@ -7,7 +7,7 @@ first. In the last third one replica dies, one leaves and two join. Replicas rep
 Adapters moved: how many adapters are sent elsewhere after one replica joined or left, where no adapter was loaded yet.
 Decision time is the thread's CPU time in `ranked`, the quickest of three times, as other processes share the cores and
 their caches; without Python's garbage collector, which would have the whole simulation to look through.
-Prints a Markdown table, keeps the raw figures in benchmarks/results/routing.json, and draws docs/routing.svg.
+Prints a Markdown table, keeps the raw figures in benchmarks/results/routing.json, and draws docs/images/routing.svg.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
     "power of two": PowerOfTwo,
     "random": RandomChoice,
 }
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def cells(it: Outcome) -> Iterator[str]:
 
 
 def plot(outcomes: list[Outcome]) -> Path:
-    """Draw docs/routing.svg: cold starts and the time of a decision, by policy."""
+    """Draw docs/images/routing.svg: cold starts and the time of a decision, by policy."""
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -270,7 +270,7 @@ def plot(outcomes: list[Outcome]) -> Path:
     axes[0].invert_yaxis()
     axes[0].set_ylabel("policy", fontsize=8)
     figure.suptitle(f"{ADAPTERS:,} adapters on {REPLICAS:,} replicas with room for {PLACES} each", fontsize=11)
-    path = DOCS / "routing.svg"
+    path = IMAGES / "routing.svg"
     figure.savefig(path, metadata={"Date": None, "Title": "Routing policies compared"})
     plt.close(figure)
     return path

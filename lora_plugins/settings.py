@@ -1,7 +1,7 @@
 """Settings, read from the environment; no other module reads it.
 
 Each variable is declared once, as a field of `Settings` with a docstring: name, kind, default, meaning. From that come
-the check for unknown variables, the doctor's list, and docs/settings.md (`tools/write_settings_doc.py`).
+the check for unknown variables, the doctor's list, and docs/reference/settings.md (`tools/write_settings_doc.py`).
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class Settings:
     """`1`: start in a vLLM release that this version does not know; without it the start is refused
     ([versions](errors.md#a-vllm-that-we-do-not-know))."""
     hub_repos: tuple[str, ...] = required("VLLM_LORA_RESOLVER_HF_REPO_LIST", NAMES, "")
-    """The repositories of `lora_hf_hub_resolver` ([sources](sources.md#the-hugging-face-hub))."""
+    """The repositories of `lora_hf_hub_resolver` ([sources](../guides/sources.md#the-hugging-face-hub))."""
     s3_path_template: str | None = optional("S3_PATH_TEMPLATE", TEXT)
     """Where `lora_s3_resolver` finds an adapter, as in vLLM's documentation
-    ([sources](sources.md#s3-and-every-url-that-fsspec-knows))."""
+    ([sources](../guides/sources.md#s3-and-every-url-that-fsspec-knows))."""
     local_path_template: str | None = optional("LOCAL_PATH_TEMPLATE", TEXT)
     """Where `lora_s3_resolver` links to the current version, as in vLLM's documentation."""
     filesystem_root: Path | None = optional("VLLM_LORA_RESOLVER_CACHE_DIR", PATH)
@@ -98,16 +98,17 @@ class Settings:
     max_adapter_bytes: int = required("LORA_PLUGINS_MAX_ADAPTER_BYTES", BYTES, "8GiB")
     """Size limit of an adapter's configuration and weights together."""
     store_dir: Path = required("LORA_PLUGINS_STORE_DIR", PATH, "~/.cache/lora-plugins")
-    """The [store](store.md); where `XDG_CACHE_HOME` is set, the default is `lora-plugins` below it."""
+    """The [store](../operate/store.md); where `XDG_CACHE_HOME` is set, the default is `lora-plugins` below it."""
     store_max_bytes: int | None = optional("LORA_PLUGINS_STORE_MAX_BYTES", BYTES)
     """The store's budget."""
     sources: tuple[str, ...] = required("LORA_PLUGINS_SOURCES", order(*SOURCES), ",".join(SOURCES))
     """The order in which sources are asked; one left out is asked last."""
     allowed_uris: tuple[str, ...] = required("LORA_PLUGINS_ALLOWED_URIS", NAMES, "")
-    """Prefixes, separated by commas, of the URIs that may be fetched by URI ([sources](sources.md#by-uri))."""
+    """Prefixes, separated by commas, of the URIs that may be fetched by URI
+    ([sources](../guides/sources.md#by-uri))."""
     fetch_timeout_s: float = required("LORA_PLUGINS_FETCH_TIMEOUT_S", seconds(least=0.1), "300")
     """Deadline for the fetch of one adapter, retries included, beside what its size takes
-    ([deadlines](sources.md#deadlines))."""
+    ([deadlines](../guides/sources.md#deadlines))."""
     fetch_rate_bytes: int = required("LORA_PLUGINS_FETCH_RATE_BYTES", BYTES, "10MB")
     """Bytes a second that a fetch must bring: the deadline grows by the adapter's size over this."""
     absent_ttl_s: float = required("LORA_PLUGINS_ABSENT_TTL_S", seconds(least=0.0), "15")
@@ -115,9 +116,9 @@ class Settings:
     revalidate_s: float = required("LORA_PLUGINS_REVALIDATE_S", seconds(least=0.0), "60")
     """How long a remote source is not asked again for a name that it had."""
     host_max_bytes: int | None = optional("LORA_PLUGINS_HOST_MAX_BYTES", BYTES)
-    """Budget of each worker's [host cache](manager.md), beside `--max-cpu-loras`."""
+    """Budget of each worker's [host cache](../explanation/manager.md), beside `--max-cpu-loras`."""
     host_policy: str = required("LORA_PLUGINS_HOST_POLICY", choice(*HOST_POLICIES), "lru")
-    """Which adapter leaves the host cache first: `lru` or `lrfu` ([policies](policies.md))."""
+    """Which adapter leaves the host cache first: `lru` or `lrfu` ([policies](../benchmarks/policies.md))."""
     spare_slots: int = required("LORA_PLUGINS_SPARE_SLOTS", COUNT, "1")
     """Slots that are written while all others are in use, so that the next adapter waits for no copy."""
     spare_slots_within: bool = required("LORA_PLUGINS_SPARE_SLOTS_WITHIN", FLAG, "0")
@@ -128,28 +129,31 @@ class Settings:
     which none match is always refused."""
     kernels: Kernels = required("LORA_PLUGINS_KERNELS", member(Kernels), "auto")
     """What `lora_kernels` computes adapters with: `auto`, `cpu`, `torch`, `triton`, `reference` or `vllm`; startup
-    fails where the one asked for is not available ([kernels](kernels.md))."""
+    fails where the one asked for is not available ([kernels](../explanation/kernels.md))."""
     tuning_dir: Path | None = optional("LORA_PLUGINS_TUNING_DIR", DIRECTORY)
     """A directory with tuning tables for the Triton kernels, one per architecture (`sm_90.json`), preferred to the
-    package's ([GPU kernels](kernels-gpu.md))."""
+    package's ([GPU kernels](../explanation/kernels-gpu.md))."""
     preload: tuple[str, ...] = required("LORA_PLUGINS_PRELOAD", NAMES, "")
-    """Names, separated by commas, that `lora_admin` serves from startup ([admin](admin.md#start-and-restart))."""
+    """Names, separated by commas, that `lora_admin` serves from startup
+    ([admin](../guides/admin.md#start-and-restart))."""
     preload_wait: bool = required("LORA_PLUGINS_PRELOAD_WAIT", FLAG, "1")
     """`0`: the server answers before they are loaded."""
     adapters_file: Path | None = optional("LORA_PLUGINS_ADAPTERS_FILE", FILE)
     """A YAML file of adapters that `lora_admin` serves: from startup, and again whenever the file changes
-    ([admin](admin.md#a-declared-set))."""
+    ([admin](../guides/admin.md#a-declared-set))."""
     restore: bool = required("LORA_PLUGINS_RESTORE", FLAG, "0")
     """`1`: serve from startup what the last server of this base model and store served."""
     refresh_s: float = required("LORA_PLUGINS_REFRESH_S", seconds(least=0.0), "60")
-    """How often `lora_admin` looks for new versions of what is served; `0`: never ([hot swap](admin.md#hot-swap))."""
+    """How often `lora_admin` looks for new versions of what is served; `0`: never
+    ([hot swap](../guides/admin.md#hot-swap))."""
     drain_timeout_s: float = required("LORA_PLUGINS_DRAIN_TIMEOUT_S", seconds(least=0.0), "60")
     """How long an unload waits for running requests before it ends them."""
     policy: Path | None = optional("LORA_PLUGINS_POLICY", FILE)
-    """A TOML file that says which API key may use which adapters ([access](access.md)); needs `lora_admin`."""
+    """A TOML file that says which API key may use which adapters ([access](../guides/access.md));
+    needs `lora_admin`."""
     admin_key: str | None = optional("LORA_PLUGINS_ADMIN_KEY", KEY)
     """The key that `lora_admin` asks for, as `Authorization: Bearer …`; without it, `--api-key` and a policy, only
-    callers on this machine may administer ([admin](admin.md#who-may-administer))."""
+    callers on this machine may administer ([admin](../guides/admin.md#who-may-administer))."""
     metrics_adapters: int = required("LORA_PLUGINS_METRICS_ADAPTERS", COUNT, "200")
     """How many adapters have their own label in [metrics](metrics.md); all others share `_other`."""
     aws: Mapping[str, str] = field(default_factory=dict, repr=False)  # the AWS_* variables; never logged

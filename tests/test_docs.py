@@ -1,4 +1,4 @@
-"""The documentation: every relative link leads to a file, and to a heading where it names one; generated pages."""
+"""The documentation: links, the places of pages in the site, and pages that scripts write."""
 
 from __future__ import annotations
 
@@ -11,29 +11,68 @@ import pytest
 
 from benchmarks import deployments, models
 from testbed.architectures import ARCHITECTURES
+from tools import check_links
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
-LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
-def anchors(page: Path) -> set[str]:
-    """The headings of a page, as Markdown renderers name them."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+def test_links_of_every_page_lead_somewhere():
+    assert len(check_links.pages()) > 25
+    assert [line for page in check_links.pages() for line in check_links.wrong_links(page)] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_relative_links_lead_somewhere(page):
-    for path, anchor in LINK.findall(page.read_text()):
-        target = (page.parent / path).resolve() if path else page
-        assert target.exists(), path
-        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+def test_every_page_has_one_place_in_the_site():
+    assert list(check_links.wrong_places()) == []
 
 
-def test_every_page_is_linked_from_the_readme():
-    linked = {path for path, _ in LINK.findall((ROOT / "README.md").read_text())}
-    assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= linked
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A page that links to another one, and a picture of it in HTML."""
+    for name, text in {
+        "README.md": 'See [a](docs/a.md#more-here) and <img src="docs/a.svg" alt="a">, or [web](https://x.test/y).',
+        "docs/a.md": "# A\n## More, here\n[home](../README.md), [above](#a), [folder](..)\n",
+        "docs/a.svg": "<svg/>",
+        "mkdocs.yml": "nav: [index.md, {Part: [{A: a.md}]}]",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(check_links, "ROOT", tmp_path)
+    return tmp_path
+
+
+def test_right_links_and_places_pass(repository):
+    assert [*check_links.wrong_links("README.md"), *check_links.wrong_links("docs/a.md")] == []
+    assert list(check_links.wrong_places()) == []
+
+
+@pytest.mark.parametrize(
+    ("link", "why"),
+    [
+        ("[x](b.md)", "no such file"),
+        ("[x](a.md#less)", "no such heading; there are a, more-here"),
+        ("[x](#less)", "no such heading"),
+        ("[x](../../out.md)", "no such file"),
+        ("[x](../docs)", "a folder"),
+        ('<img src="b.svg">', "no such file"),
+        ("![x](b.svg)", "no such file"),
+    ],
+)
+def test_a_wrong_link_is_found(repository, link, why):
+    with (repository / "docs" / "a.md").open("a") as page:
+        page.write(f"\n```\n[code](nowhere)\n```\n\n{link}\n")
+    (found,) = check_links.wrong_links("docs/a.md")
+    assert found.startswith("docs/a.md:9: ")
+    assert why in found
+
+
+def test_a_page_without_a_place_is_found(repository):
+    (repository / "docs" / "b.md").write_text("# B")
+    (repository / "mkdocs.yml").write_text("nav: [index.md, a.md, c.md, a.md]")
+    assert list(check_links.wrong_places()) == [
+        "mkdocs.yml: a.md stands there twice",
+        "mkdocs.yml: there is no docs/c.md",
+        "docs/b.md: has no place in the nav of mkdocs.yml",
+    ]
 
 
 def test_the_matrix_of_models_is_what_was_measured():

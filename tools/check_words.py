@@ -1,4 +1,4 @@
-"""Find words that this project has replaced by those of the field; docs/glossary.md has the ones that stay.
+"""Find words that this project has replaced by those of the field; docs/explanation/glossary.md has the ones that stay.
 
     python tools/check_words.py [PATH ...]
 
@@ -21,7 +21,7 @@ LEFT_OUT = (
     "CHANGELOG.md",
     "LICENSE",
     "benchmarks/results/",
-    "docs/glossary.md",
+    "docs/explanation/glossary.md",
     "tools/check_words.py",
     "requirements/",
 )

@@ -1,4 +1,4 @@
-"""Write docs/settings.md from the declarations in `lora_plugins.settings` and the docstrings below them.
+"""Write docs/reference/settings.md from the declarations in `lora_plugins.settings` and the docstrings below them.
 
     python tools/write_settings_doc.py [--check]
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lora_plugins import settings
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "settings.md"
 HEAD = """\
 <!-- Written by tools/write_settings_doc.py from lora_plugins/settings.py: change it there. -->
 # Settings
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
         return 0
     if PAGE.read_text(encoding="utf-8") == page():
         return 0
-    print(f"docs/{PAGE.name} is stale: run python tools/write_settings_doc.py", file=sys.stderr)
+    print(f"docs/reference/{PAGE.name} is stale: run python tools/write_settings_doc.py", file=sys.stderr)
     return 1
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from benchmarks.manager.arms import NAMES
 from benchmarks.manager.stall import KINDS, summary
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 _COLOURS = {"vllm": "#b0413e", "vllm+kernels": "#d9a441", "ours": "#7fa7c9", "ours+kernels": "#2f6690"}
 
 
 def stall(rows: list[dict]) -> Path:
-    """Draw docs/stall.svg: the largest and the p99 gap of running streams while cold adapters arrive."""
+    """Draw docs/images/stall.svg: the largest and the p99 gap of running streams while cold adapters arrive."""
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -43,7 +43,7 @@ def stall(rows: list[dict]) -> Path:
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("× the undisturbed median")
     axes[0].legend(frameon=False, fontsize=7)
-    path = DOCS / "stall.svg"
+    path = IMAGES / "stall.svg"
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
     return path

@@ -1,7 +1,7 @@
 """One pass over the weights that refuses NaN and infinity.
 
 Cost: every byte of the file is read once, in pieces of 256 KiB, with one integer comparison per element; memory does
-not grow with the file. `make bench-verify` measures it; the figure stands in docs/verification.md.
+not grow with the file. `make bench-verify` measures it; the figure stands in docs/reference/verification.md.
 """
 
 from __future__ import annotations

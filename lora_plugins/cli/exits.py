@@ -1,4 +1,4 @@
-"""How commands end: one exit code for each kind of outcome; docs/cli.md has the table."""
+"""How commands end: one exit code for each kind of outcome; docs/guides/command-line.md has the table."""
 
 from __future__ import annotations
 

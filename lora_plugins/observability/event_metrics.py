@@ -1,4 +1,4 @@
-"""The metrics hook: events of the API server, counted; `docs/metrics.md` has the table of all metrics.
+"""The metrics hook: events of the API server, counted; `docs/reference/metrics.md` has the table of all metrics.
 
 Our own metrics begin with `lora_plugins_`. `vllm:` is only before the names that vLLM itself is about to have
 (vllm-project/vllm#54830), which routers read; those are in `engine_metrics.py`.

@@ -1,1 +1,1 @@
-"""Several replicas of `vllm serve` with our plugins behind one address, on Ray Serve (docs/routing.md)."""
+"""Several replicas of `vllm serve` with our plugins behind one address, on Ray Serve (docs/guides/routing.md)."""

@@ -147,5 +147,5 @@ def _problem(error: Any) -> str:
 
 def _invalid(path: Path, found: str, expected: str, remedy: str = "") -> InvalidSettings:
     return InvalidSettings(
-        f"{VARIABLE}={path}: {found}", expected=expected, remedy=remedy or "correct the file; see docs/admin.md"
+        f"{VARIABLE}={path}: {found}", expected=expected, remedy=remedy or "correct the file; see docs/guides/admin.md"
     )

@@ -59,7 +59,9 @@ def _try_users(made: os.stat_result, folder: Path) -> None:
     raise InvalidSettings(
         f"a store of user {owner}, who could not change what user {_name_of(made.st_uid)} makes there",
         expected="one user, or several of one group with umask 002",
-        remedy=f"run this as {owner}, set LORA_PLUGINS_STORE_DIR, or share the store by a group (docs/store.md)",
+        remedy=(
+            f"run this as {owner}, set LORA_PLUGINS_STORE_DIR, or share the store by a group (docs/operate/store.md)"
+        ),
     )
 
 

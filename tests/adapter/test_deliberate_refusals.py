@@ -1,4 +1,4 @@
-"""What vLLM's own loader takes and we refuse: each row of the table in docs/verification.md, and nothing beside it."""
+"""What vLLM's own loader takes and we refuse: the rows of a table in docs/reference/verification.md, and no others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lora_plugins.settings import BaseMatch, Settings
 from tests.make import BASE, LAYER, PEFT, adapter_files, config_bytes, pair, put, safetensors, weights
 
 Q = LAYER.format(0, "q_proj")
-DOCS = Path(__file__).parents[2] / "docs" / "verification.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "verification.md"
 
 Case = tuple[dict[str, bytes], dict[str, Any]]
 

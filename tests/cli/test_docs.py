@@ -1,4 +1,4 @@
-"""docs/cli.md against the commands: exit codes, commands, options and every field of their JSON."""
+"""docs/guides/command-line.md against the commands: exit codes, commands, options and every field of their JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from lora_plugins.cli.exits import Exit
 
-PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "command-line.md").read_text()
 # Their keys are modules, patterns and dtypes of the adapter.
 BY_DATA = ("rank_pattern", "alpha_pattern", "dtypes")
 COMMANDS = {

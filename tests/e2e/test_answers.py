@@ -101,7 +101,7 @@ def test_unknown_name_on_the_tokenize_route_is_404(world: World) -> None:
 
 def test_mixed_batch_keeps_adapters_apart(world: World) -> None:
     # Without the base model: vLLM's CPU kernels before 0.33 compute its rows with the last slot's adapter when
-    # they share a batch with adapters (docs/known-limits.md).
+    # they share a batch with adapters (docs/operate/known-limits.md).
     names = DEMO_NAMES * 4
     answers = asyncio.run(complete_all(world.server, names, PROMPT, MAX_TOKENS))
     for name, ids in zip(names, answers, strict=True):

@@ -120,7 +120,7 @@ def test_three_calls_fit_the_device_time_of_a_session() -> None:
 
 
 def test_documented_commands_fit_and_begin_the_three_calls() -> None:
-    page = (ROOT / "docs" / "kernels-gpu.md").read_text()
+    page = (ROOT / "docs" / "explanation" / "kernels-gpu.md").read_text()
     for call in gpu_run.CALLS:
         lines = [line.strip() for line in page.splitlines() if f"benchmarks.gpu_run {call}" in line]
         assert len(lines) == 1

@@ -20,7 +20,8 @@ from testbed.forked_engines import Engine, ForkedEngines
 QUICK = {"LlamaForCausalLM": 60, "OPTForCausalLM": 60}
 NIGHTLY_EXAMPLES = 150
 
-# What we refuse although vLLM would load it whole, by row of the table in docs/verification.md, and by our words.
+# What we refuse although vLLM would load it whole, by row of the table in
+# docs/reference/verification.md, and by our words.
 DELIBERATE = {
     "ranks": r"rank \d+ in '.*' and \d+ in '|expected A .* of rank \d+ by the configuration",
     "alpha": r"lora_alpha -?\d+; expected a number above 0",

@@ -88,7 +88,7 @@ def test_each_metric_name_says_its_unit():
 
 def test_table_in_the_docs_lists_every_metric():
     rows = {}
-    for line in (ROOT / "docs" / "metrics.md").read_text().splitlines():
+    for line in (ROOT / "docs" / "reference" / "metrics.md").read_text().splitlines():
         if line.startswith("| `"):
             name, kind, labels, meaning = (part.strip() for part in line.split("|")[1:5])
             assert meaning, name

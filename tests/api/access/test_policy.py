@@ -163,7 +163,7 @@ def test_no_key_that_is_not_listed_is_anybodys(key):
 
 
 def test_the_documented_policy_is_one():
-    page = (Path(__file__).parents[3] / "docs" / "access.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "access.md").read_text()
     block = page.split("```toml\n")[1].split("```")[0]
     policy = Policy.parse(block)
     assert len(policy.labels) == 3
