@@ -50,6 +50,7 @@ check: set-up ## lint, format, types, the direction of imports, words, generated
 	@$(RUN) -m mypy
 	@.venv/bin/lint-imports
 	@$(RUN) tools/write_settings_doc.py --check
+	@$(RUN) tools/write_cli_doc.py --check
 	@$(RUN) tools/check_words.py
 	@$(RUN) tools/check_links.py
 	@$(SITE) --quiet
@@ -67,6 +68,7 @@ format: set-up ## format the code, and write generated pages
 	@$(RUN) -m ruff check --fix-only .
 	@$(RUN) -m ruff format .
 	@$(RUN) tools/write_settings_doc.py
+	@$(RUN) tools/write_cli_doc.py
 
 ledger: set-up ## print what we touch in vLLM, and compare it with the installed one
 	@$(RUN) tools/check_ledger.py

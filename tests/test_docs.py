@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import deployments, models
 from testbed.architectures import ARCHITECTURES
-from tools import check_links
+from tools import check_links, write_cli_doc
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -73,6 +73,17 @@ def test_a_page_without_a_place_is_found(repository):
         "mkdocs.yml: there is no docs/c.md",
         "docs/b.md: has no place in the nav of mkdocs.yml",
     ]
+
+
+def test_the_page_of_commands_is_what_help_says(tmp_path, monkeypatch, capsys):
+    assert write_cli_doc.main(["--check"]) == 0
+    page = write_cli_doc.PAGE.read_text()
+    for said in ("## doctor\n", "lora-plugins resolve [OPTIONS]", "`--max-lora-rank <int range>`"):
+        assert said in page
+    monkeypatch.setattr(write_cli_doc, "PAGE", tmp_path / "cli.md")
+    write_cli_doc.PAGE.write_text(page.replace("## doctor", "## doktor"))
+    assert write_cli_doc.main(["--check"]) == 1
+    assert "stale" in capsys.readouterr().err
 
 
 def test_the_matrix_of_models_is_what_was_measured():

@@ -1,0 +1,71 @@
+"""Write docs/reference/cli.md from the commands of `lora_plugins.cli`: what `--help` says, and its examples.
+
+    python tools/write_cli_doc.py [--check]
+
+With `--check` nothing is written; the exit code is 1 where the file is stale.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from lora_plugins.cli.app import app
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "cli.md"
+HEAD = """\
+<!-- Written by tools/write_cli_doc.py from the commands of lora_plugins/cli: change them there. -->
+# Command line
+
+What `--help` says of each command. Which environment they read, what they print, their JSON and their exit codes are in
+[the guide](../guides/command-line.md).
+"""
+
+
+def cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def rows(command: Any, context: Any) -> Iterator[str]:
+    """A row for each argument and option, with what `--help` says of it."""
+    for each in command.get_params(context):
+        record = each.get_help_record(context)
+        if record is not None and each.name != "help":
+            yield f"| `{cell(record[0])}` | {cell(record[1])} |\n"
+
+
+def section(name: str, command: Any) -> str:
+    context = command.make_context(name, [], resilient_parsing=True)
+    usage = " ".join(("lora-plugins", *([name] if name else []), *command.collect_usage_pieces(context)))
+    text = f"\n## {name or 'lora-plugins'}\n"
+    text += "" if not name else f"{' '.join((command.help or '').split())}\n"
+    text += f"\n```\n{usage}\n```\n"
+    if table := "".join(rows(command, context)):
+        text += f"\n| | |\n|---|---|\n{table}"
+    lines = [line for line in (command.epilog or "").splitlines() if line.strip() not in ("", "\b", "Examples:")]
+    if name and lines:
+        text += "\nExamples:\n\n```\n" + "\n".join(line.strip() for line in lines) + "\n```\n"
+    return text
+
+
+def page() -> str:
+    group: Any = typer.main.get_command(app)
+    return HEAD + section("", group) + "".join(section(name, each) for name, each in group.commands.items())
+
+
+def main(arguments: list[str]) -> int:
+    if "--check" not in arguments:
+        PAGE.write_text(page(), encoding="utf-8")
+        return 0
+    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page():
+        return 0
+    print(f"docs/reference/{PAGE.name} is stale: run python tools/write_cli_doc.py", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
