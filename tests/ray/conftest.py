@@ -56,8 +56,9 @@ class App:
         return {it["Name"].rpartition("#")[2]: it["Pid"] for it in ours}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Ray, until the last test here: while it is idle, its processes poll beside whatever tests follow."""
     ray = pytest.importorskip("ray", reason="the extra ray is not installed")
     from ray import serve
 
@@ -91,7 +92,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 Start = Callable[..., App]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def start(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Start:
     """Run the application with these options of the stand-in, in the place of the one before."""
 
