@@ -154,6 +154,9 @@ class Settings:
     admin_key: str | None = optional("LORA_PLUGINS_ADMIN_KEY", KEY)
     """The key that `lora_admin` asks for, as `Authorization: Bearer …`; without it, `--api-key` and a policy, only
     callers on this machine may administer ([admin](../guides/admin.md#who-may-administer))."""
+    url: str = required("LORA_PLUGINS_URL", TEXT, "http://127.0.0.1:8000")
+    """The server that the command line asks where `--url` is not given; servers do not read it
+    ([the command line](../guides/command-line.md#a-running-server))."""
     metrics_adapters: int = required("LORA_PLUGINS_METRICS_ADAPTERS", COUNT, "200")
     """How many adapters have their own label in [metrics](metrics.md); all others share `_other`."""
     aws: Mapping[str, str] = field(default_factory=dict, repr=False)  # the AWS_* variables; never logged

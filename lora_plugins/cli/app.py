@@ -14,7 +14,9 @@ from typing import Annotated, ParamSpec
 import typer
 
 from lora_plugins.adapter.files import map_os_error
+from lora_plugins.cli.changes import load, pin, prefetch, refresh, rollback, unload, unpin
 from lora_plugins.cli.doctor.doctor import doctor
+from lora_plugins.cli.examples import EXAMPLES
 from lora_plugins.cli.exits import Exit, UsageProblem, exit_of
 from lora_plugins.cli.gc import gc
 from lora_plugins.cli.inspect import inspect
@@ -25,14 +27,16 @@ from lora_plugins.cli.resolve import resolve
 from lora_plugins.cli.top import top
 from lora_plugins.cli.verify import verify
 from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.settings import environment
 
 P = ParamSpec("P")
+
+_COMPLETION = "_LORA_PLUGINS_COMPLETE"  # set by the scripts that Typer installs, which call without arguments
 
 app = typer.Typer(
     name="lora-plugins",
     help="LoRA adapters for vLLM: look at them, fetch them, and see why a server does or does not serve them.",
     epilog="Exit codes: 0 done, 1 something is wrong, 2 usage, 3 not found, 4 unavailable, 5 no room, 6 settings.",
-    add_completion=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -73,7 +77,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     command = typer.main.get_command(app)
-    if not arguments:
+    if not arguments and _COMPLETION not in environment():
         context = command.make_context("lora-plugins", [], resilient_parsing=True)
         sys.stderr.write(context.get_help() + "\n")
         return Exit.USAGE
@@ -100,8 +104,24 @@ def _passing_errors(function: Callable[P, Exit]) -> Callable[P, Exit | BaseExcep
     return passing
 
 
-for _command in (doctor, resolve, inspect, pull, ls, verify, gc, top):
-    app.command()(_passing_errors(_command))
+for _command in (
+    doctor,
+    resolve,
+    inspect,
+    pull,
+    ls,
+    verify,
+    gc,
+    top,
+    load,
+    unload,
+    refresh,
+    rollback,
+    pin,
+    unpin,
+    prefetch,
+):
+    app.command(epilog=EXAMPLES[_command.__name__])(_passing_errors(_command))
 
 
 def _print_version(value: bool) -> None:
@@ -119,7 +139,7 @@ def _options(
         bool, typer.Option("--debug", help="Show the log, and the traceback of what should not happen.")
     ] = False,
     version: Annotated[  # noqa: ARG001 - its callback ends the command
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
     if debug:

@@ -8,7 +8,7 @@ import typer
 
 from lora_plugins.cli.amounts import ago, size
 from lora_plugins.cli.exits import Exit, UsageProblem
-from lora_plugins.cli.output import Json, Output
+from lora_plugins.cli.output import Json, Output, Quiet
 from lora_plugins.cli.stored import SHOWN_CHARACTERS, StoreView
 from lora_plugins.settings import Settings
 from lora_plugins.store.eviction import Entry, discard_quarantined, evict, quarantined
@@ -21,13 +21,14 @@ def gc(
         str | None, typer.Option(help="The budget to reach, such as 20Gi; LORA_PLUGINS_STORE_MAX_BYTES without it.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> Exit:
     """Remove what was used longest ago, until the rest fits.
 
     Adapters that a running server has leased stay.
     """
-    output, settings = Output(as_json=as_json), Settings.from_env()
+    output, settings = Output(as_json=as_json, quiet=quiet), Settings.from_env()
     budget = _budget(settings, max_bytes)
     view = StoreView(settings)
     rows: dict[str, dict[str, Any]] = {}

@@ -22,7 +22,7 @@ from lora_plugins.adapter.weights import LoraPair, pair_weights
 from lora_plugins.cli.amounts import size
 from lora_plugins.cli.base_model import BasePath, MaxRank, ServedNames, read_base
 from lora_plugins.cli.exits import Exit, exit_of
-from lora_plugins.cli.output import Json, Output, error_fields
+from lora_plugins.cli.output import Json, Output, Quiet, error_fields
 from lora_plugins.cli.pull import bring
 from lora_plugins.cli.stored import SHOWN_CHARACTERS, StoreView
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, describing
@@ -49,10 +49,11 @@ def inspect(
     base_model: BasePath = None,
     served_model_name: ServedNames = None,
     max_lora_rank: MaxRank = None,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> Exit:
     """Say what an adapter is, and whether it would be served."""
-    output, settings = Output(as_json=as_json), Settings.from_env()
+    output, settings = Output(as_json=as_json, quiet=quiet), Settings.from_env()
     base = read_base(settings, base_model, served_model_name, max_lora_rank)
     with describing(adapter=adapter if "://" in adapter else ""):
         path, uri = _find(output, settings, adapter)

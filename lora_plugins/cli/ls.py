@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from lora_plugins.cli.amounts import ago, number, size
 from lora_plugins.cli.exits import Exit
-from lora_plugins.cli.output import Json, Output
+from lora_plugins.cli.output import Json, Output, Quiet
 from lora_plugins.cli.stored import SHOWN_CHARACTERS, StoreView
 from lora_plugins.settings import Settings
 
 
-def ls(*, as_json: Json = False) -> Exit:
+def ls(*, quiet: Quiet = False, as_json: Json = False) -> Exit:
     """List what is in the store."""
-    output, settings = Output(as_json=as_json), Settings.from_env()
+    output, settings = Output(as_json=as_json, quiet=quiet), Settings.from_env()
     view = StoreView(settings)
     rows = [view.row(entry) for entry in reversed(view.entries())]
     total_bytes = sum(row["size_bytes"] for row in rows)

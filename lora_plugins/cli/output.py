@@ -17,8 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.settings import environment
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, and nothing else.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but errors: the exit code says the rest.")]
 # A pipe has no width to break lines at, unless COLUMNS gives one.
 _WIDE = 10_000
 
@@ -26,8 +28,9 @@ _WIDE = 10_000
 class Output:
     """One command's two streams."""
 
-    def __init__(self, *, as_json: bool) -> None:
+    def __init__(self, *, as_json: bool, quiet: bool = False) -> None:
         self.as_json = as_json
+        self.quiet = quiet
         for stream in (sys.stdout, sys.stderr):
             # A terminal that cannot show a character gets its escape, not an error.
             reconfigure = getattr(stream, "reconfigure", None)
@@ -36,9 +39,19 @@ class Output:
         self.console = _console(stderr=False)
         self.errors = _console(stderr=True)
 
+    @property
+    def is_for_people(self) -> bool:
+        """Whether tables, lines and progress are wanted."""
+        return not self.as_json and not self.quiet
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether bars can be drawn."""
+        return self.is_for_people and self.errors.is_terminal
+
     def line(self, text: str = "", style: str = "") -> None:
-        """One line for people; nothing where JSON was asked for."""
-        if not self.as_json:
+        """One line for people; nothing where JSON or silence was asked for."""
+        if self.is_for_people:
             self.console.print(Text(printable(text), style=style), soft_wrap=True)
 
     def table(self, heads: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> None:
@@ -47,7 +60,7 @@ class Output:
 
     def show(self, what: RenderableType) -> None:
         """Anything that rich can draw, for people; without the blanks at the ends of lines in a pipe."""
-        if self.as_json:
+        if not self.is_for_people:
             return
         if self.console.is_terminal:
             self.console.print(what)
@@ -65,7 +78,7 @@ class Output:
 
     def progress(self, text: str) -> None:
         """One line about what is going on, on stderr, and only for people."""
-        if not self.as_json:
+        if self.is_for_people:
             self.errors.print(Text(printable(text), style="dim"), soft_wrap=True)
 
     def error(self, error: dict[str, str]) -> None:
@@ -103,4 +116,14 @@ def printable(text: str) -> str:
 def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else shutil.get_terminal_size((_WIDE, 25)).columns
-    return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
+    # With NO_COLOR, rich leaves out colours and keeps bold and dim, which are the same kind of codes.
+    is_plain = bool(environment().get("NO_COLOR"))
+    return Console(
+        stderr=stderr,
+        width=width,
+        color_system=None if is_plain else "auto",
+        no_color=is_plain or None,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )

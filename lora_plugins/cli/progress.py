@@ -5,22 +5,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TypeVar
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from lora_plugins.cli.output import Output, printable
 from lora_plugins.store.store import Store
 
 _LOOK_S = 0.1
 
+T = TypeVar("T")
+
 
 @asynccontextmanager
 async def shown_progress(output: Output, store: Store, name: str) -> AsyncIterator[None]:
     """Draw a bar on stderr while an adapter arrives inside; nothing in a pipe or where JSON was asked for."""
-    if output.as_json or not output.errors.is_terminal:
+    if not output.shows_progress:
         yield
         return
     columns = (
@@ -73,3 +84,13 @@ def _on_disk(directory: Path) -> int:
             with contextlib.suppress(OSError):
                 blocks += os.stat(os.path.join(folder, file)).st_blocks
     return blocks * 512
+
+
+def counted(output: Output, items: Iterable[T], count: int, what: str) -> Iterator[T]:
+    """`items` as they come, with a bar of how many of `count` there are, where there are several."""
+    if not output.shows_progress or count < 2:
+        yield from items
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn())
+    with Progress(*columns, console=output.errors, transient=True) as progress:
+        yield from progress.track(items, count, description=what)

@@ -12,7 +12,7 @@ import typer
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.cli.amounts import size
 from lora_plugins.cli.exits import Exit
-from lora_plugins.cli.output import Json, Output
+from lora_plugins.cli.output import Json, Output, Quiet
 from lora_plugins.cli.progress import shown_progress
 from lora_plugins.cli.sources import require_sources, resolver_of_environment
 from lora_plugins.errors import AdapterNotFound
@@ -29,10 +29,11 @@ def pull(
     base_model: Annotated[
         str, typer.Option("--base-model", help="What {base_model_name} stands for in S3_PATH_TEMPLATE.")
     ] = "",
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> Exit:
     """Bring an adapter into the store, verified."""
-    output = Output(as_json=as_json)
+    output = Output(as_json=as_json, quiet=quiet)
     started = time.perf_counter()
     pulled = bring(output, Settings.from_env(), name, base_model)
     elapsed_s = time.perf_counter() - started

@@ -12,7 +12,7 @@ from lora_plugins.adapter.names import AdapterName, why_absent
 from lora_plugins.cli.amounts import number, size
 from lora_plugins.cli.base_model import BasePath, MaxRank, ServedNames, read_base
 from lora_plugins.cli.exits import Exit, exit_of
-from lora_plugins.cli.output import Json, Output, error_fields
+from lora_plugins.cli.output import Json, Output, Quiet, error_fields
 from lora_plugins.cli.progress import shown_progress
 from lora_plugins.cli.sources import Answer, require_sources, resolver_of_environment
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot, OutOfMemory, SourceUnavailable
@@ -73,10 +73,11 @@ def resolve(
     base_model: BasePath = None,
     served_model_name: ServedNames = None,
     max_lora_rank: MaxRank = None,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> Exit:
     """Resolve one name as a server would, step by step."""
-    output, settings, trace = Output(as_json=as_json), Settings.from_env(), Trace(name)
+    output, settings, trace = Output(as_json=as_json, quiet=quiet), Settings.from_env(), Trace(name)
     base = read_base(settings, base_model, served_model_name, max_lora_rank)
     resolver = resolver_of_environment(settings, base, hook=trace.on_event, report=trace.on_answer)
     require_sources(resolver)

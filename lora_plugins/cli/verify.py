@@ -9,7 +9,7 @@ import typer
 
 from lora_plugins.cli.amounts import number
 from lora_plugins.cli.exits import Exit
-from lora_plugins.cli.output import Json, Output
+from lora_plugins.cli.output import Json, Output, Quiet
 from lora_plugins.cli.stored import SHOWN_CHARACTERS, StoreView
 from lora_plugins.settings import Settings
 
@@ -19,10 +19,11 @@ def verify(
         list[str] | None, typer.Argument(help="Beginnings of digests; all adapters without any.")
     ] = None,
     *,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> Exit:
     """Hash what is in the store again; quarantine damage."""
-    output, settings = Output(as_json=as_json), Settings.from_env()
+    output, settings = Output(as_json=as_json, quiet=quiet), Settings.from_env()
     view = StoreView(settings)
     chosen = [view.find_digest(prefix) for prefix in digests or ()] or [entry.digest for entry in view.entries()]
     adapters = []

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lora_plugins.cli.examples import EXAMPLES
 from lora_plugins.cli.exits import Exit
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "command-line.md").read_text()
@@ -86,7 +87,7 @@ def test_every_exit_code_is_documented():
     assert codes == {int(code) for code in Exit}
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "top"])
+@pytest.mark.parametrize("command", EXAMPLES)
 def test_every_command_and_option_is_documented(cli, command):
     done = cli(command, "--help")
     assert done.code == Exit.OK

@@ -17,6 +17,7 @@ import pytest
 import lora_plugins.errors
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
+from lora_plugins.cli.examples import EXAMPLES
 from lora_plugins.cli.exits import Exit, exit_of
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.settings import Settings
@@ -122,7 +123,7 @@ def test_without_a_command_the_help_is_shown(cli):
     done = cli()
     assert done.code == Exit.USAGE
     commands = re.findall(r"^  (\w+) ", done.err.partition("Commands:")[2].partition("Exit")[0], re.MULTILINE)
-    assert sorted(commands) == ["doctor", "gc", "inspect", "ls", "pull", "resolve", "top", "verify"]
+    assert sorted(commands) == sorted(EXAMPLES)
     assert "..." not in done.err.partition("Commands:")[2]
 
 
@@ -356,7 +357,7 @@ def test_colours_only_on_terminals_and_never_with_no_color(cli):
     assert "\x1b[" in on_terminal(cli, "inspect", str(cli.adapters / "sql"), env={"TERM": "xterm"})
     plain = on_terminal(cli, "inspect", str(cli.adapters / "sql"), env={"TERM": "xterm", "NO_COLOR": "1"})
     assert "would be served" in plain
-    assert not re.search(r"\x1b\[[\d;]*3\dm", plain)
+    assert "\x1b" not in plain, "bold is a code too"
 
 
 def test_a_terminal_without_utf8_gets_escapes(cli):

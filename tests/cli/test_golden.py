@@ -91,8 +91,8 @@ def test_every_golden_file_belongs_to_a_test():
         "inspect-sql",
         "inspect-cut",
     )
-    top = {"top.txt", "top-narrow.txt"}
-    assert names == resolve | top | {f"{name}.{how}" for name in stored for how in ("txt", "json")} | {
+    of_servers = {"top.txt", "top-narrow.txt", "changes.txt", "refresh.json"}
+    assert names == resolve | of_servers | {f"{name}.{how}" for name in stored for how in ("txt", "json")} | {
         "inspect-base.txt",
         "inspect-base-unknown.txt",
         "inspect-converted.txt",

@@ -102,11 +102,10 @@ def test_json_is_the_admin_apis_own(cli, server):
     assert shown(cli, server, "--json").json == LIST
 
 
-def test_the_key_option_overrides_the_environment(cli, server):
+def test_the_key_is_that_of_the_environment(cli, server):
     cli.env["VLLM_API_KEY"] = "from-environment"
     shown(cli, server)
-    shown(cli, server, "--api-key", "given")
-    assert server.seen == [("/v1/loras", "Bearer from-environment"), ("/v1/loras", "Bearer given")]
+    assert server.seen == [("/v1/loras", "Bearer from-environment")]
     cli.env["LORA_PLUGINS_ADMIN_KEY"] = "of-administrators"
     shown(cli, server)
     assert server.seen[-1] == ("/v1/loras", "Bearer of-administrators")
@@ -133,7 +132,8 @@ def test_an_openai_base_url_will_do(cli, server):
 )
 def test_what_a_server_may_answer_instead(cli, server, status, body, says):
     server.status, server.body = status, body
-    done = shown(cli, server, "--api-key", "secret-key")
+    cli.env["LORA_PLUGINS_ADMIN_KEY"] = "secret-key"
+    done = shown(cli, server)
     assert (done.code, done.out) == (4, "")
     assert says in done.err
     assert "secret-key" not in done.err

@@ -17,7 +17,7 @@ from lora_plugins.cli.doctor.places import check_adapters_file, check_policy, ch
 from lora_plugins.cli.doctor.plugins import Context, check_plugins
 from lora_plugins.cli.doctor.variables import check_variables
 from lora_plugins.cli.exits import Exit
-from lora_plugins.cli.output import Json, Output, printable
+from lora_plugins.cli.output import Json, Output, Quiet, printable
 from lora_plugins.settings import environment
 from lora_plugins.vllm_patches import ledger_check
 
@@ -34,10 +34,11 @@ def doctor(
     *,
     network: Annotated[bool, typer.Option(help="Ask S3 and the Hub whether they answer.")] = True,
     timeout_s: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds for each question.")] = 5.0,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> Exit:
     """Say what is on, off or broken in this environment, and why."""
-    output = Output(as_json=as_json)
+    output = Output(as_json=as_json, quiet=quiet)
     found = list(_examine(environment(), network=network, timeout_s=timeout_s))
     problems = sum(item.state is State.PROBLEM for item in found)
     warnings = sum(item.state is State.WARNING for item in found)

@@ -1,0 +1,205 @@
+"""The admin API of a running server, as its commands ask it; the key comes from the environment alone."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
+from urllib.parse import quote, urlencode, urlsplit
+
+import typer
+from pydantic import BaseModel
+
+from lora_plugins import errors
+from lora_plugins.api.models import AdapterList, AdapterStatus, LoadAdapterRequest, RollbackRequest, VersionStatus
+from lora_plugins.cli.exits import UsageProblem
+from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, SourceUnavailable
+from lora_plugins.settings import VARIABLES, environment
+
+ServerUrl = Annotated[str, typer.Option("--url", envvar="LORA_PLUGINS_URL", help="The server's address.")]
+DEFAULT_URL = VARIABLES["LORA_PLUGINS_URL"].default or ""
+KEYS = ("LORA_PLUGINS_ADMIN_KEY", "VLLM_API_KEY")
+
+_PATH = "/v1/loras"
+_MAX_BYTES = 64 << 20
+_SHOWN_CHARACTERS = 300
+_ERROR = re.compile(
+    r"\[(?P<code>L\d{3})\] (?:(?:adapter '(?P<adapter>.*?)')?(?:, )?(?:file '(?P<file>.*?)')?: )?found (?P<found>.*?)"
+    r"(?:; expected (?P<expected>.*?))?(?:\. To fix: (?P<remedy>.*))?\.",
+    re.DOTALL,
+)
+_KINDS = {
+    kind.code: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, LoRAPluginsError) and kind is not LoRAPluginsError
+}
+
+Answer = TypeVar("Answer", bound=BaseModel)
+
+
+def key_of_environment() -> str | None:
+    """The key that servers are asked with."""
+    env = environment()
+    return next((env[name] for name in KEYS if env.get(name)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class AdminClient:
+    """One server; every method raises the error that the server answers, as one of ours.
+
+    Raises at construction:
+        UsageProblem: `url` is no address of a server.
+    """
+
+    url: str
+    timeout_s: float
+    key: str | None = field(default_factory=key_of_environment, repr=False)
+
+    def __post_init__(self) -> None:
+        try:
+            parts = urlsplit(self.url)
+        except ValueError:
+            parts = urlsplit("")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageProblem(f"--url {self.url}: not http://host:port")
+
+    def adapters(self) -> AdapterList:
+        """What the server serves, and has blocked."""
+        return self._ask(AdapterList, "GET", "")
+
+    def load(self, name: str, uri: str | None, if_match: str | None) -> VersionStatus:
+        """Serve a name; from `uri`, or from wherever the server's sources have it."""
+        body: dict[str, Any] = {"lora_name": name}
+        if uri is not None:
+            body["source"] = {"uri": uri}
+        return self._ask(VersionStatus, "POST", "", _checked(LoadAdapterRequest, body), if_match)
+
+    def unload(self, name: str, *, block: bool, timeout_s: float | None) -> AdapterStatus:
+        """Serve a name no longer."""
+        query = {"block": "true"} if block else {}
+        if timeout_s is not None:
+            query["timeout_s"] = str(timeout_s)
+        return self._ask(AdapterStatus, "DELETE", f"/{quote(name)}?{urlencode(query)}")
+
+    def refresh(self, name: str, if_match: str | None) -> VersionStatus:
+        """Look for a new version at the source now, and swap to it."""
+        return self._ask(VersionStatus, "POST", f"/{quote(name)}/refresh", None, if_match)
+
+    def roll_back(self, name: str, digest: str | None, if_match: str | None) -> VersionStatus:
+        """Go back to the version before, or to the kept one of this digest."""
+        body = None if digest is None else _checked(RollbackRequest, {"digest": digest})
+        return self._ask(VersionStatus, "POST", f"/{quote(name)}/rollback", body, if_match)
+
+    def change(self, name: str, verb: str) -> AdapterStatus:
+        """`pin`, `unpin` or `prefetch`."""
+        return self._ask(AdapterStatus, "POST", f"/{quote(name)}/{verb}")
+
+    def text(self, path: str) -> str:
+        """What the server answers at another path of its own, such as `/metrics`."""
+        return self._send("GET", path).decode(errors="replace")
+
+    def _ask(self, kind: type[Answer], method: str, path: str, body: Any = None, if_match: str | None = None) -> Answer:
+        answer = self._send(method, _PATH + path, body, if_match)
+        try:
+            return kind.model_validate_json(answer)
+        except ValueError:
+            what = "list of adapters" if kind is AdapterList else kind.__name__
+            raise SourceUnavailable(
+                f"an answer of {self.url}{_PATH} that is no {what}",
+                expected="the admin API of lora-plugins",
+                remedy="check --url, and that server and command line are of one version",
+            ) from None
+
+    def _send(self, method: str, path: str, body: Any = None, if_match: str | None = None) -> bytes:
+        headers = {"Accept": "application/json"}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        if if_match is not None:
+            headers["If-Match"] = f'"{if_match}"'
+        request = urllib.request.Request(  # noqa: S310 - checked at construction
+            self.url.rstrip("/").removesuffix("/v1") + path,
+            data=None if body is None else json.dumps(body).encode(),
+            headers=headers,
+            method=method,
+        )
+        if self.key:
+            request.add_unredirected_header("Authorization", f"Bearer {self.key}")
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:  # noqa: S310 - checked
+                return bytes(answer.read(_MAX_BYTES))
+        except urllib.error.HTTPError as error:
+            with error:
+                raise self._refusal(error.code, _message(error), path) from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            reason = getattr(error, "reason", None) or error
+            raise SourceUnavailable(
+                f"no answer from {self.url} ({getattr(reason, 'strerror', None) or reason or type(reason).__name__})",
+                expected="a running vLLM server",
+                remedy="check --url, and that the server runs",
+            ) from None
+
+    def _refusal(self, status: int, message: str, path: str) -> LoRAPluginsError:
+        said = _error_of(message)
+        if status in (401, 403):
+            why = f": {said.found}" if said is not None else ""
+            return SourceUnavailable(
+                f"a server at {self.url} that denies access (HTTP {status}{why})",
+                expected="a key that it accepts for its admin API",
+                remedy=f"set {' or '.join(KEYS)} to one; or ask on the server's machine",
+            )
+        if said is not None:
+            return said
+        if status == 404:
+            return SourceUnavailable(
+                f"a server at {self.url} without {path.partition('?')[0]}",
+                expected="one with the admin API, or a key that may use it",
+                remedy="name lora_admin and lora_lru_manager in the server's VLLM_PLUGINS",
+            )
+        said_so = f": {message[:_SHOWN_CHARACTERS]}" if message else ""
+        if status in (400, 422):
+            return InvalidAdapter(f"a request that the server refuses (HTTP {status}{said_so})")
+        return SourceUnavailable(
+            f"a server at {self.url} that answers HTTP {status}{said_so}",
+            expected="HTTP 200",
+            remedy="look at the server's log",
+        )
+
+
+def _checked(kind: type[BaseModel], body: dict[str, Any]) -> dict[str, Any]:
+    """A body that the server's own model takes.
+
+    Raises:
+        UsageProblem: it does not.
+    """
+    try:
+        kind.model_validate(body)
+    except ValueError as error:
+        raise UsageProblem(str(error).partition("\n")[2].partition(" [")[0].replace("\n ", ":")) from None
+    return body
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    """The text of an error: vLLM's `error.message`, or FastAPI's `detail`."""
+    try:
+        content = json.loads(error.read(_MAX_BYTES))
+    except (OSError, http.client.HTTPException, ValueError):
+        return ""
+    if not isinstance(content, dict):
+        return ""
+    inner = content.get("error")
+    message = inner.get("message") if isinstance(inner, dict) else content.get("detail") or inner
+    return message if isinstance(message, str) else ""
+
+
+def _error_of(message: str) -> LoRAPluginsError | None:
+    """The error of ours that says `message`; None where it says something else."""
+    match = _ERROR.fullmatch(message)
+    kind = match and _KINDS.get(match["code"])
+    if not match or kind is None:
+        return None
+    said = {name: text or "" for name, text in match.groupdict().items() if name != "code"}
+    return kind(**said)
