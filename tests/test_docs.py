@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import re
 from dataclasses import asdict, replace
@@ -128,3 +130,21 @@ def test_the_matrix_of_deployments_is_what_was_run():
     page = deployments.PAGE.read_text()
     assert page == deployments.page(page, json.loads(deployments.KEPT.read_text()))
     assert "**broken** |" not in page.partition(deployments.BEGIN)[2]
+
+
+def test_the_page_on_rl_shows_the_example_that_runs():
+    example = (ROOT / "examples" / "rl_loop.py").read_text()
+    assert f"```python\n{example}```" in (ROOT / "docs" / "guides" / "rl.md").read_text()
+
+
+def test_the_page_on_security_quotes_the_warning_of_vllm():
+    vllm = importlib.util.find_spec("vllm")
+    assert vllm is not None
+    router = Path(vllm.origin).parent / "entrypoints" / "serve" / "lora" / "api_router.py"
+    (warning,) = [
+        node.args[0].value
+        for node in ast.walk(ast.parse(router.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "logger.warning"
+    ]
+    page = " ".join((ROOT / "docs" / "operate" / "security.md").read_text().replace("> ", "").split())
+    assert warning in page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -97,6 +98,26 @@ def test_alerts_are_those_of_examples_prometheus():
     rule = rendered("overlays/monitoring")["PrometheusRule", "lora-plugins"]
     plain = yaml.safe_load((ROOT / "examples" / "prometheus" / "alerts.yml").read_text())
     assert rule["spec"] == plain
+
+
+def test_overlay_of_the_guide_renders_as_it_says(tmp_path):
+    page = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
+    files = dict(re.findall(r"^```yaml\n# (my-overlay/\S+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+    (tmp_path / "my-overlay").mkdir()
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    objects = {one["kind"]: one for one in check_manifests.render(tmp_path / "my-overlay")}
+    for one in objects.values():
+        check_manifests.validate(one)
+    pod = objects["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["image"] == "registry.example.com/lora-plugins-vllm:0.32.0"
+    assert "--max-loras=16" in container["args"]
+    (store,) = [volume for volume in pod["volumes"] if volume["name"] == "store"]
+    assert store["emptyDir"]["sizeLimit"] == "100Gi"
+    limits = container["resources"]["limits"]
+    assert (limits["nvidia.com/gpu"], limits["ephemeral-storage"]) == ("1", "130Gi")
 
 
 def test_dockerfiles_are_clean():

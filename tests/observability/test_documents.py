@@ -70,7 +70,8 @@ def of_vllm() -> dict[str, tuple[str, set[str]]]:
 
 
 KNOWN = of_vllm() | METRICS
-# Counted only where lora_lru_manager plans: all that the engines say, and in the API server what docs/reference/metrics.md names.
+# Counted only where lora_lru_manager plans: all that the engines say, and in the API server what the page on metrics
+# names.
 OF_THE_MANAGER = (
     {f"{family.name}_total" if family.type == "counter" else family.name for family in families("llama", {}, 10)}
     | {"lora_plugins_figures_age_seconds", "lora_plugins_requests_total", "lora_plugins_swaps_total"}
