@@ -3,43 +3,55 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Coroutine, Hashable
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 _K = TypeVar("_K", bound=Hashable)
 _T = TypeVar("_T")
 
 
+@dataclass(eq=False, slots=True)
+class _Flight(Generic[_T]):
+    task: asyncio.Task[_T]
+    waiting: int = 0
+    is_taken: bool = False
+
+
 class SingleFlight(Generic[_K, _T]):
     """One task for each key; it goes on when a caller is cancelled, for the others and for what it leaves behind."""
 
     def __init__(self, abandoned: Callable[[_T], None] = lambda _: None) -> None:
-        """Make one; `abandoned` gets each result that nobody has waited for until the end."""
-        self._tasks: dict[_K, asyncio.Task[_T]] = {}
-        self._waiting: Counter[_K] = Counter()
+        """Make one; `abandoned` gets each result that no caller has got."""
+        self._flights: dict[_K, _Flight[_T]] = {}
         self._abandoned = abandoned
 
     def __len__(self) -> int:
-        return len(self._tasks)
+        return len(self._flights)
 
     async def run(self, key: _K, start: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         """The result of the task of this key, which `start` begins if there is none."""
-        task = self._tasks.get(key)
-        if task is None:
-            task = self._tasks[key] = asyncio.get_running_loop().create_task(start())
-            task.add_done_callback(lambda task: self._done(key, task))
-        self._waiting[key] += 1
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = self._flights[key] = _Flight(asyncio.get_running_loop().create_task(start()))
+            flight.task.add_done_callback(lambda _: self._done(key, flight))
+        flight.waiting += 1
         try:
-            return await asyncio.shield(task)
-        finally:
-            if self._tasks.get(key) is task:  # cancelled; who waits until the end is counted by `_done`
-                self._waiting[key] -= 1
+            result = await asyncio.shield(flight.task)
+            flight.is_taken = True
+            return result
+        finally:  # a caller may be cancelled after the task has ended, before it runs again
+            flight.waiting -= 1
+            self._check(flight)
 
-    def _done(self, key: _K, task: asyncio.Task[_T]) -> None:
-        del self._tasks[key]
-        waiting = self._waiting.pop(key)
-        if task.cancelled() or task.exception() is not None:  # looked at, also where every caller has been cancelled
+    def _done(self, key: _K, flight: _Flight[_T]) -> None:
+        del self._flights[key]
+        self._check(flight)
+
+    def _check(self, flight: _Flight[_T]) -> None:
+        if flight.waiting or flight.is_taken or not flight.task.done():
             return
-        if not waiting:
-            self._abandoned(task.result())
+        if flight.task.cancelled() or flight.task.exception() is not None:  # looked at, so that asyncio logs nothing
+            return
+        flight.is_taken = True
+        self._abandoned(flight.task.result())
