@@ -62,6 +62,11 @@ class Layout:
         """The directory that an engine reads."""
         return self.root / digest
 
+    def digest_of(self, path: str) -> str | None:
+        """The digest of the adapter whose directory this is, or was; None where `path` is no such directory's."""
+        folder, _, name = path.rpartition("/")
+        return name if is_digest(name) and folder == str(self.root) else None
+
     def digests(self) -> list[str]:
         """All adapters that are published."""
         return sorted(entry.name for entry in os.scandir(self.root) if is_digest(entry.name))

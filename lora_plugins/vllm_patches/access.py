@@ -21,6 +21,7 @@ from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.process import Process, this_process
 from lora_plugins.server import declared_file
+from lora_plugins.server.response_digest import note_version
 
 
 def install(app: Any, process: Process) -> None:
@@ -133,7 +134,10 @@ def _getting(original: Any) -> Any:
     def _maybe_get_adapters(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         found = original(_as_if_absent(self, request), request, *args, **kwargs)
         # An adapter with the name of a content part's type (`image`) comes without being named.
-        return found if found is None or _principal().may_use(found.lora_name) else None
+        if found is None or _principal().may_use(found.lora_name):
+            return found
+        note_version(None)  # the base model answers
+        return None
 
     return _maybe_get_adapters
 

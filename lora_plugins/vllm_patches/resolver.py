@@ -22,7 +22,7 @@ from lora_plugins.resolvers.uris import AllowedUris
 from lora_plugins.server.base_model import describe_base
 from lora_plugins.server.name_locks import NameLocks
 from lora_plugins.store.model_file import ModelFile
-from lora_plugins.vllm_patches import embeddings, model_modules, punica
+from lora_plugins.vllm_patches import embeddings, model_modules, punica, response_digest
 from lora_plugins.vllm_patches.access import require_in_force
 from lora_plugins.vllm_patches.http_headers import keep_http_headers
 
@@ -88,6 +88,7 @@ def register_resolver(process: Process) -> None:
     model_modules.patch()
     embeddings.patch()
     keep_http_headers()
+    response_digest.patch(process)
     LoRAResolver.register(LoRAPluginsResolver)
     LoRAResolverRegistry.register_resolver(REGISTRY_NAME, resolver)
     when_serving(resolver.before_serving, resolver.bind)

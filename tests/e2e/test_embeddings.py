@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
+from lora_plugins.server.response_digest import HEADER
 from testbed.bed import Bed
 from testbed.client import connect
 from testbed.models import PROMPT
 from testbed.reference import Reference
+from tests.e2e.digests import of_files
 from tests.e2e.servers import RESOLVER, lora_server
 
 
@@ -30,6 +33,24 @@ def test_embedding_equals_peft(client: openai.OpenAI, bed: Bed, name: str | None
     expected = _embedding(bed, bed.adapters / name if name else None)
     answer = client.embeddings.create(model=name or str(bed.base), input=PROMPT)
     assert answer.data[0].embedding == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": [PROMPT, PROMPT]}),
+        ("/pooling", {"input": PROMPT}),
+        ("/score", {"text_1": PROMPT, "text_2": "jumps over the lazy dog"}),
+        ("/tokenize", {"prompt": PROMPT}),
+    ],
+)
+def test_each_route_says_which_version_answered(
+    client: openai.OpenAI, bed: Bed, path: str, body: dict[str, object]
+) -> None:
+    url = f"{str(client.base_url).removesuffix('/v1/')}{path}"
+    answer = httpx.post(url, json={"model": "sql", **body}, timeout=240)
+    assert (answer.status_code, answer.headers[HEADER]) == (200, of_files(bed.adapters / "sql")), answer.text
+    assert HEADER not in httpx.post(url, json={"model": str(bed.base), **body}, timeout=240).headers
 
 
 def test_unknown_name_is_404(client: openai.OpenAI) -> None:
