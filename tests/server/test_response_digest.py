@@ -93,7 +93,7 @@ def test_where_vllm_has_a_fingerprint_ours_stays_out() -> None:
     assert (seen.headers[HEADER], seen.text) == (OLD, "None " * 3)
 
 
-def test_a_middleware_that_runs_the_application_in_a_task_changes_nothing() -> None:
+def test_middleware_that_uses_tasks_of_its_own_changes_nothing() -> None:
     app = Starlette(routes=[Route("/", streaming(fills=True), methods=["POST"])])
 
     async def passing(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:

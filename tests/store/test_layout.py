@@ -32,6 +32,21 @@ DIGEST = "0123456789abcdef" * 4
 # --- names
 
 
+@pytest.mark.parametrize(
+    ("path", "digest"),
+    [
+        (f"/store/{DIGEST}", DIGEST),
+        (f"/store/{DIGEST}/", None),
+        (f"/elsewhere/{DIGEST}", None),
+        (f"/store/.quarantine/{DIGEST}", None),
+        ("/store/sql", None),
+        (DIGEST, None),
+    ],
+)
+def test_a_path_says_which_adapter_lies_there(path: str, digest: str | None) -> None:
+    assert Layout(Path("/store")).digest_of(path) == digest
+
+
 @pytest.mark.parametrize("name", ["", "a" * 63, "a" * 65, "A" * 64, "g" * 64, f"{'a' * 63}.", ".tmp", "٣" * 64])
 def test_what_is_no_digest(name: str) -> None:
     assert is_digest(DIGEST)
