@@ -69,6 +69,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
     """Point links to the places that files of the repository have in the site."""
+    if page.file.src_uri == "index.md":
+        page.meta["hide"] = ["navigation"]  # the section has no other page
     here, at = in_repository(page.file.src_uri), posixpath.dirname(page.file.src_uri)
 
     def moved(link: Any) -> str:

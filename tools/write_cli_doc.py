@@ -45,7 +45,7 @@ def section(name: str, command: Any) -> str:
     text += "" if not name else f"{' '.join((command.help or '').split())}\n"
     text += f"\n```\n{usage}\n```\n"
     if table := "".join(rows(command, context)):
-        text += f"\n| | |\n|---|---|\n{table}"
+        text += f"\n| argument, option | meaning |\n|---|---|\n{table}"
     lines = [line for line in (command.epilog or "").splitlines() if line.strip() not in ("", "\b", "Examples:")]
     if name and lines:
         text += "\nExamples:\n\n```\n" + "\n".join(line.strip() for line in lines) + "\n```\n"

@@ -1,18 +1,16 @@
-"""The stall figure for the README."""
+"""The stall figure for README and docs/benchmarks/manager.md."""
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
-from benchmarks.manager.arms import NAMES
-from benchmarks.manager.stall import KINDS, summary
-
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
-_COLOURS = {"vllm": "#b0413e", "vllm+kernels": "#d9a441", "ours": "#7fa7c9", "ours+kernels": "#2f6690"}
+ARMS = {"vllm+kernels": ("vLLM's manager", "#c98a1b"), "ours+kernels": ("lora_lru_manager", "#2a6f97")}
 
 
 def stall(rows: list[dict]) -> Path:
-    """Draw docs/images/stall.svg: the largest and the p99 gap of running streams while cold adapters arrive."""
+    """Draw docs/images/stall.svg: each cold adapter's largest gap between tokens of running streams."""
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -20,30 +18,28 @@ def stall(rows: list[dict]) -> Path:
 
     mpl.rcParams["svg.hashsalt"] = "stall"  # the same rows give the same file
     sizes = sorted({row["size_mb"] for row in rows})
-    arms = [arm for arm in NAMES if any(row["arm"] == arm for row in rows)]
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True, layout="constrained")
-    for axis, key, title in zip(axes, ("p99", "max"), ("p99 gap", "largest gap"), strict=True):
-        for number, arm in enumerate(arms):
-            wide = 0.8 / len(arms)
-            for at, size_mb in enumerate(sizes):
-                some = [row for row in rows if (row["arm"], row["size_mb"]) == (arm, size_mb)]
-                if not some:
-                    continue
-                x = at + (number - (len(arms) - 1) / 2) * wide
-                cold, resident = (summary([r for r in some if r["kind"] == kind])[key] for kind in KINDS[:2])
-                label = NAMES[arm] if at == 0 else None
-                axis.bar(x, cold, wide * 0.92, color=_COLOURS[arm], label=label)
-                axis.text(x, cold * 1.05, f"{cold:.1f}", ha="center", fontsize=7)
-                note = "the same request, adapter resident" if number == at == 0 else None
-                axis.plot([x - wide * 0.46, x + wide * 0.46], [resident] * 2, color="black", lw=1, label=note)
-        axis.axhline(1, color="grey", lw=0.6)
-        axis.set_title(title, fontsize=10)
-        axis.set_xticks(range(len(sizes)), [f"{size_mb} MB" for size_mb in sizes])
-        axis.set_yscale("log")
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("× the undisturbed median")
-    axes[0].legend(frameon=False, fontsize=7)
+    figure, axis = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    for number, (arm, (name, colour)) in enumerate(ARMS.items()):
+        for at, size_mb in enumerate(sizes):
+            some = [row for row in rows if (row["arm"], row["size_mb"], row["kind"]) == (arm, size_mb, "cold")]
+            if not some:
+                continue
+            largest = [max(row["gaps_ms"]) / row["quiet_median_ms"] for row in some]
+            x, median = at + (number - 0.5) * 0.4, statistics.median(largest)
+            label = name if at == 0 else None
+            axis.bar(x, median, 0.36, color=colour, alpha=0.45, label=label and f"{label}: median")
+            spread = [x + 0.22 * (place / max(len(largest) - 1, 1) - 0.5) for place in range(len(largest))]
+            axis.scatter(spread, largest, s=14, color=colour, label=label and f"{label}: each arrival")
+            axis.text(x, 0.35, f"{median:.2f}×", ha="center", fontsize=9)
+    axis.axhline(1, color="grey", lw=0.8, ls="--", label="undisturbed")
+    axis.set_title("Running streams while a cold adapter arrives: largest gap between two tokens", fontsize=11)
+    axis.set_xticks(range(len(sizes)), [f"{size_mb} MB" for size_mb in sizes])
+    axis.set_xlabel("size of the adapter that arrives")
+    axis.set_ylabel("× the undisturbed median gap")
+    axis.set_ylim(bottom=0)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8, loc="upper left")
     path = IMAGES / "stall.svg"
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None, "Title": "Largest gap between tokens while cold adapters arrive"})
     plt.close(figure)
     return path
