@@ -1,0 +1,66 @@
+"""What the guides and the operators' pages ask a reader to write is what the code reads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from lora_plugins import errors
+from lora_plugins.api.access.policy import Policy
+from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, S3
+from lora_plugins.resolvers.uris import AllowedUris
+from lora_plugins.server import declared_file
+from lora_plugins.settings import VARIABLES
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [*sorted((ROOT / "docs" / "guides").glob("*.md")), *sorted((ROOT / "docs" / "operate").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+DECLARES = {"admin", "kubernetes", "migrating"}  # pages with a file of adapters
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_settings_plugins_and_codes_of_a_page_exist(page):
+    text = page.read_text()
+    assert set(re.findall(r"\bLORA_PLUGINS_[A-Z0-9_]*[A-Z0-9]\b", text)) <= set(VARIABLES)
+    named = {name for names in re.findall(r"VLLM_PLUGINS=([\w,]+)", text) for name in names.split(",")}
+    assert named <= {ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, S3}
+    codes = {kind.code for kind in vars(errors).values() if isinstance(kind, type) and hasattr(kind, "code")}
+    assert set(re.findall(r"\bL0\d\d\b", text)) <= codes
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_adapters_that_a_page_declares_can_be_followed(page):
+    allowed = AllowedUris.parse(["s3://adapters", "hf://algoprog", "hf://acme"])
+    files = [
+        textwrap.dedent(declared[0])
+        for language, block in BLOCK.findall(page.read_text())
+        if language == "yaml" and (declared := re.search(r"^( *)adapters:\n(?: .*\n)+", block, re.MULTILINE))
+    ]
+    assert bool(files) == (page.stem in DECLARES)
+    for file in files:
+        assert declared_file.parse(file.encode(), page, allowed)
+
+
+def test_policy_of_the_page_on_tenants_is_as_it_says(tmp_path):
+    page = (ROOT / "docs" / "guides" / "tenants.md").read_text()
+    (script,) = [block for _, block in BLOCK.findall(page) if "policy.toml <<END" in block]
+    script = script.partition("LORA_PLUGINS_POLICY=")[0]
+    keys = {"team_a": "key-a", "team_b": "key-b", "operators": "key-o"}
+    given = "".join(f"{name}={key}\n" for name, key in keys.items())
+    subprocess.run(["bash", "-euc", given + script], cwd=tmp_path, check=True, timeout=60)
+    assert (tmp_path / "policy.toml").stat().st_mode & 0o077 == 0
+    text = (tmp_path / "policy.toml").read_text()
+    assert hashlib.sha256(b"key-a").hexdigest() in text
+    Policy.parse(text)
+
+
+def test_permissions_of_the_page_on_kubernetes_are_json():
+    page = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
+    (permissions,) = [block for language, block in BLOCK.findall(page) if language == "json"]
+    assert {one["Action"] for one in json.loads(permissions)["Statement"]} == {"s3:ListBucket", "s3:GetObject"}
