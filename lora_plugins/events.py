@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lora_plugins.absence import Absence
 from lora_plugins.errors import LoRAPluginsError
 
 
@@ -81,10 +82,14 @@ class LookUpRefused:
 
 @dataclass(frozen=True, slots=True)
 class AdapterUnknown:
-    """Every source answered, and none has the adapter; `reason` says why where the name itself is at fault."""
+    """Every source answered, and none has the adapter.
+
+    `reason` says why where the name itself is at fault and no source was asked; else `absences` are their answers.
+    """
 
     name: str
     reason: str = ""
+    absences: tuple[Absence, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ PREFIX = "LORA_PLUGINS_"
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
 # As Kubernetes writes them, with and without the final B: Ki is 1024, K is 1000.
-_UNITS = {"": 1, "b": 1} | {
+_UNITS: dict[str, int] = {"": 1, "b": 1} | {
     letter + suffix: base**power
     for power, letter in enumerate("kmgt", start=1)
     for suffix, base in (("", 1000), ("b", 1000), ("i", 1024), ("ib", 1024))

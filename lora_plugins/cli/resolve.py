@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lora_plugins.absence import Absence
 from lora_plugins.adapter.names import AdapterName, why_absent
 from lora_plugins.cli.amounts import number, size
 from lora_plugins.cli.base_model import BasePath, MaxRank, ServedNames, read_base
@@ -32,6 +33,7 @@ class Step:
     step: str
     verdict: str
     detail: str | LoRAPluginsError
+    hint: str = ""
 
 
 @dataclass(slots=True)
@@ -43,21 +45,32 @@ class Trace:
     resolved: AdapterResolved | None = None
     fetched: AdapterFetched | None = None
 
-    def add(self, step: str, verdict: str, detail: str | LoRAPluginsError) -> None:
+    def add(self, step: str, verdict: str, detail: str | LoRAPluginsError, hint: str = "") -> None:
         """Add a step."""
-        self.steps.append(Step(step, verdict, detail))
+        self.steps.append(Step(step, verdict, detail, hint))
+
+    @property
+    def rows(self) -> list[tuple[str, str, str]]:
+        """The steps for people, each hint in a row of its own."""
+        rows = []
+        for step in self.steps:
+            rows.append((step.step, step.verdict, str(step.detail)))
+            if step.hint:
+                rows.append(("", "", f"→ {step.hint}"))
+        return rows
 
     def on_answer(self, answer: Answer) -> None:
         """Add the step of a source."""
-        if answer.error is not None:
-            self.add(answer.source, "failed", answer.error)
-        elif answer.located is None:
-            self.add(answer.source, "no", "has no such adapter")
+        found = answer.found
+        if isinstance(found, LoRAPluginsError):
+            self.add(answer.source, "failed", found)
+        elif isinstance(found, Absence):
+            detail = f"{found.place}: {found.detail}" if found.place else found.detail
+            self.add(answer.source, "no" if found.was_asked else "not asked", detail, found.hint)
         else:
-            located = answer.located
-            size_bytes = sum(file.size_bytes for file in located.files)
-            files = f"{number(len(located.files), 'file')}, {size(size_bytes)}"
-            self.add(answer.source, "yes", f"{located.uri}, version {located.version[:12]}, {files}")
+            size_bytes = sum(file.size_bytes for file in found.files)
+            files = f"{number(len(found.files), 'file')}, {size(size_bytes)}"
+            self.add(answer.source, "yes", f"{found.uri}, version {found.version[:12]}, {files}")
 
     def on_event(self, event: Event) -> None:
         """Keep what later steps need; a hook for events."""
@@ -150,13 +163,16 @@ def _end(output: Output, trace: Trace, error: LoRAPluginsError | None, found: Re
         verdict, code = ("unavailable" if isinstance(error, SourceUnavailable) else "refused"), exit_of(error)
         if trace.steps[-1].step in ("name", "revision"):
             verdict = "unknown"
-    output.table(("step", "verdict", ""), [(step.step, step.verdict, str(step.detail)) for step in trace.steps])
+    output.table(("step", "verdict", ""), trace.rows)
     output.line()
     output.line(f"{trace.name}: {_VERDICTS[verdict]}", style="bold green" if code is Exit.OK else "bold red")
     answer: dict[str, Any] = {
         "name": trace.name,
         "verdict": verdict,
-        "steps": [{"step": step.step, "verdict": step.verdict, "detail": str(step.detail)} for step in trace.steps],
+        "steps": [
+            {"step": step.step, "verdict": step.verdict, "detail": str(step.detail), "hint": step.hint}
+            for step in trace.steps
+        ],
         "adapter": None,
     }
     if found is not None and trace.resolved is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from lora_plugins.absence import Absence
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import InvalidSettings, LoRAPluginsError
@@ -18,11 +19,10 @@ from lora_plugins.store.opening import open_store
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one source answered for a name: where the adapter is, None for "no such adapter", or its error."""
+    """What one source answered for a name: where the adapter is, why there is none, or its error."""
 
     source: str
-    located: RemoteAdapter | None
-    error: LoRAPluginsError | None = None
+    found: RemoteAdapter | Absence | LoRAPluginsError
 
 
 def resolver_of_environment(
@@ -75,12 +75,18 @@ class _Reporting:
     def __str__(self) -> str:
         return str(self._source)
 
-    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | None:
-        """As the source does."""
+    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | Absence:
+        """As the source does, and with what lies around where it has none: nobody waits for this but a person."""
         try:
-            located = await self._source.locate(name, base_model_name)
+            found = await self._source.locate(name, base_model_name)
         except LoRAPluginsError as error:
-            self._report(Answer(self.label, None, error))
+            self._report(Answer(self.label, error))
             raise
-        self._report(Answer(self.label, located))
-        return located
+        if isinstance(found, Absence):
+            found = await self._source.look_around(name, base_model_name, found)
+        self._report(Answer(self.label, found))
+        return found
+
+    async def look_around(self, name: AdapterName, base_model_name: str, absence: Absence) -> Absence:  # noqa: ARG002
+        """The absence as it is: `locate` has looked."""
+        return absence

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from lora_plugins import events
 from lora_plugins.log import logger
+from lora_plugins.observability.unknown_names import UnknownNames
 
 _REMEMBERED = 1024
 _BUSY_EVERY_S = 60.0
@@ -33,6 +34,7 @@ class LogEvents:
         self._warned: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._resolved: OrderedDict[str, tuple[str, str]] = OrderedDict()  # by name: path, and the line's beginning
         self._loaded: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._unknown = UnknownNames()
         self._said_busy: dict[str, float] = {}  # by source
 
     def __call__(self, event: events.Event) -> None:  # noqa: C901, PLR0912 - a case for each event
@@ -55,7 +57,9 @@ class LogEvents:
             case events.UpdateFailed():
                 self._warn(event.name, f"Adapter '{event.name}' goes on with its old version: {event.error}")
             case events.AdapterUnknown():
-                logger.debug("No such adapter: %r %s", event.name, event.reason)
+                line = self._unknown.line(event)
+                if line is not None:
+                    logger.info("%s", line)
             case events.AdapterSwapped():
                 versions = _short(event.before), _short(event.after)
                 logger.info("Adapter '%s' swapped from %s to %s, loaded in %.2f s", event.name, *versions, event.load_s)

@@ -6,11 +6,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from cachetools import TTLCache
 
+from lora_plugins.absence import Absence
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.landing import Model
 from lora_plugins.adapter.names import AdapterName
@@ -88,7 +88,7 @@ class AdapterResolver:
         self._describing = asyncio.Lock()
         self._by_uri = UriSources(settings)
         self._versions = Versions(settings, events, store)
-        self._absent: TTLCache[tuple[str, Key], bool] = TTLCache(_REMEMBERED_NAMES, settings.absent_ttl_s)
+        self._absent: TTLCache[tuple[str, Key], Absence] = TTLCache(_REMEMBERED_NAMES, settings.absent_ttl_s)
         self._fresh: TTLCache[Key, ResolvedAdapter] = TTLCache(_REMEMBERED_NAMES, settings.revalidate_s)
         self._flights: SingleFlight[_Query, ResolvedAdapter | None] = SingleFlight(self._nobody_waits)
         self.on_abandoned: Callable[[ResolvedAdapter], None] = lambda _: None
@@ -216,11 +216,12 @@ class AdapterResolver:
         name = str(query.name)
         for attempt in range(1, _VERSION_CHANGES + 1):
             started = time.perf_counter()
+            absences: list[Absence] = []
             with describing(adapter=name):
-                found = await self._locate(query, base_path)
+                found = await self._locate(query, base_path, absences)
             if found is None:
                 self._fresh.pop(query.key, None)
-                self.events.emit(AdapterUnknown(name))
+                self.events.emit(AdapterUnknown(name, absences=tuple(absences)))
                 return None
             source, adapter = found
             locate_s = time.perf_counter() - started
@@ -256,19 +257,22 @@ class AdapterResolver:
                 self.describe_model = None
             return self.base
 
-    async def _locate(self, query: _Query, base_path: str) -> tuple[Source, RemoteAdapter] | None:
+    async def _locate(
+        self, query: _Query, base_path: str, absences: list[Absence]
+    ) -> tuple[Source, RemoteAdapter] | None:
+        """The first source that has it; each answer "no such adapter" before that is added to `absences`."""
         unavailable: SourceUnavailable | None = None
         for source, name in self._places(query):
             key = (source.label, query.key)
-            if key in self._absent and not query.force_refresh:
+            remembered = self._absent.get(key)
+            if remembered is not None and not query.force_refresh:
                 self.events.emit(AbsenceRemembered(str(query.name), source.label))
+                absences.append(remembered)
                 continue
+
             try:
                 with describing(adapter=str(query.name)):
-                    look_up = partial(source.locate, name, base_path)
-                    is_known = query.uri is not None or query.force_refresh or self._versions.served(query.key)
-                    look_ups = self._look_ups_at(source)
-                    adapter = await look_ups.run(query.key, look_up, is_known=bool(is_known))
+                    answer = await self._ask(source, name, query, base_path)
             except LookUpsBusy as error:
                 # No later source is asked: which one has the name is not for a flood to decide.
                 self.events.emit(LookUpRefused(str(query.name), source.label, error))
@@ -279,14 +283,30 @@ class AdapterResolver:
                     raise
                 unavailable = unavailable or error
             else:
-                if adapter is not None:
+                if not isinstance(answer, Absence):
                     self._absent.pop(key, None)
-                    return source, adapter
+                    return source, answer
+                absences.append(answer)
                 if source.remote:
-                    self._absent[key] = True
+                    self._absent[key] = replace(answer, is_remembered=True)
         if unavailable is not None:
             raise unavailable
         return None
+
+    async def _ask(self, source: Source, name: AdapterName, query: _Query, base_path: str) -> RemoteAdapter | Absence:
+        """What the source answers once it is this name's turn."""
+        absences: list[Absence] = []
+
+        async def look_up() -> RemoteAdapter | None:
+            answer = await source.locate(name, base_path)
+            if not isinstance(answer, Absence):
+                return answer
+            absences.append(answer)
+            return None
+
+        is_known = query.uri is not None or query.force_refresh or self._versions.served(query.key)
+        found = await self._look_ups_at(source).run(query.key, look_up, is_known=bool(is_known))
+        return absences[0] if found is None else found
 
     def _look_ups_at(self, source: Source) -> LookUps:
         """Each source has its own: one that does not answer keeps nobody from the others."""

@@ -18,7 +18,7 @@ from tests.cli.common import GOLDEN, golden
 from tests.make import MODULES, adapter_files, put, read_name, weights
 
 
-@pytest.mark.parametrize("name", ["sql", "cut", "nobody", "../outside", "user@corp.com/sql"])
+@pytest.mark.parametrize("name", ["sql", "cut", "nobody", "team/Poet", "../outside", "user@corp.com/sql"])
 @pytest.mark.parametrize("how", ["txt", "json"])
 def test_resolve(cli, name, how):
     done = cli("resolve", name, *(["--json"] if how == "json" else []))
@@ -77,7 +77,7 @@ def test_an_adapter_in_another_layout_before_and_after_conversion(cli):
 
 def test_every_golden_file_belongs_to_a_test():
     names = {file.name for file in GOLDEN.iterdir()}
-    resolved = ("sql", "cut", "nobody", "dots-outside", "user@corp.com-sql")
+    resolved = ("sql", "cut", "nobody", "team-Poet", "dots-outside", "user@corp.com-sql")
     resolve = {f"resolve-{name}.{how}" for name in resolved for how in ("txt", "json")}
     stored = (
         "pull",

@@ -224,10 +224,13 @@ def test_other_reason_or_adapter_is_another_warning(logged):
     assert levels(logged) == [logging.WARNING] * 3
 
 
-def test_unknown_name_is_no_warning_and_forges_no_line(logged):
-    LogEvents()(AdapterUnknown("a\nWARNING forged", "the character U+000A"))
-    assert levels(logged) == [logging.DEBUG]
-    assert "\n" not in logged.records[0].getMessage()
+def test_unknown_name_is_one_line_that_forges_none(logged):
+    hook = LogEvents()
+    for _ in range(3):
+        hook(AdapterUnknown("a\nWARNING forged\x1b[2J", "the character U+000A"))
+    assert levels(logged) == [logging.INFO]
+    (line,) = [record.getMessage() for record in logged.records]
+    assert line == r"No adapter 'a\nWARNING forged\x1b[2J': the character U+000A; no source was asked"
 
 
 def test_remembered_warnings_use_bounded_memory(logged, monkeypatch):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from cachetools import TTLCache
 
+from lora_plugins.absence import Absence, AbsenceKind
 from lora_plugins.adapter import weight_files
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName, adapter_id
@@ -71,14 +72,14 @@ class FakeSource:
         self.while_fetching: Callable[[], object] = lambda: None
         self.gate: asyncio.Event | None = None
 
-    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | None:
+    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | Absence:
         self.asked.append(str(name))
         self.asked_for_base.append(base_model_name)
         answer = self.answers.get(str(name))
         if isinstance(answer, Exception):
             raise answer
         if answer is None:
-            return None
+            return Absence(self.label, f"{self.label}://{name}", AbsenceKind.NOTHING, "nothing")
         files = tuple(SourceFile(file, len(data), str(hash(data))) for file, data in answer.items())
         return RemoteAdapter(name, self.label, f"{self.label}://{name}", version_of(files), files)
 
@@ -197,7 +198,8 @@ def test_an_unknown_name_is_none_after_every_source(make):
     resolver = make(*sources)
     assert resolver.ask() is None
     assert [source.asked for source in sources] == [["sql"], ["sql"]]
-    assert resolver.emitted == [AdapterUnknown("sql")]
+    absences = [Absence(one, f"{one}://sql", AbsenceKind.NOTHING, "nothing") for one in ("one", "two")]
+    assert resolver.emitted == [AdapterUnknown("sql", absences=tuple(absences))]
 
 
 def test_no_sources_know_nothing(make):
@@ -887,7 +889,7 @@ class SlowSource(FakeSource):
         self.answering: asyncio.Event | None = None
         self.locating: list[str] = []
 
-    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | None:
+    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | Absence:
         if self.answering is not None:
             self.locating.append(str(name))
             await self.answering.wait()

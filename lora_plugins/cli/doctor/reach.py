@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from lora_plugins.absence import Absence
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.cli.doctor.findings import Finding, State, problem_of
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
@@ -58,7 +59,7 @@ async def _reach_entry(source: Source, entry: str, timeout_s: float) -> Finding:
         return _too_slow("hub", timeout_s)
     except LoRAPluginsError as error:
         return Finding("hub", State.WARNING, f"{entry}: {error.found}", error.remedy)
-    if located is not None:
+    if not isinstance(located, Absence):
         return Finding("hub", State.ON, f"{entry} answers: an adapter at commit {located.version[:12]}")
     if whole_owner:
         return Finding("hub", State.ON, f"{entry}: the Hub answers")

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
+from lora_plugins.absence import Absence, AbsenceKind
 from lora_plugins.adapter.files import ABSENT, is_inside, map_os_error, open_regular
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable, describing
+from lora_plugins.resolvers.sources.nearby import closest_path, describe
 from lora_plugins.resolvers.sources.source import (
     ADAPTER_FILES,
     RemoteAdapter,
@@ -30,7 +34,9 @@ from lora_plugins.resolvers.sources.source import (
 )
 from lora_plugins.store.partial_download import PartialDownload
 
+T = TypeVar("T")
 _THREADS = 8
+_LISTED = 10_000
 _PIECE_BYTES = 64 << 20
 # What the kernel answers where it cannot copy between these two files by itself.
 _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM})
@@ -63,21 +69,46 @@ class FilesystemSource:
     def __str__(self) -> str:
         return f"{self.label} ({self.root})"
 
-    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | None:  # noqa: ARG002
+    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | Absence:  # noqa: ARG002
         """Find the adapter's directory and its files; see `Source` for what is raised."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._locate, name)
+
+    async def look_around(self, name: AdapterName, base_model_name: str, absence: Absence) -> Absence:  # noqa: ARG002
+        """What lies in the directory, or which name below the root is spelt like this one."""
+        listing = await self._in_thread(_listing, self.root / str(name))
+        if listing is not None:
+            kind, detail, hint = describe(listing, lambda folder: f"{name.path}/{folder}")
+            return replace(absence, kind=kind, detail=detail, hint=hint)
+
+        async def folders_in(path: tuple[str, ...]) -> list[str]:
+            entries = await self._in_thread(_entries, self.root.joinpath(*path))
+            return [entry[:-1] for entry in entries or () if entry.endswith("/")]
+
+        meant = await closest_path(str(name).split("/"), folders_in)
+        return replace(absence, hint=f"did you mean '{'/'.join(meant)}'?") if meant else absence
 
     async def fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
         """Copy the located files; see `Source` for what is raised."""
         await asyncio.get_running_loop().run_in_executor(self._threads, self._fetch, adapter, download)
 
-    def _locate(self, name: AdapterName) -> RemoteAdapter | None:
-        if name.revision is not None and "/" in name.revision:
+    async def _in_thread(self, work: Callable[[Path], T], path: Path) -> T | None:
+        """What `work` answers; None where the file system does not."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work, path)
+        except OSError:
             return None
+
+    def _absent(self, directory: Path, detail: str, kind: AbsenceKind = AbsenceKind.NO_ADAPTER) -> Absence:
+        return Absence(self.label, str(directory.absolute()), kind, detail)
+
+    def _locate(self, name: AdapterName) -> RemoteAdapter | Absence:
         directory = self.root / str(name)
+        if name.revision is not None and "/" in name.revision:
+            detail = "a revision with a slash, which is no directory's name"
+            return self._absent(directory, detail, AbsenceKind.NOT_ASKED)
         try:
             if not stat.S_ISDIR(os.stat(directory).st_mode):
-                return None
+                return self._absent(directory, "a file, not a directory")
             if self._inside is not None and not is_inside(directory, self._inside):
                 raise _leaves_root("directory")
             present = [file for file in ADAPTER_FILES if os.path.lexists(directory / file)]
@@ -86,13 +117,13 @@ class FilesystemSource:
             if not present:
                 # Listing needs the right to read, which `lexists` hides: denied is not the same as absent.
                 os.scandir(directory).close()
-                return None
+                return self._absent(directory, "a directory without adapter files")
         except LoRAPluginsError:
             raise
         except OSError as error:
             if error.errno in ABSENT:
                 self._check_root()
-                return None
+                return self._absent(directory, "no such directory", AbsenceKind.NOTHING)
             raise map_os_error(error) from error
         files = tuple(self._describe(directory / file) for file in present)
         return RemoteAdapter(name, self.label, directory.absolute().as_uri(), version_of(files), files)
@@ -155,6 +186,25 @@ class FilesystemSource:
             expected=f"the adapter root {self._variable}",
             remedy="mount or create it",
         )
+
+
+def _entries(directory: Path) -> list[str]:
+    """Up to so many names in a directory, directories with a slash at the end."""
+    with os.scandir(directory) as found:
+        return [entry.name + ("/" if entry.is_dir() else "") for entry in itertools.islice(found, _LISTED)]
+
+
+def _listing(directory: Path) -> list[str]:
+    """Its entries, and the adapter files in its directories."""
+    entries = _entries(directory)
+    deeper = [
+        folder + file
+        for folder in entries
+        if folder.endswith("/")
+        for file in ADAPTER_FILES
+        if os.path.lexists(directory / folder / file)
+    ]
+    return entries + deeper
 
 
 def _copy(source: BinaryIO, target: BinaryIO, size_bytes: int) -> Iterator[int]:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from lora_plugins.absence import Absence
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import INDEX_FILE, PICKLE_FILES, WEIGHTS_FILE, is_shard
@@ -91,7 +92,8 @@ class VersionChanged(SourceUnavailable):
 class Source(Protocol):
     """A place adapters come from.
 
-    `locate` answers None only where the source itself says that it has no such adapter. It and `fetch` raise:
+    `locate` answers an `Absence` only where the source itself says that it has no such adapter, or its settings leave
+    the name out. It and `fetch` raise:
         InvalidAdapter, AdapterNotFound, IncompatibleAdapter: it has one of this name, but not one that can be served.
         SourceUnavailable: it does not answer, or the bytes cannot be had; `VersionChanged` where they have changed.
     """
@@ -106,8 +108,12 @@ class Source(Protocol):
         """Whether asking costs a round trip, so that answers are worth remembering for a while."""
         ...
 
-    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | None:
+    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | Absence:
         """Find the adapter without reading its weights; `base_model_name` is the served model's path or Hub id."""
+        ...
+
+    async def look_around(self, name: AdapterName, base_model_name: str, absence: Absence) -> Absence:
+        """The same absence with a hint, for the command line: asks the source more than a server may. Never raises."""
         ...
 
     async def fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:

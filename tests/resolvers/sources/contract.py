@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from lora_plugins.absence import Absence
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.verify import verify_adapter
@@ -59,7 +60,8 @@ class SourceHarness(ABC):
 
 
 def locate(source: Source, name: str) -> RemoteAdapter | None:
-    return asyncio.run(source.locate(AdapterName.parse(name), BASE.path))
+    found = asyncio.run(source.locate(AdapterName.parse(name), BASE.path))
+    return None if isinstance(found, Absence) else found
 
 
 def located(source: Source, name: str) -> RemoteAdapter:
@@ -146,6 +148,54 @@ class SourceContract:
         harness.put_adapter("sql", adapter_files())
         for name in ("sq", "sqll", "SQL", "sql.", "other", "team/sql", "sql/x", "sql/adapter_config.json"):
             assert find(name) is None, name
+
+    @pytest.fixture
+    def around(self, harness, source):
+        """The absence of a name, as a server and as the command line see it."""
+
+        async def ask(name: str) -> tuple[Absence, Absence]:
+            asked = AdapterName.parse(harness.asked(name))
+            absence = await source.locate(asked, BASE.path)
+            return absence, await source.look_around(asked, BASE.path, absence)
+
+        return lambda name: asyncio.run(ask(name))
+
+    def test_an_absence_names_its_source_and_place(self, harness, source, around):
+        harness.put_adapter("sql", adapter_files())
+        for name in ("team/other", "sql@v9"):
+            absence, _ = around(name)
+            assert (absence.source, absence.was_asked, absence.hint) == (source.label, True, "")
+            assert all(part in absence.place for part in name.split("@"))
+            assert absence.detail
+
+    def test_a_name_of_another_spelling_is_hinted(self, harness, around):
+        harness.put_adapter("team/sql", adapter_files())
+        for name in ("Team/SQL", "team/sq", "teem/sql"):
+            assert around(name)[1].hint == f"did you mean '{harness.asked('team/sql')}'?"
+        assert around("zebra/poet")[1].hint == ""
+
+    def test_an_adapter_one_level_deeper_is_hinted(self, harness, around):
+        for step in (9, 500):
+            harness.put_adapter(f"sql/checkpoint-{step}", adapter_files())
+        _, absence = around("sql")
+        deeper = harness.asked("sql/checkpoint-500")
+        assert absence.hint == f"the adapter lies one level deeper: did you mean '{deeper}'?"
+
+    def test_a_full_model_is_told_from_an_adapter(self, harness, around):
+        harness.put_adapter("sql", {"config.json": b"{}", "model-00001-of-00002.safetensors": b"", "vocab.txt": b""})
+        _, absence = around("sql")
+        assert absence.detail == "a full model, not an adapter"
+        assert "save_pretrained" in absence.hint
+
+    def test_an_outage_leaves_an_absence_as_it_is(self, harness, source):
+        harness.put_adapter("sql", adapter_files())
+        name = AdapterName.parse(harness.asked("sqll"))
+        absence = asyncio.run(source.locate(name, BASE.path))
+        harness.break_source()
+        try:
+            assert asyncio.run(source.look_around(name, BASE.path, absence)) == absence
+        finally:
+            harness.restore_source()
 
     def test_an_empty_source_has_nothing(self, find):
         assert find("sql") is None
@@ -393,9 +443,9 @@ class SourceContract:
     def test_many_may_ask_at_once(self, harness, source):
         harness.put_adapter("sql", adapter_files())
 
-        async def ask() -> list[RemoteAdapter | None]:
+        async def ask() -> list[RemoteAdapter | Absence]:
             names = [AdapterName.parse(harness.asked(name)) for name in ("sql", "other") * 20]
             return await asyncio.gather(*(source.locate(name, BASE.path) for name in names))
 
         found = asyncio.run(ask())
-        assert [item is not None for item in found] == [True, False] * 20
+        assert [isinstance(item, RemoteAdapter) for item in found] == [True, False] * 20

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lora_plugins.absence import Absence
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import PICKLE_FILES, WEIGHTS_FILE
@@ -142,6 +143,37 @@ def test_a_path_longer_than_the_file_system_takes_is_none(root):
     with pytest.raises(OSError, match="too long"):
         os.stat(root / name)
     assert locate(FilesystemSource(root), name) is None
+
+
+def test_an_absence_says_what_lies_there_instead(root):
+    (root / "empty").mkdir()
+    put(root / "notes", {"README.md": b"", "loss.csv": b"", "run.log": b"", "x.txt": b""})
+    (root / "file").write_bytes(b"")
+    source = FilesystemSource(root)
+
+    async def ask(name: str) -> tuple[str, str, str]:
+        parsed = AdapterName.parse(name)
+        plain = await source.locate(parsed, "")
+        return plain.place, plain.detail, (await source.look_around(parsed, "", plain)).detail
+
+    for name, detail, closer in (
+        ("empty", "a directory without adapter files", "an empty directory"),
+        (
+            "notes",
+            "a directory without adapter files",
+            "no adapter files among README.md, loss.csv, run.log and 1 more",
+        ),
+        ("file", "a file, not a directory", "a file, not a directory"),
+        ("other", "no such directory", "no such directory"),
+    ):
+        assert asyncio.run(ask(name)) == (str(root / name), detail, closer)
+
+
+def test_a_file_system_that_fails_gives_no_hint(root):
+    source, name = FilesystemSource(root), AdapterName("sql")
+    absence = asyncio.run(source.locate(name, ""))
+    root.rmdir()
+    assert asyncio.run(source.look_around(name, "", absence)) == absence
 
 
 # --- symlinks
@@ -486,6 +518,6 @@ def test_no_name_reaches_an_adapter_outside(tmp_path, spelling):
         found = asyncio.run(FilesystemSource(root).locate(name, ""))
     except LoRAPluginsError:
         return
-    if found is not None:
+    if not isinstance(found, Absence):
         directory = unquote(found.uri.removeprefix("file://"))
         assert os.path.relpath(os.path.realpath(directory), root) == spelling

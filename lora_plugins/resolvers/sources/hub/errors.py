@@ -1,8 +1,8 @@
 """What the errors of `huggingface_hub`, its HTTP client and Xet mean; the only place where they become ours.
 
 ```
-MISSING   404 with the Hub's own error code         None, or VersionChanged while fetching
-HIDDEN    401 for a repository: missing or private  L006 where an entry names the repository, else None
+MISSING   404 with the Hub's own error code         absent, or VersionChanged while fetching
+HIDDEN    401 for a repository: missing or private  L006 where an entry names the repository, else absent
 OFFLINE   HF_HUB_OFFLINE                            what the Hub's cache holds, else L006
 REFUSED   an answer that is not the Hub's           L006
 others                                              L006, after retries where they may help
@@ -95,7 +95,9 @@ def map_error(error: Exception, where: str, *, has_token: bool) -> Exception:
         return error
     failure = diagnose(error)
     sign_in = "check that the account of the token may read it" if has_token else "set HF_TOKEN, or run 'hf auth login'"
+    is_revision = isinstance(error, hub.RevisionNotFoundError)
     said = {
+        FailureKind.MISSING: (f"no such {'revision' if is_revision else 'repository'}, {where}", ""),
         FailureKind.GATED: (f"a gated repository, {where}", f"accept its terms on its page on the Hub, and {sign_in}"),
         FailureKind.HIDDEN: (f"a repository that is missing or private, {where}", f"check its name, and {sign_in}"),
         FailureKind.DENIED: (

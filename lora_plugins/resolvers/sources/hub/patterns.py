@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidSettings
+from lora_plugins.spelling import closest
 
 DEFAULT_REVISION = "main"
 
@@ -93,6 +94,29 @@ class HubPatterns:
             return None
         return HubTarget(f"{org}/{repo}", "/".join(folders), revision, explicit=weight[0])
 
+    def why_not(self, name: AdapterName) -> str:
+        """Why `match` answers None, for people."""
+        if len(name.segments) < 2:
+            return "a name on the Hub has an owner and a repository: org/repo"
+        org, repo, *folders = name.segments
+        if not is_repo(f"{org}/{repo}"):
+            return f"no repository of the Hub can be called '{org}/{repo}'"
+        if any(entry.fits(org, repo, tuple(folders)) for entry in self.entries):
+            return f"{_VARIABLE} pins it to another revision ({self})"
+        return f"{_VARIABLE} does not name it ({self})"
+
+    def meant(self, name: AdapterName) -> str:
+        """What to do about it: the entry that the name is spelt like, or one to add."""
+        wanted = "/".join(name.segments[:2])
+        named = {entry.repo and f"{entry.org}/{entry.repo}" for entry in self.entries} - {None}
+        near = closest(wanted, [repo for repo in named if repo])
+        if near is None and len(name.segments) > 1:
+            owner = closest(name.segments[0], {entry.org for entry in self.entries if entry.repo is None})
+            near = f"{owner}/{name.segments[1]}" if owner and owner != name.segments[0] else None
+        if near is not None and near != wanted:
+            return f"did you mean '{'/'.join((near, *name.segments[2:]))}'?"
+        return f"to serve it, add {wanted} to {_VARIABLE}" if is_repo(wanted) and near is None else ""
+
     def __str__(self) -> str:
         return ", ".join(str(entry) for entry in self.entries)
 
@@ -107,6 +131,14 @@ class AnyRepo:
         """What `org/repo/folder@revision` points to."""
         org, repo, *folders = name.segments
         return HubTarget(f"{org}/{repo}", "/".join(folders), name.revision or DEFAULT_REVISION, self.explicit)
+
+    def why_not(self, name: AdapterName) -> str:  # noqa: ARG002 - as of `HubPatterns`
+        """Nothing: every name is a repository's."""
+        return ""
+
+    def meant(self, name: AdapterName) -> str:  # noqa: ARG002 - as of `HubPatterns`
+        """Nothing either."""
+        return ""
 
     def __str__(self) -> str:
         return "allowed URIs"

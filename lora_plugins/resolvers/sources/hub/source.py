@@ -19,10 +19,11 @@ from typing import TypeVar
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
+from lora_plugins.absence import Absence, AbsenceKind
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import INDEX_FILE, is_shard, shards_of
-from lora_plugins.errors import AdapterNotFound, SourceUnavailable
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable
 from lora_plugins.resolvers.sources.failures import FailureKind, RemoteFailure
 from lora_plugins.resolvers.sources.hub.errors import map_error
 from lora_plugins.resolvers.sources.hub.files import (
@@ -34,6 +35,7 @@ from lora_plugins.resolvers.sources.hub.files import (
     download_file,
 )
 from lora_plugins.resolvers.sources.hub.patterns import AnyRepo, HubPatterns, HubTarget
+from lora_plugins.resolvers.sources.nearby import closest_path, describe
 from lora_plugins.resolvers.sources.retries import Deadline, Retries, deadline
 from lora_plugins.resolvers.sources.source import (
     ADAPTER_FILES,
@@ -51,18 +53,19 @@ _T = TypeVar("_T")
 _LOCATE_TIMEOUT_S = 30.0
 _REQUEST_TIMEOUT_S = 10.0
 _ATTEMPTS = 4
+_NO_FILES = "a repository without adapter files at its root"
 
 
 class HubSource:
     """The repositories of an allow-list.
 
-    What the Hub does not have is no adapter (None): a missing repository, revision or folder, or one without adapter
-    files. It does not say to anonymous clients whether a repository is missing or private (401). Where an entry of the
+    What the Hub does not have is an `Absence`: a missing repository, revision or folder, or one without adapter files.
+    It does not say to anonymous clients whether a repository is missing or private (401). Where an entry of the
     list names that repository, this is L006, because its operator wants it served and forgot the token; where only
-    `org/*` matches, it is None, because anybody can ask for any name of that organisation. With a token the Hub says
-    404 in both cases, which is None.
+    `org/*` matches, it is absent, because anybody can ask for any name of that organisation. With a token the Hub says
+    404 in both cases, which is absent.
 
-    A renamed repository is followed where an entry names it, and is None under `org/*`: it may have left `org`.
+    A renamed repository is followed where an entry names it, and is absent under `org/*`: it may have left `org`.
     """
 
     label = "hub"
@@ -97,7 +100,7 @@ class HubSource:
     def __str__(self) -> str:
         return f"{self.label} ({self._repos})"
 
-    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | None:  # noqa: ARG002
+    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | Absence:  # noqa: ARG002
         """Find the adapter's commit and files with one request; a name outside the list costs none.
 
         Raises:
@@ -105,10 +108,40 @@ class HubSource:
             SourceUnavailable: the Hub does not answer or denies, or is offline and its cache lacks the adapter.
         """
         target = self._repos.match(name)
-        found = None if target is None else await self._find(target)
-        if target is None or found is None or not found[1]:
-            return None
+        if target is None:
+            return Absence(self.label, "", AbsenceKind.NOT_ASKED, self._repos.why_not(name))
+        found = await self._find(target)
+        if isinstance(found, Absence):
+            return found
         return RemoteAdapter(name, self.label, str(SourceUri.hub(target.repo, target.subfolder)), *found)
+
+    async def look_around(self, name: AdapterName, base_model_name: str, absence: Absence) -> Absence:  # noqa: ARG002
+        """What the repository has instead, by one more request; of one that was not asked, what the list has."""
+        target = self._repos.match(name)
+        if target is None:
+            return replace(absence, hint=self._repos.meant(name))
+        if absence.kind is not AbsenceKind.NO_ADAPTER:
+            return absence
+        try:
+            async with deadline(self._locate_timeout_s):
+                info = await self._call(partial(self._info, target), str(target))
+        except LoRAPluginsError:
+            return absence
+        folder = _join(target.subfolder, "")
+        files = [item.rfilename for item in info.siblings or ()]
+        listing = [path.removeprefix(folder) for path in files if path.startswith(folder)]
+        if listing:
+            revision = name.revision
+            kind, detail, hint = describe(listing, lambda below: str(AdapterName(f"{name.path}/{below}", revision)))
+            return replace(absence, kind=kind, detail=detail, hint=hint)
+        folders = {tuple(path.split("/")[:-1]) for path in files}
+
+        async def folders_in(path: tuple[str, ...]) -> set[str]:
+            return {parts[len(path)] for parts in folders if parts[: len(path)] == path and len(parts) > len(path)}
+
+        meant = await closest_path(target.subfolder.split("/"), folders_in)
+        near = AdapterName("/".join((target.repo, *meant)), name.revision) if meant else None
+        return replace(absence, hint=f"did you mean '{near}'?") if near else absence
 
     async def fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
         """Get the located files at the located commit, all of them at once.
@@ -140,18 +173,23 @@ class HubSource:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _find(self, target: HubTarget) -> tuple[str, tuple[SourceFile, ...]] | None:
-        """The commit and its adapter files in the folder; None where the Hub says that there is no such revision."""
-        retries = replace(self._retries, timeout_s=min(self._retries.timeout_s, _LOCATE_TIMEOUT_S))
+    @property
+    def _locate_timeout_s(self) -> float:
+        return min(self._retries.timeout_s, _LOCATE_TIMEOUT_S)
+
+    async def _find(self, target: HubTarget) -> tuple[str, tuple[SourceFile, ...]] | Absence:
+        """The commit and its adapter files in the folder."""
+        retries = replace(self._retries, timeout_s=self._locate_timeout_s)
         where = str(target)
+        place = str(SourceUri.hub(target.repo, target.subfolder, target.revision))
         try:
             async with deadline(retries.timeout_s, f"an answer of the Hub for {where}") as state:
                 info = await retries.run(lambda: self._call(partial(self._info, target), where), state)
-        except AdapterNotFound:
-            return None
+        except AdapterNotFound as error:
+            return Absence(self.label, place, AbsenceKind.NOTHING, error.found)
         except RemoteFailure as error:
             if error.kind is FailureKind.HIDDEN and not target.explicit:
-                return None
+                return Absence(self.label, place, AbsenceKind.HIDDEN, error.found, error.remedy)
             cached = await asyncio.to_thread(self._cached, target) if error.kind is FailureKind.OFFLINE else None
             if cached is None:
                 raise
@@ -159,8 +197,13 @@ class HubSource:
         if not info.sha or info.siblings is None:
             raise _incomplete(where)
         if info.id != target.repo and not target.explicit:
-            return None
-        return info.sha, _files(info.siblings, target.subfolder, where)
+            detail = f"a repository that is now called {info.id}"
+            return Absence(self.label, place, AbsenceKind.HIDDEN, detail, "name the repository itself in the list")
+        files = _files(info.siblings, target.subfolder, where)
+        if not files:
+            detail = "a repository without adapter files in this folder" if target.subfolder else _NO_FILES
+            return Absence(self.label, place, AbsenceKind.NO_ADAPTER, detail)
+        return info.sha, files
 
     async def _fetch_file(
         self, file: RepoFile, download: PartialDownload, stop: threading.Event, state: Deadline

@@ -57,6 +57,22 @@ class FsspecFiles:
             found += await self._describe_all(uri, shards_of(index))
         return found
 
+    async def entries(self, uri: str) -> list[str]:
+        """The names directly below `uri`, folders with a slash at the end; none on the web, which has no listings."""
+        if self._web:
+            return []
+        filesystem = self._open()
+        path = str(filesystem._strip_protocol(uri))  # noqa: SLF001 - see `_path`
+        try:
+            if isinstance(filesystem, AsyncFileSystem):
+                found = await filesystem._ls(path, detail=True)  # noqa: SLF001 - see `_describe`
+            else:
+                found = await asyncio.to_thread(filesystem.ls, path, detail=True)
+        except FileNotFoundError:
+            return []
+        names = [(str(item["name"]).rstrip("/").rpartition("/")[2], item.get("type")) for item in found]
+        return [name + ("/" if kind == "directory" else "") for name, kind in names]
+
     async def _describe_all(self, uri: str, names: Iterable[str]) -> list[SourceFile]:
         found = await asyncio.gather(*(self._describe(uri, name) for name in names))
         return [file for file in found if file is not None]

@@ -101,6 +101,17 @@ class S3Files:
                 raise
             return await _heads(client, bucket, f"{prefix}/", error)
 
+    async def entries(self, uri: str) -> list[str]:
+        """Up to 1000 names directly below `uri`, folders with a slash at the end, by one LIST."""
+        client = await self._client()
+        bucket, prefix = split_bucket(uri)
+        prefix = f"{prefix}/" if prefix else ""
+        page = await client.list_objects_v2(Bucket=bucket, Prefix=prefix, Delimiter="/")
+        found = [item["Key"] for item in page.get("Contents", ())] + [
+            item["Prefix"] for item in page.get("CommonPrefixes", ())
+        ]
+        return [key.removeprefix(prefix) for key in found if key != prefix]
+
     async def reader(self, uri: str, files: Sequence[SourceFile], timeout_s: float) -> HttpReader:
         """A reader of these files for the next `timeout_s` seconds."""
         client = await self._client()

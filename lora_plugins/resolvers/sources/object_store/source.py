@@ -12,14 +12,19 @@ All network I/O runs on fsspec's loop thread and a pool of reading threads, neve
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from fsspec.asyn import get_loop
 
+from lora_plugins.absence import Absence, AbsenceKind, without_login
 from lora_plugins.adapter.names import AdapterName
+from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.resolvers.sources.nearby import closest_path, describe
 from lora_plugins.resolvers.sources.object_store.access_points import (
     EXPECTED,
     PREFIX,
@@ -56,6 +61,7 @@ class _Files(Protocol):
         ...
 
     async def find(self, uri: str) -> list[SourceFile]: ...
+    async def entries(self, uri: str) -> list[str]: ...
     async def reader(self, uri: str, files: Sequence[SourceFile], timeout_s: float) -> RangeReader: ...
 
 
@@ -125,16 +131,49 @@ class ObjectSource:
         self._threads = ThreadPoolExecutor(self._limits.parallel, thread_name_prefix="lora-plugins-ranges")
 
     def __str__(self) -> str:
-        return f"{self.label} ({self._template.text})"
+        return f"{self.label} ({without_login(self._template.text)})"
 
-    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | None:
+    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | Absence:
         """Find the adapter's files by one LIST or one look at each; see `Source` for what is raised."""
         uri = self._template.fill(name, base_model_name, quoted=self._quoted)
         files = await on_loop(get_loop(), self._find(uri))
         if not files:
-            return None
+            place = f"{without_login(uri)}/"
+            return Absence(self.label, place, AbsenceKind.NOTHING, "no adapter_config.json and no weights")
         link = self._links.link(name, base_model_name) if self._links else None
         return RemoteAdapter(name, self.label, uri, version_of(files), tuple(files), link)
+
+    async def look_around(self, name: AdapterName, base_model_name: str, absence: Absence) -> Absence:
+        """What lies at the URL, or which URL below the template's fixed part is spelt like this one; by listings."""
+        uri = self._template.fill(name, base_model_name, quoted=self._quoted)
+        with contextlib.suppress(LoRAPluginsError):
+            return await on_loop(get_loop(), self._look_around(uri, name, absence))
+        return absence
+
+    async def _look_around(self, uri: str, name: AdapterName, absence: Absence) -> Absence:
+        """Runs on fsspec's loop."""
+
+        async def entries(path: str) -> list[str]:
+            return await self._ask(lambda: self._files.entries(path))
+
+        spelt_last = self._template.text.endswith("/{lora_name}")
+        listing = await entries(uri)
+        if listing:
+            kind, detail, hint = describe(listing, lambda folder: f"{name.path if spelt_last else uri}/{folder}")
+            return replace(absence, kind=kind, detail=detail, hint=hint)
+        start = self._template.fixed[: self._template.fixed.rindex("/")]
+        asked = uri[len(start) + 1 :].split("/")
+
+        async def folders_in(path: tuple[str, ...]) -> list[str]:
+            return [entry[:-1] for entry in await entries("/".join((start, *path))) if entry.endswith("/")]
+
+        meant = await closest_path(asked, folders_in)
+        if meant is None:
+            return absence
+        of_name = len(name.segments)
+        is_name = spelt_last and list(meant[:-of_name]) == asked[:-of_name]
+        text = "/".join(meant[-of_name:]) if is_name else without_login("/".join((start, *meant)))
+        return replace(absence, hint=f"did you mean '{text}'?")
 
     async def fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
         """Download the located files in parallel ranges.

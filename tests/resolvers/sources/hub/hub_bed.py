@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from lora_plugins.absence import Absence
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.resolvers.sources.hub.patterns import HubPatterns
@@ -39,7 +40,20 @@ class Bed:
         return HubSource(HubPatterns.parse(entries), **more)
 
     def locate(self, name: str, **more) -> RemoteAdapter | None:
+        found = self.ask(name, **more)
+        return None if isinstance(found, Absence) else found
+
+    def ask(self, name: str, **more) -> RemoteAdapter | Absence:
         return asyncio.run(self.source(**more).locate(AdapterName.parse(name), "org/base"))
+
+    def around(self, name: str, **more) -> Absence:
+        """What the command line says of an adapter that is not there."""
+        source, parsed = self.source(**more), AdapterName.parse(name)
+
+        async def ask() -> Absence:
+            return await source.look_around(parsed, "org/base", await source.locate(parsed, "org/base"))
+
+        return asyncio.run(ask())
 
     def obtain(self, source: HubSource, located: RemoteAdapter) -> StoredAdapter:
         return asyncio.run(self.store.obtain(located, lambda arriving: source.fetch(located, arriving), check))
@@ -50,7 +64,7 @@ class Bed:
 
         async def go() -> StoredAdapter:
             located = await source.locate(AdapterName.parse(name), "org/base")
-            assert located is not None
+            assert not isinstance(located, Absence)
             return await self.store.obtain(located, lambda arriving: source.fetch(located, arriving), check)
 
         return content(asyncio.run(go()).directory)

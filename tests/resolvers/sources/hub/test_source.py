@@ -86,9 +86,45 @@ def test_a_name_outside_the_list_costs_no_request(bed, name):
     assert bed.hub.count() == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "detail", "hint"),
+    [
+        ("sql", "a name on the Hub has an owner and a repository: org/repo", ""),
+        ("team/SQL", "does not name it (team/sql, team/secret, acme/*)", "did you mean 'team/sql'?"),
+        ("team/sqll/fr", "does not name it (team/sql, team/secret, acme/*)", "did you mean 'team/sql/fr'?"),
+        ("acmee/sql", "does not name it (team/sql, team/secret, acme/*)", "did you mean 'acme/sql'?"),
+        ("zebra/x", "does not name it (team/sql, team/secret, acme/*)", "to serve it, add zebra/x to VLLM_LORA"),
+        ("acme/a--b", "no repository of the Hub can be called 'acme/a--b'", ""),
+    ],
+)
+def test_a_name_outside_the_list_says_so(bed, name, detail, hint):
+    absence = bed.ask(name)
+    assert (absence.was_asked, absence.place) == (False, "")
+    assert absence.detail.endswith(detail)
+    assert bed.around(name).hint.startswith(hint)
+    assert bool(bed.around(name).hint) == bool(hint)
+    assert bed.hub.count() == 0
+
+
+def test_what_the_hub_lacks_is_said_with_its_place(bed, server):
+    token = server.user("hf_any")
+    server.commit("acme/many", {f"fr/{n}": d for n, d in FILES.items()})
+    asked = {name: bed.ask(name, token=token) for name in ("acme/missing", "team/sql@v9", "acme/many", "acme/many/es")}
+    assert {name: (absence.place, absence.detail.partition(",")[0]) for name, absence in asked.items()} == {
+        "acme/missing": ("hf://acme/missing@main", "no such repository"),
+        "team/sql@v9": ("hf://team/sql@v9", "no such revision"),
+        "acme/many": ("hf://acme/many@main", "a repository without adapter files at its root"),
+        "acme/many/es": ("hf://acme/many@main/es", "a repository without adapter files in this folder"),
+    }
+    hidden = bed.ask("acme/missing")
+    assert (hidden.kind, "missing or private" in hidden.detail) == ("hidden", True)
+    assert bed.around("acme/many").hint == "the adapter lies one level deeper: did you mean 'acme/many/fr'?"
+
+
 def test_a_pin_serves_no_other_revision(bed):
     bed.hub.tag("team/sql", "v1")
-    assert bed.locate("team/sql@main", entries="team/sql@v1") is None
+    absence = bed.ask("team/sql@main", entries="team/sql@v1")
+    assert (absence.was_asked, "pins it to another revision" in absence.detail) == (False, True)
     assert bed.hub.count() == 0
     pinned, named = (located(bed, name, entries="team/sql@v1") for name in ("team/sql", "team/sql@v1"))
     assert pinned.version == named.version

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lora_plugins.absence import Absence
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
@@ -62,7 +63,7 @@ class Bed:
 
     async def ask(self, source: ObjectSource, name: str = "sql") -> StoredAdapter | None:
         located = await source.locate(AdapterName.parse(name), BASE)
-        return None if located is None else await self.obtain(source, located)
+        return None if isinstance(located, Absence) else await self.obtain(source, located)
 
     def serve(self, source: ObjectSource, name: str = "sql") -> StoredAdapter | None:
         return asyncio.run(self.ask(source, name))
@@ -101,4 +102,5 @@ def read(stored: StoredAdapter | None) -> dict[str, bytes]:
 
 
 def locate(source: ObjectSource, name: str = "sql", base: str = BASE) -> RemoteAdapter | None:
-    return asyncio.run(source.locate(AdapterName.parse(name), base))
+    found = asyncio.run(source.locate(AdapterName.parse(name), base))
+    return None if isinstance(found, Absence) else found

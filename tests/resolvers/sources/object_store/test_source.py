@@ -13,7 +13,9 @@ from urllib.parse import unquote
 
 import pytest
 
+from lora_plugins.absence import Absence, without_login
 from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, SourceUnavailable
 from lora_plugins.resolvers.sources.object_store import s3 as s3_module
@@ -114,6 +116,45 @@ def test_template_may_name_an_access_point(bed: Bed, template: str, monkeypatch:
     assert located is not None
     assert located.uri == f"s3://{ACCESS_POINT}/loras/team/sql"
     assert read(asyncio.run(bed.obtain(source, located))) == FILES
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "place", "hint"),
+    [
+        (
+            "s3://adapters/l/{base_model_name}/{lora_name}",
+            "sql",
+            "s3://adapters/l/org/bse/sql/",
+            "s3://adapters/l/org/base/sql",
+        ),
+        ("s3://adapters/l/org/base/{lora_name}", "sq", "s3://adapters/l/org/base/sq/", "sql"),
+        (
+            "s3://adapters/l/org/base/x-{lora_name}",
+            "sq",
+            "s3://adapters/l/org/base/x-sq/",
+            "s3://adapters/l/org/base/x-sql",
+        ),
+    ],
+)
+def test_absence_hints_at_what_is_below_the_fixed_part(bed, template, name, place, hint) -> None:
+    bed.bucket.put_many("l/org/base/sql", FILES)
+    bed.bucket.put_many("l/org/base/x-sql", FILES)
+    source = bed.source(template)
+
+    async def ask() -> tuple[Absence, Absence]:
+        asked = AdapterName.parse(name)
+        absence = await source.locate(asked, "org/bse")
+        return absence, await source.look_around(asked, "org/bse", absence)
+
+    absence, around = asyncio.run(ask())
+    assert (absence.place, absence.detail) == (place, "no adapter_config.json and no weights")
+    assert around.hint == f"did you mean '{hint}'?"
+
+
+def test_passwords_in_urls_are_not_shown() -> None:
+    assert without_login("ftp://me:pass@host/x@y:z@/sql") == "ftp://…@host/x@y:z@/sql"
+    assert without_login(f"s3://{ACCESS_POINT}/a@b") == f"s3://{ACCESS_POINT}/a@b"
+    assert "pass" not in str(ObjectSource("ftp://me:pass@host/{lora_name}"))
 
 
 def test_absence_costs_one_request(bed: Bed) -> None:

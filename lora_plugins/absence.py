@@ -1,0 +1,55 @@
+"""Why a source has no adapter of a name: facts for the log and the command line, which clients are never told."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+_LOGIN = re.compile(r"(://)[^/@]*:[^/@]*@")
+
+
+class AbsenceKind(StrEnum):
+    """What the answer "no such adapter" rests on."""
+
+    NOTHING = "nothing"
+    NO_ADAPTER = "no-adapter"
+    HIDDEN = "hidden"
+    NOT_ASKED = "not-asked"
+
+
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """A source's answer "no such adapter".
+
+    Attributes:
+        source: the label of the source.
+        place: the path, URL or repository that was looked at, without credentials; empty where none was.
+        kind: nothing lies there; something that is no adapter; nothing that the source shows us; or the source was
+            not asked, as its settings leave the name out.
+        detail: what was found there, or why it was not asked; without the place.
+        hint: what may be meant, as `look_around` finds it out for the command line; empty on a server.
+        is_remembered: whether the source said so a moment ago, and was not asked again.
+    """
+
+    source: str
+    place: str
+    kind: AbsenceKind
+    detail: str
+    hint: str = ""
+    is_remembered: bool = False
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether the source, and not only its settings, was asked."""
+        return self.kind is not AbsenceKind.NOT_ASKED
+
+    def __str__(self) -> str:
+        said = f"{self.place}: {self.detail}" if self.place else self.detail
+        said = said if self.was_asked else f"not asked: {said}"
+        return f"{said} (a moment ago)" if self.is_remembered else said
+
+
+def without_login(url: str) -> str:
+    """The URL without a user name and password, which a template may hold although no source takes them from there."""
+    return _LOGIN.sub(r"\1…@", url)
