@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import deployments, models
 from testbed.architectures import ARCHITECTURES
-from tools import check_links, write_cli_doc
+from tools import build_wheel, check_links, write_cli_doc
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -75,6 +75,17 @@ def test_a_page_without_a_place_is_found(repository):
         "mkdocs.yml: there is no docs/c.md",
         "docs/b.md: has no place in the nav of mkdocs.yml",
     ]
+
+
+def test_the_readme_of_the_wheel_needs_no_repository():
+    readme = (check_links.ROOT / "README.md").read_text()
+    assert len(readme.encode()) <= 6 * 1024
+    shown = build_wheel.without_relative_links(readme)
+    assert [link["path"] for link in check_links.LINK.finditer(shown) if link["path"]] == []
+    assert "](https://github.com/vllm-project/vllm)" in shown
+    for kept in ("*The way of a request: ", "`lora_admin`", "Troubleshooting", "vllm serve meta-llama"):
+        assert kept in shown
+    assert "](" not in shown.replace("](https://", "")
 
 
 def test_the_page_of_commands_is_what_help_says(tmp_path, monkeypatch, capsys):

@@ -79,12 +79,19 @@ def check_object(file: Path) -> None:
         )
 
 
+def without_relative_links(text: str) -> str:
+    """README for a package index, which has no files of the repository: a picture becomes its alt text."""
+    text = re.sub(r"^!\[([^\]]*)\]\((?!https?:)[^)]*\)", r"*\1.*\n", text, flags=re.MULTILINE)
+    return re.sub(r"(?<!!)\[([^\]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
+
+
 def build_wheel(dist: Path, levels: list[str], pip_options: list[str]) -> Path:
     with tempfile.TemporaryDirectory(prefix="lora-plugins-wheel-") as name:
         tree, made = Path(name) / "tree", Path(name) / "made"
         tree.mkdir()
-        for file in ("pyproject.toml", "README.md", "LICENSE"):
+        for file in ("pyproject.toml", "LICENSE"):
             shutil.copy(ROOT / file, tree)
+        (tree / "README.md").write_text(without_relative_links((ROOT / "README.md").read_text()))
         ignored = shutil.ignore_patterns("__pycache__", prebuilt.FOLDER.name)
         shutil.copytree(ROOT / "lora_plugins", tree / "lora_plugins", ignore=ignored)
         folder = tree / prebuilt.FOLDER.relative_to(ROOT)
