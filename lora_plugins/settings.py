@@ -107,7 +107,7 @@ class Settings:
     """Prefixes, separated by commas, of the URIs that may be fetched by URI
     ([sources](../guides/sources.md#by-uri))."""
     fetch_timeout_s: float = required("LORA_PLUGINS_FETCH_TIMEOUT_S", seconds(least=0.1), "300")
-    """Deadline for the fetch of one adapter, retries included, beside what its size takes
+    """Deadline for the fetch of one adapter, retries included, beside what its size takes, and for finding it
     ([deadlines](../guides/sources.md#deadlines))."""
     fetch_rate_bytes: int = required("LORA_PLUGINS_FETCH_RATE_BYTES", BYTES, "10MB")
     """Bytes a second that a fetch must bring: the deadline grows by the adapter's size over this."""

@@ -30,7 +30,7 @@ def filesystem_source(settings: Settings) -> Source | None:
             expected="a directory of adapters",
             remedy="create it or correct the variable",
         )
-    return FilesystemSource(root, follow_symlinks=settings.follow_symlinks)
+    return FilesystemSource(root, follow_symlinks=settings.follow_symlinks, timeout_s=settings.fetch_timeout_s)
 
 
 def s3_source(settings: Settings) -> Source | None:

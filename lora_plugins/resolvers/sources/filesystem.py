@@ -23,6 +23,7 @@ from lora_plugins.adapter.files import ABSENT, is_inside, map_os_error, open_reg
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable, describing
 from lora_plugins.resolvers.sources.nearby import closest_path, describe
+from lora_plugins.resolvers.sources.retries import deadline, look_up_timeout_s
 from lora_plugins.resolvers.sources.source import (
     ADAPTER_FILES,
     RemoteAdapter,
@@ -58,10 +59,12 @@ class FilesystemSource:
         *,
         follow_symlinks: bool = False,
         variable: str = "VLLM_LORA_RESOLVER_CACHE_DIR",
+        timeout_s: float = 300.0,
     ) -> None:
-        """Make the source; `variable` is the one that names `root`."""
+        """Make the source; `variable` is the one that names `root`, `timeout_s` as `LORA_PLUGINS_FETCH_TIMEOUT_S`."""
         self.root = root
         self._variable = variable
+        self._locate_timeout_s = look_up_timeout_s(timeout_s)
         self._inside = None if follow_symlinks else root
         # Not threads that others wait for: a mount that hangs would take them all. They start when needed.
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="lora-plugins-filesystem")
@@ -71,7 +74,8 @@ class FilesystemSource:
 
     async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | Absence:  # noqa: ARG002
         """Find the adapter's directory and its files; see `Source` for what is raised."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._locate, name)
+        async with deadline(self._locate_timeout_s, f"an answer of the file system with {self._variable}"):
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._locate, name)
 
     async def look_around(self, name: AdapterName, base_model_name: str, absence: Absence) -> Absence:  # noqa: ARG002
         """What lies in the directory, or which name below the root is spelt like this one."""
@@ -94,8 +98,9 @@ class FilesystemSource:
     async def _in_thread(self, work: Callable[[Path], T], path: Path) -> T | None:
         """What `work` answers; None where the file system does not."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work, path)
-        except OSError:
+            async with asyncio.timeout(self._locate_timeout_s):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, work, path)
+        except OSError:  # TimeoutError is one
             return None
 
     def _absent(self, directory: Path, detail: str, kind: AbsenceKind = AbsenceKind.NO_ADAPTER) -> Absence:

@@ -17,6 +17,12 @@ from lora_plugins.resolvers.sources.source import SourceFile
 from lora_plugins.store.store import fetch_timeout_s
 
 _T = TypeVar("_T")
+_LOOK_UP_S = 30.0
+
+
+def look_up_timeout_s(fetch_timeout_s: float) -> float:
+    """The deadline for finding an adapter: that of a fetch, but half a minute or a tenth of it where it is longer."""
+    return min(fetch_timeout_s, max(_LOOK_UP_S, fetch_timeout_s / 10))
 
 
 @dataclass(frozen=True, slots=True)

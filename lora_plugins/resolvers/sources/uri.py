@@ -78,6 +78,7 @@ class UriSources:
             Path("/" + root.path),
             follow_symlinks=self._settings.follow_symlinks,
             variable="LORA_PLUGINS_ALLOWED_URIS",
+            timeout_s=self._settings.fetch_timeout_s,
         )
 
     def _hub(self, *, named: bool) -> Source:

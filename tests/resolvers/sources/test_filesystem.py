@@ -40,6 +40,7 @@ from tests.resolvers.sources.contract import (
     turned,
     verify,
 )
+from tests.virtual_time import run_until_late
 
 
 class FilesystemHarness(SourceHarness):
@@ -174,6 +175,25 @@ def test_a_file_system_that_fails_gives_no_hint(root):
     absence = asyncio.run(source.locate(name, ""))
     root.rmdir()
     assert asyncio.run(source.look_around(name, "", absence)) == absence
+
+
+@pytest.mark.parametrize(("timeout_s", "look_up_s"), [(5.0, 5), (300.0, 30), (600.0, 60)])
+def test_a_mount_that_hangs_ends_at_the_deadline(root, monkeypatch, timeout_s, look_up_s):
+    asked, ended, stat = threading.Event(), threading.Event(), os.stat
+
+    def hang(path, *args, **options):
+        if path == root / "sql":
+            asked.set()
+            ended.wait(60)
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", hang)
+    locating = FilesystemSource(root, timeout_s=timeout_s).locate(AdapterName("sql"), "")
+    try:
+        with pytest.raises(SourceUnavailable, match=f"within {look_up_s} s"):
+            run_until_late(locating, asked.is_set, 600)
+    finally:
+        ended.set()
 
 
 # --- symlinks

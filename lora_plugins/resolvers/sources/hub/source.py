@@ -36,7 +36,7 @@ from lora_plugins.resolvers.sources.hub.files import (
 )
 from lora_plugins.resolvers.sources.hub.patterns import AnyRepo, HubPatterns, HubTarget
 from lora_plugins.resolvers.sources.nearby import closest_path, describe
-from lora_plugins.resolvers.sources.retries import Deadline, Retries, deadline
+from lora_plugins.resolvers.sources.retries import Deadline, Retries, deadline, look_up_timeout_s
 from lora_plugins.resolvers.sources.source import (
     ADAPTER_FILES,
     RemoteAdapter,
@@ -50,7 +50,6 @@ from lora_plugins.resolvers.uris import SourceUri
 from lora_plugins.store.partial_download import PartialDownload
 
 _T = TypeVar("_T")
-_LOCATE_TIMEOUT_S = 30.0
 _REQUEST_TIMEOUT_S = 10.0
 _ATTEMPTS = 4
 _NO_FILES = "a repository without adapter files at its root"
@@ -85,7 +84,7 @@ class HubSource:
 
         Args:
             repos: the repositories that are served.
-            timeout_s: deadline of one fetch, retries included; locating has the smaller of this and half a minute.
+            timeout_s: deadline of one fetch, retries included; locating has `look_up_timeout_s` of it.
             bytes_per_s: lets the deadline of a fetch grow with its size, see `Retries`.
             endpoint: the Hub's URL, by default `HF_ENDPOINT` as `huggingface_hub` has read it.
             token: a token, False for none, or None for the Hub's own chain.
@@ -175,7 +174,7 @@ class HubSource:
 
     @property
     def _locate_timeout_s(self) -> float:
-        return min(self._retries.timeout_s, _LOCATE_TIMEOUT_S)
+        return look_up_timeout_s(self._retries.timeout_s)
 
     async def _find(self, target: HubTarget) -> tuple[str, tuple[SourceFile, ...]] | Absence:
         """The commit and its adapter files in the folder."""
@@ -233,7 +232,7 @@ class HubSource:
         return self._token is not False
 
     def _info(self, target: HubTarget) -> ModelInfo:
-        timeout_s = min(self._retries.timeout_s, _REQUEST_TIMEOUT_S)
+        timeout_s = min(self._locate_timeout_s, max(_REQUEST_TIMEOUT_S, self._locate_timeout_s / 3))
         return self._api.model_info(target.repo, revision=target.revision, files_metadata=True, timeout=timeout_s)
 
     def _cached(self, target: HubTarget) -> tuple[str, tuple[SourceFile, ...]] | None:

@@ -33,8 +33,12 @@ _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off", ""})
 
 
-def s3_storage_options(env: Mapping[str, str], access_point: AccessPoint | None = None) -> dict[str, Any]:
+def s3_storage_options(
+    env: Mapping[str, str], access_point: AccessPoint | None = None, *, answer_s: float = 0.0
+) -> dict[str, Any]:
     """s3fs's `storage_options` for the `AWS_*` variables of `env`; of an access point, its own region counts.
+
+    One answer may take `answer_s` seconds, and no less than `READ_TIMEOUT_S`.
 
     Understood: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_ENDPOINT; AWS_REGION, AWS_DEFAULT_REGION; AWS_ALLOW_HTTP;
     AWS_S3_FORCE_PATH_STYLE, AWS_VIRTUAL_HOSTED_STYLE_REQUEST (path-style by default where an endpoint is set);
@@ -54,7 +58,7 @@ def s3_storage_options(env: Mapping[str, str], access_point: AccessPoint | None 
         path_style = endpoint is not None if hosted is None else not hosted
     config: dict[str, Any] = {
         "connect_timeout": CONNECT_TIMEOUT_S,
-        "read_timeout": READ_TIMEOUT_S,
+        "read_timeout": max(READ_TIMEOUT_S, answer_s),
         "retries": {"total_max_attempts": 1},
         "signature_version": "s3v4",
         "response_checksum_validation": "when_required",

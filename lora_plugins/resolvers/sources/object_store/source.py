@@ -36,7 +36,7 @@ from lora_plugins.resolvers.sources.object_store.fsspec_files import FsspecFiles
 from lora_plugins.resolvers.sources.object_store.ranges import DownloadLimits, RangeReader, download_ranges
 from lora_plugins.resolvers.sources.object_store.s3 import S3Files, s3_storage_options
 from lora_plugins.resolvers.sources.object_store.templates import LocalLinks, Template
-from lora_plugins.resolvers.sources.retries import Retries, deadline
+from lora_plugins.resolvers.sources.retries import Retries, deadline, look_up_timeout_s
 from lora_plugins.resolvers.sources.source import RemoteAdapter, SourceFile, VersionChanged, version_of
 from lora_plugins.resolvers.threads import on_loop
 from lora_plugins.settings import Settings
@@ -65,14 +65,17 @@ class _Files(Protocol):
     async def reader(self, uri: str, files: Sequence[SourceFile], timeout_s: float) -> RangeReader: ...
 
 
-def object_source(template: str, settings: Settings, *, locate_timeout_s: float = 15.0) -> ObjectSource:
+def object_source(template: str, settings: Settings, *, locate_timeout_s: float | None = None) -> ObjectSource:
     """The source that `S3_PATH_TEMPLATE` and the `AWS_*` variables describe; `locate_timeout_s` as of `ObjectSource`.
 
     Raises:
         InvalidSettings: a template or a variable that cannot be right, or a package that is not installed.
     """
     protocol, url = _split(template)
-    options = s3_storage_options(settings.aws, access_point_of(url)) if protocol == "s3" else None
+    options = None
+    if protocol == "s3":
+        answer_s = look_up_timeout_s(settings.fetch_timeout_s) / 2
+        options = s3_storage_options(settings.aws, access_point_of(url), answer_s=answer_s)
     return ObjectSource(
         template,
         local_template=settings.local_path_template,
@@ -92,7 +95,7 @@ class ObjectSource:
         local_template: absolute path that is made a symlink to the published directory.
         storage_options: of the fsspec file system; for S3 see `s3_storage_options`.
         limits: range size, ranges in flight, deadline and retries of one fetch.
-        locate_timeout_s: deadline of one `locate`, retries included.
+        locate_timeout_s: deadline of one `locate`, retries included; without it, what the deadline of a fetch gives.
         check_md5: compare S3 objects with ETags that look like an MD5.
 
     Raises:
@@ -109,7 +112,7 @@ class ObjectSource:
         local_template: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
         limits: DownloadLimits | None = None,
-        locate_timeout_s: float = 15.0,
+        locate_timeout_s: float | None = None,
         check_md5: bool = True,
     ) -> None:
         self.label = label
@@ -126,7 +129,8 @@ class ObjectSource:
             self._files = FsspecFiles(protocol, options)
         self._limits = limits or DownloadLimits()
         self._check_md5 = check_md5
-        self._locating = Retries(locate_timeout_s, _LOCATE_ATTEMPTS, self._limits.wait_s, self._limits.max_wait_s)
+        timeout_s = look_up_timeout_s(self._limits.timeout_s) if locate_timeout_s is None else locate_timeout_s
+        self._locating = Retries(timeout_s, _LOCATE_ATTEMPTS, self._limits.wait_s, self._limits.max_wait_s)
         # Shared by all fetches of this source, so that their memory together is bounded; threads start when needed.
         self._threads = ThreadPoolExecutor(self._limits.parallel, thread_name_prefix="lora-plugins-ranges")
 

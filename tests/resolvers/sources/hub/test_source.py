@@ -441,10 +441,11 @@ def test_nobody_there_is_no_absence(bed, proxy):
         bed.locate("acme/any", endpoint=proxy.url)
 
 
-def test_silence_ends_at_the_deadline(bed, proxy):
+@pytest.mark.parametrize(("timeout_s", "look_up_s"), [(5.0, 5), (300.0, 30), (LONG_S, 60)])
+def test_silence_ends_at_the_deadline(bed, proxy, timeout_s, look_up_s):
     proxy.plan(faults.stall(LONG_S), times=None)
-    locating = bed.source(endpoint=proxy.url, timeout_s=LONG_S).locate(AdapterName.parse("team/sql"), "")
-    with pytest.raises(SourceUnavailable, match="within 30 s"):
+    locating = bed.source(endpoint=proxy.url, timeout_s=timeout_s).locate(AdapterName.parse("team/sql"), "")
+    with pytest.raises(SourceUnavailable, match=f"within {look_up_s} s"):
         run_until_late(locating, proxy.count, LONG_S)
     cut_off(proxy)
 

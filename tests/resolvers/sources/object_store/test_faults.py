@@ -16,8 +16,9 @@ from fsspec.asyn import get_loop
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import LoRAPluginsError, OutOfMemory, SourceUnavailable
-from lora_plugins.resolvers.sources.object_store.source import ObjectSource
+from lora_plugins.resolvers.sources.object_store.source import ObjectSource, object_source
 from lora_plugins.resolvers.sources.source import VersionChanged
+from lora_plugins.settings import Settings
 from lora_plugins.store.store import Store
 from testbed import faults
 from testbed.faults import Fault
@@ -143,6 +144,16 @@ def test_stalls_end_at_the_deadline(bed: Bed) -> None:
         run_until_late(bed.ask(source), lambda: bed.proxy.bytes_sent(WEIGHTS_PATH) >= 1000, LONG_S, get_loop())
     assert not _range_threads_busy(source)
     bed.assert_clean()
+
+
+@pytest.mark.parametrize(("timeout_s", "look_up_s"), [(5, 5), (300, 30), (600, 60)])
+def test_silent_store_ends_at_the_deadline_of_the_setting(bed: Bed, timeout_s: int, look_up_s: int) -> None:
+    bed.proxy.plan(faults.stall(LONG_S), times=None)
+    env = {**bed.s3.env(bed.proxy.url), "LORA_PLUGINS_FETCH_TIMEOUT_S": str(timeout_s)}
+    source = object_source(f"s3://{bed.bucket.name}/loras/{{lora_name}}", Settings.from_env(env))
+    locating = source.locate(AdapterName("sql"), BASE)
+    with pytest.raises(SourceUnavailable, match=f"within {look_up_s} s.*LORA_PLUGINS_FETCH_TIMEOUT_S"):
+        run_until_late(locating, bed.proxy.count, LONG_S, get_loop())
 
 
 def test_slow_store_ends_at_the_deadline_with_the_last_failure(bed: Bed) -> None:
