@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from lora_plugins.store.manifest import StoredFile, digest_of
 from testbed.models import ATTENTION, MLP, AdapterSpec, build_adapter, build_base
 
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "soak"
@@ -64,6 +65,21 @@ class Bank:
             for version in range(VERSIONS):
                 path = self.home / "weights" / f"{adapter}-{version}.safetensors"
                 found[hashlib.sha256(path.read_bytes()).hexdigest()] = (adapter, version)
+        return found
+
+    @cached_property
+    def versions_by_digest(self) -> dict[str, tuple[int, int]]:
+        """Adapter and version by the digest that the server has for them."""
+        sha256_of = {whose: sha256 for sha256, whose in self.versions_by_sha256.items()}
+        configs = []
+        for shape in range(len(SHAPES)):
+            data = (self.home / "configs" / f"{shape}.json").read_bytes()
+            configs.append(StoredFile(CONFIG, len(data), hashlib.sha256(data).hexdigest()))
+        found = {}
+        for (adapter, version), sha256 in sha256_of.items():
+            size_bytes = (self.home / "weights" / f"{adapter}-{version}.safetensors").stat().st_size
+            weights = StoredFile(WEIGHTS, size_bytes, sha256)
+            found[digest_of((configs[adapter % len(SHAPES)], weights))] = (adapter, version)
         return found
 
     @cached_property

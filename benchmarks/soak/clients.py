@@ -104,9 +104,8 @@ async def _take(step: Step, number: int, client: httpx.AsyncClient, world: World
     began = time.monotonic()
     form = step.route.form if step.route else "text"
     if step.route is None:
-        status, ids, error = await tokenize(client, step.name, step.prompt)
+        answer = await tokenize(client, step.name, step.prompt)
         ended = time.monotonic()
-        answer = Answer(status, token_ids=ids, error=error, is_whole=status != 0)
     else:
         body = step.route.body(step.name, step.prompt, step.max_tokens)
         asking = asyncio.create_task(ask(client, step.route, body, step.leave_after))
@@ -137,4 +136,6 @@ def _judged_prompt(asked: Asked, answer: Answer, world: World) -> str | None:
     expected = world.bank.prompt_ids[asked.form, asked.prompt]
     if answer.token_ids != expected:
         return f"{answer.token_ids} are the prompt's tokens, found {expected}"
-    return None if asked.adapter is not None else "an answer for a name that nobody has"
+    if asked.adapter is None:
+        return "an answer for a name that nobody has"
+    return world.oracle.judge_digest(asked, answer)

@@ -75,6 +75,7 @@ class Answer:
         token_ids: None where the route shows text only.
         is_whole: the answer ended by itself, with as many tokens as were asked for.
         reason: vLLM's `finish_reason`.
+        digest: of the version that made it, as its header says.
     """
 
     status: int
@@ -83,6 +84,7 @@ class Answer:
     is_whole: bool = True
     reason: str = "length"
     error: str = ""
+    digest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -141,11 +143,28 @@ class Oracle:
             return None
         if answer.status == 200:
             return self._judge_tokens(asked, answer)
+        if answer.digest is not None:
+            return f"a refusal with a digest, {answer.digest}"
         allowed = self._allowed_refusals(asked)
         if answer.status in allowed:
             return None
         expected = ", ".join(["200", *map(str, sorted(allowed))])
         return f"status {answer.status} where only {expected} may be: {answer.error[:300]}"
+
+    def judge_digest(self, asked: Asked, answer: Answer) -> str | None:
+        """What is wrong with the digest of an answer that has begun; None where it is that of a valid version."""
+        if asked.adapter is None or asked.adapter == -1:
+            return None if answer.digest is None else f"a digest where no adapter answers, {answer.digest}"
+        if answer.digest is None:
+            return "an adapter's answer without a digest"
+        whose = self._bank.versions_by_digest.get(answer.digest)
+        if whose is None or whose[0] != asked.adapter or whose[1] not in self._versions(asked):
+            return f"the digest of {whose} where only versions {sorted(self._versions(asked))} were valid"
+        return None
+
+    def _versions(self, asked: Asked) -> set[int]:
+        claims: set[Label] = {0} if asked.adapter == -1 else self.of(asked.name).during(asked.began, asked.ended)
+        return {label for label in claims if isinstance(label, int)}
 
     def _allowed_refusals(self, asked: Asked) -> set[int]:
         if asked.adapter == -1:
@@ -168,15 +187,22 @@ class Oracle:
     def _judge_tokens(self, asked: Asked, answer: Answer) -> str | None:
         if asked.adapter is None:
             return f"an answer for a name that nobody has: {answer.text!r}" if answer.status == 200 else None
-        claims: set[Label] = {0} if asked.adapter == -1 else self.of(asked.name).during(asked.began, asked.ended)
-        versions = sorted(label for label in claims if isinstance(label, int))
+        versions = sorted(self._versions(asked))
         if answer.status == 200:
-            wrong = self._judge_end(asked, answer, Claim.UNLOADING in claims)
+            may_be_ended = asked.adapter != -1 and Claim.UNLOADING in self.of(asked.name).during(
+                asked.began, asked.ended
+            )
+            wrong = self._judge_end(asked, answer, may_be_ended)
             if wrong is not None:
                 return wrong
-        if any(self._is_of(asked.adapter, version, asked, answer) for version in versions):
-            return None
-        return f"{self._describe(asked, answer)} where only versions {versions} were valid"
+        fitting = [version for version in versions if self._is_of(asked.adapter, version, asked, answer)]
+        if not fitting:
+            return f"{self._describe(asked, answer)} where only versions {versions} were valid"
+        wrong = self.judge_digest(asked, answer)
+        if wrong is not None or answer.digest is None:
+            return wrong
+        _, said = self._bank.versions_by_digest[answer.digest]
+        return None if said in fitting else f"the digest of version {said}, and the answer of {fitting}"
 
     def _judge_end(self, asked: Asked, answer: Answer, may_be_ended: bool) -> str | None:
         count = None if answer.token_ids is None else len(answer.token_ids)

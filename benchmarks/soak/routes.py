@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 
 from benchmarks.soak.bank import PROMPTS
 from benchmarks.soak.oracle import Answer
+from lora_plugins.server.response_digest import HEADER
 
 EVERY_OPTION = {"temperature": 0, "ignore_eos": True}
 
@@ -49,24 +50,27 @@ async def ask(client: httpx.AsyncClient, route: Route, body: Mapping[str, Any], 
     """One request. A stream is left after `leave_after` of its pieces, where that is given."""
     try:
         if not route.is_stream:
-            return _whole(route, await client.post(route.path, json=body))
+            response = await client.post(route.path, json=body)
+            return replace(_whole(route, response), digest=response.headers.get(HEADER))
         async with client.stream("POST", route.path, json=body) as response:
             if response.status_code != 200:
-                return Answer(response.status_code, error=_text_of_error(await response.aread()))
-            return await _streamed(route, response, leave_after)
+                error = _text_of_error(await response.aread())
+                return Answer(response.status_code, error=error, digest=response.headers.get(HEADER))
+            return replace(await _streamed(route, response, leave_after), digest=response.headers.get(HEADER))
     except httpx.TransportError as error:
         return Answer(0, is_whole=False, error=f"{type(error).__name__}: {error}")
 
 
-async def tokenize(client: httpx.AsyncClient, model: str, prompt: int) -> tuple[int, tuple[int, ...], str]:
-    """`/tokenize` with a `model`: the status, the prompt's token ids, and the text of a refusal."""
+async def tokenize(client: httpx.AsyncClient, model: str, prompt: int) -> Answer:
+    """`/tokenize` with a `model`: the answer's tokens are those of the prompt."""
     try:
         answer = await client.post("/tokenize", json={"model": model, "prompt": PROMPTS[prompt]})
     except httpx.TransportError as error:
-        return 0, (), f"{type(error).__name__}: {error}"
+        return Answer(0, token_ids=(), is_whole=False, error=f"{type(error).__name__}: {error}")
+    digest = answer.headers.get(HEADER)
     if answer.status_code != 200:
-        return answer.status_code, (), _text_of_error(answer.content)
-    return 200, tuple(answer.json()["tokens"]), ""
+        return Answer(answer.status_code, token_ids=(), error=_text_of_error(answer.content), digest=digest)
+    return Answer(200, token_ids=tuple(answer.json()["tokens"]), digest=digest)
 
 
 def _whole(route: Route, response: httpx.Response) -> Answer:

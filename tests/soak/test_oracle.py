@@ -15,6 +15,18 @@ TOKENS = [chr(65 + i) for i in range(26)]
 BASE, OURS, OTHER = -1, 0, 1
 
 
+class BankOfDigests(Bank):
+    """One whose digests say of which adapter and version they are."""
+
+    @property
+    def versions_by_digest(self) -> dict[str, tuple[int, int]]:
+        return {digest_of(adapter, version): (adapter, version) for adapter, version, _, _ in self.answers}
+
+
+def digest_of(adapter: int, version: int) -> str:
+    return f"{adapter}-{version}"
+
+
 @pytest.fixture
 def bank() -> Bank:
     """Four-token answers that begin with the adapter and the version, and differ by form and prompt."""
@@ -26,7 +38,7 @@ def bank() -> Bank:
         for prompt in range(len(PROMPTS))
         if adapter != BASE or version == 0
     }
-    return Bank(Path(), Path(), answers, TOKENS, {})
+    return BankOfDigests(Path(), Path(), answers, TOKENS, {})
 
 
 @pytest.fixture
@@ -47,7 +59,8 @@ def asked(began: float = 1, ended: float = 2, **more: object) -> Asked:
 
 def of(bank: Bank, adapter: int, version: int, count: int = 4, **more: object) -> Answer:
     ids = bank.answers[adapter, version, "text", 0][:count]
-    return replace(Answer(200, bank.text(ids), ids), **more)
+    digest = None if adapter == BASE else digest_of(adapter, version)
+    return replace(Answer(200, bank.text(ids), ids, digest=digest), **more)
 
 
 def test_a_valid_version_is_right(bank: Bank, oracle: Oracle) -> None:
@@ -89,9 +102,48 @@ def test_one_changed_token_is_wrong(bank: Bank, oracle: Oracle) -> None:
 
 
 def test_text_is_compared_where_there_are_no_tokens(bank: Bank, oracle: Oracle) -> None:
-    right = bank.text(of(bank, OURS, 0).token_ids)
-    assert oracle.judge(asked(), Answer(200, right)) is None
-    assert oracle.judge(asked(), Answer(200, right[:3])) is not None
+    right = of(bank, OURS, 0, token_ids=None)
+    assert oracle.judge(asked(), right) is None
+    assert oracle.judge(asked(), replace(right, text=right.text[:3])) is not None
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (digest_of(OURS, 0), None),
+        (digest_of(OURS, 1), "the digest of version 1, and the answer of [0]"),
+        (digest_of(OURS, 2), "the digest of (0, 2) where only versions [0, 1]"),
+        (digest_of(OTHER, 0), "the digest of (1, 0)"),
+        ("unknown", "the digest of None"),
+        (None, "without a digest"),
+    ],
+)
+def test_the_digest_is_that_of_the_answering_version(bank: Bank, oracle: Oracle, said: str | None, why: str) -> None:
+    wrong = oracle.judge(asked(7, 12), of(bank, OURS, 0, digest=said))
+    assert wrong is None if why is None else why in (wrong or "")
+
+
+def test_a_digest_that_is_not_valid_yet_is_wrong(oracle: Oracle) -> None:
+    """Of an answer whose tokens say nothing of the version, as those of /tokenize."""
+    answer = Answer(200, digest=digest_of(OURS, 1))
+    assert "only versions [0]" in (oracle.judge_digest(asked(1, 7.9), answer) or "")
+    assert oracle.judge_digest(asked(7, 12), answer) is None
+
+
+def test_where_several_versions_fit_each_digest_is_right(bank: Bank, oracle: Oracle) -> None:
+    first_of_both = of(bank, OURS, 0, 1)
+    assert first_of_both.token_ids == of(bank, OURS, 1, 1).token_ids
+    for version in (0, 1):
+        left = replace(first_of_both, status=0, is_whole=False, reason="left", digest=digest_of(OURS, version))
+        assert oracle.judge(asked(7, 12), left) is None
+
+
+def test_the_base_model_and_refusals_have_no_digest(bank: Bank, oracle: Oracle) -> None:
+    base = asked(name="base", adapter=BASE)
+    assert "no adapter answers" in (oracle.judge(base, of(bank, BASE, 0, digest=digest_of(OURS, 0))) or "")
+    oracle.of("ours").open(Claim.ABSENT, 0)
+    assert oracle.judge(asked(), Answer(404)) is None
+    assert "a refusal with a digest" in (oracle.judge(asked(), Answer(404, digest=digest_of(OURS, 0))) or "")
 
 
 def test_a_short_answer_is_wrong(bank: Bank, oracle: Oracle) -> None:

@@ -25,6 +25,10 @@ class Files(Bank):
     def files(self, adapter: int, version: int) -> dict[str, bytes]:
         return {CONFIG: b"{}", WEIGHTS: f"{adapter}-{version}".encode()}
 
+    @property
+    def versions_by_digest(self) -> dict[str, tuple[int, int]]:
+        return {f"{adapter}-{version}": (adapter, version) for adapter, version, _, _ in self.answers}
+
 
 def made(home: Path, **more: Any) -> tuple[World, Name]:
     answers = {(adapter, v, "text", 0): (adapter, v, 1) for adapter in (-1, NAME) for v in range(3)}
@@ -42,7 +46,8 @@ def judged(world: World, one: Name, version: int) -> str | None:
     """Of an answer with this version's weights, now."""
     now = time.monotonic()
     asked = Asked(one.name, one.adapter, "text", 0, 3, now, now)
-    return world.oracle.judge(asked, Answer(200, token_ids=world.bank.answers[one.adapter, version, "text", 0]))
+    ids = world.bank.answers[one.adapter, version, "text", 0]
+    return world.oracle.judge(asked, Answer(200, token_ids=ids, digest=f"{one.adapter}-{version}"))
 
 
 def at_the_source(world: World, one: Name) -> str:
