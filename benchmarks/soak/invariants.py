@@ -150,17 +150,25 @@ def check_counts(processes: Processes, quiet: dict[str, Sample], journal: Journa
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?(ERROR|WARNING|INFO)?:?\s?(\d\d-\d\d \S+ \[\S+\] )?")
 
 
+# Starlette's, where an error is raised once a stream has begun, and what stands between its traceback and the error's.
+_STREAM_HAD_BEGUN = "RuntimeError: Caught handled exception, but response already started."
+_IS_CAUSE = "The above exception was the direct cause of the following exception:"
+
+
 def check_log(log: str, journal: Journal) -> None:
     """No traceback is in a server's log, but for those of refusals: vLLM writes one for a stream that is refused."""
     raised: set[str] = set()
-    is_inside = False
+    is_inside, last, cause = False, "", ""
     for line in log.splitlines():
         text = line[_PREFIX.match(line).end() :]
-        if text.startswith("Traceback (most recent call last)") or text.strip().startswith("Traceback (most"):
+        if text.strip().startswith("Traceback (most recent call last)"):
             is_inside = True
         elif is_inside and text and not text[0].isspace():
-            is_inside = False
-            raised.add(text)
+            if text != _STREAM_HAD_BEGUN or "[L0" not in cause:
+                raised.add(text)
+            is_inside, last, cause = False, text, ""
+        elif text == _IS_CAUSE:
+            cause = last
     for text in sorted(raised):
         if "[L0" not in text:
             journal.violation("no traceback in the log", text[:300])

@@ -83,6 +83,16 @@ def test_a_traceback_in_the_log_is_seen(journal: Journal) -> None:
     assert len(journal.violations) == 2
 
 
+@pytest.mark.parametrize(("cause", "count"), [("HTTPException: 503: [L001] unloaded", 0), ("KeyError: 3", 2)])
+def test_stream_that_had_begun_is_judged_by_its_cause(journal: Journal, cause: str, count: int) -> None:
+    by = "(APIServer pid=1) ERROR 11-22 08:33:23 [http.py:18] "
+    lines = ["Traceback (most recent call last):", '  File "x.py", line 1', cause, ""]
+    lines += ["The above exception was the direct cause of the following exception:", ""]
+    lines += [*lines[:2], "RuntimeError: Caught handled exception, but response already started."]
+    check_log("\n".join(by + line for line in lines), journal)
+    assert len(journal.violations) == count
+
+
 def test_the_journal_counts_and_writes(journal: Journal) -> None:
     journal.write("request", "chat", 200, 0.5, model="a")
     journal.write("request", "chat", 404, 1.5)
