@@ -39,6 +39,16 @@ class AdapterConfirmed:
 
 
 @dataclass(frozen=True, slots=True)
+class FetchStarted:
+    """The files of a version, each with its bytes, are about to arrive in a directory of the store."""
+
+    name: str
+    source: str
+    directory: str
+    files: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterFetched:
     """A version was fetched from its source, verified and published in the store.
 
@@ -198,6 +208,7 @@ class DeclaredFileInvalid:
 Event = (
     AdapterResolved
     | AdapterConfirmed
+    | FetchStarted
     | AdapterFetched
     | AdapterRejected
     | SourceFailed

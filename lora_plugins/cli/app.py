@@ -24,6 +24,7 @@ from lora_plugins.cli.ls import ls
 from lora_plugins.cli.output import Output
 from lora_plugins.cli.pull import pull
 from lora_plugins.cli.resolve import resolve
+from lora_plugins.cli.rm import rm
 from lora_plugins.cli.top import top
 from lora_plugins.cli.verify import verify
 from lora_plugins.errors import LoRAPluginsError
@@ -112,6 +113,7 @@ for _command in (
     ls,
     verify,
     gc,
+    rm,
     top,
     load,
     unload,

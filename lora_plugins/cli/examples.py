@@ -12,12 +12,17 @@ def _examples(*lines: str) -> str:
 
 EXAMPLES: Mapping[str, str] = {
     "doctor": _examples("doctor", "doctor --no-network --json"),
-    "resolve": _examples("resolve team/sql", "resolve team/sql --base-model org/llama-8b --max-lora-rank 16"),
-    "inspect": _examples("inspect ./out/checkpoint-500", "inspect hf://org/repo@main --json"),
-    "pull": _examples("pull team/sql", "pull s3://bucket/loras/sql"),
-    "ls": _examples("ls", "ls --json"),
-    "verify": _examples("verify", "verify 583503f503f1"),
+    "resolve": _examples(
+        "resolve team/sql",
+        "resolve 'team/*' --dry-run",
+        "resolve team/sql --base-model org/llama-8b --max-lora-rank 16",
+    ),
+    "inspect": _examples("inspect ./out/checkpoint-500", "inspect hf://org/repo@main --json", "inspect team/sql"),
+    "pull": _examples("pull team/sql 'other/*'", "pull s3://bucket/loras/sql", "pull --file adapters.txt --quiet"),
+    "ls": _examples("ls", "ls --remote", "ls --json"),
+    "verify": _examples("verify", "verify 583503f503f1", "verify 'team/*'"),
     "gc": _examples("gc --dry-run --max-bytes 20GB", "gc"),
+    "rm": _examples("rm team/sql", "rm 'old/*' --dry-run", "rm 583503f503f1"),
     "top": _examples("top", "top --once --url http://gpu-7:8000"),
     "load": _examples(
         "load team/sql", "load sql --uri s3://bucket/loras/sql", "load --file adapters.txt --url http://gpu-7:8000"

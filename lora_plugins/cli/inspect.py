@@ -1,4 +1,4 @@
-"""`inspect`: what an adapter is, and whether a server would serve it."""
+"""`inspect`: what adapters are, and whether a server would serve them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from glob import glob
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,9 +22,10 @@ from lora_plugins.adapter.weight_files import WEIGHTS_FILE, open_weights
 from lora_plugins.adapter.weights import LoraPair, pair_weights
 from lora_plugins.cli.amounts import size
 from lora_plugins.cli.base_model import BasePath, MaxRank, ServedNames, read_base
-from lora_plugins.cli.exits import Exit, exit_of
+from lora_plugins.cli.exits import Exit
 from lora_plugins.cli.output import Json, Output, Quiet, error_fields
 from lora_plugins.cli.pull import bring
+from lora_plugins.cli.several import NamesFile, end_of_several, failure, is_pattern, is_several, wanted
 from lora_plugins.cli.stored import SHOWN_CHARACTERS, StoreView
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, describing
 from lora_plugins.resolvers.sources.source import choose_files
@@ -44,35 +46,60 @@ class Found:
 
 
 def inspect(
-    adapter: Annotated[str, typer.Argument(help="A directory, a URI, or the beginning of a digest in the store.")],
+    adapters: Annotated[
+        list[str] | None,
+        typer.Argument(help="Directories, URIs; of what is in the store names, or beginnings of digests."),
+    ] = None,
     *,
+    file: NamesFile = None,
     base_model: BasePath = None,
     served_model_name: ServedNames = None,
     max_lora_rank: MaxRank = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> Exit:
-    """Say what an adapter is, and whether it would be served."""
+    """Say what adapters are, and whether they would be served."""
     output, settings = Output(as_json=as_json, quiet=quiet), Settings.from_env()
     base = read_base(settings, base_model, served_model_name, max_lora_rank)
-    with describing(adapter=adapter if "://" in adapter else ""):
-        path, uri = _find(output, settings, adapter)
-        found = _look(path, settings, base)
-        answer = _answer(path, uri, found, base)
-    output.json(answer)
+    answers: list[dict[str, Any]] = []
+    codes: list[Exit] = []
+    has_several = is_several(adapters, file)
+    for asked in wanted(adapters, file):
+        text = asked.uri or asked.name
+        try:
+            with describing(adapter=text if "://" in text else ""):
+                places = _find(output, settings, text)
+        except LoRAPluginsError as error:
+            if not has_several:
+                raise
+            answers.append({"name": text, "error": error_fields(error)})
+            codes.append(failure(output, error))
+            continue
+        for path, uri in places:
+            if codes:
+                output.line()
+            with describing(adapter=text if "://" in text else ""):
+                found = _look(path, settings, base)
+            answers.append(_answer(path, uri, found, base))
+            codes.append(_show(output, answers[-1], found, base))
+    if has_several or len(answers) > 1:
+        return end_of_several(output, answers, codes)
+    output.json(answers[0])
+    return codes[0]
+
+
+def _show(output: Output, answer: dict[str, Any], found: Found, base: BaseModel | None) -> Exit:
     for line in _lines(answer, found, base):
         output.line(line)
     if found.error is None:
         output.line("verdict      would be served", style="bold green")
         return Exit.OK
     output.line("verdict      would be refused", style="bold red")
-    if not as_json:
-        output.our_error(found.error)
-    return exit_of(found.error)
+    return failure(output, found.error)
 
 
-def _find(output: Output, settings: Settings, text: str) -> tuple[Path, str | None]:
-    """The directory of a path, a URI, or the beginning of a digest in the store; and the URI that it came from.
+def _find(output: Output, settings: Settings, text: str) -> list[tuple[Path, str | None]]:
+    """The directories of a path, a URI, or of what is in the store; and the URIs that they came from.
 
     Raises:
         AdapterNotFound: there is no such directory.
@@ -80,21 +107,30 @@ def _find(output: Output, settings: Settings, text: str) -> tuple[Path, str | No
     """
     if "://" in text:
         pulled = bring(output, settings, text)
-        return pulled.adapter.path, pulled.manifest.uri
+        return [(pulled.adapter.path, pulled.manifest.uri)]
     path = Path(text)
-    if not path.exists() and is_prefix(text):
+    if not path.exists():
+        if is_pattern(text) and (found := sorted(filter(os.path.isdir, glob(text)))):
+            return [(Path(one).absolute(), None) for one in found]
         view = StoreView(settings)
-        path = view.layout.adapter(view.find_digest(text))
-        return path, Manifest.read(path).uri
+        if is_prefix(text):
+            return [_stored(view, view.select(text)[0].digest)]
+        with suppress(AdapterNotFound):
+            return [_stored(view, entry.digest) for entry in view.select(text)]
     path = path.absolute()
     if not path.is_dir():
         raise AdapterNotFound(
             "no such directory",
             expected=f"a directory with {CONFIG_FILE} and {WEIGHTS_FILE}",
-            remedy="give the adapter's directory, a URI with '://', or a digest that 'lora-plugins ls' shows",
+            remedy="give the adapter's directory, a URI with '://', or a name or digest that 'lora-plugins ls' shows",
             file=str(path),
         )
-    return path, None
+    return [(path, None)]
+
+
+def _stored(view: StoreView, digest: str) -> tuple[Path, str]:
+    path = view.layout.adapter(digest)
+    return path, Manifest.read(path).uri
 
 
 def _look(path: Path, settings: Settings, base: BaseModel | None) -> Found:

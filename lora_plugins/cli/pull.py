@@ -1,71 +1,77 @@
-"""`pull`: bring an adapter into the store, as a server would at the first request for it."""
+"""`pull`: bring adapters into the store, as a server would at the first request for each."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.cli.amounts import size
 from lora_plugins.cli.exits import Exit
-from lora_plugins.cli.output import Json, Output, Quiet
-from lora_plugins.cli.progress import shown_progress
-from lora_plugins.cli.sources import require_sources, resolver_of_environment
-from lora_plugins.errors import AdapterNotFound
+from lora_plugins.cli.output import Json, Output, Quiet, error_fields
+from lora_plugins.cli.progress import FetchBars
+from lora_plugins.cli.several import AskedName, NamesFile, end_of_several, expand, failure, is_several, wanted
+from lora_plugins.cli.sources import names_of_environment, require_sources, resolver_of_environment
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.resolvers.uris import SourceUri
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.settings import Settings
 from lora_plugins.store.manifest import Manifest
 
+_AT_ONCE = 8  # of which the resolver fetches four
+
 
 def pull(
-    name: Annotated[str, typer.Argument(help="The adapter's name, or a URI.")],
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="Names or URIs, or patterns in quotes for names that the sources list ('team/*')."),
+    ] = None,
     *,
+    file: NamesFile = None,
     base_model: Annotated[
         str, typer.Option("--base-model", help="What {base_model_name} stands for in S3_PATH_TEMPLATE.")
     ] = "",
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> Exit:
-    """Bring an adapter into the store, verified."""
-    output = Output(as_json=as_json, quiet=quiet)
-    started = time.perf_counter()
-    pulled = bring(output, Settings.from_env(), name, base_model)
-    elapsed_s = time.perf_counter() - started
-    found, manifest = pulled.adapter, pulled.manifest
-    bytes_s = manifest.size_bytes / elapsed_s
-    output.json(
-        {
-            "name": found.name,
-            "source": found.source,
-            "uri": manifest.uri,
-            "version": found.version,
-            "digest": manifest.digest,
-            "path": str(found.path),
-            "size_bytes": manifest.size_bytes,
-            "fetched": pulled.fetched,
-            "elapsed_s": elapsed_s,
-            "bytes_s": bytes_s if pulled.fetched else None,
-        }
-    )
-    how = f"fetched in {elapsed_s:.2f} s ({size(bytes_s)}/s)" if pulled.fetched else "was there"
-    output.line(f"{found.name}: {size(manifest.size_bytes)} from {manifest.uri}, {how}")
-    output.line(str(found.path))
-    return Exit.OK
+    """Bring adapters into the store, verified."""
+    output, settings = Output(as_json=as_json, quiet=quiet), Settings.from_env()
+    asked = expand(wanted(names, file), lambda: names_of_environment(settings, base_model), "the sources")
+    done = bring_all(output, settings, asked, base_model)
+    if not is_several(names, file):
+        (one,) = done
+        if isinstance(one, LoRAPluginsError):
+            raise one
+        output.json(_answer(one))
+        _show(output, one)
+        return Exit.OK
+    codes = []
+    for one in done:
+        if isinstance(one, LoRAPluginsError):
+            codes.append(failure(output, one))
+        else:
+            _show(output, one)
+    answers = [
+        {"name": one.adapter, "error": error_fields(one)} if isinstance(one, LoRAPluginsError) else _answer(one)
+        for one in done
+    ]
+    return end_of_several(output, answers, codes)
 
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """What is now in the store, and whether it had to be fetched."""
+    """What is now in the store, whether it had to be fetched, and how long that took."""
 
     adapter: ResolvedAdapter
     manifest: Manifest
     fetched: bool
+    elapsed_s: float
 
 
 def bring(output: Output, settings: Settings, text: str, base_path: str = "") -> Pulled:
@@ -75,37 +81,120 @@ def bring(output: Output, settings: Settings, text: str, base_path: str = "") ->
         AdapterNotFound: there is none.
         LoRAPluginsError: it cannot be had, or is not one that can be served.
     """
-    uri = SourceUri.parse(text) if "://" in text else None
-    if uri is None:
-        AdapterName.parse(text)
-    else:
-        settings = replace(settings, allowed_uris=(*settings.allowed_uris, str(_prefix(uri))))
-    resolver = resolver_of_environment(settings)
-    if uri is None:
-        require_sources(resolver)
-    before = set(resolver.store.layout.digests())
-    found = asyncio.run(_resolve(output, resolver, text, uri, base_path))
+    (found,) = bring_all(output, settings, [AskedName(text)], base_path)
+    if isinstance(found, LoRAPluginsError):
+        raise found
+    return found
+
+
+def bring_all(
+    output: Output, settings: Settings, asked: Sequence[AskedName | LoRAPluginsError], base_path: str = ""
+) -> list[Pulled | LoRAPluginsError]:
+    """As `bring`, for several at once, with the error in the place of one that cannot be had.
+
+    Raises:
+        InvalidSettings: the environment has no source, or one that cannot be made.
+    """
+    places = [one if isinstance(one, LoRAPluginsError) else _place(one) for one in asked]
+    uris = [place.uri for place in places if isinstance(place, _Place) and place.uri is not None]
+    settings = replace(settings, allowed_uris=(*settings.allowed_uris, *(str(_prefix(uri)) for uri in uris)))
+    bars = FetchBars(output)
+    resolver = resolver_of_environment(settings, hook=bars.on_event)
+    if any(isinstance(place, _Place) and place.uri is None for place in places):
+        require_sources(resolver.sources)
+    before = frozenset(resolver.store.layout.digests())
+    return asyncio.run(_bring_all(resolver, bars, places, before, base_path))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What to ask for: a name, or a URI and the name that it has in messages."""
+
+    text: str
+    name: str
+    uri: SourceUri | None
+
+
+def _place(one: AskedName) -> _Place | LoRAPluginsError:
+    text = one.uri or one.name
     try:
-        return Pulled(found, Manifest.read(found.path), found.digest not in before)
-    finally:
-        resolver.release(found.name, found.path)
+        if "://" not in text:
+            return _Place(text, str(AdapterName.parse(text)), None)
+        uri = SourceUri.parse(text)
+        return _Place(text, _name_of(uri) if one.uri is None else str(AdapterName.parse(one.name)), uri)
+    except LoRAPluginsError as error:
+        error.adapter = error.adapter or one.name
+        return error
 
 
-async def _resolve(
-    output: Output, resolver: AdapterResolver, text: str, uri: SourceUri | None, base_path: str
-) -> ResolvedAdapter:
-    async with shown_progress(output, resolver.store, text):
-        if uri is not None:
-            return await resolver.resolve_uri(_name_of(uri), text, base_path)
-        found = await resolver.resolve(text, base_path)
+async def _bring_all(
+    resolver: AdapterResolver,
+    bars: FetchBars,
+    places: Sequence[_Place | LoRAPluginsError],
+    before: frozenset[str],
+    base_path: str,
+) -> list[Pulled | LoRAPluginsError]:
+    turns = asyncio.Semaphore(_AT_ONCE)
+
+    async def one(place: _Place | LoRAPluginsError) -> Pulled | LoRAPluginsError:
+        if isinstance(place, LoRAPluginsError):
+            bars.name_ended()
+            return place
+        async with turns:
+            started = time.perf_counter()
+            try:
+                found = await _resolve(resolver, place, base_path)
+                elapsed_s = time.perf_counter() - started
+                pulled = Pulled(found, Manifest.read(found.path), found.digest not in before, elapsed_s)
+                resolver.release(found.name, found.path)
+                return pulled
+            except LoRAPluginsError as error:
+                error.adapter = error.adapter or place.name
+                return error
+            finally:
+                bars.name_ended()
+
+    what = places[0].text if len(places) == 1 and isinstance(places[0], _Place) else ""
+    async with bars.shown(what, len(places)):
+        return await asyncio.gather(*map(one, places))
+
+
+async def _resolve(resolver: AdapterResolver, place: _Place, base_path: str) -> ResolvedAdapter:
+    if place.uri is not None:
+        return await resolver.resolve_uri(place.name, place.text, base_path)
+    found = await resolver.resolve(place.text, base_path)
     if found is None:
         raise AdapterNotFound(
             "no such adapter",
             expected="one in " + ", ".join(str(source) for source in resolver.sources),
             remedy="look at its spelling; 'lora-plugins resolve' says what each source answers",
-            adapter=text,
+            adapter=place.text,
         )
     return found
+
+
+def _answer(pulled: Pulled) -> dict[str, Any]:
+    found, manifest = pulled.adapter, pulled.manifest
+    return {
+        "name": found.name,
+        "source": found.source,
+        "uri": manifest.uri,
+        "version": found.version,
+        "digest": manifest.digest,
+        "path": str(found.path),
+        "size_bytes": manifest.size_bytes,
+        "fetched": pulled.fetched,
+        "elapsed_s": pulled.elapsed_s,
+        "bytes_s": manifest.size_bytes / pulled.elapsed_s if pulled.fetched else None,
+    }
+
+
+def _show(output: Output, pulled: Pulled) -> None:
+    found, manifest, elapsed_s = pulled.adapter, pulled.manifest, pulled.elapsed_s
+    speed = size(manifest.size_bytes / elapsed_s)
+    how = f"fetched in {elapsed_s:.2f} s ({speed}/s)" if pulled.fetched else "was there"
+    output.line(f"{found.name}: {size(manifest.size_bytes)} from {manifest.uri}, {how}")
+    output.line(str(found.path))
 
 
 def _prefix(uri: SourceUri) -> SourceUri:

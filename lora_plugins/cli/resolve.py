@@ -1,8 +1,9 @@
-"""`resolve`: resolve one name as a server would, each step with its verdict."""
+"""`resolve`: resolve names as a server would, each step with its verdict."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -12,13 +13,22 @@ from lora_plugins.absence import Absence
 from lora_plugins.adapter.names import AdapterName, why_absent
 from lora_plugins.cli.amounts import number, size
 from lora_plugins.cli.base_model import BasePath, MaxRank, ServedNames, read_base
+from lora_plugins.cli.dry_run import WouldFetch, locate
 from lora_plugins.cli.exits import Exit, exit_of
 from lora_plugins.cli.output import Json, Output, Quiet, error_fields
-from lora_plugins.cli.progress import shown_progress
-from lora_plugins.cli.sources import Answer, require_sources, resolver_of_environment
+from lora_plugins.cli.progress import FetchBars
+from lora_plugins.cli.several import NamesFile, end_of_several, expand, failure, is_several, wanted
+from lora_plugins.cli.sources import (
+    Answer,
+    names_of_environment,
+    require_sources,
+    resolver_of_environment,
+    sources_of_environment,
+)
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot, OutOfMemory, SourceUnavailable
 from lora_plugins.events import AdapterFetched, AdapterResolved, Event
 from lora_plugins.resolvers.resolution import AdapterResolver
+from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.settings import Settings
 
@@ -44,6 +54,7 @@ class Trace:
     steps: list[Step] = field(default_factory=list)
     resolved: AdapterResolved | None = None
     fetched: AdapterFetched | None = None
+    answer: dict[str, Any] = field(default_factory=dict)
 
     def add(self, step: str, verdict: str, detail: str | LoRAPluginsError, hint: str = "") -> None:
         """Add a step."""
@@ -81,24 +92,59 @@ class Trace:
 
 
 def resolve(
-    name: Annotated[str, typer.Argument(help="The adapter's name, as a request's model field has it.")],
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="Names as a request's model field has them, or patterns in quotes for what sources list."),
+    ] = None,
     *,
+    file: NamesFile = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Ask the sources and fetch nothing; the store stays as it is.")
+    ] = False,
     base_model: BasePath = None,
     served_model_name: ServedNames = None,
     max_lora_rank: MaxRank = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> Exit:
-    """Resolve one name as a server would, step by step."""
-    output, settings, trace = Output(as_json=as_json, quiet=quiet), Settings.from_env(), Trace(name)
+    """Resolve names as a server would, step by step."""
+    output, settings = Output(as_json=as_json, quiet=quiet), Settings.from_env()
     base = read_base(settings, base_model, served_model_name, max_lora_rank)
-    resolver = resolver_of_environment(settings, base, hook=trace.on_event, report=trace.on_answer)
-    require_sources(resolver)
-    return asyncio.run(_resolve(output, resolver, trace))
+    base_path = "" if base is None else base.path
+    asked = expand(wanted(names, file), lambda: names_of_environment(settings, base_path), "the sources")
+    answers, codes = [], []
+    for place, one in enumerate(asked):
+        if isinstance(one, LoRAPluginsError):
+            codes.append(failure(output, one))
+            answers.append({"name": one.adapter, "error": error_fields(one)})
+            continue
+        if place:
+            output.line()
+        trace = Trace(one.name)
+        if dry_run:
+            sources = sources_of_environment(settings, trace.on_answer)
+            require_sources(sources)
+            codes.append(asyncio.run(_look(output, settings, trace, sources, base_path)))
+        else:
+            bars = FetchBars(output)
+
+            def hook(event: Event, trace: Trace = trace, bars: FetchBars = bars) -> None:
+                trace.on_event(event)
+                bars.on_event(event)
+
+            resolver = resolver_of_environment(settings, base, hook=hook, report=trace.on_answer)
+            require_sources(resolver.sources)
+            codes.append(asyncio.run(_resolve(output, resolver, trace, bars)))
+        answers.append(trace.answer)
+    if is_several(names, file):
+        return end_of_several(output, answers, codes)
+    output.json(answers[0])
+    return codes[0]
 
 
-async def _resolve(output: Output, resolver: AdapterResolver, trace: Trace) -> Exit:
-    if not resolver.settings.runtime_lora_updating:
+def _is_name(output: Output, settings: Settings, trace: Trace) -> Exit | None:
+    """The first steps, which are the same whether something is fetched or not; the end where it is no name."""
+    if not settings.runtime_lora_updating:
         trace.add("vllm", "warning", "asks no resolver unless VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 is set; it is not")
     try:
         AdapterName.parse(trace.name)
@@ -106,23 +152,59 @@ async def _resolve(output: Output, resolver: AdapterResolver, trace: Trace) -> E
         trace.add("name", "failed", error)
         return _end(output, trace, error)
     trace.add("name", "ok", "is well-formed")
+    return None
+
+
+async def _resolve(output: Output, resolver: AdapterResolver, trace: Trace, bars: FetchBars) -> Exit:
+    end = _is_name(output, resolver.settings, trace)
+    if end is not None:
+        return end
     try:
-        async with shown_progress(output, resolver.store, trace.name):
+        async with bars.shown(trace.name):
             found = await resolver.resolve(trace.name, resolver.base.path if resolver.base else "")
     except LoRAPluginsError as error:
-        _add_skipped(resolver, trace)
-        if all(step.detail is not error for step in trace.steps):
-            trace.add(_where(error), "failed", error)
-        return _end(output, trace, error)
+        return _failed(output, resolver.sources, trace, error)
     if found is None:
-        reason = why_absent(trace.name)
-        if reason is not None:
-            trace.add("revision", "failed", reason)
-        return _end(output, trace, reason)
-    _add_skipped(resolver, trace)
+        return _unknown(output, trace)
+    _add_skipped(resolver.sources, trace)
     _add_stored(resolver, trace, found)
     resolver.release(found.name, found.path)
     return _end(output, trace, None, found)
+
+
+async def _look(output: Output, settings: Settings, trace: Trace, sources: Sequence[Source], base_path: str) -> Exit:
+    """As `_resolve`, up to where something would be fetched."""
+    end = _is_name(output, settings, trace)
+    if end is not None:
+        return end
+    try:
+        found = await locate(sources, AdapterName.parse(trace.name), base_path, settings)
+    except LoRAPluginsError as error:
+        return _failed(output, sources, trace, error)
+    if found is None:
+        return _unknown(output, trace)
+    _add_skipped(sources, trace)
+    if found.stored is not None:
+        trace.add("store", "ok", f"has it: {found.stored}")
+    else:
+        files = number(len(found.adapter.files), "file")
+        trace.add("store", "ok", f"would fetch {files}, {size(found.size_bytes)}, from {found.adapter.uri}")
+    trace.add("adapter", "not checked", "nothing is fetched with --dry-run")
+    return _end(output, trace, None, located=found)
+
+
+def _failed(output: Output, sources: Sequence[Source], trace: Trace, error: LoRAPluginsError) -> Exit:
+    _add_skipped(sources, trace)
+    if all(step.detail is not error for step in trace.steps):
+        trace.add(_where(error), "failed", error)
+    return _end(output, trace, error)
+
+
+def _unknown(output: Output, trace: Trace) -> Exit:
+    reason = why_absent(trace.name)
+    if reason is not None:
+        trace.add("revision", "failed", reason)
+    return _end(output, trace, reason)
 
 
 def _where(error: LoRAPluginsError) -> str:
@@ -132,9 +214,9 @@ def _where(error: LoRAPluginsError) -> str:
     return "store" if isinstance(error, (NoFreeSlot, OutOfMemory)) else "adapter"
 
 
-def _add_skipped(resolver: AdapterResolver, trace: Trace) -> None:
+def _add_skipped(sources: Sequence[Source], trace: Trace) -> None:
     asked = {step.step for step in trace.steps}
-    for source in resolver.sources:
+    for source in sources:
         if source.label not in asked:
             trace.add(source.label, "not asked", "an earlier source has decided")
 
@@ -154,9 +236,17 @@ def _add_stored(resolver: AdapterResolver, trace: Trace, found: ResolvedAdapter)
         trace.add("base", "ok", "; ".join(event.notes) or f"fits {resolver.base.path}")
 
 
-def _end(output: Output, trace: Trace, error: LoRAPluginsError | None, found: ResolvedAdapter | None = None) -> Exit:
+def _end(
+    output: Output,
+    trace: Trace,
+    error: LoRAPluginsError | None,
+    found: ResolvedAdapter | None = None,
+    located: WouldFetch | None = None,
+) -> Exit:
     if found is not None:
         verdict, code = "served", Exit.OK
+    elif located is not None:
+        verdict, code = "found", Exit.OK
     elif error is None:
         verdict, code = "unknown", Exit.NOT_FOUND
     else:
@@ -187,14 +277,17 @@ def _end(output: Output, trace: Trace, error: LoRAPluginsError | None, found: Re
             "fetched": trace.resolved.fetched,
             "notes": list(trace.resolved.notes),
         }
+    if located is not None:
+        answer["located"] = located.as_json()
     if error is not None:
         answer["error"] = error_fields(error)
-    output.json(answer)
+    trace.answer = answer
     return code
 
 
 _VERDICTS = {
     "served": "would be served",
+    "found": "found, and nothing was fetched; without --dry-run it is verified too",
     "unknown": "no source has it; a request gets a 404",
     "refused": "would be refused",
     "unavailable": "unavailable now; a request gets a 503",

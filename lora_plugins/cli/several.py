@@ -68,9 +68,10 @@ def matching(pattern: str, known: Iterable[str], where: str) -> list[str]:
     found = [name for name in listed if fits.matches(name)]
     if not found:
         raise AdapterNotFound(
-            f"no adapter that matches '{pattern}'",
+            "no adapter that matches",
             expected=f"one of the {len(listed)} names of {where}" if listed else f"names in {where}, which has none",
             remedy="put the pattern between quotes; '*' stands for any characters, slashes too, and '?' for one",
+            adapter=pattern,
         )
     return found
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lora_plugins.absence import Absence
@@ -12,7 +13,7 @@ from lora_plugins.errors import InvalidSettings, LoRAPluginsError
 from lora_plugins.events import Events, Hook
 from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.resolvers.sources.configured import SOURCE_PLUGINS
-from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
+from lora_plugins.resolvers.sources.source import Listing, RemoteAdapter, Source
 from lora_plugins.settings import BaseMatch, Settings, named_in_environment
 from lora_plugins.store.opening import open_store
 
@@ -43,20 +44,59 @@ def resolver_of_environment(
         settings = replace(settings, base_match=BaseMatch.OFF)
     resolver = AdapterResolver(settings, Events(hook), open_store(settings))
     resolver.base = base
-    for plugin, configured in SOURCE_PLUGINS.items():
-        source = configured(settings) if named_in_environment(plugin) else None
-        if source is not None:
-            resolver.add(_Reporting(source, report))
+    for source in sources_of_environment(settings, report):
+        resolver.add(source)
     return resolver
 
 
-def require_sources(resolver: AdapterResolver) -> None:
+def sources_of_environment(settings: Settings, report: Callable[[Answer], None] = lambda _: None) -> list[Source]:
+    """The sources that `VLLM_PLUGINS` names, in their order.
+
+    Raises:
+        InvalidSettings: one cannot be made.
+    """
+    found: list[Source] = []
+    for plugin, configured in SOURCE_PLUGINS.items():
+        source = configured(settings) if named_in_environment(plugin) else None
+        if source is not None:
+            found.append(_Reporting(source, report))
+    order = settings.sources
+    return sorted(found, key=lambda item: order.index(item.label) if item.label in order else len(order))
+
+
+async def list_names(sources: Sequence[Source], base_model_name: str) -> list[Listing | LoRAPluginsError]:
+    """What each source can list, or why it does not answer."""
+
+    async def one(source: Source) -> Listing | LoRAPluginsError:
+        try:
+            return await source.names(base_model_name)
+        except LoRAPluginsError as error:
+            return error
+
+    return await asyncio.gather(*map(one, sources))
+
+
+def names_of_environment(settings: Settings, base_model_name: str = "") -> list[str]:
+    """All names that the sources can list, each once.
+
+    Raises:
+        LoRAPluginsError: of a source that does not answer.
+    """
+    names: dict[str, None] = {}
+    for listing in asyncio.run(list_names(sources_of_environment(settings), base_model_name)):
+        if isinstance(listing, LoRAPluginsError):
+            raise listing
+        names.update(dict.fromkeys(listing.names))
+    return list(names)
+
+
+def require_sources(sources: Sequence[Source]) -> None:
     """Refuse to go on where a server with this environment would ask no source.
 
     Raises:
         InvalidSettings: no plugin with a source is named, or none has its own setting.
     """
-    if not resolver.sources:
+    if not sources:
         raise InvalidSettings(
             "no source of adapters in this environment",
             expected="VLLM_PLUGINS with one of " + ", ".join(SOURCE_PLUGINS) + ", and that one's own setting",
@@ -70,7 +110,7 @@ class _Reporting:
     def __init__(self, source: Source, report: Callable[[Answer], None]) -> None:
         self._source = source
         self._report = report
-        self.label, self.remote, self.fetch = source.label, source.remote, source.fetch
+        self.label, self.remote, self.fetch, self.names = source.label, source.remote, source.fetch, source.names
 
     def __str__(self) -> str:
         return str(self._source)

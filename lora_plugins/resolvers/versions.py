@@ -15,13 +15,14 @@ from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import adapter_id
 from lora_plugins.adapter.verify import VerifiedAdapter, fit_adapter, verify_adapter
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, LoRAPluginsError
-from lora_plugins.events import AdapterConfirmed, AdapterFetched, AdapterResolved, Events
+from lora_plugins.events import AdapterConfirmed, AdapterFetched, AdapterResolved, Events, FetchStarted
 from lora_plugins.resolvers.conversion import ConvertedAdapter
 from lora_plugins.resolvers.limits import select_files
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
 from lora_plugins.settings import Settings
 from lora_plugins.store.errors import store_errors
 from lora_plugins.store.manifest import Manifest
+from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store, StoredAdapter
 
 _REMEMBERED_NAMES = 10_000
@@ -224,10 +225,16 @@ class Versions:
         refusals: list[LoRAPluginsError] = []
         arrived: list[VerifiedAdapter] = []
         check = partial(self._check_fetched, refusals, arrived)
+
+        async def fetch(download: PartialDownload) -> None:
+            files = tuple((file.name, file.size_bytes) for file in selected.files)
+            self._events.emit(FetchStarted(name, source.label, str(download.directory), files))
+            await source.fetch(selected, download)
+
         try:
             async with self._fetching:
                 started = time.perf_counter()
-                stored = await self._store.obtain(selected, partial(source.fetch, selected), check, holder)
+                stored = await self._store.obtain(selected, fetch, check, holder)
         except LoRAPluginsError as error:
             # Only what the bytes themselves say: a full disk, or a fetch that went wrong, may pass.
             if error in refusals:

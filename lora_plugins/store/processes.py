@@ -52,6 +52,12 @@ class Processes:
             return False
         return self._now() - beat < self._silent_s
 
+    def describe(self, name: str) -> str:
+        """A process's name as people know it."""
+        host, _, rest = name.partition(".")
+        where = "this host" if host == _host() else "another host or container"
+        return f"process {rest.partition('.')[0]} of {where}"
+
     def sweep(self) -> None:
         """Forget the heartbeats of the dead."""
         for entry in list(os.scandir(self._folder)):

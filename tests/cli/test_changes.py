@@ -93,7 +93,7 @@ def test_patterns_are_matched_against_what_is_served(cli, server):
     assert set(served(cli)) == {"team/poet"}
     done = cli("unload", "x*", "team/poet")
     assert (done.code, served(cli)) == (Exit.NOT_FOUND, {})
-    assert "no adapter that matches 'x*'; expected one of the 1 names" in done.err
+    assert "adapter 'x*': found no adapter that matches; expected one of the 1 names" in done.err
 
 
 def test_a_pattern_is_a_name_to_load(cli, server):

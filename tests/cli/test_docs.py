@@ -23,6 +23,7 @@ COMMANDS = {
     "ls": [],
     "verify": [],
     "gc": ["--max-bytes", "1", "--dry-run"],
+    "rm": ["team/poet", "--dry-run"],
 }
 
 

@@ -90,6 +90,8 @@ def test_every_golden_file_belongs_to_a_test():
         "doctor",
         "inspect-sql",
         "inspect-cut",
+        "resolve-dry-run",
+        "ls-remote",
     )
     of_servers = {"top.txt", "top-narrow.txt", "changes.txt", "refresh.json"}
     assert names == resolve | of_servers | {f"{name}.{how}" for name in stored for how in ("txt", "json")} | {

@@ -109,6 +109,51 @@ def test_what_cannot_be_had(env):
         assert (done.code, done.out) == (code, ""), (what, done)
 
 
+def test_what_the_sources_can_list(env, s3):
+    env = {**env, "VLLM_LORA_RESOLVER_HF_REPO_LIST": "acme/many,other/*"}
+    done = outside("ls", "--remote", "--json", env=env)
+    assert (done.code, done.err) == (Exit.OK, "")
+    found = {(row["source"], row["name"]) for row in done.json["adapters"]}
+    assert found == {
+        ("filesystem", "cut"), ("filesystem", "sql"), ("filesystem", "team/poet"),
+        ("s3", "broken"), ("s3", "sql"),
+        ("hub", "acme/many/en"),
+    }  # fmt: skip
+    gaps = {source["source"]: source["not_listed"] for source in done.json["sources"]}
+    assert gaps == {"filesystem": [], "s3": [], "hub": ["other/*: all of an owner's repositories"]}
+    away = {
+        **env,
+        "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
+        "S3_PATH_TEMPLATE": "s3://adapters/{base_model_name}/{lora_name}",
+    }
+    assert "needs --base-model" in outside("ls", "--remote", env=away).out
+    done = outside("ls", "--remote", "--base-model", "loras", env=away)
+    assert (done.code, "acme/many/en" in done.out, "[L006]" in done.out) == (Exit.UNAVAILABLE, True, True)
+    named = outside(
+        "ls",
+        "--remote",
+        "--base-model",
+        "loras",
+        "--json",
+        env={**away, "AWS_ENDPOINT_URL": s3.env()["AWS_ENDPOINT_URL"]},
+    )
+    assert [row["name"] for row in named.json["adapters"] if row["source"] == "s3"] == ["broken", "sql"]
+
+
+def test_bars_for_each_file_and_for_all(env, cli, s3):
+    cli.env = env
+    with fault_proxy(s3.url) as proxy:
+        proxy.plan(faults.stall(2.0), method="GET", path="adapter_model.safetensors")
+        at = {"TERM": "xterm", "COLUMNS": "120", "AWS_ENDPOINT_URL": proxy.url}
+        shown = on_terminal(cli, "pull", "s3://adapters/loras/sql", "team/poet", "acme/many/en", env=at)
+        assert "sql adapter_model.safetensors" in shown
+        assert re.search(r"\d of 3 adapters", shown)
+        cli.env = {**env, "LORA_PLUGINS_STORE_DIR": str(cli.root / "other-store")}
+        proxy.plan(faults.stall(2.0), method="GET", path="adapter_model.safetensors")
+        quiet = on_terminal(cli, "pull", "s3://adapters/loras/sql", "team/poet", "-q", env=at)
+    assert quiet == ""
+
+
 def test_a_bar_on_a_terminal_and_none_in_a_pipe(env, cli, s3):
     cli.env = env
     with fault_proxy(s3.url) as proxy:

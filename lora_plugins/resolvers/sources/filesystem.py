@@ -8,6 +8,7 @@ elsewhere. Hard links are not used: whoever opens the source file for writing wo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import itertools
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from lora_plugins.absence import Absence, AbsenceKind
+from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.files import ABSENT, is_inside, map_os_error, open_regular
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable, describing
@@ -26,6 +28,7 @@ from lora_plugins.resolvers.sources.nearby import closest_path, describe
 from lora_plugins.resolvers.sources.retries import deadline, look_up_timeout_s
 from lora_plugins.resolvers.sources.source import (
     ADAPTER_FILES,
+    Listing,
     RemoteAdapter,
     SourceFile,
     VersionChanged,
@@ -94,6 +97,34 @@ class FilesystemSource:
     async def fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
         """Copy the located files; see `Source` for what is raised."""
         await asyncio.get_running_loop().run_in_executor(self._threads, self._fetch, adapter, download)
+
+    async def names(self, base_model_name: str) -> Listing:  # noqa: ARG002
+        """Every directory below the root with a configuration; symlinks to directories are not looked into.
+
+        Raises:
+            SourceUnavailable: the root is gone.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._names)
+
+    def _names(self) -> Listing:
+        self._check_root()
+        names, gaps = [], []
+
+        def note(error: OSError) -> None:
+            gaps.append(f"{error.filename}: {error.strerror}")
+
+        for folder, below, files in os.walk(self.root, onerror=note):
+            below[:] = [name for name in below if not name.startswith(".")]
+            links = [name for name in below if os.path.islink(os.path.join(folder, name))]
+            found = [folder] if CONFIG_FILE in files else []
+            found += [
+                path for name in links if os.path.lexists(os.path.join(path := os.path.join(folder, name), CONFIG_FILE))
+            ]
+            for path in found:
+                with contextlib.suppress(AdapterNotFound, OSError):  # no name can reach it
+                    if path != str(self.root) and (self._inside is None or is_inside(Path(path), self._inside)):
+                        names.append(str(AdapterName.parse(os.path.relpath(path, self.root))))
+        return Listing(tuple(sorted(names)), tuple(gaps))
 
     async def _in_thread(self, work: Callable[[Path], T], path: Path) -> T | None:
         """What `work` answers; None where the file system does not."""

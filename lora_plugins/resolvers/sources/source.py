@@ -89,6 +89,14 @@ class VersionChanged(SourceUnavailable):
     """The adapter changed at its source while it was being fetched; the caller locates it again and starts over."""
 
 
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The names that a source can list, and what it cannot, each with the reason."""
+
+    names: tuple[str, ...]
+    gaps: tuple[str, ...] = ()
+
+
 class Source(Protocol):
     """A place adapters come from.
 
@@ -118,4 +126,8 @@ class Source(Protocol):
 
     async def fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
         """Write the located version's files, all of them and no others, to `download.directory`."""
+        ...
+
+    async def names(self, base_model_name: str) -> Listing:
+        """The names of what it has, as far as it can say; for people who look, not for requests."""
         ...

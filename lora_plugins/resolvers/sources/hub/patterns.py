@@ -117,6 +117,17 @@ class HubPatterns:
             return f"did you mean '{'/'.join((near, *name.segments[2:]))}'?"
         return f"to serve it, add {wanted} to {_VARIABLE}" if is_repo(wanted) and near is None else ""
 
+    def repos(self) -> list[HubTarget | str]:
+        """The repositories, or folders of them, that entries name; the entry itself where it names no repository."""
+        return [
+            str(entry)
+            if entry.repo is None
+            else HubTarget(
+                f"{entry.org}/{entry.repo}", "/".join(entry.folders), entry.revision or DEFAULT_REVISION, explicit=True
+            )
+            for entry in self.entries
+        ]
+
     def __str__(self) -> str:
         return ", ".join(str(entry) for entry in self.entries)
 
@@ -139,6 +150,10 @@ class AnyRepo:
     def meant(self, name: AdapterName) -> str:  # noqa: ARG002 - as of `HubPatterns`
         """Nothing either."""
         return ""
+
+    def repos(self) -> list[HubTarget | str]:
+        """None: nothing is named."""
+        return []
 
     def __str__(self) -> str:
         return "allowed URIs"

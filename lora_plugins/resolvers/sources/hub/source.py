@@ -39,6 +39,7 @@ from lora_plugins.resolvers.sources.nearby import closest_path, describe
 from lora_plugins.resolvers.sources.retries import Deadline, Retries, deadline, look_up_timeout_s
 from lora_plugins.resolvers.sources.source import (
     ADAPTER_FILES,
+    Listing,
     RemoteAdapter,
     SourceFile,
     VersionChanged,
@@ -171,6 +172,24 @@ class HubSource:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def names(self, base_model_name: str) -> Listing:  # noqa: ARG002
+        """The adapters in the repositories that the list names; an owner's whole repositories are not listed."""
+        names: set[str] = set()
+        gaps, end = [], f"/{CONFIG_FILE}"
+        for target in self._repos.repos():
+            if isinstance(target, str):
+                gaps.append(f"{target}: all of an owner's repositories")
+                continue
+            try:
+                info = await self._call(partial(self._info, target), str(target))
+            except LoRAPluginsError as error:
+                gaps.append(f"{target}: {error.found}")
+                continue
+            files = [file.rfilename for file in info.siblings or ()]
+            below = [f"{target.repo}/{file}" for file in files if file.startswith(_join(target.subfolder, ""))]
+            names.update(file.removesuffix(end) for file in below if file.endswith(end))
+        return Listing(tuple(sorted(names)), tuple(gaps))
 
     @property
     def _locate_timeout_s(self) -> float:

@@ -73,6 +73,15 @@ class FsspecFiles:
         names = [(str(item["name"]).rstrip("/").rpartition("/")[2], item.get("type")) for item in found]
         return [name + ("/" if kind == "directory" else "") for name, kind in names]
 
+    async def list_below(self, uri: str) -> list[str]:
+        """The URIs of all files below `uri`."""
+        filesystem = self._open()
+        if isinstance(filesystem, AsyncFileSystem):
+            found = await filesystem._find(filesystem._strip_protocol(uri))  # noqa: SLF001 - see `_describe`
+        else:
+            found = await asyncio.to_thread(filesystem.find, filesystem._strip_protocol(uri))  # noqa: SLF001
+        return [str(filesystem.unstrip_protocol(path)) for path in found]
+
     async def _describe_all(self, uri: str, names: Iterable[str]) -> list[SourceFile]:
         found = await asyncio.gather(*(self._describe(uri, name) for name in names))
         return [file for file in found if file is not None]

@@ -116,6 +116,19 @@ class S3Files:
         ]
         return [key.removeprefix(prefix) for key in found if key != prefix]
 
+    async def list_below(self, uri: str) -> list[str]:
+        """The URIs of all objects below `uri`, by as many LISTs as that takes."""
+        client = await self._client()
+        bucket, prefix = split_bucket(uri)
+        asked: dict[str, Any] = {"Bucket": bucket, "Prefix": f"{prefix}/" if prefix else ""}
+        found: list[str] = []
+        while True:
+            page = await client.list_objects_v2(**asked)
+            found += (f"s3://{bucket}/{item['Key']}" for item in page.get("Contents", []))
+            if not page.get("IsTruncated") or not page.get("NextContinuationToken"):
+                return found
+            asked["ContinuationToken"] = page["NextContinuationToken"]
+
     async def reader(self, uri: str, files: Sequence[SourceFile], timeout_s: float) -> HttpReader:
         """A reader of these files for the next `timeout_s` seconds."""
         client = await self._client()

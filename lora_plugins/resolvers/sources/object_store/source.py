@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 from fsspec.asyn import get_loop
 
 from lora_plugins.absence import Absence, AbsenceKind, without_login
+from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.resolvers.sources.nearby import closest_path, describe
@@ -37,7 +38,7 @@ from lora_plugins.resolvers.sources.object_store.ranges import DownloadLimits, R
 from lora_plugins.resolvers.sources.object_store.s3 import S3Files, s3_storage_options
 from lora_plugins.resolvers.sources.object_store.templates import LocalLinks, Template
 from lora_plugins.resolvers.sources.retries import Retries, deadline, look_up_timeout_s
-from lora_plugins.resolvers.sources.source import RemoteAdapter, SourceFile, VersionChanged, version_of
+from lora_plugins.resolvers.sources.source import Listing, RemoteAdapter, SourceFile, VersionChanged, version_of
 from lora_plugins.resolvers.threads import on_loop
 from lora_plugins.settings import Settings
 from lora_plugins.store.partial_download import PartialDownload
@@ -62,6 +63,7 @@ class _Files(Protocol):
 
     async def find(self, uri: str) -> list[SourceFile]: ...
     async def entries(self, uri: str) -> list[str]: ...
+    async def list_below(self, uri: str) -> list[str]: ...
     async def reader(self, uri: str, files: Sequence[SourceFile], timeout_s: float) -> RangeReader: ...
 
 
@@ -187,6 +189,30 @@ class ObjectSource:
             arrived twice with another MD5 than its ETag. OSError: the disk refuses.
         """
         await on_loop(get_loop(), self._fetch(adapter, download))
+
+    async def names(self, base_model_name: str) -> Listing:
+        """What lies below the template's fixed beginning, by listing all of it; a web server cannot be listed.
+
+        Raises:
+            SourceUnavailable: the store does not answer, or does not let these credentials list.
+        """
+        if self._quoted:
+            return Listing((), ("a web server does not list what it has",))
+        if self._template.has_base and not base_model_name:
+            return Listing((), (f"{self._template.text} needs --base-model",))
+        names = await on_loop(get_loop(), self._names(base_model_name))
+        return Listing(tuple(sorted(names)))
+
+    async def _names(self, base_model_name: str) -> set[str]:
+        """Runs on fsspec's loop."""
+        below = self._template.fixed[: self._template.fixed.rindex("/")]
+        end = f"/{CONFIG_FILE}"
+        found = set()
+        for uri in await self._ask(lambda: self._files.list_below(below)):
+            name = self._template.read(uri.removesuffix(end), base_model_name) if uri.endswith(end) else None
+            if name is not None:
+                found.add(str(name))
+        return found
 
     async def _find(self, uri: str) -> list[SourceFile]:
         """Runs on fsspec's loop."""

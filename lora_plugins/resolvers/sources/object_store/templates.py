@@ -7,11 +7,12 @@ A template is text with the placeholders `{base_model_name}`, `{lora_name}` and 
 from __future__ import annotations
 
 import os
+import re
 import string
 from urllib.parse import quote
 
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.errors import InvalidSettings
+from lora_plugins.errors import AdapterNotFound, InvalidSettings
 from lora_plugins.resolvers.sources.local_link import LocalLink
 
 DEFAULT_REVISION = "main"
@@ -40,6 +41,7 @@ class Template:
         if "lora_name" not in used:
             raise self.wrong("a template without {lora_name}")
         self.has_revision = "revision" in used
+        self.has_base = "base_model_name" in used
         self.fixed = self._parts[0][0]
 
     def fill(self, name: AdapterName, base_model_name: str, *, quoted: bool = False) -> str:
@@ -57,6 +59,27 @@ class Template:
             literal + ("" if field is None else quote(values[field], _PLAIN) if quoted else values[field])
             for literal, field in self._parts
         )
+
+    def read(self, text: str, base_model_name: str) -> AdapterName | None:
+        """The adapter that `fill` makes `text` of, for any base model where none is given; None where there is none."""
+        pattern = ""
+        for literal, field in self._parts:
+            pattern += re.escape(literal)
+            if field is not None and f"(?P<{field}>" in pattern:
+                pattern += f"(?P={field})"
+            elif field is not None:
+                pattern += f"(?P<{field}>.+)" if field == "lora_name" else f"(?P<{field}>.+?)"
+        match = re.fullmatch(pattern, text, re.DOTALL)
+        if match is None:
+            return None
+        found = match.groupdict()
+        revision = found.get("revision", DEFAULT_REVISION)
+        try:
+            name = AdapterName.parse(found["lora_name"] + (f"@{revision}" if revision != DEFAULT_REVISION else ""))
+        except AdapterNotFound:
+            return None
+        base = base_model_name or found.get("base_model_name", "")
+        return name if self.fill(name, base) == text else None
 
     def wrong(self, found: str) -> InvalidSettings:
         """An error about this template; the text itself is not repeated, it may hold a password."""

@@ -1,0 +1,138 @@
+"""Several names, patterns and files of names for `pull`, `resolve`, `inspect` and `verify`; `rm` and `ls --remote`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lora_plugins.cli.exits import Exit
+from lora_plugins.store.store import Store
+from tests.cli.common import Cli, golden
+from tests.make import adapter_files, put
+
+
+@pytest.fixture
+def many(cli: Cli) -> Cli:
+    put(cli.adapters / "team" / "sql", adapter_files(lora_alpha=64))
+    return cli
+
+
+def names(done, key: str = "name") -> list[str]:
+    return [one.get(key) for one in done.json["adapters"]]
+
+
+def test_pull_brings_what_it_can_and_says_the_rest(many):
+    done = many("pull", "sql", "nobody", "cut", "../up", "team/*", "--json")
+    assert (done.code, done.err) == (Exit.NOT_FOUND, "")
+    assert names(done) == ["sql", "nobody", "cut", "../up", "team/poet", "team/sql"]
+    assert [one.get("error", {}).get("code") for one in done.json["adapters"]] == [
+        None, "L002", "L005", "L002", None, None,
+    ]  # fmt: skip
+    assert (done.json["count"], done.json["failed"]) == (6, 3)
+    done = many("pull", "sql", "cut")
+    assert (done.code, done.out.count("was there"), done.err.count("error:")) == (Exit.WRONG, 1, 1)
+
+
+def test_one_name_has_the_json_that_it_had(many):
+    assert many("pull", "sql", "--json").json["name"] == "sql"
+    assert many("resolve", "sql", "--json").json["verdict"] == "served"
+    assert many("inspect", many.adapters / "sql", "--json").json["verdict"] == "served"
+    assert "error" in many("pull", "nobody", "--json").json
+
+
+def test_a_file_names_what_to_pull(many, monkeypatch):
+    file = many.root / "names"
+    file.write_text(f"# of the team\nteam/sql\nmine file://{many.adapters}/sql\n")
+    done = many("pull", "--file", file, "--json")
+    assert (done.code, names(done)) == (Exit.OK, ["team/sql", "mine"])
+    file.write_text("\n# none\n")
+    done = many("pull", "--file", file)
+    assert (done.code, "no names" in done.err) == (Exit.USAGE, True)
+
+
+def test_resolve_and_inspect_go_on_after_an_error(many):
+    done = many("resolve", "nobody", "cut", "sql")
+    assert done.code == Exit.NOT_FOUND
+    assert [f"{name}: " in done.out for name in ("nobody", "cut", "sql")] == [True] * 3
+    done = many("inspect", "/no/such", many.adapters / "cut", many.adapters / "sql", "--json")
+    assert done.code == Exit.NOT_FOUND
+    assert [one.get("verdict") for one in done.json["adapters"]] == [None, "refused", "served"]
+
+
+def test_inspect_takes_names_of_the_store_and_patterns(many):
+    many("pull", "team/sql", "sql")
+    assert many("inspect", "team/sql", "--json").json["uri"] == f"file://{many.adapters}/team/sql"
+    assert len(many("inspect", "*sql", "--json").json["adapters"]) == 2
+    found = many("inspect", f"{many.adapters}/team/*", "--json").json["adapters"]
+    assert [Path(one["path"]).name for one in found] == ["poet", "sql"]
+
+
+def test_verify_takes_names_and_patterns(many):
+    digests = {one["name"]: one["digest"] for one in many("pull", "team/*", "sql", "--json").json["adapters"]}
+    done = many("verify", "team/*", "none", "--json")
+    assert {one["digest"] for one in done.json["adapters"]} == {digests["team/poet"], digests["team/sql"]}
+    assert (done.code, [error["code"] for error in done.json["errors"]]) == (Exit.NOT_FOUND, ["L002"])
+    assert many("verify", "sql", digests["team/sql"][:8], "--json").json["count"] == 2
+
+
+@pytest.mark.parametrize("how", ["txt", "json"])
+def test_a_dry_run_fetches_nothing(many, how):
+    more = ["--json"] if how == "json" else []
+    golden(f"resolve-dry-run.{how}", many("resolve", "sql", "nobody", "--dry-run", *more), many.root)
+    assert not many.store.exists()
+
+
+def test_a_dry_run_refuses_what_would_not_be_fetched(many):
+    many.env["LORA_PLUGINS_MAX_ADAPTER_BYTES"] = "1kB"
+    done = many("resolve", "sql", "--dry-run", "--json")
+    assert (done.code, done.json["error"]["code"], done.json["verdict"]) == (Exit.WRONG, "L005", "refused")
+    assert not many.store.exists()
+    del many.env["LORA_PLUGINS_MAX_ADAPTER_BYTES"]
+    path = many("pull", "sql", "--json").json["path"]
+    assert many("resolve", "sql", "--dry-run", "--json").json["located"]["stored"] == path
+
+
+@pytest.mark.parametrize("how", ["txt", "json"])
+def test_ls_remote_lists_what_sources_have(many, how):
+    many("pull", "sql")
+    put(many.adapters / "sql" / "checkpoint-500", adapter_files())
+    put(many.adapters / ".hidden", adapter_files())
+    outside = put(many.root / "outside", adapter_files())
+    os.symlink(outside, many.adapters / "link-out")
+    os.symlink(many.adapters / "team", many.adapters / "link-in")
+    os.symlink(many.adapters / "sql", many.adapters / "other")
+    golden(f"ls-remote.{how}", many("ls", "--remote", *(["--json"] if how == "json" else [])), many.root)
+
+
+def test_rm_removes_by_name_pattern_uri_and_digest(many):
+    digests = {one["name"]: one["digest"] for one in many("pull", "*", "--json").json["adapters"] if "digest" in one}
+    done = many("rm", "team/*", "--dry-run", "--json")
+    assert [one["removed"] for one in done.json["adapters"]] == [True, True]
+    assert many("ls", "--json").json["count"] == 3
+    assert many("rm", "team/sql").code == Exit.OK
+    assert many("rm", digests["team/poet"][:8]).code == Exit.OK
+    assert {row["name"] for row in many("ls", "--json").json["adapters"]} == {"sql"}
+    assert many("rm", f"file://{many.adapters}/sql").code == Exit.OK
+    done = many("rm", "sql")
+    assert (done.code, "no such adapter in the store" in done.err) == (Exit.NOT_FOUND, True)
+    assert list(many.store.glob("[0-9a-f]*")) == []
+
+
+def test_rm_leaves_what_is_leased_and_says_by_whom(many):
+    pulled = {one["name"]: one["digest"] for one in many("pull", "sql", "team/sql", "--json").json["adapters"]}
+    server = Store(many.store)
+    assert server.acquire(pulled["sql"])
+    for more in (["--dry-run"], []):
+        done = many("rm", "*sql", *more)
+        assert done.code == Exit.NO_ROOM
+        assert f"stays: leased by process {os.getpid()} of this host" in done.out
+        assert (many.store / pulled["team/sql"]).exists() == bool(more)
+    assert (many.store / pulled["sql"]).exists()
+    server.leases.release(pulled["sql"])
+    assert many("rm", "sql").code == Exit.OK
+
+
+def test_rm_needs_to_be_told_what(many):
+    assert many("rm").code == Exit.USAGE
