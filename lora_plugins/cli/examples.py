@@ -11,7 +11,7 @@ def _examples(*lines: str) -> str:
 
 
 EXAMPLES: Mapping[str, str] = {
-    "doctor": _examples("doctor", "doctor --no-network --json"),
+    "doctor": _examples("doctor", "doctor --url http://127.0.0.1:8000", "doctor --no-network --json"),
     "resolve": _examples(
         "resolve team/sql",
         "resolve 'team/*' --dry-run",

@@ -10,21 +10,33 @@ from contextlib import asynccontextmanager, contextmanager
 from types import SimpleNamespace
 
 import uvicorn
+import vllm
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, make_asgi_app
+from prometheus_client.core import Metric
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
 from lora_plugins.api.access.administrators import Administrators
 from lora_plugins.api.access.principals import KnowPrincipal
 from lora_plugins.api.routes import router
+from lora_plugins.observability.engine_metrics import families
+from lora_plugins.observability.event_metrics import CountEvents
 from tests.server.world import Version, World
 
 KEY = "admin-key"
 
 
+class _OfPlanner:
+    """The metrics of a planner that has nothing to say yet."""
+
+    def collect(self) -> Iterator[Metric]:
+        return families("tiny", {}, 10)
+
+
 class AdminServer:
     """One server; `world` is what it serves from, to be changed through `has` only."""
 
-    def __init__(self, *, key: str | None) -> None:
+    def __init__(self, *, key: str | None, metrics: bool) -> None:
         self.world: World
         self.has: dict[str, object] = {}
         self._socket = socket.socket()
@@ -34,6 +46,16 @@ class AdminServer:
         app = FastAPI(lifespan=self._lifespan)
         app.state.args = SimpleNamespace(log_error_stack=False)
         app.include_router(router)
+
+        @app.get("/version")
+        async def version() -> dict[str, str]:
+            return {"version": vllm.__version__}
+
+        if metrics:
+            registry = CollectorRegistry()
+            CountEvents(registry, 10)
+            registry.register(_OfPlanner())  # type: ignore[arg-type]
+            app.mount("/metrics", make_asgi_app(registry))
         app.add_middleware(KnowPrincipal, administrators=Administrators(key=key))
         init_exception_handler(app)
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
@@ -58,9 +80,9 @@ class AdminServer:
 
 
 @contextmanager
-def admin_server(*, key: str | None = KEY) -> Iterator[AdminServer]:
+def admin_server(*, key: str | None = KEY, metrics: bool = True) -> Iterator[AdminServer]:
     """Run one until the block ends."""
-    made = AdminServer(key=key)
+    made = AdminServer(key=key, metrics=metrics)
     thread = threading.Thread(target=made.run, daemon=True)
     thread.start()
     made.wait()

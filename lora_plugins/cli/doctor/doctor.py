@@ -10,12 +10,15 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from lora_plugins.cli.admin_client import AdminClient
 from lora_plugins.cli.amounts import number
 from lora_plugins.cli.doctor.findings import Finding, State
 from lora_plugins.cli.doctor.installation import check_plugin_names, check_vllm, plugin_names
 from lora_plugins.cli.doctor.places import check_adapters_file, check_policy, check_store
 from lora_plugins.cli.doctor.plugins import Context, check_plugins
+from lora_plugins.cli.doctor.server import check_server
 from lora_plugins.cli.doctor.variables import check_variables
+from lora_plugins.cli.doctor.verdict import verdict
 from lora_plugins.cli.exits import Exit
 from lora_plugins.cli.output import Json, Output, Quiet, printable
 from lora_plugins.settings import environment
@@ -32,6 +35,9 @@ _STYLES = {
 
 def doctor(
     *,
+    url: Annotated[
+        str | None, typer.Option("--url", help="Ask the server at this address too, and compare it with what is here.")
+    ] = None,
     network: Annotated[bool, typer.Option(help="Ask S3 and the Hub whether they answer.")] = True,
     timeout_s: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds for each question.")] = 5.0,
     quiet: Quiet = False,
@@ -39,7 +45,9 @@ def doctor(
 ) -> Exit:
     """Say what is on, off or broken in this environment, and why."""
     output = Output(as_json=as_json, quiet=quiet)
-    found = list(_examine(environment(), network=network, timeout_s=timeout_s))
+    client = None if url is None else AdminClient(url, timeout_s)
+    found = list(_examine(environment(), client, network=network, timeout_s=timeout_s))
+    sentence = verdict(found, environment())
     problems = sum(item.state is State.PROBLEM for item in found)
     warnings = sum(item.state is State.WARNING for item in found)
     output.json(
@@ -47,6 +55,7 @@ def doctor(
             "healthy": problems == 0,
             "problems": problems,
             "warnings": warnings,
+            "verdict": sentence,
             "findings": [{**asdict(item), "state": str(item.state)} for item in found],
         }
     )
@@ -56,19 +65,25 @@ def doctor(
         f"{number(problems, 'problem')}, {number(warnings, 'warning')}",
         style="bold red" if problems else "yellow" if warnings else "bold green",
     )
+    output.line(sentence, style="bold")
     return Exit.WRONG if problems else Exit.OK
 
 
-def _examine(env: Mapping[str, str], *, network: bool, timeout_s: float) -> Iterator[Finding]:
+def _examine(
+    env: Mapping[str, str], client: AdminClient | None, *, network: bool, timeout_s: float
+) -> Iterator[Finding]:
     yield from check_vllm(ledger_check.installed())
     wrong, settings = check_variables(env)
     yield from wrong
     discovered = plugin_names()
     yield from check_plugin_names(env, discovered)
-    yield from check_plugins(Context(env, settings, discovered, network, timeout_s))
+    context = Context(env, settings, discovered, network, timeout_s)
+    yield from check_plugins(context)
     yield from check_store(settings)
     yield check_policy(settings)
     yield from check_adapters_file(settings)
+    if client is not None:
+        yield from check_server(client, context)
 
 
 def _table(found: Iterable[Finding]) -> Table:
