@@ -21,11 +21,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-_FIELDS = ("found", "expected", "remedy", "adapter", "file")
+_FIELDS = ("found", "expected", "remedy", "adapter", "file", "place")
 
 
 class LoRAPluginsError(Exception):
-    """States what was found, what was expected and what to do, for one adapter and file where there is one."""
+    """States what was found, what was expected and what to do, for one adapter and file where there is one.
+
+    `place` is the path, or the URL and endpoint, that it is about: for the log, the command line and administrators.
+    Other clients never get it, see `api/hidden_paths.py`; it holds no credentials.
+    """
 
     code: ClassVar[str] = "L000"
     http_status: ClassVar[int] = 500
@@ -39,6 +43,7 @@ class LoRAPluginsError(Exception):
         remedy: str = "",
         adapter: str = "",
         file: str = "",
+        place: str = "",
     ) -> None:
         super().__init__(found)
         self.found = found
@@ -46,12 +51,15 @@ class LoRAPluginsError(Exception):
         self.remedy = remedy
         self.adapter = adapter
         self.file = file
+        self.place = place
 
     def __str__(self) -> str:
         subject = ", ".join(
             part for part in (self.adapter and f"adapter '{self.adapter}'", self.file and f"file '{self.file}'") if part
         )
         text = f"[{self.code}] {subject}: found {self.found}" if subject else f"[{self.code}] found {self.found}"
+        if self.place:
+            text += f" at {self.place}"
         if self.expected:
             text += f"; expected {self.expected}"
         if self.remedy:
@@ -156,11 +164,12 @@ def error_of(plain: dict[str, str]) -> LoRAPluginsError:
 
 
 @contextmanager
-def describing(*, adapter: str = "", file: str = "") -> Iterator[None]:
-    """Fill in the adapter and file of any of our errors raised inside, where they are not set yet."""
+def describing(*, adapter: str = "", file: str = "", place: str = "") -> Iterator[None]:
+    """Fill in the adapter, file and place of any of our errors raised inside, where they are not set yet."""
     try:
         yield
     except LoRAPluginsError as error:
         error.adapter = error.adapter or adapter
         error.file = error.file or file
+        error.place = error.place or place
         raise

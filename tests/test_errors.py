@@ -39,7 +39,14 @@ TABLE = {
     ReplicaLost: ("L009", ConnectionError, 503),
     VersionChanged: ("L010", RuntimeError, 412),
 }
-FIELDS = {"found": "7 bytes", "expected": "8 bytes", "remedy": "copy it", "adapter": "team/sql", "file": "x.json"}
+FIELDS = {
+    "found": "7 bytes",
+    "expected": "8 bytes",
+    "remedy": "copy it",
+    "adapter": "team/sql",
+    "file": "x.json",
+    "place": "/a",
+}
 by_class = pytest.mark.parametrize("kind", TABLE, ids=lambda kind: kind.__name__)
 
 
@@ -86,7 +93,7 @@ def test_module_docstring_lists_each_error(kind):
 def test_text_has_code_adapter_file_found_expected_and_remedy(kind):
     text = str(kind(**FIELDS))
     assert text == (
-        f"[{kind.code}] adapter 'team/sql', file 'x.json': found 7 bytes; expected 8 bytes. To fix: copy it."
+        f"[{kind.code}] adapter 'team/sql', file 'x.json': found 7 bytes at /a; expected 8 bytes. To fix: copy it."
     )
 
 

@@ -20,6 +20,6 @@ def without_paths(text: str) -> str:
 
 
 def for_clients(error: LoRAPluginsError) -> str:
-    """An error's text without the server's paths; its adapter's name stays as the client has written it."""
+    """An error's text without the server's paths and places; its adapter's name stays as the client has written it."""
     fields = {name: text if name == _SHOWN else without_paths(text) for name, text in error.fields().items()}
-    return str(type(error)(**fields))
+    return str(type(error)(**{**fields, "place": ""}))

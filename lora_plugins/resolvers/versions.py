@@ -14,7 +14,7 @@ from cachetools import LRUCache
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import adapter_id
 from lora_plugins.adapter.verify import VerifiedAdapter, fit_adapter, verify_adapter
-from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, LoRAPluginsError
+from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, LoRAPluginsError, describing
 from lora_plugins.events import AdapterConfirmed, AdapterFetched, AdapterResolved, Events, FetchStarted
 from lora_plugins.resolvers.conversion import ConvertedAdapter
 from lora_plugins.resolvers.limits import select_files
@@ -221,7 +221,8 @@ class Versions:
         version = (adapter.uri, adapter.version)
         if version in self._refused:
             raise copy.copy(self._refused[version])  # a new one: raising an old one grows its traceback
-        selected = select_files(adapter, self._settings)
+        with describing(place=adapter.uri):
+            selected = select_files(adapter, self._settings)
         refusals: list[LoRAPluginsError] = []
         arrived: list[VerifiedAdapter] = []
         check = partial(self._check_fetched, refusals, arrived)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lora_plugins.api.hidden_paths import for_clients, without_paths
-from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter
+from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, SourceUnavailable
 
 
 @pytest.mark.parametrize(
@@ -54,3 +54,9 @@ def test_the_adapters_name_stays_as_it_was_asked_for():
     assert for_clients(error) == "[L002] adapter '/sql', file '<path>': found x; expected <path>. To fix: see <path>."
     assert str(error).count("<path>") == 0
     assert for_clients(IncompatibleAdapter("x", adapter="team/sql")) == "[L003] adapter 'team/sql': found x."
+
+
+def test_place_is_for_the_log_and_never_for_clients():
+    error = SourceUnavailable("x", adapter="sql", place="s3://bucket/loras/sql/ on http://s3.test:9000")
+    assert str(error) == "[L006] adapter 'sql': found x at s3://bucket/loras/sql/ on http://s3.test:9000."
+    assert for_clients(error) == "[L006] adapter 'sql': found x."

@@ -77,8 +77,9 @@ class FilesystemSource:
 
     async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | Absence:  # noqa: ARG002
         """Find the adapter's directory and its files; see `Source` for what is raised."""
-        async with deadline(self._locate_timeout_s, f"an answer of the file system with {self._variable}"):
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._locate, name)
+        with describing(place=str(self.root / str(name))):
+            async with deadline(self._locate_timeout_s, f"an answer of the file system with {self._variable}"):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, self._locate, name)
 
     async def look_around(self, name: AdapterName, base_model_name: str, absence: Absence) -> Absence:  # noqa: ARG002
         """What lies in the directory, or which name below the root is spelt like this one."""
@@ -96,7 +97,8 @@ class FilesystemSource:
 
     async def fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
         """Copy the located files; see `Source` for what is raised."""
-        await asyncio.get_running_loop().run_in_executor(self._threads, self._fetch, adapter, download)
+        with describing(place=str(self.root / str(adapter.name))):
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._fetch, adapter, download)
 
     async def names(self, base_model_name: str) -> Listing:  # noqa: ARG002
         """Every directory below the root with a configuration; symlinks to directories are not looked into.

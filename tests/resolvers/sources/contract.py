@@ -168,6 +168,20 @@ class SourceContract:
             assert all(part in absence.place for part in name.split("@"))
             assert absence.detail
 
+    def test_a_failure_names_its_place(self, harness, source):
+        harness.put_adapter("team/sql", {WEIGHTS_FILE: b"x"})
+        name = AdapterName.parse(harness.asked("team/sql"))
+        with pytest.raises(AdapterNotFound) as caught:
+            asyncio.run(source.locate(name, BASE.path))
+        assert "team/sql" in caught.value.place
+        harness.break_source()
+        try:
+            with pytest.raises(SourceUnavailable) as caught:
+                asyncio.run(source.locate(name, BASE.path))
+        finally:
+            harness.restore_source()
+        assert "team/sql" in caught.value.place
+
     def test_a_name_of_another_spelling_is_hinted(self, harness, around):
         harness.put_adapter("team/sql", adapter_files())
         for name in ("Team/SQL", "team/sq", "teem/sql"):

@@ -19,11 +19,11 @@ from typing import TypeVar
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
-from lora_plugins.absence import Absence, AbsenceKind
+from lora_plugins.absence import Absence, AbsenceKind, without_login
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import INDEX_FILE, is_shard, shards_of
-from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable, describing
 from lora_plugins.resolvers.sources.failures import FailureKind, RemoteFailure
 from lora_plugins.resolvers.sources.hub.errors import map_error
 from lora_plugins.resolvers.sources.hub.files import (
@@ -110,10 +110,14 @@ class HubSource:
         target = self._repos.match(name)
         if target is None:
             return Absence(self.label, "", AbsenceKind.NOT_ASKED, self._repos.why_not(name))
-        found = await self._find(target)
-        if isinstance(found, Absence):
-            return found
-        return RemoteAdapter(name, self.label, str(SourceUri.hub(target.repo, target.subfolder)), *found)
+        with describing(place=self._place(target.repo, target.subfolder, target.revision)):
+            found = await self._find(target)
+            if isinstance(found, Absence):
+                return found
+            return RemoteAdapter(name, self.label, str(SourceUri.hub(target.repo, target.subfolder)), *found)
+
+    def _place(self, repo: str, subfolder: str, revision: str) -> str:
+        return f"{SourceUri.hub(repo, subfolder, revision)} on {without_login(self._api.endpoint)}"
 
     async def look_around(self, name: AdapterName, base_model_name: str, absence: Absence) -> Absence:  # noqa: ARG002
         """What the repository has instead, by one more request; of one that was not asked, what the list has."""
@@ -152,6 +156,10 @@ class HubSource:
             OSError: the directory cannot be written.
         """
         uri = SourceUri.parse(adapter.uri)
+        with describing(place=self._place(uri.repo, uri.subfolder, adapter.version)):
+            await self._fetch(adapter, uri, download)
+
+    async def _fetch(self, adapter: RemoteAdapter, uri: SourceUri, download: PartialDownload) -> None:
         stop = threading.Event()
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -199,7 +207,7 @@ class HubSource:
         """The commit and its adapter files in the folder."""
         retries = replace(self._retries, timeout_s=self._locate_timeout_s)
         where = str(target)
-        place = str(SourceUri.hub(target.repo, target.subfolder, target.revision))
+        place = self._place(target.repo, target.subfolder, target.revision)
         try:
             async with deadline(retries.timeout_s, f"an answer of the Hub for {where}") as state:
                 info = await retries.run(lambda: self._call(partial(self._info, target), where), state)

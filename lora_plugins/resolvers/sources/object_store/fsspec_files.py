@@ -48,6 +48,7 @@ class FsspecFiles:
         if self._web:
             self._options.setdefault("encoded", True)  # URLs are quoted once, by the template
         self._filesystem: Any = None
+        self.endpoint = ""  # the URL says it
 
     async def find(self, uri: str) -> list[SourceFile]:
         """The adapter files directly below `uri`."""

@@ -94,6 +94,12 @@ class S3Files:
         self._filesystem: Any = None
         self._http: HttpOptions | None = None
 
+    @property
+    def endpoint(self) -> str:
+        """What the environment names, without what a client might add to it; empty for AWS's own."""
+        url = urlsplit(self._options.get("endpoint_url") or "")
+        return f"{url.scheme}://{url.netloc.rpartition('@')[2]}" if url.netloc else ""
+
     async def find(self, uri: str) -> list[SourceFile]:
         """The adapter files directly below `uri`, by one LIST; by HEADs where listing is denied."""
         client = await self._client()

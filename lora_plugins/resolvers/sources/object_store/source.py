@@ -24,7 +24,7 @@ from fsspec.asyn import get_loop
 from lora_plugins.absence import Absence, AbsenceKind, without_login
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.errors import LoRAPluginsError, describing
 from lora_plugins.resolvers.sources.nearby import closest_path, describe
 from lora_plugins.resolvers.sources.object_store.access_points import (
     EXPECTED,
@@ -59,6 +59,11 @@ class _Files(Protocol):
     @property
     def rechecks(self) -> bool:
         """Whether a change during a fetch is only seen by looking again at its end."""
+        ...
+
+    @property
+    def endpoint(self) -> str:
+        """The server that is asked, where the URL does not say it."""
         ...
 
     async def find(self, uri: str) -> list[SourceFile]: ...
@@ -142,12 +147,13 @@ class ObjectSource:
     async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | Absence:
         """Find the adapter's files by one LIST or one look at each; see `Source` for what is raised."""
         uri = self._template.fill(name, base_model_name, quoted=self._quoted)
-        files = await on_loop(get_loop(), self._find(uri))
+        with describing(place=self._place(uri)):
+            files = await on_loop(get_loop(), self._find(uri))
         if not files:
-            place = f"{without_login(uri)}/"
-            return Absence(self.label, place, AbsenceKind.NOTHING, "no adapter_config.json and no weights")
+            return Absence(self.label, self._place(uri), AbsenceKind.NOTHING, "no adapter_config.json and no weights")
         link = self._links.link(name, base_model_name) if self._links else None
-        return RemoteAdapter(name, self.label, uri, version_of(files), tuple(files), link)
+        with describing(place=self._place(uri)):
+            return RemoteAdapter(name, self.label, uri, version_of(files), tuple(files), link)
 
     async def look_around(self, name: AdapterName, base_model_name: str, absence: Absence) -> Absence:
         """What lies at the URL, or which URL below the template's fixed part is spelt like this one; by listings."""
@@ -188,7 +194,13 @@ class ObjectSource:
             VersionChanged: an object changed or vanished since it was located. SourceUnavailable: it cannot be had, or
             arrived twice with another MD5 than its ETag. OSError: the disk refuses.
         """
-        await on_loop(get_loop(), self._fetch(adapter, download))
+        with describing(place=self._place(adapter.uri)):
+            await on_loop(get_loop(), self._fetch(adapter, download))
+
+    def _place(self, uri: str) -> str:
+        """Bucket and key, and the endpoint where one is set."""
+        endpoint = self._files.endpoint
+        return f"{without_login(uri)}/" + (f" on {without_login(endpoint)}" if endpoint else "")
 
     async def names(self, base_model_name: str) -> Listing:
         """What lies below the template's fixed beginning, by listing all of it; a web server cannot be listed.

@@ -15,6 +15,7 @@ from fsspec.asyn import get_loop
 
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
+from lora_plugins.api.hidden_paths import for_clients
 from lora_plugins.errors import LoRAPluginsError, OutOfMemory, SourceUnavailable
 from lora_plugins.resolvers.sources.object_store.source import ObjectSource, object_source
 from lora_plugins.resolvers.sources.source import VersionChanged
@@ -103,8 +104,11 @@ def test_lasting_fault_is_an_outage_never_absence(bed: Bed, case: str) -> None:
     text = str(caught.value)
     for expected in texts:
         assert expected in text
-    for secret in ("testing", "X-Amz", "Signature", bed.proxy.url):
+    assert f" at s3://{bed.bucket.name}/loras/sql/ on {bed.proxy.url}" in text
+    for secret in ("testing", "X-Amz", "Signature"):
         assert secret not in text
+    for place in (bed.bucket.name, bed.proxy.url):
+        assert place not in for_clients(caught.value)
     assert not bed.store.layout.digests()
     bed.assert_clean()
     bed.proxy.clear()

@@ -147,7 +147,8 @@ def test_absence_hints_at_what_is_below_the_fixed_part(bed, template, name, plac
         return absence, await source.look_around(asked, "org/bse", absence)
 
     absence, around = asyncio.run(ask())
-    assert (absence.place, absence.detail) == (place, "no adapter_config.json and no weights")
+    assert absence.place == f"{place} on {bed.proxy.url}"
+    assert absence.detail == "no adapter_config.json and no weights"
     assert around.hint == f"did you mean '{hint}'?"
 
 
