@@ -126,6 +126,18 @@ def test_dockerfiles_are_clean():
     assert (done.returncode, done.stdout) == (0, "")
 
 
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
+def test_volumes_are_mounted_where_the_images_user_may_write(name):
+    """Docker gives a named volume to root unless the image has the directory."""
+    image = (ROOT / "examples" / "docker" / name).read_text()
+    (made, given) = re.search(r"mkdir -p (.+?) && chown -R 2000:2000 (.+)$", image, re.MULTILINE).groups()
+    services = yaml.safe_load((ROOT / "examples" / "docker" / "compose.yaml").read_text())["services"]
+    for volume in services["vllm"]["volumes"]:
+        target = volume.partition(":")[2]
+        assert target in made.split()
+        assert any(target.startswith(owned) for owned in given.split())
+
+
 def test_compose_file_names_known_settings():
     services = yaml.safe_load((ROOT / "examples" / "docker" / "compose.yaml").read_text())["services"]
     assert {key for key in services["vllm"]["environment"] if key.startswith("LORA_PLUGINS_")} <= OWN_VARIABLES
