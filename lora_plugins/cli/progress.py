@@ -90,12 +90,13 @@ class FetchBars:
         overall = None
         while True:
             await asyncio.sleep(_LOOK_S)
+            description = what if self._names < 2 else f"{self._ended_names} of {number(self._names, 'adapter')}"
+            if overall is None and (self._started or self._names > 1):
+                overall = progress.add_task(description, total=None)
+            if overall is None:
+                continue
             while self._started:
                 self._fetches.append(_begin(progress, self._started.pop(0)))
-            if overall is None:
-                if not self._fetches and self._names < 2:
-                    continue
-                overall = progress.add_task(what, total=None)
             done = total = self._ended_bytes
             for fetch in list(self._fetches):
                 arrived = await asyncio.to_thread(arrived_bytes, fetch.directory, fetch.sizes)
@@ -111,8 +112,6 @@ class FetchBars:
                 done += sum(arrived.values())
                 for name, bar in fetch.bars.items():
                     progress.update(bar, completed=arrived[name])
-            of = f"{self._ended_names} of {number(self._names, 'adapter')}"
-            description = what if self._names < 2 else of
             progress.update(overall, description=description, completed=done, total=total or None)
 
 

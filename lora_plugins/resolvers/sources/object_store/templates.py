@@ -51,7 +51,7 @@ class Template:
         which may be a path, what does not name anything (`/`, `.`, `..`) is left out.
         """
         values = {
-            "base_model_name": "/".join(part for part in base_model_name.split("/") if part not in ("", ".", "..")),
+            "base_model_name": _path_of(base_model_name),
             "lora_name": name.path if self.has_revision else str(name),
             "revision": name.revision or DEFAULT_REVISION,
         }
@@ -61,25 +61,24 @@ class Template:
         )
 
     def read(self, text: str, base_model_name: str) -> AdapterName | None:
-        """The adapter that `fill` makes `text` of, for any base model where none is given; None where there is none."""
+        """The adapter that `fill` makes `text` of; None where there is none, or where it takes a base model to tell."""
+        if self.has_base and not base_model_name:
+            return None
         pattern = ""
         for literal, field in self._parts:
             pattern += re.escape(literal)
-            if field is not None and f"(?P<{field}>" in pattern:
-                pattern += f"(?P={field})"
+            if field == "base_model_name":
+                pattern += re.escape(_path_of(base_model_name))
             elif field is not None:
-                pattern += f"(?P<{field}>.+)" if field == "lora_name" else f"(?P<{field}>.+?)"
+                pattern += f"(?P={field})" if f"(?P<{field}>" in pattern else f"(?P<{field}>.+)"
         match = re.fullmatch(pattern, text, re.DOTALL)
         if match is None:
             return None
-        found = match.groupdict()
-        revision = found.get("revision", DEFAULT_REVISION)
+        revision = match.groupdict().get("revision", DEFAULT_REVISION)
         try:
-            name = AdapterName.parse(found["lora_name"] + (f"@{revision}" if revision != DEFAULT_REVISION else ""))
+            return AdapterName.parse(match["lora_name"] + (f"@{revision}" if revision != DEFAULT_REVISION else ""))
         except AdapterNotFound:
             return None
-        base = base_model_name or found.get("base_model_name", "")
-        return name if self.fill(name, base) == text else None
 
     def wrong(self, found: str) -> InvalidSettings:
         """An error about this template; the text itself is not repeated, it may hold a password."""
@@ -97,6 +96,10 @@ class Template:
         if form or conversion:
             raise self.wrong(f"a conversion of {{{field}}}")
         return literal, field
+
+
+def _path_of(base_model_name: str) -> str:
+    return "/".join(part for part in base_model_name.split("/") if part not in ("", ".", ".."))
 
 
 class LocalLinks:
