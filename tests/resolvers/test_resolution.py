@@ -37,6 +37,7 @@ from lora_plugins.events import (
     AdapterResolved,
     AdapterUnknown,
     Events,
+    FetchStarted,
     LookUpRefused,
     SourceFailed,
     StoreEvicted,
@@ -98,10 +99,14 @@ class FakeSource:
 
 class RecordingResolver(AdapterResolver):
     def __init__(self, root: Path, *sources: FakeSource, max_bytes: int | None = None, **settings: object) -> None:
-        self.emitted: list[object] = []
+        self.emitted: list[object] = []  # all but what bars of progress are drawn by
         store = Store(root, max_bytes=max_bytes)
-        super().__init__(Settings(**settings), Events(self.emitted.append, LogEvents()), store, sources)
+        super().__init__(Settings(**settings), Events(self.record, LogEvents()), store, sources)
         self.base = BASE
+
+    def record(self, event: object) -> None:
+        if not isinstance(event, FetchStarted):
+            self.emitted.append(event)
 
     def ask(self, name: str = "sql"):
         return asyncio.run(self.resolve(name, BASE.path))

@@ -18,7 +18,15 @@ from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import adapter_id
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, SourceUnavailable
-from lora_plugins.events import AdapterFetched, AdapterRejected, AdapterResolved, AdapterUnknown, Events, SourceFailed
+from lora_plugins.events import (
+    AdapterFetched,
+    AdapterRejected,
+    AdapterResolved,
+    AdapterUnknown,
+    Events,
+    FetchStarted,
+    SourceFailed,
+)
 from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.hub import source as hub_module
@@ -47,8 +55,8 @@ class RecordingResolver(AdapterResolver):
     """A resolver without any source, that remembers its events."""
 
     def __init__(self, store: Path, **settings: Any) -> None:
-        self.emitted: list[Any] = []
-        super().__init__(Settings(**settings), Events(self.emitted.append), Store(store))
+        self.emitted: list[Any] = []  # all but what bars of progress are drawn by
+        super().__init__(Settings(**settings), Events(self.record), Store(store))
         self.base = BASE
 
     def load(self, uri: str, name: str = "sql") -> ResolvedAdapter:
@@ -59,6 +67,10 @@ class RecordingResolver(AdapterResolver):
 
     def ask(self, name: str = "sql") -> ResolvedAdapter | None:
         return asyncio.run(self.resolve(name, BASE.path))
+
+    def record(self, event: Any) -> None:
+        if not isinstance(event, FetchStarted):
+            self.emitted.append(event)
 
     @property
     def kinds(self) -> list[type]:
