@@ -94,6 +94,15 @@ def test_settings_are_those_of_the_package(name, tmp_path):
         assert limit < int(container["resources"]["limits"]["ephemeral-storage"].removesuffix("Gi")) << 30
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if "sync" not in name])
+def test_no_source_is_named_whose_settings_are_missing(name):
+    """The doctor, which the page has a reader run in the pod, would end with 1."""
+    (data,) = [one["data"] for (kind, key), one in rendered(name).items() if kind == "ConfigMap" and "settings" in key]
+    sources = {one for one in data["VLLM_PLUGINS"].split(",") if one.endswith("_resolver")}
+    assert sources == {"lora_s3_resolver"}
+    assert ("S3_PATH_TEMPLATE" in data) == name.startswith("overlays/s3-")
+
+
 def test_alerts_are_those_of_examples_prometheus():
     rule = rendered("overlays/monitoring")["PrometheusRule", "lora-plugins"]
     plain = yaml.safe_load((ROOT / "examples" / "prometheus" / "alerts.yml").read_text())
