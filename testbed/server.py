@@ -99,6 +99,23 @@ def vllm_server(
             _end(process)
 
 
+@contextmanager
+def shell_server(script: str, port: int, log_file: Path, env: Mapping[str, str]) -> Iterator[Server]:
+    """Run a shell script, whose last command serves on `port`, until the block ends; commands are this Python's."""
+    binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**outer_environment(), "PATH": binaries, **env}
+    with log_file.open("wb") as log:
+        process = subprocess.Popen(
+            ["bash", "-euc", script], stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+    try:
+        server = Server(f"http://127.0.0.1:{port}", process, log_file)
+        _wait_until_healthy(server, lambda seconds: None)
+        yield server
+    finally:
+        _end(process)
+
+
 def _wait_until_healthy(server: Server, progress: Callable[[float], None]) -> None:
     started = time.monotonic()
     while True:
