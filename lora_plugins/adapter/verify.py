@@ -101,9 +101,9 @@ def choose_weights(names: Collection[str], settings: Settings) -> str:
     pickle = next((name for name in PICKLE_FILES if name in names), None)
     if pickle is None:
         raise AdapterNotFound(
-            "no such file",
+            "no weights",
             expected="the adapter's weights",
-            remedy="save the adapter again with PEFT",
+            remedy="wait for the copy or upload to end, or save the adapter again with PEFT",
             file=WEIGHTS_FILE,
         )
     if not settings.allow_pickle:

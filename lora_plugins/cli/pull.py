@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from lora_plugins.absence import Absence
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.cli.amounts import size
 from lora_plugins.cli.exits import Exit
@@ -18,6 +20,7 @@ from lora_plugins.cli.progress import FetchBars
 from lora_plugins.cli.several import AskedName, NamesFile, end_of_several, expand, failure, is_several, wanted
 from lora_plugins.cli.sources import names_of_environment, require_sources, resolver_of_environment
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
+from lora_plugins.events import AdapterUnknown, Event
 from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.resolvers.uris import SourceUri
 from lora_plugins.resolvers.versions import ResolvedAdapter
@@ -99,11 +102,18 @@ def bring_all(
     uris = [place.uri for place in places if isinstance(place, _Place) and place.uri is not None]
     settings = replace(settings, allowed_uris=(*settings.allowed_uris, *(str(_prefix(uri)) for uri in uris)))
     bars = FetchBars(output)
-    resolver = resolver_of_environment(settings, hook=bars.on_event)
+    absences: dict[str, tuple[Absence, ...]] = {}
+
+    def on_event(event: Event) -> None:
+        bars.on_event(event)
+        if isinstance(event, AdapterUnknown):
+            absences[event.name] = event.absences
+
+    resolver = resolver_of_environment(settings, hook=on_event)
     if any(isinstance(place, _Place) and place.uri is None for place in places):
         require_sources(resolver.sources)
     before = frozenset(resolver.store.layout.digests())
-    return asyncio.run(_bring_all(resolver, bars, places, before, base_path))
+    return asyncio.run(_bring_all(resolver, bars, places, before, base_path, absences=absences))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +133,16 @@ def _place(one: AskedName) -> _Place | LoRAPluginsError:
         uri = SourceUri.parse(text)
         return _Place(text, _name_of(uri) if one.uri is None else str(AdapterName.parse(one.name)), uri)
     except LoRAPluginsError as error:
-        error.adapter = error.adapter or one.name
+        if "://" not in one.name:  # what is wrong with a URI may be a password in it
+            error.adapter = error.adapter or one.name
+        error.remedy = _as_uri(text) or error.remedy
         return error
+
+
+def _as_uri(text: str) -> str:
+    """What to do about a path in the place of a name; empty for what is none."""
+    is_path = text.startswith(("/", "./", "../", "~/")) and "://" not in text
+    return f"for a directory of this machine use {Path(text).expanduser().absolute().as_uri()}" if is_path else ""
 
 
 async def _bring_all(
@@ -133,6 +151,8 @@ async def _bring_all(
     places: Sequence[_Place | LoRAPluginsError],
     before: frozenset[str],
     base_path: str,
+    *,
+    absences: Mapping[str, Sequence[Absence]],
 ) -> list[Pulled | LoRAPluginsError]:
     turns = asyncio.Semaphore(_AT_ONCE)
 
@@ -143,7 +163,7 @@ async def _bring_all(
         async with turns:
             started = time.perf_counter()
             try:
-                found = await _resolve(resolver, place, base_path)
+                found = await _resolve(resolver, place, base_path, absences)
                 elapsed_s = time.perf_counter() - started
                 pulled = Pulled(found, Manifest.read(found.path), found.digest not in before, elapsed_s)
                 resolver.release(found.name, found.path)
@@ -159,15 +179,19 @@ async def _bring_all(
         return await asyncio.gather(*map(one, places))
 
 
-async def _resolve(resolver: AdapterResolver, place: _Place, base_path: str) -> ResolvedAdapter:
+async def _resolve(
+    resolver: AdapterResolver, place: _Place, base_path: str, absences: Mapping[str, Sequence[Absence]]
+) -> ResolvedAdapter:
     if place.uri is not None:
         return await resolver.resolve_uri(place.name, place.text, base_path)
     found = await resolver.resolve(place.text, base_path)
     if found is None:
+        said = absences.get(place.name, ())
+        hints = [absence.hint for absence in said if absence.hint]
         raise AdapterNotFound(
-            "no such adapter",
-            expected="one in " + ", ".join(str(source) for source in resolver.sources),
-            remedy="look at its spelling; 'lora-plugins resolve' says what each source answers",
+            "no such adapter: " + "; ".join(f"{absence.source}: {absence}" for absence in said),
+            expected="an adapter in one of these places",
+            remedy=" ".join(hints) or "correct its spelling, or give its URI, such as hf://org/repo",
             adapter=place.text,
         )
     return found

@@ -69,7 +69,7 @@ class SourceUri:
             raise _refused(f"a URI of {len(text)} characters", f"at most {MAX_CHARACTERS}")
         match = _SCHEME.fullmatch(text)
         if match is None:
-            raise _refused("no URI", "scheme://path")
+            raise _refused("no URI", "scheme://path, such as s3://bucket/sql, hf://org/repo or file:///adapters/sql")
         scheme, rest = match[1].lower(), match[2]
         for character in "?#":
             if character in rest:
@@ -153,7 +153,11 @@ class AllowedUris:
         """
         uri = SourceUri.parse(text)
         if not any(uri.is_below(prefix) for prefix in self.prefixes):
-            raise _refused("a URI that is not allowed", "one below a prefix of LORA_PLUGINS_ALLOWED_URIS")
+            raise InvalidAdapter(
+                "a URI that is not allowed",
+                expected="one below a prefix of LORA_PLUGINS_ALLOWED_URIS",
+                remedy="ask for another, or have the server's operator add a prefix",
+            )
         if not uri.segments:
             raise _refused("a URI without a path", "the adapter's directory")
         return uri
@@ -250,4 +254,4 @@ def _decode(text: str) -> str:
 
 
 def _refused(found: str, expected: str) -> InvalidAdapter:
-    return InvalidAdapter(found, expected=expected, remedy="ask for a URI that the server's operator allows")
+    return InvalidAdapter(found, expected=expected, remedy="correct the URI")

@@ -417,3 +417,17 @@ def test_a_bug_is_one_line_and_traced_on_request(cli, monkeypatch):
 def test_the_version():
     done = outside("--version", env={})
     assert (done.code, done.out) == (Exit.OK, "lora-plugins 0.1.0\n")
+
+
+def test_pull_of_a_path_says_the_uri_of_it(cli):
+    done = cli("pull", cli.adapters / "sql")
+    assert done.code == Exit.NOT_FOUND
+    assert f"To fix: for a directory of this machine use {(cli.adapters / 'sql').as_uri()}." in done.err
+    assert cli("pull", (cli.adapters / "sql").as_uri()).code == Exit.OK
+
+
+def test_pull_of_an_unknown_name_says_where_it_looked(cli):
+    done = cli("pull", "team/Poet")
+    assert done.code == Exit.NOT_FOUND
+    assert f"no such adapter: filesystem: {cli.adapters / 'team/Poet'}: no such directory" in done.err
+    assert "did you mean 'team/poet'?" in done.err

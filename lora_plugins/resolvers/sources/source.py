@@ -56,9 +56,9 @@ class RemoteAdapter:
         """Refuse weights without a configuration."""
         if all(file.name != CONFIG_FILE for file in self.files):
             raise AdapterNotFound(
-                "no such file",
-                expected="the adapter's configuration",
-                remedy="save the adapter again with PEFT",
+                "weights without a configuration",
+                expected="this file beside them",
+                remedy="copy it there too, or save the adapter again with PEFT",
                 file=CONFIG_FILE,
             )
 
