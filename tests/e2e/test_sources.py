@@ -77,6 +77,22 @@ def test_remote_refusal_has_its_reason(world: World, name: str, status: int, tex
         assert text in answer.error
 
 
+def test_log_says_where_an_unknown_name_was_looked_for(world: World) -> None:
+    for name in ("acme/unheard-of", "other-org/unheard-of") * 2:
+        answer = complete(world.client, name, PROMPT, 1)
+        assert answer.status == 404
+        assert all(place not in answer.error for place in (str(world.root), "s3:", "hf:"))
+    lines = [line for line in world.server.log().splitlines() if "unheard-of'" in line and "No adapter" in line]
+    assert len(lines) == 2
+    assert all("INFO" in line for line in lines)
+    for line, name in zip(lines, ("acme/unheard-of", "other-org/unheard-of"), strict=True):
+        said = line.partition(f"No adapter '{name}': ")[2]
+        assert said.startswith(f"filesystem: {world.root / name}: no such directory; ")
+        assert f"; s3: s3://{world.bucket.name}/loras/{name}/ on {world.s3_proxy.url}: no adapter_config.json" in said
+    assert "; hub: hf://acme/unheard-of@main on " in lines[0]
+    assert "; hub: not asked: VLLM_LORA_RESOLVER_HF_REPO_LIST does not name it (acme/" in lines[1]
+
+
 def test_an_outage_is_503_with_retry_after_until_it_ends(world: World) -> None:
     body = {"model": "late", "prompt": PROMPT, "max_tokens": 1}
     with s3_outage(world):
@@ -84,6 +100,9 @@ def test_an_outage_is_503_with_retry_after_until_it_ends(world: World) -> None:
     assert answer.status_code == 503, answer.text
     assert int(answer.headers["Retry-After"]) > 0
     assert "L006" in answer.text
+    assert all(place not in answer.text for place in ("s3:", world.s3_proxy.url))
+    place = f"at s3://{world.bucket.name}/loras/late/ on {world.s3_proxy.url}; expected"
+    assert [line for line in world.server.log().splitlines() if "Source did not answer (s3)" in line and place in line]
     assert list(complete(world.client, "late", PROMPT, MAX_TOKENS).token_ids) == world.bed.answers["chat"]
 
 
