@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lora_plugins.absence import without_login
 from lora_plugins.adapter.config import CONFIG_FILE, MAX_CONFIG_BYTES, AdapterConfig, parse_config
 from lora_plugins.adapter.files import open_regular
 from lora_plugins.adapter.fit import BaseModel
@@ -66,19 +67,20 @@ def inspect(
     has_several = is_several(adapters, file)
     for asked in wanted(adapters, file):
         text = asked.uri or asked.name
+        shown = without_login(text)
         try:
-            with describing(adapter=text if "://" in text else ""):
+            with describing(adapter=shown if "://" in text else ""):
                 places = _find(output, settings, text)
         except LoRAPluginsError as error:
             if not has_several:
                 raise
-            answers.append({"name": text, "error": error_fields(error)})
+            answers.append({"name": shown, "error": error_fields(error)})
             codes.append(failure(output, error))
             continue
         for path, uri in places:
             if codes:
                 output.line()
-            with describing(adapter=text if "://" in text else ""):
+            with describing(adapter=shown if "://" in text else ""):
                 found = _look(path, settings, base)
             answers.append(_answer(path, uri, found, base))
             codes.append(_show(output, answers[-1], found, base))

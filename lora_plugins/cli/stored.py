@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import unquote
 
+from lora_plugins.absence import without_login
 from lora_plugins.api.access.name_patterns import NamePattern
 from lora_plugins.cli.exits import UsageProblem
 from lora_plugins.cli.several import is_pattern
@@ -89,8 +90,14 @@ class StoreView:
         name = Template(url.replace("s3a://", "s3://", 1), "S3_PATH_TEMPLATE").read(uri, "")
         return None if name is None else str(name)
 
-    def select_all(self, texts: Iterable[str]) -> tuple[list[Entry], list[LoRAPluginsError]]:
-        """What `select` finds for several, each adapter once, and an error for each that stands for none."""
+    def select_all(self, texts: Sequence[str]) -> tuple[list[Entry], list[LoRAPluginsError]]:
+        """What `select` finds for several, each adapter once, and an error for each that stands for none.
+
+        Raises:
+            AdapterNotFound: the only one stands for none. UsageProblem: as `select` does.
+        """
+        if len(texts) == 1:
+            return self.select(texts[0]), []
         found: dict[str, Entry] = {}
         errors: list[LoRAPluginsError] = []
         for text in texts:
@@ -125,6 +132,6 @@ class StoreView:
                 "no such adapter in the store",
                 expected=f"a name, URI or digest ({MIN_PREFIX} characters of it) of what {self.layout.root} has",
                 remedy="'lora-plugins ls' shows what is there",
-                adapter=text,
+                adapter=without_login(text),
             )
         return found

@@ -88,6 +88,8 @@ WRONG_ARGUMENTS = {
     "a digest too short": (["verify", "ab"], Exit.NOT_FOUND),
     "a URI that climbs": (["pull", "file:///a/../b"], Exit.WRONG),
     "a URI with a password": (["pull", "s3://user:secret@bucket/x"], Exit.WRONG),
+    "a URI with a password to inspect": (["inspect", "s3://user:secret@bucket/x"], Exit.WRONG),
+    "a URI with a password to remove": (["rm", "s3://user:secret@bucket/x"], Exit.NOT_FOUND),
     "a URI of nothing": (["inspect", "nothing://bucket/x"], Exit.UNAVAILABLE),
     "a URI with nothing there": (["pull", f"file://{Path(__file__).parent}/nothing"], Exit.NOT_FOUND),
     "a URI of what is not mounted": (["pull", "file:///no/such/adapter"], Exit.UNAVAILABLE),
