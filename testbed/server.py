@@ -93,10 +93,10 @@ def vllm_server(
                 process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         try:
             server = Server(f"http://127.0.0.1:{port}", process, log_file)
-            _wait_until_healthy(server, progress)
+            wait_until_healthy(server, progress)
             yield server
         finally:
-            _end(process)
+            end(process)
 
 
 @contextmanager
@@ -110,13 +110,14 @@ def shell_server(script: str, port: int, log_file: Path, env: Mapping[str, str])
         )
     try:
         server = Server(f"http://127.0.0.1:{port}", process, log_file)
-        _wait_until_healthy(server, lambda seconds: None)
+        wait_until_healthy(server)
         yield server
     finally:
-        _end(process)
+        end(process)
 
 
-def _wait_until_healthy(server: Server, progress: Callable[[float], None]) -> None:
+def wait_until_healthy(server: Server, progress: Callable[[float], None] = lambda seconds: None) -> None:
+    """Return when `/health` answers 200; raises where the server ends before, or takes too long."""
     started = time.monotonic()
     while True:
         waited_s = time.monotonic() - started
@@ -134,7 +135,7 @@ def _wait_until_healthy(server: Server, progress: Callable[[float], None]) -> No
         time.sleep(0.25)
 
 
-def _end(process: subprocess.Popen[bytes] | Forked) -> None:
+def end(process: subprocess.Popen[bytes] | Forked) -> None:
     """End the process group that this module started, kindly first."""
     for number, patience_s in ((signal.SIGINT, 15), (signal.SIGTERM, 5), (signal.SIGKILL, 10)):
         try:

@@ -1,0 +1,148 @@
+"""A reader who follows a page: does every block of it in order, as it stands but for what a table says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+
+from testbed.pages import Block, blocks
+from testbed.server import Server, end, wait_until_healthy
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK_TIMEOUT_S = 900
+
+
+class Do(Enum):
+    """What a reader does with a block."""
+
+    RUN = "in a shell"
+    SERVE = "in a shell of its own; goes on when the server is healthy"
+    WRITE = "into a file"
+    LEAVE_OUT = "is not done here, and why"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One block of the page: how it begins, what is done with it, the file or the reason, and commands of before."""
+
+    first: str
+    do: Do = Do.RUN
+    note: str = ""
+    before: str = ""
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A page, its blocks in order, and all that is read otherwise than it stands: text → (replacement, why).
+
+    Replacements may name `{values}` that a test knows only when it runs.
+    """
+
+    page: str
+    steps: Sequence[Step]
+    substitutions: Mapping[str, tuple[str, str]]
+
+    def blocks(self) -> list[Block]:
+        return blocks((ROOT / self.page).read_text())
+
+    def wrong(self) -> list[str]:
+        """Where the page has other blocks than the steps say, or lacks what is substituted."""
+        found = [block.first for block in self.blocks()]
+        listed = [step.first for step in self.steps]
+        wrong = [f"{self.page}: a block that no step names: {first}" for first in found if first not in listed]
+        wrong += [f"{self.page}: no such block: {first}" for first in listed if first not in found]
+        if not wrong and found != listed:
+            wrong.append(f"{self.page}: its blocks come in another order: {found}")
+        done = "".join(
+            block.commands()
+            for block, step in zip(self.blocks(), self.steps, strict=False)
+            if step.do in (Do.RUN, Do.SERVE)
+        )
+        return wrong + [
+            f"{self.page}: nothing to substitute: {text}" for text in self.substitutions if text not in done
+        ]
+
+
+@dataclass
+class Reader:
+    """A shell that remembers what was exported, and the servers that were started in it."""
+
+    walk: Walk
+    folder: Path
+    env: Mapping[str, str]
+    values: Mapping[str, str]
+    url: str
+    printed: dict[str, str] = field(default_factory=dict)
+    servers: list[Server] = field(default_factory=list)
+
+    def read(self) -> None:
+        """Do every step; `printed` has the output of each block that ran, by the block's first line."""
+        assert self.walk.wrong() == []
+        for step, block in zip(self.walk.steps, self.walk.blocks(), strict=True):
+            if step.do is Do.WRITE:
+                file = self.folder / step.note
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(block.text)
+            elif step.do is Do.SERVE:
+                self.serve(block)
+            elif step.do is Do.RUN:
+                self.run(replace(block, text=f"{step.before}\n", language=""))
+                self.printed[step.first] = self.run(block)
+
+    def run(self, block: Block) -> str:
+        """What a block's commands print; each of them has to succeed."""
+        with subprocess.Popen(
+            ["bash", "-c", self._script(block)],
+            cwd=self.folder, env=self._env(), text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        ) as shell:  # fmt: skip
+            try:
+                out, err = shell.communicate(timeout=BLOCK_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                shell.kill()
+                raise
+        where = f"{self.walk.page}:{block.line}"
+        assert shell.returncode == 0, f"{where} ended with {shell.returncode}:\n{block.text}\n{out}{err}"
+        return out
+
+    def serve(self, block: Block) -> None:
+        log_file = self.folder / f"server-{len(self.servers)}.log"
+        with log_file.open("wb") as log:
+            process = subprocess.Popen(
+                ["bash", "-c", self._script(block)],
+                cwd=self.folder, env=self._env(), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+        self.servers.append(Server(self.url, process, log_file))
+        wait_until_healthy(self.servers[-1])
+
+    def _script(self, block: Block) -> str:
+        text = block.commands()
+        for written, (read, _) in self.walk.substitutions.items():
+            text = text.replace(written, read.format_map(self.values))
+        exported = self.folder / ".exported"
+        exported.touch()
+        return f"set -eo pipefail\n. {exported}\n{text}\nexport -p > {exported}\n"
+
+    def _env(self) -> dict[str, str]:
+        inherited = ("PATH", "PYTHONPATH", "LANG", "HOME")
+        return {**{name: os.environ[name] for name in inherited if name in os.environ}, **self.env}
+
+
+@contextmanager
+def reading(
+    walk: Walk, folder: Path, *, env: Mapping[str, str], values: Mapping[str, str], url: str
+) -> Iterator[Reader]:
+    """Someone who has done every step; the servers end with the block."""
+    reader = Reader(walk, folder, env, values, url)
+    try:
+        reader.read()
+        yield reader
+    finally:
+        for server in reader.servers:
+            end(server.process)

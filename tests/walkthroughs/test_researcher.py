@@ -1,0 +1,108 @@
+"""A researcher whose policy is served while it learns: the page on the RL loop, with a swap in each step."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+
+from testbed.bed import MAX_TOKENS, Bed
+from testbed.client import complete
+from testbed.models import PROMPT
+from testbed.reference import Reference
+from testbed.s3 import s3_server
+from testbed.server import SMALL_ENGINE, reserved_port
+from tests.walkthroughs.reader import Do, Step, Walk, reading
+
+pytestmark = [
+    pytest.mark.nightly,  # until it has passed with a real engine; it then takes the place of tests/e2e/test_rl_loop.py
+    pytest.mark.skipif(None in map(shutil.which, ("curl", "jq")), reason="the page uses them"),
+]
+
+KEY = "researcher"
+SERVE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 \\"
+TRAINER = '"""A trainer whose policy is served while it learns: rl_loop.py BASE_MODEL ADAPTER_ROOT NAME STEPS."""'
+TRAIN = "$ export LORA_PLUGINS_ADMIN_KEY=$KEY         # where the server asks for one"
+FROM_S3 = "aws s3 cp --recursive policy-12 s3://adapters/policy/12"
+ADDED = " ".join(SMALL_ENGINE)
+
+RL = Walk(
+    "docs/guides/rl.md",
+    [
+        Step(SERVE, Do.SERVE),
+        Step(TRAINER, Do.WRITE, "examples/rl_loop.py"),
+        Step(TRAIN),
+        Step(FROM_S3),
+    ],
+    {
+        "vllm serve BASE": (
+            f"vllm serve {{base}} --host 127.0.0.1 --port {{port}} {ADDED}",
+            "two cores, no network, and other servers beside this one",
+        ),
+        "rl_loop.py BASE": ("rl_loop.py {base}", "a tiny Llama"),
+        "=/adapters": ("={adapters}", "a folder of this test"),
+        " /adapters ": (" {adapters} ", "a folder of this test"),
+        "localhost:8000": ("127.0.0.1:{port}", "other servers run beside this one"),
+    },
+)
+# The page's command of AWS: its client is not among what this project installs.
+AWS = """#!{python}
+import sys
+from pathlib import Path
+from testbed.s3 import Bucket, make_client
+s3, cp, recursive, folder, uri = sys.argv[1:]
+assert (s3, cp, recursive) == ("s3", "cp", "--recursive")
+bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+Bucket(bucket, make_client("{url}")).put_directory(prefix, Path(folder))
+"""
+
+
+def steps(text: str) -> list[tuple[str, str, str]]:
+    """Number, digest and whether it was swapped, of each step that the trainer printed."""
+    form = r"^step (\d): digest (\w{12}), swapped (\w+), mean reward \d+\.\d\d$"
+    return re.findall(form, text, re.MULTILINE)
+
+
+@pytest.mark.timeout(1500)
+def test_each_step_is_served_before_its_rollouts(tmp_path: Path, bed: Bed, env: dict[str, str]) -> None:
+    root = tmp_path / "adapters"
+    root.mkdir()
+    shutil.copytree(bed.adapters / "sql", tmp_path / "policy-12")  # what the trainer has saved in its twelfth step
+    with s3_server() as s3, reserved_port() as port:
+        url = f"http://127.0.0.1:{port}"
+        s3.bucket("adapters")
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "aws").write_text(AWS.format(python=sys.executable, url=s3.url))
+        (tmp_path / "bin" / "aws").chmod(0o755)
+        env |= {
+            **s3.env(),
+            "PATH": f"{tmp_path / 'bin'}:{env['PATH']}",
+            "KEY": KEY,
+            "LORA_PLUGINS_URL": url,  # the example's own default is localhost:8000
+            "LORA_PLUGINS_ALLOWED_URIS": "s3://adapters",  # as the page says of S3
+        }
+        values = {"base": str(bed.base), "adapters": str(root), "port": str(port)}
+        with reading(RL, tmp_path, env=env, values=values, url=url) as reader:
+            shown = next(block.shown() for block in RL.blocks() if block.first == TRAIN)
+            said = steps(reader.printed[TRAIN])
+            assert [(number, is_swapped) for number, _, is_swapped in said] == [
+                (number, is_swapped) for number, _, is_swapped in steps(shown)
+            ]
+            assert len({digest for _, digest, _ in said}) == len(said) == 3
+            swap = json.loads(reader.printed[FROM_S3])
+            assert (swap["swapped"], swap["previous_digest"][:12]) == (True, said[-1][1])
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=240)
+            asked = complete(client, "policy", PROMPT, MAX_TOKENS)
+            assert (asked.error, list(asked.token_ids)) == ("", bed.answers["sql"])
+            # The trainer's last version, which is still the one below the root, is a rollback away.
+            rolled = client.post("/loras/policy/rollback", cast_to=object, body={})
+            assert str(rolled["digest"]).startswith(said[-1][1])
+            reference = Reference(bed.base)
+            expected = reference.generate(root / "policy", reference.prompt_ids(PROMPT), MAX_TOKENS)
+            asked = complete(client, "policy", PROMPT, MAX_TOKENS)
+            assert (asked.error, list(asked.token_ids)) == ("", expected)
