@@ -16,7 +16,6 @@ from testbed.server import reserved_port
 from tests.walkthroughs.conftest import SMALL
 from tests.walkthroughs.reader import Do, Step, Walk, reading
 
-pytestmark = pytest.mark.nightly  # until it has passed with a real engine
 HUB_ADAPTER = "jeeejeee/llama32-3b-text2sql-spider"
 CURL = "curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\"
 PORT = ("127.0.0.1:{port}", "other servers run beside this one")
@@ -73,6 +72,7 @@ def test_the_readme_serves_an_adapter_of_the_hub(tmp_path: Path, bed: Bed, env: 
             assert (asked.error, list(asked.token_ids)) == ("", bed.answers["chat"])
 
 
+@pytest.mark.nightly  # until it has passed with a real engine
 @pytest.mark.timeout(1200)
 def test_the_page_on_cpus_serves_its_own_adapters(tmp_path: Path, bed: Bed, env: dict[str, str]) -> None:
     (tmp_path / ".venv").symlink_to(sys.prefix)  # of the checkout
