@@ -72,7 +72,6 @@ def test_the_readme_serves_an_adapter_of_the_hub(tmp_path: Path, bed: Bed, env: 
             assert (asked.error, list(asked.token_ids)) == ("", bed.answers["chat"])
 
 
-@pytest.mark.nightly  # until it has passed with a real engine
 @pytest.mark.timeout(1200)
 def test_the_page_on_cpus_serves_its_own_adapters(tmp_path: Path, bed: Bed, env: dict[str, str]) -> None:
     (tmp_path / ".venv").symlink_to(sys.prefix)  # of the checkout
