@@ -30,7 +30,7 @@ CLIENTS, OPERATORS = 12, 6
 _KILL_AT = 0.2  # of the whole time, so that the next server has most of it to show that nothing grows
 _LOOK_S, _SAMPLE_S, _PRINT_S = 5.0, 2.0, 15.0
 # After a third of a server's life. vLLM alone grows too: its CPU worker by 230 MB with the first 2,500 requests of the
-# base model, and its API server by a series of vllm:lora_requests_info for each set of adapters that ran together.
+# base model.
 MOST_GROWTH_MB_PER_MIN, LEAST_MINUTES = 3.0, 5.0
 CONTROLS = ("wrong-version", "leak")
 

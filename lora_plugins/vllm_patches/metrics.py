@@ -19,6 +19,7 @@ from lora_plugins.observability.scrape import Asgi, MetricsCollector, RefreshBef
 from lora_plugins.observability.store_metrics import StoreUsage
 from lora_plugins.process import Process
 from lora_plugins.vllm_patches.async_llm import has_planner, planner_of
+from lora_plugins.vllm_patches.lora_requests_info import forget_old_series
 
 _OURS = "_lora_plugins"  # marks what is ours on objects that outlive a second registration
 
@@ -62,7 +63,12 @@ def serve_metrics(app: Any, process: Process) -> None:
         app.add_middleware(RefreshBeforeScrape, refresh=collector.refresh, answer=_answer_from(shown))
         return
     _show(_Both(counted, collector))
-    app.add_middleware(RefreshBeforeScrape, refresh=collector.refresh)
+
+    async def refresh() -> None:
+        await collector.refresh()
+        forget_old_series()
+
+    app.add_middleware(RefreshBeforeScrape, refresh=refresh)
 
 
 def _is_vllms(name: str) -> bool:
