@@ -7,6 +7,7 @@ the check for unknown variables, the doctor's list, and docs/reference/settings.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -170,7 +171,7 @@ class Settings:
         """
         env = dict(os.environ if env is None else env)
         for name in env:
-            if name.startswith(PREFIX) and name not in OWN_VARIABLES:
+            if is_unknown(name):
                 raise unknown_variable(name)
         if not env.get("LORA_PLUGINS_STORE_DIR") and env.get("XDG_CACHE_HOME"):
             env["LORA_PLUGINS_STORE_DIR"] = env["XDG_CACHE_HOME"] + "/lora-plugins"
@@ -207,6 +208,15 @@ _ATTRIBUTES: Mapping[str, Variable] = {
 }
 VARIABLES: Mapping[str, Variable] = {variable.name: variable for variable in (PLUGINS, *_ATTRIBUTES.values())}
 OWN_VARIABLES = frozenset(name for name, variable in VARIABLES.items() if variable.is_ours)
+
+
+# What Kubernetes sets in every pod for a Service called lora-plugins, or lora-plugins-something.
+_OF_A_SERVICE = re.compile(PREFIX + r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
+
+
+def is_unknown(name: str) -> bool:
+    """Whether a variable is named as ours are, and is none of ours."""
+    return name.startswith(PREFIX) and name not in OWN_VARIABLES and _OF_A_SERVICE.fullmatch(name) is None
 
 
 def unknown_variable(name: str) -> InvalidSettings:

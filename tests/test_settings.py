@@ -29,6 +29,7 @@ VALID = [
     ("LORA_PLUGINS_BASE_MATCH", "OFF", "base_match", BaseMatch.OFF),
     ("LORA_PLUGINS_BASE_ALIASES", "org/a, b ,,c", "base_aliases", ("org/a", "b", "c")),
     ("LORA_PLUGINS_BASE_ALIASES", "", "base_aliases", ()),
+    ("LORA_PLUGINS_URL", "http://server:9000", "url", "http://server:9000"),
     *[
         (name, text, field, value)
         for name, field in [
@@ -190,6 +191,12 @@ def test_misspelt_own_variable_is_an_error_with_the_right_name(name):
     with pytest.raises(InvalidSettings, match=name) as caught:
         Settings.from_env({name: "1"})
     assert caught.value.remedy == f"did you mean LORA_PLUGINS_BASE_MATCH? If not, unset {name}"
+
+
+@pytest.mark.parametrize("service", ["", "SERVER_"])
+def test_variables_of_a_kubernetes_service_are_no_settings(service):
+    names = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_8000_TCP", "PORT_8000_TCP_ADDR")
+    assert Settings.from_env({f"LORA_PLUGINS_{service}{name}": "x" for name in names}) == Settings.from_env({})
 
 
 @pytest.mark.parametrize("name", ["LORA_PLUGINS_", "LORA_PLUGINS_TYPO"])

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from lora_plugins.cli.doctor.findings import Finding, State, problem_of
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.resolvers.uris import AllowedUris
-from lora_plugins.settings import OWN_VARIABLES, VARIABLES, Settings, unknown_variable
-from lora_plugins.variables import PREFIX
+from lora_plugins.settings import OWN_VARIABLES, VARIABLES, Settings, is_unknown, unknown_variable
 
 
 def check_variables(env: Mapping[str, str]) -> tuple[list[Finding], Settings]:
@@ -21,7 +20,7 @@ def check_variables(env: Mapping[str, str]) -> tuple[list[Finding], Settings]:
                 value = VARIABLES[name].value(env[name])
                 if name == "LORA_PLUGINS_ALLOWED_URIS":
                     AllowedUris.parse(value)
-            elif name.startswith(PREFIX):
+            elif is_unknown(name):
                 findings.append(_unknown(name))
                 del right[name]
         except InvalidSettings as error:
