@@ -64,8 +64,8 @@ def serve_metrics(app: Any, process: Process) -> None:
         return
     _show(_Both(counted, collector))
 
-    async def refresh() -> None:
-        await collector.refresh()
+    async def refresh(client: Any) -> None:
+        await collector.refresh(client)
         forget_old_series()
 
     app.add_middleware(RefreshBeforeScrape, refresh=refresh)
