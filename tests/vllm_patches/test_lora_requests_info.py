@@ -1,4 +1,4 @@
-"""vLLM's own logger of metrics, told of more sets of adapters than it may keep."""
+"""The series that vLLM's own logger of metrics makes, and which of them are kept."""
 
 from __future__ import annotations
 
