@@ -35,7 +35,7 @@ _ENGINES = {_E2E, _MODELS, *(Path(__file__).parent / name for name in ("deployme
 # Files of end-to-end tests that share a server run in one process: xdist would start it in each.
 _SHARED = {
     **dict.fromkeys(("test_answers", "test_refusals", "test_sources", "test_neighbours"), "world"),
-    **dict.fromkeys(("test_admission", "test_in_flight", "test_rl_loop"), "one_slot"),
+    **dict.fromkeys(("test_admission", "test_in_flight"), "one_slot"),
     **dict.fromkeys(("test_answers_of_models", "test_verdicts_of_models"), "models"),
 }
 _LONGEST_FIRST = (

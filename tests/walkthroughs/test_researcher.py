@@ -17,12 +17,9 @@ from testbed.models import PROMPT
 from testbed.reference import Reference
 from testbed.s3 import s3_server
 from testbed.server import SMALL_ENGINE, reserved_port
-from tests.walkthroughs.reader import Do, Step, Walk, reading
+from tests.walkthroughs.reader import ROOT, Do, Step, Walk, reading
 
-pytestmark = [
-    pytest.mark.nightly,  # until it has passed with a real engine; it then takes the place of tests/e2e/test_rl_loop.py
-    pytest.mark.skipif(None in map(shutil.which, ("curl", "jq")), reason="the page uses them"),
-]
+pytestmark = pytest.mark.skipif(None in map(shutil.which, ("curl", "jq")), reason="the page uses them")
 
 KEY = "researcher"
 SERVE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 \\"
@@ -66,6 +63,10 @@ def steps(text: str) -> list[tuple[str, str, str]]:
     """Number, digest and whether it was swapped, of each step that the trainer printed."""
     form = r"^step (\d): digest (\w{12}), swapped (\w+), mean reward \d+\.\d\d$"
     return re.findall(form, text, re.MULTILINE)
+
+
+def test_the_example_is_short_enough_to_copy() -> None:
+    assert len((ROOT / "examples" / "rl_loop.py").read_text().splitlines()) <= 40
 
 
 @pytest.mark.timeout(1500)
