@@ -59,7 +59,7 @@ def test_inspect_says_what_is_wrong_with_an_adapter(cli, kind):
     assert "would be refused" in done.out
     error = cli("inspect", cli.root / kind, "--json").json["error"]
     assert error["code"] == said
-    assert set(error) == {"code", "kind", "message", "found", "expected", "remedy", "adapter", "file"}
+    assert set(error) == {"code", "kind", "message", "found", "expected", "remedy", "adapter", "file", "place"}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ADAPTERS if kind != "empty"])
