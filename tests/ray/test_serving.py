@@ -129,15 +129,18 @@ def killed_server(app: App) -> None:
     keeper.children()[0].kill()
 
 
+STREAMS = 10  # by chance, one in a thousand times all are on the replica that lives
+
+
 @pytest.mark.parametrize("kill", [killed_replica, pytest.param(killed_server, marks=pytest.mark.nightly)])
 def test_death_under_load_loses_only_what_streamed(start: Start, kill: Callable[[App], None]) -> None:
     app = start(2, places=12, load_s=0.3)
     before = app.replicas()
-    with ThreadPoolExecutor(8) as pool, Load(app) as load:
+    with ThreadPoolExecutor(STREAMS) as pool, Load(app) as load:
         load.wait_for(20)
         begun = [
             app.client().completions.create(model=f"long-{at}", prompt="x", max_tokens=400, stream=True)
-            for at in range(4)
+            for at in range(STREAMS)
         ]
         streams = [iter(stream) for stream in begun]
         assert all(next(stream).choices[0].text == "0 " for stream in streams)
@@ -148,8 +151,8 @@ def test_death_under_load_loses_only_what_streamed(start: Start, kill: Callable[
         wait_for(lambda: len(app.replicas()) == 2 and not set(app.replicas()) >= set(before))
         said = [outcome.result() for outcome in outcomes]
     assert load.failures == []
-    # Four streams on two replicas: those of the dead one end with an error, and no other does.
-    assert 1 <= said.count("lost") <= 4
+    # Those of the dead replica end with an error, and no other does.
+    assert said.count("lost") >= 1
     assert set(said) <= {"lost", "whole"}
     assert gone or set(app.replicas()) != set(before)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,12 +45,13 @@ def store(tmp_path: Path) -> Path:
 def patched(monkeypatch: pytest.MonkeyPatch, store: Path) -> Iterator[Process]:
     """vLLM's classes with the patch, and afterwards as they were."""
     process = Process(Settings(store_dir=store))
-    monkeypatch.setattr(BaseServing, "_maybe_get_adapters", BaseServing._maybe_get_adapters)
-    monkeypatch.setattr(metrics, "attach_router", metrics.attach_router)
+    # As vLLM has them: other tests of this process may have registered a resolver, which patches them too.
+    monkeypatch.setattr(BaseServing, "_maybe_get_adapters", inspect.unwrap(BaseServing._maybe_get_adapters))
+    monkeypatch.setattr(metrics, "attach_router", inspect.unwrap(metrics.attach_router))
     with pytest.MonkeyPatch.context() as patching:
         inherited = [one for one in CLASSES if "__init__" not in vars(one)]
         for one in set(CLASSES) - set(inherited):
-            patching.setattr(one, "__init__", one.__init__)
+            patching.setattr(one, "__init__", inspect.unwrap(one.__init__))
         response_digest.patch(process)
         yield process
         for one in inherited:
