@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lora_plugins.api.models import AdapterStatus, VersionStatus
 from lora_plugins.cli.admin_client import DEFAULT_URL, AdminClient, ServerUrl
-from lora_plugins.cli.exits import Exit, UsageProblem, exit_of
+from lora_plugins.cli.exits import Exit, UsageProblem
 from lora_plugins.cli.output import Json, Output, Quiet, error_fields
 from lora_plugins.cli.progress import counted
-from lora_plugins.cli.several import AskedName, NamesFile, end_of_several, expand, wanted
+from lora_plugins.cli.several import AskedName, NamesFile, end_of_several, expand, failure, wanted
 from lora_plugins.cli.stored import SHOWN_CHARACTERS
 from lora_plugins.errors import LoRAPluginsError
 
@@ -125,47 +124,29 @@ def rollback(
     return _change(output, client, asked, lambda one: client.roll_back(one.name, to, if_match))
 
 
-def pin(
-    names: Names = None,
-    *,
-    file: NamesFile = None,
-    url: ServerUrl = DEFAULT_URL,
-    timeout_s: Timeout = 600.0,
-    quiet: Quiet = False,
-    as_json: Json = False,
-) -> Exit:
-    """Keep adapters in host memory and in slots."""
-    return _simple("pin", names, file, AdminClient(url, timeout_s), Output(as_json=as_json, quiet=quiet))
+def _simple(verb: str, says: str) -> Callable[..., Exit]:
+    """A command that has no options of its own."""
+
+    def command(
+        names: Names = None,
+        *,
+        file: NamesFile = None,
+        url: ServerUrl = DEFAULT_URL,
+        timeout_s: Timeout = 600.0,
+        quiet: Quiet = False,
+        as_json: Json = False,
+    ) -> Exit:
+        client = AdminClient(url, timeout_s)
+        output = Output(as_json=as_json, quiet=quiet)
+        return _change(output, client, wanted(names, file), lambda one: client.change(one.name, verb))
+
+    command.__name__, command.__doc__ = verb, says
+    return command
 
 
-def unpin(
-    names: Names = None,
-    *,
-    file: NamesFile = None,
-    url: ServerUrl = DEFAULT_URL,
-    timeout_s: Timeout = 600.0,
-    quiet: Quiet = False,
-    as_json: Json = False,
-) -> Exit:
-    """Let pinned adapters be evicted like any other."""
-    return _simple("unpin", names, file, AdminClient(url, timeout_s), Output(as_json=as_json, quiet=quiet))
-
-
-def prefetch(
-    names: Names = None,
-    *,
-    file: NamesFile = None,
-    url: ServerUrl = DEFAULT_URL,
-    timeout_s: Timeout = 600.0,
-    quiet: Quiet = False,
-    as_json: Json = False,
-) -> Exit:
-    """Bring adapters into host memory before they are asked for."""
-    return _simple("prefetch", names, file, AdminClient(url, timeout_s), Output(as_json=as_json, quiet=quiet))
-
-
-def _simple(verb: str, names: Sequence[str] | None, file: Path | None, client: AdminClient, output: Output) -> Exit:
-    return _change(output, client, wanted(names, file), lambda one: client.change(one.name, verb))
+pin = _simple("pin", "Keep adapters in host memory and in slots.")
+unpin = _simple("unpin", "Let pinned adapters be evicted like any other.")
+prefetch = _simple("prefetch", "Bring adapters into host memory before they are asked for.")
 
 
 def _only_one(asked: Sequence[AskedName], option: str, value: str | None) -> None:
@@ -193,12 +174,7 @@ def _change(
     with _threads() as threads:
         answers = [*counted(output, threads.map(answer, found), len(found), "asked")]
     _show(output, answers)
-    codes = [Exit.OK]
-    for one in answers:
-        if isinstance(one, LoRAPluginsError):
-            codes.append(exit_of(one))
-            if not output.as_json:
-                output.our_error(one)
+    codes = [failure(output, one) for one in answers if isinstance(one, LoRAPluginsError)]
     as_json = [
         {"lora_name": one.adapter, "error": error_fields(one)}
         if isinstance(one, LoRAPluginsError)
