@@ -99,23 +99,6 @@ def vllm_server(
             end(process)
 
 
-@contextmanager
-def shell_server(script: str, port: int, log_file: Path, env: Mapping[str, str]) -> Iterator[Server]:
-    """Run a shell script, whose last command serves on `port`, until the block ends; commands are this Python's."""
-    binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**outer_environment(), "PATH": binaries, **env}
-    with log_file.open("wb") as log:
-        process = subprocess.Popen(
-            ["bash", "-euc", script], stdout=log, stderr=log, env=environment, start_new_session=True
-        )
-    try:
-        server = Server(f"http://127.0.0.1:{port}", process, log_file)
-        wait_until_healthy(server)
-        yield server
-    finally:
-        end(process)
-
-
 def wait_until_healthy(server: Server, progress: Callable[[float], None] = lambda seconds: None) -> None:
     """Return when `/health` answers 200; raises where the server ends before, or takes too long."""
     started = time.monotonic()

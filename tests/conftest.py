@@ -34,18 +34,26 @@ _MODELS = Path(__file__).parent / "models"
 _ENGINES = {_E2E, _MODELS, *(Path(__file__).parent / name for name in ("deployments", "walkthroughs"))}
 # Files of end-to-end tests that share a server run in one process: xdist would start it in each.
 _SHARED = {
-    **dict.fromkeys(("test_answers", "test_refusals", "test_sources", "test_neighbours"), "world"),
+    **dict.fromkeys(
+        ("test_answers", "test_refusals", "test_sources", "test_neighbours", "test_digests_of_resolvers"), "world"
+    ),
     **dict.fromkeys(("test_admission", "test_in_flight"), "one_slot"),
     **dict.fromkeys(("test_answers_of_models", "test_verdicts_of_models"), "models"),
 }
 _LONGEST_FIRST = (
-    "test_admin",
     "models",
+    "test_admin",
     "world",
-    "one_slot",
     "test_triton_interpreted",
+    "one_slot",
+    "test_hobbyist",
     "test_metrics",
     "test_manager",
+    "test_digests",
+    "test_restart",
+    "test_access",
+    "test_operator",
+    "test_researcher",
 )
 
 

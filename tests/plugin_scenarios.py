@@ -7,6 +7,7 @@ metadata, which is then the installed one. Writes the outcome of each, one a lin
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import json
 import logging
@@ -15,8 +16,15 @@ import sys
 from pathlib import Path
 
 # What is slow to import, and neither of the two entry points' modules.
+import aiobotocore.session  # noqa: F401
+import prometheus_fastapi_instrumentator  # noqa: F401
+import s3fs  # noqa: F401
+import stamina  # noqa: F401
+import vllm.entrypoints.openai.api_server
 import vllm.entrypoints.openai.models.serving as serving
 import vllm.entrypoints.serve.exception_handling.register as handlers
+import vllm.v1.engine.core
+import vllm.v1.worker.cpu_worker  # noqa: F401
 from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
 from vllm.plugins import DEFAULT_PLUGINS_GROUP, load_plugins_by_group
 
@@ -65,6 +73,8 @@ def outcome_of(scenario: dict[str, object]) -> dict[str, object]:
 
 
 def main() -> None:
+    gc.collect()
+    gc.freeze()  # else the first collection of each child copies all of it
     for line in sys.stdin:
         sys.stdout.flush()
         child = os.fork()

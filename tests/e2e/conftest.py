@@ -64,7 +64,6 @@ def world(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]
             home,
             *("--max-loras", "4", "--max-cpu-loras", "8", "--lora-modules", f"static={bed.adapters / 'sql'}"),
             plugins=(RESOLVER, "lora_s3_resolver", "lora_hf_hub_resolver"),
-            is_forking=False,
             **{
                 "S3_PATH_TEMPLATE": "s3://adapters/loras/{lora_name}",
                 "LOCAL_PATH_TEMPLATE": str(home / "links" / "{lora_name}"),

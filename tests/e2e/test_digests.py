@@ -1,14 +1,13 @@
 """Each answer says the digest of the adapter version that made it, to the real `openai` client.
 
-One server with `lora_admin` that is told to write no fingerprint of its own, and the one with resolvers alone, whose
-fingerprints are vLLM's.
+By a server with `lora_admin` that is told to write no fingerprint of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -20,14 +19,11 @@ from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import connect
 from testbed.models import PROMPT
 from tests.e2e.admin import KEY, Admin
-from tests.e2e.conftest import World
-from tests.e2e.digests import of_files
+from tests.e2e.digests import CHAT, EVERY_WAY, GREEDY, of_files, seen_by
 from tests.e2e.servers import admin_server
 from tests.e2e.standing_still import LONGEST_S, TOKENS, in_state, in_the_midst_of, is_held, seen
 
 SWAPS = 12
-GREEDY = {"max_tokens": MAX_TOKENS, "temperature": 0, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
-CHAT = [{"role": "user", "content": PROMPT}]
 
 
 @pytest.fixture(scope="module")
@@ -37,30 +33,6 @@ def admin(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admin]
     shutil.copytree(bed.adapters / "sql", root / "sql")
     with admin_server(bed, home, "--max-loras", "2", "--fingerprint-mode", "none") as server:
         yield Admin(server, connect(server), bed, root, allowed)
-
-
-Seen = tuple[str | None, list[str | None]]
-
-
-def seen_by(client: openai.OpenAI, route: str, model: str, *, stream: bool) -> Seen:
-    """What a client sees of one answer: the header, and each chunk's fingerprint; a response of that route has none."""
-    with_raw: dict[str, Callable[..., Any]] = {
-        "completions": lambda **more: client.completions.with_raw_response.create(prompt=PROMPT, **GREEDY, **more),
-        "chat": lambda **more: client.chat.completions.with_raw_response.create(messages=CHAT, **GREEDY, **more),
-        "responses": lambda **more: client.responses.with_raw_response.create(
-            input=PROMPT, max_output_tokens=MAX_TOKENS, temperature=0, **more
-        ),
-    }
-    raw = with_raw[route](model=model, stream=stream)
-    parts = list(raw.parse()) if stream else [raw.parse()]
-    assert parts
-    has_fingerprint = route != "responses"
-    return raw.headers.get(HEADER), [part.system_fingerprint for part in parts] if has_fingerprint else []
-
-
-EVERY_WAY = pytest.mark.parametrize(
-    ("route", "stream"), [(route, stream) for route in ("completions", "chat", "responses") for stream in (False, True)]
-)
 
 
 @EVERY_WAY
@@ -75,15 +47,6 @@ def test_header_and_every_chunk_have_the_digest(admin: Admin, route: str, stream
 def test_the_base_model_says_none(admin: Admin, route: str, stream: bool) -> None:
     header, fingerprints = seen_by(admin.client, route, str(admin.bed.base), stream=stream)
     assert (header, set(fingerprints) | {None}) == (None, {None})
-
-
-@EVERY_WAY
-def test_resolvers_alone_say_it_beside_vllms_fingerprint(world: World, route: str, stream: bool) -> None:
-    header, fingerprints = seen_by(world.client, route, "sql", stream=stream)
-    assert header == of_files(world.root / "sql")
-    if route != "responses":
-        assert str(fingerprints[-1]).startswith("vllm-")
-        assert set(fingerprints[:-1]) <= {None, fingerprints[-1]}, "no stream has two fingerprints"
 
 
 @pytest.mark.parametrize(
@@ -107,23 +70,6 @@ def test_other_routes_that_name_an_adapter_say_it(admin: Admin) -> None:
     assert admin.call("POST", "/v1/messages", message).headers[HEADER] == digest
     assert HEADER not in admin.call("GET", "/v1/loras/sql").headers
     assert HEADER not in admin.call("POST", "/v1/loras/sql/refresh").headers
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_refusals_say_no_digest(world: World, stream: bool) -> None:
-    ask = world.client.completions.create
-    assert seen_by(world.client, "completions", "sql", stream=False)[0], "it is served"
-    refused = {}
-    for model, prompt in (("nobody/has-this", PROMPT), ("truncated", PROMPT), ("sql", "word " * 1000)):
-        with pytest.raises(openai.APIStatusError) as caught:
-            ask(model=model, prompt=prompt, max_tokens=4, stream=stream)
-        assert HEADER not in caught.value.response.headers
-        refused[model] = caught.value.status_code
-    assert refused == {"nobody/has-this": 404, "truncated": 400, "sql": 400}
-
-
-def test_an_adapter_loaded_by_its_path_says_none(world: World) -> None:
-    assert seen_by(world.client, "completions", "static", stream=True)[0] is None
 
 
 def test_a_request_that_a_swap_overtakes_says_the_old_digest(admin: Admin) -> None:

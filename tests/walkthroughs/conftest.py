@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from testbed import forked_command
 from testbed.bed import Bed, prepare
 from testbed.server import SMALL_ENGINE
 from tests.e2e.servers import ENVIRONMENT
@@ -24,10 +25,13 @@ def bed() -> Bed:
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    """Of a reader who has installed all, in a home of their own."""
+    """Of a reader who has installed all, in a home of their own. `vllm` is forked, but where `spawned` is asked for."""
     (tmp_path / "home").mkdir()
+    forked_command.install(tmp_path / "forked")
+    run = "PYTEST_XDIST_TESTRUNUID"  # whose processes share the one that programs are forked from
     return {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{tmp_path / 'forked'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        **({run: os.environ[run]} if run in os.environ else {}),
         "PYTHONPATH": str(ROOT),
         "HOME": str(tmp_path / "home"),
         "LORA_PLUGINS_STORE_DIR": str(tmp_path / "store"),
@@ -37,3 +41,9 @@ def env(tmp_path: Path) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         **ENVIRONMENT,
     }
+
+
+@pytest.fixture
+def spawned(env: dict[str, str]) -> dict[str, str]:
+    """The same, with the command that vLLM's installation brings."""
+    return {**env, "PATH": env["PATH"].partition(":")[2]}

@@ -60,10 +60,10 @@ CPU = Walk(
 
 
 @pytest.mark.timeout(1200)
-def test_the_readme_serves_an_adapter_of_the_hub(tmp_path: Path, bed: Bed, env: dict[str, str]) -> None:
+def test_the_readme_serves_an_adapter_of_the_hub(tmp_path: Path, bed: Bed, spawned: dict[str, str]) -> None:
     with local_hub() as hub, reserved_port() as port:
         hub.commit(HUB_ADAPTER, {file.name: file.read_bytes() for file in (bed.adapters / "chat").iterdir()})
-        env |= hub.env(tmp_path / "hub")
+        env = spawned | hub.env(tmp_path / "hub")
         values = {"base": str(bed.base), "port": str(port)}
         with reading(README, tmp_path, env=env, values=values, url=f"http://127.0.0.1:{port}") as reader:
             answer = json.loads(reader.printed[CURL])

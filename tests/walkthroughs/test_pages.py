@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.walkthroughs.reader import Do, Step, Walk
+from tests.walkthroughs.test_air_gapped import AIR_GAPPED
 from tests.walkthroughs.test_hobbyist import CPU, README
 from tests.walkthroughs.test_operator import KUBERNETES
 from tests.walkthroughs.test_researcher import RL
 
-ALL = pytest.mark.parametrize("walk", [README, CPU, KUBERNETES, RL], ids=lambda walk: walk.page)
+ALL = pytest.mark.parametrize("walk", [README, CPU, AIR_GAPPED, KUBERNETES, RL], ids=lambda walk: walk.page)
 
 
 @ALL

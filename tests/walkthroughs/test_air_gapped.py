@@ -1,0 +1,66 @@
+"""Somebody who serves without a network: adapters are carried in, looked at, and served by name and by URI."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from testbed.bed import MAX_TOKENS, Bed
+from testbed.client import complete, connect
+from testbed.models import PROMPT
+from testbed.server import reserved_port
+from tests.e2e.digests import of_files
+from tests.walkthroughs.conftest import SMALL
+from tests.walkthroughs.reader import Do, Step, Walk, reading
+
+CARRY = "lora-plugins inspect ./sql                     # rank, modules, and whether it would be served"
+ASK = (
+    "curl localhost:8000/v1/completions -H 'Content-Type: application/json' "
+    """-d '{"model": "sql", "prompt": "SELECT"}'"""
+)
+INSTALLING = "tests/installation/ installs the wheel beside a vLLM"
+
+AIR_GAPPED = Walk(
+    "docs/get-started/air-gapped.md",
+    [
+        Step("pip download -d wheels lora-plugins            # and 'vllm>=0.30,<0.34', where it is not there already",
+             Do.LEAVE_OUT, INSTALLING),
+        Step("pip install --no-index --find-links wheels lora-plugins", Do.LEAVE_OUT, INSTALLING),
+        Step(CARRY),
+        Step("export HF_HUB_OFFLINE=1                        # nothing asks the Hub: base model, tokenizer, adapters",
+             Do.SERVE),
+        Step(ASK),
+    ],
+    {
+        "vllm serve /models/base": (
+            f"vllm serve {{base}} --host 127.0.0.1 --port {{port}} {SMALL}",
+            "two cores, a tiny Llama, and other servers beside this one",
+        ),
+        "/media/sql": ("./sql", "one machine is both"),
+        " /adapters/": (" {adapters}/", "a folder of this test"),
+        "=/adapters": ("={adapters}", "a folder of this test"),
+        "file:///adapters": ("file://{adapters}", "a folder of this test"),
+        "localhost:8000": ("127.0.0.1:{port}", "other servers run beside this one"),
+    },
+)  # fmt: skip
+
+
+@pytest.mark.timeout(1200)
+def test_adapters_are_served_by_name_and_by_uri(tmp_path: Path, bed: Bed, env: dict[str, str]) -> None:
+    (tmp_path / "adapters").mkdir()
+    shutil.copytree(bed.adapters / "sql", tmp_path / "sql")
+    with reserved_port() as port:
+        values = {"base": str(bed.base), "port": str(port), "adapters": str(tmp_path / "adapters")}
+        with reading(AIR_GAPPED, tmp_path, env=env, values=values, url=f"http://127.0.0.1:{port}") as reader:
+            assert "would be served" in reader.printed[CARRY]
+            by_name, at = json.JSONDecoder().raw_decode(reader.printed[ASK])
+            assert by_name["model"] == "sql"
+            by_uri = json.loads(reader.printed[ASK][at:])
+            assert by_uri["lora_name"] == "by-uri"
+            assert by_uri["digest"] == of_files(bed.adapters / "sql")
+            for name in ("sql", "by-uri"):
+                asked = complete(connect(reader.servers[0]), name, PROMPT, MAX_TOKENS)
+                assert (asked.error, list(asked.token_ids)) == ("", bed.answers["sql"])
