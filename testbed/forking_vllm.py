@@ -37,6 +37,10 @@ READ_AT_IMPORT = {
     "OMP_NUM_THREADS": "1",
     "NUMBA_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
+    "HF_ENDPOINT": "",
+    "HF_HOME": "",
+    "HF_HUB_CACHE": "",
+    "HF_TOKEN_PATH": "",
     "PROMETHEUS_MULTIPROC_DIR": "",
     "TRITON_INTERPRET": "",
 }

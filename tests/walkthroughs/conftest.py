@@ -34,6 +34,8 @@ def env(tmp_path: Path) -> dict[str, str]:
         **({run: os.environ[run]} if run in os.environ else {}),
         "PYTHONPATH": str(ROOT),
         "HOME": str(tmp_path / "home"),
+        # Where vLLM keeps what it finds out about a model's class, in a process that takes twelve seconds of a core.
+        "VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT", os.path.expanduser("~/.cache/vllm")),
         "LORA_PLUGINS_STORE_DIR": str(tmp_path / "store"),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",

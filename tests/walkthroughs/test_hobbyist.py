@@ -53,7 +53,10 @@ CPU = Walk(
         Step(CURL),
     ],
     {
-        "vllm serve $BASE": ("vllm serve $BASE --host 127.0.0.1 --port {port}", PORT[1]),
+        ".venv/bin/vllm serve $BASE": (
+            "vllm serve $BASE --host 127.0.0.1 --port {port}",
+            "other servers run beside this one, and it is forked; README's is spawned, by vLLM's own command",
+        ),
         "localhost:8000": PORT,
     },
 )
