@@ -282,6 +282,29 @@ class SourceContract:
         assert len(set(uris)) == 3
         assert all(re.match(r"[a-z0-9]+://", uri) for uri in uris)
 
+    # --- listing
+
+    def test_the_names_that_it_lists_are_those_that_it_finds(self, harness, source):
+        adapters = ("sql", "sql/checkpoint-10", "team/a/größe (2)")
+        for name in adapters:
+            harness.put_adapter(name, adapter_files())
+        harness.put_adapter("model", {"config.json": b"{}", "model.safetensors": b"x"})
+        harness.put_adapter("half", {WEIGHTS_FILE: b"x"})
+        listing = asyncio.run(source.names(BASE.path))
+        assert (listing.names, listing.gaps) == (tuple(sorted(map(harness.asked, adapters))), ())
+        assert all(located(source, name).name == AdapterName.parse(name) for name in listing.names)
+
+    def test_an_outage_is_no_empty_list(self, harness, source):
+        harness.put_adapter("sql", adapter_files())
+        harness.break_source()
+        try:
+            listing = asyncio.run(source.names(BASE.path))
+        except SourceUnavailable:
+            return
+        finally:
+            harness.restore_source()
+        assert (listing.names, len(listing.gaps)) == ((), 1)
+
     # --- versions
 
     def test_nothing_changed_is_the_same_version(self, harness, find):

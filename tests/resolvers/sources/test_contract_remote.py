@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -16,9 +17,11 @@ from huggingface_hub.utils import _http as hub_http
 from lora_plugins.resolvers.sources.hub import source as hub_module
 from lora_plugins.resolvers.sources.hub.patterns import HubPatterns
 from lora_plugins.resolvers.sources.hub.source import HubSource
+from lora_plugins.resolvers.sources.object_store.fsspec_files import FsspecFiles
 from lora_plugins.resolvers.sources.object_store.source import ObjectSource
 from testbed.hub import Hub, local_hub
 from testbed.proxy import FaultProxy, fault_proxy
+from tests.make import adapter_files
 from tests.resolvers.sources.contract import SourceContract, SourceHarness
 from tests.resolvers.sources.hub.hub_bed import isolate
 from tests.resolvers.sources.object_store.object_bed import LIMITS, Bed, bed, s3, shared_proxy
@@ -81,6 +84,18 @@ class TestMemorySource(SourceContract):
         harness.memory.makedirs("/contract", exist_ok=True)
         yield harness
         harness.memory.rm("/contract", recursive=True)
+
+    def test_an_object_that_stands_for_its_folder_is_no_entry(self, harness, monkeypatch):
+        """Consoles of object stores make them, and some file systems list them as folders."""
+        listed = MemoryFileSystem.ls
+
+        def ls(self: MemoryFileSystem, path: str, **options: object) -> list[object]:
+            return [{"name": f"{path}/", "size": 0, "type": "directory"}, *listed(self, path, **options)]
+
+        harness.put_adapter("team/sql", adapter_files())
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryFileSystem, "ls", ls)
+            assert asyncio.run(FsspecFiles("memory", {}).entries("memory://contract/team")) == ["sql/"]
 
 
 class HubHarness(SourceHarness):

@@ -24,6 +24,7 @@ from lora_plugins.resolvers.sources.source import ADAPTER_FILES, SourceFile, nee
 
 PIECE_BYTES = 2 << 20
 _PIECE_TIMEOUT_S = 60.0
+_LISTED_AT_ONCE = 16  # folders
 # What file systems call the identity of an object's bytes, best first.
 _IDENTITIES = (
     *("ETag", "etag", "e_tag", "generation", "md5Hash", "md5", "content_md5", "checksum"),
@@ -71,17 +72,23 @@ class FsspecFiles:
                 found = await asyncio.to_thread(filesystem.ls, path, detail=True)
         except FileNotFoundError:
             return []
-        names = [(str(item["name"]).rstrip("/").rpartition("/")[2], item.get("type")) for item in found]
-        return [name + ("/" if kind == "directory" else "") for name, kind in names]
+        named = [(str(item["name"]).rstrip("/"), item.get("type")) for item in found]
+        return [
+            name.rpartition("/")[2] + ("/" if kind == "directory" else "")
+            for name, kind in named
+            if name != path.rstrip("/")  # some list an object that stands for the folder
+        ]
 
     async def list_below(self, uri: str) -> list[str]:
-        """The URIs of all files below `uri`."""
-        filesystem = self._open()
-        if isinstance(filesystem, AsyncFileSystem):
-            found = await filesystem._find(filesystem._strip_protocol(uri))  # noqa: SLF001 - see `_describe`
-        else:
-            found = await asyncio.to_thread(filesystem.find, filesystem._strip_protocol(uri))  # noqa: SLF001
-        return [str(filesystem.unstrip_protocol(path)) for path in found]
+        """The URIs of all files below `uri`, folder by folder: fsspec's `find` leaves out what it cannot list."""
+        found: list[str] = []
+        folders = [uri]
+        while folders:
+            asked, folders = folders[:_LISTED_AT_ONCE], folders[_LISTED_AT_ONCE:]
+            for folder, entries in zip(asked, await asyncio.gather(*map(self.entries, asked)), strict=True):
+                found += (f"{folder}/{entry}" for entry in entries if not entry.endswith("/"))
+                folders += (f"{folder}/{entry[:-1]}" for entry in entries if entry.endswith("/"))
+        return found
 
     async def _describe_all(self, uri: str, names: Iterable[str]) -> list[SourceFile]:
         found = await asyncio.gather(*(self._describe(uri, name) for name in names))
