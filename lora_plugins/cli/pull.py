@@ -183,7 +183,12 @@ async def _resolve(
     resolver: AdapterResolver, place: _Place, base_path: str, absences: Mapping[str, Sequence[Absence]]
 ) -> ResolvedAdapter:
     if place.uri is not None:
-        return await resolver.resolve_uri(place.name, place.text, base_path)
+        try:
+            return await resolver.resolve_uri(place.name, place.text, base_path)
+        except AdapterNotFound as error:
+            if said := absences.get(place.name):  # else there is something, which the error names
+                error.found += ": " + "; ".join(map(str, said))
+            raise
     found = await resolver.resolve(place.text, base_path)
     if found is None:
         said = absences.get(place.name, ())

@@ -433,3 +433,11 @@ def test_pull_of_an_unknown_name_says_where_it_looked(cli):
     assert done.code == Exit.NOT_FOUND
     assert f"no such adapter: filesystem: {cli.adapters / 'team/Poet'}: no such directory" in done.err
     assert "did you mean 'team/poet'?" in done.err
+
+
+def test_pull_of_a_uri_says_what_lies_there(cli):
+    (cli.adapters / "run" / "checkpoint-5").mkdir(parents=True)
+    for name, said in (("nobody", "no such directory"), ("run", "a directory without adapter files")):
+        done = cli("pull", (cli.adapters / name).as_uri())
+        assert done.code == Exit.NOT_FOUND
+        assert f"found no adapter at this URI: {cli.adapters / name}: {said};" in done.err
