@@ -58,6 +58,7 @@ def test_adapters_are_served_by_name_and_by_uri(tmp_path: Path, bed: Bed, env: d
             assert "would be served" in reader.printed[CARRY]
             by_name, at = json.JSONDecoder().raw_decode(reader.printed[ASK])
             assert by_name["model"] == "sql"
+            assert by_name["choices"][0]["text"]
             by_uri = json.loads(reader.printed[ASK][at:])
             assert by_uri["lora_name"] == "by-uri"
             assert by_uri["digest"] == of_files(bed.adapters / "sql")

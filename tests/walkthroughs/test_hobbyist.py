@@ -83,6 +83,7 @@ def test_the_page_on_cpus_serves_its_own_adapters(tmp_path: Path, bed: Bed, env:
         reading(CPU, tmp_path, env=env, values={"port": str(port)}, url=f"http://127.0.0.1:{port}") as reader,
     ):
         assert reader.printed[CPU.steps[1].first].split() == sorted(path.name for path in bed.adapters.iterdir())
-        assert json.loads(reader.printed[CURL])["model"] == "sql"
+        answer = json.loads(reader.printed[CURL])
+        assert (answer["model"], answer["usage"]["completion_tokens"]) == ("sql", 8)
         asked = complete(connect(reader.servers[0]), "sql", PROMPT, MAX_TOKENS)
         assert (asked.error, list(asked.token_ids)) == ("", bed.answers["sql"])

@@ -113,7 +113,7 @@ class Operators:
             self._known[a[0].data_ptr()] = known
 
     def forget(self) -> None:
-        """Let go of all modules, and so of their weights; for where a process outlives them."""
+        """Drop all modules, and so their weights; for where a process outlives them."""
         self._known.clear()
         self._ranks.clear()
 
