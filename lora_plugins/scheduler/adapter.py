@@ -1,4 +1,4 @@
-"""One adapter as the planner knows it: where it is, who waits for it, and who runs with it."""
+"""One generation of an adapter as the planner knows it: where it is, who waits for it, and who runs with it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.scheduler.stats import Found
+
+LONGEST_LEAVE_S = 60.0  # clients choose what their requests are called: one name for all must not keep a slot for ever
 
 
 class Residency(StrEnum):
@@ -21,12 +23,16 @@ class Residency(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class Held:
-    """A request that is not admitted yet; `request` is the scheduler's own object, of which nothing is read here."""
+    """A request that is not admitted yet; `request` is the scheduler's own object, of which nothing is read here.
+
+    `client`: the client's request that it is part of, as beams are; empty where it is all of it.
+    """
 
     request: Any
     arrived_at: float
     found: Found
     priority: int = 0
+    client: str = ""
 
 
 @dataclass(eq=False, slots=True)
@@ -35,32 +41,34 @@ class LoadCall:
 
     Attributes:
         wants_slot: an idle slot is acquired, where there is one. needs_slot: it is done only once it is in a slot.
-        is_urgent: the end of the load is enough, and is to be reported at once.
     """
 
     future: Future[None]
     wants_slot: bool = False
     needs_slot: bool = False
-    is_urgent: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class Adapter:
-    """One version of an adapter.
+    """One generation of an adapter.
 
     Attributes:
+        key: what workers know it by.
         is_instant: whether activating it costs no copy.
         job: the number of what the workers do for it in the background.
         slot: its own from the moment that it is asked for. is_active: whether the slot holds it.
-        held, running: requests by id, not admitted and admitted. priorities: how many of the held ones have each.
+        held: requests by id that are not admitted. priorities: how many of them have each.
+        running: when requests were admitted, and of which client's request they are part, by id.
+        expected: until when more of a client's request is expected, of which nothing runs at the moment.
         waits_since: since when it has held requests or calls, and nothing admitted.
-        slice_began_at: when its time slice began, while it has requests that run.
+        leaves_since: since when it takes no requests of other clients, so that its slot or room passes on.
         is_pinned: it keeps host memory and slot, whether it is asked for or not.
         is_retired: it is evicted once it is not used; then `retirements` are done.
         load_s: what loading it took the last time. rank: what the workers said; 0 before.
     """
 
     spec: AdapterSpec
+    key: int
     residency: Residency = Residency.ABSENT
     is_instant: bool = False
     job: int | None = None
@@ -68,10 +76,11 @@ class Adapter:
     is_active: bool = False
     held: dict[str, Held] = field(default_factory=dict)
     priorities: dict[int, int] = field(default_factory=dict)
-    running: dict[str, Any] = field(default_factory=dict)
+    running: dict[str, tuple[float, str]] = field(default_factory=dict)
+    expected: dict[str, float] = field(default_factory=dict)
     calls: list[LoadCall] = field(default_factory=list)
     waits_since: float | None = None
-    slice_began_at: float = 0.0
+    leaves_since: float | None = None
     is_pinned: bool = False
     is_retired: bool = False
     retirements: list[Future[None]] = field(default_factory=list)
@@ -79,14 +88,19 @@ class Adapter:
     rank: int = 0
 
     @property
-    def engine_id(self) -> int:
-        """VLLM's `lora_int_id`."""
-        return self.spec.engine_id
+    def is_loaded(self) -> bool:
+        """Whether the workers have it in host memory."""
+        return self.residency is Residency.LOADED
 
     @property
     def is_activating(self) -> bool:
         """Whether its slot is being written."""
         return self.slot is not None and not self.is_active
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether requests run with it, or the next part of one is expected."""
+        return bool(self.running or self.expected)
 
     @property
     def is_wanted(self) -> bool:
@@ -101,49 +115,42 @@ class Adapter:
     @property
     def can_be_displaced(self) -> bool:
         """Whether it could lose slot or host memory: it waits, or nothing uses it."""
-        return self.residency is Residency.LOADED and not self.running and not self.is_activating and not self.is_pinned
+        return self.is_loaded and not self.is_in_flight and not self.is_activating and not self.is_pinned
 
     @property
     def needs_slot(self) -> bool:
         """Whether it is loaded, and a call waits for its slot."""
-        is_without = self.residency is Residency.LOADED and self.slot is None
-        return is_without and any(call.needs_slot for call in self.calls)
+        return self.is_loaded and self.slot is None and any(call.needs_slot for call in self.calls)
 
     @property
-    def since(self) -> float:
-        """Since when it waits; 0 where it does not."""
-        return self.waits_since or 0.0
-
-    @property
-    def priority(self) -> int:
-        """The best of its held requests'."""
-        return min(self.priorities, default=0)
+    def order(self) -> tuple[int, float]:
+        """Its place among those that wait: the best priority of its requests, then since when it waits."""
+        return min(self.priorities, default=0), self.waits_since or 0.0
 
     @property
     def found(self) -> Found:
         """Where it is now."""
         if self.is_active:
             return Found.SLOT
-        return Found.HOST if self.residency is Residency.LOADED else Found.STORE
+        return Found.HOST if self.is_loaded else Found.STORE
 
     def hold(self, request_id: str, held: Held) -> None:
         """A request waits for it."""
         self.held[request_id] = held
         self.priorities[held.priority] = self.priorities.get(held.priority, 0) + 1
 
-    def release(self, request_id: str) -> Held | None:
-        """A request waits for it no more; None where it did not."""
-        held = self.held.pop(request_id, None)
-        if held is not None:
-            self.priorities[held.priority] -= 1
-            if not self.priorities[held.priority]:
-                del self.priorities[held.priority]
+    def release(self, request_id: str) -> Held:
+        """A request waits for it no more."""
+        held = self.held.pop(request_id)
+        self.priorities[held.priority] -= 1
+        if not self.priorities[held.priority]:
+            del self.priorities[held.priority]
         return held
 
-    def release_all(self) -> dict[str, Held]:
-        """No request waits for it any more; those that did, the best priority first."""
-        held, self.held = self.held, {}
-        if len(self.priorities) > 1:
-            held = dict(sorted(held.items(), key=lambda item: item[1].priority))
-        self.priorities.clear()
-        return held
+    def may_join(self, held: Held, now: float) -> bool:
+        """Whether a request may run beside those that do: any, until it leaves; then parts of these, for a while."""
+        if self.leaves_since is None:
+            return True
+        if not held.client or now - self.leaves_since > LONGEST_LEAVE_S:
+            return False
+        return held.client in self.expected or any(client == held.client for _, client in self.running.values())

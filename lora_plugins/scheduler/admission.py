@@ -1,163 +1,120 @@
-"""Which requests may run: held until their adapter is in a slot, then admitted, adapters in a fair order."""
+"""Which requests may run: those whose adapter is in a slot. Slots, and room, pass on in a fair order."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
-from lora_plugins.scheduler.adapter import Adapter, Held, Residency
-from lora_plugins.scheduler.placement import Placement
-from lora_plugins.scheduler.stats import Stats
-from lora_plugins.scheduler.waiting import WaitingOrder
+from lora_plugins.scheduler.adapter import Adapter
+from lora_plugins.scheduler.state import SlotPool, State
+
+_PATIENT_RUNS = 2
 
 
-class Admission:
-    """Requests that are held, and those that are in flight.
+def forget_expected(state: State, now: float) -> float:
+    """Expect no more of clients' requests of which too long nothing came; returns when the next of them is due."""
+    next_at = float("inf")
+    for adapter in list(state.in_flight):
+        for client in [client for client, until in adapter.expected.items() if until <= now]:
+            del adapter.expected[client]
+            state.touched[adapter] = None
+        next_at = min([next_at, *adapter.expected.values()])
+    state.settle(now)
+    return next_at
 
-    Args:
-        max_running: adapters that may have admitted requests at once.
-        time_slice_s: how long an adapter takes further requests while others wait for its slot.
 
-    Attributes:
-        held_count: requests that are not admitted yet. held_by_name: how many for each adapter name.
-        in_flight: adapters with admitted requests.
-        ready: adapters that are loaded, with held requests, nothing admitted, and not pinned.
+def begin(state: State, now: float) -> list[object]:
+    """Give slots to those that are next, as far as they can be had; returns the requests that run from now on."""
+    admitted: list[object] = []
+    used_up: set[SlotPool] = set()
+    for adapter in list(state.ready):
+        pool = state.pool_of(adapter)
+        if adapter in state.draining or (pool in used_up and adapter.slot is None):
+            continue
+        if not state.activate(adapter, displaces=True):
+            used_up.add(pool)  # each of its slots is used, or being written
+        elif adapter.is_active:
+            admitted += state.admit(adapter, now)
+            pool.passed_on_at = now
+    return admitted
+
+
+def join(state: State, now: float) -> list[object]:
+    """The requests that run from now on beside others of their adapter."""
+    return [
+        request
+        for adapter in state.in_flight
+        if adapter.held
+        for request in state.admit(adapter, now, only_parts=adapter.leaves_since is not None)
+    ]
+
+
+def pass_on(state: State, now: float, without_room: list[Adapter], patience_s: float) -> float:
+    """Have one more adapter leave, where others wait and nothing has passed on for a while; returns when to look again.
+
+    `without_room`: those that wait for room in the host cache, in order.
     """
+    running = [adapter for adapter in state.in_flight if not adapter.is_pinned]
+    patience_s = max(patience_s, _PATIENT_RUNS * state.mean_run_s) / max(1, len(running))
+    next_at = float("inf")
+    if state.reserved_for is not None:
+        _reserve(state, state.reserved_for, now)
+    elif without_room:
+        next_at = max(state.made_room_at, without_room[0].waits_since or 0.0) + patience_s
+        if next_at <= now:
+            _reserve(state, without_room[0], now)
+    for pool in (state.copied, state.pointed):
+        next_at = min(next_at, _pass_slots_on(state, pool, now, patience_s))
+    return next_at
 
-    def __init__(self, placement: Placement, stats: Stats, max_running: int, time_slice_s: float) -> None:
-        self.max_running = max_running
-        self.held_count = 0
-        self.held_by_name: Counter[str] = Counter()
-        self.in_flight: dict[int, Adapter] = {}
-        self.ready = WaitingOrder()
-        self._placement = placement
-        self._stats = stats
-        self._time_slice_s = time_slice_s
-        self._of_request: dict[str, Adapter] = {}
-        self._admitted: list[Any] = []
 
-    # --- requests ---
+def _pass_slots_on(state: State, pool: SlotPool, now: float, patience_s: float) -> float:
+    waiting = [it for it in _without_slot(state) if it.slot is None and state.pool_of(it) is pool]
+    running = [it for it in pool.owners if it.is_in_flight and not it.is_pinned]
+    taking = [it for it in running if it.leaves_since is None]
+    if not waiting:
+        for adapter in running:
+            if adapter not in state.draining:
+                adapter.leaves_since = None
+    # The last that takes any requests stays, unless nobody else would leave.
+    while len(waiting) > len(running) - len(taking) and (len(taking) > 1 or (taking and len(running) == 1)):
+        look_at = max(pool.passed_on_at, min(it.waits_since or now for it in waiting)) + patience_s
+        if look_at > now:
+            return look_at
+        pool.passed_on_at = look_at
+        leaving = min(taking, key=lambda it: len(it.running))
+        leaving.leaves_since = now
+        taking.remove(leaving)
+    if len(waiting) <= len(running) - len(taking):
+        pool.passed_on_at = now
+    return float("inf")
 
-    def is_held(self, request_id: str) -> bool:
-        """Whether a request is here and not admitted yet."""
-        adapter = self._of_request.get(request_id)
-        return adapter is not None and request_id in adapter.held
 
-    def hold(self, adapter: Adapter, request_id: str, held: Held) -> None:
-        """A request waits for an adapter."""
-        adapter.hold(request_id, held)
-        self._of_request[request_id] = adapter
-        self._count_held(adapter, 1)
+def _without_slot(state: State) -> Iterable[Adapter]:
+    yield from (adapter for adapter in state.ready if adapter not in state.draining)
+    yield from (adapter for adapter in state.calling if adapter.needs_slot and not adapter.held)
 
-    def cancel(self, request_ids: Iterable[str] | None) -> list[tuple[Adapter, Held]]:
-        """Forget held requests, of these ids or all, and return them."""
-        if not self.held_count:
-            return []
-        cancelled = []
-        for request_id in list(self._of_request) if request_ids is None else request_ids:
-            adapter = self._of_request.get(request_id)
-            held = None if adapter is None else adapter.release(request_id)
-            if adapter is not None and held is not None:
-                del self._of_request[request_id]
-                self._count_held(adapter, -1)
-                cancelled.append((adapter, held))
-        return cancelled
 
-    def cancel_all_of(self, adapter: Adapter) -> list[Any]:
-        """Forget all requests that are held for an adapter, and return them."""
-        self._count_held(adapter, -len(adapter.held))
-        cancelled = adapter.release_all()
-        for request_id in cancelled:
-            del self._of_request[request_id]
-        return [held.request for held in cancelled.values()]
+def _reserve(state: State, adapter: Adapter, now: float) -> None:
+    """Choose who is evicted for an adapter once it is not used: who came later, then who runs the fewest requests.
 
-    def finished(self, request_ids: Iterable[str]) -> list[Adapter]:
-        """Admitted requests have finished, others are left alone; returns the adapters that none is left of."""
-        unused = []
-        for request_id in request_ids:
-            adapter = self._of_request.get(request_id)
-            if adapter is None or request_id not in adapter.running:
-                continue
-            del self._of_request[request_id]
-            del adapter.running[request_id]
-            if not adapter.running:
-                del self.in_flight[adapter.engine_id]
-                unused.append(adapter)
-        return unused
-
-    def _count_held(self, adapter: Adapter, more: int) -> None:
-        self.held_count += more
-        self.held_by_name[adapter.spec.name] += more
-        if not self.held_by_name[adapter.spec.name]:
-            del self.held_by_name[adapter.spec.name]
-
-    # --- the plan ---
-
-    def requeue(self, adapter: Adapter) -> None:
-        """See that an adapter is in order if it is ready, and only then."""
-        is_loaded = adapter.residency is Residency.LOADED
-        if is_loaded and adapter.held and not adapter.running and not adapter.is_pinned:
-            self.ready.put(adapter.engine_id, adapter.since, adapter.priority)
-        else:
-            self.ready.remove(adapter.engine_id)
-
-    def admit(self, now: float, others_waiting: int) -> list[Any]:
-        """Give slots to those that are next, and return the requests that run from now on.
-
-        `others_waiting`: adapters that wait and are not ready yet.
-        """
-        for adapter in self._placement.pinned.values():
-            if adapter.held and adapter.is_active and (adapter.running or len(self.in_flight) < self.max_running):
-                self._admit_held(adapter, now)
-        self._begin_in_order(now)
-        is_contended = len(self.ready) + others_waiting > self._free_places
-        for adapter in list(self.in_flight.values()):
-            if not is_contended and adapter.engine_id not in self._placement.draining:
-                adapter.slice_began_at = now
-            if adapter.held and (adapter.is_pinned or now - adapter.slice_began_at < self._time_slice_s):
-                self._admit_held(adapter, now)
-        admitted, self._admitted = self._admitted, []
-        return admitted
-
-    def activate_ahead(self) -> None:
-        """Write idle slots for those that run next, where writing costs a copy."""
-        ahead = set(self._placement.draining)
-        while (engine_id := self.ready.first(ahead)) is not None:
-            adapter = self._placement.adapters[engine_id]
-            if adapter.is_instant or not self._placement.activate(adapter):
-                return
-            ahead.add(engine_id)
-
-    def _begin_in_order(self, now: float) -> None:
-        """Begin with who is next, as far as slots can be had."""
-        places = self._free_places
-        passed_over = set(self._placement.draining)  # and those whose slots are being written
-        while places > 0 and (engine_id := self.ready.first(passed_over)) is not None:
-            adapter = self._placement.adapters[engine_id]
-            if not self._placement.activate(adapter, displaces=True):
-                break  # every slot is used or being written
-            if adapter.is_active:
-                self.ready.remove(engine_id)
-                self._admit_held(adapter, now)
-            else:
-                passed_over.add(engine_id)
-            places -= 1  # for one whose slot is being written too: it is next
-
-    @property
-    def _free_places(self) -> int:
-        """How many more unpinned adapters may run."""
-        unpinned = sum(not adapter.is_pinned for adapter in self.in_flight.values())
-        pinned = len(self._placement.pinned)
-        return min(self.max_running - len(self.in_flight), self.max_running - pinned - unpinned)
-
-    def _admit_held(self, adapter: Adapter, now: float) -> None:
-        if not adapter.running:
-            adapter.slice_began_at, adapter.waits_since = now, None
-            self.in_flight[adapter.engine_id] = adapter
-        self._count_held(adapter, -len(adapter.held))
-        for request_id, held in adapter.release_all().items():
-            adapter.running[request_id] = held.request
-            self._admitted.append(held.request)
-            self._stats.wait_seconds[held.found].observe(now - held.arrived_at)
-        self._placement.used(adapter)
+    The choice stands until it is loaded: else room that one leaves would be used again before the next has left.
+    """
+    size_bytes = [state.cache.expected_bytes(adapter.spec)]
+    residents = [it for key in state.cache.sizes_bytes if (it := state.adapters[key]) not in state.draining]
+    behind = [it for it in residents if it.can_be_displaced and not it.is_idle and it.order > adapter.order]
+    running = [it for it in residents if it.is_in_flight and not it.is_pinned]
+    behind.sort(key=lambda it: it.order, reverse=True)
+    running.sort(key=lambda it: len(it.running))
+    gone, chosen = state.idle.keys() | {it.key for it in state.draining}, list[Adapter]()
+    for other in (*behind, *running):
+        if state.cache.has_room(size_bytes, gone | {it.key for it in chosen}):
+            break
+        chosen.append(other)
+    for other in list(chosen):
+        without = [it for it in chosen if it is not other]
+        if state.cache.has_room(size_bytes, gone | {it.key for it in without}):
+            chosen = without
+    state.reserved_for = adapter
+    for other in chosen:
+        state.draining[other] = None
+        other.leaves_since = now

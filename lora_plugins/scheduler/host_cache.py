@@ -2,76 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Mapping
 
 from cachetools import LRUCache
 
+from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.scheduler.policies import EvictionPolicy
 
-_REMEMBERED_SIZES = 10_000
+_REMEMBERED = 10_000
 
 
 class HostCache:
-    """Bytes and number of what is loaded or being loaded; the policy says which one is evicted first.
+    """Bytes and number of what is loaded or being loaded, by key; the policy says which one is evicted first.
 
     Args:
         max_bytes: None for no limit. max_adapters: vLLM's `--max-cpu-loras`.
+
+    Attributes:
+        sizes_bytes: of what is there. known_bytes: what adapters took when they were loaded last, by engine id.
     """
 
     def __init__(self, max_bytes: int | None, max_adapters: int, policy: EvictionPolicy[int]) -> None:
         self.max_bytes = max_bytes
         self.max_adapters = max_adapters
         self.used_bytes = 0
-        self._sizes: dict[int, int] = {}
+        self.sizes_bytes: dict[int, int] = {}
+        self.known_bytes: LRUCache[int, tuple[AdapterSpec, int]] = LRUCache(_REMEMBERED)
         self._policy = policy
-        self._known_bytes: LRUCache[str, int] = LRUCache(_REMEMBERED_SIZES)  # of what was loaded once, by path
 
-    def __len__(self) -> int:
-        return len(self._sizes)
+    def expected_bytes(self, spec: AdapterSpec) -> int:
+        """What an adapter will take: what it took when it was loaded last, else what its files say."""
+        known, size_bytes = self.known_bytes.get(spec.engine_id, (spec, spec.size_bytes))
+        return int(size_bytes) if known.path == spec.path else spec.size_bytes
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._sizes)
-
-    def __contains__(self, engine_id: int) -> bool:
-        return engine_id in self._sizes
-
-    def expected_bytes(self, path: str, estimate: int) -> int:
-        """What an adapter will take: what it took when it was loaded last, else the estimate."""
-        return int(self._known_bytes.get(path, estimate))
-
-    def fits_without(self, size_bytes: int, more: int, evicted_bytes: int, evicted: int) -> bool:
-        """Whether there is room for so many bytes and adapters more, once so many others are evicted."""
-        if len(self._sizes) + more - evicted > self.max_adapters:
+    def has_room(self, sizes_bytes: Iterable[int], without: Iterable[int] = ()) -> bool:
+        """Whether adapters of these sizes fit beside what is there, once those of the keys in `without` have gone."""
+        more, fewer = list(sizes_bytes), list(without)
+        if len(self.sizes_bytes) + len(more) - len(fewer) > self.max_adapters:
             return False
-        return self.max_bytes is None or self.used_bytes + size_bytes - evicted_bytes <= self.max_bytes
+        if self.max_bytes is None:
+            return True
+        return self.used_bytes + sum(more) - sum(self.sizes_bytes[key] for key in fewer) <= self.max_bytes
 
-    def reserve(self, engine_id: int, size_bytes: int) -> None:
+    def reserve(self, key: int, size_bytes: int) -> None:
         """Count an adapter that is about to be loaded."""
-        self._sizes[engine_id] = size_bytes
+        self.sizes_bytes[key] = size_bytes
         self.used_bytes += size_bytes
 
-    def loaded(self, engine_id: int, path: str, size_bytes: int, cost_s: float) -> None:
+    def loaded(self, key: int, spec: AdapterSpec, size_bytes: int, cost_s: float) -> None:
         """Count what it really takes."""
-        self._known_bytes[path] = size_bytes
-        self.used_bytes += size_bytes - self._sizes[engine_id]
-        self._sizes[engine_id] = size_bytes
-        self._policy.added(engine_id, size_bytes, cost_s)
+        self.known_bytes[spec.engine_id] = spec, size_bytes
+        self.used_bytes += size_bytes - self.sizes_bytes[key]
+        self.sizes_bytes[key] = size_bytes
+        self._policy.added(key, size_bytes, cost_s)
 
-    def used(self, engine_id: int) -> None:
+    def used(self, key: int) -> None:
         """A request uses it."""
-        self._policy.used(engine_id)
+        self._policy.used(key)
 
-    def remove(self, engine_id: int) -> int:
+    def remove(self, key: int) -> int:
         """Count it no longer; returns its bytes."""
-        self._policy.removed(engine_id)
-        size_bytes = self._sizes.pop(engine_id)
+        self._policy.removed(key)
+        size_bytes = self.sizes_bytes.pop(key)
         self.used_bytes -= size_bytes
         return size_bytes
 
-    def victim(self, among: Container[int]) -> int | None:
-        """Which of the loaded adapters in `among` is to be evicted first."""
-        return self._policy.victim(among)
+    def victims(
+        self, sizes_bytes: Iterable[int], among: Mapping[int, object], gone: Iterable[int] = ()
+    ) -> list[int] | None:
+        """Keys to evict, in the policy's order, so that these fit; None where all in `among` are not enough.
 
-    def size_bytes(self, engine_id: int) -> int:
-        """What is counted for it."""
-        return self._sizes[engine_id]
+        `gone`: keys that are as good as evicted.
+        """
+        sizes, chosen, gone = list(sizes_bytes), list[int](), list(gone)
+        candidates: Container[int] = among
+        while not self.has_room(sizes, [*gone, *chosen]):
+            victim = self._policy.victim(candidates) if len(chosen) < len(among) else None
+            if victim is None:
+                return None
+            chosen.append(victim)
+            candidates = among.keys() - set(chosen)
+        return chosen

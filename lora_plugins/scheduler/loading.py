@@ -3,109 +3,87 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from itertools import islice
 
-from lora_plugins.scheduler.adapter import Adapter, Residency
-from lora_plugins.scheduler.admission import Admission
-from lora_plugins.scheduler.placement import MAX_LOADS, Placement
-from lora_plugins.scheduler.waiting import WaitingOrder
+from lora_plugins.scheduler.adapter import Adapter
+from lora_plugins.scheduler.state import MAX_LOADS, State
 
-_MOST_PASSED_OVER = 4
+_MOST_LOOKED_AT = 2 * MAX_LOADS
 
 
-class Loading:
-    """Adapters that are wanted and not in host memory, and calls.
+def answer_calls(state: State, *, is_paused: bool) -> list[Future[None]]:
+    """Activate what calls need; returns the futures of the calls that can be answered."""
+    answered = []
+    for adapter in state.calling:
+        if not adapter.is_loaded:
+            continue
+        for call in list(adapter.calls):
+            if not adapter.is_active and not is_paused and (call.wants_slot or call.needs_slot):
+                is_coming = state.activate(adapter, displaces=call.needs_slot)
+                if is_coming and not adapter.is_active:
+                    continue
+            if adapter.is_active or not call.needs_slot:
+                adapter.calls.remove(call)
+                answered.append(call.future)
+                state.touched[adapter] = None
+    return answered
 
-    Attributes:
-        absent: adapters that are wanted, and not in host memory. calling: those with calls.
+
+def take_loaded(adapter: Adapter) -> list[Future[None]]:
+    """Take the calls off an adapter for which it is enough that it is loaded; returns their futures."""
+    done = [call for call in adapter.calls if not (call.wants_slot or call.needs_slot)]
+    adapter.calls = [call for call in adapter.calls if call not in done]
+    return [call.future for call in done]
+
+
+def load_wanted(state: State, now: float, *, is_paused: bool) -> list[Adapter]:
+    """Have the workers load what is next in order, as far as there is room; returns those for which there is none.
+
+    What comes after one without room is loaded only where room for that one is left, once `draining` ones have gone.
+    While paused, held requests wait for its end; calls do not.
     """
+    waiting = [adapter for adapter in state.calling if adapter in state.absent] if is_paused else state.absent
+    next_ones = list(islice(waiting, _MOST_LOOKED_AT))
+    first = state.reserved_for
+    if first is not None and not is_paused:
+        next_ones = [first, *(adapter for adapter in next_ones if adapter is not first)]
+    without_room: list[Adapter] = []
+    for adapter in next_ones:
+        if state.loads >= MAX_LOADS or len(without_room) >= MAX_LOADS:
+            break
+        if not adapter.calls and not _runs_soon(state, adapter):
+            break
+        victims = _victims(state, adapter, without_room)
+        if victims is None:
+            without_room.append(adapter)
+            continue
+        state.evict_all(victims)
+        state.made_room_at = now
+        state.load(adapter)
+    return without_room
 
-    def __init__(self, placement: Placement, admission: Admission) -> None:
-        self.absent = WaitingOrder()
-        self.calling: dict[int, Adapter] = {}
-        self._placement = placement
-        self._admission = admission
 
-    def requeue(self, adapter: Adapter) -> None:
-        """See that an adapter is in order if it is to be loaded, and only then."""
-        if adapter.calls:
-            self.calling[adapter.engine_id] = adapter
-        else:
-            self.calling.pop(adapter.engine_id, None)
-        if adapter.residency is Residency.ABSENT and adapter.is_wanted:
-            self.absent.put(adapter.engine_id, adapter.since, adapter.priority)
-        else:
-            self.absent.remove(adapter.engine_id)
+def _victims(state: State, adapter: Adapter, before: list[Adapter]) -> list[int] | None:
+    """Keys to evict so that an adapter fits; None where it does not, or not beside those that come before it."""
+    cache, size_bytes = state.cache, state.cache.expected_bytes(adapter.spec)
+    if not before:
+        victims = cache.victims([size_bytes], state.idle)
+        if victims is not None or adapter is not state.reserved_for:
+            return victims
+        drained = {other.key: other for other in state.draining if other.can_be_displaced}
+        return cache.victims([size_bytes], state.idle | drained) if drained else None
+    sizes_bytes = [size_bytes, *(cache.expected_bytes(other.spec) for other in before)]
+    if state.reserved_for is None:
+        unpinned = [key for key in cache.sizes_bytes if not state.adapters[key].is_pinned]
+        return cache.victims([size_bytes], state.idle) if cache.has_room(sizes_bytes, unpinned) else None
+    among = {key: other for key, other in state.idle.items() if other not in state.draining}
+    victims = cache.victims(sizes_bytes, among, [other.key for other in state.draining])
+    return victims if victims is not None and cache.has_room([size_bytes], victims) else None
 
-    @property
-    def waiting_count(self) -> int:
-        """How many adapters wait for a slot, and are not ready yet."""
-        loading = sum(bool(job.held) and job.residency is Residency.LOADING for job in self._placement.jobs.values())
-        return len(self.absent) + loading + sum(adapter.needs_slot for adapter in self.calling.values())
 
-    def load_wanted(self, *, is_paused: bool) -> None:
-        """Have the workers load what is next in order, as far as there is room."""
-        placement, passed_over, too_large = self._placement, set[int](), float("inf")
-        first = placement.reserved_for
-        if first is not None and first.engine_id not in self.absent:
-            placement.end_reservation()
-        elif first is not None and not is_paused and placement.may_load:
-            passed_over.add(first.engine_id)  # before all others, who have to fit beside it
-            self._load(first, is_paused=False)
-        while self.absent and placement.may_load and len(passed_over) < _MOST_PASSED_OVER:
-            engine_id = self.absent.first(passed_over)
-            if is_paused:  # held requests wait for its end, calls do not
-                engine_id = next((key for key in self.calling if key in self.absent and key not in passed_over), None)
-            if engine_id is None:
-                break
-            adapter = placement.adapters[engine_id]
-            if not adapter.calls and not self._runs_soon(adapter):
-                break
-            size_bytes = placement.size_bytes(adapter)
-            if size_bytes < too_large and self._load(adapter, is_paused=is_paused):
-                continue
-            if placement.is_full:
-                break
-            passed_over.add(engine_id)
-            if placement.reserved_for is not adapter:  # beside it, there may be room for smaller ones
-                too_large = min(too_large, size_bytes)
+def _runs_soon(state: State, adapter: Adapter) -> bool:
+    """Whether an adapter will run soon once it is loaded: one that is loaded too early evicts others for nothing.
 
-    def answer_calls(self, *, is_paused: bool) -> list[tuple[Adapter, list[Future[None]]]]:
-        """Activate what calls need; returns the adapters of which a call can be answered, with these calls' futures."""
-        answered = []
-        for adapter in self.calling.values():
-            if adapter.residency is not Residency.LOADED:
-                continue
-            done = []
-            for call in list(adapter.calls):
-                if not adapter.is_active and not is_paused and (call.wants_slot or call.needs_slot):
-                    is_coming = self._placement.activate(adapter, displaces=call.needs_slot)
-                    if is_coming and not adapter.is_active:
-                        continue
-                if adapter.is_active or not call.needs_slot:
-                    adapter.calls.remove(call)
-                    done.append(call.future)
-            answered.append((adapter, done))
-        return answered
-
-    def _load(self, adapter: Adapter, *, is_paused: bool) -> bool:
-        may_take_slot = not is_paused and self._may_take_slot(adapter)
-        if not self._placement.load(adapter, may_drain=not is_paused, may_take_slot=may_take_slot):
-            return False
-        self.absent.remove(adapter.engine_id)
-        return True
-
-    def _runs_soon(self, adapter: Adapter) -> bool:
-        """Whether an adapter will run soon once it is loaded: one that is loaded too early evicts others for nothing.
-
-        It does where too few wait in host memory to take all places next, or where few of these come before it.
-        """
-        on_their_way = sum(job.residency is Residency.LOADING for job in self._placement.jobs.values())
-        before = self._admission.ready.count_before(adapter.engine_id, adapter.since, adapter.priority)
-        return before < self._admission.max_running + MAX_LOADS - on_their_way
-
-    def _may_take_slot(self, adapter: Adapter) -> bool:
-        """Whether an adapter that is about to be loaded gets a slot now: a spare one that no other could use."""
-        spare = self._placement.slot_count - self._admission.max_running
-        if self._admission.ready or self._placement.loading_slots >= spare:
-            return False
-        return bool(adapter.held) or any(call.wants_slot or call.needs_slot for call in adapter.calls)
+    It does where too few wait in host memory to take all slots next, or where few of these come before it.
+    """
+    return state.ready.count_before(adapter) < state.slots.total + MAX_LOADS - state.loads

@@ -1,27 +1,29 @@
 """Which adapters are loaded, which have slots, and which requests may run: one planner for each engine.
 
 It is notified of requests, of what the workers report, and of the time, and answers with commands for the workers and
-with the requests that are admitted. Its rules:
+with the requests that are admitted. Its unit is a generation of an adapter: an engine id finds the current one, a later
+one is loaded beside it. Its rules:
 
-- An adapter with admitted requests keeps its slot until the last of them has finished. At most `max_running` adapters
-  have any, so vLLM's own limit (`max_loras`) never binds. Pinned adapters have slots of their own among these.
-- While more adapters wait than could run beside those that do, each takes further requests for a time slice only; then
-  what runs finishes, and its slot passes on: vLLM's priorities first, then first come, first served.
-- Adapters are loaded as soon as they are asked for, unless enough wait in host memory to take all places before them.
-  Where activating one costs a copy, the next in order is activated ahead in a spare slot.
+- An adapter with admitted requests keeps its slot until the last of them has ended; it takes further ones at once.
+  Adapters whose activation costs a copy use the copied slots, all others the pointed ones, where there are any.
+- Slots pass on first come, first served, vLLM's priorities before that. Where adapters wait and no slot has passed on
+  for max(patience, 2 * the mean run) / the adapters that run, the one that runs the fewest requests takes no more but
+  parts of what runs, and leaves with the last of them. The last that takes any stays, unless it is the only one.
+- Adapters are loaded as soon as they are asked for, unless enough wait in host memory to take all slots before them.
+  Where one finds no room for that long, room is reserved for it: as few as needed leave, and do not begin again.
 - What can never fit, for its size or for what is pinned, is refused at once, and delays no other.
 
-No adapter starves. Let the time slice be Q, the longest request R, the longest load D and the longest activation A,
-each with the steps that it takes to be noticed. Let an adapter begin to wait, and k others that came before it; for a
-request whose adapter still runs, that is R later at most. None that came later is served before it, and those that
-have a slot leave it within Q + R. So, among requests of one priority, while none is pinned or called into a slot,
+No adapter starves. Let Q be max(patience, 2 * the mean run), R the longest run of a client's request (as parts of one
+may join for a minute, at most that longer), D the longest load and A the longest activation, each with the steps that
+it takes to be noticed. Let an adapter begin to wait, and k others that came before it; for a request whose adapter
+still runs and leaves, that is R later at most. Among requests of one priority, while none is pinned,
 
-- where the host cache has room for all, it has a slot within
-  D * (1 + ceil((k + 1) / MAX_LOADS)) + (Q + R + A) * ceil((k + 1) / running), where `running` is `max_running` less
-  the pinned ones;
-- where it has not, adapters are drained for the first that does not fit (`Placement`), which takes them Q + R, and a
-  slot is free R after that at most: it has one within (k + 1) * (D + A + Q + 2 * R), in the worst case of a cache that
-  holds one adapter. One that turns out larger than its files said counts twice.
+- where the host cache has room for all: with `slots` of them, while others wait, `slots - 1` leave (one, if it is the
+  only one) within Q and as much again for those that passed on meanwhile, and end R later. It has a slot within
+  D * (1 + ceil((k + 1) / MAX_LOADS)) + (2 * Q + R + A) * ceil((k + 1) / max(1, slots - 1));
+- where it has not, room is reserved for the first within Q, and made R later; then it has a slot R + 2 * Q after that
+  at most: within (k + 1) * (D + A + 3 * Q + 2 * R), in the worst case of a cache that holds one adapter. One that turns
+  out larger than its files said counts twice.
 
 Times are seconds of a clock that never goes back. Not thread-safe: the engine's loop calls it.
 """
@@ -29,24 +31,26 @@ Times are seconds of a clock that never goes back. Not thread-safe: the engine's
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from cachetools import LRUCache
 
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
-from lora_plugins.scheduler.adapter import Adapter, Held, LoadCall, Residency
-from lora_plugins.scheduler.admission import Admission
+from lora_plugins.scheduler.adapter import Adapter, Held, LoadCall
+from lora_plugins.scheduler.admission import begin, forget_expected, join, pass_on
 from lora_plugins.scheduler.host_cache import HostCache
-from lora_plugins.scheduler.loading import Loading
-from lora_plugins.scheduler.messages import Activated, AdapterSpec, Command, Evict, Failed, Loaded, Report
-from lora_plugins.scheduler.placement import Placement
+from lora_plugins.scheduler.loading import answer_calls, load_wanted, take_loaded
+from lora_plugins.scheduler.messages import Activated, AdapterSpec, Command, Evict, Failed, Loaded, Report, Slots
+from lora_plugins.scheduler.state import State, resolve
 from lora_plugins.scheduler.stats import Stats
 
-TIME_SLICE_S = 1.0
+PATIENCE_S = 1.0
+EXPECTED_S = 0.2  # an API server takes so long at most to ask for the next token of beams
 _REMEMBERED = 10_000
+_LATER_KEYS = 1 << 30  # above the ids that API servers give; batches hold them as int32
 
 
 @dataclass(slots=True)
@@ -62,277 +66,275 @@ class Planner:
     """See the module.
 
     Args:
-        max_running: adapters that may have admitted requests at once.
-        slots: places in the workers' device memory: `max_running`, and perhaps spare ones.
+        slots: places in the workers' device memory.
         cache: the budget of the host cache.
-        time_slice_s: how long an adapter takes further requests while others wait for its slot.
+        patience_s: how long all slots together may pass on to nobody while others wait, if requests are shorter.
 
     Attributes:
-        adapters: all that are known by engine id: loaded, on their way, or asked for.
+        state: what is known; others only read it.
     """
 
-    def __init__(self, max_running: int, slots: int, cache: HostCache, *, time_slice_s: float = TIME_SLICE_S) -> None:
-        self.max_running = max_running
+    def __init__(self, slots: Slots, cache: HostCache, *, patience_s: float = PATIENCE_S) -> None:
         self.stats = Stats()
-        self.placement = Placement(slots, cache, self.stats, self._evicted)
-        self.admission = Admission(self.placement, self.stats, max_running, time_slice_s)
-        self.loading = Loading(self.placement, self.admission)
-        self.adapters = self.placement.adapters
-        self._retired: LRUCache[int, LoRAPluginsError | None] = LRUCache(_REMEMBERED)
-        self._evicting: dict[int, list[Future[None]]] = {}  # by a command that is not carried out yet
-        self._refused: list[tuple[Any, LoRAPluginsError]] = []
+        self.state = State(slots, cache, self.stats)
+        self._patience_s = patience_s
+        self._refusals: LRUCache[int, LoRAPluginsError | None] = LRUCache(_REMEMBERED)  # of ids that are given once
+        self._later_keys = count(_LATER_KEYS)
         self._is_changed = False
         self._was_paused = False
+        self._look_at = float("inf")
 
-    @property
-    def has_work(self) -> bool:
-        """Whether a step without any request would do something.
-
-        The end of a pause is the engine's to know: the first step after it does what waited for it.
-        """
-        return bool(self._is_changed or self.placement.jobs or self._evicting or self._refused)
+    def has_work(self, *, is_paused: bool) -> bool:
+        """Whether a step without any request would do something."""
+        state = self.state
+        has_resumed = self._was_paused and not is_paused and (state.held_count or state.calling)
+        is_busy = self._is_changed or state.jobs or state.evicting or state.commands or state.refused
+        return bool(is_busy or has_resumed or self._look_at < float("inf"))
 
     # --- requests ---
 
-    def arrived(self, spec: AdapterSpec, request_id: str, request: Any, now: float, priority: int = 0) -> None:
-        """A request came; a later `plan` admits or refuses it."""
-        adapter = self._adapter(spec)
-        error = self._retired.get(spec.engine_id) or self.placement.never_fits(adapter)
+    def is_held(self, request_id: str) -> bool:
+        """Whether a request is here and not admitted yet."""
+        adapter = self.state.of_request.get(request_id)
+        return adapter is not None and request_id in adapter.held
+
+    def arrived(
+        self, spec: AdapterSpec, request_id: str, request: Any, now: float, *, priority: int = 0, client: str = ""
+    ) -> None:
+        """A request came, perhaps as part of a client's; a later `plan` admits or refuses it."""
+        adapter = self._adapter(spec, now)
+        error = self._refusals.get(spec.engine_id) or self.state.never_fits(adapter)
         if error is not None:
-            self._refuse(request, error)
-            self._forget_unused(adapter)
-            return
-        self.admission.hold(adapter, request_id, Held(request, now, adapter.found, priority))
+            self.state.refuse(request, error)
+        else:
+            self.state.hold(adapter, request_id, Held(request, now, adapter.found, priority, client))
         self._changed(adapter, now)
 
-    def finished(self, request_ids: Iterable[str], now: float) -> None:
-        """Admitted requests have left vLLM's scheduler, in whatever way; others are left alone."""
-        for adapter in self.admission.finished(request_ids):
-            self._changed(adapter, now)
+    def ended(self, request_ids: Iterable[str], now: float, *, expects_more: bool = False) -> None:
+        """Requests have left vLLM's scheduler, in whatever way, held or admitted; others are left alone.
 
-    def cancel(self, request_ids: Iterable[str] | None) -> list[Any]:
-        """Forget held requests, of these ids or all, and return them."""
-        cancelled = self.admission.cancel(request_ids)
-        for adapter, held in cancelled:
-            self._changed(adapter, held.arrived_at)
-        return [held.request for _, held in cancelled]
+        `expects_more`: they are part of clients' requests that will have others soon; their adapters wait for these.
+        """
+        for request_id in request_ids:
+            adapter = self.state.of_request.get(request_id)
+            if adapter is None:
+                continue
+            if request_id in adapter.held:
+                self.state.release(adapter, request_id)
+            elif (client := self.state.ended(adapter, request_id, now)) and expects_more:
+                adapter.expected[client] = now + EXPECTED_S
+            self._changed(adapter, now)
 
     # --- adapters ---
 
     def load(
-        self,
-        spec: AdapterSpec,
-        now: float,
-        *,
-        wants_slot: bool = False,
-        needs_slot: bool = False,
-        is_urgent: bool = False,
+        self, spec: AdapterSpec, now: float, *, wants_slot: bool = False, needs_slot: bool = False
     ) -> Future[None]:
         """Load an adapter into host memory without a request, and perhaps into a slot (`LoadCall`).
 
         The future raises a LoRAPluginsError where it cannot be.
         """
-        adapter = self._adapter(spec)
-        error = self._retired.get(spec.engine_id) or self.placement.never_fits(adapter)
-        if error is not None:
-            self._forget_unused(adapter)
-            return _failed(error)
+        adapter = self._adapter(spec, now)
         future: Future[None] = Future()
-        adapter.calls.append(LoadCall(future, wants_slot, needs_slot, is_urgent))
+        error = self._refusals.get(spec.engine_id) or self.state.never_fits(adapter)
+        if error is not None:
+            future.set_exception(error)
+        else:
+            adapter.calls.append(LoadCall(future, wants_slot, needs_slot))
         self._changed(adapter, now)
         return future
+
+    def withdraw(self, future: Future[None], error: LoRAPluginsError, now: float) -> None:
+        """A caller waits no more: it gets this error, and a pin is undone."""
+        for adapter in list(self.state.calling):
+            if any(call.future is future for call in adapter.calls):
+                adapter.is_pinned = adapter.is_pinned and not any(call.needs_slot for call in adapter.calls)
+                adapter.calls = [call for call in adapter.calls if call.future is not future]
+                self._changed(adapter, now)
+        if not future.done():
+            future.set_exception(error)
 
     def pin(self, spec: AdapterSpec, now: float) -> Future[None]:
         """Keep an adapter in host memory and in a slot of its own; done when it is there.
 
-        The future raises NoFreeSlot where nothing would be left for all others, AdapterNotFound for a retired one, or
+        The future raises NoFreeSlot where too little would be left for others, AdapterNotFound for a retired one, or
         what `load` raises.
         """
-        if spec.engine_id in self._retired:
-            retired = AdapterNotFound("a version that is being removed", adapter=spec.name)
-            return _failed(self._retired[spec.engine_id] or retired)
-        # Two versions of one name are pinned for as long as the old one drains.
-        pinned = len({adapter.spec.name for adapter in self.placement.pinned.values()} - {spec.name})
-        if pinned + 1 >= min(self.max_running, self.placement.cache.max_adapters):
-            return _failed(
-                NoFreeSlot(
-                    f"{self.max_running} slots, of which {pinned} are pinned",
-                    expected="one slot at least that is left for all others",
-                    remedy="unpin an adapter, or raise --max-loras",
-                    adapter=spec.name,
-                )
-            )
+        error = self._pin_error(spec)
+        if error is not None:
+            future: Future[None] = Future()
+            future.set_exception(error)
+            return future
         future = self.load(spec, now, needs_slot=True)
         if not future.done():
-            adapter = self._adapter(spec)
+            adapter = self.state.current[spec.engine_id]
             adapter.is_pinned = True
-            self.placement.pinned[spec.engine_id] = adapter
             self._changed(adapter, now)
-            self._refuse_what_never_fits()
+            self._refuse_what_never_fits(now)
         return future
 
-    def unpin(self, engine_id: int) -> bool:
-        """Allow a pinned adapter to be evicted; returns whether it was pinned."""
-        adapter = self.placement.pinned.pop(engine_id, None)
-        if adapter is None:
-            return False
-        adapter.is_pinned = False
-        self._changed(adapter, adapter.since)
-        return True
+    def _pin_error(self, spec: AdapterSpec) -> LoRAPluginsError | None:
+        state, cache = self.state, self.state.cache
+        if spec.engine_id in self._refusals:
+            retired = AdapterNotFound("a version that is being removed", adapter=spec.name)
+            return self._refusals[spec.engine_id] or retired
+        # Two versions of one name are pinned for as long as the old one drains.
+        pinned = [adapter for adapter in state.pinned if adapter.spec.name != spec.name]
+        places = min(state.slots.pointed or state.slots.copied, cache.max_adapters)
+        if len({adapter.spec.name for adapter in pinned}) + 1 >= places:
+            return NoFreeSlot(
+                f"{places} slots, of which {len(pinned)} are pinned",
+                expected="one slot at least that is left for all others",
+                remedy="unpin an adapter, or raise --max-loras",
+                adapter=spec.name,
+            )
+        if cache.max_bytes is None:
+            return None
+        free_bytes = cache.max_bytes - sum(cache.expected_bytes(it) for it in [spec, *(it.spec for it in pinned)])
+        served = [adapter.spec for adapter in state.current.values()]
+        served += [known for known, _ in cache.known_bytes.values()]
+        kept = {spec.name, *(adapter.spec.name for adapter in pinned)}
+        names = sorted({it.name for it in served if cache.expected_bytes(it) > free_bytes} - kept)
+        if not names:
+            return None
+        return NoFreeSlot(
+            f"a pin that would leave {max(0, free_bytes)} bytes of host memory, too few for {', '.join(names)}",
+            expected="room for each adapter that is served",
+            remedy="unpin or unload an adapter, or raise LORA_PLUGINS_HOST_MAX_BYTES",
+            adapter=spec.name,
+        )
 
-    def retire(self, engine_id: int, refusal: LoRAPluginsError | None) -> Future[None]:
+    def unpin(self, engine_id: int, now: float) -> bool:
+        """Allow a pinned adapter to be evicted; returns whether it was pinned."""
+        pinned = [adapter for adapter in self.state.pinned if adapter.spec.engine_id == engine_id]
+        for adapter in pinned:
+            adapter.is_pinned = False
+            self._changed(adapter, now)
+        return bool(pinned)
+
+    def retire(
+        self, engine_id: int, now: float, refusal: LoRAPluginsError | None = None, *, is_last: bool = False
+    ) -> Future[None]:
         """Evict an adapter as soon as it is not used; done when the workers have evicted it.
 
-        With a `refusal`, requests that are held or still come are refused with it; without one they are served first.
+        With a `refusal`, requests that are held are refused with it; without one they are served first. `is_last`: the
+        id is not given again, so requests that still come are answered alike.
         """
-        future: Future[None] = Future()
-        self._retired[engine_id] = refusal
-        self.unpin(engine_id)
-        adapter = self.adapters.get(engine_id)
-        if adapter is None:
-            if engine_id in self._evicting:
-                self._evicting[engine_id].append(future)
-            else:
-                future.set_result(None)
-            return future
-        adapter.is_retired = True
-        adapter.retirements.append(future)
-        if refusal is not None:
-            self._fail(adapter, refusal)
-        self._changed(adapter, adapter.since)
+        state, future = self.state, Future[None]()
+        if is_last:
+            self._refusals[engine_id] = refusal
+        self.unpin(engine_id, now)
+        adapters = [adapter for adapter in state.adapters.values() if adapter.spec.engine_id == engine_id]
+        state.cache.known_bytes.pop(engine_id, None)
+        for adapter in adapters:
+            if adapter is adapters[-1]:
+                adapter.retirements.append(future)
+            if refusal is not None:
+                state.fail(adapter, refusal)
+            self._retire(adapter, now)
+        if not adapters and engine_id in state.evicting:
+            state.evicting[engine_id].append(future)
+        elif not adapters:
+            future.set_result(None)
         return future
 
-    def evict_unused(self, engine_id: int) -> bool:
-        """Evict an adapter, so that another can have its id; False where a request uses or awaits it."""
-        adapter = self.adapters.get(engine_id)
-        if adapter is not None and adapter.is_idle:
-            self.placement.evict(adapter)
-        return engine_id not in self.adapters
+    def _retire(self, adapter: Adapter, now: float) -> None:
+        """Have an engine id find it no more, and what uses it use it up."""
+        adapter.is_retired = True
+        if self.state.current.get(adapter.spec.engine_id) is adapter:
+            del self.state.current[adapter.spec.engine_id]
+        self._changed(adapter, now)
+
+    def replace(self, engine_id: int, now: float) -> None:
+        """Have the next request or load for an engine id begin another generation."""
+        adapter = self.state.current.get(engine_id)
+        if adapter is not None:
+            adapter.is_pinned = False
+            self._retire(adapter, now)
 
     # --- steps ---
 
     def plan(self, now: float, *, is_paused: bool = False) -> Plan:
         """What to do in the step that begins now; while paused, nothing is admitted and no slot is written."""
-        plan = Plan()
-        if self._is_changed or is_paused is not self._was_paused:
-            self._was_paused = is_paused
-            for adapter, futures in self.loading.answer_calls(is_paused=is_paused):
-                _resolve(futures)
-                self._changed(adapter, adapter.since)
-            self.loading.load_wanted(is_paused=is_paused)  # before adapters that are to be evicted run again
+        state, plan = self.state, Plan()
+        if self._is_changed or is_paused is not self._was_paused or now >= self._look_at:
+            self._was_paused, self._is_changed = is_paused, False
+            self._look_at = forget_expected(state, now)
+            resolve(answer_calls(state, is_paused=is_paused))
+            state.settle(now)
+            without_room = load_wanted(state, now, is_paused=is_paused)  # before those to be evicted run again
+            state.settle(now)
             if not is_paused:
-                plan.admitted = self.admission.admit(now, self.loading.waiting_count)
-                self.admission.activate_ahead()
-            self._is_changed = False
+                plan.admitted = begin(state, now)
+                state.settle(now)
+                self._look_at = min(self._look_at, pass_on(state, now, without_room, self._patience_s))
+                plan.admitted += join(state, now)
+                state.settle(now)
         plan.refused = self.take_refused()
-        plan.commands, self.placement.commands = self.placement.commands, []
+        plan.commands, state.commands = state.commands, []
         return plan
 
     def reported(self, reports: Iterable[Report], now: float) -> None:
         """The workers have finished jobs."""
+        state = self.state
         for report in reports:
-            adapter = self.placement.jobs.get(report.job)
+            adapter = state.jobs.get(report.job)
             if adapter is None:
                 continue  # evicted meanwhile
             match report:
                 case Loaded():
                     self.stats.load_seconds.observe(report.load_s)
-                    adapter.load_s, adapter.rank = report.load_s, report.rank
-                    self.placement.loaded(adapter, report.size_bytes, report.load_s, is_instant=report.is_instant)
-                    error = self.placement.never_fits(adapter)
-                    if error is not None and adapter.residency is Residency.ABSENT:
-                        self._fail(adapter, error)
+                    adapter.load_s, adapter.rank, adapter.is_instant = report.load_s, report.rank, report.is_instant
+                    state.loaded(adapter, report.size_bytes, report.load_s)
                     if adapter.is_pinned:
-                        self._refuse_what_never_fits()
+                        self._refuse_what_never_fits(now)
+                    if adapter.is_loaded:
+                        resolve(take_loaded(adapter))
                 case Activated():
                     self.stats.activate_seconds.observe(report.activate_s)
                     self.stats.background_activations += 1
                     adapter.is_active = True
-                    self.placement.job_done(adapter)
+                    state.end_job(adapter)
                 case Failed():
                     self.stats.load_failures += 1
-                    self.placement.evict(adapter)
-                    self._fail(adapter, report.error)
+                    state.evict(adapter)
+                    state.fail(adapter, report.error)
             self._changed(adapter, now)
 
     def carried_out(self, commands: Sequence[Command]) -> None:
         """The step that these commands came with is over."""
         for command in commands:
             if isinstance(command, Evict):
-                _resolve(self._evicting.pop(command.engine_id, ()))
+                resolve(self.state.evicting.pop(command.key, ()))
 
     def take_refused(self) -> list[tuple[Any, LoRAPluginsError]]:
         """Requests that were refused since the last plan, which does not return them again."""
-        refused, self._refused = self._refused, []
+        refused, self.state.refused = self.state.refused, []
         return refused
 
     # --- after a change ---
 
-    def _adapter(self, spec: AdapterSpec) -> Adapter:
-        adapter = self.adapters.get(spec.engine_id)
-        if adapter is None:
-            adapter = self.adapters[spec.engine_id] = Adapter(spec, is_retired=spec.engine_id in self._retired)
+    def _adapter(self, spec: AdapterSpec, now: float) -> Adapter:
+        """The current generation, or a new one where there is none of these bytes."""
+        state, engine_id = self.state, spec.engine_id
+        is_retired = engine_id in self._refusals
+        adapter = state.adapters.get(engine_id) if is_retired else state.current.get(engine_id)
+        if adapter is not None and adapter.spec.path == spec.path:
+            return adapter
+        self.replace(engine_id, now)
+        key = engine_id if engine_id not in state.adapters else next(self._later_keys)
+        adapter = state.adapters[key] = Adapter(spec, key, is_retired=is_retired)
+        if not is_retired:
+            state.current[engine_id] = adapter
         return adapter
 
     def _changed(self, adapter: Adapter, now: float) -> None:
-        """See that an adapter waits where it has to, after anything about it has changed."""
         self._is_changed = True
-        self.placement.note_use(adapter)
-        if not adapter.is_wanted or adapter.running:
-            adapter.waits_since = None
-        elif adapter.waits_since is None:
-            adapter.waits_since = now
-        self.admission.requeue(adapter)
-        self.loading.requeue(adapter)
-        self._forget_unused(adapter)
+        self.state.touched[adapter] = None
+        self.state.settle(now)
 
-    def _forget_unused(self, adapter: Adapter) -> None:
-        """Evict what is retired and used no more, and forget what is neither loaded nor wanted."""
-        if adapter.running or adapter.is_wanted or adapter.is_pinned or adapter.job is not None:
-            return
-        if adapter.is_retired and adapter.residency is Residency.LOADED:
-            self.placement.evict(adapter)  # comes back here
-        elif adapter.residency is Residency.ABSENT and self.adapters.pop(adapter.engine_id, None) is not None:
-            if adapter.engine_id in self._evicting:
-                self._evicting[adapter.engine_id] += adapter.retirements
-            else:
-                _resolve(adapter.retirements)
-
-    def _evicted(self, adapter: Adapter) -> None:
-        self._evicting.setdefault(adapter.engine_id, [])
-        if adapter.is_wanted and (error := self.placement.never_fits(adapter)) is not None:
-            self._fail(adapter, error)  # something was pinned since it was loaded
-        self._changed(adapter, adapter.since)
-
-    def _refuse_what_never_fits(self) -> None:
-        for adapter in list(self.adapters.values()):
-            if adapter.residency is Residency.ABSENT and (error := self.placement.never_fits(adapter)) is not None:
-                self._fail(adapter, error)
-                self._changed(adapter, 0.0)
-
-    def _fail(self, adapter: Adapter, error: LoRAPluginsError) -> None:
-        """Answer all requests and calls that wait for an adapter with an error."""
-        for request in self.admission.cancel_all_of(adapter):
-            self._refuse(request, error)
-        if adapter.residency is Residency.ABSENT:
-            self.unpin(adapter.engine_id)
-        calls, adapter.calls = adapter.calls, []
-        for call in calls:
-            with suppress(InvalidStateError):
-                call.future.set_exception(error)
-
-    def _refuse(self, request: Any, error: LoRAPluginsError) -> None:
-        self._refused.append((request, error))
-        self.stats.refused[error.code] = self.stats.refused.get(error.code, 0) + 1
-
-
-def _failed(error: LoRAPluginsError) -> Future[None]:
-    future: Future[None] = Future()
-    future.set_exception(error)
-    return future
-
-
-def _resolve(futures: Iterable[Future[None]]) -> None:
-    for future in futures:
-        with suppress(InvalidStateError):  # the caller waits no more
-            future.set_result(None)
+    def _refuse_what_never_fits(self, now: float) -> None:
+        for adapter in list(self.state.absent):
+            if (error := self.state.never_fits(adapter)) is not None:
+                self.state.fail(adapter, error)
+                self._changed(adapter, now)

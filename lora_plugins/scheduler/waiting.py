@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Container
+from collections.abc import Iterator
+
+from lora_plugins.scheduler.adapter import Adapter
 
 
 class WaitingOrder:
-    """Adapters by engine id. A look at the first takes constant time."""
+    """Adapters in the order in which they are served; a look at the first takes constant time."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[int, float, int]] = {}
-        self._sorted: list[tuple[int, float, int]] = []  # priority, since, engine id
+        self._entries: dict[Adapter, tuple[int, float, int, Adapter]] = {}
+        self._sorted: list[tuple[int, float, int, Adapter]] = []  # priority, since, key: equal for no two
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, engine_id: int) -> bool:
-        return engine_id in self._entries
+    def __contains__(self, adapter: Adapter) -> bool:
+        return adapter in self._entries
 
-    def put(self, engine_id: int, since: float, priority: int = 0) -> None:
+    def __iter__(self) -> Iterator[Adapter]:
+        return (entry[3] for entry in self._sorted)
+
+    def put(self, adapter: Adapter) -> None:
         """Enter it, or note that something about it has changed."""
-        entry = (priority, since, engine_id)
-        if self._entries.get(engine_id) != entry:
-            self.remove(engine_id)
-            self._entries[engine_id] = entry
+        entry = (*adapter.order, adapter.key, adapter)
+        if self._entries.get(adapter) != entry:
+            self.remove(adapter)
+            self._entries[adapter] = entry
             insort(self._sorted, entry)
 
-    def remove(self, engine_id: int) -> None:
+    def remove(self, adapter: Adapter) -> None:
         """Take it out, if it is there."""
-        entry = self._entries.pop(engine_id, None)
+        entry = self._entries.pop(adapter, None)
         if entry is not None:
             del self._sorted[bisect_left(self._sorted, entry)]
 
-    def first(self, but: Container[int] = ()) -> int | None:
-        """Who is next, leaving out those in `but`."""
-        return next((engine_id for _, _, engine_id in self._sorted if engine_id not in but), None)
-
-    def count_before(self, engine_id: int, since: float, priority: int = 0) -> int:
-        """How many would be served before an adapter that waits since then."""
-        return bisect_left(self._sorted, (priority, since, engine_id))
+    def count_before(self, adapter: Adapter) -> int:
+        """How many would be served before it."""
+        return bisect_left(self._sorted, (*adapter.order, adapter.key))

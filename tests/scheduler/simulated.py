@@ -13,7 +13,17 @@ from typing import Any
 
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
 from lora_plugins.scheduler.host_cache import HostCache
-from lora_plugins.scheduler.messages import Activate, Activated, AdapterSpec, Command, Evict, Failed, Load, Loaded
+from lora_plugins.scheduler.messages import (
+    Activate,
+    Activated,
+    AdapterSpec,
+    Command,
+    Evict,
+    Failed,
+    Load,
+    Loaded,
+    Slots,
+)
 from lora_plugins.scheduler.planner import Plan, Planner
 from lora_plugins.scheduler.policies import make_policy
 
@@ -23,14 +33,14 @@ def spec(engine_id: int, size_bytes: int = 100) -> AdapterSpec:
 
 
 def make_planner(
-    max_running: int = 2,
-    spare: int = 0,
+    slots: int = 2,
+    pointed: int = 0,
     max_bytes: int | None = 1000,
     max_adapters: int = 100,
     policy: str = "lru",
     **options: float,
 ) -> Planner:
-    return Planner(max_running, max_running + spare, HostCache(max_bytes, max_adapters, make_policy(policy)), **options)
+    return Planner(Slots(slots, pointed), HostCache(max_bytes, max_adapters, make_policy(policy)), **options)
 
 
 @dataclass
@@ -58,30 +68,27 @@ class SimulatedWorkers:
                     self._load(command, now)
                 case Activate():
                     self._activate(command, now)
-                case Evict(engine_id):
-                    assert engine_id in self.host or engine_id in self.loading, "nothing to evict"
-                    self.host.pop(engine_id, None)
-                    self.loading.pop(engine_id, None)
-                    self._forget_slot(engine_id)
-                    self._jobs = sorted(job for job in self._jobs if _engine_id(job[3]) != engine_id)
+                case Evict(key):
+                    assert key in self.host or key in self.loading, "nothing to evict"
+                    self.host.pop(key, None)
+                    self.loading.pop(key, None)
+                    self._forget_slot(key)
+                    self._jobs = sorted(job for job in self._jobs if job[3].key != key)
 
-    def _forget_slot(self, engine_id: int) -> None:
+    def _forget_slot(self, key: int) -> None:
         for slots in (self.slots, self.writing):
-            for slot in [slot for slot, owner in slots.items() if owner == engine_id]:
+            for slot in [slot for slot, owner in slots.items() if owner == key]:
                 del slots[slot]
 
     def _load(self, command: Load, now: float) -> None:
-        key = command.spec.engine_id
-        assert key not in self.host.keys() | self.loading.keys(), "loaded twice"
-        self.loading[key] = command.spec
-        if command.slot is not None:
-            self._begin_writing(key, command.slot)
+        assert command.key not in self.host.keys() | self.loading.keys(), "loaded twice"
+        self.loading[command.key] = command.spec
         duration = self.load_s(command.spec)
         self.longest_load_s = max(self.longest_load_s, duration)
         heappush(self._jobs, (now + duration, command.job, "load", command))
 
     def _activate(self, command: Activate, now: float) -> None:
-        key = command.engine_id
+        key = command.key
         assert key in self.host, "activated without being loaded"
         assert key not in self.slots.values(), "activated twice"
         self.activations += 1
@@ -90,12 +97,9 @@ class SimulatedWorkers:
             assert self.is_instant(key)
             self.slots[command.slot] = self.writing.pop(command.slot)
             return
-        self._push_activation(command, now, command.job)
-
-    def _push_activation(self, command: Command, now: float, job: int) -> None:
-        duration = self.activate_s(_engine_id(command))
+        duration = self.activate_s(key)
         self.longest_activation_s = max(self.longest_activation_s, duration)
-        heappush(self._jobs, (now + duration, job, "activate", command))
+        heappush(self._jobs, (now + duration, command.job, "activate", command))
 
     def _begin_writing(self, key: int, slot: int) -> None:
         assert slot not in self.writing, "a slot is written for two at once"
@@ -110,29 +114,20 @@ class SimulatedWorkers:
     def reports(self, now: float) -> list[Any]:
         done: list[Any] = []
         while self._jobs and self._jobs[0][0] <= now:
-            at, job, kind, command = heappop(self._jobs)
-            key = _engine_id(command)
+            _, job, _, command = heappop(self._jobs)
+            key = command.key
             if self.fails(command):
                 self._forget_slot(key)
                 done.append(Failed(job, InvalidAdapter("a simulated failure", adapter=str(key))))
-            elif kind == "load" and isinstance(command, Load):
+            elif isinstance(command, Load):
                 self.host[key] = self.loading.pop(key)
-                is_instant = self.is_instant(key)
-                done.append(Loaded(job, self.size_bytes(command.spec), is_instant, self.load_s(command.spec)))
-                if command.slot is not None and is_instant:
-                    del self.writing[command.slot]
-                elif command.slot is not None:
-                    self.activations += 1
-                    self._push_activation(command, at, job)
+                size_bytes, load_s = self.size_bytes(command.spec), self.load_s(command.spec)
+                done.append(Loaded(job, size_bytes, self.is_instant(key), load_s))
             else:
                 slot = next(slot for slot, owner in self.writing.items() if owner == key)
                 self.slots[slot] = self.writing.pop(slot)
                 done.append(Activated(job, self.longest_activation_s))
         return done
-
-
-def _engine_id(command: Command) -> int:
-    return command.spec.engine_id if isinstance(command, Load) else command.engine_id
 
 
 @dataclass(eq=False)
@@ -141,6 +136,7 @@ class Request:
     spec: AdapterSpec
     tokens: int
     priority: int = 0
+    client: str = ""
     arrived_at: float = 0.0
     admitted_at: float | None = None
     first_token_at: float | None = None
@@ -185,33 +181,46 @@ class SimulatedEngine:
         self._max_rows = max_rows
         self._reports: list[Any] = []
 
-    def submit(self, engine_id_or_spec: int | AdapterSpec, tokens: int = 10, priority: int = 0) -> Request:
+    def submit(
+        self, engine_id_or_spec: int | AdapterSpec, tokens: int = 10, priority: int = 0, client: str = ""
+    ) -> Request:
         of = spec(engine_id_or_spec) if isinstance(engine_id_or_spec, int) else engine_id_or_spec
-        request = Request(f"r{len(self.requests)}", of, tokens, priority, self.now)
+        request = Request(f"r{len(self.requests)}", of, tokens, priority, client, self.now)
         self.requests.append(request)
         self.held[request.id] = request
-        self.planner.arrived(of, request.id, request, self.now, priority)
+        self.planner.arrived(of, request.id, request, self.now, priority=priority, client=client)
+        self.check_state()
         return request
 
     def abort(self, request: Request) -> None:
         if request.id in self.held:
-            if self.planner.cancel([request.id]):  # else it has been refused, which the next plan says
+            if self.planner.is_held(request.id):  # else it has been refused, which the next plan says
+                self.planner.ended([request.id], self.now)
                 request.was_cancelled = True
                 del self.held[request.id]
         elif request.id in self.running or request.id in self.waiting:
             self._end([request])
+        self.check_state()
 
-    def _end(self, requests: list[Request]) -> None:
+    def continue_session(self, request: Request, tokens: int) -> None:
+        """A session's part ends here, and its next part comes at once."""
+        del self.running[request.id]
+        self.planner.ended([request.id], self.now)
+        request.tokens, request.admitted_at, request.arrived_at = tokens, None, self.now
+        self.held[request.id] = request
+        self.planner.arrived(request.spec, request.id, request, self.now, priority=request.priority)
+        self.check_state()
+
+    def _end(self, requests: list[Request], *, expects_more: bool = False) -> None:
         for request in requests:
             self.running.pop(request.id, None)
             self.waiting.pop(request.id, None)
             request.ended_at = self.now
-        self.planner.finished([request.id for request in requests], self.now)
+        self.planner.ended([request.id for request in requests], self.now, expects_more=expects_more)
 
     @property
     def is_busy(self) -> bool:
-        has_resumed = self.planner._was_paused and not self.is_paused
-        return bool(self.running or self.waiting or self.planner.has_work or has_resumed)
+        return bool(self.running or self.waiting or self.planner.has_work(is_paused=self.is_paused))
 
     def step(self) -> Plan:
         plan = self.planner.plan(self.now, is_paused=self.is_paused)
@@ -234,6 +243,7 @@ class SimulatedEngine:
         self.steps += 1
         self.planner.carried_out(plan.commands)
         self.planner.reported(self.workers.reports(self.now), self.now)
+        self.check_state()
         done = []
         for request in self.running.values():
             if request.first_token_at is None:
@@ -241,7 +251,8 @@ class SimulatedEngine:
             request.tokens -= 1
             if request.tokens <= 0:
                 done.append(request)
-        self._end(done)
+        self._end([request for request in done if not request.client])
+        self._end([request for request in done if request.client], expects_more=True)
         if self.is_watched:
             self.check()
             self._note_overtakers()
@@ -265,53 +276,85 @@ class SimulatedEngine:
 
     # --- what must always hold ---
 
+    def check_state(self) -> None:
+        """Whatever refers to an adapter refers to the one that is known, and what is derived from it is up to date."""
+        state = self.planner.state
+        assert not state.touched
+        adapters = list(state.adapters.values())
+        assert all(state.adapters[key].key == key for key in state.adapters)
+        some = [state.current.values(), state.of_request.values(), state.idle.values(), state.jobs.values()]
+        some += [state.absent, state.ready, state.calling, state.in_flight, state.pinned, state.draining]
+        some += [state.copied.owners, state.pointed.owners, [state.reserved_for] if state.reserved_for else []]
+        for references in some:
+            for adapter in references:
+                assert state.adapters.get(adapter.key) is adapter, "an adapter that was forgotten"
+        for request_id, adapter in state.of_request.items():
+            assert (request_id in adapter.held) != (request_id in adapter.running)
+        assert len(state.of_request) == sum(len(it.held) + len(it.running) for it in adapters)
+        assert state.held_count == sum(state.held_by_name.values()) == sum(len(it.held) for it in adapters)
+        assert all(waiting > 0 for waiting in state.held_by_name.values())
+        for pool in (state.copied, state.pointed):
+            assert len(pool.free) + len(pool.owners) == pool.size == len({*pool.free, *pool.owners.values()})
+            assert all(adapter.slot == slot for adapter, slot in pool.owners.items())
+        assert set(state.idle.values()) == {it for it in adapters if it.is_idle}
+        assert set(state.calling) == {it for it in adapters if it.calls}
+        assert set(state.pinned) == {it for it in adapters if it.is_pinned}
+        assert set(state.in_flight) == {it for it in adapters if it.is_in_flight}
+        assert set(state.jobs.values()) == {it for it in adapters if it.job is not None}
+        assert all(
+            it in state.absent or it in state.ready or it.residency == "loading" or it.is_in_flight or it.calls
+            for it in adapters
+            if it.held
+        ), "held, and nowhere in order"
+        assert all((it.waits_since is not None) == (it.is_wanted and not it.is_in_flight) for it in adapters)
+        assert set(state.draining) <= {it for it in adapters if it.leaves_since is not None}
+        for adapter in adapters:
+            is_current = state.current.get(adapter.spec.engine_id) is adapter
+            assert is_current != adapter.is_retired
+
     def check(self) -> None:
         """The planner and the workers agree, and nothing is exceeded."""
-        planner, placement, workers = self.planner, self.planner.placement, self.workers
-        in_flight = {request.spec.engine_id for request in (*self.running.values(), *self.waiting.values())}
-        assert len(in_flight) <= planner.max_running, "too many adapters in flight"
-        active = {key: adapter.slot for key, adapter in planner.adapters.items() if adapter.is_active}
+        self.check_state()
+        state, workers = self.planner.state, self.workers
+        in_flight = {self.key_of(request) for request in (*self.running.values(), *self.waiting.values())}
+        assert len(in_flight) <= state.slots.total, "too many adapters in flight"
+        active = {key: adapter.slot for key, adapter in state.adapters.items() if adapter.is_active}
         for key in in_flight:
             assert key in active, "an adapter in flight has no slot"
         for key, slot in active.items():
             assert workers.slots.get(slot) == key, "the workers have another adapter in its slot"
             assert key in workers.host
-        owned = [adapter.slot for adapter in planner.adapters.values() if adapter.slot is not None]
-        assert len(owned) == len(set(owned)) == len(placement.in_slots)
-        assert all(0 <= slot < placement.slot_count for slot in owned)
-        assert planner.admission.held_count == sum(planner.admission.held_by_name.values())
-        assert planner.admission.held_count == len(self.held) - len(planner._refused)
-        assert all(count > 0 for count in planner.admission.held_by_name.values())
-        assert placement.idle == {key for key, adapter in planner.adapters.items() if adapter.is_idle}
-        cache = placement.cache
+        assert state.held_count == len(self.held) - len(state.refused)
+        cache = state.cache
         resident = workers.host.keys() | workers.loading.keys()
-        on_their_way_out = {_engine_id(command) for command in placement.commands if isinstance(command, Evict)}
-        assert {key for key in planner.adapters if key in cache} == resident - on_their_way_out
-        assert len(cache) <= cache.max_adapters, "too many adapters"
+        on_their_way_out = {command.key for command in state.commands if isinstance(command, Evict)}
+        assert cache.sizes_bytes.keys() == resident - on_their_way_out
+        assert cache.used_bytes == sum(cache.sizes_bytes.values())
+        assert len(cache.sizes_bytes) <= cache.max_adapters, "too many adapters"
         assert cache.max_bytes is None or cache.used_bytes <= cache.max_bytes, "too many bytes"
-        for adapter in placement.pinned.values():
-            assert adapter.is_pinned
+
+    def key_of(self, request: Request) -> int:
+        return self.planner.state.of_request[request.id].key
 
     def check_nothing_left(self) -> None:
         """Called once it is idle: only loaded adapters are remembered, and nothing waits."""
-        planner, placement, workers = self.planner, self.planner.placement, self.workers
-        assert not planner.has_work
-        assert planner.admission.held_count == 0
-        assert planner.adapters.keys() == workers.host.keys()
+        state, workers = self.planner.state, self.workers
+        assert not self.planner.has_work(is_paused=self.is_paused)
+        assert state.adapters.keys() == workers.host.keys()
         assert not any((self.held, self.running, self.waiting, workers.writing, workers.loading))
-        admission, loading = planner.admission, planner.loading
-        assert not any((placement.draining, placement.jobs, planner._evicting, admission.held_by_name))
-        assert not any((admission._of_request, admission.in_flight, admission.ready, loading.calling, loading.absent))
-        assert placement.reserved_for is None
+        assert not any((state.draining, state.jobs, state.evicting, state.held_by_name, state.held_count))
+        assert not any((state.of_request, state.ready, state.calling, state.absent))
+        assert state.reserved_for is None
 
     def _note_overtakers(self) -> None:
         """Count who waits and came before, for each held request; see `planner.py` on the longest wait."""
-        since = {key: it.waits_since for key, it in self.planner.adapters.items() if it.waits_since is not None}
+        state = self.planner.state
+        since = [it.waits_since for it in state.adapters.values() if it.waits_since is not None]
         for request in self.held.values():
-            own = since.get(request.spec.engine_id)
-            if own is None:
+            adapter = state.of_request.get(request.id)
+            if adapter is None or adapter.waits_since is None:
                 continue
-            before = sum(other <= own for other in since.values()) - 1
+            before = sum(other <= adapter.waits_since for other in since) - 1
             request.overtakers = max(request.overtakers, before)
 
 

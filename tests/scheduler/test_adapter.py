@@ -8,20 +8,20 @@ from tests.scheduler.simulated import spec
 
 
 def loaded(**options) -> Adapter:
-    return Adapter(spec(1), residency=Residency.LOADED, **options)
+    return Adapter(spec(1), 1, residency=Residency.LOADED, **options)
 
 
 def test_found_says_how_near_the_adapter_is() -> None:
-    assert Adapter(spec(1)).found is Found.STORE
-    assert Adapter(spec(1), residency=Residency.LOADING).found is Found.STORE
+    assert Adapter(spec(1), 1).found is Found.STORE
+    assert Adapter(spec(1), 1, residency=Residency.LOADING).found is Found.STORE
     assert loaded().found is Found.HOST
     assert loaded(slot=0, is_active=True).found is Found.SLOT
 
 
 def test_an_adapter_in_use_is_not_idle() -> None:
     assert loaded().is_idle
-    assert not Adapter(spec(1)).is_idle
-    assert not loaded(running={"r": None}).is_idle
+    assert not Adapter(spec(1), 1).is_idle
+    assert not loaded(running={"r": (0.0, "")}).is_idle
     assert not loaded(is_pinned=True).is_idle
     assert not loaded(slot=0).is_idle
     assert not loaded(calls=[LoadCall(Future())]).is_idle
@@ -31,7 +31,7 @@ def test_who_only_waits_can_be_displaced() -> None:
     adapter = loaded(slot=0, is_active=True)
     adapter.hold("r", Held(None, 0.0, Found.SLOT))
     assert adapter.can_be_displaced
-    adapter.running["s"] = None
+    adapter.running["s"] = (0.0, "")
     assert not adapter.can_be_displaced
 
 
@@ -39,10 +39,19 @@ def test_the_best_priority_of_held_requests_counts() -> None:
     adapter = loaded()
     for name, priority in (("a", 2), ("b", -1), ("c", 1)):
         adapter.hold(name, Held(name, 0.0, Found.HOST, priority))
-    assert adapter.priority == -1
-    assert adapter.release("b") is not None
-    assert adapter.release("b") is None
-    assert adapter.priority == 1
-    assert list(adapter.release_all()) == ["c", "a"]
-    assert adapter.priority == 0
+    assert adapter.order == (-1, 0.0)
+    assert adapter.release("b").request == "b"
+    assert adapter.order == (1, 0.0)
+    adapter.release("c")
+    adapter.release("a")
     assert not adapter.held
+    assert not adapter.priorities
+
+
+def test_only_parts_of_what_runs_join_an_adapter_that_leaves() -> None:
+    adapter = loaded(running={"r": (0.0, "beams")}, expected={"others": 9.0})
+    parts = [Held(None, 0.0, Found.SLOT, client=client) for client in ("beams", "others", "third", "")]
+    assert all(adapter.may_join(part, 5.0) for part in parts)
+    adapter.leaves_since = 4.0
+    assert [adapter.may_join(part, 5.0) for part in parts] == [True, True, False, False]
+    assert not any(adapter.may_join(part, 65.0) for part in parts)

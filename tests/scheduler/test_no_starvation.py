@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lora_plugins.scheduler.placement import MAX_LOADS
+from lora_plugins.scheduler.state import MAX_LOADS
 from tests.repetitions import times
 from tests.scheduler.simulated import Request, SimulatedEngine, SimulatedWorkers, make_planner, spec
 
@@ -21,13 +21,13 @@ class Traffic:
     """More than the engine can serve, for twenty seconds; then none."""
 
     seed: int
-    max_running: int
-    spare: int
+    slots: int
+    pointed: int
     is_instant: bool
     adapters: int
     max_adapters: int
     max_bytes: int | None
-    time_slice_s: float
+    patience_s: float
     load_s: float
     most_tokens: int
     a_second: float
@@ -46,11 +46,11 @@ def serve(traffic: Traffic, until_s: float = LOAD_UNTIL_S, never_fits: bool = Fa
     grown = {key: rng.choice([1.0, traffic.grow]) for key in range(100)}
     engine = SimulatedEngine(
         make_planner(
-            traffic.max_running,
-            traffic.spare,
+            traffic.slots,
+            traffic.pointed,
             traffic.max_bytes,
             traffic.max_adapters,
-            time_slice_s=traffic.time_slice_s,
+            patience_s=traffic.patience_s,
         ),
         SimulatedWorkers(
             load_s=lambda it: duration[it.engine_id],
@@ -79,24 +79,26 @@ def longest_allowed_s(engine: SimulatedEngine, traffic: Traffic, request: Reques
     run = max(it.ended_at - it.admitted_at for it in engine.requests if it.admitted_at is not None)
     load = engine.workers.longest_load_s + 2 * step
     activation = 0.0 if traffic.is_instant else engine.workers.longest_activation_s + 2 * step
-    slot = traffic.time_slice_s + run + activation + 2 * step
+    patience = max(traffic.patience_s, 2 * run) + 2 * step
     before = (request.overtakers + 1) * (1 if traffic.grow == 1.0 else 2)  # who turns out larger comes twice
     if traffic.has_room_for_all:
         loads = math.ceil(before / MAX_LOADS) + 1
-        return run + loads * load + math.ceil(before / traffic.max_running) * slot
-    return run + before * (load + slot + run)
+        slots = traffic.pointed if traffic.is_instant and traffic.pointed else traffic.slots
+        slot = 2 * patience + run + activation
+        return run + loads * load + math.ceil(before / max(1, slots - 1)) * slot
+    return run + before * (load + activation + 3 * patience + 2 * run)
 
 
 TRAFFIC = st.builds(
     Traffic,
     seed=st.integers(0, 10**6),
-    max_running=st.integers(1, 4),
-    spare=st.integers(0, 2),
+    slots=st.integers(1, 4),
+    pointed=st.sampled_from([0, 0, 1, 3]),
     is_instant=st.booleans(),
     adapters=st.integers(2, 20),
     max_adapters=st.sampled_from([1, 2, 4, 100]),
     max_bytes=st.sampled_from([None, 100, 250]),
-    time_slice_s=st.sampled_from([0.25, 1.0]),
+    patience_s=st.sampled_from([0.25, 1.0]),
     load_s=st.sampled_from([0.0, 0.2, 1.0]),
     most_tokens=st.sampled_from([1, 10, 60]),
     a_second=st.sampled_from([5.0, 20.0, 60.0]),
@@ -132,7 +134,7 @@ def test_refused_requests_delay_no_others(traffic: Traffic) -> None:
 
 
 def test_an_adapter_with_reserved_room_is_not_passed_over() -> None:
-    engine = SimulatedEngine(make_planner(max_running=1, max_bytes=100))
+    engine = SimulatedEngine(make_planner(slots=1, max_bytes=100))
     engine.submit(spec(9, 100), tokens=20)
     engine.run(0.1)
     engine.submit(spec(7, 100))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, NoFreeSlot, OutOfMemory
@@ -27,7 +29,7 @@ def test_a_request_is_admitted_once_its_adapter_is_there() -> None:
 
 
 def test_requests_of_a_running_adapter_join_it_at_once() -> None:
-    engine = engine_with(max_running=1)
+    engine = engine_with(slots=1)
     engine.submit(1, tokens=100)
     engine.run(1)
     request = engine.submit(1)
@@ -35,8 +37,8 @@ def test_requests_of_a_running_adapter_join_it_at_once() -> None:
     assert request.wait_s == 0
 
 
-def test_a_running_adapter_takes_no_requests_after_its_time_slice() -> None:
-    engine = engine_with(max_running=1, time_slice_s=1.0)
+def test_an_adapter_takes_no_requests_once_others_have_waited_too_long() -> None:
+    engine = engine_with(slots=1, patience_s=1.0)
     engine.submit(1, tokens=100)
     engine.run(1)
     other = engine.submit(2)
@@ -49,7 +51,7 @@ def test_a_running_adapter_takes_no_requests_after_its_time_slice() -> None:
 
 
 def test_adapters_are_loaded_beside_those_that_run() -> None:
-    engine = engine_with(max_running=1)
+    engine = engine_with(slots=1)
     engine.submit(1, tokens=100)
     engine.run(1)
     engine.submit(2)
@@ -58,7 +60,7 @@ def test_adapters_are_loaded_beside_those_that_run() -> None:
 
 
 def test_no_more_is_loaded_than_will_run_soon() -> None:
-    engine = engine_with(max_running=1, max_bytes=None)
+    engine = engine_with(slots=1, max_bytes=None)
     engine.submit(1, tokens=200)
     engine.run(1)
     for engine_id in range(2, 50):
@@ -70,7 +72,7 @@ def test_no_more_is_loaded_than_will_run_soon() -> None:
 def test_what_is_larger_than_the_budget_is_refused() -> None:
     engine = engine_with(max_bytes=100)
     request = engine.submit(spec(1, 101))
-    assert engine.planner.has_work
+    assert engine.planner.has_work(is_paused=False)
     engine.step()
     assert isinstance(request.refusal, OutOfMemory)
     engine.check_nothing_left()
@@ -94,13 +96,13 @@ def test_a_failed_load_refuses_all_who_wait() -> None:
     assert all(isinstance(request.refusal, InvalidAdapter) for request in requests)
     assert isinstance(call.exception(), InvalidAdapter)
     assert isinstance(pin.exception(), InvalidAdapter)
-    assert not engine.planner.placement.pinned
+    assert not engine.planner.state.pinned
     assert engine.planner.stats.refused == {"L005": 2}
     engine.check_nothing_left()
 
 
 def test_nothing_is_admitted_or_written_while_paused() -> None:
-    engine = engine_with(is_instant=False, spare=1)
+    engine = engine_with(is_instant=False, slots=3)
     engine.is_paused = True
     request = engine.submit(1)
     call = engine.planner.load(spec(2), engine.now)
@@ -110,7 +112,7 @@ def test_nothing_is_admitted_or_written_while_paused() -> None:
     assert request.is_held
     assert not slot.done()
     assert not engine.workers.activations
-    assert not engine.planner.has_work
+    assert not engine.planner.has_work(is_paused=engine.is_paused)
     engine.is_paused = False
     engine.run_until_idle()
     assert slot.done()
@@ -119,11 +121,11 @@ def test_nothing_is_admitted_or_written_while_paused() -> None:
 
 @pytest.mark.parametrize("is_instant", [True, False])
 def test_a_pinned_adapter_keeps_its_slot_under_load(is_instant: bool) -> None:
-    engine = engine_with(is_instant, max_running=2, max_bytes=300)
+    engine = engine_with(is_instant, slots=2, max_bytes=300)
     pin = engine.planner.pin(spec(1), engine.now)
     engine.run(1)
     assert pin.done()
-    slot = engine.planner.adapters[1].slot
+    slot = engine.planner.state.adapters[1].slot
     for engine_id in (2, 3, 4, 5) * 3:
         engine.submit(engine_id)
         engine.run(0.2)
@@ -135,7 +137,7 @@ def test_a_pinned_adapter_keeps_its_slot_under_load(is_instant: bool) -> None:
 
 
 def test_a_pin_is_met_under_load_that_never_ends() -> None:
-    engine = engine_with(max_running=2)
+    engine = engine_with(slots=2)
     pin = None
     for at in range(200):
         engine.submit(1 + at % 2, tokens=20)
@@ -150,38 +152,70 @@ def test_a_pin_is_met_under_load_that_never_ends() -> None:
 
 @pytest.mark.deployment("every adapter pinned", "refused", "L001: the last slot is never pinned")
 def test_the_last_slot_is_never_pinned() -> None:
-    engine = engine_with(max_running=2)
+    engine = engine_with(slots=2)
     engine.planner.pin(spec(1), engine.now)
     assert isinstance(engine.planner.pin(spec(2), engine.now).exception(), NoFreeSlot)
-    assert isinstance(engine_with(max_running=1).planner.pin(spec(1), 0.0).exception(), NoFreeSlot)
+    assert isinstance(engine_with(slots=1).planner.pin(spec(1), 0.0).exception(), NoFreeSlot)
 
 
 def test_a_failed_pin_of_a_cancelled_call_leaves_nothing() -> None:
     engine = engine_with(fails=lambda command: isinstance(command, Load))
     engine.planner.pin(spec(1), engine.now).cancel()
     engine.run_until_idle()
-    assert not engine.planner.placement.pinned
+    assert not engine.planner.state.pinned
     engine.check_nothing_left()
 
 
-def test_what_is_evicted_and_fits_no_more_is_refused() -> None:
-    engine = engine_with(max_running=3, max_bytes=200)
-    engine.submit(spec(2, 50), tokens=100)
-    held = [engine.submit(spec(1, 120)) for _ in range(2)]
-    engine.is_paused = True
-    engine.planner.load(spec(1, 120), engine.now)
-    engine.run(1)
-    engine.planner.pin(spec(3, 100), engine.now)
-    engine.is_paused = False
+def test_a_pin_that_would_lock_out_what_is_served_is_refused_with_its_name() -> None:
+    engine = engine_with(slots=3, max_bytes=200)
+    engine.submit(spec(1, 120))
+    engine.submit(spec(2, 50))
     engine.run_until_idle()
-    assert all(request.ended_at is not None or request.refusal is not None for request in held)
+    engine.submit(spec(4, 190))
+    engine.run_until_idle()
+    assert 1 not in engine.workers.host  # it is served all the same
+    refused = engine.planner.pin(spec(3, 100), engine.now).exception()
+    assert isinstance(refused, NoFreeSlot)
+    assert "adapter-1, adapter-4" in str(refused)
+    assert "adapter-2" not in str(refused)
+    assert engine.planner.retire(4, engine.now, is_last=True)
+    engine.planner.retire(1, engine.now, is_last=True)
+    pin = engine.planner.pin(spec(3, 100), engine.now)
+    engine.run_until_idle()
+    assert pin.done()
+    assert pin.exception() is None
+
+
+def test_two_pins_together_leave_room_for_what_is_served() -> None:
+    engine = engine_with(slots=4, max_bytes=280)
+    engine.submit(spec(1, 120))
+    engine.run_until_idle()
+    pins = [engine.planner.pin(spec(key, 90), engine.now) for key in (2, 3)]
+    engine.run_until_idle()
+    assert pins[0].exception() is None
+    assert "adapter-1" in str(pins[1].exception())
+    request = engine.submit(spec(1, 120))
+    engine.run_until_idle()
+    assert request.ended_at is not None
+
+
+def test_what_comes_later_and_fits_beside_no_pin_is_refused() -> None:
+    engine = engine_with(slots=3, max_bytes=200)
+    engine.workers.size_bytes = lambda it: it.size_bytes if it.engine_id != 3 else 150
+    held = engine.submit(spec(1, 90), tokens=100)
+    engine.run(1)
+    pin = engine.planner.pin(spec(3, 100), engine.now)  # it turns out larger than its files said
+    engine.run_until_idle()
+    assert pin.exception() is None
+    assert held.ended_at is not None
+    assert isinstance(engine.submit(spec(1, 90)).refusal or engine.step().refused[0][1], NoFreeSlot)
 
 
 def test_a_retired_adapter_serves_first_and_then_goes() -> None:
     engine = engine_with()
     request = engine.submit(1, tokens=5)
     engine.run(0.3)
-    retired = engine.planner.retire(1, None)
+    retired = engine.planner.retire(1, engine.now, None)
     assert not retired.done()
     engine.run_until_idle()
     assert request.ended_at is not None
@@ -194,12 +228,12 @@ def test_retiring_is_done_when_the_workers_have_evicted() -> None:
     engine = engine_with()
     engine.submit(1, tokens=1)
     engine.run_until_idle()
-    first, second = engine.planner.retire(1, None), engine.planner.retire(1, None)
+    first, second = engine.planner.retire(1, engine.now, None), engine.planner.retire(1, engine.now, None)
     assert not first.done()
     assert engine.step().commands == [Evict(1)]
     assert first.done()
     assert second.done()
-    assert engine.planner.retire(7, None).done()
+    assert engine.planner.retire(7, engine.now, None).done()
 
 
 def test_retiring_with_a_refusal_answers_who_waits_and_comes() -> None:
@@ -207,7 +241,7 @@ def test_retiring_with_a_refusal_answers_who_waits_and_comes() -> None:
     held = engine.submit(1)
     engine.step()
     refusal = AdapterNotFound("an adapter that was removed")
-    retired = engine.planner.retire(1, refusal)
+    retired = engine.planner.retire(1, engine.now, refusal, is_last=True)
     late = engine.submit(1)
     engine.run_until_idle()
     assert held.refusal is late.refusal is refusal
@@ -216,29 +250,29 @@ def test_retiring_with_a_refusal_answers_who_waits_and_comes() -> None:
 
 
 def test_a_retired_adapter_cannot_be_pinned() -> None:
-    engine = engine_with(max_running=3)
+    engine = engine_with(slots=3)
     engine.submit(1)
-    engine.planner.retire(1, None)
+    engine.planner.retire(1, engine.now, is_last=True)
     assert isinstance(engine.planner.pin(spec(1), engine.now).exception(), AdapterNotFound)
     engine.run_until_idle()
     assert 1 not in engine.workers.host
 
 
-def test_cancelling_forgets_held_requests_only() -> None:
-    engine = engine_with(max_running=1)
+def test_an_end_forgets_the_requests_that_it_names_only() -> None:
+    engine = engine_with(slots=1)
     running = engine.submit(1, tokens=100)
     engine.run(1)
     held = [engine.submit(2), engine.submit(3)]
-    assert engine.planner.cancel([running.id, "nobody", held[0].id]) == [held[0]]
-    assert engine.planner.cancel(None) == [held[1]]
-    assert list(engine.planner.admission.in_flight[1].running) == [running.id]
+    engine.planner.ended(["nobody", held[0].id, held[1].id], engine.now)
+    assert not any(engine.planner.is_held(request.id) for request in engine.requests)
+    assert list(engine.planner.state.adapters[1].running) == [running.id]
     engine.held.clear()
     engine.run_until_idle()
     engine.check_nothing_left()
 
 
 def test_better_priorities_go_first() -> None:
-    engine = engine_with(max_running=1)
+    engine = engine_with(slots=1)
     engine.submit(1, tokens=20)
     engine.run(0.5)
     requests = [engine.submit(2, priority=5), engine.submit(3, priority=1), engine.submit(4, priority=3)]
@@ -247,7 +281,7 @@ def test_better_priorities_go_first() -> None:
 
 
 def test_long_loads_do_not_hold_up_an_activation() -> None:
-    engine = engine_with(is_instant=False, max_running=6, max_bytes=None)
+    engine = engine_with(is_instant=False, slots=6, max_bytes=None)
     engine.planner.load(spec(1), engine.now)
     engine.run(1)
     engine.workers.load_s = lambda _: 30.0
@@ -261,7 +295,7 @@ def test_long_loads_do_not_hold_up_an_activation() -> None:
 
 
 def test_a_long_load_holds_no_slot_that_others_need() -> None:
-    engine = engine_with(is_instant=False, max_running=1)
+    engine = engine_with(is_instant=False, slots=1)
     call = engine.planner.load(spec(2), engine.now)
     engine.run(1)
     assert call.done()
@@ -286,14 +320,14 @@ def test_waits_are_counted_by_where_the_adapter_was() -> None:
 
 
 def test_load_into_a_slot_leaves_a_pinned_adapter_its_own() -> None:
-    engine = engine_with(max_running=2)
+    engine = engine_with(slots=2)
     engine.planner.pin(spec(1), engine.now)
     engine.run(1)
     engine.submit(2, tokens=40)
     engine.run(1)
     call = engine.planner.load(spec(3), engine.now, needs_slot=True)
     engine.run(0.5)
-    assert engine.planner.adapters[1].is_active
+    assert engine.planner.state.adapters[1].is_active
     assert not call.done()
     engine.run_until_idle()
     assert call.done()
@@ -307,11 +341,11 @@ def test_a_loaded_adapter_admits_nothing_while_paused() -> None:
     request = engine.submit(1)
     engine.run(1)
     assert request.is_held
-    assert not engine.planner.has_work
+    assert not engine.planner.has_work(is_paused=engine.is_paused)
 
 
 def test_a_call_for_a_slot_ends_under_load_without_gaps() -> None:
-    engine = engine_with(max_running=1)
+    engine = engine_with(slots=1)
     engine.submit(1, tokens=20)
     engine.run(1)
     call = engine.planner.load(spec(2), engine.now, needs_slot=True)
@@ -321,13 +355,149 @@ def test_a_call_for_a_slot_ends_under_load_without_gaps() -> None:
     assert call.done()
 
 
-def test_a_loaded_adapter_is_activated_in_a_spare_slot_ahead() -> None:
-    engine = engine_with(is_instant=False, max_running=1, spare=1)
-    engine.planner.load(spec(2), engine.now)
+def test_the_adapter_with_most_requests_keeps_its_slot_while_others_rotate() -> None:
+    engine = engine_with(slots=2, patience_s=1.0)
+    hot = [engine.submit(1, tokens=100) for _ in range(3)]
+    engine.submit(2, tokens=100)
     engine.run(1)
+    others = [engine.submit(key, tokens=20) for key in (3, 4, 5)]
+    engine.run(3)
+    joined = engine.submit(1)
+    late = engine.submit(2)
+    engine.step()
+    assert joined.wait_s == 0
+    assert late.is_held
+    engine.run_until_idle()
+    assert all(request.ended_at is not None for request in (*hot, *others, late))
+    assert max(request.admitted_at for request in others) <= late.admitted_at
+
+
+def test_patience_begins_with_who_waits() -> None:
+    engine = engine_with(slots=1, patience_s=1.0)
+    engine.submit(1, tokens=1000)
+    engine.run(10)
+    engine.submit(2)
+    engine.run(0.5)
+    joined = engine.submit(1)
+    engine.step()
+    assert joined.wait_s == 0
+
+
+def test_adapters_without_copies_run_at_once_as_far_as_there_are_pointed_slots() -> None:
+    engine = engine_with(slots=1, pointed=6, max_adapters=6)
+    requests = [engine.submit(key, tokens=20) for key in range(1, 7)]
+    engine.run(1)
+    assert not any(request.is_held for request in requests)
+    assert len({engine.planner.state.adapters[key].slot for key in range(1, 7)} - {0}) == 6
+    engine.run_until_idle()
+
+
+def test_adapters_that_cost_a_copy_use_the_copied_slots_only() -> None:
+    engine = engine_with(slots=1, pointed=6, max_adapters=6)
+    engine.workers.is_instant = lambda key: key > 2
+    first, second, third = (engine.submit(key, tokens=20) for key in (1, 2, 3))
+    engine.run(0.6)
+    assert (first.is_held, second.is_held, third.is_held) == (False, True, False)
+    assert engine.planner.state.adapters[1].slot == 0
+    engine.run_until_idle()
+    assert second.ended_at is not None
+
+
+def test_parts_of_a_clients_request_join_an_adapter_that_leaves() -> None:
+    engine = engine_with(slots=1, patience_s=0.2)
+    engine.submit(1, tokens=4, client="beams")
+    engine.run(0.1)
+    other = engine.submit(2)
+    for _ in range(20):  # tokens of beams, one request each, a little after the last has ended
+        while engine.running:
+            engine.step()
+        engine.now += 0.1
+        part = engine.submit(1, tokens=2, client="beams")
+        engine.step()
+        assert part.wait_s == 0
+        assert other.is_held
+    engine.run_until_idle()
+    assert other.ended_at is not None
+    engine.check_nothing_left()
+
+
+def test_one_name_for_all_requests_keeps_no_slot_for_ever() -> None:
+    engine = engine_with(slots=1, patience_s=0.2)
+    engine.submit(1, tokens=40, client="mine")
+    other = None
+    for _ in range(80):
+        engine.run(1)
+        other = other or engine.submit(2)
+        engine.submit(1, tokens=40, client="mine")
+    assert not other.is_held
+    assert other.wait_s < 65
+
+
+def test_an_abort_and_a_new_request_before_the_next_step_lose_nothing() -> None:
+    engine = engine_with(slots=1, max_adapters=1)
     engine.submit(1, tokens=40)
+    engine.run(0.5)
+    given_up = engine.submit(2)
+    engine.run(1.5)  # room is made for it
+    engine.abort(given_up)
+    again = engine.submit(2)
+    engine.run_until_idle()
+    assert again.ended_at is not None
+    engine.check_nothing_left()
+
+
+def test_an_abort_and_a_new_request_while_a_load_fails_are_refused() -> None:
+    engine = engine_with(slots=1, fails=lambda command: isinstance(command, Load))
+    given_up = engine.submit(1)
+    engine.step()
+    engine.abort(given_up)
+    again = engine.submit(1)
+    engine.run_until_idle()
+    assert isinstance(again.refusal, InvalidAdapter)
+    engine.check_nothing_left()
+
+
+def test_a_pin_that_was_asked_for_during_a_pause_is_met_after_it() -> None:
+    engine = engine_with(slots=2, load_s=0.1)
+    engine.is_paused = True
+    pin = engine.planner.pin(spec(1), engine.now)
     engine.run(1)
-    following = engine.submit(2)
-    engine.run(0.3)
-    assert following.is_held
-    assert engine.planner.adapters[2].is_active
+    assert not pin.done()
+    engine.is_paused = False
+    assert engine.is_busy
+    engine.run_until_idle()
+    assert pin.done()
+
+
+def test_another_path_under_an_id_is_another_generation_beside_the_old_one() -> None:
+    engine = engine_with(slots=2)
+    old = engine.submit(1, tokens=40)
+    engine.run(1)
+    newer = engine.submit(replace(spec(1), path="/elsewhere"), tokens=5)
+    engine.run(0.5)
+    assert old.ended_at is None
+    assert newer.ended_at is not None
+    assert [adapter.spec.path for adapter in engine.planner.state.adapters.values()] == ["/adapters/1", "/elsewhere"]
+    engine.run_until_idle()
+    assert [it.path for it in engine.workers.host.values()] == ["/elsewhere"]
+    engine.check_nothing_left()
+
+
+def test_an_id_that_was_removed_comes_back_as_another_generation() -> None:
+    engine = engine_with(slots=2)
+    old = engine.submit(1, tokens=40)
+    engine.run(1)
+    removed = engine.planner.retire(1, engine.now)
+    newer = engine.submit(1, tokens=2)
+    engine.run(1)
+    assert newer.ended_at is not None
+    assert not removed.done()
+    engine.run_until_idle()
+    assert old.ended_at is not None
+    assert removed.done()
+    assert len(engine.workers.host) == 1
+    engine.planner.retire(1, engine.now)  # of what is not there any more, or never was
+    engine.planner.retire(9, engine.now)
+    again = [engine.submit(1), engine.submit(9)]
+    engine.run_until_idle()
+    assert all(request.ended_at is not None for request in again)

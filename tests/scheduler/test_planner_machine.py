@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
 from lora_plugins.scheduler.messages import Activate, AdapterSpec, Load
 from tests.repetitions import times
 from tests.scheduler.simulated import SimulatedEngine, SimulatedWorkers, make_planner, spec
 
 KEYS = st.integers(1, 8)
+CLIENTS = st.sampled_from(["", "", "", "a", "b"])
 DURATIONS = st.sampled_from([0.0, 0.01, 0.2, 1.5])
 
 
 class PlannerMachine(RuleBasedStateMachine):
     @initialize(
-        max_running=st.integers(1, 3),
-        spare=st.integers(0, 2),
+        slots=st.integers(1, 3),
+        pointed=st.sampled_from([0, 0, 2, 5]),
         max_bytes=st.sampled_from([None, 100, 250, 400]),
         max_adapters=st.integers(1, 6),
         instant=st.sampled_from(["all", "none", "odd"]),
@@ -31,10 +33,10 @@ class PlannerMachine(RuleBasedStateMachine):
         failing=st.sets(KEYS, max_size=2),
     )
     def begin(
-        self, max_running, spare, max_bytes, max_adapters, instant, load_s, activate_s, sizes, growth, failing
+        self, slots, pointed, max_bytes, max_adapters, instant, load_s, activate_s, sizes, growth, failing
     ) -> None:
         self.sizes, self.failing = sizes, failing
-        planner = make_planner(max_running, spare, max_bytes, max_adapters)
+        planner = make_planner(slots, pointed, max_bytes, max_adapters)
         workers = SimulatedWorkers(
             load_s=lambda it: load_s[it.engine_id],
             activate_s=lambda _: activate_s,
@@ -44,30 +46,47 @@ class PlannerMachine(RuleBasedStateMachine):
         )
         self.engine = SimulatedEngine(planner, workers)
         self.calls: list[Future[None]] = []
-        self.retirements: list[tuple[int, Future[None]]] = []
+        self.retirements: list[Future[None]] = []
+        self.paths = dict.fromkeys(range(1, 9), 0)
         self.retired: set[int] = set()
 
     def fails(self, command) -> bool:
-        key = command.spec.engine_id if isinstance(command, Load) else command.engine_id
+        key = command.spec.engine_id if isinstance(command, Load) else self.engine.workers.host[command.key].engine_id
         return key in self.failing and (key % 2 == 0 or isinstance(command, Activate))
 
     def spec(self, key: int) -> AdapterSpec:
-        return spec(key, self.sizes[key])
+        return replace(spec(key, self.sizes[key]), path=f"/adapters/{key}/{self.paths[key]}")
 
-    @rule(key=KEYS, tokens=st.integers(1, 30), priority=st.sampled_from([0, 0, 0, 1]))
-    def request_comes(self, key: int, tokens: int, priority: int) -> None:
-        self.engine.submit(self.spec(key), tokens, priority)
+    @rule(key=KEYS, tokens=st.integers(1, 30), priority=st.sampled_from([0, 0, 0, 1]), client=CLIENTS)
+    def request_comes(self, key: int, tokens: int, priority: int, client: str) -> None:
+        self.engine.submit(self.spec(key), tokens, priority, client)
 
     @rule(at=st.integers(0, 50))
     def request_is_aborted(self, at: int) -> None:
         if self.engine.requests:
             self.engine.abort(self.engine.requests[at % len(self.engine.requests)])
 
+    @rule(at=st.integers(0, 50), tokens=st.integers(1, 30))
+    def a_client_gives_up_and_retries(self, at: int, tokens: int) -> None:
+        if self.engine.held:
+            request = list(self.engine.held.values())[at % len(self.engine.held)]
+            self.engine.abort(request)
+            self.engine.submit(request.spec, tokens)
+
     @rule()
-    def all_held_are_cancelled(self) -> None:
-        for request in self.engine.planner.cancel(None):
-            request.was_cancelled = True
-            del self.engine.held[request.id]
+    def all_held_are_aborted(self) -> None:
+        for request in list(self.engine.held.values()):
+            self.engine.abort(request)
+
+    @rule(at=st.integers(0, 50), tokens=st.integers(1, 30))
+    def a_session_waits_for_input_and_goes_on(self, at: int, tokens: int) -> None:
+        """Its place is given back; its next part has the same id, and is held again."""
+        if self.engine.running:
+            self.engine.continue_session(list(self.engine.running.values())[at % len(self.engine.running)], tokens)
+
+    @rule(key=KEYS)
+    def other_bytes_come_under_an_id(self, key: int) -> None:
+        self.paths[key] += 1
 
     @rule(key=KEYS, wants_slot=st.booleans(), needs_slot=st.booleans())
     def adapter_is_called_for(self, key: int, wants_slot: bool, needs_slot: bool) -> None:
@@ -80,18 +99,25 @@ class PlannerMachine(RuleBasedStateMachine):
 
     @rule(key=KEYS)
     def adapter_is_unpinned(self, key: int) -> None:
-        self.engine.planner.unpin(key)
+        self.engine.planner.unpin(key, self.engine.now)
 
     @rule(at=st.integers(0, 20))
     def a_caller_goes_away(self, at: int) -> None:
         if self.calls:
             self.calls[at % len(self.calls)].cancel()
 
-    @rule(key=KEYS, is_refused=st.booleans())
-    def adapter_is_retired(self, key: int, is_refused: bool) -> None:
+    @rule(at=st.integers(0, 20))
+    def a_call_is_withdrawn(self, at: int) -> None:
+        if self.calls and not (call := self.calls[at % len(self.calls)]).done():
+            self.engine.planner.withdraw(call, NoFreeSlot("no step that could advance it"), self.engine.now)
+            assert call.done()
+
+    @rule(key=KEYS, is_refused=st.booleans(), is_last=st.booleans())
+    def adapter_is_retired(self, key: int, is_refused: bool, is_last: bool) -> None:
         error = AdapterNotFound("a retired adapter") if is_refused else None
-        self.retirements.append((key, self.engine.planner.retire(key, error)))
-        self.retired.add(key)
+        self.retirements.append(self.engine.planner.retire(key, self.engine.now, error, is_last=is_last))
+        if is_last:
+            self.retired.add(key)
 
     @rule()
     def pause_or_resume(self) -> None:
@@ -103,30 +129,26 @@ class PlannerMachine(RuleBasedStateMachine):
             self.step()
 
     def step(self) -> None:
-        engine = self.engine
-        in_flight = {request.spec.engine_id for request in (*engine.running.values(), *engine.waiting.values())}
-        places = {key: engine.planner.adapters[key].slot for key in in_flight}
-        pinned = {key: adapter.slot for key, adapter in engine.planner.placement.pinned.items() if adapter.is_active}
+        engine, state = self.engine, self.engine.planner.state
+        in_flight = {engine.key_of(request) for request in (*engine.running.values(), *engine.waiting.values())}
+        in_use = {state.adapters[key].slot for key in in_flight} | {it.slot for it in state.pinned if it.is_active}
+        pinned = {adapter.key for adapter in state.pinned if adapter.is_active}
         plan = engine.step()
-        commanded = {command.engine_id for command in plan.commands if not isinstance(command, Load)}
+        commanded = {command.key for command in plan.commands if not isinstance(command, Load)}
         assert not commanded & in_flight, "an adapter in flight is moved"
-        assert not commanded & pinned.keys(), "a pinned adapter is moved"
-        written = {
-            command.slot for command in plan.commands if not hasattr(command, "spec") and hasattr(command, "slot")
-        }
-        assert not written & (set(places.values()) | set(pinned.values())), "a slot in use is written"
+        assert not commanded & pinned, "a pinned adapter is moved"
+        written = {command.slot for command in plan.commands if isinstance(command, Activate)}
+        assert not written & in_use, "a slot in use is written"
         if engine.is_paused:
             assert not plan.admitted
             assert not written
-            assert not any(isinstance(command, Load) and command.slot is not None for command in plan.commands)
         for error in (error for _, error in plan.refused):
             assert isinstance(error, LoRAPluginsError)
 
     @precondition(lambda self: hasattr(self, "engine"))
     @invariant()
     def adds_up(self) -> None:
-        admission = self.engine.planner.admission
-        assert admission.held_count == sum(admission.held_by_name.values())
+        self.engine.check_state()
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -134,7 +156,7 @@ class PlannerMachine(RuleBasedStateMachine):
         engine = self.engine
         engine.is_paused = False
         for key in range(1, 9):
-            engine.planner.unpin(key)
+            engine.planner.unpin(key, engine.now)
         until = engine.now + 300
         while engine.is_busy or engine.held:
             self.step()
@@ -142,15 +164,16 @@ class PlannerMachine(RuleBasedStateMachine):
         for request in engine.requests:
             assert request.ended_at is not None or request.refusal is not None or request.was_cancelled
         assert all(call.done() for call in self.calls)
-        for _, future in self.retirements:
-            assert future.done()
-        assert not self.retired & engine.workers.host.keys(), "a retired adapter stays"
+        assert all(future.done() for future in self.retirements)
+        resident = {it.engine_id for it in engine.workers.host.values()}
+        assert not self.retired & resident, "a retired adapter stays"
+        assert len(resident) == len(engine.workers.host), "an old generation stays"
         engine.check_nothing_left()
 
 
 TestPlannerMachine = PlannerMachine.TestCase
 TestPlannerMachine.settings = settings(
-    max_examples=times(150, short=60),
+    max_examples=times(300, short=100),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -3,32 +3,40 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lora_plugins.scheduler.adapter import Adapter, Held
+from lora_plugins.scheduler.stats import Found
 from lora_plugins.scheduler.waiting import WaitingOrder
+from tests.scheduler.simulated import spec
 
 
-def order(*entries: tuple[int, float]) -> WaitingOrder:
+def waiting_adapter(key: int, since: float, priority: int = 0) -> Adapter:
+    adapter = Adapter(spec(key), key, waits_since=since)
+    adapter.hold(f"r{key}", Held(None, since, Found.STORE, priority))
+    return adapter
+
+
+def order(*adapters: Adapter) -> WaitingOrder:
     waiting = WaitingOrder()
-    for engine_id, since in entries:
-        waiting.put(engine_id, since)
+    for adapter in adapters:
+        waiting.put(adapter)
     return waiting
 
 
 def test_first_come_is_first_served() -> None:
-    assert order((1, 0.5), (2, 0.0), (3, 0.2)).first() == 2
+    waiting = order(waiting_adapter(1, 0.5), waiting_adapter(2, 0.0), waiting_adapter(3, 0.2))
+    assert [adapter.key for adapter in waiting] == [2, 3, 1]
 
 
 def test_a_better_priority_goes_before_an_earlier_arrival() -> None:
-    waiting = order((1, 0.0))
-    waiting.put(2, 5.0, priority=-1)
-    assert waiting.first() == 2
-    assert waiting.first({2}) == 1
+    waiting = order(waiting_adapter(1, 0.0), waiting_adapter(2, 5.0, priority=-1))
+    assert [adapter.key for adapter in waiting] == [2, 1]
 
 
 def test_count_before_counts_who_would_be_served_first() -> None:
-    waiting = order((1, 0.0), (2, 0.5))
-    assert waiting.count_before(3, 0.6) == 2
-    assert waiting.count_before(0, 0.5) == 1
-    assert waiting.count_before(3, 0.6, priority=-1) == 0
+    waiting = order(waiting_adapter(1, 0.0), waiting_adapter(2, 0.5))
+    assert waiting.count_before(waiting_adapter(3, 0.6)) == 2
+    assert waiting.count_before(waiting_adapter(0, 0.5)) == 1
+    assert waiting.count_before(waiting_adapter(3, 0.6, priority=-1)) == 0
 
 
 CHANGES = st.lists(
@@ -36,16 +44,18 @@ CHANGES = st.lists(
 )
 
 
-@given(changes=CHANGES, but=st.sets(st.integers(1, 6)))
-def test_first_is_what_sorting_all_would_find(changes, but) -> None:
+@given(changes=CHANGES)
+def test_the_order_is_what_sorting_all_would_find(changes) -> None:
+    adapters = {key: Adapter(spec(key), key) for key in range(1, 7)}
     waiting, entries = WaitingOrder(), {}
-    for engine_id, since, priority, is_removed in changes:
+    for key, since, priority, is_removed in changes:
         if is_removed:
-            waiting.remove(engine_id)
-            entries.pop(engine_id, None)
+            waiting.remove(adapters[key])
+            entries.pop(key, None)
         else:
-            waiting.put(engine_id, since, priority)
-            entries[engine_id] = (priority, since, engine_id)
+            adapters[key].waits_since, adapters[key].priorities = since, {priority: 1}
+            waiting.put(adapters[key])
+            entries[key] = (priority, since, key)
     assert len(waiting) == len(entries)
-    assert set(entries) == {engine_id for engine_id in range(1, 7) if engine_id in waiting}
-    assert waiting.first(but) == min((entries[key] for key in entries.keys() - but), default=(0, 0, None))[2]
+    assert set(entries) == {key for key in adapters if adapters[key] in waiting}
+    assert [adapter.key for adapter in waiting] == [entry[2] for entry in sorted(entries.values())]

@@ -1,0 +1,338 @@
+"""What is loaded, reserved, leaving, pinned, held and in flight: the one place of it, and the moves that change it.
+
+Whatever changes an adapter names it in `touched`; `settle` then brings everything that is derived from it up to date.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from itertools import count
+
+from lora_plugins.errors import LoRAPluginsError, NoFreeSlot, OutOfMemory
+from lora_plugins.scheduler.adapter import Adapter, Held, Residency
+from lora_plugins.scheduler.host_cache import HostCache
+from lora_plugins.scheduler.messages import Activate, Command, Evict, Load, Slots
+from lora_plugins.scheduler.stats import Stats
+from lora_plugins.scheduler.waiting import WaitingOrder
+
+MAX_LOADS = 4
+_AVERAGED = 20
+
+
+class SlotPool:
+    """Slots of one kind.
+
+    Attributes:
+        owners: which adapter has which, the least recently used first. passed_on_at: when one passed on last, or none
+            had to.
+    """
+
+    def __init__(self, first: int, size: int) -> None:
+        self.size = size
+        self.free = list(range(first + size - 1, first - 1, -1))
+        self.owners: dict[Adapter, int] = {}
+        self.passed_on_at = 0.0
+
+
+class State:
+    """See the module; what is in slots and in the host cache is as it will be once the commands are carried out.
+
+    Attributes:
+        adapters: all generations that are known, by key. current: those that requests get, by engine id.
+        of_request: the adapter of each request that is held or in flight.
+        absent: adapters that are wanted and not in host memory. ready: those that are, with held requests, and nothing
+            in flight. calling: those with calls. idle: those in host memory that nothing uses or waits for, by key.
+        jobs: adapters that are being loaded, or activated in the background.
+        reserved_for: the adapter that room is made for. draining: those that are evicted for it once they are not used.
+        made_room_at: when an adapter that had waited for room found it last, or none waited.
+        mean_run_s: of the last requests, from admission to end.
+        evicting: who waits for evictions that are not carried out yet, by key.
+        refused: requests that are answered with an error.
+    """
+
+    def __init__(self, slots: Slots, cache: HostCache, stats: Stats) -> None:
+        self.cache, self.stats = cache, stats
+        self.set_slots(slots)
+        self.adapters: dict[int, Adapter] = {}
+        self.current: dict[int, Adapter] = {}
+        self.of_request: dict[str, Adapter] = {}
+        self.held_count = 0
+        self.held_by_name: Counter[str] = Counter()
+        self.absent, self.ready = WaitingOrder(), WaitingOrder()
+        self.calling: dict[Adapter, None] = {}
+        self.in_flight: dict[Adapter, None] = {}
+        self.pinned: dict[Adapter, None] = {}
+        self.idle: dict[int, Adapter] = {}
+        self.jobs: dict[int, Adapter] = {}
+        self.reserved_for: Adapter | None = None
+        self.draining: dict[Adapter, None] = {}
+        self.made_room_at = 0.0
+        self.mean_run_s = 0.0
+        self.evicting: dict[int, list[Future[None]]] = {}
+        self.commands: list[Command] = []
+        self.refused: list[tuple[object, LoRAPluginsError]] = []
+        self.touched: dict[Adapter, None] = {}
+        self._numbers = count(1)
+
+    def set_slots(self, slots: Slots) -> None:
+        """What the workers have, before any is used."""
+        self.slots = slots
+        self.copied, self.pointed = SlotPool(0, slots.copied), SlotPool(slots.copied, slots.pointed)
+
+    def settle(self, now: float) -> None:
+        """See that every adapter that was touched is where it belongs, and evict or forget those that nobody needs."""
+        while self.touched:
+            adapter, _ = self.touched.popitem()
+            if adapter.is_in_flight:
+                self.in_flight[adapter] = None
+            else:
+                self.in_flight.pop(adapter, None)
+                if adapter not in self.draining:
+                    adapter.leaves_since = None
+            if not adapter.is_wanted or adapter.is_in_flight:
+                adapter.waits_since = None
+            elif adapter.waits_since is None:
+                adapter.waits_since = now
+            _enter(self.absent, adapter, adapter.residency is Residency.ABSENT and adapter.is_wanted)
+            _enter(self.ready, adapter, adapter.is_loaded and bool(adapter.held) and not adapter.is_in_flight)
+            _keep(self.calling, adapter, adapter.calls)
+            _keep(self.pinned, adapter, adapter.is_pinned)
+            if adapter.is_idle:
+                self.idle[adapter.key] = adapter
+            else:
+                self.idle.pop(adapter.key, None)
+            if adapter is self.reserved_for and adapter not in self.absent:
+                self.end_reservation()
+            if adapter.is_pinned:
+                self.draining.pop(adapter, None)
+            if not (adapter.is_in_flight or adapter.is_wanted or adapter.is_pinned or adapter.job is not None):
+                self._forget(adapter)
+
+    def _forget(self, adapter: Adapter) -> None:
+        if adapter.is_retired and adapter.is_loaded:
+            self.evict(adapter)
+        elif adapter.residency is Residency.ABSENT and self.adapters.pop(adapter.key, None) is not None:
+            if self.current.get(adapter.spec.engine_id) is adapter:
+                del self.current[adapter.spec.engine_id]
+            if adapter.key in self.evicting:
+                self.evicting[adapter.key] += adapter.retirements
+            else:
+                resolve(adapter.retirements)
+
+    # --- requests ---
+
+    def hold(self, adapter: Adapter, request_id: str, held: Held) -> None:
+        """A request waits for an adapter."""
+        adapter.hold(request_id, held)
+        self.of_request[request_id] = adapter
+        self._count_held(adapter, 1)
+
+    def release(self, adapter: Adapter, request_id: str) -> Held:
+        """A request waits for an adapter no more."""
+        self._count_held(adapter, -1)
+        del self.of_request[request_id]
+        return adapter.release(request_id)
+
+    def admit(self, adapter: Adapter, now: float, *, only_parts: bool = False) -> list[object]:
+        """Have an adapter run what is held for it, or parts of what runs only; returns these requests."""
+        admitted = []
+        items = list(adapter.held.items())
+        if len(adapter.priorities) > 1:
+            items.sort(key=lambda item: item[1].priority)
+        for request_id, held in items:
+            if only_parts and not adapter.may_join(held, now):
+                continue
+            self.release(adapter, request_id)
+            self.of_request[request_id] = adapter
+            adapter.running[request_id] = now, held.client
+            self.stats.wait_seconds[held.found].observe(now - held.arrived_at)
+            admitted.append(held.request)
+        if admitted:
+            pool = self.pool_of(adapter)
+            pool.owners[adapter] = pool.owners.pop(adapter)
+            self.cache.used(adapter.key)
+            self.touched[adapter] = None
+        return admitted
+
+    def ended(self, adapter: Adapter, request_id: str, now: float) -> str:
+        """An admitted request has ended; returns the client's request that it was part of."""
+        del self.of_request[request_id]
+        began_at, client = adapter.running.pop(request_id)
+        self.mean_run_s += (now - began_at - self.mean_run_s) / _AVERAGED
+        self.touched[adapter] = None
+        return client
+
+    def fail(self, adapter: Adapter, error: LoRAPluginsError) -> None:
+        """Answer all requests and calls that wait for an adapter with an error."""
+        for request_id in list(adapter.held):
+            self.refuse(self.release(adapter, request_id).request, error)
+        if not adapter.is_loaded:
+            adapter.is_pinned = False
+        calls, adapter.calls = adapter.calls, []
+        for call in calls:
+            with suppress(InvalidStateError):
+                call.future.set_exception(error)
+        self.touched[adapter] = None
+
+    def refuse(self, request: object, error: LoRAPluginsError) -> None:
+        """Have a request answered with an error."""
+        self.refused.append((request, error))
+        self.stats.refused[error.code] = self.stats.refused.get(error.code, 0) + 1
+
+    def _count_held(self, adapter: Adapter, more: int) -> None:
+        self.held_count += more
+        self.held_by_name[adapter.spec.name] += more
+        if not self.held_by_name[adapter.spec.name]:
+            del self.held_by_name[adapter.spec.name]
+
+    # --- slots ---
+
+    def pool_of(self, adapter: Adapter) -> SlotPool:
+        """Where a loaded adapter gets its slot from."""
+        return self.pointed if adapter.is_instant and self.pointed.size else self.copied
+
+    def activate(self, adapter: Adapter, *, displaces: bool = False) -> bool:
+        """See that a loaded adapter has a slot, at once or once it is written; False where it cannot have one now.
+
+        An idle slot is taken, of the least recently used; `displaces`: or that of one that waits, and is served later.
+        """
+        if adapter.slot is not None:
+            return True
+        pool = self.pool_of(adapter)
+        if not adapter.is_loaded or not (pool.free or self._free_slot(pool, displaces=displaces)):
+            return False
+        adapter.slot = pool.owners[adapter] = pool.free.pop()
+        adapter.is_active = adapter.is_instant
+        self.stats.instant_activations += adapter.is_instant
+        self.commands.append(
+            Activate(adapter.key, adapter.slot, None if adapter.is_instant else self._begin_job(adapter))
+        )
+        self.touched[adapter] = None
+        return True
+
+    def _free_slot(self, pool: SlotPool, *, displaces: bool) -> bool:
+        victim = next((owner for owner in pool.owners if owner.is_idle), None)
+        if victim is None and displaces:
+            victim = max((owner for owner in pool.owners if owner.can_be_displaced), key=_order, default=None)
+        if victim is None:
+            return False
+        self._release_slot(victim)
+        self.stats.slot_evictions += 1
+        return True
+
+    def _release_slot(self, adapter: Adapter) -> None:
+        if adapter.slot is not None:
+            pool = self.copied if adapter in self.copied.owners else self.pointed
+            pool.free.append(pool.owners.pop(adapter))
+        adapter.slot, adapter.is_active = None, False
+
+    def _begin_job(self, adapter: Adapter) -> int:
+        adapter.job = next(self._numbers)
+        self.jobs[adapter.job] = adapter
+        return adapter.job
+
+    def end_job(self, adapter: Adapter) -> None:
+        """The workers have nothing more to do for it."""
+        if adapter.job is not None:
+            del self.jobs[adapter.job]
+        adapter.job = None
+        self.touched[adapter] = None
+
+    # --- the host cache ---
+
+    @property
+    def loads(self) -> int:
+        """How many adapters are being loaded."""
+        return sum(job.residency is Residency.LOADING for job in self.jobs.values())
+
+    def load(self, adapter: Adapter) -> None:
+        """Have an adapter loaded that there is room for."""
+        self.cache.reserve(adapter.key, self.cache.expected_bytes(adapter.spec))
+        adapter.residency = Residency.LOADING
+        self.commands.append(Load(adapter.spec, adapter.key, self._begin_job(adapter)))
+        self.touched[adapter] = None
+
+    def end_reservation(self) -> None:
+        """The adapter that room is reserved for is loaded, or not wanted any more."""
+        self.reserved_for = None
+        self.touched.update(self.draining)
+        self.draining.clear()
+
+    def loaded(self, adapter: Adapter, size_bytes: int, cost_s: float) -> None:
+        """The workers have it in host memory; where it takes more than there is room for, it is evicted."""
+        self.end_job(adapter)
+        adapter.residency = Residency.LOADED
+        self.cache.loaded(adapter.key, adapter.spec, size_bytes, cost_s)
+        victims = self.cache.victims((), self.idle)
+        self.evict_all([adapter.key] if victims is None else victims)
+
+    def evict_all(self, keys: Iterable[int]) -> None:
+        """Remove adapters from the workers."""
+        for key in keys:
+            self.evict(self.adapters[key])
+
+    def evict(self, adapter: Adapter) -> None:
+        """Remove an adapter from the workers: from slot and host memory."""
+        self.end_job(adapter)
+        size_bytes = self.cache.remove(adapter.key)
+        self._release_slot(adapter)
+        if adapter.is_loaded and not adapter.is_retired:
+            self.stats.host_evictions += 1
+            self.stats.host_evicted_bytes += size_bytes
+        adapter.residency = Residency.ABSENT
+        self.idle.pop(adapter.key, None)
+        self.draining.pop(adapter, None)
+        self.commands.append(Evict(adapter.key))
+        self.evicting.setdefault(adapter.key, [])
+        if adapter.is_wanted and (error := self.never_fits(adapter)) is not None:
+            self.fail(adapter, error)  # it turned out too large, or something was pinned since it was loaded
+
+    def never_fits(self, adapter: Adapter) -> LoRAPluginsError | None:
+        """Why an adapter can have no place for as long as others are pinned; None where it can."""
+        size_bytes, cache = self.cache.expected_bytes(adapter.spec), self.cache
+        if cache.max_bytes is not None and size_bytes > cache.max_bytes:
+            return OutOfMemory(
+                f"an adapter of {size_bytes} bytes in host memory",
+                expected=f"at most {cache.max_bytes}",
+                remedy="raise LORA_PLUGINS_HOST_MAX_BYTES",
+                adapter=adapter.spec.name,
+            )
+        pinned = [other for other in self.pinned if other is not adapter]
+        pinned_bytes = sum(cache.expected_bytes(other.spec) for other in pinned)
+        is_too_large = cache.max_bytes is not None and pinned_bytes + size_bytes > cache.max_bytes
+        if not is_too_large and len(pinned) < cache.max_adapters:
+            return None
+        return NoFreeSlot(
+            f"{len(pinned)} pinned adapters with {pinned_bytes} bytes in host memory",
+            expected=f"room for {size_bytes} more in {cache.max_bytes}" if is_too_large else "room for one more",
+            remedy="unpin an adapter, or raise LORA_PLUGINS_HOST_MAX_BYTES or --max-cpu-loras",
+            adapter=adapter.spec.name,
+        )
+
+
+def resolve(futures: Iterable[Future[None]]) -> None:
+    """Answer callers, as far as they still wait."""
+    for future in futures:
+        with suppress(InvalidStateError):
+            future.set_result(None)
+
+
+def _order(adapter: Adapter) -> tuple[int, float]:
+    return adapter.order
+
+
+def _enter(order: WaitingOrder, adapter: Adapter, is_in: bool) -> None:
+    if is_in:
+        order.put(adapter)
+    else:
+        order.remove(adapter)
+
+
+def _keep(some: dict[Adapter, None], adapter: Adapter, is_in: object) -> None:
+    if is_in:
+        some[adapter] = None
+    else:
+        some.pop(adapter, None)
