@@ -88,8 +88,12 @@ class Planner:
         """Whether a step without any request would do something."""
         state = self.state
         has_resumed = self._was_paused and not is_paused and (state.held_count or state.calling)
-        is_busy = self._is_changed or state.jobs or state.evicting or state.commands or state.refused
-        return bool(is_busy or has_resumed or self._look_at < float("inf"))
+        return self.is_busy or bool(state.refused or has_resumed or self._look_at < float("inf"))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the workers have something to do, or the next plan may find something."""
+        return bool(self._is_changed or self.state.jobs or self.state.evicting or self.state.commands)
 
     # --- requests ---
 

@@ -75,19 +75,16 @@ class PlannerClient:
         """A request for this adapter has come."""
         self.used_at[request.lora_int_id] = time.time()
 
-    async def load(
-        self, request: Request, *, uri: str | None = None, wants_slot: bool = True, is_urgent: bool = False
-    ) -> None:
+    async def load(self, request: Request, *, uri: str | None = None, wants_slot: bool = True) -> None:
         """Bring an adapter into every engine's host memory, and into a slot where one is idle.
 
-        `uri`: what it was loaded from, for workers that lack its files; None where its name says it. `is_urgent`: ends
-        as soon as it is in host memory.
+        `uri`: what it was loaded from, for workers that lack its files; None where its name says it.
 
         Raises:
             LoRAPluginsError: an engine cannot have it.
         """
         try:
-            answers = await self._answers("lora_plugins_load", _spec(request, uri), wants_slot, is_urgent)
+            answers = await self._answers("lora_plugins_load", _spec(request, uri), wants_slot)
         except LoRAPluginsError as error:
             self._events.emit(LoadRefused(request.lora_name, error))
             raise

@@ -134,7 +134,7 @@ def _adding(original: Any) -> Any:
                     return await original(self, lora_request)
                 if await call.swap(lora_request):
                     return True
-            load = planner_of(self).load(lora_request, is_urgent=call.on_failure is None)
+            load = planner_of(self).load(lora_request, wants_slot=call.on_failure is not None)
             if call.on_failure is None:
                 await load
             else:

@@ -14,22 +14,11 @@ from typing import Any
 
 from lora_plugins.errors import error_of
 from lora_plugins.ledger import Patch
-from lora_plugins.scheduler.adapter import Adapter, Residency
-from lora_plugins.scheduler.early_load_reports import EarlyLoadReports
-from lora_plugins.scheduler.messages import (
-    AdapterSpec,
-    AdapterState,
-    Answer,
-    PlannerFigures,
-)
+from lora_plugins.scheduler.adapter import Adapter
+from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, Answer, PlannerFigures, Slots
 from lora_plugins.scheduler.planner import Planner
-from lora_plugins.vllm_patches.engine_utilities import (
-    answer_of,
-    can_report_early,
-    then,
-    true_or_raise,
-    utility,
-)
+from lora_plugins.scheduler.state import State
+from lora_plugins.vllm_patches.engine_utilities import answer_of, then, true_or_raise, utility
 from lora_plugins.vllm_patches.scheduler import AdmissionMixin
 
 
@@ -39,6 +28,7 @@ def patch() -> None:
 
     for added in (_load, _pin, _unpin, _retire, _residency, _figures):
         setattr(EngineCore, f"lora_plugins{added.__name__}", added)
+    EngineCore.__init__ = _starting(EngineCore.__init__)
     EngineCore.add_lora = _adding(EngineCore.add_lora)
     EngineCore.remove_lora = _removing(EngineCore.remove_lora)
     EngineCore.pin_lora = _pinning(EngineCore.pin_lora)
@@ -50,27 +40,20 @@ def patch() -> None:
 
 
 @utility
-def _load(self: Any, spec: AdapterSpec, wants_slot: bool, is_urgent: bool = False) -> Future[Answer] | Answer:
-    """Load an adapter into host memory, and into a slot if one is idle.
-
-    An urgent one is answered as soon as it is loaded, while the step goes on.
-    """
+def _load(self: Any, spec: AdapterSpec, wants_slot: bool) -> Future[Answer] | Answer:
+    """Load an adapter into host memory, and into a slot if one is idle."""
     scheduler = _scheduler(self)
-    planned = _planned_spec(scheduler, spec)
-    was_loaded = planned.engine_id in scheduler.planner.placement.cache
+    planned, state = _planned_spec(scheduler, spec), scheduler.planner.state
+    known = state.current.get(planned.engine_id)
+    was_loaded = known is not None and known.is_loaded and known.spec.path == planned.path
 
     def with_size(answer: Answer) -> Answer:
-        if answer != Answer():  # an error, or an early report's
+        adapter = state.current.get(planned.engine_id)
+        if adapter is None or answer.error is not None:
             return answer
-        adapter = scheduler.planner.adapters.get(planned.engine_id)
-        if adapter is None:
-            return answer
-        return Answer(scheduler.planner.placement.size_bytes(adapter), None if was_loaded else adapter.load_s)
+        return Answer(state.cache.expected_bytes(adapter.spec), None if was_loaded else adapter.load_s)
 
-    is_urgent = is_urgent and can_report_early(self)
-    if is_urgent and scheduler.early_reports is None:
-        scheduler.early_reports = EarlyLoadReports(self.vllm_config.parallel_config.world_size)
-    load = scheduler.planner.load(planned, time.monotonic(), wants_slot=wants_slot, is_urgent=is_urgent)
+    load = scheduler.planner.load(planned, time.monotonic(), wants_slot=wants_slot)
     answer: Future[Answer] | Answer = then(answer_of(self, load), with_size)
     return answer
 
@@ -85,64 +68,81 @@ def _pin(self: Any, spec: AdapterSpec) -> Future[Answer] | Answer:
 @utility
 def _unpin(self: Any, engine_id: int) -> bool:
     """Allow a pinned adapter to be evicted; returns whether it was pinned."""
-    return bool(_scheduler(self).planner.unpin(engine_id))
+    return bool(_scheduler(self).planner.unpin(engine_id, time.monotonic()))
 
 
 @utility
 def _retire(self: Any, engine_id: int, refusal: dict[str, str] | None) -> Future[Answer] | Answer:
-    """Evict an adapter as soon as it is not used."""
-    scheduler = _scheduler(self)
+    """Evict an adapter as soon as it is not used; API servers give its id to no other."""
     error = None if refusal is None else error_of(refusal)
-    return answer_of(self, scheduler.planner.retire(engine_id, error))
+    retired = _scheduler(self).planner.retire(engine_id, time.monotonic(), error, is_last=True)
+    return answer_of(self, retired, is_enough_to_begin=True)
 
 
 @utility
 def _residency(self: Any) -> list[AdapterState]:
     """What is known of each adapter: where it is, and which requests are held and run."""
-    planner = _planner(self)
+    state = _planner(self).state
     return [
-        replace(_state(planner, adapter), held=tuple(adapter.held), running=tuple(adapter.running))
-        for adapter in planner.adapters.values()
+        replace(_state(state, adapter), held=tuple(adapter.held), running=tuple(adapter.running))
+        for adapter in state.adapters.values()
     ]
 
 
-def _state(planner: Planner, adapter: Adapter) -> AdapterState:
-    cache, engine_id = planner.placement.cache, adapter.engine_id
-    size_bytes = cache.size_bytes(engine_id) if engine_id in cache else 0
-    is_loaded = adapter.residency is Residency.LOADED
-    name, is_active, is_pinned = adapter.spec.name, adapter.is_active, adapter.is_pinned
-    return AdapterState(engine_id, name, size_bytes, is_loaded, is_active, is_pinned, adapter.rank)
+def _state(state: State, adapter: Adapter) -> AdapterState:
+    return AdapterState(
+        adapter.spec.engine_id,
+        adapter.spec.name,
+        state.cache.sizes_bytes.get(adapter.key, 0),
+        adapter.is_loaded,
+        adapter.is_active,
+        adapter.is_pinned,
+        adapter.rank,
+    )
 
 
 @utility
 def _figures(self: Any) -> PlannerFigures:
     """What the planner counts, for metrics."""
-    planner = _planner(self)
-    cache = planner.placement.cache
-    loaded = (adapter for adapter in planner.adapters.values() if adapter.residency is Residency.LOADED)
+    state = _planner(self).state
+    cache = state.cache
     return PlannerFigures(
-        slots=planner.max_running,
-        spare_slots=planner.placement.slot_count - planner.max_running,
-        held=planner.admission.held_count,
+        slots=state.slots.total,
+        held=state.held_count,
         host_bytes=cache.used_bytes,
         host_max_adapters=cache.max_adapters,
         host_max_bytes=cache.max_bytes,
-        loaded=tuple(_state(planner, adapter) for adapter in loaded),
-        stats=planner.stats,
+        loaded=tuple(_state(state, adapter) for adapter in state.adapters.values() if adapter.is_loaded),
+        stats=state.stats,
     )
+
+
+def _starting(original: Any) -> Any:
+    """The scheduler plans with the slots that the workers have made."""
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if _planner_if_any(self) is not None:
+            self.scheduler.use_slots(min(self.model_executor.collective_rpc("lora_plugins_slots"), key=_total))
+
+    return init
+
+
+def _total(slots: Slots) -> int:
+    return slots.total
 
 
 def _adding(original: Any) -> Any:
     @functools.wraps(original)
     def add_lora(self: Any, lora_request: Any) -> Any:
-        scheduler = self.scheduler
-        if _planner_if_any(self) is None:
+        planner = _planner_if_any(self)
+        if planner is None:
             return original(self, lora_request)
-        error = scheduler.evict_other_with_id_of(lora_request, reload=lora_request.load_inplace)
-        if error is not None:
-            raise error
-        spec = scheduler.spec_of(lora_request)
-        answer = answer_of(self, scheduler.planner.load(spec, time.monotonic(), wants_slot=True))
+        if lora_request.load_inplace:
+            planner.replace(lora_request.lora_int_id, time.monotonic())
+        spec = self.scheduler.spec_of(lora_request)
+        answer = answer_of(self, planner.load(spec, time.monotonic(), wants_slot=True))
         return then(answer, true_or_raise)
 
     return add_lora
@@ -154,8 +154,9 @@ def _removing(original: Any) -> Any:
         planner = _planner_if_any(self)
         if planner is None:
             return original(self, lora_id)
-        is_known = lora_id in planner.adapters
-        return then(answer_of(self, planner.retire(lora_id, None)), lambda _: is_known)
+        is_known = lora_id in planner.state.current
+        retired = planner.retire(lora_id, time.monotonic())
+        return then(answer_of(self, retired, is_enough_to_begin=True), lambda _: is_known)
 
     return remove_lora
 
@@ -164,7 +165,7 @@ def _pinning(original: Any) -> Any:
     @functools.wraps(original)
     def pin_lora(self: Any, lora_id: int) -> Any:
         planner = _planner_if_any(self)
-        known = None if planner is None else planner.adapters.get(lora_id)
+        known = None if planner is None else planner.state.current.get(lora_id)
         if planner is None or known is None:
             return original(self, lora_id)
         return then(answer_of(self, planner.pin(known.spec, time.monotonic())), true_or_raise)
@@ -236,7 +237,8 @@ LEDGER = (
     Patch(
         """
         vllm.v1.engine.core:
-            EngineCore{scheduler, model_executor, vllm_config}
+            EngineCore.__init__(self, vllm_config, executor_class, log_stats, ...)
+            EngineCore{scheduler, model_executor}
             EngineCore.add_lora(self, lora_request)
             EngineCore.remove_lora(self, lora_id)
             EngineCore.pin_lora(self, lora_id)
@@ -245,7 +247,8 @@ LEDGER = (
         vllm.v1.executor.abstract:
             Executor.collective_rpc(self, method, timeout, args, ...)
         """,
-        what="wrapped: loaded, evicted and pinned by the planner; utilities named lora_plugins_… are added. Where the "
+        what="wrapped: loaded, evicted and pinned by the planner; utilities named lora_plugins_… are added; once it is "
+        "made, workers are asked which slots they have, as its scheduler is made after them. Where the "
         "engine is in the caller's process no steps are made meanwhile, so workers are called with lora_plugins_step",
         why="they run in the engine's loop, and would load there and then",
     ),

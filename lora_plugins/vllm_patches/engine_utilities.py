@@ -1,21 +1,22 @@
 """How utilities of vLLM's engine core take arguments, and answer: at once, or with a Future that vLLM answers later.
 
-In the caller's own process (offline, without multiprocessing) no steps are made meanwhile, so it is waited for here.
+In the caller's own process (offline, without multiprocessing) no steps are made meanwhile, so it is waited for here, as
+long as the workers have something to do for it; what only the caller could advance is not waited for.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from lora_plugins.errors import LoRAPluginsError, error_of
+from lora_plugins.errors import LoRAPluginsError, NoFreeSlot, error_of
 from lora_plugins.ledger import Patch
-from lora_plugins.scheduler.messages import AdapterSpec, Answer, Loaded, from_plain, to_plain
+from lora_plugins.scheduler.messages import AdapterSpec, Answer, from_plain, to_plain
+from lora_plugins.scheduler.planner import Planner
 
 _STEP_WAIT_S = 0.05
 
@@ -33,33 +34,35 @@ def utility(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def answer_of(core: Any, future: Future[Any]) -> Future[Answer] | Answer:
-    """What came of a call, with its error in the answer: of an exception vLLM carries the text only."""
+def answer_of(core: Any, future: Future[Any], *, is_enough_to_begin: bool = False) -> Future[Answer] | Answer:
+    """What came of a call, with its error in the answer: of an exception vLLM carries the text only.
+
+    In the caller's own process what waits for running requests gets NoFreeSlot, unless it `is_enough_to_begin`.
+    """
     from vllm.v1.engine.core import EngineCoreProc
 
     if not isinstance(core, EngineCoreProc):
-        _step_until_done(core, future)
+        _step_while_busy(core, future)
+        if is_enough_to_begin and not future.done():
+            return Answer()
+        core.scheduler.planner.withdraw(future, _in_use(), time.monotonic())
         return _outcome(future)
     answer: Future[Answer] = Future()
     future.add_done_callback(lambda done: answer.set_result(_outcome(done)))
     return answer
 
 
-def can_report_early(core: Any) -> bool:
-    """Whether workers reach a local socket of this process, and something is answered while it steps."""
-    from vllm.v1.engine.core import EngineCoreProc
-
-    parallel = core.vllm_config.parallel_config
-    is_local = getattr(parallel, "nnodes", 1) == 1 and parallel.distributed_executor_backend in {None, "mp", "uni"}
-    return is_local and isinstance(core, EngineCoreProc) and sys.platform == "linux"
-
-
 def _outcome(done: Future[Any]) -> Answer:
     error = done.exception()
-    if isinstance(error, LoRAPluginsError):
-        return Answer(error=error.plain())
-    loaded = done.result()
-    return Answer(loaded.size_bytes, loaded.load_s) if isinstance(loaded, Loaded) else Answer()
+    return Answer(error=error.plain()) if isinstance(error, LoRAPluginsError) else Answer()
+
+
+def _in_use() -> NoFreeSlot:
+    return NoFreeSlot(
+        "room or slots that unfinished requests of this process use",
+        expected="a place for one more adapter",
+        remedy="step the engine until they have finished, or raise --max-loras or --max-cpu-loras",
+    )
 
 
 def then(answer: Any, function: Callable[[Any], Any]) -> Any:
@@ -85,14 +88,15 @@ def true_or_raise(answer: Answer) -> bool:
     return True
 
 
-def _step_until_done(core: Any, future: Future[Any]) -> None:
+def _step_while_busy(core: Any, future: Future[Any]) -> None:
     """Steps without batches, for a caller that steps only when it has requests."""
     scheduler = core.scheduler
-    while not future.done():
+    planner: Planner = scheduler.planner
+    while planner.is_busy and not future.done():
         commands = scheduler.plan()
         of_workers = core.model_executor.collective_rpc("lora_plugins_step", args=(commands, _STEP_WAIT_S))
-        scheduler.planner.carried_out(commands)
-        scheduler.planner.reported([report for reports in of_workers for report in reports], time.monotonic())
+        planner.carried_out(commands)
+        planner.reported([report for reports in of_workers for report in reports], time.monotonic())
 
 
 LEDGER = (

@@ -1,6 +1,7 @@
 """Held requests in what vLLM's scheduler counts: they wait, and are unfinished.
 
-Source: `SchedulerInterface` in vllm/v1/core/sched/interface.py, 0.30 to 0.33.
+Source: `SchedulerInterface` in vllm/v1/core/sched/interface.py, 0.30 to 0.33. vLLM knows these requests (`requests`),
+but has them in no queue; 0.30 counts its queues in several places, later releases by `get_request_counts`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ class HeldCounts:
 
     planner: Planner | None
     _refused: list[tuple[Any, LoRAPluginsError]]
-    _hides_held = False
 
     @property
     def _held(self) -> int:
-        return 0 if self.planner is None or self._hides_held else self.planner.admission.held_count
+        return 0 if self.planner is None else self.planner.state.held_count
 
     @property
     def _is_paused(self) -> bool:
@@ -33,35 +33,31 @@ class HeldCounts:
         return running, waiting + self._held
 
     def get_num_unfinished_requests(self) -> int:
-        """As vLLM's, with held requests, unless all new ones are paused."""
-        unfinished = int(self._without_held("get_num_unfinished_requests"))
-        return unfinished if self._is_paused else unfinished + self._held
+        """As vLLM's, with held requests, unless new ones are paused."""
+        if not self._held or self._is_paused:
+            return int(super().get_num_unfinished_requests())  # type: ignore[misc]
+        return sum(self.get_request_counts()) - int(self.num_waiting_for_streaming_input)  # type: ignore[attr-defined]
 
     def has_finished_requests(self) -> bool:
-        """As vLLM's, which compares what is queued with what it knows: held requests are neither."""
-        return bool(self._without_held("has_finished_requests"))
+        """As vLLM's, which compares what is queued with what it knows."""
+        if not super().has_finished_requests():  # type: ignore[misc]
+            return False
+        is_any_more = len(self.requests) > sum(self.get_request_counts())  # type: ignore[attr-defined]
+        return not self._held or bool(self.finished_req_ids) or is_any_more  # type: ignore[attr-defined]
 
     def has_requests(self) -> bool:
         """Whether to go on with steps: also for what the workers do, or are to do, without any request."""
         return bool(super().has_requests()) or (  # type: ignore[misc]
-            self.planner is not None and (self.planner.has_work or bool(self._refused))
+            self.planner is not None and (self.planner.has_work(is_paused=self._is_paused) or bool(self._refused))
         )
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's, where held requests wait."""
-        stats = self._without_held("make_stats", *args, **kwargs)
-        if stats is not None and self.planner is not None and self.planner.admission.held_count:
-            stats.num_waiting_reqs += self.planner.admission.held_count
-            stats.waiting_lora_adapters.update(self.planner.admission.held_by_name)
+        stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+        if stats is not None and self.planner is not None and self._held:
+            stats.num_waiting_reqs = self.get_request_counts()[1] - stats.num_skipped_waiting_reqs
+            stats.waiting_lora_adapters.update(self.planner.state.held_by_name)
         return stats
-
-    def _without_held(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """VLLM's own method, which must not count what is held (0.30 counts its queues, others call each other)."""
-        hid, self._hides_held = self._hides_held, True
-        try:
-            return getattr(super(), method)(*args, **kwargs)
-        finally:
-            self._hides_held = hid
 
 
 LEDGER = (
@@ -75,8 +71,10 @@ LEDGER = (
             SchedulerInterface.make_stats(self)
             SchedulerInterface.pause_state(self)
             PauseState{UNPAUSED}
+        vllm.v1.core.sched.scheduler:
+            Scheduler{requests, finished_req_ids, num_waiting_for_streaming_input}
         vllm.v1.metrics.stats:
-            SchedulerStats{num_waiting_reqs, waiting_lora_adapters}
+            SchedulerStats{num_waiting_reqs, num_skipped_waiting_reqs, waiting_lora_adapters}
         """,
         what="extended: held requests wait and are unfinished; has_requests is also true while workers load",
         why="vLLM's metrics and load balancer know of held requests, and the engine's loop goes on for them",

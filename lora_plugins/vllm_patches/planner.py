@@ -8,6 +8,7 @@ from lora_plugins.errors import InvalidSettings
 from lora_plugins.ledger import Patch
 from lora_plugins.process import this_process
 from lora_plugins.scheduler.host_cache import HostCache
+from lora_plugins.scheduler.messages import Slots
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.policies import make_policy
 
@@ -24,7 +25,7 @@ def planner_of(vllm_config: Any) -> Planner | None:
     _refuse_executor(vllm_config)
     settings = this_process().settings
     cache = HostCache(settings.host_max_bytes, lora.max_cpu_loras, make_policy(settings.host_policy))
-    return Planner(settings.running(lora.max_loras), settings.slots(lora.max_loras), cache)
+    return Planner(Slots(lora.max_loras), cache)
 
 
 def _refuse_executor(vllm_config: Any) -> None:

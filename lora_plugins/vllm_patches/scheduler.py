@@ -1,24 +1,26 @@
-"""vLLM's scheduler, with admission by adapter before it.
+"""vLLM's scheduler, with admission by adapter before its queues.
 
 `SchedulerConfig.get_scheduler_cls` is wrapped to return a subclass of whatever class it names. A request that names an
-adapter is held until the planner admits it; from then on it is vLLM's like any other. Requests without an adapter pass
-through. Only public methods are overridden (`SchedulerInterface` in vllm/v1/core/sched/interface.py, 0.30 to 0.33).
+adapter is vLLM's from its arrival: connectors hear of it, aborts and errors end it as any other. Only its way into a
+queue waits until the planner admits it (`_enqueue_waiting_request`, the one place by which new requests and sessions
+enter a queue, in vllm/v1/core/sched/scheduler.py, 0.30 to 0.33). Requests without an adapter pass through.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
+import re
 import time
 from collections.abc import Iterable
 from typing import Any
 
 from cachetools import LRUCache
 
-from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
+from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.ledger import Patch
-from lora_plugins.scheduler.early_load_reports import EarlyLoadReports
-from lora_plugins.scheduler.messages import AdapterSpec, Command
+from lora_plugins.scheduler.messages import AdapterSpec, Command, Slots
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.vllm_patches.held_counts import HeldCounts
 from lora_plugins.vllm_patches.planner import planner_of
@@ -27,6 +29,10 @@ from lora_plugins.vllm_patches.request_errors import refused_output
 COMMANDS = "lora_plugins_commands"  # on SchedulerOutput
 REPORTS = "lora_plugins_reports"  # on ModelRunnerOutput
 _REMEMBERED = 10_000
+# The ids by which vLLM's API server divides a client's request: a token of its beams, a prompt of several, one of n.
+_BEAM = re.compile(r"(.+)-[0-9a-f]{16}-beam-\d+(-[0-9a-f]{8})?")
+_PROMPT = re.compile(r"(cmpl-.+)-\d+-[0-9a-f]{8}")
+_OF_SEVERAL = re.compile(r"\d+_(.+)")
 
 
 class AdmissionMixin(HeldCounts):
@@ -35,63 +41,58 @@ class AdmissionMixin(HeldCounts):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         self.planner = planner_of(vllm_config)
         self._refused: list[tuple[Any, LoRAPluginsError]] = []
-        self._later_parts: dict[str, list[Any]] = {}  # of sessions that are held, by request id
-        self.early_reports: EarlyLoadReports | None = None  # made with the first urgent call
         self.uris: LRUCache[int, str] = LRUCache(_REMEMBERED)  # what adapters were loaded from, by engine id
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
 
+    def use_slots(self, slots: Slots) -> None:
+        """Let as many adapters run as the workers have slots for; vLLM's own limit is raised accordingly."""
+        if self.planner is not None:
+            self.planner.state.set_slots(slots)
+            self.lora_config = copy.copy(self.lora_config)  # type: ignore[has-type]
+            self.lora_config.max_loras = slots.total
+
     # --- requests ---
 
     def add_request(self, request: Any) -> None:
-        """Hold a request that names an adapter; later parts of a session that is held follow it."""
-        planner: Planner | None = self.planner
-        if (
-            planner is None
-            or request.lora_request is None
-            or getattr(request, "abort_immediately", False)
-            or request.request_id in self.requests  # type: ignore[attr-defined]
-        ):
-            super().add_request(request)  # type: ignore[misc]
-            return
-        if planner.admission.is_held(request.request_id):
-            self._later_parts.setdefault(request.request_id, []).append(request)
-            return
-        if self.log_stats:  # type: ignore[attr-defined]
-            from vllm.v1.engine import EngineCoreEventType
+        """As vLLM's; a session that has waited for this part, without a place for its adapter, is held again."""
+        from vllm.v1.request import RequestStatus
 
-            request.record_event(EngineCoreEventType.QUEUED)
-        error = self.evict_other_with_id_of(request.lora_request)
-        if error is not None:
-            self._refused.append((request, error))
-            return
-        priority = request.priority if self._by_priority else 0
-        spec = self.spec_of(request.lora_request)
-        planner.arrived(spec, request.request_id, request, time.monotonic(), priority)
+        session = self.requests.get(request.request_id)  # type: ignore[attr-defined]
+        was_idle = session is not None and session.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+        super().add_request(request)  # type: ignore[misc]
+        if was_idle and not session.is_finished() and self._is_to_be_held(session):
+            for name in ("waiting", "kv_holding_waiting", "skipped_waiting"):  # not every release has both of the last
+                if hasattr(self, name):
+                    getattr(self, name).remove_requests([session])
+            self._hold(session)
 
-    def evict_other_with_id_of(self, lora_request: Any, *, reload: bool = False) -> LoRAPluginsError | None:
-        """Evict another adapter that has this one's id; the error where that one is in use.
+    def _enqueue_waiting_request(self, request: Any) -> None:
+        """As vLLM's, once a request's adapter has its place; before, it is held."""
+        if self._is_to_be_held(request):
+            self._hold(request)
+        else:
+            super()._enqueue_waiting_request(request)  # type: ignore[misc]
 
-        API servers give no id twice; users who make `LoRARequest`s themselves may. `reload`: also from the same path.
-        """
-        engine_id = lora_request.lora_int_id
-        known = None if self.planner is None else self.planner.adapters.get(engine_id)
-        if self.planner is None or known is None:
-            return None
-        if known.spec.path == lora_request.lora_path and not reload:
-            return None
-        if self.planner.evict_unused(engine_id):
-            return None
-        return InvalidAdapter(
-            f"lora_int_id {engine_id}, which '{known.spec.name}' from {known.spec.path} has, and is used",
-            expected="an id of its own for each adapter",
-            remedy="give it another lora_int_id, or wait for the requests of the other",
-            adapter=lora_request.lora_name,
+    def _is_to_be_held(self, request: Any) -> bool:
+        from vllm.v1.request import RequestStatus
+
+        return (
+            self.planner is not None
+            and request.lora_request is not None
+            and request.request_id not in self.planner.state.of_request
+            and request.status != RequestStatus.WAITING_FOR_STREAMING_REQ
         )
+
+    def _hold(self, request: Any) -> None:
+        planner: Planner = self.planner  # type: ignore[assignment]
+        priority = request.priority if self._by_priority else 0
+        spec, client = self.spec_of(request.lora_request), client_of(request.request_id)
+        planner.arrived(spec, request.request_id, request, time.monotonic(), priority=priority, client=client)
 
     def spec_of(self, lora_request: Any) -> AdapterSpec:
         """What the planner knows an adapter by, of vLLM's `LoRARequest`."""
-        known = None if self.planner is None else self.planner.adapters.get(lora_request.lora_int_id)
+        known = None if self.planner is None else self.planner.state.current.get(lora_request.lora_int_id)
         if known is not None and known.spec.path == lora_request.lora_path:
             return known.spec
         return AdapterSpec(
@@ -103,50 +104,17 @@ class AdmissionMixin(HeldCounts):
             _weights_bytes(lora_request.lora_path),
         )
 
-    def _admit(self, request: Any) -> None:
-        super().add_request(request)  # type: ignore[misc]
-        if self.log_stats and len(request.events) > 1:  # type: ignore[attr-defined]
-            request.events.pop()  # it has been queued since it came
-        for part in self._later_parts.pop(request.request_id, ()):
-            super().add_request(part)  # type: ignore[misc]
-
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
-        """As vLLM's, of held requests too."""
-        planner: Planner | None = self.planner
-        if planner is None:
-            return super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
-        if isinstance(request_ids, str):
-            request_ids = (request_ids,)
-        elif request_ids is not None:
-            request_ids = list(request_ids)
-        cancelled = planner.cancel(request_ids)
-        for request in cancelled:
-            self._forget(request, finished_status)
+        """As vLLM's, which knows held requests too."""
         finished = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
-        planner.finished([request.request_id for request in finished], time.monotonic())
-        return cancelled + finished
-
-    def _forget(self, request: Any, status: Any) -> None:
-        """End a held request, of which the scheduler itself knows nothing."""
-        request.status = status
-        self._later_parts.pop(request.request_id, None)
-        if self.finished_req_ids_dict is not None:  # type: ignore[attr-defined]
-            self.finished_req_ids_dict[request.client_index].add(request.request_id)  # type: ignore[attr-defined]
-
-    def has_request(self, request_id: str) -> bool:
-        """As vLLM's (which has it from 0.33), of held requests too."""
-        if self.planner is not None and self.planner.admission.is_held(request_id):
-            return True
-        vllms = getattr(super(), "has_request", None)
-        return request_id in self.requests if vllms is None else bool(vllms(request_id))  # type: ignore[attr-defined]
+        if self.planner is not None:
+            self.planner.ended([request.request_id for request in finished], time.monotonic())
+        return finished
 
     # --- steps ---
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Admit who is next, then schedule as vLLM does; commands for the workers ride on the output."""
-        planner: Planner | None = self.planner
-        if planner is None:
-            return super().schedule(*args, **kwargs)  # type: ignore[misc]
         commands = self.plan()
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if commands:
@@ -155,15 +123,18 @@ class AdmissionMixin(HeldCounts):
 
     def plan(self) -> list[Command]:
         """Admit who is next; returns what the workers have to do before these requests run."""
-        if self.planner is None:
+        planner: Planner | None = self.planner
+        if planner is None:
             return []
-        plan = self.planner.plan(time.monotonic(), is_paused=self._is_paused)
+        plan = planner.plan(time.monotonic(), is_paused=self._is_paused)
         for request in plan.admitted:
-            self._admit(request)
+            key = planner.state.of_request[request.request_id].key
+            if request.lora_request.lora_int_id != key:  # a later generation of the same id
+                request.lora_request = copy.copy(request.lora_request)
+                request.lora_request.lora_int_id = key
+            super()._enqueue_waiting_request(request)  # type: ignore[misc]
         self._refused.extend(plan.refused)
-        if self.early_reports is None:
-            return plan.commands
-        return self.early_reports.with_addresses(plan.commands, self.planner)
+        return plan.commands
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """As vLLM's, with what the workers report, and errors for requests that were refused."""
@@ -173,9 +144,10 @@ class AdmissionMixin(HeldCounts):
             return outputs
         now = time.monotonic()
         for of_client in outputs.values():
-            ended = [output.request_id for output in of_client.outputs if output.finish_reason is not None]
-            if ended:
-                planner.finished([one for one in ended if self._has_ended(one)], now)
+            for output in of_client.outputs:
+                if output.finish_reason is not None and self._has_ended(output.request_id):
+                    is_beam = _BEAM.fullmatch(output.request_id) is not None
+                    planner.ended([output.request_id], now, expects_more=is_beam)
         planner.carried_out(getattr(scheduler_output, COMMANDS, ()))
         planner.reported(getattr(model_runner_output, REPORTS, ()), now)
         self._refused.extend(planner.take_refused())
@@ -184,20 +156,33 @@ class AdmissionMixin(HeldCounts):
         return outputs
 
     def _has_ended(self, request_id: str) -> bool:
-        """Whether it has left; a session that waits for its next part has a finish reason too."""
+        """Whether it has left, or is a session that waits for its next part."""
+        from vllm.v1.request import RequestStatus
+
         request = self.requests.get(request_id)  # type: ignore[attr-defined]
-        return request is None or bool(request.is_finished())
+        return request is None or request.is_finished() or request.status == RequestStatus.WAITING_FOR_STREAMING_REQ
 
     def _answer_refused(self, outputs: dict[int, Any]) -> None:
         from vllm.v1.engine import EngineCoreOutputs
+        from vllm.v1.request import RequestStatus
 
-        for request, error in self._refused:
-            self._later_parts.pop(request.request_id, None)
-            of_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
-            of_client.outputs.append(refused_output(request, error))
-            if self.finished_req_ids_dict is not None:  # type: ignore[attr-defined]
-                of_client.finished_requests = (of_client.finished_requests or set()) | {request.request_id}
-        self._refused.clear()
+        refused, self._refused = self._refused, []
+        for request, error in refused:
+            if self.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR):  # else it has been aborted
+                of_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
+                of_client.outputs.append(refused_output(request, error))
+
+
+def client_of(request_id: str) -> str:
+    """What a client's request is called in all the requests that vLLM divides it into; empty where it does not.
+
+    Source: vllm/entrypoints/generate/beam_search/online.py, vllm/entrypoints/openai/completion/serving.py,
+    vllm/v1/engine/{parallel_sampling,input_processor}.py, 0.30 to 0.33.
+    """
+    of_several = _OF_SEVERAL.fullmatch(request_id)
+    request_id = of_several.group(1) if of_several else request_id
+    part = _BEAM.fullmatch(request_id) or _PROMPT.fullmatch(request_id)
+    return part.group(1) if part else request_id if of_several else ""
 
 
 def _weights_bytes(path: str) -> int:
@@ -238,26 +223,28 @@ LEDGER = (
             SchedulerConfig.get_scheduler_cls(self)
         vllm.v1.core.sched.scheduler:
             Scheduler.__init__(self, vllm_config, ...)
-            Scheduler{requests, log_stats, finished_req_ids_dict}
+            Scheduler._enqueue_waiting_request(self, request)
+            Scheduler{requests, waiting, lora_config}
+        vllm.v1.core.sched.request_queue:
+            RequestQueue.remove_requests(self, requests)
         vllm.v1.core.sched.interface:
             SchedulerInterface.add_request(self, request)
             SchedulerInterface.finish_requests(self, request_ids, finished_status)
-            SchedulerInterface.has_request(self, request_id)  # since 0.33
             SchedulerInterface.schedule(self, throttle_prefills)
             SchedulerInterface.update_from_output(self, scheduler_output, model_runner_output)
         vllm.v1.request:
-            Request{request_id, lora_request, client_index, priority, status, events, pooling_params, trace_headers}
-            Request{resumable}
-            Request.record_event(self, event_type, timestamp)
+            Request{request_id, lora_request, client_index, priority, status, pooling_params, trace_headers}
             Request.take_events(self)
             Request.is_finished(self)
+            RequestStatus{WAITING_FOR_STREAMING_REQ, FINISHED_ERROR}
         vllm.v1.engine:
-            EngineCoreEventType{QUEUED}
-            EngineCoreOutputs{outputs, finished_requests}
+            EngineCoreOutputs{outputs}
         """,
         what="get_scheduler_cls returns a subclass (Admission) of what it names; its methods are extended: a request "
-        "that names an adapter is held until the planner admits it; QUEUED is recorded when it is held",
+        "that names an adapter enters no queue until the planner admits it; lora_config is copied, with as many "
+        "max_loras as workers have slots. Ids of requests are read, to admit what one client asked for as one",
         why="no running request waits for an adapter that is not in its slot",
+        remove="vLLM's scheduler asks a plugin before it takes a request from its queue",
     ),
     Patch(
         """

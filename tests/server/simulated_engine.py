@@ -14,12 +14,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.scheduler.host_cache import HostCache
-from lora_plugins.scheduler.messages import Activate, Activated, Command, Evict, Failed, Load, Loaded, Report
+from lora_plugins.scheduler.messages import Activate, Activated, Command, Evict, Failed, Load, Loaded, Report, Slots
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.policies import make_policy
 from lora_plugins.vllm_patches import engine_core
@@ -37,9 +36,9 @@ class Worker:
     size_bytes: int = 10
     is_instant: bool = True
     broken: LoRAPluginsError | None = None
-    paths: dict[int, str] = field(default_factory=dict)  # in host memory or on their way, by engine id
+    paths: dict[int, str] = field(default_factory=dict)  # in host memory or on their way, by key
     loaded: set[int] = field(default_factory=set)
-    slots: dict[int, int] = field(default_factory=dict)  # engine id by slot
+    slots: dict[int, int] = field(default_factory=dict)  # key by slot
     loads: Counter[str] = field(default_factory=Counter)  # by path
     uris: dict[str, str | None] = field(default_factory=dict)  # by path
     is_3d: dict[str, bool] = field(default_factory=dict)  # by path
@@ -49,55 +48,52 @@ class Worker:
         now = time.monotonic()
         for command in commands:
             match command:
-                case Load(spec, job, slot):
-                    assert spec.engine_id not in self.paths, "loaded twice"
-                    self.paths[spec.engine_id] = spec.path
+                case Load(spec, key, job):
+                    assert key not in self.paths, "loaded twice"
+                    self.paths[key] = spec.path
                     self.uris[spec.path] = spec.uri
                     self.is_3d[spec.path] = spec.is_3d
                     self.loads[spec.path] += 1
                     done = Loaded(job, self.size_bytes, self.is_instant, self.delay_s)
-                    self._jobs.append((now + self.delay_s, spec.engine_id, done))
-                    if slot is not None and not self.is_instant:
-                        self._own(slot, None)
-                        self._write(spec.engine_id, slot, job, now + self.delay_s)
-                case Activate(engine_id, slot, None):
-                    assert engine_id in self.loaded
-                    self._own(slot, engine_id)
-                case Activate(engine_id, slot, job):
-                    assert engine_id in self.loaded
+                    self._jobs.append((now + self.delay_s, key, done))
+                case Activate(key, slot, None):
+                    assert key in self.loaded
+                    self._own(slot, key)
+                case Activate(key, slot, job):
+                    assert key in self.loaded
                     self._own(slot, None)
-                    self._write(engine_id, slot, job, now)
-                case Evict(engine_id):
-                    self.paths.pop(engine_id, None)
-                    self.loaded.discard(engine_id)
-                    self.slots = {slot: owner for slot, owner in self.slots.items() if owner != engine_id}
-                    self._jobs = [job for job in self._jobs if job[1] != engine_id]
+                    self._write(key, slot, job, now)
+                case Evict(key):
+                    self.paths.pop(key, None)
+                    self.loaded.discard(key)
+                    self.slots = {slot: owner for slot, owner in self.slots.items() if owner != key}
+                    self._jobs = [job for job in self._jobs if job[1] != key]
 
     def reports(self) -> list[Report]:
         now = time.monotonic()
         due = sorted((job for job in self._jobs if job[0] <= now), key=lambda job: job[0])
         self._jobs = [job for job in self._jobs if job[0] > now]
-        return [self._end(engine_id, report) for _, engine_id, report in due]
+        return [self._end(key, report) for _, key, report in due]
 
-    def _end(self, engine_id: int, report: Report) -> Report:
+    def _end(self, key: int, report: Report) -> Report:
         if isinstance(report, Loaded):
             if self.broken is not None:
-                self._jobs = [job for job in self._jobs if job[1] != engine_id]
+                self._jobs = [job for job in self._jobs if job[1] != key]
                 return Failed(report.job, self.broken)
-            self.loaded.add(engine_id)
+            self.loaded.add(key)
             return replace(report, size_bytes=self.size_bytes)
         assert isinstance(report, Activated)
-        self._own(self._writing.pop(report.job), engine_id)
+        self._own(self._writing.pop(report.job), key)
         return report
 
-    def _write(self, engine_id: int, slot: int, job: int, at: float) -> None:
+    def _write(self, key: int, slot: int, job: int, at: float) -> None:
         self._writing[job] = slot
-        self._jobs.append((at + COPY_S, engine_id, Activated(job, COPY_S)))
+        self._jobs.append((at + COPY_S, key, Activated(job, COPY_S)))
 
-    def _own(self, slot: int, engine_id: int | None) -> None:
-        self.slots = {other: owner for other, owner in self.slots.items() if other != slot and owner != engine_id}
-        if engine_id is not None:
-            self.slots[slot] = engine_id
+    def _own(self, slot: int, key: int | None) -> None:
+        self.slots = {other: owner for other, owner in self.slots.items() if other != slot and owner != key}
+        if key is not None:
+            self.slots[slot] = key
 
     _writing: dict[int, int] = field(default_factory=dict)  # slot by job
 
@@ -113,21 +109,15 @@ class _Scheduler(AdmissionMixin):
 class SimulatedEngine:
     """See the module; `ask` is what a `PlannerClient` wants."""
 
-    def __init__(
-        self, *, slots: int = 99, places: int = 99, max_bytes: int | None = None, spare_slots: int = 1, **worker: Any
-    ) -> None:
+    def __init__(self, *, slots: int = 99, places: int = 99, max_bytes: int | None = None, **worker: Any) -> None:
         from vllm.v1.engine.core import EngineCoreProc
 
         cache = HostCache(max_bytes, places, make_policy("lru"))
-        self.planner = Planner(slots, slots + spare_slots, cache)
+        self.planner = Planner(Slots(slots), cache)
         self.worker = Worker(**worker)
         self.asked: Counter[str] = Counter()
         self._core = EngineCoreProc.__new__(EngineCoreProc)
         self._core.scheduler = _Scheduler(self.planner)
-        # Workers that reach no socket of this process: all is said by steps, in virtual time.
-        self._core.vllm_config = SimpleNamespace(
-            parallel_config=SimpleNamespace(nnodes=2, world_size=1, distributed_executor_backend="mp")
-        )
         self._numbers = itertools.count(1)
         self._has_news = asyncio.Event()
         self._stepping: asyncio.Task[None] | None = None
@@ -156,19 +146,18 @@ class SimulatedEngine:
             await asyncio.sleep(seconds)
             self._runs(request)
         finally:
-            self.planner.cancel([request_id])
-            self.planner.finished([request_id], time.monotonic())
+            self.planner.ended([request_id], time.monotonic())
             self._go_on()
 
     @property
     def pinned(self) -> set[int]:
-        return set(self.planner.placement.pinned)
+        return {adapter.spec.engine_id for adapter in self.planner.state.pinned}
 
     def is_held(self, request_id: str) -> bool:
-        return self.planner.admission.is_held(request_id)
+        return self.planner.is_held(request_id)
 
     def is_running(self, request_id: str) -> bool:
-        return any(request_id in adapter.running for adapter in self.planner.admission.in_flight.values())
+        return any(request_id in adapter.running for adapter in self.planner.state.in_flight)
 
     def _runs(self, request: Any) -> None:
         """What the planner is for: a batch never meets an adapter that is not in a slot, with the weights asked for."""
@@ -184,8 +173,8 @@ class SimulatedEngine:
 
     async def _steps(self) -> None:
         while True:
-            admission = self.planner.admission
-            if not (self.planner.has_work or admission.held_count or admission.in_flight):
+            state = self.planner.state
+            if not (self.planner.has_work(is_paused=False) or state.held_count or state.in_flight):
                 self._has_news.clear()
                 await self._has_news.wait()
             plan = self.planner.plan(time.monotonic())

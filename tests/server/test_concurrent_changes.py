@@ -66,7 +66,7 @@ async def test_a_failed_load_by_uri_leaves_nothing() -> None:
             await world.lifecycle.load("sql", "s3://b/x")
     await world.settled()
     assert world.in_workers == set()
-    assert world.engine.planner.adapters == {}
+    assert world.engine.planner.state.adapters == {}
     assert world.resolver.leased == set()
 
 

@@ -98,7 +98,7 @@ async def test_a_held_request_whose_client_leaves_is_forgotten() -> None:
     world = World(slots=1)
     running, held = await one_runs_and_one_is_held(world)
     await ended(held)
-    assert world.engine.planner.admission.held_count == 0
+    assert world.engine.planner.state.held_count == 0
     assert await world.lifecycle.unload("sql", block=False, timeout_s=LONG_S)
     assert world.in_workers == {"bb"}
     await ended(running)

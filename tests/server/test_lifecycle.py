@@ -95,7 +95,7 @@ async def test_a_load_whose_caller_goes_away_leaves_nothing_behind() -> None:
     assert world.resolver.leased == set()
     await asyncio.sleep(6)  # what a thread has begun to load comes to its end
     assert world.in_workers == set()
-    assert world.engine.planner.adapters == {}
+    assert world.engine.planner.state.adapters == {}
 
 
 @runs
@@ -362,7 +362,7 @@ async def test_two_hundred_swaps_under_load_leave_nothing(is_instant: bool) -> N
     assert max(max(order[:at]) - order[at] for at in range(1, len(order))) <= 5, "old ones end soon"
     assert world.in_workers <= {"v200"}
     assert world.resolver.leased == {"v198", "v199", "v200"}
-    assert len(world.engine.planner.adapters) <= 1
+    assert len(world.engine.planner.state.adapters) <= 1
     assert served.request.lora_int_id == 201
 
 

@@ -167,7 +167,7 @@ async def test_places_say_what_is_held_and_what_runs() -> None:
     assert (place_of(1).running, place_of(1).held) == (("a",), ())
     assert (place_of(2).running, place_of(2).held) == ((), ("b",))
     figures = await engines.client.figures()
-    assert (figures[0].held, figures[0].slots, figures[0].spare_slots) == (1, 1, 1)
+    assert (figures[0].held, figures[0].slots) == (1, 1)
     await asyncio.gather(*tasks)
 
 

@@ -147,8 +147,6 @@ class Engine:
                 self._reports.append(Failed(command.job, error))
             elif isinstance(command, Load):
                 self._reports.append(Loaded(command.job, 100, self._is_instant, 0.01, rank=8))
-                if not self._is_instant and command.slot is not None:
-                    self._reports.append(Activated(command.job, 0.01))
             elif isinstance(command, Activate) and command.job is not None:
                 self._reports.append(Activated(command.job, 0.01))
 

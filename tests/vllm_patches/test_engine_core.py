@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from vllm.lora.request import LoRARequest
-from vllm.v1.engine import UtilityOutput
+from vllm.v1.engine import FinishReason, UtilityOutput
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, error_of
@@ -22,10 +22,12 @@ from lora_plugins.scheduler.messages import (
     AdapterSpec,
     AdapterState,
     Answer,
+    Evict,
     Failed,
     Load,
     Loaded,
     PlannerFigures,
+    Slots,
     from_plain,
     to_plain,
 )
@@ -37,15 +39,14 @@ BROKEN = InvalidAdapter("nothing that can be read", adapter="adapter-1")
 
 @pytest.fixture(autouse=True)
 def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("LORA_PLUGINS_SPARE_SLOTS", "0")
-    for name in ("add_lora", "remove_lora", "pin_lora"):
+    for name in ("__init__", "add_lora", "remove_lora", "pin_lora"):
         monkeypatch.setattr(EngineCore, name, getattr(EngineCore, name))  # to be put back
     before = dict(vars(EngineCore))
     engine_core.patch()
     yield
     for name in set(vars(EngineCore)) - before.keys():
         delattr(EngineCore, name)
-    for name in ("add_lora", "remove_lora", "pin_lora", "sleep", "wake_up"):
+    for name in ("__init__", "add_lora", "remove_lora", "pin_lora", "sleep", "wake_up"):
         setattr(EngineCore, name, before[name])
 
 
@@ -55,6 +56,7 @@ class Executor:
     def __init__(self) -> None:
         self.commands: list[Any] = []
         self.fails: dict[int, InvalidAdapter] = {}
+        self.slots: list[Any] = []
         self.is_sleeping, self.rewrites, self.finished = True, 0, 0
 
     def sleep(self, level: int) -> None:
@@ -64,6 +66,8 @@ class Executor:
         self.is_sleeping = tags is not None
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[list[Any]]:
+        if method == "lora_plugins_slots":
+            return self.slots
         if method == "lora_plugins_finish_jobs":
             assert not self.is_sleeping, "what is asleep is not waited for"
             self.finished += 1
@@ -151,7 +155,7 @@ def test_load_ends_when_the_workers_have_it(proc: tuple[Any, Engine]) -> None:
     assert not future.done()
     (command,) = engine.commands
     assert isinstance(command, Load)
-    assert (command.spec.uri, command.slot) == ("s3://bucket/a", None)
+    assert command.spec.uri == "s3://bucket/a"
     engine.holds_back = False
     assert message(answer_of(engine, future)) == Answer(100, 0.01)
     again = core.lora_plugins_load(spec(1), False)
@@ -210,7 +214,7 @@ def test_states_and_figures_arrive_as_they_are(proc: tuple[Any, Engine]) -> None
     assert (states[2].held, states[2].running, states[2].is_loaded) == (("b",), (), False)
     figures = message(core.lora_plugins_figures(), PlannerFigures)
     assert figures.loaded == (replace(states[1], running=()),)
-    assert (figures.held, figures.slots, figures.spare_slots) == (1, 2, 0)
+    assert (figures.held, figures.slots) == (1, 2)
     assert figures.stats == core.scheduler.planner.stats
 
 
@@ -234,6 +238,46 @@ def test_remove_lora_and_pin_lora_go_by_the_plan(proc: tuple[Any, Engine]) -> No
     assert answer_of(engine, core.remove_lora(1)) is True
     assert core.remove_lora(1).result(timeout=0) is False
     assert core.pin_lora(9) == "vLLM's, of 9", "which says what is wrong"
+
+
+def test_an_id_that_was_removed_comes_back(proc: tuple[Any, Engine]) -> None:
+    core, engine = proc
+    for _ in range(2):
+        assert answer_of(engine, core.add_lora(adapter(1))) is True
+        engine.scheduler.add_request(request("a", 1))
+        engine.run()
+        assert engine.end_of("a").finish_reason is FinishReason.LENGTH
+        engine.outputs.clear()
+        answer_of(engine, core.remove_lora(1))
+
+
+def test_loaded_in_place_it_is_loaded_beside_what_runs(proc: tuple[Any, Engine]) -> None:
+    core, engine = proc
+    engine.scheduler.add_request(request("old", 1, tokens=40))
+    while not engine.tokens_of("old"):
+        engine.step()
+    again = adapter(1)
+    again.load_inplace = True
+    loaded = core.add_lora(again)
+    while not loaded.done():
+        engine.step()
+    assert loaded.result() is True
+    engine.scheduler.add_request(request("new", 1))
+    while not engine.tokens_of("new"):
+        engine.step()
+    assert len(engine.tokens_of("old")) < 40
+    engine.run()
+    assert sum(isinstance(command, Load) for command in engine.commands) == 2
+    assert [command.key for command in engine.commands if isinstance(command, Evict)] == [1]
+
+
+def test_the_planner_uses_the_slots_that_every_worker_has(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = core_of(base, EngineCoreProc, max_loras=2)
+    made.model_executor.slots = [Slots(2, 6), Slots(2, 5)]
+    monkeypatch.setattr(EngineCore, "__init__", engine_core._starting(lambda self: vars(self).update(vars(made))))
+    core = EngineCore()
+    assert core.scheduler.planner.state.slots == Slots(2, 5)
+    assert core.scheduler.lora_config.max_loras == 7
 
 
 def test_where_lora_is_off_all_is_vllms(base: Path) -> None:
@@ -305,6 +349,31 @@ def test_in_process_requests_admitted_meanwhile_are_not_lost(core: Any) -> None:
     engine = Engine(core.scheduler)
     engine.run()
     assert len(engine.tokens_of("a")) == 3
+
+
+def busy_core(base: Path) -> Any:
+    """Every slot, and all room in host memory, is used by requests that only the caller can advance."""
+    core = core_of(base, EngineCore, max_loras=2)
+    engine = Engine(core.scheduler)
+    for number in (1, 2):
+        core.scheduler.add_request(request(f"r{number}", number, tokens=40))
+    while not (engine.tokens_of("r1") and engine.tokens_of("r2")):
+        engine.step()
+    core.model_executor.commands.clear()
+    return core
+
+
+def test_in_process_nothing_waits_for_what_only_the_caller_can_step(base: Path) -> None:
+    core = busy_core(base)
+    with pytest.raises(NoFreeSlot, match="unfinished requests"):
+        core.add_lora(adapter(3))
+    assert isinstance(error_in(core.lora_plugins_load(spec(3), True)), NoFreeSlot)
+    assert core.remove_lora(1) is True
+    assert message(core.lora_plugins_retire(2, None)) == Answer()
+    engine = Engine(core.scheduler)
+    engine.run()
+    assert {one.request_id for one in engine.outputs if one.finish_reason is FinishReason.LENGTH} == {"r1", "r2"}
+    assert core.lora_plugins_residency() == []
 
 
 @pytest.mark.parametrize(("kind", "finished"), [(EngineCore, 1), (EngineCoreProc, 0)])

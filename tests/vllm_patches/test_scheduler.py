@@ -14,18 +14,13 @@ from vllm.v1.engine import EngineCoreEventType, FinishReason
 from vllm.v1.request import RequestStatus
 
 from lora_plugins.errors import InvalidAdapter, InvalidSettings
-from lora_plugins.scheduler.messages import Activate, AdapterSpec, Load
+from lora_plugins.scheduler.messages import Activate, AdapterSpec, Evict, Load
 from lora_plugins.vllm_patches.planner import planner_of
 from lora_plugins.vllm_patches.request_errors import error_in, error_in_tensor
-from lora_plugins.vllm_patches.scheduler import AdmissionMixin, with_admission
+from lora_plugins.vllm_patches.scheduler import AdmissionMixin, client_of, with_admission
 from tests.vllm_patches.engine_bed import Engine, adapter, make_scheduler, request, vllm_config
 
 Make = Callable[..., Engine]
-
-
-@pytest.fixture(autouse=True)
-def no_spare_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LORA_PLUGINS_SPARE_SLOTS", "0")
 
 
 @pytest.fixture(params=[False, True], ids=["Scheduler", "AsyncScheduler"])
@@ -162,7 +157,7 @@ def test_preempted_it_keeps_its_adapter_in_flight(make_engine: Make) -> None:
         engine.step()
         waiting = [one for one in engine.scheduler.requests.values() if one.num_preemptions]
         preempted = preempted or bool(waiting)
-        in_flight = [name for one in engine.scheduler.planner.admission.in_flight.values() for name in one.running]
+        in_flight = [name for one in engine.scheduler.planner.state.in_flight for name in one.running]
         if set(in_flight) & {"a", "b", "c"}:
             assert not engine.tokens_of("other")
     assert preempted
@@ -186,7 +181,7 @@ def test_held_requests_are_aborted(make_engine: Make, how: str) -> None:
     assert {one.request_id for one in gone} == names
     assert all(one.status is RequestStatus.FINISHED_ABORTED for one in gone)
     assert engine.scheduler.finish_requests(chosen, RequestStatus.FINISHED_ABORTED) == []
-    assert engine.scheduler.planner.admission.held_count == len({"a", "b"} - names)
+    assert engine.scheduler.planner.state.held_count == len({"a", "b"} - names)
     engine.holds_back = False
     engine.run()
     assert set.union(*engine.finished) == {"a", "b", "c"}
@@ -206,11 +201,11 @@ def test_an_aborted_running_request_gives_its_slot_away(make_engine: Make) -> No
     assert len(engine.tokens_of("b")) == 3
 
 
-def test_has_request_knows_the_held(make_engine: Make) -> None:
+def test_vllm_knows_the_held(make_engine: Make) -> None:
     engine = make_engine()
     engine.scheduler.add_request(request("a", 1))
     engine.scheduler.add_request(request("b"))
-    assert [engine.scheduler.has_request(name) for name in ("a", "b", "c")] == [True, True, False]
+    assert list(engine.scheduler.requests) == ["a", "b"]
 
 
 # --- refused ---
@@ -284,7 +279,7 @@ def test_while_paused_nothing_is_admitted_and_calls_go_on(make_engine: Make, sta
     assert scheduler.has_requests()
     engine.run()
     assert future.done()
-    assert scheduler.planner.admission.held_count == 2
+    assert scheduler.planner.state.held_count == 2
     assert not scheduler.has_requests()
     scheduler.set_pause_state(PauseState.UNPAUSED)
     engine.run()
@@ -305,22 +300,16 @@ def test_parts_of_a_session_that_is_held_follow_it(make_engine: Make) -> None:
     for _ in range(15):
         engine.step()
     assert len(engine.tokens_of("a")) == 4
-    (in_flight,) = engine.scheduler.planner.admission.in_flight.values()
-    assert list(in_flight.running) == ["a"], "its next part comes any moment"
+    assert not engine.scheduler.planner.state.in_flight, "its place is free until its next part comes"
+    assert not engine.scheduler.has_requests()
     engine.scheduler.add_request(request("b", 2))
-    for _ in range(4):
-        engine.step()
-    assert not engine.tokens_of("b")
-    engine.scheduler.add_request(request("a", 1, tokens=1))  # the end of it
     engine.run()
     assert len(engine.tokens_of("b")) == 3
-
-
-def test_what_is_to_be_aborted_at_once_is_not_held(make_engine: Make) -> None:
-    engine = make_engine()
-    engine.scheduler.add_request(request("a", 1, abort_immediately=True))
-    assert engine.scheduler.planner.admission.held_count == 0
-    assert "a" in engine.scheduler.requests
+    engine.scheduler.add_request(request("a", 1, tokens=1, resumable=True))
+    engine.run()
+    assert len(engine.tokens_of("a")) == 5
+    engine.scheduler.add_request(request("a", 1, tokens=1))  # the end of it
+    assert "a" not in engine.scheduler.requests
 
 
 @pytest.mark.deployment("priority scheduling", "tested", "held requests too, where the policy says so")
@@ -367,44 +356,45 @@ def test_a_new_path_of_an_id_is_another_spec(make_engine: Make) -> None:
     assert scheduler.spec_of(adapter(1)) == AdapterSpec(1, "adapter-1", "/store/1", "s3://bucket/a")
 
 
-def test_another_adapter_with_an_id_in_use_is_refused(make_engine: Make) -> None:
+def test_another_adapter_with_an_id_in_use_runs_beside_it(make_engine: Make) -> None:
     """Whoever makes `LoRARequest`s himself may give an id twice; the first one's weights must not answer for both."""
-    engine = make_engine()
-    engine.scheduler.add_request(request("first", 1, tokens=8))
+    engine = make_engine(max_loras=2)
+    engine.scheduler.add_request(request("first", 1, tokens=40))
     while not engine.tokens_of("first"):
         engine.step()
     second = request("second", 1)
     second.lora_request = LoRARequest(lora_name="other", lora_int_id=1, lora_path="/store/other")
     engine.scheduler.add_request(second)
+    while not engine.tokens_of("second"):
+        engine.step()
+    assert len(engine.tokens_of("first")) < 40
+    first, other = (command for command in engine.commands if isinstance(command, Load))
+    assert (first.spec.path, other.spec.path) == ("/store/1", "/store/other")
+    assert first.key != other.key == engine.scheduler.requests["second"].lora_request.lora_int_id
     engine.run()
-    error = error_in(engine.end_of("second").stop_reason)
-    assert isinstance(error, InvalidAdapter)
-    assert "'adapter-1' from /store/1" in error.found
     third = request("third", 1)
-    third.lora_request = second.lora_request
-    engine.scheduler.add_request(third)  # the first is not used any more
+    third.lora_request = LoRARequest(lora_name="other", lora_int_id=1, lora_path="/store/other")
+    engine.scheduler.add_request(third)
     engine.run()
     assert engine.tokens_of("third")
-    assert [command.spec.path for command in engine.commands if isinstance(command, Load)] == [
-        "/store/1",
-        "/store/other",
-    ]
+    assert [command for command in engine.commands if not isinstance(command, Activate)][2:] == [Evict(first.key)]
 
 
-def test_loaded_in_place_it_is_loaded_again_once(make_engine: Make) -> None:
-    engine = make_engine()
-    engine.scheduler.add_request(request("first", 1))
-    engine.run()
-    again = request("again", 1)
-    again.lora_request.load_inplace = True  # its requests say so ever after
-    assert engine.scheduler.evict_other_with_id_of(again.lora_request, reload=True) is None
-    assert 1 not in engine.scheduler.planner.adapters
-    for name in ("again", "later"):
-        one = request(name, 1)
-        one.lora_request.load_inplace = True
-        engine.scheduler.add_request(one)
-        engine.run()
-    assert sum(isinstance(command, Load) for command in engine.commands) == 2
+@pytest.mark.parametrize(
+    ("request_id", "client"),
+    [
+        ("chatcmpl-42-0123abcd", ""),
+        ("cmpl-42-0-0123abcd", "cmpl-42"),
+        ("cmpl-42-3-0123abcd", "cmpl-42"),
+        ("2_cmpl-42-0-0123abcd", "cmpl-42"),
+        ("1_chatcmpl-42-0123abcd", "chatcmpl-42-0123abcd"),
+        ("cmpl-42-0-0123456789abcdef-beam-1-0123abcd", "cmpl-42-0"),
+        ("chatcmpl-42-0123456789abcdef-beam-0", "chatcmpl-42"),
+        ("7", ""),
+    ],
+)
+def test_what_a_client_asked_for_is_known_by_the_ids_of_its_parts(request_id: str, client: str) -> None:
+    assert client_of(request_id) == client
 
 
 def test_rays_second_executor_is_not_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
