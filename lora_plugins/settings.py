@@ -120,11 +120,6 @@ class Settings:
     """Budget of each worker's [host cache](../explanation/manager.md), beside `--max-cpu-loras`."""
     host_policy: str = required("LORA_PLUGINS_HOST_POLICY", choice(*HOST_POLICIES), "lru")
     """Which adapter leaves the host cache first: `lru` or `lrfu` ([policies](../benchmarks/policies.md))."""
-    spare_slots: int = required("LORA_PLUGINS_SPARE_SLOTS", COUNT, "1")
-    """Slots that are written while all others are in use, so that the next adapter waits for no copy."""
-    spare_slots_within: bool = required("LORA_PLUGINS_SPARE_SLOTS_WITHIN", FLAG, "0")
-    """`1`: they are among `--max-loras`, and so many fewer adapters run at once; without it they take device memory
-    beside it."""
     unmatched: str = required("LORA_PLUGINS_UNMATCHED", choice("refuse", "warn"), "refuse")
     """An adapter of which some modules match none of the model's: `refuse` it, or serve the rest and `warn`. One of
     which none match is always refused."""
@@ -182,25 +177,6 @@ class Settings:
     def refuse_unmatched(self) -> bool:
         """Whether an adapter of which some modules do not match the model's is refused."""
         return self.unmatched == "refuse"
-
-    def slots(self, max_loras: int) -> int:
-        """How many slots a worker makes where vLLM would make `max_loras`."""
-        return max_loras if self.spare_slots_within else max_loras + self.spare_slots
-
-    def running(self, max_loras: int) -> int:
-        """How many adapters may run at once.
-
-        Raises:
-            InvalidSettings: none, as all slots are spare ones.
-        """
-        running = max_loras - self.spare_slots if self.spare_slots_within else max_loras
-        if running < 1:
-            raise InvalidSettings(
-                f"{self.spare_slots} spare slots within --max-loras {max_loras}",
-                expected="one slot at least that requests can use",
-                remedy="lower LORA_PLUGINS_SPARE_SLOTS, or raise --max-loras",
-            )
-        return running
 
 
 _ATTRIBUTES: Mapping[str, Variable] = {

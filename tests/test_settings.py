@@ -79,11 +79,6 @@ VALID = [
     *[("LORA_PLUGINS_HOST_POLICY", name, "host_policy", name) for name in HOST_POLICIES],
     ("LORA_PLUGINS_HOST_POLICY", " LRFU ", "host_policy", "lrfu"),
     ("LORA_PLUGINS_HOST_POLICY", "", "host_policy", "lru"),
-    ("LORA_PLUGINS_SPARE_SLOTS", "0", "spare_slots", 0),
-    ("LORA_PLUGINS_SPARE_SLOTS", " 3 ", "spare_slots", 3),
-    ("LORA_PLUGINS_SPARE_SLOTS", "", "spare_slots", 1),
-    ("LORA_PLUGINS_SPARE_SLOTS_WITHIN", "1", "spare_slots_within", True),
-    ("LORA_PLUGINS_SPARE_SLOTS_WITHIN", "", "spare_slots_within", False),
     ("LORA_PLUGINS_UNMATCHED", "warn", "refuse_unmatched", False),
     ("LORA_PLUGINS_UNMATCHED", "Refuse", "refuse_unmatched", True),
     ("LORA_PLUGINS_UNMATCHED", "", "unmatched", "refuse"),
@@ -118,8 +113,6 @@ INVALID = [
     ],
     *[("LORA_PLUGINS_HOST_MAX_BYTES", text) for text in ("", "0", "-1", "much")],
     *[("LORA_PLUGINS_HOST_POLICY", text) for text in ("lru,lfu", "random", "none")],
-    *[("LORA_PLUGINS_SPARE_SLOTS", text) for text in ("-1", "one", "1.5", "1000000")],
-    ("LORA_PLUGINS_SPARE_SLOTS_WITHIN", "2"),
     *[("LORA_PLUGINS_UNMATCHED", text) for text in ("1", "off", "ignore")],
     ("LORA_PLUGINS_FETCH_TIMEOUT_S", "0"),
     *[
@@ -274,21 +267,6 @@ def test_no_other_module_reads_the_environment():
         for node in ast.walk(ast.parse(path.read_text())):
             used = isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv")
             assert not used, f"{path}:{getattr(node, 'lineno', 0)}"
-
-
-@pytest.mark.parametrize(
-    ("spare", "within", "max_loras", "slots", "running"),
-    [(1, False, 4, 5, 4), (0, False, 4, 4, 4), (3, False, 1, 4, 1), (1, True, 4, 4, 3), (0, True, 1, 1, 1)],
-)
-def test_spare_slots_are_besides_max_loras_or_within(spare, within, max_loras, slots, running):
-    settings = Settings(spare_slots=spare, spare_slots_within=within)
-    assert (settings.slots(max_loras), settings.running(max_loras)) == (slots, running)
-
-
-@pytest.mark.parametrize("spare", [2, 3])
-def test_spare_slots_within_max_loras_leave_one_for_requests(spare):
-    with pytest.raises(InvalidSettings, match=f"{spare} spare slots within --max-loras 2"):
-        Settings(spare_slots=spare, spare_slots_within=True).running(2)
 
 
 def test_empty_flag_is_its_default():

@@ -32,7 +32,6 @@ _COUNTERS = (
 )
 _GAUGES = (
     ("held", "Requests that wait for their adapter to be loaded, or for a slot"),
-    ("spare_slots", "Slots besides --max-loras, written while all others are in use"),
     ("host_max_adapters", "Adapters that fit the host cache (--max-cpu-loras)"),
     ("host_bytes", "Bytes of adapters in host memory, of the worker that holds most"),
     ("host_max_bytes", "LORA_PLUGINS_HOST_MAX_BYTES, where it is set"),
@@ -75,7 +74,7 @@ def _residency(reports: _Reports, max_adapters: int) -> Iterator[Metric]:
     in_host = GaugeMetricFamily(
         "vllm:num_cpu_loaded_lora_adapters", "Adapters in host memory, those in slots among them", labels=_LABELS
     )
-    slots = GaugeMetricFamily("vllm:max_gpu_lora_adapters", "Slots (--max-loras)", labels=_LABELS)
+    slots = GaugeMetricFamily("vllm:max_gpu_lora_adapters", "Slots: --max-loras, and those that cost no copy", labels=_LABELS)
     for labels, figures in reports:
         rows = _by_name(figures.loaded)
         in_slots.add_metric(labels, sum(row.is_active for row in rows))

@@ -20,7 +20,6 @@ def engine(*loaded: tuple[str, bool, bool, *tuple[int, ...]], host_max_bytes=Non
     """Figures of an engine with these adapters: name, whether it is in a slot, whether it is pinned, its rank."""
     return PlannerFigures(
         slots=2,
-        spare_slots=1,
         held=0,
         host_bytes=0,
         host_max_adapters=5,
@@ -66,7 +65,6 @@ def test_figures_of_a_planner_are_shown():
     figures = shown({0: from_plain(PlannerFigures, engine_core._figures(core))})
     assert figures["lora_plugins_held,llama,0"] == 1
     assert figures["lora_plugins_refused_requests_total,llama,0,L001"] == 1
-    assert figures["lora_plugins_spare_slots,llama,0"] == 1
 
 
 def test_loaded_adapters_are_shown_by_level():
