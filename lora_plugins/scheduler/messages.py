@@ -1,8 +1,9 @@
 """What passes between the processes: commands and reports, and the questions and answers of vLLM's utilities.
 
 Commands ride on vLLM's `SchedulerOutput`, in the order in which every worker has to carry them out; reports ride on its
-`ModelRunnerOutput`. An adapter is named by its `engine_id`, vLLM's `lora_int_id`; a `job` is what takes longer than the
-step that it comes with, and is reported by its number when it is done. Both are pickled with vLLM's own messages.
+`ModelRunnerOutput`. An adapter is named by its `key`, one for each generation: the `lora_int_id` that batches name it by.
+A `job` is what takes longer than the step that it comes with, and is reported by its number when it is done. Both are
+pickled with vLLM's own messages.
 
 API servers call utilities of the engine core (`vllm_patches/engine_core.py`, `server/planner_client.py`). vLLM carries
 their arguments and answers as msgpack without types (vllm/v1/serial_utils.py, 0.30 to 0.33), so both sides convert:
@@ -44,28 +45,19 @@ class AdapterSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class ReportAddress:
-    """A local socket of the engine core, which receives the ends of loads before the step is over that reports them."""
-
-    address: str
-    key: bytes = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
 class Load:
-    """Load an adapter into host memory in a background thread; then write it to `slot`, unless that is None."""
+    """Load an adapter into host memory: in a background thread, or before this step's batch where that is shorter."""
 
     spec: AdapterSpec
+    key: int
     job: int
-    slot: int | None = None
-    early_report_to: ReportAddress | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Activate:
     """Put a loaded adapter into a slot: as a job in the background; without one, before this step's batch runs."""
 
-    engine_id: int
+    key: int
     slot: int
     job: int | None = None
 
@@ -74,7 +66,7 @@ class Activate:
 class Evict:
     """Release an adapter's host memory, and its slot if it has one."""
 
-    engine_id: int
+    key: int
 
 
 Command = Load | Activate | Evict
@@ -133,6 +125,19 @@ def merged(reports: Sequence[Report]) -> Report:
 
 
 @dataclass(frozen=True, slots=True)
+class Slots:
+    """What a worker has slots of: `copied` ones are written, and come first; `pointed` ones point at packed weights."""
+
+    copied: int
+    pointed: int = 0
+
+    @property
+    def total(self) -> int:
+        """Adapters that one batch can compute with."""
+        return self.copied + self.pointed
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What came of a load, a pin or a retirement.
 
@@ -166,10 +171,9 @@ class AdapterState:
 
 @dataclass(frozen=True, slots=True)
 class PlannerFigures:
-    """What one engine's planner says for metrics; `slots` are those of `--max-loras`, `loaded` has no request ids."""
+    """What one engine's planner says for metrics; `slots`: adapters that can run at once; `loaded`: no request ids."""
 
     slots: int
-    spare_slots: int
     held: int
     host_bytes: int
     host_max_adapters: int
