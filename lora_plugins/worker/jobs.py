@@ -243,8 +243,10 @@ class Jobs:
                     adapter = self._read(spec, path)
             finally:
                 self._files.release(path)  # before the end of the job is known
-        except BaseException as error:  # noqa: BLE001 - whatever vLLM raises, the engine and all others go on
+        except BaseException as error:  # whatever vLLM raises, the engine and all others go on
             self._fail(job, entry, error)
+            if not isinstance(error, Exception):
+                raise  # what ends a process, where this is the engine loop
             return
         with entry.writing:
             if not entry.is_evicted:

@@ -70,7 +70,7 @@ def vllm_config(base: Path, *, slots: int = 2, max_adapters: int = 4) -> Any:
 
     model = ModelConfig(str(base), skip_tokenizer_init=True, dtype="float32", max_model_len=64)
     lora = LoRAConfig(max_lora_rank=MAX_RANK, max_loras=slots, max_cpu_loras=max_adapters, lora_dtype=torch.float32)
-    scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, is_encoder_decoder=False)
+    scheduler = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=64, max_model_len=64, is_encoder_decoder=False)
     return VllmConfig(model_config=model, lora_config=lora, scheduler_config=scheduler)
 
 

@@ -246,9 +246,12 @@ def test_a_failing_machine_fails_one_adapter_once(
         "writing a slot": (module, "set_lora"),
     }[where]
     bad = make_adapter(tmp_path / "bad", BAD)
+    is_loaded = where == "writing a slot" and isinstance(bring(manager, bad), Loaded)
     with monkeypatch.context() as patch:
         patch.setattr(place, attribute, raising(error))
-        found = failure(manager, bad)
+        report = ended(manager, activate(manager, bad, 1) if is_loaded else load(manager, bad))
+    assert isinstance(report, Failed)
+    found = report.error
     assert (type(found).__name__, found.adapter) == (kind, bad.name)
     with pytest.raises(RuntimeError, match="in no slot"):  # the engine's end, rather than a text of another model
         step(manager, bad)
