@@ -7,7 +7,6 @@ background thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lora_plugins.kernels.ranks import SlotRanks, true_ranks
@@ -27,7 +26,8 @@ class WatchedLayer(NamedTuple):
     ranks: SlotRanks
 
 
-def _stacks(module: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
+def stacks(module: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
+    """The layer's A's and B's, one per slice; None for a layer of another kind."""
     a, b = getattr(module, "lora_a_stacked", None), getattr(module, "lora_b_stacked", None)
     if a is None or b is None or isinstance(a, list):  # FusedMoEWithLoRA: a list with an entry for every expert
         return None
@@ -35,31 +35,22 @@ def _stacks(module: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
     return (a, b) if len(a) == len(b) and all(part.ndim == 4 for part in b) else None
 
 
-def sides_of_slices(
-    layer: Any, stacks_a: Sequence[Any], stacks_b: Sequence[Any], lora_a: Any, lora_b: Any
-) -> tuple[list[Any], list[Any]] | None:
+def sides_of_slices(layer: Any, n_slices: int, lora_a: Any, lora_b: Any) -> tuple[list[Any], list[Any]] | None:
     """What `set_lora(index, lora_a, lora_b)` puts into each slice of a slot, None where a slice is not adapted.
 
-    Expanded and divided among workers as vLLM does; None where these weights do not fill the slot's width.
+    Expanded and divided among workers as vLLM does; None where these weights are not those of so many slices.
     """
-    if isinstance(lora_a, list) != isinstance(lora_b, list):
-        return None
-    if isinstance(lora_b, list) and len(lora_b) != len(stacks_b):
-        expand = getattr(layer, "expand_packed_lora", None)
-        if expand is None:
-            return None
-        lora_a, lora_b = expand(lora_a, lora_b)
+    if n_slices > 1:
+        lora_a, lora_b = (side if isinstance(side, list) else [side] for side in (lora_a, lora_b))
+        if len(lora_b) != n_slices:
+            expand = getattr(layer, "expand_packed_lora", None)
+            if expand is None:
+                return None
+            lora_a, lora_b = expand(lora_a, lora_b)
     if hasattr(layer, "n_slices") and layer.tp_size > 1:  # a head's logits are gathered first
         lora_a, lora_b = layer.slice_lora_a(lora_a), layer.slice_lora_b(lora_b)
     sides_a, sides_b = (list(side) if isinstance(side, list) else [side] for side in (lora_a, lora_b))
-    if not len(sides_a) == len(sides_b) == len(stacks_b):
-        return None
-    for a, b, stack_a, stack_b in zip(sides_a, sides_b, stacks_a, stacks_b, strict=True):
-        if a is not None and a.shape[1] != stack_a.shape[3]:
-            return None
-        if b is not None and b.shape[0] != stack_b.shape[2]:
-            return None
-    return sides_a, sides_b
+    return (sides_a, sides_b) if len(sides_a) == len(sides_b) == n_slices else None
 
 
 def watch(module: Any) -> WatchedLayer | None:
@@ -68,7 +59,7 @@ def watch(module: Any) -> WatchedLayer | None:
     The layer's weights must have been created. What was written before is taken to have the largest rank. A layer that
     is watched already is not wrapped again.
     """
-    parts = _stacks(module)
+    parts = stacks(module)
     if parts is None:
         return None
     known = watched_ranks(module)
@@ -90,8 +81,13 @@ def watch(module: Any) -> WatchedLayer | None:
         ranks.written(index, [0] * len(ranks.largest))
 
     module.set_lora, module.reset_lora = set_and_note, reset_and_note
-    setattr(module, _RANKS, ranks)
+    note_ranks(module, ranks)
     return WatchedLayer(*parts, ranks)
+
+
+def note_ranks(module: Any, ranks: SlotRanks) -> None:
+    """Have these be what is noted of the layer's slots."""
+    setattr(module, _RANKS, ranks)
 
 
 def watched_ranks(module: Any) -> SlotRanks | None:

@@ -1,23 +1,29 @@
 """Panels made of an adapter's own tensors when it is loaded, for slots to point at: activating it copies nothing.
 
-The way through vLLM's slot (`set_lora`, and then panels of what is in it) copies an adapter twice when it is activated.
-Here `Packer.pack` copies it once, in a background thread, and `Packer.place` points a slot at that. What is in
-the slot's stacks then counts for nothing, until `set_lora` or `reset_lora` of that slot takes over again.
+The way through vLLM's slot (`set_lora`, and then panels of what is in it) copies an adapter twice when it is activated,
+and takes memory of the largest rank for every slot. Here `Packer.pack` copies it once, in a background thread, and
+`Packer.place` points a slot at that. A layer that has a packer has no stacks: what vLLM made is replaced by views of a
+single zero, of the same shapes, to which nothing can be written. vLLM's `set_lora` and `reset_lora` pack and place too.
 
 A layer has a packer where the compiled product computes everything that is asked of its slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from lora_plugins.errors import InvalidAdapter
 from lora_plugins.kernels import crossover
+from lora_plugins.kernels.compiled import build
+from lora_plugins.kernels.compiled.library import Product
 from lora_plugins.kernels.compiled.panels import SlotPanels, fill, size
-from lora_plugins.kernels.layers import sides_of_slices
+from lora_plugins.kernels.layers import note_ranks, sides_of_slices, stacks
+from lora_plugins.kernels.ranks import SlotRanks
+from lora_plugins.ledger import Patch
 
 _PACKER = "_lora_plugins_packer"
 ALIGNMENT = 64
@@ -57,14 +63,14 @@ class Packer:
         self.shape = int(a[0].shape[3]), tuple(int(b_i.shape[2]) for b_i in b), a[0].dtype
 
     def size_bytes(self, lora_a: Any, lora_b: Any) -> int:
-        """Bytes that `pack` needs for these weights, up to a multiple of 64; 0 where it returns None."""
-        sides = self._sides(lora_a, lora_b)
-        return 0 if sides is None else -(-self._size(_ranks(sides)) * self.shape[2].itemsize // ALIGNMENT) * ALIGNMENT
+        """Bytes that `pack` needs for these weights, up to a multiple of 64."""
+        ranks = _ranks(self._sides(lora_a, lora_b))
+        return -(-self._size(ranks) * int(self.shape[2].itemsize) // ALIGNMENT) * ALIGNMENT
 
     def pack(
         self, lora_a: Any, lora_b: Any, scaling: float | Sequence[float | None] = 1.0, memory: Any = None
-    ) -> PackedModule | None:
-        """Copy what `set_lora` takes into panels, B times `scaling`; None where only the slot's stacks can hold it.
+    ) -> PackedModule:
+        """Copy what `set_lora` takes into panels, B times `scaling`.
 
         Callable from any thread: no slot is read or written. Nothing of the given tensors is referenced afterwards.
 
@@ -76,15 +82,13 @@ class Packer:
             memory: uint8, `size_bytes` or more, at a multiple of 64: to pack into instead of memory of its own.
 
         Raises:
-            ValueError: `memory` is not of that kind.
+            InvalidAdapter: weights that would not fit into vLLM's slot. ValueError: `memory` is not of that kind.
         """
         inn, widths, dtype = self.shape
         if not isinstance(scaling, float | int):
             lora_b = [b if b is None or by is None else _scaled(b, by) for b, by in zip(lora_b, scaling, strict=True)]
             scaling = 1.0
         sides = self._sides(lora_a, lora_b)
-        if sides is None:
-            return None
         ranks = _ranks(sides)
         n = self._size(ranks)
         flat = torch.empty(n, dtype=dtype) if memory is None else _part_of(memory, n * dtype.itemsize).view(dtype)
@@ -109,39 +113,84 @@ class Packer:
             raise ValueError(f"weights packed for {packed.shape}, to be placed in a layer of {self.shape}")
         self.panels.place(index, packed.ranks, packed.flat, packed.slices)
 
-    def _sides(self, lora_a: Any, lora_b: Any) -> list[tuple[Any, Any]] | None:
-        """A and B of each slice, of rank 0 where it is not adapted; None where they are no pairs that fill the slot."""
-        panels, (inn, widths, _) = self.panels, self.shape
+    def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
+        """As vLLM's `set_lora` of the layer."""
+        self.place(index, None)
+        self.place(index, self.pack(lora_a, lora_b))
+
+    def reset_lora(self, index: int) -> None:
+        """As vLLM's `reset_lora` of the layer."""
+        self.place(index, None)
+
+    def _sides(self, lora_a: Any, lora_b: Any) -> list[tuple[Any, Any]]:
+        """A and B of each slice as vLLM would have them in a slot, of rank 0 where it is not adapted."""
+        widths = self.shape[1]
         if lora_a is None and lora_b is None:
             lora_a = lora_b = [None] * len(widths)
-        found = sides_of_slices(self._module, panels.a, panels.b, lora_a, lora_b)
+        found = sides_of_slices(self._module, len(widths), lora_a, lora_b)
         if found is None:
-            return None
-        sides: list[tuple[Any, Any]] = []
-        for a, b, width, most in zip(*found, widths, panels.ranks.largest, strict=True):
-            if a is None and b is None:
-                sides.append((torch.empty(0, inn), torch.empty(width, 0)))
-            elif a is None or b is None or not a.shape[0] == b.shape[1] <= most:
-                return None
-            else:
-                sides.append((a, b))
-        return sides
+            raise InvalidAdapter("weights of another number of slices", expected=f"{len(widths)} slices")
+        return [
+            self._pair(a, b, width, most)
+            for a, b, width, most in zip(*found, widths, self.panels.ranks.largest, strict=True)
+        ]
+
+    def _pair(self, a: Any, b: Any, width: int, most: int) -> tuple[Any, Any]:
+        """A and B of one rank and of the slot's widths: what is missing is zero, as in a slot."""
+        inn = self.shape[0]
+        if a is None or b is None:
+            return torch.empty(0, inn), torch.empty(width, 0)
+        if max(a.shape[0], b.shape[1]) > most or a.shape[1] > inn or b.shape[0] > width:
+            raise InvalidAdapter(
+                f"lora_A of {tuple(a.shape)} and lora_B of {tuple(b.shape)}",
+                expected=f"at most {(most, inn)} and {(width, most)}",
+                remedy="serve it with the base model that it was trained on, or raise --max-lora-rank",
+            )
+        rank = min(a.shape[0], b.shape[1])
+        a, b = a[:rank], b[:, :rank]
+        if a.shape[1] < inn:
+            a = torch.nn.functional.pad(a, (0, inn - a.shape[1]))
+        if b.shape[0] < width:
+            b = torch.nn.functional.pad(b, (0, 0, 0, width - b.shape[0]))
+        return a, b
 
     def _size(self, ranks: tuple[int, ...]) -> int:
         inn, widths, _ = self.shape
         return size(self.panels.product, inn, widths, ranks)
 
 
-def give_packer(module: Any, panels: SlotPanels | None) -> None:
-    """Give this layer a packer if every product with its slots is one with panels, else none."""
-    fits = (
-        panels is not None
-        and crossover.torch_from_rows(str(panels.a[0].dtype).removeprefix("torch.")) is None
-        # Fully sharded layers shrink and expand with the stacks.
-        and not getattr(getattr(module, "lora_config", None), "fully_sharded_loras", False)
-        and not hasattr(module, "set_module_to_save")  # a classification head holds more than A and B
-    )
-    setattr(module, _PACKER, Packer(module, panels) if fits and panels is not None else None)
+def are_pointed(dtype: Any, *, fully_sharded: bool) -> bool:
+    """Whether layers of this dtype get packers where the compiled product computes.
+
+    Not those that have part of their products made by PyTorch, nor fully sharded ones, which shrink and expand apart.
+    """
+    name = str(dtype).removeprefix("torch.")
+    return name in build.ELEMENTS and crossover.torch_from_rows(name) is None and not fully_sharded
+
+
+def give_packer(module: Any, product: Callable[[str], Product]) -> None:
+    """Give this layer a packer in the place of its stacks, if every product with its slots can be one with panels.
+
+    Args:
+        module: vLLM's layer, whose weights have been created; nothing happens where it has a packer.
+        product: returns the compiled product of a dtype.
+    """
+    parts = stacks(module)
+    if parts is None or packer_of(module) is not None or hasattr(module, "set_module_to_save"):
+        return  # a classification head holds more than A and B
+    a, b = parts
+    sharded = bool(getattr(getattr(module, "lora_config", None), "fully_sharded_loras", False))
+    is_plain = all(a_i.ndim == 4 and a_i.shape[2] == b_i.shape[3] for a_i, b_i in zip(a, b, strict=True))
+    if not is_plain or not are_pointed(a[0].dtype, fully_sharded=sharded):
+        return
+    a, b = (tuple(part.new_zeros(1).expand(part.shape) for part in side) for side in parts)
+    one = not isinstance(module.lora_a_stacked, tuple)
+    module.lora_a_stacked, module.lora_b_stacked = (a[0], b[0]) if one else (a, b)
+    ranks = SlotRanks(b[0].shape[0], [int(b_i.shape[3]) for b_i in b], is_empty=True)
+    packer = Packer(module, SlotPanels(product(str(a[0].dtype).removeprefix("torch.")), a, b, ranks))
+    module.set_lora, module.reset_lora = packer.set_lora, packer.reset_lora
+    note_ranks(module, ranks)
+    setattr(module, _PACKER, packer)
 
 
 def packer_of(module: Any) -> Packer | None:
@@ -177,3 +226,24 @@ def _part_of(memory: Any, n_bytes: int) -> Any:
             f"multiple of {ALIGNMENT} are needed"
         )
     return memory[:n_bytes]
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.lora.layers.base:
+            BaseLayerWithLoRA.set_lora(self, index, lora_a, lora_b)
+            BaseLayerWithLoRA.reset_lora(self, index)
+        vllm.lora.layers.base_linear:
+            BaseLinearLayerWithLoRA{lora_a_stacked, lora_b_stacked, lora_config}
+        vllm.lora.layers.logits_processor:
+            LogitsProcessorWithLoRA{lora_a_stacked, lora_b_stacked}
+        vllm.lora.layers.classifier:
+            ClassificationHeadWithLoRA{set_module_to_save}  # since 0.31
+        """,
+        what="on layers that the compiled product computes alone, the stacks are replaced by views of one zero, and "
+        "set_lora and reset_lora by our own, on each layer object",
+        why="a slot points at an adapter's packed weights, and takes no memory",
+        remove="vLLM's CPU kernels read adapters where they were loaded",
+    ),
+)

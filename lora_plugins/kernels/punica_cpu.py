@@ -8,7 +8,6 @@ overridden here stays vLLM's.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.kernels import cpu, crossover, layers, packing, reference
 from lora_plugins.kernels.compiled import build
+from lora_plugins.kernels.compiled.library import Product
 from lora_plugins.kernels.compiled.panels import SlotPanels
 from lora_plugins.kernels.packs import ModuleWeights
 from lora_plugins.kernels.ranks import SlotRanks
@@ -54,7 +54,6 @@ class GroupedPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
         a, b, ranks = layer
         if all(a_i.ndim == 4 and a_i.shape[2] == b_i.shape[3] for a_i, b_i in zip(a, b, strict=True)):
             panels = self._panels(module, a, b, ranks)
-            packing.give_packer(module, panels)
             ranks.listen(functools.partial(self._drop_plans, (id(module.lora_a_stacked), id(a[0]))))
             by_torch = crossover.torch_from_rows(str(a[0].dtype).removeprefix("torch."))
             weights = self._modules[id(module.lora_a_stacked)] = ModuleWeights(a, b, ranks, panels, by_torch)
@@ -217,22 +216,30 @@ class GroupedPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
 class CompiledPunicaWrapperCPU(GroupedPunicaWrapperCPU):
     """As the grouped one, with products by our C, compiled for this machine and the model's dtype."""
 
+    def register(self, module: Any) -> None:
+        packing.give_packer(module, _product)
+        super().register(module)
+
     def _panels(self, module: Any, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks) -> SlotPanels | None:
         packer = packing.packer_of(module)
-        if packer is not None and all(map(operator.is_, packer.panels.a, a)):
-            return packer.panels  # registered before: what was placed stays so
+        if packer is not None:
+            return packer.panels
         dtype = str(a[0].dtype).removeprefix("torch.")
         if dtype not in build.ELEMENTS:
             self._log_once(f"a layer of {dtype}", "is computed by PyTorch's products")
             return None
-        try:
-            return SlotPanels(build.product(dtype), a, b, ranks)
-        except build.CannotCompile as error:
-            raise InvalidSettings(
-                f"there are no compiled LoRA kernels for {dtype} here: {error}",
-                expected="a compiler and a processor for it",
-                remedy="set LORA_PLUGINS_KERNELS=torch",
-            ) from error
+        return SlotPanels(_product(dtype), a, b, ranks)
+
+
+def _product(dtype: str) -> Product:
+    try:
+        return build.product(dtype)
+    except build.CannotCompile as error:
+        raise InvalidSettings(
+            f"there are no compiled LoRA kernels for {dtype} here: {error}",
+            expected="a compiler and a processor for it",
+            remedy="set LORA_PLUGINS_KERNELS=torch",
+        ) from error
 
 
 class ReferencePunicaWrapper(GroupedPunicaWrapperCPU):

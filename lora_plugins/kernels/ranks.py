@@ -50,14 +50,18 @@ def after_writing(key: Hashable, action: Callable[[], None]) -> None:
 class SlotRanks:
     """For every slot of one module the rank of each slice; a slot of which nothing was noted has the largest ones.
 
+    Args:
+        slots: their number. largest: of each slice.
+        is_empty: whether the slots are known to hold nothing.
+
     Attributes:
         version: grows with every write of any slot.
     """
 
-    def __init__(self, slots: int, largest: Sequence[int]) -> None:
+    def __init__(self, slots: int, largest: Sequence[int], *, is_empty: bool = False) -> None:
         self.largest = tuple(largest)
         self.version = 0
-        self._ranks = [self.largest] * slots
+        self._ranks = [(0,) * len(self.largest) if is_empty else self.largest] * slots
         self._stamps = [0] * slots
         self._write = threading.Lock()
         self._listeners: list[Callable[[int], None]] = []

@@ -17,7 +17,7 @@ from lora_plugins.adapter.model_modules import ModelModules
 from lora_plugins.ledger import Patch
 from lora_plugins.process import this_process
 from lora_plugins.resolvers.resolution import AdapterResolver
-from lora_plugins.scheduler.messages import Command, Report
+from lora_plugins.scheduler.messages import Command, Report, Slots
 from lora_plugins.vllm_patches.model_modules import model_of
 from lora_plugins.vllm_patches.scheduler import COMMANDS, REPORTS
 
@@ -41,6 +41,7 @@ def patch() -> None:
     WorkerBase.lora_plugins_step = _step
     WorkerBase.lora_plugins_finish_jobs = _finish_jobs
     WorkerBase.lora_plugins_rewrite_slots = _rewrite_slots
+    WorkerBase.lora_plugins_slots = _slots
     WorkerBase.get_lora_metrics = _metrics
 
 
@@ -60,9 +61,10 @@ def _executing(original: Any) -> Any:
         manager = manager_of(self.worker)
         if manager is None:
             return original(self, scheduler_output)
-        manager.begin_step(getattr(scheduler_output, COMMANDS, ()))
+        has_batch = bool(scheduler_output.total_num_scheduled_tokens)
+        manager.begin_step(getattr(scheduler_output, COMMANDS, ()), has_batch=has_batch)
         output = original(self, scheduler_output)
-        wait_s = 0.0 if scheduler_output.total_num_scheduled_tokens else EMPTY_STEP_WAIT_S
+        wait_s = 0.0 if has_batch else EMPTY_STEP_WAIT_S
         return output if output is None else _with_reports(output, manager.reports(wait_s))
 
     return execute_model
@@ -116,6 +118,12 @@ def _finish_jobs(self: Any) -> None:
 def _rewrite_slots(self: Any) -> None:
     """Write every slot again, after its memory may have been lost."""
     manager_of(self).rewrite_slots()
+
+
+def _slots(self: Any) -> Slots | None:
+    """What it has slots of; None where LoRA is off."""
+    manager = manager_of(self)
+    return None if manager is None else manager.slots
 
 
 def _metrics(self: Any) -> dict[str, Any]:

@@ -24,14 +24,6 @@ class Store(Protocol):
     def delete_key(self, key: str) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Published:
-    """What one worker has reported of a job by now; `is_last`: it has finished it."""
-
-    reports: tuple[Report, ...]
-    is_last: bool
-
-
 @dataclass(slots=True)
 class Agreement:
     """Results by job, of all workers together.
@@ -48,56 +40,44 @@ class Agreement:
     store: Store | None = None
     prefix: str = ""
     is_reporting: bool = True
-    _here: dict[int, tuple[Report, ...]] = field(default_factory=dict)  # published, and more is to come
-    _waiting: list[tuple[Report, bool]] = field(default_factory=list)  # done here, and whether that was the job's last
-    _ending: dict[int, bool] = field(default_factory=dict)  # reported on no more; whether this worker has finished it
+    _waiting: list[Report] = field(default_factory=list)  # done here, and not everywhere
+    _ending: set[int] = field(default_factory=set)  # jobs that nothing more is reported of
 
     @property
     def is_waiting(self) -> bool:
         """Whether something that was done here is not done everywhere."""
         return bool(self._waiting)
 
-    def publish(self, report: Report, *, is_last: bool) -> None:
-        """Publish the result of a job here; `is_last`: no other follows. Called in the background."""
-        if self.store is None:
-            return
-        reports = (*self._here.pop(report.job, ()), report)
-        if not is_last:
-            self._here[report.job] = reports
-        # What is published is of our own processes, over the store that they trust for everything else.
-        self.store.set(self._key(report.job, self.rank), pickle.dumps(_Published(reports, is_last)))
+    def publish(self, report: Report) -> None:
+        """Publish the result of a job here; called in the background."""
+        if self.store is not None:
+            # What is published is of our own processes, over the store that they trust for everything else.
+            self.store.set(self._key(report.job, self.rank), pickle.dumps(report))
 
-    def done_here(self, report: Report, *, is_last: bool, is_wanted: bool = True) -> None:
-        """Note a result of this worker; nothing is reported of a job that is not wanted any more.
+    def done_here(self, report: Report, *, is_wanted: bool = True) -> None:
+        """Note the result of a job here; nothing is reported of one that is not wanted any more.
 
         Called, as `reports`, in the engine loop, after `publish` or before.
         """
         if not self.is_reporting:
             return
-        if not is_wanted:
-            self._ending.setdefault(report.job, False)
-        if report.job in self._ending:
-            self._ending[report.job] |= is_last
+        if is_wanted:
+            self._waiting.append(report)
         else:
-            self._waiting.append((report, is_last))
+            self._ending.add(report.job)
 
     def reports(self) -> list[Report]:
         """What is done everywhere since the last call, in the order in which it was done here."""
         reports, waiting = [], []
-        for report, is_last in self._waiting:
-            if report.job in self._ending:
-                self._ending[report.job] |= is_last
-                continue
+        for report in self._waiting:
             of_all = self._of_all(report)
             if of_all is None:
-                waiting.append((report, is_last))
-                continue
-            reports.append(of_all)
-            if is_last or isinstance(of_all, Failed):
-                self._ending[report.job] = is_last
+                waiting.append(report)
+            else:
+                reports.append(of_all)
+                self._ending.add(report.job)
         self._waiting = waiting
-        for job in [job for job, is_done_here in self._ending.items() if is_done_here]:
-            self._end(job)
+        self._ending = {job for job in self._ending if not self._end(job)}
         return reports
 
     def _of_all(self, report: Report) -> Report | None:
@@ -105,28 +85,27 @@ class Agreement:
         if self.store is None:
             return report
         published = [self._published(report.job, rank) for rank in range(self.world_size)]
-        everything = [one for of_rank in published if of_rank for one in of_rank.reports]
-        failed = next((one for one in (report, *everything) if isinstance(one, Failed)), None)
-        alike = [one for one in everything if type(one) is type(report)]
-        if failed is None and len(alike) < self.world_size:
-            return None
-        return failed or merged(alike)
+        failed = next((one for one in (report, *published) if isinstance(one, Failed)), None)
+        if failed is not None:
+            return failed
+        done = [one for one in published if one is not None]
+        return merged(done) if len(done) == self.world_size else None
 
-    def _end(self, job: int) -> None:
-        """Delete what was published of a job, once all have published their last."""
+    def _end(self, job: int) -> bool:
+        """Delete what was published of a job; whether all have published by now."""
         if self.store is not None:
-            ranks = range(self.world_size)
-            if not all(of_rank and of_rank.is_last for of_rank in (self._published(job, rank) for rank in ranks)):
-                return
-            for rank in ranks:
-                self.store.delete_key(self._key(job, rank))
-        del self._ending[job]
+            keys = [self._key(job, rank) for rank in range(self.world_size)]
+            if not self.store.check(keys):
+                return False
+            for key in keys:
+                self.store.delete_key(key)
+        return True
 
-    def _published(self, job: int, rank: int) -> _Published | None:
+    def _published(self, job: int, rank: int) -> Report | None:
         key = self._key(job, rank)
         if self.store is None or not self.store.check([key]):
             return None
-        published: _Published = pickle.loads(self.store.get(key))  # noqa: S301 - see publish
+        published: Report = pickle.loads(self.store.get(key))  # noqa: S301 - see publish
         return published
 
     def _key(self, job: int, rank: int) -> str:

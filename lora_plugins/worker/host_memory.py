@@ -45,10 +45,6 @@ class Block:
         self._used += room(size_bytes)
         return piece
 
-    def release_last(self, size_bytes: int) -> None:
-        """The bytes that were acquired last are free again."""
-        self._used -= room(size_bytes)
-
     def copy(self, tensor: torch.Tensor, scaling: float = 1) -> torch.Tensor:
         """A contiguous copy of `tensor`, times `scaling`, in its dtype."""
         if tensor.numel() == 0:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from lora_plugins.kernels.compiled import build as build_kernels
-from lora_plugins.kernels.packing import packer_of
+from lora_plugins.kernels.layers import watched_ranks
+from lora_plugins.kernels.packing import PackedModule, Packer, packer_of
 from lora_plugins.kernels.ranks import at_once
 from lora_plugins.worker.host_memory import Block, bytes_of, room
 from lora_plugins.worker.slot_table import SlotTable, TableLayer, table_layer
@@ -66,8 +67,9 @@ class _Layer:
     def size_bytes(self) -> int:
         """What it takes of a block, packed or copied."""
         packer = packer_of(self.module)
-        packed = 0 if packer is None else packer.size_bytes(self.lora_a, self.lora_b)
-        return room(packed or bytes_of(self.lora_a) + bytes_of(self.lora_b))
+        if packer is not None:
+            return packer.size_bytes(self.lora_a, self.lora_b)
+        return room(bytes_of(self.lora_a) + bytes_of(self.lora_b))
 
 
 def take_scalings(model: Any) -> dict[int, float]:
@@ -113,20 +115,21 @@ def build(
             heads.append((module, manager._get_module_to_save_weights(model, module_name)))  # noqa: SLF001 - as vLLM
         weights = manager._get_lora_layer_weights(model, module_name)  # noqa: SLF001 - as vLLM looks up
         if weights is None:
-            writes.append(_nothing(module))
+            writes.append(partial(_empty, module))
             continue
         of_slices = weights.lora_b if isinstance(weights.lora_b, list) else [weights.lora_b]
         layers.append(_Layer(module, weights.lora_a, weights.lora_b, [scalings.get(id(b), 1.0) for b in of_slices]))
     sizes = [layer.size_bytes for layer in layers]
     tensors = [t for _, full in heads if full is not None for t in (full.weight, full.bias) if t is not None]
     block = Block(sum(sizes) + bytes_of(tensors), is_pinned=is_pinned)
-    is_instant = not heads
+    is_instant = all(full is None for _, full in heads) and all(packer_of(layer.module) for layer in layers)
     in_tables: list[TableLayer] = []
     for layer, size_bytes in zip(layers, sizes, strict=True):
-        packed = _pack(layer, block, size_bytes)
-        is_instant = is_instant and packed is not None
-        if packed is not None:
-            writes.append(packed)
+        packer = packer_of(layer.module)
+        if packer is not None:
+            scaling = layer.scalings if isinstance(layer.lora_b, list) else layer.scalings[0]
+            packed = packer.pack(layer.lora_a, layer.lora_b, scaling, memory=block.acquire(size_bytes))
+            writes.append(partial(_place, packer, packed))
             continue
         lora_a, lora_b = _copied_sides(layer, block)
         in_table = table_layer(layer.module, lora_a, lora_b)
@@ -141,21 +144,14 @@ def build(
     return LoadedAdapter(name, path, size_bytes, is_instant, tuple(writes), packers, rank)
 
 
-def _nothing(module: Any) -> WriteSlot:
-    packer = packer_of(module)
-    return module.reset_lora if packer is None else lambda slot: packer.place(slot, None)
+def _empty(module: Any, slot: int) -> None:
+    ranks = watched_ranks(module)
+    if ranks is None or any(ranks[slot]):  # else nothing of the slot is written
+        module.reset_lora(slot)
 
 
-def _pack(layer: _Layer, block: Block, size_bytes: int) -> WriteSlot | None:
-    packer = packer_of(layer.module)
-    if packer is None or not packer.size_bytes(layer.lora_a, layer.lora_b):
-        return None
-    scaling = layer.scalings if isinstance(layer.lora_b, list) else layer.scalings[0]
-    packed = packer.pack(layer.lora_a, layer.lora_b, scaling, memory=block.acquire(size_bytes))
-    if packed is None:
-        block.release_last(size_bytes)
-        return None
-    return lambda slot: packer.place(slot, packed)
+def _place(packer: Packer, packed: PackedModule, slot: int) -> None:
+    packer.place(slot, packed)
 
 
 def _copied_sides(layer: _Layer, block: Block) -> tuple[Any, Any]:
@@ -185,6 +181,6 @@ def _copied(block: Block, tensor: torch.Tensor | None, scaling: float = 1) -> to
 
 def _head(module: Any, full: Any, block: Block) -> WriteSlot:
     if full is None:
-        return module.reset_module_to_save  # type: ignore[no-any-return]
+        return lambda slot: module.reset_module_to_save(slot) if module.full_module_enabled[slot] else None
     weight, bias = block.copy(full.weight), None if full.bias is None else block.copy(full.bias)
     return lambda slot: module.set_module_to_save(slot, weight, bias)

@@ -20,10 +20,9 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from lora_plugins.adapter.landing import mismatch
 from lora_plugins.adapter.model_modules import ModelModules
 from lora_plugins.errors import describing
-from lora_plugins.kernels.ranks import at_once
 from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
-from lora_plugins.scheduler.messages import AdapterSpec, Command, Report
+from lora_plugins.scheduler.messages import AdapterSpec, Command, Report, Slots
 from lora_plugins.settings import Settings
 from lora_plugins.store.layout import is_digest
 from lora_plugins.worker import loading
@@ -62,14 +61,14 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         """
         self._settings = settings
         self._make_resolver = make_resolver
-        super().__init__(with_spare_slots(vllm_config, self._settings), *args, **kwargs)
+        super().__init__(vllm_config, *args, **kwargs)
         self._is_planned = False
         self.whole_model: ModelModules | None = None
         self._dummies: set[LoRARequest] = set()
 
     def create_lora_manager(self, model: torch.nn.Module, vllm_config: Any) -> Any:
         """As vLLM's, with the threads that load beside it."""
-        result = super().create_lora_manager(model, with_spare_slots(vllm_config, self._settings))
+        result = super().create_lora_manager(model, vllm_config)
         self._modules = describe(self._adapter_manager)
         # With pipeline parallelism a worker has only some of the model's modules.
         self._is_whole_model = vllm_config.parallel_config.pipeline_parallel_size == 1
@@ -81,7 +80,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             SlotStream(torch.device(self.device)),
             agreement_of(vllm_config),
         )
-        self._empty_slots()
+        self._adapter_manager.empty()
         if torch.device(self.device).type == "cpu":
             _freeze_heap()
         return result
@@ -90,19 +89,17 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         """The whole model's, which with pipeline parallelism only the API server knows: it says so (`whole_model`)."""
         return self._modules if self._is_whole_model else self.whole_model
 
-    def _empty_slots(self) -> None:
-        """Have the system give the slots' pages now, not at each one's first use."""
-        with at_once():
-            for module in self._adapter_manager.modules.values():
-                for index in range(self._adapter_manager.lora_slots):
-                    module.reset_lora(index)
+    @property
+    def slots(self) -> Slots:
+        """What this worker has slots of; the same in every worker of an engine."""
+        return self._adapter_manager.slots
 
     # --- the scheduler's commands, in the engine loop ---
 
-    def begin_step(self, commands: Sequence[Command]) -> None:
-        """Carry out what comes before this step's batch."""
+    def begin_step(self, commands: Sequence[Command], *, has_batch: bool = False) -> None:
+        """Carry out what comes before this step's batch, if it has one."""
         self._is_planned = self._is_planned or bool(commands)
-        self.jobs.begin_step(commands)
+        self.jobs.begin_step(commands, has_batch=has_batch)
 
     def reports(self, wait_s: float = 0.0) -> list[Report]:
         """What has been done since the last call; waits for something for so long, while a job runs."""
@@ -112,7 +109,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         """Write every slot again from host memory, after the device's may have been lost."""
         for module in self._adapter_manager.modules.values():
             forget(module)
-        self._empty_slots()
+        self._adapter_manager.empty()
         self.jobs.rewrite_slots()
 
     def lora_metrics(self) -> WorkerMetrics:
@@ -198,7 +195,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         Raises:
             LoRAPluginsError: it cannot be loaded. ValueError: no slot is left.
         """
-        if lora_request.lora_int_id in self.jobs.entries:
+        if self._is_planned_id(lora_request.lora_int_id):
             return True
         try:
             return bool(super().add_adapter(lora_request))
@@ -208,7 +205,10 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
 
     def remove_adapter(self, adapter_id: int) -> bool:
         """Remove what was not planned; what is planned, the scheduler evicts."""
-        return adapter_id not in self.jobs.entries and bool(super().remove_adapter(adapter_id))
+        return not self._is_planned_id(adapter_id) and bool(super().remove_adapter(adapter_id))
+
+    def _is_planned_id(self, engine_id: int) -> bool:
+        return any(engine_id in (entry.key, entry.spec.engine_id) for entry in self.jobs.entries.values())
 
     def remove_all_adapters(self) -> None:
         """Remove what was not planned, such as vLLM's dummies."""
@@ -216,19 +216,9 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         super().remove_all_adapters()
 
     def list_adapters(self) -> set[int]:
-        """Ids of the adapters that are in host memory."""
-        loaded = {engine_id for engine_id, entry in self.jobs.entries.items() if entry.adapter is not None}
+        """VLLM's ids of the adapters that are in host memory."""
+        loaded = {entry.spec.engine_id for entry in self.jobs.entries.values() if entry.adapter is not None}
         return loaded | set(super().list_adapters())
-
-
-def with_spare_slots(vllm_config: Any, settings: Settings) -> Any:
-    """The configuration with which this worker makes its slots: vLLM's, and the spare ones."""
-    lora_config = copy.copy(vllm_config.lora_config)
-    lora_config.max_loras = settings.slots(lora_config.max_loras)
-    lora_config.max_cpu_loras = max(lora_config.max_cpu_loras, lora_config.max_loras)
-    changed = copy.copy(vllm_config)
-    changed.lora_config = lora_config
-    return changed
 
 
 def _without(mapping: LoRAMapping, owners: Sequence[int | None]) -> LoRAMapping:
@@ -291,6 +281,8 @@ LEDGER = (
             FusedMoEWithLoRA{_tp_shard_size}  # since 0.33
         vllm.lora.layers.base_linear:
             BaseLinearLayerWithLoRA{lora_a_stacked, lora_b_stacked, output_slices, tp_size}
+        vllm.lora.layers.classifier:
+            ClassificationHeadWithLoRA{full_module_enabled}  # since 0.31
         """,
         what="called and read in the loading thread, as vLLM does to register and activate an adapter; a scaling that "
         "is multiplied in with the copy is set to 1 (worker/loading.py, worker/loaded_adapter.py)",

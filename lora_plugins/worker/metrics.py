@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from lora_plugins.worker.jobs import Entry
 
 _MB = 1e6
@@ -56,35 +58,40 @@ class WorkerMetrics:
 
 
 def metrics_of(entries: Mapping[int, Entry], manager: Any, device: Any) -> WorkerMetrics:
-    """Of the adapters that the scheduler had loaded; `manager` is vLLM's `LoRAModelManager`."""
-    loaded = {engine_id: entry.adapter for engine_id, entry in entries.items() if entry.adapter is not None}
-    active = [engine_id for engine_id in manager.lora_index_to_id if engine_id is not None and engine_id > 0]
-    host_bytes = sum(adapter.size_bytes for adapter in loaded.values())
-    active_bytes = sum(adapter.size_bytes for engine_id, adapter in loaded.items() if engine_id in active)
+    """Of the adapters that the scheduler had loaded; `manager` is our `PlannedModelManager`."""
+    loaded = [(entry, entry.adapter.size_bytes) for entry in entries.values() if entry.adapter is not None]
+    active = [key for key in manager.lora_index_to_id if key is not None and key > 0]
+    host_bytes = sum(size for _, size in loaded)
+    active_bytes = sum(size for entry, size in loaded if entry.key in active)
+    adapter_mb: dict[str, float] = {}
+    for entry, size in loaded:  # perhaps several generations of one
+        engine_id = str(entry.spec.engine_id)
+        adapter_mb[engine_id] = adapter_mb.get(engine_id, 0.0) + size / _MB
     wrapper = next(iter(manager.punica_wrapper_mapping.values()), None)
-    slots = manager.lora_slots
+    slots = manager.slots.total
     return WorkerMetrics(
-        AdapterMetrics(len(loaded), len(active), manager.capacity, slots, len(active) / slots),
+        AdapterMetrics(len(loaded), len(active), manager.lora_config.max_cpu_loras, slots, len(active) / slots),
         MemoryMetrics(
-            {str(engine_id): adapter.size_bytes / _MB for engine_id, adapter in loaded.items()},
+            adapter_mb,
             host_bytes / _MB,
             slot_bytes(manager) / _MB,
             str(device),
             active_bytes / host_bytes if host_bytes else 0.0,
         ),
         PerformanceMetrics(
-            all(adapter.is_instant for adapter in loaded.values()) if loaded else None, type(wrapper).__name__
+            all(entry.adapter.is_instant for entry in entries.values() if entry.adapter) if loaded else None,
+            type(wrapper).__name__,
         ),
     )
 
 
 def slot_bytes(manager: Any) -> int:
-    """Bytes of all slots of all modules."""
+    """Bytes that the slots of all modules take: of slots that are pointed at weights, nothing is ever written."""
     return sum(
-        tensor.numel() * tensor.element_size()
+        min(int(tensor[: manager.slots.copied].nbytes), int(tensor.untyped_storage().nbytes()))
         for module in manager.modules.values()
         for name in (*_STACKS, *_STACKS_OF_EXPERTS)
         # A list, which layers of experts have beside their own stacks, is of views of these.
         if not isinstance(stacks := getattr(module, name, ()), list)
-        for tensor in stacks
+        for tensor in ([stacks] if isinstance(stacks, torch.Tensor) else stacks)
     )

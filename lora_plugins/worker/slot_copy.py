@@ -44,7 +44,7 @@ def exact_set_lora(whole: SetLora) -> SetLora:
 
     def set_lora(self: Any, index: int, lora_a: Any, lora_b: Any) -> None:
         slot = slot_of(self, index)
-        sides = sides_of_slices(self, self.lora_a_stacked, self.lora_b_stacked, lora_a, lora_b)
+        sides = filling_sides(self, lora_a, lora_b)
         before, slot.held = slot.held, None  # while it is written, it may hold anything
         if sides is None:
             whole(self, index, lora_a, lora_b)  # resets the slot first; how far it writes is not known here
@@ -80,6 +80,18 @@ def exact_reset_lora(whole: ResetLora) -> ResetLora:
         slot.held = nothing
 
     return reset_lora
+
+
+def filling_sides(layer: Any, lora_a: Any, lora_b: Any) -> tuple[list[Any], list[Any]] | None:
+    """What goes into each slice; None where these weights do not fill the slot's width."""
+    stacks_a, stacks_b = layer.lora_a_stacked, layer.lora_b_stacked
+    sides = sides_of_slices(layer, len(stacks_b), lora_a, lora_b)
+    if sides is None:
+        return None
+    for a, b, stack_a, stack_b in zip(*sides, stacks_a, stacks_b, strict=True):
+        if (a is not None and a.shape[1] != stack_a.shape[3]) or (b is not None and b.shape[0] != stack_b.shape[2]):
+            return None
+    return sides
 
 
 def forget(layer: Any) -> None:

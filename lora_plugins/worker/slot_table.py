@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lora_plugins.kernels.compiled.library import Block, Copy
-from lora_plugins.kernels.layers import sides_of_slices, watched_ranks
-from lora_plugins.worker.slot_copy import Ranks, clear, is_exact, ranks_of, slot_of
+from lora_plugins.kernels.layers import watched_ranks
+from lora_plugins.worker.slot_copy import Ranks, clear, filling_sides, is_exact, ranks_of, slot_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def table_layer(module: Any, lora_a: Any, lora_b: Any) -> TableLayer | None:
     if not is_exact(module) or ("set_lora" in vars(module) and watched_ranks(module) is None):
         return None
     stacks = module.lora_a_stacked, module.lora_b_stacked
-    sides = sides_of_slices(module, *stacks, lora_a, lora_b)
+    sides = filling_sides(module, lora_a, lora_b)
     if sides is None:
         return None
     pairs = [

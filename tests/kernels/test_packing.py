@@ -13,12 +13,14 @@ import torch
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.layers.column_parallel_linear import (
     ColumnParallelLinearWithLoRA,
+    MergedColumnParallelLinearVariableSliceWithLoRA,
     MergedColumnParallelLinearWithLoRA,
     QKVParallelLinearWithLoRA,
 )
 from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 from vllm.lora.layers.row_parallel_linear import RowParallelLinearWithLoRA
 
+from lora_plugins.errors import InvalidAdapter
 from lora_plugins.kernels import crossover, reference
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.packing import packer_of
@@ -215,21 +217,83 @@ def test_memory_of_another_kind_is_refused(wrong):
 @pytest.mark.parametrize(
     ("a", "b"),
     [
-        (torch.zeros(4, INN - 1), torch.zeros(19, 4)),
-        (torch.zeros(4, INN), torch.zeros(18, 4)),
-        (torch.zeros(4, INN), torch.zeros(19, 3)),
+        (torch.randn(4, INN - 1), torch.randn(19, 4)),
+        (torch.randn(4, INN), torch.randn(18, 4)),
+        (torch.randn(4, INN), torch.randn(19, 3)),
+        (torch.randn(3, INN), torch.randn(19, 4)),
+        (torch.randn(4, INN), None),
+    ],
+    ids=["narrow A", "low B", "more rows of A", "more columns of B", "no B"],
+)
+def test_what_is_smaller_than_the_slot_is_filled_up_with_zeros(a, b):
+    """As in vLLM's slot, whose rest is zero."""
+    layer = layer_of((19,))
+    wrapper, truth, packer = wrapper_with(layer), Truth(layer), packer_of(layer)
+    truth.a[0][1, 0, : a.shape[0], : a.shape[1]] = a
+    if b is not None:
+        truth.b[0][1, 0, : b.shape[0], : b.shape[1]] = b
+    packer.place(1, packer.pack(a, b))
+    truth.check(wrapper, layer, [1, -1, 1])
+    layer.set_lora(1, a, b)
+    truth.check(wrapper, layer, [1, -1, 1])
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
         (torch.zeros(MAX_RANK + 1, INN), torch.zeros(19, MAX_RANK + 1)),
-        (torch.zeros(4, INN), None),
-        ([torch.zeros(4, INN)], torch.zeros(19, 4)),
+        (torch.zeros(4, INN + 1), torch.zeros(19, 4)),
+        (torch.zeros(4, INN), torch.zeros(20, 4)),
         ([torch.zeros(4, INN)] * 2, [torch.zeros(19, 4)] * 2),
     ],
-    ids=["narrow A", "narrow B", "unlike ranks", "larger than the slot", "no B", "a list and none", "two slices"],
+    ids=["rank", "wide A", "high B", "two slices"],
 )
-def test_what_only_the_stacks_can_hold_is_not_packed(a, b):
+def test_what_is_larger_than_the_slot_is_refused(a, b):
     layer = layer_of((19,))
     wrapper_with(layer)
-    assert packer_of(layer).pack(a, b) is None
-    assert packer_of(layer).size_bytes(a, b) == 0
+    with pytest.raises(InvalidAdapter):
+        packer_of(layer).pack(a, b)
+    with pytest.raises(InvalidAdapter):
+        packer_of(layer).size_bytes(a, b)
+
+
+def test_one_pair_for_all_slices_is_divided_as_in_a_slot():
+    """A checkpoint with one weight for a module that vLLM has three slices of."""
+    widths = (12, 7, 5)
+    layer = layer_of(widths, kind=MergedColumnParallelLinearVariableSliceWithLoRA)
+    wrapper, truth = wrapper_with(layer), Truth(layer)
+    a, b = torch.randn(3, INN), torch.randn(24, 3)
+    truth.put(0, ([a] * 3, [*b.split(widths)]))
+    packer_of(layer).place(0, packer_of(layer).pack(a, b))
+    truth.check(wrapper, layer, [0, 0, -1])
+    layer.set_lora(0, a, b)
+    truth.check(wrapper, layer, [0, 0, -1])
+
+
+def is_untouched(layer):
+    """No memory behind the layer's stacks that could be written, and none that has been."""
+    a, b = layer.lora_a_stacked, layer.lora_b_stacked
+    parts = (*a, *b) if isinstance(a, tuple) else (a, b)
+    return all(set(part.stride()) == {0} and part.untyped_storage().nbytes() < 64 and not part.any() for part in parts)
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=len)
+def test_a_layer_that_is_pointed_has_no_stacks(widths):
+    layer = layer_of(widths)
+    shapes = [part.shape for part in (*layer.lora_a_stacked, *layer.lora_b_stacked)]
+    wrapper, truth = wrapper_with(layer), Truth(layer)
+    assert [part.shape for part in (*layer.lora_a_stacked, *layer.lora_b_stacked)] == shapes
+    truth.check(wrapper, layer)  # empty from the start
+    sides = random_sides(8, widths)
+    layer.set_lora(1, *given(sides))
+    truth.put(1, sides)
+    truth.check(wrapper, layer)
+    assert is_untouched(layer)
+    with pytest.raises(RuntimeError):
+        layer.lora_a_stacked[0][0, 0, :8] = 1
+    layer.reset_lora(1)
+    truth.put(1, ([None] * len(widths),) * 2)
+    truth.check(wrapper, layer)
 
 
 def test_pair_for_several_slices_is_expanded_as_in_a_slot():
@@ -278,12 +342,17 @@ def test_a_heads_logits():
     a, b = given(random_sides(100, (30,)))
     packer_of(layer).place(0, packer_of(layer).pack(a, b))
     packer_of(layer).place(2, None)
-    assert packer_of(layer).pack(a, b[:20]) is None  # fewer words than the model's
     x, y = torch.randn(3, INN), torch.randn(3, 30)
     found = y.clone()
     wrapper.add_lora_logits(found, x, layer.lora_a_stacked, layer.lora_b_stacked, 1.0)
     assert torch.equal(found[1:], y[1:])
     assert torch.allclose(found[0], y[0] + b @ (a @ x[0]), atol=1e-4)
+    layer.set_lora(2, a, b[:20])  # fewer words than the model's
+    wrapper.add_lora_logits(y, x, layer.lora_a_stacked, layer.lora_b_stacked, 1.0)
+    assert torch.equal(y[0], found[0])
+    assert torch.equal(y[2, 20:], found[2, 20:])
+    assert torch.allclose(y[2, :20], found[2, :20] + b[:20] @ (a @ x[2]), atol=1e-4)
+    assert is_untouched(layer)
 
 
 @pytest.mark.parametrize("large", [100, 12], ids=["a rank that is not copied", "a rank that is"])
@@ -324,8 +393,7 @@ def test_slots_change_hands_between_adapters_and_between_ways(large):
         truth.check(wrapper, layer)
         change()
     truth.check(wrapper, layer)
-    for stack, want in zip((*layer.lora_a_stacked, *layer.lora_b_stacked), (*truth.a, *truth.b), strict=True):
-        assert torch.equal(stack, want)  # what the manager knows of the stacks stayed true
+    assert is_untouched(layer)
 
 
 def test_a_write_that_breaks_off_ends_the_placing():
@@ -333,7 +401,7 @@ def test_a_write_that_breaks_off_ends_the_placing():
     wrapper, packer = wrapper_with(layer), packer_of(layer)
     sides = random_sides(8, (19,))
     packer.place(0, packer.pack(*given(sides)))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(InvalidAdapter):
         layer.set_lora(0, torch.zeros(MAX_RANK + 1, INN), torch.zeros(19, MAX_RANK + 1))
     assert not packer.panels.is_placed(0)
     assert wrapper.packed_bytes == 0
@@ -347,11 +415,10 @@ def test_placing_and_answering_copies_nothing(rank):
     packed = packer.pack(*given(sides))
     for slot in range(SLOTS):
         packer.place(slot, packed)
-        layer._lora_plugins_prepare(slot)  # has nothing to do
         truth.put(slot, sides)
         assert packer.panels.of(slot).flat is packed.flat
     truth.check(wrapper, layer)
-    assert all(part.isnan().all() for part in (*layer.lora_a_stacked, *layer.lora_b_stacked))
+    assert is_untouched(layer)
 
 
 @pytest.mark.parametrize("end", ["reset", "written", "placed"])

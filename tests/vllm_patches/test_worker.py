@@ -14,7 +14,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, M
 from vllm.v1.worker import lora_model_runner_mixin
 from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
-from lora_plugins.scheduler.messages import Activated
+from lora_plugins.scheduler.messages import Activated, Slots
 from lora_plugins.vllm_patches import worker
 from lora_plugins.vllm_patches.scheduler import COMMANDS, REPORTS
 from lora_plugins.worker.manager import PlannedWorkerLoRAManager
@@ -28,10 +28,13 @@ class Manager:
     def __init__(self, events: list[str]) -> None:
         self.events, self.commands = events, []
         self.waited_s: list[float] = []
+        self.had_batch: list[bool] = []
+        self.slots = Slots(2, 3)
 
-    def begin_step(self, commands: Any) -> None:
+    def begin_step(self, commands: Any, *, has_batch: bool = False) -> None:
         self.events.append("commands")
         self.commands += commands
+        self.had_batch.append(has_batch)
 
     def reports(self, wait_s: float = 0.0) -> list[Any]:
         self.waited_s.append(wait_s)
@@ -97,6 +100,7 @@ def test_commands_come_before_the_batch_and_reports_with_its_output() -> None:
     assert of.events == ["commands", "batch"]
     assert of.model_runner.lora_manager.commands == [COMMAND]
     assert getattr(found, REPORTS) == [REPORT]
+    assert of.model_runner.lora_manager.had_batch == [True]
 
 
 def test_commands_and_reports_survive_the_way_between_processes() -> None:
@@ -114,6 +118,7 @@ def test_vllms_shared_empty_output_is_copied() -> None:
     assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, REPORTS)
     assert found == copy.copy(EMPTY_MODEL_RUNNER_OUTPUT)
     assert of.model_runner.lora_manager.waited_s == [worker.EMPTY_STEP_WAIT_S]
+    assert of.model_runner.lora_manager.had_batch == [False]
 
 
 def test_an_output_that_is_made_later_has_the_reports_then() -> None:
@@ -141,6 +146,12 @@ def test_methods_of_ours_are_reached_by_name_through_the_wrapper() -> None:
     wrapped = wrapper(Worker(output()))
     assert wrapped.lora_plugins_step([COMMAND], 0.0) == [REPORT]
     assert wrapped.worker.model_runner.lora_manager.commands == [COMMAND]
+    assert wrapped.worker.model_runner.lora_manager.had_batch == [False]
+
+
+def test_a_worker_says_what_it_has_slots_of() -> None:
+    assert wrapper(Worker(output())).lora_plugins_slots() == Slots(copied=2, pointed=3)
+    assert wrapper(Worker(output(), lora=False)).lora_plugins_slots() is None
 
 
 def test_vllms_mixin_makes_and_keeps_our_manager(monkeypatch: pytest.MonkeyPatch) -> None:

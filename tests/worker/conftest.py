@@ -37,7 +37,7 @@ def make_manager(base: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         env: dict[str, str] | None = None,
         device: Any = None,
     ) -> Any:
-        for name, value in {"LORA_PLUGINS_SPARE_SLOTS": "0", **(env or {})}.items():
+        for name, value in (env or {}).items():
             monkeypatch.setenv(name, value)
         config = small_model.vllm_config(base, slots=slots, max_adapters=max_adapters)
         manager = small_model.manager_of(config, kind, device)
@@ -53,7 +53,6 @@ def make_manager(base: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 @pytest.fixture
 def make_real_manager(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Makes a worker manager, ours or of `kind`, over a real model; on the second of two workers with `parallel`."""
-    monkeypatch.setenv("LORA_PLUGINS_SPARE_SLOTS", "0")
     # vLLM makes experts without gate_proj for its GPUs alone; making them computes nothing.
     like_a_gpu = SimpleNamespace(is_cuda_alike=lambda: True, is_xpu=lambda: False)
     monkeypatch.setattr("vllm.model_executor.layers.fused_moe.config.current_platform", like_a_gpu)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lora_plugins.scheduler.messages import Activate, Activated, AdapterSpec, Evict, Failed, Load, Loaded, Report
+from lora_plugins.scheduler.messages import Activate, Activated, AdapterSpec, Evict, Load, Loaded, Report
 from lora_plugins.settings import Settings
 
 WIDTH, HIGH, LAYERS, MAX_RANK = 16, 32, 2, 8
@@ -70,7 +70,7 @@ def vllm_config(base: Path, *, slots: int = 2, max_adapters: int = 4) -> Any:
 
     model = ModelConfig(str(base), skip_tokenizer_init=True, dtype="float32", max_model_len=64)
     lora = LoRAConfig(max_lora_rank=MAX_RANK, max_loras=slots, max_cpu_loras=max_adapters, lora_dtype=torch.float32)
-    scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, is_encoder_decoder=False)
+    scheduler = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=64, max_model_len=64, is_encoder_decoder=False)
     return VllmConfig(model_config=model, lora_config=lora, scheduler_config=scheduler)
 
 
@@ -245,10 +245,10 @@ class Blocked:
 _numbers = itertools.count(1)
 
 
-def load(manager: Any, adapter: Adapter, slot: int | None = None) -> int:
-    """Have it loaded, and written into a slot; returns the job's number."""
+def load(manager: Any, adapter: Adapter) -> int:
+    """Have it loaded; returns the job's number."""
     job = next(_numbers)
-    manager.begin_step([Load(adapter.spec, job, slot)])
+    manager.begin_step([Load(adapter.spec, adapter.adapter_id, job)])
     return job
 
 
@@ -273,9 +273,9 @@ def ended(manager: Any, job: int, timeout_s: float = 60) -> Report:
     return [report for report in reports if report.job == job][-1]
 
 
-def bring(manager: Any, adapter: Adapter, slot: int | None = None) -> Report:
-    """Load it, and write it into a slot; returns the end of it."""
-    return ended(manager, load(manager, adapter, slot))
+def bring(manager: Any, adapter: Adapter) -> Report:
+    """Load it; returns the end of it."""
+    return ended(manager, load(manager, adapter))
 
 
 def put(manager: Any, adapter: Adapter, slot: int) -> None:
@@ -288,10 +288,9 @@ def put(manager: Any, adapter: Adapter, slot: int) -> None:
 
 def serve(manager: Any, adapter: Adapter, slot: int) -> None:
     """Load it and put it into a slot, with whatever kernels."""
-    report = bring(manager, adapter, slot)
-    assert not isinstance(report, Failed), report
-    if isinstance(report, Loaded):
-        put(manager, adapter, slot)
+    report = bring(manager, adapter)
+    assert isinstance(report, Loaded), report
+    put(manager, adapter, slot)
 
 
 def step(manager: Any, *adapters: Adapter) -> None:

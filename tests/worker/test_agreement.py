@@ -20,9 +20,9 @@ def workers(count: int, asked: int = 0, store: Any = None) -> list[Agreement]:
     return [Agreement(rank, count, store, "engine", is_reporting=rank == asked) for rank in range(count)]
 
 
-def done(worker: Agreement, report: Report, *, is_last: bool = True) -> None:
-    worker.publish(report, is_last=is_last)
-    worker.done_here(report, is_last=is_last)
+def done(worker: Agreement, report: Report) -> None:
+    worker.publish(report)
+    worker.done_here(report)
 
 
 def loaded(job: int = 1, size_bytes: int = 10, load_s: float = 0.1, *, is_instant: bool = False) -> Loaded:
@@ -35,12 +35,12 @@ def keys_left(store: Any) -> int:
 
 def test_one_worker_needs_no_store() -> None:
     alone = Agreement()
-    done(alone, loaded(), is_last=False)
-    done(alone, Activated(1, 0.2))
-    done(alone, Failed(2, BROKEN))
-    assert alone.reports() == [loaded(), Activated(1, 0.2), Failed(2, BROKEN)]
+    done(alone, loaded())
+    done(alone, Activated(2, 0.2))
+    done(alone, Failed(3, BROKEN))
+    assert alone.reports() == [loaded(), Activated(2, 0.2), Failed(3, BROKEN)]
     assert alone.reports() == []
-    alone.done_here(loaded(3), is_last=True, is_wanted=False)
+    alone.done_here(loaded(4), is_wanted=False)
     assert alone.reports() == []
     assert not alone._ending
 
@@ -73,12 +73,12 @@ def test_any_workers_failure_fails_the_job_at_once(failing: int) -> None:
     ranks = workers(3, store=store)
     done(ranks[failing], Failed(1, BROKEN))
     if failing:
-        done(ranks[0], loaded(), is_last=False)
+        done(ranks[0], loaded())
     (report,) = ranks[0].reports()
     assert isinstance(report, Failed)
     assert report.error.found == BROKEN.found
-    for rank in {0, 1, 2} - {failing}:
-        done(ranks[rank], Activated(1, 0.1))
+    for rank in {1, 2} - {failing}:
+        done(ranks[rank], loaded())
         assert ranks[0].reports() == [], "it is said once"
     assert keys_left(store) == before
 
@@ -99,14 +99,11 @@ def test_early_publication_is_still_reported() -> None:
     store = HashStore()
     before = keys_left(store)
     asked, other = workers(2, store=store)
-    done(other, loaded(), is_last=False)
-    done(other, Activated(1, 0.1))
-    asked.publish(loaded(), is_last=False)
-    asked.done_here(loaded(), is_last=False)
-    asked.publish(Activated(1, 0.3), is_last=True)
+    done(other, loaded())
+    asked.publish(loaded())
+    assert asked.reports() == []
+    asked.done_here(loaded())
     assert asked.reports() == [loaded()]
-    asked.done_here(Activated(1, 0.3), is_last=True)
-    assert asked.reports() == [Activated(1, 0.3)]
     assert keys_left(store) == before
 
 
@@ -114,10 +111,8 @@ def test_evicted_jobs_are_not_reported() -> None:
     store = HashStore()
     before = keys_left(store)
     asked, other = workers(2, store=store)
-    done(asked, loaded(), is_last=False)
-    done(other, loaded(), is_last=False)
-    asked.publish(Activated(1, 0.1), is_last=True)
-    asked.done_here(Activated(1, 0.1), is_last=True, is_wanted=False)
+    asked.publish(loaded())
+    asked.done_here(loaded(), is_wanted=False)
     assert asked.reports() == []
     assert not asked.is_waiting
     assert keys_left(store) > before, "the other worker is not done"
@@ -143,36 +138,28 @@ def test_any_order_of_many_jobs(seed: int) -> None:
     ranks = workers(count, choose.randrange(count), store)
     asked = next(worker for worker in ranks if worker.is_reporting)
     fails = {(rank, job): choose.random() < 0.15 for rank in range(count) for job in range(1, 9)}
-    queues: list[list[tuple[Report, bool]]] = []
+    queues: list[list[Report]] = []
     for rank in range(count):
-        queue: list[tuple[Report, bool]] = []
-        for job in choose.sample(range(1, 9), 8):
-            if fails[rank, job] and choose.random() < 0.5:
-                queue.append((Failed(job, BROKEN), True))
-            else:
-                end = Failed(job, BROKEN) if fails[rank, job] else Activated(job, float(rank))
-                queue += [(loaded(job, rank + 1), False), (end, True)]
-        queues.append(queue)
-    unnoted: list[list[tuple[Report, bool]]] = [[] for _ in ranks]
+        jobs = choose.sample(range(1, 9), 8)
+        queues.append([Failed(job, BROKEN) if fails[rank, job] else loaded(job, rank + 1) for job in jobs])
+    unnoted: list[list[Report]] = [[] for _ in ranks]
     said: list[Report] = []
     while any(queues) or any(unnoted):
         rank = choose.randrange(count)
         if queues[rank] and choose.random() < 0.6:
-            report, is_last = queues[rank].pop(0)
-            unnoted[rank].append((report, is_last))
-            ranks[rank].publish(report, is_last=is_last)
+            report = queues[rank].pop(0)
+            unnoted[rank].append(report)
+            ranks[rank].publish(report)
         elif unnoted[rank]:
-            report, is_last = unnoted[rank].pop(0)
-            ranks[rank].done_here(report, is_last=is_last)
+            ranks[rank].done_here(unnoted[rank].pop(0))
         said += asked.reports()
     said += asked.reports()
     for job in range(1, 9):
-        of_job = [report for report in said if report.job == job]
+        (of_job,) = [report for report in said if report.job == job]
         if any(fails[rank, job] for rank in range(count)):
-            assert isinstance(of_job[-1], Failed)
-            assert of_job[:-1] in ([], [loaded(job, count)])
+            assert isinstance(of_job, Failed)
         else:
-            assert of_job == [loaded(job, count), Activated(job, float(count - 1))]
+            assert of_job == loaded(job, count)
     assert keys_left(store) == before
     assert not asked.is_waiting
     assert not asked._ending

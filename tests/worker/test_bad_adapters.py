@@ -136,23 +136,22 @@ def make_nothing(adapter_id: int) -> Adapter:
     return Adapter(adapter_id, Path("/nowhere"), {}, {})
 
 
-def failure(manager: Any, adapter: Adapter, slot: int | None = 1) -> LoRAPluginsError:
-    report = bring(manager, adapter, slot)
+def failure(manager: Any, adapter: Adapter) -> LoRAPluginsError:
+    report = bring(manager, adapter)
     assert isinstance(report, Failed), report
     return report.error
 
 
-@pytest.mark.parametrize("slot", [1, None], ids=["for a slot", "for host memory"])
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_on_disk_failure_is_isolated(
-    make_manager: Make, tmp_path: Path, others: list[Adapter], name: str, slot: int | None
+    make_manager: Make, tmp_path: Path, others: list[Adapter], name: str
 ) -> None:
     manager = make_manager(slots=2)
     serve(manager, others[0], 0)
     step(manager, others[0])
     make, kind = BROKEN[name]
     bad = make(tmp_path / "bad")
-    error = failure(manager, bad, slot)
+    error = failure(manager, bad)
     assert (type(error).__name__, error.adapter) == (kind, bad.name), error
     step(manager, others[0])
     assert holds(manager, others[0])
@@ -247,9 +246,12 @@ def test_a_failing_machine_fails_one_adapter_once(
         "writing a slot": (module, "set_lora"),
     }[where]
     bad = make_adapter(tmp_path / "bad", BAD)
+    is_loaded = where == "writing a slot" and isinstance(bring(manager, bad), Loaded)
     with monkeypatch.context() as patch:
         patch.setattr(place, attribute, raising(error))
-        found = failure(manager, bad)
+        report = ended(manager, activate(manager, bad, 1) if is_loaded else load(manager, bad))
+    assert isinstance(report, Failed)
+    found = report.error
     assert (type(found).__name__, found.adapter) == (kind, bad.name)
     with pytest.raises(RuntimeError, match="in no slot"):  # the engine's end, rather than a text of another model
         step(manager, bad)
@@ -319,13 +321,13 @@ class SlowlyRead:
         manager._lora_model_cls = Slow
 
 
-def test_evicted_while_it_is_read_it_never_writes_its_slot(
+def test_evicted_while_it_is_read_it_never_writes_a_slot(
     make_manager: Make, tmp_path: Path, others: list[Adapter]
 ) -> None:
     manager = make_manager(slots=2)
     assert isinstance(bring(manager, others[0]), Loaded)
     slow, writes = SlowlyRead(manager), Blocked(manager)
-    load(manager, make_adapter(tmp_path / "a", BAD), 0)
+    load(manager, make_adapter(tmp_path / "a", BAD))
     assert slow.entered.wait(60)
     evict(manager, make_nothing(BAD))
     assert slots_of(manager) == [None, None]
@@ -348,8 +350,10 @@ def iter_reports(manager: Any) -> list[Any]:
 
 def test_evicted_while_its_slot_is_written(make_manager: Make, tmp_path: Path, others: list[Adapter]) -> None:
     manager = make_manager(slots=2)
+    bad = make_adapter(tmp_path / "a", BAD)
+    bring(manager, bad)
     blocked = Blocked(manager)
-    load(manager, make_adapter(tmp_path / "a", BAD), 1)
+    activate(manager, bad, 1)
     assert blocked.entered.wait(60)
     threading.Timer(0.05, blocked.go.set).start()
     evict(manager, make_nothing(BAD))

@@ -92,18 +92,17 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # --- what happens ---
 
-    @rule(adapter_id=PLANNED, slot=st.none() | st.integers(0, SLOTS - 1))
-    def load(self, adapter_id: int, slot: int | None) -> None:
-        if adapter_id in self.here or (slot is not None and not self.may_take(slot)):
+    @rule(adapter_id=PLANNED)
+    def load(self, adapter_id: int) -> None:
+        if adapter_id in self.here:
             return
         self.here.add(adapter_id)
-        if slot is not None:
-            self.take_slot(adapter_id, slot)
-        self.manager.begin_step([Load(self.adapters[adapter_id].spec, self.next_job(adapter_id), slot)])
+        self.manager.begin_step([Load(self.adapters[adapter_id].spec, adapter_id, self.next_job(adapter_id))])
 
     @precondition(lambda self: self.loaded)
-    @rule(data=st.data(), slot=st.integers(0, SLOTS - 1))
+    @rule(data=st.data(), slot=st.integers(0, SLOTS + MAX_ADAPTERS - 1))
     def activate(self, data: st.DataObject, slot: int) -> None:
+        slot = slot % self.manager.slots.total
         able = sorted(self.loaded - set(self.slot_of) - set(self.jobs.values()))
         if not able or not self.may_take(slot):
             return
@@ -148,9 +147,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 case Loaded():
                     assert said.is_instant is not self.copies
                     self.loaded.add(adapter_id)
-                    if said.is_instant or adapter_id not in self.slot_of:
-                        self.slot_of.pop(adapter_id, None)  # it was taken for a copy
-                        del self.jobs[said.job]
+                    del self.jobs[said.job]
                 case Activated():
                     self.is_active.add(adapter_id)
                     del self.jobs[said.job]
@@ -171,7 +168,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule()
     def add_another(self) -> None:
         """An adapter of which the scheduler knows nothing, where a slot is left for it."""
-        if None in slots_of(self.manager):
+        if None in slots_of(self.manager)[:SLOTS]:
             self.manager.add_adapter(self.adapters[OTHERS].request())
             assert OTHERS in slots_of(self.manager)
 
@@ -190,10 +187,9 @@ class ManagerMachine(RuleBasedStateMachine):
         for adapter_id, slot in self.slot_of.items():
             allowed = {adapter_id}
             if adapter_id not in self.is_active:
-                # Without a copy, others may have it until its adapter has been loaded.
-                allowed |= {-1 - slot} if self.copies else {-1 - slot, None, OTHERS}
+                allowed |= {-1 - slot}
             assert held[slot] in allowed, (held, self.slot_of)
-        for slot in set(range(SLOTS)) - set(self.slot_of.values()):
+        for slot in set(range(self.manager.slots.total)) - set(self.slot_of.values()):
             assert held[slot] in {None, OTHERS}, (held, self.slot_of)
 
     @invariant()
@@ -234,7 +230,6 @@ def six(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Adapter]:
 
 @pytest.mark.parametrize("kind", ["copied", "placed"])
 def test_any_order_of_commands(base: Path, six: dict[int, Adapter], monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setenv("LORA_PLUGINS_SPARE_SLOTS", "0")
     if kind == "placed":
         use_compiled_kernels(monkeypatch)
     machine = type("Machine", (ManagerMachine,), {"base": base, "adapters": six, "copies": kind == "copied"})

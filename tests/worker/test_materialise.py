@@ -236,7 +236,7 @@ def test_worker_gets_the_uri_that_an_adapter_was_loaded_by(
 ) -> None:
     uri = (root / "adapter-1").as_uri()
     manager, path = worker_on(make_manager, there), elsewhere(load_uri(here, "sql", uri))
-    manager.begin_step([Load(AdapterSpec(1, "sql", str(path), uri), 1)])
+    manager.begin_step([Load(AdapterSpec(1, "sql", str(path), uri), 1, 1)])
     assert isinstance(ended(manager, 1), Loaded)
 
 
@@ -254,7 +254,7 @@ def test_adapter_evicted_while_it_is_fetched_is_not_read(
 
     there.materialiser.fetch = fetch_slowly  # type: ignore[method-assign]
     adapter = Adapter(1, path, {}, {})
-    load(manager, adapter, 0)
+    load(manager, adapter)
     assert fetching.wait(60)
     evict(manager, adapter)
     go.set()

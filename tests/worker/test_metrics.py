@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lora_plugins.scheduler.messages import AdapterSpec
+from lora_plugins.scheduler.messages import AdapterSpec, Slots
 from lora_plugins.worker.jobs import Entry
 from lora_plugins.worker.loaded_adapter import LoadedAdapter
 from lora_plugins.worker.metrics import metrics_of, slot_bytes
@@ -25,8 +25,8 @@ def manager_of(*index_to_id: int | None) -> SimpleNamespace:
     logits = SimpleNamespace(lora_a_stacked=torch.zeros(2, 1, 4, 8), lora_b_stacked=torch.zeros(2, 1, 64, 4))
     return SimpleNamespace(
         lora_index_to_id=list(index_to_id),
-        lora_slots=len(index_to_id),
-        capacity=5,
+        slots=Slots(len(index_to_id)),
+        lora_config=SimpleNamespace(max_cpu_loras=5),
         modules={"a": linear, "b": logits, "c": SimpleNamespace()},
         punica_wrapper_mapping={"language_model": Punica()},
     )
@@ -34,7 +34,7 @@ def manager_of(*index_to_id: int | None) -> SimpleNamespace:
 
 def entry(adapter_id: int, size_bytes: int | None, *, is_instant: bool = False) -> Entry:
     loaded = None if size_bytes is None else LoadedAdapter("a", "/a", size_bytes, is_instant, ())
-    return Entry(AdapterSpec(adapter_id, "a", "/a"), loaded)
+    return Entry(adapter_id, AdapterSpec(adapter_id, "a", "/a"), loaded)
 
 
 def test_metrics_have_three_groups_by_name() -> None:
@@ -61,7 +61,23 @@ def test_metrics_without_any_adapter() -> None:
 
 
 def test_slots_of_every_kind_of_module_count() -> None:
-    manager = manager_of(None)
+    manager = manager_of(None, None)
     del manager.modules["b"]
     linear_only = slot_bytes(manager)
     assert linear_only == 4 * 2 * (2 * 4 * 8 + 2 * 8 * 4)
+
+
+def test_slots_that_are_only_pointed_take_no_memory() -> None:
+    manager = manager_of(None, None)
+    manager.modules["b"].lora_a_stacked = torch.zeros(1).expand(2, 1, 4, 8)
+    assert slot_bytes(manager) == 4 * 2 * (2 * 4 * 8 + 2 * 8 * 4) + 4 + 4 * 2 * 64 * 4
+    manager.slots = Slots(copied=1, pointed=1)
+    assert slot_bytes(manager) == 4 * (2 * 4 * 8 + 2 * 8 * 4) + 4 + 4 * 64 * 4
+
+
+def test_generations_of_one_adapter_are_added_up() -> None:
+    entries = {1: entry(1, 1_000_000), 7: entry(1, 2_000_000)}
+    entries[7].key = 7
+    metrics = metrics_of(entries, manager_of(7, None), "cpu")
+    assert metrics.memory.adapter_mb == {"1": 3.0}
+    assert metrics.memory.efficiency == pytest.approx(2 / 3)

@@ -19,7 +19,6 @@ from tests.worker.small_model import (
     ended,
     evict,
     holds,
-    load,
     put,
     serve,
     slots_of,
@@ -71,15 +70,9 @@ def test_an_earlier_owner_leaves_before_its_slot_is_written(make_manager: Make, 
     assert holds(manager, adapters[1])
 
 
-@pytest.mark.parametrize("how", ["loaded for it", "activated in it"])
-def test_evict_waits_for_a_write_and_empties_the_slot(make_manager: Make, adapters: list[Adapter], how: str) -> None:
+def test_evict_waits_for_a_write_and_empties_the_slot(make_manager: Make, adapters: list[Adapter]) -> None:
     manager = make_manager(slots=2)
-    if how == "activated in it":
-        blocked, _ = being_written(manager, adapters[0], 0)
-    else:
-        blocked = Blocked(manager)
-        load(manager, adapters[0], 0)
-        assert blocked.entered.wait(60)
+    blocked, _ = being_written(manager, adapters[0], 0)
     threading.Timer(0.05, blocked.go.set).start()
     evict(manager, adapters[0])
     assert blocked.go.is_set()
@@ -92,17 +85,19 @@ def test_evict_waits_for_a_write_and_empties_the_slot(make_manager: Make, adapte
 
 
 def test_evicted_and_loaded_again_before_the_first_job_began(make_manager: Make, adapters: list[Adapter]) -> None:
-    """Its first job is still in the queue when the same id has a new one, for another slot."""
+    """Its first job is still in the queue when the same key has a new one."""
     manager = make_manager(slots=2)
     blocked, _ = being_written(manager, adapters[0], 0)
-    manager.begin_step([Load(adapters[1].spec, 1001, 1)])
-    manager.begin_step([Evict(2), Load(adapters[2].spec, 1002, 1)])
+    manager.begin_step([Load(adapters[1].spec, 2, 1001)])
+    manager.begin_step([Evict(2), Load(adapters[2].spec, 3, 1002)])
     threading.Timer(0.05, blocked.go.set).start()
-    manager.begin_step([Evict(1), Load(adapters[1].spec, 1003, 0)])
-    last = ended(manager, 1003)
+    manager.begin_step([Evict(1), Load(adapters[1].spec, 2, 1003)])
+    assert isinstance(ended(manager, 1003), Loaded)
     blocked.end()
-    assert isinstance(last, Activated)
-    assert slots_of(manager) == [2, 3]
+    assert slots_of(manager) == [None, None]
+    assert manager.list_adapters() == {2, 3}
+    for slot, adapter in enumerate(adapters[1:3]):
+        put(manager, adapter, slot)
     assert all(holds(manager, adapter) for adapter in adapters[1:3])
 
 
@@ -110,7 +105,7 @@ def test_commands_of_one_step_run_in_planned_order(make_manager: Make, adapters:
     manager = make_manager(slots=1)
     serve(manager, adapters[0], 0)
     bring(manager, adapters[1])
-    manager.begin_step([Evict(1), Activate(2, 0, 2001), Load(adapters[0].spec, 2002)])
+    manager.begin_step([Evict(1), Activate(2, 0, 2001), Load(adapters[0].spec, 1, 2002)])
     assert isinstance(ended(manager, 2002), Loaded)
     assert slots_of(manager) == [2]
     assert holds(manager, adapters[1])
@@ -209,17 +204,14 @@ def test_what_others_add_is_computed_as_well(make_manager: Make, adapters: list[
     assert wrong_answers(manager, put_over, adapters[1]) == []
 
 
-def test_packed_adapter_takes_no_slot_while_it_is_loaded(
-    make_manager: Make, adapters: list[Adapter], kernels: str
-) -> None:
+def test_a_load_takes_no_slot(make_manager: Make, adapters: list[Adapter], kernels: str) -> None:
     manager = make_manager(slots=1)
-    report = bring(manager, adapters[0], 0)
-    if kernels == "placed":
-        assert isinstance(report, Loaded)
-        assert report.is_instant
-        assert slots_of(manager) == [None]
-        manager.begin_step([Activate(1, 0)])
-    assert slots_of(manager) == [1]
+    report = bring(manager, adapters[0])
+    assert isinstance(report, Loaded)
+    assert report.is_instant is (kernels == "placed")
+    assert not any(slots_of(manager))
+    put(manager, adapters[0], 0)
+    assert slots_of(manager)[0] == 1
     assert wrong_answers(manager, adapters[0]) == []
 
 
@@ -232,6 +224,7 @@ def test_a_storm_of_both_threads(make_manager: Make, adapters: list[Adapter], se
     number = 5000
     owner: dict[int, int] = {}  # by slot
     pending: dict[int, tuple[int, int]] = {}  # job: slot, adapter
+    loads: dict[int, int] = {}  # job: adapter
     here: set[int] = set()
     deadline = time.monotonic() + 60
     for _ in range(300):
@@ -242,12 +235,10 @@ def test_a_storm_of_both_threads(make_manager: Make, adapters: list[Adapter], se
         idle_ids = sorted(here - {each for _, each in pending.values()})
         free = [slot for slot in range(2) if slot not in busy]
         action = choose.choice(["load", "activate", "evict", "nothing"])
-        if action == "load" and free and (absent := sorted({1, 2, 3, 4, 5} - here)):
-            slot, chosen = choose.choice(free), choose.choice(absent)
-            commands.append(Load(adapters[chosen - 1].spec, number, slot))
-            here.add(chosen)
-            pending[number] = slot, chosen
-            owner.pop(slot, None)
+        if action == "load" and (absent := sorted({1, 2, 3, 4, 5} - here - set(loads.values()))):
+            chosen = choose.choice(absent)
+            commands.append(Load(adapters[chosen - 1].spec, chosen, number))
+            loads[number] = chosen
         elif action == "activate" and free and (able := [each for each in idle_ids if each not in owner.values()]):
             slot, chosen = choose.choice(free), choose.choice(able)
             commands.append(Activate(chosen, slot, number))
@@ -264,6 +255,8 @@ def test_a_storm_of_both_threads(make_manager: Make, adapters: list[Adapter], se
         step(manager, *batch)
         assert all(differences(manager, slot, adapters[each - 1]) == [] for slot, each in owner.items())
         for report in manager.reports(choose.choice([0.0, 0.0, 0.01])):
+            if isinstance(report, Loaded) and report.job in loads:
+                here.add(loads.pop(report.job))
             if isinstance(report, Activated) and report.job in pending:
                 slot, chosen = pending.pop(report.job)
                 owner[slot] = chosen
