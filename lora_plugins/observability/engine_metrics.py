@@ -74,7 +74,9 @@ def _residency(reports: _Reports, max_adapters: int) -> Iterator[Metric]:
     in_host = GaugeMetricFamily(
         "vllm:num_cpu_loaded_lora_adapters", "Adapters in host memory, those in slots among them", labels=_LABELS
     )
-    slots = GaugeMetricFamily("vllm:max_gpu_lora_adapters", "Slots: --max-loras, and those that cost no copy", labels=_LABELS)
+    slots = GaugeMetricFamily(
+        "vllm:max_gpu_lora_adapters", "Slots: --max-loras, and those without copies", labels=_LABELS
+    )
     for labels, figures in reports:
         rows = _by_name(figures.loaded)
         in_slots.add_metric(labels, sum(row.is_active for row in rows))
