@@ -165,8 +165,7 @@ class Engine:
         return [name for output in self.sent for name in sorted(output.finished_req_ids)]
 
     def _check_adapters(self, output: Any) -> None:
-        """No batch has a request whose adapter the workers do not have; with vLLM's own class they load it themselves.
-        """
+        """No batch has a request whose adapter the workers lack; with vLLM's own class they load it themselves."""
         if getattr(self.scheduler, "planner", None) is not None:
             loras = (self.scheduler.requests[name].lora_request for name in output.num_scheduled_tokens)
             assert {lora.lora_int_id for lora in loras if lora is not None} <= self.in_memory

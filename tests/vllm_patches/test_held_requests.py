@@ -9,6 +9,7 @@ import inspect
 import random
 import time
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from vllm.config import ECTransferConfig, KVTransferConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils import random_uuid
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.engine import EngineCoreRequest, FinishReason
+from vllm.v1.engine import FinishReason
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.request import RequestStatus
@@ -54,45 +55,47 @@ def aborted(engine: Engine, names: str | list[str] | None) -> set[str]:
 # --- aborted, and asked for again at once ---
 
 
+@pytest.mark.parametrize("steps", range(6))
+@pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("places", [(1, 1), (1, 2), (4, 4), (4, 8)], ids=lambda places: f"{places[0]} of {places[1]}")
-def test_the_retry_of_an_aborted_request_is_answered(make_engine: Make, places: tuple[int, int]) -> None:
+def test_a_retry_is_answered(make_engine: Make, places: tuple[int, int], times: int, steps: int) -> None:
     """While room is made for its adapter, or this is loaded."""
-    engine = make_engine(max_loras=places[0], max_cpu_loras=places[1])
-    for number in range(places[1]):
-        engine.scheduler.add_request(request(f"running-{number}", 10 + number, tokens=12))
-    for trial in range(12):
-        name = f"x{trial}"
-        engine.scheduler.add_request(request(name, 1))
-        for _ in range(trial % 4):
-            engine.step()
-        if name in aborted(engine, name):
-            engine.scheduler.add_request(request(f"{name}-again", 1))
-            if trial % 3:
-                continue  # and gives that up too
-            engine.run()
-            assert len(engine.tokens_of(f"{name}-again")) == 3
+    engine = fully_used(make_engine, *places)
+    give_up_and_retry(engine, times, steps)
     engine.run()
-    assert all(len(engine.tokens_of(f"running-{number}")) == 12 for number in range(places[1]))
-    assert len(engine.tokens_of("x11-again") or engine.tokens_of("x11")) == 3
-    assert not engine.scheduler.has_requests()
+    assert len(engine.tokens_of("last")) == 3
+    assert {len(engine.tokens_of(f"running-{number}")) for number in range(1, 1 + places[1])} == {12}
 
 
-def test_the_retry_of_an_adapter_that_is_broken_gets_its_error(make_engine: Make) -> None:
-    for steps in range(6):
-        engine = make_engine(max_cpu_loras=1)
-        engine.fails[2] = InvalidAdapter("nothing that can be read")
-        engine.scheduler.add_request(request("running", 1, tokens=12))
-        while not engine.tokens_of("running"):
-            engine.step()
-        engine.scheduler.add_request(request("x", 2))
+@pytest.mark.parametrize("steps", range(6))
+@pytest.mark.parametrize("places", [(1, 1), (4, 8)], ids=lambda places: f"{places[0]} of {places[1]}")
+def test_a_retry_of_a_broken_adapter_gets_its_error(make_engine: Make, places: tuple[int, int], steps: int) -> None:
+    engine = fully_used(make_engine, *places)
+    engine.fails[99] = InvalidAdapter("nothing that can be read")
+    give_up_and_retry(engine, 1, steps)
+    engine.run()
+    assert engine.end_of("last").finish_reason is FinishReason.ERROR
+    assert {len(engine.tokens_of(f"running-{number}")) for number in range(1, 1 + places[1])} == {12}
+
+
+def fully_used(make_engine: Make, slots: int, places: int) -> Engine:
+    """Every place in host memory has an adapter that is asked for, and every slot one that runs."""
+    engine = make_engine(max_loras=slots, max_cpu_loras=places)
+    for number in range(1, 1 + places):
+        engine.scheduler.add_request(request(f"running-{number}", number, tokens=12))
+    while not engine.tokens_of("running-1"):
+        engine.step()
+    return engine
+
+
+def give_up_and_retry(engine: Engine, times: int, steps: int) -> None:
+    """`steps` after each arrival its client gives up, and asks again before the next step."""
+    engine.scheduler.add_request(request("x-0", 99))
+    for number in range(times):
         for _ in range(steps):
             engine.step()
-        assert aborted(engine, "x") == {"x"}
-        engine.scheduler.add_request(request("again", 2))
-        engine.run()
-        assert engine.end_of("again").finish_reason is FinishReason.ERROR
-        assert len(engine.tokens_of("running")) == 12
-        assert not engine.scheduler.has_requests()
+        assert aborted(engine, f"x-{number}") <= {f"x-{number}"}
+        engine.scheduler.add_request(request("last" if number == times - 1 else f"x-{number + 1}", 99))
 
 
 # --- what connectors hear ---
@@ -114,11 +117,13 @@ class Waiting:
         self.scheduler = self.engine.scheduler
         self.pauses = how != "held"
 
-    def begin(self, steps: int = 3, **more: Any) -> None:
+    def begin(self, steps: int = 3, *, kv_transfer_params: dict[str, Any] | None = None) -> None:
         self.engine.holds_back = True
         if self.pauses:
             self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-        self.scheduler.add_request(request("a", 1, **more))
+        one = request("a", 1)
+        one.kv_transfer_params = kv_transfer_params
+        self.scheduler.add_request(one)
         for _ in range(steps):
             assert "a" not in self.engine.step()
 
@@ -196,55 +201,46 @@ def test_connectors_hear_of_a_refusal_on_arrival(make_engine: Make) -> None:
     assert sorted(waiting.engine.gone) == ["a", "b"]
 
 
-class TestDisaggregatedPrefill:
-    """vLLM's own Nixl scheduler: blocks that another instance has computed for a request are leased until it has them.
+NIXL = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_consumer", kv_load_failure_policy="fail")
+THERE = {
+    "do_remote_prefill": True,
+    "remote_block_ids": [[1, 2]],
+    "remote_engine_id": "prefill",
+    "remote_request_id": "a-there",
+    "remote_host": "localhost",
+    "remote_port": 1,
+    "tp_size": 1,
+}
 
-    It renews the lease with the metadata of steps, and has the blocks freed where a request ends before that.
-    """
 
-    def waiting(self, make_engine: Make, how: str) -> Waiting:
-        config = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_consumer", kv_load_failure_policy="fail")
-        waiting = Waiting(make_engine, how, kv_transfer_config=config)
-        scheduler, begin = waiting.scheduler, waiting.scheduler.add_request
-        params = {
-            "do_remote_prefill": True,
-            "remote_block_ids": [[1, 2]],
-            "remote_engine_id": "prefill",
-            "remote_request_id": "a-there",
-            "remote_host": "localhost",
-            "remote_port": 1,
-            "tp_size": 1,
-        }
+def told_by_nixl(waiting: Waiting) -> list[Any]:
+    """The metadata of steps. Blocks that another instance computed for a request are leased until it has them."""
+    return [output.kv_connector_metadata for output in waiting.engine.sent]
 
-        def add_request(one: Any) -> None:
-            one.kv_transfer_params = dict(params)
-            begin(one)
 
-        scheduler.add_request = add_request
-        return waiting
+def test_nixl_renews_the_lease_while_a_request_waits(make_engine: Make, how: str) -> None:
+    waiting = Waiting(make_engine, how, kv_transfer_config=NIXL)
+    waiting.begin(1, kv_transfer_params=dict(THERE))
+    (told,) = told_by_nixl(waiting)
+    assert {engine: beat.req_ids for engine, beat in told.heartbeat_by_engine.items()} == {"prefill": {"a-there"}}
 
-    def test_the_lease_is_renewed_while_it_waits(self, make_engine: Make, how: str) -> None:
-        waiting = self.waiting(make_engine, how)
-        waiting.begin(steps=1)
-        (beats,) = (output.kv_connector_metadata.heartbeat_by_engine for output in waiting.engine.sent)
-        assert {engine: info.req_ids for engine, info in beats.items()} == {"prefill": {"a-there"}}
 
-    def test_an_abort_has_its_blocks_freed_over_there(self, make_engine: Make, how: str) -> None:
-        waiting = self.waiting(make_engine, how)
-        waiting.begin()
-        assert aborted(waiting.engine, "a") == {"a"}
-        waiting.go_on()
-        received = [output.kv_connector_metadata.reqs_to_recv for output in waiting.engine.sent]
-        (freed,) = (one["a"] for one in received if one)
-        assert freed.remote.request_id == "a-there"
-        assert not any(freed.local_block_ids)
+def test_nixl_frees_the_blocks_of_what_is_aborted(make_engine: Make, how: str) -> None:
+    waiting = Waiting(make_engine, how, kv_transfer_config=NIXL)
+    waiting.begin(kv_transfer_params=dict(THERE))
+    assert aborted(waiting.engine, "a") == {"a"}
+    waiting.go_on()
+    (freed,) = (told.reqs_to_recv["a"] for told in told_by_nixl(waiting) if told.reqs_to_recv)
+    assert freed.remote.request_id == "a-there"
+    assert not any(freed.local_block_ids)
 
-    def test_a_refusal_has_its_blocks_freed_over_there(self, make_engine: Make) -> None:
-        waiting = self.waiting(make_engine, "held")
-        waiting.engine.fails[1] = InvalidAdapter("nothing that can be read")
-        waiting.begin()
-        waiting.go_on()
-        assert [name for output in waiting.engine.sent for name in output.kv_connector_metadata.reqs_to_recv] == ["a"]
+
+def test_nixl_frees_the_blocks_of_what_is_refused(make_engine: Make) -> None:
+    waiting = Waiting(make_engine, "held", kv_transfer_config=NIXL)
+    waiting.engine.fails[1] = InvalidAdapter("nothing that can be read")
+    waiting.begin(kv_transfer_params=dict(THERE))
+    waiting.go_on()
+    assert [name for told in told_by_nixl(waiting) for name in told.reqs_to_recv] == ["a"]
 
 
 # --- sessions whose input comes in parts ---
@@ -432,12 +428,12 @@ def test_with_room_for_all_adapters_requests_go_as_by_vllm(make_engine: Make, se
 # --- what one request of a client becomes ---
 
 
-def sent_by_a_client(external: str) -> str:
-    """The request id that vLLM makes of one."""
-    one = EngineCoreRequest.__new__(EngineCoreRequest)
-    one.request_id, one.external_req_id = external, None
+def sent_by_a_client(external: str, **sampling: Any) -> Any:
+    """What vLLM makes of one: its id, and its sampling parameters."""
+    params = SamplingParams(**sampling)
+    one = SimpleNamespace(request_id=external, external_req_id=None, params=params, sampling_params=params)
     InputProcessor.assign_request_id(one)
-    return str(one.request_id)
+    return one
 
 
 class Beams:
@@ -456,7 +452,7 @@ class Beams:
     def next_token(self) -> list[str]:
         batch = f"{self.id}-{random_uuid()}"
         beams = range(self.width if self.made else 1)
-        self.made.append([sent_by_a_client(f"{batch}-beam-{i}") for i in beams])
+        self.made.append([sent_by_a_client(f"{batch}-beam-{i}").request_id for i in beams])
         for name in self.made[-1]:
             self.engine.scheduler.add_request(request(name, self.lora, tokens=1, prompt=4 + len(self.made)))
         return self.made[-1]
@@ -481,7 +477,7 @@ def test_beams_of_the_next_token_are_admitted_at_once(make_engine: Make, clock: 
         while not beams.has_ended:
             scheduled = clock.step(engine)
             steps += 1
-            assert steps > 1 or set(scheduled) == set(names), "at once"
+            assert steps > 1 or scheduled.keys() >= set(names), "at once"
             assert steps < 100, f"unanswered after {clock.now - came_at} s"
         ended_at = clock.now
         while clock.now < ended_at + between_s:
@@ -514,11 +510,8 @@ def test_all_children_of_a_request_are_admitted_as_one(make_engine: Make, clock:
     """Of `n=3`: they come one by one, and the turn of their adapter may pass meanwhile."""
     for early in range(8):
         engine = make_engine(max_cpu_loras=1)
-        parent = EngineCoreRequest.__new__(EngineCoreRequest)
-        parent.request_id, parent.external_req_id = f"cmpl-{random_uuid()}-0", None
-        InputProcessor.assign_request_id(parent)
-        parent.sampling_params, parent.pooling_params = SamplingParams(n=3), None
-        names = [ParentRequest(parent).get_child_info(index)[0] for index in range(3)]
+        parent = ParentRequest(sent_by_a_client(f"cmpl-{random_uuid()}-0", n=3))
+        names = [parent.get_child_info(index)[0] for index in range(3)]
         engine.scheduler.add_request(request("long", 1, tokens=55))
         while not engine.tokens_of("long"):
             clock.step(engine)
@@ -531,7 +524,7 @@ def test_all_children_of_a_request_are_admitted_as_one(make_engine: Make, clock:
         for name in names[1:]:
             engine.scheduler.add_request(request(name, 1, tokens=20))
             scheduled = clock.step(engine, 0.1)
-            assert (name in scheduled) == is_in, f"as the first: {is_in}"
+            assert name in scheduled or not is_in, "the first is"
         engine.run()
         assert {len(engine.tokens_of(name)) for name in names} == {20}
         assert len(engine.tokens_of("other")) == 3
