@@ -48,6 +48,7 @@ def one_place(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[On
         plugins=(RESOLVER, MANAGER, KERNELS, ADMIN), LORA_PLUGINS_REFRESH_S="0",
     ) as server:  # fmt: skip
         yield OnePlace(server, bed)
+        assert "EngineCore encountered a fatal error" not in server.log()
 
 
 async def complete(client: httpx.AsyncClient, name: str, tokens: int = MAX_TOKENS, **more: Any) -> httpx.Response:

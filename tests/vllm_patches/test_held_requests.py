@@ -78,6 +78,23 @@ def test_a_retry_of_a_broken_adapter_gets_its_error(make_engine: Make, places: t
     assert {len(engine.tokens_of(f"running-{number}")) for number in range(1, 1 + places[1])} == {12}
 
 
+@pytest.mark.parametrize("steps", range(6))
+@pytest.mark.parametrize("places", [(1, 1), (4, 8)], ids=lambda places: f"{places[0]} of {places[1]}")
+def test_others_are_answered_where_the_retry_is_given_up_too(
+    make_engine: Make, places: tuple[int, int], steps: int
+) -> None:
+    """On a real server this ended the engine."""
+    engine = fully_used(make_engine, *places)
+    give_up_and_retry(engine, 1, steps)
+    for _ in range(30):
+        engine.step()
+    aborted(engine, "last")
+    for number in range(100, 103):
+        engine.scheduler.add_request(request(f"other-{number}", number))
+    engine.run()
+    assert {len(engine.tokens_of(f"other-{number}")) for number in range(100, 103)} == {3}
+
+
 def fully_used(make_engine: Make, slots: int, places: int) -> Engine:
     """Every place in host memory has an adapter that is asked for, and every slot one that runs."""
     engine = make_engine(max_loras=slots, max_cpu_loras=places)
