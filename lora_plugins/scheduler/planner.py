@@ -88,7 +88,11 @@ class Planner:
         """Whether a step without any request would do something."""
         state = self.state
         has_resumed = self._was_paused and not is_paused and (state.held_count or state.calling)
-        return self.is_busy or bool(state.refused or has_resumed or self._look_at < float("inf"))
+        if self._look_at < float("inf"):  # somebody may wait for a client of whom more is expected
+            waits = state.absent or state.ready or state.calling or any(it.is_retired for it in state.in_flight)
+        else:
+            waits = False
+        return self.is_busy or bool(state.refused or has_resumed or waits)
 
     @property
     def is_busy(self) -> bool:

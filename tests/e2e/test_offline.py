@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,12 +21,10 @@ NAMES = [spec.name for spec in DEMO_ADAPTERS]
 HOST_MAX_BYTES = 5_200_000  # "wide" takes 4.3 MB of it, the others less than 0.6: not all five fit
 
 
-@pytest.mark.parametrize("processes", [1, 0], ids=["engine in a process", "engine in this process"])
-def test_broken_adapters_fail_in_isolation_and_others_are_answered(bed: Bed, tmp_path: Path, processes: int) -> None:
-    shutil.copytree(bed.adapters / "sql", tmp_path / "truncated")
-    next(case for case in BROKEN if case.name == "truncated").make(tmp_path / "truncated")
-    adapters = [(name, str(bed.adapters / name)) for name in NAMES]
-    asked = [*adapters, ("truncated", str(tmp_path / "truncated")), ("nowhere", str(tmp_path / "no")), ("", None)]
+def said_by(
+    program: str, bed: Bed, home: Path, processes: int, adapters: Sequence[tuple[str, str | None]], **env: str
+) -> dict[str, Any]:
+    """The answer of a program of the testbed."""
     environment = {
         **outer_environment(),
         **ENVIRONMENT,
@@ -33,12 +33,23 @@ def test_broken_adapters_fail_in_isolation_and_others_are_answered(bed: Bed, tmp
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        "LORA_PLUGINS_HOST_MAX_BYTES": str(HOST_MAX_BYTES),
+        **env,
     }
-    arguments = json.dumps([str(bed.base), PROMPT, MAX_TOKENS, asked])
-    run = run_forked("testbed.offline:main", ["offline", arguments], home=tmp_path, environment=environment)
+    arguments = json.dumps([str(bed.base), PROMPT, MAX_TOKENS, adapters])
+    run = run_forked(f"testbed.{program}:main", [program, arguments], home=home, environment=environment)
     assert run.returncode == 0, run.stderr[-4000:]
-    said = json.loads(next(line for line in run.stdout.splitlines() if line.startswith('{"outputs"')))
+    return dict(
+        json.loads(next(line for line in run.stdout.splitlines() if line.startswith(('{"outputs"', '{"said"'))))
+    )
+
+
+@pytest.mark.parametrize("processes", [1, 0], ids=["engine in a process", "engine in this process"])
+def test_broken_adapters_fail_in_isolation_and_others_are_answered(bed: Bed, tmp_path: Path, processes: int) -> None:
+    shutil.copytree(bed.adapters / "sql", tmp_path / "truncated")
+    next(case for case in BROKEN if case.name == "truncated").make(tmp_path / "truncated")
+    adapters = [(name, str(bed.adapters / name)) for name in NAMES]
+    asked = [*adapters, ("truncated", str(tmp_path / "truncated")), ("nowhere", str(tmp_path / "no")), ("", None)]
+    said = said_by("offline", bed, tmp_path, processes, asked, LORA_PLUGINS_HOST_MAX_BYTES=str(HOST_MAX_BYTES))
     answers = {name: output for (name, _), output in zip(asked, said["outputs"], strict=True)}
     for name in NAMES:
         assert answers[name] == ["length", "None", bed.answers[name]], name
@@ -49,3 +60,25 @@ def test_broken_adapters_fail_in_isolation_and_others_are_answered(bed: Bed, tmp
         assert text.startswith(code), text
         assert name in text
     assert (said["loaded"], said["listed"]) == (True, True)
+
+
+def test_an_engine_in_this_process_waits_for_no_request_that_only_we_could_end(bed: Bed, tmp_path: Path) -> None:
+    asked = [(name, str(bed.adapters / name)) for name in ("sql", "chat", "stable")]
+    answer = said_by("offline_in_use", bed, tmp_path, 0, asked)
+    said = answer["said"]
+    assert "hangs" not in said.values(), said
+    assert said["remove_lora"] is said["add_lora after"] is True, said
+    for name in ("add_lora", "pin_lora"):
+        assert said[name] is True or said[name].startswith("[L001]"), said
+    assert answer["outputs"] == {name: bed.answers[name] for name in ("sql", "chat")}
+
+
+def test_an_idle_session_gives_its_place_back_on_a_real_engine(bed: Bed, tmp_path: Path) -> None:
+    """Alone, each turn of the session and each request of others has the same tokens."""
+    asked = [(name, str(bed.adapters / name)) for name in ("sql", "chat")]
+    said = said_by("offline_session", bed, tmp_path, 1, asked)["said"]
+    assert said["other"] == bed.answers["chat"]
+    assert said["others after"] == [bed.answers["chat"]] * 2
+    assert said["session"] == said["alone"]
+    assert len(said["session"]) == 3 * MAX_TOKENS
+    assert said["session"][:MAX_TOKENS] == bed.answers["sql"]

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.scheduler.messages import Activate, Activated, Command, Failed, Load, Loaded, Report
+from lora_plugins.scheduler.messages import Activate, Activated, Command, Evict, Failed, Load, Loaded, Report
 from lora_plugins.vllm_patches.scheduler import COMMANDS, REPORTS, with_admission
 
 BLOCK = 16
 
 
 def vllm_config(
-    base: Path, *, max_loras: int = 1, is_async: bool = False, policy: str = "fcfs", lora: bool = True
+    base: Path,
+    *,
+    max_loras: int = 1,
+    max_cpu_loras: int | None = None,
+    is_async: bool = False,
+    policy: str = "fcfs",
+    lora: bool = True,
+    **transfers: Any,
 ) -> Any:
+    """`transfers`: `kv_transfer_config` and `ec_transfer_config` of vLLM's."""
     import torch
     from vllm.config import CacheConfig, LoRAConfig, ModelConfig, SchedulerConfig, VllmConfig
 
@@ -29,9 +38,14 @@ def vllm_config(
         async_scheduling=is_async,
     )
     cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=False)
-    loras = LoRAConfig(max_lora_rank=8, max_loras=max_loras, max_cpu_loras=max(2, max_loras), lora_dtype=torch.float32)
+    places = max_cpu_loras or max(2, max_loras)
+    loras = LoRAConfig(max_lora_rank=8, max_loras=max_loras, max_cpu_loras=places, lora_dtype=torch.float32)
     config = VllmConfig(
-        model_config=model, lora_config=loras if lora else None, scheduler_config=scheduler, cache_config=cache
+        model_config=model,
+        lora_config=loras if lora else None,
+        scheduler_config=scheduler,
+        cache_config=cache,
+        **transfers,
     )
     config.scheduler_config.async_scheduling = is_async  # which vLLM switches off where a platform has none
     return config
@@ -87,7 +101,8 @@ class Engine:
 
     Attributes:
         commands: all that the workers were sent. fails: errors of adapters that cannot be loaded, by id.
-        outputs: all that clients were sent, in order, with the step.
+        outputs: all that clients were sent, in order, with the step. sent: all that the workers were sent.
+        in_memory: adapters that the workers have. Each request that is scheduled must find its own there.
     """
 
     def __init__(self, scheduler: Any, *, is_instant: bool = True, lag: int = 0) -> None:
@@ -96,7 +111,9 @@ class Engine:
         self.fails: dict[int, LoRAPluginsError] = {}
         self.holds_back = False  # workers that have not done anything yet
         self.outputs: list[Any] = []
+        self.sent: list[Any] = []
         self.finished: list[set[str]] = []
+        self.in_memory: set[int] = set()
         self.stats: Any = None
         self._is_instant = is_instant
         self._lag = lag
@@ -106,7 +123,9 @@ class Engine:
     def step(self) -> dict[str, int]:
         """Schedule once; returns the tokens of each request that are computed in this step."""
         output = self.scheduler.schedule()
+        self.sent.append(output)
         self._obey(getattr(output, COMMANDS, ()))
+        self._check_adapters(output)
         self._under_way.append((output, self._run(output)))
         if len(self._under_way) > self._lag:
             self._update()
@@ -140,12 +159,26 @@ class Engine:
     def end_of(self, name: str) -> Any:
         return next(one for one in self.outputs if one.request_id == name and one.finish_reason is not None)
 
+    @property
+    def gone(self) -> list[str]:
+        """The requests that workers were told to forget, each as often as they were."""
+        return [name for output in self.sent for name in sorted(output.finished_req_ids)]
+
+    def _check_adapters(self, output: Any) -> None:
+        """No batch has a request whose adapter the workers lack; with vLLM's own class they load it themselves."""
+        if getattr(self.scheduler, "planner", None) is not None:
+            loras = (self.scheduler.requests[name].lora_request for name in output.num_scheduled_tokens)
+            assert {lora.lora_int_id for lora in loras if lora is not None} <= self.in_memory
+
     def _obey(self, commands: Any) -> None:
         for command in commands:
             self.commands.append(command)
+            if isinstance(command, Evict):
+                self.in_memory.discard(command.key)
             if isinstance(command, Load) and (error := self.fails.get(command.spec.engine_id)) is not None:
                 self._reports.append(Failed(command.job, error))
             elif isinstance(command, Load):
+                self.in_memory.add(command.key)
                 self._reports.append(Loaded(command.job, 100, self._is_instant, 0.01, rank=8))
             elif isinstance(command, Activate) and command.job is not None:
                 self._reports.append(Activated(command.job, 0.01))
@@ -164,3 +197,6 @@ class Engine:
             setattr(made, REPORTS, self._reports)
             self._reports = []
         return made
+
+
+Make = Callable[..., Engine]  # the fixture `make_engine`

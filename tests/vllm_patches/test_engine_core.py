@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason, UtilityOutput
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
@@ -57,7 +58,8 @@ class Executor:
         self.commands: list[Any] = []
         self.fails: dict[int, InvalidAdapter] = {}
         self.slots: list[Any] = []
-        self.is_sleeping, self.rewrites, self.finished = True, 0, 0
+        self.in_memory: set[int] = set()
+        self.is_sleeping, self.rewrites, self.finished, self.asked_for_nothing = True, 0, 0, 0
 
     def sleep(self, level: int) -> None:
         self.is_sleeping = True
@@ -79,9 +81,14 @@ class Executor:
         commands, wait_s = args
         assert wait_s > 0
         self.commands += commands
+        self.asked_for_nothing += not commands
+        assert self.asked_for_nothing < 50, "it waits for what only its caller can advance"
         reports: list[Any] = []
         for command in commands:
+            if isinstance(command, Evict):
+                self.in_memory.discard(command.key)
             if isinstance(command, Load):
+                self.in_memory.add(command.key)
                 error = self.fails.get(command.spec.engine_id)
                 reports.append(Failed(command.job, error) if error else Loaded(command.job, 100, True, 0.25))
         return [reports]
@@ -105,6 +112,13 @@ def core_of(base: Path, kind: type, **config: Any) -> Any:
 def core(base: Path) -> Any:
     """In the caller's process."""
     return core_of(base, EngineCore, max_loras=2)
+
+
+def engine_of(core: Any) -> Engine:
+    """The caller's own steps of an engine in its process."""
+    engine = Engine(core.scheduler)
+    engine.in_memory = core.model_executor.in_memory
+    return engine
 
 
 @pytest.fixture
@@ -216,6 +230,20 @@ def test_states_and_figures_arrive_as_they_are(proc: tuple[Any, Engine]) -> None
     assert figures.loaded == (replace(states[1], running=()),)
     assert (figures.held, figures.slots) == (1, 2)
     assert figures.stats == core.scheduler.planner.stats
+
+
+@pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
+def test_a_pin_asked_for_in_a_pause_is_answered_after_it(proc: tuple[Any, Engine], state: PauseState) -> None:
+    """An engine steps as long as something is to be done: no request needs to come."""
+    core, engine = proc
+    core.scheduler.set_pause_state(state)
+    future = core.lora_plugins_pin(spec(1))
+    engine.run()
+    core.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert message(answer_of(engine, future)) == Answer()
+    engine.scheduler.add_request(request("a", 1))
+    engine.run()
+    assert len(engine.tokens_of("a")) == 3
 
 
 # --- vLLM's own utilities ---
@@ -346,34 +374,53 @@ def test_in_process_a_pin_writes_the_slot_at_once(core: Any) -> None:
 def test_in_process_requests_admitted_meanwhile_are_not_lost(core: Any) -> None:
     core.scheduler.add_request(request("a", 1))
     assert core.add_lora(adapter(2)) is True
-    engine = Engine(core.scheduler)
+    engine = engine_of(core)
     engine.run()
     assert len(engine.tokens_of("a")) == 3
 
 
-def busy_core(base: Path) -> Any:
-    """Every slot, and all room in host memory, is used by requests that only the caller can advance."""
-    core = core_of(base, EngineCore, max_loras=2)
-    engine = Engine(core.scheduler)
-    for number in (1, 2):
-        core.scheduler.add_request(request(f"r{number}", number, tokens=40))
-    while not (engine.tokens_of("r1") and engine.tokens_of("r2")):
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("runs", [True, False], ids=["running", "held"])
+def test_in_process_an_adapter_in_use_is_removed_at_once(core: Any, runs: bool) -> None:
+    """Only its caller could end the request; that goes on, and others may come."""
+    engine = engine_of(core)
+    core.scheduler.add_request(request("a", 1, tokens=10))
+    while runs and not engine.tokens_of("a"):
         engine.step()
-    core.model_executor.commands.clear()
-    return core
-
-
-def test_in_process_nothing_waits_for_what_only_the_caller_can_step(base: Path) -> None:
-    core = busy_core(base)
-    with pytest.raises(NoFreeSlot, match="unfinished requests"):
-        core.add_lora(adapter(3))
-    assert isinstance(error_in(core.lora_plugins_load(spec(3), True)), NoFreeSlot)
     assert core.remove_lora(1) is True
-    assert message(core.lora_plugins_retire(2, None)) == Answer()
-    engine = Engine(core.scheduler)
     engine.run()
-    assert {one.request_id for one in engine.outputs if one.finish_reason is FinishReason.LENGTH} == {"r1", "r2"}
-    assert core.lora_plugins_residency() == []
+    assert len(engine.tokens_of("a")) == 10
+    core.scheduler.add_request(request("b", 1))
+    engine.run()
+    assert len(engine.tokens_of("b")) == 3
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("runs", [True, False], ids=["running", "held"])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda core: core.add_lora(adapter(3)),
+        lambda core: error_in(core.lora_plugins_load(spec(3), True)) or True,
+        lambda core: error_in(core.lora_plugins_pin(spec(3))) or True,
+    ],
+    ids=["add_lora", "load", "pin"],
+)
+def test_in_process_nothing_waits_for_what_is_in_use(core: Any, ask: Callable[[Any], Any], runs: bool) -> None:
+    """All slots and places in host memory have adapters of unfinished requests: it is answered, or refused."""
+    engine = engine_of(core)
+    for name, number in (("a", 1), ("b", 2)):
+        core.scheduler.add_request(request(name, number, tokens=10))
+    while runs and not (engine.tokens_of("a") and engine.tokens_of("b")):
+        engine.step()
+    try:
+        said = ask(core)
+    except NoFreeSlot as error:
+        said = error
+    assert said is True or isinstance(said, NoFreeSlot)
+    engine.run()
+    assert len(engine.tokens_of("a")) == len(engine.tokens_of("b")) == 10
+    assert core.add_lora(adapter(3)) is True, "when they have ended"
 
 
 @pytest.mark.parametrize(("kind", "finished"), [(EngineCore, 1), (EngineCoreProc, 0)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +17,7 @@ from lora_plugins.scheduler.messages import Activate, AdapterSpec, Evict, Load
 from lora_plugins.vllm_patches.planner import planner_of
 from lora_plugins.vllm_patches.request_errors import error_in, error_in_tensor
 from lora_plugins.vllm_patches.scheduler import AdmissionMixin, client_of, with_admission
-from tests.vllm_patches.engine_bed import Engine, adapter, make_scheduler, request, vllm_config
-
-Make = Callable[..., Engine]
-
-
-@pytest.fixture(params=[False, True], ids=["Scheduler", "AsyncScheduler"])
-def make_engine(request: pytest.FixtureRequest, base: Path) -> Make:
-    def make(
-        *,
-        kind: type | None = None,
-        is_instant: bool = True,
-        blocks: int = 64,
-        finished_set: bool = False,
-        **config: Any,
-    ) -> Engine:
-        scheduler = make_scheduler(
-            vllm_config(base, is_async=request.param, **config), kind, blocks=blocks, include_finished_set=finished_set
-        )
-        assert ("Async" in type(scheduler).__name__) == request.param or kind is not None
-        return Engine(scheduler, is_instant=is_instant, lag=int(request.param))
-
-    return make
+from tests.vllm_patches.engine_bed import Engine, Make, adapter, make_scheduler, request, vllm_config
 
 
 def load_spec(number: int) -> AdapterSpec:
