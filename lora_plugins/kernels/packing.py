@@ -239,7 +239,7 @@ LEDGER = (
         vllm.lora.layers.logits_processor:
             LogitsProcessorWithLoRA{lora_a_stacked, lora_b_stacked}
         vllm.lora.layers.classifier:
-            ClassificationHeadWithLoRA{set_module_to_save}  # since 0.31
+            ClassificationHeadWithLoRA  # since 0.31
         """,
         what="on layers that the compiled product computes alone, the stacks are replaced by views of one zero, and "
         "set_lora and reset_lora by our own, on each layer object",
