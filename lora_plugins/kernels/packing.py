@@ -21,7 +21,7 @@ from lora_plugins.kernels import crossover
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.compiled.library import Product
 from lora_plugins.kernels.compiled.panels import SlotPanels, fill, size
-from lora_plugins.kernels.layers import note_ranks, sides_of_slices, stacks
+from lora_plugins.kernels.layers import note_ranks, sides_of_slices, stacks, watched_ranks
 from lora_plugins.kernels.ranks import SlotRanks
 from lora_plugins.ledger import Patch
 
@@ -172,11 +172,11 @@ def give_packer(module: Any, product: Callable[[str], Product]) -> None:
     """Give this layer a packer in the place of its stacks, if every product with its slots can be one with panels.
 
     Args:
-        module: vLLM's layer, whose weights have been created; nothing happens where it has a packer.
+        module: vLLM's layer, whose weights have been created; one that has been written before is left as it is.
         product: returns the compiled product of a dtype.
     """
     parts = stacks(module)
-    if parts is None or packer_of(module) is not None or hasattr(module, "set_module_to_save"):
+    if parts is None or watched_ranks(module) is not None or hasattr(module, "set_module_to_save"):
         return  # a classification head holds more than A and B
     a, b = parts
     sharded = bool(getattr(getattr(module, "lora_config", None), "fully_sharded_loras", False))
@@ -239,7 +239,7 @@ LEDGER = (
         vllm.lora.layers.logits_processor:
             LogitsProcessorWithLoRA{lora_a_stacked, lora_b_stacked}
         vllm.lora.layers.classifier:
-            ClassificationHeadWithLoRA{set_module_to_save}  # since 0.31
+            ClassificationHeadWithLoRA  # since 0.31
         """,
         what="on layers that the compiled product computes alone, the stacks are replaced by views of one zero, and "
         "set_lora and reset_lora by our own, on each layer object",

@@ -176,6 +176,7 @@ class Jobs:
         entry = self.entries.get(command.key)
         if entry is None or entry.adapter is None:
             raise RuntimeError(f"no loaded adapter {command.key} to activate")
+        self._leave(entry, entry.adapter)  # an adapter has one slot
         for other in self.entries.values():
             if other.slot == command.slot:
                 other.slot = None
@@ -195,10 +196,14 @@ class Jobs:
         entry.is_evicted = True
         with entry.writing:  # a job that is writing its slot ends first
             adapter, entry.adapter = entry.adapter, None
+        self._leave(entry, adapter)
+
+    def _leave(self, entry: Entry, adapter: LoadedAdapter | None) -> None:
         if entry.slot is not None:
             self._owners.own(entry.slot, None)
             if adapter is not None:
                 adapter.leave(entry.slot)
+        entry.slot = None
 
     def _take_over(self) -> None:
         self._something_done.clear()

@@ -282,7 +282,7 @@ LEDGER = (
         vllm.lora.layers.base_linear:
             BaseLinearLayerWithLoRA{lora_a_stacked, lora_b_stacked, output_slices, tp_size}
         vllm.lora.layers.classifier:
-            ClassificationHeadWithLoRA{full_module_enabled}  # since 0.31
+            ClassificationHeadWithLoRA  # since 0.31
         """,
         what="called and read in the loading thread, as vLLM does to register and activate an adapter; a scaling that "
         "is multiplied in with the copy is set to 1 (worker/loading.py, worker/loaded_adapter.py)",

@@ -190,7 +190,7 @@ def wrong_words(manager: Any, batch: list[Adapter], deltas: dict[int, torch.Tens
 def linear_answers(manager: Any, *batch: Adapter) -> list[str]:
     """Of modules that `wrong_answers` knows to compute."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("embed_tokens", "lm_head"):
+        for name in ("embed_tokens", "lm_head", "fused"):
             patch.delitem(manager._adapter_manager.modules, name)
         return wrong_answers(manager, *batch)
 
