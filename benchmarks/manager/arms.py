@@ -15,16 +15,21 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "ours": ("lora_lru_manager",),
     "vllm+kernels": ("lora_kernels",),
     "ours+kernels": ("lora_lru_manager", "lora_kernels"),
-    "ours-within+kernels": ("lora_lru_manager", "lora_kernels"),
+    "vllm+torch": ("lora_kernels",),
+    "ours+torch": ("lora_lru_manager", "lora_kernels"),
 }
 NAMES = {
     "vllm": "vLLM",
     "ours": "ours, vLLM's kernels",
     "vllm+kernels": "vLLM's manager, our kernels",
     "ours+kernels": "ours",
-    "ours-within+kernels": "ours, the spare slot taken from --max-loras",
+    "vllm+torch": "vLLM's manager, PyTorch's products",
+    "ours+torch": "ours, PyTorch's products",
 }
-SETTINGS: Mapping[str, Mapping[str, str]] = {"ours-within+kernels": {"LORA_PLUGINS_SPARE_SLOTS_WITHIN": "1"}}
+# Slots that are copied to, on the CPU too.
+SETTINGS: Mapping[str, Mapping[str, str]] = {
+    arm: {"LORA_PLUGINS_KERNELS": "torch"} for arm in ("vllm+torch", "ours+torch")
+}
 
 
 @dataclass(frozen=True)
