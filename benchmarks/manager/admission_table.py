@@ -13,6 +13,10 @@ from benchmarks.manager.scenarios import ALONE, DRAWN, FLOOD, SERVINGS, Serving,
 
 LEAST_MEAN, LEAST_POINTERS, LEAST_COPIES = 1.3, 1.05, 1.0  # requests/s against vLLM's
 MOST_HOT, MOST_LEAST, MOST_FLOODED = 1.05, 1.0, 1.3
+HEAD = (
+    "| adapters/slots | slots are | traffic | requests/s | most asked, whole: p50 ms | p99 ms "
+    "| least asked, first token: p99 ms | longest ms | how many |"
+)
 
 
 @dataclass(frozen=True)
@@ -83,8 +87,7 @@ def p99(values: list[float]) -> float:
 def table(rows: list[dict]) -> str:
     cases = cases_of(rows)
     lines = [
-        "| adapters/slots | slots are | traffic | requests/s | most asked, whole: p50 ms | p99 ms |"
-        + " least asked, first token: p99 ms | longest ms | how many |",
+        HEAD,
         "|---" * 9 + "|",
     ]
     for case in cases:

@@ -107,7 +107,8 @@ class _Soak:
         await self._empty(store)
         self._plan.figures |= {
             "seconds": plan.seconds, "seed": plan.seed, "clients": CLIENTS, "impatient": IMPATIENT,
-            "operators": OPERATORS, "adapters": len(self._world.names), "versions": VERSIONS, "most": self._monitor.most,
+            "operators": OPERATORS, "adapters": len(self._world.names), "versions": VERSIONS,
+            "most": self._monitor.most,
         }  # fmt: skip
 
     def _note_quiet(self) -> None:
