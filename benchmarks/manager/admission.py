@@ -129,11 +129,11 @@ async def _stretch(
     arm: Arm, adapters: list[Path], serving: Serving, traffic: Traffic, seed: int, stretch_s: float
 ) -> list[Answered]:
     answered: list[Answered] = []
-    shared = traffic.draws(serving, seed)
+    shared = traffic.draws(serving.adapters, serving.tokens, seed)
     began = time.perf_counter()
 
     async def client(number: int) -> None:
-        draws = traffic.draws(serving, seed, number) if traffic.owned else shared
+        draws = traffic.draws(serving.adapters, serving.tokens, seed, number) if traffic.owned else shared
         while (sent := time.perf_counter() - began) < stretch_s:
             adapter, tokens = next(draws)
             times: list[float] = []

@@ -66,7 +66,7 @@ def cases_of(rows: list[dict]) -> list[Case]:
 def _figures(rows: list[dict], serving: Serving, traffic: Traffic) -> Figures:
     adapters = [int(text) for row in rows for text in row["adapter"].split()]
     firsts, wholes = ([float(text) for row in rows for text in row[name].split()] for name in ("first_ms", "whole_ms"))
-    hot, least = traffic.most_asked(), traffic.least_asked(serving)
+    hot, least = traffic.most_asked(), traffic.least_asked(serving.adapters)
     return Figures(
         statistics.mean(row["requests_per_s"] for row in rows),
         [whole for adapter, whole in zip(adapters, wholes, strict=True) if adapter in hot],

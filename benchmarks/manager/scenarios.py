@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 QUIET_TENANTS = 9
 
 
 @dataclass(frozen=True)
 class Serving:
-    """A base model with adapters; `tokens` of an answer are drawn from half to one and a half times as many."""
+    """A base model with adapters, and the mean number of tokens of an answer."""
 
     name: str
     adapters: int
@@ -36,27 +37,30 @@ class Traffic:
     zipf: float = 0.0
     owned: tuple[int, ...] = ()
 
-    def draws(self, serving: Serving, seed: int, client: int = 0) -> Iterator[tuple[int, int]]:
-        """Adapters and numbers of tokens; those of all clients, or of one that has its own adapter."""
+    def draws(self, adapters: int, tokens: int, seed: int, client: int = 0) -> Iterator[tuple[int, int]]:
+        """Adapters and numbers of tokens: half to one and a half times as many.
+
+        Those of all clients, or of one where each has an adapter of its own.
+        """
         rng = random.Random(f"{seed}-{self.name}-{client if self.owned else 0}")
-        weights = [(rank + 1) ** -self.zipf for rank in range(serving.adapters)]
+        cumulated = list(accumulate((rank + 1) ** -self.zipf for rank in range(adapters)))
         while True:
-            adapter = rng.choices(range(serving.adapters), weights)[0]
-            tokens = rng.randint(serving.tokens // 2, serving.tokens * 3 // 2)
-            yield (self.owned[client] if self.owned else adapter), tokens
+            adapter = rng.choices(range(adapters), cum_weights=cumulated)[0]
+            length = rng.randint(tokens // 2, tokens * 3 // 2)
+            yield (self.owned[client] if self.owned else adapter), length
 
     def most_asked(self) -> set[int]:
         """The adapter that is asked for most, where there is one."""
         return {0} if self.zipf or len(self.owned) > QUIET_TENANTS else set()
 
-    def least_asked(self, serving: Serving) -> set[int]:
+    def least_asked(self, adapters: int) -> set[int]:
         """The adapters that together get the last tenth of the requests; all, where they are asked for alike."""
         if self.owned:
             return set(range(1, 1 + QUIET_TENANTS))
         if not self.zipf:
-            return set(range(serving.adapters))
-        weights = [(rank + 1) ** -self.zipf for rank in range(serving.adapters)]
-        return {rank for rank in range(serving.adapters) if sum(weights[rank:]) <= 0.11 * sum(weights)}
+            return set(range(adapters))
+        cumulated = list(accumulate((rank + 1) ** -self.zipf for rank in range(adapters)))
+        return {rank for rank in range(1, adapters) if cumulated[rank - 1] >= 0.89 * cumulated[-1]}
 
 
 SERVINGS = (

@@ -1,0 +1,97 @@
+"""Timings for the simulation of admission, and how well it then says what real servers did.
+
+What is measured is kept by `python -m benchmarks.manager admission`. `--fit` of `benchmarks.admission` searches timings
+for each pair of servers, the same for both arms, by which simulated requests/s and the median time of whole requests
+come closest to it; what it prints is kept here as FITTED.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+
+from benchmarks.admission_model import Case, Ours, Outcome, Timings, Vllm, drive
+from benchmarks.manager.admission import RESULT
+from benchmarks.manager.admission_table import Case as Measured
+from benchmarks.manager.admission_table import Figures, cases_of, p50
+from benchmarks.record import RESULTS
+
+SEARCHED = ("step_s", "row_s", "adapter_s", "prefill_s", "copy_s", "slowed", "think_s")
+FITTING_S, ROUNDS = 40.0, 12
+MOST_OFF = 0.15
+
+FITTED: Mapping[tuple[str, str], Timings] = {}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One arm of one traffic."""
+
+    measured: Measured
+    arm: str
+    real: Figures
+    simulated: Outcome
+
+    def ratios(self) -> tuple[float, float]:
+        """Simulated against measured: requests/s, and the median of the most asked adapter's whole requests."""
+        real_p50_s = p50(self.real.hot_whole_ms or self.real.least_whole_ms) / 1e3
+        return self.simulated.requests_per_s / self.real.requests_per_s, self.simulated.hot_p50_s / real_p50_s
+
+    def line(self) -> str:
+        rate, median = self.ratios()
+        is_off = abs(rate - 1) > MOST_OFF
+        return (
+            f"| {self.measured} | {self.arm} | {self.real.requests_per_s:.1f} | {self.simulated.requests_per_s:.1f} "
+            f"| {rate:.2f}×{' **off**' if is_off else ''} | {median:.2f}× |"
+        )
+
+
+HEAD = "| case | order | requests/s, measured | simulated | ratio | most asked, median: ratio |\n" + "|---" * 6 + "|"
+
+
+def measured() -> dict[tuple[str, str], list[Measured]]:
+    """What was measured, by serving and slots, where it is to be reproduced."""
+    path = RESULTS / f"{RESULT}.json"
+    found: dict[tuple[str, str], list[Measured]] = {}
+    for case in cases_of(json.loads(path.read_text())["rows"]) if path.exists() else ():
+        if case.serving.name in ("16/4", "40/3"):
+            found.setdefault((case.serving.name, case.slots), []).append(case)
+    return found
+
+
+def simulated(case: Measured, timings: Timings, seconds: float) -> Case:
+    of = case.serving
+    return Case(
+        str(case), of.adapters, of.slots, of.adapters + 2, of.tokens, case.traffic, timings,
+        is_pointed=case.slots == "pointers", seconds=seconds,
+    )  # fmt: skip
+
+
+def compare(cases: list[Measured], timings: Timings, seconds: float) -> Iterator[Compared]:
+    for case in cases:
+        one = simulated(case, timings, seconds)
+        yield Compared(case, "vLLM's", case.vllm, drive(one, Vllm(one)))
+        yield Compared(case, "planner", case.ours, drive(one, Ours(one)))
+
+
+def fit(cases: list[Measured]) -> Timings:
+    """Change one timing after the other, by ever less, as long as that brings simulated and measured closer."""
+
+    def error(timings: Timings) -> float:
+        return sum(math.log(ratio) ** 2 for one in compare(cases, timings, FITTING_S) for ratio in one.ratios())
+
+    slowest = min(case.vllm.requests_per_s for case in cases)
+    best = replace(Timings(), step_s=1 / slowest / 8, row_s=0.05 / slowest, adapter_s=0.01 / slowest)
+    least, factor = error(best), 2.0
+    for _ in range(ROUNDS):
+        before = least
+        for name in SEARCHED:
+            for by in (factor, 1 / factor):
+                changed = replace(best, **{name: asdict(best)[name] * by})
+                if (found := error(changed)) < least:
+                    best, least = changed, found
+        if least > 0.99 * before:
+            factor = math.sqrt(factor)
+    return replace(best, **{name: float(f"{asdict(best)[name]:.2g}") for name in SEARCHED})
