@@ -102,17 +102,18 @@ class Steps:
 
 
 class ImpatientSteps(Steps):
-    """Those of a client that leaves soon, and asks for the same again within a millisecond: any adapter, all alike.
+    """Those of a client that leaves soon, and asks for the same again within a millisecond.
 
-    Few adapters are in host memory, so that mostly room is made for its own when it leaves.
+    Its adapters are among those that others ask for least: room is made for them, and nobody else's request has them
+    loaded.
     """
 
     def next(self) -> Step:
-        rng, any_one = self._rng, self._popular[self._rng.randrange(len(self._popular))]
+        rng, one = self._rng, self._popular[-1 - self._rng.randrange(20)]
         return Step(
             pause_s=rng.expovariate(5.0),
-            name=any_one.name,
-            adapter=any_one.adapter,
+            name=one.name,
+            adapter=one.adapter,
             route=rng.choice(ROUTES),
             prompt=rng.randrange(len(PROMPTS)),
             max_tokens=rng.choice((1, 4, 8)),
