@@ -15,9 +15,10 @@ from dataclasses import asdict, replace
 from statistics import mean, quantiles
 from typing import Any
 
-from benchmarks.admission_fit import FITTED, HEAD, compare, fit, measured
+from benchmarks.admission_fit import FITTED, HEAD, compare, fit, measured, simulated
 from benchmarks.admission_model import SEED, Case, Ours, Outcome, Timings, Vllm, busy, drive
-from benchmarks.manager.scenarios import ALONE, DRAWN, FLOOD, SERVINGS, Traffic
+from benchmarks.manager.admission import PAIRS
+from benchmarks.manager.scenarios import ALONE, DRAWN, FLOOD, SERVINGS, Traffic, traffic_of
 from benchmarks.record import keep
 from tests.scheduler.simulated import spec
 
@@ -38,16 +39,15 @@ def many_adapters(seconds: float) -> Iterator[Case]:
 
 
 def with_fitted_timings(seconds: float) -> Iterator[Case]:
-    """The servings with all traffic, whether measured or not."""
+    """What was not measured: the flood elsewhere, and long answers."""
     for serving in SERVINGS:
-        for traffic in (*DRAWN, ALONE, FLOOD):
-            for slots in ("pointers", "copies"):
-                if timings := FITTED.get((serving.name, slots)):
-                    yield Case(
-                        f"{serving.name}, {slots}, {traffic.name}", serving.adapters, serving.slots,
-                        serving.adapters + 2, serving.tokens, traffic, timings,
-                        is_pointed=slots == "pointers", seconds=seconds,
-                    )  # fmt: skip
+        for slots in PAIRS:
+            if timings := FITTED.get((serving.name, slots)):
+                for traffic in () if FLOOD in traffic_of(serving) else (ALONE, FLOOD):
+                    yield simulated(serving, slots, traffic, timings, seconds)
+                for traffic in (one for one in DRAWN if one.clients == 12):
+                    case = simulated(replace(serving, tokens=128), slots, traffic, timings, seconds)
+                    yield replace(case, name=f"{case.name}, answers of 128 tokens")
 
 
 def on_a_gpu(seconds: float) -> Iterator[Case]:
@@ -118,7 +118,7 @@ def speak(rows: list[dict[str, object]], cases: Iterator[Case], patiences: list[
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=200.0, help="virtual ones, of each case")
+    parser.add_argument("--seconds", type=float, default=60.0, help="virtual ones, of each case")
     parser.add_argument("--patience-s", type=float, nargs="*", default=[], help="others than the default, too")
     parser.add_argument("--fit", action="store_true", help="print timings for what is measured, and end")
     options = parser.parse_args()

@@ -16,10 +16,11 @@ from benchmarks.admission_model import Case, Ours, Outcome, Timings, Vllm, drive
 from benchmarks.manager.admission import RESULT
 from benchmarks.manager.admission_table import Case as Measured
 from benchmarks.manager.admission_table import Figures, cases_of, p50
+from benchmarks.manager.scenarios import Serving, Traffic
 from benchmarks.record import RESULTS
 
 SEARCHED = ("step_s", "row_s", "adapter_s", "prefill_s", "copy_s", "slowed", "think_s")
-FITTING_S, ROUNDS = 40.0, 12
+FITTING_REQUESTS, ROUNDS = 400, 10
 MOST_OFF = 0.15
 
 FITTED: Mapping[tuple[str, str], Timings] = {}
@@ -52,26 +53,24 @@ HEAD = "| case | order | requests/s, measured | simulated | ratio | most asked, 
 
 
 def measured() -> dict[tuple[str, str], list[Measured]]:
-    """What was measured, by serving and slots, where it is to be reproduced."""
+    """What was measured, by serving and slots."""
     path = RESULTS / f"{RESULT}.json"
     found: dict[tuple[str, str], list[Measured]] = {}
     for case in cases_of(json.loads(path.read_text())["rows"]) if path.exists() else ():
-        if case.serving.name in ("16/4", "40/3"):
-            found.setdefault((case.serving.name, case.slots), []).append(case)
+        found.setdefault((case.serving.name, case.slots), []).append(case)
     return found
 
 
-def simulated(case: Measured, timings: Timings, seconds: float) -> Case:
-    of = case.serving
+def simulated(of: Serving, slots: str, traffic: Traffic, timings: Timings, seconds: float) -> Case:
     return Case(
-        str(case), of.adapters, of.slots, of.adapters + 2, of.tokens, case.traffic, timings,
-        is_pointed=case.slots == "pointers", seconds=seconds,
+        f"{of.name}, {slots}, {traffic.name}", of.adapters, of.slots, of.adapters + 2, of.tokens, traffic, timings,
+        is_pointed=slots == "pointers", seconds=seconds,
     )  # fmt: skip
 
 
 def compare(cases: list[Measured], timings: Timings, seconds: float) -> Iterator[Compared]:
     for case in cases:
-        one = simulated(case, timings, seconds)
+        one = simulated(case.serving, case.slots, case.traffic, timings, seconds)
         yield Compared(case, "vLLM's", case.vllm, drive(one, Vllm(one)))
         yield Compared(case, "planner", case.ours, drive(one, Ours(one)))
 
@@ -79,10 +78,12 @@ def compare(cases: list[Measured], timings: Timings, seconds: float) -> Iterator
 def fit(cases: list[Measured]) -> Timings:
     """Change one timing after the other, by ever less, as long as that brings simulated and measured closer."""
 
-    def error(timings: Timings) -> float:
-        return sum(math.log(ratio) ** 2 for one in compare(cases, timings, FITTING_S) for ratio in one.ratios())
-
     slowest = min(case.vllm.requests_per_s for case in cases)
+
+    def error(timings: Timings) -> float:
+        found = compare(cases, timings, FITTING_REQUESTS / slowest)
+        return sum(math.log(ratio) ** 2 for one in found for ratio in one.ratios())
+
     best = replace(Timings(), step_s=1 / slowest / 8, row_s=0.05 / slowest, adapter_s=0.01 / slowest)
     least, factor = error(best), 2.0
     for _ in range(ROUNDS):
