@@ -59,9 +59,9 @@ def on_a_gpu(seconds: float) -> Iterator[Case]:
 
 def planning_us(adapters: int, *, is_pointed: bool, held: int = 1000, steps: int = 4000) -> tuple[float, float, float]:
     """Mean, median and 99th percentile of what the planner takes of a step's time: notifications and plan."""
-    engine = Ours(Case("", adapters, 8, 100, 32, ZIPF, Timings(), is_pointed))
+    engine = Ours(Case("", adapters, 8, 100, 32, ZIPF, Timings(), is_pointed), max_rows=10**9)
     spent = [0.0]
-    for name in ("arrived", "finished", "reported", "carried_out", "plan"):
+    for name in ("arrived", "ended", "reported", "carried_out", "plan"):
         setattr(engine.planner, name, _timed(getattr(engine.planner, name), spent))
     rng = random.Random(SEED)
     specs = [spec(key, 40_000_000) for key in range(1, adapters + 1)]
@@ -131,13 +131,12 @@ def main() -> int:
     for cases in (with_fitted_timings, on_a_gpu, many_adapters):
         speak(rows, cases(options.seconds), options.patience_s)
     print("\n| 1,000 held requests over | planning a step, mean | median | p99 |\n|---|---|---|---|")
-    for adapters in (1000, 20):
-        for is_pointed in (False, True):
-            mean_us, median_us, p99_us = planning_us(adapters, is_pointed=is_pointed)
-            found = {"mean_us": mean_us, "median_us": median_us, "p99_us": p99_us}
-            rows.append({"case": "planning", "adapters": adapters, "is_pointed": is_pointed, **found})
-            name = f"{adapters:,} adapters, {'100 pointers' if is_pointed else '8 slots'}"
-            print(f"| {name} | " + " | ".join(f"{us:.0f} µs" for us in found.values()) + " |", flush=True)
+    for adapters, is_pointed in ((1000, False), (1000, True), (20, False)):
+        mean_us, median_us, p99_us = planning_us(adapters, is_pointed=is_pointed)
+        found = {"mean_us": mean_us, "median_us": median_us, "p99_us": p99_us}
+        rows.append({"case": "planning", "adapters": adapters, "is_pointed": is_pointed, **found})
+        name = f"{adapters:,} adapters, {'100 pointers' if is_pointed else '8 slots'}"
+        print(f"| {name} | " + " | ".join(f"{us:.0f} µs" for us in found.values()) + " |", flush=True)
     print(f"\nRaw: {keep('admission', rows).name}")
     return 0
 

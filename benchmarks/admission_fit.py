@@ -57,7 +57,8 @@ def measured() -> dict[tuple[str, str], list[Measured]]:
     path = RESULTS / f"{RESULT}.json"
     found: dict[tuple[str, str], list[Measured]] = {}
     for case in cases_of(json.loads(path.read_text())["rows"]) if path.exists() else ():
-        found.setdefault((case.serving.name, case.slots), []).append(case)
+        if case.vllm.requests_per_s and case.ours.requests_per_s:
+            found.setdefault((case.serving.name, case.slots), []).append(case)
     return found
 
 

@@ -88,12 +88,12 @@ def planner_of(case: Case, patience_s: float = 1.0) -> Planner:
 class Ours(SimulatedEngine):
     """The planner, with workers that load and copy beside the steps."""
 
-    def __init__(self, case: Case, patience_s: float = 1.0) -> None:
+    def __init__(self, case: Case, patience_s: float = 1.0, max_rows: int = MAX_ROWS) -> None:
         timings = case.timings
         workers = SimulatedWorkers(
             lambda _: timings.load_s, lambda _: timings.copy_s, is_instant=lambda _: case.is_pointed
         )
-        super().__init__(planner_of(case, patience_s), workers, step_s=self._took_s, max_rows=MAX_ROWS)
+        super().__init__(planner_of(case, patience_s), workers, step_s=self._took_s, max_rows=max_rows)
         self.is_watched = False
         self.loads = 0
         self.done: list[Request] = []
@@ -110,7 +110,9 @@ class Ours(SimulatedEngine):
         return self.workers.activations
 
     def step(self) -> Plan:
+        admitted = [*self.running.values(), *self.waiting.values()]
         plan = super().step()
+        self.done += (one for one in (*admitted, *plan.admitted) if one.ended_at is not None)
         self.loads += sum(isinstance(command, Load) for command in plan.commands)
         return plan
 
@@ -118,10 +120,6 @@ class Ours(SimulatedEngine):
         adapters = len({request.spec.engine_id for request in self.running.values()})
         is_beside = bool(self.workers.loading or self.workers.writing)
         return self._timings.step(rows, adapters, new, is_beside=is_beside)
-
-    def _end(self, requests: list[Request]) -> None:
-        super()._end(requests)
-        self.done += requests
 
 
 class Vllm:

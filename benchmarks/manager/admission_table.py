@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -42,7 +43,8 @@ class Case:
 
     @property
     def gain(self) -> float:
-        return self.ours.requests_per_s / self.vllm.requests_per_s
+        """Not a number where a machine that stood still let none be answered."""
+        return self.ours.requests_per_s / (self.vllm.requests_per_s or math.nan)
 
     def __str__(self) -> str:
         return f"{self.serving.name}, {self.slots}, {self.traffic.name}"
