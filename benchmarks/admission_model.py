@@ -88,12 +88,12 @@ def planner_of(case: Case, patience_s: float = 1.0) -> Planner:
 class Ours(SimulatedEngine):
     """The planner, with workers that load and copy beside the steps."""
 
-    def __init__(self, case: Case, patience_s: float = 1.0, max_rows: int = MAX_ROWS) -> None:
+    def __init__(self, case: Case, patience_s: float = 1.0) -> None:
         timings = case.timings
         workers = SimulatedWorkers(
             lambda _: timings.load_s, lambda _: timings.copy_s, is_instant=lambda _: case.is_pointed
         )
-        super().__init__(planner_of(case, patience_s), workers, step_s=self._took_s, max_rows=max_rows)
+        super().__init__(planner_of(case, patience_s), workers, step_s=self._took_s, max_rows=MAX_ROWS)
         self.is_watched = False
         self.loads = 0
         self.done: list[Request] = []
