@@ -82,8 +82,8 @@ def fit(cases: list[Measured]) -> Timings:
     slowest = min(case.vllm.requests_per_s for case in cases)
 
     def error(timings: Timings) -> float:
-        found = compare(cases, timings, FITTING_REQUESTS / slowest)
-        return sum(math.log(ratio) ** 2 for one in found for ratio in one.ratios())
+        each = (compare([case], timings, FITTING_REQUESTS / case.vllm.requests_per_s) for case in cases)
+        return sum(math.log(ratio) ** 2 for found in each for one in found for ratio in one.ratios())
 
     best = replace(Timings(), step_s=1 / slowest / 8, row_s=0.05 / slowest, adapter_s=0.01 / slowest)
     least, factor = error(best), 2.0

@@ -68,5 +68,7 @@ def servers(arms: Sequence[str], base: Path, home: Path, arguments: Sequence[str
             with contextlib.suppress(OSError):
                 Path(f"/proc/{server.process.pid}/autogroup").write_text(str(os.nice(0)))
             running.append(Arm(arm, server, int(server.url.rpartition(":")[2])))
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # vLLM binds its compute threads to the other ones
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {max(cores)})  # vLLM binds its compute threads to the other ones
+        stack.callback(os.sched_setaffinity, 0, cores)  # which the next servers inherit
         yield running
