@@ -79,13 +79,13 @@ def compare(cases: list[Measured], timings: Timings, seconds: float) -> Iterator
 def fit(cases: list[Measured]) -> Timings:
     """Change one timing after the other, by ever less, as long as that brings simulated and measured closer."""
 
-    slowest = min(case.vllm.requests_per_s for case in cases)
-
     def error(timings: Timings) -> float:
         each = (compare([case], timings, FITTING_REQUESTS / case.vllm.requests_per_s) for case in cases)
         return sum(math.log(ratio) ** 2 for found in each for one in found for ratio in one.ratios())
 
-    best = replace(Timings(), step_s=1 / slowest / 8, row_s=0.05 / slowest, adapter_s=0.01 / slowest)
+    of, slowest = cases[0].serving, min(case.vllm.requests_per_s for case in cases)
+    step_s = of.slots / (slowest * of.tokens)  # one row for each slot
+    best = Timings(step_s, row_s=step_s / 20, adapter_s=step_s / 50, prefill_s=step_s / 10, copy_s=step_s / 5)
     least, factor = error(best), 2.0
     for _ in range(ROUNDS):
         before = least
