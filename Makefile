@@ -90,7 +90,7 @@ bench-fetch: set-up ## cold fetches against others, warm resolves, crowds and fl
 bench-policies: set-up ## eviction policies on replayed traces, against Belady's optimum
 	@$(RUN) -m benchmarks.policies
 
-bench-manager: set-up ## the adapter manager against vLLM's: stalls, thrash, activation, memory
+bench-manager: set-up ## the adapter manager against vLLM's: admission, stalls, activation, memory
 	@$(RUN) -m benchmarks.manager
 
 bench-admission: set-up ## who is admitted when, simulated with 1,000 adapters, against vLLM's order

@@ -1,1 +1,1 @@
-"""The adapter manager against vLLM's own: stalls, thrashing, activation, memory; `python -m benchmarks.manager`."""
+"""The adapter manager against vLLM's own: admission, stalls, activation, memory; `python -m benchmarks.manager`."""

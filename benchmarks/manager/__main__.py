@@ -1,4 +1,4 @@
-"""`python -m benchmarks.manager [stall|thrash|neighbours|activation|memory]`, all of them by default.
+"""`python -m benchmarks.manager [admission|stall|neighbours|beams|activation|memory]`, all of them by default.
 
 Each prints Markdown and keeps its raw rows in benchmarks/results/. A part can be run by itself (`stall --sizes 40`):
 its rows then replace those of the same sizes in the kept file, so that a long benchmark can be taken up again.
@@ -58,11 +58,18 @@ def activation(options: argparse.Namespace) -> None:
     print(table(rows))
 
 
-def thrash(options: argparse.Namespace) -> None:
-    from benchmarks.manager.thrash import measure, table
+def admission(options: argparse.Namespace) -> None:
+    from benchmarks.manager.admission import RESULT, measure
+    from benchmarks.manager.admission_table import table
 
-    rows = measure(options.rank, options.arms, stretches=options.stretches, stretch_s=options.stretch_s)
-    print(table(merged("thrash", rows, ("arm", "rank", "draw"))))
+    rows = measure(
+        options.servings,
+        options.slots,
+        options.traffic,
+        stretches=options.stretches,
+        stretch_s=options.stretch_s,
+    )
+    print(table(merged(RESULT, rows, ("serving", "slots", "traffic"))))
 
 
 def neighbours(options: argparse.Namespace) -> None:
@@ -70,6 +77,13 @@ def neighbours(options: argparse.Namespace) -> None:
 
     rows = measure(options.arms, stretches=options.stretches, stretch_s=options.stretch_s)
     print(table(merged("neighbours", rows, ("arm", "trouble"))))
+
+
+def beams(options: argparse.Namespace) -> None:
+    from benchmarks.manager.beams import measure, table
+
+    rows = measure(options.arms, stretches=options.stretches, stretch_s=options.stretch_s)
+    print(table(merged("beams", rows, ("arm", "kind", "crowd"))))
 
 
 def memory(options: argparse.Namespace) -> None:
@@ -98,23 +112,31 @@ def main() -> int:
     pairs = [(16, 16), (64, 64), (256, 256), (16, 64), (16, 256), (64, 256)]
     part.add_argument("--pairs", type=_pair, nargs="*", default=pairs, metavar="RANK/MAX_LORA_RANK")
     part.set_defaults(run=activation)
-    part = parts.add_parser("thrash")
-    part.add_argument("--rank", type=int, default=64)
-    part.add_argument("--arms", nargs="*", default=["vllm+kernels", "ours+kernels", "ours-within+kernels"])
-    part.add_argument("--stretches", type=int, default=3)
-    part.add_argument("--stretch-s", type=float, default=12.0)
-    part.set_defaults(run=thrash)
+    part = parts.add_parser("admission")
+    part.add_argument("--servings", nargs="*", default=["12/3", "16/4", "40/3"], metavar="ADAPTERS/SLOTS")
+    part.add_argument("--slots", nargs="*", default=["pointers", "copies"])
+    part.add_argument("--traffic", default="", help="only what has this in its name, as in `Zipf, 12`")
+    part.add_argument("--stretches", type=int, default=2)
+    part.add_argument("--stretch-s", type=float, default=5.0)
+    part.set_defaults(run=admission)
     part = parts.add_parser("neighbours")
     part.add_argument("--arms", nargs="*", default=["vllm+kernels", "ours+kernels"])
     part.add_argument("--stretches", type=int, default=3)
     part.add_argument("--stretch-s", type=float, default=6.0)
     part.set_defaults(run=neighbours)
+    part = parts.add_parser("beams")
+    part.add_argument("--arms", nargs="*", default=["vllm+kernels", "ours+kernels", "vllm+torch", "ours+torch"])
+    part.add_argument("--stretches", type=int, default=2)
+    part.add_argument("--stretch-s", type=float, default=5.0)
+    part.set_defaults(run=beams)
     part = parts.add_parser("memory")
     part.add_argument("--cycles", type=int, default=10_000)
     part.set_defaults(run=memory)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the servers would outlive a time limit
-    options.run(options)
+    for name in [options.part] if options.part else list(parts.choices):
+        chosen = options if options.part else parser.parse_args([name])
+        chosen.run(chosen)
     return 0
 
 

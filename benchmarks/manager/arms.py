@@ -15,16 +15,21 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "ours": ("lora_lru_manager",),
     "vllm+kernels": ("lora_kernels",),
     "ours+kernels": ("lora_lru_manager", "lora_kernels"),
-    "ours-within+kernels": ("lora_lru_manager", "lora_kernels"),
+    "vllm+torch": ("lora_kernels",),
+    "ours+torch": ("lora_lru_manager", "lora_kernels"),
 }
 NAMES = {
     "vllm": "vLLM",
     "ours": "ours, vLLM's kernels",
     "vllm+kernels": "vLLM's manager, our kernels",
     "ours+kernels": "ours",
-    "ours-within+kernels": "ours, the spare slot taken from --max-loras",
+    "vllm+torch": "vLLM's manager, PyTorch's products",
+    "ours+torch": "ours, PyTorch's products",
 }
-SETTINGS: Mapping[str, Mapping[str, str]] = {"ours-within+kernels": {"LORA_PLUGINS_SPARE_SLOTS_WITHIN": "1"}}
+# Slots that are copied to, on the CPU too.
+SETTINGS: Mapping[str, Mapping[str, str]] = {
+    arm: {"LORA_PLUGINS_KERNELS": "torch"} for arm in ("vllm+torch", "ours+torch")
+}
 
 
 @dataclass(frozen=True)
@@ -63,5 +68,7 @@ def servers(arms: Sequence[str], base: Path, home: Path, arguments: Sequence[str
             with contextlib.suppress(OSError):
                 Path(f"/proc/{server.process.pid}/autogroup").write_text(str(os.nice(0)))
             running.append(Arm(arm, server, int(server.url.rpartition(":")[2])))
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # vLLM binds its compute threads to the other ones
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {max(cores)})  # vLLM binds its compute threads to the other ones
+        stack.callback(os.sched_setaffinity, 0, cores)  # which the next servers inherit
         yield running

@@ -74,14 +74,15 @@ def _bring(manager: Any, request: Any) -> None:
     if not hasattr(manager, "begin_step"):
         manager.add_adapter(request)
         return
-    from lora_plugins.scheduler.messages import Activated, AdapterSpec, Failed, Load
+    from lora_plugins.scheduler.messages import Activate, Activated, AdapterSpec, Load, Loaded
 
-    spec = AdapterSpec(request.lora_int_id, request.lora_name, request.lora_path)
-    manager.begin_step([Load(spec, request.lora_int_id, slot=request.lora_int_id % 2)])
-    reports: list[Any] = []
-    while not any(isinstance(report, Activated) for report in reports):
-        reports += manager.reports(1.0)
-        if any(isinstance(report, Failed) for report in reports):
+    key = request.lora_int_id
+    load = Load(AdapterSpec(key, request.lora_name, request.lora_path), key, job=2 * key)
+    for command, report in ((load, Loaded), (Activate(key, slot=key % 2, job=2 * key + 1), Activated)):
+        manager.begin_step([command])
+        while not (reports := manager.reports(1.0)):
+            pass
+        if not isinstance(reports[0], report):
             raise RuntimeError(str(reports))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.soak import report
 from benchmarks.soak.bank import VERSIONS, Bank
-from benchmarks.soak.clients import LONGEST_REQUEST_S, Target, connect, run_client
+from benchmarks.soak.clients import LONGEST_REQUEST_S, ImpatientSteps, Steps, Target, connect, run_client
 from benchmarks.soak.invariants import Monitor, check_counts, check_log, check_nothing_is_left
 from benchmarks.soak.journal import Journal
 from benchmarks.soak.operators import Operator
@@ -26,7 +26,7 @@ from testbed.hub import local_hub
 from testbed.proxy import fault_proxy
 from testbed.s3 import s3_server
 
-CLIENTS, OPERATORS = 12, 6
+CLIENTS, IMPATIENT, OPERATORS = 12, 4, 6
 _KILL_AT = 0.2  # of the whole time, so that the next server has most of it to show that nothing grows
 _LOOK_S, _SAMPLE_S, _PRINT_S = 5.0, 2.0, 15.0
 # After a third of a server's life. vLLM alone grows too: its CPU worker by 230 MB with the first 2,500 requests of the
@@ -85,8 +85,10 @@ class _Soak:
         self._journal.started = time.monotonic()
         self._note_quiet()
         async with asyncio.TaskGroup() as group:
-            for number in range(CLIENTS):
-                group.create_task(run_client(number, plan.seed, self._world, self._target, self._journal, done))
+            for number in range(CLIENTS + IMPATIENT):
+                of = Steps if number < CLIENTS else ImpatientSteps
+                steps = of(plan.seed, number, self._world, self._target.base)
+                group.create_task(run_client(steps, number, self._world, self._target, self._journal, done))
             for operator in self._operators[:OPERATORS]:
                 group.create_task(operator.run(done, pause_s=0.4))
             group.create_task(self._faults.run(done, pause_s=10))
@@ -104,8 +106,9 @@ class _Soak:
         await self._audit()
         await self._empty(store)
         self._plan.figures |= {
-            "seconds": plan.seconds, "seed": plan.seed, "clients": CLIENTS, "operators": OPERATORS,
-            "adapters": len(self._world.names), "versions": VERSIONS, "most": self._monitor.most,
+            "seconds": plan.seconds, "seed": plan.seed, "clients": CLIENTS, "impatient": IMPATIENT,
+            "operators": OPERATORS, "adapters": len(self._world.names), "versions": VERSIONS,
+            "most": self._monitor.most,
         }  # fmt: skip
 
     def _note_quiet(self) -> None:

@@ -10,10 +10,18 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.soak.clients import Target
-from benchmarks.soak.invariants import LONGEST_DRAIN_S, MORE_FILES, MORE_THREADS, Monitor, check_counts, check_log
+from benchmarks.soak.invariants import (
+    LONGEST_DRAIN_S,
+    MORE_FILES,
+    MORE_THREADS,
+    MOST_IN_SLOTS,
+    Monitor,
+    check_counts,
+    check_log,
+)
 from benchmarks.soak.journal import Journal
 from benchmarks.soak.processes import Sample
-from benchmarks.soak.server import HOST_ADAPTERS, HOST_MAX_BYTES, SLOTS
+from benchmarks.soak.server import HOST_ADAPTERS, HOST_MAX_BYTES
 
 
 @pytest.fixture
@@ -31,7 +39,7 @@ def views(count: int, tier: str, state: str = "serving") -> list[dict[str, objec
     return [{"lora_name": f"n{i}", "digest": f"d{i}", "tiers": [tier], "state": state} for i in range(count)]
 
 
-@pytest.mark.parametrize(("tier", "most"), [("slot", SLOTS + 1), ("host", HOST_ADAPTERS)])
+@pytest.mark.parametrize(("tier", "most"), [("slot", MOST_IN_SLOTS), ("host", HOST_ADAPTERS)])
 def test_more_adapters_than_fit_are_seen(journal: Journal, tier: str, most: int) -> None:
     monitor = Monitor(SimpleNamespace(), Target("", "base"), journal)
     monitor.check_list(views(most, tier))

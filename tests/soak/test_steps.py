@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.soak.clients import Steps
+from benchmarks.soak.clients import ImpatientSteps, Steps
 from benchmarks.soak.processes import Sample, growth_mb_per_min
 from benchmarks.soak.world import SOURCES, _name
 
@@ -36,6 +36,16 @@ def test_steps_are_of_every_kind() -> None:
     assert any(one.leave_after_s is not None for one in taken)
     assert any(one.leave_after is not None for one in taken)
     assert {one.adapter for one in taken} >= {None, -1}
+
+
+def test_an_impatient_client_leaves_and_waits_for_its_last_retry() -> None:
+    made = ImpatientSteps(7, 12, WORLD, "base")
+    for _ in range(50):
+        *left, last = (step := made.next()).tries()
+        assert 1 <= len(left) == step.gives_up
+        assert all(one.leave_after_s is not None and one.leave_after_s <= 0.1 for one in left)
+        assert (last.leave_after_s, last.is_retry) == (None, True)
+        assert {(one.name, one.prompt) for one in (*left, last)} == {(step.name, step.prompt)}
 
 
 def test_names_lie_in_four_sources_and_all_have_places() -> None:
