@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -139,13 +140,13 @@ class Adapter:
         self.held[request_id] = held
         self.priorities[held.priority] = self.priorities.get(held.priority, 0) + 1
 
-    def release(self, request_id: str) -> Held:
-        """A request waits for it no more."""
-        held = self.held.pop(request_id)
-        self.priorities[held.priority] -= 1
-        if not self.priorities[held.priority]:
-            del self.priorities[held.priority]
-        return held
+    def unhold(self, request_ids: Iterable[str]) -> None:
+        """Requests wait for it no more."""
+        for request_id in request_ids:
+            held = self.held.pop(request_id)
+            self.priorities[held.priority] -= 1
+            if not self.priorities[held.priority]:
+                del self.priorities[held.priority]
 
     def may_join(self, held: Held, now: float) -> bool:
         """Whether a request may run beside those that do: any, until it leaves; then parts of these, for a while."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.scheduler.state import SlotPool, State
 
@@ -12,30 +10,39 @@ _PATIENT_RUNS = 2
 
 def forget_expected(state: State, now: float) -> float:
     """Expect no more of clients' requests of which too long nothing came; returns when the next of them is due."""
-    next_at = float("inf")
-    for adapter in list(state.in_flight):
+    for adapter in state.expecting:
         for client in [client for client, until in adapter.expected.items() if until <= now]:
             del adapter.expected[client]
             state.touched[adapter] = None
-        next_at = min([next_at, *adapter.expected.values()])
     state.settle(now)
-    return next_at
+    return min((until for adapter in state.expecting for until in adapter.expected.values()), default=float("inf"))
 
 
-def begin(state: State, now: float) -> list[object]:
-    """Give slots to those that are next, as far as they can be had; returns the requests that run from now on."""
+def begin(state: State, now: float) -> tuple[list[object], dict[SlotPool, list[Adapter]]]:
+    """Give slots to those that are next, as far as they can be had.
+
+    Returns the requests that run from now on, and for each kind of slot adapters that wait for one: the first ones,
+    and more than could have one.
+    """
     admitted: list[object] = []
-    used_up: set[SlotPool] = set()
-    for adapter in list(state.ready):
+    waiting: dict[SlotPool, list[Adapter]] = {pool: [] for pool in (state.copied, state.pointed) if pool.size}
+    for adapter in [it for it in state.calling if it.needs_slot]:
+        waiting[state.pool_of(adapter)].append(adapter)
+    left = len(waiting)
+    for adapter in state.ready:  # which changes when the state is settled
         pool = state.pool_of(adapter)
-        if adapter in state.draining or (pool in used_up and adapter.slot is None):
+        without_slot = waiting[pool]
+        if adapter in state.draining or len(without_slot) > pool.size:
             continue
-        if not state.activate(adapter, displaces=True):
-            used_up.add(pool)  # each of its slots is used, or being written
+        if (without_slot and adapter.slot is None) or not state.activate(adapter, displaces=True):
+            without_slot.append(adapter)  # each slot is used, or being written
+            left -= len(without_slot) > pool.size
+            if not left:
+                break
         elif adapter.is_active:
             admitted += state.admit(adapter, now)
             pool.passed_on_at = now
-    return admitted
+    return admitted, waiting
 
 
 def join(state: State, now: float) -> list[object]:
@@ -48,50 +55,52 @@ def join(state: State, now: float) -> list[object]:
     ]
 
 
-def pass_on(state: State, now: float, without_room: list[Adapter], patience_s: float) -> float:
+def pass_on(
+    state: State, now: float, waiting: dict[SlotPool, list[Adapter]], without_room: list[Adapter], patience_s: float
+) -> float:
     """Have one more adapter leave, where others wait and nothing has passed on for a while; returns when to look again.
 
-    `without_room`: those that wait for room in the host cache, in order.
+    `waiting`: for slots, as `begin` says. `without_room`: for room in the host cache, in order.
     """
-    running = [adapter for adapter in state.in_flight if not adapter.is_pinned]
-    patience_s = max(patience_s, _PATIENT_RUNS * state.mean_run_s) / max(1, len(running))
     next_at = float("inf")
+    for pool, adapters in waiting.items():
+        if adapters:
+            next_at = min(next_at, _pass_slots_on(state, pool, adapters, now, patience_s))
+        else:
+            pool.passed_on_at = now
+            for adapter in [it for it in state.leaving if it in pool.owners]:
+                state.stays(adapter)
     if state.reserved_for is not None:
         _reserve(state, state.reserved_for, now)
     elif without_room:
-        next_at = max(state.made_room_at, without_room[0].waits_since or 0.0) + patience_s
-        if next_at <= now:
-            _reserve(state, without_room[0], now)
-    for pool in (state.copied, state.pointed):
-        next_at = min(next_at, _pass_slots_on(state, pool, now, patience_s))
+        look_at = max(state.made_room_at, without_room[0].waits_since or 0.0) + _share(state, patience_s)
+        if look_at > now:
+            return min(next_at, look_at)
+        _reserve(state, without_room[0], now)
     return next_at
 
 
-def _pass_slots_on(state: State, pool: SlotPool, now: float, patience_s: float) -> float:
-    waiting = [it for it in _without_slot(state) if it.slot is None and state.pool_of(it) is pool]
+def _share(state: State, patience_s: float) -> float:
+    """How long all that run together may pass on nothing."""
+    return max(patience_s, _PATIENT_RUNS * state.mean_run_s) / max(1, sum(not it.is_pinned for it in state.in_flight))
+
+
+def _pass_slots_on(state: State, pool: SlotPool, waiting: list[Adapter], now: float, patience_s: float) -> float:
     running = [it for it in pool.owners if it.is_in_flight and not it.is_pinned]
     taking = [it for it in running if it.leaves_since is None]
-    if not waiting:
-        for adapter in running:
-            if adapter not in state.draining:
-                adapter.leaves_since = None
     # The last that takes any requests stays, unless nobody else would leave.
     while len(waiting) > len(running) - len(taking) and (len(taking) > 1 or (taking and len(running) == 1)):
-        look_at = max(pool.passed_on_at, min(it.waits_since or now for it in waiting)) + patience_s
+        share_s = _share(state, patience_s)
+        look_at = max(pool.passed_on_at, min(it.waits_since or now for it in waiting)) + share_s
         if look_at > now:
             return look_at
         pool.passed_on_at = look_at
-        leaving = min(taking, key=lambda it: len(it.running))
-        leaving.leaves_since = now
-        taking.remove(leaving)
+        leaver = min(taking, key=lambda it: len(it.running))
+        state.leaves(leaver, now)
+        taking.remove(leaver)
     if len(waiting) <= len(running) - len(taking):
         pool.passed_on_at = now
     return float("inf")
-
-
-def _without_slot(state: State) -> Iterable[Adapter]:
-    yield from (adapter for adapter in state.ready if adapter not in state.draining)
-    yield from (adapter for adapter in state.calling if adapter.needs_slot and not adapter.held)
 
 
 def _reserve(state: State, adapter: Adapter, now: float) -> None:
@@ -117,4 +126,4 @@ def _reserve(state: State, adapter: Adapter, now: float) -> None:
     state.reserved_for = adapter
     for other in chosen:
         state.draining[other] = None
-        other.leaves_since = now
+        state.leaves(other, now)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 
-from cachetools import LRUCache
-
 from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.scheduler.policies import EvictionPolicy
 
@@ -27,22 +25,29 @@ class HostCache:
         self.max_adapters = max_adapters
         self.used_bytes = 0
         self.sizes_bytes: dict[int, int] = {}
-        self.known_bytes: LRUCache[int, tuple[AdapterSpec, int]] = LRUCache(_REMEMBERED)
+        self.known_bytes: dict[int, tuple[AdapterSpec, int]] = {}
         self._policy = policy
 
     def expected_bytes(self, spec: AdapterSpec) -> int:
         """What an adapter will take: what it took when it was loaded last, else what its files say."""
-        known, size_bytes = self.known_bytes.get(spec.engine_id, (spec, spec.size_bytes))
-        return int(size_bytes) if known.path == spec.path else spec.size_bytes
+        known = self.known_bytes.get(spec.engine_id)
+        return known[1] if known is not None and known[0].path == spec.path else spec.size_bytes
 
     def has_room(self, sizes_bytes: Iterable[int], without: Iterable[int] = ()) -> bool:
         """Whether adapters of these sizes fit beside what is there, once those of the keys in `without` have gone."""
-        more, fewer = list(sizes_bytes), list(without)
+        more, fewer = tuple(sizes_bytes), tuple(without)
         if len(self.sizes_bytes) + len(more) - len(fewer) > self.max_adapters:
             return False
         if self.max_bytes is None:
             return True
         return self.used_bytes + sum(more) - sum(self.sizes_bytes[key] for key in fewer) <= self.max_bytes
+
+    def has_room_beside(self, sizes_bytes: list[int], kept: Iterable[int]) -> bool:
+        """Whether adapters of these sizes fit beside those of the keys in `kept`, once all others have gone."""
+        kept_bytes = [self.sizes_bytes.get(key, 0) for key in kept]
+        if len(sizes_bytes) + len(kept_bytes) > self.max_adapters:
+            return False
+        return self.max_bytes is None or sum(sizes_bytes) + sum(kept_bytes) <= self.max_bytes
 
     def reserve(self, key: int, size_bytes: int) -> None:
         """Count an adapter that is about to be loaded."""
@@ -52,6 +57,8 @@ class HostCache:
     def loaded(self, key: int, spec: AdapterSpec, size_bytes: int, cost_s: float) -> None:
         """Count what it really takes."""
         self.known_bytes[spec.engine_id] = spec, size_bytes
+        if len(self.known_bytes) > _REMEMBERED:
+            del self.known_bytes[next(iter(self.known_bytes))]
         self.used_bytes += size_bytes - self.sizes_bytes[key]
         self.sizes_bytes[key] = size_bytes
         self._policy.added(key, size_bytes, cost_s)

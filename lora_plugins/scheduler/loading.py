@@ -45,11 +45,15 @@ def load_wanted(state: State, now: float, *, is_paused: bool) -> list[Adapter]:
     waiting = [adapter for adapter in state.calling if adapter in state.absent] if is_paused else state.absent
     next_ones = list(islice(waiting, _MOST_LOOKED_AT))
     first = state.reserved_for
+    if not next_ones:
+        return []
     if first is not None and not is_paused:
         next_ones = [first, *(adapter for adapter in next_ones if adapter is not first)]
     without_room: list[Adapter] = []
     for adapter in next_ones:
         if state.loads >= MAX_LOADS or len(without_room) >= MAX_LOADS:
+            break
+        if without_room and not state.idle and not state.cache.has_room([0]):
             break
         if not adapter.calls and not _runs_soon(state, adapter):
             break
@@ -74,8 +78,8 @@ def _victims(state: State, adapter: Adapter, before: list[Adapter]) -> list[int]
         return cache.victims([size_bytes], state.idle | drained) if drained else None
     sizes_bytes = [size_bytes, *(cache.expected_bytes(other.spec) for other in before)]
     if state.reserved_for is None:
-        unpinned = [key for key in cache.sizes_bytes if not state.adapters[key].is_pinned]
-        return cache.victims([size_bytes], state.idle) if cache.has_room(sizes_bytes, unpinned) else None
+        is_room_left = cache.has_room_beside(sizes_bytes, (other.key for other in state.pinned))
+        return cache.victims([size_bytes], state.idle) if is_room_left else None
     among = {key: other for key, other in state.idle.items() if other not in state.draining}
     victims = cache.victims(sizes_bytes, among, [other.key for other in state.draining])
     return victims if victims is not None and cache.has_room([size_bytes], victims) else None

@@ -115,8 +115,14 @@ class Planner:
         if error is not None:
             self.state.refuse(request, error)
         else:
+            order, waits_already = adapter.order, bool(adapter.held) and adapter.waits_since is not None
             self.state.hold(adapter, request_id, Held(request, now, adapter.found, priority, client))
-        self._changed(adapter, now)
+            if waits_already and adapter.order == order:
+                return  # one more of those that wait changes nothing
+            if adapter.waits_since is None:  # the order is that of arrivals, not of adapters within a step
+                adapter.waits_since = now
+        self.state.touched[adapter] = None
+        self._is_changed = True
 
     def ended(self, request_ids: Iterable[str], now: float, *, expects_more: bool = False) -> None:
         """Requests have left vLLM's scheduler, in whatever way, held or admitted; others are left alone.
@@ -131,7 +137,9 @@ class Planner:
                 self.state.release(adapter, request_id)
             elif (client := self.state.ended(adapter, request_id, now)) and expects_more:
                 adapter.expected[client] = now + EXPECTED_S
-            self._changed(adapter, now)
+            if not adapter.running or adapter.expected:
+                self.state.touched[adapter] = None
+                self._is_changed = True
 
     # --- adapters ---
 
@@ -267,15 +275,17 @@ class Planner:
         state, plan = self.state, Plan()
         if self._is_changed or is_paused is not self._was_paused or now >= self._look_at:
             self._was_paused, self._is_changed = is_paused, False
+            state.settle(now)
             self._look_at = forget_expected(state, now)
             resolve(answer_calls(state, is_paused=is_paused))
             state.settle(now)
             without_room = load_wanted(state, now, is_paused=is_paused)  # before those to be evicted run again
             state.settle(now)
             if not is_paused:
-                plan.admitted = begin(state, now)
+                plan.admitted, waiting = begin(state, now)
                 state.settle(now)
-                self._look_at = min(self._look_at, pass_on(state, now, without_room, self._patience_s))
+                look_at = pass_on(state, now, waiting, without_room, self._patience_s)
+                self._look_at = min(self._look_at, look_at)
                 plan.admitted += join(state, now)
                 state.settle(now)
         plan.refused = self.take_refused()
@@ -285,6 +295,7 @@ class Planner:
     def reported(self, reports: Iterable[Report], now: float) -> None:
         """The workers have finished jobs."""
         state = self.state
+        state.settle(now)
         for report in reports:
             adapter = state.jobs.get(report.job)
             if adapter is None:
@@ -307,7 +318,9 @@ class Planner:
                     self.stats.load_failures += 1
                     state.evict(adapter)
                     state.fail(adapter, report.error)
-            self._changed(adapter, now)
+            state.touched[adapter] = None
+            self._is_changed = True
+            state.settle(now)
 
     def carried_out(self, commands: Sequence[Command]) -> None:
         """The step that these commands came with is over."""

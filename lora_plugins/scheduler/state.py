@@ -45,6 +45,7 @@ class State:
         of_request: the adapter of each request that is held or in flight.
         absent: adapters that are wanted and not in host memory. ready: those that are, with held requests, and nothing
             in flight. calling: those with calls. idle: those in host memory that nothing uses or waits for, by key.
+        expecting: those in flight of whose clients more is expected. leaving: those that take no other requests.
         jobs: adapters that are being loaded, or activated in the background.
         reserved_for: the adapter that room is made for. draining: those that are evicted for it once they are not used.
         made_room_at: when an adapter that had waited for room found it last, or none waited.
@@ -64,6 +65,8 @@ class State:
         self.absent, self.ready = WaitingOrder(), WaitingOrder()
         self.calling: dict[Adapter, None] = {}
         self.in_flight: dict[Adapter, None] = {}
+        self.expecting: dict[Adapter, None] = {}
+        self.leaving: dict[Adapter, None] = {}
         self.pinned: dict[Adapter, None] = {}
         self.idle: dict[int, Adapter] = {}
         self.jobs: dict[int, Adapter] = {}
@@ -86,29 +89,29 @@ class State:
         """See that every adapter that was touched is where it belongs, and evict or forget those that nobody needs."""
         while self.touched:
             adapter, _ = self.touched.popitem()
-            if adapter.is_in_flight:
-                self.in_flight[adapter] = None
+            is_in_flight, is_wanted = bool(adapter.running or adapter.expected), bool(adapter.held or adapter.calls)
+            is_loaded, is_absent = adapter.is_loaded, adapter.residency is Residency.ABSENT
+            if is_wanted and not is_in_flight:
+                adapter.waits_since = now if adapter.waits_since is None else adapter.waits_since
             else:
-                self.in_flight.pop(adapter, None)
-                if adapter not in self.draining:
-                    adapter.leaves_since = None
-            if not adapter.is_wanted or adapter.is_in_flight:
                 adapter.waits_since = None
-            elif adapter.waits_since is None:
-                adapter.waits_since = now
-            _enter(self.absent, adapter, adapter.residency is Residency.ABSENT and adapter.is_wanted)
-            _enter(self.ready, adapter, adapter.is_loaded and bool(adapter.held) and not adapter.is_in_flight)
-            _keep(self.calling, adapter, adapter.calls)
-            _keep(self.pinned, adapter, adapter.is_pinned)
+            if adapter is self.reserved_for and not (is_absent and is_wanted):
+                self.end_reservation()
+            if adapter.is_pinned:
+                self.draining.pop(adapter, None)
+            if adapter.leaves_since is not None and not is_in_flight and adapter not in self.draining:
+                self.stays(adapter)
+            _enter(self.absent, adapter, is_in=is_absent and is_wanted)
+            _enter(self.ready, adapter, is_in=is_loaded and bool(adapter.held) and not is_in_flight)
+            _keep(self.in_flight, adapter, is_in=is_in_flight)
+            _keep(self.expecting, adapter, is_in=bool(adapter.expected))
+            _keep(self.calling, adapter, is_in=bool(adapter.calls))
+            _keep(self.pinned, adapter, is_in=adapter.is_pinned)
             if adapter.is_idle:
                 self.idle[adapter.key] = adapter
             else:
                 self.idle.pop(adapter.key, None)
-            if adapter is self.reserved_for and adapter not in self.absent:
-                self.end_reservation()
-            if adapter.is_pinned:
-                self.draining.pop(adapter, None)
-            if not (adapter.is_in_flight or adapter.is_wanted or adapter.is_pinned or adapter.job is not None):
+            if not (is_in_flight or is_wanted or adapter.is_pinned or adapter.job is not None):
                 self._forget(adapter)
 
     def _forget(self, adapter: Adapter) -> None:
@@ -134,28 +137,29 @@ class State:
         """A request waits for an adapter no more."""
         self._count_held(adapter, -1)
         del self.of_request[request_id]
-        return adapter.release(request_id)
+        held = adapter.held[request_id]
+        adapter.unhold([request_id])
+        return held
 
     def admit(self, adapter: Adapter, now: float, *, only_parts: bool = False) -> list[object]:
         """Have an adapter run what is held for it, or parts of what runs only; returns these requests."""
-        admitted = []
         items = list(adapter.held.items())
+        if only_parts:
+            items = [(request_id, held) for request_id, held in items if adapter.may_join(held, now)]
+        if not items:
+            return []
         if len(adapter.priorities) > 1:
             items.sort(key=lambda item: item[1].priority)
         for request_id, held in items:
-            if only_parts and not adapter.may_join(held, now):
-                continue
-            self.release(adapter, request_id)
-            self.of_request[request_id] = adapter
             adapter.running[request_id] = now, held.client
             self.stats.wait_seconds[held.found].observe(now - held.arrived_at)
-            admitted.append(held.request)
-        if admitted:
-            pool = self.pool_of(adapter)
-            pool.owners[adapter] = pool.owners.pop(adapter)
-            self.cache.used(adapter.key)
-            self.touched[adapter] = None
-        return admitted
+        adapter.unhold(request_id for request_id, _ in items)
+        self._count_held(adapter, -len(items))
+        pool = self.pool_of(adapter)
+        pool.owners[adapter] = pool.owners.pop(adapter)
+        self.cache.used(adapter.key)
+        self.touched[adapter] = None
+        return [held.request for _, held in items]
 
     def ended(self, adapter: Adapter, request_id: str, now: float) -> str:
         """An admitted request has ended; returns the client's request that it was part of."""
@@ -190,6 +194,17 @@ class State:
 
     # --- slots ---
 
+    def leaves(self, adapter: Adapter, now: float) -> None:
+        """An adapter takes no requests but parts of those that run, so that its slot or room passes on."""
+        adapter.leaves_since = now
+        self.leaving[adapter] = None
+
+    def stays(self, adapter: Adapter) -> None:
+        """It takes requests again, unless room is made of it."""
+        if adapter not in self.draining:
+            adapter.leaves_since = None
+            self.leaving.pop(adapter, None)
+
     def pool_of(self, adapter: Adapter) -> SlotPool:
         """Where a loaded adapter gets its slot from."""
         return self.pointed if adapter.is_instant and self.pointed.size else self.copied
@@ -214,9 +229,10 @@ class State:
         return True
 
     def _free_slot(self, pool: SlotPool, *, displaces: bool) -> bool:
-        victim = next((owner for owner in pool.owners if owner.is_idle), None)
+        unused = [owner for owner in pool.owners if owner.can_be_displaced]
+        victim = next((owner for owner in unused if not owner.is_wanted), None)
         if victim is None and displaces:
-            victim = max((owner for owner in pool.owners if owner.can_be_displaced), key=_order, default=None)
+            victim = max(unused, key=_order, default=None)
         if victim is None:
             return False
         self._release_slot(victim)
@@ -293,6 +309,8 @@ class State:
     def never_fits(self, adapter: Adapter) -> LoRAPluginsError | None:
         """Why an adapter can have no place for as long as others are pinned; None where it can."""
         size_bytes, cache = self.cache.expected_bytes(adapter.spec), self.cache
+        if not self.pinned and (cache.max_bytes is None or size_bytes <= cache.max_bytes):
+            return None
         if cache.max_bytes is not None and size_bytes > cache.max_bytes:
             return OutOfMemory(
                 f"an adapter of {size_bytes} bytes in host memory",
@@ -324,14 +342,14 @@ def _order(adapter: Adapter) -> tuple[int, float]:
     return adapter.order
 
 
-def _enter(order: WaitingOrder, adapter: Adapter, is_in: bool) -> None:
+def _enter(order: WaitingOrder, adapter: Adapter, *, is_in: bool) -> None:
     if is_in:
         order.put(adapter)
     else:
         order.remove(adapter)
 
 
-def _keep(some: dict[Adapter, None], adapter: Adapter, is_in: object) -> None:
+def _keep(some: dict[Adapter, None], adapter: Adapter, *, is_in: bool) -> None:
     if is_in:
         some[adapter] = None
     else:

@@ -99,7 +99,8 @@ def test_a_pin_that_would_lock_a_served_adapter_out_is_refused(pins: Pins) -> No
                 counts = await asyncio.gather(*asking)
             assert min(counts) > 0
             await done(client, "POST", "/v1/loras/sql/unpin")
-            await done(client, "POST", "/v1/loras/stable/pin")  # in its place
+            assert_locks_out(await client.post("/v1/loras/stable/pin"), "stable", "chat")  # 1.04 MB
+            await done(client, "POST", "/v1/loras/sql/pin")
             await answers(pins, client, "sql")
             await only_served(client)
 

@@ -278,8 +278,10 @@ class SimulatedEngine:
 
     def check_state(self) -> None:
         """Whatever refers to an adapter refers to the one that is known, and what is derived from it is up to date."""
+        if not self.is_watched:
+            return
         state = self.planner.state
-        assert not state.touched
+        state.settle(self.now)
         adapters = list(state.adapters.values())
         assert all(state.adapters[key].key == key for key in state.adapters)
         some = [state.current.values(), state.of_request.values(), state.idle.values(), state.jobs.values()]

@@ -40,10 +40,9 @@ def test_the_best_priority_of_held_requests_counts() -> None:
     for name, priority in (("a", 2), ("b", -1), ("c", 1)):
         adapter.hold(name, Held(name, 0.0, Found.HOST, priority))
     assert adapter.order == (-1, 0.0)
-    assert adapter.release("b").request == "b"
+    adapter.unhold("b")
     assert adapter.order == (1, 0.0)
-    adapter.release("c")
-    adapter.release("a")
+    adapter.unhold(["c", "a"])
     assert not adapter.held
     assert not adapter.priorities
 
