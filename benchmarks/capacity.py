@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.record import RESULTS, keep
@@ -50,7 +49,12 @@ def main(arguments: list[str]) -> int:
 def row(config: dict[str, Any], rank: int) -> dict[str, int]:
     """Bytes with `--max-lora-rank` of `rank`, and with adapters of that rank on every linear layer."""
     slot_bytes, linear_bytes = one_slot(config, rank)
-    return {"rank": rank, "slot_bytes": slot_bytes, "slots_bytes": MAX_LORAS * slot_bytes, "adapter_bytes": linear_bytes}
+    return {
+        "rank": rank,
+        "slot_bytes": slot_bytes,
+        "slots_bytes": MAX_LORAS * slot_bytes,
+        "adapter_bytes": linear_bytes,
+    }
 
 
 def table(rows: list[dict[str, int]]) -> str:
@@ -75,6 +79,7 @@ def one_slot(config: dict[str, Any], rank: int) -> tuple[int, int]:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
+    from lora_plugins.scheduler.messages import Slots
     from lora_plugins.worker.metrics import slot_bytes
 
     with tempfile.TemporaryDirectory() as directory:
@@ -91,7 +96,7 @@ def one_slot(config: dict[str, Any], rank: int) -> tuple[int, int]:
             model = initialize_model(whole)
             manager = LoRAModelManager(model, 8, 64, config["vocab_size"], whole.lora_config, nowhere, whole)
     linear = {name: module for name, module in manager.modules.items() if not name.endswith(OF_THE_VOCABULARY)}
-    return slot_bytes(manager), slot_bytes(SimpleNamespace(modules=linear))
+    return slot_bytes(manager.modules, Slots(1)), slot_bytes(linear, Slots(1))
 
 
 @contextmanager

@@ -148,10 +148,11 @@ class Adapter:
             if not self.priorities[held.priority]:
                 del self.priorities[held.priority]
 
-    def may_join(self, held: Held, now: float) -> bool:
-        """Whether a request may run beside those that do: any, until it leaves; then parts of these, for a while."""
+    def joining(self, now: float) -> list[tuple[str, Held]]:
+        """The held requests that may run: any, until it leaves; then parts of what runs, for a while."""
         if self.leaves_since is None:
-            return True
-        if not held.client or now - self.leaves_since > LONGEST_LEAVE_S:
-            return False
-        return held.client in self.expected or any(client == held.client for _, client in self.running.values())
+            return list(self.held.items())
+        if now - self.leaves_since > LONGEST_LEAVE_S:
+            return []
+        clients = (self.expected.keys() | {client for _, client in self.running.values()}) - {""}
+        return [item for item in self.held.items() if item[1].client in clients] if clients else []

@@ -10,12 +10,13 @@ _PATIENT_RUNS = 2
 
 def forget_expected(state: State, now: float) -> float:
     """Expect no more of clients' requests of which too long nothing came; returns when the next of them is due."""
-    for adapter in state.expecting:
+    expecting = [adapter for adapter in state.in_flight if adapter.expected]
+    for adapter in expecting:
         for client in [client for client, until in adapter.expected.items() if until <= now]:
             del adapter.expected[client]
             state.touched[adapter] = None
     state.settle(now)
-    return min((until for adapter in state.expecting for until in adapter.expected.values()), default=float("inf"))
+    return min((until for adapter in expecting for until in adapter.expected.values()), default=float("inf"))
 
 
 def begin(state: State, now: float) -> tuple[list[object], dict[SlotPool, list[Adapter]]]:
@@ -47,12 +48,7 @@ def begin(state: State, now: float) -> tuple[list[object], dict[SlotPool, list[A
 
 def join(state: State, now: float) -> list[object]:
     """The requests that run from now on beside others of their adapter."""
-    return [
-        request
-        for adapter in state.in_flight
-        if adapter.held
-        for request in state.admit(adapter, now, only_parts=adapter.leaves_since is not None)
-    ]
+    return [request for adapter in state.in_flight if adapter.held for request in state.admit(adapter, now)]
 
 
 def pass_on(
@@ -68,8 +64,8 @@ def pass_on(
             next_at = min(next_at, _pass_slots_on(state, pool, adapters, now, patience_s))
         else:
             pool.passed_on_at = now
-            for adapter in [it for it in state.leaving if it in pool.owners]:
-                state.stays(adapter)
+            for adapter in pool.owners:
+                adapter.leaves_since = adapter.leaves_since if adapter in state.draining else None
     if state.reserved_for is not None:
         _reserve(state, state.reserved_for, now)
     elif without_room:
@@ -77,6 +73,8 @@ def pass_on(
         if look_at > now:
             return min(next_at, look_at)
         _reserve(state, without_room[0], now)
+        if any(it.can_be_displaced for it in state.draining):
+            return now  # the next step has the room
     return next_at
 
 
@@ -96,7 +94,7 @@ def _pass_slots_on(state: State, pool: SlotPool, waiting: list[Adapter], now: fl
             return look_at
         pool.passed_on_at = look_at
         leaver = min(taking, key=lambda it: len(it.running))
-        state.leaves(leaver, now)
+        leaver.leaves_since = now
         taking.remove(leaver)
     if len(waiting) <= len(running) - len(taking):
         pool.passed_on_at = now
@@ -126,4 +124,4 @@ def _reserve(state: State, adapter: Adapter, now: float) -> None:
     state.reserved_for = adapter
     for other in chosen:
         state.draining[other] = None
-        state.leaves(other, now)
+        other.leaves_since = now if other.leaves_since is None else other.leaves_since

@@ -42,13 +42,6 @@ class HostCache:
             return True
         return self.used_bytes + sum(more) - sum(self.sizes_bytes[key] for key in fewer) <= self.max_bytes
 
-    def has_room_beside(self, sizes_bytes: list[int], kept: Iterable[int]) -> bool:
-        """Whether adapters of these sizes fit beside those of the keys in `kept`, once all others have gone."""
-        kept_bytes = [self.sizes_bytes.get(key, 0) for key in kept]
-        if len(sizes_bytes) + len(kept_bytes) > self.max_adapters:
-            return False
-        return self.max_bytes is None or sum(sizes_bytes) + sum(kept_bytes) <= self.max_bytes
-
     def reserve(self, key: int, size_bytes: int) -> None:
         """Count an adapter that is about to be loaded."""
         self.sizes_bytes[key] = size_bytes

@@ -61,8 +61,9 @@ def load_wanted(state: State, now: float, *, is_paused: bool) -> list[Adapter]:
         if victims is None:
             without_room.append(adapter)
             continue
+        if not without_room:
+            state.made_room_at = now
         state.evict_all(victims)
-        state.made_room_at = now
         state.load(adapter)
     return without_room
 
@@ -78,8 +79,8 @@ def _victims(state: State, adapter: Adapter, before: list[Adapter]) -> list[int]
         return cache.victims([size_bytes], state.idle | drained) if drained else None
     sizes_bytes = [size_bytes, *(cache.expected_bytes(other.spec) for other in before)]
     if state.reserved_for is None:
-        is_room_left = cache.has_room_beside(sizes_bytes, (other.key for other in state.pinned))
-        return cache.victims([size_bytes], state.idle) if is_room_left else None
+        unpinned = [key for key in cache.sizes_bytes if not state.adapters[key].is_pinned]
+        return cache.victims([size_bytes], state.idle) if cache.has_room(sizes_bytes, unpinned) else None
     among = {key: other for key, other in state.idle.items() if other not in state.draining}
     victims = cache.victims(sizes_bytes, among, [other.key for other in state.draining])
     return victims if victims is not None and cache.has_room([size_bytes], victims) else None

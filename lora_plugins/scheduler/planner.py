@@ -31,7 +31,8 @@ Times are seconds of a clock that never goes back. Not thread-safe: the engine's
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -79,7 +80,10 @@ class Planner:
         self.state = State(slots, cache, self.stats)
         self._patience_s = patience_s
         self._refusals: LRUCache[int, LoRAPluginsError | None] = LRUCache(_REMEMBERED)  # of ids that are given once
-        self._later_keys = count(_LATER_KEYS)
+        self._numbers = count(_LATER_KEYS)
+        # Of generations that are not the first of their engine id, for which batches need a number of their own.
+        self._keys: LRUCache[int, int] = LRUCache(_REMEMBERED)
+        self._engine_ids: LRUCache[int, int] = LRUCache(_REMEMBERED)  # by key
         self._is_changed = False
         self._was_paused = False
         self._look_at = float("inf")
@@ -100,11 +104,6 @@ class Planner:
         return bool(self._is_changed or self.state.jobs or self.state.evicting or self.state.commands)
 
     # --- requests ---
-
-    def is_held(self, request_id: str) -> bool:
-        """Whether a request is here and not admitted yet."""
-        adapter = self.state.of_request.get(request_id)
-        return adapter is not None and request_id in adapter.held
 
     def arrived(
         self, spec: AdapterSpec, request_id: str, request: Any, now: float, *, priority: int = 0, client: str = ""
@@ -160,6 +159,13 @@ class Planner:
         self._changed(adapter, now)
         return future
 
+    def withdraw_loads(self, error: LoRAPluginsError, now: float) -> None:
+        """Callers that wait for room get this error; those that wait for a slot go on waiting."""
+        for adapter in list(self.state.calling):
+            for call in [] if adapter.is_loaded else list(adapter.calls):
+                if not call.needs_slot:
+                    self.withdraw(call.future, error, now)
+
     def withdraw(self, future: Future[None], error: LoRAPluginsError, now: float) -> None:
         """A caller waits no more: it gets this error, and a pin is undone."""
         for adapter in list(self.state.calling):
@@ -197,13 +203,8 @@ class Planner:
         # Two versions of one name are pinned for as long as the old one drains.
         pinned = [adapter for adapter in state.pinned if adapter.spec.name != spec.name]
         places = min(state.slots.pointed or state.slots.copied, cache.max_adapters)
-        if len({adapter.spec.name for adapter in pinned}) + 1 >= places:
-            return NoFreeSlot(
-                f"{places} slots, of which {len(pinned)} are pinned",
-                expected="one slot at least that is left for all others",
-                remedy="unpin an adapter, or raise --max-loras",
-                adapter=spec.name,
-            )
+        if len(pinned) + 1 >= places:
+            return _no_slot_left(places, len(pinned), spec.name)
         if cache.max_bytes is None:
             return None
         free_bytes = cache.max_bytes - sum(cache.expected_bytes(it) for it in [spec, *(it.spec for it in pinned)])
@@ -236,23 +237,25 @@ class Planner:
         With a `refusal`, requests that are held are refused with it; without one they are served first. `is_last`: the
         id is not given again, so requests that still come are answered alike.
         """
-        state, future = self.state, Future[None]()
+        state = self.state
         if is_last:
             self._refusals[engine_id] = refusal
+        else:
+            self._begin_generation(engine_id)
         self.unpin(engine_id, now)
         adapters = [adapter for adapter in state.adapters.values() if adapter.spec.engine_id == engine_id]
         state.cache.known_bytes.pop(engine_id, None)
-        for adapter in adapters:
-            if adapter is adapters[-1]:
-                adapter.retirements.append(future)
+        futures = [Future[None]() for _ in adapters]
+        for adapter, future in zip(adapters, futures, strict=True):
+            adapter.retirements.append(future)
             if refusal is not None:
                 state.fail(adapter, refusal)
             self._retire(adapter, now)
-        if not adapters and engine_id in state.evicting:
-            state.evicting[engine_id].append(future)
-        elif not adapters:
-            future.set_result(None)
-        return future
+        for key, waiting in state.evicting.items():
+            if self._engine_ids.get(key, key) == engine_id:
+                futures.append(Future())
+                waiting.append(futures[-1])
+        return _all_of(futures)
 
     def _retire(self, adapter: Adapter, now: float) -> None:
         """Have an engine id find it no more, and what uses it use it up."""
@@ -264,9 +267,24 @@ class Planner:
     def replace(self, engine_id: int, now: float) -> None:
         """Have the next request or load for an engine id begin another generation."""
         adapter = self.state.current.get(engine_id)
+        self._begin_generation(engine_id)
         if adapter is not None:
             adapter.is_pinned = False
             self._retire(adapter, now)
+
+    def _begin_generation(self, engine_id: int) -> None:
+        """Batches must not mistake the next generation for an earlier one, even if that is gone."""
+        key = next(self._numbers)
+        self._keys[engine_id], self._engine_ids[key] = key, engine_id
+
+    def key_of(self, engine_id: int) -> int:
+        """What batches know the current generation by."""
+        return int(self._keys.get(engine_id, engine_id))
+
+    def engine_id_of(self, key: int) -> int | None:
+        """The engine id whose current generation batches know by this key; None where another has taken its place."""
+        engine_id = int(self._engine_ids.get(key, key))
+        return engine_id if self.key_of(engine_id) == key else None
 
     # --- steps ---
 
@@ -305,6 +323,7 @@ class Planner:
                     self.stats.load_seconds.observe(report.load_s)
                     adapter.load_s, adapter.rank, adapter.is_instant = report.load_s, report.rank, report.is_instant
                     state.loaded(adapter, report.size_bytes, report.load_s)
+                    self._check_pinned(adapter)
                     if adapter.is_pinned:
                         self._refuse_what_never_fits(now)
                     if adapter.is_loaded:
@@ -342,8 +361,9 @@ class Planner:
         adapter = state.adapters.get(engine_id) if is_retired else state.current.get(engine_id)
         if adapter is not None and adapter.spec.path == spec.path:
             return adapter
-        self.replace(engine_id, now)
-        key = engine_id if engine_id not in state.adapters else next(self._later_keys)
+        if adapter is not None:
+            self.replace(engine_id, now)
+        key = self.key_of(engine_id)
         adapter = state.adapters[key] = Adapter(spec, key, is_retired=is_retired)
         if not is_retired:
             state.current[engine_id] = adapter
@@ -354,8 +374,48 @@ class Planner:
         self.state.touched[adapter] = None
         self.state.settle(now)
 
+    def _check_pinned(self, adapter: Adapter) -> None:
+        """Fail a pin that would take the last slot of its kind, which is known only once it is loaded."""
+        pool = self.state.pool_of(adapter)
+        others = [
+            it for it in self.state.pinned if it.spec.name != adapter.spec.name and self.state.pool_of(it) is pool
+        ]
+        if adapter.is_pinned and adapter.is_loaded and len(others) + 1 >= pool.size:
+            adapter.is_pinned = False
+            needing = [call for call in adapter.calls if call.needs_slot]
+            adapter.calls = [call for call in adapter.calls if not call.needs_slot]
+            for call in needing:
+                with suppress(InvalidStateError):
+                    call.future.set_exception(_no_slot_left(pool.size, len(others), adapter.spec.name))
+
     def _refuse_what_never_fits(self, now: float) -> None:
         for adapter in list(self.state.absent):
             if (error := self.state.never_fits(adapter)) is not None:
                 self.state.fail(adapter, error)
                 self._changed(adapter, now)
+
+
+def _no_slot_left(slots: int, pinned: int, name: str) -> NoFreeSlot:
+    return NoFreeSlot(
+        f"{slots} slots, of which {pinned} are pinned",
+        expected="one slot at least that is left for all others",
+        remedy="unpin an adapter, or raise --max-loras",
+        adapter=name,
+    )
+
+
+def _all_of(futures: list[Future[None]]) -> Future[None]:
+    """Done when all of these are."""
+    whole: Future[None] = Future()
+    left = set(futures)
+
+    def one_done(future: Future[None]) -> None:
+        left.discard(future)
+        if not left:
+            resolve([whole])
+
+    for future in futures:
+        future.add_done_callback(one_done)
+    if not futures:
+        whole.set_result(None)
+    return whole

@@ -45,7 +45,6 @@ class State:
         of_request: the adapter of each request that is held or in flight.
         absent: adapters that are wanted and not in host memory. ready: those that are, with held requests, and nothing
             in flight. calling: those with calls. idle: those in host memory that nothing uses or waits for, by key.
-        expecting: those in flight of whose clients more is expected. leaving: those that take no other requests.
         jobs: adapters that are being loaded, or activated in the background.
         reserved_for: the adapter that room is made for. draining: those that are evicted for it once they are not used.
         made_room_at: when an adapter that had waited for room found it last, or none waited.
@@ -65,8 +64,6 @@ class State:
         self.absent, self.ready = WaitingOrder(), WaitingOrder()
         self.calling: dict[Adapter, None] = {}
         self.in_flight: dict[Adapter, None] = {}
-        self.expecting: dict[Adapter, None] = {}
-        self.leaving: dict[Adapter, None] = {}
         self.pinned: dict[Adapter, None] = {}
         self.idle: dict[int, Adapter] = {}
         self.jobs: dict[int, Adapter] = {}
@@ -99,12 +96,11 @@ class State:
                 self.end_reservation()
             if adapter.is_pinned:
                 self.draining.pop(adapter, None)
-            if adapter.leaves_since is not None and not is_in_flight and adapter not in self.draining:
-                self.stays(adapter)
-            _enter(self.absent, adapter, is_in=is_absent and is_wanted)
-            _enter(self.ready, adapter, is_in=is_loaded and bool(adapter.held) and not is_in_flight)
+            if not is_in_flight and adapter not in self.draining:
+                adapter.leaves_since = None
+            self.absent.keep(adapter, is_in=is_absent and is_wanted)
+            self.ready.keep(adapter, is_in=is_loaded and bool(adapter.held) and not is_in_flight)
             _keep(self.in_flight, adapter, is_in=is_in_flight)
-            _keep(self.expecting, adapter, is_in=bool(adapter.expected))
             _keep(self.calling, adapter, is_in=bool(adapter.calls))
             _keep(self.pinned, adapter, is_in=adapter.is_pinned)
             if adapter.is_idle:
@@ -141,11 +137,9 @@ class State:
         adapter.unhold([request_id])
         return held
 
-    def admit(self, adapter: Adapter, now: float, *, only_parts: bool = False) -> list[object]:
-        """Have an adapter run what is held for it, or parts of what runs only; returns these requests."""
-        items = list(adapter.held.items())
-        if only_parts:
-            items = [(request_id, held) for request_id, held in items if adapter.may_join(held, now)]
+    def admit(self, adapter: Adapter, now: float) -> list[object]:
+        """Have an adapter run what is held for it, as far as it may; returns these requests."""
+        items = adapter.joining(now)
         if not items:
             return []
         if len(adapter.priorities) > 1:
@@ -193,17 +187,6 @@ class State:
             del self.held_by_name[adapter.spec.name]
 
     # --- slots ---
-
-    def leaves(self, adapter: Adapter, now: float) -> None:
-        """An adapter takes no requests but parts of those that run, so that its slot or room passes on."""
-        adapter.leaves_since = now
-        self.leaving[adapter] = None
-
-    def stays(self, adapter: Adapter) -> None:
-        """It takes requests again, unless room is made of it."""
-        if adapter not in self.draining:
-            adapter.leaves_since = None
-            self.leaving.pop(adapter, None)
 
     def pool_of(self, adapter: Adapter) -> SlotPool:
         """Where a loaded adapter gets its slot from."""
@@ -340,13 +323,6 @@ def resolve(futures: Iterable[Future[None]]) -> None:
 
 def _order(adapter: Adapter) -> tuple[int, float]:
     return adapter.order
-
-
-def _enter(order: WaitingOrder, adapter: Adapter, *, is_in: bool) -> None:
-    if is_in:
-        order.put(adapter)
-    else:
-        order.remove(adapter)
 
 
 def _keep(some: dict[Adapter, None], adapter: Adapter, *, is_in: bool) -> None:

@@ -24,19 +24,15 @@ class WaitingOrder:
     def __iter__(self) -> Iterator[Adapter]:
         return (entry[3] for entry in self._sorted)
 
-    def put(self, adapter: Adapter) -> None:
-        """Enter it, or note that something about it has changed."""
-        entry = (*adapter.order, adapter.key, adapter)
-        if self._entries.get(adapter) != entry:
-            self.remove(adapter)
+    def keep(self, adapter: Adapter, *, is_in: bool) -> None:
+        """See that it is where it belongs, or not there."""
+        entry = (*adapter.order, adapter.key, adapter) if is_in else None
+        known = self._entries.get(adapter)
+        if known is not None and known != entry:
+            del self._entries[adapter], self._sorted[bisect_left(self._sorted, known)]
+        if entry is not None and known != entry:
             self._entries[adapter] = entry
             insort(self._sorted, entry)
-
-    def remove(self, adapter: Adapter) -> None:
-        """Take it out, if it is there."""
-        entry = self._entries.pop(adapter, None)
-        if entry is not None:
-            del self._sorted[bisect_left(self._sorted, entry)]
 
     def count_before(self, adapter: Adapter) -> int:
         """How many would be served before it."""

@@ -27,6 +27,11 @@ class HeldCounts:
     def _is_paused(self) -> bool:
         return bool(self.pause_state != 0)  # type: ignore[attr-defined]
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether requests that run do not go on: nothing comes free."""
+        return bool(self.pause_state == 2)  # type: ignore[attr-defined]
+
     def get_request_counts(self) -> tuple[int, int]:
         """Running and waiting requests, the held ones among the latter."""
         running, waiting = super().get_request_counts()  # type: ignore[misc]

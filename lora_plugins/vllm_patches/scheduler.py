@@ -18,7 +18,7 @@ from typing import Any
 
 from cachetools import LRUCache
 
-from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
 from lora_plugins.ledger import Patch
 from lora_plugins.scheduler.messages import AdapterSpec, Command, Slots
 from lora_plugins.scheduler.planner import Planner
@@ -65,7 +65,8 @@ class AdmissionMixin(HeldCounts):
             for name in ("waiting", "kv_holding_waiting", "skipped_waiting"):  # not every release has both of the last
                 if hasattr(self, name):
                     getattr(self, name).remove_requests([session])
-            self._hold(session)
+            getattr(self, "deferred_waiting", set()).discard(session)
+            self._hold_again(session)
 
     def _enqueue_waiting_request(self, request: Any) -> None:
         """As vLLM's, once a request's adapter has its place; before, it is held."""
@@ -84,11 +85,23 @@ class AdmissionMixin(HeldCounts):
             and request.status != RequestStatus.WAITING_FOR_STREAMING_REQ
         )
 
-    def _hold(self, request: Any) -> None:
+    def _hold(self, request: Any, lora_request: Any = None) -> None:
         planner: Planner = self.planner  # type: ignore[assignment]
         priority = request.priority if self._by_priority else 0
-        spec, client = self.spec_of(request.lora_request), client_of(request.request_id)
+        spec, client = self.spec_of(lora_request or request.lora_request), client_of(request.request_id)
         planner.arrived(spec, request.request_id, request, time.monotonic(), priority=priority, client=client)
+
+    def _hold_again(self, session: Any) -> None:
+        """Hold a session for the weights that it began with: its KV cache is of these."""
+        planner: Planner = self.planner  # type: ignore[assignment]
+        engine_id = planner.engine_id_of(session.lora_request.lora_int_id)
+        if engine_id is None:
+            name = session.lora_request.lora_name
+            self._refused.append((session, AdapterNotFound("a version that was replaced meanwhile", adapter=name)))
+            return
+        lora_request = copy.copy(session.lora_request)
+        lora_request.lora_int_id = engine_id
+        self._hold(session, lora_request)
 
     def spec_of(self, lora_request: Any) -> AdapterSpec:
         """What the planner knows an adapter by, of vLLM's `LoRARequest`."""
@@ -126,7 +139,10 @@ class AdmissionMixin(HeldCounts):
         planner: Planner | None = self.planner
         if planner is None:
             return []
-        plan = planner.plan(time.monotonic(), is_paused=self._is_paused)
+        now = time.monotonic()
+        plan = planner.plan(now, is_paused=self._is_paused)
+        if self.is_stopped and not planner.is_busy:
+            planner.withdraw_loads(_in_use(), now)
         for request in plan.admitted:
             key = planner.state.of_request[request.request_id].key
             if request.lora_request.lora_int_id != key:  # a later generation of the same id
@@ -168,9 +184,19 @@ class AdmissionMixin(HeldCounts):
 
         refused, self._refused = self._refused, []
         for request, error in refused:
-            if self.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR):  # else it has been aborted
+            if self.requests.get(request.request_id) is not request:  # type: ignore[attr-defined]
+                continue  # it has been aborted
+            if self.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR):
                 of_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
                 of_client.outputs.append(refused_output(request, error))
+
+
+def _in_use() -> NoFreeSlot:
+    return NoFreeSlot(
+        "room that requests use, which do not go on during this pause",
+        expected="room for one more adapter",
+        remedy="resume before, or raise --max-cpu-loras or LORA_PLUGINS_HOST_MAX_BYTES",
+    )
 
 
 def client_of(request_id: str) -> str:

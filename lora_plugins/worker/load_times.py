@@ -6,7 +6,6 @@ adapter, all of these together become slower by more than the load takes by itse
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,11 +23,10 @@ class LoadTimes:
         self._began_at: float | None = None
         # Of the loads, weighted: their number, and the sums of bytes, seconds, bytes² and bytes x seconds.
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
-        self._loop = threading.get_ident()
 
     def begin_step(self, *, has_batch: bool) -> None:
         """A step begins, with its commands."""
-        self._loop, self._began_at = threading.get_ident(), None
+        self._began_at = None
         self._left_s = self._step_s if has_batch else LONGEST_WITHOUT_BATCH_S
 
     def begin_batch(self) -> None:
@@ -66,12 +64,11 @@ class LoadTimes:
     def of_load(self, size_bytes: int) -> Iterator[None]:
         """Around a load of so many bytes, in any thread; one that fails is not counted.
 
-        In a background thread its own computing time counts: it waits there for the engine loop too.
+        In a background thread it waits for the engine loop too: what is short there is short in the step.
         """
-        clock = time.perf_counter if threading.get_ident() == self._loop else time.thread_time
-        began_at = clock()
+        began_at = time.perf_counter()
         yield
         if size_bytes:
-            took_s = clock() - began_at
+            took_s = time.perf_counter() - began_at
             new = (1.0, float(size_bytes), took_s, float(size_bytes) ** 2, size_bytes * took_s)
             self._sums = tuple(_DECAY * old + one for old, one in zip(self._sums, new, strict=True))  # type: ignore[assignment]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lora_plugins.scheduler.messages import Slots
 from lora_plugins.worker.jobs import Entry
 
 _MB = 1e6
@@ -74,7 +75,7 @@ def metrics_of(entries: Mapping[int, Entry], manager: Any, device: Any) -> Worke
         MemoryMetrics(
             adapter_mb,
             host_bytes / _MB,
-            slot_bytes(manager) / _MB,
+            slot_bytes(manager.modules, manager.slots) / _MB,
             str(device),
             active_bytes / host_bytes if host_bytes else 0.0,
         ),
@@ -85,11 +86,11 @@ def metrics_of(entries: Mapping[int, Entry], manager: Any, device: Any) -> Worke
     )
 
 
-def slot_bytes(manager: Any) -> int:
-    """Bytes that the slots of all modules take: of slots that are pointed at weights, nothing is ever written."""
+def slot_bytes(modules: Mapping[str, Any], slots: Slots) -> int:
+    """Bytes that the slots of modules take: of slots that are pointed at weights, nothing is ever written."""
     return sum(
-        min(int(tensor[: manager.slots.copied].nbytes), int(tensor.untyped_storage().nbytes()))
-        for module in manager.modules.values()
+        min(int(tensor[: slots.copied].nbytes), int(tensor.untyped_storage().nbytes()))
+        for module in modules.values()
         for name in (*_STACKS, *_STACKS_OF_EXPERTS)
         # A list, which layers of experts have beside their own stacks, is of views of these.
         if not isinstance(stacks := getattr(module, name, ()), list)

@@ -1,4 +1,4 @@
-"""A client of the admin API, and the server that it asks: three slots, a spare one, and an API key."""
+"""A client of the admin API, and the server that it asks: three slots that cost a copy, and an API key."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`lora_admin` in a real server: every route, unloading under load, and hot swaps.
 
-One server with three slots, a spare one, and an API key.
+One server with three slots that cost a copy, and an API key.
 """
 
 from __future__ import annotations

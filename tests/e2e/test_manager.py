@@ -27,7 +27,6 @@ from tests.e2e.broken import BROKEN
 from tests.e2e.servers import KERNELS, MANAGER, RESOLVER, lora_server
 
 SLOTS = 2
-SPARE_SLOTS = 1  # the default of LORA_PLUGINS_SPARE_SLOTS
 HOST_PLACES = 3
 HOST_MAX_BYTES = 5_200_000  # "wide" and its copies have 4.2 MB each, the others less than 0.5
 DEMO_NAMES = [spec.name for spec in DEMO_ADAPTERS]
@@ -39,7 +38,7 @@ LONGEST_WAIT_S = 240  # a quantum and a request, on a machine that is slow, or s
 
 @dataclass(frozen=True)
 class Managed:
-    """A server with our manager: two slots and a spare one, three host places, and the root that it serves from."""
+    """A server with our manager: two slots that cost a copy, three host places, and the root that it serves from."""
 
     server: Server
     client: openai.OpenAI
@@ -141,7 +140,7 @@ def test_answers_after_its_directory_is_gone(managed: Managed) -> None:
     name = "sql-two"
     managed.assert_right(name)
     shutil.rmtree(managed.stored_at(name))
-    for other in ("chat", "wide"):  # both slots that are not spare, and with it all host places
+    for other in ("chat", "wide"):  # with it, all host places
         managed.assert_right(other)
     managed.assert_right(name)
 
@@ -273,8 +272,8 @@ def test_worker_metrics_match_its_slots_and_memory(managed: Managed) -> None:
     managed.assert_right("sql")
     (metrics,) = managed.rpc("get_lora_metrics")
     adapters, memory, performance = metrics["adapters"], metrics["memory"], metrics["performance"]
-    assert (adapters["capacity"], adapters["slots"]) == (HOST_PLACES, SLOTS + SPARE_SLOTS)
-    assert 1 <= adapters["active"] <= SLOTS + SPARE_SLOTS
+    assert (adapters["capacity"], adapters["slots"]) == (HOST_PLACES, SLOTS + HOST_PLACES)
+    assert 1 <= adapters["active"] <= HOST_PLACES
     assert 1 <= adapters["registered"] <= HOST_PLACES
     assert adapters["utilisation"] == adapters["active"] / adapters["slots"]
     assert memory["host_mb"] == pytest.approx(sum(memory["adapter_mb"].values()))

@@ -21,7 +21,7 @@ from testbed.server import Server, vllm_server
 from tests.e2e.broken import BROKEN
 from tests.e2e.servers import ENVIRONMENT, KERNELS, MANAGER, RESOLVER, lora_server
 
-SLOTS, SPARE_SLOTS, HOST_PLACES = 1, 1, 3
+SLOTS, HOST_PLACES = 1, 3
 RANKS = {spec.name: spec.rank for spec in DEMO_ADAPTERS}
 WAITED = tuple(f"admission_wait_seconds_count,0,{found}" for found in ("slot", "host", "store"))
 LOOK_S = 0.25
@@ -149,9 +149,7 @@ def cold(name_bytes: int) -> dict[str, float]:
 def test_every_counter_changes_by_what_was_done(metered: Metered) -> None:
     """One story, as each step starts from where the last one ended."""
     # Nothing has been asked for.
-    metered.changes(
-        {"vllm:max_gpu_lora_adapters,0": SLOTS, "spare_slots,0": SPARE_SLOTS, "host_max_adapters,0": HOST_PLACES}
-    )
+    metered.changes({"vllm:max_gpu_lora_adapters,0": SLOTS + HOST_PLACES, "host_max_adapters,0": HOST_PLACES})
     assert metered.loaded() == {}
     assert any(key.startswith("vllm:request_success_total") for key in metered.before), "vLLM's own"
 
@@ -192,7 +190,7 @@ def test_every_counter_changes_by_what_was_done(metered: Metered) -> None:
         {"resolves_total,absent,none": 2, "resolves_total,refused,filesystem": 1, "errors_total,L005,resolve": 1}
     )
 
-    # Three more than there are slots, and one more than there are places in host memory.
+    # One more than there are places in host memory.
     for name in ("chat", "wide", "stable"):
         metered.ask(name)
     expected = {key: 3 * value for key, value in cold(0).items()}
@@ -201,15 +199,14 @@ def test_every_counter_changes_by_what_was_done(metered: Metered) -> None:
     )
     expected |= {
         **{f"requests_total,{name}": 1 for name in ("chat", "wide", "stable")},
-        "slot_evictions_total,0": 2,
         "host_evictions_total,0": 1,
         "host_evicted_bytes_total,0": host_bytes,
-        "vllm:num_gpu_loaded_lora_adapters,0": 1,
+        "vllm:num_gpu_loaded_lora_adapters,0": 2,
         "vllm:num_cpu_loaded_lora_adapters,0": 2,
     }
     others = metered.changes(expected, but=("host_bytes,0", *WAITED))
     assert sum(others[waited] for waited in WAITED) == 3
-    assert metered.loaded() == {"chat": "cpu", "wide": "gpu", "stable": "gpu"}
+    assert metered.loaded() == {"chat": "gpu", "wide": "gpu", "stable": "gpu"}
 
     # The one that had to go comes back: its name is known, so it is only loaded.
     metered.ask("sql")
@@ -217,24 +214,16 @@ def test_every_counter_changes_by_what_was_done(metered: Metered) -> None:
         "requests_total,sql": 1,
         "admission_wait_seconds_count,0,store": 1,
         "instant_activations_total,0": 1,
-        "slot_evictions_total,0": 1,
         "vllm:lora_adapter_load_seconds_count,0": 1,
         "host_evictions_total,0": 1,
     }
     metered.changes(expected, but=("host_bytes,0", "host_evicted_bytes_total,0"))
-    assert metered.loaded() == {"sql": "gpu", "wide": "cpu", "stable": "gpu"}
+    assert metered.loaded() == {"sql": "gpu", "wide": "gpu", "stable": "gpu"}
     assert len(metered.lines("sql")) == 1, "its line stands where it came first"
 
-    # One that lost its slot, but not its place in host memory.
+    # One that is where it is computed.
     metered.ask("wide")
-    metered.changes(
-        {
-            "requests_total,wide": 1,
-            "admission_wait_seconds_count,0,host": 1,
-            "instant_activations_total,0": 1,
-            "slot_evictions_total,0": 1,
-        }
-    )
+    metered.changes({"requests_total,wide": 1, "admission_wait_seconds_count,0,slot": 1})
 
     # One that is in no memory any more has vanished from store and source.
     shutil.rmtree(metered.stored_at("chat"))
@@ -246,12 +235,10 @@ def test_every_counter_changes_by_what_was_done(metered: Metered) -> None:
         "load_failures_total,0": 1,
         "host_evictions_total,0": 1,  # a place was made free for it before it was known that it is gone
         "vllm:num_cpu_loaded_lora_adapters,0": -1,
+        "vllm:num_gpu_loaded_lora_adapters,0": -1,
     }
-    # Whether a slot was made free too depends on which was first: the next plan, or the end of the load.
-    slots = ("slot_evictions_total,0", "vllm:num_gpu_loaded_lora_adapters,0")
-    others = metered.changes(expected, but=("host_bytes,0", "host_evicted_bytes_total,0", *slots))
-    assert [others[key] for key in slots] in ([1, -1], [0, 0])
-    assert metered.loaded() == {"sql": "cpu" if others[slots[0]] else "gpu", "wide": "gpu"}
+    metered.changes(expected, but=("host_bytes,0", "host_evicted_bytes_total,0"))
+    assert metered.loaded() == {"sql": "gpu", "wide": "gpu"}
 
 
 def test_every_form_of_scrape_has_the_same_metrics(metered: Metered) -> None:

@@ -194,7 +194,7 @@ class SimulatedEngine:
 
     def abort(self, request: Request) -> None:
         if request.id in self.held:
-            if self.planner.is_held(request.id):  # else it has been refused, which the next plan says
+            if request.id in self.planner.state.of_request:  # else it has been refused, which the next plan says
                 self.planner.ended([request.id], self.now)
                 request.was_cancelled = True
                 del self.held[request.id]

@@ -48,9 +48,10 @@ def test_the_best_priority_of_held_requests_counts() -> None:
 
 
 def test_only_parts_of_what_runs_join_an_adapter_that_leaves() -> None:
-    adapter = loaded(running={"r": (0.0, "beams")}, expected={"others": 9.0})
-    parts = [Held(None, 0.0, Found.SLOT, client=client) for client in ("beams", "others", "third", "")]
-    assert all(adapter.may_join(part, 5.0) for part in parts)
+    adapter = loaded(running={"r": (0.0, "beams"), "s": (0.0, "")}, expected={"others": 9.0})
+    for client in ("beams", "others", "third", ""):
+        adapter.hold(f"of {client}", Held(None, 0.0, Found.SLOT, client=client))
+    assert len(adapter.joining(5.0)) == 4
     adapter.leaves_since = 4.0
-    assert [adapter.may_join(part, 5.0) for part in parts] == [True, True, False, False]
-    assert not any(adapter.may_join(part, 65.0) for part in parts)
+    assert [name for name, _ in adapter.joining(5.0)] == ["of beams", "of others"]
+    assert adapter.joining(65.0) == []

@@ -155,6 +155,7 @@ def test_no_adapter_is_activated_twice_for_one_admission(slots: int, is_instant:
         engine.submit(engine_id, tokens=20)
     engine.run_until_idle()
     assert engine.workers.activations == len(engine_ids)
+    assert engine.planner.stats.slot_evictions == len(engine_ids) - slots
 
 
 def test_an_adapter_in_a_slot_is_not_activated_again() -> None:

@@ -264,7 +264,7 @@ def test_an_end_forgets_the_requests_that_it_names_only() -> None:
     engine.run(1)
     held = [engine.submit(2), engine.submit(3)]
     engine.planner.ended(["nobody", held[0].id, held[1].id], engine.now)
-    assert not any(engine.planner.is_held(request.id) for request in engine.requests)
+    assert engine.planner.state.of_request.keys() == {running.id}
     assert list(engine.planner.state.adapters[1].running) == [running.id]
     engine.held.clear()
     engine.run_until_idle()
@@ -501,3 +501,63 @@ def test_an_id_that_was_removed_comes_back_as_another_generation() -> None:
     again = [engine.submit(1), engine.submit(9)]
     engine.run_until_idle()
     assert all(request.ended_at is not None for request in again)
+
+
+def test_small_loads_put_off_no_room_for_a_large_adapter() -> None:
+    engine = engine_with(slots=4, max_bytes=1000)
+    large = None
+    for number in range(200):
+        engine.submit(spec(2 + number % 40, 100), tokens=4)
+        if number == 20:
+            large = engine.submit(spec(1, 900))
+        engine.run(0.2)
+    assert large is not None
+    assert large.wait_s < 5
+
+
+def test_a_pin_takes_not_the_last_slot_for_copies() -> None:
+    engine = engine_with(is_instant=False, slots=1, pointed=4)
+    pin = engine.planner.pin(spec(1), engine.now)  # whether it costs a copy is known when it is loaded
+    engine.run(1)
+    assert isinstance(pin.exception(timeout=0), NoFreeSlot)
+    request = engine.submit(2)
+    engine.run_until_idle()
+    assert request.ended_at is not None
+    engine.check_nothing_left()
+
+
+def test_each_pinned_version_counts() -> None:
+    engine = engine_with(slots=3)
+    first = spec(1)
+    pins = [engine.planner.pin(replace(first, engine_id=key), engine.now) for key in (1, 2)]
+    engine.run(1)
+    assert all(pin.done() for pin in pins)
+    assert isinstance(engine.planner.pin(spec(3), engine.now).exception(), NoFreeSlot)
+
+
+def test_retiring_is_done_when_the_last_generation_has_gone() -> None:
+    engine = engine_with(slots=2)
+    old = engine.submit(1, tokens=40)
+    engine.run(0.5)
+    engine.submit(replace(spec(1), path="/elsewhere"), tokens=5)
+    engine.run(0.5)
+    retired = engine.planner.retire(1, engine.now, is_last=True)
+    while old.ended_at is None:
+        assert not retired.done()
+        engine.step()
+    engine.run_until_idle()
+    assert retired.done()
+    engine.check_nothing_left()
+
+
+def test_batches_know_each_generation_by_a_number_of_its_own() -> None:
+    engine = engine_with()
+    keys = []
+    for _ in range(3):
+        engine.submit(1)
+        engine.run_until_idle()
+        keys.append(engine.planner.key_of(1))
+        assert engine.planner.engine_id_of(keys[-1]) == 1
+        engine.planner.replace(1, engine.now)
+        assert engine.planner.engine_id_of(keys[-1]) is None
+    assert len(set(keys)) == 3

@@ -18,7 +18,7 @@ def waiting_adapter(key: int, since: float, priority: int = 0) -> Adapter:
 def order(*adapters: Adapter) -> WaitingOrder:
     waiting = WaitingOrder()
     for adapter in adapters:
-        waiting.put(adapter)
+        waiting.keep(adapter, is_in=True)
     return waiting
 
 
@@ -50,11 +50,11 @@ def test_the_order_is_what_sorting_all_would_find(changes) -> None:
     waiting, entries = WaitingOrder(), {}
     for key, since, priority, is_removed in changes:
         if is_removed:
-            waiting.remove(adapters[key])
+            waiting.keep(adapters[key], is_in=False)
             entries.pop(key, None)
         else:
             adapters[key].waits_since, adapters[key].priorities = since, {priority: 1}
-            waiting.put(adapters[key])
+            waiting.keep(adapters[key], is_in=True)
             entries[key] = (priority, since, key)
     assert len(waiting) == len(entries)
     assert set(entries) == {key for key in adapters if adapters[key] in waiting}

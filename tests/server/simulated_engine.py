@@ -154,7 +154,7 @@ class SimulatedEngine:
         return {adapter.spec.engine_id for adapter in self.planner.state.pinned}
 
     def is_held(self, request_id: str) -> bool:
-        return self.planner.is_held(request_id)
+        return any(request_id in adapter.held for adapter in self.planner.state.adapters.values())
 
     def is_running(self, request_id: str) -> bool:
         return any(request_id in adapter.running for adapter in self.planner.state.in_flight)

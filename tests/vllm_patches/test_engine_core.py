@@ -299,6 +299,23 @@ def test_loaded_in_place_it_is_loaded_beside_what_runs(proc: tuple[Any, Engine])
     assert [command.key for command in engine.commands if isinstance(command, Evict)] == [1]
 
 
+@pytest.mark.timeout(60)
+def test_nothing_waits_for_requests_that_a_pause_stops(base: Path) -> None:
+    """A trainer pauses, exchanges weights, and resumes only when its calls have been answered."""
+    core = core_of(base, EngineCoreProc, max_loras=1, max_cpu_loras=1)
+    engine = Engine(core.scheduler)
+    engine.scheduler.add_request(request("a", 1, tokens=10))
+    while not engine.tokens_of("a"):
+        engine.step()
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    with pytest.raises(NoFreeSlot, match="this pause"):
+        answer_of(engine, core.add_lora(adapter(2)))
+    assert core.remove_lora(1) is True
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.run()
+    assert len(engine.tokens_of("a")) == 10
+
+
 def test_the_planner_uses_the_slots_that_every_worker_has(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = core_of(base, EngineCoreProc, max_loras=2)
     made.model_executor.slots = [Slots(2, 6), Slots(2, 5)]

@@ -23,6 +23,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.request import RequestStatus
 
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter
+from lora_plugins.vllm_patches.request_errors import error_in
 from tests.vllm_patches.engine_bed import Engine, Make, request
 
 ABORTED = RequestStatus.FINISHED_ABORTED
@@ -544,3 +545,42 @@ def test_all_children_of_a_request_are_admitted_as_one(make_engine: Make, clock:
         engine.run()
         assert {len(engine.tokens_of(name)) for name in names} == {20}
         assert len(engine.tokens_of("other")) == 3
+
+
+def test_a_session_goes_on_with_the_weights_that_it_began_with(make_engine: Make) -> None:
+    engine = make_engine(max_loras=2, max_cpu_loras=4)
+    engine.scheduler.add_request(request("s", 7, tokens=2, resumable=True))
+    engine.run()
+    key = engine.scheduler.requests["s"].lora_request.lora_int_id
+    engine.scheduler.add_request(request("long", 7, tokens=40))
+    engine.step()
+    engine.scheduler.add_request(request("s", 7, tokens=2, resumable=True, prompt=2))
+    engine.run()
+    assert len(engine.tokens_of("s")) == 4
+    assert engine.scheduler.requests["s"].lora_request.lora_int_id == key, "workers never learn of another"
+
+
+def test_a_session_whose_version_was_replaced_gets_an_error(make_engine: Make) -> None:
+    """Its KV cache is of the old weights."""
+    engine = make_engine(max_loras=2, max_cpu_loras=4)
+    engine.scheduler.add_request(request("s", 7, tokens=2, resumable=True))
+    engine.run()
+    for _ in range(2):
+        engine.scheduler.planner.replace(7, 0.0)
+    engine.scheduler.add_request(request("s", 7, tokens=2, resumable=True, prompt=2))
+    engine.run()
+    assert error_in(engine.outputs[-1].stop_reason).code == "L002"
+    assert "s" not in engine.scheduler.requests
+    engine.scheduler.add_request(request("new", 7))
+    engine.run()
+    assert len(engine.tokens_of("new")) == 3
+
+
+def test_a_refusal_answers_no_later_request_of_its_id(make_engine: Make) -> None:
+    engine = make_engine()
+    engine.scheduler.planner.retire(2, 0.0, AdapterNotFound("an adapter that was removed"), is_last=True)
+    engine.scheduler.add_request(request("a", 2))
+    engine.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    engine.scheduler.add_request(request("a", 1))
+    engine.run()
+    assert len(engine.tokens_of("a")) == 3

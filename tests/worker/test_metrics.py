@@ -63,16 +63,16 @@ def test_metrics_without_any_adapter() -> None:
 def test_slots_of_every_kind_of_module_count() -> None:
     manager = manager_of(None, None)
     del manager.modules["b"]
-    linear_only = slot_bytes(manager)
+    linear_only = slot_bytes(manager.modules, manager.slots)
     assert linear_only == 4 * 2 * (2 * 4 * 8 + 2 * 8 * 4)
 
 
 def test_slots_that_are_only_pointed_take_no_memory() -> None:
     manager = manager_of(None, None)
     manager.modules["b"].lora_a_stacked = torch.zeros(1).expand(2, 1, 4, 8)
-    assert slot_bytes(manager) == 4 * 2 * (2 * 4 * 8 + 2 * 8 * 4) + 4 + 4 * 2 * 64 * 4
+    assert slot_bytes(manager.modules, manager.slots) == 4 * 2 * (2 * 4 * 8 + 2 * 8 * 4) + 4 + 4 * 2 * 64 * 4
     manager.slots = Slots(copied=1, pointed=1)
-    assert slot_bytes(manager) == 4 * (2 * 4 * 8 + 2 * 8 * 4) + 4 + 4 * 64 * 4
+    assert slot_bytes(manager.modules, manager.slots) == 4 * (2 * 4 * 8 + 2 * 8 * 4) + 4 + 4 * 64 * 4
 
 
 def test_generations_of_one_adapter_are_added_up() -> None:
