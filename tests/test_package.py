@@ -28,7 +28,7 @@ COMPUTING = {
     ),
     *(
         f"lora_plugins.worker.{name}"
-        for name in ("host_memory", "jobs", "loaded_adapter", "loading", "metrics", "slot_stream")
+        for name in ("host_memory", "jobs", "loaded_adapter", "loading", "metrics", "slot_stream", "untouched_zeros")
     ),
 }
 # These need Ray, and begin in processes of their own.
@@ -75,7 +75,7 @@ def test_list_of_pure_modules_is_complete():
         "lora_plugins.ray.keeper",
         "lora_plugins.scheduler.planner",
         "lora_plugins.vllm_patches.scheduler",
-        "lora_plugins.scheduler.placement",
+        "lora_plugins.scheduler.state",
         "lora_plugins.scheduler.policies",
         "lora_plugins.worker.materialise",
         "lora_plugins.worker.agreement",

@@ -287,7 +287,7 @@ def test_several_api_servers_show_one_sum(bed: Bed, tmp_path: Path) -> None:
             answer = complete(connect(server), name, PROMPT, MAX_TOKENS)  # a connection of its own, to either
             assert list(answer.token_ids) == bed.answers[name]
         expected = {f"lora_plugins_requests_total,{name}": 4.0 for name in names}
-        expected |= {"loaded": len(names), f"vllm:num_gpu_loaded_lora_adapters,0,{bed.base}": 2.0}
+        expected |= {"loaded": len(names), f"vllm:num_gpu_loaded_lora_adapters,0,{bed.base}": 3.0}
         activations = f"lora_plugins_instant_activations_total,0,{bed.base}"
         shown: list[dict[str, float]] = []
         ends = time.monotonic() + LONGEST_S

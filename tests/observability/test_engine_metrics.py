@@ -8,7 +8,7 @@ from lora_plugins.errors import NoFreeSlot
 from lora_plugins.observability.adapter_labels import OTHERS
 from lora_plugins.observability.engine_metrics import families
 from lora_plugins.scheduler.host_cache import HostCache
-from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, PlannerFigures, from_plain
+from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, PlannerFigures, Slots, from_plain
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.policies import make_policy
 from lora_plugins.scheduler.stats import BOUNDS_S, Found, Histogram, Stats
@@ -47,7 +47,7 @@ class Core:
 
     def __init__(self) -> None:
         class Scheduler(AdmissionMixin):
-            planner = Planner(2, 3, HostCache(100, 5, make_policy("lru")))
+            planner = Planner(Slots(2), HostCache(100, 5, make_policy("lru")))
 
             def __init__(self) -> None:
                 pass
@@ -60,7 +60,7 @@ def test_figures_of_a_planner_are_shown():
     core = Core()
     assert from_plain(PlannerFigures, engine_core._figures(core)) == engine(host_max_bytes=100)
     core.planner.arrived(AdapterSpec(1, "sql", "/store/sql"), "r", object(), 0.0)
-    core.planner.retire(2, NoFreeSlot("gone"))
+    core.planner.retire(2, 0.0, NoFreeSlot("gone"), is_last=True)
     core.planner.arrived(AdapterSpec(2, "chat", "/store/chat"), "s", object(), 0.0)
     figures = shown({0: from_plain(PlannerFigures, engine_core._figures(core))})
     assert figures["lora_plugins_held,llama,0"] == 1
