@@ -106,6 +106,19 @@ class Failed:
     error: LoRAPluginsError
 
 
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """What a worker has slots of: `copied` ones are written, and come first; `pointed` ones point at packed weights."""
+
+    copied: int
+    pointed: int = 0
+
+    @property
+    def total(self) -> int:
+        """Adapters that one batch can compute with."""
+        return self.copied + self.pointed
+
+
 Report = Loaded | Activated | Failed
 
 
@@ -122,19 +135,6 @@ def merged(reports: Sequence[Report]) -> Report:
         )
     activated = [report for report in reports if isinstance(report, Activated)]
     return Activated(activated[0].job, max(report.activate_s for report in activated))
-
-
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """What a worker has slots of: `copied` ones are written, and come first; `pointed` ones point at packed weights."""
-
-    copied: int
-    pointed: int = 0
-
-    @property
-    def total(self) -> int:
-        """Adapters that one batch can compute with."""
-        return self.copied + self.pointed
 
 
 @dataclass(frozen=True, slots=True)

@@ -310,11 +310,14 @@ class Planner:
         plan.commands, state.commands = state.commands, []
         return plan
 
-    def reported(self, reports: Iterable[Report], now: float) -> None:
-        """The workers have finished jobs."""
+    def reported(self, reports: Iterable[Report | Slots], now: float) -> None:
+        """The workers have finished jobs, or say which slots they have."""
         state = self.state
         state.settle(now)
         for report in reports:
+            if isinstance(report, Slots):
+                state.set_slots(report)
+                continue
             adapter = state.jobs.get(report.job)
             if adapter is None:
                 continue  # evicted meanwhile

@@ -78,7 +78,7 @@ class State:
         self._numbers = count(1)
 
     def set_slots(self, slots: Slots) -> None:
-        """What the workers have, before any is used."""
+        """What the workers say that they have, before any is used."""
         self.slots = slots
         self.copied, self.pointed = SlotPool(0, slots.copied), SlotPool(slots.copied, slots.pointed)
 

@@ -15,7 +15,7 @@ from typing import Any
 from lora_plugins.errors import error_of
 from lora_plugins.ledger import Patch
 from lora_plugins.scheduler.adapter import Adapter
-from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, Answer, PlannerFigures, Slots
+from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, Answer, PlannerFigures
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.state import State
 from lora_plugins.vllm_patches.engine_utilities import answer_of, then, true_or_raise, utility
@@ -28,7 +28,6 @@ def patch() -> None:
 
     for added in (_load, _pin, _unpin, _retire, _residency, _figures):
         setattr(EngineCore, f"lora_plugins{added.__name__}", added)
-    EngineCore.__init__ = _starting(EngineCore.__init__)
     EngineCore.add_lora = _adding(EngineCore.add_lora)
     EngineCore.remove_lora = _removing(EngineCore.remove_lora)
     EngineCore.pin_lora = _pinning(EngineCore.pin_lora)
@@ -115,22 +114,6 @@ def _figures(self: Any) -> PlannerFigures:
         loaded=tuple(_state(state, adapter) for adapter in state.adapters.values() if adapter.is_loaded),
         stats=state.stats,
     )
-
-
-def _starting(original: Any) -> Any:
-    """The scheduler plans with the slots that the workers have made."""
-
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if _planner_if_any(self) is not None:
-            self.scheduler.use_slots(min(self.model_executor.collective_rpc("lora_plugins_slots"), key=_total))
-
-    return init
-
-
-def _total(slots: Slots) -> int:
-    return slots.total
 
 
 def _adding(original: Any) -> Any:
@@ -239,7 +222,6 @@ LEDGER = (
     Patch(
         """
         vllm.v1.engine.core:
-            EngineCore.__init__(self, vllm_config, executor_class, log_stats, ...)
             EngineCore{scheduler, model_executor}
             EngineCore.add_lora(self, lora_request)
             EngineCore.remove_lora(self, lora_id)
@@ -249,8 +231,7 @@ LEDGER = (
         vllm.v1.executor.abstract:
             Executor.collective_rpc(self, method, timeout, args, ...)
         """,
-        what="wrapped: loaded, evicted and pinned by the planner; utilities named lora_plugins_… are added; once it is "
-        "made, workers are asked which slots they have, as its scheduler is made after them. Where the "
+        what="wrapped: loaded, evicted and pinned by the planner; utilities named lora_plugins_… are added. Where the "
         "engine is in the caller's process no steps are made meanwhile, so workers are called with lora_plugins_step",
         why="they run in the engine's loop, and would load there and then",
     ),

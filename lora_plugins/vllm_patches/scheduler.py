@@ -20,7 +20,7 @@ from cachetools import LRUCache
 
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
 from lora_plugins.ledger import Patch
-from lora_plugins.scheduler.messages import AdapterSpec, Command, Slots
+from lora_plugins.scheduler.messages import AdapterSpec, Command
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.vllm_patches.held_counts import HeldCounts
 from lora_plugins.vllm_patches.planner import planner_of
@@ -44,13 +44,6 @@ class AdmissionMixin(HeldCounts):
         self.uris: LRUCache[int, str] = LRUCache(_REMEMBERED)  # what adapters were loaded from, by engine id
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
-
-    def use_slots(self, slots: Slots) -> None:
-        """Let as many adapters run as the workers have slots for; vLLM's own limit is raised accordingly."""
-        if self.planner is not None:
-            self.planner.state.set_slots(slots)
-            self.lora_config = copy.copy(self.lora_config)  # type: ignore[has-type]
-            self.lora_config.max_loras = slots.total
 
     # --- requests ---
 
@@ -166,6 +159,9 @@ class AdmissionMixin(HeldCounts):
                     planner.ended([output.request_id], now, expects_more=is_beam)
         planner.carried_out(getattr(scheduler_output, COMMANDS, ()))
         planner.reported(getattr(model_runner_output, REPORTS, ()), now)
+        if self.lora_config.max_loras != planner.state.slots.total:  # type: ignore[has-type]
+            self.lora_config = copy.copy(self.lora_config)  # type: ignore[has-type]
+            self.lora_config.max_loras = planner.state.slots.total  # vLLM's own limit never binds
         self._refused.extend(planner.take_refused())
         if self._refused:
             self._answer_refused(outputs)

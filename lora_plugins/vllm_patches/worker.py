@@ -41,7 +41,6 @@ def patch() -> None:
     WorkerBase.lora_plugins_step = _step
     WorkerBase.lora_plugins_finish_jobs = _finish_jobs
     WorkerBase.lora_plugins_rewrite_slots = _rewrite_slots
-    WorkerBase.lora_plugins_slots = _slots
     WorkerBase.get_lora_metrics = _metrics
 
 
@@ -65,7 +64,7 @@ def _executing(original: Any) -> Any:
         manager.begin_step(getattr(scheduler_output, COMMANDS, ()), has_batch=has_batch)
         output = original(self, scheduler_output)
         wait_s = 0.0 if has_batch else EMPTY_STEP_WAIT_S
-        return output if output is None else _with_reports(output, manager.reports(wait_s))
+        return output if output is None else _with_reports(output, _reports(manager, wait_s))
 
     return execute_model
 
@@ -74,10 +73,18 @@ def _sampling(self: Any, grammar_output: Any) -> Any:
     """`sample_tokens`, which vLLM's wrapper leaves to the worker."""
     output = self.worker.sample_tokens(grammar_output)
     manager = manager_of(self.worker)
-    return output if manager is None or output is None else _with_reports(output, manager.reports())
+    return output if manager is None or output is None else _with_reports(output, _reports(manager))
 
 
-def _with_reports(output: Any, reports: list[Report]) -> Any:
+def _reports(manager: Any, wait_s: float = 0.0) -> list[Report | Slots]:
+    """What has been done; before it, once, which slots there are: the scheduler cannot ask when it is made."""
+    if manager.has_told_slots:
+        return list(manager.reports(wait_s))
+    manager.has_told_slots = True
+    return [manager.slots, *manager.reports()]
+
+
+def _with_reports(output: Any, reports: list[Report | Slots]) -> Any:
     if not reports:
         return output
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
@@ -91,7 +98,7 @@ def _with_reports(output: Any, reports: list[Report]) -> Any:
     return output
 
 
-def _reporting(original: Any, reports: list[Report]) -> Any:
+def _reporting(original: Any, reports: list[Report | Slots]) -> Any:
     @functools.wraps(original)
     def get_output() -> Any:
         return _with_reports(original(), reports)
@@ -102,12 +109,11 @@ def _reporting(original: Any, reports: list[Report]) -> Any:
 # `self` is a worker; these are reached by `collective_rpc`, by their names.
 
 
-def _step(self: Any, commands: Sequence[Command], wait_s: float) -> list[Report]:
+def _step(self: Any, commands: Sequence[Command], wait_s: float) -> list[Report | Slots]:
     """A step without a batch."""
     manager = manager_of(self)
     manager.begin_step(commands)
-    reports: list[Report] = manager.reports(wait_s)
-    return reports
+    return _reports(manager, wait_s)
 
 
 def _finish_jobs(self: Any) -> None:
@@ -118,12 +124,6 @@ def _finish_jobs(self: Any) -> None:
 def _rewrite_slots(self: Any) -> None:
     """Write every slot again, after its memory may have been lost."""
     manager_of(self).rewrite_slots()
-
-
-def _slots(self: Any) -> Slots | None:
-    """What it has slots of; None where LoRA is off."""
-    manager = manager_of(self)
-    return None if manager is None else manager.slots
 
 
 def _metrics(self: Any) -> dict[str, Any]:

@@ -63,6 +63,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         self._make_resolver = make_resolver
         super().__init__(vllm_config, *args, **kwargs)
         self._is_planned = False
+        self.has_told_slots = False
         self.whole_model: ModelModules | None = None
         self._dummies: set[LoRARequest] = set()
 

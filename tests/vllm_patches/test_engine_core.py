@@ -28,7 +28,6 @@ from lora_plugins.scheduler.messages import (
     Load,
     Loaded,
     PlannerFigures,
-    Slots,
     from_plain,
     to_plain,
 )
@@ -40,14 +39,14 @@ BROKEN = InvalidAdapter("nothing that can be read", adapter="adapter-1")
 
 @pytest.fixture(autouse=True)
 def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("__init__", "add_lora", "remove_lora", "pin_lora"):
+    for name in ("add_lora", "remove_lora", "pin_lora"):
         monkeypatch.setattr(EngineCore, name, getattr(EngineCore, name))  # to be put back
     before = dict(vars(EngineCore))
     engine_core.patch()
     yield
     for name in set(vars(EngineCore)) - before.keys():
         delattr(EngineCore, name)
-    for name in ("__init__", "add_lora", "remove_lora", "pin_lora", "sleep", "wake_up"):
+    for name in ("add_lora", "remove_lora", "pin_lora", "sleep", "wake_up"):
         setattr(EngineCore, name, before[name])
 
 
@@ -57,7 +56,6 @@ class Executor:
     def __init__(self) -> None:
         self.commands: list[Any] = []
         self.fails: dict[int, InvalidAdapter] = {}
-        self.slots: list[Any] = []
         self.in_memory: set[int] = set()
         self.is_sleeping, self.rewrites, self.finished, self.asked_for_nothing = True, 0, 0, 0
 
@@ -68,8 +66,6 @@ class Executor:
         self.is_sleeping = tags is not None
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[list[Any]]:
-        if method == "lora_plugins_slots":
-            return self.slots
         if method == "lora_plugins_finish_jobs":
             assert not self.is_sleeping, "what is asleep is not waited for"
             self.finished += 1
@@ -314,15 +310,6 @@ def test_nothing_waits_for_requests_that_a_pause_stops(base: Path) -> None:
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     engine.run()
     assert len(engine.tokens_of("a")) == 10
-
-
-def test_the_planner_uses_the_slots_that_every_worker_has(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = core_of(base, EngineCoreProc, max_loras=2)
-    made.model_executor.slots = [Slots(2, 6), Slots(2, 5)]
-    monkeypatch.setattr(EngineCore, "__init__", engine_core._starting(lambda self: vars(self).update(vars(made))))
-    core = EngineCore()
-    assert core.scheduler.planner.state.slots == Slots(2, 5)
-    assert core.scheduler.lora_config.max_loras == 7
 
 
 def test_where_lora_is_off_all_is_vllms(base: Path) -> None:

@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreEventType, FinishReason
 from vllm.v1.request import RequestStatus
 
 from lora_plugins.errors import InvalidAdapter, InvalidSettings
-from lora_plugins.scheduler.messages import Activate, AdapterSpec, Evict, Load
+from lora_plugins.scheduler.messages import Activate, AdapterSpec, Evict, Load, Slots
 from lora_plugins.vllm_patches.planner import planner_of
 from lora_plugins.vllm_patches.request_errors import error_in, error_in_tensor
 from lora_plugins.vllm_patches.scheduler import AdmissionMixin, client_of, with_admission
@@ -356,6 +356,21 @@ def test_another_adapter_with_an_id_in_use_runs_beside_it(make_engine: Make) -> 
     engine.run()
     assert engine.tokens_of("third")
     assert [command for command in engine.commands if not isinstance(command, Activate)][2:] == [Evict(first.key)]
+
+
+def test_slots_that_workers_have_raise_vllms_limit(make_engine: Make) -> None:
+    engine = make_engine(max_loras=1, max_cpu_loras=4)
+    limit = engine.scheduler.vllm_config.lora_config.max_loras
+    engine._reports.append(Slots(copied=1, pointed=4))  # with the first output of all
+    for number in (1, 2, 3, 4):
+        engine.scheduler.add_request(request(f"r{number}", number, tokens=20))
+    together = set()
+    while engine.scheduler.has_requests():
+        together.add(len(engine.step()))
+    engine.drain()
+    assert max(together) == 4
+    assert engine.scheduler.lora_config.max_loras == 5
+    assert engine.scheduler.vllm_config.lora_config.max_loras == limit
 
 
 @pytest.mark.parametrize(

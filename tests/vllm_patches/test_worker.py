@@ -29,7 +29,7 @@ class Manager:
         self.events, self.commands = events, []
         self.waited_s: list[float] = []
         self.had_batch: list[bool] = []
-        self.slots = Slots(2, 3)
+        self.slots, self.has_told_slots = Slots(2, 3), True
 
     def begin_step(self, commands: Any, *, has_batch: bool = False) -> None:
         self.events.append("commands")
@@ -150,8 +150,10 @@ def test_methods_of_ours_are_reached_by_name_through_the_wrapper() -> None:
 
 
 def test_a_worker_says_what_it_has_slots_of() -> None:
-    assert wrapper(Worker(output())).lora_plugins_slots() == Slots(copied=2, pointed=3)
-    assert wrapper(Worker(output(), lora=False)).lora_plugins_slots() is None
+    wrapped = wrapper(Worker(output()))
+    wrapped.worker.model_runner.lora_manager.has_told_slots = False
+    said = [getattr(wrapped.execute_model(batch()), REPORTS) for _ in range(2)]
+    assert said == [[Slots(2, 3), REPORT], [REPORT]]
 
 
 def test_vllms_mixin_makes_and_keeps_our_manager(monkeypatch: pytest.MonkeyPatch) -> None:
