@@ -1,7 +1,7 @@
 """What a row costs the base model of the admission benchmark on this processor: its matrix products, one thread.
 
 More adapters in a step win where a step costs about the same with more rows. Where each row costs as much as the last
-one, they cannot: `python -m benchmarks.base_rows` tells which of them this machine is.
+one, they cannot: `python -m benchmarks.base_rows` says which of them this machine is.
 """
 
 from __future__ import annotations

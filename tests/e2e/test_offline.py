@@ -62,7 +62,7 @@ def test_broken_adapters_fail_in_isolation_and_others_are_answered(bed: Bed, tmp
     assert (said["loaded"], said["listed"]) == (True, True)
 
 
-def test_an_engine_in_this_process_waits_for_no_request_that_only_we_could_end(bed: Bed, tmp_path: Path) -> None:
+def test_an_engine_here_waits_for_nothing_only_we_end(bed: Bed, tmp_path: Path) -> None:
     asked = [(name, str(bed.adapters / name)) for name in ("sql", "chat", "stable")]
     answer = said_by("offline_in_use", bed, tmp_path, 0, asked)
     said = answer["said"]
@@ -73,7 +73,7 @@ def test_an_engine_in_this_process_waits_for_no_request_that_only_we_could_end(b
     assert answer["outputs"] == {name: bed.answers[name] for name in ("sql", "chat")}
 
 
-def test_an_idle_session_gives_its_place_back_on_a_real_engine(bed: Bed, tmp_path: Path) -> None:
+def test_an_idle_session_frees_its_place_on_a_real_engine(bed: Bed, tmp_path: Path) -> None:
     """Alone, each turn of the session and each request of others has the same tokens."""
     asked = [(name, str(bed.adapters / name)) for name in ("sql", "chat")]
     said = said_by("offline_session", bed, tmp_path, 1, asked)["said"]

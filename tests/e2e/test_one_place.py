@@ -145,7 +145,7 @@ async def retry_while_room_is_made(client: httpx.AsyncClient, name: str, trial: 
     return answer
 
 
-def test_a_client_that_gives_up_and_retries_at_once_is_answered(one_place: OnePlace) -> None:
+def test_a_client_that_retries_at_once_is_answered(one_place: OnePlace) -> None:
     async def run() -> None:
         async with one_place.client() as client:
             await ids_of(client, "chat")

@@ -73,7 +73,7 @@ def assert_locks_out(refused: httpx.Response, pinned: str, *others: str) -> None
         assert f"'{name}'" in text or f" {name}" in text, text
 
 
-def test_a_pin_that_would_lock_a_served_adapter_out_is_refused(pins: Pins) -> None:
+def test_a_pin_that_locks_a_served_adapter_out_is_refused(pins: Pins) -> None:
     async def run() -> None:
         async with pins.client() as client:
             await only_served(client, "chat", "sql", "stable")
@@ -125,7 +125,7 @@ def test_with_nothing_else_served_pins_are_taken(pins: Pins) -> None:
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_a_pin_asked_for_in_a_pause_is_answered_after_it(pins: Pins, mode: str) -> None:
+def test_a_pin_in_a_pause_is_answered_after_it(pins: Pins, mode: str) -> None:
     """No request comes that would have the engine go on."""
 
     async def run() -> None:

@@ -225,7 +225,7 @@ def test_memory_of_another_kind_is_refused(wrong):
     ],
     ids=["narrow A", "low B", "more rows of A", "more columns of B", "no B"],
 )
-def test_what_is_smaller_than_the_slot_is_filled_up_with_zeros(a, b):
+def test_what_is_smaller_than_the_slot_gets_zeros(a, b):
     """As in vLLM's slot, whose rest is zero."""
     layer = layer_of((19,))
     wrapper, truth, packer = wrapper_with(layer), Truth(layer), packer_of(layer)
@@ -257,7 +257,7 @@ def test_what_is_larger_than_the_slot_is_refused(a, b):
         packer_of(layer).size_bytes(a, b)
 
 
-def test_one_pair_for_all_slices_is_divided_as_in_a_slot():
+def test_one_pair_for_all_slices_is_divided_as_slots_are():
     """A checkpoint with one weight for a module that vLLM has three slices of."""
     widths = (12, 7, 5)
     layer = layer_of(widths, kind=MergedColumnParallelLinearVariableSliceWithLoRA)

@@ -62,7 +62,7 @@ def test_a_refusal_changes_no_other_wait() -> None:
     assert waits[0] == waits[1]
 
 
-def test_a_pin_is_refused_that_held_requests_would_not_fit_beside() -> None:
+def test_a_pin_that_leaves_held_requests_no_room_is_refused() -> None:
     engine = engine_with(slots=4, max_bytes=GIB)
     engine.is_paused = True
     request = engine.submit(LARGE)
@@ -119,7 +119,7 @@ def test_streams_that_break_off_do_not_hold_a_slot(is_instant: bool) -> None:
 # --- (7) one adapter at a time ---
 
 
-def test_the_next_adapter_is_loaded_ahead_and_begins_in_the_step_after_the_end() -> None:
+def test_the_next_adapter_is_loaded_ahead_of_its_slot() -> None:
     engine = engine_with(slots=1)
     engine.submit(1, tokens=40)
     engine.run(0.5)
@@ -128,7 +128,7 @@ def test_the_next_adapter_is_loaded_ahead_and_begins_in_the_step_after_the_end()
     assert following.admitted_at == engine.requests[0].ended_at
 
 
-def test_a_slot_that_nobody_runs_with_is_written_beside_those_that_run() -> None:
+def test_an_idle_slot_is_written_beside_those_that_run() -> None:
     engine = engine_with(slots=2, is_instant=False)
     engine.submit(1, tokens=40)
     engine.run(0.5)

@@ -37,7 +37,7 @@ def test_requests_of_a_running_adapter_join_it_at_once() -> None:
     assert request.wait_s == 0
 
 
-def test_an_adapter_takes_no_requests_once_others_have_waited_too_long() -> None:
+def test_an_adapter_takes_no_requests_once_patience_is_over() -> None:
     engine = engine_with(slots=1, patience_s=1.0)
     engine.submit(1, tokens=100)
     engine.run(1)
@@ -166,7 +166,7 @@ def test_a_failed_pin_of_a_cancelled_call_leaves_nothing() -> None:
     engine.check_nothing_left()
 
 
-def test_a_pin_that_would_lock_out_what_is_served_is_refused_with_its_name() -> None:
+def test_a_refused_pin_names_what_it_would_lock_out() -> None:
     engine = engine_with(slots=3, max_bytes=200)
     engine.submit(spec(1, 120))
     engine.submit(spec(2, 50))
@@ -355,7 +355,7 @@ def test_a_call_for_a_slot_ends_under_load_without_gaps() -> None:
     assert call.done()
 
 
-def test_the_adapter_with_most_requests_keeps_its_slot_while_others_rotate() -> None:
+def test_the_adapter_with_most_requests_keeps_its_slot() -> None:
     engine = engine_with(slots=2, patience_s=1.0)
     hot = [engine.submit(1, tokens=100) for _ in range(3)]
     engine.submit(2, tokens=100)
@@ -383,7 +383,7 @@ def test_patience_begins_with_who_waits() -> None:
     assert joined.wait_s == 0
 
 
-def test_adapters_without_copies_run_at_once_as_far_as_there_are_pointed_slots() -> None:
+def test_adapters_without_copies_run_together_in_pointed_slots() -> None:
     engine = engine_with(slots=1, pointed=6, max_adapters=6)
     requests = [engine.submit(key, tokens=20) for key in range(1, 7)]
     engine.run(1)
@@ -433,7 +433,7 @@ def test_one_name_for_all_requests_keeps_no_slot_for_ever() -> None:
     assert other.wait_s < 65
 
 
-def test_an_abort_and_a_new_request_before_the_next_step_lose_nothing() -> None:
+def test_an_abort_and_a_retry_within_a_step_lose_nothing() -> None:
     engine = engine_with(slots=1, max_adapters=1)
     engine.submit(1, tokens=40)
     engine.run(0.5)
@@ -446,7 +446,7 @@ def test_an_abort_and_a_new_request_before_the_next_step_lose_nothing() -> None:
     engine.check_nothing_left()
 
 
-def test_an_abort_and_a_new_request_while_a_load_fails_are_refused() -> None:
+def test_a_retry_while_a_load_fails_is_refused() -> None:
     engine = engine_with(slots=1, fails=lambda command: isinstance(command, Load))
     given_up = engine.submit(1)
     engine.step()
@@ -457,7 +457,7 @@ def test_an_abort_and_a_new_request_while_a_load_fails_are_refused() -> None:
     engine.check_nothing_left()
 
 
-def test_a_pin_that_was_asked_for_during_a_pause_is_met_after_it() -> None:
+def test_a_pin_in_a_pause_is_met_after_it() -> None:
     engine = engine_with(slots=2, load_s=0.1)
     engine.is_paused = True
     pin = engine.planner.pin(spec(1), engine.now)
@@ -469,7 +469,7 @@ def test_a_pin_that_was_asked_for_during_a_pause_is_met_after_it() -> None:
     assert pin.done()
 
 
-def test_another_path_under_an_id_is_another_generation_beside_the_old_one() -> None:
+def test_another_path_under_an_id_is_another_generation() -> None:
     engine = engine_with(slots=2)
     old = engine.submit(1, tokens=40)
     engine.run(1)
@@ -503,7 +503,7 @@ def test_an_id_that_was_removed_comes_back_as_another_generation() -> None:
     assert all(request.ended_at is not None for request in again)
 
 
-def test_small_loads_put_off_no_room_for_a_large_adapter() -> None:
+def test_small_loads_delay_no_room_for_a_large_adapter() -> None:
     engine = engine_with(slots=4, max_bytes=1000)
     large = None
     for number in range(200):

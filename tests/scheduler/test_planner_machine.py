@@ -80,7 +80,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
     @rule(at=st.integers(0, 50), tokens=st.integers(1, 30))
     def a_session_waits_for_input_and_goes_on(self, at: int, tokens: int) -> None:
-        """Its place is given back; its next part has the same id, and is held again."""
+        """Its place is free then; its next part has the same id, and is held again."""
         if self.engine.running:
             self.engine.continue_session(list(self.engine.running.values())[at % len(self.engine.running)], tokens)
 

@@ -1,4 +1,4 @@
-"""Connectors of KV caches and encoder caches that write down what vLLM's scheduler tells them, as users' own would."""
+"""Connectors of KV caches and encoder caches that write down what vLLM's scheduler says, as users' own would."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class KVRecorder(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 class ECRecorder(ECConnectorBase):  # type: ignore[misc]
-    """Attributes: heard: requests that ended with a status, in this order; of arrivals vLLM tells these nothing."""
+    """Attributes: heard: requests that ended with a status, in this order; arrivals are unknown to these."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)

@@ -229,7 +229,7 @@ def test_states_and_figures_arrive_as_they_are(proc: tuple[Any, Engine]) -> None
 
 
 @pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
-def test_a_pin_asked_for_in_a_pause_is_answered_after_it(proc: tuple[Any, Engine], state: PauseState) -> None:
+def test_a_pin_in_a_pause_is_answered_after_it(proc: tuple[Any, Engine], state: PauseState) -> None:
     """An engine steps as long as something is to be done: no request needs to come."""
     core, engine = proc
     core.scheduler.set_pause_state(state)

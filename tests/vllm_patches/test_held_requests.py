@@ -84,7 +84,7 @@ def test_a_retry_of_a_broken_adapter_gets_its_error(make_engine: Make, places: t
 def test_others_are_answered_where_the_retry_is_given_up_too(
     make_engine: Make, places: tuple[int, int], steps: int
 ) -> None:
-    """On a real server this ended the engine."""
+    """On a real server the engine crashed."""
     engine = fully_used(make_engine, *places)
     give_up_and_retry(engine, 1, steps)
     for _ in range(30):
@@ -165,7 +165,7 @@ def how(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_connectors_hear_of_a_request_when_it_comes_and_when_it_ends(make_engine: Make, how: str) -> None:
+def test_connectors_hear_of_arrivals_and_ends(make_engine: Make, how: str) -> None:
     waiting = Waiting(make_engine, how, kv_transfer_config=KV, ec_transfer_config=EC)
     waiting.begin(steps=0)
     assert waiting.heard == [("came", "a")]
@@ -338,7 +338,7 @@ def test_sessions_are_vllms(make_engine: Make, script: str) -> None:
     )
 
 
-def test_the_next_part_of_an_idle_session_is_held_until_its_adapter_is_there(make_engine: Make) -> None:
+def test_the_next_part_of_an_idle_session_is_held(make_engine: Make) -> None:
     engine = make_engine(max_cpu_loras=1)
     scheduler = engine.scheduler
     scheduler.add_request(part("a", 1))
@@ -373,7 +373,7 @@ def test_many_idle_sessions_keep_no_slot(make_engine: Make) -> None:
     assert sorted(engine.gone) == [f"s{number}" for number in range(1, 8)]
 
 
-def test_a_session_whose_adapter_fails_when_it_is_needed_again_gets_the_error(make_engine: Make) -> None:
+def test_a_session_whose_adapter_fails_later_gets_the_error(make_engine: Make) -> None:
     engine = make_engine(max_cpu_loras=1, finished_set=True)
     engine.scheduler.add_request(part("a", 1))
     engine.run()
@@ -505,7 +505,7 @@ def test_beams_of_the_next_token_are_admitted_at_once(make_engine: Make, clock: 
         assert clock.now < ended_at + 10, "the others are never served"
 
 
-def test_beams_that_come_too_late_wait_their_turn(make_engine: Make, clock: Clock) -> None:
+def test_beams_that_come_too_late_are_held_again(make_engine: Make, clock: Clock) -> None:
     """A client that gives up in the midst of a search keeps the slot from nobody."""
     engine = make_engine(max_cpu_loras=1)
     beams = Beams(engine, 1)
@@ -547,7 +547,7 @@ def test_all_children_of_a_request_are_admitted_as_one(make_engine: Make, clock:
         assert len(engine.tokens_of("other")) == 3
 
 
-def test_a_session_goes_on_with_the_weights_that_it_began_with(make_engine: Make) -> None:
+def test_a_session_keeps_the_weights_that_it_began_with(make_engine: Make) -> None:
     engine = make_engine(max_loras=2, max_cpu_loras=4)
     engine.scheduler.add_request(request("s", 7, tokens=2, resumable=True))
     engine.run()

@@ -386,7 +386,7 @@ def test_slots_that_workers_have_raise_vllms_limit(make_engine: Make) -> None:
         ("7", ""),
     ],
 )
-def test_what_a_client_asked_for_is_known_by_the_ids_of_its_parts(request_id: str, client: str) -> None:
+def test_ids_say_which_requests_are_one_clients(request_id: str, client: str) -> None:
     assert client_of(request_id) == client
 
 

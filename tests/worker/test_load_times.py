@@ -47,7 +47,7 @@ def step(times: LoadTimes, clock: Clock, seconds: float) -> None:
     times.end_batch()
 
 
-def test_loads_take_a_fixed_time_and_a_time_for_each_byte(clock: Clock) -> None:
+def test_loads_take_a_fixed_time_and_one_by_byte(clock: Clock) -> None:
     times = LoadTimes()
     assert times.expected_s(100) is None, "none has been measured"
     for size in (100, 300, 200, 1000):
@@ -56,7 +56,7 @@ def test_loads_take_a_fixed_time_and_a_time_for_each_byte(clock: Clock) -> None:
     assert times.expected_s(0) is None, "its size is not known"
 
 
-def test_loads_of_one_size_say_what_one_byte_takes_at_most(clock: Clock) -> None:
+def test_loads_of_one_size_bound_the_time_by_byte(clock: Clock) -> None:
     times = LoadTimes()
     for _ in range(3):
         load(times, clock, 100, 0.01)
@@ -86,7 +86,7 @@ def test_a_load_that_fails_is_not_measured(clock: Clock) -> None:
     assert times.expected_s(100) is None
 
 
-def test_what_is_taken_of_a_step_is_shorter_than_the_step(clock: Clock) -> None:
+def test_what_is_taken_is_shorter_than_the_step(clock: Clock) -> None:
     times = LoadTimes()
     load(times, clock, 100, 0.004)
     step(times, clock, 0.01)
@@ -107,7 +107,7 @@ def test_without_a_batch_a_short_load_holds_nobody_up(clock: Clock) -> None:
     assert not times.take(100)
 
 
-def test_the_commands_of_a_step_and_steps_without_a_batch_are_not_measured(clock: Clock) -> None:
+def test_neither_commands_nor_empty_steps_are_measured(clock: Clock) -> None:
     times = LoadTimes()
     load(times, clock, 100, 0.004)
     times.begin_step(has_batch=True)
@@ -178,7 +178,7 @@ def test_other_loads_are_done_in_the_background(manager: Any, adapters: list[Ada
     assert isinstance(report, Failed if why == "not here" else Loaded)
 
 
-def test_a_broken_adapter_fails_alone_within_the_step(manager: Any, adapters: list[Adapter]) -> None:
+def test_a_broken_adapter_within_the_step_is_isolated(manager: Any, adapters: list[Adapter]) -> None:
     (adapters[0].path / "adapter_model.safetensors").write_bytes(b"nothing")
     specs = [replace(adapter.spec, size_bytes=10_000) for adapter in adapters[:2]]
     manager.begin_step([Load(specs[0], 1, 1), Load(specs[1], 2, 2)], has_batch=True)
