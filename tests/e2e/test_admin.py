@@ -193,9 +193,7 @@ def test_pin_and_unpin(admin: Admin) -> None:
     admin.done("POST", "/v1/loras/sql/pin")
     admin.done("POST", "/v1/loras/team/poet/pin")
     assert admin.view("team/poet")["pinned"]
-    refused = admin.call("POST", "/v1/loras/chat/pin")  # the last slot
-    assert (refused.status_code, "L001" in refused.text) == (503, True)
-    for name in ("chat", "stable", "chat", "stable"):  # through the one slot that is left
+    for name in ("chat", "stable", "chat", "stable"):  # beside them
         admin.answers_like(name, name)
     assert "slot" in admin.view("sql")["tiers"]
     admin.answers_like("sql", "sql")

@@ -108,11 +108,15 @@ def test_what_becomes_several_requests_waits_as_one(one_place: OnePlace, becomes
             plain_s, several_s = [], []
             async with sixteen_others(one_place, client):
                 for _ in range(3):
+                    await asyncio.sleep(
+                        0.5
+                    )  # its adapter waits 0.2 s for more of the beams; then others have the place
                     plain_s.append((await took(complete(client, "sql", 6)))[0])
+                    await asyncio.sleep(0.5)
                     seconds, answer = await took(complete(client, "sql", 6, **becomes_several))
                     several_s.append(seconds)
                     assert [choice["text"] for choice in answer.json()["choices"]] == expected
-            assert sorted(several_s)[1] < 2.5 * max(plain_s) + 0.5, (several_s, plain_s)
+            assert sorted(several_s)[1] < 2.5 * max(plain_s) + 2.0, (several_s, plain_s)
 
     asyncio.run(asyncio.wait_for(run(), LONGEST_S))
 
