@@ -31,8 +31,7 @@ Times are seconds of a clock that never goes back. Not thread-safe: the engine's
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -326,7 +325,7 @@ class Planner:
                     self.stats.load_seconds.observe(report.load_s)
                     adapter.load_s, adapter.rank, adapter.is_instant = report.load_s, report.rank, report.is_instant
                     state.loaded(adapter, report.size_bytes, report.load_s)
-                    self._check_pinned(adapter)
+                    self._check_pinned(adapter, now)
                     if adapter.is_pinned:
                         self._refuse_what_never_fits(now)
                     if adapter.is_loaded:
@@ -361,7 +360,7 @@ class Planner:
         """The current generation, or a new one where there is none of these bytes."""
         state, engine_id = self.state, spec.engine_id
         is_retired = engine_id in self._refusals
-        adapter = state.adapters.get(engine_id) if is_retired else state.current.get(engine_id)
+        adapter = state.adapters.get(self.key_of(engine_id))
         if adapter is not None and adapter.spec.path == spec.path:
             return adapter
         if adapter is not None:
@@ -377,7 +376,7 @@ class Planner:
         self.state.touched[adapter] = None
         self.state.settle(now)
 
-    def _check_pinned(self, adapter: Adapter) -> None:
+    def _check_pinned(self, adapter: Adapter, now: float) -> None:
         """Fail a pin that would take the last slot of its kind, which is known only once it is loaded."""
         pool = self.state.pool_of(adapter)
         others = [
@@ -385,11 +384,8 @@ class Planner:
         ]
         if adapter.is_pinned and adapter.is_loaded and len(others) + 1 >= pool.size:
             adapter.is_pinned = False
-            needing = [call for call in adapter.calls if call.needs_slot]
-            adapter.calls = [call for call in adapter.calls if not call.needs_slot]
-            for call in needing:
-                with suppress(InvalidStateError):
-                    call.future.set_exception(_no_slot_left(pool.size, len(others), adapter.spec.name))
+            for call in [call for call in adapter.calls if call.needs_slot]:
+                self.withdraw(call.future, _no_slot_left(pool.size, len(others), adapter.spec.name), now)
 
     def _refuse_what_never_fits(self, now: float) -> None:
         for adapter in list(self.state.absent):

@@ -561,3 +561,18 @@ def test_batches_know_each_generation_by_a_number_of_its_own() -> None:
         engine.planner.replace(1, engine.now)
         assert engine.planner.engine_id_of(keys[-1]) is None
     assert len(set(keys)) == 3
+
+
+def test_late_requests_join_the_generation_that_is_being_removed() -> None:
+    engine = engine_with(slots=2)
+    engine.planner.replace(1, engine.now)  # batches know it by another number than its id
+    old = engine.submit(1, tokens=40)
+    engine.run(1)
+    engine.planner.retire(1, engine.now, is_last=True)
+    late = engine.submit(1, tokens=2)
+    engine.step()
+    assert engine.key_of(late) == engine.key_of(old)
+    engine.run_until_idle()
+    assert old.ended_at is not None
+    assert not engine.workers.host
+    engine.check_nothing_left()
