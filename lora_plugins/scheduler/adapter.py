@@ -65,6 +65,7 @@ class Adapter:
         leaves_since: since when it takes no requests of other clients, so that its slot or room passes on.
         is_pinned: it keeps host memory and slot, whether it is asked for or not.
         is_retired: it is evicted once it is not used; then `retirements` are done.
+        replaces: the generation whose place it takes once it is loaded, and which has that again if it cannot be.
         load_s: what loading it took the last time. rank: what the workers said; 0 before.
     """
 
@@ -84,6 +85,7 @@ class Adapter:
     leaves_since: float | None = None
     is_pinned: bool = False
     is_retired: bool = False
+    replaces: Adapter | None = None
     retirements: list[Future[None]] = field(default_factory=list)
     load_s: float = 0.0
     rank: int = 0
@@ -109,9 +111,14 @@ class Adapter:
         return bool(self.held or self.calls)
 
     @property
+    def stays(self) -> bool:
+        """Whether it keeps its host memory: pinned, or nobody could load it again."""
+        return self.is_pinned or (self.spec.is_given and not self.is_retired)
+
+    @property
     def is_idle(self) -> bool:
-        """Whether it is loaded, and nothing uses it, waits for it, or moves it."""
-        return self.can_be_displaced and not self.is_wanted
+        """Whether it could lose its host memory: it is loaded, and nothing uses it, waits for it, or moves it."""
+        return self.can_be_displaced and not self.is_wanted and not self.stays
 
     @property
     def can_be_displaced(self) -> bool:

@@ -20,8 +20,10 @@ from cachetools import LRUCache
 
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
 from lora_plugins.ledger import Patch
+from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.scheduler.messages import AdapterSpec, Command
 from lora_plugins.scheduler.planner import Planner
+from lora_plugins.store.layout import is_digest
 from lora_plugins.vllm_patches.held_counts import HeldCounts
 from lora_plugins.vllm_patches.planner import planner_of
 from lora_plugins.vllm_patches.request_errors import refused_output
@@ -78,26 +80,78 @@ class AdmissionMixin(HeldCounts):
             and request.status != RequestStatus.WAITING_FOR_STREAMING_REQ
         )
 
-    def _hold(self, request: Any, lora_request: Any = None) -> None:
-        planner: Planner = self.planner  # type: ignore[assignment]
-        priority = request.priority if self._by_priority else 0
-        spec, client = self.spec_of(lora_request or request.lora_request), client_of(request.request_id)
-        planner.arrived(spec, request.request_id, request, time.monotonic(), priority=priority, client=client)
+    def _hold(self, request: Any) -> None:
+        spec, is_other = self._meant_by(request.lora_request)
+        self._arrived(request, spec, is_other=is_other)
 
     def _hold_again(self, session: Any) -> None:
         """Hold a session for the weights that it began with: its KV cache is of these."""
+        generations, key = self.planner.state.generations, session.lora_request.lora_int_id  # type: ignore[union-attr]
+        spec = self._known_spec(generations.engine_id_of(key))
+        if spec is None or generations.key_of(spec.engine_id) != key:
+            error = AdapterNotFound("a version that was replaced meanwhile", adapter=session.lora_request.lora_name)
+            self._refused.append((session, error))
+        else:
+            self._arrived(session, spec, is_other=False)
+
+    def _arrived(self, request: Any, spec: AdapterSpec, *, is_other: bool) -> None:
         planner: Planner = self.planner  # type: ignore[assignment]
-        engine_id = planner.engine_id_of(session.lora_request.lora_int_id)
-        if engine_id is None:
-            name = session.lora_request.lora_name
-            self._refused.append((session, AdapterNotFound("a version that was replaced meanwhile", adapter=name)))
+        planner.arrived(
+            spec,
+            request.request_id,
+            request,
+            time.monotonic(),
+            is_other=is_other,
+            priority=request.priority if self._by_priority else 0,
+            client=client_of(request.request_id),
+        )
+        self._name_generation(request)
+
+    def _name_generation(self, request: Any) -> None:
+        """Have batches, and the keys of cached prefixes, know the generation that a request is held for."""
+        adapter = self.planner.state.of_request.get(request.request_id)  # type: ignore[union-attr]
+        before = request.lora_request
+        if adapter is None or (before.lora_int_id, before.lora_path) == (adapter.key, _cached_by(adapter)):
             return
-        lora_request = copy.copy(session.lora_request)
-        lora_request.lora_int_id = engine_id
-        self._hold(session, lora_request)
+        request.lora_request = _plain(adapter.spec, adapter.key, _cached_by(adapter))
+        if before.lora_path != _cached_by(adapter):
+            request.block_hashes.clear()
+            request.update_block_hashes()
+
+    def is_other(self, lora_request: Any) -> bool:
+        """Whether it names other bytes than those of its id: what a path of the store has never changes."""
+        known = self._known_spec(lora_request.lora_int_id)
+        if not lora_request.load_inplace:
+            return False
+        is_same_path = known is not None and known.path == lora_request.lora_path
+        return not (is_same_path and is_digest(os.path.basename(lora_request.lora_path)))
+
+    def _meant_by(self, lora_request: Any) -> tuple[AdapterSpec, bool]:
+        """What a request's adapter is, and whether it begins another generation.
+
+        As in vLLM, that is what its id stands for, whatever its path; by another name, it is something else if there
+        are files. An adapter that was evicted is still known, where the path has none.
+        """
+        known = self.planner.state.known(lora_request.lora_int_id)  # type: ignore[union-attr]
+        if lora_request.load_inplace:
+            return self.spec_of(lora_request), self.is_other(lora_request)
+        if known is not None and known.spec.name == lora_request.lora_name:
+            return known.spec, False
+        spec = self.spec_of(lora_request)
+        if not (spec.size_bytes or spec.lora_request is not None):
+            return self._known_spec(lora_request.lora_int_id) or spec, False
+        return spec, known is not None and known.spec.path != spec.path
+
+    def _known_spec(self, engine_id: int) -> AdapterSpec | None:
+        """Of the current generation, or of one that was loaded, and evicted since."""
+        state = self.planner.state  # type: ignore[union-attr]
+        adapter, evicted = state.known(engine_id), state.cache.known_bytes.get(engine_id)
+        return adapter.spec if adapter is not None else evicted[0] if evicted is not None else None
 
     def spec_of(self, lora_request: Any) -> AdapterSpec:
         """What the planner knows an adapter by, of vLLM's `LoRARequest`."""
+        from vllm.lora.request import LoRARequest
+
         known = None if self.planner is None else self.planner.state.current.get(lora_request.lora_int_id)
         if known is not None and known.spec.path == lora_request.lora_path:
             return known.spec
@@ -108,6 +162,7 @@ class AdmissionMixin(HeldCounts):
             self.uris.get(lora_request.lora_int_id),
             bool(getattr(lora_request, "is_3d_lora_weight", False)),
             _weights_bytes(lora_request.lora_path),
+            lora_request=None if type(lora_request) is LoRARequest else lora_request,
         )
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
@@ -137,10 +192,7 @@ class AdmissionMixin(HeldCounts):
         if self.is_stopped and not planner.is_busy:
             planner.withdraw_loads(_in_use(), now)
         for request in plan.admitted:
-            key = planner.state.of_request[request.request_id].key
-            if request.lora_request.lora_int_id != key:  # a later generation of the same id
-                request.lora_request = copy.copy(request.lora_request)
-                request.lora_request.lora_int_id = key
+            self._name_generation(request)  # the one that it arrived for may have failed to load
             super()._enqueue_waiting_request(request)  # type: ignore[misc]
         self._refused.extend(plan.refused)
         return plan.commands
@@ -207,6 +259,20 @@ def client_of(request_id: str) -> str:
     return part.group(1) if part else request_id if of_several else ""
 
 
+def _cached_by(adapter: Adapter) -> str:
+    """What the keys of cached prefixes have for a path: another with other bytes."""
+    path = adapter.spec.path
+    is_enough = adapter.key == adapter.spec.engine_id or is_digest(os.path.basename(path))
+    return path if is_enough else f"{path}#{adapter.key}"
+
+
+def _plain(spec: AdapterSpec, key: int, path: str) -> Any:
+    """All that batches and the keys of cached prefixes need of vLLM's `LoRARequest`; no worker gets tensors in one."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name=spec.name, lora_int_id=key, lora_path=path, is_3d_lora_weight=spec.is_3d)
+
+
 def _weights_bytes(path: str) -> int:
     """What the weights will take of host memory, as far as their file says; the workers find out more."""
     try:
@@ -256,6 +322,8 @@ LEDGER = (
             SchedulerInterface.update_from_output(self, scheduler_output, model_runner_output)
         vllm.v1.request:
             Request{request_id, lora_request, client_index, priority, status, pooling_params, trace_headers}
+            Request{block_hashes}
+            Request.update_block_hashes(self)
             Request.take_events(self)
             Request.is_finished(self)
             RequestStatus{WAITING_FOR_STREAMING_REQ, FINISHED_ERROR}
@@ -264,7 +332,8 @@ LEDGER = (
         """,
         what="get_scheduler_cls returns a subclass (Admission) of what it names; its methods are extended: a request "
         "that names an adapter enters no queue until the planner admits it; lora_config is copied, with as many "
-        "max_loras as workers have slots. Ids of requests are read, to admit what one client asked for as one",
+        "max_loras as workers have slots. Ids of requests are read, to admit what one client asked for as one. A held "
+        "request's lora_request names its generation, and its block hashes are made again where that changes its path",
         why="no running request waits for an adapter that is not in its slot",
         remove="vLLM's scheduler asks a plugin before it takes a request from its queue",
     ),
