@@ -66,6 +66,8 @@ class Adapter:
         is_pinned: it keeps host memory and slot, whether it is asked for or not.
         is_retired: it is evicted once it is not used; then `retirements` are done.
         replaces: the generation whose place it takes once it is loaded, and which has that again if it cannot be.
+        moves: whether what runs with that one goes on with this one's weights. weights: the key of the generation that
+            its weights were loaded as.
         load_s: what loading it took the last time. rank: what the workers said; 0 before.
     """
 
@@ -86,6 +88,8 @@ class Adapter:
     is_pinned: bool = False
     is_retired: bool = False
     replaces: Adapter | None = None
+    moves: bool = False
+    weights: int = 0
     retirements: list[Future[None]] = field(default_factory=list)
     load_s: float = 0.0
     rank: int = 0
@@ -118,7 +122,7 @@ class Adapter:
     @property
     def is_idle(self) -> bool:
         """Whether it could lose its host memory: it is loaded, and nothing uses it, waits for it, or moves it."""
-        return self.can_be_displaced and not self.is_wanted and not self.stays
+        return self.can_be_displaced and not self.is_wanted and not self.stays and self.replaces is None
 
     @property
     def can_be_displaced(self) -> bool:

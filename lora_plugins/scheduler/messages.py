@@ -73,7 +73,15 @@ class Evict:
     key: int
 
 
-Command = Load | Activate | Evict
+@dataclass(frozen=True, slots=True)
+class Move:
+    """From this step's batch on, what runs with `key` computes with the weights of `source`, which is gone then."""
+
+    key: int
+    source: int
+
+
+Command = Load | Activate | Evict | Move
 
 
 @dataclass(frozen=True, slots=True)

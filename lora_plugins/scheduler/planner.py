@@ -63,9 +63,15 @@ _REMEMBERED = 10_000
 
 @dataclass(slots=True)
 class Plan:
-    """What is to be done in one step: commands for the workers, requests to admit, and requests that are refused."""
+    """What is to be done in one step.
+
+    Attributes:
+        commands: for the workers. admitted: requests to admit. refused: requests that are answered with an error.
+        moved: adapters whose running requests go on with other weights.
+    """
 
     commands: list[Command] = field(default_factory=list)
+    moved: list[Adapter] = field(default_factory=list)
     admitted: list[Any] = field(default_factory=list)
     refused: list[tuple[Any, LoRAPluginsError]] = field(default_factory=list)
 
@@ -162,17 +168,20 @@ class Planner:
         now: float,
         *,
         is_other: bool = False,
+        moves: bool = False,
         wants_slot: bool = False,
         needs_slot: bool = False,
     ) -> Future[None]:
         """Load an adapter into host memory without a request, and perhaps into a slot (`LoadCall`).
 
-        Another path than the current generation's, or `is_other`, begins another one, pinned as that is. The future
-        raises a LoRAPluginsError where it cannot be.
+        Another path than the current generation's, or `is_other`, begins another one, pinned as that is. With `moves`,
+        what runs goes on with that one's weights from one step on. The future raises a LoRAPluginsError where it cannot
+        be.
         """
         known = self.state.known(spec.engine_id)
         adapter = self._generation(spec, now, begins=is_other or (known is not None and known.spec.path != spec.path))
         is_pinned = known is not None and known.is_pinned
+        adapter.moves = moves and adapter.replaces is not None
         future: Future[None] = Future()
         error = self._refusals.get(spec.engine_id) or self.state.never_fits(adapter)
         if error is not None:
@@ -315,6 +324,7 @@ class Planner:
             without_room = load_wanted(state, now, is_paused=is_paused)  # before those to be evicted run again
             state.settle(now)
             if not is_paused:
+                plan.moved = self._move_all(now)
                 plan.admitted, waiting = begin(state, now)
                 state.settle(now)
                 look_at = pass_on(state, now, waiting, without_room, self._patience_s)
@@ -345,9 +355,8 @@ class Planner:
                     if adapter.stays or not adapter.is_loaded:
                         self._refuse_what_never_fits(now)
                     if adapter.is_loaded:
-                        if adapter.replaces is not None:
-                            replaced, adapter.replaces = adapter.replaces, None
-                            self._retire(replaced, now)
+                        if adapter.replaces is not None and not adapter.moves:
+                            self._replace(adapter, adapter.replaces, now)
                         resolve(take_loaded(adapter))
                 case Activated():
                     self.stats.activate_seconds.observe(report.activate_s)
@@ -384,17 +393,35 @@ class Planner:
         replaces = state.known(engine_id)
         if replaces is not None and not begins:
             return replaces
-        if replaces is not None and not replaces.is_loaded:  # what waits for it still gets it
-            superseded, replaces = replaces, replaces.replaces
+        if replaces is not None and (not replaces.is_loaded or replaces.replaces is not None):
+            superseded, replaces = replaces, replaces.replaces  # what waits for that one still gets it
             superseded.replaces = None
             self._retire(superseded, now)
         if begins:
             state.generations.begin(engine_id)
         key, is_retired = state.generations.key_of(engine_id), engine_id in self._refusals
-        adapter = state.adapters[key] = Adapter(spec, key, is_retired=is_retired, replaces=replaces)
+        adapter = state.adapters[key] = Adapter(spec, key, weights=key, is_retired=is_retired, replaces=replaces)
         if not is_retired:
             state.current[engine_id] = adapter
         return adapter
+
+    def _replace(self, adapter: Adapter, before: Adapter, now: float) -> None:
+        adapter.replaces = None
+        self.state.touched[adapter] = None
+        self._retire(before, now)
+
+    def _move_all(self, now: float) -> list[Adapter]:
+        moved = []
+        for adapter in list(self.state.moving):
+            if (before := adapter.replaces) is None:
+                continue
+            if before.is_in_flight and before.is_active and before.is_instant == adapter.is_instant:
+                self.state.move(adapter, before)
+                moved.append(before)
+            else:
+                self._replace(adapter, before, now)
+        self.state.settle(now)
+        return moved
 
     def _changed(self, adapter: Adapter, now: float) -> None:
         self._is_changed = True

@@ -15,7 +15,7 @@ from lora_plugins.errors import LoRAPluginsError, NoFreeSlot, OutOfMemory
 from lora_plugins.scheduler.adapter import Adapter, Held, Residency
 from lora_plugins.scheduler.generations import Generations
 from lora_plugins.scheduler.host_cache import HostCache
-from lora_plugins.scheduler.messages import Activate, Command, Evict, Load, Slots
+from lora_plugins.scheduler.messages import Activate, Command, Evict, Load, Move, Slots
 from lora_plugins.scheduler.stats import Stats
 from lora_plugins.scheduler.waiting import WaitingOrder
 
@@ -47,7 +47,7 @@ class State:
         of_request: the adapter of each request that is held or in flight.
         absent: adapters that are wanted and not in host memory. ready: those that are, with held requests, and nothing
             in flight. calling: those with calls. idle: those that could lose their host memory, by key. staying: those
-            that never do, pinned ones too.
+            that never do, pinned ones too. moving: those that are loaded, for what runs with the one before.
         jobs: adapters that are being loaded, or activated in the background.
         reserved_for: the adapter that room is made for. draining: those that are evicted for it once they are not used.
         made_room_at: when an adapter that had waited for room found it last, or none waited.
@@ -70,6 +70,7 @@ class State:
         self.in_flight: dict[Adapter, None] = {}
         self.pinned: dict[Adapter, None] = {}
         self.staying: dict[Adapter, None] = {}
+        self.moving: dict[Adapter, None] = {}
         self.idle: dict[int, Adapter] = {}
         self.jobs: dict[int, Adapter] = {}
         self.reserved_for: Adapter | None = None
@@ -112,6 +113,7 @@ class State:
             _keep(self.in_flight, adapter, is_in=is_in_flight)
             _keep(self.calling, adapter, is_in=bool(adapter.calls))
             _keep(self.pinned, adapter, is_in=adapter.is_pinned)
+            _keep(self.moving, adapter, is_in=is_loaded and adapter.replaces is not None)
             is_there = is_wanted or adapter.is_pinned or not is_absent
             _keep(self.staying, adapter, is_in=adapter.stays and is_there)
             if adapter.is_idle:
@@ -134,8 +136,25 @@ class State:
             else:
                 resolve(adapter.retirements)
 
+    def move(self, adapter: Adapter, before: Adapter) -> None:
+        """Have what runs with the generation before go on with this one's weights, and all that waits with it."""
+        self.commands.append(Move(before.key, adapter.key))
+        size_bytes = self.cache.remove(adapter.key)
+        self.cache.loaded(before.key, adapter.spec, size_bytes, adapter.load_s)
+        before.spec, before.weights, before.load_s, before.rank = (
+            adapter.spec,
+            adapter.key,
+            adapter.load_s,
+            adapter.rank,
+        )
+        before.calls, adapter.calls = [*before.calls, *adapter.calls], []
+        before.is_pinned, adapter.is_pinned = before.is_pinned or adapter.is_pinned, False
+        adapter.residency = Residency.ABSENT
+        self._restore(adapter, before)
+        self.touched[adapter] = None
+
     def _restore(self, adapter: Adapter, before: Adapter) -> None:
-        """An adapter cannot be loaded: what waits for it gets the generation that it was to replace."""
+        """Have what waits for an adapter get the generation that it was to replace."""
         engine_id, adapter.replaces = before.spec.engine_id, None
         self.generations.restore(engine_id, before.key)
         self.current[engine_id] = self.adapters[before.key] = before

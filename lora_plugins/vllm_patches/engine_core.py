@@ -14,6 +14,7 @@ from typing import Any
 
 from lora_plugins.errors import InvalidAdapter, error_of
 from lora_plugins.ledger import Patch
+from lora_plugins.process import this_process
 from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, Answer, Change, PlannerFigures
 from lora_plugins.scheduler.planner import Planner
@@ -40,8 +41,8 @@ def patch() -> None:
 
 
 @utility
-def _load(self: Any, spec: AdapterSpec, wants_slot: bool) -> Future[Answer] | Answer:
-    """Load an adapter into host memory, and into a slot if one is idle."""
+def _load(self: Any, spec: AdapterSpec, wants_slot: bool, moves: bool = False) -> Future[Answer] | Answer:
+    """Load an adapter into host memory, and into a slot if one is idle; what runs with its id moves to it, or not."""
     scheduler = _scheduler(self)
     planned, state = _planned_spec(scheduler, spec), scheduler.planner.state
     known = state.current.get(planned.engine_id)
@@ -53,7 +54,7 @@ def _load(self: Any, spec: AdapterSpec, wants_slot: bool) -> Future[Answer] | An
             return answer
         return Answer(state.cache.expected_bytes(adapter.spec), None if was_loaded else adapter.load_s)
 
-    load = scheduler.planner.load(planned, time.monotonic(), wants_slot=wants_slot)
+    load = scheduler.planner.load(planned, time.monotonic(), wants_slot=wants_slot, moves=moves)
     answer: Future[Answer] | Answer = then(answer_of(self, load), with_size)
     return answer
 
@@ -124,7 +125,8 @@ def _adding(original: Any) -> Any:
         if planner is None:
             return original(self, lora_request)
         spec, is_other = self.scheduler.spec_of(lora_request), self.scheduler.is_other(lora_request)
-        load = planner.load(spec, time.monotonic(), is_other=is_other, wants_slot=True)
+        moves = this_process().settings.load_inplace == "inflight"
+        load = planner.load(spec, time.monotonic(), is_other=is_other, wants_slot=True, moves=moves)
         return then(answer_of(self, load), true_or_raise)
 
     return add_lora

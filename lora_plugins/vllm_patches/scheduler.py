@@ -23,10 +23,18 @@ from lora_plugins.ledger import Patch
 from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.scheduler.messages import AdapterSpec, Command
 from lora_plugins.scheduler.planner import Planner
-from lora_plugins.store.layout import is_digest
 from lora_plugins.vllm_patches.held_counts import HeldCounts
 from lora_plugins.vllm_patches.planner import planner_of
 from lora_plugins.vllm_patches.request_errors import refused_output
+from lora_plugins.vllm_patches.request_weights import (
+    VERSIONS,
+    assign,
+    is_in_store,
+    move,
+    name_of,
+    tokens_of,
+    weights_of,
+)
 
 COMMANDS = "lora_plugins_commands"  # on SchedulerOutput
 REPORTS = "lora_plugins_reports"  # on ModelRunnerOutput
@@ -42,6 +50,8 @@ class AdmissionMixin(HeldCounts):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         self.planner = planner_of(vllm_config)
+        # By which versions an answer is computed, each from which token on, where it is not the one asked for.
+        self._versions: dict[str, list[tuple[str, int]]] = {}
         self._refused: list[tuple[Any, LoRAPluginsError]] = []
         self.uris: LRUCache[int, str] = LRUCache(_REMEMBERED)  # what adapters were loaded from, by engine id
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
@@ -105,18 +115,16 @@ class AdmissionMixin(HeldCounts):
             priority=request.priority if self._by_priority else 0,
             client=client_of(request.request_id),
         )
-        self._name_generation(request)
+        self._assign(request)
 
-    def _name_generation(self, request: Any) -> None:
-        """Have batches, and the keys of cached prefixes, know the generation that a request is held for."""
+    def _assign(self, request: Any) -> None:
         adapter = self.planner.state.of_request.get(request.request_id)  # type: ignore[union-attr]
-        before = request.lora_request
-        if adapter is None or (before.lora_int_id, before.lora_path) == (adapter.key, _cached_by(adapter)):
+        if adapter is None:
             return
-        request.lora_request = _plain(adapter.spec, adapter.key, _cached_by(adapter))
-        if before.lora_path != _cached_by(adapter):
-            request.block_hashes.clear()
-            request.update_block_hashes()
+        asked_for = request.lora_request.lora_path
+        assign(request, adapter)
+        if is_in_store(asked_for) and asked_for != request.lora_request.lora_path:  # a version that is past, or to come
+            self._versions[request.request_id] = [(weights_of(adapter), 0)]
 
     def is_other(self, lora_request: Any) -> bool:
         """Whether it names other bytes than those of its id: what a path of the store has never changes."""
@@ -124,7 +132,7 @@ class AdmissionMixin(HeldCounts):
         if not lora_request.load_inplace:
             return False
         is_same_path = known is not None and known.path == lora_request.lora_path
-        return not (is_same_path and is_digest(os.path.basename(lora_request.lora_path)))
+        return not (is_same_path and is_in_store(lora_request.lora_path))
 
     def _meant_by(self, lora_request: Any) -> tuple[AdapterSpec, bool]:
         """What a request's adapter is, and whether it begins another generation.
@@ -170,6 +178,8 @@ class AdmissionMixin(HeldCounts):
         finished = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
         if self.planner is not None:
             self.planner.ended([request.request_id for request in finished], time.monotonic())
+            for request in finished:
+                self._versions.pop(request.request_id, None)
         return finished
 
     # --- steps ---
@@ -191,11 +201,20 @@ class AdmissionMixin(HeldCounts):
         plan = planner.plan(now, is_paused=self._is_paused)
         if self.is_stopped and not planner.is_busy:
             planner.withdraw_loads(_in_use(), now)
+        self._move(plan.moved)
         for request in plan.admitted:
-            self._name_generation(request)  # the one that it arrived for may have failed to load
+            self._assign(request)  # the one that it arrived for may have failed to load
             super()._enqueue_waiting_request(request)  # type: ignore[misc]
         self._refused.extend(plan.refused)
         return plan.commands
+
+    def _move(self, adapters: list[Adapter]) -> None:
+        for adapter in adapters:
+            for name in adapter.running:
+                request = self.requests[name]  # type: ignore[attr-defined]
+                versions = self._versions.setdefault(name, [(name_of(request.lora_request.lora_path), 0)])
+                versions.append((weights_of(adapter), tokens_of(request)))
+                move(request, adapter, self.hash_block_size)  # type: ignore[attr-defined]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """As vLLM's, with what the workers report, and errors for requests that were refused."""
@@ -206,7 +225,10 @@ class AdmissionMixin(HeldCounts):
         now = time.monotonic()
         for of_client in outputs.values():
             for output in of_client.outputs:
+                if (versions := self._versions.get(output.request_id)) is not None:
+                    output.kv_transfer_params = (output.kv_transfer_params or {}) | {VERSIONS: versions}
                 if output.finish_reason is not None and self._has_ended(output.request_id):
+                    self._versions.pop(output.request_id, None)
                     is_beam = _BEAM.fullmatch(output.request_id) is not None
                     planner.ended([output.request_id], now, expects_more=is_beam)
         planner.carried_out(getattr(scheduler_output, COMMANDS, ()))
@@ -259,20 +281,6 @@ def client_of(request_id: str) -> str:
     return part.group(1) if part else request_id if of_several else ""
 
 
-def _cached_by(adapter: Adapter) -> str:
-    """What the keys of cached prefixes have for a path: another with other bytes."""
-    path = adapter.spec.path
-    is_enough = adapter.key == adapter.spec.engine_id or is_digest(os.path.basename(path))
-    return path if is_enough else f"{path}#{adapter.key}"
-
-
-def _plain(spec: AdapterSpec, key: int, path: str) -> Any:
-    """All that batches and the keys of cached prefixes need of vLLM's `LoRARequest`; no worker gets tensors in one."""
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(lora_name=spec.name, lora_int_id=key, lora_path=path, is_3d_lora_weight=spec.is_3d)
-
-
 def _weights_bytes(path: str) -> int:
     """What the weights will take of host memory, as far as their file says; the workers find out more."""
     try:
@@ -312,7 +320,7 @@ LEDGER = (
         vllm.v1.core.sched.scheduler:
             Scheduler.__init__(self, vllm_config, ...)
             Scheduler._enqueue_waiting_request(self, request)
-            Scheduler{requests, waiting, lora_config}
+            Scheduler{requests, waiting, lora_config, hash_block_size}
         vllm.v1.core.sched.request_queue:
             RequestQueue.remove_requests(self, requests)
         vllm.v1.core.sched.interface:
@@ -322,18 +330,18 @@ LEDGER = (
             SchedulerInterface.update_from_output(self, scheduler_output, model_runner_output)
         vllm.v1.request:
             Request{request_id, lora_request, client_index, priority, status, pooling_params, trace_headers}
-            Request{block_hashes}
-            Request.update_block_hashes(self)
             Request.take_events(self)
             Request.is_finished(self)
             RequestStatus{WAITING_FOR_STREAMING_REQ, FINISHED_ERROR}
+        vllm.lora.request:
+            LoRARequest{lora_name, lora_int_id, lora_path, load_inplace}
         vllm.v1.engine:
             EngineCoreOutputs{outputs}
+            EngineCoreOutput{kv_transfer_params}
         """,
         what="get_scheduler_cls returns a subclass (Admission) of what it names; its methods are extended: a request "
         "that names an adapter enters no queue until the planner admits it; lora_config is copied, with as many "
-        "max_loras as workers have slots. Ids of requests are read, to admit what one client asked for as one. A held "
-        "request's lora_request names its generation, and its block hashes are made again where that changes its path",
+        "max_loras as workers have slots. Ids of requests are read, to admit what one client asked for as one.",
         why="no running request waits for an adapter that is not in its slot",
         remove="vLLM's scheduler asks a plugin before it takes a request from its queue",
     ),

@@ -28,6 +28,7 @@ from lora_plugins.scheduler.messages import (
     Failed,
     Load,
     Loaded,
+    Move,
     Report,
 )
 from lora_plugins.worker.agreement import Agreement
@@ -127,6 +128,8 @@ class Jobs:
                     self._activate(command)
                 case Evict():
                     self._evict(command.key)
+                case Move():
+                    self._move(command)
         if has_batch:
             self.times.begin_batch()
 
@@ -231,6 +234,14 @@ class Jobs:
         with entry.writing:  # a job that is writing its slot ends first
             adapter, entry.adapter = entry.adapter, None
         self._leave(entry, adapter)
+
+    def _move(self, command: Move) -> None:
+        entry, source = self.entries[command.key], self.entries.pop(command.source)
+        self._leave(source, source.adapter)
+        with entry.writing:
+            entry.spec, entry.adapter = source.spec, source.adapter
+            if entry.slot is not None and entry.adapter is not None:
+                entry.adapter.write(entry.slot)
 
     def _leave(self, entry: Entry, adapter: LoadedAdapter | None) -> None:
         if entry.slot is not None:

@@ -22,6 +22,7 @@ from lora_plugins.scheduler.messages import (
     Failed,
     Load,
     Loaded,
+    Move,
     Slots,
 )
 from lora_plugins.scheduler.planner import Plan, Planner
@@ -68,6 +69,11 @@ class SimulatedWorkers:
                     self._load(command, now)
                 case Activate():
                     self._activate(command, now)
+                case Move(key, source):
+                    assert {key, source} <= self.host.keys(), "nothing to move"
+                    assert source not in self.slots.values(), "it had a slot"
+                    assert self.is_instant(key) == self.is_instant(source)
+                    self.host[key] = self.host.pop(source)
                 case Evict(key):
                     assert key in self.host or key in self.loading, "nothing to evict"
                     self.host.pop(key, None)
@@ -321,8 +327,9 @@ class SimulatedEngine:
         for adapter in adapters:
             is_current = state.current.get(adapter.spec.engine_id) is adapter
             assert is_current + adapter.is_retired + (adapter in replaced) == 1
-            assert not (adapter.replaces and adapter.is_loaded)
+            assert not (adapter.replaces and adapter.is_loaded and not adapter.moves)
         assert set(state.staying) == {it for it in adapters if it.stays}
+        assert set(state.moving) == {it for it in adapters if it.replaces and it.is_loaded}
 
     def check(self) -> None:
         """The planner and the workers agree, and nothing is exceeded."""

@@ -684,3 +684,37 @@ def test_who_needs_the_room_of_what_was_given_hears_why() -> None:
     last = engine.submit(4)
     engine.run_until_idle()
     assert last.ended_at is not None
+
+
+def test_what_runs_goes_on_with_the_weights_that_came() -> None:
+    engine = engine_with(slots=1, max_adapters=2)
+    old = engine.submit(1, tokens=60)
+    engine.run(1)
+    load = engine.planner.load(replace(spec(1), path="/new"), engine.now, moves=True)
+    engine.run(0.5)
+    assert load.done()
+    assert old.ended_at is None
+    assert [it.path for it in engine.workers.host.values()] == ["/new"]
+    joined = engine.submit(1, tokens=2)
+    engine.run(0.5)
+    assert joined.ended_at is not None, "in the one slot, beside it"
+    engine.run_until_idle()
+    engine.check_nothing_left()
+
+
+def test_what_runs_moves_after_a_pause_and_callers_need_not_wait() -> None:
+    engine = engine_with(slots=1, max_adapters=2)
+    engine.submit(1, tokens=60)
+    engine.run(1)
+    engine.is_paused = True
+    first = engine.planner.load(replace(spec(1), path="/1"), engine.now, moves=True)
+    engine.run(0.5)
+    second = engine.planner.load(replace(spec(1), path="/2"), engine.now, moves=True)
+    engine.run(0.5)
+    assert first.done()
+    assert (second.exception(timeout=0) if second.done() else None) is None
+    engine.is_paused = False
+    engine.run_until_idle()
+    assert second.done()
+    assert [it.path for it in engine.workers.host.values()] == ["/2"]
+    engine.check_nothing_left()

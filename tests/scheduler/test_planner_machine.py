@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
-from lora_plugins.scheduler.messages import Activate, AdapterSpec, Change, Evict, Load
+from lora_plugins.scheduler.messages import Activate, AdapterSpec, Change, Evict, Load, Move
 from tests.repetitions import times
 from tests.scheduler.simulated import SimulatedEngine, SimulatedWorkers, make_planner, spec
 
@@ -94,12 +94,9 @@ class PlannerMachine(RuleBasedStateMachine):
     def other_bytes_come_under_an_id(self, key: int) -> None:
         self.paths[key] += 1
 
-    @rule(key=KEYS, wants_slot=st.booleans(), needs_slot=st.booleans(), is_other=st.booleans())
-    def adapter_is_called_for(self, key: int, wants_slot: bool, needs_slot: bool, is_other: bool) -> None:
-        planner, now = self.engine.planner, self.engine.now
-        self.calls.append(
-            planner.load(self.spec(key), now, is_other=is_other, wants_slot=wants_slot, needs_slot=needs_slot)
-        )
+    @rule(key=KEYS, options=st.sets(st.sampled_from(["is_other", "moves", "wants_slot", "needs_slot"])))
+    def adapter_is_called_for(self, key: int, options: set[str]) -> None:
+        self.calls.append(self.engine.planner.load(self.spec(key), self.engine.now, **dict.fromkeys(options, True)))
 
     @rule(key=KEYS, is_removed=st.booleans())
     def workers_are_given_an_adapter(self, key: int, is_removed: bool) -> None:
@@ -145,10 +142,14 @@ class PlannerMachine(RuleBasedStateMachine):
         engine, state = self.engine, self.engine.planner.state
         in_flight = {engine.key_of(request) for request in (*engine.running.values(), *engine.waiting.values())}
         in_use = {state.adapters[key].slot for key in in_flight} | {it.slot for it in state.pinned if it.is_active}
-        pinned = {adapter.key for adapter in state.pinned if adapter.is_active}
-        staying = {it.key for it in state.staying if it.is_loaded}
+        replaced = {adapter.replaces for adapter in state.moving}
+        pinned = {adapter.key for adapter in state.pinned if adapter.is_active and adapter not in replaced}
+        staying = {it.key for it in state.staying if it.is_loaded and it not in replaced}
         plan = engine.step()
-        commanded = {command.key for command in plan.commands if not isinstance(command, Load)}
+        moved = {command.key for command in plan.commands if isinstance(command, Move)}
+        assert moved == {adapter.key for adapter in plan.moved} <= in_flight
+        assert not (moved and engine.is_paused)
+        commanded = {command.key for command in plan.commands if not isinstance(command, Load | Move)}
         assert not commanded & in_flight, "an adapter in flight is moved"
         assert not commanded & pinned, "a pinned adapter is moved"
         evicted = {command.key for command in plan.commands if isinstance(command, Evict)}
