@@ -120,6 +120,10 @@ class Settings:
     """Budget of each worker's [host cache](../explanation/manager.md), beside `--max-cpu-loras`."""
     host_policy: str = required("LORA_PLUGINS_HOST_POLICY", choice(*HOST_POLICIES), "lru")
     """Which adapter leaves the host cache first: `lru` or `lrfu` ([policies](../benchmarks/policies.md))."""
+    load_inplace: str = required("LORA_PLUGINS_LOAD_INPLACE", choice("finish", "inflight"), "finish")
+    """What becomes of running requests when vLLM's own calls put another version in the place of theirs: they `finish`
+    on the weights that they began with, or go on with the new ones (`inflight`)
+    ([hot swap](../guides/admin.md#running-requests))."""
     unmatched: str = required("LORA_PLUGINS_UNMATCHED", choice("refuse", "warn"), "refuse")
     """An adapter of which some modules match none of the model's: `refuse` it, or serve the rest and `warn`. One of
     which none match is always refused."""

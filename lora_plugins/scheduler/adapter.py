@@ -65,6 +65,9 @@ class Adapter:
         leaves_since: since when it takes no requests of other clients, so that its slot or room passes on.
         is_pinned: it keeps host memory and slot, whether it is asked for or not.
         is_retired: it is evicted once it is not used; then `retirements` are done.
+        replaces: the generation whose place it takes once it is loaded, and which has that again if it cannot be.
+        moves: whether what runs with that one goes on with this one's weights. weights: the key of the generation that
+            its weights were loaded as.
         load_s: what loading it took the last time. rank: what the workers said; 0 before.
     """
 
@@ -84,6 +87,9 @@ class Adapter:
     leaves_since: float | None = None
     is_pinned: bool = False
     is_retired: bool = False
+    replaces: Adapter | None = None
+    moves: bool = False
+    weights: int = 0
     retirements: list[Future[None]] = field(default_factory=list)
     load_s: float = 0.0
     rank: int = 0
@@ -109,9 +115,14 @@ class Adapter:
         return bool(self.held or self.calls)
 
     @property
+    def stays(self) -> bool:
+        """Whether it keeps its host memory: pinned, or nobody could load it again."""
+        return self.is_pinned or (self.spec.is_given and not self.is_retired)
+
+    @property
     def is_idle(self) -> bool:
-        """Whether it is loaded, and nothing uses it, waits for it, or moves it."""
-        return self.can_be_displaced and not self.is_wanted
+        """Whether it could lose its host memory: it is loaded, and nothing uses it, waits for it, or moves it."""
+        return self.can_be_displaced and not self.is_wanted and not self.stays and self.replaces is None
 
     @property
     def can_be_displaced(self) -> bool:

@@ -107,9 +107,10 @@ def _reserve(state: State, adapter: Adapter, now: float) -> None:
     The choice stands until it is loaded: else room that one leaves would be used again before the next has left.
     """
     size_bytes = [state.cache.expected_bytes(adapter.spec)]
-    residents = [it for key in state.cache.sizes_bytes if (it := state.adapters[key]) not in state.draining]
+    residents = [state.adapters[key] for key in state.cache.sizes_bytes]
+    residents = [it for it in residents if not it.stays and it not in state.draining]
     behind = [it for it in residents if it.can_be_displaced and not it.is_idle and it.order > adapter.order]
-    running = [it for it in residents if it.is_in_flight and not it.is_pinned]
+    running = [it for it in residents if it.is_in_flight]
     behind.sort(key=lambda it: it.order, reverse=True)
     running.sort(key=lambda it: len(it.running))
     gone, chosen = state.idle.keys() | {it.key for it in state.draining}, list[Adapter]()

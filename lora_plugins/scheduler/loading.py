@@ -79,8 +79,8 @@ def _victims(state: State, adapter: Adapter, before: list[Adapter]) -> list[int]
         return cache.victims([size_bytes], state.idle | drained) if drained else None
     sizes_bytes = [size_bytes, *(cache.expected_bytes(other.spec) for other in before)]
     if state.reserved_for is None:
-        unpinned = [key for key in cache.sizes_bytes if not state.adapters[key].is_pinned]
-        return cache.victims([size_bytes], state.idle) if cache.has_room(sizes_bytes, unpinned) else None
+        leaving = [key for key in cache.sizes_bytes if not state.adapters[key].stays]
+        return cache.victims([size_bytes], state.idle) if cache.has_room(sizes_bytes, leaving) else None
     among = {key: other for key, other in state.idle.items() if other not in state.draining}
     victims = cache.victims(sizes_bytes, among, [other.key for other in state.draining])
     return victims if victims is not None and cache.has_room([size_bytes], victims) else None

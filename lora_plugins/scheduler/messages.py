@@ -34,6 +34,8 @@ class AdapterSpec:
         uri: where it was loaded from, for a worker that lacks the directory; None where its name says it.
         is_3d: whether it holds its experts' weights in one tensor each, as vLLM's `is_3d_lora_weight` says.
         size_bytes: what its files say that it will take of host memory.
+        lora_request: the caller's own, where it is of a subclass of vLLM's: who wrote that knows how to load it.
+        is_given: workers were given it past the plan, and nobody could load it again.
     """
 
     engine_id: int
@@ -42,6 +44,8 @@ class AdapterSpec:
     uri: str | None = None
     is_3d: bool = False
     size_bytes: int = 0
+    lora_request: Any = None
+    is_given: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,15 @@ class Evict:
     key: int
 
 
-Command = Load | Activate | Evict
+@dataclass(frozen=True, slots=True)
+class Move:
+    """From this step's batch on, what runs with `key` computes with the weights of `source`, which is gone then."""
+
+    key: int
+    source: int
+
+
+Command = Load | Activate | Evict | Move
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +129,14 @@ class Slots:
     def total(self) -> int:
         """Adapters that one batch can compute with."""
         return self.copied + self.pointed
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A worker was given an adapter past the plan, or was told to remove one (`spec` is None)."""
+
+    engine_id: int
+    spec: AdapterSpec | None = None
 
 
 Report = Loaded | Activated | Failed

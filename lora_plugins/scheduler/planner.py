@@ -33,7 +33,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 from cachetools import LRUCache
@@ -43,21 +42,36 @@ from lora_plugins.scheduler.adapter import Adapter, Held, LoadCall
 from lora_plugins.scheduler.admission import begin, forget_expected, join, pass_on
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.loading import answer_calls, load_wanted, take_loaded
-from lora_plugins.scheduler.messages import Activated, AdapterSpec, Command, Evict, Failed, Loaded, Report, Slots
+from lora_plugins.scheduler.messages import (
+    Activated,
+    AdapterSpec,
+    Change,
+    Command,
+    Evict,
+    Failed,
+    Loaded,
+    Report,
+    Slots,
+)
 from lora_plugins.scheduler.state import State, resolve
 from lora_plugins.scheduler.stats import Stats
 
 PATIENCE_S = 1.0
 EXPECTED_S = 0.2  # an API server takes so long at most to ask for the next token of beams
 _REMEMBERED = 10_000
-_LATER_KEYS = 1 << 30  # above the ids that API servers give; batches hold them as int32
 
 
 @dataclass(slots=True)
 class Plan:
-    """What is to be done in one step: commands for the workers, requests to admit, and requests that are refused."""
+    """What is to be done in one step.
+
+    Attributes:
+        commands: for the workers. admitted: requests to admit. refused: requests that are answered with an error.
+        moved: adapters whose running requests go on with other weights.
+    """
 
     commands: list[Command] = field(default_factory=list)
+    moved: list[Adapter] = field(default_factory=list)
     admitted: list[Any] = field(default_factory=list)
     refused: list[tuple[Any, LoRAPluginsError]] = field(default_factory=list)
 
@@ -79,10 +93,6 @@ class Planner:
         self.state = State(slots, cache, self.stats)
         self._patience_s = patience_s
         self._refusals: LRUCache[int, LoRAPluginsError | None] = LRUCache(_REMEMBERED)  # of ids that are given once
-        self._numbers = count(_LATER_KEYS)
-        # Of generations that are not the first of their engine id, for which batches need a number of their own.
-        self._keys: LRUCache[int, int] = LRUCache(_REMEMBERED)
-        self._engine_ids: LRUCache[int, int] = LRUCache(_REMEMBERED)  # by key
         self._is_changed = False
         self._was_paused = False
         self._look_at = float("inf")
@@ -105,10 +115,21 @@ class Planner:
     # --- requests ---
 
     def arrived(
-        self, spec: AdapterSpec, request_id: str, request: Any, now: float, *, priority: int = 0, client: str = ""
+        self,
+        spec: AdapterSpec,
+        request_id: str,
+        request: Any,
+        now: float,
+        *,
+        is_other: bool = False,
+        priority: int = 0,
+        client: str = "",
     ) -> None:
-        """A request came, perhaps as part of a client's; a later `plan` admits or refuses it."""
-        adapter = self._adapter(spec, now)
+        """A request came, perhaps as part of a client's; a later `plan` admits or refuses it.
+
+        Its adapter is the current generation of its engine id, whatever path it has, as in vLLM, unless it `is_other`.
+        """
+        adapter = self._generation(spec, now, begins=is_other)
         error = self._refusals.get(spec.engine_id) or self.state.never_fits(adapter)
         if error is not None:
             self.state.refuse(request, error)
@@ -142,21 +163,46 @@ class Planner:
     # --- adapters ---
 
     def load(
-        self, spec: AdapterSpec, now: float, *, wants_slot: bool = False, needs_slot: bool = False
+        self,
+        spec: AdapterSpec,
+        now: float,
+        *,
+        is_other: bool = False,
+        moves: bool = False,
+        wants_slot: bool = False,
+        needs_slot: bool = False,
     ) -> Future[None]:
         """Load an adapter into host memory without a request, and perhaps into a slot (`LoadCall`).
 
-        The future raises a LoRAPluginsError where it cannot be.
+        Another path than the current generation's, or `is_other`, begins another one, pinned as that is. With `moves`,
+        what runs goes on with that one's weights from one step on. The future raises a LoRAPluginsError where it cannot
+        be.
         """
-        adapter = self._adapter(spec, now)
+        known = self.state.known(spec.engine_id)
+        adapter = self._generation(spec, now, begins=is_other or (known is not None and known.spec.path != spec.path))
+        is_pinned = known is not None and known.is_pinned
+        adapter.moves = moves and adapter.replaces is not None
         future: Future[None] = Future()
         error = self._refusals.get(spec.engine_id) or self.state.never_fits(adapter)
         if error is not None:
             future.set_exception(error)
         else:
+            needs_slot = needs_slot or (is_pinned and adapter is not known)
+            adapter.is_pinned = is_pinned
             adapter.calls.append(LoadCall(future, wants_slot, needs_slot))
         self._changed(adapter, now)
         return future
+
+    def given(self, changes: Iterable[Change], now: float) -> Future[None]:
+        """Workers were given adapters past the plan, or told to remove some: take these up, each a new generation."""
+        futures = []
+        for change in changes:
+            if change.spec is None:
+                self.retire(change.engine_id, now)
+            else:
+                futures.append(self.load(change.spec, now, is_other=True))
+        self._refuse_what_never_fits(now)
+        return _all_of(futures)
 
     def withdraw_loads(self, error: LoRAPluginsError, now: float) -> None:
         """Callers that wait for room get this error; those that wait for a slot go on waiting."""
@@ -200,16 +246,17 @@ class Planner:
             retired = AdapterNotFound("a version that is being removed", adapter=spec.name)
             return self._refusals[spec.engine_id] or retired
         # Two versions of one name are pinned for as long as the old one drains.
+        staying = [adapter for adapter in state.staying if adapter.spec.name != spec.name]
         pinned = [adapter for adapter in state.pinned if adapter.spec.name != spec.name]
         places = min(state.slots.pointed or state.slots.copied, cache.max_adapters)
         if len(pinned) + 1 >= places:
             return _no_slot_left(places, len(pinned), spec.name)
         if cache.max_bytes is None:
             return None
-        free_bytes = cache.max_bytes - sum(cache.expected_bytes(it) for it in [spec, *(it.spec for it in pinned)])
+        free_bytes = cache.max_bytes - sum(cache.expected_bytes(it) for it in [spec, *(it.spec for it in staying)])
         served = [adapter.spec for adapter in state.current.values()]
         served += [known for known, _ in cache.known_bytes.values()]
-        kept = {spec.name, *(adapter.spec.name for adapter in pinned)}
+        kept = {spec.name, *(adapter.spec.name for adapter in staying)}
         names = sorted({it.name for it in served if cache.expected_bytes(it) > free_bytes} - kept)
         if not names:
             return None
@@ -240,50 +287,28 @@ class Planner:
         if is_last:
             self._refusals[engine_id] = refusal
         else:
-            self._begin_generation(engine_id)
-        self.unpin(engine_id, now)
+            state.generations.begin(engine_id)
         adapters = [adapter for adapter in state.adapters.values() if adapter.spec.engine_id == engine_id]
         state.cache.known_bytes.pop(engine_id, None)
         futures = [Future[None]() for _ in adapters]
         for adapter, future in zip(adapters, futures, strict=True):
             adapter.retirements.append(future)
+            adapter.replaces = None
             if refusal is not None:
                 state.fail(adapter, refusal)
             self._retire(adapter, now)
         for key, waiting in state.evicting.items():
-            if self._engine_ids.get(key, key) == engine_id:
+            if state.generations.engine_id_of(key) == engine_id:
                 futures.append(Future())
                 waiting.append(futures[-1])
         return _all_of(futures)
 
     def _retire(self, adapter: Adapter, now: float) -> None:
         """Have an engine id find it no more, and what uses it use it up."""
-        adapter.is_retired = True
+        adapter.is_retired, adapter.is_pinned = True, False
         if self.state.current.get(adapter.spec.engine_id) is adapter:
             del self.state.current[adapter.spec.engine_id]
         self._changed(adapter, now)
-
-    def replace(self, engine_id: int, now: float) -> None:
-        """Have the next request or load for an engine id begin another generation."""
-        adapter = self.state.current.get(engine_id)
-        self._begin_generation(engine_id)
-        if adapter is not None:
-            adapter.is_pinned = False
-            self._retire(adapter, now)
-
-    def _begin_generation(self, engine_id: int) -> None:
-        """Batches must not mistake the next generation for an earlier one, even if that is gone."""
-        key = next(self._numbers)
-        self._keys[engine_id], self._engine_ids[key] = key, engine_id
-
-    def key_of(self, engine_id: int) -> int:
-        """What batches know the current generation by."""
-        return int(self._keys.get(engine_id, engine_id))
-
-    def engine_id_of(self, key: int) -> int | None:
-        """The engine id whose current generation batches know by this key; None where another has taken its place."""
-        engine_id = int(self._engine_ids.get(key, key))
-        return engine_id if self.key_of(engine_id) == key else None
 
     # --- steps ---
 
@@ -299,6 +324,7 @@ class Planner:
             without_room = load_wanted(state, now, is_paused=is_paused)  # before those to be evicted run again
             state.settle(now)
             if not is_paused:
+                plan.moved = self._move_all(now)
                 plan.admitted, waiting = begin(state, now)
                 state.settle(now)
                 look_at = pass_on(state, now, waiting, without_room, self._patience_s)
@@ -326,9 +352,11 @@ class Planner:
                     adapter.load_s, adapter.rank, adapter.is_instant = report.load_s, report.rank, report.is_instant
                     state.loaded(adapter, report.size_bytes, report.load_s)
                     self._check_pinned(adapter, now)
-                    if adapter.is_pinned:
+                    if adapter.stays or not adapter.is_loaded:
                         self._refuse_what_never_fits(now)
                     if adapter.is_loaded:
+                        if adapter.replaces is not None and not adapter.moves:
+                            self._replace(adapter, adapter.replaces, now)
                         resolve(take_loaded(adapter))
                 case Activated():
                     self.stats.activate_seconds.observe(report.activate_s)
@@ -356,20 +384,44 @@ class Planner:
 
     # --- after a change ---
 
-    def _adapter(self, spec: AdapterSpec, now: float) -> Adapter:
-        """The current generation, or a new one where there is none of these bytes."""
+    def _generation(self, spec: AdapterSpec, now: float, *, begins: bool) -> Adapter:
+        """The current generation; a new one where there is none, or where another `begins`.
+
+        Requests wait for that one from now on; the one before serves what it has, and goes once the new one is loaded.
+        """
         state, engine_id = self.state, spec.engine_id
-        is_retired = engine_id in self._refusals
-        adapter = state.adapters.get(self.key_of(engine_id))
-        if adapter is not None and adapter.spec.path == spec.path:
-            return adapter
-        if adapter is not None:
-            self.replace(engine_id, now)
-        key = self.key_of(engine_id)
-        adapter = state.adapters[key] = Adapter(spec, key, is_retired=is_retired)
+        replaces = state.known(engine_id)
+        if replaces is not None and not begins:
+            return replaces
+        if replaces is not None and (not replaces.is_loaded or replaces.replaces is not None):
+            superseded, replaces = replaces, replaces.replaces  # what waits for that one still gets it
+            superseded.replaces = None
+            self._retire(superseded, now)
+        if begins:
+            state.generations.begin(engine_id)
+        key, is_retired = state.generations.key_of(engine_id), engine_id in self._refusals
+        adapter = state.adapters[key] = Adapter(spec, key, weights=key, is_retired=is_retired, replaces=replaces)
         if not is_retired:
             state.current[engine_id] = adapter
         return adapter
+
+    def _replace(self, adapter: Adapter, before: Adapter, now: float) -> None:
+        adapter.replaces = None
+        self.state.touched[adapter] = None
+        self._retire(before, now)
+
+    def _move_all(self, now: float) -> list[Adapter]:
+        moved = []
+        for adapter in list(self.state.moving):
+            if (before := adapter.replaces) is None:
+                continue
+            if before.is_in_flight and before.is_active and before.is_instant == adapter.is_instant:
+                self.state.move(adapter, before)
+                moved.append(before)
+            else:
+                self._replace(adapter, before, now)
+        self.state.settle(now)
+        return moved
 
     def _changed(self, adapter: Adapter, now: float) -> None:
         self._is_changed = True
@@ -404,12 +456,14 @@ def _no_slot_left(slots: int, pinned: int, name: str) -> NoFreeSlot:
 
 
 def _all_of(futures: list[Future[None]]) -> Future[None]:
-    """Done when all of these are."""
+    """Done when all of these are; raises what the first of them raises."""
     whole: Future[None] = Future()
     left = set(futures)
 
     def one_done(future: Future[None]) -> None:
         left.discard(future)
+        if (error := future.exception()) is not None and not whole.done():
+            whole.set_exception(error)
         if not left:
             resolve([whole])
 

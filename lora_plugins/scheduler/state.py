@@ -13,8 +13,9 @@ from itertools import count
 
 from lora_plugins.errors import LoRAPluginsError, NoFreeSlot, OutOfMemory
 from lora_plugins.scheduler.adapter import Adapter, Held, Residency
+from lora_plugins.scheduler.generations import Generations
 from lora_plugins.scheduler.host_cache import HostCache
-from lora_plugins.scheduler.messages import Activate, Command, Evict, Load, Slots
+from lora_plugins.scheduler.messages import Activate, Command, Evict, Load, Move, Slots
 from lora_plugins.scheduler.stats import Stats
 from lora_plugins.scheduler.waiting import WaitingOrder
 
@@ -41,10 +42,12 @@ class State:
     """See the module; what is in slots and in the host cache is as it will be once the commands are carried out.
 
     Attributes:
-        adapters: all generations that are known, by key. current: those that requests get, by engine id.
+        adapters: all that are known, by key; `generations` says which is which. current: those that requests get, by
+            engine id.
         of_request: the adapter of each request that is held or in flight.
         absent: adapters that are wanted and not in host memory. ready: those that are, with held requests, and nothing
-            in flight. calling: those with calls. idle: those in host memory that nothing uses or waits for, by key.
+            in flight. calling: those with calls. idle: those that could lose their host memory, by key. staying: those
+            that never do, pinned ones too. moving: those that are loaded, for what runs with the one before.
         jobs: adapters that are being loaded, or activated in the background.
         reserved_for: the adapter that room is made for. draining: those that are evicted for it once they are not used.
         made_room_at: when an adapter that had waited for room found it last, or none waited.
@@ -56,6 +59,7 @@ class State:
     def __init__(self, slots: Slots, cache: HostCache, stats: Stats) -> None:
         self.cache, self.stats = cache, stats
         self.set_slots(slots)
+        self.generations = Generations()
         self.adapters: dict[int, Adapter] = {}
         self.current: dict[int, Adapter] = {}
         self.of_request: dict[str, Adapter] = {}
@@ -65,6 +69,8 @@ class State:
         self.calling: dict[Adapter, None] = {}
         self.in_flight: dict[Adapter, None] = {}
         self.pinned: dict[Adapter, None] = {}
+        self.staying: dict[Adapter, None] = {}
+        self.moving: dict[Adapter, None] = {}
         self.idle: dict[int, Adapter] = {}
         self.jobs: dict[int, Adapter] = {}
         self.reserved_for: Adapter | None = None
@@ -81,6 +87,10 @@ class State:
         """What the workers say that they have, before any is used."""
         self.slots = slots
         self.copied, self.pointed = SlotPool(0, slots.copied), SlotPool(slots.copied, slots.pointed)
+
+    def known(self, engine_id: int) -> Adapter | None:
+        """The current generation, if it is used, loaded, or wanted."""
+        return self.adapters.get(self.generations.key_of(engine_id))
 
     def settle(self, now: float) -> None:
         """See that every adapter that was touched is where it belongs, and evict or forget those that nobody needs."""
@@ -103,6 +113,9 @@ class State:
             _keep(self.in_flight, adapter, is_in=is_in_flight)
             _keep(self.calling, adapter, is_in=bool(adapter.calls))
             _keep(self.pinned, adapter, is_in=adapter.is_pinned)
+            _keep(self.moving, adapter, is_in=is_loaded and adapter.replaces is not None)
+            is_there = is_wanted or adapter.is_pinned or not is_absent
+            _keep(self.staying, adapter, is_in=adapter.stays and is_there)
             if adapter.is_idle:
                 self.idle[adapter.key] = adapter
             else:
@@ -116,10 +129,38 @@ class State:
         elif adapter.residency is Residency.ABSENT and self.adapters.pop(adapter.key, None) is not None:
             if self.current.get(adapter.spec.engine_id) is adapter:
                 del self.current[adapter.spec.engine_id]
+            if adapter.replaces is not None:
+                self._restore(adapter, adapter.replaces)
             if adapter.key in self.evicting:
                 self.evicting[adapter.key] += adapter.retirements
             else:
                 resolve(adapter.retirements)
+
+    def move(self, adapter: Adapter, before: Adapter) -> None:
+        """Have what runs with the generation before go on with this one's weights, and all that waits with it."""
+        self.commands.append(Move(before.key, adapter.key))
+        size_bytes = self.cache.remove(adapter.key)
+        self.cache.loaded(before.key, adapter.spec, size_bytes, adapter.load_s)
+        before.spec, before.weights, before.load_s, before.rank = (
+            adapter.spec,
+            adapter.key,
+            adapter.load_s,
+            adapter.rank,
+        )
+        before.calls, adapter.calls = [*before.calls, *adapter.calls], []
+        before.is_pinned, adapter.is_pinned = before.is_pinned or adapter.is_pinned, False
+        adapter.residency = Residency.ABSENT
+        self._restore(adapter, before)
+        self.touched[adapter] = None
+
+    def _restore(self, adapter: Adapter, before: Adapter) -> None:
+        """Have what waits for an adapter get the generation that it was to replace."""
+        engine_id, adapter.replaces = before.spec.engine_id, None
+        self.generations.restore(engine_id, before.key)
+        self.current[engine_id] = self.adapters[before.key] = before
+        for request_id in list(adapter.held):
+            self.hold(before, request_id, self.release(adapter, request_id))
+        self.touched[before] = None
 
     # --- requests ---
 
@@ -164,7 +205,9 @@ class State:
         return client
 
     def fail(self, adapter: Adapter, error: LoRAPluginsError) -> None:
-        """Answer all requests and calls that wait for an adapter with an error."""
+        """Answer all that waits for an adapter with an error, but requests that another generation is there for."""
+        if adapter.replaces is not None:
+            self._restore(adapter, adapter.replaces)
         for request_id in list(adapter.held):
             self.refuse(self.release(adapter, request_id).request, error)
         if not adapter.is_loaded:
@@ -290,9 +333,9 @@ class State:
             self.fail(adapter, error)  # it turned out too large, or something was pinned since it was loaded
 
     def never_fits(self, adapter: Adapter) -> LoRAPluginsError | None:
-        """Why an adapter can have no place for as long as others are pinned; None where it can."""
+        """Why an adapter can have no place for as long as others stay; None where it can."""
         size_bytes, cache = self.cache.expected_bytes(adapter.spec), self.cache
-        if not self.pinned and (cache.max_bytes is None or size_bytes <= cache.max_bytes):
+        if not self.staying and (cache.max_bytes is None or size_bytes <= cache.max_bytes):
             return None
         if cache.max_bytes is not None and size_bytes > cache.max_bytes:
             return OutOfMemory(
@@ -301,15 +344,17 @@ class State:
                 remedy="raise LORA_PLUGINS_HOST_MAX_BYTES",
                 adapter=adapter.spec.name,
             )
-        pinned = [other for other in self.pinned if other is not adapter]
-        pinned_bytes = sum(cache.expected_bytes(other.spec) for other in pinned)
-        is_too_large = cache.max_bytes is not None and pinned_bytes + size_bytes > cache.max_bytes
-        if not is_too_large and len(pinned) < cache.max_adapters:
+        staying = [other for other in self.staying if other is not adapter]
+        their_bytes = sum(cache.expected_bytes(other.spec) for other in staying)
+        is_too_large = cache.max_bytes is not None and their_bytes + size_bytes > cache.max_bytes
+        if not is_too_large and len(staying) < cache.max_adapters:
             return None
+        given = sum(not other.is_pinned for other in staying)
         return NoFreeSlot(
-            f"{len(pinned)} pinned adapters with {pinned_bytes} bytes in host memory",
+            f"{their_bytes} bytes of host memory taken by {len(staying) - given} pinned adapters, and by {given} that "
+            "workers were given, which could not be loaded again",
             expected=f"room for {size_bytes} more in {cache.max_bytes}" if is_too_large else "room for one more",
-            remedy="unpin an adapter, or raise LORA_PLUGINS_HOST_MAX_BYTES or --max-cpu-loras",
+            remedy="unpin or remove an adapter, or raise LORA_PLUGINS_HOST_MAX_BYTES or --max-cpu-loras",
             adapter=adapter.spec.name,
         )
 

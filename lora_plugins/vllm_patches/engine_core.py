@@ -12,10 +12,11 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from lora_plugins.errors import error_of
+from lora_plugins.errors import InvalidAdapter, error_of
 from lora_plugins.ledger import Patch
+from lora_plugins.process import this_process
 from lora_plugins.scheduler.adapter import Adapter
-from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, Answer, PlannerFigures
+from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, Answer, Change, PlannerFigures
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.state import State
 from lora_plugins.vllm_patches.engine_utilities import answer_of, then, true_or_raise, utility
@@ -31,6 +32,7 @@ def patch() -> None:
     EngineCore.add_lora = _adding(EngineCore.add_lora)
     EngineCore.remove_lora = _removing(EngineCore.remove_lora)
     EngineCore.pin_lora = _pinning(EngineCore.pin_lora)
+    EngineCore.collective_rpc = _calling(EngineCore.collective_rpc)
     EngineCore.sleep = _sleeping(EngineCore.sleep)
     EngineCore.wake_up = _waking(EngineCore.wake_up)
 
@@ -39,8 +41,8 @@ def patch() -> None:
 
 
 @utility
-def _load(self: Any, spec: AdapterSpec, wants_slot: bool) -> Future[Answer] | Answer:
-    """Load an adapter into host memory, and into a slot if one is idle."""
+def _load(self: Any, spec: AdapterSpec, wants_slot: bool, moves: bool = False) -> Future[Answer] | Answer:
+    """Load an adapter into host memory, and into a slot if one is idle; what runs with its id moves to it, or not."""
     scheduler = _scheduler(self)
     planned, state = _planned_spec(scheduler, spec), scheduler.planner.state
     known = state.current.get(planned.engine_id)
@@ -52,7 +54,7 @@ def _load(self: Any, spec: AdapterSpec, wants_slot: bool) -> Future[Answer] | An
             return answer
         return Answer(state.cache.expected_bytes(adapter.spec), None if was_loaded else adapter.load_s)
 
-    load = scheduler.planner.load(planned, time.monotonic(), wants_slot=wants_slot)
+    load = scheduler.planner.load(planned, time.monotonic(), wants_slot=wants_slot, moves=moves)
     answer: Future[Answer] | Answer = then(answer_of(self, load), with_size)
     return answer
 
@@ -122,11 +124,10 @@ def _adding(original: Any) -> Any:
         planner = _planner_if_any(self)
         if planner is None:
             return original(self, lora_request)
-        if lora_request.load_inplace:
-            planner.replace(lora_request.lora_int_id, time.monotonic())
-        spec = self.scheduler.spec_of(lora_request)
-        answer = answer_of(self, planner.load(spec, time.monotonic(), wants_slot=True))
-        return then(answer, true_or_raise)
+        spec, is_other = self.scheduler.spec_of(lora_request), self.scheduler.is_other(lora_request)
+        moves = this_process().settings.load_inplace == "inflight"
+        load = planner.load(spec, time.monotonic(), is_other=is_other, wants_slot=True, moves=moves)
+        return then(answer_of(self, load), true_or_raise)
 
     return add_lora
 
@@ -156,6 +157,62 @@ def _pinning(original: Any) -> Any:
         return then(answer_of(self, planner.pin(known.spec, time.monotonic())), true_or_raise)
 
     return pin_lora
+
+
+def _calling(original: Any) -> Any:
+    """A caller's own code in workers may add adapters and remove them: the planner knows of it before it returns."""
+
+    @functools.wraps(original)
+    def collective_rpc(self: Any, *args: Any, **kwargs: Any) -> Any:
+        planner = _planner_if_any(self)
+        if planner is None:
+            return original(self, *args, **kwargs)
+        try:
+            result = original(self, *args, **kwargs)
+        except Exception:
+            _take_back(self, self.model_executor.collective_rpc("lora_plugins_changes"))
+            raise
+        of_workers: list[list[Change]] = self.model_executor.collective_rpc("lora_plugins_changes")
+        if not any(of_workers):
+            return result
+        agreed = _agreed(of_workers)
+        if agreed is None:
+            _take_back(self, of_workers)
+            raise InvalidAdapter(
+                "workers that were given different adapters, or in another order",
+                expected="the same in each worker",
+                remedy="give every worker the same, in one collective_rpc",
+            )
+
+        def end(answer: Answer) -> Any:
+            if answer.error is not None:
+                _take_back(self, of_workers)
+            return true_or_raise(answer) and result
+
+        return then(answer_of(self, planner.given(agreed, time.monotonic())), end)
+
+    return collective_rpc
+
+
+def _take_back(core: Any, of_workers: list[list[Change]]) -> None:
+    """What not all workers have, or there is no room for, none keeps; what one has removed, none has."""
+    changes = [change for of_worker in of_workers for change in of_worker]
+    given = {change.engine_id for change in changes if change.spec is not None}
+    core.model_executor.collective_rpc("lora_plugins_forget_given", args=(given,))
+    _planner(core).given([change for change in changes if change.spec is None], time.monotonic())
+
+
+def _agreed(of_workers: list[list[Change]]) -> list[Change] | None:
+    """What all workers were given and told to remove, each its part of it; None where they differ."""
+    if len({tuple((change.engine_id, change.spec is None) for change in changes) for changes in of_workers}) > 1:
+        return None
+    agreed = []
+    for first, *others in zip(*of_workers, strict=True):
+        if first.spec is not None:
+            size_bytes = max(change.spec.size_bytes for change in (first, *others) if change.spec is not None)
+            first = replace(first, spec=replace(first.spec, size_bytes=size_bytes))  # noqa: PLW2901 - the largest part
+        agreed.append(first)
+    return agreed
 
 
 def _sleeping(original: Any) -> Any:
@@ -226,6 +283,7 @@ LEDGER = (
             EngineCore.add_lora(self, lora_request)
             EngineCore.remove_lora(self, lora_id)
             EngineCore.pin_lora(self, lora_id)
+            EngineCore.collective_rpc(self, method, timeout, args, kwargs)
         vllm.lora.request:
             LoRARequest{lora_name, lora_int_id, lora_path, is_3d_lora_weight, load_inplace}
         vllm.v1.executor.abstract:

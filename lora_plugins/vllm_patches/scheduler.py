@@ -20,11 +20,21 @@ from cachetools import LRUCache
 
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
 from lora_plugins.ledger import Patch
+from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.scheduler.messages import AdapterSpec, Command
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.vllm_patches.held_counts import HeldCounts
 from lora_plugins.vllm_patches.planner import planner_of
 from lora_plugins.vllm_patches.request_errors import refused_output
+from lora_plugins.vllm_patches.request_weights import (
+    VERSIONS,
+    assign,
+    is_in_store,
+    move,
+    name_of,
+    tokens_of,
+    weights_of,
+)
 
 COMMANDS = "lora_plugins_commands"  # on SchedulerOutput
 REPORTS = "lora_plugins_reports"  # on ModelRunnerOutput
@@ -40,6 +50,8 @@ class AdmissionMixin(HeldCounts):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         self.planner = planner_of(vllm_config)
+        # By which versions an answer is computed, each from which token on, where it is not the one asked for.
+        self._versions: dict[str, list[tuple[str, int]]] = {}
         self._refused: list[tuple[Any, LoRAPluginsError]] = []
         self.uris: LRUCache[int, str] = LRUCache(_REMEMBERED)  # what adapters were loaded from, by engine id
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
@@ -78,26 +90,76 @@ class AdmissionMixin(HeldCounts):
             and request.status != RequestStatus.WAITING_FOR_STREAMING_REQ
         )
 
-    def _hold(self, request: Any, lora_request: Any = None) -> None:
-        planner: Planner = self.planner  # type: ignore[assignment]
-        priority = request.priority if self._by_priority else 0
-        spec, client = self.spec_of(lora_request or request.lora_request), client_of(request.request_id)
-        planner.arrived(spec, request.request_id, request, time.monotonic(), priority=priority, client=client)
+    def _hold(self, request: Any) -> None:
+        spec, is_other = self._meant_by(request.lora_request)
+        self._arrived(request, spec, is_other=is_other)
 
     def _hold_again(self, session: Any) -> None:
         """Hold a session for the weights that it began with: its KV cache is of these."""
+        generations, key = self.planner.state.generations, session.lora_request.lora_int_id  # type: ignore[union-attr]
+        spec = self._known_spec(generations.engine_id_of(key))
+        if spec is None or generations.key_of(spec.engine_id) != key:
+            error = AdapterNotFound("a version that was replaced meanwhile", adapter=session.lora_request.lora_name)
+            self._refused.append((session, error))
+        else:
+            self._arrived(session, spec, is_other=False)
+
+    def _arrived(self, request: Any, spec: AdapterSpec, *, is_other: bool) -> None:
         planner: Planner = self.planner  # type: ignore[assignment]
-        engine_id = planner.engine_id_of(session.lora_request.lora_int_id)
-        if engine_id is None:
-            name = session.lora_request.lora_name
-            self._refused.append((session, AdapterNotFound("a version that was replaced meanwhile", adapter=name)))
+        planner.arrived(
+            spec,
+            request.request_id,
+            request,
+            time.monotonic(),
+            is_other=is_other,
+            priority=request.priority if self._by_priority else 0,
+            client=client_of(request.request_id),
+        )
+        self._assign(request)
+
+    def _assign(self, request: Any) -> None:
+        adapter = self.planner.state.of_request.get(request.request_id)  # type: ignore[union-attr]
+        if adapter is None:
             return
-        lora_request = copy.copy(session.lora_request)
-        lora_request.lora_int_id = engine_id
-        self._hold(session, lora_request)
+        asked_for = request.lora_request.lora_path
+        assign(request, adapter)
+        if is_in_store(asked_for) and asked_for != request.lora_request.lora_path:  # a version that is past, or to come
+            self._versions[request.request_id] = [(weights_of(adapter), 0)]
+
+    def is_other(self, lora_request: Any) -> bool:
+        """Whether it names other bytes than those of its id: what a path of the store has never changes."""
+        known = self._known_spec(lora_request.lora_int_id)
+        if not lora_request.load_inplace:
+            return False
+        is_same_path = known is not None and known.path == lora_request.lora_path
+        return not (is_same_path and is_in_store(lora_request.lora_path))
+
+    def _meant_by(self, lora_request: Any) -> tuple[AdapterSpec, bool]:
+        """What a request's adapter is, and whether it begins another generation.
+
+        As in vLLM, that is what its id stands for, whatever its path; by another name, it is something else if there
+        are files. An adapter that was evicted is still known, where the path has none.
+        """
+        known = self.planner.state.known(lora_request.lora_int_id)  # type: ignore[union-attr]
+        if lora_request.load_inplace:
+            return self.spec_of(lora_request), self.is_other(lora_request)
+        if known is not None and known.spec.name == lora_request.lora_name:
+            return known.spec, False
+        spec = self.spec_of(lora_request)
+        if not (spec.size_bytes or spec.lora_request is not None):
+            return self._known_spec(lora_request.lora_int_id) or spec, False
+        return spec, known is not None and known.spec.path != spec.path
+
+    def _known_spec(self, engine_id: int) -> AdapterSpec | None:
+        """Of the current generation, or of one that was loaded, and evicted since."""
+        state = self.planner.state  # type: ignore[union-attr]
+        adapter, evicted = state.known(engine_id), state.cache.known_bytes.get(engine_id)
+        return adapter.spec if adapter is not None else evicted[0] if evicted is not None else None
 
     def spec_of(self, lora_request: Any) -> AdapterSpec:
         """What the planner knows an adapter by, of vLLM's `LoRARequest`."""
+        from vllm.lora.request import LoRARequest
+
         known = None if self.planner is None else self.planner.state.current.get(lora_request.lora_int_id)
         if known is not None and known.spec.path == lora_request.lora_path:
             return known.spec
@@ -108,6 +170,7 @@ class AdmissionMixin(HeldCounts):
             self.uris.get(lora_request.lora_int_id),
             bool(getattr(lora_request, "is_3d_lora_weight", False)),
             _weights_bytes(lora_request.lora_path),
+            lora_request=None if type(lora_request) is LoRARequest else lora_request,
         )
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
@@ -115,6 +178,8 @@ class AdmissionMixin(HeldCounts):
         finished = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
         if self.planner is not None:
             self.planner.ended([request.request_id for request in finished], time.monotonic())
+            for request in finished:
+                self._versions.pop(request.request_id, None)
         return finished
 
     # --- steps ---
@@ -136,14 +201,20 @@ class AdmissionMixin(HeldCounts):
         plan = planner.plan(now, is_paused=self._is_paused)
         if self.is_stopped and not planner.is_busy:
             planner.withdraw_loads(_in_use(), now)
+        self._move(plan.moved)
         for request in plan.admitted:
-            key = planner.state.of_request[request.request_id].key
-            if request.lora_request.lora_int_id != key:  # a later generation of the same id
-                request.lora_request = copy.copy(request.lora_request)
-                request.lora_request.lora_int_id = key
+            self._assign(request)  # the one that it arrived for may have failed to load
             super()._enqueue_waiting_request(request)  # type: ignore[misc]
         self._refused.extend(plan.refused)
         return plan.commands
+
+    def _move(self, adapters: list[Adapter]) -> None:
+        for adapter in adapters:
+            for name in adapter.running:
+                request = self.requests[name]  # type: ignore[attr-defined]
+                versions = self._versions.setdefault(name, [(name_of(request.lora_request.lora_path), 0)])
+                versions.append((weights_of(adapter), tokens_of(request)))
+                move(request, adapter, self.hash_block_size)  # type: ignore[attr-defined]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """As vLLM's, with what the workers report, and errors for requests that were refused."""
@@ -154,7 +225,10 @@ class AdmissionMixin(HeldCounts):
         now = time.monotonic()
         for of_client in outputs.values():
             for output in of_client.outputs:
+                if (versions := self._versions.get(output.request_id)) is not None:
+                    output.kv_transfer_params = (output.kv_transfer_params or {}) | {VERSIONS: versions}
                 if output.finish_reason is not None and self._has_ended(output.request_id):
+                    self._versions.pop(output.request_id, None)
                     is_beam = _BEAM.fullmatch(output.request_id) is not None
                     planner.ended([output.request_id], now, expects_more=is_beam)
         planner.carried_out(getattr(scheduler_output, COMMANDS, ()))
@@ -246,7 +320,7 @@ LEDGER = (
         vllm.v1.core.sched.scheduler:
             Scheduler.__init__(self, vllm_config, ...)
             Scheduler._enqueue_waiting_request(self, request)
-            Scheduler{requests, waiting, lora_config}
+            Scheduler{requests, waiting, lora_config, hash_block_size}
         vllm.v1.core.sched.request_queue:
             RequestQueue.remove_requests(self, requests)
         vllm.v1.core.sched.interface:
@@ -259,12 +333,15 @@ LEDGER = (
             Request.take_events(self)
             Request.is_finished(self)
             RequestStatus{WAITING_FOR_STREAMING_REQ, FINISHED_ERROR}
+        vllm.lora.request:
+            LoRARequest{lora_name, lora_int_id, lora_path, load_inplace}
         vllm.v1.engine:
             EngineCoreOutputs{outputs}
+            EngineCoreOutput{kv_transfer_params}
         """,
         what="get_scheduler_cls returns a subclass (Admission) of what it names; its methods are extended: a request "
         "that names an adapter enters no queue until the planner admits it; lora_config is copied, with as many "
-        "max_loras as workers have slots. Ids of requests are read, to admit what one client asked for as one",
+        "max_loras as workers have slots. Ids of requests are read, to admit what one client asked for as one.",
         why="no running request waits for an adapter that is not in its slot",
         remove="vLLM's scheduler asks a plugin before it takes a request from its queue",
     ),

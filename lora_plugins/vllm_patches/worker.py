@@ -17,7 +17,7 @@ from lora_plugins.adapter.model_modules import ModelModules
 from lora_plugins.ledger import Patch
 from lora_plugins.process import this_process
 from lora_plugins.resolvers.resolution import AdapterResolver
-from lora_plugins.scheduler.messages import Command, Report, Slots
+from lora_plugins.scheduler.messages import Change, Command, Report, Slots
 from lora_plugins.vllm_patches.model_modules import model_of
 from lora_plugins.vllm_patches.scheduler import COMMANDS, REPORTS
 
@@ -39,6 +39,8 @@ def patch() -> None:
     WorkerWrapperBase.execute_model = _executing(WorkerWrapperBase.execute_model)
     WorkerWrapperBase.sample_tokens = _sampling
     WorkerBase.lora_plugins_step = _step
+    WorkerBase.lora_plugins_changes = _changes
+    WorkerBase.lora_plugins_forget_given = _forget_given
     WorkerBase.lora_plugins_finish_jobs = _finish_jobs
     WorkerBase.lora_plugins_rewrite_slots = _rewrite_slots
     WorkerBase.get_lora_metrics = _metrics
@@ -114,6 +116,16 @@ def _step(self: Any, commands: Sequence[Command], wait_s: float) -> list[Report 
     manager = manager_of(self)
     manager.begin_step(commands)
     return _reports(manager, wait_s)
+
+
+def _changes(self: Any) -> list[Change]:
+    """What this worker was given past the plan, and told to remove, since the last call."""
+    return list(manager_of(self).take_changes())
+
+
+def _forget_given(self: Any, engine_ids: set[int]) -> None:
+    """Drop what was given, and is not planned yet."""
+    manager_of(self).jobs.forget_given(engine_ids)
 
 
 def _finish_jobs(self: Any) -> None:

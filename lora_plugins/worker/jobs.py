@@ -12,12 +12,12 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from lora_plugins.errors import NoFreeSlot
+from lora_plugins.errors import AdapterNotFound, NoFreeSlot
 from lora_plugins.log import logger
 from lora_plugins.scheduler.messages import (
     Activate,
@@ -28,6 +28,7 @@ from lora_plugins.scheduler.messages import (
     Failed,
     Load,
     Loaded,
+    Move,
     Report,
 )
 from lora_plugins.worker.agreement import Agreement
@@ -55,7 +56,8 @@ class Entry:
 
     Attributes:
         adapter: None until it is loaded. slot: the one that is or will be its own.
-        is_evicted: the scheduler has evicted it; jobs that still run for it change nothing.
+        is_evicted: the scheduler has evicted it; jobs that still run for it change nothing. is_removed: a caller has
+            removed it, and the scheduler will evict it.
         writing: held while its slot is written.
     """
 
@@ -64,6 +66,7 @@ class Entry:
     adapter: LoadedAdapter | None = None
     slot: int | None = None
     is_evicted: bool = False
+    is_removed: bool = False
     writing: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -78,6 +81,9 @@ class _Done:
 
 class Jobs:
     """Everything that this worker holds, by key, and what it is doing.
+
+    Attributes:
+        given: what callers have added past the plan, by engine id, until it is planned.
 
     Args:
         read: parses and checks the adapter in a directory.
@@ -94,6 +100,7 @@ class Jobs:
         agreement: Agreement,
     ) -> None:
         self.entries: dict[int, Entry] = {}
+        self.given: dict[int, LoadedAdapter] = {}
         self.times = LoadTimes()
         self._read = read
         self._files = files
@@ -121,6 +128,8 @@ class Jobs:
                     self._activate(command)
                 case Evict():
                     self._evict(command.key)
+                case Move():
+                    self._move(command)
         if has_batch:
             self.times.begin_batch()
 
@@ -166,11 +175,39 @@ class Jobs:
         is_alone = not self._running
         self._running.add(command.job)
         spec = command.spec
-        if is_alone and self._files.is_here(spec.path) and self.times.take(spec.size_bytes):
+        if spec.is_given:
+            self._take_given(command.job, entry)
+        elif is_alone and self._files.is_here(spec.path) and self.times.take(spec.size_bytes):
             self._read_from(command.job, entry, spec.path)
             self._take_over()
         else:
             self._loader.submit(partial(self._run_load, command.job, entry))
+
+    def _take_given(self, job: int, entry: Entry) -> None:
+        adapter = entry.adapter = self.given.pop(entry.spec.engine_id, None)
+        if adapter is None:
+            error = AdapterNotFound("an adapter that workers were given, and have lost", remedy="add it again")
+            self._fail(job, entry, error)
+        else:
+            self._finish(_Done(entry, Loaded(job, adapter.size_bytes, adapter.is_instant, 0.0, adapter.rank)))
+        self._take_over()
+
+    @property
+    def engine_ids(self) -> set[int]:
+        """Of all adapters that are here, and that nobody has removed."""
+        here = (it for it in self.entries.values() if it.adapter is not None and not it.is_removed)
+        return {entry.spec.engine_id for entry in here} | self.given.keys()
+
+    def forget(self, engine_id: int) -> None:
+        """A caller has removed an adapter: what is planned of it stays until it is evicted."""
+        self.forget_given([engine_id])
+        for entry in self.entries.values():
+            entry.is_removed = entry.is_removed or entry.spec.engine_id == engine_id
+
+    def forget_given(self, engine_ids: Iterable[int]) -> None:
+        """Drop what callers have added, and is not planned yet."""
+        for engine_id in engine_ids:
+            self.given.pop(engine_id, None)
 
     def _activate(self, command: Activate) -> None:
         entry = self.entries.get(command.key)
@@ -198,6 +235,14 @@ class Jobs:
             adapter, entry.adapter = entry.adapter, None
         self._leave(entry, adapter)
 
+    def _move(self, command: Move) -> None:
+        entry, source = self.entries[command.key], self.entries.pop(command.source)
+        self._leave(source, source.adapter)
+        with entry.writing:
+            entry.spec, entry.adapter = source.spec, source.adapter
+            if entry.slot is not None and entry.adapter is not None:
+                entry.adapter.write(entry.slot)
+
     def _leave(self, entry: Entry, adapter: LoadedAdapter | None) -> None:
         if entry.slot is not None:
             self._owners.own(entry.slot, None)
@@ -221,7 +266,7 @@ class Jobs:
 
     def _run_load(self, job: int, entry: Entry) -> None:
         path = entry.spec.path
-        if self._files.is_here(path):
+        if entry.spec.lora_request is not None or self._files.is_here(path):
             self._read_from(job, entry, path)
         elif os.path.isabs(path):
             self._fetcher.submit(partial(self._fetch, job, entry))  # others need not wait for it

@@ -22,7 +22,7 @@ from lora_plugins.adapter.model_modules import ModelModules
 from lora_plugins.errors import describing
 from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
-from lora_plugins.scheduler.messages import AdapterSpec, Command, Report, Slots
+from lora_plugins.scheduler.messages import AdapterSpec, Change, Command, Report, Slots
 from lora_plugins.settings import Settings
 from lora_plugins.store.layout import is_digest
 from lora_plugins.worker import loading
@@ -40,8 +40,8 @@ from lora_plugins.worker.slot_stream import SlotStream
 class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
     """Holds what the scheduler had loaded, and computes with what it had put into slots.
 
-    An adapter that was not planned (warm-up, dummy batches, `add_adapter` by others) is treated as in vLLM; once there
-    is a plan, dummies are computed without an adapter.
+    What vLLM itself adds (warm-up, dummy batches) is treated as in vLLM; once there is a plan, dummies are computed
+    without an adapter. What callers add and remove in workers is planned from then on.
     """
 
     _manager_cls = PlannedModelManager
@@ -66,6 +66,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         self.has_told_slots = False
         self.whole_model: ModelModules | None = None
         self._dummies: set[LoRARequest] = set()
+        self._changes: list[Change] = []
 
     def create_lora_manager(self, model: torch.nn.Module, vllm_config: Any) -> Any:
         """As vLLM's, with the threads that load beside it."""
@@ -125,7 +126,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         Raises:
             LoRAPluginsError, or whatever vLLM raises.
         """
-        request = LoRARequest(
+        request = spec.lora_request or LoRARequest(
             lora_name=spec.name, lora_int_id=spec.engine_id, lora_path=path, is_3d_lora_weight=spec.is_3d
         )
         manager = self._adapter_manager
@@ -179,9 +180,9 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
                 continue
             if request in self._dummies:
                 continue
-            if request.lora_int_id in self.jobs.entries:
+            if request.lora_int_id not in super().list_adapters():  # those of a warm-up
                 raise RuntimeError(f"a batch with adapter '{request.lora_name}', which is in no slot")
-            self.add_adapter(request)
+            self._adapter_manager.activate_adapter(request.lora_int_id)
 
     def add_dummy_lora(self, lora_request: LoRARequest, rank: int) -> bool:
         """As vLLM's before there is a plan; later, slots are not its to write."""
@@ -191,25 +192,38 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         return True
 
     def add_adapter(self, lora_request: LoRARequest) -> bool:
-        """As vLLM's: load and activate here and now what was not planned, in a slot that is free.
+        """Load what a caller adds past the plan, here and now; the scheduler hears of it, and places it like any other.
+
+        As in vLLM, an id that is here stays as it is, unless it is to be loaded in place.
 
         Raises:
-            LoRAPluginsError: it cannot be loaded. ValueError: no slot is left.
+            LoRAPluginsError: it cannot be loaded; what was here before is unchanged.
         """
-        if self._is_planned_id(lora_request.lora_int_id):
+        engine_id, name, path = lora_request.lora_int_id, lora_request.lora_name, lora_request.lora_path
+        if engine_id in self.list_adapters() and not lora_request.load_inplace:
             return True
         try:
-            return bool(super().add_adapter(lora_request))
+            adapter = self._read(AdapterSpec(engine_id, name, path, lora_request=lora_request), path)
         except Exception as error:
-            self._adapter_manager.remove_adapter(lora_request.lora_int_id)  # with what has been written of its slot
-            raise loading.explained(error, lora_request.lora_name) from error
+            raise loading.explained(error, name) from error
+        self.jobs.given[engine_id] = adapter
+        given = AdapterSpec(engine_id, name, path, size_bytes=adapter.size_bytes, is_given=True)
+        self._changes.append(Change(engine_id, given))
+        return True
 
     def remove_adapter(self, adapter_id: int) -> bool:
-        """Remove what was not planned; what is planned, the scheduler evicts."""
-        return not self._is_planned_id(adapter_id) and bool(super().remove_adapter(adapter_id))
+        """Have no later request find an adapter; the scheduler hears of it, and evicts it once it is not used."""
+        if adapter_id not in self.list_adapters():
+            return False
+        super().remove_adapter(adapter_id)  # where vLLM has added it, as for a warm-up
+        self.jobs.forget(adapter_id)
+        self._changes.append(Change(adapter_id))
+        return True
 
-    def _is_planned_id(self, engine_id: int) -> bool:
-        return any(engine_id in (entry.key, entry.spec.engine_id) for entry in self.jobs.entries.values())
+    def take_changes(self) -> list[Change]:
+        """What callers have added and removed since the last call, in order."""
+        changes, self._changes = self._changes, []
+        return changes
 
     def remove_all_adapters(self) -> None:
         """Remove what was not planned, such as vLLM's dummies."""
@@ -218,8 +232,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
 
     def list_adapters(self) -> set[int]:
         """VLLM's ids of the adapters that are in host memory."""
-        loaded = {entry.spec.engine_id for entry in self.jobs.entries.values() if entry.adapter is not None}
-        return loaded | set(super().list_adapters())
+        return self.jobs.engine_ids | set(super().list_adapters())
 
 
 def _without(mapping: LoRAMapping, owners: Sequence[int | None]) -> LoRAMapping:

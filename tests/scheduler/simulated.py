@@ -22,6 +22,7 @@ from lora_plugins.scheduler.messages import (
     Failed,
     Load,
     Loaded,
+    Move,
     Slots,
 )
 from lora_plugins.scheduler.planner import Plan, Planner
@@ -68,6 +69,11 @@ class SimulatedWorkers:
                     self._load(command, now)
                 case Activate():
                     self._activate(command, now)
+                case Move(key, source):
+                    assert {key, source} <= self.host.keys(), "nothing to move"
+                    assert source not in self.slots.values(), "it had a slot"
+                    assert self.is_instant(key) == self.is_instant(source)
+                    self.host[key] = self.host.pop(source)
                 case Evict(key):
                     assert key in self.host or key in self.loading, "nothing to evict"
                     self.host.pop(key, None)
@@ -182,13 +188,19 @@ class SimulatedEngine:
         self._reports: list[Any] = []
 
     def submit(
-        self, engine_id_or_spec: int | AdapterSpec, tokens: int = 10, priority: int = 0, client: str = ""
+        self,
+        engine_id_or_spec: int | AdapterSpec,
+        tokens: int = 10,
+        priority: int = 0,
+        client: str = "",
+        *,
+        is_other: bool = False,
     ) -> Request:
         of = spec(engine_id_or_spec) if isinstance(engine_id_or_spec, int) else engine_id_or_spec
         request = Request(f"r{len(self.requests)}", of, tokens, priority, client, self.now)
         self.requests.append(request)
         self.held[request.id] = request
-        self.planner.arrived(of, request.id, request, self.now, priority=priority, client=client)
+        self.planner.arrived(of, request.id, request, self.now, is_other=is_other, priority=priority, client=client)
         self.check_state()
         return request
 
@@ -285,7 +297,7 @@ class SimulatedEngine:
         adapters = list(state.adapters.values())
         assert all(state.adapters[key].key == key for key in state.adapters)
         some = [state.current.values(), state.of_request.values(), state.idle.values(), state.jobs.values()]
-        some += [state.absent, state.ready, state.calling, state.in_flight, state.pinned, state.draining]
+        some += [state.absent, state.ready, state.calling, state.in_flight, state.pinned, state.staying, state.draining]
         some += [state.copied.owners, state.pointed.owners, [state.reserved_for] if state.reserved_for else []]
         for references in some:
             for adapter in references:
@@ -310,9 +322,14 @@ class SimulatedEngine:
         ), "held, and nowhere in order"
         assert all((it.waits_since is not None) == (it.is_wanted and not it.is_in_flight) for it in adapters)
         assert set(state.draining) <= {it for it in adapters if it.leaves_since is not None}
+        replaced = {it.replaces for it in adapters if it.replaces is not None}
+        assert not replaced & {it.replaces for it in replaced}, "one that waits to be replaced replaces none"
         for adapter in adapters:
             is_current = state.current.get(adapter.spec.engine_id) is adapter
-            assert is_current != adapter.is_retired
+            assert is_current + adapter.is_retired + (adapter in replaced) == 1
+            assert not (adapter.replaces and adapter.is_loaded and not adapter.moves)
+        assert set(state.staying) == {it for it in adapters if it.stays}
+        assert set(state.moving) == {it for it in adapters if it.replaces and it.is_loaded}
 
     def check(self) -> None:
         """The planner and the workers agree, and nothing is exceeded."""

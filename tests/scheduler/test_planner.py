@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
 
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, NoFreeSlot, OutOfMemory
-from lora_plugins.scheduler.messages import Activate, Evict, Load
+from lora_plugins.scheduler.messages import Activate, Change, Evict, Load
 from lora_plugins.scheduler.stats import Found
 from tests.scheduler.simulated import SimulatedEngine, SimulatedWorkers, make_planner, spec
 
@@ -473,8 +474,10 @@ def test_another_path_under_an_id_is_another_generation() -> None:
     engine = engine_with(slots=2)
     old = engine.submit(1, tokens=40)
     engine.run(1)
-    newer = engine.submit(replace(spec(1), path="/elsewhere"), tokens=5)
+    load = engine.planner.load(replace(spec(1), path="/elsewhere"), engine.now)
+    newer = engine.submit(1, tokens=5)  # whatever its path says
     engine.run(0.5)
+    assert load.done()
     assert old.ended_at is None
     assert newer.ended_at is not None
     assert [adapter.spec.path for adapter in engine.planner.state.adapters.values()] == ["/adapters/1", "/elsewhere"]
@@ -539,7 +542,7 @@ def test_retiring_is_done_when_the_last_generation_has_gone() -> None:
     engine = engine_with(slots=2)
     old = engine.submit(1, tokens=40)
     engine.run(0.5)
-    engine.submit(replace(spec(1), path="/elsewhere"), tokens=5)
+    engine.submit(replace(spec(1), path="/elsewhere"), tokens=5, is_other=True)
     engine.run(0.5)
     retired = engine.planner.retire(1, engine.now, is_last=True)
     while old.ended_at is None:
@@ -554,18 +557,17 @@ def test_batches_know_each_generation_by_a_number_of_its_own() -> None:
     engine = engine_with()
     keys = []
     for _ in range(3):
-        engine.submit(1)
+        request = engine.submit(1, is_other=bool(keys))
+        keys.append(engine.key_of(request))
+        assert engine.planner.state.generations.engine_id_of(keys[-1]) == 1
         engine.run_until_idle()
-        keys.append(engine.planner.key_of(1))
-        assert engine.planner.engine_id_of(keys[-1]) == 1
-        engine.planner.replace(1, engine.now)
-        assert engine.planner.engine_id_of(keys[-1]) is None
     assert len(set(keys)) == 3
+    assert list(engine.workers.host) == keys[-1:]
 
 
 def test_late_requests_join_the_generation_that_is_being_removed() -> None:
     engine = engine_with(slots=2)
-    engine.planner.replace(1, engine.now)  # batches know it by another number than its id
+    engine.planner.retire(1, engine.now)  # batches know the next by another number than its id
     old = engine.submit(1, tokens=40)
     engine.run(1)
     engine.planner.retire(1, engine.now, is_last=True)
@@ -575,4 +577,144 @@ def test_late_requests_join_the_generation_that_is_being_removed() -> None:
     engine.run_until_idle()
     assert old.ended_at is not None
     assert not engine.workers.host
+    engine.check_nothing_left()
+
+
+def test_a_request_means_what_is_there_whatever_its_path() -> None:
+    engine = engine_with(slots=2)
+    engine.planner.load(spec(1), engine.now)
+    engine.run(1)
+    engine.submit(replace(spec(1), path="/a/stub"))
+    engine.run_until_idle()
+    assert [it.path for it in engine.workers.host.values()] == ["/adapters/1"]
+
+
+def test_what_comes_while_another_version_loads_gets_that() -> None:
+    engine = engine_with(slots=2, load_s=1.0)
+    old = engine.submit(1, tokens=60)
+    engine.run(1.5)
+    load = engine.planner.load(spec(1), engine.now, is_other=True)
+    newer = engine.submit(1, tokens=2)
+    engine.run(0.5)
+    assert newer.is_held
+    assert not load.done()
+    engine.run(1)
+    assert load.done()
+    assert newer.ended_at is not None
+    assert old.ended_at is None
+    engine.run_until_idle()
+    assert len(engine.workers.host) == 1
+    engine.check_nothing_left()
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_version_that_fails_to_load_leaves_the_one_before(is_idle: bool) -> None:
+    engine = engine_with(slots=2)
+    engine.workers.fails = lambda command: isinstance(command, Load) and command.spec.path == "/broken"
+    old = engine.submit(1, tokens=40)
+    engine.run(4 if is_idle else 1)
+    load = engine.planner.load(replace(spec(1), path="/broken"), engine.now)
+    late = engine.submit(1, tokens=2)
+    engine.run_until_idle()
+    assert isinstance(load.exception(timeout=0), InvalidAdapter)
+    assert old.ended_at is not None
+    assert late.ended_at is not None, "it was held for the one that failed"
+    assert list(engine.workers.host) == [1]
+    engine.check_nothing_left()
+
+
+def test_the_last_of_several_versions_stays() -> None:
+    engine = engine_with(slots=2, load_s=1.0)
+    engine.submit(1)
+    engine.run_until_idle()
+    loads = []
+    for number in range(4):
+        loads.append(engine.planner.load(replace(spec(1), path=f"/{number}"), engine.now))
+        engine.submit(1, tokens=2)
+        engine.run(0.3)
+    engine.run_until_idle()
+    assert all(load.done() for load in loads)
+    assert all(request.ended_at is not None for request in engine.requests)
+    assert [it.path for it in engine.workers.host.values()] == ["/3"]
+    engine.check_nothing_left()
+
+
+def test_a_pin_passes_to_the_next_version() -> None:
+    engine = engine_with(slots=3)
+    engine.planner.pin(spec(1), engine.now)
+    engine.run(1)
+    load = engine.planner.load(replace(spec(1), path="/elsewhere"), engine.now)
+    engine.run(1)
+    assert load.done()
+    (pinned,) = engine.planner.state.pinned
+    assert (pinned.spec.path, pinned.is_active) == ("/elsewhere", True)
+
+
+def given(engine: SimulatedEngine, key: int, size_bytes: int = 100) -> Future[None]:
+    return engine.planner.given([Change(key, replace(spec(key, size_bytes), is_given=True))], engine.now)
+
+
+def test_what_workers_were_given_is_never_evicted_for_room() -> None:
+    engine = engine_with(slots=2, max_adapters=2)
+    assert not given(engine, 1).done()
+    engine.run(1)
+    for key in (2, 3, 4):
+        engine.submit(key)
+    engine.submit(replace(spec(1), path=""))
+    engine.run_until_idle()
+    assert all(request.ended_at is not None for request in engine.requests)
+    assert [it.engine_id for it in engine.workers.host.values() if it.is_given] == [1]
+
+
+def test_who_needs_the_room_of_what_was_given_hears_why() -> None:
+    engine = engine_with(slots=2, max_adapters=1)
+    held = engine.submit(2, tokens=20)
+    engine.run(0.5)
+    waiting = engine.submit(3)
+    done = given(engine, 1)
+    engine.run_until_idle()
+    late = engine.submit(4)
+    engine.run_until_idle()
+    assert done.done()
+    assert held.ended_at is not None
+    for request in (waiting, late):
+        assert isinstance(request.refusal, NoFreeSlot)
+        assert "workers were given" in str(request.refusal)
+    engine.planner.given([Change(1)], engine.now)
+    last = engine.submit(4)
+    engine.run_until_idle()
+    assert last.ended_at is not None
+
+
+def test_what_runs_goes_on_with_the_weights_that_came() -> None:
+    engine = engine_with(slots=1, max_adapters=2)
+    old = engine.submit(1, tokens=60)
+    engine.run(1)
+    load = engine.planner.load(replace(spec(1), path="/new"), engine.now, moves=True)
+    engine.run(0.5)
+    assert load.done()
+    assert old.ended_at is None
+    assert [it.path for it in engine.workers.host.values()] == ["/new"]
+    joined = engine.submit(1, tokens=2)
+    engine.run(0.5)
+    assert joined.ended_at is not None, "in the one slot, beside it"
+    engine.run_until_idle()
+    engine.check_nothing_left()
+
+
+def test_what_runs_moves_after_a_pause_and_callers_need_not_wait() -> None:
+    engine = engine_with(slots=1, max_adapters=2)
+    engine.submit(1, tokens=60)
+    engine.run(1)
+    engine.is_paused = True
+    first = engine.planner.load(replace(spec(1), path="/1"), engine.now, moves=True)
+    engine.run(0.5)
+    second = engine.planner.load(replace(spec(1), path="/2"), engine.now, moves=True)
+    engine.run(0.5)
+    assert first.done()
+    assert (second.exception(timeout=0) if second.done() else None) is None
+    engine.is_paused = False
+    engine.run_until_idle()
+    assert second.done()
+    assert [it.path for it in engine.workers.host.values()] == ["/2"]
     engine.check_nothing_left()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
-from lora_plugins.scheduler.messages import Activate, AdapterSpec, Load
+from lora_plugins.scheduler.messages import Activate, AdapterSpec, Change, Evict, Load, Move
 from tests.repetitions import times
 from tests.scheduler.simulated import SimulatedEngine, SimulatedWorkers, make_planner, spec
 
@@ -57,9 +57,15 @@ class PlannerMachine(RuleBasedStateMachine):
     def spec(self, key: int) -> AdapterSpec:
         return replace(spec(key, self.sizes[key]), path=f"/adapters/{key}/{self.paths[key]}")
 
-    @rule(key=KEYS, tokens=st.integers(1, 30), priority=st.sampled_from([0, 0, 0, 1]), client=CLIENTS)
-    def request_comes(self, key: int, tokens: int, priority: int, client: str) -> None:
-        self.engine.submit(self.spec(key), tokens, priority, client)
+    @rule(
+        key=KEYS,
+        tokens=st.integers(1, 30),
+        priority=st.sampled_from([0, 0, 0, 1]),
+        client=CLIENTS,
+        is_other=st.sampled_from([False, False, False, True]),
+    )
+    def request_comes(self, key: int, tokens: int, priority: int, client: str, is_other: bool) -> None:
+        self.engine.submit(self.spec(key), tokens, priority, client, is_other=is_other)
 
     @rule(at=st.integers(0, 50))
     def request_is_aborted(self, at: int) -> None:
@@ -88,10 +94,14 @@ class PlannerMachine(RuleBasedStateMachine):
     def other_bytes_come_under_an_id(self, key: int) -> None:
         self.paths[key] += 1
 
-    @rule(key=KEYS, wants_slot=st.booleans(), needs_slot=st.booleans())
-    def adapter_is_called_for(self, key: int, wants_slot: bool, needs_slot: bool) -> None:
-        engine = self.engine
-        self.calls.append(engine.planner.load(self.spec(key), engine.now, wants_slot=wants_slot, needs_slot=needs_slot))
+    @rule(key=KEYS, options=st.sets(st.sampled_from(["is_other", "moves", "wants_slot", "needs_slot"])))
+    def adapter_is_called_for(self, key: int, options: set[str]) -> None:
+        self.calls.append(self.engine.planner.load(self.spec(key), self.engine.now, **dict.fromkeys(options, True)))
+
+    @rule(key=KEYS, is_removed=st.booleans())
+    def workers_are_given_an_adapter(self, key: int, is_removed: bool) -> None:
+        removal, given = Change(key), Change(key, replace(self.spec(key), is_given=True))
+        self.calls.append(self.engine.planner.given([removal, given] if is_removed else [given], self.engine.now))
 
     @rule(key=KEYS)
     def adapter_is_pinned(self, key: int) -> None:
@@ -132,11 +142,18 @@ class PlannerMachine(RuleBasedStateMachine):
         engine, state = self.engine, self.engine.planner.state
         in_flight = {engine.key_of(request) for request in (*engine.running.values(), *engine.waiting.values())}
         in_use = {state.adapters[key].slot for key in in_flight} | {it.slot for it in state.pinned if it.is_active}
-        pinned = {adapter.key for adapter in state.pinned if adapter.is_active}
+        replaced = {adapter.replaces for adapter in state.moving}
+        pinned = {adapter.key for adapter in state.pinned if adapter.is_active and adapter not in replaced}
+        staying = {it.key for it in state.staying if it.is_loaded and it not in replaced}
         plan = engine.step()
-        commanded = {command.key for command in plan.commands if not isinstance(command, Load)}
+        moved = {command.key for command in plan.commands if isinstance(command, Move)}
+        assert moved == {adapter.key for adapter in plan.moved} <= in_flight
+        assert not (moved and engine.is_paused)
+        commanded = {command.key for command in plan.commands if not isinstance(command, Load | Move)}
         assert not commanded & in_flight, "an adapter in flight is moved"
         assert not commanded & pinned, "a pinned adapter is moved"
+        evicted = {command.key for command in plan.commands if isinstance(command, Evict)}
+        assert not evicted & staying, "an adapter that nobody could load again is evicted"
         written = {command.slot for command in plan.commands if isinstance(command, Activate)}
         assert not written & in_use, "a slot in use is written"
         if engine.is_paused:
@@ -157,6 +174,8 @@ class PlannerMachine(RuleBasedStateMachine):
         engine.is_paused = False
         for key in range(1, 9):
             engine.planner.unpin(key, engine.now)
+        for adapter in list(engine.planner.state.staying):
+            engine.planner.retire(adapter.spec.engine_id, engine.now)  # else what waits for its room is refused
         until = engine.now + 300
         while engine.is_busy or engine.held:
             self.step()

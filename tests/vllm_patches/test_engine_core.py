@@ -23,6 +23,7 @@ from lora_plugins.scheduler.messages import (
     AdapterSpec,
     AdapterState,
     Answer,
+    Change,
     Evict,
     Failed,
     Load,
@@ -39,14 +40,14 @@ BROKEN = InvalidAdapter("nothing that can be read", adapter="adapter-1")
 
 @pytest.fixture(autouse=True)
 def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("add_lora", "remove_lora", "pin_lora"):
+    for name in ("add_lora", "remove_lora", "pin_lora", "collective_rpc"):
         monkeypatch.setattr(EngineCore, name, getattr(EngineCore, name))  # to be put back
     before = dict(vars(EngineCore))
     engine_core.patch()
     yield
     for name in set(vars(EngineCore)) - before.keys():
         delattr(EngineCore, name)
-    for name in ("add_lora", "remove_lora", "pin_lora", "sleep", "wake_up"):
+    for name in ("add_lora", "remove_lora", "pin_lora", "collective_rpc", "sleep", "wake_up"):
         setattr(EngineCore, name, before[name])
 
 
@@ -57,6 +58,8 @@ class Executor:
         self.commands: list[Any] = []
         self.fails: dict[int, InvalidAdapter] = {}
         self.in_memory: set[int] = set()
+        self.changes: list[list[Change]] = [[]]
+        self.forgotten: list[set[int]] = []
         self.is_sleeping, self.rewrites, self.finished, self.asked_for_nothing = True, 0, 0, 0
 
     def sleep(self, level: int) -> None:
@@ -65,7 +68,18 @@ class Executor:
     def wake_up(self, tags: list[str] | None = None) -> None:
         self.is_sleeping = tags is not None
 
-    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[list[Any]]:
+    def collective_rpc(self, method: str, timeout: Any = None, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if method == "callers_own":
+            self.changes = args[0]
+            if isinstance(args[-1], Exception):
+                raise args[-1]
+            return ["done" for _ in self.changes]
+        if method == "lora_plugins_changes":
+            changes, self.changes = self.changes, [[]]
+            return changes
+        if method == "lora_plugins_forget_given":
+            self.forgotten.append(args[0])
+            return [None]
         if method == "lora_plugins_finish_jobs":
             assert not self.is_sleeping, "what is asleep is not waited for"
             self.finished += 1
@@ -446,3 +460,59 @@ def test_slots_are_written_again_once_nothing_sleeps(core: Any, monkeypatch: pyt
     assert core.model_executor.rewrites == 0, "what slots lie in may still be unmapped"
     core.wake_up()
     assert core.model_executor.rewrites == 1
+
+
+# --- what callers do in workers ---
+
+
+def added(number: int, size_bytes: int = 100) -> Change:
+    return Change(number, AdapterSpec(number, f"adapter-{number}", "/stub", size_bytes=size_bytes, is_given=True))
+
+
+def test_what_callers_add_in_workers_is_planned_when_they_return(proc: tuple[Any, Engine]) -> None:
+    core, engine = proc
+    future = core.collective_rpc("callers_own", args=([[added(1, 100)], [added(1, 140)]],))
+    assert not future.done()
+    assert answer_of(engine, future) == ["done", "done"]
+    (load,) = engine.commands
+    assert (load.spec.is_given, load.spec.size_bytes) == (True, 140)
+    core.scheduler.add_request(request("a", 1))
+    engine.run()
+    assert len(engine.tokens_of("a")) == 3
+    assert answer_of(engine, core.collective_rpc("callers_own", args=([[Change(1)], [Change(1)]],))) == ["done"] * 2
+    engine.run()
+    assert 1 not in engine.in_memory
+
+
+def test_calls_that_touch_no_adapter_return_at_once(proc: tuple[Any, Engine], core: Any) -> None:
+    for of in (proc[0], core):
+        assert of.collective_rpc("callers_own", args=([[], []],)) == ["done", "done"]
+
+
+def test_what_callers_add_in_their_own_process_is_planned(core: Any) -> None:
+    assert core.collective_rpc("callers_own", None, ([[added(1)]],)) == ["done"]
+    assert [type(command) for command in core.model_executor.commands] == [Load]
+
+
+@pytest.mark.parametrize("of_workers", [[[added(1)], []], [[added(1)], [added(2)]], [[added(1)], [Change(1)]]])
+def test_workers_that_were_given_different_adapters_keep_none(core: Any, of_workers: list[list[Change]]) -> None:
+    with pytest.raises(InvalidAdapter, match="different adapters"):
+        core.collective_rpc("callers_own", args=(of_workers,))
+    assert core.model_executor.forgotten == [{change.engine_id for one in of_workers for change in one if change.spec}]
+    assert not core.scheduler.planner.state.adapters
+
+
+def test_a_call_that_fails_in_one_worker_leaves_nothing(core: Any) -> None:
+    core.add_lora(adapter(1))
+    with pytest.raises(ValueError, match="in one"):
+        core.collective_rpc("callers_own", args=([[Change(1), added(1)], [Change(1)]], ValueError("in one")))
+    assert core.model_executor.forgotten == [{1}]
+    assert 1 not in core.scheduler.planner.state.current
+
+
+def test_what_finds_no_room_is_not_kept_by_workers(base: Path) -> None:
+    core = core_of(base, EngineCore, max_loras=1, max_cpu_loras=1)
+    core.collective_rpc("callers_own", args=([[added(1)]],))
+    with pytest.raises(NoFreeSlot, match="workers were given"):
+        core.collective_rpc("callers_own", args=([[added(2)]],))
+    assert core.model_executor.forgotten == [{2}]

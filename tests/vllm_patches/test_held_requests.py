@@ -23,6 +23,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.request import RequestStatus
 
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter
+from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.vllm_patches.request_errors import error_in
 from tests.vllm_patches.engine_bed import Engine, Make, request
 
@@ -566,7 +567,8 @@ def test_a_session_whose_version_was_replaced_gets_an_error(make_engine: Make) -
     engine.scheduler.add_request(request("s", 7, tokens=2, resumable=True))
     engine.run()
     for _ in range(2):
-        engine.scheduler.planner.replace(7, 0.0)
+        engine.scheduler.planner.load(AdapterSpec(7, "adapter-7", "/store/7"), 0.0, is_other=True)
+        engine.run()
     engine.scheduler.add_request(request("s", 7, tokens=2, resumable=True, prompt=2))
     engine.run()
     assert error_in(engine.outputs[-1].stop_reason).code == "L002"

@@ -334,24 +334,25 @@ def test_a_new_path_of_an_id_is_another_spec(make_engine: Make) -> None:
     assert scheduler.spec_of(adapter(1)) == AdapterSpec(1, "adapter-1", "/store/1", "s3://bucket/a")
 
 
-def test_another_adapter_with_an_id_in_use_runs_beside_it(make_engine: Make) -> None:
+def test_another_adapter_with_an_id_in_use_runs_beside_it(make_engine: Make, tmp_path: Path) -> None:
     """Whoever makes `LoRARequest`s himself may give an id twice; the first one's weights must not answer for both."""
     engine = make_engine(max_loras=2)
     engine.scheduler.add_request(request("first", 1, tokens=40))
     while not engine.tokens_of("first"):
         engine.step()
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"some")
     second = request("second", 1)
-    second.lora_request = LoRARequest(lora_name="other", lora_int_id=1, lora_path="/store/other")
+    second.lora_request = LoRARequest(lora_name="other", lora_int_id=1, lora_path=str(tmp_path))
     engine.scheduler.add_request(second)
     while not engine.tokens_of("second"):
         engine.step()
     assert len(engine.tokens_of("first")) < 40
     first, other = (command for command in engine.commands if isinstance(command, Load))
-    assert (first.spec.path, other.spec.path) == ("/store/1", "/store/other")
+    assert (first.spec.path, other.spec.path) == ("/store/1", str(tmp_path))
     assert first.key != other.key == engine.scheduler.requests["second"].lora_request.lora_int_id
     engine.run()
     third = request("third", 1)
-    third.lora_request = LoRARequest(lora_name="other", lora_int_id=1, lora_path="/store/other")
+    third.lora_request = LoRARequest(lora_name="other", lora_int_id=1, lora_path="/dummy_lora_path")
     engine.scheduler.add_request(third)
     engine.run()
     assert engine.tokens_of("third")

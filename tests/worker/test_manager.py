@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 import gc
-import random
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from vllm.lora.request import LoRARequest
 
-from lora_plugins.scheduler.messages import Activate, Activated, Failed, Loaded
+from lora_plugins.errors import AdapterNotFound
+from lora_plugins.scheduler.messages import Activate, Activated, AdapterSpec, Evict, Failed, Load, Loaded
 from lora_plugins.worker.slot_table import SlotTable
 from tests.worker.small_model import (
     Adapter,
@@ -36,59 +37,6 @@ from tests.worker.small_model import (
 
 Make = Callable[..., Any]
 
-# --- vLLM's manager API, next to vLLM's own manager ---
-
-
-def outcome(call: Callable[[], Any]) -> Any:
-    """What a call returned, or that it raised."""
-    try:
-        return call()
-    except Exception:
-        return "raised"
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_same_answers_as_vllms_where_nothing_is_planned(make_manager: Make, adapters: list[Adapter], seed: int) -> None:
-    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
-
-    slots, max_adapters = [(1, 1), (1, 3), (2, 2), (2, 4)][seed % 4]
-    ours = make_manager(slots=slots, max_adapters=max_adapters)
-    vllms = make_manager(slots=slots, max_adapters=max_adapters, kind=LRUCacheWorkerLoRAManager)
-    choose, log = random.Random(seed), []
-    for _ in range(80):
-        adapter = choose.choice(adapters)
-        some = choose.sample(adapters, choose.randint(0, slots))
-        name = choose.choice(["add", "add", "inplace", "remove", "step", "step", "clear"])
-        if name == "clear" and choose.random() < 0.6:
-            continue  # it ends the interest of what went before
-
-        def act(manager: Any, name=name, adapter=adapter, some=some) -> Any:
-            match name:
-                case "add":
-                    return manager.add_adapter(adapter.request())
-                case "inplace":
-                    return manager.add_adapter(adapter.request(load_inplace=True))
-                case "remove":  # which one an LRU cache dropped before hangs on the order of a set
-                    was_here = adapter.adapter_id in manager.list_adapters()
-                    assert manager.remove_adapter(adapter.adapter_id) is was_here
-                    return adapter.adapter_id in manager.list_adapters()
-                case "step":
-                    return step(manager, *some)
-                case "clear":
-                    return manager.remove_all_adapters()
-            return None
-
-        log.append((name, adapter.adapter_id, [each.adapter_id for each in some]))
-        said = "\n".join(map(str, log))
-        assert outcome(lambda: act(ours)) == outcome(lambda: act(vllms)), said
-        if name == "step":
-            for manager in (ours, vllms):
-                assert {each.adapter_id for each in some} <= set(slots_of(manager)), said
-            assert all(holds(ours, each) for each in some), said
-        elif name in {"add", "inplace"}:
-            assert holds(ours, adapter), said
-        assert len(ours.list_adapters()) <= max_adapters
-
 
 def test_a_batch_is_computed_with_the_slots_of_its_adapters(make_manager: Make, adapters: list[Adapter]) -> None:
     manager = make_manager(slots=3)
@@ -101,29 +49,102 @@ def test_a_batch_is_computed_with_the_slots_of_its_adapters(make_manager: Make, 
     assert punica_indices(manager) == [2, 1]
 
 
-def test_load_inplace_of_a_planned_adapter_changes_nothing(make_manager: Make, tmp_path: Path) -> None:
-    """A request says so for ever; what the scheduler had loaded is what is served."""
+# --- what callers add and remove past the plan ---
+
+
+def given(adapter: Adapter) -> AdapterSpec:
+    return replace(adapter.spec, is_given=True)
+
+
+def changes_of(manager: Any) -> list[tuple[int, bool]]:
+    return [(change.engine_id, change.spec is not None) for change in manager.take_changes()]
+
+
+def test_what_a_caller_adds_is_here_and_in_no_slot(make_manager: Make, adapters: list[Adapter], kernels: str) -> None:
+    manager = make_manager()
+    serve(manager, adapters[0], 0)
+    assert manager.add_adapter(adapters[1].request()) is True
+    assert manager.list_adapters() == {1, 2}
+    adapters[1].vanish()
+    (change,) = manager.take_changes()
+    assert (change.engine_id, change.spec.name, change.spec.is_given) == (2, adapters[1].name, True)
+    assert change.spec.size_bytes > 0
+    assert slots_of(manager)[:2] == [1, None]
+    manager.begin_step([Load(change.spec, 2, 77)])
+    report = ended(manager, 77)
+    assert isinstance(report, Loaded)
+    assert report.size_bytes == change.spec.size_bytes
+    put(manager, adapters[1], 1)
+    assert wrong_answers(manager, adapters[1], adapters[0]) == []
+
+
+def test_what_is_here_is_added_again_only_in_place(make_manager: Make, tmp_path: Path) -> None:
     manager = make_manager()
     old = make_adapter(tmp_path / "a", 1, seed=10)
     serve(manager, old, 0)
-    make_adapter(tmp_path / "a", 1, seed=11)
-    assert manager.add_adapter(old.request(load_inplace=True)) is True
-    manager.set_active_adapters({old.request(load_inplace=True)}, None)
-    assert holds(manager, old)
-
-
-def test_load_inplace_of_others_is_read_once_and_then_served(make_manager: Make, tmp_path: Path) -> None:
-    manager = make_manager()
-    step(manager, make_adapter(tmp_path / "a", 1, seed=10))
     new = make_adapter(tmp_path / "a", 1, seed=11)
+    assert manager.add_adapter(new.request()) is True
+    assert changes_of(manager) == []
+    manager.set_active_adapters({old.request(load_inplace=True)}, None)  # a request says so for ever
+    assert holds(manager, old)
     assert manager.add_adapter(new.request(load_inplace=True)) is True
-    assert holds(manager, new)
-    new.vanish()
-    manager.set_active_adapters({new.request(load_inplace=True)}, None)
-    assert holds(manager, new)
+    assert changes_of(manager) == [(1, True)]
+    assert holds(manager, old), "until the scheduler says"
+    manager.begin_step([Load(given(new), 1001, 77), Evict(1)])
+    assert isinstance(ended(manager, 77), Loaded)
+    put(manager, replace(new, adapter_id=1001), 1)
+    assert wrong_answers(manager, replace(new, adapter_id=1001)) == []
 
 
-# --- vLLM's dummies ---
+def test_what_a_caller_removes_is_gone_for_later_requests(make_manager: Make, adapters: list[Adapter]) -> None:
+    manager = make_manager()
+    serve(manager, adapters[0], 0)
+    manager.add_adapter(adapters[1].request())
+    assert manager.remove_adapter(1) is True
+    assert manager.remove_adapter(1) is False
+    assert manager.remove_adapter(2) is True
+    assert manager.remove_adapter(3) is False
+    assert manager.list_adapters() == set()
+    assert changes_of(manager) == [(2, True), (1, False), (2, False)]
+    step(manager, adapters[0])  # what runs goes on
+    assert wrong_answers(manager, adapters[0]) == []
+    evict(manager, adapters[0])
+    serve(manager, adapters[0], 1)
+    assert manager.list_adapters() == {1}, "it may come back"
+
+
+def test_what_was_given_and_forgotten_fails(make_manager: Make, adapters: list[Adapter]) -> None:
+    manager = make_manager()
+    manager.add_adapter(adapters[0].request())
+    manager.jobs.forget_given({1})
+    assert manager.list_adapters() == set()
+    manager.begin_step([Load(given(adapters[0]), 1, 77)])
+    report = ended(manager, 77)
+    assert isinstance(report, Failed)
+    assert isinstance(report.error, AdapterNotFound)
+
+
+def test_a_request_of_a_subclass_is_loaded_by_its_author(make_manager: Make, tmp_path: Path) -> None:
+    manager, hidden = make_manager(), make_adapter(tmp_path / "hidden", 1, seed=10)
+    seen = []
+
+    def load(request: Any) -> Any:
+        seen.append(request)
+        return type(manager)._load_adapter(manager, hidden.request() if request.lora_path == "stub" else request)
+
+    manager._load_adapter = load
+    tensors = LoRARequest("tensors", 1, "stub", load_inplace=True)
+    manager.begin_step([Load(AdapterSpec(1, "tensors", "stub", lora_request=tensors), 1, 77)])
+    assert isinstance(ended(manager, 77), Loaded)
+    assert seen == [tensors]
+    put(manager, hidden, 0)
+    assert wrong_answers(manager, hidden) == []
+
+
+def test_a_batch_whose_adapter_is_in_no_slot_is_refused(make_manager: Make, adapters: list[Adapter]) -> None:
+    manager = make_manager()
+    with pytest.raises(RuntimeError, match="in no slot"):
+        step(manager, adapters[0])  # no step reads a disk
 
 
 def dummies(count: int) -> list[Any]:

@@ -112,56 +112,8 @@ def test_commands_of_one_step_run_in_planned_order(make_manager: Make, adapters:
     assert manager.list_adapters() == {1, 2}
 
 
-# --- beside what others add ---
-
-
-def test_what_others_add_lives_beside_what_is_planned(make_manager: Make, adapters: list[Adapter]) -> None:
-    manager = make_manager(slots=3)
-    serve(manager, adapters[0], 1)
-    for adapter in adapters[1:4]:  # one more than has room beside the planned one
-        assert manager.add_adapter(adapter.request()) is True
-        assert slots_of(manager)[1] == 1
-        assert holds(manager, adapters[0])
-        assert holds(manager, adapter)
-    assert set(slots_of(manager)) == {1, 3, 4}
-    step(manager, adapters[0], adapters[2], adapters[3])
-    assert manager.remove_adapter(3) is True
-    assert manager.remove_adapter(1) is False, "what is planned, the scheduler evicts"
-    assert manager.list_adapters() >= {1, 4}
-    assert holds(manager, adapters[0])
-
-
-def test_a_slot_that_is_planned_pushes_others_out(make_manager: Make, adapters: list[Adapter]) -> None:
-    manager = make_manager(slots=1)
-    manager.add_adapter(adapters[0].request())
-    assert slots_of(manager) == [1]
-    serve(manager, adapters[1], 0)
-    assert slots_of(manager) == [2]
-    with pytest.raises(Exception, match="No free lora slots"):
-        manager.add_adapter(adapters[2].request())
-    assert slots_of(manager) == [2]
-    assert manager.list_adapters() == {1, 2}
-    evict(manager, adapters[1])
-    step(manager, adapters[0])
-    assert holds(manager, adapters[0])
-
-
-def test_an_adapter_that_others_added_first_has_one_slot(make_manager: Make, adapters: list[Adapter]) -> None:
-    manager = make_manager(slots=2)
-    manager.add_adapter(adapters[0].request())
-    serve(manager, adapters[0], 1)
-    assert slots_of(manager) == [None, 1]
-    manager.add_adapter(adapters[0].request(load_inplace=True))
-    manager.remove_adapter(1)
-    assert slots_of(manager) == [None, 1]
-    evict(manager, adapters[0])
-    assert slots_of(manager) == [None, None]
-    assert manager.list_adapters() == set()
-
-
 def test_remove_all_leaves_what_is_planned(make_manager: Make, adapters: list[Adapter]) -> None:
     manager = make_manager(slots=3)
-    manager.add_adapter(adapters[2].request())
     serve(manager, adapters[0], 2)
     blocked, job = being_written(manager, adapters[1], 1)
     manager.remove_all_adapters()
@@ -189,19 +141,6 @@ def test_every_batch_is_computed_with_its_own_slots(make_manager: Make, adapters
     evict(manager, adapters[2])
     put(manager, adapters[1], 0)
     assert wrong_answers(manager, adapters[1], adapters[0], adapters[0]) == []
-
-
-def test_what_others_add_is_computed_as_well(make_manager: Make, adapters: list[Adapter], kernels: str) -> None:
-    manager = make_manager(slots=2)
-    serve(manager, adapters[0], 0)
-    manager.add_adapter(adapters[1].request())
-    assert wrong_answers(manager, adapters[1], adapters[0]) == []
-    put_over = adapters[2]
-    serve(manager, put_over, 1)
-    assert wrong_answers(manager, put_over, adapters[0]) == []
-    evict(manager, adapters[0])
-    step(manager, adapters[1])
-    assert wrong_answers(manager, put_over, adapters[1]) == []
 
 
 def test_a_load_takes_no_slot(make_manager: Make, adapters: list[Adapter], kernels: str) -> None:

@@ -1,0 +1,90 @@
+"""Which weights a request of the engine core is computed with: in batches, in the keys of cached prefixes, in answers.
+
+vLLM's `Request` (vllm/v1/request.py, 0.30 to 0.33) is given a `LoRARequest` of its adapter's generation, by whose id
+batches find the slot, and by whose path the keys of its cached prefixes differ from those of other weights.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lora_plugins.ledger import Patch
+from lora_plugins.scheduler.adapter import Adapter
+from lora_plugins.scheduler.messages import AdapterSpec
+from lora_plugins.store.layout import is_digest
+
+VERSIONS = "lora_versions"  # in the kv_transfer_params of a last output: the one place for more that vLLM answers with
+
+
+def is_in_store(path: str) -> bool:
+    """Whether a path is named by what is in it: that never changes."""
+    return is_digest(os.path.basename(path))
+
+
+def name_of(path: str) -> str:
+    """What answers call the weights at a path: their digest, where they are in the store."""
+    return os.path.basename(path) if is_in_store(path) else path
+
+
+def weights_of(adapter: Adapter) -> str:
+    """What answers call an adapter's weights."""
+    return name_of(_path(adapter))
+
+
+def assign(request: Any, adapter: Adapter) -> None:
+    """Have a request that has not begun be computed with this generation."""
+    before, path = request.lora_request, _path(adapter)
+    if (before.lora_int_id, before.lora_path) == (adapter.key, path):
+        return
+    request.lora_request = _lora_request(adapter.spec, adapter.key, path)
+    if before.lora_path != path:
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+
+def move(request: Any, adapter: Adapter, hash_block_size: int) -> None:
+    """Have a request that runs go on with the weights that its adapter has now.
+
+    What it has computed with the ones before keeps its keys; what comes is found by no other request.
+    """
+    path = f"{_path(adapter)}#{request.request_id}"
+    request.lora_request = _lora_request(adapter.spec, adapter.key, path)
+    del request.block_hashes[request.num_computed_tokens // hash_block_size :]
+    request.update_block_hashes()
+
+
+def tokens_of(request: Any) -> int:
+    """How many tokens of its answer are computed, or on their way."""
+    return int(request.num_output_tokens + request.num_output_placeholders)
+
+
+def _path(adapter: Adapter) -> str:
+    """A path that no other weights have: where it is not in the store, with the load that read it."""
+    path, key = adapter.spec.path, adapter.weights
+    return path if is_in_store(path) or key == adapter.spec.engine_id else f"{path}#{key}"
+
+
+def _lora_request(spec: AdapterSpec, key: int, path: str) -> Any:
+    """All that batches and cached prefixes need of one; no worker is sent the tensors that a caller's may have."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name=spec.name, lora_int_id=key, lora_path=path, is_3d_lora_weight=spec.is_3d)
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.v1.request:
+            Request{lora_request, block_hashes, num_computed_tokens, num_output_placeholders}
+            Request.num_output_tokens(self)
+            Request.update_block_hashes(self)
+        vllm.lora.request:
+            LoRARequest{lora_name, lora_int_id, lora_path, is_3d_lora_weight}
+        """,
+        what="written: a request's lora_request names the generation of its adapter, and its block hashes are made "
+        "again from where that changes its path",
+        why="batches find slots, and cached prefixes their weights, by vLLM's id and path, which callers give again",
+        remove="vLLM's keys of cached prefixes hold the identity of an adapter's bytes (vllm-project/vllm#48352)",
+    ),
+)
