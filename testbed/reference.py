@@ -50,6 +50,21 @@ class Reference:
             )
         return [int(i) for i in out[0, ids.shape[1] :]]
 
+    def moved(self, first: Path, second: Path, prompt_ids: Sequence[int], at: int, max_tokens: int) -> list[int]:
+        """As `generate`, with `at` tokens of the first adapter; the second goes on with what that has cached."""
+        import torch
+
+        made: list[int] = []
+        cache, given = None, list(prompt_ids)
+        for adapter, wanted in ((first, at), (second, max_tokens)):
+            model = self.load(adapter)
+            while len(made) < wanted:
+                with torch.no_grad():
+                    out = model(input_ids=torch.tensor([given]), past_key_values=cache, use_cache=True)
+                cache, given = out.past_key_values, [int(out.logits[0, -1].argmax())]
+                made += given
+        return made
+
     def load(self, adapter: Path | None) -> Any:
         """The base model, with `adapter` on it if one is given, in evaluation mode."""
         import torch

@@ -13,6 +13,7 @@ import pytest
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.forking_vllm import run_forked
 from testbed.models import DEMO_ADAPTERS, PROMPT
+from testbed.reference import Reference
 from testbed.server import outer_environment
 from tests.e2e.broken import BROKEN
 from tests.e2e.servers import ENVIRONMENT
@@ -82,3 +83,22 @@ def test_an_idle_session_frees_its_place_on_a_real_engine(bed: Bed, tmp_path: Pa
     assert said["session"] == said["alone"]
     assert len(said["session"]) == 3 * MAX_TOKENS
     assert said["session"][:MAX_TOKENS] == bed.answers["sql"]
+
+
+@pytest.mark.parametrize("setting", ["finish", "inflight"])
+def test_running_requests_finish_or_move_as_the_setting_says(bed: Bed, tmp_path: Path, setting: str) -> None:
+    versions = [(name, str(bed.adapters / name)) for name in ("sql", "chat")]
+    said = said_by("offline_moved", bed, tmp_path, 0, versions, LORA_PLUGINS_LOAD_INPLACE=setting)["said"]
+    sql, chat = bed.answers["sql"], bed.answers["chat"]
+    assert (said["kept"], said["late"]) == (sql, chat)
+    assert said["again"] == sql, "no prefix of what moved"
+    if setting == "finish":
+        assert (said["moved"], said["versions"]) == (sql, None)
+        return
+    (first, began), (second, moved_at) = said["versions"]
+    assert (began, 7 <= moved_at < MAX_TOKENS) == (0, True)
+    assert first != second
+    reference = Reference(bed.base)
+    paths = (bed.adapters / "sql", bed.adapters / "chat")
+    assert said["moved"] == reference.moved(*paths, reference.prompt_ids(PROMPT), moved_at, MAX_TOKENS)
+    assert said["moved"] not in (sql, chat)
