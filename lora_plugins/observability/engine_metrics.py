@@ -27,7 +27,7 @@ _COUNTERS = (
     ("host_evicted_bytes", "Their bytes"),
     ("load_failures", "Adapters that a worker could not bring into its host memory or a slot"),
     ("slot_evictions", "Adapters that lost their slot to another"),
-    ("instant_activations", "Slots that were given to an adapter without a copy"),
+    ("instant_activations", "Slots that were given to an adapter with no copy, or one that is short beside a step"),
     ("background_activations", "Slots that were written in a background thread"),
 )
 _GAUGES = (

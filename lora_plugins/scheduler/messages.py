@@ -59,7 +59,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Activate:
-    """Put a loaded adapter into a slot: as a job in the background; without one, before this step's batch runs."""
+    """Put a loaded adapter into a slot: as a job in the background; without one, before this step's batch."""
 
     key: int
     slot: int

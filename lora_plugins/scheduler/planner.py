@@ -5,7 +5,8 @@ with the requests that are admitted. Its unit is a generation of an adapter: an 
 one is loaded beside it. Its rules:
 
 - An adapter with admitted requests keeps its slot until the last of them has ended; it takes further ones at once.
-  Adapters whose activation costs a copy use the copied slots, all others the pointed ones, where there are any.
+  Adapters whose activation costs a copy use the copied slots, all others the pointed ones, where there are any. A copy
+  that is short beside a step is made before one (`step_times.py`).
 - Slots pass on first come, first served, vLLM's priorities before that. Where adapters wait and no slot has passed on
   for max(patience, 2 * the mean run) / the adapters that run, the one that runs the fewest requests takes no more but
   parts of what runs, and leaves with the last of them. The last that takes any stays, unless it is the only one.
@@ -315,6 +316,7 @@ class Planner:
     def plan(self, now: float, *, is_paused: bool = False) -> Plan:
         """What to do in the step that begins now; while paused, nothing is admitted and no slot is written."""
         state, plan = self.state, Plan()
+        state.times.step_begins(now, is_running=bool(state.in_flight) and not is_paused)
         if self._is_changed or is_paused is not self._was_paused or now >= self._look_at:
             self._was_paused, self._is_changed = is_paused, False
             state.settle(now)
@@ -360,6 +362,7 @@ class Planner:
                         resolve(take_loaded(adapter))
                 case Activated():
                     self.stats.activate_seconds.observe(report.activate_s)
+                    state.times.copied(state.cache.sizes_bytes[adapter.key], report.activate_s)
                     self.stats.background_activations += 1
                     adapter.is_active = True
                     state.end_job(adapter)

@@ -17,6 +17,7 @@ from lora_plugins.scheduler.generations import Generations
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import Activate, Command, Evict, Load, Move, Slots
 from lora_plugins.scheduler.stats import Stats
+from lora_plugins.scheduler.step_times import StepTimes
 from lora_plugins.scheduler.waiting import WaitingOrder
 
 MAX_LOADS = 4
@@ -57,7 +58,7 @@ class State:
     """
 
     def __init__(self, slots: Slots, cache: HostCache, stats: Stats) -> None:
-        self.cache, self.stats = cache, stats
+        self.cache, self.stats, self.times = cache, stats, StepTimes()
         self.set_slots(slots)
         self.generations = Generations()
         self.adapters: dict[int, Adapter] = {}
@@ -246,10 +247,11 @@ class State:
         if not adapter.is_loaded or not (pool.free or self._free_slot(pool, displaces=displaces)):
             return False
         adapter.slot = pool.owners[adapter] = pool.free.pop()
-        adapter.is_active = adapter.is_instant
-        self.stats.instant_activations += adapter.is_instant
+        size_bytes, running = self.cache.sizes_bytes[adapter.key], len(self.in_flight)
+        adapter.is_active = adapter.is_instant or self.times.is_short(size_bytes, running)
+        self.stats.instant_activations += adapter.is_active
         self.commands.append(
-            Activate(adapter.key, adapter.slot, None if adapter.is_instant else self._begin_job(adapter))
+            Activate(adapter.key, adapter.slot, None if adapter.is_active else self._begin_job(adapter))
         )
         self.touched[adapter] = None
         return True
