@@ -32,6 +32,7 @@ def patch() -> None:
     EngineCore.add_lora = _adding(EngineCore.add_lora)
     EngineCore.remove_lora = _removing(EngineCore.remove_lora)
     EngineCore.pin_lora = _pinning(EngineCore.pin_lora)
+    EngineCore.list_loras = _listing(EngineCore.list_loras)
     EngineCore.collective_rpc = _calling(EngineCore.collective_rpc)
     EngineCore.sleep = _sleeping(EngineCore.sleep)
     EngineCore.wake_up = _waking(EngineCore.wake_up)
@@ -159,6 +160,20 @@ def _pinning(original: Any) -> Any:
     return pin_lora
 
 
+def _listing(original: Any) -> Any:
+    """What later requests find: not what was removed, or replaced, and still runs."""
+
+    @functools.wraps(original)
+    def list_loras(self: Any) -> Any:
+        planner = _planner_if_any(self)
+        if planner is None:
+            return original(self)
+        current = planner.state.current.items()
+        return {engine_id for engine_id, it in current if it.is_loaded or it.replaces is not None}
+
+    return list_loras
+
+
 def _calling(original: Any) -> Any:
     """A caller's own code in workers may add adapters and remove them: the planner knows of it before it returns."""
 
@@ -283,6 +298,7 @@ LEDGER = (
             EngineCore.add_lora(self, lora_request)
             EngineCore.remove_lora(self, lora_id)
             EngineCore.pin_lora(self, lora_id)
+            EngineCore.list_loras(self)
             EngineCore.collective_rpc(self, method, timeout, args, kwargs)
         vllm.lora.request:
             LoRARequest{lora_name, lora_int_id, lora_path, is_3d_lora_weight, load_inplace}

@@ -13,10 +13,12 @@ import pytest
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.forking_vllm import run_forked
 from testbed.models import DEMO_ADAPTERS, PROMPT
+from testbed.offline_any_order import REPEATED
 from testbed.reference import Reference
 from testbed.server import outer_environment
 from tests.e2e.broken import BROKEN
 from tests.e2e.servers import ENVIRONMENT
+from tests.repetitions import times
 
 NAMES = [spec.name for spec in DEMO_ADAPTERS]
 HOST_MAX_BYTES = 5_200_000  # "wide" takes 4.3 MB of it, the others less than 0.6: not all five fit
@@ -102,3 +104,14 @@ def test_running_requests_finish_or_move_as_the_setting_says(bed: Bed, tmp_path:
     paths = (bed.adapters / "sql", bed.adapters / "chat")
     assert said["moved"] == reference.moved(*paths, reference.prompt_ids(PROMPT), moved_at, MAX_TOKENS)
     assert said["moved"] not in (sql, chat)
+
+
+def test_calls_in_any_order_answer_as_the_version_they_name(bed: Bed, tmp_path: Path) -> None:
+    versions = [(name, str(bed.adapters / name)) for name in ("sql", "chat", "stable", "team/poet")]
+    reference = Reference(bed.base)
+    prompt_ids = reference.prompt_ids(REPEATED * PROMPT)
+    assert len(prompt_ids) > 64
+    answers = json.dumps({name: reference.generate(Path(path), prompt_ids, MAX_TOKENS) for name, path in versions})
+    examples = str(times(60, short=12))
+    said = said_by("offline_any_order", bed, tmp_path, 0, versions, ANSWERS=answers, EXAMPLES=examples)
+    assert int(said["said"]) > int(examples)

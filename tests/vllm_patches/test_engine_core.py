@@ -40,14 +40,14 @@ BROKEN = InvalidAdapter("nothing that can be read", adapter="adapter-1")
 
 @pytest.fixture(autouse=True)
 def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("add_lora", "remove_lora", "pin_lora", "collective_rpc"):
+    for name in ("add_lora", "remove_lora", "pin_lora", "list_loras", "collective_rpc"):
         monkeypatch.setattr(EngineCore, name, getattr(EngineCore, name))  # to be put back
     before = dict(vars(EngineCore))
     engine_core.patch()
     yield
     for name in set(vars(EngineCore)) - before.keys():
         delattr(EngineCore, name)
-    for name in ("add_lora", "remove_lora", "pin_lora", "collective_rpc", "sleep", "wake_up"):
+    for name in ("add_lora", "remove_lora", "pin_lora", "list_loras", "collective_rpc", "sleep", "wake_up"):
         setattr(EngineCore, name, before[name])
 
 
