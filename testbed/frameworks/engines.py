@@ -15,6 +15,7 @@ Said = list[int] | str  # an answer's token ids, or the text of an error
 SETTINGS = {
     "dtype": "float32",
     "enforce_eager": True,
+    "block_size": 32,  # three of the prompt are cached
     "max_model_len": 1000,
     "max_num_seqs": 16,
     "enable_lora": True,
@@ -73,6 +74,13 @@ class Engine(ABC):
             return await self._end(name)
         except Exception as error:
             return text_of(error)
+
+    async def empty(self) -> None:
+        """Remove what a form has left: adapters that nobody could load again keep their room."""
+        listed = await self.call("list_loras")
+        for number in listed if isinstance(listed, Collection) and not isinstance(listed, str) else ():
+            await self.call("remove_lora", number)
+        self.calls.clear()
 
     @abstractmethod
     def _begin(self, lora: Any, tokens: int, salt: str | None) -> str: ...

@@ -13,12 +13,12 @@ STUB_PATH = "/stub_path"
 
 
 async def removed_and_added(engine: Engine, files: Files) -> AsyncIterator[tuple[str, Said]]:
-    """`remove_lora`, which may find nothing, `add_lora` from the step's folder, and some other request before it."""
+    """`remove_lora`, which may find nothing, `add_lora` from the step's folder, and a request for another adapter."""
     for version in ("v1", "v2"):
         await engine.call("remove_lora", 31)
         lora = LoRARequest("policy", 31, files.of(version))
         await engine.call("add_lora", lora)
-        await engine.ask(None)
+        await engine.ask(LoRARequest("between", 32, files.of("other")))
         yield version, await engine.ask(lora)
 
 

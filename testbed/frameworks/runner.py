@@ -112,6 +112,8 @@ async def run_forms(question: dict[str, Any], answers: dict[str, list[int]]) -> 
         print(f"\n{MARK}{json.dumps(rows[-1])}", flush=True)
         if engine.is_broken:
             break
+        if question["kind"] in {LLM, ASYNC, ASYNC_TP}:
+            await engine.empty()
     return rows
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.forking_vllm import fork
-from testbed.frameworks.forms import ASYNC, ASYNC_TP, FORMS, OF_TRL, SERVE
+from testbed.frameworks.forms import ASYNC, ASYNC_TP, FORMS, SERVE
 from testbed.frameworks.runner import MARK, run_forms
 from testbed.frameworks.versions import RANK, Versions
 from testbed.server import outer_environment, vllm_server
@@ -64,7 +64,6 @@ def _in_a_process(
     output = home / f"output-{len(list(home.iterdir()))}"
     is_async = question["kind"] in {ASYNC, ASYNC_TP}
     more = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(is_async))}
-    more |= {"TORCHDYNAMO_DISABLE": "1"} if question["kind"] == OF_TRL else {}  # TRL has no setting for eager mode
     arguments = ["runner", json.dumps(question)]
     process = fork("testbed.frameworks.runner:main", arguments, environment={**environment, **more}, output=output)
     try:
@@ -82,7 +81,7 @@ def _on_a_server(
 ) -> list[dict[str, Any]]:
     log = home / f"server-{len(list(home.iterdir()))}.log"
     arguments = ("--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", "2", "--max-cpu-loras", "4",
-                 "--max-model-len", "1000")  # fmt: skip
+                 "--max-model-len", "1000", "--block-size", "32")  # fmt: skip
     more = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"}
     with vllm_server(
         versions.base, log, arguments=arguments, env={**environment, **more}, is_forking=True,
