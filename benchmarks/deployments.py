@@ -66,6 +66,16 @@ CELLS: dict[str, tuple[str, ...]] = {
         "--max-loras 1",
         "every adapter pinned",
     ),
+    "RL frameworks": (
+        "verl",
+        "ms-swift",
+        "SkyRL",
+        "prime-rl",
+        "ART",
+        "Unsloth",
+        "TRL, OpenRLHF",
+        "vLLM's own calls",
+    ),
     "File systems": (
         "full disk",
         "store on a read-only file system",

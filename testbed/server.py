@@ -66,10 +66,12 @@ def vllm_server(
     env: Mapping[str, str] | None = None,
     progress: Callable[[float], None] = lambda seconds: None,
     is_forking: bool = False,
+    program: str = "vllm.entrypoints.cli.main:main",
 ) -> Iterator[Server]:
     """Start `vllm serve model`, wait until it is healthy, and end it and all its children afterwards.
 
-    With `is_forking` it is forked, and forks its engine and workers (`forking_vllm`).
+    With `is_forking` it is forked, and forks its engine and workers (`forking_vllm`); `program` then is the function
+    that serves.
     """
     environment = {
         **outer_environment(),
@@ -86,7 +88,7 @@ def vllm_server(
         address = ("--host", "127.0.0.1", "--port", str(port))
         command = ["vllm", "serve", str(model), *address, *SMALL_ENGINE, *arguments]
         if is_forking:
-            process = fork("vllm.entrypoints.cli.main:main", command, environment=environment, output=log_file)
+            process = fork(program, command, environment=environment, output=log_file)
         else:
             command[0] = str(Path(sys.executable).with_name("vllm"))
             with log_file.open("wb") as log:
