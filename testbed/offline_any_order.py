@@ -110,16 +110,20 @@ class AnyOrder(RuleBasedStateMachine):
         if engine_id in self.current:
             self.tried(lambda: world.engine.pin_lora(engine_id))
 
-    @rule(engine_id=IDS, is_stub=st.booleans(), load_inplace=st.sampled_from([False, False, True]))
-    def generate(self, engine_id: int, is_stub: bool, load_inplace: bool) -> None:
-        own = world.own / str(engine_id)
-        if load_inplace:
-            if engine_id not in self.on_disk:
-                return
+    @rule(engine_id=IDS, version=VERSIONS, is_stub=st.booleans())
+    def generate(self, engine_id: int, version: int, is_stub: bool) -> None:
+        """With any path, where the id is known; with its own, where it is not."""
+        path = "/a/stub" if is_stub and engine_id in self.current else world.paths[version]
+        self.current.setdefault(engine_id, version)
+        self.ask(engine_id, path)
+
+    @rule(engine_id=IDS)
+    def generate_in_place(self, engine_id: int) -> None:
+        if engine_id in self.on_disk:
             self.current[engine_id] = self.on_disk[engine_id]
-        elif engine_id not in self.current:
-            return
-        path = str(own) if load_inplace else "/a/stub" if is_stub else world.paths[self.current[engine_id]]
+            self.ask(engine_id, str(world.own / str(engine_id)), load_inplace=True)
+
+    def ask(self, engine_id: int, path: str, *, load_inplace: bool = False) -> None:
         world.requests += 1
         name = f"r{world.requests}"
         self.asked[name] = self.current[engine_id]
@@ -176,7 +180,7 @@ def main() -> None:
         AnyOrder,
         settings=settings(
             max_examples=int(os.environ["EXAMPLES"]),
-            stateful_step_count=30,
+            stateful_step_count=40,
             deadline=None,
             database=None,
             phases=[Phase.generate],
