@@ -122,7 +122,7 @@ def _adding(original: Any) -> Any:
         planner = _planner_if_any(self)
         if planner is None:
             return original(self, lora_request)
-        if lora_request.load_inplace:
+        if getattr(lora_request, "load_inplace", False):  # Unsloth's requests have none
             planner.replace(lora_request.lora_int_id, time.monotonic())
         spec = self.scheduler.spec_of(lora_request)
         answer = answer_of(self, planner.load(spec, time.monotonic(), wants_slot=True))

@@ -125,9 +125,9 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         Raises:
             LoRAPluginsError, or whatever vLLM raises.
         """
-        request = LoRARequest(
-            lora_name=spec.name, lora_int_id=spec.engine_id, lora_path=path, is_3d_lora_weight=spec.is_3d
-        )
+        request = LoRARequest(lora_name=spec.name, lora_int_id=spec.engine_id, lora_path=path)
+        if spec.is_3d:  # Unsloth's requests, which may stand in the place of vLLM's, have no such field
+            request.is_3d_lora_weight = True
         manager = self._adapter_manager
         with describing(adapter=spec.name):
             model = self._load_adapter(request)
