@@ -11,7 +11,15 @@ from lora_plugins.process import Process, this_process
 from lora_plugins.resolvers.sources.configured import filesystem_source, hub_source, s3_source
 from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.settings import Settings, named_in_environment
-from lora_plugins.vllm_patches import api_servers, builtin_resolvers, embeddings, punica, ray_environment, versions
+from lora_plugins.vllm_patches import (
+    api_servers,
+    builtin_resolvers,
+    embeddings,
+    front_ends,
+    punica,
+    ray_environment,
+    versions,
+)
 from lora_plugins.vllm_patches.resolver import register_resolver
 
 _FILESYSTEM_BUILTIN = ("vllm.plugins.lora_resolvers.filesystem_resolver", "register_filesystem_resolver")
@@ -113,9 +121,10 @@ def _serve(configured: Callable[[Settings], Source | None]) -> None:
 
 
 def _checked_process() -> Process:
-    """What this process has once; with a variable or a vLLM that cannot be right, startup fails here."""
+    """What this process has once; with a variable, a vLLM or a server that cannot be right, startup fails here."""
     process = this_process()
     versions.require_known(untested_is_allowed=process.settings.untested_vllm)
+    front_ends.patch(process.settings)
     if parent_process() is None:  # engines and workers have the same environment
         process.warn_of_misspelt_plugins()
     return process

@@ -1,9 +1,9 @@
 """vLLM's own calls about adapters in any order, on an engine in this process: each answer is of the version it names.
 
 The question is that of `testbed.offline`, with adapters that stand for versions. `ANSWERS`, in the environment, has
-what PEFT says with each to the prompt `REPEATED` times, which is so long that its prefix is cached; `EXAMPLES`, how many
-orders are tried. The answer, a line of standard output: `said`, the number of requests that were answered. A wrong one
-ends the program with the order that led to it.
+what PEFT says with each to the prompt `REPEATED` times, which is so long that its prefix is cached; `EXAMPLES`, how
+many orders are tried. The answer, a line of standard output: `said`, the number of requests that were answered. A
+wrong one ends the program with the order that led to it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How long steps and copies into slots take: a copy that is short beside a step is made before it, not beside it.
 
-In the background it leaves the others alone, and its adapter waits for a step or two, in which its slot is nobody's.
+In the background it leaves the others alone, and its adapter waits for a step or two, in which its slot is unassigned.
 Before the step it delays all that run, by as much as it takes.
 """
 

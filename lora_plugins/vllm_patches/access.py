@@ -22,6 +22,7 @@ from lora_plugins.log import logger
 from lora_plugins.process import Process, this_process
 from lora_plugins.server import declared_file
 from lora_plugins.server.response_digest import note_version
+from lora_plugins.settings import Settings
 
 
 def install(app: Any, process: Process) -> None:
@@ -63,18 +64,22 @@ def require_in_force(process: Process) -> None:
     """
     if process.lets_in_administrators_only:
         return
-    settings = process.settings
-    named = {
-        "LORA_PLUGINS_POLICY": settings.policy,
-        ADMIN_KEY: settings.admin_key,
-        declared_file.VARIABLE: settings.adapters_file,
-    }
-    for name in (name for name, value in named.items() if value is not None):
+    for name in configured(process.settings):
         raise InvalidSettings(
             f"{name} in a process that does not keep to it",
             expected="an API server with lora_admin",
             remedy="name lora_admin in VLLM_PLUGINS, see the log for why it does not load, or unset the variable",
         )
+
+
+def configured(settings: Settings) -> list[str]:
+    """The variables that are set of those that only an API server with `lora_admin` keeps to."""
+    values = {
+        "LORA_PLUGINS_POLICY": settings.policy,
+        ADMIN_KEY: settings.admin_key,
+        declared_file.VARIABLE: settings.adapters_file,
+    }
+    return [name for name, value in values.items() if value is not None]
 
 
 def _patch_changes() -> None:

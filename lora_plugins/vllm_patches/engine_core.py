@@ -21,6 +21,7 @@ from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.state import State
 from lora_plugins.vllm_patches.engine_utilities import answer_of, then, true_or_raise, utility
 from lora_plugins.vllm_patches.scheduler import AdmissionMixin
+from lora_plugins.worker.lora_request import lora_request
 
 
 def patch() -> None:
@@ -279,13 +280,9 @@ def _planner(core: Any) -> Planner:
 
 def _planned_spec(scheduler: Any, spec: AdapterSpec) -> AdapterSpec:
     """What the planner knows this adapter by, whose URI is remembered for requests that come with vLLM's own object."""
-    from vllm.lora.request import LoRARequest
-
     if spec.uri is not None:
         scheduler.uris[spec.engine_id] = spec.uri
-    request = LoRARequest(
-        lora_name=spec.name, lora_int_id=spec.engine_id, lora_path=spec.path, is_3d_lora_weight=spec.is_3d
-    )
+    request = lora_request(spec.name, spec.engine_id, spec.path, is_3d=spec.is_3d)
     planned: AdapterSpec = scheduler.spec_of(request)
     return planned
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from lora_plugins.ledger import Patch
 from lora_plugins.scheduler.adapter import Adapter
-from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.store.layout import is_digest
+from lora_plugins.worker.lora_request import lora_request
 
 VERSIONS = "lora_versions"  # in the kv_transfer_params of a last output: the one place for more that vLLM answers with
 
@@ -37,7 +37,7 @@ def assign(request: Any, adapter: Adapter) -> None:
     before, path = request.lora_request, _path(adapter)
     if (before.lora_int_id, before.lora_path) == (adapter.key, path):
         return
-    request.lora_request = _lora_request(adapter.spec, adapter.key, path)
+    request.lora_request = lora_request(adapter.spec.name, adapter.key, path, is_3d=adapter.spec.is_3d)
     if before.lora_path != path:
         request.block_hashes.clear()
         request.update_block_hashes()
@@ -49,7 +49,7 @@ def move(request: Any, adapter: Adapter, hash_block_size: int) -> None:
     What it has computed with the ones before keeps its keys; what comes is found by no other request.
     """
     path = f"{_path(adapter)}#{request.request_id}"
-    request.lora_request = _lora_request(adapter.spec, adapter.key, path)
+    request.lora_request = lora_request(adapter.spec.name, adapter.key, path, is_3d=adapter.spec.is_3d)
     del request.block_hashes[request.num_computed_tokens // hash_block_size :]
     request.update_block_hashes()
 
@@ -65,13 +65,6 @@ def _path(adapter: Adapter) -> str:
     return path if is_in_store(path) or key == adapter.spec.engine_id else f"{path}#{key}"
 
 
-def _lora_request(spec: AdapterSpec, key: int, path: str) -> Any:
-    """All that batches and cached prefixes need of one; no worker is sent the tensors that a caller's may have."""
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(lora_name=spec.name, lora_int_id=key, lora_path=path, is_3d_lora_weight=spec.is_3d)
-
-
 LEDGER = (
     Patch(
         """
@@ -79,8 +72,6 @@ LEDGER = (
             Request{lora_request, block_hashes, num_computed_tokens, num_output_placeholders}
             Request.num_output_tokens(self)
             Request.update_block_hashes(self)
-        vllm.lora.request:
-            LoRARequest{lora_name, lora_int_id, lora_path, is_3d_lora_weight}
         """,
         what="written: a request's lora_request names the generation of its adapter, and its block hashes are made "
         "again from where that changes its path",

@@ -35,6 +35,7 @@ from lora_plugins.vllm_patches.request_weights import (
     tokens_of,
     weights_of,
 )
+from lora_plugins.worker.lora_request import is_inplace, is_vllms
 
 COMMANDS = "lora_plugins_commands"  # on SchedulerOutput
 REPORTS = "lora_plugins_reports"  # on ModelRunnerOutput
@@ -129,7 +130,7 @@ class AdmissionMixin(HeldCounts):
     def is_other(self, lora_request: Any) -> bool:
         """Whether it names other bytes than those of its id: what a path of the store has never changes."""
         known = self._known_spec(lora_request.lora_int_id)
-        if not lora_request.load_inplace:
+        if not is_inplace(lora_request):
             return False
         is_same_path = known is not None and known.path == lora_request.lora_path
         return not (is_same_path and is_in_store(lora_request.lora_path))
@@ -141,7 +142,7 @@ class AdmissionMixin(HeldCounts):
         are files. An adapter that was evicted is still known, where the path has none.
         """
         known = self.planner.state.known(lora_request.lora_int_id)  # type: ignore[union-attr]
-        if lora_request.load_inplace:
+        if is_inplace(lora_request):
             return self.spec_of(lora_request), self.is_other(lora_request)
         if known is not None and known.spec.name == lora_request.lora_name:
             return known.spec, False
@@ -158,10 +159,8 @@ class AdmissionMixin(HeldCounts):
 
     def spec_of(self, lora_request: Any) -> AdapterSpec:
         """What the planner knows an adapter by, of vLLM's `LoRARequest`."""
-        from vllm.lora.request import LoRARequest
-
         known = None if self.planner is None else self.planner.state.current.get(lora_request.lora_int_id)
-        if known is not None and known.spec.path == lora_request.lora_path:
+        if known is not None and known.spec.path == lora_request.lora_path and is_vllms(lora_request):
             return known.spec
         return AdapterSpec(
             lora_request.lora_int_id,
@@ -170,7 +169,7 @@ class AdmissionMixin(HeldCounts):
             self.uris.get(lora_request.lora_int_id),
             bool(getattr(lora_request, "is_3d_lora_weight", False)),
             _weights_bytes(lora_request.lora_path),
-            lora_request=None if type(lora_request) is LoRARequest else lora_request,
+            lora_request=None if is_vllms(lora_request) else lora_request,
         )
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
@@ -333,8 +332,6 @@ LEDGER = (
             Request.take_events(self)
             Request.is_finished(self)
             RequestStatus{WAITING_FOR_STREAMING_REQ, FINISHED_ERROR}
-        vllm.lora.request:
-            LoRARequest{lora_name, lora_int_id, lora_path, load_inplace}
         vllm.v1.engine:
             EngineCoreOutputs{outputs}
             EngineCoreOutput{kv_transfer_params}

@@ -1,7 +1,6 @@
 """vLLM's workers carry the scheduler's commands out: before the batch that they come with, and in the background.
 
-`WorkerWrapperBase.execute_model` and `sample_tokens` (vllm/v1/worker/worker_base.py, 0.30 to 0.33) are wrapped; the
-mixin's `LRUCacheWorkerLoRAManager` is replaced by ours.
+`WorkerWrapperBase.execute_model` and `sample_tokens` (vllm/v1/worker/worker_base.py, 0.30 to 0.33) are wrapped.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from lora_plugins.ledger import Patch
 from lora_plugins.process import this_process
 from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.scheduler.messages import Change, Command, Report, Slots
+from lora_plugins.vllm_patches import worker_manager_class
 from lora_plugins.vllm_patches.model_modules import model_of
 from lora_plugins.vllm_patches.scheduler import COMMANDS, REPORTS
 
@@ -27,15 +27,9 @@ EMPTY_STEP_WAIT_S = 0.005
 
 def patch() -> None:
     """Have every worker of this process do so."""
-    from vllm.v1.worker import lora_model_runner_mixin
     from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
-    from lora_plugins.worker.manager import PlannedWorkerLoRAManager
-
-    process = this_process()
-    lora_model_runner_mixin.LRUCacheWorkerLoRAManager = functools.partial(
-        PlannedWorkerLoRAManager, settings=process.settings, make_resolver=_make_resolver
-    )
+    worker_manager_class.patch(settings=this_process().settings, make_resolver=_make_resolver)
     WorkerWrapperBase.execute_model = _executing(WorkerWrapperBase.execute_model)
     WorkerWrapperBase.sample_tokens = _sampling
     WorkerBase.lora_plugins_step = _step
@@ -52,8 +46,13 @@ def _make_resolver(base_path: str, modules: ModelModules | None) -> AdapterResol
 
 
 def manager_of(worker: Any) -> Any:
-    """Our manager in a worker; None where LoRA is off."""
-    return getattr(getattr(worker, "model_runner", None), "lora_manager", None)
+    """Our manager in a worker; None where LoRA is off.
+
+    Raises:
+        InvalidSettings: another one has been put in its place.
+    """
+    manager = getattr(getattr(worker, "model_runner", None), "lora_manager", None)
+    return None if manager is None else worker_manager_class.require_planned(manager)
 
 
 def _executing(original: Any) -> Any:
@@ -143,16 +142,6 @@ def _metrics(self: Any) -> dict[str, Any]:
 
 
 LEDGER = (
-    Patch(
-        """
-        vllm.v1.worker.lora_model_runner_mixin:
-            LRUCacheWorkerLoRAManager
-            LoRAModelRunnerMixin.load_lora_model(self, model, vllm_config, device)
-        """,
-        what="the name is replaced by our manager; relied on: it is then at model_runner.lora_manager",
-        why="the mixin makes its manager by this name, and commands find it there",
-        remove="vLLM lets a plugin choose the worker LoRA manager",
-    ),
     Patch(
         """
         vllm.v1.worker.worker_base:

@@ -29,6 +29,8 @@ from lora_plugins.worker import loading
 from lora_plugins.worker.agreement import agreement_of
 from lora_plugins.worker.jobs import Jobs
 from lora_plugins.worker.loaded_adapter import LoadedAdapter, build, rank_of, take_scalings
+from lora_plugins.worker.lora_request import is_inplace
+from lora_plugins.worker.lora_request import lora_request as request_of
 from lora_plugins.worker.materialise import Materialiser, Resolver
 from lora_plugins.worker.metrics import WorkerMetrics, metrics_of
 from lora_plugins.worker.model_manager import PlannedModelManager
@@ -126,9 +128,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         Raises:
             LoRAPluginsError, or whatever vLLM raises.
         """
-        request = spec.lora_request or LoRARequest(
-            lora_name=spec.name, lora_int_id=spec.engine_id, lora_path=path, is_3d_lora_weight=spec.is_3d
-        )
+        request = spec.lora_request or request_of(spec.name, spec.engine_id, path, is_3d=spec.is_3d)
         manager = self._adapter_manager
         with describing(adapter=spec.name):
             model = self._load_adapter(request)
@@ -200,7 +200,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             LoRAPluginsError: it cannot be loaded; what was here before is unchanged.
         """
         engine_id, name, path = lora_request.lora_int_id, lora_request.lora_name, lora_request.lora_path
-        if engine_id in self.list_adapters() and not lora_request.load_inplace:
+        if engine_id in self.list_adapters() and not is_inplace(lora_request):
             return True
         try:
             adapter = self._read(AdapterSpec(engine_id, name, path, lora_request=lora_request), path)

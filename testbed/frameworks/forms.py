@@ -73,6 +73,8 @@ FORMS = (
          stock=("v1", "none")),
     *_on(BOTH, OWN, "own_calls:in_place_in_the_request", "`load_inplace` in the request, after a reset"),
     *_on(BOTH, OWN, "own_calls:an_id_means_what_is_loaded", "another path for a loaded id", right=("v1", "v1")),
+    *_on(BOTH, OWN, "own_calls:another_path_is_added", "`add_lora` of another path for a loaded id",
+         stock=("v1", "v1")),
     *_on(ALL, OWN, "own_calls:workers_reload_a_path", "workers remove and add one path with new files"),
     *_on(BOTH, OWN, "own_calls:in_place_while_it_runs", "`load_inplace` at one path, a request runs",
          right=("v1", "v2"), stock=("none", "v2")),

@@ -24,8 +24,16 @@ async def an_id_means_what_is_loaded(engine: Engine, files: Files) -> AsyncItera
     from vllm.lora.request import LoRARequest
 
     yield "v1", await engine.ask(LoRARequest("resident", 12, files.of("v1")))
-    await engine.call("add_lora", LoRARequest("resident", 12, files.of("v2")))
     yield "v1", await engine.ask(LoRARequest("resident", 12, files.of("v2")))
+
+
+async def another_path_is_added(engine: Engine, files: Files) -> AsyncIterator[tuple[str, Said]]:
+    """Another path for an id that is loaded, by `add_lora` without `load_inplace`: vLLM says True, and does nothing."""
+    from vllm.lora.request import LoRARequest
+
+    yield "v1", await engine.ask(LoRARequest("added", 15, files.of("v1")))
+    await engine.call("add_lora", LoRARequest("added", 15, files.of("v2")))
+    yield "v2", await engine.ask(LoRARequest("added", 15, files.of("v2")))
 
 
 async def overwritten_and_evicted(engine: Engine, files: Files) -> AsyncIterator[tuple[str, Said]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +19,23 @@ from tests.e2e.servers import ADMIN, KERNELS, MANAGER, RESOLVER, lora_server
 from tests.e2e.standing_still import LONGEST_S
 
 NAMES = [spec.name for spec in DEMO_ADAPTERS]
+
+# Answers every request on the socket that vLLM hands to its front end.
+FRONT_END = """
+import socket, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"stand-in")
+
+server = HTTPServer(("127.0.0.1", 0), Answer, bind_and_activate=False)
+server.socket = socket.socket(fileno=int(sys.argv[sys.argv.index("--listen-fd") + 1]))
+server.server_activate()
+server.serve_forever()
+"""
 
 pytestmark = pytest.mark.nightly
 
@@ -66,6 +85,48 @@ def test_several_api_servers_cannot_change_what_is_served(
     assert "[L007]" in said
     assert "--api-server-count 1" in said
     assert "Starting to load model" not in said, "it is refused before anything is loaded"
+
+
+def rust_front_end(home: Path) -> dict[str, str]:
+    """Variables with which vLLM starts a stand-in for its front end in Rust: its CPU build has none."""
+    program = home / "vllm-rs"
+    program.write_text(f"#!{sys.executable}\n{FRONT_END}")
+    program.chmod(0o755)
+    return {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": str(program)}
+
+
+@pytest.mark.deployment(
+    "front end in Rust", "refused", "with a resolver, `lora_admin` or a policy: L007 says which variable to unset"
+)
+@pytest.mark.parametrize("plugins", [(RESOLVER,), (RESOLVER, MANAGER, ADMIN)], ids=["resolver", "admin"])
+def test_the_rust_front_end_leaves_nothing_out_unsaid(bed: Bed, tmp_path: Path, plugins: Sequence[str]) -> None:
+    said = why_it_ends(bed, tmp_path / "home", plugins=plugins, **rust_front_end(tmp_path))
+    assert "[L007]" in said
+    assert "unset VLLM_USE_RUST_FRONTEND" in said
+    assert "Starting to load model" not in said, "it is refused before anything is loaded"
+
+
+@pytest.mark.deployment(
+    "front end in Rust", "tested", "manager and kernels alone: the engine starts behind it (a stand-in for `vllm-rs`)"
+)
+def test_manager_and_kernels_start_behind_the_rust_front_end(bed: Bed, tmp_path: Path) -> None:
+    (tmp_path / "adapters").mkdir()
+    with lora_server(
+        bed, tmp_path, plugins=(MANAGER, KERNELS), VLLM_ALLOW_RUNTIME_LORA_UPDATING="0", **rust_front_end(tmp_path)
+    ) as server:
+        ends_at = time.monotonic() + LONGEST_S
+        while "init engine (profile, create kv cache, warmup model)" not in server.log():
+            assert time.monotonic() < ends_at, server.log()[-2000:]
+            assert httpx.get(f"{server.url}/anything").text == "stand-in"
+            time.sleep(0.2)
+    assert "[L0" not in server.log()
+
+
+@pytest.mark.deployment("gRPC server", "refused", "with a resolver, `lora_admin` or a policy: L007 says so")
+def test_the_grpc_server_leaves_nothing_out_unsaid(bed: Bed, tmp_path: Path) -> None:
+    said = why_it_ends(bed, tmp_path, "--grpc", plugins=(RESOLVER, MANAGER))
+    assert "[L007]" in said
+    assert "leave --grpc out" in said
 
 
 @pytest.mark.deployment(

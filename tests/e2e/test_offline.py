@@ -65,6 +65,32 @@ def test_broken_adapters_fail_in_isolation_and_others_are_answered(bed: Bed, tmp
     assert (said["loaded"], said["listed"]) == (True, True)
 
 
+@pytest.mark.deployment(
+    "another package's LoRA manager", "tested", "a subclass of vLLM's, or a copy as Unsloth's: it is asked to load"
+)
+@pytest.mark.parametrize("other", ["copy before", "copy after", "subclass before", "subclass after"])
+def test_managers_that_load_otherwise_are_asked_to_load(bed: Bed, tmp_path: Path, other: str) -> None:
+    asked = [*((name, str(bed.adapters / name)) for name in NAMES), ("", None)]
+    said = said_by("offline_other_manager", bed, tmp_path, 0, asked, OTHER_MANAGER=other)
+    for (name, _), (_, text, ids) in zip(asked, said["outputs"], strict=True):
+        assert ids == bed.answers[name or None], text
+    assert (said["loaded"], said["listed"]) == (True, True)
+
+
+@pytest.mark.deployment("another package's LoRA manager", "refused", "one that plans too: L007 names it")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_manager_that_plans_too_is_named_at_start(bed: Bed, tmp_path: Path, when: str) -> None:
+    with pytest.raises(AssertionError, match=r"\[L007\] found testbed.offline_other_manager.PlansToo"):
+        said_by(
+            "offline_other_manager",
+            bed,
+            tmp_path,
+            0,
+            [("sql", str(bed.adapters / "sql"))],
+            OTHER_MANAGER=f"more {when}",
+        )
+
+
 def test_an_engine_here_waits_for_nothing_only_we_end(bed: Bed, tmp_path: Path) -> None:
     asked = [(name, str(bed.adapters / name)) for name in ("sql", "chat", "stable")]
     answer = said_by("offline_in_use", bed, tmp_path, 0, asked)

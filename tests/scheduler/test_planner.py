@@ -702,7 +702,7 @@ def test_what_runs_goes_on_with_the_weights_that_came() -> None:
     engine.check_nothing_left()
 
 
-def test_what_runs_moves_after_a_pause_and_callers_need_not_wait() -> None:
+def test_what_runs_moves_after_a_pause() -> None:
     engine = engine_with(slots=1, max_adapters=2)
     engine.submit(1, tokens=60)
     engine.run(1)

@@ -13,7 +13,7 @@ def stepping(step_s: float) -> StepTimes:
     return times
 
 
-def test_a_copy_is_short_where_all_together_lose_less_than_a_step() -> None:
+def test_a_copy_is_short_beside_the_step_it_saves() -> None:
     times = stepping(0.1)
     times.copied(1000, 0.02)
     assert times.is_short(1000, 4)

@@ -9,11 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker import lora_model_runner_mixin
 from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
+from lora_plugins.errors import InvalidSettings
 from lora_plugins.scheduler.messages import Activated, Slots
 from lora_plugins.vllm_patches import worker
 from lora_plugins.vllm_patches.scheduler import COMMANDS, REPORTS
@@ -64,7 +66,7 @@ class MadeLater(AsyncModelRunnerOutput):
 
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[None]:
-    objects = (WorkerBase, WorkerWrapperBase, lora_model_runner_mixin)
+    objects = (WorkerBase, WorkerWrapperBase, lora_model_runner_mixin.LoRAModelRunnerMixin)
     before = [dict(vars(one)) for one in objects]
     worker.patch()
     yield
@@ -156,16 +158,78 @@ def test_a_worker_says_what_it_has_slots_of() -> None:
     assert said == [[Slots(2, 3), REPORT], [REPORT]]
 
 
-def test_vllms_mixin_makes_and_keeps_our_manager(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Made:
-        def __init__(self, *_: Any) -> None: ...
-
-        def create_lora_manager(self, model: Any, _: Any) -> Any:
-            return model
-
-    assert lora_model_runner_mixin.LRUCacheWorkerLoRAManager.func is PlannedWorkerLoRAManager
-    monkeypatch.setattr(lora_model_runner_mixin, "LRUCacheWorkerLoRAManager", Made)
+def made_by_the_mixin(monkeypatch: pytest.MonkeyPatch, kind: type) -> Any:
+    """The manager in a worker whose model was loaded with this class in vLLM's place; its model is never looked at."""
+    monkeypatch.setattr(lora_model_runner_mixin, "LRUCacheWorkerLoRAManager", kind)
     monkeypatch.setattr(lora_model_runner_mixin, "supports_lora", lambda _: True)
+    monkeypatch.setattr(PlannedWorkerLoRAManager, "__init__", lambda self, *_, **options: vars(self).update(options))
+    monkeypatch.setattr(PlannedWorkerLoRAManager, "create_lora_manager", lambda self, model, _: model)
     runner = lora_model_runner_mixin.LoRAModelRunnerMixin()
     runner.load_lora_model(SimpleNamespace(embedding_modules={}), None, "cpu")
-    assert isinstance(worker.manager_of(SimpleNamespace(model_runner=runner)), Made)
+    assert lora_model_runner_mixin.LRUCacheWorkerLoRAManager is kind, "as it was found"
+    return worker.manager_of(SimpleNamespace(model_runner=runner))
+
+
+class LoadsOtherwise(LRUCacheWorkerLoRAManager):
+    def _load_adapter(self, lora_request: Any) -> Any:
+        return "loaded", lora_request
+
+
+class Copied:
+    """Of vLLM's, and no subclass: Unsloth's form."""
+
+    def add_adapter(self, lora_request: Any) -> bool:
+        raise AssertionError
+
+    def _apply_adapters(self, lora_requests: Any) -> None:
+        raise AssertionError
+
+    def _helped(self, lora_request: Any) -> Any:
+        return "helped", lora_request
+
+    def _load_adapter(self, lora_request: Any) -> Any:
+        return self._helped(lora_request)
+
+
+class PlansToo(LoadsOtherwise):
+    def _apply_adapters(self, lora_requests: Any) -> None: ...
+
+
+class CopiedAndMore(Copied):
+    def evict(self) -> None: ...
+
+
+class LoadsNothing: ...
+
+
+def test_vllms_mixin_makes_and_keeps_our_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = made_by_the_mixin(monkeypatch, LRUCacheWorkerLoRAManager)
+    assert type(made) is PlannedWorkerLoRAManager
+    assert made.make_resolver is worker._make_resolver
+
+
+@pytest.mark.parametrize(("kind", "how"), [(LoadsOtherwise, "loaded"), (Copied, "helped")])
+def test_another_managers_loading_is_part_of_ours(monkeypatch: pytest.MonkeyPatch, kind: type, how: str) -> None:
+    made = made_by_the_mixin(monkeypatch, kind)
+    assert isinstance(made, PlannedWorkerLoRAManager)
+    assert made._load_adapter("it") == (how, "it")
+    assert type(made).add_adapter is PlannedWorkerLoRAManager.add_adapter
+
+
+def test_a_subclass_of_our_manager_is_made_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ours(PlannedWorkerLoRAManager): ...
+
+    assert type(made_by_the_mixin(monkeypatch, Ours)) is Ours
+
+
+@pytest.mark.parametrize("kind", [PlansToo, CopiedAndMore, LoadsNothing])
+def test_startup_fails_with_managers_that_do_more_than_load(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
+    with pytest.raises(InvalidSettings, match=f"test_worker.{kind.__name__} as the workers' LoRA manager"):
+        made_by_the_mixin(monkeypatch, kind)
+
+
+def test_a_manager_put_there_later_is_named_in_a_step() -> None:
+    wrapped = wrapper(Worker(output()))
+    wrapped.worker.model_runner.lora_manager = LoadsNothing()
+    with pytest.raises(InvalidSettings, match="LoadsNothing"):
+        wrapped.execute_model(batch())
