@@ -102,7 +102,7 @@ class Restore:
                     adapter=one.name,
                 )
         elif is_path(one.uri):
-            if self._lifecycle.registry.get(one.name) is None:  # else vLLM has loaded it anew: --lora-modules
+            if self._lifecycle.registry.get(one.name) is None:  # else vLLM has loaded it again: --lora-modules
                 await self._lifecycle.declare(one.name, one.uri, one.held_digest)
         else:
             adapter, _ = await self._lifecycle.load(one.name, one.uri)

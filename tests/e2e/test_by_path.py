@@ -124,7 +124,7 @@ def test_what_becomes_of_the_files_changes_no_answer(served: Served, tmp_path: P
 
 def test_versions_by_path_are_stamped_refreshed_and_rolled_back(served: Served, tmp_path: Path) -> None:
     name = "any name"
-    directory = served.put(tmp_path / "stamped", "sql")
+    directory = served.put(tmp_path / "stamped", "sql", 99)  # bytes that no other name has
     served.load(name, directory)
     first = served.view(name)
     assert (first["source"], first["uri"], first["digest"]) == (

@@ -172,7 +172,7 @@ async def test_a_hub_id_takes_the_place_of_a_version() -> None:
 
 
 @runs
-async def test_a_hub_id_of_a_new_name_is_left_to_workers() -> None:
+async def test_a_new_names_hub_id_is_left_to_workers() -> None:
     world = World()
     assert not await load_in_place(world, "sql", HUB)
     assert (world.told, world.worker.paths) == ([], {})

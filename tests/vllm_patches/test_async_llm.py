@@ -329,7 +329,7 @@ def test_a_load_by_path_is_a_load_of_its_copy(adapter: LoRARequest, process: Pro
     one, other = asyncio.run(load())
     assert one != other
     assert all(process.resolver.store.layout.digest_of(path) for path in (one, other))
-    assert process.resolver.store.leases._holders == {}, "what was removed is nobody's"
+    assert process.resolver.store.leases._holders == {}, "what was removed is not leased"
     assert client.engine_core.asked[0][1]["uri"] == adapter.lora_path
     assert client.own == []
 

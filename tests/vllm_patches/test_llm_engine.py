@@ -155,7 +155,7 @@ def test_offline_requests_keep_what_their_id_stands_for(at_path: LoRARequest) ->
     assert engine.ask(at_path) not in {first, second, third}, "as vLLM reads it again"
 
 
-def test_an_offline_request_that_cannot_be_copied_fails_alone(at_path: LoRARequest) -> None:
+def test_an_offline_request_that_cannot_be_copied_is_refused(at_path: LoRARequest) -> None:
     engine = Offline()
     (Path(at_path.lora_path) / CONFIG_FILE).write_text("{")
     assert not Path(engine.ask(at_path)).exists()
