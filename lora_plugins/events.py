@@ -155,7 +155,7 @@ class AdapterLoaded:
 class AdapterSwapped:
     """A name points to another version; running requests go on with the old one.
 
-    Versions are digests, or paths where they were loaded by path.
+    Versions are digests, or Hub ids where they were loaded by these.
     """
 
     name: str

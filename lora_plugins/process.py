@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.api.access.policy import Policy
+from lora_plugins.errors import InvalidSettings
 from lora_plugins.events import Events
 from lora_plugins.log import logger
 from lora_plugins.observability.logs import LogEvents
@@ -23,6 +24,7 @@ from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.planner_client import PlannerClient
+from lora_plugins.server.snapshots import Snapshots
 from lora_plugins.settings import BaseMatch, Settings, misspelt_plugins
 from lora_plugins.store.opening import open_store
 
@@ -40,6 +42,7 @@ class Process:
         is_resolver_registered: whether vLLM asks our resolver.
         counted: the metrics that are counted from events. store_usage: what the store's metrics remember.
         planners, lifecycles: by vLLM's `AsyncLLM`, and by its `OpenAIServingModels`.
+        snapshots: by vLLM's `AsyncLLM` or `LLMEngine`.
     """
 
     def __init__(self, settings: Settings | None = None, known_sources: Sequence[Source] = ()) -> None:
@@ -56,6 +59,7 @@ class Process:
         self.store_usage = StoreUsageReader()
         self.planners: WeakKeyDictionary[Any, PlannerClient] = WeakKeyDictionary()
         self.lifecycles: WeakKeyDictionary[Any, Lifecycle] = WeakKeyDictionary()
+        self.snapshots: WeakKeyDictionary[Any, Snapshots] = WeakKeyDictionary()
         self._known_sources = list(known_sources)
         self._warned_of_plugins = False
 
@@ -98,13 +102,18 @@ class Process:
         return "resolver" in vars(self)
 
     def resolver_of_worker(self, base: BaseModel | None = None) -> AdapterResolver | None:
-        """Another one with the same sources, for a worker that lacks an adapter's files; None without a resolver.
+        """Another one with the same sources, for a worker that lacks an adapter's files.
+
+        None where no plugin of a resolver is named, and there can be no store.
 
         The base model is not looked at: the API server has, and the worker will match every tensor with its model.
         """
-        if not self.is_resolver_registered:
+        try:
+            resolver = self._open(replace(self.settings, base_match=BaseMatch.OFF))
+        except InvalidSettings:
+            if self.is_resolver_registered:
+                raise
             return None
-        resolver = self._open(replace(self.settings, base_match=BaseMatch.OFF))
         resolver.base = base
         return resolver
 
@@ -116,6 +125,11 @@ class Process:
 
 
 _process = Process()
+
+
+def moves_running() -> bool:
+    """Whether running requests move to the version that one of vLLM's own calls puts in the place of theirs."""
+    return _process.settings.load_inplace == "inflight"
 
 
 def this_process() -> Process:

@@ -83,7 +83,7 @@ def why_absent(text: str) -> AdapterNotFound | None:
 
 def adapter_id(name: str) -> int:
     """A number for a name that is the same on every replica and after every restart: 1 to 2**31 - 1."""
-    digest = hashlib.sha256(name.encode()).digest()
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:4], "big") % (2**31 - 1) + 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -34,10 +35,18 @@ class LoadAdapterRequest(BaseModel):
     source: AdapterSource | None = None
 
 
-class RollbackRequest(BaseModel):
-    """Which version to go back to; without one, the one before."""
+class SwapRequest(BaseModel):
+    """What becomes of requests that run."""
 
     model_config = ConfigDict(extra="forbid")
+
+    running: Literal["finish", "inflight"] = Field(
+        default="finish", description="whether they finish on the weights that they began with, or go on with the new"
+    )
+
+
+class RollbackRequest(SwapRequest):
+    """Which version to go back to; without one, the one before."""
 
     digest: str | None = Field(
         default=None, description="the beginning of a kept version's digest", pattern=f"^[0-9a-f]{{{MIN_PREFIX},64}}$"
@@ -56,7 +65,7 @@ class AdapterStatus(BaseModel):
 class VersionStatus(AdapterStatus):
     """As it is after a load, a refresh or a rollback, with the version that new requests get."""
 
-    digest: str | None = Field(default=None, description="of the version that is served now; null if loaded by path")
+    digest: str | None = Field(default=None, description="of the version that is served now; null if loaded by Hub id")
     previous_digest: str | None = Field(default=None, description="of the one that was served before the call")
     swapped: bool = Field(default=False, description="whether the call has exchanged one for the other")
     elapsed_ms: float = Field(default=0.0, description="of the call, waiting for others that change the name included")
@@ -76,7 +85,7 @@ class AdapterView(BaseModel):
     lora_name: str
     lora_id: int
     state: State
-    source: str | None = Field(default=None, description="label of the source; null for adapters loaded by path")
+    source: str | None = Field(default=None, description="label of the source; null for adapters loaded by Hub id")
     uri: str | None = None
     version: str | None = Field(
         default=None, description="at the source: a commit, or a digest of names, sizes and ETags"
@@ -90,7 +99,9 @@ class AdapterView(BaseModel):
     requests_held: int = Field(default=0, description="waiting for the adapter to be loaded, or for a slot")
     last_used_at: float | None = Field(default=None, description="seconds since 1970")
     pinned: bool = Field(default=False, description="stays in host memory and slot until it is unpinned")
-    pinned_digest: str | None = Field(default=None, description="the version that it was rolled back to, and stays at")
+    pinned_digest: str | None = Field(
+        default=None, description="the version that it was rolled back to, or loaded in by its path, and stays at"
+    )
     previous_digests: list[str] = Field(
         default_factory=list, description="versions that a rollback can go to, the last one first"
     )

@@ -25,6 +25,7 @@ from lora_plugins.api.models import (
     LoadAdapterRequest,
     RollbackRequest,
     State,
+    SwapRequest,
     VersionStatus,
 )
 from lora_plugins.errors import LoRAPluginsError
@@ -171,11 +172,17 @@ async def unpin(lora_name: str, lifecycle: _Lifecycle) -> AdapterStatus:
 
 
 @router.post("/{lora_name:path}/refresh")
-async def refresh(lora_name: str, lifecycle: _Lifecycle, if_match: _IfMatch = None) -> VersionStatus:
+async def refresh(
+    lora_name: str,
+    lifecycle: _Lifecycle,
+    body: Annotated[SwapRequest | None, Body()] = None,
+    if_match: _IfMatch = None,
+) -> VersionStatus:
     """Look for a new version at the source now, and swap to it; ends the effect of a rollback."""
     change = _Change(lifecycle, lora_name)
     async with _as_http():
-        is_swapped = await lifecycle.refresh(lora_name, expects=_expected(if_match))
+        moves = body is not None and body.running == "inflight"
+        is_swapped = await lifecycle.refresh(lora_name, expects=_expected(if_match), moves=moves)
     return change.done("swapped to a new version" if is_swapped else "serves the newest version")
 
 
@@ -187,9 +194,10 @@ async def rollback(
     if_match: _IfMatch = None,
 ) -> VersionStatus:
     """Go back to the version before, or to a kept one, and stay there until the next refresh."""
-    change, digest = _Change(lifecycle, lora_name), None if body is None else body.digest
+    change, body = _Change(lifecycle, lora_name), body or RollbackRequest()
     async with _as_http():
-        adapter = await lifecycle.roll_back(lora_name, digest, expects=_expected(if_match))
+        moves = body.running == "inflight"
+        adapter = await lifecycle.roll_back(lora_name, body.digest, expects=_expected(if_match), moves=moves)
     return change.done(f"rolled back to {(adapter.held_digest or '')[:12]}")
 
 

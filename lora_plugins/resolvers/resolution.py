@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,9 +29,9 @@ from lora_plugins.resolvers.look_ups import LookUpLimits, LookUps, LookUpsBusy
 from lora_plugins.resolvers.single_flight import SingleFlight
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source, VersionChanged
 from lora_plugins.resolvers.sources.uri import UriSources
-from lora_plugins.resolvers.uris import SourceUri
+from lora_plugins.resolvers.uris import BY_PATH, SourceUri, is_path
 from lora_plugins.resolvers.versions import Key, ResolvedAdapter, Versions
-from lora_plugins.settings import Settings
+from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.store import Store
 
 _REMEMBERED_NAMES = 10_000
@@ -45,15 +45,23 @@ _LOCAL_LIMITS = replace(_REMOTE_LIMITS, absent_per_s=None)
 
 @dataclass(frozen=True, slots=True)
 class _Query:
-    """What is asked for: a name, where its sources have it or at a URI; `force_refresh` past what is remembered."""
+    """What is asked for: a name, where its sources have it or at a URI; `force_refresh` past what is remembered.
+
+    `holder` gets the lease; None for the name.
+    """
 
     name: AdapterName
     uri: SourceUri | None = None
     force_refresh: bool = False
+    holder: Hashable = None
 
     @property
     def key(self) -> Key:
         return str(self.name), "" if self.uri is None else str(self.uri)
+
+    @property
+    def is_by_path(self) -> bool:
+        return self.uri is not None and self.uri.scheme == BY_PATH
 
 
 class AdapterResolver:
@@ -90,7 +98,7 @@ class AdapterResolver:
         self._versions = Versions(settings, events, store)
         self._absent: TTLCache[tuple[str, Key], Absence] = TTLCache(_REMEMBERED_NAMES, settings.absent_ttl_s)
         self._fresh: TTLCache[Key, ResolvedAdapter] = TTLCache(_REMEMBERED_NAMES, settings.revalidate_s)
-        self._flights: SingleFlight[_Query, ResolvedAdapter | None] = SingleFlight(self._nobody_waits)
+        self._flights: SingleFlight[Hashable, ResolvedAdapter | None] = SingleFlight(self._nobody_waits)
         self.on_abandoned: Callable[[ResolvedAdapter], None] = lambda _: None
         self._seen: TTLCache[Path, bool] = TTLCache(_REMEMBERED_NAMES, _SEEN_S)
         self._look_ups: dict[str, LookUps] = {}  # by the source's label
@@ -136,8 +144,25 @@ class AdapterResolver:
             )
         return resolved
 
+    async def snapshot(self, name: str, path: str, base_path: str, holder: Hashable = None) -> ResolvedAdapter | None:
+        """The adapter in a directory as it is now, copied and verified, for a call of vLLM's own that names its path.
+
+        No prefix need allow it, and `name` may be any text. None where no adapter is there. Its lease is `holder`'s,
+        where one is given.
+
+        Raises:
+            LoRAPluginsError: it cannot be served, or the file system does not answer.
+        """
+        if "\0" in path:
+            return None
+        query = _Query(AdapterName(name), SourceUri.of_path(path), force_refresh=True, holder=holder)
+        # Not shared with who came earlier: the files may have changed since.
+        return await self._flights.run((query, object()), lambda: self._resolve(query, base_path))
+
     async def latest(self, name: str, uri: str | None, base_path: str) -> ResolvedAdapter | None:
         """What is now the newest version of what `resolve` (or, with `uri`, `resolve_uri`) once returned.
+
+        In the place of a URI it takes the path of a `snapshot`.
 
         The source is asked whatever it said a moment ago, and a version that is not in the store yet is fetched and
         verified. None where no source has the adapter any more. An earlier version that is in use stays leased.
@@ -146,6 +171,8 @@ class AdapterResolver:
             LoRAPluginsError: there is another version that cannot be served, or the source is unavailable. A later
                 source does not stand in for the one that the adapter last came from.
         """
+        if is_path(uri):
+            return await self.snapshot(name, uri, base_path)
         try:
             query = self._uri_query(name, uri) if uri is not None else _Query(AdapterName.parse(name))
         except AdapterNotFound:
@@ -181,6 +208,10 @@ class AdapterResolver:
         """
         self.store.leases.release(Path(path).name, name)
 
+    def drop(self, resolved: ResolvedAdapter) -> None:
+        """End the lease of a `snapshot` that had a holder."""
+        self.store.leases.release(resolved.digest, resolved.holder)
+
     def _uri_query(self, name: str, uri: str) -> _Query:
         with describing(adapter=name):
             checked = self._by_uri.check(uri)
@@ -207,7 +238,7 @@ class AdapterResolver:
 
     def _nobody_waits(self, resolved: ResolvedAdapter | None) -> None:
         if resolved is not None:
-            self.on_abandoned(resolved)
+            (self.on_abandoned if resolved.holder is None else self.drop)(resolved)
 
     async def _share(self, query: _Query, base_path: str) -> ResolvedAdapter | None:
         return await self._flights.run(query, lambda: self._resolve(query, base_path))
@@ -221,14 +252,20 @@ class AdapterResolver:
                 found = await self._locate(query, base_path, absences)
             if found is None:
                 self._fresh.pop(query.key, None)
-                self.events.emit(AdapterUnknown(name, absences=tuple(absences)))
+                if not query.is_by_path:  # else it may be a Hub id, which vLLM looks up
+                    self.events.emit(AdapterUnknown(name, absences=tuple(absences)))
                 return None
             source, adapter = found
             locate_s = time.perf_counter() - started
             try:
                 with describing(adapter=name):
-                    base = await self._described_base() or BaseModel(base_path)
-                    served = await self._versions.serve(query.key, source, adapter, base, locate_s)
+                    base = await self._described_base() or BaseModel(base_path, aliases=self.settings.base_aliases)
+                    # By path, and without the engine's modules, only the workers can compare it.
+                    is_compared = base.model is not None or self.settings.base_match is BaseMatch.STRICT
+                    compared = base if is_compared or not query.is_by_path else None
+                    served = await self._versions.serve(
+                        query.key, source, adapter, compared, locate_s, holder=query.holder
+                    )
             except LoRAPluginsError as error:
                 if isinstance(error, VersionChanged) and attempt < _VERSION_CHANGES:
                     continue

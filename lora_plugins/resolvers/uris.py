@@ -14,10 +14,12 @@ Symlinks below an allowed `file://` prefix are the business of whoever opens the
 
 from __future__ import annotations
 
+import os
 import re
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeGuard
 from urllib.parse import quote, unquote
 
 from lora_plugins.errors import InvalidAdapter, InvalidSettings
@@ -25,6 +27,7 @@ from lora_plugins.resolvers.sources.hub.patterns import is_repo
 from lora_plugins.resolvers.sources.object_store.access_points import EXPECTED, PREFIX, split_access_point
 
 MAX_CHARACTERS = 2048
+BY_PATH = "path"
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?")
@@ -42,12 +45,22 @@ _TWICE = re.compile(r"%[0-9A-Fa-f]{2}")
 _LONG_REVISIONS = {("refs", "pr"), ("refs", "convert"), ("refs", "heads"), ("refs", "tags")}
 
 
+def absolute(path: str) -> str:
+    """The path that vLLM reads where a call of its own names this one."""
+    return os.path.join(os.getcwd(), os.path.expanduser(path))
+
+
+def is_path(place: str | None) -> TypeGuard[str]:
+    """Whether a place is an absolute path, as only vLLM's own calls name one, and no URI."""
+    return place is not None and place.startswith("/")
+
+
 @dataclass(frozen=True, slots=True)
 class SourceUri:
     """A URI in its one spelling.
 
     Attributes:
-        scheme: in lower case.
+        scheme: in lower case; `BY_PATH` for a directory that a call of vLLM's own named.
         authority: bucket, access point's ARN, host, container or, on the Hub, organisation; empty for files.
         segments: of the path, decoded.
         revision: on the Hub, what stood behind `@`; always None elsewhere.
@@ -81,6 +94,11 @@ class SourceUri:
         if scheme == "hf":
             return _hub_uri(authority, parts)
         return cls(scheme, authority, tuple(_segment(part, scheme) for part in parts))
+
+    @classmethod
+    def of_path(cls, path: str) -> SourceUri:
+        """Of a directory by its absolute path, whatever its spelling; only vLLM's own calls name one so."""
+        return cls(BY_PATH, "", tuple(filter(None, path.split("/"))))
 
     @classmethod
     def hub(cls, repo: str, subfolder: str = "", revision: str | None = None) -> SourceUri:

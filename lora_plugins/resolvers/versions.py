@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,7 @@ class ResolvedAdapter:
         asked_uri: the URI that it was asked for by; empty where it was asked for by name.
         size_bytes: of configuration and weights. rank: the largest of any module.
         is_3d: whether it holds experts stacked, which vLLM's requests say (`is_3d_lora_weight`).
+        holder: who has its lease; None for its name.
     """
 
     name: str
@@ -54,6 +56,7 @@ class ResolvedAdapter:
     rank: int
     asked_uri: str = ""
     is_3d: bool = False
+    holder: Hashable = None
 
     @property
     def digest(self) -> str:
@@ -87,19 +90,27 @@ class Versions:
 
     def is_leased(self, resolved: ResolvedAdapter) -> bool:
         """Whether it is still leased for its name; a microsecond."""
-        return self._store.leases.is_held(resolved.digest, resolved.name)
+        return self._store.leases.is_held(resolved.digest, resolved.holder or resolved.name)
 
     async def serve(
-        self, key: Key, source: Source, adapter: RemoteAdapter, base: BaseModel, locate_s: float
+        self,
+        key: Key,
+        source: Source,
+        adapter: RemoteAdapter,
+        base: BaseModel | None,
+        locate_s: float,
+        *,
+        holder: Hashable = None,
     ) -> ResolvedAdapter:
-        """The located version in the store, verified against `base` and leased for the name.
+        """The located version in the store, verified against `base`, leased for `holder` or else for the name.
 
         Raises:
             VersionChanged: it is to be located again. LoRAPluginsError: it cannot be had or served.
         """
         name, asked_uri = key
         served = self._served.get(key)
-        is_same = served is not None and (served.uri, served.version) == (adapter.uri, adapter.version)
+        wanted = adapter.uri, adapter.version, holder
+        is_same = served is not None and (served.uri, served.version, served.holder) == wanted
         if served is not None and is_same and self.is_leased(served) and self._store.has(served.path):
             self._events.emit(AdapterConfirmed(name, source.label))
             return served
@@ -112,7 +123,7 @@ class Versions:
         stored, verified = await self._ready(stored, adapter.uri, adapter.version, base, attempt, arrived=arrived)
         if adapter.link is not None:
             await asyncio.to_thread(adapter.link.point_to, stored.directory, name)
-        self._store.leases.hand_over(stored.digest, attempt, name)
+        self._store.leases.hand_over(stored.digest, attempt, holder or name)
         self._events.emit(
             AdapterResolved(
                 name=name,
@@ -139,6 +150,7 @@ class Versions:
             rank=verified.config.max_rank,
             asked_uri=asked_uri,
             is_3d=verified.is_3d,
+            holder=holder,
         )
         self._origins[name] = self._origins.get(name, frozenset()) | {adapter.uri}
         return served
@@ -167,9 +179,11 @@ class Versions:
             is_3d=verified.is_3d,
         )
 
-    async def _find_converted(self, adapter: RemoteAdapter, base: BaseModel, holder: object) -> StoredAdapter | None:
+    async def _find_converted(
+        self, adapter: RemoteAdapter, base: BaseModel | None, holder: object
+    ) -> StoredAdapter | None:
         """This version in the engine's form, if it had to be converted before; its original may be gone by now."""
-        if base.model is None:
+        if base is None or base.model is None:
             return None
         form = base.model.form
         return await asyncio.to_thread(self._store.find_leased, adapter.uri, adapter.version, holder, form)

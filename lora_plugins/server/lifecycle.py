@@ -9,6 +9,7 @@ from lora_plugins.adapter.names import AdapterName, why_absent
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, VersionChanged
 from lora_plugins.events import Events
 from lora_plugins.resolvers.resolution import AdapterResolver
+from lora_plugins.resolvers.uris import absolute, is_path
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.server.draining import Draining
 from lora_plugins.server.engine import Engine
@@ -26,7 +27,6 @@ class Lifecycle:
 
     Attributes:
         on_change: called after every change of what is served.
-        swapping: for vLLM's own endpoint, which holds the name's lock itself.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Lifecycle:
         self._resolver = resolver
         self._drain_timeout_s = drain_timeout_s
         self._draining = Draining(registry, planner, engine=engine, resolver=resolver, events=events)
-        self.swapping = Swapping(registry, planner, self._draining, engine=engine, events=events)
+        self._swapping = Swapping(registry, planner, self._draining, engine=engine, events=events)
         resolver.on_abandoned = lambda resolved: self._draining.forget(resolved.name, resolved)
 
     async def load(
@@ -69,7 +69,7 @@ class Lifecycle:
             if adapter is None:
                 adapter = await self._load(name, uri, await self._find(name, uri))
             elif uri not in (None, adapter.uri):
-                await self.swapping.swap(adapter, await self._find(name, uri), uri)
+                await self._swapping.swap(adapter, await self._find(name, uri), uri)
                 adapter.uri, adapter.held_digest = uri, None
             self.registry.blocked.discard(name)
         self.on_change()
@@ -78,12 +78,14 @@ class Lifecycle:
     async def declare(self, name: str, uri: str | None, digest: str | None = None) -> ServedAdapter:
         """Serve a name from just this place, in the version whose digest begins so where one is given, and stay there.
 
-        `uri` None stands for wherever the server's sources have the name. What is served otherwise is swapped.
+        `uri` None stands for wherever the server's sources have the name, and may be the path of a `load_by_path`. What
+        is served otherwise is swapped.
 
         Raises:
             LoRAPluginsError: it cannot be served so; nothing has changed then.
         """
-        self._check_name(name)
+        if not is_path(uri):
+            self._check_name(name)
         async with self._engine.lock(name):
             adapter = self.registry.get(name)
             if adapter is None:
@@ -92,7 +94,7 @@ class Lifecycle:
                 version = await self._find_version(name, uri, digest)
                 before, adapter.uri = adapter.uri, uri
                 try:
-                    await self.swapping.swap(adapter, version)
+                    await self._swapping.swap(adapter, version)
                 except BaseException:
                     adapter.uri = before
                     raise
@@ -100,6 +102,38 @@ class Lifecycle:
             self.registry.blocked.discard(name)
         self.on_change()
         return adapter
+
+    async def load_by_path(self, request: Any, *, moves: bool = False) -> bool:
+        """Serve what lies now at the path of a request that vLLM is about to put into its table, under the name's lock.
+
+        What is served under the name is swapped, as `Swapping.swap` says. Returns False where there is nothing but what the workers may find.
+
+        Raises:
+            LoRAPluginsError: it cannot be served; what was served goes on.
+        """
+        name, path = request.lora_name, absolute(request.lora_path)
+        request.load_inplace = False  # else the workers would read it again; its path says which bytes it means
+        adapter = self.registry.get(name)
+        try:
+            version = await self._resolver.snapshot(name, path, self._engine.base_path)
+            uri = None if version is None else path
+            if adapter is not None:
+                await self._swapping.swap(adapter, version, uri, request, moves=moves)
+            elif version is not None:
+                adapter = await self._load(name, uri, version)
+            else:
+                return False
+        except LoRAPluginsError as error:
+            if adapter is not None:
+                self._swapping.failed(adapter, error)
+            raise
+        adapter.uri, adapter.held_digest = uri, None if version is None else version.digest
+        served = adapter.request
+        request.lora_int_id, request.lora_path = served.lora_int_id, served.lora_path
+        request.is_3d_lora_weight = served.is_3d_lora_weight
+        adapter.request = request
+        self.registry.put(adapter)
+        return True
 
     async def prefetch(self, name: str) -> ServedAdapter:
         """Bring an adapter into host memory before it is asked for.
@@ -183,8 +217,10 @@ class Lifecycle:
         self._draining.retire(adapter.engine_id)  # another engine may have it
         self.on_change()
 
-    async def refresh(self, name: str, *, expects: str | None = None) -> bool:
+    async def refresh(self, name: str, *, expects: str | None = None, moves: bool = False) -> bool:
         """Look for a new version at the source and swap to it; returns whether there was one.
+
+        `moves`, here and below: what runs goes on with it too.
 
         Raises:
             VersionChanged: another version is served than expected.
@@ -193,8 +229,9 @@ class Lifecycle:
         async with self._engine.lock(name):
             adapter = self.registry.require(name)
             _require_version(name, adapter, expects)
-            adapter.held_digest = None
-            return await self._refresh(adapter)
+            if adapter.given_path is None:
+                adapter.held_digest = None
+            return await self._refresh(adapter, moves=moves)
 
     async def poll(self, name: str) -> None:
         """As `refresh`, for the poller: what was rolled back stays, and errors are noted only."""
@@ -207,7 +244,9 @@ class Lifecycle:
             except LoRAPluginsError:
                 return
 
-    async def roll_back(self, name: str, digest: str | None = None, *, expects: str | None = None) -> ServedAdapter:
+    async def roll_back(
+        self, name: str, digest: str | None = None, *, expects: str | None = None, moves: bool = False
+    ) -> ServedAdapter:
         """Go back to the version before, or to the one whose digest begins with `digest`, and stay there.
 
         Kept are the last two versions; the store may have older ones still.
@@ -230,7 +269,7 @@ class Lifecycle:
                     remedy="load it from its source",
                     adapter=name,
                 )
-            await self.swapping.swap(adapter, version)
+            await self._swapping.swap(adapter, version, moves=moves)
             adapter.held_digest = version.digest
         self.on_change()
         return adapter
@@ -281,7 +320,7 @@ class Lifecycle:
         kept = await self._resolver.of_digest(name, digest, of_any_name=True)
         if kept is not None:
             return kept
-        found = await self._find(name, uri)
+        found = await (self._newest(name, uri) if is_path(uri) else self._find(name, uri))
         if not found.digest.startswith(digest):
             self._draining.release(name, found)
             raise AdapterNotFound(
@@ -304,32 +343,36 @@ class Lifecycle:
         self.registry.put(adapter)
         return adapter
 
-    async def _refresh(self, adapter: ServedAdapter) -> bool:
+    async def _refresh(self, adapter: ServedAdapter, *, moves: bool = False) -> bool:
         if adapter.version is None:
             raise InvalidAdapter(
-                "an adapter that was loaded by its path",
-                expected="one that comes from a source",
+                "an adapter that was loaded by its Hub id",
+                expected="one that comes from a source or a directory",
                 remedy="load it with POST /v1/loras",
                 adapter=adapter.name,
             )
         try:
-            newest = await self._resolver.latest(adapter.name, adapter.uri, self._engine.base_path)
-            if newest is None:
-                raise AdapterNotFound(
-                    "no such adapter at its source any more",
-                    expected="the one that is served, or a newer one",
-                    remedy="put it back, or unload it",
-                    adapter=adapter.name,
-                )
-            if newest.digest == adapter.version.digest:
-                adapter.version, adapter.last_error = newest, None
-                return False
-            await self.swapping.swap(adapter, newest)
+            newest = await self._newest(adapter.name, adapter.uri)
+            is_new = await self._swapping.swap(adapter, newest, moves=moves)
         except LoRAPluginsError as error:
-            self.swapping.failed(adapter, error)
+            self._swapping.failed(adapter, error)
             raise
-        self.on_change()
-        return True
+        if adapter.given_path is not None:
+            adapter.held_digest = newest.digest
+        if is_new:
+            self.on_change()
+        return is_new
+
+    async def _newest(self, name: str, uri: str | None) -> ResolvedAdapter:
+        newest = await self._resolver.latest(name, uri, self._engine.base_path)
+        if newest is None:
+            raise AdapterNotFound(
+                "no such adapter at its source any more",
+                expected="the one that is served, or a newer one",
+                remedy="put it back, or unload it",
+                adapter=name,
+            )
+        return newest
 
     def _check_name(self, name: str) -> None:
         if self._engine.is_base_model(name):

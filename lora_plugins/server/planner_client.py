@@ -75,16 +75,19 @@ class PlannerClient:
         """A request for this adapter has come."""
         self.used_at[request.lora_int_id] = time.time()
 
-    async def load(self, request: Request, *, uri: str | None = None, wants_slot: bool = True) -> None:
+    async def load(
+        self, request: Request, *, uri: str | None = None, wants_slot: bool = True, moves: bool = False
+    ) -> None:
         """Bring an adapter into every engine's host memory, and into a slot where one is idle.
 
-        `uri`: what it was loaded from, for workers that lack its files; None where its name says it.
+        `uri`: what it was loaded from, for workers that lack its files; None where its name says it. `moves`: what runs
+        with its id goes on with it too.
 
         Raises:
             LoRAPluginsError: an engine cannot have it.
         """
         try:
-            answers = await self._answers("lora_plugins_load", _spec(request, uri), wants_slot)
+            answers = await self._answers("lora_plugins_load", _spec(request, uri), wants_slot, moves)
         except LoRAPluginsError as error:
             self._events.emit(LoadRefused(request.lora_name, error))
             raise

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from lora_plugins.adapter.names import adapter_id
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
+from lora_plugins.resolvers.uris import is_path
 from lora_plugins.resolvers.versions import ResolvedAdapter
 
 
@@ -29,10 +30,10 @@ class ServedAdapter:
 
     Attributes:
         request: vLLM's `LoRARequest`, with which new requests enter the engine.
-        version: None for one that was loaded by its path.
-        uri: where the operator said that it is; None where its name says it.
+        version: None for one that was loaded by its Hub id, past our resolvers.
+        uri: where the operator said that it is, or the path that vLLM's own call named; None where its name says it.
         previous: versions that a rollback can go to, the last one first; leased in the store.
-        held_digest: the version that it was rolled back to, and stays at.
+        held_digest: the version that it stays at: it was rolled back to it, or loaded by its path.
         is_pinned: stays in host memory and a slot.
         last_error: what went wrong last, and when, in seconds since 1970.
     """
@@ -55,6 +56,11 @@ class ServedAdapter:
     def versions(self) -> list[ResolvedAdapter]:
         """All that are leased for it: the present one, and those to roll back to."""
         return self.previous if self.version is None else [self.version, *self.previous]
+
+    @property
+    def given_path(self) -> str | None:
+        """The directory that vLLM's own call named."""
+        return self.uri if is_path(self.uri) else None
 
     def failed(self, error: LoRAPluginsError) -> None:
         """Note what went wrong; it goes on serving what it served."""
@@ -139,12 +145,8 @@ class Registry:
 
     def put(self, adapter: ServedAdapter) -> None:
         """From here on, requests for this name get what `adapter` says."""
-        self.expect(adapter)
-        self._table.lora_requests[adapter.name] = adapter.request
-
-    def expect(self, adapter: ServedAdapter) -> None:
-        """What to know of a request that vLLM is about to put into its table; forgotten if it does not."""
         self._adapters[adapter.name] = adapter
+        self._table.lora_requests[adapter.name] = adapter.request
 
     def remove(self, name: str) -> ServedAdapter | None:
         """Serve this name no longer; a request that comes may have it resolved again."""

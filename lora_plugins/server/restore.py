@@ -8,6 +8,7 @@ from collections.abc import Container
 
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot, SourceUnavailable
 from lora_plugins.log import logger
+from lora_plugins.resolvers.uris import is_path
 from lora_plugins.server.lifecycle import Lifecycle, is_of_digest
 from lora_plugins.server.served_file import ServedFile, ServedName
 from lora_plugins.settings import Settings
@@ -100,6 +101,9 @@ class Restore:
                     remedy="load it from its source, or raise LORA_PLUGINS_STORE_MAX_BYTES",
                     adapter=one.name,
                 )
+        elif is_path(one.uri):
+            if self._lifecycle.registry.get(one.name) is None:  # else vLLM has loaded it again: --lora-modules
+                await self._lifecycle.declare(one.name, one.uri, one.held_digest)
         else:
             adapter, _ = await self._lifecycle.load(one.name, one.uri)
             if one.held_digest and adapter.version is not None:
@@ -124,7 +128,7 @@ class Restore:
             names = [
                 ServedName(adapter.name, adapter.uri, adapter.held_digest, adapter.is_pinned)
                 for adapter in adapters
-                if adapter.version is not None  # loaded by its path, it is the business of who loaded it
+                if adapter.version is not None  # loaded by its Hub id, it is the business of who loaded it
                 and adapter.name not in self._declared
             ]
             known = registry.blocked | {adapter.name for adapter in adapters}

@@ -8,6 +8,7 @@ cache is not used for the new one, as vLLM's cache keys hold the adapter's path 
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
@@ -34,24 +35,42 @@ class Swapping:
         self._engine = engine
         self._events = events
 
-    async def swap(self, adapter: ServedAdapter, version: ResolvedAdapter, uri: str | None = None) -> None:
+    async def swap(
+        self,
+        adapter: ServedAdapter,
+        version: ResolvedAdapter | None,
+        uri: str | None = None,
+        given: Any = None,
+        *,
+        moves: bool = False,
+    ) -> bool:
         """Have new requests for this name enter the engine with `version`, which is leased for it.
+
+        Where that is None, with what the workers find at the path of `given`, a request of vLLM's. With `moves`, what
+        runs goes on with the new one too, from one step on. Returns whether it is another version than before.
 
         Raises:
             LoRAPluginsError: it cannot be loaded; the old one goes on, and the lease has ended.
         """
-        before = adapter.version
-        if before is not None and before.digest == version.digest:
-            adapter.version = version
-            return
-        started, old_id = time.perf_counter(), adapter.engine_id
-        request = self._engine.new_request(adapter.name, str(version.path), is_3d=version.is_3d)
+        started, old_id, before = time.perf_counter(), adapter.engine_id, _in_words(adapter)
+        if version is None:
+            path, is_3d, leased = given.lora_path, given.is_3d_lora_weight, []
+        elif adapter.version is not None and adapter.version.digest == version.digest:
+            adapter.version, adapter.last_error = version, None
+            return False
+        else:
+            path, is_3d, leased = str(version.path), version.is_3d, [version]
+        if moves:
+            request = copy.copy(adapter.request)
+            request.lora_path, request.is_3d_lora_weight = path, is_3d
+        else:
+            request = self._engine.new_request(adapter.name, path, is_3d=is_3d)
         try:
             await self._load_beside(adapter, request, uri or adapter.uri)
         except BaseException:
-            self._draining.release(adapter.name, version)
+            self._draining.release(adapter.name, *leased)
             raise
-        previous = [kept for kept in adapter.versions if kept.digest != version.digest]
+        previous = [kept for kept in adapter.versions if version is None or kept.digest != version.digest]
         adapter.request, adapter.version, adapter.last_error = request, version, None
         adapter.previous = previous[:KEPT_VERSIONS]
         self._registry.put(adapter)
@@ -59,34 +78,9 @@ class Swapping:
         if used_at is not None:
             self._planner.used_at[adapter.engine_id] = used_at
         self._draining.release(adapter.name, *previous[KEPT_VERSIONS:])
-        self._draining.retire(old_id)
-        self._report(adapter.name, "" if before is None else before.digest, version.digest, started)
-
-    async def swap_in_place(self, request: Any) -> bool:
-        """Load what vLLM will put into the place of a served name at once.
-
-        `request`, vLLM's `LoRARequest` with `load_inplace`, gets an engine id of its own, so that what runs goes on
-        with the weights that it began with. What was served before goes when its last request has left. Returns False
-        where nothing is served under the name: it is no swap then, and nothing was done.
-
-        Raises:
-            LoRAPluginsError: it cannot be loaded; the old one goes on.
-        """
-        request.load_inplace = False  # else the workers would read it again
-        before = self._registry.get(request.lora_name)
-        if before is None:
-            return False
-        started = time.perf_counter()
-        request.lora_int_id = self._engine.new_request(request.lora_name, request.lora_path).lora_int_id
-        try:
-            await self._load_beside(before, request, None)
-        except LoRAPluginsError as error:
-            self.failed(before, error)
-            raise
-        self._registry.expect(ServedAdapter(before.name, request, is_pinned=before.is_pinned))
-        self._draining.begin(before)
-        digest_or_path = before.request.lora_path if before.version is None else before.version.digest
-        self._report(before.name, digest_or_path, request.lora_path, started)
+        if not moves:
+            self._draining.retire(old_id)
+        self._events.emit(AdapterSwapped(adapter.name, before, _in_words(adapter), time.perf_counter() - started))
         return True
 
     def failed(self, adapter: ServedAdapter, error: LoRAPluginsError) -> None:
@@ -96,13 +90,16 @@ class Swapping:
 
     async def _load_beside(self, adapter: ServedAdapter, request: Any, uri: str | None) -> None:
         """Load what will take the place of `adapter`, pinned if that is; a failure leaves nothing in the workers."""
+        moves = request.lora_int_id == adapter.engine_id  # the planner has the old one go on then, where it fails
         try:
-            await self._planner.load(request, uri=uri, wants_slot=False)
-            if adapter.is_pinned:
+            await self._planner.load(request, uri=uri, wants_slot=False, moves=moves)
+            if adapter.is_pinned and not moves:
                 await self._planner.pin(request, uri=uri)
         except BaseException:
-            self._draining.retire(request.lora_int_id)
+            if not moves:
+                self._draining.retire(request.lora_int_id)
             raise
 
-    def _report(self, name: str, before: str, after: str, started: float) -> None:
-        self._events.emit(AdapterSwapped(name, before, after, time.perf_counter() - started))
+
+def _in_words(adapter: ServedAdapter) -> str:
+    return str(adapter.request.lora_path) if adapter.version is None else adapter.version.digest

@@ -1,12 +1,13 @@
 """vLLM's asynchronous engine client: loads go to the planner, and an error of ours reaches whoever asked.
 
-Wrapped are `AsyncLLM.add_lora`, `generate` and `encode` (vllm/v1/engine/async_llm.py, 0.30 to 0.33).
+Wrapped are `AsyncLLM.add_lora`, `remove_lora`, `generate` and `encode` (vllm/v1/engine/async_llm.py, 0.30 to 0.33).
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -19,10 +20,15 @@ from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import RequestRefused, RequestServed
 from lora_plugins.ledger import Patch
-from lora_plugins.process import this_process
+from lora_plugins.process import moves_running, this_process
+from lora_plugins.resolvers.uris import absolute
 from lora_plugins.server.planner_client import Ask, PlannerClient
+from lora_plugins.server.response_digest import note_version
 from lora_plugins.server.response_start import pending
+from lora_plugins.server.snapshots import Snapshots
 from lora_plugins.vllm_patches.request_errors import error_in, error_in_tensor
+from lora_plugins.vllm_patches.request_weights import VERSIONS
+from lora_plugins.worker.lora_request import is_inplace, is_vllms
 
 
 @dataclass(eq=False, slots=True)
@@ -31,12 +37,12 @@ class AddLora:
 
     Attributes:
         on_failure: makes the load go on in the background, and is called with the `LoRARequest` if it fails.
-        swap: loads one with `load_inplace`; returns whether it was a swap.
+        by_path: serves what lies at the path of the `LoRARequest`; returns False where that is the workers' to find.
         error: why the load failed, of which vLLM keeps the text at most.
     """
 
     on_failure: Callable[[Any], None] | None = None
-    swap: Callable[[Any], Awaitable[bool]] | None = None
+    by_path: Callable[[Any], Awaitable[bool]] | None = None
     error: LoRAPluginsError | None = None
 
 
@@ -60,8 +66,9 @@ def patch() -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     AsyncLLM.add_lora = _adding(AsyncLLM.add_lora)
-    AsyncLLM.generate = _generating(AsyncLLM.generate)
-    AsyncLLM.encode = _encoding(AsyncLLM.encode)
+    AsyncLLM.remove_lora = removing(AsyncLLM.remove_lora)
+    AsyncLLM.generate = _answering(AsyncLLM.generate, _error_of_completion)
+    AsyncLLM.encode = _answering(AsyncLLM.encode, _error_of_pooling)
 
 
 def planner_of(client: Any) -> PlannerClient:
@@ -71,6 +78,20 @@ def planner_of(client: Any) -> PlannerClient:
     if planner is None:
         planner = process.planners[client] = PlannerClient(_asking(weakref.ref(client)), process.events)
     return planner
+
+
+def snapshots_of(client: Any) -> Snapshots:
+    """What callers of an engine client have named by a path; the same object every time.
+
+    Raises:
+        InvalidSettings: the store cannot be made.
+    """
+    process = this_process()
+    snapshots = process.snapshots.get(client)
+    if snapshots is None:
+        base_path = client.vllm_config.model_config.model
+        snapshots = process.snapshots[client] = Snapshots(process.resolver, is_vllms, base_path)
+    return snapshots
 
 
 def has_planner(client: Any) -> bool:
@@ -129,22 +150,37 @@ def _adding(original: Any) -> Any:
             return await original(self, lora_request)
         call = _add_lora.get() or AddLora()
         try:
-            if lora_request.load_inplace:
-                if call.swap is None:  # not from the endpoint: the caller's own id, and no name to swap
-                    return await original(self, lora_request)
-                if await call.swap(lora_request):
-                    return True
-            load = planner_of(self).load(lora_request, wants_slot=call.on_failure is not None)
-            if call.on_failure is None:
-                await load
-            else:
-                _in_background(load, functools.partial(call.on_failure, lora_request))
+            if call.by_path is not None and await call.by_path(lora_request):
+                return True
+            snapshots = snapshots_of(self)
+            with snapshots.trying(lora_request, await snapshots.take(lora_request)) as taken:
+                if is_inplace(taken) or not is_vllms(taken):  # not from the endpoint, and no directory
+                    return await original(self, taken)
+                uri = None if taken is lora_request else absolute(lora_request.lora_path)
+                wants_slot = call.on_failure is not None
+                load = planner_of(self).load(taken, uri=uri, wants_slot=wants_slot, moves=moves_running())
+                if call.on_failure is None:
+                    await load
+                else:
+                    _in_background(load, functools.partial(call.on_failure, lora_request))
         except LoRAPluginsError as error:
             call.error = error
             raise http_error(error) from None
         return True
 
     return add_lora
+
+
+def removing(original: Any) -> Any:
+    """With this, the id stands for no copy any more: what comes with it next is read again, as by vLLM."""
+
+    @functools.wraps(original)
+    def remove_lora(self: Any, lora_id: int) -> Any:
+        if (snapshots := this_process().snapshots.get(self)) is not None:
+            snapshots.forget(lora_id)
+        return original(self, lora_id)
+
+    return remove_lora
 
 
 def _in_background(load: Coroutine[Any, Any, None], failed: Callable[[], None]) -> None:
@@ -159,39 +195,33 @@ def _in_background(load: Coroutine[Any, Any, None], failed: Callable[[], None]) 
     task.add_done_callback(_loading.discard)
 
 
-def _generating(original: Any) -> Any:
+def _answering(original: Any, error_of_output: Callable[[Any], LoRAPluginsError | None]) -> Any:
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = original(self, *args, **kwargs)
-        lora_request = kwargs.get("lora_request")
-        return outputs if lora_request is None else _watched(self, outputs, lora_request, _error_of_completion)
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        if call.arguments.get("lora_request") is None:
+            return original(*args, **kwargs)
+        return _watched(original, call, error_of_output)
 
-    return generate
-
-
-def _encoding(original: Any) -> Any:
-    @functools.wraps(original)
-    def encode(
-        self: Any,
-        prompt: Any,
-        pooling_params: Any,
-        request_id: str,
-        lora_request: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        outputs = original(self, prompt, pooling_params, request_id, lora_request, *args, **kwargs)
-        return outputs if lora_request is None else _watched(self, outputs, lora_request, _error_of_pooling)
-
-    return encode
+    return answer
 
 
-async def _watched(client: Any, outputs: Any, lora_request: Any, error_of_output: Any) -> AsyncIterator[Any]:
+async def _watched(original: Any, call: inspect.BoundArguments, error_of_output: Any) -> AsyncIterator[Any]:
     """The outputs of a request for an adapter; raises where the engine could not have it."""
-    events = this_process().events
+    events, client, lora_request = this_process().events, call.args[0], call.arguments["lora_request"]
     name, response, has_begun = lora_request.lora_name, pending(), False
+    if has_planner(client):
+        try:
+            lora_request = call.arguments["lora_request"] = await snapshots_of(client).of(lora_request)
+        except LoRAPluginsError as refusal:
+            response.error = http_error(refusal)
+            raise response.error from None
     planner_of(client).used(lora_request)
-    async for output in outputs:
+    async for output in original(*call.args, **call.kwargs):
+        if versions := (getattr(output, "kv_transfer_params", None) or {}).get(VERSIONS):
+            note_version(versions[0][0])  # and no fingerprint says that it is all
         error = error_of_output(output)
         if error is not None:
             events.emit(RequestRefused(name, error))
@@ -219,9 +249,14 @@ LEDGER = (
         vllm.v1.engine.async_llm:
             AsyncLLM{engine_core, vllm_config, errored, dead_error}
             AsyncLLM.add_lora(self, lora_request)
+            AsyncLLM.remove_lora(self, lora_id)
+        vllm.lora.request:
+            LoRARequest{lora_int_id, lora_path, load_inplace, is_3d_lora_weight}
         """,
-        what="wrapped: loaded by the planner of every engine",
-        why="an error is answered with our status and text, and no request waits for a load in the engine's loop",
+        what="wrapped: loaded by the planner of every engine; what lies at a path is copied into the store before, and "
+        "the engine gets a copy of the request with the copy's path",
+        why="an error is answered with our status and text, and no request waits for a load in the engine's loop; "
+        "prefix-cache keys hold (name, path), and files may change or go",
     ),
     Patch(
         """
@@ -229,7 +264,7 @@ LEDGER = (
             AsyncLLM.generate(self, prompt, sampling_params, request_id, prompt_text, lora_request, ...)
             AsyncLLM.encode(self, prompt, pooling_params, request_id, lora_request, ...)
         """,
-        what="wrapped: an output that carries an error raises it",
+        what="wrapped: the request gets the path of the adapter's copy; an output that carries an error raises it",
         why="a request whose adapter cannot be loaded is answered with our status and text",
     ),
     Patch(

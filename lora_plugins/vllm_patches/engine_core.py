@@ -14,7 +14,7 @@ from typing import Any
 
 from lora_plugins.errors import InvalidAdapter, error_of
 from lora_plugins.ledger import Patch
-from lora_plugins.process import this_process
+from lora_plugins.process import moves_running
 from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, Answer, Change, PlannerFigures
 from lora_plugins.scheduler.planner import Planner
@@ -127,8 +127,7 @@ def _adding(original: Any) -> Any:
         if planner is None:
             return original(self, lora_request)
         spec, is_other = self.scheduler.spec_of(lora_request), self.scheduler.is_other(lora_request)
-        moves = this_process().settings.load_inplace == "inflight"
-        load = planner.load(spec, time.monotonic(), is_other=is_other, wants_slot=True, moves=moves)
+        load = planner.load(spec, time.monotonic(), is_other=is_other, wants_slot=True, moves=moves_running())
         return then(answer_of(self, load), true_or_raise)
 
     return add_lora

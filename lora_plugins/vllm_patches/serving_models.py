@@ -12,6 +12,7 @@ from typing import Any
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.ledger import Patch
+from lora_plugins.process import moves_running
 from lora_plugins.server.registry import blocked, no_longer_served
 from lora_plugins.server.response_start import HoldResponseStart, pending
 from lora_plugins.vllm_patches.async_llm import AddLora, adding, has_planner
@@ -29,6 +30,7 @@ def patch() -> None:
     models.resolve_lora = _resolving(models.resolve_lora)
     models._check_unload_lora_adapter_request = _checking_unload(models._check_unload_lora_adapter_request)  # noqa: SLF001
     models.unload_lora_adapter = _unloading(models.unload_lora_adapter)
+    models.show_available_models = _listing(models.show_available_models)
     BaseServing._maybe_get_adapters = _holding(BaseServing._maybe_get_adapters)  # noqa: SLF001
     metrics.attach_router = _with_middleware(metrics.attach_router)
 
@@ -36,7 +38,8 @@ def patch() -> None:
 def _loading(original: Any) -> Any:
     """Where `add_lora` raises, vLLM answers a 500 with its text; with this it is our status.
 
-    `load_inplace` changes weights under what runs; with this, it is a swap like any other.
+    vLLM serves whatever lies at the path when it is read; with this, what lay there when it was loaded. `load_inplace`
+    changes weights under what runs; with this, it is a swap like any other, unless the settings say so.
     """
 
     @functools.wraps(original)
@@ -44,11 +47,11 @@ def _loading(original: Any) -> Any:
         if not has_planner(self.engine_client):
             return await original(self, request, *args, **kwargs)
         lifecycle = lifecycle_of(self)
-        with adding(AddLora(swap=lifecycle.swapping.swap_in_place)) as call:
+        with adding(AddLora(by_path=functools.partial(lifecycle.load_by_path, moves=moves_running()))) as call:
             result = await original(self, request, *args, **kwargs)
         if call.error is not None:
             raise http_error(call.error, shows_paths=True)  # the caller has named the path
-        if request.load_inplace:
+        if not hasattr(result, "error"):
             lifecycle.on_change()
         return result
 
@@ -113,6 +116,22 @@ def _unloading(original: Any) -> Any:
     return unload_lora_adapter
 
 
+def _listing(original: Any) -> Any:
+    """`root` says where the operator has it, not where its copy is."""
+
+    @functools.wraps(original)
+    async def show_available_models(self: Any) -> Any:
+        listed = await original(self)
+        if self.lora_requests and has_planner(self.engine_client):
+            registry = lifecycle_of(self).registry
+            for card in listed.data:
+                adapter = registry.get(card.id)
+                card.root = card.root if adapter is None else adapter.given_path or card.root
+        return listed
+
+    return show_available_models
+
+
 def _holding(original: Any) -> Any:
     """The response to a request for an adapter begins when the engine has begun to answer.
 
@@ -160,13 +179,14 @@ LEDGER = (
         vllm.entrypoints.openai.models.serving:
             OpenAIServingModels.resolve_lora(self, lora_name)
             OpenAIServingModels.load_lora_adapter(self, request, base_model_name)
+            OpenAIServingModels.show_available_models(self)
         vllm.entrypoints.serve.lora.protocol:
             LoadLoRAAdapterRequest{load_inplace}
         """,
-        what="wrapped: an adapter that cannot be loaded is answered with our status and text, and a load in place "
-        "becomes a swap",
+        what="wrapped: an adapter that cannot be loaded is answered with our status and text; what lies at a path is "
+        "copied into the store and served as any version, and listed with the path; a load in place becomes a swap",
         why="vLLM drops the text of the error (load_lora_adapter: and answers 500), and it loads in place in the "
-        "engine's loop, under what runs",
+        "engine's loop, under what runs; files at a path may change or go",
         remove="vLLM passes on the text of what add_lora raises, and loads in place in the background",
     ),
     Patch(

@@ -172,7 +172,8 @@ def test_the_list_has_source_tiers_and_use_of_each(admin: Admin) -> None:
     assert {"store", "host", "slot"} == set(sql["tiers"])
     assert began - 1 < sql["last_used_at"] < time.time() + 1
     assert sql["size_bytes"] > 1000
-    assert (by_hand["source"], by_hand["digest"], by_hand["state"]) == (None, None, "serving")
+    assert (by_hand["source"], by_hand["uri"]) == ("filesystem", (admin.bed.adapters / "stable").as_uri())
+    assert (by_hand["digest"], by_hand["state"]) == (Path(by_hand["path"]).name, "serving")
     admin.done("DELETE", "/v1/loras/by-hand")
     assert admin.call("GET", "/v1/loras/nobody").status_code == 404
 

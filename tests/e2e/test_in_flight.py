@@ -105,7 +105,8 @@ def test_loading_in_place_swaps_without_changing_running_requests(one_slot: OneS
                 loaded = await client.post("/v1/load_lora_adapter", json=load)
                 assert loaded.status_code == 200, loaded.text
                 now = await view_of(client, "during")
-                assert (now["path"], now["digest"], now["state"]) == (str(by_hand), None, "serving")
+                assert (now["uri"], now["state"]) == (by_hand.as_uri(), "serving")
+                assert now["digest"] != old["digest"]
                 assert "host" in now["tiers"], "loaded before anybody asks for it"
                 assert one_slot.leases(old), "what runs may need its directory"
                 assert not running.done()
@@ -118,8 +119,10 @@ def test_loading_in_place_swaps_without_changing_running_requests(one_slot: OneS
                 return [view["state"] for view in listed if view["lora_name"] == "during"] == ["serving"]
 
             await seen(has_gone)
-            assert one_slot.leases(old) == [], "the store may evict it"
-            assert f"Adapter 'during' swapped from {old['digest'][:12]} to {by_hand}" in one_slot.server.log()
+            assert now["previous_digests"] == [old["digest"]], "leased for a rollback"
+            assert (
+                f"Adapter 'during' swapped from {old['digest'][:12]} to {now['digest'][:12]}" in one_slot.server.log()
+            )
 
     asyncio.run(swap())
 

@@ -25,7 +25,14 @@ HOST_MAX_BYTES = 5_200_000  # "wide" takes 4.3 MB of it, the others less than 0.
 
 
 def said_by(
-    program: str, bed: Bed, home: Path, processes: int, adapters: Sequence[tuple[str, str | None]], **env: str
+    program: str,
+    bed: Bed,
+    home: Path,
+    processes: int,
+    adapters: Sequence[tuple[str, str | None]],
+    *,
+    prompt: str = PROMPT,
+    **env: str,
 ) -> dict[str, Any]:
     """The answer of a program of the testbed."""
     environment = {
@@ -35,10 +42,11 @@ def said_by(
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(processes),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "LORA_PLUGINS_STORE_DIR": str(home / "store"),
         "HF_HUB_OFFLINE": "1",
         **env,
     }
-    arguments = json.dumps([str(bed.base), PROMPT, MAX_TOKENS, adapters])
+    arguments = json.dumps([str(bed.base), prompt, MAX_TOKENS, adapters])
     run = run_forked(f"testbed.{program}:main", [program, arguments], home=home, environment=environment)
     assert run.returncode == 0, run.stderr[-4000:]
     return dict(
@@ -100,6 +108,30 @@ def test_an_engine_here_waits_for_nothing_only_we_end(bed: Bed, tmp_path: Path) 
     for name in ("add_lora", "pin_lora"):
         assert said[name] is True or said[name].startswith("[L001]"), said
     assert answer["outputs"] == {name: bed.answers[name] for name in ("sql", "chat")}
+
+
+@pytest.mark.parametrize("is_async", ["0", "1"], ids=["LLM", "AsyncLLM"])
+def test_a_directory_that_changes_answers_as_it_was_taken(bed: Bed, tmp_path: Path, is_async: str) -> None:
+    reference = Reference(bed.base)
+    prompt = f"{PROMPT} the lazy dog. def shrink(x, a): return x @ a.T; " * 4
+    ids = reference.prompt_ids(prompt)
+    assert len(ids) > 100, "blocks of its prefix are cached"
+    old, new = (reference.generate(bed.adapters / name, ids, MAX_TOKENS) for name in ("sql", "chat"))
+    asked = [("old", str(bed.adapters / "sql")), ("new", str(bed.adapters / "chat")), ("", str(tmp_path / "policy"))]
+    said = said_by("offline_by_path", bed, tmp_path, 1, asked, prompt=prompt, ASYNC=is_async)["said"]
+    assert said == {
+        "first": old,
+        "files changed": old,
+        "in place": new,
+        "after it": new,
+        "added": True,
+        "stub": old,
+        "added in place": True,
+        "stub again": new,
+        "another": old,
+        "files gone": new,
+        "stub at last": new,
+    }
 
 
 def test_an_idle_session_frees_its_place_on_a_real_engine(bed: Bed, tmp_path: Path) -> None:

@@ -367,10 +367,10 @@ async def test_two_hundred_swaps_under_load_leave_nothing(is_instant: bool) -> N
 
 
 @runs
-async def test_an_adapter_loaded_by_path_is_not_refreshed() -> None:
+async def test_an_adapter_loaded_by_hub_id_is_not_refreshed() -> None:
     world = World()
-    world.table.lora_requests["mine"] = Request("mine", 99, "/by/hand")
-    with pytest.raises(InvalidAdapter, match="loaded by its path"):
+    world.table.lora_requests["mine"] = Request("mine", 99, "org/adapter")
+    with pytest.raises(InvalidAdapter, match="loaded by its Hub id"):
         await world.lifecycle.refresh("mine")
     await world.lifecycle.poll("mine")
     assert world.resolver.asked == []

@@ -15,6 +15,7 @@ from lora_plugins.server import restore
 from lora_plugins.server.restore import Restore
 from lora_plugins.server.served_file import ServedFile, ServedName
 from lora_plugins.settings import Settings
+from tests.server.test_swapping import load_in_place
 from tests.server.world import Request, Version, World, serving
 from tests.virtual_time import runs
 
@@ -63,7 +64,7 @@ async def test_what_was_served_is_served_again_if_asked(tmp_path: Path) -> None:
     first.resolver.has["s3://b/x"] = Version("cc")
     await first.lifecycle.load("by-uri", "s3://b/x")
     await first.lifecycle.pin("by-uri")
-    first.table.lora_requests["by-path"] = Request("by-path", 99, "/by/hand")
+    first.table.lora_requests["by-hub-id"] = Request("by-hub-id", 99, "org/adapter")
     await asyncio.sleep(0.1)
     assert [one.name for one in file.read()] == ["sql", "by-uri"]
 
@@ -78,6 +79,43 @@ async def test_what_was_served_is_served_again_if_asked(tmp_path: Path) -> None:
     assert by_uri is not None
     assert (await again.ask("sql"), sql.held_digest) == (f"/store/{'aa' * 32}", "aa" * 32)
     assert (by_uri.uri, by_uri.is_pinned) == ("s3://b/x", True)
+
+
+@pytest.mark.parametrize(
+    ("has_store", "lies_there", "served"),
+    [(True, "bb" * 32, "aa" * 32), (True, None, "aa" * 32), (False, "aa" * 32, "aa" * 32), (False, "bb" * 32, None)],
+)
+@runs
+async def test_what_was_loaded_by_its_path_is_restored(
+    tmp_path: Path, has_store: bool, lies_there: str | None, served: str | None
+) -> None:
+    file, old, name = ServedFile(tmp_path / "served.json"), "aa" * 32, "any name: at all"
+    first = World()
+    await Restore(first.lifecycle, Settings(), file).run()
+    first.resolver.has["/by/hand"] = Version(old)
+    assert await load_in_place(first, name, "/by/hand")
+    first.lifecycle.on_change()
+    await asyncio.sleep(0.1)
+    assert file.read() == [ServedName(name, "/by/hand", old)]
+
+    again = World()
+    again.resolver.store |= {old: Version(old)} if has_store else {}
+    again.resolver.has |= {"/by/hand": Version(lies_there)} if lies_there else {}
+    await Restore(again.lifecycle, Settings(restore=True), file).run()
+    adapter = again.lifecycle.registry.get(name)
+    assert (adapter and adapter.held_digest, adapter and adapter.given_path) == (served, served and "/by/hand")
+
+
+@runs
+async def test_a_name_given_at_start_is_not_restored(tmp_path: Path) -> None:
+    """`--lora-modules` has the files that lie at its path now."""
+    file, world = ServedFile(tmp_path / "served.json"), World()
+    file.write([ServedName("sql", "/by/hand", "aa" * 32)])
+    world.resolver.store["aa" * 32] = Version("aa" * 32)
+    world.resolver.has["/by/hand"] = Version("bb" * 32)
+    await load_in_place(world, "sql", "/by/hand")
+    await Restore(world.lifecycle, Settings(restore=True), file).run()
+    assert await world.ask("sql") == f"/store/{'bb' * 32}"
 
 
 @runs

@@ -1,4 +1,4 @@
-"""vLLM's `load_inplace`: other weights under a served name, loaded beside the old ones as every swap is."""
+"""vLLM's own load: what lies at a path becomes a version, and with `load_inplace` it is swapped as every other is."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import pytest
 
 from lora_plugins.errors import IncompatibleAdapter
 from lora_plugins.events import AdapterSwapped, UpdateFailed
-from tests.server.world import World, serving
+from lora_plugins.server.registry import ServedAdapter
+from tests.server.world import Version, World, serving
 from tests.virtual_time import runs
+
+HUB = "org/adapter"
 
 
 @dataclass
@@ -19,6 +22,7 @@ class InPlace:
     lora_int_id: int
     lora_path: str
     load_inplace: bool = True
+    is_3d_lora_weight: bool = False
 
 
 async def load_in_place(world: World, name: str, path: str) -> bool:
@@ -26,34 +30,84 @@ async def load_in_place(world: World, name: str, path: str) -> bool:
     async with world.server.lock(name):
         before = world.table.lora_requests.get(name)
         request = InPlace(name, 99 if before is None else before.lora_int_id, path)
-        taken = await world.lifecycle.swapping.swap_in_place(request)
+        taken = await world.lifecycle.load_by_path(request)
         if taken:
             world.table.lora_requests[name] = request
         assert not request.load_inplace, "vLLM 0.32 keeps the request with its flag"
         return taken
 
 
+def served(world: World, name: str = "sql") -> ServedAdapter:
+    adapter = world.lifecycle.registry.get(name)
+    assert adapter is not None
+    return adapter
+
+
+async def gone(world: World) -> None:
+    while world.lifecycle.registry.draining or len(world.in_workers) > 1:
+        await asyncio.sleep(0.001)
+
+
 @runs
-async def test_what_runs_goes_on_and_the_next_gets_new_weights() -> None:
+async def test_what_lies_at_a_path_is_served_as_a_version() -> None:
     world = World()
-    served = await serving(world, "aa", "bb")
-    old_id = served.request.lora_int_id
-    running = world.start("sql", 30)
+    world.resolver.has["/by/hand"] = Version("aa", is_3d=True)
+    assert await load_in_place(world, "sql", "/by/hand")
+    adapter = served(world)
+    assert (adapter.version, adapter.given_path) == (world.resolver.has["/by/hand"], "/by/hand")
+    assert adapter.held_digest == "aa"
+    assert (adapter.request, adapter.request.is_3d_lora_weight) == (world.table.lora_requests["sql"], True)
+    assert await world.ask("sql") == "/store/aa"
+    assert world.worker.uris == {"/store/aa": "/by/hand"}, "for workers that lack its files"
+
+
+@runs
+async def test_new_files_at_the_same_path_are_a_swap() -> None:
+    world = World()
+    world.resolver.has["/by/hand"] = Version("aa")
+    await load_in_place(world, "sql", "/by/hand")
+    running, old_id = world.start("sql", 30), served(world).engine_id
     while not world.engine.is_running("running"):
         await asyncio.sleep(0.001)
+    world.resolver.has["/by/hand"] = Version("bb")
+    assert await world.ask("sql") == "/store/aa", "files that change underneath change nothing"
     assert await load_in_place(world, "sql", "/by/hand")
-    assert await world.ask("sql") == "/by/hand"
-    assert world.table.lora_requests["sql"].lora_int_id != old_id
-    assert world.worker.paths[old_id] == "/store/bb", "what runs keeps its weights"
-    assert world.resolver.leased == {"aa", "bb"}
-    assert [old.request.lora_int_id for old in world.lifecycle.registry.draining.values()] == [old_id]
-    assert await running == "/store/bb"
-    while world.lifecycle.registry.draining:
-        await asyncio.sleep(0.001)
-    assert world.in_workers == {"hand"}
-    assert world.resolver.leased == set()
-    told = [event for event in world.told if isinstance(event, AdapterSwapped)][-1]
-    assert (told.name, told.before, told.after) == ("sql", "bb", "/by/hand")
+    assert (await world.ask("sql"), served(world).held_digest) == ("/store/bb", "bb")
+    assert served(world).engine_id != old_id
+    assert await running == "/store/aa", "the weights that it began with"
+    await gone(world)
+    assert world.in_workers == {"bb"}
+    assert world.resolver.leased == {"aa", "bb"}, "for a rollback"
+    (told,) = [event for event in world.told if isinstance(event, AdapterSwapped)]
+    assert (told.name, told.before, told.after) == ("sql", "aa", "bb")
+    await world.lifecycle.roll_back("sql")
+    assert await world.ask("sql") == "/store/aa"
+
+
+@runs
+async def test_the_same_files_again_change_nothing() -> None:
+    world = World()
+    world.resolver.has["/by/hand"] = Version("aa")
+    await load_in_place(world, "sql", "/by/hand")
+    engine_id = served(world).engine_id
+    assert await load_in_place(world, "sql", "/by/hand")
+    assert (served(world).engine_id, served(world).request) == (engine_id, world.table.lora_requests["sql"])
+    assert (await world.ask("sql"), world.worker.loads.total(), world.told) == ("/store/aa", 1, [])
+
+
+@runs
+async def test_a_refresh_reads_the_path_again_and_polls_do_not() -> None:
+    world = World()
+    world.resolver.has["/by/hand"] = Version("aa")
+    await load_in_place(world, "a name of its own", "/by/hand")
+    world.resolver.has["/by/hand"] = Version("bb")
+    await world.lifecycle.poll("a name of its own")
+    assert await world.ask("a name of its own") == "/store/aa"
+    assert await world.lifecycle.refresh("a name of its own", expects="aa")
+    assert await world.ask("a name of its own") == "/store/bb"
+    world.resolver.has["/by/hand"] = Version("cc")
+    await world.lifecycle.poll("a name of its own")
+    assert await world.ask("a name of its own") == "/store/bb"
 
 
 @runs
@@ -61,46 +115,64 @@ async def test_again_and_again_leaves_nothing_of_what_was_before() -> None:
     world = World()
     await serving(world, "aa")
     for number in range(20):
-        assert await load_in_place(world, "sql", f"/by/hand-{number}")
-        assert await world.ask("sql") == f"/by/hand-{number}"
-    while world.lifecycle.registry.draining:
-        await asyncio.sleep(0.001)
-    assert world.in_workers == {"hand-19"}
+        world.resolver.has["/by/hand"] = Version(f"v{number}")
+        assert await load_in_place(world, "sql", "/by/hand")
+        assert await world.ask("sql") == f"/store/v{number}"
+    await gone(world)
+    assert world.in_workers == {"v19"}
+    assert world.resolver.leased == {"v17", "v18", "v19"}
     assert sum(isinstance(event, AdapterSwapped) for event in world.told) == 20
 
 
+@pytest.mark.parametrize("is_refused_by", ["resolver", "worker"])
 @runs
-async def test_weights_that_no_worker_can_load_leave_the_old_ones() -> None:
-    world = World()
-    served = await serving(world, "aa")
-    world.worker.broken = IncompatibleAdapter("shape")
+async def test_weights_that_cannot_be_served_leave_the_old_ones(is_refused_by: str) -> None:
+    world, refusal = World(), IncompatibleAdapter("shape")
+    before = await serving(world, "aa")
+    world.resolver.has["/by/hand"] = refusal if is_refused_by == "resolver" else Version("bb")
+    world.worker.broken = refusal
     with pytest.raises(IncompatibleAdapter):
         await load_in_place(world, "sql", "/by/hand")
     world.worker.broken = None
     assert await world.ask("sql") == "/store/aa"
-    assert served.last_error is not None
+    assert before.last_error is not None
     assert [type(event) for event in world.told] == [UpdateFailed]
     assert world.resolver.leased == {"aa"}
     while world.in_workers != {"aa"}:
         await asyncio.sleep(0.001)
 
 
+@pytest.mark.parametrize("path", ["/by/hand", HUB])
 @runs
-async def test_what_was_pinned_is_pinned_again() -> None:
+async def test_what_was_pinned_is_pinned_again(path: str) -> None:
     world = World(slots=3)
+    world.resolver.has["/by/hand"] = Version("bb")
     await serving(world, "aa")
     await world.lifecycle.pin("sql")
-    assert await load_in_place(world, "sql", "/by/hand")
-    served = world.lifecycle.registry.get("sql")
-    assert served is not None
-    assert served.is_pinned
+    assert await load_in_place(world, "sql", path)
+    assert served(world).is_pinned
     await world.settled()
-    assert world.engine.pinned == {served.request.lora_int_id}
+    assert world.engine.pinned == {served(world).engine_id}
+
+
+# --- a Hub id, which the workers find ---
 
 
 @runs
-async def test_name_that_is_not_served_yet_is_loaded() -> None:
+async def test_a_hub_id_takes_the_place_of_a_version() -> None:
     world = World()
-    assert not await load_in_place(world, "sql", "/by/hand")
-    assert world.told == []
-    assert world.worker.paths == {}
+    await serving(world, "aa")
+    assert await load_in_place(world, "sql", HUB)
+    assert (await world.ask("sql"), served(world).version, served(world).held_digest) == (HUB, None, None)
+    await gone(world)
+    assert world.in_workers == {"adapter"}
+    world.resolver.has["/by/hand"] = Version("bb")
+    assert await load_in_place(world, "sql", "/by/hand")
+    assert await world.ask("sql") == "/store/bb"
+
+
+@runs
+async def test_a_new_names_hub_id_is_left_to_workers() -> None:
+    world = World()
+    assert not await load_in_place(world, "sql", HUB)
+    assert (world.told, world.worker.paths) == ([], {})

@@ -45,7 +45,7 @@ class Request:
 
 @dataclass
 class FakeResolver:
-    """Names and URIs with the version that each has now; leases are held by path."""
+    """Names, URIs and paths with the version that each has now; leases are held by path."""
 
     has: dict[str, Version | LoRAPluginsError] = field(default_factory=dict)
     served_under: dict[str, Version] = field(default_factory=dict)
@@ -76,6 +76,9 @@ class FakeResolver:
             self.store[found.digest] = found
             self.had.setdefault(name, set()).add(found.digest)
         return found
+
+    async def snapshot(self, name: str, path: str, base_path: str) -> Version | None:
+        return await self.latest(name, path, base_path)
 
     async def of_digest(self, name: str, digest_prefix: str, *, of_any_name: bool = False) -> Version | None:
         known = self.store if of_any_name else self.had.get(name, ())

@@ -6,22 +6,27 @@ import asyncio
 import gc
 import weakref
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError, NoFreeSlot
 from lora_plugins.events import Events, RequestRefused, RequestServed
 from lora_plugins.process import Process
 from lora_plugins.server import response_start
 from lora_plugins.server.planner_client import Place
 from lora_plugins.server.response_start import Pending
+from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches import async_llm
 from lora_plugins.vllm_patches.async_llm import AddLora, adding
 from lora_plugins.vllm_patches.request_errors import error_tensor, stop_reason
+from tests.make import adapter_files, put
 from tests.virtual_time import runs
 
 FREE = NoFreeSlot("all slots are pinned", adapter="sql")
@@ -58,7 +63,7 @@ class Client:
         self, engines: list[bytes] | None = None, *, lora: object | None = "on", answer: Any = None, **outputs: Any
     ) -> None:
         self.engine_core = Core(engines, answer or {"load_s": 0.1, "size_bytes": 1})
-        self.vllm_config = SimpleNamespace(lora_config=lora)
+        self.vllm_config = SimpleNamespace(lora_config=lora, model_config=SimpleNamespace(model="/base"))
         self.errored, self.dead_error = False, EngineDeadError()
         self.own: list[Any] = []
         self.outputs = outputs
@@ -67,23 +72,36 @@ class Client:
         self.own.append(lora_request)
         return True
 
-    async def _generate(self, prompt: Any, params: Any, request_id: str, **more: Any) -> AsyncIterator[Any]:
+    async def _remove_lora(self, lora_id: int) -> bool:
+        return True
+
+    async def _generate(
+        self, prompt: Any, params: Any, request_id: str, *, lora_request: Any = None
+    ) -> AsyncIterator[Any]:
+        self.own.append(lora_request)
         for output in self.outputs["generate"]:
             yield output
 
     async def _encode(
         self, prompt: Any, params: Any, request_id: str, lora_request: Any = None, *more: Any
     ) -> AsyncIterator[Any]:
+        self.own.append(lora_request)
         for output in self.outputs["encode"]:
             yield output
 
     add_lora = async_llm._adding(_add_lora)
-    generate = async_llm._generating(_generate)
-    encode = async_llm._encoding(_encode)
+    remove_lora = async_llm.removing(_remove_lora)
+    generate = async_llm._answering(_generate, async_llm._error_of_completion)
+    encode = async_llm._answering(_encode, async_llm._error_of_pooling)
 
 
 def request(name: str = "sql", *, load_inplace: bool = False) -> Any:
     return SimpleNamespace(lora_name=name, lora_int_id=1, lora_path="/store/aa", load_inplace=load_inplace)
+
+
+@pytest.fixture(autouse=True)
+def has_store(process: Process, tmp_path: Path) -> None:
+    process.settings = Settings(store_dir=tmp_path / "store")
 
 
 @pytest.fixture
@@ -229,19 +247,19 @@ async def test_a_failed_background_load_is_reported() -> None:
     assert failed == [asked]
 
 
-@pytest.mark.parametrize("is_swap", [True, False])
+@pytest.mark.parametrize("is_there", [True, False])
 @runs
-async def test_a_load_in_place_swaps_a_served_adapter(is_swap: bool) -> None:
-    client, swapped, asked = Client(), [], request(load_inplace=True)
+async def test_a_load_of_the_endpoint_is_a_version(is_there: bool) -> None:
+    client, loaded, asked = Client(), [], request()
 
-    async def swap(lora_request: Any) -> bool:
-        swapped.append(lora_request)
-        return is_swap
+    async def by_path(lora_request: Any) -> bool:
+        loaded.append(lora_request)
+        return is_there
 
-    with adding(AddLora(swap=swap)):
+    with adding(AddLora(by_path=by_path)):
         assert await client.add_lora(asked) is True
-    assert swapped == [asked]
-    assert (client.engine_core.asked == []) is is_swap
+    assert loaded == [asked]
+    assert (client.engine_core.asked == []) is is_there
     assert client.own == []
 
 
@@ -254,11 +272,74 @@ async def test_a_load_in_place_from_elsewhere_is_vllms_own() -> None:
 
 @runs
 async def test_a_swap_that_fails_is_our_text() -> None:
-    async def swap(lora_request: Any) -> bool:
+    async def by_path(lora_request: Any) -> bool:
         raise FREE
 
-    with adding(AddLora(swap=swap)), pytest.raises(Exception, match="L001"):
+    with adding(AddLora(by_path=by_path)), pytest.raises(Exception, match="L001"):
         await Client().add_lora(request(load_inplace=True))
+
+
+# --- what lies at a path ---
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> LoRARequest:
+    put(tmp_path / "sql", adapter_files())
+    return LoRARequest("sql", 7, str(tmp_path / "sql"))
+
+
+@pytest.mark.parametrize("way", ["generate", "encode"])
+def test_the_engine_gets_the_path_of_a_copy(adapter: LoRARequest, process: Process, way: str) -> None:
+    client = Client(generate=[output()], encode=[pooled(torch.zeros(2))])
+
+    async def ask(request: Any) -> str:
+        async for _ in getattr(client, way)("prompt", None, "r", lora_request=request):
+            pass
+        return str(client.own[-1].lora_path)
+
+    async def ask_all() -> None:
+        first = await ask(adapter)
+        put(Path(adapter.lora_path), adapter_files(lora_alpha=9))
+        assert process.resolver.store.layout.digest_of(first) is not None
+        assert await ask(adapter) == first
+        assert await ask(LoRARequest("sql", 7, "/dummy_lora_path")) == first
+        again = LoRARequest("sql", 7, adapter.lora_path, load_inplace=True)
+        second = await ask(again)
+        assert second != first
+        assert (again.lora_path, again.load_inplace) == (adapter.lora_path, True), "the caller's own object"
+        assert await ask(adapter) == second
+        (Path(adapter.lora_path) / CONFIG_FILE).write_text("{")
+        with pytest.raises(Exception, match="L005"):
+            await ask(again)
+
+    asyncio.run(ask_all())
+
+
+def test_a_load_by_path_is_a_load_of_its_copy(adapter: LoRARequest, process: Process) -> None:
+    client = Client()
+    client.engine_core.call_utility_async = answering_at_once(client.engine_core)
+
+    async def load() -> list[str]:
+        assert await client.add_lora(adapter) is True
+        put(Path(adapter.lora_path), adapter_files(lora_alpha=9))
+        assert await client.add_lora(adapter) is True
+        assert await client.remove_lora(7) is True
+        return [spec["path"] for _, spec, _ in client.engine_core.asked]
+
+    one, other = asyncio.run(load())
+    assert one != other
+    assert all(process.resolver.store.layout.digest_of(path) for path in (one, other))
+    assert process.resolver.store.leases._holders == {}, "what was removed is not leased"
+    assert client.engine_core.asked[0][1]["uri"] == adapter.lora_path
+    assert client.own == []
+
+
+def answering_at_once(core: Core) -> Any:
+    async def call(*asked: Any) -> Any:
+        core.asked.append(asked)
+        return core.answer
+
+    return call
 
 
 # --- outputs ---

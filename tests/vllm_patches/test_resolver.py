@@ -197,7 +197,9 @@ def test_uris_need_no_source_and_workers_know_them(tmp_path, registered):
     uri = (tmp_path / "adapters").as_uri()
     put(tmp_path / "adapters" / "sql", adapter_files())
     process = Process(Settings(store_dir=tmp_path / "store", allowed_uris=(uri,)))
-    assert process.resolver_of_worker() is None
+    assert process.resolver_of_worker().sources == [], "for what was loaded by a path"
+    nowhere = Process(Settings(store_dir=tmp_path / "adapters" / "sql" / "adapter_config.json"))
+    assert nowhere.resolver_of_worker() is None
     for _ in range(2):
         register_resolver(process)
     ((name, resolver),) = registered

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +37,17 @@ class EngineClient:
     add_lora = async_llm._adding(_add_lora)
 
 
+class NoSnapshots:
+    """Of what is not loaded by the endpoint."""
+
+    async def take(self, request: Any) -> None:
+        """Nothing."""
+
+    @contextmanager
+    def trying(self, request: Any, version: None) -> Iterator[Any]:
+        yield request
+
+
 class Resolver:
     """Ours, as far as vLLM sees it."""
 
@@ -55,6 +68,7 @@ class Models(OpenAIServingModels):
         OpenAIServingModels._check_unload_lora_adapter_request
     )
     unload_lora_adapter = serving_models._unloading(OpenAIServingModels.unload_lora_adapter)
+    show_available_models = serving_models._listing(OpenAIServingModels.show_available_models)
 
     def __init__(self, world: World, *, lora: object | None = "on") -> None:
         self.engine_client = EngineClient(lora)
@@ -82,6 +96,7 @@ def of_this_world(monkeypatch: pytest.MonkeyPatch) -> Any:
         worlds.append(world)
         monkeypatch.setattr(serving_models, "lifecycle_of", lambda _: world.lifecycle)
         monkeypatch.setattr(async_llm, "planner_of", lambda _: world.planner)
+        monkeypatch.setattr(async_llm, "snapshots_of", lambda _: NoSnapshots())
         return world
 
     return known
@@ -191,9 +206,30 @@ async def test_a_version_that_cannot_be_loaded_says_why(of_this_world: Any) -> N
 @runs
 async def test_a_load_by_path_waits_and_is_there(of_this_world: Any) -> None:
     world = of_this_world(World(delay_s=3))
-    assert "added successfully" in await Models(world).load("mine", "/by/hand")
+    assert "added successfully" in await Models(world).load("mine", "org/adapter")
     assert world.worker.loaded
-    assert await world.ask("mine") == "/by/hand"
+    assert await world.ask("mine") == "org/adapter"
+
+
+@runs
+async def test_a_load_by_path_is_a_version(of_this_world: Any) -> None:
+    world = of_this_world(World())
+    models = Models(world)
+    for step, digest in enumerate(("aa", "aa", "bb")):
+        world.resolver.has["/by/hand"] = Version(digest)
+        assert "added successfully" in await models.load("mine", "/by/hand", in_place=bool(step))
+        served = world.lifecycle.registry.get("mine")
+        assert (served.version, served.request) == (Version(digest), world.table.lora_requests["mine"])
+        assert await world.ask("mine") == f"/store/{digest}"
+        assert world.written == step + 1, "it will be there after a restart"
+    models.base_model_paths = [SimpleNamespace(name="base")]
+
+    async def bases() -> Any:
+        return SimpleNamespace(data=[])
+
+    models.registry.show_available_models = bases
+    (card,) = (await models.show_available_models()).data
+    assert (card.id, card.root) == ("mine", "/by/hand"), "where the operator has it"
 
 
 @runs
@@ -208,29 +244,29 @@ async def test_a_load_by_path_that_fails_is_our_text(of_this_world: Any) -> None
 async def test_a_load_in_place_is_a_swap(of_this_world: Any) -> None:
     world = of_this_world(World())
     models = Models(world)
-    await models.load("mine", "/by/hand-1")
+    await models.load("mine", "org/hand-1")
     running = world.start("mine", 10)
     await world.settled()
     before = world.table.lora_requests["mine"].lora_int_id
-    await models.load("mine", "/by/hand-2", in_place=True)
+    await models.load("mine", "org/hand-2", in_place=True)
     assert world.table.lora_requests["mine"].lora_int_id != before
-    assert await world.ask("mine") == "/by/hand-2"
-    assert await running == "/by/hand-1", "the weights that it began with"
+    assert await world.ask("mine") == "org/hand-2"
+    assert await running == "org/hand-1", "the weights that it began with"
     await world.settled()
     assert world.in_workers == {"hand-2"}
-    assert world.written == 1
+    assert world.written == 2
 
 
 @runs
 async def test_a_failed_load_in_place_leaves_the_old_one(of_this_world: Any) -> None:
     world = of_this_world(World())
     models = Models(world)
-    await models.load("mine", "/by/hand-1")
+    await models.load("mine", "org/hand-1")
     world.worker.broken = IncompatibleAdapter("rank 99")
     with pytest.raises(Exception, match=r"L003.*rank 99"):
-        await models.load("mine", "/by/hand-2", in_place=True)
+        await models.load("mine", "org/hand-2", in_place=True)
     world.worker.broken = None
-    assert await world.ask("mine") == "/by/hand-1"
+    assert await world.ask("mine") == "org/hand-1"
     await world.settled()
     assert world.in_workers == {"hand-1"}
 

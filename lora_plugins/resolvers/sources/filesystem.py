@@ -167,20 +167,9 @@ class FilesystemSource:
         return RemoteAdapter(name, self.label, directory.absolute().as_uri(), version_of(files), files)
 
     def _describe(self, path: Path) -> SourceFile:
-        with describing(file=path.name):
-            try:
-                if self._inside is not None and not is_inside(path, self._inside):
-                    raise _leaves_root("file")
-                status = os.stat(path)
-            except LoRAPluginsError:
-                raise
-            except OSError as error:
-                raise map_os_error(error) from error
-            if not stat.S_ISREG(status.st_mode):
-                raise InvalidAdapter(
-                    "something that is not a regular file", expected="a file", remedy="copy the adapter again"
-                )
-        return SourceFile(path.name, status.st_size, _etag(status))
+        # Opened: of a file that is not, NFS may say what it was seconds ago.
+        with open_regular(path, inside=self._inside) as (file, size_bytes):
+            return SourceFile(path.name, size_bytes, _etag(os.fstat(file.fileno())))
 
     def _fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
         directory = self.root / str(adapter.name)

@@ -1,7 +1,7 @@
 """Sources for URIs, made at their first use: `file://`, `hf://`, and whatever fsspec has a file system for.
 
 A URI is checked against `LORA_PLUGINS_ALLOWED_URIS` before anything is asked, so that the answer to one that is not
-allowed says nothing of what is there.
+allowed says nothing of what is there. A path that a call of vLLM's own names is not: whoever makes it reads any path.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import InvalidSettings, SourceUnavailable
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.source import Source
-from lora_plugins.resolvers.uris import AllowedUris, SourceUri
+from lora_plugins.resolvers.uris import BY_PATH, AllowedUris, SourceUri
 from lora_plugins.settings import Settings
 
 
@@ -48,8 +48,12 @@ class UriSources:
         try:
             if uri.scheme == "file":
                 root = min(below, key=lambda prefix: len(prefix.segments))
-                source = self._made(("file", root.path), lambda: self._directory(root))
+                source = self._made(("file", root.path), lambda: self._directory(root.path))
                 path = uri.segments[len(root.segments) :]
+            elif uri.scheme == BY_PATH:
+                # Who may make vLLM's own calls may have it read any path, wherever its symlinks lead.
+                source = self._made((BY_PATH, ""), lambda: self._directory("", follow_symlinks=True))
+                path = uri.segments
             elif uri.scheme == "hf":
                 # As with names: a repository that moved is followed only where the operator named it.
                 named = any(prefix.segments for prefix in below)
@@ -73,10 +77,10 @@ class UriSources:
             self._sources[key] = make()
         return self._sources[key]
 
-    def _directory(self, root: SourceUri) -> Source:
+    def _directory(self, root: str, *, follow_symlinks: bool = False) -> Source:
         return FilesystemSource(
-            Path("/" + root.path),
-            follow_symlinks=self._settings.follow_symlinks,
+            Path("/" + root),
+            follow_symlinks=follow_symlinks or self._settings.follow_symlinks,
             variable="LORA_PLUGINS_ALLOWED_URIS",
             timeout_s=self._settings.fetch_timeout_s,
         )

@@ -1,0 +1,119 @@
+"""What callers of one engine client name by a path: the copy in the store that each engine id stands for.
+
+The engine is given the copy's path, which says the bytes: files that change or go afterwards change nothing, and what
+is cached of other bytes is not found. No vLLM, no torch; for one event loop at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from lora_plugins.resolvers.resolution import AdapterResolver
+from lora_plugins.resolvers.uris import absolute
+from lora_plugins.resolvers.versions import ResolvedAdapter
+from lora_plugins.server.name_locks import NameLocks
+
+REMEMBERED = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The path that a caller gave, its copy, and the one before, which requests that still run may need."""
+
+    given: str
+    version: ResolvedAdapter
+    before: ResolvedAdapter | None = None
+
+
+class Snapshots:
+    """Takes them, and leases them for as long as they are remembered.
+
+    `is_vllms` tells vLLM's `LoRARequest`s from those of other classes, which stay as they are, as do those with a path
+    in the store.
+    """
+
+    def __init__(self, resolver: AdapterResolver, is_vllms: Callable[[Any], bool], base_path: str) -> None:
+        self._resolver = resolver
+        self._is_vllms = is_vllms
+        self._base_path = base_path
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()
+        self._locks = NameLocks()
+
+    async def of(self, request: Any) -> Any:
+        """What the engine is given in the place of a caller's request, which stays as it is.
+
+        With `load_inplace`, a copy of what lies at its path now; else what its engine id stands for, unless its path
+        is another directory. A path where no adapter lies is left as it is where the id stands for nothing.
+
+        Raises:
+            LoRAPluginsError: what lies there cannot be served.
+        """
+        if (known := self.known(request)) is not None:
+            return known
+        async with self._locks[str(request.lora_int_id)]:
+            if (known := self.known(request)) is not None:
+                return known
+            version, kept = await self.take(request), self._kept.get(request.lora_int_id)
+            if version is None:
+                return request if kept is None or request.load_inplace else _at(kept.version, request)
+            with self.trying(request, version) as found:
+                return found
+
+    def known(self, request: Any) -> Any:
+        """What `of` gives where nothing has to be read for it; else None."""
+        if self._stays(request):
+            return request
+        kept = self._kept.get(request.lora_int_id)
+        if kept is None or kept.given != request.lora_path or request.load_inplace:
+            return None
+        self._kept.move_to_end(request.lora_int_id)
+        return _at(kept.version, request)
+
+    async def take(self, request: Any) -> ResolvedAdapter | None:
+        """A copy of what lies at the path of a request now, for `trying`; None where the request stays as it is."""
+        if self._stays(request):
+            return None
+        path = absolute(request.lora_path)
+        return await self._resolver.snapshot(request.lora_name, path, self._base_path, holder=object())
+
+    @contextmanager
+    def trying(self, request: Any, version: ResolvedAdapter | None) -> Iterator[Any]:
+        """Inside, the engine loads what this gives; unless that raises, the engine id stands for `version` then."""
+        try:
+            yield request if version is None else _at(version, request)
+        except BaseException:
+            self._drop(version)
+            raise
+        if version is None:
+            self.forget(request.lora_int_id)
+            return
+        old = self._kept.pop(request.lora_int_id, None)
+        self._kept[request.lora_int_id] = _Kept(request.lora_path, version, None if old is None else old.version)
+        self._drop(None if old is None else old.before)
+        if len(self._kept) > REMEMBERED:
+            self.forget(next(iter(self._kept)))
+
+    def forget(self, engine_id: int) -> None:
+        """An engine id stands for nothing any more."""
+        kept = self._kept.pop(engine_id, None)
+        if kept is not None:
+            self._drop(kept.version)
+            self._drop(kept.before)
+
+    def _drop(self, version: ResolvedAdapter | None) -> None:
+        if version is not None:
+            self._resolver.drop(version)
+
+    def _stays(self, request: Any) -> bool:
+        return not self._is_vllms(request) or self._resolver.store.layout.digest_of(request.lora_path) is not None
+
+
+def _at(version: ResolvedAdapter, request: Any) -> Any:
+    found = copy.copy(request)
+    found.lora_path, found.is_3d_lora_weight, found.load_inplace = str(version.path), version.is_3d, False
+    return found

@@ -1,0 +1,203 @@
+"""What callers name by a path, over the real store: which copy the engine is given, and whose leases go when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.errors import InvalidAdapter, NoFreeSlot
+from lora_plugins.events import Events
+from lora_plugins.resolvers.resolution import AdapterResolver
+from lora_plugins.server import snapshots
+from lora_plugins.server.snapshots import Snapshots
+from lora_plugins.settings import Settings
+from lora_plugins.store.store import Store
+from tests.make import BASE, adapter_files, put
+
+
+@dataclass
+class Request:
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+
+
+class TensorRequest(Request):
+    pass
+
+
+class Bed:
+    """A client's snapshots, and a directory whose adapter changes."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.events: list[object] = []
+        self.resolver = AdapterResolver(Settings(), Events(self.events.append), Store(tmp_path / "store"))
+        self.resolver.base = BASE
+        self.snapshots = Snapshots(self.resolver, lambda request: type(request) is Request, BASE.path)
+        self.directory = tmp_path / "policy"
+        self.publish(1)
+
+    def publish(self, alpha: int, directory: Path | None = None) -> None:
+        put(directory or self.directory, adapter_files(lora_alpha=alpha))
+
+    def request(self, engine_id: int = 1, path: str | None = None, **more: Any) -> Request:
+        return Request("policy", engine_id, path or str(self.directory), **more)
+
+    async def path(self, engine_id: int = 1, path: str | None = None, **more: Any) -> str:
+        return str((await self.snapshots.of(self.request(engine_id, path, **more))).lora_path)
+
+    async def alpha(self, *args: Any, **more: Any) -> int:
+        import json
+
+        return int(json.loads((Path(await self.path(*args, **more)) / CONFIG_FILE).read_text())["lora_alpha"])
+
+    async def add(self, fails: Exception | None = None, **more: Any) -> str:
+        request = self.request(**more)
+        with self.snapshots.trying(request, await self.snapshots.take(request)) as taken:
+            if fails is not None:
+                raise fails
+        return str(taken.lora_path)
+
+    @property
+    def leased(self) -> int:
+        return sum(len(holders) for holders in self.resolver.store.leases._holders.values())
+
+
+@pytest.fixture
+def bed(tmp_path: Path) -> Bed:
+    return Bed(tmp_path)
+
+
+Test = Callable[[Bed], Coroutine[Any, Any, None]]
+
+
+def runs(test: Test) -> Callable[[Bed], None]:
+    def run(bed: Bed) -> None:
+        asyncio.run(test(bed))
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+@runs
+async def test_an_id_stands_for_what_lay_there_first(bed: Bed) -> None:
+    first = await bed.path()
+    bed.publish(2)
+    assert await bed.path() == first
+    assert await bed.path(path="/dummy_lora_path") == first, "as SkyRL asks for what it has added"
+    assert await bed.path(2) != first, "another id is read when it comes first"
+    assert await bed.alpha(load_inplace=True) == 2
+    assert (await bed.alpha(), await bed.alpha(path="/dummy_lora_path")) == (2, 2)
+
+
+@runs
+async def test_nothing_but_the_copy_is_read_later(bed: Bed) -> None:
+    first = Path(await bed.path())
+    for file in first.iterdir():
+        assert file.stat().st_nlink == 1
+    for file in bed.directory.iterdir():
+        file.unlink()
+    bed.directory.rmdir()
+    assert Path(await bed.path()) == first
+    assert (await bed.alpha(), await bed.path(2)) == (1, str(bed.directory))
+
+
+@runs
+async def test_another_directory_of_the_same_id_is_copied(bed: Bed) -> None:
+    other = bed.directory.with_name("step-2")
+    bed.publish(2, other)
+    assert await bed.alpha() == 1
+    assert await bed.alpha(path=str(other)) == 2
+    events = len(bed.events)
+    assert await bed.alpha(path=str(other)) == 2
+    assert len(bed.events) == events, "no directory is looked at for a request of what is known"
+
+
+@runs
+async def test_the_callers_own_request_stays_as_it_is(bed: Bed) -> None:
+    request = bed.request(load_inplace=True)
+    found = await bed.snapshots.of(request)
+    assert request == bed.request(load_inplace=True)
+    assert (found.lora_name, found.lora_int_id, found.load_inplace) == ("policy", 1, False)
+
+
+@runs
+async def test_what_is_no_directory_is_left_as_it_is(bed: Bed) -> None:
+    for path in ("org/adapter", "/not/there", "no\0path", str(bed.directory / CONFIG_FILE)):
+        request = bed.request(path=path)
+        assert await bed.snapshots.of(request) is request
+    in_store, tensors = bed.request(9, await bed.path()), TensorRequest("policy", 1, str(bed.directory))
+    for request in (in_store, tensors):
+        assert await bed.snapshots.of(request) is request
+    assert await bed.snapshots.take(tensors) is None
+
+
+@runs
+async def test_an_added_hub_id_takes_the_copys_place(bed: Bed) -> None:
+    await bed.add()
+    assert await bed.add(path="org/adapter") == "org/adapter"
+    assert await bed.path(path="org/adapter") == "org/adapter"
+    assert bed.leased == 0
+
+
+@runs
+async def test_a_load_that_fails_changes_nothing(bed: Bed) -> None:
+    first = await bed.add()
+    bed.publish(2)
+    with pytest.raises(NoFreeSlot):
+        await bed.add(NoFreeSlot("full"))
+    assert (await bed.path(), bed.leased) == (first, 1)
+    (bed.directory / CONFIG_FILE).write_text("{")
+    with pytest.raises(InvalidAdapter):
+        await bed.path(load_inplace=True)
+    assert (await bed.path(), bed.leased) == (first, 1)
+
+
+@runs
+async def test_two_versions_of_an_id_are_leased_at_most(bed: Bed) -> None:
+    for alpha in (1, 2, 2, 3):
+        bed.publish(alpha)
+        await bed.add()
+    assert bed.leased == 2
+    bed.snapshots.forget(1)
+    assert bed.leased == 0
+
+
+@runs
+async def test_requests_at_once_share_one_copy(bed: Bed) -> None:
+    paths = await asyncio.gather(*(bed.path() for _ in range(20)))
+    assert (len(set(paths)), bed.leased) == (1, 1)
+
+
+@runs
+async def test_who_comes_after_a_change_sees_it(bed: Bed) -> None:
+    """A load that somebody has given up on goes on, and nobody who comes later gets what it has read."""
+    first = asyncio.create_task(bed.path(load_inplace=True))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    first.cancel()
+    bed.publish(2)
+    assert await bed.alpha(load_inplace=True) == 2
+    while bed.leased > 1:
+        await asyncio.sleep(0.01)
+
+
+def test_what_was_used_longest_ago_is_forgotten(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "REMEMBERED", 2)
+
+    async def use() -> None:
+        for engine_id in (1, 2, 1, 3):
+            await bed.path(engine_id)
+        bed.publish(2)
+        assert [await bed.alpha(engine_id) for engine_id in (1, 3, 2)] == [1, 1, 2]
+        assert bed.leased == 2
+
+    asyncio.run(use())
