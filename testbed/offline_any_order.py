@@ -36,7 +36,7 @@ class World:
         from vllm import LLM, SamplingParams
 
         llm = LLM(
-            base, enable_lora=True, max_lora_rank=64, max_loras=2, max_cpu_loras=4, dtype="float32",
+            base, enable_lora=True, max_lora_rank=64, max_loras=2, max_cpu_loras=16, dtype="float32",
             enforce_eager=True, max_model_len=256, max_num_seqs=16, block_size=32,
         )  # fmt: skip
         self.engine = llm.llm_engine
@@ -57,8 +57,15 @@ world: World
 class AnyOrder(RuleBasedStateMachine):
     """Each id has a name of its own; which version it stands for is what its last successful call said."""
 
+    def check(self, is_right: bool, what: object) -> None:
+        """End the program where something is wrong: when loads end is not the same in another run of this order."""
+        if not is_right:
+            print("\n".join([*self.done, f"wrong: {what}"]), file=sys.stderr, flush=True)
+            os._exit(1)
+
     @initialize()
     def begin(self) -> None:
+        self.done: list[str] = []
         self.current: dict[int, int] = {}  # versions by id
         self.on_disk: dict[int, int] = {}  # of the directories that are exchanged
         self.asked: dict[str, int] = {}  # versions by request
@@ -74,8 +81,8 @@ class AnyOrder(RuleBasedStateMachine):
         try:
             return bool(call())
         except Exception as error:
-            if "[L001]" not in str(error):
-                raise
+            self.done.append(f"refused: {error}")
+            self.check("[L001]" in str(error) or "not registered" in str(error), error)
             return False
 
     @rule(engine_id=IDS, version=VERSIONS, load_inplace=st.booleans())
@@ -83,6 +90,7 @@ class AnyOrder(RuleBasedStateMachine):
         lora = self.lora(engine_id, world.paths[version], load_inplace=load_inplace)
         if self.tried(lambda: world.engine.add_lora(lora)):
             self.current[engine_id] = version
+        self.done.append(f"add {lora}: {self.current.get(engine_id)}")
 
     @rule(engine_id=IDS, version=VERSIONS)
     def exchange_files(self, engine_id: int, version: int) -> None:
@@ -90,6 +98,7 @@ class AnyOrder(RuleBasedStateMachine):
         shutil.rmtree(own, ignore_errors=True)
         shutil.copytree(world.paths[version], own)
         self.on_disk[engine_id] = version
+        self.done.append(f"on disk {engine_id}: {version}")
 
     @rule(engine_id=IDS)
     def load_in_place(self, engine_id: int) -> None:
@@ -97,13 +106,15 @@ class AnyOrder(RuleBasedStateMachine):
             lora = self.lora(engine_id, str(world.own / str(engine_id)), load_inplace=True)
             if self.tried(lambda: world.engine.add_lora(lora)):
                 self.current[engine_id] = self.on_disk[engine_id]
+            self.done.append(f"in place {lora}: {self.current.get(engine_id)}")
 
     @rule(engine_id=IDS)
     def remove(self, engine_id: int) -> None:
         was_here = world.engine.remove_lora(engine_id)
-        assert was_here is (engine_id in self.current)
+        self.done.append(f"remove {engine_id}: {was_here}")
+        self.check(engine_id in self.current or not was_here, self.current)  # it may have been evicted
         self.current.pop(engine_id, None)
-        assert engine_id not in world.engine.list_loras()
+        self.check(engine_id not in world.engine.list_loras(), "listed")
 
     @rule(engine_id=IDS)
     def pin(self, engine_id: int) -> None:
@@ -127,6 +138,7 @@ class AnyOrder(RuleBasedStateMachine):
         world.requests += 1
         name = f"r{world.requests}"
         self.asked[name] = self.current[engine_id]
+        self.done.append(f"ask {name} of {engine_id}, {path}, {load_inplace}: {self.asked[name]}")
         lora = self.lora(engine_id, path, load_inplace=load_inplace)
         world.engine.add_request(name, world.prompt, world.sampling, lora_request=lora)
 
@@ -141,11 +153,14 @@ class AnyOrder(RuleBasedStateMachine):
     def pause_or_resume(self) -> None:
         if world.core.is_scheduler_paused():
             world.core.resume_scheduler()
+            self.done.append("resume")
         else:
+            self.done.append("pause")
             world.core.pause_scheduler("keep", clear_cache=False)
 
     @rule(steps=st.integers(1, 12))
     def step(self, steps: int) -> None:
+        self.done.append(f"{steps} steps")
         for _ in range(steps):
             if not world.core.is_scheduler_paused() and world.engine.has_unfinished_requests():
                 self.take(world.engine.step())
@@ -157,7 +172,8 @@ class AnyOrder(RuleBasedStateMachine):
                 continue
             made = output.outputs[0]
             version = self.asked.pop(name)
-            assert list(made.token_ids) == world.expected[version], (name, version, made)
+            said = [number for number, ids in enumerate(world.expected) if ids == list(made.token_ids)]
+            self.check(said == [version], (name, version, said, made))
             world.answered += 1
 
     def teardown(self) -> None:
@@ -166,10 +182,10 @@ class AnyOrder(RuleBasedStateMachine):
         world.core.resume_scheduler()
         while world.engine.has_unfinished_requests():
             self.take(world.engine.step())
-        assert not self.asked
+        self.check(not self.asked, self.asked)
         for engine_id in (1, 2, 3):
             world.engine.remove_lora(engine_id)
-        assert not world.engine.list_loras()
+        self.check(not world.engine.list_loras(), "listed at the end")
 
 
 def main() -> None:

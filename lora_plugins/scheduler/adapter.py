@@ -26,7 +26,8 @@ class Residency(StrEnum):
 class Held:
     """A request that is not admitted yet; `request` is the scheduler's own object, of which nothing is read here.
 
-    `client`: the client's request that it is part of, as beams are; empty where it is all of it.
+    `client`: the client's request that it is part of, as beams are; empty where it is all of it. `is_bound`: it named
+    this generation, and no earlier one may answer it.
     """
 
     request: Any
@@ -34,6 +35,7 @@ class Held:
     found: Found
     priority: int = 0
     client: str = ""
+    is_bound: bool = False
 
 
 @dataclass(eq=False, slots=True)

@@ -123,12 +123,14 @@ class Planner:
         now: float,
         *,
         is_other: bool = False,
+        is_bound: bool = False,
         priority: int = 0,
         client: str = "",
     ) -> None:
         """A request came, perhaps as part of a client's; a later `plan` admits or refuses it.
 
         Its adapter is the current generation of its engine id, whatever path it has, as in vLLM, unless it `is_other`.
+        Where that cannot be loaded, the one before answers, unless the request `is_bound` to it.
         """
         adapter = self._generation(spec, now, begins=is_other)
         error = self._refusals.get(spec.engine_id) or self.state.never_fits(adapter)
@@ -136,7 +138,7 @@ class Planner:
             self.state.refuse(request, error)
         else:
             order, waits_already = adapter.order, bool(adapter.held) and adapter.waits_since is not None
-            self.state.hold(adapter, request_id, Held(request, now, adapter.found, priority, client))
+            self.state.hold(adapter, request_id, Held(request, now, adapter.found, priority, client, is_bound))
             if waits_already and adapter.order == order:
                 return  # one more of those that wait changes nothing
             if adapter.waits_since is None:  # the order is that of arrivals, not of adapters within a step
@@ -188,9 +190,10 @@ class Planner:
         if error is not None:
             future.set_exception(error)
         else:
-            needs_slot = needs_slot or (is_pinned and adapter is not known)
             adapter.is_pinned = is_pinned
             adapter.calls.append(LoadCall(future, wants_slot, needs_slot))
+            if is_pinned and adapter is not known:  # its slot comes as soon as there is one, which nobody waits for
+                adapter.calls.append(LoadCall(Future(), needs_slot=True))
         self._changed(adapter, now)
         return future
 
@@ -215,9 +218,9 @@ class Planner:
     def withdraw(self, future: Future[None], error: LoRAPluginsError, now: float) -> None:
         """A caller waits no more: it gets this error, and a pin is undone."""
         for adapter in list(self.state.calling):
-            if any(call.future is future for call in adapter.calls):
-                adapter.is_pinned = adapter.is_pinned and not any(call.needs_slot for call in adapter.calls)
-                adapter.calls = [call for call in adapter.calls if call.future is not future]
+            for call in [call for call in adapter.calls if call.future is future]:
+                adapter.is_pinned = adapter.is_pinned and not call.needs_slot
+                adapter.calls.remove(call)
                 self._changed(adapter, now)
         if not future.done():
             future.set_exception(error)

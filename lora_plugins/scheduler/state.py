@@ -151,15 +151,15 @@ class State:
         before.calls, adapter.calls = [*before.calls, *adapter.calls], []
         before.is_pinned, adapter.is_pinned = before.is_pinned or adapter.is_pinned, False
         adapter.residency = Residency.ABSENT
-        self._restore(adapter, before)
+        self._restore(adapter, before, has_same=True)
         self.touched[adapter] = None
 
-    def _restore(self, adapter: Adapter, before: Adapter) -> None:
-        """Have what waits for an adapter get the generation that it was to replace."""
+    def _restore(self, adapter: Adapter, before: Adapter, *, has_same: bool = False) -> None:
+        """Have what waits for an adapter get the generation before, where it may, or where that `has_same` weights."""
         engine_id, adapter.replaces = before.spec.engine_id, None
         self.generations.restore(engine_id, before.key)
         self.current[engine_id] = self.adapters[before.key] = before
-        for request_id in list(adapter.held):
+        for request_id in [it for it, held in adapter.held.items() if has_same or not held.is_bound]:
             self.hold(before, request_id, self.release(adapter, request_id))
         self.touched[before] = None
 
@@ -352,9 +352,9 @@ class State:
         if not is_too_large and len(staying) < cache.max_adapters:
             return None
         given = sum(not other.is_pinned for other in staying)
+        also = f" and {given} that workers were given, which nobody could load again," if given else ""
         return NoFreeSlot(
-            f"{their_bytes} bytes of host memory taken by {len(staying) - given} pinned adapters, and by {given} that "
-            "workers were given, which could not be loaded again",
+            f"{len(staying) - given} pinned adapters{also} with {their_bytes} bytes in host memory",
             expected=f"room for {size_bytes} more in {cache.max_bytes}" if is_too_large else "room for one more",
             remedy="unpin or remove an adapter, or raise LORA_PLUGINS_HOST_MAX_BYTES or --max-cpu-loras",
             adapter=adapter.spec.name,

@@ -106,7 +106,8 @@ class Lifecycle:
     async def load_by_path(self, request: Any, *, moves: bool = False) -> bool:
         """Serve what lies now at the path of a request that vLLM is about to put into its table, under the name's lock.
 
-        What is served under the name is swapped, as `Swapping.swap` says. Returns False where there is nothing but what the workers may find.
+        What is served under the name is swapped, as `Swapping.swap` says. Returns False where there is nothing but what
+        the workers may find.
 
         Raises:
             LoRAPluginsError: it cannot be served; what was served goes on.

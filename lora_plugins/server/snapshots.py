@@ -115,5 +115,5 @@ class Snapshots:
 
 def _at(version: ResolvedAdapter, request: Any) -> Any:
     found = copy.copy(request)
-    found.lora_path, found.is_3d_lora_weight, found.load_inplace = str(version.path), version.is_3d, False
+    found.lora_path, found.is_3d_lora_weight = str(version.path), version.is_3d
     return found

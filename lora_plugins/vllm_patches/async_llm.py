@@ -154,7 +154,7 @@ def _adding(original: Any) -> Any:
                 return True
             snapshots = snapshots_of(self)
             with snapshots.trying(lora_request, await snapshots.take(lora_request)) as taken:
-                if is_inplace(taken) or not is_vllms(taken):  # not from the endpoint, and no directory
+                if taken is lora_request and (is_inplace(taken) or not is_vllms(taken)):  # no directory, no endpoint's
                     return await original(self, taken)
                 uri = None if taken is lora_request else absolute(lora_request.lora_path)
                 wants_slot = call.on_failure is not None

@@ -113,6 +113,7 @@ class AdmissionMixin(HeldCounts):
             request,
             time.monotonic(),
             is_other=is_other,
+            is_bound=is_inplace(request.lora_request),
             priority=request.priority if self._by_priority else 0,
             client=client_of(request.request_id),
         )

@@ -718,3 +718,29 @@ def test_what_runs_moves_after_a_pause() -> None:
     assert second.done()
     assert [it.path for it in engine.workers.host.values()] == ["/2"]
     engine.check_nothing_left()
+
+
+def test_the_next_version_of_a_pinned_one_loads_in_a_pause() -> None:
+    engine = engine_with(slots=3)
+    engine.planner.pin(spec(1), engine.now)
+    engine.run(1)
+    engine.is_paused = True
+    load = engine.planner.load(replace(spec(1), path="/elsewhere"), engine.now)
+    engine.run(1)
+    assert load.done(), "its slot comes after the pause"
+    engine.is_paused = False
+    engine.run(1)
+    (pinned,) = engine.planner.state.pinned
+    assert (pinned.spec.path, pinned.is_active) == ("/elsewhere", True)
+
+
+def test_who_named_a_broken_version_gets_no_other() -> None:
+    engine = engine_with(slots=2)
+    engine.workers.fails = lambda command: isinstance(command, Load) and command.spec.path == "/broken"
+    engine.submit(1)
+    engine.run_until_idle()
+    bound = engine.submit(replace(spec(1), path="/broken"), is_other=True)
+    late = engine.submit(1)
+    engine.run_until_idle()
+    assert isinstance(bound.refusal, InvalidAdapter)
+    assert late.ended_at is not None

@@ -96,7 +96,7 @@ class Client:
 
 
 def request(name: str = "sql", *, load_inplace: bool = False) -> Any:
-    return SimpleNamespace(lora_name=name, lora_int_id=1, lora_path="/store/aa", load_inplace=load_inplace)
+    return LoRARequest(lora_name=name, lora_int_id=1, lora_path="/store/aa", load_inplace=load_inplace)
 
 
 @pytest.fixture(autouse=True)
@@ -201,7 +201,7 @@ async def test_a_load_goes_to_the_planner_and_is_waited_for() -> None:
     assert await client.add_lora(request()) is True
     ((utility, spec, *how),) = client.engine_core.asked
     assert (utility, spec["name"], spec["path"]) == ("lora_plugins_load", "sql", "/store/aa")
-    assert how == [False], "answered as soon as it is in host memory; its request asks for the slot"
+    assert how == [False, False], "answered as soon as it is in host memory; its request asks for the slot"
     assert asyncio.get_running_loop().time() == 1
     assert client.own == []
 
@@ -324,7 +324,7 @@ def test_a_load_by_path_is_a_load_of_its_copy(adapter: LoRARequest, process: Pro
         put(Path(adapter.lora_path), adapter_files(lora_alpha=9))
         assert await client.add_lora(adapter) is True
         assert await client.remove_lora(7) is True
-        return [spec["path"] for _, spec, _ in client.engine_core.asked]
+        return [spec["path"] for _, spec, *_ in client.engine_core.asked]
 
     one, other = asyncio.run(load())
     assert one != other
