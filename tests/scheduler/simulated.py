@@ -199,7 +199,9 @@ class SimulatedEngine:
         request = Request(f"r{len(self.requests)}", of, tokens, priority, client, self.now)
         self.requests.append(request)
         self.held[request.id] = request
-        self.planner.arrived(of, request.id, request, self.now, is_other=is_other, priority=priority, client=client)
+        self.planner.arrived(
+            of, request.id, request, self.now, is_other=is_other, is_bound=is_other, priority=priority, client=client
+        )
         self.check_state()
         return request
 
