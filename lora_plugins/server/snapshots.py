@@ -33,8 +33,8 @@ class _Kept:
 class Snapshots:
     """Takes them, and leases them for as long as they are remembered.
 
-    `is_vllms` tells vLLM's `LoRARequest`s from those of other classes, which stay as they are, as do those with a path
-    in the store.
+    `is_vllms` says of a request whether it is vLLM's `LoRARequest`; those of other classes, and those with a path
+    in the store, stay as they are.
     """
 
     def __init__(self, resolver: AdapterResolver, is_vllms: Callable[[Any], bool], base_path: str) -> None:

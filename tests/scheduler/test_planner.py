@@ -720,7 +720,7 @@ def test_what_runs_moves_after_a_pause() -> None:
     engine.check_nothing_left()
 
 
-def test_the_next_version_of_a_pinned_one_loads_in_a_pause() -> None:
+def test_the_next_version_of_a_pin_loads_in_a_pause() -> None:
     engine = engine_with(slots=3)
     engine.planner.pin(spec(1), engine.now)
     engine.run(1)
