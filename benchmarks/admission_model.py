@@ -8,6 +8,7 @@ and copies run beside the steps, which they make slower.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
@@ -259,15 +260,19 @@ def _outcome(case: Case, engine: Ours | Vllm, submitted: list[Request]) -> Outco
     stuck = [first[one.id] for one in submitted if one.first_token_at is None and one.spec.engine_id in least]
     return Outcome(
         requests_per_s=len(ended) / (case.seconds - began),
-        mean_first_s=mean(first[one.id] for one in ended),
-        hot_p50_s=float(np.percentile(whole, 50)),
-        hot_p99_s=float(np.percentile(whole, 99)),
-        least_p99_s=float(np.percentile(of_least, 99)),
-        longest_s=max(*of_least, *stuck, 0.0),
+        mean_first_s=mean(first[one.id] for one in ended) if ended else math.nan,
+        hot_p50_s=_percentile(whole, 50),
+        hot_p99_s=_percentile(whole, 99),
+        least_p99_s=_percentile(of_least, 99),
+        longest_s=max([*of_least, *stuck, 0.0]),
         hit_rate=1 - engine.loads / len(submitted),
         copies=engine.copies,
         still_waiting=sum(one.first_token_at is None for one in submitted),
     )
+
+
+def _percentile(times_s: list[float], percent: int) -> float:
+    return float(np.percentile(times_s, percent)) if times_s else math.nan  # none ended in this time
 
 
 def twice(case: Case) -> tuple[Outcome, Outcome]:
