@@ -38,7 +38,7 @@ from typing import Any
 
 from cachetools import LRUCache
 
-from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 from lora_plugins.scheduler.adapter import Adapter, Held, LoadCall
 from lora_plugins.scheduler.admission import begin, forget_expected, join, pass_on
 from lora_plugins.scheduler.host_cache import HostCache
@@ -54,6 +54,7 @@ from lora_plugins.scheduler.messages import (
     Report,
     Slots,
 )
+from lora_plugins.scheduler.pins import takes_last_slot, why_not
 from lora_plugins.scheduler.state import State, resolve
 from lora_plugins.scheduler.stats import Stats
 
@@ -231,7 +232,11 @@ class Planner:
         The future raises NoFreeSlot where too little would be left for others, AdapterNotFound for a retired one, or
         what `load` raises.
         """
-        error = self._pin_error(spec)
+        is_retired = spec.engine_id in self._refusals
+        retired = self._refusals.get(spec.engine_id) or AdapterNotFound(
+            "a version that is being removed", adapter=spec.name
+        )
+        error = retired if is_retired else why_not(self.state, spec)
         if error is not None:
             future: Future[None] = Future()
             future.set_exception(error)
@@ -243,33 +248,6 @@ class Planner:
             self._changed(adapter, now)
             self._refuse_what_never_fits(now)
         return future
-
-    def _pin_error(self, spec: AdapterSpec) -> LoRAPluginsError | None:
-        state, cache = self.state, self.state.cache
-        if spec.engine_id in self._refusals:
-            retired = AdapterNotFound("a version that is being removed", adapter=spec.name)
-            return self._refusals[spec.engine_id] or retired
-        # Two versions of one name are pinned for as long as the old one drains.
-        staying = [adapter for adapter in state.staying if adapter.spec.name != spec.name]
-        pinned = [adapter for adapter in state.pinned if adapter.spec.name != spec.name]
-        places = min(state.slots.pointed or state.slots.copied, cache.max_adapters)
-        if len(pinned) + 1 >= places:
-            return _no_slot_left(places, len(pinned), spec.name)
-        if cache.max_bytes is None:
-            return None
-        free_bytes = cache.max_bytes - sum(cache.expected_bytes(it) for it in [spec, *(it.spec for it in staying)])
-        served = [adapter.spec for adapter in state.current.values()]
-        served += [known for known, _ in cache.known_bytes.values()]
-        kept = {spec.name, *(adapter.spec.name for adapter in staying)}
-        names = sorted({it.name for it in served if cache.expected_bytes(it) > free_bytes} - kept)
-        if not names:
-            return None
-        return NoFreeSlot(
-            f"a pin that would leave {max(0, free_bytes)} bytes of host memory, too few for {', '.join(names)}",
-            expected="room for each adapter that is served",
-            remedy="unpin or unload an adapter, or raise LORA_PLUGINS_HOST_MAX_BYTES",
-            adapter=spec.name,
-        )
 
     def unpin(self, engine_id: int, now: float) -> bool:
         """Allow a pinned adapter to be evicted; returns whether it was pinned."""
@@ -435,30 +413,17 @@ class Planner:
         self.state.settle(now)
 
     def _check_pinned(self, adapter: Adapter, now: float) -> None:
-        """Fail a pin that would take the last slot of its kind, which is known only once it is loaded."""
-        pool = self.state.pool_of(adapter)
-        others = [
-            it for it in self.state.pinned if it.spec.name != adapter.spec.name and self.state.pool_of(it) is pool
-        ]
-        if adapter.is_pinned and adapter.is_loaded and len(others) + 1 >= pool.size:
+        """Undo a pin that turns out to take the last slot of its kind."""
+        if (error := takes_last_slot(self.state, adapter)) is not None:
             adapter.is_pinned = False
             for call in [call for call in adapter.calls if call.needs_slot]:
-                self.withdraw(call.future, _no_slot_left(pool.size, len(others), adapter.spec.name), now)
+                self.withdraw(call.future, error, now)
 
     def _refuse_what_never_fits(self, now: float) -> None:
         for adapter in list(self.state.absent):
             if (error := self.state.never_fits(adapter)) is not None:
                 self.state.fail(adapter, error)
                 self._changed(adapter, now)
-
-
-def _no_slot_left(slots: int, pinned: int, name: str) -> NoFreeSlot:
-    return NoFreeSlot(
-        f"{slots} slots, of which {pinned} are pinned",
-        expected="one slot at least that is left for all others",
-        remedy="unpin an adapter, or raise --max-loras",
-        adapter=name,
-    )
 
 
 def _all_of(futures: list[Future[None]]) -> Future[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ PROMPTS = [f"{PREFIX}{end}" for end in ("The quick brown fox", "A request names 
 VERSIONS = ("sql", "chat", "stable")
 LOADS = times(2000, short=60)
 STREAMS = 4
+LONG_TOKENS = 120
 ARGUMENTS = ("--max-loras", "1", "--max-cpu-loras", "3", "--block-size", "32", "--num-gpu-blocks-override", "96")
 
 
@@ -74,8 +76,8 @@ class Served:
             assert "host" not in self.view(name)["tiers"]
 
 
-def body_of(name: str, prompt: str) -> dict[str, Any]:
-    fixed = {"max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+def body_of(name: str, prompt: str, max_tokens: int = MAX_TOKENS) -> dict[str, Any]:
+    fixed = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     return {"model": name, "prompt": prompt, **fixed}
 
 
@@ -150,6 +152,34 @@ def test_versions_by_path_are_stamped_refreshed_and_rolled_back(served: Served, 
     assert list(leases.iterdir())
     assert served.call("POST", "/v1/unload_lora_adapter", {"lora_name": name}).status_code == 200
     assert not list(leases.iterdir()), "the store may remove it"
+
+
+def test_a_refresh_moves_what_runs_where_asked(served: Served, tmp_path: Path) -> None:
+    directory = served.put(tmp_path / "moving", "sql")
+    served.load("moving", directory)
+    first = served.view("moving")["digest"]
+    served.ask("moving")
+    with ThreadPoolExecutor() as threads:
+        running = threads.submit(served.call, "POST", "/v1/completions", body_of("moving", PROMPTS[0], LONG_TOKENS))
+        while not served.view("moving")["requests_in_flight"]:
+            assert not running.done()
+        served.put(directory, "chat")
+        moved = served.call("POST", "/v1/loras/moving/refresh", {"running": "inflight"})
+        second = moved.json()["digest"]
+        late = served.ask("moving")
+        assert not running.done(), "what came later is answered beside it, in the one slot"
+        answer = running.result()
+    (began_with, began_at), (went_on_with, moved_at) = answer.json()["kv_transfer_params"]["lora_versions"]
+    assert (began_with, began_at, went_on_with) == (first, 0, second)
+    assert answer.headers["x-lora-digest"] == first
+    assert (late.headers["x-lora-digest"], tokens_of(late)) == (second, served.answers["chat", PROMPTS[0]])
+    reference = Reference(served.bed.base)
+    paths = (served.bed.adapters / "sql", served.bed.adapters / "chat")
+    prompt_ids = reference.prompt_ids(PROMPTS[0])
+    assert tokens_of(answer) == reference.moved(*paths, prompt_ids, moved_at, LONG_TOKENS)
+    back = served.call("POST", "/v1/loras/moving/rollback", {"running": "inflight"})
+    assert back.json()["digest"] == first
+    served.answers_like("moving", "sql")
 
 
 def test_what_vllm_would_load_and_we_refuse_is_refused(served: Served, tmp_path: Path) -> None:
