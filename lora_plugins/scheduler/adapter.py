@@ -119,12 +119,17 @@ class Adapter:
     @property
     def stays(self) -> bool:
         """Whether it keeps its host memory: pinned, or nobody could load it again."""
-        return self.is_pinned or (self.spec.is_given and not self.is_retired)
+        return self.is_pinned or (self.spec.given > 0 and not self.is_retired)
 
     @property
     def is_idle(self) -> bool:
         """Whether it could lose its host memory: it is loaded, and nothing uses it, waits for it, or moves it."""
         return self.can_be_displaced and not self.is_wanted and not self.stays and self.replaces is None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether something runs with it, waits for it, or moves it."""
+        return self.is_in_flight or self.is_wanted or self.is_activating
 
     @property
     def can_be_displaced(self) -> bool:

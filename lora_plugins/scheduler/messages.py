@@ -35,7 +35,7 @@ class AdapterSpec:
         is_3d: whether it holds its experts' weights in one tensor each, as vLLM's `is_3d_lora_weight` says.
         size_bytes: what its files say that it will take of host memory.
         lora_request: the caller's own, where it is of a subclass of vLLM's: who wrote that knows how to load it.
-        is_given: workers were given it past the plan, and nobody could load it again.
+        given: the number by which workers know what they were given past the plan, and nobody could load again.
     """
 
     engine_id: int
@@ -45,7 +45,7 @@ class AdapterSpec:
     is_3d: bool = False
     size_bytes: int = 0
     lora_request: Any = None
-    is_given: bool = False
+    given: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ class Planner:
         Its adapter is the current generation of its engine id, whatever path it has, as in vLLM, unless it `is_other`.
         Where that cannot be loaded, the one before answers, unless the request `is_bound` to it.
         """
-        adapter = self._generation(spec, now, begins=is_other)
+        adapter = self._generation(spec, begins=is_other)
         error = self._refusals.get(spec.engine_id) or self.state.never_fits(adapter)
         if error is not None:
             self.state.refuse(request, error)
@@ -183,9 +183,9 @@ class Planner:
         be.
         """
         known = self.state.known(spec.engine_id)
-        adapter = self._generation(spec, now, begins=is_other or (known is not None and known.spec.path != spec.path))
+        adapter = self._generation(spec, begins=is_other or (known is not None and known.spec.path != spec.path))
         is_pinned = known is not None and known.is_pinned
-        adapter.moves = moves and adapter.replaces is not None
+        adapter.moves = adapter.replaces is not None and (moves or (adapter is known and adapter.moves))
         future: Future[None] = Future()
         error = self._refusals.get(spec.engine_id) or self.state.never_fits(adapter)
         if error is not None:
@@ -207,7 +207,15 @@ class Planner:
             else:
                 futures.append(self.load(change.spec, now, is_other=True))
         self._refuse_what_never_fits(now)
-        return _all_of(futures)
+        whole = _all_of(futures)
+        whole.add_done_callback(lambda done: self._withdraw_rest(done, futures, now))
+        return whole
+
+    def _withdraw_rest(self, done: Future[None], futures: list[Future[None]], now: float) -> None:
+        error = None if done.cancelled() else done.exception()
+        for future in futures:
+            if isinstance(error, LoRAPluginsError) and not future.done():
+                self.withdraw(future, error, now)
 
     def withdraw_loads(self, error: LoRAPluginsError, now: float) -> None:
         """Callers that wait for room get this error; those that wait for a slot go on waiting."""
@@ -302,12 +310,13 @@ class Planner:
             self._was_paused, self._is_changed = is_paused, False
             state.settle(now)
             self._look_at = forget_expected(state, now)
+            if not is_paused:
+                plan.moved = self._move_all(now)  # before what comes is given a slot of its own
             resolve(answer_calls(state, is_paused=is_paused))
             state.settle(now)
             without_room = load_wanted(state, now, is_paused=is_paused)  # before those to be evicted run again
             state.settle(now)
             if not is_paused:
-                plan.moved = self._move_all(now)
                 plan.admitted, waiting = begin(state, now)
                 state.settle(now)
                 look_at = pass_on(state, now, waiting, without_room, self._patience_s)
@@ -339,7 +348,7 @@ class Planner:
                         self._refuse_what_never_fits(now)
                     if adapter.is_loaded:
                         if adapter.replaces is not None and not adapter.moves:
-                            self._replace(adapter, adapter.replaces, now)
+                            self._replace(adapter, now)
                         resolve(take_loaded(adapter))
                 case Activated():
                     self.stats.activate_seconds.observe(report.activate_s)
@@ -368,20 +377,16 @@ class Planner:
 
     # --- after a change ---
 
-    def _generation(self, spec: AdapterSpec, now: float, *, begins: bool) -> Adapter:
+    def _generation(self, spec: AdapterSpec, *, begins: bool) -> Adapter:
         """The current generation; a new one where there is none, or where another `begins`.
 
         Requests wait for that one from now on; the one before serves what it has, and goes once the new one is loaded.
         """
         state, engine_id = self.state, spec.engine_id
-        replaces = state.known(engine_id)
+        replaces, evicted = state.known(engine_id), state.cache.known_bytes.get(engine_id)
         if replaces is not None and not begins:
             return replaces
-        if replaces is not None and (not replaces.is_loaded or replaces.replaces is not None):
-            superseded, replaces = replaces, replaces.replaces  # what waits for that one still gets it
-            superseded.replaces = None
-            self._retire(superseded, now)
-        if begins:
+        if begins or (evicted is not None and evicted[0].path != spec.path):
             state.generations.begin(engine_id)
         key, is_retired = state.generations.key_of(engine_id), engine_id in self._refusals
         adapter = state.adapters[key] = Adapter(spec, key, weights=key, is_retired=is_retired, replaces=replaces)
@@ -389,21 +394,29 @@ class Planner:
             state.current[engine_id] = adapter
         return adapter
 
-    def _replace(self, adapter: Adapter, before: Adapter, now: float) -> None:
-        adapter.replaces = None
+    def _replace(self, adapter: Adapter, now: float) -> None:
+        """Retire all that an adapter replaces, which is loaded by now."""
         self.state.touched[adapter] = None
-        self._retire(before, now)
+        before, adapter.replaces = adapter.replaces, None
+        while before is not None:
+            self._retire(before, now)
+            before.replaces, before = None, before.replaces
 
     def _move_all(self, now: float) -> list[Adapter]:
         moved = []
         for adapter in list(self.state.moving):
-            if (before := adapter.replaces) is None:
-                continue
-            if before.is_in_flight and before.is_active and before.is_instant == adapter.is_instant:
+            before = adapter.replaces
+            while before is not None and not before.is_in_flight:
+                before = before.replaces
+            if before is not None and before.is_active and before.is_instant == adapter.is_instant:
+                between = adapter.replaces
+                while between is not None and between is not before:
+                    self._retire(between, now)
+                    between.replaces, between = None, between.replaces
                 self.state.move(adapter, before)
                 moved.append(before)
-            else:
-                self._replace(adapter, before, now)
+            elif adapter.replaces is not None:
+                self._replace(adapter, now)
         self.state.settle(now)
         return moved
 

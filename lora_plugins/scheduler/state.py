@@ -140,6 +140,7 @@ class State:
     def move(self, adapter: Adapter, before: Adapter) -> None:
         """Have what runs with the generation before go on with this one's weights, and all that waits with it."""
         self.commands.append(Move(before.key, adapter.key))
+        self._release_slot(adapter)
         size_bytes = self.cache.remove(adapter.key)
         self.cache.loaded(before.key, adapter.spec, size_bytes, adapter.load_s)
         before.spec, before.weights, before.load_s, before.rank = (
@@ -157,8 +158,13 @@ class State:
     def _restore(self, adapter: Adapter, before: Adapter, *, has_same: bool = False) -> None:
         """Have what waits for an adapter get the generation before, where it may, or where that `has_same` weights."""
         engine_id, adapter.replaces = before.spec.engine_id, None
-        self.generations.restore(engine_id, before.key)
-        self.current[engine_id] = self.adapters[before.key] = before
+        self.adapters[before.key] = before
+        later = next((it for it in self.adapters.values() if it.replaces is adapter), None)
+        if later is not None:
+            later.replaces = before
+        else:
+            self.generations.restore(engine_id, before.key)
+            self.current[engine_id] = before
         for request_id in [it for it, held in adapter.held.items() if has_same or not held.is_bound]:
             self.hold(before, request_id, self.release(adapter, request_id))
         self.touched[before] = None
@@ -346,7 +352,7 @@ class State:
                 remedy="raise LORA_PLUGINS_HOST_MAX_BYTES",
                 adapter=adapter.spec.name,
             )
-        staying = [other for other in self.staying if other is not adapter]
+        staying = [other for other in self.staying if other not in (adapter, adapter.replaces)]
         their_bytes = sum(cache.expected_bytes(other.spec) for other in staying)
         is_too_large = cache.max_bytes is not None and their_bytes + size_bytes > cache.max_bytes
         if not is_too_large and len(staying) < cache.max_adapters:

@@ -185,9 +185,9 @@ def _calling(original: Any) -> Any:
         try:
             result = original(self, *args, **kwargs)
         except Exception:
-            _take_back(self, self.model_executor.collective_rpc("lora_plugins_changes"))
+            _take_back(self, _changes(self))
             raise
-        of_workers: list[list[Change]] = self.model_executor.collective_rpc("lora_plugins_changes")
+        of_workers = _changes(self)
         if not any(of_workers):
             return result
         agreed = _agreed(of_workers)
@@ -201,7 +201,7 @@ def _calling(original: Any) -> Any:
 
         def end(answer: Answer) -> Any:
             if answer.error is not None:
-                _take_back(self, of_workers)
+                _take_back(self, of_workers, is_planned=True)
             return true_or_raise(answer) and result
 
         return then(answer_of(self, planner.given(agreed, time.monotonic())), end)
@@ -209,12 +209,21 @@ def _calling(original: Any) -> Any:
     return collective_rpc
 
 
-def _take_back(core: Any, of_workers: list[list[Change]]) -> None:
+def _changes(core: Any) -> list[list[Change]]:
+    """What each worker was given and told to remove; the n-th of all is known by one number in each."""
+    first = core.scheduler.given_numbers
+    of_workers: list[list[Change]] = core.model_executor.collective_rpc("lora_plugins_changes", args=(first,))
+    core.scheduler.given_numbers += max(map(len, of_workers), default=0)
+    return of_workers
+
+
+def _take_back(core: Any, of_workers: list[list[Change]], *, is_planned: bool = False) -> None:
     """What not all workers have, or there is no room for, none keeps; what one has removed, none has."""
     changes = [change for of_worker in of_workers for change in of_worker]
-    given = {change.engine_id for change in changes if change.spec is not None}
+    given = {change.spec.given for change in changes if change.spec is not None}
     core.model_executor.collective_rpc("lora_plugins_forget_given", args=(given,))
-    _planner(core).given([change for change in changes if change.spec is None], time.monotonic())
+    removed = [Change(change.engine_id) for change in changes if change.spec is None or is_planned]
+    _planner(core).given(removed, time.monotonic())
 
 
 def _agreed(of_workers: list[list[Change]]) -> list[Change] | None:
@@ -268,7 +277,8 @@ def _scheduler(core: Any) -> Any:
 
 
 def _planner_if_any(core: Any) -> Planner | None:
-    planner: Planner | None = getattr(core.scheduler, "planner", None)
+    scheduler = getattr(core, "scheduler", None)  # none yet, where vLLM calls workers while it makes an engine
+    planner: Planner | None = getattr(scheduler, "planner", None)
     return planner
 
 

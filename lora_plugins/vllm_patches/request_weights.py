@@ -11,6 +11,7 @@ from typing import Any
 
 from lora_plugins.ledger import Patch
 from lora_plugins.scheduler.adapter import Adapter
+from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.store.layout import is_digest
 from lora_plugins.worker.lora_request import lora_request
 
@@ -52,6 +53,12 @@ def move(request: Any, adapter: Adapter, hash_block_size: int) -> None:
     request.lora_request = lora_request(adapter.spec.name, adapter.key, path, is_3d=adapter.spec.is_3d)
     del request.block_hashes[request.num_computed_tokens // hash_block_size :]
     request.update_block_hashes()
+
+
+def has_weights_of(request: Any, adapter: Adapter | None, spec: AdapterSpec) -> bool:
+    """Whether a request was computed with what this generation has, or had when it was evicted."""
+    path = spec.path if adapter is None else _path(adapter)
+    return bool(request.lora_request.lora_path in (path, f"{spec.path}#{request.lora_request.lora_int_id}"))
 
 
 def tokens_of(request: Any) -> int:

@@ -29,6 +29,7 @@ from lora_plugins.vllm_patches.request_errors import refused_output
 from lora_plugins.vllm_patches.request_weights import (
     VERSIONS,
     assign,
+    has_weights_of,
     is_in_store,
     move,
     name_of,
@@ -53,6 +54,7 @@ class AdmissionMixin(HeldCounts):
         self.planner = planner_of(vllm_config)
         # By which versions an answer is computed, each from which token on, where it is not the one asked for.
         self._versions: dict[str, list[tuple[str, int]]] = {}
+        self.given_numbers = 1  # of what workers were given past the plan
         self._refused: list[tuple[Any, LoRAPluginsError]] = []
         self.uris: LRUCache[int, str] = LRUCache(_REMEMBERED)  # what adapters were loaded from, by engine id
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
@@ -99,7 +101,9 @@ class AdmissionMixin(HeldCounts):
         """Hold a session for the weights that it began with: its KV cache is of these."""
         generations, key = self.planner.state.generations, session.lora_request.lora_int_id  # type: ignore[union-attr]
         spec = self._known_spec(generations.engine_id_of(key))
-        if spec is None or generations.key_of(spec.engine_id) != key:
+        is_current = spec is not None and generations.key_of(spec.engine_id) == key
+        adapter = self.planner.state.adapters.get(key)  # type: ignore[union-attr]
+        if spec is None or not is_current or not has_weights_of(session, adapter, spec):
             error = AdapterNotFound("a version that was replaced meanwhile", adapter=session.lora_request.lora_name)
             self._refused.append((session, error))
         else:
@@ -161,7 +165,8 @@ class AdmissionMixin(HeldCounts):
     def spec_of(self, lora_request: Any) -> AdapterSpec:
         """What the planner knows an adapter by, of vLLM's `LoRARequest`."""
         known = None if self.planner is None else self.planner.state.current.get(lora_request.lora_int_id)
-        if known is not None and known.spec.path == lora_request.lora_path and is_vllms(lora_request):
+        is_same = known is not None and known.spec.path == lora_request.lora_path and is_vllms(lora_request)
+        if known is not None and is_same and not (known.spec.given and is_inplace(lora_request)):
             return known.spec
         return AdapterSpec(
             lora_request.lora_int_id,
@@ -212,9 +217,20 @@ class AdmissionMixin(HeldCounts):
         for adapter in adapters:
             for name in adapter.running:
                 request = self.requests[name]  # type: ignore[attr-defined]
+                if not (request.num_computed_tokens or request.num_output_tokens):
+                    assign(request, adapter)  # nothing of it is computed
+                    self._versions[name] = [(weights_of(adapter), 0)]
+                    continue
                 versions = self._versions.setdefault(name, [(name_of(request.lora_request.lora_path), 0)])
                 versions.append((weights_of(adapter), tokens_of(request)))
                 move(request, adapter, self.hash_block_size)  # type: ignore[attr-defined]
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        """As vLLM's; what has moved is computed again with the weights that it has now, and under their keys."""
+        super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+        if len(self._versions.get(request.request_id, ())) > 1:
+            adapter = self.planner.state.of_request[request.request_id]  # type: ignore[union-attr]
+            move(request, adapter, self.hash_block_size)  # type: ignore[attr-defined]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """As vLLM's, with what the workers report, and errors for requests that were refused."""
@@ -320,6 +336,7 @@ LEDGER = (
         vllm.v1.core.sched.scheduler:
             Scheduler.__init__(self, vllm_config, ...)
             Scheduler._enqueue_waiting_request(self, request)
+            Scheduler._preempt_request(self, request, timestamp, drop_stale_output)
             Scheduler{requests, waiting, lora_config, hash_block_size}
         vllm.v1.core.sched.request_queue:
             RequestQueue.remove_requests(self, requests)

@@ -117,14 +117,15 @@ def _step(self: Any, commands: Sequence[Command], wait_s: float) -> list[Report 
     return _reports(manager, wait_s)
 
 
-def _changes(self: Any) -> list[Change]:
-    """What this worker was given past the plan, and told to remove, since the last call."""
-    return list(manager_of(self).take_changes())
+def _changes(self: Any, first_number: int) -> list[Change]:
+    """What this worker was given past the plan, and told to remove, since the last call, with numbers from this one."""
+    manager = manager_of(self)
+    return [] if manager is None else list(manager.take_changes(first_number))
 
 
-def _forget_given(self: Any, engine_ids: set[int]) -> None:
+def _forget_given(self: Any, numbers: set[int]) -> None:
     """Drop what was given, and is not planned yet."""
-    manager_of(self).jobs.forget_given(engine_ids)
+    manager_of(self).jobs.forget_given(numbers)
 
 
 def _finish_jobs(self: Any) -> None:

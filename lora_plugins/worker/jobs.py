@@ -83,7 +83,7 @@ class Jobs:
     """Everything that this worker holds, by key, and what it is doing.
 
     Attributes:
-        given: what callers have added past the plan, by engine id, until it is planned.
+        given: what callers have added past the plan, with its engine id, by number, until it is planned.
 
     Args:
         read: parses and checks the adapter in a directory.
@@ -100,7 +100,7 @@ class Jobs:
         agreement: Agreement,
     ) -> None:
         self.entries: dict[int, Entry] = {}
-        self.given: dict[int, LoadedAdapter] = {}
+        self.given: dict[int, tuple[int, LoadedAdapter]] = {}
         self.times = LoadTimes()
         self._read = read
         self._files = files
@@ -175,7 +175,7 @@ class Jobs:
         is_alone = not self._running
         self._running.add(command.job)
         spec = command.spec
-        if spec.is_given:
+        if spec.given:
             self._take_given(command.job, entry)
         elif is_alone and self._files.is_here(spec.path) and self.times.take(spec.size_bytes):
             self._read_from(command.job, entry, spec.path)
@@ -184,7 +184,8 @@ class Jobs:
             self._loader.submit(partial(self._run_load, command.job, entry))
 
     def _take_given(self, job: int, entry: Entry) -> None:
-        adapter = entry.adapter = self.given.pop(entry.spec.engine_id, None)
+        _, adapter = self.given.pop(entry.spec.given, (0, None))
+        entry.adapter = adapter
         if adapter is None:
             error = AdapterNotFound("an adapter that workers were given, and have lost", remedy="add it again")
             self._fail(job, entry, error)
@@ -196,18 +197,18 @@ class Jobs:
     def engine_ids(self) -> set[int]:
         """Of all adapters that are here, and that nobody has removed."""
         here = (it for it in self.entries.values() if it.adapter is not None and not it.is_removed)
-        return {entry.spec.engine_id for entry in here} | self.given.keys()
+        return {entry.spec.engine_id for entry in here} | {engine_id for engine_id, _ in self.given.values()}
 
     def forget(self, engine_id: int) -> None:
         """A caller has removed an adapter: what is planned of it stays until it is evicted."""
-        self.forget_given([engine_id])
+        self.forget_given([number for number, (of, _) in self.given.items() if of == engine_id])
         for entry in self.entries.values():
             entry.is_removed = entry.is_removed or entry.spec.engine_id == engine_id
 
-    def forget_given(self, engine_ids: Iterable[int]) -> None:
+    def forget_given(self, numbers: Iterable[int]) -> None:
         """Drop what callers have added, and is not planned yet."""
-        for engine_id in engine_ids:
-            self.given.pop(engine_id, None)
+        for number in numbers:
+            self.given.pop(number, None)
 
     def _activate(self, command: Activate) -> None:
         entry = self.entries.get(command.key)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         self.has_told_slots = False
         self.whole_model: ModelModules | None = None
         self._dummies: set[LoRARequest] = set()
-        self._changes: list[Change] = []
+        self._changes: list[tuple[Change, LoadedAdapter | None]] = []
 
     def create_lora_manager(self, model: torch.nn.Module, vllm_config: Any) -> Any:
         """As vLLM's, with the threads that load beside it."""
@@ -206,9 +207,8 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             adapter = self._read(AdapterSpec(engine_id, name, path, lora_request=lora_request), path)
         except Exception as error:
             raise loading.explained(error, name) from error
-        self.jobs.given[engine_id] = adapter
-        given = AdapterSpec(engine_id, name, path, size_bytes=adapter.size_bytes, is_given=True)
-        self._changes.append(Change(engine_id, given))
+        spec = AdapterSpec(engine_id, name, path, size_bytes=adapter.size_bytes)
+        self._changes.append((Change(engine_id, spec), adapter))
         return True
 
     def remove_adapter(self, adapter_id: int) -> bool:
@@ -217,13 +217,20 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             return False
         super().remove_adapter(adapter_id)  # where vLLM has added it, as for a warm-up
         self.jobs.forget(adapter_id)
-        self._changes.append(Change(adapter_id))
+        self._changes = [(change, None if change.engine_id == adapter_id else it) for change, it in self._changes]
+        self._changes.append((Change(adapter_id), None))
         return True
 
-    def take_changes(self) -> list[Change]:
-        """What callers have added and removed since the last call, in order."""
+    def take_changes(self, first_number: int) -> list[Change]:
+        """What callers have added and removed since the last call, in order, numbered from this one on."""
         changes, self._changes = self._changes, []
-        return changes
+        taken = []
+        for number, (change, adapter) in enumerate(changes, first_number):
+            if adapter is not None:
+                self.jobs.given[number] = change.engine_id, adapter
+            spec = None if change.spec is None else replace(change.spec, given=number)
+            taken.append(Change(change.engine_id, spec))
+        return taken
 
     def remove_all_adapters(self) -> None:
         """Remove what was not planned, such as vLLM's dummies."""
@@ -232,7 +239,8 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
 
     def list_adapters(self) -> set[int]:
         """VLLM's ids of the adapters that are in host memory."""
-        return self.jobs.engine_ids | set(super().list_adapters())
+        added = {change.engine_id for change, adapter in self._changes if adapter is not None}
+        return self.jobs.engine_ids | added | set(super().list_adapters())
 
 
 def _without(mapping: LoRAMapping, owners: Sequence[int | None]) -> LoRAMapping:

@@ -651,7 +651,7 @@ def test_a_pin_passes_to_the_next_version() -> None:
 
 
 def given(engine: SimulatedEngine, key: int, size_bytes: int = 100) -> Future[None]:
-    return engine.planner.given([Change(key, replace(spec(key, size_bytes), is_given=True))], engine.now)
+    return engine.planner.given([Change(key, replace(spec(key, size_bytes), given=1))], engine.now)
 
 
 def test_what_workers_were_given_is_never_evicted_for_room() -> None:
@@ -663,7 +663,7 @@ def test_what_workers_were_given_is_never_evicted_for_room() -> None:
     engine.submit(replace(spec(1), path=""))
     engine.run_until_idle()
     assert all(request.ended_at is not None for request in engine.requests)
-    assert [it.engine_id for it in engine.workers.host.values() if it.is_given] == [1]
+    assert [it.engine_id for it in engine.workers.host.values() if it.given] == [1]
 
 
 def test_who_needs_the_room_of_what_was_given_hears_why() -> None:

@@ -100,7 +100,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
     @rule(key=KEYS, is_removed=st.booleans())
     def workers_are_given_an_adapter(self, key: int, is_removed: bool) -> None:
-        removal, given = Change(key), Change(key, replace(self.spec(key), is_given=True))
+        removal, given = Change(key), Change(key, replace(self.spec(key), given=1))
         self.calls.append(self.engine.planner.given([removal, given] if is_removed else [given], self.engine.now))
 
     @rule(key=KEYS)

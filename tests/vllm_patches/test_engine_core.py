@@ -466,7 +466,7 @@ def test_slots_are_written_again_once_nothing_sleeps(core: Any, monkeypatch: pyt
 
 
 def added(number: int, size_bytes: int = 100) -> Change:
-    return Change(number, AdapterSpec(number, f"adapter-{number}", "/stub", size_bytes=size_bytes, is_given=True))
+    return Change(number, AdapterSpec(number, f"adapter-{number}", "/stub", size_bytes=size_bytes, given=number))
 
 
 def test_what_callers_add_in_workers_is_planned_when_they_return(proc: tuple[Any, Engine]) -> None:
@@ -475,7 +475,7 @@ def test_what_callers_add_in_workers_is_planned_when_they_return(proc: tuple[Any
     assert not future.done()
     assert answer_of(engine, future) == ["done", "done"]
     (load,) = engine.commands
-    assert (load.spec.is_given, load.spec.size_bytes) == (True, 140)
+    assert (bool(load.spec.given), load.spec.size_bytes) == (True, 140)
     core.scheduler.add_request(request("a", 1))
     engine.run()
     assert len(engine.tokens_of("a")) == 3

@@ -52,12 +52,8 @@ def test_a_batch_is_computed_with_the_slots_of_its_adapters(make_manager: Make, 
 # --- what callers add and remove past the plan ---
 
 
-def given(adapter: Adapter) -> AdapterSpec:
-    return replace(adapter.spec, is_given=True)
-
-
 def changes_of(manager: Any) -> list[tuple[int, bool]]:
-    return [(change.engine_id, change.spec is not None) for change in manager.take_changes()]
+    return [(change.engine_id, change.spec is not None) for change in manager.take_changes(1)]
 
 
 def test_what_a_caller_adds_is_here_and_in_no_slot(make_manager: Make, adapters: list[Adapter], kernels: str) -> None:
@@ -66,8 +62,8 @@ def test_what_a_caller_adds_is_here_and_in_no_slot(make_manager: Make, adapters:
     assert manager.add_adapter(adapters[1].request()) is True
     assert manager.list_adapters() == {1, 2}
     adapters[1].vanish()
-    (change,) = manager.take_changes()
-    assert (change.engine_id, change.spec.name, change.spec.is_given) == (2, adapters[1].name, True)
+    (change,) = manager.take_changes(1)
+    assert (change.engine_id, change.spec.name, bool(change.spec.given)) == (2, adapters[1].name, True)
     assert change.spec.size_bytes > 0
     assert slots_of(manager)[:2] == [1, None]
     manager.begin_step([Load(change.spec, 2, 77)])
@@ -87,10 +83,11 @@ def test_what_is_here_is_added_again_only_in_place(make_manager: Make, tmp_path:
     assert changes_of(manager) == []
     manager.set_active_adapters({old.request(load_inplace=True)}, None)  # a request says so for ever
     assert holds(manager, old)
+    assert manager.add_adapter(make_adapter(tmp_path / "b", 1, seed=12).request(load_inplace=True)) is True
     assert manager.add_adapter(new.request(load_inplace=True)) is True
-    assert changes_of(manager) == [(1, True)]
+    first, second = manager.take_changes(6)
     assert holds(manager, old), "until the scheduler says"
-    manager.begin_step([Load(given(new), 1001, 77), Evict(1)])
+    manager.begin_step([Load(first.spec, 1000, 76), Load(second.spec, 1001, 77), Evict(1)])
     assert isinstance(ended(manager, 77), Loaded)
     put(manager, replace(new, adapter_id=1001), 1)
     assert wrong_answers(manager, replace(new, adapter_id=1001)) == []
@@ -116,9 +113,10 @@ def test_what_a_caller_removes_is_gone_for_later_requests(make_manager: Make, ad
 def test_what_was_given_and_forgotten_fails(make_manager: Make, adapters: list[Adapter]) -> None:
     manager = make_manager()
     manager.add_adapter(adapters[0].request())
-    manager.jobs.forget_given({1})
+    (change,) = manager.take_changes(9)
+    manager.jobs.forget_given({9})
     assert manager.list_adapters() == set()
-    manager.begin_step([Load(given(adapters[0]), 1, 77)])
+    manager.begin_step([Load(change.spec, 1, 77)])
     report = ended(manager, 77)
     assert isinstance(report, Failed)
     assert isinstance(report.error, AdapterNotFound)

@@ -1,0 +1,119 @@
+"""Generations that replace one another: which one a name stands for, what they take, and what becomes of slots."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lora_plugins.errors import InvalidAdapter
+from lora_plugins.scheduler.messages import Change, Load
+from tests.scheduler.simulated import SimulatedEngine, SimulatedWorkers, make_planner, spec
+
+
+def engine_with(is_instant=True, **options) -> SimulatedEngine:
+    return SimulatedEngine(make_planner(**options), SimulatedWorkers(is_instant=lambda _: is_instant))
+
+
+def moved(engine: SimulatedEngine, path: str, **more):
+    return engine.planner.load(replace(spec(1), path=path), engine.now, moves=True, **more)
+
+
+@pytest.mark.parametrize("is_instant", [True, False])
+def test_add_lora_in_flight_takes_no_second_slot(is_instant: bool) -> None:
+    """EngineCore.add_lora passes wants_slot=True: the new generation gets the free slot, then is moved."""
+    engine = engine_with(is_instant, slots=2, max_adapters=4)
+    old = engine.submit(1, tokens=100)
+    engine.run(1)
+    for number in range(3):
+        load = moved(engine, f"/new{number}", wants_slot=True)
+        engine.run(0.5)
+        assert load.done()
+    assert old.ended_at is None
+    state = engine.planner.state
+    assert {it.residency for pool in (state.copied, state.pointed) for it in pool.owners} == {"loaded"}
+
+
+@pytest.mark.parametrize("is_instant", [True, False])
+def test_refresh_in_flight_of_a_pinned_adapter(is_instant: bool) -> None:
+    """lifecycle.refresh(moves=True), wants_slot=False; the pin's own call takes the second slot."""
+    engine = engine_with(is_instant, slots=3, max_adapters=4)
+    engine.planner.pin(spec(1), engine.now)
+    engine.run(1)
+    engine.submit(1, tokens=100)
+    engine.run(1)
+    load = moved(engine, "/new")
+    engine.run(1)
+    assert load.done()
+    state = engine.planner.state
+    assert {it.residency for pool in (state.copied, state.pointed) for it in pool.owners} == {"loaded"}
+
+
+def test_a_move_makes_no_copy_of_its_own() -> None:
+    """As on a GPU, where a copy takes a job: its report comes after the move."""
+    engine = engine_with(False, slots=2, max_adapters=4)
+    engine.workers.activate_s = lambda _: 0.5
+    engine.submit(1, tokens=100)
+    engine.run(2)
+    load = moved(engine, "/new", wants_slot=True)
+    engine.run(2)
+    assert load.done()
+
+
+def test_a_move_leaves_the_other_slots_to_others() -> None:
+    engine = engine_with(True, slots=2, max_adapters=4)
+    engine.submit(1, tokens=200)
+    engine.run(1)
+    moved(engine, "/new", wants_slot=True)
+    engine.run(0.5)
+    other = engine.submit(2, tokens=2)
+    engine.run(5)
+    assert other.ended_at is not None, "a slot is free, since one of two runs"
+
+
+def test_a_given_adapter_is_replaced_in_its_one_place() -> None:
+    """vLLM's default (max_loras = max_cpu_loras = 1); a trainer gives the next weights in the place of the last."""
+    engine = engine_with(True, slots=1, max_adapters=1)
+    first = engine.planner.given([Change(1, replace(spec(1), given=1))], engine.now)
+    engine.run(1)
+    assert first.exception(timeout=0) is None
+    second = engine.planner.given([Change(1, replace(spec(1), given=1))], engine.now)
+    engine.run(1)
+    assert second.exception(timeout=0) is None
+
+
+def test_true_means_done_when_the_next_version_is_broken() -> None:
+    engine = engine_with(slots=2, max_adapters=4)
+    engine.workers.fails = lambda command: isinstance(command, Load) and command.spec.path == "/v3"
+    engine.planner.load(replace(spec(1), path="/v1"), engine.now)
+    engine.run(1)
+    second = engine.planner.load(replace(spec(1), path="/v2"), engine.now)
+    third = engine.planner.load(replace(spec(1), path="/v3"), engine.now)
+    engine.run(1)
+    assert second.exception(timeout=0) is None
+    assert isinstance(third.exception(timeout=0), InvalidAdapter)
+    assert engine.planner.state.current[1].spec.path == "/v2"
+
+
+def test_the_next_version_is_broken_and_there_was_none_before() -> None:
+    engine = engine_with(slots=2, max_adapters=4)
+    engine.workers.fails = lambda command: isinstance(command, Load) and command.spec.path == "/v3"
+    second = engine.planner.load(replace(spec(1), path="/v2"), engine.now)
+    third = engine.planner.load(replace(spec(1), path="/v3"), engine.now)
+    engine.run(1)
+    assert second.exception(timeout=0) is None
+    assert third.exception(timeout=0) is not None
+    assert 1 in engine.planner.state.current, "its add_lora said True"
+
+
+def test_a_load_without_moves_takes_no_move_back() -> None:
+    """pin_lora (or prefetch) while the version that is to move is being loaded."""
+    engine = engine_with(slots=3, max_adapters=4)
+    old = engine.submit(1, tokens=100)
+    engine.run(1)
+    load = moved(engine, "/new")
+    engine.planner.load(replace(spec(1), path="/new"), engine.now, wants_slot=True)
+    engine.run(1)
+    assert load.done()
+    assert old.ended_at is None
+    assert [it.path for it in engine.workers.host.values()] == ["/new"]
