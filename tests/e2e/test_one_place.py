@@ -163,15 +163,17 @@ def test_a_client_that_retries_at_once_is_answered(one_place: OnePlace) -> None:
 
 
 def test_a_retry_of_what_cannot_be_loaded_gets_its_error(one_place: OnePlace) -> None:
-    """Its store entry went while others had its place."""
+    """Its store entry, and the directory that it came from, went while others had its place."""
 
     async def run() -> None:
         async with one_place.client() as client:
             assert await ids_of(client, "fixed") == one_place.bed.answers["stable"]
             models = (await client.get("/v1/models")).json()["data"]
-            stored = Path(next(model["root"] for model in models if model["id"] == "fixed"))
+            given = Path(next(model["root"] for model in models if model["id"] == "fixed"))
+            stored = Path((await client.get("/v1/loras/fixed")).json()["path"])
             assert await ids_of(client, "chat") == one_place.bed.answers["chat"]
-            stored.rename(stored.with_name("away"))
+            for directory in (given, stored):
+                directory.rename(directory.with_name("away"))
             for trial in range(TRIALS):
                 async with asyncio.timeout(SOON_S):
                     answer = await retry_while_room_is_made(client, "fixed", trial)

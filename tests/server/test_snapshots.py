@@ -126,7 +126,7 @@ async def test_the_callers_own_request_stays_as_it_is(bed: Bed) -> None:
     request = bed.request(load_inplace=True)
     found = await bed.snapshots.of(request)
     assert request == bed.request(load_inplace=True)
-    assert (found.lora_name, found.lora_int_id, found.load_inplace) == ("policy", 1, False)
+    assert (found.lora_name, found.lora_int_id, found.load_inplace) == ("policy", 1, True), "for the planner"
 
 
 @runs
