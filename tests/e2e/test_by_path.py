@@ -29,7 +29,7 @@ PROMPTS = [f"{PREFIX}{end}" for end in ("The quick brown fox", "A request names 
 VERSIONS = ("sql", "chat", "stable")
 LOADS = times(2000, short=60)
 STREAMS = 4
-LONG_TOKENS = 120
+LONG_TOKENS = 600  # a second or two, in which a version is loaded
 ARGUMENTS = ("--max-loras", "1", "--max-cpu-loras", "3", "--block-size", "32", "--num-gpu-blocks-override", "96")
 
 
@@ -176,7 +176,8 @@ def test_a_refresh_moves_what_runs_where_asked(served: Served, tmp_path: Path) -
     reference = Reference(served.bed.base)
     paths = (served.bed.adapters / "sql", served.bed.adapters / "chat")
     prompt_ids = reference.prompt_ids(PROMPTS[0])
-    assert tokens_of(answer) == reference.moved(*paths, prompt_ids, moved_at, LONG_TOKENS)
+    compared = moved_at + MAX_TOKENS
+    assert tokens_of(answer)[:compared] == reference.moved(*paths, prompt_ids, moved_at, compared)
     back = served.call("POST", "/v1/loras/moving/rollback", {"running": "inflight"})
     assert back.json()["digest"] == first
     served.answers_like("moving", "sql")
