@@ -124,7 +124,7 @@ class Adapter:
     @property
     def is_idle(self) -> bool:
         """Whether it could lose its host memory: it is loaded, and nothing uses it, waits for it, or moves it."""
-        return self.can_be_displaced and not self.is_wanted and not self.stays and self.replaces is None
+        return self.is_loaded and not self.is_used and not self.stays and self.replaces is None
 
     @property
     def is_used(self) -> bool:

@@ -74,7 +74,8 @@ def _victims(state: State, adapter: Adapter, before: list[Adapter]) -> list[int]
     if not before:
         victims = cache.victims([size_bytes], state.idle)
         if victims is None and (old := adapter.replaces) is not None and old.is_loaded and not old.is_used:
-            victims = cache.victims([size_bytes], {**state.idle, old.key: old})  # loaded again, if this one cannot be
+            # It is loaded again if this one cannot be; what workers were given is gone then, as its caller replaced it.
+            victims = cache.victims([size_bytes], {**state.idle, old.key: old})
         if victims is not None or adapter is not state.reserved_for:
             return victims
         drained = {other.key: other for other in state.draining if other.can_be_displaced}

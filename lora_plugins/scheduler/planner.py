@@ -394,29 +394,27 @@ class Planner:
             state.current[engine_id] = adapter
         return adapter
 
-    def _replace(self, adapter: Adapter, now: float) -> None:
-        """Retire all that an adapter replaces, which is loaded by now."""
+    def _replace(self, adapter: Adapter, now: float, until: Adapter | None = None) -> None:
+        """Retire all that an adapter replaces, which is loaded by now; the last first, and none from `until` on."""
         self.state.touched[adapter] = None
         before, adapter.replaces = adapter.replaces, None
-        while before is not None:
-            self._retire(before, now)
-            before.replaces, before = None, before.replaces
+        while before is not until and before is not None:
+            replaced, before = before, before.replaces
+            replaced.replaces = None
+            self._retire(replaced, now)
 
     def _move_all(self, now: float) -> list[Adapter]:
         moved = []
         for adapter in list(self.state.moving):
-            before = adapter.replaces
-            while before is not None and not before.is_in_flight:
-                before = before.replaces
-            if before is not None and before.is_active and before.is_instant == adapter.is_instant:
-                between = adapter.replaces
-                while between is not None and between is not before:
-                    self._retire(between, now)
-                    between.replaces, between = None, between.replaces
-                self.state.move(adapter, before)
-                moved.append(before)
-            elif adapter.replaces is not None:
-                self._replace(adapter, now)
+            runs = adapter.replaces
+            while runs is not None and not runs.is_in_flight:
+                runs = runs.replaces
+            if runs is not None and not (runs.is_active and runs.is_instant == adapter.is_instant):
+                runs = None  # what runs with it finishes
+            self._replace(adapter, now, until=runs)
+            if runs is not None:
+                self.state.move(adapter, runs)
+                moved.append(runs)
         self.state.settle(now)
         return moved
 
@@ -433,10 +431,15 @@ class Planner:
                 self.withdraw(call.future, error, now)
 
     def _refuse_what_never_fits(self, now: float) -> None:
-        for adapter in list(self.state.absent):
-            if (error := self.state.never_fits(adapter)) is not None:
-                self.state.fail(adapter, error)
-                self._changed(adapter, now)
+        self.state.settle(now)
+        is_new = True
+        while is_new:  # what is refused one generation may wait for the one before then
+            is_new = False
+            for adapter in list(self.state.absent):
+                if (error := self.state.never_fits(adapter)) is not None:
+                    self.state.fail(adapter, error)
+                    self._changed(adapter, now)
+                    is_new = True
 
 
 def _all_of(futures: list[Future[None]]) -> Future[None]:

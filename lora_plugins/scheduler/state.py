@@ -143,12 +143,8 @@ class State:
         self._release_slot(adapter)
         size_bytes = self.cache.remove(adapter.key)
         self.cache.loaded(before.key, adapter.spec, size_bytes, adapter.load_s)
-        before.spec, before.weights, before.load_s, before.rank = (
-            adapter.spec,
-            adapter.key,
-            adapter.load_s,
-            adapter.rank,
-        )
+        before.spec, before.weights = adapter.spec, adapter.key
+        before.load_s, before.rank = adapter.load_s, adapter.rank
         before.calls, adapter.calls = [*before.calls, *adapter.calls], []
         before.is_pinned, adapter.is_pinned = before.is_pinned or adapter.is_pinned, False
         adapter.residency = Residency.ABSENT
@@ -164,7 +160,8 @@ class State:
             later.replaces = before
         else:
             self.generations.restore(engine_id, before.key)
-            self.current[engine_id] = before
+            if not before.is_retired:
+                self.current[engine_id] = before
         for request_id in [it for it, held in adapter.held.items() if has_same or not held.is_bound]:
             self.hold(before, request_id, self.release(adapter, request_id))
         self.touched[before] = None

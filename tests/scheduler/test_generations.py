@@ -117,3 +117,23 @@ def test_a_load_without_moves_takes_no_move_back() -> None:
     assert load.done()
     assert old.ended_at is None
     assert [it.path for it in engine.workers.host.values()] == ["/new"]
+
+
+def test_all_versions_that_turn_out_too_large_are_refused() -> None:
+    """They are larger than their files say: what waits for the second waits for the first once that is known."""
+    workers = SimulatedWorkers(size_bytes=lambda it: it.size_bytes * (2 if it.engine_id == 1 else 1))
+    engine = SimulatedEngine(make_planner(slots=1, max_bytes=100, max_adapters=6), workers)
+    refused = [engine.submit(spec(1, 100), tokens=1, is_other=is_other) for is_other in (True, True, False)]
+    later = engine.submit(spec(2, 50), tokens=1)
+    engine.run_until_idle(100)
+    assert ([request.refusal.code for request in refused], later.refusal) == (["L004"] * 3, None)
+
+
+def test_a_version_between_two_moves_nothing_any_more() -> None:
+    engine = engine_with(slots=2, max_adapters=3)
+    engine.planner.pin(spec(1), engine.now)
+    load = engine.planner.load(spec(1), engine.now, is_other=True, moves=True)
+    engine.submit(spec(1), tokens=1, is_other=True)
+    engine.run_until_idle()
+    assert load.done()
+    assert not engine.planner.state.moving

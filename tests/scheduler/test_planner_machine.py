@@ -141,9 +141,9 @@ class PlannerMachine(RuleBasedStateMachine):
     def step(self) -> None:
         engine, state = self.engine, self.engine.planner.state
         in_flight = {engine.key_of(request) for request in (*engine.running.values(), *engine.waiting.values())}
-        in_use = {state.adapters[key].slot for key in in_flight} | {it.slot for it in state.pinned if it.is_active}
-        replaced = {adapter.replaces for adapter in state.moving}
-        pinned = {adapter.key for adapter in state.pinned if adapter.is_active and adapter not in replaced}
+        replaced = {adapter.replaces for adapter in state.adapters.values()}  # its place may be all that the next has
+        pinned = {adapter for adapter in state.pinned if adapter.is_active and adapter not in replaced}
+        in_use = {state.adapters[key].slot for key in in_flight} | {adapter.slot for adapter in pinned}
         staying = {it.key for it in state.staying if it.is_loaded and it not in replaced}
         plan = engine.step()
         moved = {command.key for command in plan.commands if isinstance(command, Move)}
@@ -151,7 +151,7 @@ class PlannerMachine(RuleBasedStateMachine):
         assert not (moved and engine.is_paused)
         commanded = {command.key for command in plan.commands if not isinstance(command, Load | Move)}
         assert not commanded & in_flight, "an adapter in flight is moved"
-        assert not commanded & pinned, "a pinned adapter is moved"
+        assert not commanded & {adapter.key for adapter in pinned}, "a pinned adapter is moved"
         evicted = {command.key for command in plan.commands if isinstance(command, Evict)}
         assert not evicted & staying, "an adapter that nobody could load again is evicted"
         written = {command.slot for command in plan.commands if isinstance(command, Activate)}
