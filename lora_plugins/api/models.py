@@ -44,6 +44,11 @@ class SwapRequest(BaseModel):
         default="finish", description="whether they finish on the weights that they began with, or go on with the new"
     )
 
+    @property
+    def moves(self) -> bool:
+        """Whether they go on with the new weights."""
+        return self.running == "inflight"
+
 
 class RollbackRequest(SwapRequest):
     """Which version to go back to; without one, the one before."""

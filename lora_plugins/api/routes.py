@@ -179,10 +179,9 @@ async def refresh(
     if_match: _IfMatch = None,
 ) -> VersionStatus:
     """Look for a new version at the source now, and swap to it; ends the effect of a rollback."""
-    change = _Change(lifecycle, lora_name)
+    change, body = _Change(lifecycle, lora_name), body or SwapRequest()
     async with _as_http():
-        moves = body is not None and body.running == "inflight"
-        is_swapped = await lifecycle.refresh(lora_name, expects=_expected(if_match), moves=moves)
+        is_swapped = await lifecycle.refresh(lora_name, expects=_expected(if_match), moves=body.moves)
     return change.done("swapped to a new version" if is_swapped else "serves the newest version")
 
 
@@ -196,8 +195,7 @@ async def rollback(
     """Go back to the version before, or to a kept one, and stay there until the next refresh."""
     change, body = _Change(lifecycle, lora_name), body or RollbackRequest()
     async with _as_http():
-        moves = body.running == "inflight"
-        adapter = await lifecycle.roll_back(lora_name, body.digest, expects=_expected(if_match), moves=moves)
+        adapter = await lifecycle.roll_back(lora_name, body.digest, expects=_expected(if_match), moves=body.moves)
     return change.done(f"rolled back to {(adapter.held_digest or '')[:12]}")
 
 

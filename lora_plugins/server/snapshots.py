@@ -6,13 +6,15 @@ is cached of other bytes is not found. No vLLM, no torch; for one event loop at 
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
+from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, LoRAPluginsError
 from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.resolvers.uris import absolute
 from lora_plugins.resolvers.versions import ResolvedAdapter
@@ -23,11 +25,11 @@ REMEMBERED = 10_000
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """The path that a caller gave, its copy, and the one before, which requests that still run may need."""
+    """The path that a caller gave, its copy, and what was before, which requests that still run may need."""
 
     given: str
     version: ResolvedAdapter
-    before: ResolvedAdapter | None = None
+    before: _Kept | None = None
 
 
 class Snapshots:
@@ -42,6 +44,7 @@ class Snapshots:
         self._is_vllms = is_vllms
         self._base_path = base_path
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
+        self._trying: dict[int, object] = {}
         self._locks = NameLocks()
 
     async def of(self, request: Any) -> Any:
@@ -55,7 +58,7 @@ class Snapshots:
         """
         if (known := self.known(request)) is not None:
             return known
-        async with self._locks[str(request.lora_int_id)]:
+        async with self._lock(request):
             if (known := self.known(request)) is not None:
                 return known
             version, kept = await self.take(request), self._kept.get(request.lora_int_id)
@@ -83,31 +86,75 @@ class Snapshots:
 
     @contextmanager
     def trying(self, request: Any, version: ResolvedAdapter | None) -> Iterator[Any]:
-        """Inside, the engine loads what this gives; unless that raises, the engine id stands for `version` then."""
+        """Inside, the engine loads what this gives; the engine id stands for `version` then.
+
+        It does not where that raises, or where it is forgotten meanwhile.
+        """
+        engine_id, this = request.lora_int_id, object()
+        kept = None if version is None else _Kept(request.lora_path, version)
+        self._trying[engine_id] = this
         try:
             yield request if version is None else _at(version, request)
         except BaseException:
-            self._drop(version)
+            self._drop(kept)
             raise
-        if version is None:
-            self.forget(request.lora_int_id)
-            return
-        old = self._kept.pop(request.lora_int_id, None)
-        self._kept[request.lora_int_id] = _Kept(request.lora_path, version, None if old is None else old.version)
-        self._drop(None if old is None else old.before)
-        if len(self._kept) > REMEMBERED:
-            self.forget(next(iter(self._kept)))
+        else:
+            if self._trying.get(engine_id) is this:
+                self._remember(engine_id, kept)
+            else:
+                self._drop(kept)
+        finally:
+            if self._trying.get(engine_id) is this:
+                del self._trying[engine_id]
+
+    @asynccontextmanager
+    async def adding(self, request: Any) -> AsyncIterator[Any]:
+        """As `take` and `trying`; one after the other for each engine id, as the engine takes them up."""
+        async with self._lock(request):
+            with self.trying(request, await self.take(request)) as taken:
+                yield taken
 
     def forget(self, engine_id: int) -> None:
         """An engine id stands for nothing any more."""
-        kept = self._kept.pop(engine_id, None)
-        if kept is not None:
-            self._drop(kept.version)
-            self._drop(kept.before)
+        self._trying.pop(engine_id, None)
+        self._drop(self._kept.pop(engine_id, None))
 
-    def _drop(self, version: ResolvedAdapter | None) -> None:
-        if version is not None:
-            self._resolver.drop(version)
+    def forget_all(self) -> None:
+        """The engine client is gone."""
+        for engine_id in [*self._kept, *self._trying]:
+            self.forget(engine_id)
+
+    def refused(self, taken: Any, error: LoRAPluginsError) -> None:
+        """The engine refuses what `of` gave: where it is for its bytes, the id stands for what it did before."""
+        kept = self._kept.get(taken.lora_int_id)
+        is_for_bytes = isinstance(error, InvalidAdapter | IncompatibleAdapter)
+        if not is_for_bytes or kept is None or str(kept.version.path) != taken.lora_path:
+            return
+        if kept.before is None:
+            self.forget(taken.lora_int_id)
+        else:
+            self._kept[taken.lora_int_id] = kept.before
+            self._drop(replace(kept, before=None))
+
+    def _remember(self, engine_id: int, kept: _Kept | None) -> None:
+        old = self._kept.pop(engine_id, None)
+        if kept is None:
+            self._drop(old)
+            return
+        if old is not None:
+            self._drop(old.before)
+            kept = replace(kept, before=replace(old, before=None))
+        self._kept[engine_id] = kept
+        if len(self._kept) > REMEMBERED:
+            self.forget(next(iter(self._kept)))
+
+    def _drop(self, kept: _Kept | None) -> None:
+        while kept is not None:
+            self._resolver.drop(kept.version)
+            kept = kept.before
+
+    def _lock(self, request: Any) -> asyncio.Lock:
+        return self._locks[str(request.lora_int_id)]
 
     def _stays(self, request: Any) -> bool:
         return not self._is_vllms(request) or self._resolver.store.layout.digest_of(request.lora_path) is not None

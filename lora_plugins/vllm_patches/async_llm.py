@@ -91,6 +91,7 @@ def snapshots_of(client: Any) -> Snapshots:
     if snapshots is None:
         base_path = client.vllm_config.model_config.model
         snapshots = process.snapshots[client] = Snapshots(process.resolver, is_vllms, base_path)
+        weakref.finalize(client, snapshots.forget_all)
     return snapshots
 
 
@@ -152,8 +153,7 @@ def _adding(original: Any) -> Any:
         try:
             if call.by_path is not None and await call.by_path(lora_request):
                 return True
-            snapshots = snapshots_of(self)
-            with snapshots.trying(lora_request, await snapshots.take(lora_request)) as taken:
+            async with snapshots_of(self).adding(lora_request) as taken:
                 if taken is lora_request and (is_inplace(taken) or not is_vllms(taken)):  # no directory, no endpoint's
                     return await original(self, taken)
                 uri = None if taken is lora_request else absolute(lora_request.lora_path)
@@ -225,6 +225,7 @@ async def _watched(original: Any, call: inspect.BoundArguments, error_of_output:
         error = error_of_output(output)
         if error is not None:
             events.emit(RequestRefused(name, error))
+            snapshots_of(client).refused(lora_request, error)
             response.error = http_error(error)
             raise response.error
         if not has_begun:

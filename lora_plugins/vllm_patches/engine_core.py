@@ -221,7 +221,8 @@ def _take_back(core: Any, of_workers: list[list[Change]], *, is_planned: bool = 
     """What not all workers have, or there is no room for, none keeps; what one has removed, none has."""
     changes = [change for of_worker in of_workers for change in of_worker]
     given = {change.spec.given for change in changes if change.spec is not None}
-    core.model_executor.collective_rpc("lora_plugins_forget_given", args=(given,))
+    if given:
+        core.model_executor.collective_rpc("lora_plugins_forget_given", args=(given,))
     removed = [Change(change.engine_id) for change in changes if change.spec is None or is_planned]
     _planner(core).given(removed, time.monotonic())
 

@@ -19,14 +19,14 @@ from cachetools import LRUCache
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
+from lora_plugins.process import this_process
 from lora_plugins.vllm_patches.async_llm import has_planner, removing, snapshots_of
 from lora_plugins.vllm_patches.request_errors import error_in, error_in_tensor
 
 T = TypeVar("T")
 _thread = ThreadPoolExecutor(1, "lora-plugins-snapshots")
-_refused: LRUCache[str, LoRAPluginsError] = LRUCache(
-    10_000
-)  # of requests that the engine is about to refuse, by their ids
+# Of requests that the engine is about to refuse, by their ids.
+_refused: LRUCache[str, LoRAPluginsError] = LRUCache(10_000)
 # An engine id and a path for each of these, by which the engine can find nothing.
 _NOWHERE, _refused_ids = "/dev/null/refused", itertools.count(1 << 29)
 
@@ -86,41 +86,42 @@ def _stepping(original: Any) -> Any:
     def step(self: Any) -> Any:
         outputs = original(self)
         for output in outputs:
-            if output.finished:
-                _explain(output)
+            error = _explain(output) if output.finished else None
+            taken = getattr(output, "lora_request", None)  # not of a pooling request
+            if error is not None and taken is not None and (snapshots := this_process().snapshots.get(self)):
+                snapshots.refused(taken, error)
         return outputs
 
     return step
 
 
-def _explain(output: Any) -> None:
+def _explain(output: Any) -> LoRAPluginsError | None:
     """Put an error's text where the user finds it: the stop reason; of a pooling request, its own error."""
     refused = _refused.pop(output.request_id, None)
     if hasattr(output.outputs, "data"):
         error = error_in_tensor(output.outputs.data)
-        if error is not None:
-            error = refused or error
-            _say(output.request_id, error)
-            output.outputs.data = output.outputs.data[:0]
-            if hasattr(output, "error"):
-                output.error = _request_error(error)
-        return
-    for one in output.outputs:
-        error = error_in(one.stop_reason)
-        if error is not None:
-            error = refused or error
-            one.stop_reason = str(error)
-            _say(output.request_id, error)
+        if error is None:
+            return None
+        error = refused or error
+        output.outputs.data = output.outputs.data[:0]
+        if hasattr(output, "error"):
+            output.error = _request_error(error)
+    else:
+        error = None
+        for one in output.outputs:
+            if (its_error := error_in(one.stop_reason)) is not None:
+                error = refused or its_error
+                one.stop_reason = str(error)
+        if error is None:
+            return None
+    logger.warning("Request %s was not answered: %s", output.request_id, error)
+    return error
 
 
 def _request_error(error: LoRAPluginsError) -> Any:
     from vllm.outputs import RequestError
 
     return RequestError(code=error.code, message=str(error), retryable=error.retry_after_s is not None)
-
-
-def _say(request_id: str, error: LoRAPluginsError) -> None:
-    logger.warning("Request %s was not answered: %s", request_id, error)
 
 
 LEDGER = (

@@ -57,8 +57,8 @@ def move(request: Any, adapter: Adapter, hash_block_size: int) -> None:
 
 def has_weights_of(request: Any, adapter: Adapter | None, spec: AdapterSpec) -> bool:
     """Whether a request was computed with what this generation has, or had when it was evicted."""
-    path = spec.path if adapter is None else _path(adapter)
-    return bool(request.lora_request.lora_path in (path, f"{spec.path}#{request.lora_request.lora_int_id}"))
+    key = request.lora_request.lora_int_id
+    return bool(request.lora_request.lora_path == _path_of(spec, key if adapter is None else adapter.weights))
 
 
 def tokens_of(request: Any) -> int:
@@ -67,9 +67,13 @@ def tokens_of(request: Any) -> int:
 
 
 def _path(adapter: Adapter) -> str:
+    return _path_of(adapter.spec, adapter.weights)
+
+
+def _path_of(spec: AdapterSpec, weights: int) -> str:
     """A path that no other weights have: where it is not in the store, with the load that read it."""
-    path, key = adapter.spec.path, adapter.weights
-    return path if is_in_store(path) or key == adapter.spec.engine_id else f"{path}#{key}"
+    is_enough = is_in_store(spec.path) or weights == spec.engine_id
+    return spec.path if is_enough else f"{spec.path}#{weights}"
 
 
 LEDGER = (

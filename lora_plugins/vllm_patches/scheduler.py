@@ -134,9 +134,9 @@ class AdmissionMixin(HeldCounts):
 
     def is_other(self, lora_request: Any) -> bool:
         """Whether it names other bytes than those of its id: what a path of the store has never changes."""
-        known = self._known_spec(lora_request.lora_int_id)
         if not is_inplace(lora_request):
             return False
+        known = self._known_spec(lora_request.lora_int_id)
         is_same_path = known is not None and known.path == lora_request.lora_path
         return not (is_same_path and is_in_store(lora_request.lora_path))
 
@@ -356,7 +356,7 @@ LEDGER = (
         """,
         what="get_scheduler_cls returns a subclass (Admission) of what it names; its methods are extended: a request "
         "that names an adapter enters no queue until the planner admits it; lora_config is copied, with as many "
-        "max_loras as workers have slots. Ids of requests are read, to admit what one client asked for as one.",
+        "max_loras as workers have slots. Ids of requests are read, to admit what one client asked for as one",
         why="no running request waits for an adapter that is not in its slot",
         remove="vLLM's scheduler asks a plugin before it takes a request from its queue",
     ),

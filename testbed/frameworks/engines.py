@@ -127,14 +127,11 @@ class Offline(Engine):
             raise
 
 
-class Async(Engine):
-    """`AsyncLLM`, its engine in a process of its own."""
+class Reading(Engine):
+    """One whose answers are read in tasks; `_read` sets the event of its answer once that has begun."""
 
-    def __init__(self, **settings: Any) -> None:
-        from vllm import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        super().__init__(AsyncLLM.from_engine_args(AsyncEngineArgs(**settings)))
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
         self._tasks: dict[str, asyncio.Task[Said]] = {}
         self._begins: dict[str, asyncio.Event] = {}
 
@@ -143,6 +140,25 @@ class Async(Engine):
         self._begins[name] = asyncio.Event()
         self._tasks[name] = asyncio.create_task(self._read(name, lora, tokens, salt))
         return name
+
+    async def _begun(self, name: str) -> None:
+        await self._begins[name].wait()
+
+    async def _end(self, name: str) -> Said:
+        return await self._tasks[name]
+
+    @abstractmethod
+    async def _read(self, name: str, lora: Any, tokens: int, salt: str | None) -> Said: ...
+
+
+class Async(Reading):
+    """`AsyncLLM`, its engine in a process of its own."""
+
+    def __init__(self, **settings: Any) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        super().__init__(AsyncLLM.from_engine_args(AsyncEngineArgs(**settings)))
 
     async def _read(self, name: str, lora: Any, tokens: int, salt: str | None) -> Said:
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -159,12 +175,6 @@ class Async(Engine):
         finally:
             self._begins[name].set()
         return said_in(last)
-
-    async def _begun(self, name: str) -> None:
-        await self._begins[name].wait()
-
-    async def _end(self, name: str) -> Said:
-        return await self._tasks[name]
 
 
 def prompt_with(salt: str | None) -> Any:

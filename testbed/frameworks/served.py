@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 
-from testbed.frameworks.engines import Engine, Said
+from testbed.frameworks.engines import Engine, Reading, Said
 from testbed.frameworks.routes import IN_PLACE_ROUTE, OWN_TABLE_ROUTE
 from testbed.frameworks.versions import PROMPT, Files
 
 LONGEST_S = 120.0
 
 
-class Served(Engine):
+class Served(Reading):
     """Adapters are asked for by their names; `call` posts JSON to a path."""
 
     def __init__(self, url: str) -> None:
         super().__init__(None)
         self._client = httpx.AsyncClient(base_url=url, timeout=LONGEST_S)
-        self._tasks: dict[str, asyncio.Task[Said]] = {}
-        self._begins: dict[str, asyncio.Event] = {}
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         answer = await self._client.post(method, json=kwargs)
         result: Any = answer.status_code if answer.status_code == 200 else f"{answer.status_code}: {answer.text}"
         self.calls.append([method, result])
         return result
-
-    def _begin(self, lora: Any, tokens: int, salt: str | None) -> str:
-        name = next(self._names)
-        self._begins[name] = asyncio.Event()
-        self._tasks[name] = asyncio.create_task(self._read(name, lora, tokens, salt))
-        return name
 
     async def _read(self, name: str, lora: str, tokens: int, salt: str | None) -> Said:
         body: dict[str, Any] = {"model": lora, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0}
@@ -58,12 +49,6 @@ class Served(Engine):
         finally:
             self._begins[name].set()
         return ids
-
-    async def _begun(self, name: str) -> None:
-        await self._begins[name].wait()
-
-    async def _end(self, name: str) -> Said:
-        return await self._tasks[name]
 
 
 async def in_place_at_one_path(engine: Engine, files: Files) -> AsyncIterator[tuple[str, Said]]:

@@ -162,6 +162,56 @@ async def test_a_load_that_fails_changes_nothing(bed: Bed) -> None:
 
 
 @runs
+async def test_two_adds_at_once_leave_the_engines_last(bed: Bed) -> None:
+    engine: list[str] = []
+
+    async def add(alpha: int, load_s: float) -> None:
+        bed.publish(alpha)
+        async with bed.snapshots.adding(bed.request(load_inplace=True)) as taken:
+            await asyncio.sleep(load_s)
+            engine.append(taken.lora_path)
+
+    first = asyncio.create_task(add(1, 0.3))
+    while not bed.leased:
+        await asyncio.sleep(0.01)
+    await asyncio.gather(first, add(2, 0.0))
+    assert (len(set(engine)), await bed.path()) == (2, engine[-1])
+
+
+@runs
+async def test_what_is_removed_while_it_is_added_is_read_again(bed: Bed) -> None:
+    async with bed.snapshots.adding(bed.request()):
+        bed.snapshots.forget(1)
+    assert bed.leased == 0
+    bed.publish(2)
+    assert await bed.alpha() == 2
+
+
+@runs
+async def test_what_the_engine_refuses_is_read_again(bed: Bed) -> None:
+    error = InvalidAdapter("a tensor", expected="another", remedy="mend it")
+    taken = await bed.snapshots.of(bed.request())
+    bed.publish(2)
+    bed.snapshots.refused(taken, NoFreeSlot("full"))
+    assert (bed.leased, await bed.alpha()) == (1, 1), "its bytes are right"
+    bed.snapshots.refused(taken, error)
+    assert (bed.leased, await bed.alpha()) == (0, 2)
+    bed.publish(3)
+    later = await bed.snapshots.of(bed.request(load_inplace=True))
+    for _ in range(2):
+        bed.snapshots.refused(later, error)
+        assert (bed.leased, await bed.alpha()) == (1, 2), "the one before answers"
+
+
+@runs
+async def test_a_client_that_is_gone_leases_nothing(bed: Bed) -> None:
+    for engine_id in (1, 2):
+        await bed.add(engine_id=engine_id)
+    bed.snapshots.forget_all()
+    assert bed.leased == 0
+
+
+@runs
 async def test_two_versions_of_an_id_are_leased_at_most(bed: Bed) -> None:
     for alpha in (1, 2, 2, 3):
         bed.publish(alpha)

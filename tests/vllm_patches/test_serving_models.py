@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,11 +40,8 @@ class EngineClient:
 class NoSnapshots:
     """Of what is not loaded by the endpoint."""
 
-    async def take(self, request: Any) -> None:
-        """Nothing."""
-
-    @contextmanager
-    def trying(self, request: Any, version: None) -> Iterator[Any]:
+    @asynccontextmanager
+    async def adding(self, request: Any) -> AsyncIterator[Any]:
         yield request
 
 
