@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from lora_plugins.adapter.json_bounds import check_json
 from lora_plugins.adapter.patterns import Deadline, SuffixPatterns
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
 T = TypeVar("T")
 
 CONFIG_FILE = "adapter_config.json"
+ORIGINAL_CONFIG_FILE = "adapter_config.original.json"  # in the store: as its source has it (adapter/canonical.py)
 MAX_CONFIG_BYTES = 16 << 20  # a list of every expert of Qwen3-235B takes more than 1 MiB
 MAX_RANK = 1 << 16
 
@@ -125,6 +127,10 @@ def parse_config(data: bytes) -> AdapterConfig:
 
 
 def _json_object(data: bytes) -> dict[str, Any]:
+    try:
+        check_json(data)
+    except ValueError as error:
+        raise _broken(str(error), "the few keys that PEFT writes") from None
     try:
         raw = json.loads(data.decode("utf-8"))
     except UnicodeDecodeError:

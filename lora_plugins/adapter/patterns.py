@@ -2,11 +2,14 @@
 
 The patterns are regular expressions written by whoever made the adapter, and vLLM runs them inside the engine loop.
 The `regex` package (which vLLM uses as well) can stop a match that takes too long, so what would hang an engine is
-refused here.
+refused here. Compiling is under no deadline: counted repeats, each of which multiplies what is compiled, are counted
+before. What still takes long ends the process that reads the adapter (`lora_plugins/verification`), and no other.
 """
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
@@ -17,8 +20,14 @@ from lora_plugins.errors import InvalidAdapter
 
 BUDGET_S = 1.0
 MAX_PATTERN_CHARACTERS = 10_000  # compiling is under no deadline, and takes longer the longer the pattern
+MAX_REPEATS = 100_000  # `(?:a{100}){1000}`; no pattern for module names has more than a few `\d{1,3}`
 
-_PLAIN = regex.compile(r"[\w.-]+")
+# Names, some perhaps with their dots escaped, and alternatives of these.
+_NAME = r"(?:[\w.-]|\\[.-])+"
+_NAMES = regex.compile(rf"{_NAME}(?:\|{_NAME})*+")
+_ONE_NAME = regex.compile(_NAME)
+_ESCAPE = regex.compile(r"\\(.)")
+_BRACES = regex.compile(r"\{([^}]*)")
 
 T = TypeVar("T")
 
@@ -43,6 +52,12 @@ class Deadline:
                 expected=f"at most {MAX_PATTERN_CHARACTERS}",
                 remedy=f"write {field} with plain module names",
             )
+        if _repeats(pattern) > MAX_REPEATS:
+            raise InvalidAdapter(
+                f"a pattern in {field} whose counted repeats multiply to more than {MAX_REPEATS}",
+                expected="patterns without nested repetition",
+                remedy=f"write {field} with plain module names",
+            )
         try:
             compiled = self._compiled.get(pattern)
             if compiled is None:
@@ -65,11 +80,28 @@ class Deadline:
             ) from None
 
 
+def _repeats(pattern: str) -> int:
+    """The product of all counts in braces, whatever they stand for: nested or not, a reader of patterns may differ."""
+    counts = []
+    for braces in _BRACES.findall(pattern):
+        numbers = (re.sub(r"\D", "", part).lstrip("0") for part in braces.split(","))
+        counts.append(max((int(number[:10]) for number in numbers if number), default=1))
+    return math.prod(max(1, count) for count in counts[:100]) if len(counts) <= 100 else MAX_REPEATS + 1
+
+
+def _names_in(pattern: str) -> list[str]:
+    """The names that this pattern is alternatives of; none where it is another pattern."""
+    if _NAMES.fullmatch(pattern) is None:
+        return []
+    return [_ESCAPE.sub(r"\1", name) for name in _ONE_NAME.findall(pattern)]
+
+
 class SuffixPatterns(Generic[T]):
     """Values by patterns, of which the first that matches a module's name from its end, at a dot, decides.
 
     PEFT's `get_pattern_key`. A list with an entry for every module is the usual large one, so plain names are looked up
-    and not matched: how long that takes depends on no machine's speed. A plain name's dots stand for dots here.
+    and not matched: how long that takes depends on no machine's speed. So are alternatives of names, `q_proj|v_proj`,
+    and names with escapes. A plain name's dots stand for dots here.
     """
 
     def __init__(self, patterns: Mapping[str, T], field: str) -> None:
@@ -78,9 +110,10 @@ class SuffixPatterns(Generic[T]):
         self._plain: dict[str, tuple[int, T]] = {}
         self._others: list[tuple[int, str, T]] = []
         for place, (pattern, value) in enumerate(patterns.items()):
-            if _PLAIN.fullmatch(pattern):
-                self._plain.setdefault(pattern, (place, value))
-            else:
+            names = _names_in(pattern)
+            for name in names:
+                self._plain.setdefault(name, (place, value))
+            if not names:
                 self._others.append((place, rf"(.*\.)?({pattern})", value))
 
     def first(self, module: str, deadline: Deadline) -> T | None:

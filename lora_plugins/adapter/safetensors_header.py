@@ -3,6 +3,9 @@
 Format (huggingface/safetensors README): 8 bytes little-endian header length, a JSON object from tensor name to
 `{"dtype", "shape", "data_offsets": [begin, end]}` with an optional `__metadata__`, then the tensors' bytes without
 holes or overlaps.
+
+The engine reads it too, at each load. So the length of each member is bounded before it is parsed: a description takes
+150 bytes, PEFT's `__metadata__` 20.
 """
 
 from __future__ import annotations
@@ -21,8 +24,11 @@ from lora_plugins.errors import InvalidAdapter
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
-MAX_TENSORS = 1_000_000
+MAX_TENSORS = 500_000  # every expert of Kimi K2: 140,000
 MAX_NAME_CHARACTERS = 512
+MAX_METADATA_CHARACTERS = 1 << 20
+_MAX_DESCRIPTION = 4096
+_THREE_KEYS = "dtype, shape and data_offsets, no more"
 
 # Bytes per element of every dtype that a weight can have here.
 DTYPE_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -70,12 +76,8 @@ def _entries(data: bytes) -> Iterator[tuple[str, Any]]:
     """The members of the header's JSON object, but for `__metadata__`, each read when it is asked for."""
     try:
         text = data.decode("utf-8")
-        names: set[str] = set()
-        for name, value in _members(text):
-            if name in names:
-                raise _twice(name)
-            names.add(name)
-            if len(names) > MAX_TENSORS + 1:
+        for count, (name, value) in enumerate(_members(text)):
+            if count > MAX_TENSORS:
                 raise _broken(f"more than {MAX_TENSORS} tensors", f"at most {MAX_TENSORS}")
             if name == "__metadata__":
                 _check_metadata(value)
@@ -98,14 +100,18 @@ def _members(text: str) -> Iterator[tuple[str, Any]]:
         _DECODER.decode(text)
         raise _broken("a header that is not a JSON object", "a JSON object")
     at, follows = _after_space(text, at + 1), ""
+    names: set[str] = set()
     while text[at : at + 1] != "}" or follows == ",":
         if follows not in ("", ",") or text[at : at + 1] != '"':
             raise ValueError(at)
         name, at = _DECODER.raw_decode(text, at)
+        if name in names:
+            raise _twice(name)
+        names.add(name)
         at = _after_space(text, at)
         if text[at : at + 1] != ":":
             raise ValueError(at)
-        value, at = _DECODER.raw_decode(text, _after_space(text, at + 1))
+        value, at = _value(name, text, _after_space(text, at + 1))
         yield name, value
         at = _after_space(text, at)
         follows = text[at : at + 1]
@@ -113,6 +119,31 @@ def _members(text: str) -> Iterator[tuple[str, Any]]:
             at = _after_space(text, at + 1)
     if _after_space(text, at + 1) != len(text):
         raise ValueError(at)
+
+
+def _value(name: str, text: str, at: int) -> tuple[Any, int]:
+    """The value at `at`, of a member of this name, and where it ends; no more of it is parsed than it may take."""
+    if name == "__metadata__":
+        part = text[at : at + MAX_METADATA_CHARACTERS]
+        try:
+            value, end = _DECODER.raw_decode(part)
+        except InvalidAdapter:
+            raise
+        except ValueError:
+            if at + len(part) == len(text):
+                raise
+            raise _broken(f"a __metadata__ that does not end within {len(part)} characters", "a few texts") from None
+        return value, at + end
+    # A description is one flat object, so that it ends at the first brace; whatever else stands here is none.
+    part = text[at : text.find("}", at, at + _MAX_DESCRIPTION) + 1]
+    try:
+        value, end = _DECODER.raw_decode(part)
+    except InvalidAdapter:
+        raise
+    except (ValueError, RecursionError):
+        found = f"no description of tensor '{name[:100]}' within {_MAX_DESCRIPTION} characters"
+        raise _broken(found, _THREE_KEYS) from None
+    return value, at + end
 
 
 def _after_space(text: str, at: int) -> int:
@@ -125,8 +156,11 @@ def _check_metadata(metadata: Any) -> None:
         isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     ):
         raise _broken("a __metadata__ that is not an object of texts", "texts only")
-    if any("\ud800" <= character <= "\udfff" for text in (metadata or {}).items() for character in "".join(text)):
-        raise _broken("half a character in __metadata__", "whole characters")
+    try:
+        for item in (metadata or {}).items():
+            "".join(item).encode()
+    except UnicodeEncodeError:
+        raise _broken("half a character in __metadata__", "whole characters") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -153,7 +187,7 @@ def _tensor(name: str, entry: Any, start: int) -> TensorInfo:
     if len(name) > MAX_NAME_CHARACTERS or not name.isprintable():
         raise _broken(f"a tensor name of {len(name)} characters: {name[:60]!r}", "a module's name")
     if not isinstance(entry, dict) or len(entry) != 3:
-        raise _broken(f"no description of tensor '{name}'", "dtype, shape and data_offsets, no more")
+        raise _broken(f"no description of tensor '{name}'", _THREE_KEYS)
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise _broken(f"dtype {str(dtype)[:20]} of tensor '{name}'", "one of " + ", ".join(DTYPE_BYTES))

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
 from lora_plugins.adapter.files import open_regular
+from lora_plugins.adapter.json_bounds import check_json
+from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.safetensors_header import TensorInfo, read_header
 from lora_plugins.errors import InvalidAdapter, describing
 
@@ -22,8 +24,12 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 INDEX_FILE = "adapter_model.safetensors.index.json"
 PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt")
 MAX_INDEX_BYTES = 16 << 20
+MAX_SHARDS = 256
 
-_SHARD = re.compile(r"adapter_model-\d{5}-of-\d{5}\.safetensors")
+_SHARD = re.compile(r"adapter_model-\d{5}-of-\d{5}\.safetensors", re.ASCII)
+_SHARD_IN_INDEX = re.compile(rb'"(adapter_model-\d{5}-of-\d{5}\.safetensors)"')
+_LONGEST_SHARD = len('"adapter_model-00001-of-00002.safetensors"')
+_PIECE_BYTES = 1 << 18
 
 # A file, its size in bytes, and its tensors.
 OpenWeights = tuple[BinaryIO, int, tuple[TensorInfo, ...]]
@@ -40,9 +46,9 @@ def read_index(data: bytes) -> dict[str, str]:
     Raises:
         InvalidAdapter: it is no index of such files.
     """
+    check_index_size(len(data))
     try:
-        if len(data) > MAX_INDEX_BYTES:
-            raise ValueError(f"more than {MAX_INDEX_BYTES} bytes")
+        check_json(data)
         files = json.loads(data)["weight_map"]
         if not isinstance(files, Mapping) or not files:
             raise ValueError("no weight_map")
@@ -50,18 +56,60 @@ def read_index(data: bytes) -> dict[str, str]:
         if strange:
             raise ValueError(f"a file {str(strange[0])[:100]!r}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InvalidAdapter(
-            f"an index that names no files ({str(error)[:200]})",
-            expected="a weight_map from tensors to adapter_model-00001-of-00002.safetensors and so on",
-            remedy="save the adapter again, as one file",
-            file=INDEX_FILE,
-        ) from None
+        raise _no_index(str(error)) from None
+    check_shards(set(files.values()))
     return dict(files)
 
 
+def check_index_size(size_bytes: int) -> None:
+    """Refuse an index that is longer than is read.
+
+    Raises:
+        InvalidAdapter: it is.
+    """
+    if size_bytes > MAX_INDEX_BYTES:
+        raise _no_index(f"more than {MAX_INDEX_BYTES} bytes")
+
+
 def shards_of(index: bytes) -> list[str]:
-    """The files that an index names; see `read_index` for what is raised."""
-    return sorted(set(read_index(index).values()))
+    """The files that an index names, found without parsing it, which is for a process under limits.
+
+    Raises:
+        InvalidAdapter: it is longer than an index may be, names none, or too many.
+    """
+    check_index_size(len(index))
+    found: set[bytes] = set()
+    for begin in paced(range(0, len(index), _PIECE_BYTES)):
+        found.update(_SHARD_IN_INDEX.findall(index, begin, begin + _PIECE_BYTES + _LONGEST_SHARD))
+    if not found:
+        raise _no_index("no weight_map")
+    return check_shards(name.decode() for name in found)
+
+
+def check_shards(names: Iterable[str]) -> list[str]:
+    """The same names in order.
+
+    Raises:
+        InvalidAdapter: there are more than `MAX_SHARDS`.
+    """
+    ordered = sorted(names)
+    if len(ordered) > MAX_SHARDS:
+        raise InvalidAdapter(
+            f"{len(ordered)} files of weights",
+            expected=f"at most {MAX_SHARDS}",
+            remedy="save the adapter again, as one file",
+            file=INDEX_FILE,
+        )
+    return ordered
+
+
+def _no_index(why: str) -> InvalidAdapter:
+    return InvalidAdapter(
+        f"an index that names no files ({why[:200]})",
+        expected="a weight_map from tensors to adapter_model-00001-of-00002.safetensors and so on",
+        remedy="save the adapter again, as one file",
+        file=INDEX_FILE,
+    )
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.verify import check_size, choose_weights
-from lora_plugins.adapter.weight_files import INDEX_FILE, is_shard
+from lora_plugins.adapter.weight_files import INDEX_FILE, check_shards, is_shard
 from lora_plugins.errors import describing
 from lora_plugins.resolvers.sources.source import RemoteAdapter
 from lora_plugins.settings import Settings
@@ -17,9 +17,11 @@ def select_files(adapter: RemoteAdapter, settings: Settings) -> RemoteAdapter:
 
     Raises:
         AdapterNotFound: it has no weights.
-        InvalidAdapter: its weights are a pickle, which is not allowed, or its files are too large together.
+        InvalidAdapter: its weights are a pickle, which is not allowed, or its files are too many or too large together.
     """
     weights = choose_weights({file.name for file in adapter.files}, settings)
+    if weights == INDEX_FILE:
+        check_shards(file.name for file in adapter.files if is_shard(file.name))
     files = tuple(
         file
         for file in adapter.files

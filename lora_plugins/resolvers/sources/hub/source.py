@@ -22,7 +22,7 @@ from huggingface_hub.hf_api import ModelInfo, RepoSibling
 from lora_plugins.absence import Absence, AbsenceKind, without_login
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.adapter.weight_files import INDEX_FILE, is_shard, shards_of
+from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, is_shard, shards_of
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable, describing
 from lora_plugins.resolvers.sources.failures import FailureKind, RemoteFailure
 from lora_plugins.resolvers.sources.hub.errors import map_error
@@ -274,7 +274,8 @@ class HubSource:
                     commit = found.parents[path.count("/")].name  # …/snapshots/<commit>/<path>
                     files.append(describe_cached(found))
                     if name == INDEX_FILE and needs_shards([file.name for file in files]):
-                        names += shards_of(found.read_bytes())
+                        with found.open("rb") as file:
+                            names += shards_of(file.read(MAX_INDEX_BYTES + 1))
         present = {file.name for file in files}
         is_whole = (
             CONFIG_FILE in present and len(present) > 1 and all(name in present for name in names if is_shard(name))

@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 
-from lora_plugins.adapter.weight_files import INDEX_FILE, shards_of
+from lora_plugins.adapter.weight_files import INDEX_FILE, check_index_size, shards_of
 from lora_plugins.errors import InvalidSettings, SourceUnavailable
 from lora_plugins.resolvers.sources.failures import BrokenAnswer, FailureKind, retry_after
 from lora_plugins.resolvers.sources.object_store.errors import HttpStatus, ObjectChanged, diagnose
@@ -55,8 +55,8 @@ class FsspecFiles:
         """The adapter files directly below `uri`."""
         found = await self._describe_all(uri, ADAPTER_FILES)
         if needs_shards([file.name for file in found]):
-            index = await self._read(uri, INDEX_FILE)
-            found += await self._describe_all(uri, shards_of(index))
+            (index,) = (file for file in found if file.name == INDEX_FILE)
+            found += await self._describe_all(uri, shards_of(await self._read(uri, index)))
         return found
 
     async def entries(self, uri: str) -> list[str]:
@@ -94,12 +94,19 @@ class FsspecFiles:
         found = await asyncio.gather(*(self._describe(uri, name) for name in names))
         return [file for file in found if file is not None]
 
-    async def _read(self, uri: str, name: str) -> bytes:
+    async def _read(self, uri: str, file: SourceFile) -> bytes:
+        """An index, and no more of it than it was said to have."""
+        check_index_size(file.size_bytes)
         filesystem = self._open()
-        path = _path(filesystem, uri, name)
+        end = file.size_bytes
+        if self._web:
+            data = bytearray()
+            await _WebReader(filesystem, uri).stream(file, 0, end, data.extend)
+            return bytes(data)
+        path = _path(filesystem, uri, file.name)
         if isinstance(filesystem, AsyncFileSystem):
-            return bytes(await filesystem._cat_file(path))  # noqa: SLF001 - see `_describe`
-        return bytes(await asyncio.to_thread(filesystem.cat_file, path))
+            return bytes(await filesystem._cat_file(path, start=0, end=end))  # noqa: SLF001 - see `_describe`
+        return bytes(await asyncio.to_thread(filesystem.cat_file, path, start=0, end=end))
 
     async def reader(self, uri: str, files: Sequence[SourceFile], timeout_s: float) -> RangeReader:  # noqa: ARG002
         """A reader of these files."""
@@ -225,9 +232,10 @@ class _WebReader(_LoopReader):
 
     def read(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
         """See `RangeReader`."""
-        self._run(self._stream(file, start, end, write), None)
+        self._run(self.stream(file, start, end, write), None)
 
-    async def _stream(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
+    async def stream(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
+        """The same, for callers on the file system's loop."""
         import aiohttp
 
         options = dict(self._filesystem.kwargs)

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import fsspec
 
-from lora_plugins.adapter.weight_files import INDEX_FILE, shards_of
+from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, shards_of
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.resolvers.sources.failures import FailureKind
 from lora_plugins.resolvers.sources.object_store.access_points import AccessPoint, split_bucket
@@ -191,7 +191,7 @@ async def _heads(client: Any, bucket: str, prefix: str, denied: Exception) -> li
             found.append(SourceFile(name, int(answer["ContentLength"]), answer.get("ETag", "")))
         if name == ADAPTER_FILES[-1] and needs_shards([file.name for file in found]):
             index = await client.get_object(Bucket=bucket, Key=prefix + INDEX_FILE)
-            names += shards_of(await index["Body"].read())
+            names += shards_of(await index["Body"].read(MAX_INDEX_BYTES + 1))
     if hidden and len(found) < 2:  # no configuration with weights, and no word on what is missing
         raise denied
     return found
