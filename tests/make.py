@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.config import CONFIG_FILE, ORIGINAL_CONFIG_FILE
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.landing import Model
 from lora_plugins.adapter.model_modules import Kind, ModelModules, Place
@@ -130,3 +130,11 @@ def put(directory: Path, files: Mapping[str, bytes]) -> Path:
     for name, data in files.items():
         (directory / name).write_bytes(data)
     return directory
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    """The files as the source has them, of an entry of the store as well."""
+    found = {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "manifest.json"}
+    if ORIGINAL_CONFIG_FILE in found:
+        found[CONFIG_FILE] = found.pop(ORIGINAL_CONFIG_FILE)
+    return found

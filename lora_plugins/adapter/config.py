@@ -75,6 +75,16 @@ class AdapterConfig:
         """A function from a module's name in the checkpoint, without `base_model.model.`, to its alpha."""
         return _valued(self.alpha_pattern, "alpha_pattern", self.alpha)
 
+    def check_patterns(self) -> None:
+        """Refuse patterns that do not compile within their time.
+
+        Raises:
+            InvalidAdapter: see `Deadline.matches`.
+        """
+        deadline = Deadline()
+        self.ranks()("", deadline)
+        self.alphas()("", deadline)
+
     def scaling(self, rank: int, alpha: float) -> float:
         """What B's product is multiplied by (rsLoRA: arXiv 2312.03732)."""
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)

@@ -1,8 +1,8 @@
 """How much JSON is parsed: its values are counted and its depth is measured before a parser builds any of them.
 
 `json.loads` takes a hundred times a text's size in memory where that is full of small values, and the interpreter's
-lock until it has ended. Both bounds are far above what any real file has: a list of every expert of Kimi K2, with a rank
-and an alpha for each, has 210,000 values at a depth of 2.
+lock until it has ended. Both bounds are far above what any real file has: a list of every expert of Kimi K2, with a
+rank and an alpha for each, has 210,000 values at a depth of 2.
 """
 
 from __future__ import annotations

@@ -7,7 +7,14 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lora_plugins.adapter.config import CONFIG_FILE, MAX_CONFIG_BYTES, AdapterConfig, parse_config
+from lora_plugins.adapter.canonical import with_exact_patterns
+from lora_plugins.adapter.config import (
+    CONFIG_FILE,
+    MAX_CONFIG_BYTES,
+    ORIGINAL_CONFIG_FILE,
+    AdapterConfig,
+    parse_config,
+)
 from lora_plugins.adapter.files import open_regular
 from lora_plugins.adapter.finite import check_finite
 from lora_plugins.adapter.fit import BaseModel, check_base
@@ -23,7 +30,9 @@ class VerifiedAdapter:
     """An adapter that this server can serve, once it is in the engine's form.
 
     Attributes:
-        config, weights: what it says of itself; weights are None where they are a pickle.
+        config, weights: what it says of itself, with patterns of names only (`with_exact_patterns`); weights are None
+            where they are a pickle, which is not read here, and the patterns are the adapter's own then.
+        size_bytes: of configuration and weights as their source has them.
         notes: what was let through.
         conversion: into the engine's form; None where it is in that form, or the engine's modules are not known.
     """
@@ -51,10 +60,13 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
     """
     with open_regular(directory / CONFIG_FILE) as (file, config_bytes):
         config = parse_config(file.read(MAX_CONFIG_BYTES + 1))
+    if os.path.lexists(directory / ORIGINAL_CONFIG_FILE):
+        config_bytes = os.lstat(directory / ORIGINAL_CONFIG_FILE).st_size
     name = choose_weights(_present(directory), settings)
     if name in PICKLE_FILES:
         with open_regular(directory / name) as (_, weights_bytes):
             check_size(config_bytes + weights_bytes, settings)
+        config.check_patterns()
         note = f"{name} is a pickle; weights not verified"
         read = VerifiedAdapter(config, None, config_bytes + weights_bytes, (note,))
         return read if base is None else fit_adapter(read, base, settings)
@@ -62,7 +74,7 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
         size_bytes = config_bytes + sum(weights_bytes for _, weights_bytes, _ in opened)
         check_size(size_bytes, settings)
         weights = pair_weights((tensor for _, _, tensors in opened for tensor in tensors), config)
-        verified = VerifiedAdapter(config, weights, size_bytes)
+        verified = VerifiedAdapter(with_exact_patterns(config, weights.pairs), weights, size_bytes)
         if base is not None:
             verified = fit_adapter(verified, base, settings)
         if settings.check_finite:

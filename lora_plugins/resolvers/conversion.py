@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+from lora_plugins.adapter.canonical import canonical_bytes
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.layouts.conversion import Conversion
-from lora_plugins.adapter.layouts.writing import config_bytes, weights_bytes, write_weights
+from lora_plugins.adapter.layouts.writing import weights_bytes, write_weights
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.store.manifest import Converted
 from lora_plugins.store.partial_download import PartialDownload
@@ -35,12 +36,8 @@ class ConvertedAdapter:
 
     @classmethod
     def of(cls, stored: StoredAdapter, uri: str, version: str, conversion: Conversion, form: str) -> Self:
-        """Of a leased version of the store.
-
-        Raises:
-            OSError: its configuration cannot be read.
-        """
-        config = config_bytes((stored.directory / CONFIG_FILE).read_bytes(), conversion.config)
+        """Of a leased version of the store."""
+        config = canonical_bytes(conversion.config)
         converted = Converted(form, stored.digest, conversion.changes)
         promised = (CONFIG_FILE, len(config), ""), (WEIGHTS_FILE, weights_bytes(conversion), "")
         return cls(uri, version, converted, stored.directory, conversion, config, promised)
@@ -57,6 +54,10 @@ class ConvertedAdapter:
         (download.directory / CONFIG_FILE).write_bytes(self.config)
         target = download.directory / WEIGHTS_FILE
         write_weights(self.conversion, self._path, target, partial(download.landed, WEIGHTS_FILE))
+
+    def canonical(self, directory: Path) -> bytes:  # noqa: ARG002 - as a store checks what was fetched
+        """The configuration, which this process has written of a verified adapter: it is verified once published."""
+        return self.config
 
     def _path(self, file: str) -> Path:
         return self.original / (file or WEIGHTS_FILE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
@@ -12,9 +13,10 @@ from pathlib import Path
 
 from cachetools import LRUCache
 
+from lora_plugins.adapter.config import ORIGINAL_CONFIG_FILE
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import adapter_id
-from lora_plugins.adapter.verify import VerifiedAdapter, fit_adapter, verify_adapter
+from lora_plugins.adapter.verify import VerifiedAdapter, fit_adapter
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, LoRAPluginsError, describing
 from lora_plugins.events import AdapterConfirmed, AdapterFetched, AdapterResolved, Events, FetchStarted
 from lora_plugins.resolvers.conversion import ConvertedAdapter
@@ -25,6 +27,7 @@ from lora_plugins.store.errors import store_errors
 from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store, StoredAdapter
+from lora_plugins.verification.children import children
 
 _REMEMBERED_NAMES = 10_000
 _REMEMBERED_REJECTIONS = 1_000
@@ -83,6 +86,7 @@ class Versions:
         self._origins: LRUCache[str, frozenset[str]] = LRUCache(_REMEMBERED_NAMES)
         self._refused: LRUCache[tuple[str, str], LoRAPluginsError] = LRUCache(_REMEMBERED_REJECTIONS)
         self._fetching = asyncio.Semaphore(_FETCHES_AT_ONCE)
+        self._children = children()
 
     def served(self, key: Key) -> ResolvedAdapter | None:
         """What this was resolved to last, whether it is still there or not."""
@@ -208,7 +212,7 @@ class Versions:
                     ConvertedAdapter.of, stored, uri, version, verified.conversion, base.model.form
                 )
             async with self._fetching:
-                made = await self._store.obtain(wanted, wanted.write, _checked_later, holder, wanted.converted)
+                made = await self._store.obtain(wanted, wanted.write, wanted.canonical, holder, wanted.converted)
         finally:
             self._store.leases.release(stored.digest, holder)
         again = await self._check(made.digest, base, holder)
@@ -222,8 +226,16 @@ class Versions:
 
         Its values were looked at then, in this process or another.
         """
+        directory = self._store.layout.adapter(digest)
         try:
-            return await asyncio.to_thread(self._check_fits, self._store.layout.adapter(digest), base, arrived)
+            has_canonical = await asyncio.to_thread(os.path.lexists, directory / ORIGINAL_CONFIG_FILE)
+            verified = arrived if has_canonical else None
+            if verified is None:
+                settings = replace(self._settings, check_finite=False)
+                verified, canonical = await asyncio.wrap_future(self._children.read(directory, settings))
+                if not has_canonical:
+                    await asyncio.to_thread(self._store.add_canonical, digest, canonical)
+            return await asyncio.to_thread(self._check_fits, base, verified)
         except LoRAPluginsError:
             self._store.leases.release(digest, holder)
             raise
@@ -243,6 +255,7 @@ class Versions:
 
         async def fetch(download: PartialDownload) -> None:
             files = tuple((file.name, file.size_bytes) for file in selected.files)
+            self._children.warm()
             self._events.emit(FetchStarted(name, source.label, str(download.directory), files))
             await source.fetch(selected, download)
 
@@ -278,21 +291,20 @@ class Versions:
             return None
         return found[0]
 
-    def _check_fetched(self, refusals: list[LoRAPluginsError], arrived: list[VerifiedAdapter], directory: Path) -> None:
+    def _check_fetched(
+        self, refusals: list[LoRAPluginsError], arrived: list[VerifiedAdapter], directory: Path
+    ) -> bytes:
+        """Verify what was fetched; the configuration that engines read."""
         try:
-            arrived.append(verify_adapter(directory, None, self._settings))
+            verified, canonical = self._children.read(directory, self._settings).result()
         except (InvalidAdapter, IncompatibleAdapter, AdapterNotFound) as error:
             refusals.append(error)
             raise
+        arrived.append(verified)
+        return canonical
 
-    def _check_fits(self, directory: Path, base: BaseModel | None, arrived: VerifiedAdapter | None) -> VerifiedAdapter:
-        if arrived is None or base is None:
-            return verify_adapter(directory, base, replace(self._settings, check_finite=False))
-        return fit_adapter(arrived, base, self._settings)
-
-
-def _checked_later(directory: Path) -> None:
-    """What this process has written from a verified adapter is verified with what the engine says, once published."""
+    def _check_fits(self, base: BaseModel | None, verified: VerifiedAdapter) -> VerifiedAdapter:
+        return verified if base is None else fit_adapter(verified, base, self._settings)
 
 
 def _label_of(uri: str) -> str:

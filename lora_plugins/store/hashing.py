@@ -1,35 +1,44 @@
-"""SHA-256 of files while they are written: a thread follows what is on disk, so that nothing is read twice."""
+"""SHA-256 of files while they are written: threads follow what is on disk, so that nothing is read twice."""
 
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 from pathlib import Path
+from typing import BinaryIO
+
+from lora_plugins.store.threads import store_threads
 
 # Small enough to stay in a core's own cache: in pieces of 1 MiB, reading takes five times as long.
 _PIECE_BYTES = 1 << 18
 
 
 class GrowingFile:
-    """Hashes a file from its start as its contiguous beginning grows."""
+    """Hashes a file from its start as its contiguous beginning grows, in one of `store_threads` at a time."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._landed = 0
-        self._complete = False
+        self._followed = 0
         self._abandoned = False
+        self._running = False
         self._changed = threading.Condition()
-        self._sha256 = ""
+        self._digest = hashlib.sha256()
         self._size_bytes = 0
         self._error: OSError | None = None
-        self._thread = threading.Thread(target=self._follow, daemon=True, name="lora-plugins-sha256")
-        self._thread.start()
 
     def landed(self, size_bytes: int) -> None:
         """Report that the first `size_bytes` of the file are on disk."""
         with self._changed:
             self._landed = max(self._landed, size_bytes)
-            self._changed.notify()
+            self._go_on()
+
+    def complete(self) -> None:
+        """Report that the file is complete; the rest is hashed meanwhile."""
+        with self._changed:
+            self._landed = sys.maxsize
+            self._go_on()
 
     def finish(self) -> tuple[int, str]:
         """Report that the file is complete; returns its size in bytes and its SHA-256.
@@ -37,48 +46,46 @@ class GrowingFile:
         Raises:
             OSError: the file could not be read.
         """
+        self.complete()
         with self._changed:
-            self._complete = True
-            self._changed.notify()
-        self._thread.join()
+            self._changed.wait_for(lambda: not self._running)
         if self._error is not None:
             raise self._error
-        return self._size_bytes, self._sha256
+        return self._size_bytes, self._digest.hexdigest()
 
     def abandon(self) -> None:
-        """End the thread: nobody wants to know any more."""
+        """End it: nobody wants to know any more."""
         with self._changed:
             self._abandoned = True
-            self._changed.notify()
-        self._thread.join()
+            self._changed.wait_for(lambda: not self._running)
+
+    def _go_on(self) -> None:
+        if not self._running and self._landed > self._followed and self._error is None and not self._abandoned:
+            self._running = True
+            self._followed = self._landed
+            store_threads().submit(self._follow)
 
     def _follow(self) -> None:
-        digest = hashlib.sha256()
-        view = memoryview(bytearray(_PIECE_BYTES))
         try:
-            while True:
-                ready, complete = self._wait_for_more()
-                if self._abandoned:
-                    return
-                with self._path.open("rb", buffering=0) as file:
-                    file.seek(self._size_bytes)
-                    while not self._abandoned and (complete or self._size_bytes < ready):
-                        limit = _PIECE_BYTES if complete else min(_PIECE_BYTES, ready - self._size_bytes)
-                        count = file.readinto(view[:limit])
-                        if not count:
-                            break
-                        digest.update(view[:count])
-                        self._size_bytes += count
-                if complete:
-                    break
+            with self._path.open("rb", buffering=0) as file:
+                self._hash_to(self._followed, file)
         except OSError as error:
             self._error = error
-        self._sha256 = digest.hexdigest()
+        finally:
+            with self._changed:
+                self._running = False
+                self._go_on()  # with what has landed meanwhile
+                self._changed.notify_all()
 
-    def _wait_for_more(self) -> tuple[int, bool]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._complete or self._abandoned or self._landed > self._size_bytes)
-            return self._landed, self._complete
+    def _hash_to(self, end: int, file: BinaryIO) -> None:
+        file.seek(self._size_bytes)
+        view = memoryview(bytearray(_PIECE_BYTES))
+        while self._size_bytes < end and not self._abandoned:
+            count = file.readinto(view[: min(_PIECE_BYTES, end - self._size_bytes)])  # type: ignore[attr-defined]
+            if not count:
+                return  # it is complete, or more was reported than there is
+            self._digest.update(view[:count])
+            self._size_bytes += count
 
 
 def sha256_of(path: Path) -> tuple[int, str]:

@@ -24,9 +24,11 @@ import hashlib
 import os
 import stat
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+
+from lora_plugins.store.threads import store_threads
 
 MANIFEST_FILE = "manifest.json"
 MIN_PREFIX = 8  # characters of a digest that may stand for all of it
@@ -111,12 +113,16 @@ def key_of(*parts: str) -> str:
 
 def write_small(path: Path, text: str, temporary: Path, *, is_durable: bool = True) -> None:
     """Write a whole file or nothing, at first to a temporary path; after a power cut only where it `is_durable`."""
-    with temporary.open("w") as file:
-        file.write(text)
-        if is_durable:
-            file.flush()
-            os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("w") as file:
+            file.write(text)
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:  # a full disk
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def replace_small(path: Path, text: str) -> None:
@@ -148,9 +154,13 @@ def make_durable(paths: Sequence[Path]) -> None:
 
     All at the same time: a file system then writes its journal once for all of them, not once for each.
     """
-    with ThreadPoolExecutor(len(paths), thread_name_prefix="lora-plugins-fsync") as executor:
-        for _ in executor.map(_sync, paths):
-            pass
+    for syncing in start_syncing(paths):
+        syncing.result()
+
+
+def start_syncing(paths: Sequence[Path]) -> list[Future[None]]:
+    """Begin with what `make_durable` does, in threads of the store."""
+    return [store_threads().submit(_sync, path) for path in paths]
 
 
 def _sync(path: Path) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from lora_plugins.adapter.config import CONFIG_FILE, ORIGINAL_CONFIG_FILE
 from lora_plugins.errors import InvalidAdapter
 from lora_plugins.store.layout import MANIFEST_FILE
 
@@ -41,6 +42,11 @@ class Manifest:
     """Written next to the files; `digest` names the directory.
 
     `uri` and `version` are those of the fetch that brought it; another source may have the same bytes.
+
+    Attributes:
+        files: those of the source, by which the digest is made; the names are the source's.
+        canonical: the configuration that is in the place of the source's, which lies beside it then
+            (`adapter/canonical.py`); None in an entry of an earlier version, which has the source's alone.
     """
 
     digest: str
@@ -49,10 +55,19 @@ class Manifest:
     files: tuple[StoredFile, ...]
     fetched_at: str
     converted: Converted | None = None
+    canonical: StoredFile | None = None
+
+    @property
+    def on_disk(self) -> tuple[StoredFile, ...]:
+        """The files of the directory, by the names that they have there, this manifest aside."""
+        if self.canonical is None:
+            return self.files
+        kept = (replace(file, name=ORIGINAL_CONFIG_FILE) if file.name == CONFIG_FILE else file for file in self.files)
+        return (self.canonical, *kept)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all files together, this manifest aside."""
+        """Bytes of the source's files together."""
         return sum(file.size_bytes for file in self.files)
 
     def to_json(self) -> str:
@@ -74,7 +89,10 @@ class Manifest:
             converted = raw.pop("converted", None)
             if converted is not None:
                 converted = Converted(**{**converted, "changes": tuple(converted["changes"])})
-            return cls(files=files, converted=converted, **raw)
+            canonical = raw.pop("canonical", None)
+            if canonical is not None:
+                canonical = StoredFile(**canonical)
+            return cls(files=files, converted=converted, canonical=canonical, **raw)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise InvalidAdapter(
                 f"a store entry without a readable manifest ({type(error).__name__})",

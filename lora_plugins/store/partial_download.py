@@ -55,13 +55,18 @@ class PartialDownload:
         self.finish_quietly()
         self._files = {}
 
-    def finish(self) -> tuple[StoredFile, ...]:
-        """Size and SHA-256 of every file, once all are complete."""
+    def complete(self) -> None:
+        """Report that all files are complete; what is left of them is hashed meanwhile."""
         for name in self._names:
             self.landed(name, 0)
+            self._files[name].complete()
+
+    def finish(self) -> tuple[StoredFile, ...]:
+        """Size and SHA-256 of every file, once all are complete."""
+        self.complete()
         return tuple(StoredFile(name, *self._files[name].finish()) for name in self._names)
 
     def finish_quietly(self) -> None:
-        """End the threads that follow the files."""
+        """Follow the files no more."""
         for file in self._files.values():
             file.abandon()

@@ -10,12 +10,12 @@ import os
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.store import kept_parts
+from lora_plugins.store.canonical import CANONICAL_FILE, add_canonical, put_canonical
 from lora_plugins.store.errors import FULL, store_errors
 from lora_plugins.store.eviction import make_room, remove
 from lora_plugins.store.file_system import try_file_system
@@ -26,6 +26,7 @@ from lora_plugins.store.layout import (
     is_digest,
     key_of,
     make_durable,
+    start_syncing,
     sync_directory,
     write_small,
 )
@@ -97,14 +98,14 @@ class Store:
         self,
         wanted: DownloadSpec,
         fetch: Callable[[PartialDownload], Awaitable[None]],
-        check: Callable[[Path], None],
+        check: Callable[[Path], bytes],
         holder: Hashable = "",
         converted: Converted | None = None,
     ) -> StoredAdapter:
         """Find this version, or fetch, check and publish it; whichever it is, it is leased for `holder`.
 
-        `fetch` writes the files; `check` raises where they are no adapter that can be served. `converted` says how they
-        differ from what the source has.
+        `fetch` writes the files; `check` raises where they are no adapter that can be served, and returns the
+        configuration that engines read. `converted` says how they differ from what the source has.
 
         Raises:
             NoFreeSlot, OutOfMemory: there is no room.
@@ -130,7 +131,7 @@ class Store:
         self,
         wanted: DownloadSpec,
         fetch: Callable[[PartialDownload], Awaitable[None]],
-        check: Callable[[Path], None],
+        check: Callable[[Path], bytes],
         holder: Hashable,
         converted: Converted | None,
     ) -> StoredAdapter:
@@ -168,24 +169,32 @@ class Store:
         self,
         wanted: DownloadSpec,
         download: PartialDownload,
-        check: Callable[[Path], None],
+        check: Callable[[Path], bytes],
         holder: Hashable,
         converted: Converted | None,
     ) -> StoredAdapter:
         # Hashing, verifying and writing to the disk use different resources, so they run at the same time.
-        fetched = [download.directory / name for name, _, _ in wanted.promised]
-        with ThreadPoolExecutor(2, thread_name_prefix="lora-plugins-publish") as executor:
-            durable = executor.submit(make_durable, fetched)
-            checked = executor.submit(check, download.directory)
-            files = download.finish()
+        syncing = start_syncing([download.directory / name for name, _, _ in wanted.promised])
+        download.complete()
+        refusal: Exception | None = None
+        try:
+            canonical = check(download.directory)
+        except Exception as error:  # noqa: BLE001 - raised below
+            refusal = error
+        files = download.finish()
+        for synced in syncing:
+            synced.exception()
         _check_promised(files, wanted)
-        checked.result()
-        durable.result()
+        if refusal is not None:
+            raise refusal
+        for synced in syncing:
+            synced.result()
         digest = digest_of(files)
+        config = put_canonical(download.directory, canonical, download.directory / CANONICAL_FILE)
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         described = download.directory / MANIFEST_FILE
-        described.write_text(Manifest(digest, wanted.uri, wanted.version, files, now, converted).to_json())
-        make_durable([described, download.directory])
+        described.write_text(Manifest(digest, wanted.uri, wanted.version, files, now, converted, config).to_json())
+        make_durable([download.directory / config.name, described, download.directory])
         temporary = self.layout.new_temporary(self.processes.me())
         index = self._index(wanted.uri, wanted.version, converted.form if converted else "")
         # What a power cut makes of it names no adapter, or none that is there: it is fetched again.
@@ -244,6 +253,19 @@ class Store:
                 return None
             return self.layout.adapter(digest)
 
+    def add_canonical(self, digest: str, canonical: bytes) -> None:
+        """Give an entry of an earlier version the configuration that engines read.
+
+        Raises:
+            InvalidAdapter: the entry is damaged. OutOfMemory, SourceUnavailable: the store cannot be written.
+        """
+        with store_errors(), self.leases.guard(digest):
+            temporaries = (
+                self.layout.new_temporary(self.processes.me()),
+                self.layout.new_temporary(self.processes.me()),
+            )
+            add_canonical(self.layout.adapter(digest), canonical, temporaries)
+
     def verify(self, digest: str) -> bool:
         """Hash every file of a published adapter again.
 
@@ -253,7 +275,7 @@ class Store:
         try:
             manifest = Manifest.read(directory)
             whole = manifest.digest == digest == digest_of(manifest.files) and all(
-                sha256_of(directory / file.name) == (file.size_bytes, file.sha256) for file in manifest.files
+                sha256_of(directory / file.name) == (file.size_bytes, file.sha256) for file in manifest.on_disk
             )
         except (InvalidAdapter, OSError):
             whole = False
@@ -293,7 +315,7 @@ class Store:
         directory = self.layout.adapter(digest)
         try:
             return all(
-                (directory / file.name).stat().st_size == file.size_bytes for file in Manifest.read(directory).files
+                (directory / file.name).stat().st_size == file.size_bytes for file in Manifest.read(directory).on_disk
             )
         except (InvalidAdapter, OSError):
             return False

@@ -15,10 +15,8 @@ import pytest
 from cachetools import TTLCache
 
 from lora_plugins.absence import Absence, AbsenceKind
-from lora_plugins.adapter import weight_files
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName, adapter_id
-from lora_plugins.adapter.safetensors_header import read_header
 from lora_plugins.adapter.weight_files import PICKLE_FILES, WEIGHTS_FILE
 from lora_plugins.errors import (
     AdapterNotFound,
@@ -52,6 +50,7 @@ from lora_plugins.resolvers.sources.source import RemoteAdapter, SourceFile, Ver
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store
+from lora_plugins.verification.children import Children
 from tests.make import BASE, adapter_files, put, weights
 from tests.resolvers.sources.contract import content, ranked, turned
 
@@ -472,15 +471,16 @@ def test_verification_runs_in_a_thread(make):
 
 @pytest.fixture
 def headers_read(monkeypatch):
-    """Grows with each header that is read."""
-    headers: list[object] = []
+    """Grows with each adapter that a process is asked to read."""
+    asked: list[object] = []
+    read = Children.read
 
     def reading(*arguments):
-        headers.append(read_header(*arguments))
-        return headers[-1]
+        asked.append(arguments)
+        return read(*arguments)
 
-    monkeypatch.setattr(weight_files, "read_header", reading)
-    return headers
+    monkeypatch.setattr(Children, "read", reading)
+    return asked
 
 
 def test_what_has_just_arrived_is_read_once(make, headers_read):

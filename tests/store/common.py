@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save
 
+from lora_plugins.adapter.canonical import canonical_bytes
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.settings import Settings
 from lora_plugins.store.partial_download import PartialDownload
@@ -56,8 +57,8 @@ class DownloadSpec:
             arriving.landed(name, len(data))
 
 
-def check(directory: Path) -> None:
-    verify_adapter(directory, None, Settings())
+def check(directory: Path) -> bytes:
+    return canonical_bytes(verify_adapter(directory, None, Settings()).config)
 
 
 def obtain(store: Store, wanted: DownloadSpec) -> StoredAdapter:

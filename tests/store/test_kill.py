@@ -64,7 +64,8 @@ def test_a_hundred_kills_leave_no_half_adapter(tmp_path: Path) -> None:
             while any(psutil.pid_exists(pid) for pid in pids):
                 time.sleep(0.001)
             # Before the next start sweeps: what a reader could see at this moment.
-            whole = {"adapter_config.json", "adapter_model.safetensors", "manifest.json"}
+            config = {"adapter_config.json", "adapter_config.original.json"}
+            whole = config | {"adapter_model.safetensors", "manifest.json"}
             assert all(whole == names(directory) for directory in published(root))
             start += rng.randint(0, 3)
     store = Store(root)

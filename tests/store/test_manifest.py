@@ -31,9 +31,20 @@ def test_how_it_was_converted_is_read_back(tmp_path: Path) -> None:
     assert Manifest.read(written(tmp_path, manifest.to_json())) == manifest
 
 
+def test_the_canonical_configuration_lies_beside_the_sources(tmp_path: Path) -> None:
+    manifest = replace(MANIFEST, canonical=StoredFile("adapter_config.json", 5, "c" * 64))
+    assert Manifest.read(written(tmp_path, manifest.to_json())) == manifest
+    assert manifest.on_disk == (
+        manifest.canonical,
+        StoredFile("adapter_config.original.json", 10, "a" * 64),
+        FILES[1],
+    )
+    assert MANIFEST.on_disk == FILES, "of an earlier version"
+
+
 def test_it_is_json_that_people_can_read() -> None:
     raw = json.loads(MANIFEST.to_json())
-    assert set(raw) == {"digest", "uri", "version", "files", "fetched_at", "converted"}
+    assert set(raw) == {"digest", "uri", "version", "files", "fetched_at", "converted", "canonical"}
     assert raw["files"][0] == {"name": "adapter_config.json", "size_bytes": 10, "sha256": "a" * 64}
 
 

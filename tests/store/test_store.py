@@ -15,6 +15,7 @@ from lora_plugins.store.eviction import entries
 from lora_plugins.store.manifest import Manifest, digest_of
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store
+from tests.make import content
 from tests.store.common import DownloadSpec, adapter_files, check, leftovers, obtain
 
 
@@ -26,7 +27,7 @@ def test_fetched_adapter_is_published_under_its_digest(store: Store) -> None:
     assert stored.directory == store.layout.root / manifest.digest
     assert manifest.digest == digest_of(manifest.files)
     assert (manifest.uri, manifest.version) == (wanted.uri, wanted.version)
-    assert {file.name: (stored.directory / file.name).read_bytes() for file in manifest.files} == wanted.files
+    assert content(stored.directory) == wanted.files
     assert leftovers(store) == []
 
 

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
+from lora_plugins.adapter.canonical import canonical_bytes
 from lora_plugins.adapter.fit import BaseModel
-from lora_plugins.adapter.layouts.writing import config_bytes, write_weights
+from lora_plugins.adapter.layouts.writing import write_weights
 from lora_plugins.adapter.model_modules import ExpertFormat
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.settings import BaseMatch, Settings
@@ -40,8 +41,7 @@ def convert(original: Path, target: Path, manager: Any) -> dict[str, torch.Tenso
     target.mkdir()
     file = "adapter_model.safetensors"
     write_weights(conversion, lambda _: original / file, target / file, lambda _: None)
-    config = (original / "adapter_config.json").read_bytes()
-    (target / "adapter_config.json").write_bytes(config_bytes(config, conversion.config))
+    (target / "adapter_config.json").write_bytes(canonical_bytes(conversion.config))
     return load_file(target / file)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from lora_plugins.adapter.canonical import with_exact_patterns
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.landing import Model, Respell
 from lora_plugins.adapter.layouts import experts, fused
@@ -13,7 +14,7 @@ from lora_plugins.adapter.layouts.names import Names
 from lora_plugins.adapter.layouts.tensors import Change, NewPair, new_pair, same
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.safetensors_header import TensorInfo
-from lora_plugins.adapter.weights import LoraPair, Weights, parameter_of
+from lora_plugins.adapter.weights import LoraPair, Weights
 from lora_plugins.errors import InvalidAdapter
 
 
@@ -70,7 +71,7 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
     _check_once(pairs)
     return Conversion(
         replace(weights, pairs=pairs, name_in_keys=None),
-        _with_ranks(config, pairs) if made else config,
+        with_exact_patterns(config, pairs) if made else config,
         kept,
         tuple(made),
         tuple(described),
@@ -112,24 +113,3 @@ def _check_once(pairs: Sequence[LoraPair]) -> None:
             expected="each module once",
             remedy="save the adapter again with PEFT",
         )
-
-
-def _with_ranks(config: AdapterConfig, pairs: Sequence[LoraPair]) -> AdapterConfig:
-    """The configuration with patterns for the modules whose rank or alpha is not the usual one."""
-    values = {parameter_of(pair.module): (pair.rank, pair.alpha) for pair in pairs}
-    by_leaf: dict[str, dict[str, tuple[int, float]]] = defaultdict(dict)
-    for module, value in values.items():
-        by_leaf[module.rpartition(".")[2]][module] = value
-    patterns: dict[str, tuple[int, float]] = {}
-    for leaf, modules in by_leaf.items():
-        if len(set(modules.values())) > 1:
-            patterns |= modules
-        elif (value := next(iter(modules.values()))) != (config.rank, config.alpha):
-            patterns[leaf] = value
-    # The first pattern that matches decides, and one matches all names that end with it: longer ones first.
-    names_of_patterns = sorted(patterns, key=len, reverse=True)
-    return replace(
-        config,
-        rank_pattern={name: patterns[name][0] for name in names_of_patterns},
-        alpha_pattern={name: patterns[name][1] for name in names_of_patterns},
-    )

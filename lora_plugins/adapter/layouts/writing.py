@@ -1,4 +1,4 @@
-"""Write an adapter in the engine's form: its configuration, and one safetensors file of the bytes of its own."""
+"""Write an adapter's weights in the engine's form: one safetensors file of the bytes of its own."""
 
 from __future__ import annotations
 
@@ -8,20 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.layouts.conversion import Conversion
 from lora_plugins.adapter.layouts.tensors import NewTensor, same
 from lora_plugins.adapter.safetensors_header import DTYPE_BYTES, LENGTH_BYTES, TensorInfo
 
 _PIECE_BYTES = 16 << 20
-
-
-def config_bytes(original: bytes, config: AdapterConfig) -> bytes:
-    """The adapter's own configuration with the patterns of `config`; the same bytes where these are the same."""
-    raw = json.loads(original)
-    before = {key: raw.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
-    after = {"rank_pattern": dict(config.rank_pattern), "alpha_pattern": dict(config.alpha_pattern)}
-    return original if before == after else json.dumps({**raw, **after}, indent=2).encode()
 
 
 def weights_bytes(conversion: Conversion) -> int:

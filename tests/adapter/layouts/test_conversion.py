@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lora_plugins.adapter.canonical import canonical_bytes
 from lora_plugins.adapter.config import CONFIG_FILE, parse_config
 from lora_plugins.adapter.landing import Model
-from lora_plugins.adapter.layouts.writing import config_bytes, weights_bytes, write_weights
+from lora_plugins.adapter.layouts.writing import weights_bytes, write_weights
 from lora_plugins.adapter.model_modules import Kind, Place
 from lora_plugins.adapter.verify import VerifiedAdapter, verify_adapter
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
@@ -54,8 +55,7 @@ def convert(tmp_path: Path, tensors, base, files=None, **config) -> tuple[Verifi
 
     write_weights(verified.conversion, lambda name: original / (name or WEIGHTS_FILE), path, on_landed)
     assert landed[-1] == path.stat().st_size == weights_bytes(verified.conversion)
-    written = config_bytes((original / CONFIG_FILE).read_bytes(), verified.conversion.config)
-    (target / CONFIG_FILE).write_bytes(written)
+    (target / CONFIG_FILE).write_bytes(canonical_bytes(verified.conversion.config))
     assert verify_adapter(target, base, Settings()).conversion is None, "the engine's form already"
     return verified, load_file(path), target
 
@@ -207,4 +207,4 @@ def test_several_files_become_one(tmp_path):
     assert verified.conversion.changes == ("2 files of weights joined into one",)
     assert made.keys() == weights().keys()
     assert all(np.array_equal(made[name], array) for name, array in weights().items())
-    assert (target / CONFIG_FILE).read_bytes() == files[CONFIG_FILE]
+    assert parse_config((target / CONFIG_FILE).read_bytes()) == parse_config(files[CONFIG_FILE])

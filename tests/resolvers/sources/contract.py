@@ -24,7 +24,7 @@ from lora_plugins.resolvers.sources.source import ADAPTER_FILES, RemoteAdapter, 
 from lora_plugins.settings import Settings
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store, StoredAdapter
-from tests.make import BASE, adapter_files, config_bytes, sharded, weights
+from tests.make import BASE, adapter_files, config_bytes, content, sharded, weights
 
 ALL_FILES = (CONFIG_FILE, WEIGHTS_FILE, *PICKLE_FILES)
 
@@ -84,10 +84,6 @@ async def obtaining(store: Store, source: Source, found: RemoteAdapter, settings
 def verify(directory: Path, settings: Settings | None = None) -> int:
     """The rank of an adapter that this verifies; it says which one it is."""
     return verify_adapter(directory, BASE, settings or Settings()).config.rank
-
-
-def content(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "manifest.json"}
 
 
 def ranked(rank: int) -> dict[str, bytes]:

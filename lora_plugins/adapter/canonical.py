@@ -1,0 +1,102 @@
+"""The configuration that an engine reads in the place of the adapter's own: known keys only, and no pattern of others.
+
+An adapter's own may have anything under keys that nobody knows, and regular expressions that its author wrote; vLLM
+parses all of it at each load, in the engine. So it is read once, under limits, and the store keeps what follows from it
+under the name that vLLM reads (`PEFTHelper.from_local_dir`, 0.30 to 0.33), and the original beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from lora_plugins.adapter.config import AdapterConfig
+from lora_plugins.adapter.pace import paced
+from lora_plugins.adapter.patterns import MAX_PATTERN_CHARACTERS
+from lora_plugins.adapter.weights import LoraPair, parameter_of
+
+_T = TypeVar("_T", int, float)
+_MAX_TARGETS_CHARACTERS = 1 << 16
+
+
+def with_exact_patterns(config: AdapterConfig, pairs: Iterable[LoraPair]) -> AdapterConfig:
+    """The same with patterns of names only, by which each of these modules has the rank and alpha of its pair."""
+    ranks, alphas = {}, {}
+    for pair in paced(pairs):
+        name = parameter_of(pair.module)
+        ranks[name], alphas[name] = pair.rank, pair.alpha
+    return replace(config, rank_pattern=_patterns(ranks, config.rank), alpha_pattern=_patterns(alphas, config.alpha))
+
+
+def canonical_bytes(config: AdapterConfig) -> bytes:
+    """The text of `adapter_config.json` with what `parse_config` has read, and nothing else.
+
+    `target_modules`, which vLLM wants to be there and does not compare, are left open where they are very long.
+    """
+    targets = config.targets if isinstance(config.targets, str) else sorted(config.targets or ())
+    keys = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": config.base_model,
+        "r": config.rank,
+        "lora_alpha": _plain(config.alpha),
+        "target_modules": targets if sum(map(len, targets)) <= _MAX_TARGETS_CHARACTERS else None,
+        "bias": "none",
+        "use_rslora": config.use_rslora,
+        "rank_pattern": dict(config.rank_pattern),
+        "alpha_pattern": {name: _plain(alpha) for name, alpha in config.alpha_pattern.items()},
+        "modules_to_save": sorted(config.modules_to_save) or None,
+    }
+    return json.dumps(keys, indent=2).encode()
+
+
+def _plain(number: float) -> float:
+    return int(number) if number.is_integer() and abs(number) < 1 << 53 else number
+
+
+def _patterns(values: Mapping[str, _T], usual: _T) -> dict[str, _T]:
+    """Few patterns of names, as vLLM tries one after the other on each module: alternatives of one value in one."""
+    by_leaf: dict[str, dict[str, _T]] = defaultdict(dict)
+    for name, value in values.items():
+        by_leaf[name.rpartition(".")[2]][name] = value
+    named: dict[str, _T] = {}
+    for leaf, modules in by_leaf.items():
+        of_leaf = set(modules.values())
+        named |= modules if len(of_leaf) > 1 else dict.fromkeys([leaf], of_leaf.pop())
+    named = {name: value for name, value in named.items() if value != usual}
+    if not named:
+        return {}
+    # The first pattern that matches decides, and one matches all names that end with it: these would get another's.
+    longer = {
+        name: value for name, value in values.items() if any(named.get(end, value) != value for end in _ends(name))
+    }
+    patterns = {re.escape(name): longer[name] for name in sorted(longer, key=len, reverse=True)}
+    by_value: dict[_T, list[str]] = defaultdict(list)
+    for name, value in named.items():
+        if name not in longer:
+            by_value[value].append(re.escape(name))
+    for value, names in by_value.items():
+        patterns |= dict.fromkeys(_joined(names), value)
+    return patterns
+
+
+def _ends(name: str) -> Iterator[str]:
+    """What a name ends with behind each of its dots."""
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name
+
+
+def _joined(names: Iterable[str]) -> Iterator[str]:
+    """Alternatives in one pattern, in several where one would be longer than a pattern may be."""
+    pattern = ""
+    for name in names:
+        if pattern and len(pattern) + len(name) >= MAX_PATTERN_CHARACTERS:
+            yield pattern
+            pattern = ""
+        pattern = f"{pattern}|{name}" if pattern else name
+    if pattern:
+        yield pattern

@@ -1,0 +1,115 @@
+"""The process that reads adapters: one request at a time from stdin, its answer on stdout, each under limits.
+
+It imports neither vLLM nor torch, gets none of the server's variables, and ends when its parent does.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from lora_plugins.adapter.canonical import canonical_bytes
+from lora_plugins.adapter.config import MAX_CONFIG_BYTES
+from lora_plugins.adapter.verify import verify_adapter
+from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, SourceUnavailable
+from lora_plugins.verification.limits import MAX_FILES, MAX_MEMORY_BYTES, cpu_s
+from lora_plugins.verification.messages import (
+    LENGTH_BYTES,
+    Answer,
+    Part,
+    Read,
+    Ready,
+    Refused,
+    Verified,
+    answer_of,
+    decode_request,
+    encode,
+    framed,
+)
+
+_LOOK_AT_PARENT_MS = 1000
+_MAX_KEPT_KIB = 256 << 10
+
+
+def main() -> None:
+    """Answer until stdin ends."""
+    # Whatever a library prints must not be taken for an answer.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    import numpy as np  # noqa: F401 - now, and not while somebody waits
+
+    _send(answers, Ready())
+    while True:
+        request = _receive()
+        if request is None:
+            return
+        for answer in _answer(request):
+            _send(answers, answer)
+        answers.flush()
+        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > _MAX_KEPT_KIB:
+            return  # what it took, it may never free
+
+
+def _answer(request: Read) -> Iterator[Part | Verified | Refused]:
+    _limit_cpu_time(request)
+    try:
+        verified = verify_adapter(Path(os.fsdecode(request.directory)), None, request.settings)
+        canonical = canonical_bytes(verified.config)
+        if len(canonical) > MAX_CONFIG_BYTES:
+            raise InvalidAdapter(
+                f"ranks and alphas of so many modules that they take {len(canonical)} bytes",
+                expected=f"at most {MAX_CONFIG_BYTES}",
+                remedy="train it with one rank and alpha",
+            )
+        yield from answer_of(verified, canonical)
+    except LoRAPluginsError as error:
+        yield Refused(error.plain())
+    except MemoryError:
+        too_large = InvalidAdapter(
+            f"an adapter that takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory to read",
+            expected="header and configuration of an adapter",
+            remedy="save the adapter again with PEFT",
+        )
+        yield Refused(too_large.plain())
+    except Exception as unforeseen:  # noqa: BLE001 - a mistake of ours, and no adapter's
+        what = f"a failure to read it: {type(unforeseen).__name__}: {str(unforeseen)[:200]}"
+        yield Refused(SourceUnavailable(what, expected="an adapter", remedy="report it with the adapter").plain())
+
+
+def _limit_cpu_time(request: Read) -> None:
+    """The kernel ends this process once it has computed for so long from now."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    end_s = int(used.ru_utime + used.ru_stime + cpu_s(os.fsdecode(request.directory))) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (end_s, resource.RLIM_INFINITY))
+
+
+def _send(answers: BinaryIO, answer: Answer) -> None:
+    answers.write(framed(encode(answer)))
+    if isinstance(answer, Ready):
+        answers.flush()
+
+
+def _receive() -> Read | None:
+    length = sys.stdin.buffer.read(LENGTH_BYTES)
+    if len(length) < LENGTH_BYTES:
+        return None
+    return decode_request(sys.stdin.buffer.read(int.from_bytes(length, "little")))
+
+
+def _end_with_parent(parent: int) -> None:
+    """A parent that is killed closes no request that is being answered."""
+    poll = select.poll()
+    poll.register(0, 0)
+    while not any(event & select.POLLHUP for _, event in poll.poll(_LOOK_AT_PARENT_MS)) and os.getppid() == parent:
+        pass
+    os._exit(0)

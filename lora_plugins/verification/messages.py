@@ -1,0 +1,130 @@
+"""What a server and a process that reads adapters say to each other: MessagePack of known types, in short frames.
+
+Not pickled: who reads hostile bytes may be what they have made of it. An answer is any number of `Part`s, in each a few
+tensors, so that a server decodes none for more than a millisecond or two, and then `Verified` or `Refused`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import msgspec
+
+from lora_plugins.adapter.config import AdapterConfig
+from lora_plugins.adapter.safetensors_header import TensorInfo
+from lora_plugins.adapter.verify import VerifiedAdapter
+from lora_plugins.adapter.weights import LoraPair, Weights
+from lora_plugins.settings import Settings
+
+_T = TypeVar("_T")
+LENGTH_BYTES = 4
+MAX_FRAME_BYTES = 1 << 20
+MAX_ANSWER_BYTES = 1 << 29
+_TENSORS_IN_A_PART = 100
+_PATTERNS_IN_A_PART = 20  # of up to 10,000 characters
+_BYTES_IN_A_PART = 1 << 18
+
+
+class Read(msgspec.Struct, frozen=True, tag=True):
+    """Verify the adapter in a directory, without a base model, as these settings say."""
+
+    directory: bytes
+    max_adapter_bytes: int
+    allow_pickle: bool
+    check_finite: bool
+
+    @property
+    def settings(self) -> Settings:
+        """The settings that say so."""
+        return replace(
+            Settings(),
+            max_adapter_bytes=self.max_adapter_bytes,
+            allow_pickle=self.allow_pickle,
+            check_finite=self.check_finite,
+        )
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The process has started."""
+
+
+class Part(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """A part of what was read."""
+
+    pairs: tuple[LoraPair, ...] = ()
+    base_embeddings: tuple[tuple[str, TensorInfo], ...] = ()
+    others: tuple[TensorInfo, ...] = ()
+    ranks: tuple[tuple[str, int], ...] = ()
+    alphas: tuple[tuple[str, float], ...] = ()
+    canonical: bytes = b""
+
+
+class Verified(msgspec.Struct, frozen=True, tag=True):
+    """The end of an answer; `config` is without patterns and targets, `name_in_keys` is of `Weights`."""
+
+    config: AdapterConfig
+    size_bytes: int
+    notes: tuple[str, ...]
+    has_weights: bool
+    name_in_keys: str | None
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The end of an answer: an error of ours, as `plain()` says it."""
+
+    error: dict[str, str]
+
+
+Answer = Ready | Part | Verified | Refused
+encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(Read).decode
+decode_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def framed(data: bytes) -> bytes:
+    """With its length before it."""
+    return len(data).to_bytes(LENGTH_BYTES, "little") + data
+
+
+def answer_of(verified: VerifiedAdapter, canonical: bytes) -> Iterator[Part | Verified]:
+    """The messages that say this."""
+    weights, config = verified.weights or Weights(()), verified.config
+    for pairs in _some(weights.pairs, _TENSORS_IN_A_PART):
+        yield Part(pairs=pairs)
+    for embeddings in _some(weights.base_embeddings, _TENSORS_IN_A_PART):
+        yield Part(base_embeddings=embeddings)
+    for others in _some(weights.others, _TENSORS_IN_A_PART):
+        yield Part(others=others)
+    for ranks in _some(tuple(config.rank_pattern.items()), _PATTERNS_IN_A_PART):
+        yield Part(ranks=ranks)
+    for alphas in _some(tuple(config.alpha_pattern.items()), _PATTERNS_IN_A_PART):
+        yield Part(alphas=alphas)
+    for begin in range(0, len(canonical), _BYTES_IN_A_PART):
+        yield Part(canonical=canonical[begin : begin + _BYTES_IN_A_PART])
+    small = replace(config, targets=None, rank_pattern={}, alpha_pattern={})
+    has_weights = verified.weights is not None
+    yield Verified(small, verified.size_bytes, verified.notes, has_weights, weights.name_in_keys)
+
+
+def verified_of(parts: Sequence[Part], end: Verified) -> tuple[VerifiedAdapter, bytes]:
+    """What `answer_of` was given, but for the targets."""
+    weights = Weights(
+        tuple(pair for part in parts for pair in part.pairs),
+        tuple(embedding for part in parts for embedding in part.base_embeddings),
+        tuple(other for part in parts for other in part.others),
+        end.name_in_keys,
+    )
+    config = replace(
+        end.config,
+        rank_pattern=dict(item for part in parts for item in part.ranks),
+        alpha_pattern=dict(item for part in parts for item in part.alphas),
+    )
+    verified = VerifiedAdapter(config, weights if end.has_weights else None, end.size_bytes, end.notes)
+    return verified, b"".join(part.canonical for part in parts)
+
+
+def _some(items: tuple[_T, ...], count: int) -> Iterator[tuple[_T, ...]]:
+    for begin in range(0, len(items), count):
+        yield items[begin : begin + count]

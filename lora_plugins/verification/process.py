@@ -1,0 +1,208 @@
+"""One process that reads adapters: started, asked, and ended when it has overstepped its limits."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+import lora_plugins
+from lora_plugins.adapter.verify import VerifiedAdapter
+from lora_plugins.errors import InvalidAdapter, SourceUnavailable, error_of
+from lora_plugins.settings import environment
+from lora_plugins.verification.limits import MAX_MEMORY_BYTES, wall_s
+from lora_plugins.verification.messages import (
+    LENGTH_BYTES,
+    MAX_ANSWER_BYTES,
+    MAX_FRAME_BYTES,
+    Answer,
+    Part,
+    Read,
+    Ready,
+    Refused,
+    Verified,
+    decode_answer,
+    encode,
+    framed,
+    verified_of,
+)
+
+_PROGRAM = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from lora_plugins.verification.child import main
+main()
+"""
+# None of the server's own: there are keys and secrets among them.
+_VARIABLES = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "TZ")
+_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_START_S = 60.0
+_EXIT_S = 5.0
+_PIECE_BYTES = 1 << 16
+_PAUSE_S = 0.0002  # other threads get the interpreter's lock between two messages
+_OF_OTHERS = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
+
+
+class Lost(Exception):
+    """The process had ended before it was asked, or was ended by somebody else."""
+
+
+class ReadingProcess:
+    """A process that answers one request at a time.
+
+    Raises at construction:
+        SourceUnavailable: it does not start.
+    """
+
+    def __init__(self) -> None:
+        variables = {name: value for name, value in environment().items() if name in _VARIABLES}
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - this interpreter
+                [sys.executable, "-I", "-c", _PROGRAM, json.dumps(_import_path())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**variables, **_ONE_THREAD},
+                cwd="/",
+                start_new_session=True,  # no Ctrl-C of a terminal reaches it
+            )
+        except OSError as error:
+            raise _not_started(str(error)) from error
+        self._left = bytearray()
+        try:
+            first = next(self._answers(time.monotonic() + _START_S))
+        except (TimeoutError, EOFError, msgspec.MsgspecError):
+            raise _not_started(f"it ended with {self.end(wait_s=_EXIT_S)}") from None
+        if not isinstance(first, Ready):
+            self.end()
+            raise _not_started("it answers something else")
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    def read(self, request: Read) -> tuple[VerifiedAdapter, bytes]:
+        """What the adapter is, and the configuration that engines read of it; see `verify_adapter`.
+
+        After any other error than those of `verify_adapter`, and `InvalidAdapter` where `is_alive` is then false, the
+        process has ended.
+
+        Raises:
+            InvalidAdapter: also where it has overstepped a limit.
+            Lost: ask another process.
+        """
+        limit_s = wall_s(os.fsdecode(request.directory))
+        parts: list[Part] = []
+        try:
+            self._ask(request)
+            for answer in self._answers(time.monotonic() + limit_s):
+                if isinstance(answer, Part):
+                    parts.append(answer)
+                    time.sleep(_PAUSE_S)
+                elif isinstance(answer, Verified):
+                    return verified_of(parts, answer)
+                elif isinstance(answer, Refused):
+                    raise error_of(answer.error)
+                else:
+                    break
+            raise EOFError
+        except TimeoutError:
+            self.end()
+            raise _too_much(f"that takes more than {limit_s:.0f} s to read") from None
+        except (EOFError, BrokenPipeError, msgspec.MsgspecError):
+            code = self.end(wait_s=_EXIT_S)
+            if code in _OF_OTHERS or (code == 0 and not parts):
+                raise Lost from None
+            raise _too_much(_words_of(code)) from None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can be asked again."""
+        return self._process.poll() is None and not self._left
+
+    def end(self, wait_s: float = 0.0) -> int:
+        """End it where it still runs after this time; how it ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(wait_s)
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        return self._process.wait()
+
+    def _ask(self, request: Read) -> None:
+        if self._process.stdin is None:
+            raise EOFError
+        self._process.stdin.write(framed(encode(request)))
+        self._process.stdin.flush()
+
+    def _answers(self, ends_at: float) -> Iterator[Answer]:
+        """Its messages as they come.
+
+        Raises:
+            TimeoutError, EOFError: they end. MsgspecError: it says something else.
+        """
+        total = 0
+        while True:
+            frame_bytes = int.from_bytes(self._receive(LENGTH_BYTES, ends_at), "little")
+            total += frame_bytes
+            if frame_bytes > MAX_FRAME_BYTES or total > MAX_ANSWER_BYTES:
+                raise EOFError
+            yield decode_answer.decode(self._receive(frame_bytes, ends_at))
+
+    def _receive(self, count: int, ends_at: float) -> bytes:
+        if self._process.stdout is None:
+            raise EOFError
+        descriptor = self._process.stdout.fileno()
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        while len(self._left) < count:
+            if not poll.poll(max(0.0, ends_at - time.monotonic()) * 1000):
+                raise TimeoutError
+            piece = os.read(descriptor, _PIECE_BYTES)
+            if not piece:
+                raise EOFError
+            self._left += piece
+        data = bytes(self._left[:count])
+        del self._left[:count]
+        return data
+
+
+def _import_path() -> list[str]:
+    root = str(Path(lora_plugins.__file__).resolve().parents[1])
+    path = [entry for entry in sys.path if entry]  # "" is the working directory, which is another there
+    return path if root in path else [*path, root]
+
+
+def _words_of(code: int) -> str:
+    if code == -signal.SIGXCPU:
+        return "that takes too long to read"
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
+    return f"that ends the process that reads it, by {how}"
+
+
+def _too_much(found: str) -> InvalidAdapter:
+    return InvalidAdapter(
+        f"an adapter {found}",
+        expected=f"one that is read at once, in {MAX_MEMORY_BYTES >> 20} MiB of memory",
+        remedy="save the adapter again with PEFT",
+    )
+
+
+def _not_started(why: str) -> SourceUnavailable:
+    return SourceUnavailable(
+        f"no process that reads adapters ({why})",
+        expected="one beside the server",
+        remedy="look for limits of processes, open files and memory on this machine",
+    )
