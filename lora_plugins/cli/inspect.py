@@ -14,7 +14,13 @@ from typing import Annotated, Any
 import typer
 
 from lora_plugins.absence import without_login
-from lora_plugins.adapter.config import CONFIG_FILE, MAX_CONFIG_BYTES, AdapterConfig, parse_config
+from lora_plugins.adapter.config import (
+    CONFIG_FILE,
+    MAX_CONFIG_BYTES,
+    ORIGINAL_CONFIG_FILE,
+    AdapterConfig,
+    parse_config,
+)
 from lora_plugins.adapter.files import open_regular
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.safetensors_header import TensorInfo
@@ -140,7 +146,7 @@ def _look(path: Path, settings: Settings, base: BaseModel | None) -> Found:
     config: AdapterConfig | None = None
     tensors: tuple[TensorInfo, ...] = ()
     pairs: tuple[LoraPair, ...] = ()
-    with suppress(LoRAPluginsError), open_regular(path / CONFIG_FILE) as (file, _):
+    with suppress(LoRAPluginsError), open_regular(_of_source(path, CONFIG_FILE)) as (file, _):
         config = parse_config(file.read(MAX_CONFIG_BYTES + 1))
     with suppress(LoRAPluginsError):
         weights = choose_weights(_files(path), replace(settings, allow_pickle=False))
@@ -155,6 +161,12 @@ def _look(path: Path, settings: Settings, base: BaseModel | None) -> Found:
         return Found(config, tensors, pairs, None, error)
 
 
+def _of_source(path: Path, name: str) -> Path:
+    """The file as the adapter's source has it: in the store another configuration is in the place of its own."""
+    kept = path / ORIGINAL_CONFIG_FILE
+    return kept if name == CONFIG_FILE and os.path.lexists(kept) else path / name
+
+
 def _files(path: Path) -> list[str]:
     with suppress(OSError):
         return choose_files(entry.name for entry in os.scandir(path))
@@ -162,7 +174,7 @@ def _files(path: Path) -> list[str]:
 
 
 def _answer(path: Path, uri: str | None, found: Found, base: BaseModel | None) -> dict[str, Any]:
-    files = {name: (path / name).stat().st_size for name in _files(path) if (path / name).is_file()}
+    files = {name: _of_source(path, name).stat().st_size for name in _files(path) if (path / name).is_file()}
     config = found.config
     answer: dict[str, Any] = {
         "path": str(path),

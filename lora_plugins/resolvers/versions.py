@@ -86,7 +86,7 @@ class Versions:
         self._origins: LRUCache[str, frozenset[str]] = LRUCache(_REMEMBERED_NAMES)
         self._refused: LRUCache[tuple[str, str], LoRAPluginsError] = LRUCache(_REMEMBERED_REJECTIONS)
         self._fetching = asyncio.Semaphore(_FETCHES_AT_ONCE)
-        self._children = children()
+        children().warm()  # so that the first fetch waits for no start
 
     def served(self, key: Key) -> ResolvedAdapter | None:
         """What this was resolved to last, whether it is still there or not."""
@@ -229,13 +229,13 @@ class Versions:
         directory = self._store.layout.adapter(digest)
         try:
             has_canonical = await asyncio.to_thread(os.path.lexists, directory / ORIGINAL_CONFIG_FILE)
-            verified = arrived if has_canonical else None
-            if verified is None:
+            if arrived is None or not has_canonical:
                 settings = replace(self._settings, check_finite=False)
-                verified, canonical = await asyncio.wrap_future(self._children.read(directory, settings))
+                found = await asyncio.wrap_future(children().read(directory, settings))
+                arrived = found.adapter
                 if not has_canonical:
-                    await asyncio.to_thread(self._store.add_canonical, digest, canonical)
-            return await asyncio.to_thread(self._check_fits, base, verified)
+                    await asyncio.to_thread(self._store.add_canonical, digest, found.canonical)
+            return await asyncio.to_thread(self._check_fits, base, arrived)
         except LoRAPluginsError:
             self._store.leases.release(digest, holder)
             raise
@@ -255,7 +255,6 @@ class Versions:
 
         async def fetch(download: PartialDownload) -> None:
             files = tuple((file.name, file.size_bytes) for file in selected.files)
-            self._children.warm()
             self._events.emit(FetchStarted(name, source.label, str(download.directory), files))
             await source.fetch(selected, download)
 
@@ -296,12 +295,12 @@ class Versions:
     ) -> bytes:
         """Verify what was fetched; the configuration that engines read."""
         try:
-            verified, canonical = self._children.read(directory, self._settings).result()
+            found = children().read(directory, self._settings).result()
         except (InvalidAdapter, IncompatibleAdapter, AdapterNotFound) as error:
             refusals.append(error)
             raise
-        arrived.append(verified)
-        return canonical
+        arrived.append(found.adapter)
+        return found.canonical
 
     def _check_fits(self, base: BaseModel | None, verified: VerifiedAdapter) -> VerifiedAdapter:
         return verified if base is None else fit_adapter(verified, base, self._settings)

@@ -22,6 +22,7 @@ from lora_plugins.verification.limits import MAX_FILES, MAX_MEMORY_BYTES, cpu_s
 from lora_plugins.verification.messages import (
     LENGTH_BYTES,
     Answer,
+    Found,
     Part,
     Read,
     Ready,
@@ -71,7 +72,7 @@ def _answer(request: Read) -> Iterator[Part | Verified | Refused]:
                 expected=f"at most {MAX_CONFIG_BYTES}",
                 remedy="train it with one rank and alpha",
             )
-        yield from answer_of(verified, canonical)
+        yield from answer_of(Found(verified, canonical))
     except LoRAPluginsError as error:
         yield Refused(error.plain())
     except MemoryError:

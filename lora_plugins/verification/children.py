@@ -13,16 +13,13 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
-from lora_plugins.adapter.verify import VerifiedAdapter
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.settings import Settings
-from lora_plugins.verification.messages import Read
+from lora_plugins.verification.messages import Found, Read
 from lora_plugins.verification.process import Lost, ReadingProcess
 
 _PROCESSES = 2  # one that takes long keeps nobody waiting but another that does
 _ATTEMPTS = 3
-
-Answer = tuple[VerifiedAdapter, bytes]
 
 
 class Children:
@@ -31,9 +28,11 @@ class Children:
     def __init__(self, processes: int = _PROCESSES) -> None:
         self._processes = processes
         self._idle: queue.LifoQueue[ReadingProcess] = queue.LifoQueue()
-        self._wanted: queue.SimpleQueue[tuple[Future[Answer], Read] | None] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[tuple[Future[Found], Read] | None] = queue.SimpleQueue()
         self._starting = threading.Lock()
+        self._changing = threading.Lock()
         self._has_started = False
+        self._has_ended = False
 
     def warm(self) -> None:
         """Start a process where there is none yet, so that it runs once it is needed; returns at once."""
@@ -41,14 +40,14 @@ class Children:
             self._start()
             self._wanted.put(None)
 
-    def read(self, directory: Path, settings: Settings) -> Future[Answer]:
+    def read(self, directory: Path, settings: Settings) -> Future[Found]:
         """Verify the adapter in `directory` without a base model, and write the configuration that engines read of it.
 
         The future raises what `verify_adapter` raises; `InvalidAdapter` also where reading it oversteps a limit, and
         `SourceUnavailable` where no process starts.
         """
         self._start()
-        answer: Future[Answer] = Future()
+        answer: Future[Found] = Future()
         wanted = Read(
             os.fsencode(directory.absolute()), settings.max_adapter_bytes, settings.allow_pickle, settings.check_finite
         )
@@ -60,13 +59,14 @@ class Children:
         return [process.pid for process in list(self._idle.queue)]
 
     def end(self) -> None:
-        """End the processes that wait."""
+        """End the processes that wait now, and others once they have answered."""
+        self._has_ended = True
         with contextlib.suppress(queue.Empty):
             while True:
                 self._idle.get_nowait().end()
 
     def _start(self) -> None:
-        with self._starting:
+        with self._changing:
             if not self._has_started:
                 for number in range(self._processes):
                     threading.Thread(target=self._work, daemon=True, name=f"lora-plugins-verify-{number}").start()
@@ -77,12 +77,12 @@ class Children:
             wanted = self._wanted.get()
             if wanted is None:
                 with contextlib.suppress(SourceUnavailable):  # said to who then asks
-                    self._idle.put(ReadingProcess())
+                    self._put_back(self._take())
             elif wanted[0].set_running_or_notify_cancel():
                 _settle(wanted[0], partial(self._read, wanted[1]))
             del wanted
 
-    def _read(self, request: Read) -> Answer:
+    def _read(self, request: Read) -> Found:
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(Lost):
                 return self._read_once(request)
@@ -92,21 +92,28 @@ class Children:
             remedy="save the adapter again with PEFT, or look for what kills processes on this machine",
         )
 
-    def _read_once(self, request: Read) -> Answer:
-        try:
-            process = self._idle.get_nowait()
-        except queue.Empty:
-            process = ReadingProcess()
+    def _read_once(self, request: Read) -> Found:
+        process = self._take()
         try:
             return process.read(request)
         finally:
-            if process.is_alive:
-                self._idle.put(process)
-            else:
-                process.end()
+            self._put_back(process)
+
+    def _take(self) -> ReadingProcess:
+        with self._starting:  # who waits here may find the one that was started meanwhile
+            try:
+                return self._idle.get_nowait()
+            except queue.Empty:
+                return ReadingProcess()
+
+    def _put_back(self, process: ReadingProcess) -> None:
+        if process.is_alive and not self._has_ended:
+            self._idle.put(process)
+        else:
+            process.end()
 
 
-def _settle(future: Future[Answer], work: Callable[[], Answer]) -> None:
+def _settle(future: Future[Found], work: Callable[[], Found]) -> None:
     try:
         future.set_result(work())
     except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits

@@ -7,7 +7,7 @@ tensors, so that a server decodes none for more than a millisecond or two, and t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
@@ -77,6 +77,14 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     error: dict[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was read: an adapter, without its `target_modules`, and the configuration that engines read of it."""
+
+    adapter: VerifiedAdapter
+    canonical: bytes
+
+
 Answer = Ready | Part | Verified | Refused
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Read).decode
@@ -88,8 +96,9 @@ def framed(data: bytes) -> bytes:
     return len(data).to_bytes(LENGTH_BYTES, "little") + data
 
 
-def answer_of(verified: VerifiedAdapter, canonical: bytes) -> Iterator[Part | Verified]:
+def answer_of(found: Found) -> Iterator[Part | Verified]:
     """The messages that say this."""
+    verified, canonical = found.adapter, found.canonical
     weights, config = verified.weights or Weights(()), verified.config
     for pairs in _some(weights.pairs, _TENSORS_IN_A_PART):
         yield Part(pairs=pairs)
@@ -108,7 +117,7 @@ def answer_of(verified: VerifiedAdapter, canonical: bytes) -> Iterator[Part | Ve
     yield Verified(small, verified.size_bytes, verified.notes, has_weights, weights.name_in_keys)
 
 
-def verified_of(parts: Sequence[Part], end: Verified) -> tuple[VerifiedAdapter, bytes]:
+def found_of(parts: Sequence[Part], end: Verified) -> Found:
     """What `answer_of` was given, but for the targets."""
     weights = Weights(
         tuple(pair for part in parts for pair in part.pairs),
@@ -122,7 +131,7 @@ def verified_of(parts: Sequence[Part], end: Verified) -> tuple[VerifiedAdapter, 
         alpha_pattern=dict(item for part in parts for item in part.alphas),
     )
     verified = VerifiedAdapter(config, weights if end.has_weights else None, end.size_bytes, end.notes)
-    return verified, b"".join(part.canonical for part in parts)
+    return Found(verified, b"".join(part.canonical for part in parts))
 
 
 def _some(items: tuple[_T, ...], count: int) -> Iterator[tuple[_T, ...]]:

@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 
 import lora_plugins
-from lora_plugins.adapter.verify import VerifiedAdapter
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable, error_of
 from lora_plugins.settings import environment
 from lora_plugins.verification.limits import MAX_MEMORY_BYTES, wall_s
@@ -25,6 +24,7 @@ from lora_plugins.verification.messages import (
     MAX_ANSWER_BYTES,
     MAX_FRAME_BYTES,
     Answer,
+    Found,
     Part,
     Read,
     Ready,
@@ -32,8 +32,8 @@ from lora_plugins.verification.messages import (
     Verified,
     decode_answer,
     encode,
+    found_of,
     framed,
-    verified_of,
 )
 
 _PROGRAM = """
@@ -91,11 +91,10 @@ class ReadingProcess:
         """The process's id."""
         return self._process.pid
 
-    def read(self, request: Read) -> tuple[VerifiedAdapter, bytes]:
+    def read(self, request: Read) -> Found:
         """What the adapter is, and the configuration that engines read of it; see `verify_adapter`.
 
-        After any other error than those of `verify_adapter`, and `InvalidAdapter` where `is_alive` is then false, the
-        process has ended.
+        Where it has overstepped a limit, `is_alive` is false afterwards.
 
         Raises:
             InvalidAdapter: also where it has overstepped a limit.
@@ -110,7 +109,7 @@ class ReadingProcess:
                     parts.append(answer)
                     time.sleep(_PAUSE_S)
                 elif isinstance(answer, Verified):
-                    return verified_of(parts, answer)
+                    return found_of(parts, answer)
                 elif isinstance(answer, Refused):
                     raise error_of(answer.error)
                 else:

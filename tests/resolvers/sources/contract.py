@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from lora_plugins.absence import Absence
+from lora_plugins.adapter.canonical import canonical_bytes
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.verify import verify_adapter
@@ -78,12 +79,16 @@ def obtain(store: Store, source: Source, found: RemoteAdapter, settings: Setting
 async def obtaining(store: Store, source: Source, found: RemoteAdapter, settings: Settings) -> StoredAdapter:
     selected = select_files(found, settings)
     fetch = partial(source.fetch, selected)
-    return await store.obtain(selected, fetch, lambda directory: verify(directory, settings))
+    return await store.obtain(selected, fetch, lambda directory: check(directory, settings))
 
 
 def verify(directory: Path, settings: Settings | None = None) -> int:
     """The rank of an adapter that this verifies; it says which one it is."""
     return verify_adapter(directory, BASE, settings or Settings()).config.rank
+
+
+def check(directory: Path, settings: Settings | None = None) -> bytes:
+    return canonical_bytes(verify_adapter(directory, BASE, settings or Settings()).config)
 
 
 def ranked(rank: int) -> dict[str, bytes]:
@@ -392,7 +397,7 @@ class SourceContract:
             await source.fetch(found, arriving)
 
         try:
-            stored = asyncio.run(store.obtain(found, fetch, verify))
+            stored = asyncio.run(store.obtain(found, fetch, check))
         except VersionChanged:
             assert store.layout.digests() == []
         else:

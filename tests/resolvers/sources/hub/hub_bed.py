@@ -12,6 +12,7 @@ import pytest
 from huggingface_hub import constants
 
 from lora_plugins.absence import Absence
+from lora_plugins.adapter.canonical import canonical_bytes
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.resolvers.sources.hub.patterns import HubPatterns
@@ -20,7 +21,7 @@ from lora_plugins.resolvers.sources.source import RemoteAdapter
 from lora_plugins.settings import Settings
 from lora_plugins.store.store import Store, StoredAdapter
 from testbed.hub import Hub
-from tests.make import adapter_files
+from tests.make import adapter_files, content
 
 FILES = adapter_files()
 OTHER = adapter_files(lora_alpha=16)
@@ -78,14 +79,10 @@ class Bed:
         return list(self.store.layout.folder("tmp").rglob("*"))
 
 
-def check(directory: Path) -> None:
+def check(directory: Path) -> bytes:
     # Nothing but the adapter's own files is ever published.
     assert all(entry.is_file(follow_symlinks=False) for entry in os.scandir(directory))
-    verify_adapter(directory, None, Settings())
-
-
-def content(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "manifest.json"}
+    return canonical_bytes(verify_adapter(directory, None, Settings()).config)
 
 
 def isolate(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:

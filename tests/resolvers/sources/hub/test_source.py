@@ -21,8 +21,8 @@ from lora_plugins.resolvers.uris import SourceUri
 from testbed import faults
 from testbed.hub import Hub, local_hub
 from testbed.proxy import FaultProxy, fault_proxy
-from tests.make import adapter_files, pair, sharded
-from tests.resolvers.sources.hub.hub_bed import FILES, OTHER, Bed, check, content, isolate
+from tests.make import adapter_files, content, pair, sharded
+from tests.resolvers.sources.hub.hub_bed import FILES, OTHER, Bed, check, isolate
 from tests.virtual_time import run_until_late
 
 LONG_S = 600.0

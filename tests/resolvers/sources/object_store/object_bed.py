@@ -23,6 +23,7 @@ from lora_plugins.resolvers.sources.source import RemoteAdapter
 from lora_plugins.store.store import Store, StoredAdapter
 from testbed.proxy import FaultProxy, fault_proxy
 from testbed.s3 import S3, Bucket, s3_server
+from tests.make import content
 
 RANGE = 256 << 10
 LIMITS = DownloadLimits(range_bytes=RANGE, parallel=4, timeout_s=60, attempts=4, wait_s=0.01, max_wait_s=0.05)
@@ -59,7 +60,7 @@ class Bed:
         self.bucket.put_many(f"loras/{name}", FILES if files is None else files)
 
     async def obtain(self, source: ObjectSource, located: RemoteAdapter) -> StoredAdapter:
-        return await self.store.obtain(located, partial(source.fetch, located), lambda _: None)
+        return await self.store.obtain(located, partial(source.fetch, located), lambda _: b"{}")
 
     async def ask(self, source: ObjectSource, name: str = "sql") -> StoredAdapter | None:
         located = await source.locate(AdapterName.parse(name), BASE)
@@ -98,7 +99,7 @@ def bed(s3: S3, shared_proxy: FaultProxy, tmp_path: Path) -> Iterator[Bed]:
 
 def read(stored: StoredAdapter | None) -> dict[str, bytes]:
     assert stored is not None
-    return {path.name: path.read_bytes() for path in stored.directory.iterdir() if path.name in FILES}
+    return {name: data for name, data in content(stored.directory).items() if name in FILES}
 
 
 def locate(source: ObjectSource, name: str = "sql", base: str = BASE) -> RemoteAdapter | None:
