@@ -38,12 +38,13 @@ def canonical_bytes(config: AdapterConfig) -> bytes:
     `target_modules`, which vLLM wants to be there and does not compare, are left open where they are very long.
     """
     targets = config.targets if isinstance(config.targets, str) else sorted(config.targets or ())
+    is_long = sum(map(len, targets)) > _MAX_TARGETS_CHARACTERS
     keys = {
         "peft_type": "LORA",
         "base_model_name_or_path": config.base_model,
         "r": config.rank,
         "lora_alpha": _plain(config.alpha),
-        "target_modules": targets if sum(map(len, targets)) <= _MAX_TARGETS_CHARACTERS else None,
+        "target_modules": None if config.targets is None or is_long else targets,
         "bias": "none",
         "use_rslora": config.use_rslora,
         "rank_pattern": dict(config.rank_pattern),

@@ -23,7 +23,7 @@ MAX_PATTERN_CHARACTERS = 10_000  # compiling is under no deadline, and takes lon
 MAX_REPEATS = 100_000  # `(?:a{100}){1000}`; no pattern for module names has more than a few `\d{1,3}`
 
 # Names, some perhaps with their dots escaped, and alternatives of these.
-_NAME = r"(?:[\w.-]|\\[.-])+"
+_NAME = r"(?:[\w.-]|\\[.-])++"
 _NAMES = regex.compile(rf"{_NAME}(?:\|{_NAME})*+")
 _ONE_NAME = regex.compile(_NAME)
 _ESCAPE = regex.compile(r"\\(.)")

@@ -100,11 +100,12 @@ class Children:
             self._put_back(process)
 
     def _take(self) -> ReadingProcess:
+        with contextlib.suppress(queue.Empty):
+            return self._idle.get_nowait()
         with self._starting:  # who waits here may find the one that was started meanwhile
-            try:
+            with contextlib.suppress(queue.Empty):
                 return self._idle.get_nowait()
-            except queue.Empty:
-                return ReadingProcess()
+            return ReadingProcess()
 
     def _put_back(self, process: ReadingProcess) -> None:
         if process.is_alive and not self._has_ended:

@@ -85,7 +85,6 @@ LAYERS = [f"model.layers.{n}.self_attn.{part}_proj" for n in range(12) for part 
         ({r"layers\.\d+\..*": 4}, {}),  # the usual one
         ({"no_such": 99}, {}),
         ({r"model\.layers\.1\.self_attn\.q_proj": 8}, {r"model\.layers\.1\.self_attn\.q_proj": 8}),
-        ({r"(?:(?:.*)*)*layers\.0\..*": 8}, None),
     ],
 )
 def test_patterns_become_few_of_names_alone(patterns, wanted):
@@ -93,8 +92,7 @@ def test_patterns_become_few_of_names_alone(patterns, wanted):
     found = canonical(config, LAYERS)
     for module in LAYERS:
         assert as_vllm_reads(found, module) == as_vllm_reads(config, module)
-    assert wanted is None or dict(found.rank_pattern) == wanted
-    assert len(found.rank_pattern) <= 1
+    assert dict(found.rank_pattern) == wanted
 
 
 def test_a_rank_for_every_module_is_a_pattern_for_each_rank():
@@ -127,17 +125,17 @@ def test_every_module_keeps_its_rank_and_alpha(modules, data):
         assert found.alphas()(parameter_of(module), deadline) == alpha
 
 
-@pytest.mark.parametrize("vllm_reads", [True, False])
-def test_vllms_own_helper_reads_it(tmp_path, vllm_reads):
+CHANGES = {"rank_pattern": {"q_proj": 8}, "alpha_pattern": {"layers.1.*": 2}, "use_rslora": True}
+
+
+@pytest.mark.parametrize("is_canonical", [True, False])
+def test_vllms_own_helper_reads_it(tmp_path, is_canonical):
     helper = pytest.importorskip("vllm.lora.peft_helper").PEFTHelper
-    config = parse_config(config_bytes(rank_pattern={"q_proj": 8}, alpha_pattern={"layers.1.*": 2}, use_rslora=True))
-    exact = with_exact_patterns(config, pairs(config, LAYERS))
-    text = (
-        canonical_bytes(exact)
-        if vllm_reads
-        else config_bytes(rank_pattern={"q_proj": 8}, alpha_pattern={"layers.1.*": 2}, use_rslora=True)
-    )
-    (tmp_path / "adapter_config.json").write_bytes(text)
+    if not hasattr(helper, "get_rank_and_scaling"):
+        pytest.skip("a vLLM that reads no patterns")
+    config = parse_config(config_bytes(**CHANGES))
+    text = canonical_bytes(with_exact_patterns(config, pairs(config, LAYERS)))
+    (tmp_path / "adapter_config.json").write_bytes(text if is_canonical else config_bytes(**CHANGES))
     read = helper.from_local_dir(str(tmp_path), None)
     for module in LAYERS:
         rank, alpha = as_vllm_reads(config, module)

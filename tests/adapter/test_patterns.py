@@ -107,3 +107,25 @@ def test_any_text_matches_or_is_refused(pattern):
     except LoRAPluginsError as error:
         outcome = "the_field" in error.found or error.found
     assert outcome in (True, False)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(?:(?:(?:a+){1000}){1000}){1000}", "a{0,200000}", "(?x)(?:a{ 1 0 00 }){1000}", "a{000000000000200000}"],
+)
+def test_counted_repeats_are_refused_before_they_are_compiled(pattern, monkeypatch):
+    monkeypatch.setattr(patterns_module.regex, "compile", lambda *_, **__: pytest.fail("it is compiled"))
+    with pytest.raises(InvalidAdapter, match="counted repeats"):
+        Deadline().matches(pattern, MODULE, field="rank_pattern")
+
+
+@pytest.mark.parametrize("pattern", [r"model\.layers\.\d{1,3}\..*", r".*\.(?:1\d{1,2}|2)\.(?:.*){0,1}", "a{1,60000}"])
+def test_a_few_counted_repeats_are_compiled(pattern):
+    assert Deadline().matches(pattern, MODULE, field="rank_pattern") in (True, False)
+
+
+def test_alternatives_of_names_take_none_of_the_budget():
+    names = [f"model.layers.{layer}.self_attn.q-proj" for layer in range(100)]
+    patterns = SuffixPatterns({"|".join(map(re.escape, names)): 1, "k_proj|v_proj": 2}, "rank_pattern")
+    found = [patterns.first(name, Deadline(0.0)) for name in (*names, "a.v_proj", "a.kv_proj", "xk_proj")]
+    assert found == [1] * 100 + [2, None, None]

@@ -12,7 +12,12 @@ import safetensors
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lora_plugins.adapter.safetensors_header import MAX_HEADER_BYTES, TensorInfo, read_header
+from lora_plugins.adapter.safetensors_header import (
+    MAX_HEADER_BYTES,
+    MAX_METADATA_CHARACTERS,
+    TensorInfo,
+    read_header,
+)
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
 from tests.make import header_of, weights, with_header
 from tests.make import safetensors as saved
@@ -254,3 +259,38 @@ def test_any_json_header_reads_as_in_the_library(header):
 def test_numbers_that_the_library_does_not_read_are_refused(offsets):
     header = f'{{"a":{{"dtype":"F32","shape":[2],"data_offsets":{offsets}}}}}'.encode()
     assert not check(with_header(header, b"\0" * 8))
+
+
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with the length of each text that is handed to the parser to read a value from its start."""
+    lengths: list[int] = []
+    decode = json.JSONDecoder.raw_decode
+
+    def counted(self, text, at=0):
+        lengths.extend([] if at else [len(text)])
+        return decode(self, text, at)
+
+    monkeypatch.setattr(json.JSONDecoder, "raw_decode", counted)
+    return lengths
+
+
+@pytest.mark.parametrize(
+    ("member", "says"),
+    [
+        ('"__metadata__":{' + ",".join(f'"{n}":"x"' for n in range(200_000)) + "}", "__metadata__ that does not end"),
+        ('"__metadata__":{"a":"' + "x" * MAX_METADATA_CHARACTERS + '"}', "__metadata__ that does not end"),
+        ('"b":{"dtype":"F32","shape":[' + "1," * 500_000 + '1],"data_offsets":[0,8]}', "no description of tensor 'b'"),
+        ('"b":' + "[" * 500_000, "no description of tensor 'b'"),
+    ],
+    ids=range(4),
+)
+def test_a_long_member_is_refused_unparsed(member, says, monkeypatch):
+    lengths = parsed(monkeypatch)
+    with pytest.raises(InvalidAdapter, match=says):
+        read(with_header(f'{{{member},"a":{json.dumps(entry())}}}'.encode(), b"\0" * 8))
+    assert max(lengths) <= MAX_METADATA_CHARACTERS
+
+
+def test_long_metadata_of_texts_is_let_through():
+    metadata = {"tags": "x" * (MAX_METADATA_CHARACTERS - 20)}
+    assert check(with_header({"__metadata__": metadata, **header_of(SMALL)}, DATA))

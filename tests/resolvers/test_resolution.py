@@ -17,7 +17,7 @@ from cachetools import TTLCache
 from lora_plugins.absence import Absence, AbsenceKind
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName, adapter_id
-from lora_plugins.adapter.weight_files import PICKLE_FILES, WEIGHTS_FILE
+from lora_plugins.adapter.weight_files import INDEX_FILE, PICKLE_FILES, WEIGHTS_FILE
 from lora_plugins.errors import (
     AdapterNotFound,
     IncompatibleAdapter,
@@ -500,6 +500,15 @@ def test_what_the_store_has_is_compared_with_the_model(make, headers_read):
 
 
 # --- what may be fetched: by names and sizes, before the first byte
+
+
+def test_too_many_files_of_weights_are_refused_unfetched(make):
+    names = [f"adapter_model-{number:05}-of-00300.safetensors" for number in range(300)]
+    files = {CONFIG_FILE: adapter_files()[CONFIG_FILE], INDEX_FILE: b"{}", **dict.fromkeys(names, b"x")}
+    source = FakeSource("one", {"sql": files})
+    with pytest.raises(InvalidAdapter, match="300 files of weights"):
+        make(source).ask()
+    assert source.fetched == []
 
 
 def files_of(**sizes: int) -> dict[str, bytes]:

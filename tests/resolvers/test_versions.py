@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,11 @@ import pytest
 
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, SourceUnavailable
 from lora_plugins.events import AdapterConfirmed, AdapterFetched
+from lora_plugins.resolvers import versions as versions_module
 from lora_plugins.store.layout import replace_small
+from lora_plugins.store.manifest import Manifest, digest_of
+from lora_plugins.verification import process as process_module
+from lora_plugins.verification.children import Children
 from tests.make import BASE, adapter_files
 from tests.resolvers.sources.contract import content, turned
 from tests.resolvers.test_resolution import FakeSource, RecordingResolver, make
@@ -281,3 +286,75 @@ def test_a_resolved_adapter_has_digest_uri_rank_and_size(make):
     assert Path(resolved.path).is_dir()
     assert (resolved.uri, resolved.asked_uri, resolved.rank) == ("s3://team/sql", "", 4)
     assert resolved.size_bytes == sum(map(len, GOOD.values()))
+
+
+# --- the configuration that engines read
+
+
+HOSTILE_KEYS = adapter_files(unknown=[[]] * 1000, rank_pattern={"(?:q|k|v)_proj": 4})
+
+
+def test_engines_read_known_keys_only_and_verify_covers_them(make):
+    resolver = make(FakeSource("s3", {"sql": HOSTILE_KEYS}))
+    resolved = resolver.ask()
+    assert content(resolved.path) == HOSTILE_KEYS
+    assert resolved.size_bytes == sum(map(len, HOSTILE_KEYS.values()))
+    canonical = resolved.path / "adapter_config.json"
+    assert "unknown" not in canonical.read_text()
+    manifest = Manifest.read(resolved.path)
+    assert manifest.digest == digest_of(manifest.files)
+    assert resolver.store.verify(resolved.digest)
+    canonical.chmod(0o600)
+    canonical.write_bytes(canonical.read_bytes().replace(b"4", b"5"))
+    assert not resolver.store.verify(resolved.digest)
+
+
+def as_of_an_earlier_version(directory: Path) -> None:
+    manifest = Manifest.read(directory)
+    os.replace(directory / "adapter_config.original.json", directory / "adapter_config.json")
+    (directory / "manifest.json").unlink()
+    (directory / "manifest.json").write_text(replace(manifest, canonical=None).to_json())
+
+
+@pytest.mark.parametrize("by_digest", [True, False])
+def test_an_entry_of_an_earlier_version_is_brought_into_form(make, by_digest):
+    source = FakeSource("s3", {"sql": HOSTILE_KEYS})
+    first = make(source).ask()
+    whole = {path.name: path.read_bytes() for path in first.path.iterdir()}
+    as_of_an_earlier_version(first.path)
+    resolver = make(source)
+    again = of_digest(resolver, "sql", first.digest, of_any_name=True) if by_digest else resolver.ask()
+    assert again.path == first.path
+    assert source.fetched == ["sql"]
+    assert {path.name: path.read_bytes() for path in first.path.iterdir()} == whole
+    assert resolver.store.verify(first.digest)
+    assert not list(resolver.store.layout.folder("tmp").iterdir())
+
+
+def test_an_original_is_read_once_and_never_by_later_servers(make, monkeypatch):
+    source = FakeSource("s3", {"sql": HOSTILE_KEYS})
+    first = make(source).ask()
+    kept = first.path / "adapter_config.original.json"
+    kept.chmod(0o600)
+    kept.write_bytes(b"x" * kept.stat().st_size)
+    assert make(source).ask().path == first.path
+    assert source.fetched == ["sql"]
+
+
+def test_bytes_that_end_their_process_are_refused_once(make, monkeypatch):
+    monkeypatch.setattr(process_module, "_PROGRAM", ENDING)
+    ending = Children()
+    monkeypatch.setattr(versions_module, "children", lambda: ending)
+    source = FakeSource("s3", {"sql": GOOD})
+    resolver = make(source)
+    for _ in range(3):
+        with pytest.raises(InvalidAdapter, match="ends the process that reads it"):
+            resolver.ask()
+    assert source.fetched == ["sql"]
+    assert not resolver.store.layout.digests()
+
+
+ENDING = process_module._PROGRAM.replace(
+    "main()",
+    "import os\nfrom lora_plugins.verification import child\nchild.verify_adapter = lambda *_: os.abort()\nmain()",
+)

@@ -17,7 +17,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lora_plugins.adapter import patterns
 from lora_plugins.adapter.config import CONFIG_FILE, parse_config
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.adapter.weight_files import PICKLE_FILES, WEIGHTS_FILE
@@ -181,8 +180,10 @@ def test_a_slow_adapter_does_not_hold_another(
     program(monkeypatch, HOLD)
     (warm,) = children.pids()
     busy = children._idle.get_nowait()
+    before = len(psutil.Process().children())
     waiting = children.read(slow, Settings())
-    time.sleep(0.2)
+    while len(psutil.Process().children()) <= before:
+        time.sleep(0.01)
     children._idle.put(busy)
     assert read(children, adapter)
     assert children.pids() == [warm]
@@ -246,10 +247,3 @@ def test_this_process_goes_on_while_much_is_read(children: Children, tmp_path: P
         gaps.append(time.perf_counter() - began)
     assert len(reading.result().adapter.weights.pairs) == 10_000
     assert sorted(gaps)[len(gaps) * 99 // 100] < 0.05
-
-
-def test_patterns_reach_no_compiler_before_their_repeats_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns.regex, "compile", lambda *_, **__: pytest.fail("it is compiled"))
-    for pattern in ("(?:(?:a{100}){100}){100}", "a{0,200000}", "(?x)(?:a{ 1 0 00 }){1000}", "a{000000000000200000}"):
-        with pytest.raises(InvalidAdapter, match="counted repeats"):
-            patterns.Deadline().matches(pattern, "a", field="rank_pattern")
