@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.server
 import logging
 import os
@@ -16,8 +17,8 @@ import pytest
 from lora_plugins.absence import Absence, without_login
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.adapter.weight_files import WEIGHTS_FILE
-from lora_plugins.errors import AdapterNotFound, InvalidSettings, SourceUnavailable
+from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, WEIGHTS_FILE
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, InvalidSettings, SourceUnavailable
 from lora_plugins.resolvers.sources.object_store import s3 as s3_module
 from lora_plugins.resolvers.sources.object_store.access_points import AccessPoint
 from lora_plugins.resolvers.sources.object_store.s3 import s3_storage_options
@@ -288,6 +289,38 @@ def test_http_adapters_are_served_by_version(bed: Bed, web, name: str) -> None:
     with pytest.raises(VersionChanged):
         asyncio.run(bed.obtain(source, located))
     bed.assert_clean()
+
+
+def test_web_adapters_in_several_files_are_served(bed: Bed, web) -> None:
+    template, handler = web
+    files = sharded(adapter_files())
+    handler.files = {f"/l/sql/{file}": data for file, data in files.items()}
+    assert content(bed.serve(ObjectSource(template, limits=LIMITS)).directory) == files
+
+
+def _send_long_index(handler: _Files) -> None:
+    """Say how long the index is, and send a gigabyte of it."""
+    if not handler.path.endswith(INDEX_FILE):
+        _Files.do_GET(handler)
+        return
+    is_get = handler.command == "GET"
+    handler._head(200, {"ETag": '"x"', **({} if is_get else {"Content-Length": str(handler.says)})})
+    handler.close_connection = True
+    with contextlib.suppress(OSError):
+        while is_get and type(handler).sent < 1 << 30:
+            type(handler).sent += handler.wfile.write(bytes(1 << 20))
+
+
+@pytest.mark.parametrize("says", [100, 1 << 30])
+def test_a_long_web_index_is_not_read_whole(web, says: int) -> None:
+    template, handler = web
+    handler.files = {f"/l/sql/{CONFIG_FILE}": b"{}"}
+    handler.do_GET = handler.do_HEAD = _send_long_index
+    handler.says, handler.sent = says, 0
+    kind = InvalidAdapter if says > MAX_INDEX_BYTES else SourceUnavailable
+    with pytest.raises(kind):
+        locate(ObjectSource(template, limits=LIMITS))
+    assert handler.sent < 64 << 20
 
 
 @pytest.mark.parametrize(("status", "text"), [(500, "HTTP 500"), (403, "denies"), (503, "HTTP 503")])
