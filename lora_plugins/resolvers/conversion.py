@@ -11,7 +11,7 @@ from typing import Self
 from lora_plugins.adapter.canonical import canonical_bytes
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.layouts.conversion import Conversion
-from lora_plugins.adapter.layouts.writing import weights_bytes, write_weights
+from lora_plugins.adapter.layouts.writing import tensors_of, weights_bytes, write_weights
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.store.manifest import Converted
 from lora_plugins.store.partial_download import PartialDownload
@@ -53,7 +53,7 @@ class ConvertedAdapter:
     def _write(self, download: PartialDownload) -> None:
         (download.directory / CONFIG_FILE).write_bytes(self.config)
         target = download.directory / WEIGHTS_FILE
-        write_weights(self.conversion, self._path, target, partial(download.landed, WEIGHTS_FILE))
+        write_weights(tensors_of(self.conversion), self._path, target, partial(download.landed, WEIGHTS_FILE))
 
     def canonical(self, directory: Path) -> bytes:  # noqa: ARG002 - as a store checks what was fetched
         """The configuration, which this process has written of a verified adapter: it is verified once published."""

@@ -13,7 +13,7 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from lora_plugins.adapter.canonical import canonical_bytes
 from lora_plugins.adapter.fit import BaseModel
-from lora_plugins.adapter.layouts.writing import write_weights
+from lora_plugins.adapter.layouts.writing import tensors_of, write_weights
 from lora_plugins.adapter.model_modules import ExpertFormat
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.settings import BaseMatch, Settings
@@ -40,7 +40,7 @@ def convert(original: Path, target: Path, manager: Any) -> dict[str, torch.Tenso
     assert conversion is not None
     target.mkdir()
     file = "adapter_model.safetensors"
-    write_weights(conversion, lambda _: original / file, target / file, lambda _: None)
+    write_weights(tensors_of(conversion), lambda _: original / file, target / file, lambda _: None)
     (target / "adapter_config.json").write_bytes(canonical_bytes(conversion.config))
     return load_file(target / file)
 

@@ -10,8 +10,9 @@ from lora_plugins.adapter.canonical import with_exact_patterns
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.landing import Model, Respell
 from lora_plugins.adapter.layouts import experts, fused
+from lora_plugins.adapter.layouts.moves import Same
 from lora_plugins.adapter.layouts.names import Names
-from lora_plugins.adapter.layouts.tensors import Change, NewPair, new_pair, same
+from lora_plugins.adapter.layouts.tensors import Change, NewPair, new_pair
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.weights import LoraPair, Weights
@@ -91,7 +92,7 @@ def _rename(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
     for pair in paced(pairs):
         if names.place(pair.module, is_looked_up=pair.is_looked_up) is None:
             continue
-        a, b = (([side], side.shape, same) for side in (pair.a, pair.b))
+        a, b = (([side], side.shape, Same()) for side in (pair.a, pair.b))
         new = new_pair(pair.module, a, b, pair.rank, pair.alpha, is_looked_up=pair.is_looked_up)
         yield [pair], [new], "keys renamed"
 

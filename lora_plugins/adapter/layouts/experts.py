@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
+from lora_plugins.adapter.layouts.moves import ColumnsOfExpert, Rows, StackedA, StackedB, Zeros
 from lora_plugins.adapter.layouts.names import Names
-from lora_plugins.adapter.layouts.tensors import Change, Make, NewPair, new_pair
+from lora_plugins.adapter.layouts.tensors import Change, NewPair, new_pair
 from lora_plugins.adapter.model_modules import ExpertFormat, Experts
 from lora_plugins.adapter.weights import LoraPair
 
+_Rows = tuple[int, int, int]
 _ROLES = {"w1": "w1", "gate_proj": "w1", "w2": "w2", "down_proj": "w2", "w3": "w3", "up_proj": "w3"}
 
 
@@ -48,7 +49,7 @@ def _stacked_role(pair: LoraPair, experts: Experts) -> str | None:
 
 def _unstacked(module: str, by_role: Mapping[str, LoraPair], experts: Experts) -> Iterator[NewPair]:
     """A pair for each matrix of each expert; vLLM wants all three, so those that are missing are zeros."""
-    rows = {**_rows_in_w13(experts), "w2": slice(None)}
+    rows = {**_rows_in_w13(experts), "w2": (0, experts.hidden_size, 1)}
     for expert in range(experts.count):
         for role in ("w1", "w2", "w3"):
             pair = by_role.get("w2" if role == "w2" else "w13")
@@ -59,8 +60,8 @@ def _unstacked(module: str, by_role: Mapping[str, LoraPair], experts: Experts) -
                 continue
             yield new_pair(
                 name,
-                ([pair.a], (pair.rank, inputs), _rows_of(expert, pair.rank)),
-                ([pair.b], (outputs, pair.rank), _columns_of(expert, experts.count, rows[role])),
+                ([pair.a], (pair.rank, inputs), Rows(expert * pair.rank, pair.rank)),
+                ([pair.b], (outputs, pair.rank), ColumnsOfExpert(expert, experts.count, rows[role])),
                 pair.rank,
                 pair.alpha,
             )
@@ -100,11 +101,11 @@ def _sizes(role: str, experts: Experts) -> tuple[int, int]:
     return (inner, hidden) if role == "w2" else (hidden, inner)
 
 
-def _rows_in_w13(experts: Experts) -> dict[str, slice]:
-    """Which rows of w13's B are w1's and w3's."""
+def _rows_in_w13(experts: Experts) -> dict[str, _Rows]:
+    """Which rows of w13's B are w1's and w3's: the first, the end, the step."""
     inner = experts.intermediate_size
     step, begin_of_w3 = (2, 1) if experts.is_interleaved else (1, inner)
-    return {"w1": slice(0, step * inner, step), "w3": slice(begin_of_w3, 2 * inner, step)}
+    return {"w1": (0, step * inner, step), "w3": (begin_of_w3, 2 * inner, step)}
 
 
 def _stacked(module: str, found: Mapping[tuple[int, str], LoraPair], experts: Experts, names: Names) -> list[NewPair]:
@@ -125,7 +126,7 @@ def _stacked(module: str, found: Mapping[tuple[int, str], LoraPair], experts: Ex
         _stack_of(
             module,
             found,
-            {"w2": slice(None)},
+            {"w2": (0, hidden, 1)},
             sizes=(experts.count, inner, hidden),
             rank=rank,
             alpha=first.alpha,
@@ -136,7 +137,7 @@ def _stacked(module: str, found: Mapping[tuple[int, str], LoraPair], experts: Ex
 def _stack_of(
     module: str,
     found: Mapping[tuple[int, str], LoraPair],
-    rows: Mapping[str, slice],
+    rows: Mapping[str, _Rows],
     *,
     sizes: tuple[int, int, int],
     rank: int,
@@ -150,28 +151,13 @@ def _stack_of(
     some = next(iter(found.values()))
     each = some.rank
 
-    def make_a(arrays: Sequence[Any]) -> Any:
-        import numpy as np
-
-        made = np.zeros((count, rank, inputs), arrays[0].dtype)
-        for (expert, role), array in zip(places, arrays, strict=False):
-            begin = roles.index(role) * each
-            made[expert, begin : begin + each] = array
-        return made.reshape(count * rank, inputs)
-
-    def make_b(arrays: Sequence[Any]) -> Any:
-        import numpy as np
-
-        made = np.zeros((outputs, rank, count), arrays[0].dtype)
-        for (expert, role), array in zip(places, arrays, strict=False):
-            begin = roles.index(role) * each
-            made[rows[role], begin : begin + each, expert] = array
-        return made.reshape(outputs, rank * count)
-
+    begins = {role: roles.index(role) * each for role in roles}
+    of_a = tuple((expert, begins[role]) for expert, role in places)
+    of_b = tuple((expert, begins[role], rows[role]) for expert, role in places)
     return new_pair(
         module,
-        ([pair.a for pair in taken] or [some.a], (count * rank, inputs), make_a),
-        ([pair.b for pair in taken] or [some.b], (outputs, rank * count), make_b),
+        ([pair.a for pair in taken] or [some.a], (count * rank, inputs), StackedA((count, rank, inputs), of_a, each)),
+        ([pair.b for pair in taken] or [some.b], (outputs, rank * count), StackedB((outputs, rank, count), of_b, each)),
         rank,
         alpha,
     )
@@ -180,21 +166,4 @@ def _stack_of(
 def _zeros(module: str, like: LoraPair, inputs: int, outputs: int) -> NewPair:
     """A pair that adds nothing."""
     a, b = (like.rank, inputs), (outputs, like.rank)
-    return new_pair(module, ([like.a], a, _nothing(a)), ([like.b], b, _nothing(b)), like.rank, like.alpha)
-
-
-def _nothing(shape: tuple[int, int]) -> Make:
-    def make(arrays: Sequence[Any]) -> Any:
-        import numpy as np
-
-        return np.zeros(shape, arrays[0].dtype)
-
-    return make
-
-
-def _rows_of(expert: int, rank: int) -> Make:
-    return lambda arrays: arrays[0][expert * rank : (expert + 1) * rank]
-
-
-def _columns_of(expert: int, count: int, rows: slice) -> Make:
-    return lambda arrays: arrays[0].reshape(len(arrays[0]), -1, count)[rows, :, expert]
+    return new_pair(module, ([like.a], a, Zeros(a)), ([like.b], b, Zeros(b)), like.rank, like.alpha)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
 
+from lora_plugins.adapter.layouts.moves import OnDiagonal, Rows, Same, Stacked
 from lora_plugins.adapter.layouts.names import Names
-from lora_plugins.adapter.layouts.tensors import Change, Make, NewPair, new_pair, same
+from lora_plugins.adapter.layouts.tensors import Change, NewPair, new_pair
 from lora_plugins.adapter.model_modules import Kind
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.weights import LoraPair
@@ -38,8 +38,8 @@ def split(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
         made = [
             new_pair(
                 part,
-                ([pair.a], pair.a.shape, same),
-                ([pair.b], (size, pair.b.shape[1]), _rows(begin, size)),
+                ([pair.a], pair.a.shape, Same()),
+                ([pair.b], (size, pair.b.shape[1]), Rows(begin, size)),
                 pair.rank,
                 pair.alpha,
             )
@@ -81,33 +81,13 @@ def _joined(module: str, taken: Sequence[tuple[str, LoraPair]], sizes: dict[str,
     for part, size in sizes.items():
         begins[part], begin = begin, begin + size
     rank = sum(ranks)
-    blocks = [(begins[part], sizes[part], sum(ranks[:index]), ranks[index]) for index, (part, _) in enumerate(taken)]
+    blocks = tuple(
+        (begins[part], sizes[part], sum(ranks[:index]), ranks[index]) for index, (part, _) in enumerate(taken)
+    )
     return new_pair(
         module,
-        ([pair.a for _, pair in taken], (rank, taken[0][1].a.shape[1]), _stacked),
-        ([pair.b for _, pair in taken], (begin, rank), _on_diagonal((begin, rank), blocks)),
+        ([pair.a for _, pair in taken], (rank, taken[0][1].a.shape[1]), Stacked()),
+        ([pair.b for _, pair in taken], (begin, rank), OnDiagonal((begin, rank), blocks)),
         rank,
         names.alpha_for(scalings[0], rank),
     )
-
-
-def _rows(begin: int, count: int) -> Make:
-    return lambda arrays: arrays[0][begin : begin + count]
-
-
-def _stacked(arrays: Sequence[Any]) -> Any:
-    import numpy as np
-
-    return np.concatenate(arrays)
-
-
-def _on_diagonal(shape: tuple[int, int], blocks: Sequence[tuple[int, int, int, int]]) -> Make:
-    def make(arrays: Sequence[Any]) -> Any:
-        import numpy as np
-
-        made = np.zeros(shape, arrays[0].dtype)  # bits of 0.0 in every floating-point dtype
-        for array, (row, rows, column, columns) in zip(arrays, blocks, strict=True):
-            made[row : row + rows, column : column + columns] = array
-        return made
-
-    return make

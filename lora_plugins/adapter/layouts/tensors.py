@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from lora_plugins.adapter.layouts.moves import Move
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.weights import LoraPair
-
-# Arrays of the sources, in their shapes, as unsigned integers of their elements' width → one of the new shape.
-Make = Callable[[Sequence[Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +16,7 @@ class NewTensor:
 
     info: TensorInfo
     sources: tuple[TensorInfo, ...]
-    make: Make
+    make: Move
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +42,8 @@ Change = tuple[list[LoraPair], list[NewPair], str]
 
 def new_pair(
     module: str,
-    a: tuple[Sequence[TensorInfo], Sequence[int], Make],
-    b: tuple[Sequence[TensorInfo], Sequence[int], Make],
+    a: tuple[Sequence[TensorInfo], Sequence[int], Move],
+    b: tuple[Sequence[TensorInfo], Sequence[int], Move],
     rank: int,
     alpha: float,
     *,
@@ -57,10 +54,5 @@ def new_pair(
     return NewPair(module, _tensor(name_a, *a), _tensor(name_b, *b), rank, alpha, is_looked_up)
 
 
-def _tensor(name: str, sources: Sequence[TensorInfo], shape: Sequence[int], make: Make) -> NewTensor:
+def _tensor(name: str, sources: Sequence[TensorInfo], shape: Sequence[int], make: Move) -> NewTensor:
     return NewTensor(TensorInfo(name, sources[0].dtype, tuple(shape), 0, 0), tuple(sources), make)
-
-
-def same(arrays: Sequence[Any]) -> Any:
-    """The one source as it is."""
-    return arrays[0]

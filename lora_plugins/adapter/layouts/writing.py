@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from lora_plugins.adapter.layouts.conversion import Conversion
-from lora_plugins.adapter.layouts.tensors import NewTensor, same
+from lora_plugins.adapter.layouts.moves import Same
+from lora_plugins.adapter.layouts.tensors import NewTensor
 from lora_plugins.adapter.safetensors_header import DTYPE_BYTES, LENGTH_BYTES, TensorInfo
 
 _PIECE_BYTES = 16 << 20
@@ -17,17 +18,17 @@ _PIECE_BYTES = 16 << 20
 
 def weights_bytes(conversion: Conversion) -> int:
     """How large the file of weights will be."""
-    header, _ = _header(conversion)
-    return LENGTH_BYTES + len(header) + sum(_size(tensor.info) for tensor in _tensors(conversion))
+    header = _header(tensors_of(conversion))
+    return LENGTH_BYTES + len(header) + sum(_size(tensor.info) for tensor in tensors_of(conversion))
 
 
 def write_weights(
-    conversion: Conversion, source: Callable[[str], Path], target: Path, landed: Callable[[int], None]
+    tensors: Sequence[NewTensor], source: Callable[[str], Path], target: Path, landed: Callable[[int], None]
 ) -> None:
     """Write all tensors to `target`.
 
     Args:
-        conversion: what to write.
+        tensors: what to write, in this order (`tensors_of`).
         target: where to.
         source: the path of one of the adapter's files, by `TensorInfo.file`.
         landed: called with the bytes that are written so far.
@@ -37,7 +38,7 @@ def write_weights(
     """
     import numpy as np
 
-    header, tensors = _header(conversion)
+    header = _header(tensors)
     files: dict[str, Any] = {}
     with target.open("wb") as file:
         file.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
@@ -53,16 +54,15 @@ def write_weights(
                 landed(file.tell())
 
 
-def _tensors(conversion: Conversion) -> Iterator[NewTensor]:
-    for info in conversion.kept:
-        yield NewTensor(info, (info,), same)
-    for new in conversion.made:
-        yield from (new.a, new.b)
-
-
-def _header(conversion: Conversion) -> tuple[bytes, list[NewTensor]]:
+def tensors_of(conversion: Conversion) -> list[NewTensor]:
+    """All of its tensors, in the order in which they are written."""
+    kept = [NewTensor(info, (info,), Same()) for info in conversion.kept]
+    made = [tensor for new in conversion.made for tensor in (new.a, new.b)]
     # Larger elements first, so that each tensor begins at a multiple of its elements' size.
-    tensors = sorted(_tensors(conversion), key=lambda tensor: -DTYPE_BYTES[tensor.info.dtype])
+    return sorted(kept + made, key=lambda tensor: -DTYPE_BYTES[tensor.info.dtype])
+
+
+def _header(tensors: Sequence[NewTensor]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for tensor in tensors:
@@ -71,7 +71,7 @@ def _header(conversion: Conversion) -> tuple[bytes, list[NewTensor]]:
         entries[info.name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % LENGTH_BYTES), tensors
+    return text + b" " * (-len(text) % LENGTH_BYTES)
 
 
 def _size(info: TensorInfo) -> int:

@@ -12,7 +12,7 @@ import pytest
 from lora_plugins.adapter.canonical import canonical_bytes
 from lora_plugins.adapter.config import CONFIG_FILE, parse_config
 from lora_plugins.adapter.landing import Model
-from lora_plugins.adapter.layouts.writing import weights_bytes, write_weights
+from lora_plugins.adapter.layouts.writing import tensors_of, weights_bytes, write_weights
 from lora_plugins.adapter.model_modules import Kind, Place
 from lora_plugins.adapter.verify import VerifiedAdapter, verify_adapter
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
@@ -53,7 +53,7 @@ def convert(tmp_path: Path, tensors, base, files=None, **config) -> tuple[Verifi
         assert path.stat().st_size >= size_bytes, "what has landed can be read"
         landed.append(size_bytes)
 
-    write_weights(verified.conversion, lambda name: original / (name or WEIGHTS_FILE), path, on_landed)
+    write_weights(tensors_of(verified.conversion), lambda name: original / (name or WEIGHTS_FILE), path, on_landed)
     assert landed[-1] == path.stat().st_size == weights_bytes(verified.conversion)
     (target / CONFIG_FILE).write_bytes(canonical_bytes(verified.conversion.config))
     assert verify_adapter(target, base, Settings()).conversion is None, "the engine's form already"
