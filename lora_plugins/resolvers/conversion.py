@@ -11,11 +11,12 @@ from typing import Self
 from lora_plugins.adapter.canonical import canonical_bytes
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.layouts.conversion import Conversion
-from lora_plugins.adapter.layouts.writing import tensors_of, weights_bytes, write_weights
+from lora_plugins.adapter.layouts.writing import tensors_of, weights_bytes
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.store.manifest import Converted
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import StoredAdapter
+from lora_plugins.verification.children import children
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +49,10 @@ class ConvertedAdapter:
         Raises:
             OSError: the original cannot be read, or they cannot be written.
         """
-        await asyncio.to_thread(self._write, download)
-
-    def _write(self, download: PartialDownload) -> None:
-        (download.directory / CONFIG_FILE).write_bytes(self.config)
-        target = download.directory / WEIGHTS_FILE
-        write_weights(tensors_of(self.conversion), self._path, target, partial(download.landed, WEIGHTS_FILE))
+        await asyncio.to_thread((download.directory / CONFIG_FILE).write_bytes, self.config)
+        target, landed = download.directory / WEIGHTS_FILE, partial(download.landed, WEIGHTS_FILE)
+        await asyncio.wrap_future(children().write(tensors_of(self.conversion), self.original, target, landed))
 
     def canonical(self, directory: Path) -> bytes:  # noqa: ARG002 - as a store checks what was fetched
         """The configuration, which this process has written of a verified adapter: it is verified once published."""
         return self.config
-
-    def _path(self, file: str) -> Path:
-        return self.original / (file or WEIGHTS_FILE)

@@ -1,4 +1,4 @@
-"""The process that reads adapters: one request at a time from stdin, its answer on stdout, each under limits.
+"""The process that reads and converts adapters: one request at a time from stdin, its answer on stdout, under limits.
 
 It imports neither vLLM nor torch, gets none of the server's variables, and ends when its parent does.
 """
@@ -16,18 +16,26 @@ from typing import BinaryIO
 
 from lora_plugins.adapter.canonical import canonical_bytes
 from lora_plugins.adapter.config import MAX_CONFIG_BYTES
+from lora_plugins.adapter.layouts.writing import write_weights
 from lora_plugins.adapter.verify import verify_adapter
+from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, SourceUnavailable
 from lora_plugins.verification.limits import MAX_FILES, MAX_MEMORY_BYTES, cpu_s
 from lora_plugins.verification.messages import (
     LENGTH_BYTES,
     Answer,
+    Failed,
     Found,
+    Landed,
     Part,
     Read,
     Ready,
     Refused,
+    Request,
+    Tensors,
     Verified,
+    Write,
+    Written,
     answer_of,
     decode_request,
     encode,
@@ -36,6 +44,7 @@ from lora_plugins.verification.messages import (
 
 _LOOK_AT_PARENT_MS = 1000
 _MAX_KEPT_KIB = 256 << 10
+_LANDED_BYTES = 4 << 20
 
 
 def main() -> None:
@@ -46,15 +55,14 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
-    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     import numpy as np  # noqa: F401 - now, and not while somebody waits
 
     _send(answers, Ready())
     while True:
         request = _receive()
-        if request is None:
+        if request is None or isinstance(request, Tensors):
             return
-        for answer in _answer(request):
+        for answer in _written(request, answers) if isinstance(request, Write) else _answer(request):
             _send(answers, answer)
         answers.flush()
         if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > _MAX_KEPT_KIB:
@@ -62,7 +70,7 @@ def main() -> None:
 
 
 def _answer(request: Read) -> Iterator[Part | Verified | Refused]:
-    _limit_cpu_time(request)
+    _set_limits(request)
     try:
         verified = verify_adapter(Path(os.fsdecode(request.directory)), None, request.settings)
         canonical = canonical_bytes(verified.config)
@@ -87,8 +95,33 @@ def _answer(request: Read) -> Iterator[Part | Verified | Refused]:
         yield Refused(SourceUnavailable(what, expected="an adapter", remedy="report it with the adapter").plain())
 
 
-def _limit_cpu_time(request: Read) -> None:
+def _written(request: Write, answers: BinaryIO) -> Iterator[Written | Failed]:
+    """Write tensors, and say from time to time how far that is."""
+    _set_limits(request, 4 * request.largest_bytes)
+    directory = Path(os.fsdecode(request.directory))
+    parts = [part for _ in range(request.count) if isinstance(part := _receive(), Tensors)]
+
+    said = [0]
+
+    def landed(size_bytes: int) -> None:
+        if size_bytes - said[-1] >= _LANDED_BYTES:
+            said.append(size_bytes)
+            _send(answers, Landed(size_bytes))
+            answers.flush()
+
+    try:
+        tensors = [tensor for part in parts for tensor in part.tensors]
+        target = Path(os.fsdecode(request.target))
+        write_weights(tensors, lambda file: directory / (file or WEIGHTS_FILE), target, landed)
+        yield Written()
+    except OSError as error:
+        yield Failed(error.errno or 0, error.strerror or type(error).__name__)
+
+
+def _set_limits(request: Read | Write, more_memory_bytes: int = 0) -> None:
     """The kernel ends this process once it has computed for so long from now."""
+    most_bytes = MAX_MEMORY_BYTES + more_memory_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, resource.RLIM_INFINITY))
     used = resource.getrusage(resource.RUSAGE_SELF)
     end_s = int(used.ru_utime + used.ru_stime + cpu_s(os.fsdecode(request.directory))) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (end_s, resource.RLIM_INFINITY))
@@ -100,11 +133,11 @@ def _send(answers: BinaryIO, answer: Answer) -> None:
         answers.flush()
 
 
-def _receive() -> Read | None:
+def _receive() -> Request | None:
     length = sys.stdin.buffer.read(LENGTH_BYTES)
     if len(length) < LENGTH_BYTES:
         return None
-    return decode_request(sys.stdin.buffer.read(int.from_bytes(length, "little")))
+    return decode_request.decode(sys.stdin.buffer.read(int.from_bytes(length, "little")))
 
 
 def _end_with_parent(parent: int) -> None:

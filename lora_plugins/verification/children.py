@@ -8,18 +8,20 @@ import functools
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
+from lora_plugins.adapter.layouts.tensors import NewTensor
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.settings import Settings
-from lora_plugins.verification.messages import Found, Read
+from lora_plugins.verification.messages import Found, Read, requests_of
 from lora_plugins.verification.process import Lost, ReadingProcess
 
 _PROCESSES = 2  # one that takes long keeps nobody waiting but another that does
 _ATTEMPTS = 3
+_T = TypeVar("_T")
 
 
 class Children:
@@ -28,7 +30,7 @@ class Children:
     def __init__(self, processes: int = _PROCESSES) -> None:
         self._processes = processes
         self._idle: queue.LifoQueue[ReadingProcess] = queue.LifoQueue()
-        self._wanted: queue.SimpleQueue[tuple[Future[Found], Read] | None] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._starting = threading.Lock()
         self._changing = threading.Lock()
         self._has_started = False
@@ -38,7 +40,7 @@ class Children:
         """Start a process where there is none yet, so that it runs once it is needed; returns at once."""
         if not self._has_started:
             self._start()
-            self._wanted.put(None)
+            self._wanted.put(self._warm)
 
     def read(self, directory: Path, settings: Settings) -> Future[Found]:
         """Verify the adapter in `directory` without a base model, and write the configuration that engines read of it.
@@ -46,12 +48,34 @@ class Children:
         The future raises what `verify_adapter` raises; `InvalidAdapter` also where reading it oversteps a limit, and
         `SourceUnavailable` where no process starts.
         """
-        self._start()
-        answer: Future[Found] = Future()
-        wanted = Read(
+        request = Read(
             os.fsencode(directory.absolute()), settings.max_adapter_bytes, settings.allow_pickle, settings.check_finite
         )
-        self._wanted.put((answer, wanted))
+        return self._submit(lambda process: process.read(request))
+
+    def write(
+        self, tensors: Sequence[NewTensor], directory: Path, target: Path, landed: Callable[[int], None]
+    ) -> Future[None]:
+        """Write `tensors`, which are made of those of the adapter in `directory`, to `target` (`write_weights`).
+
+        The future raises OSError where a file cannot be read or written, and else what `read` raises.
+        """
+        original = os.fsencode(directory.absolute())
+        requests = list(requests_of(tensors, original, os.fsencode(target.absolute())))
+        return self._submit(lambda process: process.write(requests, original, landed))
+
+    def _submit(self, work: Callable[[ReadingProcess], _T]) -> Future[_T]:
+        self._start()
+        answer: Future[_T] = Future()
+
+        def run() -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(self._with_process(work))
+                except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits
+                    answer.set_exception(error)
+
+        self._wanted.put(run)
         return answer
 
     def pids(self) -> list[int]:
@@ -74,30 +98,26 @@ class Children:
 
     def _work(self) -> None:
         while True:
-            wanted = self._wanted.get()
-            if wanted is None:
-                with contextlib.suppress(SourceUnavailable):  # said to who then asks
-                    self._put_back(self._take())
-            elif wanted[0].set_running_or_notify_cancel():
-                _settle(wanted[0], partial(self._read, wanted[1]))
-            del wanted
+            self._wanted.get()()
 
-    def _read(self, request: Read) -> Found:
+    def _warm(self) -> None:
+        with contextlib.suppress(SourceUnavailable):  # said to who then asks
+            self._put_back(self._take())
+
+    def _with_process(self, work: Callable[[ReadingProcess], _T]) -> _T:
         for _ in range(_ATTEMPTS):
-            with contextlib.suppress(Lost):
-                return self._read_once(request)
+            process = self._take()
+            try:
+                return work(process)
+            except Lost:
+                continue
+            finally:
+                self._put_back(process)
         raise InvalidAdapter(
             "an adapter with which the process that reads it is killed, each time",
             expected="one that is read at once",
             remedy="save the adapter again with PEFT, or look for what kills processes on this machine",
         )
-
-    def _read_once(self, request: Read) -> Found:
-        process = self._take()
-        try:
-            return process.read(request)
-        finally:
-            self._put_back(process)
 
     def _take(self) -> ReadingProcess:
         with contextlib.suppress(queue.Empty):
@@ -112,13 +132,6 @@ class Children:
             self._idle.put(process)
         else:
             process.end()
-
-
-def _settle(future: Future[Found], work: Callable[[], Found]) -> None:
-    try:
-        future.set_result(work())
-    except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits
-        future.set_exception(error)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ tensors, so that a server decodes none for more than a millisecond or two, and t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -13,7 +14,8 @@ from typing import TypeVar
 import msgspec
 
 from lora_plugins.adapter.config import AdapterConfig
-from lora_plugins.adapter.safetensors_header import TensorInfo
+from lora_plugins.adapter.layouts.tensors import NewTensor
+from lora_plugins.adapter.safetensors_header import DTYPE_BYTES, TensorInfo
 from lora_plugins.adapter.verify import VerifiedAdapter
 from lora_plugins.adapter.weights import LoraPair, Weights
 from lora_plugins.settings import Settings
@@ -23,6 +25,7 @@ LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 1 << 20
 MAX_ANSWER_BYTES = 1 << 29
 _TENSORS_IN_A_PART = 100
+_NEW_TENSORS_IN_A_PART = 10  # of a layer's experts each
 _PATTERNS_IN_A_PART = 20  # of up to 10,000 characters
 _BYTES_IN_A_PART = 1 << 18
 
@@ -44,6 +47,21 @@ class Read(msgspec.Struct, frozen=True, tag=True):
             allow_pickle=self.allow_pickle,
             check_finite=self.check_finite,
         )
+
+
+class Write(msgspec.Struct, frozen=True, tag=True):
+    """Write the tensors that follow, in `count` messages, to `target`, of the files of weights in `directory`."""
+
+    directory: bytes
+    target: bytes
+    count: int
+    largest_bytes: int
+
+
+class Tensors(msgspec.Struct, frozen=True, tag=True):
+    """Some of what is to be written."""
+
+    tensors: tuple[NewTensor, ...]
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -71,6 +89,23 @@ class Verified(msgspec.Struct, frozen=True, tag=True):
     name_in_keys: str | None
 
 
+class Landed(msgspec.Struct, frozen=True, tag=True):
+    """So many bytes are written."""
+
+    size_bytes: int
+
+
+class Written(msgspec.Struct, frozen=True, tag=True):
+    """The end of an answer: all of it is."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The end of an answer: the file system has failed."""
+
+    errno: int
+    strerror: str
+
+
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """The end of an answer: an error of ours, as `plain()` says it."""
 
@@ -85,15 +120,24 @@ class Found:
     canonical: bytes
 
 
-Answer = Ready | Part | Verified | Refused
+Request = Read | Write | Tensors
+Answer = Ready | Part | Verified | Landed | Written | Failed | Refused
 encode = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(Read).decode
+decode_request: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 decode_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def framed(data: bytes) -> bytes:
     """With its length before it."""
     return len(data).to_bytes(LENGTH_BYTES, "little") + data
+
+
+def requests_of(tensors: Sequence[NewTensor], directory: bytes, target: bytes) -> Iterator[Write | Tensors]:
+    """The messages that ask for these to be written."""
+    parts = [Tensors(some) for some in _some(tuple(tensors), _NEW_TENSORS_IN_A_PART)]
+    sizes = (math.prod(tensor.info.shape) * DTYPE_BYTES[tensor.info.dtype] for tensor in tensors)
+    yield Write(directory, target, len(parts), max(sizes, default=0))
+    yield from parts
 
 
 def answer_of(found: Found) -> Iterator[Part | Verified]:

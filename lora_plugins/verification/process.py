@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,12 +24,18 @@ from lora_plugins.verification.messages import (
     MAX_ANSWER_BYTES,
     MAX_FRAME_BYTES,
     Answer,
+    Failed,
     Found,
+    Landed,
     Part,
     Read,
     Ready,
     Refused,
+    Request,
+    Tensors,
     Verified,
+    Write,
+    Written,
     decode_answer,
     encode,
     found_of,
@@ -100,27 +106,53 @@ class ReadingProcess:
             InvalidAdapter: also where it has overstepped a limit.
             Lost: ask another process.
         """
-        limit_s = wall_s(os.fsdecode(request.directory))
         parts: list[Part] = []
+        for answer in self._conversation([request], request.directory):
+            if isinstance(answer, Part):
+                parts.append(answer)
+                time.sleep(_PAUSE_S)
+            elif isinstance(answer, Verified):
+                return found_of(parts, answer)
+        raise Lost
+
+    def write(self, requests: Sequence[Write | Tensors], directory: bytes, landed: Callable[[int], None]) -> None:
+        """Have tensors written, of the files in `directory`; `landed` is called with the bytes that are there so far.
+
+        Raises:
+            OSError: a file cannot be read or written.
+            InvalidAdapter: it has overstepped a limit.
+            Lost: ask another process.
+        """
+        for answer in self._conversation(requests, directory):
+            if isinstance(answer, Landed):
+                landed(answer.size_bytes)
+            elif isinstance(answer, Failed):
+                raise OSError(answer.errno, answer.strerror)
+            elif isinstance(answer, Written):
+                return
+        raise Lost
+
+    def _conversation(self, requests: Sequence[Request], directory: bytes) -> Iterator[Answer]:
+        """Its answers to this, which is about the files in `directory`."""
+        limit_s = wall_s(os.fsdecode(directory))
+        has_answered = False
         try:
-            self._ask(request)
+            for request in requests:
+                self._ask(request)
             for answer in self._answers(time.monotonic() + limit_s):
-                if isinstance(answer, Part):
-                    parts.append(answer)
-                    time.sleep(_PAUSE_S)
-                elif isinstance(answer, Verified):
-                    return found_of(parts, answer)
-                elif isinstance(answer, Refused):
+                if isinstance(answer, Refused):
                     raise error_of(answer.error)
-                else:
+                if isinstance(answer, Ready):  # only once
                     break
+                has_answered = True
+                yield answer
             raise EOFError
         except TimeoutError:
             self.end()
             raise _too_much(f"that takes more than {limit_s:.0f} s to read") from None
         except (EOFError, BrokenPipeError, msgspec.MsgspecError):
             code = self.end(wait_s=_EXIT_S)
-            if code in _OF_OTHERS or (code == 0 and not parts):
+            if code in _OF_OTHERS or (code == 0 and not has_answered):
                 raise Lost from None
             raise _too_much(_words_of(code)) from None
 
@@ -140,7 +172,7 @@ class ReadingProcess:
                     pipe.close()
         return self._process.wait()
 
-    def _ask(self, request: Read) -> None:
+    def _ask(self, request: Request) -> None:
         if self._process.stdin is None:
             raise EOFError
         self._process.stdin.write(framed(encode(request)))

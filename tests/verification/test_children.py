@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -14,19 +15,34 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
 from lora_plugins.adapter.config import CONFIG_FILE, parse_config
+from lora_plugins.adapter.layouts.moves import (
+    ColumnsOfExpert,
+    OnDiagonal,
+    Rows,
+    Same,
+    Stacked,
+    StackedA,
+    StackedB,
+    Zeros,
+)
+from lora_plugins.adapter.layouts.tensors import NewTensor
+from lora_plugins.adapter.layouts.writing import tensors_of, write_weights
+from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.adapter.weight_files import PICKLE_FILES, WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, SourceUnavailable
 from lora_plugins.settings import Settings
 from lora_plugins.verification import limits, process
 from lora_plugins.verification.children import Children
-from lora_plugins.verification.messages import Found
-from tests.make import LAYER, adapter_files, config_bytes, pair, put, weights
+from lora_plugins.verification.messages import Found, Tensors, decode_request, encode
+from tests.make import BASE, LAYER, adapter_files, config_bytes, pair, put, sharded, weights
 
+NAMED = adapter_files({name.replace(".weight", ".default.weight"): array for name, array in weights().items()})
 HOLD = "import time; from lora_plugins.verification import child; child.verify_adapter = lambda *_: time.sleep(600)"
 
 
@@ -248,3 +264,51 @@ def test_this_process_goes_on_while_much_is_read(children: Children, tmp_path: P
         gaps.append(time.perf_counter() - began)
     assert len(reading.result().adapter.weights.pairs) == 10_000
     assert sorted(gaps)[len(gaps) * 99 // 100] < 0.05
+
+
+def written(children: Children, directory: Path, target: Path) -> list[int]:
+    conversion = verify_adapter(directory, BASE, Settings()).conversion
+    assert conversion is not None
+    landed: list[int] = []
+    children.write(tensors_of(conversion), directory, target, landed.append).result(120)
+    write_weights(
+        tensors_of(conversion), lambda file: directory / (file or WEIGHTS_FILE), target.with_name("here"), landed.append
+    )
+    return landed
+
+
+@pytest.mark.parametrize("files", [sharded(adapter_files()), NAMED], ids=["several files", "a name in keys"])
+def test_it_converts_as_this_process_does(children: Children, tmp_path: Path, files: dict[str, bytes]) -> None:
+    landed = written(children, put(tmp_path / "sql", files), tmp_path / "there")
+    assert (tmp_path / "there").read_bytes() == (tmp_path / "here").read_bytes()
+    assert landed[-1] == (tmp_path / "here").stat().st_size
+
+
+def test_every_move_crosses() -> None:
+    array = np.arange(24, dtype="<u4").reshape(4, 6)
+    rows = (0, 4, 2)
+    for move in (
+        Same(),
+        Rows(1, 2),
+        Stacked(),
+        Zeros((2, 3)),
+        OnDiagonal((8, 12), ((0, 4, 0, 6),)),
+        ColumnsOfExpert(1, 2, rows),
+        StackedA((2, 4, 6), ((1, 0),), 4),
+        StackedB((4, 6, 2), ((1, 0, (0, 4, 1)),), 6),
+    ):
+        info = TensorInfo("a", "F32", (1, 1), 0, 4)
+        sent = encode(Tensors((NewTensor(info, (info,), move),)))
+        (again,) = decode_request.decode(sent).tensors
+        assert again.make == move
+        assert np.array_equal(again.make([array]), move([array]))
+
+
+def test_a_full_disk_stays_an_error_of_the_disk(children: Children, tmp_path: Path) -> None:
+    directory = put(tmp_path / "sql", NAMED)
+    with pytest.raises(FileNotFoundError):
+        written(children, directory, tmp_path / "no" / "folder")
+    with pytest.raises(OSError, match="No space left") as caught:
+        written(children, directory, Path("/dev/full"))
+    assert caught.value.errno == errno.ENOSPC
+    assert read(children, directory)
