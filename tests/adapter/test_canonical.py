@@ -95,7 +95,7 @@ def test_patterns_become_few_of_names_alone(patterns, wanted):
     assert dict(found.rank_pattern) == wanted
 
 
-def test_a_rank_for_every_module_is_a_pattern_for_each_rank():
+def test_ranks_of_every_module_are_a_pattern_for_each_rank():
     modules = [f"model.layers.{n}.mlp.experts.{e}.up_proj" for n in range(40) for e in range(32)]
     config = parse_config(config_bytes(rank_pattern={module: 1 + n % 3 for n, module in enumerate(modules)}))
     found = canonical(config, modules)

@@ -50,10 +50,7 @@ def test_brackets_in_texts_and_side_by_side_pass(data):
 
 def test_a_list_of_every_expert_is_read():
     experts = [
-        f"model.layers.{n}.mlp.experts.{e}.{p}_proj"
-        for n in range(60)
-        for e in range(384)
-        for p in ("up", "gate", "down")
+        f"model.layers.{n}.mlp.experts.{e}.{p}_proj" for n in range(60) for e in range(384) for p in ("up", "down", "x")
     ]
     raw = config(target_modules=["q_proj"], rank_pattern=dict.fromkeys(experts, 8), alpha_pattern={})
     assert len(parse_config(json.dumps(raw).encode()).rank_pattern) == len(experts)

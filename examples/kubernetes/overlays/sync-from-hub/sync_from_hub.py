@@ -17,7 +17,8 @@ from pathlib import Path
 import fsspec
 
 CONFIG, DIGEST = "adapter_config.json", "lora-plugins-digest"
-OF_THE_STORE = "manifest.json"
+ORIGINAL = "adapter_config.original.json"  # the Hub's own; the store has another in its place
+OF_THE_STORE = (CONFIG, "manifest.json")
 
 
 def pull(uri: str) -> tuple[Path, str]:
@@ -41,9 +42,9 @@ def copy(bucket: str, uri: str, name: str) -> str:
     for name_of_file in (CONFIG, DIGEST):
         if files.exists(f"{target}/{name_of_file}"):
             files.rm_file(f"{target}/{name_of_file}")
-    for file in sorted(path.iterdir(), key=lambda each: each.name == CONFIG):
-        if file.is_file() and file.name != OF_THE_STORE:
-            files.put_file(str(file), f"{target}/{file.name}")
+    for file in sorted(path.iterdir(), key=lambda each: each.name == ORIGINAL):
+        if file.is_file() and file.name not in OF_THE_STORE:
+            files.put_file(str(file), f"{target}/{CONFIG if file.name == ORIGINAL else file.name}")
     files.pipe_file(there, digest.encode())  # only now: a copy that broke off is made again
     return f"copied, {digest[:12]}"
 
