@@ -29,6 +29,20 @@ def patch() -> None:
     os.environ.setdefault(VARIABLE, "1")
 
 
+def patch_runner() -> None:
+    """Have this worker's process count in one pass: vLLM's own takes 1.4 % of a small model's step on the CPU."""
+    from vllm.v1.worker import gpu_model_runner
+
+    gpu_model_runner.count_nans_per_row = nan_in_rows
+
+
+def nan_in_rows(logits: Any) -> Any:
+    """Of each row, 1 where it holds NaN and else 0 (int32, on the device): the largest of values with NaN is NaN."""
+    import torch
+
+    return logits.amax(dim=-1).isnan().to(torch.int32)
+
+
 class FiniteAnswers(HeldCounts):
     """Of a scheduler class of vLLM's that follows in a subclass."""
 
@@ -86,6 +100,8 @@ def _no_numbers(adapter: str, answers: str) -> InvalidAdapter:
 LEDGER = (
     Patch(
         """
+        vllm.v1.worker.gpu_model_runner:
+            count_nans_per_row(logits)
         vllm.v1.outputs:
             ModelRunnerOutput{num_nans_in_logits, pooler_output, req_id_to_index}
         vllm.v1.core.sched.scheduler:
@@ -96,8 +112,8 @@ LEDGER = (
         vllm.v1.request:
             RequestStatus{FINISHED_ERROR}
         """,
-        what="VLLM_COMPUTE_NANS_IN_LOGITS is set; a request of an adapter with NaN is finished before vLLM takes the "
-        "step's output, and its blocks leave the prefix cache",
+        what="VLLM_COMPUTE_NANS_IN_LOGITS is set, and NaN in logits is counted in one pass; a request of an adapter "
+        "with NaN is finished before vLLM takes the step's output, and its blocks leave the prefix cache",
         why="its tokens would be those of no weights",
         remove="vLLM ends requests whose logits are NaN",
     ),

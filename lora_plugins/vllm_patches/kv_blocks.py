@@ -9,9 +9,12 @@ scheduler names new blocks and workers zero them.
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 from lora_plugins.ledger import Patch
+
+_OURS = "_lora_plugins_all_groups"
 
 
 def patch() -> None:
@@ -19,16 +22,19 @@ def patch() -> None:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     KVCacheConfig.needs_kv_cache_zeroing = property(lambda _: True)
-    try:
-        from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-    except ImportError:  # a build for another device
+
+
+def patch_runner() -> None:
+    """The same on the CPU, in a worker's process; its runner leaves out groups of sliding windows."""
+    runners = sys.modules.get("vllm.v1.worker.cpu_model_runner")
+    if runners is None:
         return
-    CPUModelRunner._zero_block_ids = _zeroing(CPUModelRunner._zero_block_ids)  # noqa: SLF001
+    original = runners.CPUModelRunner._zero_block_ids  # noqa: SLF001
+    if not hasattr(original, _OURS):
+        runners.CPUModelRunner._zero_block_ids = _zeroing(original)  # noqa: SLF001
 
 
 def _zeroing(original: Any) -> Any:
-    """The CPU's runner leaves out groups of sliding windows, whose blocks come from the same pool."""
-
     @functools.wraps(original)
     def zero_block_ids(self: Any, block_ids: list[int]) -> None:
         from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
@@ -44,6 +50,7 @@ def _zeroing(original: Any) -> Any:
                 if hasattr(blocks, "index_fill_"):  # a tensor
                     blocks[block_ids] = 0
 
+    setattr(zero_block_ids, _OURS, True)
     return zero_block_ids
 
 
