@@ -19,6 +19,7 @@ from lora_plugins.adapter.files import open_regular
 from lora_plugins.adapter.finite import check_finite
 from lora_plugins.adapter.fit import BaseModel, check_base
 from lora_plugins.adapter.layouts.conversion import Conversion, plan_conversion
+from lora_plugins.adapter.magnitude import check_magnitudes
 from lora_plugins.adapter.weight_files import INDEX_FILE, PICKLE_FILES, WEIGHTS_FILE, open_weights
 from lora_plugins.adapter.weights import Weights, pair_weights
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, describing
@@ -78,8 +79,10 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
         if base is not None:
             verified = fit_adapter(verified, base, settings)
         if settings.check_finite:
+            largest: dict[str, float] = {}
             for file, _, tensors in opened:
-                check_finite(file, tensors)
+                largest |= check_finite(file, tensors)
+            check_magnitudes(weights.pairs, config, largest)
     return verified
 
 

@@ -17,6 +17,8 @@ def install(process: Process) -> None:
         async_llm,
         embeddings,
         engine_core,
+        finite_answers,
+        kv_blocks,
         llm_engine,
         lora_request,
         scheduler,
@@ -33,6 +35,8 @@ def install(process: Process) -> None:
         patch_safetensors,
         lora_request.distinguish_versions,
         # Then from the workers up to the API server: each wrapper calls what the one before has put in place.
+        finite_answers.patch,
+        kv_blocks.patch,
         worker.patch,
         scheduler.patch,
         engine_core.patch,  # calls the scheduler's planner and the workers' `lora_plugins_step`

@@ -23,7 +23,7 @@ from lora_plugins.ledger import Patch
 from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.scheduler.messages import AdapterSpec, Command
 from lora_plugins.scheduler.planner import Planner
-from lora_plugins.vllm_patches.held_counts import HeldCounts
+from lora_plugins.vllm_patches.finite_answers import FiniteAnswers
 from lora_plugins.vllm_patches.planner import planner_of
 from lora_plugins.vllm_patches.request_errors import refused_output
 from lora_plugins.vllm_patches.request_weights import (
@@ -47,7 +47,7 @@ _PROMPT = re.compile(r"(cmpl-.+)-\d+-[0-9a-f]{8}")
 _OF_SEVERAL = re.compile(r"\d+_(.+)")
 
 
-class AdmissionMixin(HeldCounts):
+class AdmissionMixin(FiniteAnswers):
     """What precedes a scheduler class of vLLM in a subclass."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -58,7 +58,7 @@ class AdmissionMixin(HeldCounts):
         self._refused: list[tuple[Any, LoRAPluginsError]] = []
         self.uris: LRUCache[int, str] = LRUCache(_REMEMBERED)  # what adapters were loaded from, by engine id
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
-        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
+        super().__init__(vllm_config, *args, **kwargs)
 
     # --- requests ---
 
@@ -110,6 +110,9 @@ class AdmissionMixin(HeldCounts):
             self._arrived(session, spec, is_other=False)
 
     def _arrived(self, request: Any, spec: AdapterSpec, *, is_other: bool) -> None:
+        if (error := self.why_quarantined(request.lora_request)) is not None:
+            self._refused.append((request, error))
+            return
         planner: Planner = self.planner  # type: ignore[assignment]
         planner.arrived(
             spec,
@@ -234,10 +237,13 @@ class AdmissionMixin(HeldCounts):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """As vLLM's, with what the workers report, and errors for requests that were refused."""
-        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         planner: Planner | None = self.planner
+        ended = [] if planner is None else self.end_without_numbers(model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         if planner is None:
             return outputs
+        for request, error in ended:
+            _answer(outputs, request, error)
         now = time.monotonic()
         for of_client in outputs.values():
             for output in of_client.outputs:
@@ -265,7 +271,6 @@ class AdmissionMixin(HeldCounts):
         return request is None or request.is_finished() or request.status == RequestStatus.WAITING_FOR_STREAMING_REQ
 
     def _answer_refused(self, outputs: dict[int, Any]) -> None:
-        from vllm.v1.engine import EngineCoreOutputs
         from vllm.v1.request import RequestStatus
 
         refused, self._refused = self._refused, []
@@ -273,8 +278,13 @@ class AdmissionMixin(HeldCounts):
             if self.requests.get(request.request_id) is not request:  # type: ignore[attr-defined]
                 continue  # it has been aborted
             if self.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR):
-                of_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
-                of_client.outputs.append(refused_output(request, error))
+                _answer(outputs, request, error)
+
+
+def _answer(outputs: dict[int, Any], request: Any, error: LoRAPluginsError) -> None:
+    from vllm.v1.engine import EngineCoreOutputs
+
+    outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(refused_output(request, error))
 
 
 def _in_use() -> NoFreeSlot:

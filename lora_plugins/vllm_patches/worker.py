@@ -17,7 +17,7 @@ from lora_plugins.ledger import Patch
 from lora_plugins.process import this_process
 from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.scheduler.messages import Change, Command, Report, Slots
-from lora_plugins.vllm_patches import worker_manager_class
+from lora_plugins.vllm_patches import finite_answers, kv_blocks, worker_manager_class
 from lora_plugins.vllm_patches.model_modules import model_of
 from lora_plugins.vllm_patches.scheduler import COMMANDS, REPORTS
 
@@ -30,6 +30,7 @@ def patch() -> None:
     from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
     worker_manager_class.patch(settings=this_process().settings, make_resolver=_make_resolver)
+    WorkerWrapperBase.init_worker = _initialising(WorkerWrapperBase.init_worker)
     WorkerWrapperBase.execute_model = _executing(WorkerWrapperBase.execute_model)
     WorkerWrapperBase.sample_tokens = _sampling
     WorkerBase.lora_plugins_step = _step
@@ -53,6 +54,18 @@ def manager_of(worker: Any) -> Any:
     """
     manager = getattr(getattr(worker, "model_runner", None), "lora_manager", None)
     return None if manager is None else worker_manager_class.require_planned(manager)
+
+
+def _initialising(original: Any) -> Any:
+    """What workers import is there then; other processes do without."""
+
+    @functools.wraps(original)
+    def init_worker(self: Any, all_kwargs: Any) -> None:
+        original(self, all_kwargs)
+        finite_answers.patch_runner()
+        kv_blocks.patch_runner()
+
+    return init_worker
 
 
 def _executing(original: Any) -> Any:
@@ -147,6 +160,7 @@ LEDGER = (
         """
         vllm.v1.worker.worker_base:
             WorkerWrapperBase{worker}
+            WorkerWrapperBase.init_worker(self, all_kwargs)
             WorkerWrapperBase.execute_model(self, scheduler_output)
             WorkerBase{model_runner}
             WorkerBase.sample_tokens(self, grammar_output)

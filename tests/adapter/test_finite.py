@@ -92,6 +92,15 @@ def test_only_the_tensors_own_bytes_are_looked_at():
             check_finite(io.BytesIO(data), [TensorInfo("a", "F32", (2,), begin, begin + 8)])
 
 
+@dtypes
+def test_the_largest_magnitude_is_returned(dtype):
+    bits = {"F64": 0xC004 << 48, "F32": 0xC0200000, "F16": 0xC100, "BF16": 0xC020}  # -2.5
+    values = np.array([bits[dtype], 0, 1], dtype="u8")
+    data = values.astype(KIND[dtype]).tobytes()
+    tensor = TensorInfo("one", dtype, (3,), 0, len(data))
+    assert check_finite(io.BytesIO(data), [tensor]) == {"one": 2.5}
+
+
 def test_every_tensor_is_looked_at():
     data = b"\0" * 8 + np.array([np.nan], "<f4").tobytes()
     tensors = [TensorInfo("first", "F32", (2,), 0, 8), TensorInfo("second", "F32", (1,), 8, 12)]

@@ -1,0 +1,37 @@
+"""Whether an adapter's numbers are so large that what is computed with them leaves what the engine can hold.
+
+vLLM multiplies B by the scaling when it loads it, in the served dtype, and adds `x A' (scaling B)'` to what a layer
+computes. An element of `scaling B A` is at most `rank * scaling * max|A| * max|B|`; the largest float16 is 65504, of
+which no base model's weight has a thousandth. Beyond it sums become infinite, their differences NaN, and NaN in a key
+or value reaches whoever gets its KV block next (`vllm_patches/kv_blocks.py`). Below it they may still overflow, by
+what they are multiplied with: `vllm_patches/finite_answers.py` finds that while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from lora_plugins.adapter.config import AdapterConfig
+from lora_plugins.adapter.pace import paced
+from lora_plugins.adapter.weights import LoraPair
+from lora_plugins.errors import InvalidAdapter
+
+LARGEST = 65504.0  # of float16, the narrowest dtype that is served
+
+
+def check_magnitudes(pairs: Iterable[LoraPair], config: AdapterConfig, largest: Mapping[str, float]) -> None:
+    """Compare each pair, by the largest magnitude in each of its tensors, with what every served dtype holds.
+
+    Raises:
+        InvalidAdapter: A, B with its scaling, or their product may be larger.
+    """
+    for pair in paced(pairs):
+        scaling = config.scaling(pair.rank, pair.alpha)
+        a, b = largest[pair.a.name], largest[pair.b.name]
+        worst = max(a, scaling, scaling * b, pair.rank * a * scaling * b)
+        if worst > LARGEST:
+            raise InvalidAdapter(
+                f"numbers up to {worst:.2g} in '{pair.module}' (scaling {scaling:.2g}, max|A| {a:.2g}, max|B| {b:.2g})",
+                expected=f"at most {LARGEST:.0f}, which float16 can hold, in A, scaling * B and rank * A * scaling * B",
+                remedy="correct lora_alpha, or train the adapter again; this one would answer with garbage",
+            )
