@@ -23,7 +23,7 @@ from typing import TypeGuard
 from urllib.parse import quote, unquote
 
 from lora_plugins.errors import InvalidAdapter, InvalidSettings
-from lora_plugins.resolvers.sources.hub.patterns import is_repo
+from lora_plugins.resolvers.sources.hub.patterns import is_foreign, is_repo
 from lora_plugins.resolvers.sources.object_store.access_points import EXPECTED, PREFIX, split_access_point
 
 MAX_CHARACTERS = 2048
@@ -170,11 +170,18 @@ class AllowedUris:
             InvalidAdapter: it is malformed, or not below any of the prefixes.
         """
         uri = SourceUri.parse(text)
-        if not any(uri.is_below(prefix) for prefix in self.prefixes):
+        below = [prefix for prefix in self.prefixes if uri.is_below(prefix)]
+        if not below:
             raise InvalidAdapter(
                 "a URI that is not allowed",
                 expected="one below a prefix of LORA_PLUGINS_ALLOWED_URIS",
                 remedy="ask for another, or have the server's operator add a prefix",
+            )
+        if uri.revision is not None and is_foreign(uri.revision) and not any(prefix.revision for prefix in below):
+            raise InvalidAdapter(
+                f"the revision '{uri.revision}', which is no branch or tag: anybody can propose one",
+                expected="a branch, a tag, or a commit that one of them reaches",
+                remedy="merge it first, or have the server's operator add this URI to LORA_PLUGINS_ALLOWED_URIS",
             )
         if not uri.segments:
             raise _refused("a URI without a path", "the adapter's directory")

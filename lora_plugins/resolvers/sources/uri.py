@@ -57,7 +57,8 @@ class UriSources:
             elif uri.scheme == "hf":
                 # As with names: a repository that moved is followed only where the operator named it.
                 named = any(prefix.segments for prefix in below)
-                source = self._made(("hf", str(named)), lambda: self._hub(named=named))
+                pinned = any(prefix.revision is not None for prefix in below)
+                source = self._made(("hf", f"{named} {pinned}"), lambda: self._hub(named=named, pinned=pinned))
                 path = (uri.authority, *uri.segments)
             else:
                 source = self._made((uri.scheme, uri.authority), lambda: self._objects(uri))
@@ -85,12 +86,12 @@ class UriSources:
             timeout_s=self._settings.fetch_timeout_s,
         )
 
-    def _hub(self, *, named: bool) -> Source:
+    def _hub(self, *, named: bool, pinned: bool) -> Source:
         from lora_plugins.resolvers.sources.hub.patterns import AnyRepo
         from lora_plugins.resolvers.sources.hub.source import HubSource
 
         return HubSource(
-            AnyRepo(explicit=named),
+            AnyRepo(explicit=named, is_pinned=pinned),
             timeout_s=self._settings.fetch_timeout_s,
             bytes_per_s=self._settings.fetch_rate_bytes,
         )
