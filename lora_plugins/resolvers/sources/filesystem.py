@@ -16,15 +16,17 @@ import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from lora_plugins.absence import Absence, AbsenceKind
 from lora_plugins.adapter.config import CONFIG_FILE
-from lora_plugins.adapter.files import ABSENT, is_inside, map_os_error, open_regular
+from lora_plugins.adapter.files import ABSENT, is_below, is_inside, map_os_error, open_regular
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable, describing
 from lora_plugins.resolvers.sources.nearby import closest_path, describe
+from lora_plugins.resolvers.sources.real_paths import PATH_ONLY, open_real
 from lora_plugins.resolvers.sources.retries import deadline, look_up_timeout_s
 from lora_plugins.resolvers.sources.source import (
     ADAPTER_FILES,
@@ -68,7 +70,7 @@ class FilesystemSource:
         self.root = root
         self._variable = variable
         self._locate_timeout_s = look_up_timeout_s(timeout_s)
-        self._inside = None if follow_symlinks else root
+        self._follows = follow_symlinks
         # Not threads that others wait for: a mount that hangs would take them all. They start when needed.
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="lora-plugins-filesystem")
 
@@ -124,7 +126,7 @@ class FilesystemSource:
             ]
             for path in found:
                 with contextlib.suppress(AdapterNotFound, OSError):  # no name can reach it
-                    if path != str(self.root) and (self._inside is None or is_inside(Path(path), self._inside)):
+                    if path != str(self.root) and (self._follows or is_inside(Path(path), self.root)):
                         names.append(str(AdapterName.parse(os.path.relpath(path, self.root))))
         return Listing(tuple(sorted(names)), tuple(gaps))
 
@@ -145,17 +147,7 @@ class FilesystemSource:
             detail = "a revision with a slash, which is no directory's name"
             return self._absent(directory, detail, AbsenceKind.NOT_ASKED)
         try:
-            if not stat.S_ISDIR(os.stat(directory).st_mode):
-                return self._absent(directory, "a file, not a directory")
-            if self._inside is not None and not is_inside(directory, self._inside):
-                raise _leaves_root("directory")
-            present = [file for file in ADAPTER_FILES if os.path.lexists(directory / file)]
-            if needs_shards(present):
-                present = choose_files(entry.name for entry in os.scandir(directory))
-            if not present:
-                # Listing needs the right to read, which `lexists` hides: denied is not the same as absent.
-                os.scandir(directory).close()
-                return self._absent(directory, "a directory without adapter files")
+            present = self._present(directory)
         except LoRAPluginsError:
             raise
         except OSError as error:
@@ -163,13 +155,44 @@ class FilesystemSource:
                 self._check_root()
                 return self._absent(directory, "no such directory", AbsenceKind.NOTHING)
             raise map_os_error(error) from error
+        if present is None:
+            return self._absent(directory, "a file, not a directory")
+        if not present:
+            return self._absent(directory, "a directory without adapter files")
         files = tuple(self._describe(directory / file) for file in present)
         return RemoteAdapter(name, self.label, directory.absolute().as_uri(), version_of(files), files)
 
+    def _present(self, directory: Path) -> list[str] | None:
+        """The names of the adapter's files in a directory; None where it is something else."""
+        at = open_real(str(directory), PATH_ONLY, partial(self._judge, "directory"))
+        try:
+            if not stat.S_ISDIR(os.fstat(at).st_mode):
+                return None
+            present = [name for name in ADAPTER_FILES if _is_in(at, name)]
+            # Listing needs the right to read, which looking hides: denied is not the same as absent.
+            return choose_files(_names_in(at)) if needs_shards(present) or not present else present
+        finally:
+            os.close(at)
+
     def _describe(self, path: Path) -> SourceFile:
         # Opened: of a file that is not, NFS may say what it was seconds ago.
-        with open_regular(path, inside=self._inside) as (file, size_bytes):
-            return SourceFile(path.name, size_bytes, _etag(os.fstat(file.fileno())))
+        with self._opened(path) as file:
+            return SourceFile(path.name, (status := os.fstat(file.fileno())).st_size, _etag(status))
+
+    @contextlib.contextmanager
+    def _opened(self, path: Path) -> Iterator[BinaryIO]:
+        """Whatever is known of a file is asked of what was opened, never of its path."""
+        judge = partial(self._judge, "file")
+        with open_regular(path, opener=lambda text, flags: open_real(text, flags, judge)) as (file, _):
+            yield file
+
+    def _judge(self, kind: str, real: str) -> None:
+        if not self._follows and not is_below(real, os.path.realpath(self.root, strict=True)):
+            raise InvalidAdapter(
+                "a symlink that leaves the adapter root",
+                expected=f"a {kind} below the root",
+                remedy=f"copy the {kind} there, or set LORA_PLUGINS_FOLLOW_SYMLINKS=1",
+            )
 
     def _fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
         directory = self.root / str(adapter.name)
@@ -187,7 +210,7 @@ class FilesystemSource:
         # The target outside: what its opening raises is the store's to explain, and so is a full disk.
         with (
             (download.directory / path.name).open("wb") as target,
-            open_regular(path, inside=self._inside) as (source, _),
+            self._opened(path) as source,
         ):
             _check_unchanged(source, file)
             try:
@@ -213,6 +236,23 @@ class FilesystemSource:
             expected=f"the adapter root {self._variable}",
             remedy="mount or create it",
         )
+
+
+def _is_in(directory: int, name: str) -> bool:
+    """Whether a directory that is open has an entry of this name; a link that leads nowhere is one."""
+    try:
+        os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
+
+
+def _names_in(directory: int) -> list[str]:
+    listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=directory)
+    try:
+        return os.listdir(listed)
+    finally:
+        os.close(listed)
 
 
 def _entries(directory: Path) -> list[str]:
@@ -274,11 +314,3 @@ def _check_unchanged(source: BinaryIO, file: SourceFile) -> None:
             remedy="publish adapters by renaming a complete directory into place",
             file=file.name,
         )
-
-
-def _leaves_root(kind: str) -> InvalidAdapter:
-    return InvalidAdapter(
-        "a symlink that leaves the adapter root",
-        expected=f"a {kind} below the root",
-        remedy=f"copy the {kind} there, or set LORA_PLUGINS_FOLLOW_SYMLINKS=1",
-    )
