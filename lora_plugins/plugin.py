@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import parent_process
 
 from lora_plugins.errors import InvalidSettings
@@ -38,7 +39,7 @@ def register_filesystem_resolver() -> None:
     if not named_in_environment(FILESYSTEM):
         builtin_resolvers.builtin(*_FILESYSTEM_BUILTIN)()
         return
-    _serve(filesystem_source)
+    _serve(partial(filesystem_source, may_lead=this_process().may_lead))
 
 
 def register_s3_resolver() -> None:

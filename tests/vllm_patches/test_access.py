@@ -20,10 +20,11 @@ from lora_plugins.api.access.policy import Principal
 from lora_plugins.api.access.principals import principal_of_request, require_admin
 from lora_plugins.errors import InvalidSettings, SourceUnavailable
 from lora_plugins.process import Process
+from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.vllm_patches import access
 from lora_plugins.vllm_patches.resolver import LoRAPluginsResolver
-from tests.make import adapter_files
+from tests.make import adapter_files, put
 from tests.resolvers.test_resolution import FakeSource
 
 POLICY = """
@@ -399,6 +400,36 @@ def test_without_a_policy_nothing_is_wrapped(process, tmp_path, vllm_as_it_was):
     assert BaseServing._check_model is before
     assert process.policy is None
     assert world.use("team-b/sql", "key-a").json() == {"adapter": "team-b/sql"}
+
+
+# --- links between the prefixes of tenants
+
+
+@pytest.mark.parametrize("what", ["directory", "files", "folder"])
+def test_a_link_to_another_tenants_adapter_is_no_adapter(process, tmp_path, policy, vllm_as_it_was, what):
+    root = tmp_path / "adapters"
+    theirs = put(root / "team-b" / "sql", adapter_files())
+    (root / "team-a").mkdir()
+    if what == "files":
+        (root / "team-a" / "steal").mkdir()
+        for file in adapter_files():
+            (root / "team-a" / "steal" / file).symlink_to(theirs / file)
+    elif what == "directory":
+        (root / "team-a" / "steal").symlink_to("../team-b/sql")
+    else:
+        (root / "team-a" / "folder").symlink_to("../team-b")
+    put(root / "team-a" / "sql-v3", adapter_files())
+    (root / "team-a" / "sql").symlink_to("sql-v3")
+    world = World(process, tmp_path, policy=policy, keys=KEYS)
+    process.add_source(FilesystemSource(root, may_lead=process.may_lead))
+    world.source.answers.clear()
+    name = "team-a/folder/sql" if what == "folder" else "team-a/steal"
+    for key in ("key-a", "key-root"):  # an administrator would load it for the tenant too
+        refused, unknown = world.use(name, key), world.use("team-a/none", key)
+        assert refused.status_code == unknown.status_code == 404
+        assert refused.text.replace(name, "team-a/none") == unknown.text
+    assert world.use("team-a/sql").json() == {"adapter": "team-a/sql"}
+    assert world.use("team-b/sql", "key-b").json() == {"adapter": "team-b/sql"}
 
 
 # --- without a policy

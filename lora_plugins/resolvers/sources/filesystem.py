@@ -16,17 +16,15 @@ import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from lora_plugins.absence import Absence, AbsenceKind
 from lora_plugins.adapter.config import CONFIG_FILE
-from lora_plugins.adapter.files import ABSENT, is_below, is_inside, map_os_error, open_regular
+from lora_plugins.adapter.files import ABSENT, is_inside, map_os_error
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable, describing
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable, describing
 from lora_plugins.resolvers.sources.nearby import closest_path, describe
-from lora_plugins.resolvers.sources.real_paths import PATH_ONLY, open_real
 from lora_plugins.resolvers.sources.retries import deadline, look_up_timeout_s
 from lora_plugins.resolvers.sources.source import (
     ADAPTER_FILES,
@@ -34,10 +32,9 @@ from lora_plugins.resolvers.sources.source import (
     RemoteAdapter,
     SourceFile,
     VersionChanged,
-    choose_files,
-    needs_shards,
     version_of,
 )
+from lora_plugins.resolvers.sources.tree import AdapterTree, LeadsElsewhere, MayLead, anywhere
 from lora_plugins.store.partial_download import PartialDownload
 
 T = TypeVar("T")
@@ -63,14 +60,23 @@ class FilesystemSource:
         root: Path,
         *,
         follow_symlinks: bool = False,
+        may_lead: MayLead = anywhere,
         variable: str = "VLLM_LORA_RESOLVER_CACHE_DIR",
         timeout_s: float = 300.0,
     ) -> None:
-        """Make the source; `variable` is the one that names `root`, `timeout_s` as `LORA_PLUGINS_FETCH_TIMEOUT_S`."""
+        """Make the source.
+
+        Args:
+            root: what names are paths below.
+            follow_symlinks: out of the root too.
+            may_lead: whether links may make what lies at a path below the root the adapter of a name.
+            variable: the setting that names `root`.
+            timeout_s: as `LORA_PLUGINS_FETCH_TIMEOUT_S`.
+        """
         self.root = root
         self._variable = variable
         self._locate_timeout_s = look_up_timeout_s(timeout_s)
-        self._follows = follow_symlinks
+        self._tree = AdapterTree(root, follow_symlinks=follow_symlinks, may_lead=may_lead)
         # Not threads that others wait for: a mount that hangs would take them all. They start when needed.
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="lora-plugins-filesystem")
 
@@ -126,7 +132,7 @@ class FilesystemSource:
             ]
             for path in found:
                 with contextlib.suppress(AdapterNotFound, OSError):  # no name can reach it
-                    if path != str(self.root) and (self._follows or is_inside(Path(path), self.root)):
+                    if path != str(self.root) and (self._tree.follows or is_inside(Path(path), self.root)):
                         names.append(str(AdapterName.parse(os.path.relpath(path, self.root))))
         return Listing(tuple(sorted(names)), tuple(gaps))
 
@@ -147,7 +153,10 @@ class FilesystemSource:
             detail = "a revision with a slash, which is no directory's name"
             return self._absent(directory, detail, AbsenceKind.NOT_ASKED)
         try:
-            present = self._present(directory)
+            present = self._tree.present(name)
+            files = tuple(self._describe(name, file) for file in present or ())
+        except LeadsElsewhere as error:
+            return self._absent(directory, error.found, AbsenceKind.HIDDEN)
         except LoRAPluginsError:
             raise
         except OSError as error:
@@ -159,58 +168,30 @@ class FilesystemSource:
             return self._absent(directory, "a file, not a directory")
         if not present:
             return self._absent(directory, "a directory without adapter files")
-        files = tuple(self._describe(directory / file) for file in present)
         return RemoteAdapter(name, self.label, directory.absolute().as_uri(), version_of(files), files)
 
-    def _present(self, directory: Path) -> list[str] | None:
-        """The names of the adapter's files in a directory; None where it is something else."""
-        at = open_real(str(directory), PATH_ONLY, partial(self._judge, "directory"))
-        try:
-            if not stat.S_ISDIR(os.fstat(at).st_mode):
-                return None
-            present = [name for name in ADAPTER_FILES if _is_in(at, name)]
-            # Listing needs the right to read, which looking hides: denied is not the same as absent.
-            return choose_files(_names_in(at)) if needs_shards(present) or not present else present
-        finally:
-            os.close(at)
-
-    def _describe(self, path: Path) -> SourceFile:
+    def _describe(self, name: AdapterName, file: str) -> SourceFile:
         # Opened: of a file that is not, NFS may say what it was seconds ago.
-        with self._opened(path) as file:
-            return SourceFile(path.name, (status := os.fstat(file.fileno())).st_size, _etag(status))
-
-    @contextlib.contextmanager
-    def _opened(self, path: Path) -> Iterator[BinaryIO]:
-        """Whatever is known of a file is asked of what was opened, never of its path."""
-        judge = partial(self._judge, "file")
-        with open_regular(path, opener=lambda text, flags: open_real(text, flags, judge)) as (file, _):
-            yield file
-
-    def _judge(self, kind: str, real: str) -> None:
-        if not self._follows and not is_below(real, os.path.realpath(self.root, strict=True)):
-            raise InvalidAdapter(
-                "a symlink that leaves the adapter root",
-                expected=f"a {kind} below the root",
-                remedy=f"copy the {kind} there, or set LORA_PLUGINS_FOLLOW_SYMLINKS=1",
-            )
+        with self._tree.opened(name, file) as opened:
+            status = os.fstat(opened.fileno())
+            return SourceFile(file, status.st_size, _etag(status))
 
     def _fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
-        directory = self.root / str(adapter.name)
         for file in adapter.files:
             try:
-                self._fetch_file(directory / file.name, file, download)
+                self._fetch_file(adapter.name, file, download)
             except AdapterNotFound as error:
                 self._check_root()
                 raise VersionChanged(
                     "a file that is gone", expected="the located one", remedy="ask again", file=file.name
                 ) from error
 
-    def _fetch_file(self, path: Path, file: SourceFile, download: PartialDownload) -> None:
+    def _fetch_file(self, name: AdapterName, file: SourceFile, download: PartialDownload) -> None:
         full: OSError | None = None
         # The target outside: what its opening raises is the store's to explain, and so is a full disk.
         with (
-            (download.directory / path.name).open("wb") as target,
-            self._opened(path) as source,
+            (download.directory / file.name).open("wb") as target,
+            self._tree.opened(name, file.name) as source,
         ):
             _check_unchanged(source, file)
             try:
@@ -236,23 +217,6 @@ class FilesystemSource:
             expected=f"the adapter root {self._variable}",
             remedy="mount or create it",
         )
-
-
-def _is_in(directory: int, name: str) -> bool:
-    """Whether a directory that is open has an entry of this name; a link that leads nowhere is one."""
-    try:
-        os.stat(name, dir_fd=directory, follow_symlinks=False)
-    except OSError:
-        return False
-    return True
-
-
-def _names_in(directory: int) -> list[str]:
-    listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=directory)
-    try:
-        return os.listdir(listed)
-    finally:
-        os.close(listed)
 
 
 def _entries(directory: Path) -> list[str]:

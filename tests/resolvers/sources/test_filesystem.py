@@ -28,7 +28,7 @@ from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import PICKLE_FILES, WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, OutOfMemory, SourceUnavailable
-from lora_plugins.resolvers.sources import filesystem, real_paths
+from lora_plugins.resolvers.sources import filesystem, real_paths, tree
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.source import VersionChanged
 from lora_plugins.store.partial_download import PartialDownload
@@ -253,6 +253,20 @@ def test_a_symlink_within_the_root_is_followed(root, rank):
     assert rank(FilesystemSource(root)) == 4
 
 
+def test_a_link_to_where_a_name_may_not_lead_is_absent(root, store):
+    put(root / "team-b" / "sql", adapter_files())
+    (root / "team-a").mkdir()
+    (root / "team-a" / "sql").symlink_to("../team-b/sql")
+    asked = []
+    source = FilesystemSource(root, may_lead=lambda *link: asked.append(link))
+    absence = asyncio.run(source.locate(AdapterName("team-a/sql"), ""))
+    assert absence.detail == "a link that leads to 'team-b/sql', which not everybody may use who may use this name"
+    assert asked == [("team-a/sql", "team-b/sql")]
+    found = located(FilesystemSource(root), "team-a/sql")
+    with pytest.raises(VersionChanged):
+        obtain(store, source, found)
+
+
 def test_a_root_that_is_a_symlink_is_a_root(root, tmp_path, rank):
     put(root / "sql", adapter_files())
     (tmp_path / "link").symlink_to(root)
@@ -372,7 +386,7 @@ def test_a_directory_that_may_not_be_entered_is_an_outage(root, directory, permi
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
-@pytest.mark.parametrize(("module", "call"), [(real_paths, "open"), (filesystem, "listdir")])
+@pytest.mark.parametrize(("module", "call"), [(real_paths, "open"), (tree, "listdir")])
 def test_a_file_system_that_fails_is_an_outage(root, monkeypatch, code, module, call):
     (root / "sql").mkdir()
 
