@@ -18,7 +18,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeGuard
 from urllib.parse import quote, unquote
 
@@ -135,6 +135,14 @@ class SourceUri:
         if self.revision is not None:
             parts[0] += "@" + quote(self.revision, "")
         return f"{self.scheme}://{'/'.join((self.authority, *parts))}"
+
+
+def is_from(uri: str, place: str) -> bool:
+    """Whether the URI of a version is the place that an operator has named, whose revision it does not say."""
+    try:
+        return replace(SourceUri.parse(place), revision=None) == SourceUri.parse(uri)
+    except InvalidAdapter:
+        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -312,9 +312,12 @@ async def test_a_rollback_to_a_version_by_its_digest() -> None:
     served = await serving(world, "aa11", "bb22", "cc33")
     await world.lifecycle.roll_back("sql", "aa")
     assert served.held_digest == "aa11"
-    world.resolver.store["dd44"] = Version("dd44")
-    await world.lifecycle.roll_back("sql", "dd4")
-    assert await world.ask("sql") == "/store/dd44"
+    elsewhere = "dd44" * 16
+    world.resolver.store[elsewhere] = Version(elsewhere)
+    with pytest.raises(AdapterNotFound, match="no such version in the store"):
+        await world.lifecycle.roll_back("sql", elsewhere[:63])
+    await world.lifecycle.roll_back("sql", elsewhere)
+    assert await world.ask("sql") == f"/store/{elsewhere}"
     with pytest.raises(AdapterNotFound, match="no such version in the store"):
         await world.lifecycle.roll_back("sql", "ee")
 
