@@ -18,6 +18,8 @@ from lora_plugins.server.registry import Registry, ServedAdapter, blocked, no_lo
 from lora_plugins.server.swapping import Swapping
 from lora_plugins.store.layout import is_digest, is_prefix
 
+ANY_VERSION = "*"
+
 
 class Lifecycle:
     """The operations behind the admin API, vLLM's own endpoints and the poller for new versions.
@@ -55,8 +57,8 @@ class Lifecycle:
     ) -> tuple[ServedAdapter, bool]:
         """Serve a name; from `uri`, or from wherever the server's sources have it. Returns whether it is new.
 
-        Loaded already, it stays as it is; from another URI, it is swapped. `expects`, here and below: the beginning of
-        the digest that must be served now.
+        Loaded already, it stays as it is; from another URI, it is swapped. `expects`, here and below: the digest that
+        must be served now, or `ANY_VERSION`.
 
         Raises:
             VersionChanged: it is not. LoRAPluginsError: it cannot be served. Nothing has changed then.
@@ -399,7 +401,7 @@ def _require_version(name: str, adapter: ServedAdapter | None, expects: str | No
 
 
 def _has_digest(adapter: ServedAdapter, digest: str) -> bool:
-    return adapter.version is not None and adapter.version.digest.startswith(digest)
+    return adapter.version is not None and digest in (adapter.version.digest, ANY_VERSION)
 
 
 def is_of_digest(text: str, digest: str | None) -> bool:
