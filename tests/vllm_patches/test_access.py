@@ -131,7 +131,7 @@ class World:
         async def go() -> httpx.Response:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False, client=client)
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-            async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as sender:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as sender:
                 return await sender.request(method, path, **more)
 
         return asyncio.run(go())
@@ -458,6 +458,13 @@ YES = [404, 200, 200, 200]  # this application has no /v1/loras
 @pytest.mark.parametrize("client", [("127.0.0.1", 1), ("127.9.0.1", 1), ("::1", 1), ("::ffff:127.0.0.1", 1)])
 def test_without_any_key_this_machine_may_administer(process, tmp_path, vllm_as_it_was, client):
     assert may(World(process, tmp_path), client=client) == YES
+
+
+def test_a_page_under_a_name_of_its_own_may_not(process, tmp_path, vllm_as_it_was):
+    world = World(process, tmp_path)
+    assert may(world, headers={"Host": "evil.example:8000"}) == [403] * 4
+    text = world.send("GET", "/v1/loras", headers={"Host": "evil.example:8000"}).json()["error"]["message"]
+    assert text.startswith("[L008] found a call under a name that is not this machine's own, evil.example:8000")
 
 
 @pytest.mark.parametrize("client", [("10.0.0.7", 1), ("::ffff:10.0.0.7", 1), ("2001:db8::1", 1), None, ("", 0)])
