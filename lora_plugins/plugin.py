@@ -134,6 +134,7 @@ def _checked_process() -> Process:
 def _begin() -> None:
     """What every plugin of ours has: metrics, and its settings in processes that are started by Ray."""
     ray_environment.name_our_variables()
+    ray_environment.keep_keys_from_workers()
     from lora_plugins.vllm_patches.metrics import install_metrics
 
     install_metrics(this_process())
