@@ -28,6 +28,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from lora_plugins.store.owners import check_owners, close_to_others
+
 MANIFEST_FILE = "manifest.json"
 MIN_PREFIX = 8  # characters of a digest that may stand for all of it
 _HEXADECIMAL = frozenset("0123456789abcdef")
@@ -50,7 +52,16 @@ class Layout:
     root: Path
 
     def create(self) -> None:
-        """Make the folders; raises OSError where that is not possible."""
+        """Make root and folders, once the path to them is known to be nobody else's.
+
+        Raises:
+            InvalidSettings: others could exchange the store.
+            OSError: it cannot be made.
+        """
+        check_owners(self.root)
+        if not self.root.is_dir():
+            self.root.mkdir(parents=True, exist_ok=True)
+            close_to_others(self.root)
         for name in _FOLDERS:
             self.folder(name).mkdir(parents=True, exist_ok=True)
 
