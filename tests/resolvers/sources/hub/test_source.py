@@ -220,6 +220,23 @@ def test_a_uri_is_located_without_the_list(bed, server):
     assert content(bed.obtain(source, found).directory) == FILES
 
 
+@pytest.mark.parametrize(
+    "endpoint", ["http://hf_secret@127.0.0.1:9", "http://me:hf_secret@127.0.0.1:9/m?key=hf_secret"]
+)
+def test_keys_in_a_mirrors_url_are_never_said(bed, endpoint, caplog):
+    caplog.set_level("INFO", logger="lora_plugins")
+    with pytest.raises(SourceUnavailable) as caught:
+        bed.ask("team/sql", endpoint=endpoint, timeout_s=2)
+    said = [
+        str(caught.value),
+        *map(str, caught.value.fields().values()),
+        caplog.text,
+        str(bed.source(endpoint=endpoint)),
+    ]
+    assert "hf_secret" not in " ".join(said)
+    assert "127.0.0.1:9" in caught.value.place
+
+
 # Private, gated, renamed
 
 
