@@ -270,7 +270,7 @@ def test_a_policy_that_can_be_read_and_by_whom(cli):
 
 
 def test_the_doctor_shows_no_key_of_a_url(cli):
-    cli.env.update(S3, S3_PATH_TEMPLATE="sftp://hunter2@mirror/{lora_name}", HF_ENDPOINT="http://hunter2@127.0.0.1:9")
+    cli.env.update(S3, S3_PATH_TEMPLATE="ftp://hunter2@mirror/{lora_name}", HF_ENDPOINT="http://hunter2@127.0.0.1:9")
     for arguments in (("doctor", "--no-network"), ("doctor", "--json"), ("doctor", "--timeout", "1")):
         done = cli(*arguments)
         assert "hunter2" not in done.out + done.err
