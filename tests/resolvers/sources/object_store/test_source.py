@@ -161,7 +161,7 @@ def test_passwords_in_urls_are_not_shown() -> None:
     assert without_login("abfs://container@account.dfs.core.windows.net/x") == (
         "abfs://container@account.dfs.core.windows.net/x"
     )
-    assert "me" not in str(ObjectSource("ftp://me@host/{lora_name}"))
+    assert "anna" not in str(ObjectSource("ftp://anna@host/{lora_name}"))
 
 
 @pytest.mark.parametrize("template", ["ftp://me:secret@host/{lora_name}", "s3://me:secret@bucket/{lora_name}"])
