@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-_LOGIN = re.compile(r"(://)[^/@]*:[^/@]*@")
+_LOGIN = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<login>[^/?#\s'\"]*)@")
+_QUERY = re.compile(r"(https?://[^\s?#'\"]*[?#])[^\s'\"]+")
 
 
 class AbsenceKind(StrEnum):
@@ -51,5 +52,13 @@ class Absence:
 
 
 def without_login(url: str) -> str:
-    """The URL without a user name and password, which a template may hold although no source takes them from there."""
-    return _LOGIN.sub(r"\1…@", url)
+    """A text without the user names, passwords and queries of URLs: those of a mirror may be keys.
+
+    The container of `abfs://container@account` is none of these.
+    """
+    return _QUERY.sub(r"\1…", _LOGIN.sub(_hidden, url))
+
+
+def _hidden(match: re.Match[str]) -> str:
+    is_container = match["scheme"].lower() in ("abfs", "abfss") and ":" not in match["login"]
+    return match[0] if is_container else f"{match['scheme']}://…@"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import parent_process
 
 from lora_plugins.errors import InvalidSettings
@@ -38,7 +39,7 @@ def register_filesystem_resolver() -> None:
     if not named_in_environment(FILESYSTEM):
         builtin_resolvers.builtin(*_FILESYSTEM_BUILTIN)()
         return
-    _serve(filesystem_source)
+    _serve(partial(filesystem_source, may_lead=this_process().may_lead))
 
 
 def register_s3_resolver() -> None:
@@ -133,6 +134,7 @@ def _checked_process() -> Process:
 def _begin() -> None:
     """What every plugin of ours has: metrics, and its settings in processes that are started by Ray."""
     ray_environment.name_our_variables()
+    ray_environment.keep_keys_from_workers()
     from lora_plugins.vllm_patches.metrics import install_metrics
 
     install_metrics(this_process())

@@ -83,6 +83,10 @@ class Process:
             if name not in installed:
                 logger.warning("VLLM_PLUGINS names %r, which no installed package has: did you mean %s?", name, close)
 
+    def may_lead(self, name: str, place: str) -> bool:
+        """Whether a link may make what lies at `place` below the adapters' root the adapter `name`: see `Policy`."""
+        return self.policy is None or self.policy.may_lead(name, place)
+
     def add_source(self, source: Source) -> None:
         """Resolve names from this source too."""
         self._known_sources.append(source)

@@ -194,6 +194,19 @@ OWN_VARIABLES = frozenset(name for name, variable in VARIABLES.items() if variab
 _OF_A_SERVICE = re.compile(PREFIX + r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
 
 
+# Only the process that answers HTTP acts on them: who may do what, and what is to be served.
+OF_API_SERVERS = frozenset(f"{PREFIX}{name}" for name in ("ADMIN_KEY", "POLICY", "ADAPTERS_FILE"))
+_OF_STORES = {
+    **dict.fromkeys(("s3", "s3a"), ("S3_", "AWS_")),
+    **dict.fromkeys(("gs", "gcs"), ("GOOGLE_",)),
+    **dict.fromkeys(("abfs", "abfss", "az", "adl"), ("AZURE_",)),
+}
+_SECRETS = frozenset({f"{PREFIX}ADMIN_KEY", "VLLM_API_KEY"})
+_SECRET = re.compile(
+    r"(^|_)(SECRET|TOKEN|PASSWORD|ACCESS_KEY|ACCOUNT_KEY|STORAGE_KEY|CONNECTION_STRING|SAS|CREDENTIALS?)(_|$)"
+)
+
+
 def is_unknown(name: str) -> bool:
     """Whether a variable is named as ours are, and is none of ours."""
     return name.startswith(PREFIX) and name not in OWN_VARIABLES and _OF_A_SERVICE.fullmatch(name) is None
@@ -224,13 +237,38 @@ def misspelt_plugins(env: Mapping[str, str] | None = None) -> dict[str, str]:
     return {name: close for name in named if name not in OURS and (close := closest(name.strip(), OURS)) is not None}
 
 
-def variables_of_this_process() -> list[str]:
-    """Names of all variables that are set here and that settings or object stores read, vLLM's own left out."""
-    prefixes = (PREFIX, "S3_", "AWS_", "FSSPEC_", "GOOGLE_", "AZURE_")
-    known = {*VARIABLES, "XDG_CACHE_HOME"}
+def variables_of_workers() -> list[str]:
+    """Names of the variables that are set here and that engines and workers need, vLLM's own left out.
+
+    A worker that lacks an adapter's files fetches them by itself, so it needs what the configured object stores read;
+    what says who may do what is an API server's alone.
+    """
+    prefixes = (PREFIX, *_prefixes_of_stores())
+    known = {*VARIABLES, "XDG_CACHE_HOME"} - OF_API_SERVERS
     return sorted(
-        name for name in os.environ if not name.startswith("VLLM_") and (name in known or name.startswith(prefixes))
+        name
+        for name in os.environ
+        if name not in OF_API_SERVERS and not name.startswith("VLLM_") and (name in known or name.startswith(prefixes))
     )
+
+
+def variables_of_servers() -> list[str]:
+    """Names of the variables that are set here and that a server with our plugins and its libraries read."""
+    others = (name for name in os.environ if name.startswith(("VLLM_", "HF_")) or name in OF_API_SERVERS)
+    return sorted({*others, *variables_of_workers()})
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable's text lets its holder do what others may not."""
+    return name in _SECRETS or _SECRET.search(name) is not None
+
+
+def _prefixes_of_stores() -> list[str]:
+    """Of the variables that the configured object stores read."""
+    places = [os.environ.get("S3_PATH_TEMPLATE", ""), *os.environ.get(f"{PREFIX}ALLOWED_URIS", "").split(",")]
+    schemes = {place.strip().partition("://")[0].lower() for place in places if "://" in place} - {"file", "hf"}
+    found = {prefix for scheme in schemes for prefix in _OF_STORES.get(scheme, ())}
+    return sorted({*found, "FSSPEC_"} if schemes else found)
 
 
 def environment() -> Mapping[str, str]:

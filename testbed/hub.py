@@ -81,6 +81,11 @@ class Hub(Listener):
     def branch(self, repo: str, name: str, revision: str = "main") -> None:
         self._repos[repo].branches[name] = self._repos[repo].at(revision)
 
+    def pull_request(self, repo: str, files: Mapping[str, bytes | None], number: int = 1) -> str:
+        """Add files to `main` in a pull request, which no branch or tag reaches; the commit's hash."""
+        with self._lock:
+            return self._repos[repo].pull(files, number).sha
+
     def private(self, repo: str, tokens: Iterable[str] = ()) -> None:
         """Hide the repository from all but the bearers of `tokens`."""
         self._repos[repo].readers = frozenset(tokens)
@@ -211,7 +216,7 @@ class Hub(Listener):
                     "branches": refs("heads", repo.branches),
                     "tags": refs("tags", repo.tags),
                     "converts": [],
-                    **({"pullRequests": []} if "include_prs" in query else {}),
+                    **({"pullRequests": refs("pr", repo.pulls)} if "include_prs" in query else {}),
                 }
             )
         if verb in ("resolve", "auth-check") and repo.granted is not None and token not in repo.granted:
@@ -231,7 +236,7 @@ class Hub(Listener):
         if verb == "tree":
             return self._tree(request, commit, "/".join(arguments[1:]), query)
         if verb == "commits":
-            return web.json_response(history(commit))
+            return self._page(request, history(commit), query)
         return self._resolve(request, commit, "/".join(arguments[1:]))
 
     def _tree(self, request: web.BaseRequest, commit: Commit, folder: str, query: dict[str, str]) -> web.Response:

@@ -52,13 +52,24 @@ class Repo:
     id: str
     branches: dict[str, Commit] = field(default_factory=dict)
     tags: dict[str, Commit] = field(default_factory=dict)
+    pulls: dict[str, Commit] = field(default_factory=dict)
     commits: dict[str, Commit] = field(default_factory=dict)
     readers: frozenset[str] | None = None
     granted: frozenset[str] | None = None
 
     def commit(self, files: Mapping[str, bytes | None], branch: str, title: str) -> Commit:
         """Put files (None deletes) on top of a branch; a new branch starts from `main`."""
-        parent = self.branches.get(branch) or self.branches.get("main")
+        self.branches[branch] = made = self._commit(
+            files, branch, title, self.branches.get(branch) or self.branches.get("main")
+        )
+        return made
+
+    def pull(self, files: Mapping[str, bytes | None], number: int) -> Commit:
+        """Put files on top of `main` where anybody may: in a pull request."""
+        self.pulls[f"{number}"] = made = self._commit(files, f"refs/pr/{number}", "Propose", self.branches["main"])
+        return made
+
+    def _commit(self, files: Mapping[str, bytes | None], branch: str, title: str, parent: Commit | None) -> Commit:
         tree = dict(parent.files) if parent else {}
         for path, data in files.items():
             tree.pop(path, None)
@@ -68,13 +79,16 @@ class Repo:
         identity = f"{self.id} {parent.sha if parent else ''} {branch} {title} {len(self.commits)}\n{content}"
         date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
         made = Commit(hashlib.sha1(identity.encode()).hexdigest(), title, date, dict(sorted(tree.items())), parent)
-        self.commits[made.sha] = self.branches[branch] = made
+        self.commits[made.sha] = made
         return made
 
     def at(self, revision: str) -> Commit | None:
         for prefix, names in (("refs/heads/", self.branches), ("refs/tags/", self.tags)):
             if revision.removeprefix(prefix) in names:
                 return names[revision.removeprefix(prefix)]
+        number = revision.removeprefix("refs/").removeprefix("pr/")
+        if number != revision and number in self.pulls:  # git finds refs/pr/1 as pr/1 too
+            return self.pulls[number]
         return self.commits.get(revision)
 
 

@@ -1,11 +1,11 @@
-"""Open user-supplied files: regular ones only, inside a root, with the system's errors mapped to ours."""
+"""Open user-supplied files: regular ones only, with the system's errors mapped to ours."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -22,30 +22,34 @@ def is_inside(path: Path, root: Path) -> bool:
     Raises:
         OSError: `path` or `root` does not exist or cannot be followed.
     """
-    real = os.path.realpath(path, strict=True)
-    top = os.path.realpath(root, strict=True)
+    return is_below(os.path.realpath(path, strict=True), os.path.realpath(root, strict=True))
+
+
+def is_below(real: str, top: str) -> bool:
+    """Whether one real path is the other or below it."""
     return os.path.commonpath([real, top]) == top
 
 
+def _open_without_waiting(path: str, flags: int) -> int:
+    # Non-blocking, so that a named pipe is refused by its kind instead of waited for.
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 @contextmanager
-def open_regular(path: Path, *, inside: Path | None = None) -> Iterator[tuple[BinaryIO, int]]:
-    """Open `path` for reading and yield it with its size in bytes.
+def open_regular(
+    path: Path, *, opener: Callable[[str, int], int] = _open_without_waiting
+) -> Iterator[tuple[BinaryIO, int]]:
+    """Open `path` for reading, by `opener` as Python's `open` takes it, and yield it with its size in bytes.
 
     Raises:
         AdapterNotFound: there is no such file.
-        InvalidAdapter: not a regular file, or a symlink that leaves `inside`.
+        InvalidAdapter: not a regular file.
         SourceUnavailable: the file system denies or fails, also while the caller reads.
     """
     with describing(file=path.name):
         try:
-            if inside is not None and not is_inside(path, inside):
-                raise InvalidAdapter(
-                    "a symlink that leaves the adapter root",
-                    expected="a file below the root",
-                    remedy="copy the file there, or set LORA_PLUGINS_FOLLOW_SYMLINKS=1",
-                )
             # Python closes what an opener returns, also where it then refuses it (a directory).
-            with open(path, "rb", opener=_open_without_waiting) as file:
+            with open(path, "rb", opener=opener) as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode):
                     raise _not_regular()
@@ -54,11 +58,6 @@ def open_regular(path: Path, *, inside: Path | None = None) -> Iterator[tuple[Bi
             raise
         except OSError as error:
             raise map_os_error(error) from error
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    # Non-blocking, so that a named pipe is refused by its kind instead of waited for.
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def map_os_error(error: OSError) -> LoRAPluginsError:

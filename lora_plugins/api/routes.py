@@ -28,11 +28,12 @@ from lora_plugins.api.models import (
     SwapRequest,
     VersionStatus,
 )
-from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
 from lora_plugins.server.declared_set import DeclaredSet
-from lora_plugins.server.lifecycle import Lifecycle
+from lora_plugins.server.lifecycle import ANY_VERSION, Lifecycle
 from lora_plugins.server.planner_client import Place
 from lora_plugins.server.registry import ServedAdapter, not_served
+from lora_plugins.store.layout import is_digest
 
 router = APIRouter(prefix="/v1/loras", tags=["LoRA adapters"], dependencies=[Depends(require_admin)])
 
@@ -50,14 +51,30 @@ _Lifecycle = Annotated[Lifecycle, Depends(_lifecycle)]
 
 
 _IfMatch = Annotated[
-    str | None, Header(description="the digest, or its beginning, that must be served now; else 412 and no change")
+    list[str] | None, Header(description="the digest that must be served now, or *; else 412 and no change")
 ]
 
 
-def _expected(if_match: str | None) -> str | None:
-    """The digest of an If-Match header: as it is, or between quotes as an ETag; `*` stands for whatever is served."""
-    digest = None if if_match is None else if_match.strip().removeprefix("W/").strip('"')
-    return "" if digest == "*" else digest
+def _expected(if_match: list[str] | None) -> str | None:
+    """What an If-Match header says: a digest, as it is or between quotes as an ETag, or `*` for whatever is served.
+
+    Raises:
+        InvalidAdapter: it is there and says something else, an empty text too: a caller who has lost the digest must
+            not change what it does not know.
+    """
+    if if_match is None:
+        return None
+    text = ", ".join(if_match)
+    if text == ANY_VERSION:
+        return text
+    digest = text[1:-1] if text[:1] == text[-1:] == '"' else text
+    if not is_digest(digest):
+        raise InvalidAdapter(
+            f"If-Match: {text[:80]}",
+            expected="the 64 characters of a digest, as they are or in quotes, or *",
+            remedy="send the digest that GET /v1/loras shows, or leave the header out",
+        )
+    return digest
 
 
 class _Change:

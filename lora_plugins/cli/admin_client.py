@@ -17,8 +17,9 @@ from pydantic import BaseModel
 from lora_plugins import errors
 from lora_plugins.api.models import AdapterList, AdapterStatus, LoadAdapterRequest, RollbackRequest, VersionStatus
 from lora_plugins.cli.exits import UsageProblem
-from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, SourceUnavailable
+from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, SourceUnavailable, VersionChanged
 from lora_plugins.settings import VARIABLES, environment
+from lora_plugins.store.layout import is_digest, is_prefix
 
 ServerUrl = Annotated[str, typer.Option("--url", envvar="LORA_PLUGINS_URL", help="The server's address.")]
 DEFAULT_URL = VARIABLES["LORA_PLUGINS_URL"].default or ""
@@ -76,7 +77,8 @@ class AdminClient:
         body: dict[str, Any] = {"lora_name": name}
         if uri is not None:
             body["source"] = {"uri": uri}
-        return self._ask(VersionStatus, "POST", "", _checked(LoadAdapterRequest, body), if_match)
+        expected = self._whole(name, if_match)
+        return self._ask(VersionStatus, "POST", "", _checked(LoadAdapterRequest, body), expected)
 
     def unload(self, name: str, *, block: bool, timeout_s: float | None) -> AdapterStatus:
         """Serve a name no longer."""
@@ -87,12 +89,12 @@ class AdminClient:
 
     def refresh(self, name: str, if_match: str | None) -> VersionStatus:
         """Look for a new version at the source now, and swap to it."""
-        return self._ask(VersionStatus, "POST", f"/{quote(name)}/refresh", None, if_match)
+        return self._ask(VersionStatus, "POST", f"/{quote(name)}/refresh", None, self._whole(name, if_match))
 
     def roll_back(self, name: str, digest: str | None, if_match: str | None) -> VersionStatus:
         """Go back to the version before, or to the kept one of this digest."""
         body = None if digest is None else _checked(RollbackRequest, {"digest": digest})
-        return self._ask(VersionStatus, "POST", f"/{quote(name)}/rollback", body, if_match)
+        return self._ask(VersionStatus, "POST", f"/{quote(name)}/rollback", body, self._whole(name, if_match))
 
     def change(self, name: str, verb: str) -> AdapterStatus:
         """`pin`, `unpin` or `prefetch`."""
@@ -101,6 +103,19 @@ class AdminClient:
     def text(self, path: str) -> str:
         """What the server answers at another path of its own, such as `/metrics`."""
         return self._send("GET", path).decode(errors="replace")
+
+    def _whole(self, name: str, if_match: str | None) -> str | None:
+        """The digest that begins so, if that version is served now: the server takes whole ones only.
+
+        Raises:
+            VersionChanged: another one is.
+        """
+        if if_match is None or if_match == "*" or is_digest(if_match):
+            return if_match
+        served = next((one.digest for one in self.adapters().loras if one.lora_name == name and one.digest), "")
+        if is_prefix(if_match) and served.startswith(if_match):
+            return served
+        raise VersionChanged(f"version {served}" if served else "no version", expected=if_match, adapter=name)
 
     def _ask(self, kind: type[Answer], method: str, path: str, body: Any = None, if_match: str | None = None) -> Answer:
         answer = self._send(method, _PATH + path, body, if_match)
@@ -119,7 +134,7 @@ class AdminClient:
         if body is not None:
             headers["Content-Type"] = "application/json"
         if if_match is not None:
-            headers["If-Match"] = f'"{if_match}"'
+            headers["If-Match"] = if_match
         request = urllib.request.Request(  # noqa: S310 - checked at construction
             self.url.rstrip("/").removesuffix("/v1") + path,
             data=None if body is None else json.dumps(body).encode(),

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from lora_plugins.settings import environment, set_for_children, variables_of_this_process
+from lora_plugins.settings import environment, is_secret, set_for_children, variables_of_servers
 
 
 def parser() -> argparse.ArgumentParser:
@@ -17,7 +17,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m lora_plugins.ray",
         description="Replicas of vllm serve on Ray Serve; requests go where their adapter is. "
-        "Environment variables are passed on to the servers.",
+        "Environment variables are passed on to the servers, but for secrets, which Ray's nodes must have themselves.",
         epilog="What follows -- is given to vllm serve.",
     )
     made.add_argument("--replicas", type=int, default=1, help="how many (1)")
@@ -33,10 +33,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def passed_on() -> dict[str, str]:
-    """The environment of servers on other machines; on this one they have all of it."""
+    """The environment of servers on other machines; on this one they have all of it.
+
+    Without secrets: Ray stores and shows what it is given. Those are to be in the environment of Ray's nodes.
+    """
     here = environment()
-    of_others = (name for name in here if name.startswith(("VLLM_", "HF_")))
-    return {name: here[name] for name in (*of_others, *variables_of_this_process())}
+    return {name: here[name] for name in variables_of_servers() if not is_secret(name)}
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -57,6 +59,7 @@ def main(given: Sequence[str] | None = None) -> int:
     options = Options(
         arguments=parsed.arguments,
         env=passed_on(),
+        secrets=[name for name in variables_of_servers() if is_secret(name)],
         replicas=parsed.replicas if parsed.max_replicas is None else (parsed.replicas, parsed.max_replicas),
         busy_requests=parsed.busy_requests,
         resources={"num_cpus": parsed.num_cpus, "num_gpus": parsed.num_gpus},

@@ -23,7 +23,8 @@ class Options(BaseModel):
 
     Attributes:
         arguments: those of `vllm serve`, the model first.
-        env: environment variables of the servers, beside those of Ray's workers.
+        env: environment variables of the servers, beside those of Ray's workers; Ray shows them.
+        secrets: names of variables that Ray's workers must have by themselves, or the servers do not start.
         replicas: how many, or the lowest and the highest number for Ray's autoscaling.
         busy_requests: so many requests in flight are never too many for a replica; up to 1.25 times the mean are more.
         max_ongoing_requests: Ray Serve's bound for each replica; beyond it requests wait in the ingress.
@@ -38,6 +39,7 @@ class Options(BaseModel):
 
     arguments: Annotated[list[str], Field(min_length=1)]
     env: dict[str, str] = {}
+    secrets: list[str] = []
     replicas: int | tuple[int, int] = 1
     busy_requests: Annotated[int, Field(ge=1)] = BUSY_REQUESTS
     max_ongoing_requests: Annotated[int, Field(ge=1)] = 256
@@ -103,7 +105,7 @@ def application(
         replicas = replicas.options(version=version, _internal=True)
         # Ray keeps the router that a process has, whatever the configuration says later.
         ingress = ingress.options(version=f"{version} {router} {names_adapters}", _internal=True)
-    bound = replicas.bind(options.arguments, options.env, command)
+    bound = replicas.bind(options.arguments, options.env, command, options.secrets)
     return ingress.bind(bound, base_names(options.arguments), names_adapters=names_adapters)
 
 

@@ -13,10 +13,11 @@ from typing import Any
 import httpx
 from ray import serve
 
-from lora_plugins.errors import ReplicaLost
+from lora_plugins.errors import InvalidSettings, ReplicaLost
 from lora_plugins.log import logger
 from lora_plugins.ray.engine import Engine, EngineCommand
 from lora_plugins.routing.policy import Tier
+from lora_plugins.settings import environment
 
 # Of one connection, not of the request (RFC 9110, 7.6.1), or set again by whoever sends it on.
 HOP_BY_HOP = {"connection", "expect", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
@@ -67,7 +68,14 @@ class AdminAnswer:
 class VllmReplica:
     """One `vllm serve` behind Ray Serve; it ends with the replica, however that ends, and the replica with it."""
 
-    def __init__(self, arguments: Sequence[str], env: Mapping[str, str], command: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        command: Sequence[str] | None = None,
+        secrets: Sequence[str] = (),
+    ) -> None:
+        require_secrets(secrets)
         self.name = serve.get_replica_context().replica_id.unique_id
         given = EngineCommand.vllm_serve(arguments, env)
         self._engine = Engine(given if command is None else EngineCommand((*command, *arguments), dict(env)))
@@ -148,6 +156,22 @@ class VllmReplica:
         self._served.move_to_end(adapter)
         while len(self._served) > REMEMBERED:
             self._served.popitem(last=False)
+
+
+def require_secrets(names: Sequence[str]) -> None:
+    """Refuse to serve without a variable that the one who started this has: without a key, everybody would be let in.
+
+    Raises:
+        InvalidSettings: one of them is not in this process's environment.
+    """
+    here = environment()
+    missing = [name for name in names if name not in here]
+    if missing:
+        raise InvalidSettings(
+            f"a Ray worker without {', '.join(missing)}",
+            expected="the secrets of whoever has started the servers, which Ray is not given",
+            remedy="set them in the environment in which 'ray start' runs on each node",
+        )
 
 
 def _to_server(headers: Sequence[tuple[str, str]]) -> list[tuple[bytes, bytes]]:

@@ -183,8 +183,8 @@ class AdapterResolver:
         """A version that the store still has, verified and leased for `name`; no source is asked.
 
         Only versions that came from where this process has found `name` count, so that a name cannot reach what is
-        another's; with `of_any_name`, for a caller that knows, all do. None where no version or more than one matches,
-        or the prefix is shorter than 8 characters.
+        another's; with `of_any_name`, for a caller that knows all 64 characters of the digest, all do. None where no
+        version or more than one matches, or the prefix is shorter than 8 characters.
 
         Raises:
             LoRAPluginsError: it does not fit the served model.

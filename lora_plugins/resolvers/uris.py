@@ -18,12 +18,12 @@ import os
 import re
 import unicodedata
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeGuard
 from urllib.parse import quote, unquote
 
 from lora_plugins.errors import InvalidAdapter, InvalidSettings
-from lora_plugins.resolvers.sources.hub.patterns import is_repo
+from lora_plugins.resolvers.sources.hub.patterns import is_foreign, is_repo
 from lora_plugins.resolvers.sources.object_store.access_points import EXPECTED, PREFIX, split_access_point
 
 MAX_CHARACTERS = 2048
@@ -137,6 +137,14 @@ class SourceUri:
         return f"{self.scheme}://{'/'.join((self.authority, *parts))}"
 
 
+def is_from(uri: str, place: str) -> bool:
+    """Whether the URI of a version is the place that an operator has named, whose revision it does not say."""
+    try:
+        return replace(SourceUri.parse(place), revision=None) == SourceUri.parse(uri)
+    except InvalidAdapter:
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class AllowedUris:
     """The prefixes of `LORA_PLUGINS_ALLOWED_URIS`; with none of them, nothing is allowed."""
@@ -170,11 +178,18 @@ class AllowedUris:
             InvalidAdapter: it is malformed, or not below any of the prefixes.
         """
         uri = SourceUri.parse(text)
-        if not any(uri.is_below(prefix) for prefix in self.prefixes):
+        below = [prefix for prefix in self.prefixes if uri.is_below(prefix)]
+        if not below:
             raise InvalidAdapter(
                 "a URI that is not allowed",
                 expected="one below a prefix of LORA_PLUGINS_ALLOWED_URIS",
                 remedy="ask for another, or have the server's operator add a prefix",
+            )
+        if uri.revision is not None and is_foreign(uri.revision) and not any(prefix.revision for prefix in below):
+            raise InvalidAdapter(
+                f"the revision '{uri.revision}', which is no branch or tag: anybody can propose one",
+                expected="a branch, a tag, or a commit that one of them reaches",
+                remedy="merge it first, or have the server's operator add this URI to LORA_PLUGINS_ALLOWED_URIS",
             )
         if not uri.segments:
             raise _refused("a URI without a path", "the adapter's directory")

@@ -6,7 +6,7 @@ adapters:
     preload: true                 # the server is ready only when it is served
   - name: support
     uri: s3://adapters/support/v3
-    digest: 9c12fc445e5a          # serve this version and no other
+    digest: 9c12fc44…             # serve this version and no other: all 64 characters
     pin: true
   - name: legal
     uri: hf://acme/legal
@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, InvalidSettings
 from lora_plugins.resolvers.uris import AllowedUris, SourceUri
-from lora_plugins.store.layout import MIN_PREFIX
+from lora_plugins.store.layout import is_digest
 
 VARIABLE = "LORA_PLUGINS_ADAPTERS_FILE"
 MAX_BYTES = 1 << 20  # as large as a ConfigMap may be
@@ -41,7 +41,7 @@ class DeclaredAdapter(BaseModel):
     Attributes:
         uri: where it is; None: wherever the server's sources have its name.
         revision: of a repository on the Hub.
-        digest: the beginning of the one version's digest that is to be served.
+        digest: of the one version that is to be served, from this place.
         pin: keep it in host memory and a slot.
         preload: the server is ready only when it has been loaded, or has failed.
     """
@@ -51,7 +51,7 @@ class DeclaredAdapter(BaseModel):
     name: str = Field(min_length=1, max_length=512)
     uri: str | None = None
     revision: str | None = Field(default=None, min_length=1)
-    digest: str | None = Field(default=None, pattern=f"^[0-9a-f]{{{MIN_PREFIX},64}}$")
+    digest: str | None = Field(default=None, pattern="^[0-9a-f]+$")
     pin: bool = False
     preload: bool = False
 
@@ -123,6 +123,12 @@ def parse(content: bytes, path: Path, allowed: AllowedUris) -> Mapping[str, Decl
 def _check(adapter: DeclaredAdapter, path: Path, allowed: AllowedUris) -> None:
     try:
         AdapterName.parse(adapter.name)
+        if adapter.digest is not None and not is_digest(adapter.digest):
+            raise InvalidAdapter(
+                f"{len(adapter.digest)} characters of a digest",
+                expected="all 64: another adapter can be made to begin with the same ones",
+                remedy="copy the whole digest, as GET /v1/loras and 'lora-plugins ls --json' show it",
+            )
         if adapter.revision is not None and not (adapter.uri or "").startswith("hf://"):
             raise InvalidAdapter(
                 "a revision without an hf:// URI",

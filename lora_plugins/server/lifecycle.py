@@ -9,14 +9,16 @@ from lora_plugins.adapter.names import AdapterName, why_absent
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, VersionChanged
 from lora_plugins.events import Events
 from lora_plugins.resolvers.resolution import AdapterResolver
-from lora_plugins.resolvers.uris import absolute, is_path
+from lora_plugins.resolvers.uris import absolute, is_from, is_path
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.server.draining import Draining
 from lora_plugins.server.engine import Engine
 from lora_plugins.server.planner_client import PlannerClient
 from lora_plugins.server.registry import Registry, ServedAdapter, blocked, no_longer_served, not_served
 from lora_plugins.server.swapping import Swapping
-from lora_plugins.store.layout import is_prefix
+from lora_plugins.store.layout import is_digest, is_prefix
+
+ANY_VERSION = "*"
 
 
 class Lifecycle:
@@ -55,8 +57,8 @@ class Lifecycle:
     ) -> tuple[ServedAdapter, bool]:
         """Serve a name; from `uri`, or from wherever the server's sources have it. Returns whether it is new.
 
-        Loaded already, it stays as it is; from another URI, it is swapped. `expects`, here and below: the beginning of
-        the digest that must be served now.
+        Loaded already, it stays as it is; from another URI, it is swapped. `expects`, here and below: the digest that
+        must be served now, or `ANY_VERSION`.
 
         Raises:
             VersionChanged: it is not. LoRAPluginsError: it cannot be served. Nothing has changed then.
@@ -76,7 +78,7 @@ class Lifecycle:
         return adapter, is_new
 
     async def declare(self, name: str, uri: str | None, digest: str | None = None) -> ServedAdapter:
-        """Serve a name from just this place, in the version whose digest begins so where one is given, and stay there.
+        """Serve a name from just this place, in the version of the whole `digest` where one is given, and stay there.
 
         `uri` None stands for wherever the server's sources have the name, and may be the path of a `load_by_path`. What
         is served otherwise is swapped.
@@ -250,7 +252,8 @@ class Lifecycle:
     ) -> ServedAdapter:
         """Go back to the version before, or to the one whose digest begins with `digest`, and stay there.
 
-        Kept are the last two versions; the store may have older ones still.
+        Kept are the last two versions; the store may have older ones still. Only of versions that this name has had may
+        it be a beginning.
 
         Raises:
             VersionChanged: another version is served than expected. AdapterNotFound: there is none to go back to.
@@ -261,7 +264,7 @@ class Lifecycle:
             _require_version(name, adapter, expects)
             version = next((v for v in adapter.previous if digest is None or v.digest.startswith(digest)), None)
             if version is None and digest is not None:
-                version = await self._resolver.of_digest(name, digest, of_any_name=True)
+                version = await self._resolver.of_digest(name, digest, of_any_name=is_digest(digest))
             if version is None:
                 kept = ", ".join(version.digest[:12] for version in adapter.previous) or "none"
                 raise AdapterNotFound(
@@ -320,13 +323,15 @@ class Lifecycle:
             return await self._find(name, uri)
         kept = await self._resolver.of_digest(name, digest, of_any_name=True)
         if kept is not None:
-            return kept
+            if uri is None or is_path(uri) or is_from(kept.uri, uri):
+                return kept
+            self._draining.release(name, kept)  # the same bytes from another place
         found = await (self._newest(name, uri) if is_path(uri) else self._find(name, uri))
-        if not found.digest.startswith(digest):
+        if found.digest != digest:
             self._draining.release(name, found)
             raise AdapterNotFound(
                 f"the version {found.digest[:12]} at its source",
-                expected=f"{digest}, which the store does not have",
+                expected=f"{digest}, which the store does not have from there",
                 remedy="put that version there, or declare another digest",
                 adapter=name,
             )
@@ -396,7 +401,7 @@ def _require_version(name: str, adapter: ServedAdapter | None, expects: str | No
 
 
 def _has_digest(adapter: ServedAdapter, digest: str) -> bool:
-    return adapter.version is not None and adapter.version.digest.startswith(digest)
+    return adapter.version is not None and digest in (adapter.version.digest, ANY_VERSION)
 
 
 def is_of_digest(text: str, digest: str | None) -> bool:

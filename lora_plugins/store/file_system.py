@@ -15,11 +15,11 @@ import contextlib
 import errno
 import fcntl
 import os
-import pwd
 import stat
 from pathlib import Path
 
 from lora_plugins.errors import InvalidSettings
+from lora_plugins.store.owners import has_default_acl, name_of
 
 # What link and flock answer where the file system does not have them.
 _MISSING = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.ENOLCK})
@@ -53,31 +53,16 @@ def _try_users(made: os.stat_result, folder: Path) -> None:
     theirs = folder.stat()
     is_shared = stat.S_IWGRP & made.st_mode & theirs.st_mode and made.st_gid == theirs.st_gid
     is_everybodys = stat.S_IWOTH & made.st_mode & theirs.st_mode
-    if made.st_uid == theirs.st_uid or is_shared or is_everybodys or _has_default_acl(folder):
+    if made.st_uid == theirs.st_uid or is_shared or is_everybodys or has_default_acl(folder):
         return
-    owner = _name_of(theirs.st_uid)
+    owner = name_of(theirs.st_uid)
     raise InvalidSettings(
-        f"a store of user {owner}, who could not change what user {_name_of(made.st_uid)} makes there",
+        f"a store of user {owner}, who could not change what user {name_of(made.st_uid)} makes there",
         expected="one user, or several of one group with umask 002",
         remedy=(
             f"run this as {owner}, set LORA_PLUGINS_STORE_DIR, or share the store by a group (docs/operate/store.md)"
         ),
     )
-
-
-def _has_default_acl(folder: Path) -> bool:
-    """Whether the folder says itself who may change new files: then their modes do not."""
-    try:
-        return bool(os.getxattr(folder, "system.posix_acl_default"))
-    except (OSError, AttributeError):  # there is none, or the system has no such lists
-        return False
-
-
-def _name_of(user: int) -> str:
-    try:
-        return pwd.getpwuid(user).pw_name
-    except KeyError:
-        return f"{user}"
 
 
 def _try_links(probe: Path, link: Path) -> None:

@@ -28,6 +28,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
+from lora_plugins.store.owners import check_owners, close_to_others
 from lora_plugins.store.threads import store_threads
 
 MANIFEST_FILE = "manifest.json"
@@ -52,7 +53,16 @@ class Layout:
     root: Path
 
     def create(self) -> None:
-        """Make the folders; raises OSError where that is not possible."""
+        """Make root and folders, once the path to them is known to be nobody else's.
+
+        Raises:
+            InvalidSettings: others could exchange the store.
+            OSError: it cannot be made.
+        """
+        check_owners(self.root)
+        if not self.root.is_dir():
+            self.root.mkdir(parents=True, exist_ok=True)
+            close_to_others(self.root)
         for name in _FOLDERS:
             self.folder(name).mkdir(parents=True, exist_ok=True)
 

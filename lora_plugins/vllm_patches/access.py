@@ -23,6 +23,7 @@ from lora_plugins.process import Process, this_process
 from lora_plugins.server import declared_file
 from lora_plugins.server.response_digest import note_version
 from lora_plugins.settings import Settings
+from lora_plugins.vllm_patches.sagemaker import keep_model_of_body
 
 
 def install(app: Any, process: Process) -> None:
@@ -41,6 +42,7 @@ def install(app: Any, process: Process) -> None:
         policy, settings.admin_key, keys_of_vllm=tuple(keys), is_unix_socket=bool(getattr(args, "uds", None))
     )
     app.add_middleware(KnowPrincipal, administrators=administrators)
+    keep_model_of_body()
     if not process.lets_in_administrators_only:
         _patch_changes()
     if policy is not None and process.policy is None:

@@ -1,26 +1,51 @@
-"""Our settings reach the processes that vLLM starts by Ray.
+"""Our settings reach the processes that vLLM starts by Ray, but for what only an API server needs.
 
 vLLM copies its own variables to its Ray actors, and those that VLLM_RAY_EXTRA_ENV_VARS_TO_COPY names
-(vllm/ray/ray_env.py, 0.30 to 0.33). It is read when the actors are made, after the plugins were loaded.
+(vllm/ray/ray_env.py, 0.30 to 0.33). It is read when the actors are made, after the plugins were loaded. Its second Ray
+executor copies the whole environment to its workers. What Ray is given, it shows to whoever sees its dashboard.
 """
 
 from __future__ import annotations
 
+import functools
+
 from lora_plugins.ledger import Patch
-from lora_plugins.settings import environment, set_for_children, variables_of_this_process
+from lora_plugins.settings import OF_API_SERVERS, environment, set_for_children, variables_of_workers
 
 _COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
 
 def name_our_variables() -> None:
-    """Add what is set of our settings, and of the object stores' own, to what vLLM copies; a user's names stay."""
+    """Add what workers need to what vLLM copies; a user's names stay, but for those that no worker may have."""
     named = [name.strip() for name in environment().get(_COPIED, "").split(",") if name.strip()]
-    missing = [name for name in variables_of_this_process() if name not in named]
-    if missing:
-        set_for_children(_COPIED, ",".join([*named, *missing]))
+    kept = [name for name in named if name not in OF_API_SERVERS]
+    missing = [name for name in variables_of_workers() if name not in kept]
+    if missing or kept != named:
+        set_for_children(_COPIED, ",".join([*kept, *missing]))
+
+
+def keep_keys_from_workers() -> None:
+    """Have vLLM's second Ray executor leave out what only an API server needs; again, nothing happens."""
+    from vllm.v1.executor import ray_env_utils
+
+    original = ray_env_utils.get_driver_env_vars
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def get_driver_env_vars(worker_specific_vars: set[str]) -> dict[str, str]:
+        return original(worker_specific_vars | OF_API_SERVERS)  # type: ignore[no-any-return]
+
+    ray_env_utils.get_driver_env_vars = get_driver_env_vars
 
 
 LEDGER = (
+    Patch(
+        "vllm.v1.executor.ray_env_utils: get_driver_env_vars(worker_specific_vars)",
+        what="wrapped: the admin key, and where policy and declared set lie, are left out",
+        why="it copies the whole environment to the workers, and Ray shows what it is given",
+        remove="vLLM copies only what its workers read",
+    ),
     Patch(
         "vllm.ray.ray_env: get_env_vars_to_copy(exclude_vars, additional_vars, destination)",
         what="given our variables, by the environment variable that it reads",

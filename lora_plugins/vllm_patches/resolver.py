@@ -25,6 +25,7 @@ from lora_plugins.store.model_file import ModelFile
 from lora_plugins.vllm_patches import embeddings, model_modules, punica, response_digest
 from lora_plugins.vllm_patches.access import require_in_force
 from lora_plugins.vllm_patches.http_headers import keep_http_headers
+from lora_plugins.vllm_patches.sagemaker import keep_model_of_body
 
 REGISTRY_NAME = "lora-plugins"
 
@@ -64,6 +65,7 @@ class LoRAPluginsResolver:
 
     def bind(self, models: Any) -> None:
         """Learn what base model is served, from vLLM's `OpenAIServingModels`, and log what is resolved from where."""
+        keep_model_of_body()
         models.lora_resolver_lock = NameLocks()
         models.resolve_lora = _explaining(models.resolve_lora)
         self.process.resolver.base = describe_base(models, self.process.settings)

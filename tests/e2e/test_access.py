@@ -84,6 +84,19 @@ def test_each_key_gets_right_answers_of_its_adapters(guarded: Guarded, key: str)
         assert guarded.answer(name, key) == guarded.bed.answers[ADAPTERS[name]], name
 
 
+def test_invocations_answer_for_the_model_of_the_body(guarded: Guarded) -> None:
+    def text(path: str, model: str | None) -> str:
+        body = {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "temperature": 0}
+        named = body if model is None else {**body, "model": model}
+        return str(guarded.post(path, "key-root", **named).raise_for_status().json()["choices"][0]["text"])
+
+    base, adapter = (text("/v1/completions", model) for model in (str(guarded.bed.base), "public/sql"))
+    assert base != adapter
+    assert text("/invocations", "public/sql") == adapter
+    assert text("/invocations", str(guarded.bed.base)) == text("/invocations", None) == base
+    assert guarded.post("/invocations", "key-root", model="unknown", prompt=PROMPT, max_tokens=1).status_code == 404
+
+
 @pytest.mark.parametrize("key", KEYS)
 def test_each_key_sees_its_own_adapters_only(guarded: Guarded, key: str) -> None:
     for name in ADAPTERS:
@@ -97,6 +110,7 @@ ROUTES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "x", "max_output_tokens": 1},
     "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
     "/tokenize": {"prompt": PROMPT},
+    "/invocations": {"prompt": PROMPT, "max_tokens": 1},
     "/inference/v1/generate": {"token_ids": [1, 2], "sampling_params": {"max_tokens": 1}},
 }
 

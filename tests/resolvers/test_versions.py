@@ -222,6 +222,8 @@ def test_a_name_does_not_reach_versions_of_another(make):
     assert of_digest(resolver, "mine", theirs.digest) is None
     assert of_digest(resolver, "unheard-of", theirs.digest) is None
     assert of_digest(resolver, "mine", theirs.digest, of_any_name=True).path == theirs.path
+    for prefix in (theirs.digest[:8], theirs.digest[:63]):
+        assert of_digest(resolver, "mine", prefix, of_any_name=True) is None
 
 
 def test_a_store_that_is_gone_is_unavailable_and_comes_back(make):

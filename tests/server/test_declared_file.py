@@ -20,7 +20,7 @@ adapters:
   - {name: team/sql, preload: true}
   - name: support
     uri: s3://adapters/support/v3
-    digest: 9c12fc445e5a
+    digest: 9c12fc445e5a2d8b9c12fc445e5a2d8b9c12fc445e5a2d8b9c12fc445e5a2d8b
     pin: true
   - name: legal
     uri: hf://acme/legal/folder
@@ -30,7 +30,7 @@ adapters:
     assert list(found) == ["team/sql", "support", "legal"]
     assert found["team/sql"] == DeclaredAdapter(name="team/sql", preload=True)
     assert found["support"] == DeclaredAdapter(
-        name="support", uri="s3://adapters/support/v3", digest="9c12fc445e5a", pin=True
+        name="support", uri="s3://adapters/support/v3", digest="9c12fc445e5a2d8b" * 4, pin=True
     )
     assert found["legal"].place == "hf://acme/legal@v2.1/folder"
 
@@ -57,6 +57,7 @@ WRONG = {
     b"adapters: [{name: ../sql}]": "'../sql'",
     b"adapters: [{name: sql, digest: 12345678}]": "entry 1, digest",  # YAML reads a number
     b"adapters: [{name: sql, digest: xyz}]": "entry 1, digest",
+    b"adapters: [{name: sql, digest: 9c12fc445e5a}]": "'sql': 12 characters of a digest; expected all 64",
     b"adapters: [{name: sql, uri: 's3://elsewhere/sql'}]": "a URI that is not allowed",
     b"adapters: [{name: sql, uri: 'sql'}]": "no URI",
     b"adapters: [{name: sql, revision: v1}]": "a revision without an hf:// URI",

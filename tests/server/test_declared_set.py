@@ -89,24 +89,39 @@ async def test_changes_of_the_file_are_followed(tmp_path: Path) -> None:
 async def test_a_digest_is_served_and_held(tmp_path: Path) -> None:
     world, path = World(slots=3), tmp_path / "adapters.yaml"
     world.resolver.has["sql"] = Version(OLD)
-    declare(path, f"{{name: sql, digest: '{OLD[:12]}'}}")
+    declare(path, f"{{name: sql, digest: '{OLD}'}}")
     async with following(world, path):
         world.resolver.has["sql"] = Version(NEW)
         await world.lifecycle.poll("sql")
         assert served(world) == {"sql": OLD}, "the poller leaves it"
-        declare(path, f"{{name: sql, digest: '{NEW[:12]}'}}")
+        declare(path, f"{{name: sql, digest: '{NEW}'}}")
         await asyncio.sleep(LOOKED_S)
         assert served(world) == {"sql": NEW}
-        declare(path, f"{{name: sql, digest: '{OLD[:12]}'}}")
+        declare(path, f"{{name: sql, digest: '{OLD}'}}")
         await asyncio.sleep(LOOKED_S)
         assert served(world) == {"sql": OLD}, "from the store, which still has it"
+
+
+@runs
+async def test_a_digest_from_elsewhere_is_asked_of_the_declared_place(tmp_path: Path) -> None:
+    world, path = World(slots=3), tmp_path / "adapters.yaml"
+    world.resolver.store[OLD] = Version(OLD, uri="s3://b/other")
+    world.resolver.has["s3://b/sql"] = Version(NEW, uri="s3://b/sql")
+    declare(path, f"{{name: sql, uri: 's3://b/sql', digest: '{OLD}', preload: true}}")
+    async with following(world, path) as declared:
+        assert served(world) == {}
+        assert "the version bbbbbbbbbbbb at its source" in str(declared.states["sql"].error)
+        assert world.resolver.leased == set()
+        world.resolver.store[OLD] = Version(OLD, uri="s3://b/sql")
+        await asyncio.sleep(RETRY_S + LOOKED_S)
+        assert served(world) == {"sql": OLD}, "a version that came from there, and is still in the store"
 
 
 @runs
 async def test_another_version_than_declared_is_not_served(tmp_path: Path) -> None:
     world, path = World(), tmp_path / "adapters.yaml"
     world.resolver.has["sql"] = Version(NEW)
-    declare(path, f"{{name: sql, digest: '{OLD[:12]}', preload: true}}")
+    declare(path, f"{{name: sql, digest: '{OLD}', preload: true}}")
     async with following(world, path) as declared:
         assert served(world) == {}
         assert OLD[:12] in str(declared.states["sql"].error)

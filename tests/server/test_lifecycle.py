@@ -18,6 +18,7 @@ from lora_plugins.errors import (
     VersionChanged,
 )
 from lora_plugins.events import AdapterSwapped, AdapterUnloaded, UpdateFailed
+from lora_plugins.server.lifecycle import ANY_VERSION
 from lora_plugins.server.swapping import KEPT_VERSIONS
 from tests.server.world import Request, Version, World, serving
 from tests.virtual_time import runs
@@ -312,9 +313,12 @@ async def test_a_rollback_to_a_version_by_its_digest() -> None:
     served = await serving(world, "aa11", "bb22", "cc33")
     await world.lifecycle.roll_back("sql", "aa")
     assert served.held_digest == "aa11"
-    world.resolver.store["dd44"] = Version("dd44")
-    await world.lifecycle.roll_back("sql", "dd4")
-    assert await world.ask("sql") == "/store/dd44"
+    elsewhere = "dd44" * 16
+    world.resolver.store[elsewhere] = Version(elsewhere)
+    with pytest.raises(AdapterNotFound, match="no such version in the store"):
+        await world.lifecycle.roll_back("sql", elsewhere[:63])
+    await world.lifecycle.roll_back("sql", elsewhere)
+    assert await world.ask("sql") == f"/store/{elsewhere}"
     with pytest.raises(AdapterNotFound, match="no such version in the store"):
         await world.lifecycle.roll_back("sql", "ee")
 
@@ -499,9 +503,10 @@ async def test_each_version_says_itself_whether_experts_are_stacked() -> None:
 # --- the version that a caller expects ---
 
 
+@pytest.mark.parametrize("expected", ["bb" * 32, ANY_VERSION])
 @pytest.mark.parametrize("change", ["load", "refresh", "roll_back"])
 @runs
-async def test_another_version_than_expected_changes_nothing(change: str) -> None:
+async def test_another_version_than_expected_changes_nothing(change: str, expected: str) -> None:
     world = World(slots=3)
     await serving(world, "aa" * 32, "bb" * 32)
     world.resolver.has |= {"sql": Version("cc" * 32), "s3://b/x": Version("dd" * 32)}
@@ -510,10 +515,11 @@ async def test_another_version_than_expected_changes_nothing(change: str) -> Non
         "refresh": lambda expects: world.lifecycle.refresh("sql", expects=expects),
         "roll_back": lambda expects: world.lifecycle.roll_back("sql", expects=expects),
     }[change]
-    with pytest.raises(VersionChanged, match="bb" * 32):
-        await call("aaaaaaaa")
+    for other in ("aa" * 32, "bb" * 31, ""):
+        with pytest.raises(VersionChanged, match="bb" * 32):
+            await call(other)
     assert await world.ask("sql") == f"/store/{'bb' * 32}"
-    await call("bbbbbbbb")
+    await call(expected)
     assert await world.ask("sql") != f"/store/{'bb' * 32}"
 
 
@@ -521,7 +527,7 @@ async def test_another_version_than_expected_changes_nothing(change: str) -> Non
 async def test_version_of_a_name_that_is_not_served_is_none() -> None:
     world = World()
     world.resolver.has["sql"] = Version("aa")
-    for expects in ("aa", ""):
+    for expects in ("aa", ANY_VERSION):
         with pytest.raises(VersionChanged, match="no version"):
             await world.lifecycle.load("sql", expects=expects)
     assert world.lifecycle.registry.all() == []

@@ -35,9 +35,9 @@ except LoRAPluginsError as error:
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    """A store's root in a folder where everybody may write, and that everybody may enter."""
+    """A store's root in a folder where everybody may write, as in /tmp."""
     home = Path(tempfile.mkdtemp())
-    home.chmod(0o777)
+    home.chmod(0o1777)
     yield home / "store"
     shutil.rmtree(home)
 
@@ -66,7 +66,7 @@ def test_another_users_store_is_refused_at_start(root: Path) -> None:
     assert fetch(root, ANNA, 0) == "leased"
     for user, found in (
         (BEN, "that answers 'Permission denied'"),
-        (0, f"a store of user {ANNA}, who could not change"),
+        (0, f"which belongs to user {ANNA}"),
     ):
         refused = fetch(root, user, 1, 2)
         assert refused.startswith("[L007]")
@@ -94,6 +94,60 @@ def test_users_of_one_group_share_a_store(root: Path) -> None:
 def test_what_root_makes_for_everybody_is_taken(root: Path) -> None:
     """As in containers, where root makes the folder of a volume for whoever runs there."""
     root.mkdir()
+    root.chmod(0o1777)
+    assert fetch(root, ANNA, *SEEDS) == "leased"
+    assert fetch(root, ANNA, *SEEDS) == "leased"
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o1777])
+def test_a_root_that_another_user_made_is_refused(root: Path, mode: int) -> None:
+    root.mkdir()
+    root.chmod(mode)
+    os.chown(root, BEN, BEN)
+    for user in (0, ANNA):
+        refused = fetch(root, user, 0)
+        may_write = user == 0 or mode == 0o1777
+        assert (f"which belongs to user {BEN}" if may_write else "that answers 'Permission denied'") in refused
+        assert refused.startswith("[L007]")
+    assert list(root.iterdir()) == []
+
+
+def test_another_groups_root_needs_umask_002(root: Path) -> None:
+    root.mkdir()
+    os.chown(root, BEN, GROUP)
+    root.chmod(0o2775)
+    assert f"which belongs to user {BEN}" in fetch(root, ANNA, 0, group=GROUP)
+    assert fetch(root, ANNA, 0, group=GROUP, umask=0o002) == "leased"
+
+
+def test_a_parent_of_another_user_is_refused(root: Path) -> None:
+    root.mkdir()
+    os.chown(root, BEN, BEN)
     root.chmod(0o777)
-    assert fetch(root, ANNA, *SEEDS) == "leased"
-    assert fetch(root, ANNA, *SEEDS) == "leased"
+    (root / "mine").mkdir()
+    os.chown(root / "mine", ANNA, ANNA)
+    assert f"a store below {root}, which belongs to user {BEN}" in fetch(root / "mine", ANNA, 0)
+
+
+def test_a_link_of_another_user_is_refused(root: Path) -> None:
+    root.symlink_to(tempfile.mkdtemp(dir=root.parent))
+    os.chown(root.resolve(), ANNA, ANNA)
+    os.chown(root, BEN, BEN, follow_symlinks=False)
+    assert f"a store below {root}, which belongs to user {BEN}" in fetch(root, ANNA, 0)
+    os.chown(root, ANNA, ANNA, follow_symlinks=False)
+    assert fetch(root, ANNA, 0) == "leased"
+
+
+def test_a_folder_where_everybody_may_rename_is_refused(root: Path) -> None:
+    root.parent.chmod(0o777)
+    refused = fetch(root, ANNA, 0)
+    assert f"a store below {root.parent}, where every user may exchange it" in refused
+    assert f"chmod o-w {root.parent}" in refused
+    root.parent.chmod(0o1777)
+    assert fetch(root, ANNA, 0) == "leased"
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o700), (0o077, 0o700), (0o027, 0o700), (0o002, 0o775)])
+def test_a_new_root_is_closed_unless_its_group_shares_it(root: Path, umask: int, mode: int) -> None:
+    assert fetch(root, ANNA, 0, umask=umask) == "leased"
+    assert root.stat().st_mode & 0o777 == mode

@@ -20,10 +20,11 @@ from lora_plugins.api.access.policy import Principal
 from lora_plugins.api.access.principals import principal_of_request, require_admin
 from lora_plugins.errors import InvalidSettings, SourceUnavailable
 from lora_plugins.process import Process
+from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.vllm_patches import access
 from lora_plugins.vllm_patches.resolver import LoRAPluginsResolver
-from tests.make import adapter_files
+from tests.make import adapter_files, put
 from tests.resolvers.test_resolution import FakeSource
 
 POLICY = """
@@ -130,7 +131,7 @@ class World:
         async def go() -> httpx.Response:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False, client=client)
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-            async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as sender:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as sender:
                 return await sender.request(method, path, **more)
 
         return asyncio.run(go())
@@ -401,6 +402,36 @@ def test_without_a_policy_nothing_is_wrapped(process, tmp_path, vllm_as_it_was):
     assert world.use("team-b/sql", "key-a").json() == {"adapter": "team-b/sql"}
 
 
+# --- links between the prefixes of tenants
+
+
+@pytest.mark.parametrize("what", ["directory", "files", "folder"])
+def test_a_link_to_another_tenants_adapter_is_no_adapter(process, tmp_path, policy, vllm_as_it_was, what):
+    root = tmp_path / "adapters"
+    theirs = put(root / "team-b" / "sql", adapter_files())
+    (root / "team-a").mkdir()
+    if what == "files":
+        (root / "team-a" / "steal").mkdir()
+        for file in adapter_files():
+            (root / "team-a" / "steal" / file).symlink_to(theirs / file)
+    elif what == "directory":
+        (root / "team-a" / "steal").symlink_to("../team-b/sql")
+    else:
+        (root / "team-a" / "folder").symlink_to("../team-b")
+    put(root / "team-a" / "sql-v3", adapter_files())
+    (root / "team-a" / "sql").symlink_to("sql-v3")
+    world = World(process, tmp_path, policy=policy, keys=KEYS)
+    process.add_source(FilesystemSource(root, may_lead=process.may_lead))
+    world.source.answers.clear()
+    name = "team-a/folder/sql" if what == "folder" else "team-a/steal"
+    for key in ("key-a", "key-root"):  # an administrator would load it for the tenant too
+        refused, unknown = world.use(name, key), world.use("team-a/none", key)
+        assert refused.status_code == unknown.status_code == 404
+        assert refused.text.replace(name, "team-a/none") == unknown.text
+    assert world.use("team-a/sql").json() == {"adapter": "team-a/sql"}
+    assert world.use("team-b/sql", "key-b").json() == {"adapter": "team-b/sql"}
+
+
 # --- without a policy
 
 
@@ -427,6 +458,13 @@ YES = [404, 200, 200, 200]  # this application has no /v1/loras
 @pytest.mark.parametrize("client", [("127.0.0.1", 1), ("127.9.0.1", 1), ("::1", 1), ("::ffff:127.0.0.1", 1)])
 def test_without_any_key_this_machine_may_administer(process, tmp_path, vllm_as_it_was, client):
     assert may(World(process, tmp_path), client=client) == YES
+
+
+def test_a_page_under_a_name_of_its_own_may_not(process, tmp_path, vllm_as_it_was):
+    world = World(process, tmp_path)
+    assert may(world, headers={"Host": "evil.example:8000"}) == [403] * 4
+    text = world.send("GET", "/v1/loras", headers={"Host": "evil.example:8000"}).json()["error"]["message"]
+    assert text.startswith("[L008] found a call under a name that is not this machine's own, evil.example:8000")
 
 
 @pytest.mark.parametrize("client", [("10.0.0.7", 1), ("::ffff:10.0.0.7", 1), ("2001:db8::1", 1), None, ("", 0)])

@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from lora_plugins.vllm_patches.ray_environment import name_our_variables
+from lora_plugins.settings import variables_of_workers
+from lora_plugins.vllm_patches.ray_environment import keep_keys_from_workers, name_our_variables
 
 OURS = {
     "LORA_PLUGINS_STORE_DIR": "/store",
@@ -30,6 +31,51 @@ def test_our_settings_are_copied_to_rays_processes(monkeypatch: pytest.MonkeyPat
     once = os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"]
     name_our_variables()
     assert os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] == once
+
+
+KEYS = ("LORA_PLUGINS_ADMIN_KEY", "LORA_PLUGINS_POLICY", "LORA_PLUGINS_ADAPTERS_FILE")
+
+
+def test_rays_processes_get_no_admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.ray.ray_env import get_env_vars_to_copy
+    from vllm.v1.executor import ray_env_utils
+
+    monkeypatch.setattr(ray_env_utils, "get_driver_env_vars", ray_env_utils.get_driver_env_vars)
+    monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "LORA_PLUGINS_ADMIN_KEY")
+    for name in (*KEYS, *OURS):
+        monkeypatch.setenv(name, OURS.get(name, "the-key"))
+    name_our_variables()
+    keep_keys_from_workers()
+    keep_keys_from_workers()
+    copied = ray_env_utils.get_driver_env_vars({"RANK"})
+    for names in (get_env_vars_to_copy(), set(copied)):
+        assert names.isdisjoint(KEYS)
+        assert names >= OURS.keys()
+
+
+@pytest.mark.parametrize(
+    ("template", "allowed", "read"),
+    [
+        ("", "", set()),
+        ("", "file:///a,hf://org", set()),
+        ("s3://b/{lora_name}", "", {"AWS_SECRET_ACCESS_KEY", "S3_ENDPOINT_URL", "FSSPEC_X"}),
+        ("", "file:///a, gs://b", {"GOOGLE_APPLICATION_CREDENTIALS", "FSSPEC_X"}),
+        ("", "abfs://c", {"AZURE_STORAGE_KEY", "FSSPEC_X"}),
+    ],
+)
+def test_workers_get_the_secrets_of_configured_stores(monkeypatch, template, allowed, read) -> None:
+    secrets = {
+        "AWS_SECRET_ACCESS_KEY",
+        "S3_ENDPOINT_URL",
+        "GOOGLE_APPLICATION_CREDENTIALS",
+        "AZURE_STORAGE_KEY",
+        "FSSPEC_X",
+    }
+    for name in secrets:
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("S3_PATH_TEMPLATE", template)
+    monkeypatch.setenv("LORA_PLUGINS_ALLOWED_URIS", allowed)
+    assert secrets.intersection(variables_of_workers()) == read
 
 
 @pytest.mark.deployment("Ray", "tested", "vLLM's second executor, its default, copies all variables to its workers")

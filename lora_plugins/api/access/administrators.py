@@ -6,10 +6,10 @@ import functools
 import hashlib
 import hmac
 import ipaddress
+import re
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from lora_plugins.api.access.policy import Policy, Principal
 from lora_plugins.errors import NotAllowed
@@ -24,6 +24,7 @@ _OTHER = Principal("(other)")
 # Headers with which a proxy says for whom it asks; names that begin with the last one, too.
 _OF_PROXIES = (b"forwarded", b"via", b"x-real-ip")
 _OF_PROXIES_PREFIX = b"x-forwarded-"
+_HOST = re.compile(r"(?:(?P<name>[^:\[\]]+)|\[(?P<address>[0-9a-f:.]+)\])(?::[0-9]{1,5})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,9 @@ class Administrators:
         elif not is_loopback(client[0]):
             return "a caller on another machine"
         for name, value in ((name.lower(), value) for name, value in scope["headers"]):
+            if name == b"host" and client is not None and not _is_own_name(value.decode("latin-1")):
+                # A page under a name that has this machine's address (DNS rebinding) reads the answers to its calls.
+                return f"a call under a name that is not this machine's own, {value[:80].decode('latin-1')}"
             if name in _OF_PROXIES or name.startswith(_OF_PROXIES_PREFIX):
                 return "a call that a proxy has passed on"
             if name == b"origin" and not _is_page_of_this_machine(value.decode("latin-1")):
@@ -143,11 +147,14 @@ def is_loopback(host: str) -> bool:
 
 def _is_page_of_this_machine(origin: str) -> bool:
     """A browser on this machine shows pages of others too, and lets them call servers here."""
-    try:
-        host = urlsplit(origin).hostname or ""
-    except ValueError:
-        return False
-    return host == "localhost" or is_loopback(host)
+    scheme, separator, host = origin.partition("://")
+    return bool(scheme and separator) and _is_own_name(host)
+
+
+def _is_own_name(host: str) -> bool:
+    """Whether a Host header names this machine as only itself does, whatever the port."""
+    match = _HOST.fullmatch(host.lower())
+    return match is not None and (match["name"] == "localhost" or is_loopback(match["name"] or match["address"]))
 
 
 def _are_equal(sent: str, key: str) -> bool:

@@ -15,6 +15,11 @@ class NamePattern:
 
     text: str
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one name, with each of its revisions or one of them."""
+        return "*" not in self.text and "?" not in self.text
+
     def matches(self, name: str) -> bool:
         """Whether it covers this name; upper and lower case differ. Takes time in proportion to both lengths."""
         return _fits(self.text, name if "@" in self.text else name.partition("@")[0])

@@ -46,6 +46,10 @@ class Principal:
         """Whether requests may name this adapter."""
         return self.is_admin or any(pattern.matches(name) for pattern in self.patterns)
 
+    def is_named(self, name: str) -> bool:
+        """Whether one of the patterns that cover this adapter covers no other."""
+        return any(pattern.is_plain and pattern.matches(name) for pattern in self.patterns)
+
 
 class Policy:
     """Principals by their keys. Keys are kept as digests, under a secret of this process.
@@ -111,6 +115,19 @@ class Policy:
         digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
         return self._tenants.get(self._blinded(digest), self.default)
 
+    def may_lead(self, name: str, place: str) -> bool:
+        """Whether a link may make what lies at `place` the adapter `name`: both are paths below the adapters' root.
+
+        Everybody who may use the name must be allowed to use what lies there; or the policy has the name itself, and
+        not a pattern that covers it, and the link leads to a neighbour in its folder.
+        """
+        principals = [self.default, *self._tenants.values()]
+        return all(
+            principal.may_use(place) or (principal.is_named(name) and _folder_of(name) == _folder_of(place))
+            for principal in principals
+            if principal.may_use(name)
+        )
+
     @property
     def labels(self) -> tuple[str, ...]:
         """Of the tenants with a key, in the file's order."""
@@ -123,6 +140,10 @@ class Policy:
 
     def _blinded(self, digest: bytes) -> bytes:
         return hmac.digest(self._secret, digest, "sha256")
+
+
+def _folder_of(path: str) -> str:
+    return path.partition("@")[0].rpartition("/")[0]
 
 
 def _tenant(label: str, table: Mapping[str, Any], where: str) -> Principal:

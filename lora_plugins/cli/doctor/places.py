@@ -18,6 +18,7 @@ from lora_plugins.settings import Settings
 from lora_plugins.store.eviction import entries
 from lora_plugins.store.file_system import try_file_system
 from lora_plugins.store.layout import Layout
+from lora_plugins.store.owners import check_owners
 
 _LOW_BYTES = 1 << 30
 _MOVE = "set LORA_PLUGINS_STORE_DIR to a directory that the server's user can write"
@@ -34,6 +35,7 @@ def check_store(settings: Settings) -> Iterator[Finding]:
     is_made = scratch.is_dir()
     probe = (scratch if is_made else place) / f".lora-plugins-doctor-{os.getpid()}"
     try:
+        check_owners(layout.root)
         try_file_system(probe, probe.with_name(f"{probe.name}.link"), folder=scratch if is_made else None)
     except InvalidSettings as error:
         yield problem_of("store", error)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from lora_plugins.absence import without_login
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.cli.amounts import number
 from lora_plugins.cli.doctor.findings import Finding, State, problem_of
@@ -143,7 +144,7 @@ def _s3(context: Context) -> Iterator[Finding]:
     s3_source(context.settings)
     template = context.settings.s3_path_template or ""
     if not context.network:
-        yield Finding("s3", State.ON, f"{template} (not asked)")
+        yield Finding("s3", State.ON, f"{without_login(template)} (not asked)")
         return
     yield asyncio.run(reach_s3(template, context.settings, context.timeout_s))
 

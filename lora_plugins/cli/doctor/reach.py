@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from lora_plugins.absence import Absence
+from lora_plugins.absence import Absence, without_login
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.cli.doctor.findings import Finding, State, problem_of
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
@@ -22,6 +22,7 @@ async def reach_s3(template: str, settings: Settings, timeout_s: float) -> Findi
     from lora_plugins.resolvers.sources.object_store.source import object_source
 
     source = object_source(template, settings, locate_timeout_s=timeout_s)
+    shown = without_login(template)
     try:
         await asyncio.wait_for(source.locate(AdapterName(_PROBE), _PROBE), timeout_s + 1)
     except SourceUnavailable as error:
@@ -29,8 +30,8 @@ async def reach_s3(template: str, settings: Settings, timeout_s: float) -> Findi
     except TimeoutError:
         return _too_slow("s3", timeout_s)
     except LoRAPluginsError as error:  # there is something of this name, and that it is broken is no matter here
-        return Finding("s3", State.ON, f"{template} answers ({error.found})")
-    return Finding("s3", State.ON, f"{template} answers")
+        return Finding("s3", State.ON, f"{shown} answers ({error.found})")
+    return Finding("s3", State.ON, f"{shown} answers")
 
 
 def is_offline() -> bool:

@@ -12,11 +12,12 @@ from lora_plugins.errors import InvalidSettings
 from lora_plugins.plugin_names import FILESYSTEM, HUB, S3
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.source import Source
+from lora_plugins.resolvers.sources.tree import MayLead, anywhere
 from lora_plugins.settings import Settings
 
 
-def filesystem_source(settings: Settings) -> Source | None:
-    """Adapters below `VLLM_LORA_RESOLVER_CACHE_DIR`.
+def filesystem_source(settings: Settings, may_lead: MayLead = anywhere) -> Source | None:
+    """Adapters below `VLLM_LORA_RESOLVER_CACHE_DIR`; `may_lead` as of `FilesystemSource`.
 
     Raises:
         InvalidSettings: it is no directory.
@@ -30,7 +31,9 @@ def filesystem_source(settings: Settings) -> Source | None:
             expected="a directory of adapters",
             remedy="create it or correct the variable",
         )
-    return FilesystemSource(root, follow_symlinks=settings.follow_symlinks, timeout_s=settings.fetch_timeout_s)
+    return FilesystemSource(
+        root, follow_symlinks=settings.follow_symlinks, may_lead=may_lead, timeout_s=settings.fetch_timeout_s
+    )
 
 
 def s3_source(settings: Settings) -> Source | None:

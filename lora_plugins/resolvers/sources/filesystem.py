@@ -21,9 +21,9 @@ from typing import BinaryIO, TypeVar
 
 from lora_plugins.absence import Absence, AbsenceKind
 from lora_plugins.adapter.config import CONFIG_FILE
-from lora_plugins.adapter.files import ABSENT, is_inside, map_os_error, open_regular
+from lora_plugins.adapter.files import ABSENT, is_inside, map_os_error
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable, describing
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable, describing
 from lora_plugins.resolvers.sources.nearby import closest_path, describe
 from lora_plugins.resolvers.sources.retries import deadline, look_up_timeout_s
 from lora_plugins.resolvers.sources.source import (
@@ -32,10 +32,9 @@ from lora_plugins.resolvers.sources.source import (
     RemoteAdapter,
     SourceFile,
     VersionChanged,
-    choose_files,
-    needs_shards,
     version_of,
 )
+from lora_plugins.resolvers.sources.tree import AdapterTree, LeadsElsewhere, MayLead, anywhere
 from lora_plugins.store.partial_download import PartialDownload
 
 T = TypeVar("T")
@@ -61,14 +60,23 @@ class FilesystemSource:
         root: Path,
         *,
         follow_symlinks: bool = False,
+        may_lead: MayLead = anywhere,
         variable: str = "VLLM_LORA_RESOLVER_CACHE_DIR",
         timeout_s: float = 300.0,
     ) -> None:
-        """Make the source; `variable` is the one that names `root`, `timeout_s` as `LORA_PLUGINS_FETCH_TIMEOUT_S`."""
+        """Make the source.
+
+        Args:
+            root: what names are paths below.
+            follow_symlinks: out of the root too.
+            may_lead: whether links may make what lies at a path below the root the adapter of a name.
+            variable: the setting that names `root`.
+            timeout_s: as `LORA_PLUGINS_FETCH_TIMEOUT_S`.
+        """
         self.root = root
         self._variable = variable
         self._locate_timeout_s = look_up_timeout_s(timeout_s)
-        self._inside = None if follow_symlinks else root
+        self._tree = AdapterTree(root, follow_symlinks=follow_symlinks, may_lead=may_lead)
         # Not threads that others wait for: a mount that hangs would take them all. They start when needed.
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="lora-plugins-filesystem")
 
@@ -124,7 +132,7 @@ class FilesystemSource:
             ]
             for path in found:
                 with contextlib.suppress(AdapterNotFound, OSError):  # no name can reach it
-                    if path != str(self.root) and (self._inside is None or is_inside(Path(path), self._inside)):
+                    if path != str(self.root) and (self._tree.follows or is_inside(Path(path), self.root)):
                         names.append(str(AdapterName.parse(os.path.relpath(path, self.root))))
         return Listing(tuple(sorted(names)), tuple(gaps))
 
@@ -145,17 +153,10 @@ class FilesystemSource:
             detail = "a revision with a slash, which is no directory's name"
             return self._absent(directory, detail, AbsenceKind.NOT_ASKED)
         try:
-            if not stat.S_ISDIR(os.stat(directory).st_mode):
-                return self._absent(directory, "a file, not a directory")
-            if self._inside is not None and not is_inside(directory, self._inside):
-                raise _leaves_root("directory")
-            present = [file for file in ADAPTER_FILES if os.path.lexists(directory / file)]
-            if needs_shards(present):
-                present = choose_files(entry.name for entry in os.scandir(directory))
-            if not present:
-                # Listing needs the right to read, which `lexists` hides: denied is not the same as absent.
-                os.scandir(directory).close()
-                return self._absent(directory, "a directory without adapter files")
+            present = self._tree.present(name)
+            files = tuple(self._describe(name, file) for file in present or ())
+        except LeadsElsewhere as error:
+            return self._absent(directory, error.found, AbsenceKind.HIDDEN)
         except LoRAPluginsError:
             raise
         except OSError as error:
@@ -163,31 +164,34 @@ class FilesystemSource:
                 self._check_root()
                 return self._absent(directory, "no such directory", AbsenceKind.NOTHING)
             raise map_os_error(error) from error
-        files = tuple(self._describe(directory / file) for file in present)
+        if present is None:
+            return self._absent(directory, "a file, not a directory")
+        if not present:
+            return self._absent(directory, "a directory without adapter files")
         return RemoteAdapter(name, self.label, directory.absolute().as_uri(), version_of(files), files)
 
-    def _describe(self, path: Path) -> SourceFile:
+    def _describe(self, name: AdapterName, file: str) -> SourceFile:
         # Opened: of a file that is not, NFS may say what it was seconds ago.
-        with open_regular(path, inside=self._inside) as (file, size_bytes):
-            return SourceFile(path.name, size_bytes, _etag(os.fstat(file.fileno())))
+        with self._tree.opened(name, file) as opened:
+            status = os.fstat(opened.fileno())
+            return SourceFile(file, status.st_size, _etag(status))
 
     def _fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
-        directory = self.root / str(adapter.name)
         for file in adapter.files:
             try:
-                self._fetch_file(directory / file.name, file, download)
+                self._fetch_file(adapter.name, file, download)
             except AdapterNotFound as error:
                 self._check_root()
                 raise VersionChanged(
                     "a file that is gone", expected="the located one", remedy="ask again", file=file.name
                 ) from error
 
-    def _fetch_file(self, path: Path, file: SourceFile, download: PartialDownload) -> None:
+    def _fetch_file(self, name: AdapterName, file: SourceFile, download: PartialDownload) -> None:
         full: OSError | None = None
         # The target outside: what its opening raises is the store's to explain, and so is a full disk.
         with (
-            (download.directory / path.name).open("wb") as target,
-            open_regular(path, inside=self._inside) as (source, _),
+            (download.directory / file.name).open("wb") as target,
+            self._tree.opened(name, file.name) as source,
         ):
             _check_unchanged(source, file)
             try:
@@ -274,11 +278,3 @@ def _check_unchanged(source: BinaryIO, file: SourceFile) -> None:
             remedy="publish adapters by renaming a complete directory into place",
             file=file.name,
         )
-
-
-def _leaves_root(kind: str) -> InvalidAdapter:
-    return InvalidAdapter(
-        "a symlink that leaves the adapter root",
-        expected=f"a {kind} below the root",
-        remedy=f"copy the {kind} there, or set LORA_PLUGINS_FOLLOW_SYMLINKS=1",
-    )

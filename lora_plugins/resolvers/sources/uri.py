@@ -14,6 +14,7 @@ from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import InvalidSettings, SourceUnavailable
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.source import Source
+from lora_plugins.resolvers.sources.tree import anywhere, is_neighbour
 from lora_plugins.resolvers.uris import BY_PATH, AllowedUris, SourceUri
 from lora_plugins.settings import Settings
 
@@ -52,12 +53,13 @@ class UriSources:
                 path = uri.segments[len(root.segments) :]
             elif uri.scheme == BY_PATH:
                 # Who may make vLLM's own calls may have it read any path, wherever its symlinks lead.
-                source = self._made((BY_PATH, ""), lambda: self._directory("", follow_symlinks=True))
+                source = self._made((BY_PATH, ""), lambda: self._directory("", is_by_path=True))
                 path = uri.segments
             elif uri.scheme == "hf":
                 # As with names: a repository that moved is followed only where the operator named it.
                 named = any(prefix.segments for prefix in below)
-                source = self._made(("hf", str(named)), lambda: self._hub(named=named))
+                pinned = any(prefix.revision is not None for prefix in below)
+                source = self._made(("hf", f"{named} {pinned}"), lambda: self._hub(named=named, pinned=pinned))
                 path = (uri.authority, *uri.segments)
             else:
                 source = self._made((uri.scheme, uri.authority), lambda: self._objects(uri))
@@ -77,20 +79,22 @@ class UriSources:
             self._sources[key] = make()
         return self._sources[key]
 
-    def _directory(self, root: str, *, follow_symlinks: bool = False) -> Source:
+    def _directory(self, root: str, *, is_by_path: bool = False) -> Source:
         return FilesystemSource(
             Path("/" + root),
-            follow_symlinks=follow_symlinks or self._settings.follow_symlinks,
+            follow_symlinks=is_by_path or self._settings.follow_symlinks,
+            # A policy is of names, and this path is none: where there is one, a link leads to its neighbours only.
+            may_lead=anywhere if is_by_path or self._settings.policy is None else is_neighbour,
             variable="LORA_PLUGINS_ALLOWED_URIS",
             timeout_s=self._settings.fetch_timeout_s,
         )
 
-    def _hub(self, *, named: bool) -> Source:
+    def _hub(self, *, named: bool, pinned: bool) -> Source:
         from lora_plugins.resolvers.sources.hub.patterns import AnyRepo
         from lora_plugins.resolvers.sources.hub.source import HubSource
 
         return HubSource(
-            AnyRepo(explicit=named),
+            AnyRepo(explicit=named, is_pinned=pinned),
             timeout_s=self._settings.fetch_timeout_s,
             bytes_per_s=self._settings.fetch_rate_bytes,
         )

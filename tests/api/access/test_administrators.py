@@ -132,3 +132,40 @@ def test_uvicorn_gives_callers_of_a_unix_socket_no_address(tmp_path):
 
     asyncio.run(run())
     assert seen == [(None, True), (None, False)]
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["localhost", "LocalHost:8000", "127.0.0.1", "127.9.9.9:8000", "[::1]", "[::1]:8000", "[::ffff:127.0.0.1]:1"],
+)
+def test_names_under_which_this_machine_may_be_called(host):
+    assert may(scope(("Host", host)))
+
+
+STRANGE = ["", "localhost:x", "evil@localhost", "localhost/", "[::1", "::1", "\xff"]
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *STRANGE,
+        "evil.example",
+        "evil.example:8000",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "10.0.0.1",
+        "[::2]",
+    ],
+)
+def test_a_call_under_another_name_is_a_web_pages(host):
+    asked = scope(("host", host))
+    assert not may(asked)
+    refusal = Administrators().refusal(asked)
+    assert refusal.found.startswith("a call under a name that is not this machine's own")
+    assert "LORA_PLUGINS_ADMIN_KEY" in refusal.remedy
+    assert may(asked | {"client": None}, is_unix_socket=True)
+    assert may(scope(("host", host), ("authorization", "Bearer k")), key="k")
+
+
+def test_each_host_header_must_be_this_machines():
+    assert not may(scope(("host", "localhost"), ("host", "evil.example")))

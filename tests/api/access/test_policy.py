@@ -36,6 +36,45 @@ def policy() -> Policy:
     return Policy.parse(POLICY)
 
 
+LINKS = """
+[default]
+adapters = ["public/*"]
+[tenants.a]
+keys = ["a"]
+adapters = ["team-a/*", "shared/sql", "a-*", "flat", "everybody/*"]
+[tenants.b]
+keys = ["b"]
+adapters = ["team-b/*", "b-*", "everybody/*"]
+[tenants.root]
+keys = ["root"]
+admin = true
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "may"),
+    [
+        ("team-a/sql", "team-a/sql-v3", True),
+        ("team-a/sql", "team-a/releases/v3", True),
+        ("team-a/sql@v1", "team-a/sql", True),
+        ("team-a/steal", "team-b/sql", False),
+        ("team-a/steal", "", False),
+        ("team-a/steal", "public/sql", False),
+        ("everybody/sql", "team-a/sql", False),
+        ("public/x", "team-a/sql", False),
+        # A name that stands in the policy as it is, may lead to its neighbours: its publisher's versions.
+        ("shared/sql", "shared/sql-v3", True),
+        ("flat", "flat-v3", True),
+        ("flat", "team-b/sql", False),
+        ("a-steal", "b-sql", False),
+        # Nobody but administrators may use it.
+        ("internal/sql", "team-b/sql", True),
+    ],
+)
+def test_where_a_link_of_an_adapter_may_lead(name, place, may):
+    assert Policy.parse(LINKS).may_lead(name, place) is may
+
+
 @pytest.mark.parametrize(
     ("key", "label"),
     [

@@ -269,6 +269,13 @@ def test_a_policy_that_can_be_read_and_by_whom(cli):
         assert "2 keys of 1 tenant" in found["policy"][0]["found"]
 
 
+def test_the_doctor_shows_no_key_of_a_url(cli):
+    cli.env.update(S3, S3_PATH_TEMPLATE="ftp://hunter2@mirror/{lora_name}", HF_ENDPOINT="http://hunter2@127.0.0.1:9")
+    for arguments in (("doctor", "--no-network"), ("doctor", "--json"), ("doctor", "--timeout", "1")):
+        done = cli(*arguments)
+        assert "hunter2" not in done.out + done.err
+
+
 def test_s3_without_its_extra(cli):
     done = outside("doctor", "--json", env={**cli.env, **S3}, before="import sys; sys.modules['s3fs'] = None")
     (finding,) = [item for item in done.json["findings"] if item["check"] == "s3"]

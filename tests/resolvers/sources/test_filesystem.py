@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,7 +28,7 @@ from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import PICKLE_FILES, WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, OutOfMemory, SourceUnavailable
-from lora_plugins.resolvers.sources import filesystem
+from lora_plugins.resolvers.sources import filesystem, real_paths, tree
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.source import VersionChanged
 from lora_plugins.store.partial_download import PartialDownload
@@ -179,15 +183,15 @@ def test_a_file_system_that_fails_gives_no_hint(root):
 
 @pytest.mark.parametrize(("timeout_s", "look_up_s"), [(5.0, 5), (300.0, 30), (600.0, 60)])
 def test_a_mount_that_hangs_ends_at_the_deadline(root, monkeypatch, timeout_s, look_up_s):
-    asked, ended, stat = threading.Event(), threading.Event(), os.stat
+    asked, ended, realpath = threading.Event(), threading.Event(), os.path.realpath
 
-    def hang(path, *args, **options):
-        if path == root / "sql":
+    def hang(path, **options):
+        if path == str(root / "sql"):
             asked.set()
             ended.wait(60)
-        return stat(path, *args, **options)
+        return realpath(path, **options)
 
-    monkeypatch.setattr(os, "stat", hang)
+    monkeypatch.setattr(os.path, "realpath", hang)
     locating = FilesystemSource(root, timeout_s=timeout_s).locate(AdapterName("sql"), "")
     try:
         with pytest.raises(SourceUnavailable, match=f"within {look_up_s} s"):
@@ -249,6 +253,20 @@ def test_a_symlink_within_the_root_is_followed(root, rank):
     assert rank(FilesystemSource(root)) == 4
 
 
+def test_a_link_to_where_a_name_may_not_lead_is_absent(root, store):
+    put(root / "team-b" / "sql", adapter_files())
+    (root / "team-a").mkdir()
+    (root / "team-a" / "sql").symlink_to("../team-b/sql")
+    asked = []
+    source = FilesystemSource(root, may_lead=lambda *link: asked.append(link))
+    absence = asyncio.run(source.locate(AdapterName("team-a/sql"), ""))
+    assert absence.detail == "a link that leads to 'team-b/sql', which not everybody may use who may use this name"
+    assert asked == [("team-a/sql", "team-b/sql")]
+    found = located(FilesystemSource(root), "team-a/sql")
+    with pytest.raises(VersionChanged):
+        obtain(store, source, found)
+
+
 def test_a_root_that_is_a_symlink_is_a_root(root, tmp_path, rank):
     put(root / "sql", adapter_files())
     (tmp_path / "link").symlink_to(root)
@@ -263,6 +281,67 @@ def test_a_symlink_redirected_before_the_fetch_is_refused(root, outside, store):
     with pytest.raises(InvalidAdapter, match="leaves the adapter root"):
         obtain(store, FilesystemSource(root), found)
     assert tmp_of(store) == []
+
+
+@pytest.mark.parametrize("what", ["file", "directory"])
+def test_a_path_exchanged_after_its_check_leads_nowhere(root, outside, store, monkeypatch, what):
+    put(root / "sql", adapter_files(lora_alpha=16))
+    found = located(FilesystemSource(root), "sql")
+    shown, real_path = root / "sql" / (CONFIG_FILE if what == "file" else ""), os.path.realpath
+    leads_to = outside / shown.relative_to(root / "sql")
+
+    def exchange(path, **options):
+        real = real_path(path, **options)
+        if Path(path) == root / "sql" / CONFIG_FILE and not shown.is_symlink():
+            shown.rename(root / "aside")
+            shown.symlink_to(leads_to)
+        return real
+
+    monkeypatch.setattr(os.path, "realpath", exchange)
+    with pytest.raises(InvalidAdapter, match="leaves the adapter root"):
+        obtain(store, FilesystemSource(root), found)
+    monkeypatch.undo()
+    shown.unlink()
+    (root / "aside").rename(shown)
+    monkeypatch.setattr(os.path, "realpath", exchange)
+    with pytest.raises(InvalidAdapter, match="leaves the adapter root"):
+        locate(FilesystemSource(root), "sql")
+
+
+# Exchanges two paths until it is ended, each time in one system call (renameat2 with RENAME_EXCHANGE).
+EXCHANGE = """
+import ctypes, os, sys
+one, other = map(os.fsencode, sys.argv[1:])
+rename = ctypes.CDLL(None).renameat2
+while rename(-100, one, -100, other, 2) == 0:
+    pass
+"""
+
+
+@pytest.mark.parametrize("what", ["file", "directory"])
+def test_a_link_exchanged_in_a_loop_serves_nothing_outside(root, outside, what):
+    put(root / "sql", adapter_files(lora_alpha=16))
+    path = root / "sql" / (CONFIG_FILE if what == "file" else "")
+    (root / "link").symlink_to(outside / path.relative_to(root / "sql"))
+    inside = {file.stat().st_ino for file in (root / "sql").iterdir()}
+    source, name, seen = FilesystemSource(root), AdapterName("sql"), set()
+
+    async def ask() -> None:
+        started = time.monotonic()
+        while time.monotonic() - started < 3:
+            with contextlib.suppress(LoRAPluginsError):
+                found = await source.locate(name, "")
+                files = () if isinstance(found, Absence) else found.files
+                seen.update(int(file.etag.split("-")[1]) for file in files)
+
+    exchanging = subprocess.Popen([sys.executable, "-c", EXCHANGE, str(path), str(root / "link")])
+    try:
+        asyncio.run(ask())
+    finally:
+        exchanging.kill()
+        exchanging.wait()
+    assert seen <= inside
+    assert seen
 
 
 @pytest.mark.parametrize("follow", [True, False])
@@ -307,15 +386,15 @@ def test_a_directory_that_may_not_be_entered_is_an_outage(root, directory, permi
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
-@pytest.mark.parametrize("call", ["stat", "scandir"])
-def test_a_file_system_that_fails_is_an_outage(root, monkeypatch, code, call):
+@pytest.mark.parametrize(("module", "call"), [(real_paths, "open"), (tree, "listdir")])
+def test_a_file_system_that_fails_is_an_outage(root, monkeypatch, code, module, call):
     (root / "sql").mkdir()
 
-    def fail(path):
+    def fail(path, *_, **__):
         raise OSError(code, os.strerror(code), path)
 
     # For this module alone: threads of other tests' stores look at files too.
-    monkeypatch.setattr(filesystem, "os", SimpleNamespace(**{**vars(os), call: fail}))
+    monkeypatch.setattr(module, "os", SimpleNamespace(**{**vars(os), call: fail}))
     with pytest.raises(SourceUnavailable, match=os.strerror(code)):
         locate(FilesystemSource(root), "sql")
 

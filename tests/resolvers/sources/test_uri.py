@@ -492,6 +492,32 @@ def test_a_revision_of_the_uri_is_what_is_served(hub, tmp_path):
     assert content(resolver.newest("hf://team/sql@v1").path) == GOOD
 
 
+def test_with_a_policy_a_link_leaves_no_folder(tmp_path):
+    root = tmp_path / "allowed"
+    put(root / "team-b" / "sql", adapter_files())
+    put(root / "team-a" / "v3", adapter_files())
+    (root / "team-a" / "steal").symlink_to("../team-b/sql")
+    (root / "team-a" / "latest").symlink_to("v3")
+    without = RecordingResolver(tmp_path / "store", allowed_uris=(root.as_uri(),))
+    assert without.load(f"{root.as_uri()}/team-a/steal")
+    resolver = RecordingResolver(tmp_path / "other", allowed_uris=(root.as_uri(),), policy=tmp_path / "policy.toml")
+    assert resolver.load(f"{root.as_uri()}/team-a/latest")
+    with pytest.raises(AdapterNotFound):
+        resolver.load(f"{root.as_uri()}/team-a/steal")
+
+
+def test_a_strangers_pull_request_needs_a_prefix_of_its_own(hub, tmp_path):
+    hub.commit("team/sql", GOOD)
+    commit = hub.pull_request("team/sql", turned(), 7)
+    resolver = RecordingResolver(tmp_path / "store", allowed_uris=("hf://team",))
+    with pytest.raises(InvalidAdapter, match=r"refs/pr/7.*no branch or tag"):
+        resolver.load("hf://team/sql@refs/pr/7")
+    with pytest.raises(AdapterNotFound):
+        resolver.load(f"hf://team/sql@{commit}")
+    pinned = RecordingResolver(tmp_path / "pinned", allowed_uris=("hf://team", "hf://team/sql@refs/pr/7"))
+    assert content(pinned.load("hf://team/sql@refs/pr/7").path) == turned()
+
+
 @pytest.mark.parametrize(("prefix", "followed"), [("hf://team", False), ("hf://team/sql", True)])
 def test_a_moved_repository_is_followed_only_where_named(hub, tmp_path, prefix, followed):
     hub.commit("team/sql", GOOD)

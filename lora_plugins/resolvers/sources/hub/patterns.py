@@ -9,6 +9,9 @@ target = org "/" repo                  the repository, its root and every folder
 A name's first two segments are its repository, the others a folder in it: `org/repo/sql@v2` is `sql` at `v2`. Of the
 entries that fit a name only the most specific ones decide: one that names the repository goes before `org/*`, and of
 those the one with the longest folder. They pin where each of them has a revision: then no other revision is served.
+
+Anybody can open a pull request, whose files lie in the same repository: what is neither a branch nor a tag
+(`refs/pr/7`), or a commit that none of them reaches (`published.py`), is served only where an entry pins exactly that.
 """
 
 from __future__ import annotations
@@ -24,17 +27,24 @@ from lora_plugins.spelling import closest
 DEFAULT_REVISION = "main"
 
 _VARIABLE = "VLLM_LORA_RESOLVER_HF_REPO_LIST"
+_BRANCHES_AND_TAGS = ("refs/heads/", "refs/tags/")
 _PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
 
 
 @dataclass(frozen=True, slots=True)
 class HubTarget:
-    """Where on the Hub a name points to; `explicit` says that an entry names the repository, not only its owner."""
+    """Where on the Hub a name points to.
+
+    Attributes:
+        explicit: whether an entry names the repository, not only its owner.
+        is_pinned: whether an entry names this very revision.
+    """
 
     repo: str
     subfolder: str
     revision: str
     explicit: bool
+    is_pinned: bool = False
 
     def __str__(self) -> str:
         return f"{self.repo}@{self.revision}"
@@ -90,9 +100,10 @@ class HubPatterns:
         deciding = [entry for entry in fitting if entry.weight == weight]
         pins = [entry.revision for entry in deciding if entry.revision is not None]
         revision = name.revision or deciding[0].revision or DEFAULT_REVISION
-        if len(pins) == len(deciding) and revision not in pins:
+        is_pinned = revision in pins
+        if not is_pinned and (len(pins) == len(deciding) or is_foreign(revision)):
             return None
-        return HubTarget(f"{org}/{repo}", "/".join(folders), revision, explicit=weight[0])
+        return HubTarget(f"{org}/{repo}", "/".join(folders), revision, explicit=weight[0], is_pinned=is_pinned)
 
     def why_not(self, name: AdapterName) -> str:
         """Why `match` answers None, for people."""
@@ -102,6 +113,8 @@ class HubPatterns:
         if not is_repo(f"{org}/{repo}"):
             return f"no repository of the Hub can be called '{org}/{repo}'"
         if any(entry.fits(org, repo, tuple(folders)) for entry in self.entries):
+            if name.revision is not None and is_foreign(name.revision):
+                return f"'{name.revision}' is no branch or tag, and {_VARIABLE} does not pin it ({self})"
             return f"{_VARIABLE} pins it to another revision ({self})"
         return f"{_VARIABLE} does not name it ({self})"
 
@@ -123,7 +136,11 @@ class HubPatterns:
             str(entry)
             if entry.repo is None
             else HubTarget(
-                f"{entry.org}/{entry.repo}", "/".join(entry.folders), entry.revision or DEFAULT_REVISION, explicit=True
+                f"{entry.org}/{entry.repo}",
+                "/".join(entry.folders),
+                entry.revision or DEFAULT_REVISION,
+                explicit=True,
+                is_pinned=entry.revision is not None,
             )
             for entry in self.entries
         ]
@@ -134,14 +151,16 @@ class HubPatterns:
 
 @dataclass(frozen=True, slots=True)
 class AnyRepo:
-    """Every repository, for names that are the paths of allowed URIs; `explicit` as in `HubTarget`."""
+    """Every repository, for names that are the paths of allowed URIs; `explicit` and `is_pinned` as in `HubTarget`."""
 
     explicit: bool
+    is_pinned: bool = False
 
     def match(self, name: AdapterName) -> HubTarget:
-        """What `org/repo/folder@revision` points to."""
+        """What `org/repo/folder@revision` points to; whether the revision is allowed, has been checked."""
         org, repo, *folders = name.segments
-        return HubTarget(f"{org}/{repo}", "/".join(folders), name.revision or DEFAULT_REVISION, self.explicit)
+        revision = name.revision or DEFAULT_REVISION
+        return HubTarget(f"{org}/{repo}", "/".join(folders), revision, self.explicit, self.is_pinned)
 
     def why_not(self, name: AdapterName) -> str:  # noqa: ARG002 - as of `HubPatterns`
         """Nothing: every name is a repository's."""
@@ -157,6 +176,11 @@ class AnyRepo:
 
     def __str__(self) -> str:
         return "allowed URIs"
+
+
+def is_foreign(revision: str) -> bool:
+    """Whether a revision's own spelling says that it is neither a branch nor a tag: `refs/pr/7`, `refs/convert/…`."""
+    return revision.startswith("refs/") and not revision.startswith(_BRANCHES_AND_TAGS)
 
 
 def is_repo(text: str) -> bool:

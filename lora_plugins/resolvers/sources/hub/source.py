@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from cachetools import TTLCache
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
@@ -35,6 +36,7 @@ from lora_plugins.resolvers.sources.hub.files import (
     download_file,
 )
 from lora_plugins.resolvers.sources.hub.patterns import AnyRepo, HubPatterns, HubTarget
+from lora_plugins.resolvers.sources.hub.published import is_own, is_published
 from lora_plugins.resolvers.sources.nearby import closest_path, describe
 from lora_plugins.resolvers.sources.retries import Deadline, Retries, deadline, look_up_timeout_s
 from lora_plugins.resolvers.sources.source import (
@@ -53,6 +55,8 @@ from lora_plugins.store.partial_download import PartialDownload
 _T = TypeVar("_T")
 _REQUEST_TIMEOUT_S = 10.0
 _ATTEMPTS = 4
+_REMEMBERED_COMMITS = 10_000
+_REMEMBERED_S = 3600.0
 _NO_FILES = "a repository without adapter files at its root"
 
 
@@ -64,6 +68,8 @@ class HubSource:
     list names that repository, this is L006, because its operator wants it served and forgot the token; where only
     `org/*` matches, it is absent, because anybody can ask for any name of that organisation. With a token the Hub says
     404 in both cases, which is absent.
+
+    What its owner has not published is absent, unless an entry pins it: `published.py` says what that is.
 
     A renamed repository is followed where an entry names it, and is absent under `org/*`: it may have left `org`.
     """
@@ -96,6 +102,7 @@ class HubSource:
         self._token = token
         self._cache_dir = cache_dir
         self._api = HfApi(endpoint=endpoint, token=token)
+        self._published: TTLCache[tuple[str, str, str], bool] = TTLCache(_REMEMBERED_COMMITS, _REMEMBERED_S)
 
     def __str__(self) -> str:
         return f"{self.label} ({self._repos})"
@@ -211,6 +218,7 @@ class HubSource:
         try:
             async with deadline(retries.timeout_s, f"an answer of the Hub for {where}") as state:
                 info = await retries.run(lambda: self._call(partial(self._info, target), where), state)
+                is_foreign = not await self._is_published(target, info.sha or "", retries, state)
         except AdapterNotFound as error:
             return Absence(self.label, place, AbsenceKind.NOTHING, error.found)
         except RemoteFailure as error:
@@ -225,11 +233,25 @@ class HubSource:
         if info.id != target.repo and not target.explicit:
             detail = f"a repository that is now called {info.id}"
             return Absence(self.label, place, AbsenceKind.HIDDEN, detail, "name the repository itself in the list")
+        if is_foreign:
+            detail = f"a commit that no branch or tag reaches, {info.sha[:12]}"
+            return Absence(self.label, place, AbsenceKind.HIDDEN, detail, "pin this very revision in the list")
         files = _files(info.siblings, target.subfolder, where)
         if not files:
             detail = "a repository without adapter files in this folder" if target.subfolder else _NO_FILES
             return Absence(self.label, place, AbsenceKind.NO_ADAPTER, detail)
         return info.sha, files
+
+    async def _is_published(self, target: HubTarget, commit: str, retries: Retries, state: Deadline) -> bool:
+        """Whether its owner has published it; that it has, is remembered for an hour."""
+        key = (target.repo, target.revision, commit)
+        if is_own(target) or key in self._published:
+            return True
+        ask = partial(is_published, self._api, target, commit)
+        if not await retries.run(lambda: self._call(ask, str(target)), state):
+            return False
+        self._published[key] = True
+        return True
 
     async def _fetch_file(
         self, file: RepoFile, download: PartialDownload, stop: threading.Event, state: Deadline

@@ -13,6 +13,7 @@ from typing import Any
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
+from fsspec.config import conf
 
 from lora_plugins.adapter.weight_files import INDEX_FILE, check_index_size, shards_of
 from lora_plugins.errors import InvalidSettings, SourceUnavailable
@@ -20,6 +21,7 @@ from lora_plugins.resolvers.sources.failures import BrokenAnswer, FailureKind, r
 from lora_plugins.resolvers.sources.object_store.errors import HttpStatus, ObjectChanged, diagnose
 from lora_plugins.resolvers.sources.object_store.http_reader import BUFFER_BYTES
 from lora_plugins.resolvers.sources.object_store.ranges import RangeReader
+from lora_plugins.resolvers.sources.object_store.redirects import client_options
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES, SourceFile, needs_shards
 
 PIECE_BYTES = 2 << 20
@@ -48,6 +50,8 @@ class FsspecFiles:
         self._options = {"use_listings_cache": False, **storage_options}
         if self._web:
             self._options.setdefault("encoded", True)  # URLs are quoted once, by the template
+            of_operator = self._options.get("client_kwargs") or conf.get(protocol, {}).get("client_kwargs", {})
+            self._options["client_kwargs"] = client_options(of_operator)
         self._filesystem: Any = None
         self.endpoint = ""  # the URL says it
 

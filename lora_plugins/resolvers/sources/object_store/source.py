@@ -284,6 +284,6 @@ def _split(template: str) -> tuple[str, str]:
         raise known.wrong(f"the protocol {protocol}://, which has a resolver of its own")
     if protocol == "s3a":
         protocol = "s3"
-    if protocol in _WEB and ("@" in place or "?" in path or "#" in path):
+    if ":" in place.rpartition("@")[0] or (protocol in _WEB and ("@" in place or "?" in path or "#" in path)):
         raise known.wrong("a login, query or fragment")
     return protocol, f"{protocol}://{place}{path}"

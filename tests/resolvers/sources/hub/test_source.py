@@ -132,13 +132,63 @@ def test_a_pin_serves_no_other_revision(bed):
     assert [r.path for r in bed.hub.requests()] == ["/api/models/team/sql/revision/v1"] * 2
 
 
-def test_tags_branches_commits_and_pull_requests_are_revisions(bed, server):
+def test_tags_branches_and_their_commits_are_revisions(bed, server):
     first = located(bed, "team/sql").version
     server.tag("team/sql", "v1")
     branch = server.commit("team/sql", OTHER, branch="feature/x")
-    server.branch("team/sql", "refs/pr/1", "feature/x")
-    revisions = {r: located(bed, f"team/sql@{r}").version for r in ("v1", first, "feature/x", "refs/pr/1", branch)}
-    assert revisions == {"v1": first, first: first, "feature/x": branch, "refs/pr/1": branch, branch: branch}
+    asked = ("v1", first, "feature/x", "refs/heads/feature/x", "refs/tags/v1", branch)
+    revisions = {revision: located(bed, f"team/sql@{revision}").version for revision in asked}
+    assert list(revisions.values()) == [first, first, branch, branch, first, branch]
+
+
+@pytest.mark.parametrize("name", ["team/sql", "acme/sql"])
+@pytest.mark.parametrize("revision", ["refs/pr/7", "refs/convert/parquet", "pr/7", "COMMIT"])
+def test_a_strangers_pull_request_is_no_adapter(bed, server, name, revision):
+    server.commit("acme/sql", FILES)
+    commit = server.pull_request(name, OTHER, 7)
+    absence = bed.ask(f"{name}@{revision.replace('COMMIT', commit)}")
+    assert "no branch or tag" in absence.detail
+    assert absence.was_asked == (not revision.startswith("refs/"))
+
+
+def test_a_pull_request_is_served_where_it_is_pinned(bed, server):
+    commit = server.pull_request("team/sql", OTHER, 7)
+    assert bed.serve("team/sql", entries="team/sql@refs/pr/7") == OTHER
+    assert bed.serve("team/sql@refs/pr/7", entries="team/sql, team/sql@refs/pr/7") == OTHER
+    assert bed.serve(f"team/sql@{commit}", entries=f"team/*, team/sql@{commit}") == OTHER
+    server.forget()
+    located(bed, "team/sql", entries="team/sql@refs/pr/7")
+    assert server.count() == 1
+
+
+def test_a_commit_deep_in_a_history_is_published(bed, server, monkeypatch):
+    monkeypatch.setattr(server, "page_size", 2)
+    first = located(bed, "team/sql").version
+    for text in range(5):
+        server.commit("team/sql", {"README.md": str(text).encode()})
+    assert located(bed, f"team/sql@{first}").version == first
+
+
+def test_a_commit_that_was_published_is_asked_once(bed, server):
+    first = located(bed, "team/sql").version
+    server.commit("team/sql", OTHER)
+    server.tag("team/sql", "v1", first)
+    source = bed.source()
+    server.forget()
+
+    async def ask(times: int) -> None:
+        for _ in range(times):
+            assert isinstance(await source.locate(AdapterName.parse(f"team/sql@{first}"), ""), RemoteAdapter)
+
+    asyncio.run(ask(3))
+    assert [server.count("GET", path) for path in ("/revision/", "/refs", "/commits/")] == [3, 1, 0]
+
+
+def test_a_hub_that_does_not_list_branches_is_unavailable(bed, proxy):
+    first = located(bed, "team/sql").version
+    proxy.plan(faults.status(403), method="GET", path="/refs")
+    with pytest.raises(SourceUnavailable):
+        bed.locate(f"team/sql@{first}", endpoint=proxy.url)
 
 
 def test_each_folder_of_a_repository_is_an_adapter(bed, server):
@@ -168,6 +218,23 @@ def test_a_uri_is_located_without_the_list(bed, server):
     assert found is not None
     assert found.uri == "hf://free/repo/sub"
     assert content(bed.obtain(source, found).directory) == FILES
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["http://hf_secret@127.0.0.1:9", "http://me:hf_secret@127.0.0.1:9/m?key=hf_secret"]
+)
+def test_keys_in_a_mirrors_url_are_never_said(bed, endpoint, caplog):
+    caplog.set_level("INFO", logger="lora_plugins")
+    with pytest.raises(SourceUnavailable) as caught:
+        bed.ask("team/sql", endpoint=endpoint, timeout_s=2)
+    said = [
+        str(caught.value),
+        *map(str, caught.value.fields().values()),
+        caplog.text,
+        str(bed.source(endpoint=endpoint)),
+    ]
+    assert "hf_secret" not in " ".join(said)
+    assert "127.0.0.1:9" in caught.value.place
 
 
 # Private, gated, renamed

@@ -156,7 +156,20 @@ def test_absence_hints_at_what_is_below_the_fixed_part(bed, template, name, plac
 def test_passwords_in_urls_are_not_shown() -> None:
     assert without_login("ftp://me:pass@host/x@y:z@/sql") == "ftp://…@host/x@y:z@/sql"
     assert without_login(f"s3://{ACCESS_POINT}/a@b") == f"s3://{ACCESS_POINT}/a@b"
-    assert "pass" not in str(ObjectSource("ftp://me:pass@host/{lora_name}"))
+    assert without_login("no repository on https://hf_key@mirror/a/x?token=key&b=1 now") == (
+        "no repository on https://…@mirror/a/x?… now"
+    )
+    assert without_login("abfs://container@account.dfs.core.windows.net/x") == (
+        "abfs://container@account.dfs.core.windows.net/x"
+    )
+    assert "anna" not in str(ObjectSource("ftp://anna@host/{lora_name}"))
+
+
+@pytest.mark.parametrize("template", ["ftp://me:secret@host/{lora_name}", "s3://me:secret@bucket/{lora_name}"])
+def test_a_password_in_the_template_is_refused(template: str) -> None:
+    with pytest.raises(InvalidSettings, match="a login, query or fragment in S3_PATH_TEMPLATE") as caught:
+        ObjectSource(template)
+    assert "secret" not in str(caught.value)
 
 
 def test_absence_costs_one_request(bed: Bed) -> None:

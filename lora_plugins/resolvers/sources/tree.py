@@ -1,0 +1,113 @@
+"""A directory tree of adapters in which symlinks lead only to where they may."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from lora_plugins.adapter.files import is_below, open_regular
+from lora_plugins.adapter.names import AdapterName
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter
+from lora_plugins.resolvers.sources.real_paths import PATH_ONLY, open_real
+from lora_plugins.resolvers.sources.source import ADAPTER_FILES, choose_files, needs_shards
+
+# Whether links may make what lies at a path below the root (the second) the adapter of a name (the first).
+MayLead = Callable[[str, str], bool]
+
+
+def anywhere(name: str, place: str) -> bool:  # noqa: ARG001 - a `MayLead`
+    """Below the root."""
+    return True
+
+
+def is_neighbour(name: str, place: str) -> bool:
+    """In the same folder."""
+    return os.path.dirname(name) == os.path.dirname(place)
+
+
+class LeadsElsewhere(AdapterNotFound):
+    """Links make another adapter this one, and they may not."""
+
+
+class AdapterTree:
+    """Adapters below `root`; links may leave it where `follow_symlinks`, and inside lead to where `may_lead` says."""
+
+    def __init__(self, root: Path, *, follow_symlinks: bool, may_lead: MayLead) -> None:
+        self.root = root
+        self.follows = follow_symlinks
+        self._may_lead = may_lead
+
+    def present(self, name: AdapterName) -> list[str] | None:
+        """The names of the adapter's files in its directory; None where that is something else.
+
+        Raises:
+            OSError: there is nothing, or it cannot be read.
+            InvalidAdapter, LeadsElsewhere: links lead to where they may not.
+        """
+        at = open_real(str(self.root / str(name)), PATH_ONLY, partial(self._judge, name, is_file=False))
+        try:
+            if not stat.S_ISDIR(os.fstat(at).st_mode):
+                return None
+            present = [file for file in ADAPTER_FILES if _is_in(at, file)]
+            # Listing needs the right to read, which looking hides: denied is not the same as absent.
+            return choose_files(_names_in(at)) if needs_shards(present) or not present else present
+        finally:
+            os.close(at)
+
+    @contextlib.contextmanager
+    def opened(self, name: AdapterName, file: str) -> Iterator[BinaryIO]:
+        """One of an adapter's files; whatever is to be known of it is asked of what was opened, never of its path.
+
+        Raises:
+            LoRAPluginsError: it is missing or no file, or links lead to where they may not.
+        """
+        judge = partial(self._judge, name, is_file=True)
+        with open_regular(self.root / str(name) / file, opener=lambda path, flags: open_real(path, flags, judge)) as (
+            opened,
+            _,
+        ):
+            yield opened
+
+    def _judge(self, name: AdapterName, real: str, *, is_file: bool) -> None:
+        """Refuse what lies outside the root, or where links of this name may not lead.
+
+        Raises:
+            InvalidAdapter, LeadsElsewhere: it does.
+        """
+        top = os.path.realpath(self.root, strict=True)
+        if is_below(real, top):
+            folder = os.path.dirname(real) if is_file else real
+            place = "" if folder == top else os.path.relpath(folder, top)
+            if place != str(name) and not self._may_lead(str(name), place):
+                raise LeadsElsewhere(
+                    f"a link that leads to '{place}', which not everybody may use who may use this name"
+                )
+        elif not self.follows:
+            kind = "file" if is_file else "directory"
+            raise InvalidAdapter(
+                "a symlink that leaves the adapter root",
+                expected=f"a {kind} below the root",
+                remedy=f"copy the {kind} there, or set LORA_PLUGINS_FOLLOW_SYMLINKS=1",
+            )
+
+
+def _is_in(directory: int, name: str) -> bool:
+    """Whether a directory that is open has an entry of this name; a link that leads nowhere is one."""
+    try:
+        os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
+
+
+def _names_in(directory: int) -> list[str]:
+    listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=directory)
+    try:
+        return os.listdir(listed)
+    finally:
+        os.close(listed)

@@ -1,0 +1,66 @@
+"""What `If-Match` may say, over HTTP, and that everything else changes nothing."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Iterator, Sequence
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.cli.admin_server import KEY, AdminServer, admin_server
+
+OLD, NEW = "aa" * 32, "bb" * 32
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[AdminServer]:
+    with admin_server(metrics=False) as running:
+        yield running
+
+
+def post(server: AdminServer, path: str, *if_match: str, body: str = "") -> tuple[int, str]:
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
+    connection.putrequest("POST", f"/v1/loras{path}")
+    headers: Sequence[tuple[str, str]] = [("If-Match", text) for text in if_match]
+    more = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
+    for name, value in (*headers, ("Authorization", f"Bearer {KEY}"), *more):
+        connection.putheader(name, value)
+    connection.endheaders(body.encode())
+    with connection.getresponse() as answer:
+        return answer.status, answer.read().decode()
+
+
+@pytest.fixture
+def name(server: AdminServer, request: pytest.FixtureRequest) -> str:
+    """An adapter that is served as OLD, with NEW at its source."""
+    name = f"sql-{abs(hash(request.node.name))}"
+    server.publish(name, "a")
+    assert post(server, "", body=f'{{"lora_name": "{name}"}}')[0] == 200
+    server.publish(name, "b")
+    return name
+
+
+@pytest.mark.parametrize("text", [OLD, f'"{OLD}"', "*"])
+def test_the_served_digest_and_a_star_match(server, name, text):
+    status, said = post(server, f"/{name}/refresh", text)
+    assert (status, NEW in said) == (200, True)
+
+
+@pytest.mark.parametrize("text", [NEW, f'"{NEW}"'])
+def test_another_digest_changes_nothing(server, name, text):
+    status, said = post(server, f"/{name}/refresh", text)
+    assert (status, "[L010]" in said, OLD in said) == (412, True, True)
+
+
+QUOTING = ['""', '"', f'"{OLD[:12]}"', f'W/"{OLD}"', f'"{OLD}', f'{OLD}"', '"*"']
+WRONG = ["", OLD[:12], OLD.upper(), f"{OLD}, {NEW}", "undefined", *QUOTING]
+
+
+@pytest.mark.parametrize("texts", [*((text,) for text in WRONG), (OLD, NEW), (OLD, OLD)])
+@pytest.mark.parametrize("change", ["load", "refresh", "rollback"])
+def test_what_is_no_digest_is_refused(server, name, texts, change):
+    path, body = ("", f'{{"lora_name": "{name}"}}') if change == "load" else (f"/{name}/{change}", "")
+    status, said = post(server, path, *texts, body=body)
+    assert (status, "found If-Match:" in said) == (400, True)
+    assert post(server, f"/{name}/refresh", OLD)[0] == 200, "nothing has changed"
