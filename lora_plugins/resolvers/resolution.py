@@ -23,6 +23,7 @@ from lora_plugins.events import (
     Events,
     LookUpRefused,
     SourceFailed,
+    StoreDamaged,
     StoreEvicted,
 )
 from lora_plugins.resolvers.look_ups import LookUpLimits, LookUps, LookUpsBusy
@@ -90,6 +91,7 @@ class AdapterResolver:
         self.events = events
         self.store = store
         store.on_evict = lambda digest, size_bytes: events.emit(StoreEvicted(digest, size_bytes))
+        store.on_damage = lambda digest: events.emit(StoreDamaged(digest))
         self.sources = list(sources)
         self.base: BaseModel | None = None
         self.describe_model: Callable[[], Awaitable[Model | None]] | None = None

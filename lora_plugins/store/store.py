@@ -19,6 +19,7 @@ from lora_plugins.store import kept_parts
 from lora_plugins.store.errors import FULL, store_errors
 from lora_plugins.store.eviction import make_room, remove
 from lora_plugins.store.file_system import try_file_system
+from lora_plugins.store.hashed import HashedEntries, identity_of
 from lora_plugins.store.hashing import sha256_of
 from lora_plugins.store.layout import (
     MANIFEST_FILE,
@@ -77,6 +78,8 @@ class Store:
         self.leases = Leases(self.layout, self.processes)
         self.max_bytes = max_bytes
         self.on_evict: Callable[[str, int], None] | None = None  # called with digest and bytes, in a thread
+        self.on_damage: Callable[[str], None] | None = None  # called with the digest of a damaged entry, in a thread
+        self._hashed = HashedEntries()
         self._fetch_timeout_s = fetch_timeout_s
         self._fetch_bytes_per_s = fetch_bytes_per_s
         probe, link = (self.layout.new_temporary(self.processes.me()) for _ in range(2))
@@ -206,8 +209,8 @@ class Store:
         shutil.rmtree(download.directory, ignore_errors=True)
 
     def _put_in_place(self, arrived: Path, digest: str) -> None:
-        target = self.layout.adapter(digest)
-        damaged = self.layout.folder("damaged") / digest
+        target, damaged = self.layout.adapter(digest), self._mark(digest)
+        identity = identity_of(arrived)
         if target.exists() and (damaged.exists() or not self._is_whole(digest)):
             os.rename(target, self.layout.new_quarantine(digest))
         try:
@@ -216,6 +219,7 @@ class Store:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             return  # the same bytes are there already, by another name or from another source
+        self._hashed.note(digest, identity)
         # Whoever reads `arrived` after a power cut finds all of it; whether the cut has undone its new name does not
         # matter, unless the damaged one would be there without its mark.
         if damaged.exists():
@@ -225,7 +229,7 @@ class Store:
     def has(self, directory: Path) -> bool:
         """Whether a published adapter is there and not known to be damaged; takes a few microseconds."""
         try:
-            return directory.is_dir() and not (self.layout.folder("damaged") / directory.name).exists()
+            return directory.is_dir() and not self.is_marked(directory.name)
         except OSError:  # a store that does not answer
             return False
 
@@ -244,12 +248,30 @@ class Store:
                 return None
             return self.layout.adapter(digest)
 
+    def is_sound(self, digest: str, *, max_age_s: float = math.inf) -> bool:
+        """Whether a published adapter has the bytes that its digest says.
+
+        It is hashed, as by `verify`, unless this process has hashed these very files, `max_age_s` ago at most.
+        """
+        if self.is_marked(digest):
+            return False
+        if self._hashed.has(digest, identity_of(self.layout.adapter(digest)), max_age_s):
+            return True
+        try:
+            return self.verify(digest)
+        except OSError:  # it cannot be marked
+            return False
+
     def verify(self, digest: str) -> bool:
         """Hash every file of a published adapter again.
 
         A damaged one is marked, so that it is fetched again, and moved to quarantine unless an engine still uses it.
+
+        Raises:
+            OSError: it is damaged, and the store cannot be written.
         """
         directory = self.layout.adapter(digest)
+        identity = identity_of(directory)
         try:
             manifest = Manifest.read(directory)
             whole = manifest.digest == digest == digest_of(manifest.files) and all(
@@ -257,12 +279,32 @@ class Store:
             )
         except (InvalidAdapter, OSError):
             whole = False
-        if not whole:
-            (self.layout.folder("damaged") / digest).touch()
-            with self.leases.guard(digest):
-                if not self.leases.holders(digest) and directory.exists():
-                    os.rename(directory, self.layout.new_quarantine(digest))
-        return whole
+        if whole:
+            self._hashed.note(digest, identity)
+            return True
+        self._hashed.forget(digest)
+        if self.on_damage is not None:
+            self.on_damage(digest)
+        self._mark(digest).touch()
+        with self.leases.guard(digest):
+            if not self.leases.holders(digest) and directory.exists():
+                os.rename(directory, self.layout.new_quarantine(digest))
+        return False
+
+    def marked(self) -> set[str]:
+        """The adapters that are known to be damaged, whichever process has found it, and are not replaced yet."""
+        try:
+            return set(os.listdir(self.layout.folder("damaged")))
+        except OSError:
+            return set()
+
+    def is_marked(self, digest: str) -> bool:
+        """Whether one is known to be damaged."""
+        return self._mark(digest).exists()
+
+    def is_replaced(self, digest: str) -> bool:
+        """Whether other files lie there than those that this process has hashed last, or other contents."""
+        return self._hashed.differs(digest, identity_of(self.layout.adapter(digest)))
 
     def remove(self, digest: str) -> bool:
         """Remove a published adapter unless it is leased; returns whether it is gone."""
@@ -288,7 +330,7 @@ class Store:
 
     def _is_whole(self, digest: str) -> bool:
         """Whether every file is there in its size; only `verify` reads every byte."""
-        if (self.layout.folder("damaged") / digest).exists():
+        if self.is_marked(digest):
             return False
         directory = self.layout.adapter(digest)
         try:
@@ -297,6 +339,9 @@ class Store:
             )
         except (InvalidAdapter, OSError):
             return False
+
+    def _mark(self, digest: str) -> Path:
+        return self.layout.folder("damaged") / digest
 
     def _index(self, uri: str, version: str, form: str) -> Path:
         return self.layout.folder("index") / key_of(uri, version, *filter(None, [form]))
