@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -203,12 +204,36 @@ class AdapterResolver:
         """The adapter of this digest, leased for `name`, if the store has it, wherever it came from."""
         return self.store.acquire(digest, name)
 
-    def release(self, name: str, path: Path | str) -> None:
+    def release(self, name: Hashable, path: Path | str) -> None:
         """End the lease that `name` has of the version at `path`; without one, nothing happens.
 
         The store may remove the version once no other name has a lease. Callable from any thread.
         """
         self.store.leases.release(Path(path).name, name)
+
+    def share(self, path: str, holder: Hashable) -> bool:
+        """Lease the version at `path` for `holder` too, if this process has leased it; a few microseconds."""
+        return self.store.leases.share(path.rpartition("/")[2], holder)
+
+    def digest_at(self, path: str) -> str | None:
+        """The digest of the version whose path in the store this is; None where it is no such path."""
+        return self.store.layout.digest_of(path)
+
+    async def is_sound(self, digest: str, *, max_age_s: float = math.inf) -> bool:
+        """See `Store.is_sound`."""
+        return await asyncio.to_thread(self.store.is_sound, digest, max_age_s=max_age_s)
+
+    def is_damaged(self, digest: str) -> bool:
+        """Whether the store's copy is known to be damaged, by whichever process."""
+        return self.store.is_marked(digest)
+
+    def changed(self, served: Collection[str], some: Iterable[str]) -> tuple[set[str], set[str]]:
+        """Of the `served` digests, those whose copies are damaged; of `some`, those that were replaced or written to.
+
+        For a thread: it asks the file system.
+        """
+        marked = self.store.marked().intersection(served)
+        return marked, {digest for digest in some if digest not in marked and self.store.is_replaced(digest)}
 
     def drop(self, resolved: ResolvedAdapter) -> None:
         """End the lease of a `snapshot` that had a holder."""

@@ -65,7 +65,11 @@ class Layout:
     def digest_of(self, path: str) -> str | None:
         """The digest of the adapter whose directory this is, or was; None where `path` is no such directory's."""
         folder, _, name = path.rpartition("/")
-        return name if is_digest(name) and folder == str(self.root) else None
+        if not is_digest(name):
+            return None
+        while folder.endswith("/."):  # see `spelt_anew`
+            folder = folder.removesuffix("/.")
+        return name if folder == str(self.root) else None
 
     def digests(self) -> list[str]:
         """All adapters that are published."""
@@ -92,6 +96,12 @@ class Layout:
     def new_quarantine(self, digest: str, suffix: str = "") -> Path:
         """A path in the quarantine for an adapter."""
         return self.folder("quarantine") / f"{digest}.{os.urandom(4).hex()}{suffix}"
+
+
+def spelt_anew(path: str) -> str:
+    """Another spelling of an adapter's path, which no earlier load of it had."""
+    folder, _, name = path.rpartition("/")
+    return f"{folder}/./{name}"
 
 
 def is_digest(name: str) -> bool:

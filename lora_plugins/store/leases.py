@@ -63,6 +63,15 @@ class Leases:
             raise
         return True
 
+    def share(self, digest: str, holder: Hashable) -> bool:
+        """Lease an adapter for `holder` too, where another has leased it in this process; a few microseconds."""
+        with self._lock:
+            holders = self._holders.get(digest)
+            if not holders:
+                return False
+            holders.add(holder)
+            return True
+
     def release(self, digest: str, holder: Hashable = "") -> None:
         """End the lease of `holder`; without one, nothing happens. Callable from any thread.
 
