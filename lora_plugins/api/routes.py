@@ -210,7 +210,8 @@ def _status(lifecycle: Lifecycle, name: str, what: str, status: str = "success")
 
 def _view(adapter: ServedAdapter, place: Place, lifecycle: Lifecycle, state: State = State.SERVING) -> AdapterView:
     version = adapter.version
-    tiers: dict[str, Any] = {"store": version is not None, "host": place.host, "slot": place.slot}
+    is_stored = version is not None and lifecycle.copies.is_stored(version)
+    tiers: dict[str, Any] = {"store": is_stored, "host": place.host, "slot": place.slot}
     error = None
     if adapter.last_error is not None:
         error = LastError(code=adapter.last_error[0].code, message=str(adapter.last_error[0]), at=adapter.last_error[1])

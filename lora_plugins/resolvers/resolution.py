@@ -66,6 +66,10 @@ class _Query:
         return self.uri is not None and self.uri.scheme == BY_PATH
 
 
+async def _keep_all() -> None:
+    """Where vLLM may read an adapter again at any time, all leases stay."""
+
+
 class AdapterResolver:
     """Answers names and URIs with verified adapters in the store; it has one server's sources, in their order.
 
@@ -80,6 +84,7 @@ class AdapterResolver:
 
     Attributes:
         base: what is served, set once the server is made.
+        relieve: ends leases of names that nothing uses at the moment, where they are in the way of a fetch.
         on_abandoned: called with a version whose callers were all cancelled before they had it; it is leased.
         describe_model: asks the engine for its model's modules, once; None answers where LoRA is off.
 
@@ -92,6 +97,8 @@ class AdapterResolver:
         self.events = events
         self.store = store
         store.on_evict = lambda digest, size_bytes: events.emit(StoreEvicted(digest, size_bytes))
+        self.relieve: Callable[[], Awaitable[None]] = _keep_all
+        store.relieve = self._relieve
         store.on_damage = lambda digest: events.emit(StoreDamaged(digest))
         self.sources = list(sources)
         self.base: BaseModel | None = None
@@ -210,6 +217,25 @@ class AdapterResolver:
         The store may remove the version once no other name has a lease. Callable from any thread.
         """
         self.store.leases.release(Path(path).name, name)
+
+    def is_leased(self, name: Hashable, path: Path) -> bool:
+        """Whether `name` has a lease of the version at `path`; a microsecond."""
+        return self.store.leases.is_held(path.name, name)
+
+    async def _relieve(self) -> None:
+        await self.relieve()
+
+    def is_stored(self, path: Path) -> bool:
+        """See `Store.has`."""
+        return self.store.has(path)
+
+    async def end_leases(self, leases: Collection[tuple[str, Hashable, float | None]]) -> None:
+        """See `Store.end_leases`."""
+        await asyncio.to_thread(self.store.end_leases, leases)
+
+    async def pressed_at(self) -> int:
+        """See `Store.pressed_at`."""
+        return await asyncio.to_thread(self.store.pressed_at)
 
     def share(self, path: str, holder: Hashable) -> bool:
         """Lease the version at `path` for `holder` too, if this process has leased it; a few microseconds."""

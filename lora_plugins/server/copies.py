@@ -1,9 +1,10 @@
 """The copies in the store of what is served: there, and with the bytes of their digests, before an engine reads them.
 
-An engine may read an adapter again for any request of it. So each request has a lease of its own, from before it
-reaches the engine until it has ended. A copy that is gone is fetched again before the request goes on. One that is
-damaged is too, whoever finds it; the engines then read it again, under another engine id and by another spelling of its
-path, which the keys of cached prefixes hold: what was computed with damaged weights is not found.
+An engine may read an adapter again for any request of it, and only for one. So each request has a lease of its own,
+from before it reaches the engine until it has ended; the name's own lease ends where a fetch needs the room. A copy
+that is gone is fetched again before the request goes on. One that is damaged is too, whoever finds it; the engines then
+read it again, under another engine id and by another spelling of its path, which the keys of cached prefixes hold: what
+was computed with damaged weights is not found.
 """
 
 from __future__ import annotations
@@ -15,12 +16,19 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, LoRAPluginsError
+from lora_plugins.errors import (
+    AdapterNotFound,
+    IncompatibleAdapter,
+    InvalidAdapter,
+    LoRAPluginsError,
+    SourceUnavailable,
+)
 from lora_plugins.events import Event, Events, StoreDamaged
 from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.server.draining import Draining
 from lora_plugins.server.engine import Engine
+from lora_plugins.server.planner_client import PlannerClient
 from lora_plugins.server.registry import Registry, ServedAdapter, gone_from_source
 from lora_plugins.server.swapping import Swapping
 from lora_plugins.store.errors import DamagedCopy
@@ -37,6 +45,7 @@ class Copies:
     def __init__(
         self,
         registry: Registry,
+        planner: PlannerClient,
         swapping: Swapping,
         draining: Draining,
         *,
@@ -45,6 +54,7 @@ class Copies:
         events: Events,
     ) -> None:
         self._registry = registry
+        self._planner = planner
         self._swapping = swapping
         self._draining = draining
         self._engine = engine
@@ -52,6 +62,8 @@ class Copies:
         self._events = events
         self._loop: asyncio.AbstractEventLoop | None = None
         self._next = 0
+        self._pressed_at: int | None = None
+        resolver.relieve = self.relieve
         self._tried_at: dict[str, float] = {}  # when a damaged copy could not be replaced, by name
         noted = weakref.WeakMethod(self._noted)  # the process has its events for longer than a server
         events.add(lambda event: None if (note := noted()) is None else note(event))
@@ -132,10 +144,31 @@ class Copies:
         for digest in replaced:
             await self._resolver.is_sound(digest)
             self._flag(digest)  # sound by now or not, what the engines have was read before
+        before, self._pressed_at = self._pressed_at, await self._resolver.pressed_at()
+        if before not in (None, self._pressed_at):
+            await self.relieve()
         now = time.monotonic()
         damaged = [adapter for adapter in self._registry.all() if adapter.is_damaged]
         due = [it for it in damaged if now - self._tried_at.get(it.name, -_RETRY_S) >= _RETRY_S]
         await asyncio.gather(*(self._replace(adapter) for adapter in due))
+
+    async def relieve(self) -> None:
+        """End the names' leases of what no request uses: the store may remove it, and each has it again when asked for.
+
+        Pinned adapters keep theirs, and names theirs of the version that they stay at: no source may have that again.
+        """
+        used_at = self._planner.used_at
+        idle = [
+            (version.digest, adapter.name, used_at.get(adapter.engine_id) if version is adapter.version else None)
+            for adapter in self._registry.all()
+            for version in adapter.versions
+            if not adapter.is_pinned and version.digest != adapter.held_digest
+        ]
+        await self._resolver.end_leases(idle)
+
+    def is_stored(self, version: ResolvedAdapter) -> bool:
+        """Whether its copy is there, and not known to be damaged; a few microseconds."""
+        return self._resolver.is_stored(version.path)
 
     async def _replace(self, adapter: ServedAdapter) -> None:
         async with self._engine.lock(adapter.name):
@@ -157,7 +190,12 @@ class Copies:
                 adapter = self._registry.get(request.lora_name)
                 if adapter is None or adapter.version is None:
                     return request  # unloaded meanwhile, which the engine answers
-                await self._have(adapter)
+                try:
+                    await self._have(adapter)
+                except SourceUnavailable:
+                    if adapter.is_damaged or not (await self._planner.places())(adapter.engine_id).host:
+                        raise
+                    return adapter.request  # the engine need not read it
                 request = adapter.request
         raise DamagedCopy.of(request.lora_path)
 

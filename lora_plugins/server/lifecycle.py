@@ -57,7 +57,9 @@ class Lifecycle:
         self._drain_timeout_s = drain_timeout_s
         self._draining = Draining(registry, planner, engine=engine, resolver=resolver, events=events)
         self._swapping = Swapping(registry, planner, self._draining, engine=engine, events=events)
-        self.copies = Copies(registry, self._swapping, self._draining, engine=engine, resolver=resolver, events=events)
+        self.copies = Copies(
+            registry, planner, self._swapping, self._draining, engine=engine, resolver=resolver, events=events
+        )
         resolver.on_abandoned = lambda resolved: self._draining.forget(resolved.name, resolved)
 
     async def load(
@@ -248,10 +250,15 @@ class Lifecycle:
             return await self._refresh(adapter, moves=moves)
 
     async def poll(self, name: str) -> None:
-        """As `refresh`, for the poller: what was rolled back stays, and errors are noted only."""
+        """As `refresh`, for the poller: what was rolled back stays, and errors are noted only.
+
+        What has left the store is not fetched before it is asked for.
+        """
         async with self._engine.lock(name):
             adapter = self.registry.get(name)
             if adapter is None or adapter.version is None or adapter.held_digest is not None:
+                return
+            if not self._resolver.is_leased(name, adapter.version.path):
                 return
             try:
                 await self._refresh(adapter)

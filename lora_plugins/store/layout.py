@@ -14,6 +14,7 @@
 <root>/.quarantine/<digest>.<n>          what was damaged
 <root>/.quarantine/<digest>.<n>.removed  being deleted
 <root>/.served/<key>.json       what servers of one base model served last
+<root>/.pressure                touched where a fetch found no room for leases of other processes
 <root>/.models/<key>.json       which modules the engine of one base model has
 ```
 """
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MANIFEST_FILE = "manifest.json"
+PRESSURE_FILE = ".pressure"
 MIN_PREFIX = 8  # characters of a digest that may stand for all of it
 _HEXADECIMAL = frozenset("0123456789abcdef")
 _FOLDERS = ("index", "tmp", "parts", "locks", "leases", "processes", "uses", "damaged", "quarantine", "served")

@@ -9,20 +9,21 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_plugins.errors import InvalidAdapter, SourceUnavailable
+from lora_plugins.errors import InvalidAdapter, NoFreeSlot, SourceUnavailable
 from lora_plugins.store import kept_parts
 from lora_plugins.store.errors import FULL, store_errors
-from lora_plugins.store.eviction import make_room, remove
+from lora_plugins.store.eviction import make_room, remove, share_of_disk
 from lora_plugins.store.file_system import try_file_system
 from lora_plugins.store.hashed import HashedEntries, identity_of
 from lora_plugins.store.hashing import sha256_of
 from lora_plugins.store.layout import (
     MANIFEST_FILE,
+    PRESSURE_FILE,
     Layout,
     is_digest,
     key_of,
@@ -59,6 +60,8 @@ class StoredAdapter:
 class Store:
     """Adapters below one root, which processes and hosts may share.
 
+    Its budget is `max_bytes`, or with `has_share` a share of its file system; with neither, there is none.
+
     Raises at construction:
         InvalidSettings: its file system has no hard links or no working locks, or it is another user's.
         OSError: the root cannot be written.
@@ -69,6 +72,7 @@ class Store:
         root: Path,
         *,
         max_bytes: int | None = None,
+        has_share: bool = False,
         fetch_timeout_s: float = 300,
         fetch_bytes_per_s: float = math.inf,
     ) -> None:
@@ -76,7 +80,12 @@ class Store:
         self.layout.create()
         self.processes = Processes(self.layout.folder("processes"))
         self.leases = Leases(self.layout, self.processes)
-        self.max_bytes = max_bytes
+        self._sizes_bytes: dict[str, int] = {}
+        self.max_bytes, self._kept_free_bytes = max_bytes, 0
+        if has_share and max_bytes is None:
+            self.max_bytes, self._kept_free_bytes = share_of_disk(self.layout, self._sizes_bytes)
+        # Ends leases of this process that nothing uses at the moment: what they keep is in the way of a fetch.
+        self.relieve: Callable[[], Awaitable[None]] | None = None
         self.on_evict: Callable[[str, int], None] | None = None  # called with digest and bytes, in a thread
         self.on_damage: Callable[[str], None] | None = None  # called with the digest of a damaged entry, in a thread
         self._hashed = HashedEntries()
@@ -141,7 +150,7 @@ class Store:
         directory = self.layout.new_temporary(self.processes.me(), needed_bytes)
         download = PartialDownload(directory, [name for name, _, _ in wanted.promised])
         parts = None if converted else kept_parts.place_of(self.layout, wanted.uri, wanted.version)
-        making = asyncio.create_task(asyncio.to_thread(self._make_room, download, needed_bytes, parts))
+        making = asyncio.create_task(self._have_room(download, needed_bytes, parts))
         try:
             await asyncio.shield(making)
             await fetch(download)
@@ -155,13 +164,53 @@ class Store:
             await asyncio.wait([making])  # a cancelled fetch must not leave what its thread makes afterwards
             await asyncio.to_thread(self._put_away, download, parts)
 
+    async def _have_room(self, download: PartialDownload, needed_bytes: int, parts: Path | None) -> None:
+        """As `_make_room`; where leases are in the way, those that nothing uses end, of this process and then others.
+
+        Others see a mark, and end theirs before this is asked for again.
+        """
+        try:
+            await asyncio.to_thread(self._make_room, download, needed_bytes, parts)
+        except NoFreeSlot:
+            if self.relieve is not None:
+                await self.relieve()
+            try:
+                await asyncio.to_thread(self._make_room, download, needed_bytes, parts)
+            except NoFreeSlot:
+                await asyncio.to_thread((self.layout.root / PRESSURE_FILE).touch)
+                raise
+
+    def pressed_at(self) -> int:
+        """When some process found no room for the leases of others, in the file system's ns; 0 where none ever has."""
+        try:
+            return (self.layout.root / PRESSURE_FILE).stat().st_mtime_ns
+        except OSError:
+            return 0
+
+    def end_leases(self, leases: Iterable[tuple[str, Hashable, float | None]]) -> None:
+        """End leases of this process: digest, holder, and when it was used last, in seconds since 1970."""
+        for digest, holder, used_at in leases:
+            if used_at is not None:
+                with contextlib.suppress(OSError):  # only the order of eviction is then old
+                    os.utime(self.layout.folder("uses") / digest, (used_at, used_at))
+            self.leases.release(digest, holder)
+
     def _make_room(self, download: PartialDownload, needed_bytes: int, parts: Path | None) -> None:
         """Make room and the directory that announces its use, before another fetch counts what is there.
 
         What an earlier fetch of this version has left at `parts` is in it.
         """
         with self.leases.guard("room"):
-            make_room(self.layout, self.leases, needed_bytes, self.max_bytes, self.on_evict, but_parts=parts)
+            make_room(
+                self.layout,
+                self.leases,
+                needed_bytes,
+                self.max_bytes,
+                self.on_evict,
+                but_parts=parts,
+                kept_free_bytes=self._kept_free_bytes,
+                sizes_bytes=self._sizes_bytes,
+            )
             if parts is None:
                 download.directory.mkdir()
             else:

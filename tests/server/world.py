@@ -92,6 +92,12 @@ class FakeResolver:
         if isinstance(name, str):
             self.needed.remove((name, Path(path).name))
 
+    def is_leased(self, name: str, path: Path) -> bool:
+        return (name, path.name) in self.needed
+
+    def is_stored(self, path: Path) -> bool:
+        return True
+
     def share(self, path: str, holder: Hashable) -> bool:
         return True
 
