@@ -19,7 +19,7 @@ from lora_plugins.server.draining import Draining
 from lora_plugins.server.engine import Engine
 from lora_plugins.server.planner_client import PlannerClient
 from lora_plugins.server.registry import Registry, ServedAdapter
-from lora_plugins.store.layout import spelt_anew
+from lora_plugins.store.layout import respelt
 
 KEPT_VERSIONS = 2
 
@@ -62,7 +62,7 @@ class Swapping:
             if not again:
                 adapter.version, adapter.last_error = version, None
                 return False
-            path, is_3d, leased = spelt_anew(adapter.request.lora_path), version.is_3d, [version]
+            path, is_3d, leased = respelt(adapter.request.lora_path), version.is_3d, [version]
         else:
             path, is_3d, leased = str(version.path), version.is_3d, [version]
         if moves:

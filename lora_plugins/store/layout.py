@@ -69,7 +69,7 @@ class Layout:
         folder, _, name = path.rpartition("/")
         if not is_digest(name):
             return None
-        while folder.endswith("/."):  # see `spelt_anew`
+        while folder.endswith("/."):  # see `respelt`
             folder = folder.removesuffix("/.")
         return name if folder == str(self.root) else None
 
@@ -100,7 +100,7 @@ class Layout:
         return self.folder("quarantine") / f"{digest}.{os.urandom(4).hex()}{suffix}"
 
 
-def spelt_anew(path: str) -> str:
+def respelt(path: str) -> str:
     """Another spelling of an adapter's path, which no earlier load of it had."""
     folder, _, name = path.rpartition("/")
     return f"{folder}/./{name}"

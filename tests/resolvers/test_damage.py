@@ -62,7 +62,7 @@ def test_a_flipped_header_is_not_the_adapters_fault(make):
     assert resolver.store.is_sound(first.digest)
 
 
-def test_what_does_not_fit_is_refused_once_its_copy_is_good(make):
+def test_what_does_not_fit_is_refused_by_a_good_copy(make):
     source = FakeSource("s3", {"sql": GOOD})
     flip(make(source).ask().path / WEIGHTS_FILE, 64)
     resolver = make(source)
@@ -117,7 +117,7 @@ def test_a_failed_check_is_hashed_where_nothing_else_shows_it(make, monkeypatch)
     assert content(resolver.ask().path) == GOOD
 
 
-def test_two_names_that_find_it_at_once_both_get_good_bytes(make):
+def test_two_names_that_find_it_both_get_good_bytes(make):
     source = FakeSource("s3", {"sql": GOOD, "other": GOOD})
     first = make(source).ask()
     flip(first.path / WEIGHTS_FILE, 8 * len(GOOD[WEIGHTS_FILE]) - 1)

@@ -1,4 +1,4 @@
-"""A store smaller than what is served: names have room in turn, and only what is in use is in nobody's way."""
+"""A store smaller than what is served: names have room in turn, and only what is in use is in the way."""
 
 from __future__ import annotations
 
