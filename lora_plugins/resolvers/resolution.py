@@ -208,8 +208,15 @@ class AdapterResolver:
         return self._versions.served((name, ""))
 
     def stored(self, name: str, digest: str) -> Path | None:
-        """The adapter of this digest, leased for `name`, if the store has it, wherever it came from."""
-        return self.store.acquire(digest, name)
+        """The adapter of this digest, leased for `name`, if the store has its very bytes, wherever it came from.
+
+        For a thread: it may have to hash them.
+        """
+        path = self.store.acquire(digest, name)
+        if path is not None and not self.store.is_sound(digest):
+            self.store.leases.release(digest, name)
+            return None
+        return path
 
     def release(self, name: Hashable, path: Path | str) -> None:
         """End the lease that `name` has of the version at `path`; without one, nothing happens.

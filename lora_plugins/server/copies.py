@@ -86,9 +86,11 @@ class Copies:
     async def keeping(self, adapter: ServedAdapter) -> AsyncIterator[Any]:
         """As `using`, of the present version, for whoever has the name's lock."""
         holder = object()
-        await self._have(adapter)
+        for _ in range(_CHANGES):
+            await self._have(adapter)
+            if self._resolver.share(adapter.request.lora_path, holder):
+                break
         request = adapter.request
-        self._resolver.share(request.lora_path, holder)
         try:
             yield request
         finally:
@@ -96,8 +98,7 @@ class Copies:
 
     async def has(self, name: str, version: ResolvedAdapter) -> bool:
         """Whether the store still has a version, which is leased for the name then, and sound."""
-        found = await asyncio.to_thread(self._resolver.stored, name, version.digest)
-        return found is not None and await self._resolver.is_sound(version.digest)
+        return await asyncio.to_thread(self._resolver.stored, name, version.digest) is not None
 
     async def update(self, adapter: ServedAdapter, *, moves: bool = False, is_bound: bool = False) -> bool:
         """Swap to the newest version at the source; a damaged copy is replaced and read again, though it is the same.
@@ -178,13 +179,14 @@ class Copies:
                     await self._have(adapter)
 
     async def _with_copy(self, request: Any, holder: object) -> Any:
-        self._loop = self._loop or asyncio.get_running_loop()
+        self._loop, digest = self._loop or asyncio.get_running_loop(), None
         for _ in range(_CHANGES):
             adapter = self._registry.get(request.lora_name)
             is_damaged = adapter is not None and adapter.is_damaged and adapter.engine_id == request.lora_int_id
             if not is_damaged and self._resolver.share(request.lora_path, holder):
                 return request
-            if self._resolver.digest_at(request.lora_path) is None:
+            digest = self._resolver.digest_at(request.lora_path)
+            if digest is None:
                 return request  # not the store's
             async with self._engine.lock(request.lora_name):
                 adapter = self._registry.get(request.lora_name)
@@ -197,7 +199,7 @@ class Copies:
                         raise
                     return adapter.request  # the engine need not read it
                 request = adapter.request
-        raise DamagedCopy.of(request.lora_path)
+        raise DamagedCopy.of(digest or request.lora_path)
 
     async def _have(self, adapter: ServedAdapter) -> None:
         """See that the copy of what a name stands for is leased and sound, of another version where it must be."""

@@ -220,7 +220,7 @@ async def _watched(original: Any, call: inspect.BoundArguments, error_of_output:
             raise response.error from None
     copies = this_process().copies.get(client)
     for is_last in (copies is None, True):
-        taken = lora_request
+        taken = None
         try:
             async with nullcontext(lora_request) if copies is None else copies.using(lora_request) as taken:
                 call.arguments["lora_request"] = taken
@@ -233,10 +233,11 @@ async def _watched(original: Any, call: inspect.BoundArguments, error_of_output:
                     yield output
                 return
         except LoRAPluginsError as error:
-            if copies is not None and not (is_last or has_begun) and await copies.is_at_fault(taken, error):
+            is_final = is_last or has_begun or taken is None
+            if copies is not None and not is_final and await copies.is_at_fault(taken, error):
                 continue  # it is fetched again before the request goes on
             events.emit(RequestRefused(name, error))
-            snapshots_of(client).refused(taken, error)
+            snapshots_of(client).refused(taken or lora_request, error)
             response.error = http_error(error)
             raise response.error from None
 

@@ -169,3 +169,15 @@ def test_a_read_only_store_does_not_serve_damage(make, monkeypatch):
     monkeypatch.setattr(Store, "verify", read_only)
     with pytest.raises(DamagedCopy):
         resolver.ask()
+
+
+def test_a_worker_reads_no_damaged_copy(make):
+    """It asks its own store by digest, and its source where that has none."""
+    source = FakeSource("s3", {"sql": GOOD})
+    first = make(source).ask()
+    flip(first.path / WEIGHTS_FILE, 8 * len(GOOD[WEIGHTS_FILE]) - 1)
+    resolver = make(source)
+    assert resolver.stored("sql", first.digest) is None
+    assert not resolver.store.leases.is_held(first.digest, "sql")
+    assert content(asyncio.run(resolver.latest("sql", None, resolver.base.path)).path) == GOOD
+    assert resolver.stored("sql", first.digest) == first.path
