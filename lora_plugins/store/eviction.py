@@ -138,7 +138,14 @@ def make_room(
         disk = os.statvfs(layout.root)
         used_bytes = sum(entry.size_bytes for entry in known) + parts_bytes
         budget_bytes = min(max_bytes, used_bytes + disk.f_bavail * disk.f_frsize - kept_free_bytes)
+    if needed_bytes > budget_bytes:
+        raise OutOfMemory(
+            f"a disk below the store on which {max(0, budget_bytes)} bytes can be used",
+            expected=f"{needed_bytes} for the adapter, beside {kept_free_bytes} that stay free",
+            remedy="free space, or set LORA_PLUGINS_STORE_MAX_BYTES or LORA_PLUGINS_STORE_DIR",
+        )
     room_bytes = budget_bytes - needed_bytes - pending
+    _require_room(known, room_bytes, max_bytes, needed_bytes, leases)
     free_bytes = room_bytes - sum(entry.size_bytes for entry in known)
     for kept in parts:
         if parts_bytes <= free_bytes:
@@ -150,18 +157,28 @@ def make_room(
     for entry in eviction.removed:
         if on_evict is not None:
             on_evict(entry.digest, entry.size_bytes)
-    if eviction.left_bytes > room_bytes and not eviction.leased and not pending:
-        raise OutOfMemory(
-            f"a disk below the store on which {max(0, budget_bytes)} bytes can be used",
-            expected=f"{needed_bytes} for the adapter, beside {kept_free_bytes} that stay free",
-            remedy="free space, or set LORA_PLUGINS_STORE_MAX_BYTES or LORA_PLUGINS_STORE_DIR",
-        )
-    if eviction.left_bytes > room_bytes:
-        raise NoFreeSlot(
-            f"a store of {max_bytes} bytes of which engines still use all that would have to go",
-            expected=f"{needed_bytes} bytes that can be made free",
-            remedy="ask again later, unload adapters, or raise LORA_PLUGINS_STORE_MAX_BYTES",
-        )
+    if eviction.left_bytes > room_bytes:  # leased meanwhile
+        raise _all_used(max_bytes, needed_bytes)
+
+
+def _require_room(known: Iterable[Entry], room_bytes: int, max_bytes: int, needed_bytes: int, leases: Leases) -> None:
+    """Remove nothing where the rest would not be enough.
+
+    Raises:
+        NoFreeSlot: it would not.
+    """
+    if sum(entry.size_bytes for entry in known) <= room_bytes:
+        return
+    if sum(entry.size_bytes for entry in known if leases.holders(entry.digest)) > room_bytes:
+        raise _all_used(max_bytes, needed_bytes)
+
+
+def _all_used(max_bytes: int, needed_bytes: int) -> NoFreeSlot:
+    return NoFreeSlot(
+        f"a store of {max_bytes} bytes of which engines still use all that would have to go",
+        expected=f"{needed_bytes} bytes that can be made free",
+        remedy="ask again later, unload adapters, or raise LORA_PLUGINS_STORE_MAX_BYTES",
+    )
 
 
 def remove(layout: Layout, leases: Leases, digest: str) -> bool:

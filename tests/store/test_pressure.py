@@ -48,6 +48,15 @@ def test_leases_that_nothing_uses_end_before_a_fetch_fails(full) -> None:
     assert store.pressed_at() > 0
 
 
+def test_nothing_goes_where_all_of_it_is_not_enough(full) -> None:
+    store, digests = full
+    store.leases.release(digests[0], 1)
+    large = DownloadSpec(adapter_files(hidden=40), version="large")
+    with pytest.raises(NoFreeSlot):
+        obtain(store, large)
+    assert store.layout.digests() == sorted(digests)
+
+
 def test_what_was_used_longest_ago_goes_first(full) -> None:
     store, digests = full
 
@@ -103,6 +112,7 @@ def test_room_is_kept_free_on_the_disk(tmp_path, disk) -> None:
     disk.f_bavail = GIB - 2 * SIZE
     with pytest.raises(OutOfMemory, match="stay free"):
         fill(store, 3)
+    assert store.layout.digests() == [second], "all of it would not be enough"
 
 
 def test_a_small_disk_keeps_a_twentieth_free(tmp_path, disk) -> None:
