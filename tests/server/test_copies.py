@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
+from lora_plugins.api import routes
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, SourceUnavailable
 from lora_plugins.events import StoreDamaged
 from lora_plugins.server.registry import ServedAdapter
@@ -307,3 +308,20 @@ async def test_the_watch_ends_with_its_server(make_bed) -> None:
     await watch(copies)
     assert copies() is None
     events.emit(StoreDamaged("0" * 64))
+
+
+@runs
+async def test_a_refresh_says_that_it_has_loaded_again(make_bed) -> None:
+    bed = make_bed()
+    adapter = await bed.load()
+    bed.damage(adapter)
+    bed.verify(adapter)
+    done = await routes.refresh("sql", bed.world.lifecycle)
+    assert (done.swapped, done.digest, done.previous_digest) == (True, adapter.version.digest, adapter.version.digest)
+    assert done.message.endswith("was fetched and loaded again, as its copy was damaged.")
+    again = await routes.refresh("sql", bed.world.lifecycle)
+    assert (again.swapped, again.message.endswith("serves the newest version.")) == (False, True)
+    view = await routes.show("sql", bed.world.lifecycle)
+    assert "store" in view.tiers
+    shutil.rmtree(adapter.version.path)
+    assert "store" not in (await routes.show("sql", bed.world.lifecycle)).tiers
