@@ -134,3 +134,21 @@ def test_manifests_are_read_once_to_make_room(full, monkeypatch) -> None:
 
 
 _unreadable: Callable[..., Manifest] = staticmethod(lambda *_: pytest.fail("read again"))
+
+
+def test_what_is_not_leased_yet_is_not_shared(full, monkeypatch) -> None:
+    """Between a holder's claim and the file that others see, the entry may go."""
+    store, (digest, *_) = full
+    store.leases.release(digest, 1)
+    shared: list[bool] = []
+    is_dir = Path.is_dir
+
+    def share_meanwhile(path: Path) -> bool:
+        if path.name == digest and not shared:
+            shared.append(store.leases.share(digest, "request"))
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", share_meanwhile)
+    assert store.leases.acquire(digest, "name")
+    assert shared == [False]
+    assert store.leases.share(digest, "request")
