@@ -119,6 +119,13 @@ class StoreEvicted:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreDamaged:
+    """A published adapter has other bytes than its digest says; it is served no more. Emitted from any thread."""
+
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class RequestServed:
     """The engine has begun to answer a request for an adapter."""
 
@@ -216,6 +223,7 @@ Event = (
     | AdapterUnknown
     | AbsenceRemembered
     | StoreEvicted
+    | StoreDamaged
     | RequestServed
     | RequestRefused
     | LoadRefused

@@ -22,6 +22,7 @@ from lora_plugins.observability.logs import LogEvents
 from lora_plugins.observability.store_metrics import StoreUsageReader
 from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.resolvers.sources.source import Source
+from lora_plugins.server.copies import Copies
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.planner_client import PlannerClient
 from lora_plugins.server.snapshots import Snapshots
@@ -42,6 +43,7 @@ class Process:
         is_resolver_registered: whether vLLM asks our resolver.
         counted: the metrics that are counted from events. store_usage: what the store's metrics remember.
         planners, lifecycles: by vLLM's `AsyncLLM`, and by its `OpenAIServingModels`.
+        copies: of what is served, by vLLM's `AsyncLLM`.
         snapshots: by vLLM's `AsyncLLM` or `LLMEngine`.
     """
 
@@ -59,6 +61,7 @@ class Process:
         self.store_usage = StoreUsageReader()
         self.planners: WeakKeyDictionary[Any, PlannerClient] = WeakKeyDictionary()
         self.lifecycles: WeakKeyDictionary[Any, Lifecycle] = WeakKeyDictionary()
+        self.copies: WeakKeyDictionary[Any, Copies] = WeakKeyDictionary()
         self.snapshots: WeakKeyDictionary[Any, Snapshots] = WeakKeyDictionary()
         self._known_sources = list(known_sources)
         self._warned_of_plugins = False

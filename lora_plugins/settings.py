@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -100,8 +100,9 @@ class Settings:
     """Size limit of an adapter's configuration and weights together."""
     store_dir: Path = required("LORA_PLUGINS_STORE_DIR", PATH, "~/.cache/lora-plugins")
     """The [store](../operate/store.md); where `XDG_CACHE_HOME` is set, the default is `lora-plugins` below it."""
-    store_max_bytes: int | None = optional("LORA_PLUGINS_STORE_MAX_BYTES", BYTES)
-    """The store's budget."""
+    store_max_bytes: int | None = optional("LORA_PLUGINS_STORE_MAX_BYTES", replace(BYTES, none="a share of the disk"))
+    """The store's budget; unset, 80 % of what the store has and what is free beside it at start, less where fewer than
+    1 GiB or 5 % of the disk would stay free ([store](../operate/store.md))."""
     sources: tuple[str, ...] = required("LORA_PLUGINS_SOURCES", order(*SOURCES), ",".join(SOURCES))
     """The order in which sources are asked; one left out is asked last."""
     allowed_uris: tuple[str, ...] = required("LORA_PLUGINS_ALLOWED_URIS", NAMES, "")

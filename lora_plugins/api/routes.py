@@ -33,6 +33,7 @@ from lora_plugins.server.declared_set import DeclaredSet
 from lora_plugins.server.lifecycle import ANY_VERSION, Lifecycle
 from lora_plugins.server.planner_client import Place
 from lora_plugins.server.registry import ServedAdapter, not_served
+from lora_plugins.store.errors import DamagedCopy
 from lora_plugins.store.layout import is_digest
 
 router = APIRouter(prefix="/v1/loras", tags=["LoRA adapters"], dependencies=[Depends(require_admin)])
@@ -91,13 +92,13 @@ class _Change:
         adapter = self._lifecycle.registry.get(self._name)
         return None if adapter is None or adapter.version is None else adapter.version.digest
 
-    def done(self, what: str) -> VersionStatus:
+    def done(self, what: str, *, is_loaded_again: bool = False) -> VersionStatus:
         now = self._digest
         return VersionStatus(
             **_status(self._lifecycle, self._name, what).model_dump(),
             digest=now,
             previous_digest=self._before,
-            swapped=self._before is not None and now != self._before,
+            swapped=self._before is not None and (now != self._before or is_loaded_again),
             elapsed_ms=round((time.perf_counter() - self._started) * 1e3, 3),
         )
 
@@ -199,6 +200,9 @@ async def refresh(
     change, body = _Change(lifecycle, lora_name), body or SwapRequest()
     async with _as_http():
         is_swapped = await lifecycle.refresh(lora_name, expects=_expected(if_match), moves=body.moves)
+    adapter = lifecycle.registry.get(lora_name)
+    if is_swapped and adapter is not None and isinstance(adapter.last_error and adapter.last_error[0], DamagedCopy):
+        return change.done("was fetched and loaded again, as its copy was damaged", is_loaded_again=True)
     return change.done("swapped to a new version" if is_swapped else "serves the newest version")
 
 
@@ -223,7 +227,8 @@ def _status(lifecycle: Lifecycle, name: str, what: str, status: str = "success")
 
 def _view(adapter: ServedAdapter, place: Place, lifecycle: Lifecycle, state: State = State.SERVING) -> AdapterView:
     version = adapter.version
-    tiers: dict[str, Any] = {"store": version is not None, "host": place.host, "slot": place.slot}
+    is_stored = version is not None and lifecycle.copies.is_stored(version)
+    tiers: dict[str, Any] = {"store": is_stored, "host": place.host, "slot": place.slot}
     error = None
     if adapter.last_error is not None:
         error = LastError(code=adapter.last_error[0].code, message=str(adapter.last_error[0]), at=adapter.last_error[1])

@@ -60,6 +60,7 @@ class CountEvents:
         self._store_misses = counter("store_misses", "Versions that had to be fetched")
         self._store_evictions = counter("store_evictions", "Adapters removed from the store to make room")
         self._store_evicted_bytes = counter("store_evicted_bytes", "Their bytes")
+        self._store_damaged = counter("store_damaged", "Adapters in the store that were found damaged")
         self._requests = counter("requests", "Requests that the engine has begun to answer", "adapter_name")
         self._swaps = counter("swaps", "Names that were pointed to another version")
         self._swap_s = histogram("swap_load", "Loading a version beside the one that it replaces", _FETCH_BUCKETS_S)
@@ -100,6 +101,8 @@ class CountEvents:
             case events.StoreEvicted():
                 self._store_evictions.inc()
                 self._store_evicted_bytes.inc(event.size_bytes)
+            case events.StoreDamaged():
+                self._store_damaged.inc()
             case events.RequestServed():
                 self._requests.labels(self._labels.of(event.name)).inc()
             case events.RequestRefused():

@@ -69,6 +69,9 @@ class LogEvents:
                 self._warn(event.name, f"Declared adapter '{event.name}' is not served as declared: {event.error}")
             case events.DeclaredFileInvalid():
                 logger.error("What was declared before goes on: %s", event.error)
+            case events.StoreDamaged():
+                text = "The store's copy %s is damaged: its bytes are not those of its digest; it is served no more"
+                logger.error(text, event.digest)
             case events.AdapterUnloaded():
                 text = "Adapter '%s' unloaded after %.2f s; %d requests were ended"
                 logger.info(text, event.name, event.drain_s, event.aborted)

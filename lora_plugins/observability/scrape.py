@@ -127,9 +127,7 @@ class MetricsCollector:
             yield GaugeMetricFamily("lora_plugins_store_adapters", "Adapters in the store", store.adapters)
             yield GaugeMetricFamily("lora_plugins_store_bytes", "Their bytes", store.size_bytes)
             if store.max_bytes is not None:
-                yield GaugeMetricFamily(
-                    "lora_plugins_store_max_bytes", "LORA_PLUGINS_STORE_MAX_BYTES, where it is set", store.max_bytes
-                )
+                yield GaugeMetricFamily("lora_plugins_store_max_bytes", "The budget of the store", store.max_bytes)
 
 
 class RefreshBeforeScrape:

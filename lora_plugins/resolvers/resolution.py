@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from lora_plugins.events import (
     Events,
     LookUpRefused,
     SourceFailed,
+    StoreDamaged,
     StoreEvicted,
 )
 from lora_plugins.resolvers.look_ups import LookUpLimits, LookUps, LookUpsBusy
@@ -64,6 +66,10 @@ class _Query:
         return self.uri is not None and self.uri.scheme == BY_PATH
 
 
+async def _keep_all() -> None:
+    """Where vLLM may read an adapter again at any time, all leases stay."""
+
+
 class AdapterResolver:
     """Answers names and URIs with verified adapters in the store; it has one server's sources, in their order.
 
@@ -78,6 +84,7 @@ class AdapterResolver:
 
     Attributes:
         base: what is served, set once the server is made.
+        relieve: ends leases of names that nothing uses at the moment, where they are in the way of a fetch.
         on_abandoned: called with a version whose callers were all cancelled before they had it; it is leased.
         describe_model: asks the engine for its model's modules, once; None answers where LoRA is off.
 
@@ -90,6 +97,9 @@ class AdapterResolver:
         self.events = events
         self.store = store
         store.on_evict = lambda digest, size_bytes: events.emit(StoreEvicted(digest, size_bytes))
+        self.relieve: Callable[[], Awaitable[None]] = _keep_all
+        store.relieve = self._relieve
+        store.on_damage = lambda digest: events.emit(StoreDamaged(digest))
         self.sources = list(sources)
         self.base: BaseModel | None = None
         self.describe_model: Callable[[], Awaitable[Model | None]] | None = None
@@ -198,15 +208,65 @@ class AdapterResolver:
         return self._versions.served((name, ""))
 
     def stored(self, name: str, digest: str) -> Path | None:
-        """The adapter of this digest, leased for `name`, if the store has it, wherever it came from."""
-        return self.store.acquire(digest, name)
+        """The adapter of this digest, leased for `name`, if the store has its very bytes, wherever it came from.
 
-    def release(self, name: str, path: Path | str) -> None:
+        For a thread: it may have to hash them.
+        """
+        path = self.store.acquire(digest, name)
+        if path is not None and not self.store.is_sound(digest):
+            self.store.leases.release(digest, name)
+            return None
+        return path
+
+    def release(self, name: Hashable, path: Path | str) -> None:
         """End the lease that `name` has of the version at `path`; without one, nothing happens.
 
         The store may remove the version once no other name has a lease. Callable from any thread.
         """
         self.store.leases.release(Path(path).name, name)
+
+    def is_leased(self, name: Hashable, path: Path) -> bool:
+        """Whether `name` has a lease of the version at `path`; a microsecond."""
+        return self.store.leases.is_held(path.name, name)
+
+    async def _relieve(self) -> None:
+        await self.relieve()
+
+    def is_stored(self, path: Path) -> bool:
+        """See `Store.has`."""
+        return self.store.has(path)
+
+    async def end_leases(self, leases: Collection[tuple[str, Hashable, float | None]]) -> None:
+        """See `Store.end_leases`."""
+        await asyncio.to_thread(self.store.end_leases, leases)
+
+    async def pressed_at(self) -> int:
+        """See `Store.pressed_at`."""
+        return await asyncio.to_thread(self.store.pressed_at)
+
+    def share(self, path: str, holder: Hashable) -> bool:
+        """Lease the version at `path` for `holder` too, if this process has leased it; a few microseconds."""
+        return self.store.leases.share(path.rpartition("/")[2], holder)
+
+    def digest_at(self, path: str) -> str | None:
+        """The digest of the version whose path in the store this is; None where it is no such path."""
+        return self.store.layout.digest_of(path)
+
+    async def is_sound(self, digest: str, *, max_age_s: float = math.inf) -> bool:
+        """See `Store.is_sound`."""
+        return await asyncio.to_thread(self.store.is_sound, digest, max_age_s=max_age_s)
+
+    def is_damaged(self, digest: str) -> bool:
+        """Whether the store's copy is known to be damaged, by whichever process."""
+        return self.store.is_marked(digest)
+
+    def changed(self, served: Collection[str], some: Iterable[str]) -> tuple[set[str], set[str]]:
+        """Of the `served` digests, those whose copies are damaged; of `some`, those that were replaced or written to.
+
+        For a thread: it asks the file system.
+        """
+        marked = self.store.marked().intersection(served)
+        return marked, {digest for digest in some if digest not in marked and self.store.is_replaced(digest)}
 
     def drop(self, resolved: ResolvedAdapter) -> None:
         """End the lease of a `snapshot` that had a holder."""

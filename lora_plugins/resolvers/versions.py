@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import os
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ from pathlib import Path
 
 from cachetools import LRUCache
 
-from lora_plugins.adapter.config import ORIGINAL_CONFIG_FILE
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import adapter_id
 from lora_plugins.adapter.verify import VerifiedAdapter, fit_adapter
@@ -23,7 +21,7 @@ from lora_plugins.resolvers.conversion import ConvertedAdapter
 from lora_plugins.resolvers.limits import select_files
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
 from lora_plugins.settings import Settings
-from lora_plugins.store.errors import store_errors
+from lora_plugins.store.errors import DamagedCopy, store_errors
 from lora_plugins.store.layout import is_digest
 from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.partial_download import PartialDownload
@@ -33,6 +31,7 @@ from lora_plugins.verification.children import children
 _REMEMBERED_NAMES = 10_000
 _REMEMBERED_REJECTIONS = 1_000
 _FETCHES_AT_ONCE = 4
+_HASHED_S = 60.0  # an entry that fails a check is not hashed again within this time
 _LABELS = {"file": "filesystem", "hf": "hub"}  # every other scheme is an object store's
 
 
@@ -121,11 +120,10 @@ class Versions:
             return served
         started = time.perf_counter()
         attempt = object()  # holds the lease until the version is verified
-        stored, arrived = await self._find_converted(adapter, base, attempt), None
-        if stored is None:
-            stored, arrived = await self._obtain(name, source, adapter, attempt)
-        obtain_s = time.perf_counter() - started
-        stored, verified = await self._ready(stored, adapter.uri, adapter.version, base, attempt, arrived=arrived)
+        try:
+            stored, verified, obtain_s = await self._ready_from(source, adapter, base, attempt, name)
+        except DamagedCopy:  # it is marked, and fetched now
+            stored, verified, obtain_s = await self._ready_from(source, adapter, base, attempt, name)
         if adapter.link is not None:
             await asyncio.to_thread(adapter.link.point_to, stored.directory, name)
         self._store.leases.hand_over(stored.digest, attempt, holder or name)
@@ -160,6 +158,18 @@ class Versions:
         self._origins[name] = self._origins.get(name, frozenset()) | {adapter.uri}
         return served
 
+    async def _ready_from(
+        self, source: Source, adapter: RemoteAdapter, base: BaseModel | None, holder: object, name: str
+    ) -> tuple[StoredAdapter, VerifiedAdapter, float]:
+        """A located version, leased and as the engine wants it; and how long it took to have its bytes."""
+        started = time.perf_counter()
+        stored, arrived = await self._find_converted(adapter, base, holder), None
+        if stored is None:
+            stored, arrived = await self._obtain(name, source, adapter, holder)
+        obtain_s = time.perf_counter() - started
+        stored, verified = await self._ready(stored, adapter.uri, adapter.version, base, holder, arrived=arrived)
+        return stored, verified, obtain_s
+
     async def of_digest(
         self, name: str, digest_prefix: str, base: BaseModel | None, *, of_any_name: bool
     ) -> ResolvedAdapter | None:
@@ -172,7 +182,10 @@ class Versions:
         if manifest is None:
             return None
         found = StoredAdapter(manifest.digest, self._store.layout.adapter(manifest.digest), fetched=False)
-        stored, verified = await self._ready(found, manifest.uri, manifest.version, base, attempt)
+        try:
+            stored, verified = await self._ready(found, manifest.uri, manifest.version, base, attempt)
+        except DamagedCopy:
+            return None
         self._store.leases.hand_over(stored.digest, attempt, name)
         return ResolvedAdapter(
             name=name,
@@ -206,7 +219,7 @@ class Versions:
         arrived: VerifiedAdapter | None = None,
     ) -> tuple[StoredAdapter, VerifiedAdapter]:
         """A leased version as the engine wants it: itself, or what it is converted into, leased in its place."""
-        verified = await self._check(stored.digest, base, holder, arrived)
+        verified = await self._check_sound(stored.digest, base, holder, arrived)
         if verified.conversion is None or base is None or base.model is None:
             return stored, verified
         try:
@@ -218,9 +231,33 @@ class Versions:
                 made = await self._store.obtain(wanted, wanted.write, wanted.canonical, holder, wanted.converted)
         finally:
             self._store.leases.release(stored.digest, holder)
-        again = await self._check(made.digest, base, holder)
+        again = await self._check_sound(made.digest, base, holder)
         changes = "converted into the engine's form: " + ", ".join(wanted.converted.changes)
         return replace(made, fetched=stored.fetched), replace(again, notes=(*again.notes, changes))
+
+    async def _check_sound(
+        self, digest: str, base: BaseModel | None, holder: object, arrived: VerifiedAdapter | None = None
+    ) -> VerifiedAdapter:
+        """As `_check`, of the bytes that the digest says: they are hashed meanwhile, once per process.
+
+        What fails its check is hashed again: whether the adapter is at fault, or its copy.
+
+        Raises:
+            DamagedCopy: they are other bytes; the copy is marked. LoRAPluginsError: it does not fit. No lease is left.
+        """
+        checked, is_sound = await asyncio.gather(
+            self._check(digest, base, holder, arrived),
+            asyncio.to_thread(self._store.is_sound, digest),
+            return_exceptions=True,
+        )
+        if isinstance(checked, LoRAPluginsError) and is_sound is True:
+            is_sound = await asyncio.to_thread(self._store.is_sound, digest, max_age_s=_HASHED_S)
+        if is_sound is True and not isinstance(checked, BaseException):
+            return checked
+        self._store.leases.release(digest, holder)
+        if is_sound is False:
+            raise DamagedCopy.of(digest)
+        raise next(error for error in (checked, is_sound) if isinstance(error, BaseException))
 
     async def _check(
         self, digest: str, base: BaseModel | None, holder: object, arrived: VerifiedAdapter | None = None
@@ -231,13 +268,9 @@ class Versions:
         """
         directory = self._store.layout.adapter(digest)
         try:
-            has_canonical = await asyncio.to_thread(os.path.lexists, directory / ORIGINAL_CONFIG_FILE)
-            if arrived is None or not has_canonical:
+            if arrived is None:
                 settings = replace(self._settings, check_finite=False)
-                found = await asyncio.wrap_future(children().read(directory, settings))
-                arrived = found.adapter
-                if not has_canonical:
-                    await asyncio.to_thread(self._store.add_canonical, digest, found.canonical)
+                arrived = (await asyncio.wrap_future(children().read(directory, settings))).adapter
             return await asyncio.to_thread(self._check_fits, base, arrived)
         except LoRAPluginsError:
             self._store.leases.release(digest, holder)

@@ -11,10 +11,18 @@ from lora_plugins.events import Events
 from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.resolvers.uris import absolute, is_from, is_path
 from lora_plugins.resolvers.versions import ResolvedAdapter
+from lora_plugins.server.copies import Copies
 from lora_plugins.server.draining import Draining
 from lora_plugins.server.engine import Engine
 from lora_plugins.server.planner_client import PlannerClient
-from lora_plugins.server.registry import Registry, ServedAdapter, blocked, no_longer_served, not_served
+from lora_plugins.server.registry import (
+    Registry,
+    ServedAdapter,
+    blocked,
+    gone_from_source,
+    no_longer_served,
+    not_served,
+)
 from lora_plugins.server.swapping import Swapping
 from lora_plugins.store.layout import is_digest, is_prefix
 
@@ -29,6 +37,7 @@ class Lifecycle:
 
     Attributes:
         on_change: called after every change of what is served.
+        copies: of what is served, in the store.
     """
 
     def __init__(
@@ -50,6 +59,9 @@ class Lifecycle:
         self._drain_timeout_s = drain_timeout_s
         self._draining = Draining(registry, planner, engine=engine, resolver=resolver, events=events)
         self._swapping = Swapping(registry, planner, self._draining, engine=engine, events=events)
+        self.copies = Copies(
+            registry, planner, self._swapping, self._draining, engine=engine, resolver=resolver, events=events
+        )
         resolver.on_abandoned = lambda resolved: self._draining.forget(resolved.name, resolved)
 
     async def load(
@@ -146,7 +158,8 @@ class Lifecycle:
         """
         adapter, is_new = await self.load(name)
         if not is_new:
-            await self.planner.load(adapter.request, uri=adapter.uri, wants_slot=False)
+            async with self.copies.using(adapter.request) as request:
+                await self.planner.load(request, uri=adapter.uri, wants_slot=False)
         return adapter
 
     async def load_version(self, text: str, known_digest: str | None = None) -> ServedAdapter | None:
@@ -221,7 +234,9 @@ class Lifecycle:
         self.on_change()
 
     async def refresh(self, name: str, *, expects: str | None = None, moves: bool = False) -> bool:
-        """Look for a new version at the source and swap to it; returns whether there was one.
+        """Look for a new version at the source and swap to it; returns whether the engines have loaded one.
+
+        One whose copy in the store is damaged is fetched and loaded again, as the same version.
 
         `moves`, here and below: what runs goes on with it too.
 
@@ -237,10 +252,15 @@ class Lifecycle:
             return await self._refresh(adapter, moves=moves)
 
     async def poll(self, name: str) -> None:
-        """As `refresh`, for the poller: what was rolled back stays, and errors are noted only."""
+        """As `refresh`, for the poller: what was rolled back stays, and errors are noted only.
+
+        What has left the store is not fetched before it is asked for.
+        """
         async with self._engine.lock(name):
             adapter = self.registry.get(name)
             if adapter is None or adapter.version is None or adapter.held_digest is not None:
+                return
+            if not self._resolver.is_leased(name, adapter.version.path):
                 return
             try:
                 await self._refresh(adapter)
@@ -263,6 +283,8 @@ class Lifecycle:
             adapter = self.registry.require(name)
             _require_version(name, adapter, expects)
             version = next((v for v in adapter.previous if digest is None or v.digest.startswith(digest)), None)
+            if version is not None and not await self.copies.has(name, version):
+                version = None
             if version is None and digest is not None:
                 version = await self._resolver.of_digest(name, digest, of_any_name=is_digest(digest))
             if version is None:
@@ -287,7 +309,8 @@ class Lifecycle:
         async with self._engine.lock(name):
             adapter = self.registry.require(name)
             if not adapter.is_pinned:
-                await self.planner.pin(adapter.request, uri=adapter.uri)
+                async with self.copies.keeping(adapter) as request:
+                    await self.planner.pin(request, uri=adapter.uri)
                 adapter.is_pinned = True
         self.on_change()
         return adapter
@@ -357,14 +380,9 @@ class Lifecycle:
                 remedy="load it with POST /v1/loras",
                 adapter=adapter.name,
             )
-        try:
-            newest = await self._newest(adapter.name, adapter.uri)
-            is_new = await self._swapping.swap(adapter, newest, moves=moves)
-        except LoRAPluginsError as error:
-            self._swapping.failed(adapter, error)
-            raise
+        is_new = await self.copies.update(adapter, moves=moves)
         if adapter.given_path is not None:
-            adapter.held_digest = newest.digest
+            adapter.held_digest = adapter.version.digest
         if is_new:
             self.on_change()
         return is_new
@@ -372,12 +390,7 @@ class Lifecycle:
     async def _newest(self, name: str, uri: str | None) -> ResolvedAdapter:
         newest = await self._resolver.latest(name, uri, self._engine.base_path)
         if newest is None:
-            raise AdapterNotFound(
-                "no such adapter at its source any more",
-                expected="the one that is served, or a newer one",
-                remedy="put it back, or unload it",
-                adapter=name,
-            )
+            raise gone_from_source(name)
         return newest
 
     def _check_name(self, name: str) -> None:

@@ -35,6 +35,7 @@ class ServedAdapter:
         previous: versions that a rollback can go to, the last one first; leased in the store.
         held_digest: the version that it stays at: it was rolled back to it, or loaded by its path.
         is_pinned: stays in host memory and a slot.
+        is_damaged: its copy in the store was found damaged; it is fetched and loaded again before the next request.
         last_error: what went wrong last, and when, in seconds since 1970.
     """
 
@@ -45,6 +46,7 @@ class ServedAdapter:
     previous: list[ResolvedAdapter] = field(default_factory=list)
     held_digest: str | None = None
     is_pinned: bool = False
+    is_damaged: bool = False
     last_error: tuple[LoRAPluginsError, float] | None = None
 
     @property
@@ -70,6 +72,16 @@ class ServedAdapter:
 def not_served(name: str) -> AdapterNotFound:
     """What to raise where a name is asked for that is not served."""
     return AdapterNotFound("no such adapter", expected="one that is served", remedy="see GET /v1/loras", adapter=name)
+
+
+def gone_from_source(name: str) -> AdapterNotFound:
+    """What to raise where a newer version is looked for, and there is none at all."""
+    return AdapterNotFound(
+        "no such adapter at its source any more",
+        expected="the one that is served, or a newer one",
+        remedy="put it back, or unload it",
+        adapter=name,
+    )
 
 
 def no_longer_served(name: str) -> NoFreeSlot:

@@ -19,6 +19,7 @@ from lora_plugins.server.draining import Draining
 from lora_plugins.server.engine import Engine
 from lora_plugins.server.planner_client import PlannerClient
 from lora_plugins.server.registry import Registry, ServedAdapter
+from lora_plugins.store.layout import respelt
 
 KEPT_VERSIONS = 2
 
@@ -43,11 +44,13 @@ class Swapping:
         given: Any = None,
         *,
         moves: bool = False,
+        again: bool = False,
     ) -> bool:
         """Have new requests for this name enter the engine with `version`, which is leased for it.
 
         Where that is None, with what the workers find at the path of `given`, a request of vLLM's. With `moves`, what
-        runs goes on with the new one too, from one step on. Returns whether it is another version than before.
+        runs goes on with the new one too, from one step on. The version that is served already is loaded only `again`,
+        after its copy was damaged. Returns whether anything was loaded.
 
         Raises:
             LoRAPluginsError: it cannot be loaded; the old one goes on, and the lease has ended.
@@ -56,8 +59,10 @@ class Swapping:
         if version is None:
             path, is_3d, leased = given.lora_path, given.is_3d_lora_weight, []
         elif adapter.version is not None and adapter.version.digest == version.digest:
-            adapter.version, adapter.last_error = version, None
-            return False
+            if not again:
+                adapter.version, adapter.last_error = version, None
+                return False
+            path, is_3d, leased = respelt(adapter.request.lora_path), version.is_3d, [version]
         else:
             path, is_3d, leased = str(version.path), version.is_3d, [version]
         if moves:

@@ -5,11 +5,25 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Iterator
+from typing import Self
 
 from lora_plugins.errors import LoRAPluginsError, OutOfMemory, SourceUnavailable
 
 # The system's ways of saying that there is no room.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class DamagedCopy(SourceUnavailable):
+    """L006: what is in the store has other bytes than its digest says; it is not served."""
+
+    @classmethod
+    def of(cls, digest: str, then: str = "it is fetched again") -> Self:
+        """Of this entry; `then` says what becomes of it."""
+        return cls(
+            f"a damaged copy in the store: the bytes of {digest[:12]} are not those of its digest, and {then}",
+            expected="the bytes that were fetched",
+            remedy="ask again, or put the adapter back where it came from; look for faults of the store's disk",
+        )
 
 
 @contextlib.contextmanager

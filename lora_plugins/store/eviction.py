@@ -15,6 +15,9 @@ from lora_plugins.store.layout import Layout
 from lora_plugins.store.leases import Leases
 from lora_plugins.store.manifest import Manifest
 
+_SHARE = 0.8
+_KEPT_FREE_SHARE, _KEPT_FREE_BYTES = 0.05, 1 << 30
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -40,25 +43,44 @@ class Eviction:
     left_bytes: int
 
 
-def entries(layout: Layout) -> list[Entry]:
-    """All published adapters, the one used longest ago first."""
+def entries(layout: Layout, sizes_bytes: dict[str, int] | None = None) -> list[Entry]:
+    """All published adapters, the one used longest ago first.
+
+    With `sizes_bytes`, by digest, the manifests of those are not read; others are added, and those that are gone
+    removed.
+    """
     found = []
     for digest in layout.digests():
-        manifest = None
-        try:
-            manifest = Manifest.read(layout.adapter(digest))
-            size_bytes = manifest.size_bytes
-        except InvalidAdapter:
+        manifest, size_bytes = None, None if sizes_bytes is None else sizes_bytes.get(digest)
+        if size_bytes is None:
             try:
-                size_bytes = sum(entry.stat().st_size for entry in os.scandir(layout.adapter(digest)))
-            except OSError:
-                continue  # another process has just removed it, or it is no directory
+                manifest = Manifest.read(layout.adapter(digest))
+                size_bytes = manifest.size_bytes
+            except InvalidAdapter:
+                try:
+                    size_bytes = sum(entry.stat().st_size for entry in os.scandir(layout.adapter(digest)))
+                except OSError:
+                    continue  # another process has just removed it, or it is no directory
         try:
             used_at = (layout.folder("uses") / digest).stat().st_mtime
         except FileNotFoundError:
             used_at = 0.0
         found.append(Entry(digest, size_bytes, used_at, manifest))
+    if sizes_bytes is not None:
+        sizes_bytes.clear()
+        sizes_bytes.update({entry.digest: entry.size_bytes for entry in found})
     return sorted(found, key=_by_use)
+
+
+def share_of_disk(layout: Layout, sizes_bytes: dict[str, int]) -> tuple[int, int]:
+    """The budget where none is set, and what is to stay free on the disk, in bytes.
+
+    It is 80 % of what the store has and what is free beside it, so that it is the same after a restart.
+    """
+    disk = os.statvfs(layout.root)
+    stored_bytes = sum(entry.size_bytes for entry in entries(layout, sizes_bytes))
+    whole_bytes = stored_bytes + disk.f_bavail * disk.f_frsize
+    return int(_SHARE * whole_bytes), min(_KEPT_FREE_BYTES, int(_KEPT_FREE_SHARE * disk.f_blocks * disk.f_frsize))
 
 
 def evict(known: Iterable[Entry], max_bytes: int, remove: Callable[[Entry], bool]) -> Eviction:
@@ -86,10 +108,13 @@ def make_room(
     on_evict: Callable[[str, int], None] | None = None,
     *,
     but_parts: Path | None = None,
+    kept_free_bytes: int = 0,
+    sizes_bytes: dict[str, int] | None = None,
 ) -> None:
     """Remove adapters until `needed_bytes` more fit under `max_bytes`; `on_evict` gets the digest and bytes of each.
 
     Before them go the parts of fetches that failed, but for those at `but_parts`, which are among `needed_bytes`.
+    Where the disk would have less than `kept_free_bytes` left, more of both go. `sizes_bytes`: see `entries`.
 
     Raises:
         OutOfMemory: it does not fit even in an empty store.
@@ -104,10 +129,23 @@ def make_room(
             remedy="raise LORA_PLUGINS_STORE_MAX_BYTES",
         )
     # First the downloads: what is published meanwhile is then counted twice, not never.
-    room_bytes = max_bytes - needed_bytes - pending_bytes(layout)
-    known = entries(layout)
+    pending = pending_bytes(layout)
+    known = entries(layout, sizes_bytes)
     parts = [kept for kept in all_parts(layout) if kept.path != but_parts]
     parts_bytes = sum(kept.size_bytes for kept in parts)
+    budget_bytes = max_bytes
+    if kept_free_bytes:
+        disk = os.statvfs(layout.root)
+        used_bytes = sum(entry.size_bytes for entry in known) + parts_bytes
+        budget_bytes = min(max_bytes, used_bytes + disk.f_bavail * disk.f_frsize - kept_free_bytes)
+    if needed_bytes > budget_bytes:
+        raise OutOfMemory(
+            f"a disk below the store on which {max(0, budget_bytes)} bytes can be used",
+            expected=f"{needed_bytes} for the adapter, beside {kept_free_bytes} that stay free",
+            remedy="free space, or set LORA_PLUGINS_STORE_MAX_BYTES or LORA_PLUGINS_STORE_DIR",
+        )
+    room_bytes = budget_bytes - needed_bytes - pending
+    _require_room(known, room_bytes, max_bytes, needed_bytes, leases)
     free_bytes = room_bytes - sum(entry.size_bytes for entry in known)
     for kept in parts:
         if parts_bytes <= free_bytes:
@@ -119,12 +157,28 @@ def make_room(
     for entry in eviction.removed:
         if on_evict is not None:
             on_evict(entry.digest, entry.size_bytes)
-    if eviction.left_bytes > room_bytes:
-        raise NoFreeSlot(
-            f"a store of {max_bytes} bytes of which engines still use all that would have to go",
-            expected=f"{needed_bytes} bytes that can be made free",
-            remedy="ask again later, unload adapters, or raise LORA_PLUGINS_STORE_MAX_BYTES",
-        )
+    if eviction.left_bytes > room_bytes:  # leased meanwhile
+        raise _all_used(max_bytes, needed_bytes)
+
+
+def _require_room(known: Iterable[Entry], room_bytes: int, max_bytes: int, needed_bytes: int, leases: Leases) -> None:
+    """Remove nothing where the rest would not be enough.
+
+    Raises:
+        NoFreeSlot: it would not.
+    """
+    if sum(entry.size_bytes for entry in known) <= room_bytes:
+        return
+    if sum(entry.size_bytes for entry in known if leases.holders(entry.digest)) > room_bytes:
+        raise _all_used(max_bytes, needed_bytes)
+
+
+def _all_used(max_bytes: int, needed_bytes: int) -> NoFreeSlot:
+    return NoFreeSlot(
+        f"a store of {max_bytes} bytes of which engines still use all that would have to go",
+        expected=f"{needed_bytes} bytes that can be made free",
+        remedy="ask again later, unload adapters, or raise LORA_PLUGINS_STORE_MAX_BYTES",
+    )
 
 
 def remove(layout: Layout, leases: Leases, digest: str) -> bool:

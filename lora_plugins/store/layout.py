@@ -14,6 +14,7 @@
 <root>/.quarantine/<digest>.<n>          what was damaged
 <root>/.quarantine/<digest>.<n>.removed  being deleted
 <root>/.served/<key>.json       what servers of one base model served last
+<root>/.pressure                touched where a fetch found no room for leases of other processes
 <root>/.models/<key>.json       which modules the engine of one base model has
 ```
 """
@@ -32,6 +33,7 @@ from lora_plugins.store.owners import check_owners, close_to_others
 from lora_plugins.store.threads import store_threads
 
 MANIFEST_FILE = "manifest.json"
+PRESSURE_FILE = ".pressure"
 MIN_PREFIX = 8  # characters of a digest that may stand for all of it
 _HEXADECIMAL = frozenset("0123456789abcdef")
 _FOLDERS = ("index", "tmp", "parts", "locks", "leases", "processes", "uses", "damaged", "quarantine", "served")
@@ -77,7 +79,11 @@ class Layout:
     def digest_of(self, path: str) -> str | None:
         """The digest of the adapter whose directory this is, or was; None where `path` is no such directory's."""
         folder, _, name = path.rpartition("/")
-        return name if is_digest(name) and folder == str(self.root) else None
+        if not is_digest(name):
+            return None
+        while folder.endswith("/."):  # see `respelt`
+            folder = folder.removesuffix("/.")
+        return name if folder == str(self.root) else None
 
     def digests(self) -> list[str]:
         """All adapters that are published."""
@@ -104,6 +110,12 @@ class Layout:
     def new_quarantine(self, digest: str, suffix: str = "") -> Path:
         """A path in the quarantine for an adapter."""
         return self.folder("quarantine") / f"{digest}.{os.urandom(4).hex()}{suffix}"
+
+
+def respelt(path: str) -> str:
+    """Another spelling of an adapter's path, which no earlier load of it had."""
+    folder, _, name = path.rpartition("/")
+    return f"{folder}/./{name}"
 
 
 def is_digest(name: str) -> bool:

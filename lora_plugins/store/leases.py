@@ -24,6 +24,7 @@ class Leases:
         self._layout = layout
         self._processes = processes
         self._holders: dict[str, set[Hashable]] = {}  # of this process, by digest
+        self._leased: set[str] = set()  # those whose file others see
         self._ended: set[str] = set()  # without a holder here, and perhaps with our file still
         self._lock = threading.Lock()
 
@@ -61,7 +62,18 @@ class Leases:
             if is_new:  # else the lease that it had is as good as before
                 self.release(digest, holder)
             raise
+        with self._lock:
+            if digest in self._holders:
+                self._leased.add(digest)
         return True
+
+    def share(self, digest: str, holder: Hashable) -> bool:
+        """Lease an adapter for `holder` too, where another has leased it in this process; a few microseconds."""
+        with self._lock:
+            if digest not in self._leased:
+                return False
+            self._holders[digest].add(holder)
+            return True
 
     def release(self, digest: str, holder: Hashable = "") -> None:
         """End the lease of `holder`; without one, nothing happens. Callable from any thread.
@@ -75,6 +87,7 @@ class Leases:
             holders.remove(holder)
             if not holders:
                 del self._holders[digest]
+                self._leased.discard(digest)
                 self._ended.add(digest)
                 self._remove_ended()
 

@@ -45,8 +45,8 @@ class Manifest:
 
     Attributes:
         files: those of the source, by which the digest is made; the names are the source's.
-        canonical: the configuration that is in the place of the source's, which lies beside it then
-            (`adapter/canonical.py`); None in an entry of an earlier version, which has the source's alone.
+        canonical: the configuration that is in the place of the source's, which lies beside it
+            (`adapter/canonical.py`).
     """
 
     digest: str
@@ -54,14 +54,12 @@ class Manifest:
     version: str
     files: tuple[StoredFile, ...]
     fetched_at: str
+    canonical: StoredFile
     converted: Converted | None = None
-    canonical: StoredFile | None = None
 
     @property
     def on_disk(self) -> tuple[StoredFile, ...]:
         """The files of the directory, by the names that they have there, this manifest aside."""
-        if self.canonical is None:
-            return self.files
         kept = (replace(file, name=ORIGINAL_CONFIG_FILE) if file.name == CONFIG_FILE else file for file in self.files)
         return (self.canonical, *kept)
 
@@ -89,9 +87,7 @@ class Manifest:
             converted = raw.pop("converted", None)
             if converted is not None:
                 converted = Converted(**{**converted, "changes": tuple(converted["changes"])})
-            canonical = raw.pop("canonical", None)
-            if canonical is not None:
-                canonical = StoredFile(**canonical)
+            canonical = StoredFile(**raw.pop("canonical"))
             return cls(files=files, converted=converted, canonical=canonical, **raw)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise InvalidAdapter(

@@ -9,19 +9,21 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_plugins.errors import InvalidAdapter, SourceUnavailable
+from lora_plugins.errors import InvalidAdapter, NoFreeSlot, SourceUnavailable
 from lora_plugins.store import kept_parts
-from lora_plugins.store.canonical import CANONICAL_FILE, add_canonical, put_canonical
+from lora_plugins.store.canonical import put_canonical
 from lora_plugins.store.errors import FULL, store_errors
-from lora_plugins.store.eviction import make_room, remove
+from lora_plugins.store.eviction import make_room, remove, share_of_disk
 from lora_plugins.store.file_system import try_file_system
+from lora_plugins.store.hashed import HashedEntries, identity_of
 from lora_plugins.store.hashing import sha256_of
 from lora_plugins.store.layout import (
     MANIFEST_FILE,
+    PRESSURE_FILE,
     Layout,
     is_digest,
     key_of,
@@ -59,6 +61,8 @@ class StoredAdapter:
 class Store:
     """Adapters below one root, which processes and hosts may share.
 
+    Its budget is `max_bytes`, or with `has_share` a share of its file system; with neither, there is none.
+
     Raises at construction:
         InvalidSettings: its file system has no hard links or no working locks, or it is another user's.
         OSError: the root cannot be written.
@@ -69,6 +73,7 @@ class Store:
         root: Path,
         *,
         max_bytes: int | None = None,
+        has_share: bool = False,
         fetch_timeout_s: float = 300,
         fetch_bytes_per_s: float = math.inf,
     ) -> None:
@@ -76,8 +81,15 @@ class Store:
         self.layout.create()
         self.processes = Processes(self.layout.folder("processes"))
         self.leases = Leases(self.layout, self.processes)
-        self.max_bytes = max_bytes
+        self._sizes_bytes: dict[str, int] = {}
+        self.max_bytes, self._kept_free_bytes = max_bytes, 0
+        if has_share and max_bytes is None:
+            self.max_bytes, self._kept_free_bytes = share_of_disk(self.layout, self._sizes_bytes)
+        # Ends leases of this process that nothing uses at the moment: what they keep is in the way of a fetch.
+        self.relieve: Callable[[], Awaitable[None]] | None = None
         self.on_evict: Callable[[str, int], None] | None = None  # called with digest and bytes, in a thread
+        self.on_damage: Callable[[str], None] | None = None  # called with the digest of a damaged entry, in a thread
+        self._hashed = HashedEntries()
         self._fetch_timeout_s = fetch_timeout_s
         self._fetch_bytes_per_s = fetch_bytes_per_s
         probe, link = (self.layout.new_temporary(self.processes.me()) for _ in range(2))
@@ -139,7 +151,7 @@ class Store:
         directory = self.layout.new_temporary(self.processes.me(), needed_bytes)
         download = PartialDownload(directory, [name for name, _, _ in wanted.promised])
         parts = None if converted else kept_parts.place_of(self.layout, wanted.uri, wanted.version)
-        making = asyncio.create_task(asyncio.to_thread(self._make_room, download, needed_bytes, parts))
+        making = asyncio.create_task(self._have_room(download, needed_bytes, parts))
         try:
             await asyncio.shield(making)
             await fetch(download)
@@ -153,13 +165,53 @@ class Store:
             await asyncio.wait([making])  # a cancelled fetch must not leave what its thread makes afterwards
             await asyncio.to_thread(self._put_away, download, parts)
 
+    async def _have_room(self, download: PartialDownload, needed_bytes: int, parts: Path | None) -> None:
+        """As `_make_room`; where leases are in the way, those that nothing uses end, of this process and then others.
+
+        Others see a mark, and end theirs before this is asked for again.
+        """
+        try:
+            await asyncio.to_thread(self._make_room, download, needed_bytes, parts)
+        except NoFreeSlot:
+            if self.relieve is not None:
+                await self.relieve()
+            try:
+                await asyncio.to_thread(self._make_room, download, needed_bytes, parts)
+            except NoFreeSlot:
+                await asyncio.to_thread((self.layout.root / PRESSURE_FILE).touch)
+                raise
+
+    def pressed_at(self) -> int:
+        """When some process found no room for the leases of others, in the file system's ns; 0 where none ever has."""
+        try:
+            return (self.layout.root / PRESSURE_FILE).stat().st_mtime_ns
+        except OSError:
+            return 0
+
+    def end_leases(self, leases: Iterable[tuple[str, Hashable, float | None]]) -> None:
+        """End leases of this process: digest, holder, and when it was used last, in seconds since 1970."""
+        for digest, holder, used_at in leases:
+            if used_at is not None:
+                with contextlib.suppress(OSError):  # only the order of eviction is then old
+                    os.utime(self.layout.folder("uses") / digest, (used_at, used_at))
+            self.leases.release(digest, holder)
+
     def _make_room(self, download: PartialDownload, needed_bytes: int, parts: Path | None) -> None:
         """Make room and the directory that announces its use, before another fetch counts what is there.
 
         What an earlier fetch of this version has left at `parts` is in it.
         """
         with self.leases.guard("room"):
-            make_room(self.layout, self.leases, needed_bytes, self.max_bytes, self.on_evict, but_parts=parts)
+            make_room(
+                self.layout,
+                self.leases,
+                needed_bytes,
+                self.max_bytes,
+                self.on_evict,
+                but_parts=parts,
+                kept_free_bytes=self._kept_free_bytes,
+                sizes_bytes=self._sizes_bytes,
+            )
             if parts is None:
                 download.directory.mkdir()
             else:
@@ -190,10 +242,10 @@ class Store:
         for synced in syncing:
             synced.result()
         digest = digest_of(files)
-        config = put_canonical(download.directory, canonical, download.directory / CANONICAL_FILE)
+        config = put_canonical(download.directory, canonical)
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         described = download.directory / MANIFEST_FILE
-        described.write_text(Manifest(digest, wanted.uri, wanted.version, files, now, converted, config).to_json())
+        described.write_text(Manifest(digest, wanted.uri, wanted.version, files, now, config, converted).to_json())
         make_durable([download.directory / config.name, described, download.directory])
         temporary = self.layout.new_temporary(self.processes.me())
         index = self._index(wanted.uri, wanted.version, converted.form if converted else "")
@@ -215,8 +267,8 @@ class Store:
         shutil.rmtree(download.directory, ignore_errors=True)
 
     def _put_in_place(self, arrived: Path, digest: str) -> None:
-        target = self.layout.adapter(digest)
-        damaged = self.layout.folder("damaged") / digest
+        target, damaged = self.layout.adapter(digest), self._mark(digest)
+        identity = identity_of(arrived)
         if target.exists() and (damaged.exists() or not self._is_whole(digest)):
             os.rename(target, self.layout.new_quarantine(digest))
         try:
@@ -225,6 +277,7 @@ class Store:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             return  # the same bytes are there already, by another name or from another source
+        self._hashed.note(digest, identity)
         # Whoever reads `arrived` after a power cut finds all of it; whether the cut has undone its new name does not
         # matter, unless the damaged one would be there without its mark.
         if damaged.exists():
@@ -234,7 +287,7 @@ class Store:
     def has(self, directory: Path) -> bool:
         """Whether a published adapter is there and not known to be damaged; takes a few microseconds."""
         try:
-            return directory.is_dir() and not (self.layout.folder("damaged") / directory.name).exists()
+            return directory.is_dir() and not self.is_marked(directory.name)
         except OSError:  # a store that does not answer
             return False
 
@@ -253,25 +306,30 @@ class Store:
                 return None
             return self.layout.adapter(digest)
 
-    def add_canonical(self, digest: str, canonical: bytes) -> None:
-        """Give an entry of an earlier version the configuration that engines read.
+    def is_sound(self, digest: str, *, max_age_s: float = math.inf) -> bool:
+        """Whether a published adapter has the bytes that its digest says.
 
-        Raises:
-            InvalidAdapter: the entry is damaged. OutOfMemory, SourceUnavailable: the store cannot be written.
+        It is hashed, as by `verify`, unless this process has hashed these very files, `max_age_s` ago at most.
         """
-        with store_errors(), self.leases.guard(digest):
-            temporaries = (
-                self.layout.new_temporary(self.processes.me()),
-                self.layout.new_temporary(self.processes.me()),
-            )
-            add_canonical(self.layout.adapter(digest), canonical, temporaries)
+        if self.is_marked(digest):
+            return False
+        if self._hashed.has(digest, identity_of(self.layout.adapter(digest)), max_age_s):
+            return True
+        try:
+            return self.verify(digest)
+        except OSError:  # it cannot be marked
+            return False
 
     def verify(self, digest: str) -> bool:
         """Hash every file of a published adapter again.
 
         A damaged one is marked, so that it is fetched again, and moved to quarantine unless an engine still uses it.
+
+        Raises:
+            OSError: it is damaged, and the store cannot be written.
         """
         directory = self.layout.adapter(digest)
+        identity = identity_of(directory)
         try:
             manifest = Manifest.read(directory)
             whole = manifest.digest == digest == digest_of(manifest.files) and all(
@@ -279,12 +337,32 @@ class Store:
             )
         except (InvalidAdapter, OSError):
             whole = False
-        if not whole:
-            (self.layout.folder("damaged") / digest).touch()
-            with self.leases.guard(digest):
-                if not self.leases.holders(digest) and directory.exists():
-                    os.rename(directory, self.layout.new_quarantine(digest))
-        return whole
+        if whole:
+            self._hashed.note(digest, identity)
+            return True
+        self._hashed.forget(digest)
+        if self.on_damage is not None:
+            self.on_damage(digest)
+        self._mark(digest).touch()
+        with self.leases.guard(digest):
+            if not self.leases.holders(digest) and directory.exists():
+                os.rename(directory, self.layout.new_quarantine(digest))
+        return False
+
+    def marked(self) -> set[str]:
+        """The adapters that are known to be damaged, whichever process has found it, and are not replaced yet."""
+        try:
+            return set(os.listdir(self.layout.folder("damaged")))
+        except OSError:
+            return set()
+
+    def is_marked(self, digest: str) -> bool:
+        """Whether one is known to be damaged."""
+        return self._mark(digest).exists()
+
+    def is_replaced(self, digest: str) -> bool:
+        """Whether other files lie there than those that this process has hashed last, or other contents."""
+        return self._hashed.differs(digest, identity_of(self.layout.adapter(digest)))
 
     def remove(self, digest: str) -> bool:
         """Remove a published adapter unless it is leased; returns whether it is gone."""
@@ -310,7 +388,7 @@ class Store:
 
     def _is_whole(self, digest: str) -> bool:
         """Whether every file is there in its size; only `verify` reads every byte."""
-        if (self.layout.folder("damaged") / digest).exists():
+        if self.is_marked(digest):
             return False
         directory = self.layout.adapter(digest)
         try:
@@ -319,6 +397,9 @@ class Store:
             )
         except (InvalidAdapter, OSError):
             return False
+
+    def _mark(self, digest: str) -> Path:
+        return self.layout.folder("damaged") / digest
 
     def _index(self, uri: str, version: str, form: str) -> Path:
         return self.layout.folder("index") / key_of(uri, version, *filter(None, [form]))

@@ -10,7 +10,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -218,20 +218,36 @@ async def _watched(original: Any, call: inspect.BoundArguments, error_of_output:
         except LoRAPluginsError as refusal:
             response.error = http_error(refusal)
             raise response.error from None
-    planner_of(client).used(lora_request)
-    async for output in original(*call.args, **call.kwargs):
-        if versions := (getattr(output, "kv_transfer_params", None) or {}).get(VERSIONS):
-            note_version(versions[0][0])  # and no fingerprint says that it is all
-        error = error_of_output(output)
-        if error is not None:
+    copies = this_process().copies.get(client)
+    for is_last in (copies is None, True):
+        taken = None
+        try:
+            async with nullcontext(lora_request) if copies is None else copies.using(lora_request) as taken:
+                call.arguments["lora_request"] = taken
+                planner_of(client).used(taken)
+                async for output in original(*call.args, **call.kwargs):
+                    _check(output, error_of_output)
+                    if not has_begun:
+                        has_begun = response.has_begun = True
+                        events.emit(RequestServed(name))
+                    yield output
+                return
+        except LoRAPluginsError as error:
+            is_final = is_last or has_begun or taken is None
+            if copies is not None and not is_final and await copies.is_at_fault(taken, error):
+                continue  # it is fetched again before the request goes on
             events.emit(RequestRefused(name, error))
-            snapshots_of(client).refused(lora_request, error)
+            snapshots_of(client).refused(taken or lora_request, error)
             response.error = http_error(error)
-            raise response.error
-        if not has_begun:
-            has_begun = response.has_begun = True
-            events.emit(RequestServed(name))
-        yield output
+            raise response.error from None
+
+
+def _check(output: Any, error_of_output: Callable[[Any], LoRAPluginsError | None]) -> None:
+    """Raise the error that an output carries; without one, note the version that has made it."""
+    if versions := (getattr(output, "kv_transfer_params", None) or {}).get(VERSIONS):
+        note_version(versions[0][0])  # and no fingerprint says that it is all
+    if (error := error_of_output(output)) is not None:
+        raise error
 
 
 def _error_of_completion(output: Any) -> LoRAPluginsError | None:

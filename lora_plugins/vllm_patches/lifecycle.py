@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import weakref
 from typing import Any
 
@@ -9,7 +10,10 @@ from lora_plugins.ledger import Patch
 from lora_plugins.process import this_process
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.registry import Registry
+from lora_plugins.server.watching import watch
 from lora_plugins.vllm_patches.async_llm import planner_of
+
+_watching: set[asyncio.Task[None]] = set()  # the event loop itself keeps no task alive
 
 
 def lifecycle_of(models: Any) -> Lifecycle:
@@ -30,6 +34,10 @@ def lifecycle_of(models: Any) -> Lifecycle:
             events=process.events,
             drain_timeout_s=process.settings.drain_timeout_s,
         )
+        process.copies[models.engine_client] = lifecycle.copies
+        task = asyncio.get_running_loop().create_task(watch(weakref.ref(lifecycle.copies)))
+        _watching.add(task)
+        task.add_done_callback(_watching.discard)
     return lifecycle
 
 

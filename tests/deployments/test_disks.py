@@ -98,6 +98,7 @@ def disk(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk]:
         server = stack.enter_context(admin_server(
             bed, home, "--max-loras", "1", "--max-cpu-loras", str(HOST_PLACES), "--no-enforce-eager",
             "--no-enable-prefix-caching", LORA_PLUGINS_ABSENT_TTL_S="0", LORA_PLUGINS_FETCH_TIMEOUT_S="20",
+            LORA_PLUGINS_STORE_MAX_BYTES="100MB",  # more than the disk has: it is full before
         ))  # fmt: skip
         yield Disk(server, connect(server), bed, home / "adapters", device, mount)
 

@@ -24,6 +24,7 @@ from lora_plugins.events import (
     RequestRefused,
     RequestServed,
     SourceFailed,
+    StoreDamaged,
     StoreEvicted,
     UpdateFailed,
 )
@@ -81,6 +82,7 @@ def test_all_counters_start_at_zero():
         (AdapterUnknown("sql"), {"resolves_total,none,absent": 1}),
         (AbsenceRemembered("sql", "s3"), {"absences_remembered_total,s3": 1}),
         (StoreEvicted("d", 7), {"store_evictions_total": 1, "store_evicted_bytes_total": 7}),
+        (StoreDamaged("d"), {"store_damaged_total": 1}),
         (RequestServed("sql"), {"requests_total,sql": 1}),
         (RequestRefused("sql", NoFreeSlot("x")), {"errors_total,request,L001": 1}),
         (LoadRefused("sql", NoFreeSlot("x")), {"errors_total,load,L001": 1}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -311,36 +311,16 @@ def test_engines_read_known_keys_only_and_verify_covers_them(make):
     assert not resolver.store.verify(resolved.digest)
 
 
-def as_of_an_earlier_version(directory: Path) -> None:
-    manifest = Manifest.read(directory)
-    os.replace(directory / "adapter_config.original.json", directory / "adapter_config.json")
-    (directory / "manifest.json").unlink()
-    (directory / "manifest.json").write_text(replace(manifest, canonical=None).to_json())
-
-
-@pytest.mark.parametrize("by_digest", [True, False])
-def test_an_entry_of_an_earlier_version_is_brought_into_form(make, by_digest):
+def test_an_entry_without_that_configuration_is_fetched_again(make):
     source = FakeSource("s3", {"sql": HOSTILE_KEYS})
     first = make(source).ask()
-    whole = {path.name: path.read_bytes() for path in first.path.iterdir()}
-    as_of_an_earlier_version(first.path)
-    resolver = make(source)
-    again = of_digest(resolver, "sql", first.digest, of_any_name=True) if by_digest else resolver.ask()
-    assert again.path == first.path
-    assert source.fetched == ["sql"]
-    assert {path.name: path.read_bytes() for path in first.path.iterdir()} == whole
-    assert resolver.store.verify(first.digest)
-    assert not list(resolver.store.layout.folder("tmp").iterdir())
-
-
-def test_an_original_is_read_once_and_never_by_later_servers(make, monkeypatch):
-    source = FakeSource("s3", {"sql": HOSTILE_KEYS})
-    first = make(source).ask()
-    kept = first.path / "adapter_config.original.json"
-    kept.chmod(0o600)
-    kept.write_bytes(b"x" * kept.stat().st_size)
+    manifest = first.path / "manifest.json"
+    text = json.dumps({**json.loads(manifest.read_text()), "canonical": None})
+    manifest.unlink()
+    manifest.write_text(text)
     assert make(source).ask().path == first.path
-    assert source.fetched == ["sql"]
+    assert source.fetched == ["sql", "sql"]
+    assert Manifest.read(first.path).canonical
 
 
 def test_bytes_that_end_their_process_are_refused_once(make, monkeypatch):

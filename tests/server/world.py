@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,28 @@ class FakeResolver:
             self.needed.add((name, found.digest))
         return found
 
-    def release(self, name: str, path: Path) -> None:
-        self.needed.remove((name, path.name))
+    def release(self, name: Hashable, path: Path | str) -> None:
+        if isinstance(name, str):
+            self.needed.remove((name, Path(path).name))
+
+    def is_leased(self, name: str, path: Path) -> bool:
+        return (name, path.name) in self.needed
+
+    def is_stored(self, path: Path) -> bool:
+        return True
+
+    def share(self, path: str, holder: Hashable) -> bool:
+        return True
+
+    def stored(self, name: str, digest: str) -> Path | None:
+        self.needed.add((name, digest))
+        return Path("/store") / digest
+
+    async def is_sound(self, digest: str) -> bool:
+        return True
+
+    def is_damaged(self, digest: str) -> bool:
+        return False
 
     @property
     def leased(self) -> set[str]:
@@ -124,22 +145,25 @@ class Table:
 
 
 class World:
-    def __init__(self, *, drain_timeout_s: float = 60.0, **options: Any) -> None:
+    def __init__(self, *, drain_timeout_s: float = 60.0, resolver: Any = None, **options: Any) -> None:
         self.engine = SimulatedEngine(**options)
         self.worker = self.engine.worker
-        self.resolver = FakeResolver()
+        self.resolver = resolver or FakeResolver()
         self.table = Table()
         self.server = Server()
         self.told: list[Any] = []
         self.written = 0
-        registry = Registry(self.table, self.resolver.served_under.get)
-        self.planner = PlannerClient(self.engine.ask, Events(self.tell))
+        served = resolver.served if resolver else self.resolver.served_under.get
+        registry = Registry(self.table, served)
+        events = resolver.events if resolver else Events()
+        events.add(self.tell)
+        self.planner = PlannerClient(self.engine.ask, events)
         self.lifecycle = Lifecycle(
             registry,
             self.planner,
             engine=self.server,
             resolver=self.resolver,
-            events=Events(self.tell),
+            events=events,
             drain_timeout_s=drain_timeout_s,
         )
         self.lifecycle.on_change = self.count
@@ -154,9 +178,9 @@ class World:
 
     async def ask(self, name: str, seconds: float = 0.0, request_id: str | None = None) -> str:
         """What a request does: take what the table says, enter, run; returns the path of the weights."""
-        request = self.table.lora_requests[name]
-        self.planner.used(request)
-        await self.engine.run(request, seconds, request_id)
+        async with self.lifecycle.copies.using(self.table.lora_requests[name]) as request:
+            self.planner.used(request)
+            await self.engine.run(request, seconds, request_id)
         return str(request.lora_path)
 
     def start(self, name: str, seconds: float, request_id: str = "running") -> asyncio.Task[str]:

@@ -13,7 +13,8 @@ from lora_plugins.store.layout import MANIFEST_FILE
 from lora_plugins.store.manifest import Converted, Manifest, StoredFile, digest_of
 
 FILES = (StoredFile("adapter_config.json", 10, "a" * 64), StoredFile("adapter_model.safetensors", 20, "b" * 64))
-MANIFEST = Manifest(digest_of(FILES), "s3://bucket/größe", "v1", FILES, "2026-01-01T00:00:00Z")
+CANONICAL = StoredFile("adapter_config.json", 5, "c" * 64)
+MANIFEST = Manifest(digest_of(FILES), "s3://bucket/größe", "v1", FILES, "2026-01-01T00:00:00Z", CANONICAL)
 
 
 def written(directory: Path, text: str | bytes) -> Path:
@@ -31,15 +32,8 @@ def test_how_it_was_converted_is_read_back(tmp_path: Path) -> None:
     assert Manifest.read(written(tmp_path, manifest.to_json())) == manifest
 
 
-def test_the_canonical_configuration_lies_beside_the_sources(tmp_path: Path) -> None:
-    manifest = replace(MANIFEST, canonical=StoredFile("adapter_config.json", 5, "c" * 64))
-    assert Manifest.read(written(tmp_path, manifest.to_json())) == manifest
-    assert manifest.on_disk == (
-        manifest.canonical,
-        StoredFile("adapter_config.original.json", 10, "a" * 64),
-        FILES[1],
-    )
-    assert MANIFEST.on_disk == FILES, "of an earlier version"
+def test_the_canonical_configuration_lies_beside_the_sources() -> None:
+    assert MANIFEST.on_disk == (CANONICAL, StoredFile("adapter_config.original.json", 10, "a" * 64), FILES[1])
 
 
 def test_it_is_json_that_people_can_read() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,9 @@ import torch
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from lora_plugins import process as process_module
 from lora_plugins.adapter.config import CONFIG_FILE
-from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError, NoFreeSlot
+from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, LoRAPluginsError, NoFreeSlot
 from lora_plugins.events import Events, RequestRefused, RequestServed
 from lora_plugins.process import Process
 from lora_plugins.server import response_start
@@ -392,6 +394,86 @@ async def test_without_an_adapter_outputs_are_vllms_own(told: list[Any], respons
     assert await generated(Client(generate=outputs), None) == outputs
     assert (told, response) == ([], response)
     assert not response.has_begun
+
+
+class MendedCopies:
+    """Each request is given its name's present version; what an engine could not read is another one then."""
+
+    def __init__(self, faults: int = 0, error: LoRAPluginsError | None = None) -> None:
+        self.faults = faults
+        self.error = error
+        self.held: list[Any] = []
+        self.given: list[str] = []
+
+    @asynccontextmanager
+    async def using(self, lora_request: Any) -> AsyncIterator[Any]:
+        if self.error is not None:
+            raise self.error
+        taken = LoRARequest(lora_request.lora_name, 10 + len(self.given), f"/store/{len(self.given)}")
+        self.given.append(taken.lora_path)
+        self.held.append(taken)
+        try:
+            yield taken
+        finally:
+            self.held.remove(taken)
+
+    async def is_at_fault(self, lora_request: Any, error: LoRAPluginsError) -> bool:
+        assert lora_request.lora_path == self.given[-1]
+        self.faults -= 1
+        return self.faults >= 0
+
+
+class Refusing(Client):
+    """One whose engine refuses the first requests; `copies` says which version each has, and what is held meanwhile."""
+
+    def __init__(self, copies: Any, refusals: int, before: int = 0) -> None:
+        super().__init__()
+        process_module.this_process().copies[self] = copies
+        self.copies, self.refusals, self.before = copies, refusals, before
+
+    async def _generate(
+        self, prompt: Any, params: Any, request_id: str, *, lora_request: Any = None
+    ) -> AsyncIterator[Any]:
+        assert [one.lora_path for one in self.copies.held] == [lora_request.lora_path]
+        self.own.append(lora_request.lora_path)
+        for _ in range(self.before):
+            yield output()
+        yield output("error", stop_reason(UNREADABLE)) if len(self.own) <= self.refusals else output("stop")
+
+    generate = async_llm._answering(_generate, async_llm._error_of_completion)
+
+
+UNREADABLE = InvalidAdapter("a header that cannot be read", adapter="sql")
+
+
+@runs
+async def test_a_request_goes_on_with_the_good_copy(told: list[Any]) -> None:
+    client = Refusing(MendedCopies(faults=1), refusals=1)
+    assert len(await generated(client, request())) == 1
+    assert (client.own, client.copies.held) == (["/store/0", "/store/1"], [])
+    assert [type(event) for event in told] == [RequestServed]
+
+
+@pytest.mark.parametrize(("faults", "refusals", "before", "asked"), [(0, 1, 0, 1), (9, 9, 0, 2), (9, 9, 1, 1)])
+@runs
+async def test_what_cannot_be_mended_is_its_own_error(
+    told: list[Any], faults: int, refusals: int, before: int, asked: int
+) -> None:
+    """The bytes are at fault; the fresh ones too; or an answer has begun."""
+    client = Refusing(MendedCopies(faults), refusals, before)
+    with pytest.raises(Exception, match=r"L005.*a header that cannot be read"):
+        await generated(client, request())
+    assert (len(client.own), client.copies.held) == (asked, [])
+    assert sum(isinstance(event, RequestRefused) for event in told) == 1
+
+
+@runs
+async def test_a_copy_that_cannot_be_had_reaches_no_engine(told: list[Any], response: Pending) -> None:
+    client = Refusing(MendedCopies(error=FREE), refusals=0)
+    with pytest.raises(Exception, match="L001") as caught:
+        await generated(client, request())
+    assert (response.error, client.own) == (caught.value, [])
+    assert [type(event) for event in told] == [RequestRefused]
 
 
 def pooled(data: torch.Tensor) -> Any:

@@ -47,7 +47,7 @@ def check_store(settings: Settings) -> Iterator[Finding]:
     free_bytes = shutil.disk_usage(place).free
     budget = settings.store_max_bytes
     there = number(count, "adapter") if layout.root.is_dir() else "will be made"
-    limit = "no budget" if budget is None else f"budget {size(budget)}"
+    limit = "budget a share of the disk" if budget is None else f"budget {size(budget)}"
     summary = f"{layout.root}: {there}, {size(used_bytes)} used, {limit}, {size(free_bytes)} free on its disk"
     if budget is not None and budget - used_bytes > free_bytes:
         yield Finding(
@@ -60,8 +60,8 @@ def check_store(settings: Settings) -> Iterator[Finding]:
         yield Finding(
             "store",
             State.WARNING,
-            f"{summary}: without a budget nothing is ever removed",
-            "set LORA_PLUGINS_STORE_MAX_BYTES, or free space",
+            f"{summary}: little room, of which a part is kept free",
+            "free space, or set LORA_PLUGINS_STORE_DIR",
         )
     else:
         yield Finding("store", State.OK, summary)

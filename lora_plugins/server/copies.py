@@ -1,0 +1,250 @@
+"""The copies in the store of what is served: there, and with the bytes of their digests, before an engine reads them.
+
+An engine may read an adapter again for any request of it, and only for one. So each request has a lease of its own,
+from before it reaches the engine until it has ended; the name's own lease ends where a fetch needs the room. A copy
+that is gone is fetched again before the request goes on. One that is damaged is too, whoever finds it; the engines then
+read it again, under another engine id and by another spelling of its path, which the keys of cached prefixes hold: what
+was computed with damaged weights is not found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from lora_plugins.errors import (
+    AdapterNotFound,
+    IncompatibleAdapter,
+    InvalidAdapter,
+    LoRAPluginsError,
+    SourceUnavailable,
+)
+from lora_plugins.events import Event, Events, StoreDamaged
+from lora_plugins.resolvers.resolution import AdapterResolver
+from lora_plugins.resolvers.versions import ResolvedAdapter
+from lora_plugins.server.draining import Draining
+from lora_plugins.server.engine import Engine
+from lora_plugins.server.planner_client import PlannerClient
+from lora_plugins.server.registry import Registry, ServedAdapter, gone_from_source
+from lora_plugins.server.swapping import Swapping
+from lora_plugins.store.errors import DamagedCopy
+
+_CHANGES = 3  # a name may be given another version, or be damaged again, while a request waits for its copy
+_LOOKED_AT = 200  # copies in one look: a thousand system calls
+_RETRY_S = 15.0
+_HASHED_S = 60.0
+
+
+class Copies:
+    """Those of one API server."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        planner: PlannerClient,
+        swapping: Swapping,
+        draining: Draining,
+        *,
+        engine: Engine,
+        resolver: AdapterResolver,
+        events: Events,
+    ) -> None:
+        self._registry = registry
+        self._planner = planner
+        self._swapping = swapping
+        self._draining = draining
+        self._engine = engine
+        self._resolver = resolver
+        self._events = events
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._next = 0
+        self._pressed_at: int | None = None
+        resolver.relieve = self.relieve
+        self._tried_at: dict[str, float] = {}  # when a damaged copy could not be replaced, by name
+        noted = weakref.WeakMethod(self._noted)  # the process has its events for longer than a server
+        events.add(lambda event: None if (note := noted()) is None else note(event))
+
+    @asynccontextmanager
+    async def using(self, request: Any) -> AsyncIterator[Any]:
+        """Inside, an engine may read the copy of what this gives: the request, or what its name stands for by now.
+
+        Raises:
+            LoRAPluginsError: it is gone or damaged, and cannot be had again.
+        """
+        holder = object()
+        request = await self._with_copy(request, holder)
+        try:
+            yield request
+        finally:
+            self._resolver.release(holder, request.lora_path)
+
+    @asynccontextmanager
+    async def keeping(self, adapter: ServedAdapter) -> AsyncIterator[Any]:
+        """As `using`, of the present version, for whoever has the name's lock."""
+        holder = object()
+        for _ in range(_CHANGES):
+            await self._have(adapter)
+            if self._resolver.share(adapter.request.lora_path, holder):
+                break
+        request = adapter.request
+        try:
+            yield request
+        finally:
+            self._resolver.release(holder, request.lora_path)
+
+    async def has(self, name: str, version: ResolvedAdapter) -> bool:
+        """Whether the store still has a version, which is leased for the name then, and sound."""
+        return await asyncio.to_thread(self._resolver.stored, name, version.digest) is not None
+
+    async def update(self, adapter: ServedAdapter, *, moves: bool = False, is_bound: bool = False) -> bool:
+        """Swap to the newest version at the source; a damaged copy is replaced and read again, though it is the same.
+
+        The caller holds the name's lock. With `is_bound`, to none but the one that the name stays at, if it does.
+        Returns whether the engines have loaded anything.
+
+        Raises:
+            LoRAPluginsError: it cannot be had; what was served goes on.
+        """
+        try:
+            newest = await self._newest_sound(adapter, adapter.held_digest if is_bound else None)
+            was_damaged = adapter.is_damaged
+            is_new = await self._swapping.swap(adapter, newest, moves=moves, again=was_damaged)
+        except LoRAPluginsError as error:
+            self._swapping.failed(adapter, error)
+            raise
+        if was_damaged:
+            adapter.is_damaged = False
+            adapter.failed(DamagedCopy.of(newest.digest, "it was fetched and loaded again"))
+            self._tried_at.pop(adapter.name, None)
+        return is_new
+
+    async def is_at_fault(self, request: Any, error: LoRAPluginsError) -> bool:
+        """Whether an engine could not load what a request asked for as its copy is damaged; it is had again then."""
+        digest = self._resolver.digest_at(request.lora_path)
+        if digest is None or not isinstance(error, InvalidAdapter | IncompatibleAdapter | AdapterNotFound):
+            return False
+        if await self._resolver.is_sound(digest, max_age_s=_HASHED_S):
+            return False
+        self._flag(digest)
+        return self._registry.get(request.lora_name) is not None
+
+    async def look(self) -> None:
+        """Notice what other processes have found damaged, and what was written to; load it again."""
+        self._loop = asyncio.get_running_loop()
+        served = {adapter.version.digest for adapter in self._registry.all() if adapter.version is not None}
+        some = sorted(served)[self._next : self._next + _LOOKED_AT]
+        self._next = self._next + _LOOKED_AT if self._next + _LOOKED_AT < len(served) else 0
+        marked, replaced = await asyncio.to_thread(self._resolver.changed, served, some)
+        for digest in marked:
+            if self._flag(digest):
+                self._events.emit(StoreDamaged(digest))
+        for digest in replaced:
+            await self._resolver.is_sound(digest)
+            self._flag(digest)  # sound by now or not, what the engines have was read before
+        before, self._pressed_at = self._pressed_at, await self._resolver.pressed_at()
+        if before not in (None, self._pressed_at):
+            await self.relieve()
+        now = time.monotonic()
+        damaged = [adapter for adapter in self._registry.all() if adapter.is_damaged]
+        due = [it for it in damaged if now - self._tried_at.get(it.name, -_RETRY_S) >= _RETRY_S]
+        await asyncio.gather(*(self._replace(adapter) for adapter in due))
+
+    async def relieve(self) -> None:
+        """End the names' leases of what no request uses: the store may remove it, and each has it again when asked for.
+
+        Pinned adapters keep theirs, and names theirs of the version that they stay at: no source may have that again.
+        """
+        used_at = self._planner.used_at
+        idle = [
+            (version.digest, adapter.name, used_at.get(adapter.engine_id) if version is adapter.version else None)
+            for adapter in self._registry.all()
+            for version in adapter.versions
+            if not adapter.is_pinned and version.digest != adapter.held_digest
+        ]
+        await self._resolver.end_leases(idle)
+
+    def is_stored(self, version: ResolvedAdapter) -> bool:
+        """Whether its copy is there, and not known to be damaged; a few microseconds."""
+        return self._resolver.is_stored(version.path)
+
+    async def _replace(self, adapter: ServedAdapter) -> None:
+        async with self._engine.lock(adapter.name):
+            if self._registry.get(adapter.name) is adapter and adapter.is_damaged:
+                self._tried_at[adapter.name] = time.monotonic()
+                with suppress(LoRAPluginsError):  # noted
+                    await self._have(adapter)
+
+    async def _with_copy(self, request: Any, holder: object) -> Any:
+        self._loop, digest = self._loop or asyncio.get_running_loop(), None
+        for _ in range(_CHANGES):
+            adapter = self._registry.get(request.lora_name)
+            is_damaged = adapter is not None and adapter.is_damaged and adapter.engine_id == request.lora_int_id
+            if not is_damaged and self._resolver.share(request.lora_path, holder):
+                return request
+            digest = self._resolver.digest_at(request.lora_path)
+            if digest is None:
+                return request  # not the store's
+            async with self._engine.lock(request.lora_name):
+                adapter = self._registry.get(request.lora_name)
+                if adapter is None or adapter.version is None:
+                    return request  # unloaded meanwhile, which the engine answers
+                try:
+                    await self._have(adapter)
+                except SourceUnavailable:
+                    if adapter.is_damaged or not (await self._planner.places())(adapter.engine_id).host:
+                        raise
+                    return adapter.request  # the engine need not read it
+                request = adapter.request
+        raise DamagedCopy.of(digest or request.lora_path)
+
+    async def _have(self, adapter: ServedAdapter) -> None:
+        """See that the copy of what a name stands for is leased and sound, of another version where it must be."""
+        if adapter.version is None or (not adapter.is_damaged and await self.has(adapter.name, adapter.version)):
+            return
+        self._note_damage(adapter)
+        await self.update(adapter, is_bound=True)
+
+    async def _newest_sound(self, adapter: ServedAdapter, held_digest: str | None) -> ResolvedAdapter:
+        self._note_damage(adapter)
+        for _ in range(2):
+            newest = await self._newest(adapter, held_digest)
+            if await self._resolver.is_sound(newest.digest):
+                return newest
+            self._note_damage(adapter)
+        self._draining.release(adapter.name, newest)
+        raise DamagedCopy.of(newest.digest, "it cannot be replaced")
+
+    async def _newest(self, adapter: ServedAdapter, held_digest: str | None) -> ResolvedAdapter:
+        name, version = adapter.name, adapter.version
+        newest = await self._resolver.latest(name, adapter.uri, self._engine.base_path)
+        if newest is not None and held_digest is not None and newest.digest != held_digest:
+            self._draining.release(name, newest)
+            newest = None
+        if newest is not None:
+            return newest
+        if adapter.is_damaged and version is not None:
+            raise DamagedCopy.of(version.digest, "its source does not have them any more")
+        raise gone_from_source(name)
+
+    def _note_damage(self, adapter: ServedAdapter) -> None:
+        if adapter.version is not None and self._resolver.is_damaged(adapter.version.digest):
+            self._flag(adapter.version.digest)
+
+    def _flag(self, digest: str) -> bool:
+        """What is served of these bytes may have been loaded from a damaged copy; returns whether that is new."""
+        found = [adapter for adapter in self._registry.all() if adapter.version and adapter.version.digest == digest]
+        new = [adapter for adapter in found if not adapter.is_damaged]
+        for adapter in new:
+            adapter.is_damaged = True
+            adapter.failed(DamagedCopy.of(digest))
+        return bool(new)
+
+    def _noted(self, event: Event) -> None:
+        """In whatever thread has found it: at once, as what is loaded after its replacement is good."""
+        if isinstance(event, StoreDamaged) and self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._flag, event.digest)

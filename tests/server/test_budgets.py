@@ -1,0 +1,178 @@
+"""A store smaller than what is served: names have room in turn, and only what is in use is in the way."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from lora_plugins.errors import AdapterNotFound, NoFreeSlot, SourceUnavailable
+from tests.make import adapter_files
+from tests.resolvers.sources.contract import content, turned
+from tests.server.test_copies import Bed, make_bed
+from tests.virtual_time import runs
+
+_ = make_bed
+NAMES = [f"sql-{number}" for number in range(12)]
+FILES = {name: adapter_files(lora_alpha=number + 1) for number, name in enumerate(NAMES)}
+SIZE = max(sum(map(len, files.values())) for files in FILES.values())
+
+
+def bed_of(make_bed, *, adapters: float = 4, **options: object) -> Bed:
+    bed = make_bed(max_bytes=int(adapters * SIZE), **options)
+    bed.source.answers = dict(FILES)
+    return bed
+
+
+async def ask(bed: Bed, name: str, seconds: float = 0.0) -> str:
+    """As a client does: what is not served yet is loaded first."""
+    if bed.world.lifecycle.registry.get(name) is None:
+        await bed.world.lifecycle.load(name)
+    path = await bed.world.ask(name, seconds, request_id=f"{name}-{seconds}-{len(bed.source.fetched)}")
+    assert content(Path(path)) == FILES[name], "there while the engine may read it"
+    return path
+
+
+@runs
+async def test_twelve_names_have_room_for_four_in_turn(make_bed) -> None:
+    bed = bed_of(make_bed)
+    for _ in range(3):
+        for name in NAMES:
+            await ask(bed, name)
+            assert len(bed.resolver.store.layout.digests()) <= 4
+    assert len(bed.world.lifecycle.registry.all()) == 12
+    assert bed.world.worker.loads.total() == 12, "what is in host memory is not loaded again"
+
+
+@runs
+async def test_what_was_used_last_stays(make_bed) -> None:
+    bed = bed_of(make_bed)
+    for name in NAMES[:4]:
+        await ask(bed, name)
+        await asyncio.sleep(1)
+    await ask(bed, NAMES[0])  # the first to come, and in use since
+    for name in NAMES[4:6]:
+        await asyncio.sleep(1)
+        await ask(bed, name)
+    assert bed.source.fetched == NAMES[:6]
+    await ask(bed, NAMES[0])
+    await ask(bed, NAMES[3])
+    assert bed.source.fetched == NAMES[:6]
+
+
+@runs
+async def test_only_what_runs_is_in_the_way(make_bed) -> None:
+    bed = bed_of(make_bed, adapters=2)
+    running = [asyncio.create_task(ask(bed, name, seconds=60)) for name in NAMES[:2]]
+    await asyncio.sleep(1)
+    with pytest.raises(NoFreeSlot, match="engines still use"):
+        await ask(bed, NAMES[2])
+    await asyncio.gather(*running)
+    await ask(bed, NAMES[2])
+
+
+@runs
+async def test_pinned_names_keep_theirs(make_bed) -> None:
+    bed = bed_of(make_bed, adapters=2)
+    await ask(bed, NAMES[0])
+    await bed.world.lifecycle.pin(NAMES[0])
+    for name in NAMES[1:6]:
+        await ask(bed, name)
+    await ask(bed, NAMES[0])
+    assert bed.source.fetched == NAMES[:6]
+
+
+@runs
+async def test_a_version_that_a_name_stays_at_is_kept(make_bed) -> None:
+    """Its source has another one by now."""
+    bed = bed_of(make_bed, adapters=3)
+    await ask(bed, NAMES[0])
+    bed.source.answers[NAMES[0]] = turned()
+    await bed.world.lifecycle.refresh(NAMES[0])
+    await bed.world.lifecycle.roll_back(NAMES[0])
+    for name in NAMES[1:6]:
+        await ask(bed, name)
+    await ask(bed, NAMES[0])
+
+
+@runs
+async def test_a_version_to_roll_back_to_may_be_gone(make_bed) -> None:
+    bed = bed_of(make_bed, adapters=2)
+    await ask(bed, NAMES[0])
+    first = bed.world.lifecycle.registry.require(NAMES[0]).version.digest
+    bed.source.answers[NAMES[0]] = turned()
+    await bed.world.lifecycle.refresh(NAMES[0])
+    for name in NAMES[1:3]:
+        await ask(bed, name)
+    for digest in (None, first):
+        with pytest.raises(AdapterNotFound, match=r"no such version in the store|no version before"):
+            await bed.world.lifecycle.roll_back(NAMES[0], digest)
+
+
+@runs
+async def test_a_new_version_at_the_source_is_what_is_fetched(make_bed) -> None:
+    bed = bed_of(make_bed, adapters=1)
+    await ask(bed, NAMES[0])
+    await ask(bed, NAMES[1])
+    bed.source.answers[NAMES[0]] = turned()
+    assert content(Path(await bed.world.ask(NAMES[0]))) == turned()
+
+
+@runs
+async def test_a_look_for_new_versions_fetches_nothing_back(make_bed) -> None:
+    bed = bed_of(make_bed)
+    for name in NAMES:
+        await ask(bed, name)
+    fetched = list(bed.source.fetched)
+    for name in NAMES:
+        await bed.world.lifecycle.poll(name)
+    await bed.copies.look()
+    assert bed.source.fetched == fetched
+
+
+@runs
+async def test_while_its_source_is_away_what_is_in_memory_answers(make_bed) -> None:
+    bed = bed_of(make_bed, adapters=1)
+    await ask(bed, NAMES[0])
+    await ask(bed, NAMES[1])
+    bed.source.answers[NAMES[0]] = SourceUnavailable("away")
+    await bed.world.ask(NAMES[0])
+    adapter = bed.world.lifecycle.registry.require(NAMES[0])
+    await bed.world.planner.retire(adapter.engine_id)
+    with pytest.raises(SourceUnavailable, match="away"):
+        await bed.world.ask(NAMES[0])
+
+
+@runs
+async def test_another_servers_idle_leases_end_where_room_is_needed(make_bed) -> None:
+    bed = bed_of(make_bed, adapters=2)
+    for name in NAMES[:2]:
+        await ask(bed, name)
+    await bed.copies.look()
+    other = bed_of(make_bed, adapters=2)
+    with pytest.raises(NoFreeSlot):
+        await ask(other, NAMES[2])
+    await bed.copies.look()
+    await ask(other, NAMES[2])
+    await ask(bed, NAMES[0])
+
+
+@runs
+async def test_a_prefetch_has_its_copy_first(make_bed) -> None:
+    bed = bed_of(make_bed, adapters=1)
+    await ask(bed, NAMES[0])
+    await ask(bed, NAMES[1])
+    await bed.world.lifecycle.prefetch(NAMES[0])
+    await bed.world.lifecycle.pin(NAMES[0])
+    assert bed.source.fetched == [NAMES[0], NAMES[1], NAMES[0]]
+
+
+@runs
+async def test_unloaded_names_leave_no_lease(make_bed) -> None:
+    bed = bed_of(make_bed)
+    for name in NAMES[:3]:
+        await ask(bed, name)
+        await bed.world.lifecycle.unload(name, block=False)
+    store = bed.resolver.store
+    assert [store.leases.holders(digest) for digest in store.layout.digests()] == [[]] * 3

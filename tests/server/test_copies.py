@@ -1,0 +1,327 @@
+"""Copies of what is served: whole before an engine reads them, fetched and loaded again where they are damaged."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import shutil
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lora_plugins.adapter.weight_files import WEIGHTS_FILE
+from lora_plugins.api import routes
+from lora_plugins.errors import InvalidAdapter, NoFreeSlot, SourceUnavailable
+from lora_plugins.events import StoreDamaged
+from lora_plugins.server.registry import ServedAdapter
+from lora_plugins.server.watching import watch
+from lora_plugins.store.errors import DamagedCopy
+from lora_plugins.store.store import Store
+from tests.make import adapter_files
+from tests.resolvers.sources.contract import content, turned
+from tests.resolvers.test_damage import flip
+from tests.resolvers.test_resolution import FakeSource, RecordingResolver
+from tests.server.world import World
+from tests.virtual_time import runs
+
+GOOD = adapter_files()
+LAST_BIT = 8 * len(GOOD[WEIGHTS_FILE]) - 1
+
+
+class Bed:
+    """A server with the real resolver, store and planner; the name `sql` is served from its source."""
+
+    def __init__(self, root: Path, **options: object) -> None:
+        self.root = root
+        self.source = FakeSource("s3", {"sql": GOOD})
+        self.resolver = RecordingResolver(root, self.source, **options)
+        self.world = World(resolver=self.resolver)
+        self.copies = self.world.lifecycle.copies
+
+    async def load(self, name: str = "sql") -> ServedAdapter:
+        adapter, _ = await self.world.lifecycle.load(name)
+        await self.copies.look()
+        return adapter
+
+    def damage(self, adapter: ServedAdapter) -> None:
+        assert adapter.version is not None
+        flip(adapter.version.path / WEIGHTS_FILE, LAST_BIT)
+
+    def verify(self, adapter: ServedAdapter) -> bool:
+        """As the command line does, in another process."""
+        assert adapter.version is not None
+        return Store(self.root).verify(adapter.version.digest)
+
+    @property
+    def damages(self) -> int:
+        return sum(isinstance(event, StoreDamaged) for event in self.resolver.emitted)
+
+
+@pytest.fixture
+def make_bed(tmp_path: Path) -> Callable[..., Bed]:
+    return lambda **options: Bed(tmp_path / "store", **options)
+
+
+def loads(bed: Bed) -> int:
+    return bed.world.worker.loads.total()
+
+
+@runs
+async def test_what_another_process_finds_damaged_is_loaded_again(make_bed) -> None:
+    bed = make_bed()
+    adapter = await bed.load()
+    before, digest, path = adapter.engine_id, adapter.version.digest, await bed.world.ask("sql")
+    bed.damage(adapter)
+    assert not bed.verify(adapter)
+    await bed.copies.look()
+    assert content(adapter.version.path) == GOOD
+    assert (adapter.version.digest, adapter.is_damaged, bed.damages) == (digest, False, 1)
+    assert adapter.engine_id != before
+    again = await bed.world.ask("sql")
+    assert again != path, "or prefixes that were computed with damaged weights are found"
+    assert bed.resolver.digest_at(again) == digest
+    assert Path(again).samefile(adapter.version.path)
+    assert (loads(bed), bed.world.worker.loads[again]) == (2, 1)
+    error, _ = adapter.last_error
+    assert "fetched and loaded again" in str(error)
+    await bed.copies.look()
+    assert (loads(bed), bed.source.fetched) == (2, ["sql"] * 2)
+    assert bed.verify(adapter)
+
+
+@runs
+async def test_each_replacement_has_a_path_of_its_own(make_bed) -> None:
+    bed = make_bed()
+    adapter = await bed.load()
+    paths = {await bed.world.ask("sql")}
+    for _ in range(3):
+        bed.damage(adapter)
+        bed.verify(adapter)
+        await bed.copies.look()
+        paths.add(await bed.world.ask("sql"))
+    assert len(paths) == 4
+    assert {bed.resolver.digest_at(path) for path in paths} == {adapter.version.digest}
+
+
+@runs
+async def test_what_is_written_to_is_found_without_a_mark(make_bed) -> None:
+    bed = make_bed()
+    adapter = await bed.load()
+    bed.damage(adapter)
+    await bed.copies.look()
+    assert content(adapter.version.path) == GOOD
+    assert (loads(bed), bed.damages) == (2, 1)
+
+
+@runs
+async def test_what_another_server_has_replaced_is_loaded_again(make_bed) -> None:
+    """It has removed the mark, and this server may have loaded what was damaged."""
+    bed = make_bed()
+    adapter = await bed.load()
+    bed.damage(adapter)
+    assert not bed.verify(adapter)
+    other = RecordingResolver(bed.root, FakeSource("s3", {"sql": GOOD}))
+    await other.resolve("sql", "/base")
+    assert bed.resolver.store.marked() == set()
+    await bed.copies.look()
+    assert loads(bed) == 2
+    await bed.copies.look()
+    assert (loads(bed), bed.source.fetched) == (2, ["sql"])
+
+
+@runs
+async def test_a_link_or_mode_changes_nothing(make_bed) -> None:
+    bed = make_bed()
+    adapter = await bed.load()
+    weights = adapter.version.path / WEIGHTS_FILE
+    weights.chmod(0o400)
+    weights.with_name("link").hardlink_to(weights)
+    weights.with_name("link").unlink()
+    await bed.copies.look()
+    assert (loads(bed), adapter.last_error) == (1, None)
+
+
+@runs
+async def test_all_names_of_damaged_bytes_are_loaded_again(make_bed) -> None:
+    bed = make_bed()
+    bed.source.answers["other"] = GOOD
+    one, two = await bed.load(), await bed.load("other")
+    assert one.version.digest == two.version.digest
+    bed.damage(one)
+    bed.verify(one)
+    await bed.copies.look()
+    assert bed.damages == 1
+    for name in ("sql", "other"):
+        assert bed.world.worker.loads[await bed.world.ask(name)] >= 1
+    assert (one.is_damaged, two.is_damaged, loads(bed)) == (False, False, 4)
+
+
+@runs
+async def test_a_request_waits_for_the_good_copy(make_bed) -> None:
+    bed = make_bed()
+    adapter = await bed.load()
+    path = await bed.world.ask("sql")
+    bed.damage(adapter)
+    assert not bed.resolver.store.verify(adapter.version.digest)  # by this process, as for another name
+    await asyncio.sleep(0)
+    assert adapter.is_damaged
+    assert await bed.world.ask("sql") != path
+    assert content(adapter.version.path) == GOOD
+    assert (adapter.is_damaged, loads(bed)) == (False, 2)
+
+
+@runs
+async def test_a_refresh_replaces_what_verify_found(make_bed) -> None:
+    bed = make_bed()
+    adapter = await bed.load()
+    bed.damage(adapter)
+    bed.verify(adapter)
+    assert await bed.world.lifecycle.refresh("sql")
+    assert content(adapter.version.path) == GOOD
+    assert loads(bed) == 2
+    assert not await bed.world.lifecycle.refresh("sql")
+
+
+@runs
+async def test_what_no_source_has_any_more_is_not_served(make_bed) -> None:
+    bed = make_bed()
+    adapter = await bed.load()
+    bed.damage(adapter)
+    bed.verify(adapter)
+    del bed.source.answers["sql"]
+    await bed.copies.look()
+    for _ in range(2):
+        with pytest.raises(DamagedCopy, match="its source does not have them any more"):
+            await bed.world.ask("sql")
+    assert "does not have them any more" in str(adapter.last_error[0])
+    bed.source.answers["sql"] = GOOD
+    assert content(Path(await bed.world.ask("sql"))) == GOOD
+
+
+@runs
+async def test_while_the_source_is_away_it_is_tried_again(make_bed) -> None:
+    bed = make_bed()
+    adapter = await bed.load()
+    bed.damage(adapter)
+    bed.verify(adapter)
+    bed.source.answers["sql"] = SourceUnavailable("away")
+    await bed.copies.look()
+    asked = len(bed.source.asked)
+    await bed.copies.look()
+    assert len(bed.source.asked) == asked, "not with every look"
+    with pytest.raises(SourceUnavailable, match="away"):
+        await bed.world.ask("sql")
+    bed.source.answers["sql"] = GOOD
+    await asyncio.sleep(20)
+    await bed.copies.look()
+    assert not adapter.is_damaged
+
+
+@runs
+async def test_a_name_that_stays_at_a_version_gets_no_other(make_bed) -> None:
+    bed = make_bed()
+    adapter = await bed.load()
+    adapter.held_digest = adapter.version.digest
+    bed.damage(adapter)
+    bed.verify(adapter)
+    bed.source.answers["sql"] = turned()
+    await bed.copies.look()
+    with pytest.raises(DamagedCopy):
+        await bed.world.ask("sql")
+    bed.source.answers["sql"] = GOOD
+    await bed.world.ask("sql")
+    assert adapter.version.digest == adapter.held_digest
+
+
+@runs
+async def test_a_pinned_one_is_pinned_again(make_bed) -> None:
+    bed = make_bed()
+    adapter = await bed.load()
+    await bed.world.lifecycle.pin("sql")
+    bed.damage(adapter)
+    bed.verify(adapter)
+    await bed.copies.look()
+    assert (await bed.world.planner.places())(adapter.engine_id).pinned
+
+
+@runs
+async def test_an_engine_that_cannot_read_it_has_it_hashed(make_bed) -> None:
+    bed = make_bed()
+    adapter = await bed.load()
+    request = adapter.request
+    assert not await bed.copies.is_at_fault(request, InvalidAdapter("x")), "its bytes are good"
+    bed.damage(adapter)
+    assert not await bed.copies.is_at_fault(request, NoFreeSlot("x"))
+    assert await bed.copies.is_at_fault(request, InvalidAdapter("x"))
+    async with bed.copies.using(request) as taken:
+        assert content(Path(taken.lora_path)) == GOOD
+        assert taken is adapter.request is not request
+
+
+@runs
+async def test_a_copy_that_is_gone_is_no_damage(make_bed) -> None:
+    bed = make_bed()
+    adapter = await bed.load()
+    shutil.rmtree(adapter.version.path)
+    await bed.copies.look()
+    assert (loads(bed), bed.damages) == (1, 0)
+
+
+@runs
+async def test_what_was_unloaded_meanwhile_is_the_engines_to_answer(make_bed) -> None:
+    bed = make_bed()
+    request = (await bed.load()).request
+    await bed.world.lifecycle.unload("sql", block=False)
+    async with bed.copies.using(request) as taken:
+        assert taken is request
+    assert not bed.resolver.store.leases.holders(Path(request.lora_path).name)
+
+
+@runs
+async def test_the_watch_survives_errors_and_ends(make_bed, logged, monkeypatch) -> None:
+    bed = make_bed()
+    adapter = await bed.load()
+    look = bed.copies.look
+    answers = iter([ZeroDivisionError(), None, ReferenceError()])
+
+    async def sometimes() -> None:
+        if (error := next(answers)) is not None:
+            raise error
+        await look()
+
+    monkeypatch.setattr(bed.copies, "look", sometimes)
+    bed.damage(adapter)
+    await watch(weakref.ref(bed.copies))
+    assert content(adapter.version.path) == GOOD
+    assert "Looking after the copies in the store failed" in logged.text
+
+
+@runs
+async def test_the_watch_ends_with_its_server(make_bed) -> None:
+    bed = make_bed()
+    copies, events = weakref.ref(bed.copies), bed.resolver.events
+    del bed.world.lifecycle, bed.copies  # the events know the world
+    bed.resolver.on_abandoned = bed.resolver.relieve = lambda *_: None
+    gc.collect()
+    await watch(copies)
+    assert copies() is None
+    events.emit(StoreDamaged("0" * 64))
+
+
+@runs
+async def test_a_refresh_says_that_it_has_loaded_again(make_bed) -> None:
+    bed = make_bed()
+    adapter = await bed.load()
+    bed.damage(adapter)
+    bed.verify(adapter)
+    done = await routes.refresh("sql", bed.world.lifecycle)
+    assert (done.swapped, done.digest, done.previous_digest) == (True, adapter.version.digest, adapter.version.digest)
+    assert done.message.endswith("was fetched and loaded again, as its copy was damaged.")
+    again = await routes.refresh("sql", bed.world.lifecycle)
+    assert (again.swapped, again.message.endswith("serves the newest version.")) == (False, True)
+    view = await routes.show("sql", bed.world.lifecycle)
+    assert "store" in view.tiers
+    shutil.rmtree(adapter.version.path)
+    assert "store" not in (await routes.show("sql", bed.world.lifecycle)).tiers

@@ -1,0 +1,154 @@
+"""Room where leases are in the way, and the budget of a store that was given none."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lora_plugins.errors import NoFreeSlot, OutOfMemory
+from lora_plugins.store import eviction
+from lora_plugins.store.eviction import entries
+from lora_plugins.store.manifest import Manifest
+from lora_plugins.store.store import Store
+from tests.store.common import DownloadSpec, adapter_files, check, obtain
+
+SIZE = sum(map(len, adapter_files().values()))
+GIB = 1 << 30
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> tuple[Store, list[str]]:
+    """A store for three, which are there and leased."""
+    store = Store(tmp_path / "store", max_bytes=3 * SIZE)
+    return store, [fill(store, seed) for seed in range(1, 4)]
+
+
+def fill(store: Store, seed: int) -> str:
+    wanted = DownloadSpec(adapter_files(seed=seed), version=f"{seed}")
+    return asyncio.run(store.obtain(wanted, wanted.fetch, check, holder=seed)).digest
+
+
+def test_leases_that_nothing_uses_end_before_a_fetch_fails(full) -> None:
+    store, digests = full
+
+    async def relieve() -> None:
+        store.end_leases([(digests[1], 2, None)])
+
+    store.relieve = relieve
+    fourth = fill(store, 4)
+    assert set(store.layout.digests()) == {digests[0], digests[2], fourth}
+    assert store.pressed_at() == 0, "there was room"
+    with pytest.raises(NoFreeSlot):
+        fill(store, 5)
+    assert store.pressed_at() > 0
+
+
+def test_nothing_goes_where_all_of_it_is_not_enough(full) -> None:
+    store, digests = full
+    store.leases.release(digests[0], 1)
+    large = DownloadSpec(adapter_files(hidden=40), version="large")
+    with pytest.raises(NoFreeSlot):
+        obtain(store, large)
+    assert store.layout.digests() == sorted(digests)
+
+
+def test_what_was_used_longest_ago_goes_first(full) -> None:
+    store, digests = full
+
+    async def relieve() -> None:
+        now = os.stat(store.layout.root).st_mtime
+        store.end_leases([(digest, seed, now - 10 * seed) for seed, digest in enumerate(digests, 1)])
+
+    store.relieve = relieve
+    fill(store, 4)
+    assert digests[2] not in store.layout.digests()
+
+
+def test_a_shared_lease_outlives_the_first(full) -> None:
+    store, (digest, *_) = full
+    request = object()
+    assert store.leases.share(digest, request)
+    store.leases.release(digest, 1)
+    assert not store.remove(digest)
+    store.leases.release(digest, request)
+    assert not store.leases.share(digest, request), "there is none to share"
+    assert store.remove(digest)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What the file system says of itself: 100 GiB, of which 50 are free."""
+    disk = SimpleNamespace(f_frsize=1, f_blocks=100 * GIB, f_bavail=50 * GIB)
+    monkeypatch.setattr(eviction.os, "statvfs", lambda _: disk)
+    return disk
+
+
+def test_without_a_budget_a_share_of_the_disk_is_one(tmp_path, disk) -> None:
+    assert Store(tmp_path / "none").max_bytes is None
+    assert Store(tmp_path / "set", max_bytes=7, has_share=True).max_bytes == 7
+    store = Store(tmp_path / "store", has_share=True)
+    assert store.max_bytes == 40 * GIB
+    obtain(store, DownloadSpec(adapter_files()))
+    disk.f_bavail -= SIZE
+    assert Store(tmp_path / "store", has_share=True).max_bytes == 40 * GIB, "the same after a restart"
+
+
+def test_room_is_kept_free_on_the_disk(tmp_path, disk) -> None:
+    """Others fill it, too."""
+    store = Store(tmp_path / "store", has_share=True)
+    first = fill(store, 1)
+    store.leases.release(first, 1)
+    disk.f_bavail = GIB + SIZE // 2
+    second = fill(store, 2)
+    assert store.layout.digests() == [second]
+    with pytest.raises(NoFreeSlot, match="engines still use"):
+        fill(store, 3)
+    store.leases.release(second, 2)
+    disk.f_bavail = GIB - 2 * SIZE
+    with pytest.raises(OutOfMemory, match="stay free"):
+        fill(store, 3)
+    assert store.layout.digests() == [second], "all of it would not be enough"
+
+
+def test_a_small_disk_keeps_a_twentieth_free(tmp_path, disk) -> None:
+    disk.f_blocks, disk.f_bavail = 100 * SIZE, 5 * SIZE + SIZE // 2
+    with pytest.raises(OutOfMemory, match="stay free"):
+        fill(Store(tmp_path / "store", has_share=True), 1)
+
+
+def test_manifests_are_read_once_to_make_room(full, monkeypatch) -> None:
+    store, digests = full
+    store.end_leases([(digest, seed, None) for seed, digest in enumerate(digests, 1)])
+    sizes: dict[str, int] = {}
+    before = entries(store.layout, sizes)
+    monkeypatch.setattr(Manifest, "read", _unreadable)
+    assert [entry.size_bytes for entry in entries(store.layout, sizes)] == [entry.size_bytes for entry in before]
+    store.remove(digests[0])
+    entries(store.layout, sizes)
+    assert set(sizes) == set(digests[1:])
+
+
+_unreadable: Callable[..., Manifest] = staticmethod(lambda *_: pytest.fail("read again"))
+
+
+def test_what_is_not_leased_yet_is_not_shared(full, monkeypatch) -> None:
+    """Between a holder's claim and the file that others see, the entry may go."""
+    store, (digest, *_) = full
+    store.leases.release(digest, 1)
+    shared: list[bool] = []
+    is_dir = Path.is_dir
+
+    def share_meanwhile(path: Path) -> bool:
+        if path.name == digest and not shared:
+            shared.append(store.leases.share(digest, "request"))
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", share_meanwhile)
+    assert store.leases.acquire(digest, "name")
+    assert shared == [False]
+    assert store.leases.share(digest, "request")
