@@ -86,7 +86,7 @@ def test_pull(env, cli, what, source, uri):
     assert (answer["source"], answer["uri"], answer["fetched"]) == (source, uri, True)
     assert answer["size_bytes"] == sum(
         (cli.store / answer["digest"] / name).stat().st_size
-        for name in ("adapter_config.json", "adapter_model.safetensors")
+        for name in ("adapter_config.original.json", "adapter_model.safetensors")
     )
     again = outside("pull", what, "--json", env=env).json
     assert (again["digest"], again["fetched"], again["bytes_s"]) == (answer["digest"], False, None)
