@@ -137,6 +137,8 @@ class VllmReplica:
 
     def __del__(self) -> None:
         """End the server with the replica."""
+        if not hasattr(self, "_watching"):
+            return  # no server was started
         if self._watching is not None:
             self._watching.get_loop().call_soon_threadsafe(self._watching.cancel)
         self._engine.end()

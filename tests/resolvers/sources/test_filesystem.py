@@ -253,7 +253,7 @@ def test_a_symlink_within_the_root_is_followed(root, rank):
     assert rank(FilesystemSource(root)) == 4
 
 
-def test_a_link_to_where_a_name_may_not_lead_is_absent(root, store):
+def test_a_link_where_its_name_may_not_lead_is_absent(root, store):
     put(root / "team-b" / "sql", adapter_files())
     (root / "team-a").mkdir()
     (root / "team-a" / "sql").symlink_to("../team-b/sql")
