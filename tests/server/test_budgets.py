@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -176,3 +178,37 @@ async def test_unloaded_names_leave_no_lease(make_bed) -> None:
         await bed.world.lifecycle.unload(name, block=False)
     store = bed.resolver.store
     assert [store.leases.holders(digest) for digest in store.layout.digests()] == [[]] * 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+@runs
+async def test_clients_at_once_are_all_served(make_bed, seed: int) -> None:
+    bed, chosen = bed_of(make_bed), random.Random(seed)
+    served: Counter[str] = Counter()
+
+    async def client(number: int) -> None:
+        for _ in range(25):
+            name, seconds = chosen.choice(NAMES), chosen.choice((0.0, 0.01, 0.2))
+            for _ in range(20):
+                try:
+                    if bed.world.lifecycle.registry.get(name) is None:
+                        await bed.world.lifecycle.load(name)
+                    path = await bed.world.ask(name, seconds, request_id=f"{number}-{served.total()}-{name}")
+                except NoFreeSlot:
+                    await asyncio.sleep(1)
+                    continue
+                assert bed.resolver.digest_at(path)
+                served[name] += 1
+                break
+
+    await asyncio.gather(*(client(number) for number in range(4)), looks(bed))
+    assert served.total() == 100
+    await bed.copies.relieve()
+    store = bed.resolver.store
+    assert [store.leases.holders(digest) for digest in store.layout.digests()] == [[]] * len(store.layout.digests())
+
+
+async def looks(bed: Bed) -> None:
+    for _ in range(20):
+        await asyncio.sleep(0.1)
+        await bed.copies.look()
