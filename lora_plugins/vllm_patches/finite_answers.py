@@ -8,7 +8,6 @@ left alone, and so are all with speculative decoding, where vLLM counts by rows 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from cachetools import LRUCache
 
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
 from lora_plugins.ledger import Patch
+from lora_plugins.settings import environment, set_for_children
 from lora_plugins.vllm_patches.held_counts import HeldCounts
 from lora_plugins.vllm_patches.request_weights import name_of
 
@@ -26,7 +26,8 @@ _REMEMBERED = 10_000
 
 def patch() -> None:
     """Have workers count NaN, unless the operator says otherwise; vLLM reads the variable when it makes them."""
-    os.environ.setdefault(VARIABLE, "1")
+    if VARIABLE not in environment():
+        set_for_children(VARIABLE, "1")
 
 
 def patch_runner() -> None:

@@ -273,8 +273,13 @@ def test_a_rank_above_the_servers_is_refused(adapter):
 
 
 def test_a_rank_pattern_above_the_servers_is_refused(adapter):
-    (adapter / CONFIG_FILE).write_bytes(config_bytes(rank_pattern={"k_proj": 17}))
+    put(adapter, adapter_files(pair(LAYER.format(0, "q_proj"), 17, 8, 8), rank_pattern={"q_proj": 17}))
     assert refused(IncompatibleAdapter, adapter, WEIGHTS_FILE).found == "rank 17"
+
+
+def test_a_rank_pattern_of_no_module_is_let_through(adapter):
+    (adapter / CONFIG_FILE).write_bytes(config_bytes(rank_pattern={"k_proj": 17}))
+    assert verified(adapter)
 
 
 def test_another_base_model_is_refused_by_its_shapes(adapter):
