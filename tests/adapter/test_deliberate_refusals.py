@@ -70,11 +70,13 @@ CASES: dict[str, Callable[[Path], Case]] = {
         weights() | {f"{PEFT}model.embed_tokens.base_layer.weight": np.ones((40, 8), "float32")}
     ),
     "values": lambda _: of(not_finite()),
+    "magnitudes": lambda _: of(weights(), lora_alpha=1e30),
     "base": lambda _: (adapter_files(base_model_name_or_path="another"), {"base_match": BaseMatch.STRICT}),
     "pickle": pickled,
     "size": lambda _: (adapter_files(), {"max_adapter_bytes": 100}),
     "config-size": lambda _: of(weights(), target_modules=["x" * 1000] * (MAX_CONFIG_BYTES // 1000)),
     "patterns": lambda _: of(weights(), rank_pattern={"|".join(["(a|b|c|d|e)*x"] * 9000): 4}),
+    "bounds": lambda _: of(weights(), unknown=[[]] * 1_000_001),
     "symlinks": lambda _: (adapter_files(), {}),
 }
 

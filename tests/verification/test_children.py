@@ -197,17 +197,16 @@ def test_a_slow_adapter_does_not_hold_another(
     program(monkeypatch, HOLD)
     (warm,) = children.pids()
     busy = children._idle.get_nowait()
-    before = len(psutil.Process().children())
+    before = set(psutil.Process().children())
     waiting = children.read(slow, Settings())
-    while len(psutil.Process().children()) <= before:
+    while not (started := set(psutil.Process().children()) - before):
         time.sleep(0.01)
     children._idle.put(busy)
     assert read(children, adapter)
     assert children.pids() == [warm]
     assert not waiting.done()
-    for child in psutil.Process().children():
-        if child.pid != warm:
-            child.terminate()
+    for child in started:
+        child.terminate()
 
 
 def test_no_process_is_no_fault_of_the_adapter(

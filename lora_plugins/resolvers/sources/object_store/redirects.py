@@ -33,12 +33,10 @@ async def _check(_: Any, __: Any, redirect: Any) -> None:
     Raises:
         HttpStatus: it leads elsewhere.
     """
-    from yarl import URL
-
     answer = redirect.response
     location = answer.headers.get("Location") or answer.headers.get("URI") or ""
     try:
-        there = redirect.url.join(URL(location, encoded=True))
+        there = redirect.url.join(type(redirect.url)(location, encoded=True))
         is_upgrade = (redirect.url.scheme, there.scheme, there.host) == ("http", "https", redirect.url.host)
         stays = there.origin() == redirect.url.origin() or is_upgrade
     except ValueError:
