@@ -280,3 +280,8 @@ def environment() -> Mapping[str, str]:
 def set_for_children(name: str, text: str) -> None:
     """Set another package's variable, for it to read in this process and in those that it starts."""
     os.environ[name] = text
+
+
+def default_for_children(name: str, text: str) -> None:
+    """As `set_for_children`, unless the operator has set it."""
+    os.environ.setdefault(name, text)

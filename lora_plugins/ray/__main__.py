@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from lora_plugins.settings import environment, is_secret, set_for_children, variables_of_servers
+from lora_plugins.settings import default_for_children, environment, is_secret, variables_of_servers
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,8 +44,7 @@ def passed_on() -> dict[str, str]:
 def main(given: Sequence[str] | None = None) -> int:
     """Start it, and wait for Ctrl-C or SIGTERM."""
     parsed = parser().parse_args(given)
-    if "RAY_USAGE_STATS_ENABLED" not in environment():
-        set_for_children("RAY_USAGE_STATS_ENABLED", "0")
+    default_for_children("RAY_USAGE_STATS_ENABLED", "0")
     import ray
     from ray import serve
 

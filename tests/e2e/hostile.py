@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -147,8 +148,6 @@ HOSTILE: Mapping[str, Make] = {
 
 def make_all(good: Path, root: Path) -> Iterator[str]:
     """Make every broken and every hostile adapter below `root` from the good one; their names."""
-    import shutil
-
     for name, make in (*((case.name, case.make) for case in BROKEN), *HOSTILE.items()):
         make(shutil.copytree(good, root / name))
         yield name

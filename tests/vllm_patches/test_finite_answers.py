@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,7 +87,7 @@ def test_blocks_of_what_has_ended_leave_the_prefix_cache(make_engine: Make, monk
     monkeypatch.setattr(engine.scheduler.kv_cache_manager, "evict_blocks", evicted.append)
     engine.scheduler.add_request(request("bad", 1, prompt=2 * BLOCK + 1))
     with_nan(engine, "bad").run()
-    ((blocks),) = evicted
+    (blocks,) = evicted
     assert len(blocks) == 3
 
 
@@ -134,8 +135,6 @@ def test_nan_is_found_in_any_row() -> None:
 
 @pytest.mark.parametrize(("before", "after"), [(None, "1"), ("0", "0")])
 def test_nan_is_counted_unless_switched_off(monkeypatch: pytest.MonkeyPatch, before: str | None, after: str) -> None:
-    import os
-
     monkeypatch.setenv(finite_answers.VARIABLE, before or "")
     if before is None:
         monkeypatch.delenv(finite_answers.VARIABLE)
