@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from lora_plugins.errors import (
@@ -129,6 +130,8 @@ class Copies:
             return False
         if await self._resolver.is_sound(digest, max_age_s=_HASHED_S):
             return False
+        if not self._resolver.is_damaged(digest) and not self._resolver.is_stored(Path(request.lora_path)):
+            return False  # it is gone, and the engine has looked for it at the source
         self._flag(digest)
         return self._registry.get(request.lora_name) is not None
 

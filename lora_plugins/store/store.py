@@ -323,7 +323,8 @@ class Store:
     def verify(self, digest: str) -> bool:
         """Hash every file of a published adapter again.
 
-        A damaged one is marked, so that it is fetched again, and moved to quarantine unless an engine still uses it.
+        A damaged one is marked, so that it is fetched again, and moved to quarantine unless an engine still uses it;
+        one that is not there is neither sound nor damaged.
 
         Raises:
             OSError: it is damaged, and the store cannot be written.
@@ -341,6 +342,8 @@ class Store:
             self._hashed.note(digest, identity)
             return True
         self._hashed.forget(digest)
+        if not directory.exists():  # removed, by whomever, which damages nothing
+            return False
         if self.on_damage is not None:
             self.on_damage(digest)
         self._mark(digest).touch()

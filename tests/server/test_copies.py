@@ -13,7 +13,7 @@ import pytest
 
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.api import routes
-from lora_plugins.errors import InvalidAdapter, NoFreeSlot, SourceUnavailable
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, NoFreeSlot, SourceUnavailable
 from lora_plugins.events import StoreDamaged
 from lora_plugins.server.registry import ServedAdapter
 from lora_plugins.server.watching import watch
@@ -266,7 +266,9 @@ async def test_a_copy_that_is_gone_is_no_damage(make_bed) -> None:
     adapter = await bed.load()
     shutil.rmtree(adapter.version.path)
     await bed.copies.look()
-    assert (loads(bed), bed.damages) == (1, 0)
+    assert not await bed.copies.is_at_fault(adapter.request, AdapterNotFound("x"))
+    assert not bed.verify(adapter)
+    assert (loads(bed), bed.damages, bed.resolver.store.marked()) == (1, 0, set())
 
 
 @runs
