@@ -13,7 +13,7 @@ import pytest
 
 from testbed.proxy import fault_proxy
 from testbed.s3 import S3, s3_server
-from tests.make import adapter_files
+from tests.make import adapter_files, content
 
 SCRIPT = "from lora_plugins.cli import main; main()"
 
@@ -53,8 +53,9 @@ def test_replicas_that_share_nothing_have_the_same_version(s3, tmp_path):
     paths = [Path(str(answer["path"])) for answer in answers]
     assert paths[0] != paths[1]
     assert [path.name for path in paths] == [answers[0]["digest"]] * 2
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        assert (paths[0] / name).read_bytes() == (paths[1] / name).read_bytes() == adapter_files()[name]
+    ours, theirs = (content(path) for path in paths)
+    assert ours == theirs == adapter_files()
+    assert (paths[0] / "adapter_config.json").read_bytes() == (paths[1] / "adapter_config.json").read_bytes()
     assert asked == 2
 
 

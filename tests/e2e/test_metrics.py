@@ -163,7 +163,8 @@ def test_every_counter_changes_by_what_was_done(metered: Metered) -> None:
         "vllm:num_gpu_loaded_lora_adapters,0": 1,
         "vllm:num_cpu_loaded_lora_adapters,0": 1,
     }
-    others = metered.changes(expected, but=("host_bytes,0", *WAITED))
+    others = metered.changes(expected, but=("host_bytes,0", "store_max_bytes", *WAITED))
+    assert 0 < others["store_max_bytes"] < shutil.disk_usage(metered.root).total, "the default"
     assert sum(others[waited] for waited in WAITED) == 3
     assert others["admission_wait_seconds_count,0,slot"] >= 2, "but for the first"
     host_bytes = others["host_bytes,0"]

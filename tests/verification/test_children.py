@@ -114,6 +114,16 @@ def test_one_process_answers_one_after_the_other(children: Children, adapter: Pa
         assert read(children, adapter)
     (pid,) = children.pids()
     assert psutil.Process(pid).ppid() == os.getpid()
+    assert psutil.Process(pid).nice() > os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def test_the_memory_of_the_server_does_not_end_it(children: Children, adapter: Path) -> None:
+    assert len(np.ones(64 << 20)) == 64 << 20  # half a GiB, which a process that it starts has for a moment
+    for _ in range(3):
+        assert read(children, adapter)
+        pids = children.pids()
+        assert read(children, adapter)
+        assert children.pids() == pids != []
 
 
 def test_neither_torch_nor_vllm_nor_variables_are_there(
