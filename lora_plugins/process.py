@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.api.access.policy import Policy
+from lora_plugins.api.access.principals import label_of_request
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.events import Events
 from lora_plugins.log import logger
@@ -126,6 +127,7 @@ class Process:
 
     def _open(self, settings: Settings) -> AdapterResolver:
         resolver = AdapterResolver(settings, self.events, open_store(settings))
+        resolver.principal = label_of_request
         for source in self._known_sources:
             resolver.add(source)
         return resolver

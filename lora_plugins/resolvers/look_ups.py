@@ -4,7 +4,8 @@ A name that nobody has had may be one of a flood. At one source so many are look
 adapter" keeps its place for a moment, so that a flood takes a small part of the interpreter and asks the source no more
 often than `absent_per_s`. Others wait, for a limited time and in limited number; who is refused is told to come again,
 and then stands where it stood: it is older than everything that has come since. So whoever keeps asking is looked up
-before all names that came after it, however many they are.
+before all names that came after it, however many they are. Principals take turns: of those that wait, the one that has
+the fewest places is next, and who has the most names waiting is refused.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from bisect import insort
+from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -51,6 +53,7 @@ class LookUpLimits:
 @dataclass(eq=False, slots=True)
 class _Waiting:
     turn: int
+    principal: Hashable
     key: Hashable
     place: asyncio.Future[None]
 
@@ -66,9 +69,17 @@ class LookUps:
         self._turns = itertools.count()
         self._kept_turns: TTLCache[Hashable, int] = TTLCache(limits.remembered, limits.remembered_s)
         self._rests_until = 0.0
+        self._held: Counter[Hashable] = Counter()  # places, by principal
 
-    async def run(self, key: Hashable, look_up: Callable[[], Awaitable[_T | None]], *, is_known: bool) -> _T | None:
-        """What `look_up` answers, None for "no such adapter", once it is the turn of `key`.
+    async def run(
+        self,
+        key: Hashable,
+        look_up: Callable[[], Awaitable[_T | None]],
+        *,
+        is_known: bool,
+        principal: Hashable = None,
+    ) -> _T | None:
+        """What `look_up` answers, None for "no such adapter", once it is the turn of `key`, asked for by `principal`.
 
         Raises:
             LookUpsBusy: its wait is over, or too many wait.
@@ -77,25 +88,27 @@ class LookUps:
         if is_known:
             async with self._known:
                 return await look_up()
-        await self._enter(key)
+        await self._enter(key, principal)
         is_absent = False
         try:
             found = await look_up()
             is_absent = found is None
             return found
         finally:
-            self._leave(rests=is_absent)
+            self._leave(principal, rests=is_absent)
 
-    async def _enter(self, key: Hashable) -> None:
+    async def _enter(self, key: Hashable, principal: Hashable) -> None:
         if self._free:  # nobody waits
             self._free -= 1
+            self._held[principal] += 1
             return
         turn = self._kept_turns.pop(key, None)
         loop = asyncio.get_running_loop()
-        one = _Waiting(next(self._turns) if turn is None else turn, key, loop.create_future())
+        one = _Waiting(next(self._turns) if turn is None else turn, principal, key, loop.create_future())
         insort(self._waiting, one, key=attrgetter("turn"))
         if len(self._waiting) > self._limits.waiting:
-            self._refuse(self._waiting[-1])
+            ((most, _),) = Counter(waiting.principal for waiting in self._waiting).most_common(1)
+            self._refuse(next(waiting for waiting in reversed(self._waiting) if waiting.principal == most))
         timer = loop.call_later(self._limits.wait_s, self._refuse, one)
         try:
             await one.place
@@ -103,23 +116,27 @@ class LookUps:
             if one in self._waiting:
                 self._waiting.remove(one)
             elif one.place.done() and not one.place.cancelled() and one.place.exception() is None:
-                self._leave(rests=False)  # it got its place in the moment in which it was cancelled
+                self._leave(principal, rests=False)  # it got its place in the moment in which it was cancelled
             raise
         finally:
             timer.cancel()
 
-    def _leave(self, *, rests: bool) -> None:
+    def _leave(self, principal: Hashable, *, rests: bool) -> None:
         if not rests or self._limits.absent_per_s is None:
-            self._give_place()
+            self._give_place(principal)
             return
         loop = asyncio.get_running_loop()
         self._rests_until = max(loop.time(), self._rests_until) + 1 / self._limits.absent_per_s
-        loop.call_at(self._rests_until, self._give_place)
+        loop.call_at(self._rests_until, self._give_place, principal)
 
-    def _give_place(self) -> None:
+    def _give_place(self, principal: Hashable) -> None:
+        """Give the place of `principal` to who has the fewest, the first of those to come."""
+        self._held -= Counter({principal: 1})
         while self._waiting:
-            one = self._waiting.pop(0)
+            one = min(self._waiting, key=lambda waiting: self._held[waiting.principal])
+            self._waiting.remove(one)
             if not one.place.done():  # it is, where its task has been cancelled and has not run since
+                self._held[one.principal] += 1
                 one.place.set_result(None)
                 return
         self._free += 1

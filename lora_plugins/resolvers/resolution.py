@@ -86,6 +86,7 @@ class AdapterResolver:
         base: what is served, set once the server is made.
         relieve: ends leases of names that nothing uses at the moment, where they are in the way of a fetch.
         on_abandoned: called with a version whose callers were all cancelled before they had it; it is leased.
+        principal: who the running request comes from, by which those that look up new names take turns.
         describe_model: asks the engine for its model's modules, once; None answers where LoRA is off.
 
     Raises:
@@ -102,6 +103,7 @@ class AdapterResolver:
         store.on_damage = lambda digest: events.emit(StoreDamaged(digest))
         self.sources = list(sources)
         self.base: BaseModel | None = None
+        self.principal: Callable[[], Hashable] = lambda: None
         self.describe_model: Callable[[], Awaitable[Model | None]] | None = None
         self._describing = asyncio.Lock()
         self._by_uri = UriSources(settings)
@@ -402,7 +404,9 @@ class AdapterResolver:
             return None
 
         is_known = query.uri is not None or query.force_refresh or self._versions.served(query.key)
-        found = await self._look_ups_at(source).run(query.key, look_up, is_known=bool(is_known))
+        found = await self._look_ups_at(source).run(
+            query.key, look_up, is_known=bool(is_known), principal=self.principal()
+        )
         return absences[0] if found is None else found
 
     def _look_ups_at(self, source: Source) -> LookUps:

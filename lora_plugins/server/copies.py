@@ -31,6 +31,7 @@ from lora_plugins.server.draining import Draining
 from lora_plugins.server.engine import Engine
 from lora_plugins.server.planner_client import PlannerClient
 from lora_plugins.server.registry import Registry, ServedAdapter, gone_from_source
+from lora_plugins.server.shares import Share, Shares
 from lora_plugins.server.swapping import Swapping
 from lora_plugins.store.errors import DamagedCopy
 
@@ -61,6 +62,8 @@ class Copies:
         self._engine = engine
         self._resolver = resolver
         self._events = events
+        budgets_bytes = (resolver.store.max_bytes, resolver.settings.host_max_bytes)
+        self.shares = Shares(engine.host_places, min((it for it in budgets_bytes if it is not None), default=None))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._next = 0
         self._pressed_at: int | None = None
@@ -70,18 +73,20 @@ class Copies:
         events.add(lambda event: None if (note := noted()) is None else note(event))
 
     @asynccontextmanager
-    async def using(self, request: Any) -> AsyncIterator[Any]:
+    async def using(self, request: Any, share: Share | None = None) -> AsyncIterator[Any]:
         """Inside, an engine may read the copy of what this gives: the request, or what its name stands for by now.
 
         Raises:
-            LoRAPluginsError: it is gone or damaged, and cannot be had again.
+            NoFreeSlot: it is more than its `share`. LoRAPluginsError: it is gone or damaged, and cannot be had again.
         """
-        holder = object()
-        request = await self._with_copy(request, holder)
-        try:
-            yield request
-        finally:
-            self._resolver.release(holder, request.lora_path)
+        adapter, holder = self._registry.get(request.lora_name), object()
+        size_bytes = adapter.version.size_bytes if adapter is not None and adapter.version is not None else 0
+        async with self.shares.using(share, request.lora_name, size_bytes):
+            request = await self._with_copy(request, holder)
+            try:
+                yield request
+            finally:
+                self._resolver.release(holder, request.lora_path)
 
     @asynccontextmanager
     async def keeping(self, adapter: ServedAdapter) -> AsyncIterator[Any]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lora_plugins.adapter.fit import without_lora
+from lora_plugins.api.access.principals import share_of_request
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import RequestRefused, RequestServed
@@ -218,11 +219,11 @@ async def _watched(original: Any, call: inspect.BoundArguments, error_of_output:
         except LoRAPluginsError as refusal:
             response.error = http_error(refusal)
             raise response.error from None
-    copies = this_process().copies.get(client)
+    copies, share = this_process().copies.get(client), share_of_request()
     for is_last in (copies is None, True):
         taken = None
         try:
-            async with nullcontext(lora_request) if copies is None else copies.using(lora_request) as taken:
+            async with nullcontext(lora_request) if copies is None else copies.using(lora_request, share) as taken:
                 call.arguments["lora_request"] = taken
                 planner_of(client).used(taken)
                 async for output in original(*call.args, **call.kwargs):

@@ -51,6 +51,10 @@ class _Server:
     def base_path(self) -> str:
         return str(self._models.model_config.model)
 
+    @property
+    def host_places(self) -> int:
+        return int(self._models.engine_client.vllm_config.lora_config.max_cpu_loras)
+
     def is_base_model(self, name: str) -> bool:
         return bool(self._models.is_base_model(name))
 
@@ -80,6 +84,8 @@ LEDGER = (
             OpenAIServingModels.is_base_model(self, model_name)
         vllm.lora.request:
             LoRARequest{lora_name, lora_int_id, lora_path, base_model_name, is_3d_lora_weight}
+        vllm.config.lora:
+            LoRAConfig{max_cpu_loras}
         vllm.v1.engine.async_llm:
             AsyncLLM.abort(self, request_id, internal)
         """,

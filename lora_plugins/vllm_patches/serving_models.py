@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from lora_plugins.api.access.principals import share_of_request
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.ledger import Patch
@@ -71,14 +72,15 @@ def _resolving(original: Any) -> Any:
         lifecycle = lifecycle_of(self)
         if lora_name in lifecycle.registry.blocked:
             raise http_error(blocked(lora_name))
-        with adding(AddLora(on_failure=lifecycle.load_failed)):
-            result = await original(self, lora_name)
-        if hasattr(result, "error"):  # an ErrorResponse
-            try:
-                adapter = await lifecycle.load_version(lora_name)
-            except LoRAPluginsError as error:
-                raise http_error(error) from None
-            return result if adapter is None else adapter.request
+        try:
+            async with lifecycle.copies.shares.using(share_of_request(), lora_name):
+                with adding(AddLora(on_failure=lifecycle.load_failed)):
+                    result = await original(self, lora_name)
+                if hasattr(result, "error"):  # an ErrorResponse
+                    adapter = await lifecycle.load_version(lora_name)
+                    return result if adapter is None else adapter.request
+        except LoRAPluginsError as error:
+            raise http_error(error) from None
         lifecycle.on_change()
         return result
 

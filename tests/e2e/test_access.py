@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -154,6 +156,35 @@ def test_only_administrators_load_and_unload(guarded: Guarded, name: str) -> Non
     assert guarded.post("/v1/load_lora_adapter", "key-root", lora_name="team-a/new", lora_path=path).status_code == 200
     assert guarded.answer("team-a/new", "key-a") == guarded.bed.answers["sql"]
     assert guarded.post("/v1/unload_lora_adapter", "key-root", lora_name="team-a/new").status_code == 200
+
+
+def test_a_tenant_over_its_share_waits_for_itself(guarded: Guarded) -> None:
+    """Of two places in host memory each may use one."""
+    for key in ("key-a", "key-b"):
+        for name in sorted(MAY[key]):
+            guarded.answer(name, key)
+    body = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "stream": True}
+    ended_at: dict[str, float] = {}
+
+    async def ask(client: httpx.AsyncClient, name: str, key: str, tokens: int) -> None:
+        headers = {"Authorization": f"Bearer {key}"}
+        async with client.stream(
+            "POST", "/v1/completions", json={**body, "model": name, "max_tokens": tokens}, headers=headers
+        ) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            async for _ in answer.aiter_bytes():
+                ended_at.setdefault(f"{name} began", time.monotonic())
+        ended_at[name] = time.monotonic()
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=guarded.server.url, timeout=120) as client:
+            long = asyncio.create_task(ask(client, "team-a/sql", "key-a", 200))
+            while "team-a/sql began" not in ended_at:
+                await asyncio.sleep(0.01)
+            await asyncio.gather(ask(client, "shared", "key-a", 1), ask(client, "team-b/sql", "key-b", 1), long)
+
+    asyncio.run(run())
+    assert ended_at["team-b/sql"] < ended_at["team-a/sql"] < ended_at["shared began"]
 
 
 def test_the_log_names_tenants_and_no_key(guarded: Guarded) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from dataclasses import replace
 
 import pytest
@@ -194,3 +195,22 @@ async def test_what_is_remembered_of_refused_names_is_bounded() -> None:
     await Flood(source, 200).run(3)
     assert len(source.look_ups._kept_turns) == 100
     assert len(source.look_ups._waiting) <= 10
+
+
+@runs
+async def test_a_flood_of_one_principal_does_not_hold_another() -> None:
+    source, loop = Source(), asyncio.get_running_loop()
+    flood = asyncio.create_task(Flood(source, 400, asks_again=True).run(10))
+    await asyncio.sleep(3)
+    waits = []
+    for number in range(20):
+        began = loop.time()
+        name = f"real-{number}"
+        found = await source.look_ups.run(
+            name, functools.partial(source._look_up, name), is_known=False, principal="team-b"
+        )
+        waits.append(loop.time() - began)
+        assert found == name
+    assert max(waits) < 0.2, "the next place that is free, twenty a second"
+    flood.cancel()
+    assert len(source.look_ups._held) <= 2

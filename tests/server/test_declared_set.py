@@ -105,14 +105,14 @@ async def test_a_digest_is_served_and_held(tmp_path: Path) -> None:
 @runs
 async def test_a_digest_from_elsewhere_is_asked_of_the_declared_place(tmp_path: Path) -> None:
     world, path = World(slots=3), tmp_path / "adapters.yaml"
-    world.resolver.store[OLD] = Version(OLD, uri="s3://b/other")
+    world.resolver.versions[OLD] = Version(OLD, uri="s3://b/other")
     world.resolver.has["s3://b/sql"] = Version(NEW, uri="s3://b/sql")
     declare(path, f"{{name: sql, uri: 's3://b/sql', digest: '{OLD}', preload: true}}")
     async with following(world, path) as declared:
         assert served(world) == {}
         assert "the version bbbbbbbbbbbb at its source" in str(declared.states["sql"].error)
         assert world.resolver.leased == set()
-        world.resolver.store[OLD] = Version(OLD, uri="s3://b/sql")
+        world.resolver.versions[OLD] = Version(OLD, uri="s3://b/sql")
         await asyncio.sleep(RETRY_S + LOOKED_S)
         assert served(world) == {"sql": OLD}, "a version that came from there, and is still in the store"
 

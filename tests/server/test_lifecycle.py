@@ -314,7 +314,7 @@ async def test_a_rollback_to_a_version_by_its_digest() -> None:
     await world.lifecycle.roll_back("sql", "aa")
     assert served.held_digest == "aa11"
     elsewhere = "dd44" * 16
-    world.resolver.store[elsewhere] = Version(elsewhere)
+    world.resolver.versions[elsewhere] = Version(elsewhere)
     with pytest.raises(AdapterNotFound, match="no such version in the store"):
         await world.lifecycle.roll_back("sql", elsewhere[:63])
     await world.lifecycle.roll_back("sql", elsewhere)
@@ -387,7 +387,7 @@ async def test_a_version_has_a_name_of_its_own() -> None:
     world = World()
     old, new, other = "aa" * 16, "bb" * 16, "cc" * 16
     await serving(world, old, new)
-    world.resolver.store[other] = Version(other)  # of another name
+    world.resolver.versions[other] = Version(other)  # of another name
     pinned = await world.lifecycle.load_version(f"sql@{old[:8]}")
     assert pinned is not None
     assert await world.ask(pinned.name) == f"/store/{old}"

@@ -70,7 +70,7 @@ async def test_what_was_served_is_served_again_if_asked(tmp_path: Path) -> None:
 
     again = World(slots=3)
     again.resolver.has |= {"sql": Version("bb" * 32), "s3://b/x": Version("cc")}
-    again.resolver.store["aa" * 32] = Version("aa" * 32)
+    again.resolver.versions["aa" * 32] = Version("aa" * 32)
     await Restore(again.lifecycle, Settings(), ServedFile(tmp_path / "other.json")).run()
     assert again.lifecycle.registry.all() == [], "not asked to"
     await Restore(again.lifecycle, Settings(restore=True), file).run()
@@ -99,7 +99,7 @@ async def test_what_was_loaded_by_its_path_is_restored(
     assert file.read() == [ServedName(name, "/by/hand", old)]
 
     again = World()
-    again.resolver.store |= {old: Version(old)} if has_store else {}
+    again.resolver.versions |= {old: Version(old)} if has_store else {}
     again.resolver.has |= {"/by/hand": Version(lies_there)} if lies_there else {}
     await Restore(again.lifecycle, Settings(restore=True), file).run()
     adapter = again.lifecycle.registry.get(name)
@@ -111,7 +111,7 @@ async def test_a_name_given_at_start_is_not_restored(tmp_path: Path) -> None:
     """`--lora-modules` has the files that lie at its path now."""
     file, world = ServedFile(tmp_path / "served.json"), World()
     file.write([ServedName("sql", "/by/hand", "aa" * 32)])
-    world.resolver.store["aa" * 32] = Version("aa" * 32)
+    world.resolver.versions["aa" * 32] = Version("aa" * 32)
     world.resolver.has["/by/hand"] = Version("bb" * 32)
     await load_in_place(world, "sql", "/by/hand")
     await Restore(world.lifecycle, Settings(restore=True), file).run()
@@ -149,7 +149,7 @@ async def test_a_version_served_by_its_digest_is_restored(
         await asyncio.sleep(0.005)
 
     again = World()
-    again.resolver.store |= {old: Version(old), new: Version(new)}
+    again.resolver.versions |= {old: Version(old), new: Version(new)}
     await Restore(again.lifecycle, Settings(restore=True), file).run()
     served = again.lifecycle.registry.get(name)
     assert served is not None
@@ -215,7 +215,7 @@ async def test_a_rolled_back_revision_is_asked_of_its_source(tmp_path: Path) -> 
     file.write([ServedName("sql@v3", held_digest=old), ServedName("sql@cccccccc", held_digest=old)])
     world = World()
     world.resolver.has |= {"sql@v3": Version(new), "sql@cccccccc": Version(new)}
-    world.resolver.store[old] = Version(old)
+    world.resolver.versions[old] = Version(old)
     await Restore(world.lifecycle, Settings(restore=True), file).run()
     assert sorted(world.resolver.asked) == ["sql@cccccccc", "sql@v3"]
     assert await world.ask("sql@v3") == f"/store/{old}"

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from lora_plugins.errors import (
@@ -18,6 +19,7 @@ from lora_plugins.events import AdapterLoaded, Events, LoadRefused
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.planner_client import PlannerClient
 from lora_plugins.server.registry import Registry, ServedAdapter
+from lora_plugins.settings import Settings
 from tests.server.simulated_engine import SimulatedEngine
 
 
@@ -52,8 +54,10 @@ class FakeResolver:
     served_under: dict[str, Version] = field(default_factory=dict)
     needed: set[tuple[str, str]] = field(default_factory=set)
     had: dict[str, set[str]] = field(default_factory=dict)
-    store: dict[str, Version] = field(default_factory=dict)
+    versions: dict[str, Version] = field(default_factory=dict)
+    store: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(max_bytes=None))
     asked: list[str] = field(default_factory=list)
+    settings: Settings = field(default_factory=Settings)
 
     async def resolve(self, text: str, base_path: str) -> Version | None:
         return await self.latest(text, None, base_path)
@@ -74,7 +78,7 @@ class FakeResolver:
         if found is not None:
             self.needed.add((name, found.digest))
             self.served_under[name] = found
-            self.store[found.digest] = found
+            self.versions[found.digest] = found
             self.had.setdefault(name, set()).add(found.digest)
         return found
 
@@ -82,8 +86,8 @@ class FakeResolver:
         return await self.latest(name, path, base_path)
 
     async def of_digest(self, name: str, digest_prefix: str, *, of_any_name: bool = False) -> Version | None:
-        known = self.store if of_any_name else self.had.get(name, ())
-        found = next((self.store[digest] for digest in known if digest.startswith(digest_prefix)), None)
+        known = self.versions if of_any_name else self.had.get(name, ())
+        found = next((self.versions[digest] for digest in known if digest.startswith(digest_prefix)), None)
         if found is not None:
             self.needed.add((name, found.digest))
         return found
@@ -123,6 +127,8 @@ class Server:
         self.locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.aborted: list[str] = []
         self.running: dict[str, asyncio.Task[None]] = {}
+
+        self.host_places = 100
 
     def is_base_model(self, name: str) -> bool:
         return name == "base"

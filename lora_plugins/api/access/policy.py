@@ -7,6 +7,7 @@ adapters = ["public/*"]
 [tenants.team-a]
 keys = ["sha256:2bb80d53…", "a-plain-key"]
 adapters = ["team-a/*", "shared/sql"]
+share = 0.3                     # of host memory, store and look-ups at once; 0.5 where it is left out
 
 [tenants.operators]
 keys = ["sha256:5e884898…"]
@@ -31,16 +32,25 @@ from lora_plugins.errors import InvalidSettings
 
 _HASHED = "sha256:"
 _HASH = re.compile(r"[0-9a-fA-F]{64}")
-_FIELDS = {"": ("default", "tenants"), "default": ("adapters",), "tenants": ("keys", "adapters", "admin")}
+_FIELDS = {
+    "": ("default", "tenants"),
+    "default": ("adapters", "share"),
+    "tenants": ("keys", "adapters", "admin", "share"),
+}
+_SHARE = 0.5  # so that none takes all from the others
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who a request comes from: a tenant of the policy, or everybody else; `label` is for logs."""
+    """Who a request comes from: a tenant of the policy, or everybody else.
+
+    `label` is for logs; `share`, how much of what is there its requests may use at once.
+    """
 
     label: str
     patterns: tuple[NamePattern, ...] = ()
     is_admin: bool = False
+    share: float = 1.0
 
     def may_use(self, name: str) -> bool:
         """Whether requests may name this adapter."""
@@ -106,7 +116,8 @@ class Policy:
                     raise InvalidSettings(f"the key of {owners[digest]} once more in {place}", expected="a key once")
                 owners[digest] = place
                 tenants[digest] = principal
-        return cls(Principal("(default)", _patterns(default, "default")), tenants)
+        everybody = Principal("(default)", _patterns(default, "default"), share=_share(default, "default"))
+        return cls(everybody, tenants)
 
     def of_key(self, key: str | None) -> Principal:
         """Whose key this is; the default's where no tenant has it, or it is None."""
@@ -152,7 +163,14 @@ def _tenant(label: str, table: Mapping[str, Any], where: str) -> Principal:
         raise InvalidSettings(f"{where}.admin that is neither true nor false", expected="true or false")
     if "adapters" not in table and not is_admin:
         raise InvalidSettings(f"{where} without adapters", expected="adapters = [...], be it an empty list")
-    return Principal(label, _patterns(table, where), is_admin)
+    return Principal(label, _patterns(table, where), is_admin, 1.0 if is_admin else _share(table, where))
+
+
+def _share(table: Mapping[str, Any], where: str) -> float:
+    share = table.get("share", _SHARE)
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise InvalidSettings(f"{where}.share that is no share of the whole", expected="more than 0, and 1 at most")
+    return float(share)
 
 
 def _patterns(table: Mapping[str, Any], where: str) -> tuple[NamePattern, ...]:

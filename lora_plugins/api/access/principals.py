@@ -10,6 +10,7 @@ from typing import Any
 from lora_plugins.api.access.administrators import Administrators, Scope, forbidden
 from lora_plugins.api.access.policy import Principal
 from lora_plugins.errors import NotAllowed
+from lora_plugins.server.shares import Share
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -22,6 +23,18 @@ _refusal: ContextVar[Callable[[], NotAllowed]] = ContextVar("lora_plugins_refusa
 
 # Ours; vLLM's; and, in its development mode, the one that reaches every method of the workers, ours too.
 _ADMIN_PATHS = ("/v1/loras", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/collective_rpc")
+
+
+def label_of_request() -> str | None:
+    """Whom the running request comes from; None for none."""
+    principal = principal_of_request.get()
+    return None if principal is None else principal.label
+
+
+def share_of_request() -> Share | None:
+    """How much the running request's principal may use at once; None where that is everything."""
+    principal = principal_of_request.get()
+    return None if principal is None or principal.share == 1 else Share(principal.label, principal.share)
 
 
 async def require_admin() -> None:

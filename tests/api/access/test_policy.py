@@ -137,6 +137,9 @@ SECRET_HASH = hashlib.sha256(b"secret-key").hexdigest()
     [
         ("tenants = ", "no TOML (at"),
         ('[tenants.t]\nkeys = ["secret-key]', "no TOML (at"),
+        ("[default]\nshare = 0", "default.share that is no share"),
+        (TENANT + "share = 1.01", "tenants.t.share that is no share"),
+        (TENANT + "share = true", "tenants.t.share that is no share"),
         ("[tenant.t]", "the unknown field 'tenant'"),
         ("[default]\nadapter = []", "the unknown field 'adapter' in default"),
         ("[default]\nadmin = true", "the unknown field 'admin' in default"),
