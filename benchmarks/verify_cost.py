@@ -1,7 +1,8 @@
 """What verification costs: seconds per adapter size and dtype, with and without the pass over the weights.
 
 Each size is measured interleaved with a plain read of the same file (page cache warm), so the ratio holds on a noisy
-machine. Prints a Markdown table and keeps the raw figures in benchmarks/results/verify_cost.json.
+machine. Adapters are read as a server does it: by a child process that runs already. Prints a
+Markdown table and keeps the raw figures in benchmarks/results/verify_cost.json.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.record import keep
-from lora_plugins.adapter.fit import BaseModel
-from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.settings import BaseMatch, Settings
+from lora_plugins.verification.children import children
 
 REPEATS = 7
 SIZES_MB = (20, 200, 1000)
@@ -66,7 +66,6 @@ def plain_read(path: Path) -> None:
 
 def main() -> int:
     rows = []
-    base = BaseModel("base")
     for dtype, item_bytes in (("BF16", 2), ("F32", 4)):
         for size_mb in SIZES_MB:
             with tempfile.TemporaryDirectory() as name:
@@ -77,8 +76,8 @@ def main() -> int:
                 header_only = Settings(base_match=BaseMatch.OFF, check_finite=False)
                 jobs: dict[str, Callable[[], object]] = {
                     "read_s": lambda weights=weights: plain_read(weights),
-                    "header_s": lambda d=directory, s=header_only: verify_adapter(d, base, s),
-                    "verify_s": lambda d=directory, s=whole: verify_adapter(d, base, s),
+                    "header_s": lambda d=directory, s=header_only: children().read(d, s).result(),
+                    "verify_s": lambda d=directory, s=whole: children().read(d, s).result(),
                 }
                 times: dict[str, list[float]] = {job: [] for job in jobs}
                 for _ in range(REPEATS):

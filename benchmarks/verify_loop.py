@@ -1,4 +1,4 @@
-"""What an event loop notices of a header of 70,000 tensors that is verified in a thread beside it.
+"""What an event loop notices of a header of 70,000 tensors that a child process reads and a thread compares.
 
 A task of the loop sleeps for a millisecond again and again; the longest time between two of its turns is the gap that a
 request may meet. What was allocated before is frozen, as vLLM's API server does at start. Prints a Markdown table and
@@ -20,8 +20,9 @@ from benchmarks.record import keep
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.landing import Model
 from lora_plugins.adapter.model_modules import ModelModules, Place
-from lora_plugins.adapter.verify import verify_adapter
+from lora_plugins.adapter.verify import fit_adapter
 from lora_plugins.settings import Settings
+from lora_plugins.verification.children import children
 
 REPEATS = 7
 LAYERS, EXPERTS = 91, 128
@@ -75,7 +76,9 @@ async def gaps_beside(directory: Path | None, base: BaseModel) -> tuple[float, l
     if directory is None:
         await asyncio.sleep(1)
     else:
-        await asyncio.to_thread(verify_adapter, directory, base, Settings(check_finite=False))
+        settings = Settings(check_finite=False)
+        found = await asyncio.wrap_future(children().read(directory, settings))
+        await asyncio.to_thread(fit_adapter, found.adapter, base, settings)
     took_s = time.perf_counter() - started
     is_over = True
     await turning
