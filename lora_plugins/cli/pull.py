@@ -166,7 +166,7 @@ async def _bring_all(
                 found = await _resolve(resolver, place, base_path, absences)
                 elapsed_s = time.perf_counter() - started
                 pulled = Pulled(found, Manifest.read(found.path), found.digest not in before, elapsed_s)
-                resolver.release(found.name, found.path)
+                resolver.store.release(found.name, found.path)
                 return pulled
             except LoRAPluginsError as error:
                 error.adapter = error.adapter or place.name

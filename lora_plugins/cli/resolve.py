@@ -168,7 +168,7 @@ async def _resolve(output: Output, resolver: AdapterResolver, trace: Trace, bars
         return _unknown(output, trace)
     _add_skipped(resolver.sources, trace)
     _add_stored(resolver, trace, found)
-    resolver.release(found.name, found.path)
+    resolver.store.release(found.name, found.path)
     return _end(output, trace, None, found)
 
 

@@ -52,7 +52,3 @@ class ConvertedAdapter:
         await asyncio.to_thread((download.directory / CONFIG_FILE).write_bytes, self.config)
         target, landed = download.directory / WEIGHTS_FILE, partial(download.landed, WEIGHTS_FILE)
         await asyncio.wrap_future(children().write(tensors_of(self.conversion), self.original, target, landed))
-
-    def canonical(self, directory: Path) -> bytes:  # noqa: ARG002 - as a store checks what was fetched
-        """The configuration, which this process has written of a verified adapter: it is verified once published."""
-        return self.config

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from cachetools import TTLCache
 
+from lora_plugins.absence import Absence
 from lora_plugins.errors import SourceUnavailable
 
 _T = TypeVar("_T")
@@ -74,12 +75,12 @@ class LookUps:
     async def run(
         self,
         key: Hashable,
-        look_up: Callable[[], Awaitable[_T | None]],
+        look_up: Callable[[], Awaitable[_T]],
         *,
         is_known: bool,
         principal: Hashable = None,
-    ) -> _T | None:
-        """What `look_up` answers, None for "no such adapter", once it is the turn of `key`, asked for by `principal`.
+    ) -> _T:
+        """What `look_up` answers once it is the turn of `key`, asked for by `principal`.
 
         Raises:
             LookUpsBusy: its wait is over, or too many wait.
@@ -92,7 +93,7 @@ class LookUps:
         is_absent = False
         try:
             found = await look_up()
-            is_absent = found is None
+            is_absent = isinstance(found, Absence)
             return found
         finally:
             self._leave(principal, rests=is_absent)

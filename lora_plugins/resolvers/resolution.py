@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,8 +65,11 @@ class _Query:
         return self.uri is not None and self.uri.scheme == BY_PATH
 
 
-async def _keep_all() -> None:
-    """Where vLLM may read an adapter again at any time, all leases stay."""
+@dataclass(frozen=True, slots=True)
+class _Nowhere:
+    """No source has it, and what each has answered."""
+
+    absences: tuple[Absence, ...]
 
 
 class AdapterResolver:
@@ -84,7 +86,6 @@ class AdapterResolver:
 
     Attributes:
         base: what is served, set once the server is made.
-        relieve: ends leases of names that nothing uses at the moment, where they are in the way of a fetch.
         on_abandoned: called with a version whose callers were all cancelled before they had it; it is leased.
         principal: who the running request comes from, by which those that look up new names take turns.
         describe_model: asks the engine for its model's modules, once; None answers where LoRA is off.
@@ -98,8 +99,6 @@ class AdapterResolver:
         self.events = events
         self.store = store
         store.on_evict = lambda digest, size_bytes: events.emit(StoreEvicted(digest, size_bytes))
-        self.relieve: Callable[[], Awaitable[None]] = _keep_all
-        store.relieve = self._relieve
         store.on_damage = lambda digest: events.emit(StoreDamaged(digest))
         self.sources = list(sources)
         self.base: BaseModel | None = None
@@ -209,71 +208,6 @@ class AdapterResolver:
         """What a name was resolved to last, by itself and not by a URI; it may have left the store since."""
         return self._versions.served((name, ""))
 
-    def stored(self, name: str, digest: str) -> Path | None:
-        """The adapter of this digest, leased for `name`, if the store has its very bytes, wherever it came from.
-
-        For a thread: it may have to hash them.
-        """
-        path = self.store.acquire(digest, name)
-        if path is not None and not self.store.is_sound(digest):
-            self.store.leases.release(digest, name)
-            return None
-        return path
-
-    def release(self, name: Hashable, path: Path | str) -> None:
-        """End the lease that `name` has of the version at `path`; without one, nothing happens.
-
-        The store may remove the version once no other name has a lease. Callable from any thread.
-        """
-        self.store.leases.release(Path(path).name, name)
-
-    def is_leased(self, name: Hashable, path: Path) -> bool:
-        """Whether `name` has a lease of the version at `path`; a microsecond."""
-        return self.store.leases.is_held(path.name, name)
-
-    async def _relieve(self) -> None:
-        await self.relieve()
-
-    def is_stored(self, path: Path) -> bool:
-        """See `Store.has`."""
-        return self.store.has(path)
-
-    async def end_leases(self, leases: Collection[tuple[str, Hashable, float | None]]) -> None:
-        """See `Store.end_leases`."""
-        await asyncio.to_thread(self.store.end_leases, leases)
-
-    async def pressed_at(self) -> int:
-        """See `Store.pressed_at`."""
-        return await asyncio.to_thread(self.store.pressed_at)
-
-    def share(self, path: str, holder: Hashable) -> bool:
-        """Lease the version at `path` for `holder` too, if this process has leased it; a few microseconds."""
-        return self.store.leases.share(path.rpartition("/")[2], holder)
-
-    def digest_at(self, path: str) -> str | None:
-        """The digest of the version whose path in the store this is; None where it is no such path."""
-        return self.store.layout.digest_of(path)
-
-    async def is_sound(self, digest: str, *, max_age_s: float = math.inf) -> bool:
-        """See `Store.is_sound`."""
-        return await asyncio.to_thread(self.store.is_sound, digest, max_age_s=max_age_s)
-
-    def is_damaged(self, digest: str) -> bool:
-        """Whether the store's copy is known to be damaged, by whichever process."""
-        return self.store.is_marked(digest)
-
-    def changed(self, served: Collection[str], some: Iterable[str]) -> tuple[set[str], set[str]]:
-        """Of the `served` digests, those whose copies are damaged; of `some`, those that were replaced or written to.
-
-        For a thread: it asks the file system.
-        """
-        marked = self.store.marked().intersection(served)
-        return marked, {digest for digest in some if digest not in marked and self.store.is_replaced(digest)}
-
-    def drop(self, resolved: ResolvedAdapter) -> None:
-        """End the lease of a `snapshot` that had a holder."""
-        self.store.leases.release(resolved.digest, resolved.holder)
-
     def _uri_query(self, name: str, uri: str) -> _Query:
         with describing(adapter=name):
             checked = self._by_uri.check(uri)
@@ -300,7 +234,10 @@ class AdapterResolver:
 
     def _nobody_waits(self, resolved: ResolvedAdapter | None) -> None:
         if resolved is not None:
-            (self.on_abandoned if resolved.holder is None else self.drop)(resolved)
+            if resolved.holder is None:
+                self.on_abandoned(resolved)
+            else:
+                self.store.release(resolved.holder, resolved.path)
 
     async def _share(self, query: _Query, base_path: str) -> ResolvedAdapter | None:
         return await self._flights.run(query, lambda: self._resolve(query, base_path))
@@ -309,13 +246,12 @@ class AdapterResolver:
         name = str(query.name)
         for attempt in range(1, _VERSION_CHANGES + 1):
             started = time.perf_counter()
-            absences: list[Absence] = []
             with describing(adapter=name):
-                found = await self._locate(query, base_path, absences)
-            if found is None:
+                found = await self._locate(query, base_path)
+            if isinstance(found, _Nowhere):
                 self._fresh.pop(query.key, None)
                 if not query.is_by_path:  # else it may be a Hub id, which vLLM looks up
-                    self.events.emit(AdapterUnknown(name, absences=tuple(absences)))
+                    self.events.emit(AdapterUnknown(name, absences=found.absences))
                 return None
             source, adapter = found
             locate_s = time.perf_counter() - started
@@ -356,10 +292,9 @@ class AdapterResolver:
                 self.describe_model = None
             return self.base
 
-    async def _locate(
-        self, query: _Query, base_path: str, absences: list[Absence]
-    ) -> tuple[Source, RemoteAdapter] | None:
-        """The first source that has it; each answer "no such adapter" before that is added to `absences`."""
+    async def _locate(self, query: _Query, base_path: str) -> tuple[Source, RemoteAdapter] | _Nowhere:
+        """The first source that has it, and the adapter there."""
+        absences: list[Absence] = []
         unavailable: SourceUnavailable | None = None
         for source, name in self._places(query):
             key = (source.label, query.key)
@@ -390,24 +325,14 @@ class AdapterResolver:
                     self._absent[key] = replace(answer, is_remembered=True)
         if unavailable is not None:
             raise unavailable
-        return None
+        return _Nowhere(tuple(absences))
 
     async def _ask(self, source: Source, name: AdapterName, query: _Query, base_path: str) -> RemoteAdapter | Absence:
         """What the source answers once it is this name's turn."""
-        absences: list[Absence] = []
-
-        async def look_up() -> RemoteAdapter | None:
-            answer = await source.locate(name, base_path)
-            if not isinstance(answer, Absence):
-                return answer
-            absences.append(answer)
-            return None
-
-        is_known = query.uri is not None or query.force_refresh or self._versions.served(query.key)
-        found = await self._look_ups_at(source).run(
-            query.key, look_up, is_known=bool(is_known), principal=self.principal()
+        is_known = query.uri is not None or query.force_refresh or self._versions.served(query.key) is not None
+        return await self._look_ups_at(source).run(
+            query.key, lambda: source.locate(name, base_path), is_known=is_known, principal=self.principal()
         )
-        return absences[0] if found is None else found
 
     def _look_ups_at(self, source: Source) -> LookUps:
         """Each source has its own: one that does not answer keeps nobody from the others."""

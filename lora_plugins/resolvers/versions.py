@@ -6,8 +6,8 @@ import asyncio
 import copy
 import time
 from collections.abc import Hashable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from cachetools import LRUCache
@@ -27,6 +27,7 @@ from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store, StoredAdapter
 from lora_plugins.verification.children import children
+from lora_plugins.verification.messages import Found
 
 _REMEMBERED_NAMES = 10_000
 _REMEMBERED_REJECTIONS = 1_000
@@ -65,6 +66,14 @@ class ResolvedAdapter:
     def digest(self) -> str:
         """SHA-256 over the files' names, sizes and contents, in hexadecimal; the last part of `path`."""
         return self.path.name
+
+
+class _BytesRefused(Exception):
+    """What was fetched cannot be served, for what its bytes say: another fetch of this version would change nothing."""
+
+    def __init__(self, error: LoRAPluginsError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 # An adapter's name, and the URI that it is asked for by, or "" where its name says it.
@@ -160,14 +169,14 @@ class Versions:
 
     async def _ready_from(
         self, source: Source, adapter: RemoteAdapter, base: BaseModel | None, holder: object, name: str
-    ) -> tuple[StoredAdapter, VerifiedAdapter, float]:
+    ) -> tuple[StoredAdapter[Found], VerifiedAdapter, float]:
         """A located version, leased and as the engine wants it; and how long it took to have its bytes."""
         started = time.perf_counter()
-        stored, arrived = await self._find_converted(adapter, base, holder), None
+        stored = await self._find_converted(adapter, base, holder)
         if stored is None:
-            stored, arrived = await self._obtain(name, source, adapter, holder)
+            stored = await self._obtain(name, source, adapter, holder)
         obtain_s = time.perf_counter() - started
-        stored, verified = await self._ready(stored, adapter.uri, adapter.version, base, holder, arrived=arrived)
+        stored, verified = await self._ready(stored, adapter.uri, adapter.version, base, holder)
         return stored, verified, obtain_s
 
     async def of_digest(
@@ -181,7 +190,7 @@ class Versions:
         manifest = await asyncio.to_thread(self._leased_version, digest_prefix, origins, attempt)
         if manifest is None:
             return None
-        found = StoredAdapter(manifest.digest, self._store.layout.adapter(manifest.digest), fetched=False)
+        found: StoredAdapter[Found] = StoredAdapter(manifest.digest, self._store.layout.adapter(manifest.digest))
         try:
             stored, verified = await self._ready(found, manifest.uri, manifest.version, base, attempt)
         except DamagedCopy:
@@ -201,7 +210,7 @@ class Versions:
 
     async def _find_converted(
         self, adapter: RemoteAdapter, base: BaseModel | None, holder: object
-    ) -> StoredAdapter | None:
+    ) -> StoredAdapter[Found] | None:
         """This version in the engine's form, if it had to be converted before; its original may be gone by now."""
         if base is None or base.model is None:
             return None
@@ -210,16 +219,14 @@ class Versions:
 
     async def _ready(
         self,
-        stored: StoredAdapter,
+        stored: StoredAdapter[Found],
         uri: str,
         version: str,
         base: BaseModel | None,
         holder: object,
-        *,
-        arrived: VerifiedAdapter | None = None,
-    ) -> tuple[StoredAdapter, VerifiedAdapter]:
+    ) -> tuple[StoredAdapter[Found], VerifiedAdapter]:
         """A leased version as the engine wants it: itself, or what it is converted into, leased in its place."""
-        verified = await self._check_sound(stored.digest, base, holder, arrived)
+        verified = await self._check_sound(stored.digest, base, holder, _verified(stored))
         if verified.conversion is None or base is None or base.model is None:
             return stored, verified
         try:
@@ -228,12 +235,14 @@ class Versions:
                     ConvertedAdapter.of, stored, uri, version, verified.conversion, base.model.form
                 )
             async with self._fetching:
-                made = await self._store.obtain(wanted, wanted.write, wanted.canonical, holder, wanted.converted)
+                made = await self._store.obtain(
+                    wanted, wanted.write, lambda made: self._read(made).result(), holder, wanted.converted
+                )
         finally:
             self._store.leases.release(stored.digest, holder)
-        again = await self._check_sound(made.digest, base, holder)
+        again = await self._check_sound(made.digest, base, holder, _verified(made))
         changes = "converted into the engine's form: " + ", ".join(wanted.converted.changes)
-        return replace(made, fetched=stored.fetched), replace(again, notes=(*again.notes, changes))
+        return replace(made, arrived=stored.arrived), replace(again, notes=(*again.notes, changes))
 
     async def _check_sound(
         self, digest: str, base: BaseModel | None, holder: object, arrived: VerifiedAdapter | None = None
@@ -269,25 +278,19 @@ class Versions:
         directory = self._store.layout.adapter(digest)
         try:
             if arrived is None:
-                settings = replace(self._settings, check_finite=False)
-                arrived = (await asyncio.wrap_future(children().read(directory, settings))).adapter
+                arrived = (await asyncio.wrap_future(self._read(directory))).adapter
             return await asyncio.to_thread(self._check_fits, base, arrived)
         except LoRAPluginsError:
             self._store.leases.release(digest, holder)
             raise
 
-    async def _obtain(
-        self, name: str, source: Source, adapter: RemoteAdapter, holder: object
-    ) -> tuple[StoredAdapter, VerifiedAdapter | None]:
-        """The version in the store, and what it was found to be where it has arrived just now."""
+    async def _obtain(self, name: str, source: Source, adapter: RemoteAdapter, holder: object) -> StoredAdapter[Found]:
+        """The version in the store."""
         version = (adapter.uri, adapter.version)
         if version in self._refused:
             raise copy.copy(self._refused[version])  # a new one: raising an old one grows its traceback
         with describing(place=adapter.uri):
             selected = select_files(adapter, self._settings)
-        refusals: list[LoRAPluginsError] = []
-        arrived: list[VerifiedAdapter] = []
-        check = partial(self._check_fetched, refusals, arrived)
 
         async def fetch(download: PartialDownload) -> None:
             files = tuple((file.name, file.size_bytes) for file in selected.files)
@@ -297,19 +300,17 @@ class Versions:
         try:
             async with self._fetching:
                 started = time.perf_counter()
-                stored = await self._store.obtain(selected, fetch, check, holder)
-        except LoRAPluginsError as error:
-            # Only what the bytes themselves say: a full disk, or a fetch that went wrong, may pass.
-            if error in refusals:
-                self._refused[version] = copy.copy(error)  # without the name, which another may share the version with
-            raise
+                stored = await self._store.obtain(selected, fetch, self._check_fetched, holder)
+        except _BytesRefused as refused:
+            self._refused[version] = copy.copy(refused.error)  # without the name, which may be one of several
+            raise refused.error from None
         if not stored.fetched:
-            return stored, None
+            return stored
         size_bytes = sum(file.size_bytes for file in selected.files)
         fetch_s = time.perf_counter() - started
         fetched = AdapterFetched(name, source.label, adapter.uri, size_bytes, fetch_s, stored.resumed_bytes)
         self._events.emit(fetched)
-        return stored, arrived[-1]
+        return stored
 
     def _leased_version(self, digest_prefix: str, origins: frozenset[str] | None, holder: object) -> Manifest | None:
         """The one version that matches, from one of these places unless None, and leased."""
@@ -326,20 +327,27 @@ class Versions:
             return None
         return found[0]
 
-    def _check_fetched(
-        self, refusals: list[LoRAPluginsError], arrived: list[VerifiedAdapter], directory: Path
-    ) -> bytes:
-        """Verify what was fetched; the configuration that engines read."""
+    def _check_fetched(self, directory: Path) -> Found:
+        """Verify what was fetched.
+
+        Raises:
+            _BytesRefused: its bytes are no adapter that can be served. LoRAPluginsError: they could not be read.
+        """
         try:
-            found = children().read(directory, self._settings).result()
+            return children().read(directory, self._settings).result()
         except (InvalidAdapter, IncompatibleAdapter, AdapterNotFound) as error:
-            refusals.append(error)
-            raise
-        arrived.append(found.adapter)
-        return found.canonical
+            raise _BytesRefused(error) from error
+
+    def _read(self, directory: Path) -> Future[Found]:
+        """Verify again what was verified before, but for its values."""
+        return children().read(directory, replace(self._settings, check_finite=False))
 
     def _check_fits(self, base: BaseModel | None, verified: VerifiedAdapter) -> VerifiedAdapter:
         return verified if base is None else fit_adapter(verified, base, self._settings)
+
+
+def _verified(stored: StoredAdapter[Found]) -> VerifiedAdapter | None:
+    return None if stored.arrived is None else stored.arrived.adapter
 
 
 def _label_of(uri: str) -> str:

@@ -35,7 +35,7 @@ class Draining:
         """End the leases of versions that the name does not need any more."""
         for version in versions:
             if not self._registry.needs(name, version):
-                self._resolver.release(name, version.path)
+                self._resolver.store.release(name, version.path)
 
     def forget(self, name: str, version: ResolvedAdapter) -> None:
         """End the lease of a version that was resolved for a client who has left, unless the name has it all the same.

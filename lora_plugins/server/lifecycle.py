@@ -260,7 +260,7 @@ class Lifecycle:
             adapter = self.registry.get(name)
             if adapter is None or adapter.version is None or adapter.held_digest is not None:
                 return
-            if not self._resolver.is_leased(name, adapter.version.path):
+            if not self._resolver.store.is_leased(name, adapter.version.path):
                 return
             try:
                 await self._refresh(adapter)

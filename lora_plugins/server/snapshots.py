@@ -150,7 +150,7 @@ class Snapshots:
 
     def _drop(self, kept: _Kept | None) -> None:
         while kept is not None:
-            self._resolver.drop(kept.version)
+            self._resolver.store.release(kept.version.holder, kept.version.path)
             kept = kept.before
 
     def _lock(self, request: Any) -> asyncio.Lock:

@@ -55,7 +55,7 @@ def test_the_original_is_not_fetched_again_for_another_name(make):
     resolver = make(source)
     first = resolver.ask()
     assert resolver.store.remove(original(resolver, first))
-    resolver.release("sql", first.path)
+    resolver.store.release("sql", first.path)
     assert newest(resolver).digest == first.digest
     again = make(source).ask()
     assert again.digest == first.digest

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from lora_plugins.absence import Absence, AbsenceKind
 from lora_plugins.resolvers.look_ups import LookUpLimits, LookUps, LookUpsBusy
 from tests.virtual_time import runs
 
@@ -23,18 +24,18 @@ class Source:
         self.asked: list[str] = []
         self.at_once = self.most_at_once = 0
 
-    async def _look_up(self, name: str) -> str | None:
+    async def _look_up(self, name: str) -> str | Absence:
         self.asked.append(name)
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         await asyncio.sleep(LOOK_UP_S)
         self.at_once -= 1
-        return name if name.startswith("real") else None
+        return name if name.startswith("real") else Absence("s3", name, AbsenceKind.NOTHING, "no such object")
 
-    async def ask(self, name: str, *, is_known: bool = False) -> str | None:
+    async def ask(self, name: str, *, is_known: bool = False) -> str | Absence:
         return await self.look_ups.run(name, lambda: self._look_up(name), is_known=is_known)
 
-    async def ask_until_answered(self, name: str) -> tuple[str | None, float]:
+    async def ask_until_answered(self, name: str) -> tuple[str | Absence, float]:
         """As a client does who minds Retry-After; with the seconds that it took."""
         loop = asyncio.get_running_loop()
         began = loop.time()

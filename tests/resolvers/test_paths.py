@@ -127,9 +127,9 @@ def test_a_lease_is_its_holders(bed: Bed, directory: Path) -> None:
     leases, one, other = bed.resolver.store.leases, object(), object()
     first, second = bed.take(directory, one), bed.take(directory, other)
     assert first.digest == second.digest
-    bed.resolver.drop(first)
+    bed.resolver.store.release(first.holder, first.path)
     assert [leases.is_held(first.digest, who) for who in (one, other, NAME)] == [False, True, False]
-    bed.resolver.drop(second)
+    bed.resolver.store.release(second.holder, second.path)
     assert not leases.is_held(first.digest, other)
 
 

@@ -583,7 +583,7 @@ def test_no_room_passes_through_and_is_not_remembered(make):
     assert (caught.value.adapter, caught.value.http_status) == ("other", 503)
     assert source.fetched == ["sql"]
     assert resolver.kinds[-1] is AdapterRejected
-    resolver.release("sql", served.path)
+    resolver.store.release("sql", served.path)
     assert resolver.ask("other")
 
 
@@ -601,7 +601,7 @@ def test_eviction_from_the_store_is_reported(make):
     size_bytes = sum(map(len, adapter_files().values()))
     resolver = make(FakeSource("one", {"sql": adapter_files(), "chat": turned()}), max_bytes=size_bytes + 10)
     first = resolver.ask()
-    resolver.release("sql", first.path)
+    resolver.store.release("sql", first.path)
     resolver.ask("chat")
     assert [event for event in resolver.emitted if isinstance(event, StoreEvicted)] == [
         StoreEvicted(first.path.name, size_bytes)
@@ -714,7 +714,7 @@ def test_a_name_that_was_released_is_leased_again_at_once(make, clock):
     resolver = make(FakeSource("s3", {"sql": adapter_files()}))
     first = resolver.ask()
     assert resolver.ask() is first
-    resolver.release("sql", first.path)
+    resolver.store.release("sql", first.path)
     resolver.ask()
     assert not resolver.store.remove(first.path.name)
 

@@ -25,6 +25,7 @@ from lora_plugins.resolvers.sources.source import ADAPTER_FILES, RemoteAdapter, 
 from lora_plugins.settings import Settings
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store, StoredAdapter
+from lora_plugins.verification.messages import Found
 from tests.make import BASE, adapter_files, config_bytes, content, sharded, weights
 
 ALL_FILES = (CONFIG_FILE, WEIGHTS_FILE, *PICKLE_FILES)
@@ -87,8 +88,9 @@ def verify(directory: Path, settings: Settings | None = None) -> int:
     return verify_adapter(directory, BASE, settings or Settings()).config.rank
 
 
-def check(directory: Path, settings: Settings | None = None) -> bytes:
-    return canonical_bytes(verify_adapter(directory, BASE, settings or Settings()).config)
+def check(directory: Path, settings: Settings | None = None) -> Found:
+    verified = verify_adapter(directory, BASE, settings or Settings())
+    return Found(verified, canonical_bytes(verified.config))
 
 
 def ranked(rank: int) -> dict[str, bytes]:

@@ -478,7 +478,7 @@ def test_an_adapter_on_another_file_system_is_copied(elsewhere, store):
         with pytest.raises(OSError, match=r".*") as refused:
             os.copy_file_range(one.fileno(), other.fileno(), 10)
         assert refused.value.errno in filesystem._NO_KERNEL_COPY
-    stored = asyncio.run(store.obtain(found, partial(source.fetch, found), lambda _: b"{}"))
+    stored = asyncio.run(store.obtain(found, partial(source.fetch, found), lambda _: SimpleNamespace(canonical=b"{}")))
     assert content(stored.directory) == large
     assert store.verify(stored.digest)
 

@@ -233,7 +233,7 @@ def test_a_new_version_leaves_the_old_one_in_place(place, resolver):
     assert content(first.path) == GOOD
     assert not resolver.store.remove(first.digest)
     assert not resolver.store.remove(second.digest)
-    resolver.release("sql", first.path)
+    resolver.store.release("sql", first.path)
     assert resolver.store.remove(first.digest)
     assert not resolver.store.remove(second.digest)
 
@@ -276,15 +276,15 @@ def test_names_and_uris_of_the_same_bytes_share_a_directory(place, resolver):
     assert len({adapter_id(name) for name in "abc"}) == 3
     for name in "abc":
         assert not resolver.store.remove(first.digest)
-        resolver.release(name, first.path)
-        resolver.release(name, first.path)  # a second time changes nothing
+        resolver.store.release(name, first.path)
+        resolver.store.release(name, first.path)  # a second time changes nothing
     assert resolver.store.remove(first.digest)
 
 
 def test_what_was_released_and_evicted_is_fetched_again(place, resolver):
     place.put("v1", GOOD)
     first = resolver.load(f"{place.prefix}/v1")
-    resolver.release("sql", first.path)
+    resolver.store.release("sql", first.path)
     assert resolver.store.remove(first.digest)
     assert content(resolver.load(f"{place.prefix}/v1").path) == GOOD
     assert not resolver.store.remove(first.digest)

@@ -118,11 +118,7 @@ class _File:
         """Start (over) with nothing of the file there but the ranges that are `kept`."""
         size, at = self.source.size_bytes, 0
         self.parts = []
-        if os.fstat(self.descriptor).st_size != size:
-            kept = ()
-        for begin, end in (*sorted(kept), (size, size)):
-            if not at <= begin <= end <= size:
-                continue
+        for begin, end in (*kept, (size, size)):
             for start in range(at, begin, self._range_bytes):
                 self.parts.append(_Part(self, start, min(start + self._range_bytes, begin)))
             if begin < end:
@@ -217,23 +213,20 @@ async def download_ranges(
     try:
         for source in sorted(files, key=lambda file: file.size_bytes):
             opened.append(_File(source, download, limits.range_bytes, md5=md5))  # noqa: PERF401 - kept where one fails
-        kept_bytes = {file: sum(end - begin for begin, end in file.landed()) for file in opened}
         async with deadline(limits.fetch_timeout_s(files)) as state:
             await _fetch(opened, reader, pool, limits, state)
             damaged = [file for file in opened if reader.has_md5_etag(file.source.name) and file.is_damaged()]
             if damaged:
                 # The hashes that follow have seen the damaged bytes; ending their threads may wait for a disk.
-                await asyncio.to_thread(download.start_over)
+                await asyncio.to_thread(download.start_over, [file.source.name for file in damaged])
                 for file in damaged:
                     file.begin()
-                    kept_bytes[file] = 0
                 await _fetch(damaged, reader, pool, limits, state)
                 _refuse_damaged(damaged)
-        download.resumed_bytes = sum(kept_bytes.values())
     except SourceUnavailable as error:
         if not isinstance(error, (VersionChanged, _Damaged)):
             exact = (file for file in opened if reader.is_exact(file.source))
-            download.to_keep = {file.source.name: landed for file in exact if (landed := file.landed())}
+            download.leave({file.source.name: landed for file in exact if (landed := file.landed())})
         raise
     finally:
         for file in opened:

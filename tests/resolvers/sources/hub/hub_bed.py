@@ -20,6 +20,7 @@ from lora_plugins.resolvers.sources.hub.source import HubSource
 from lora_plugins.resolvers.sources.source import RemoteAdapter
 from lora_plugins.settings import Settings
 from lora_plugins.store.store import Store, StoredAdapter
+from lora_plugins.verification.messages import Found
 from testbed.hub import Hub
 from tests.make import adapter_files, content
 
@@ -79,10 +80,11 @@ class Bed:
         return list(self.store.layout.folder("tmp").rglob("*"))
 
 
-def check(directory: Path) -> bytes:
+def check(directory: Path) -> Found:
     # Nothing but the adapter's own files is ever published.
     assert all(entry.is_file(follow_symlinks=False) for entry in os.scandir(directory))
-    return canonical_bytes(verify_adapter(directory, None, Settings()).config)
+    verified = verify_adapter(directory, None, Settings())
+    return Found(verified, canonical_bytes(verified.config))
 
 
 def isolate(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:

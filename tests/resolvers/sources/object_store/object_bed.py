@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,7 +61,8 @@ class Bed:
         self.bucket.put_many(f"loras/{name}", FILES if files is None else files)
 
     async def obtain(self, source: ObjectSource, located: RemoteAdapter) -> StoredAdapter:
-        return await self.store.obtain(located, partial(source.fetch, located), lambda _: b"{}")
+        fetch = partial(source.fetch, located)
+        return await self.store.obtain(located, fetch, lambda _: SimpleNamespace(canonical=b"{}"))
 
     async def ask(self, source: ObjectSource, name: str = "sql") -> StoredAdapter | None:
         located = await source.locate(AdapterName.parse(name), BASE)

@@ -137,8 +137,7 @@ def test_more_connections_join_a_slow_one(tmp_path: Path) -> None:
 def test_what_was_there_before_is_counted_apart(tmp_path: Path) -> None:
     data = os.urandom(5000)
     (tmp_path / "weights").write_bytes(data[:3000] + bytes(2000))
-    download = PartialDownload(tmp_path, ["weights"])
-    download.kept = {"weights": [(0, 3000)]}
+    download = PartialDownload(tmp_path, ["weights"], {"weights": [(0, 3000)]})
     shelf = Shelf({"weights": data})
     files = [SourceFile("weights", 5000, _md5(data))]
     with ThreadPoolExecutor(3) as pool:
@@ -150,8 +149,7 @@ def test_what_was_there_before_is_counted_apart(tmp_path: Path) -> None:
 def test_what_was_there_and_damaged_is_not_counted(tmp_path: Path) -> None:
     data = os.urandom(5000)
     (tmp_path / "weights").write_bytes(bytes(5000))
-    download = PartialDownload(tmp_path, ["weights"])
-    download.kept = {"weights": [(0, 3000)]}
+    download = PartialDownload(tmp_path, ["weights"], {"weights": [(0, 3000)]})
     files = [SourceFile("weights", 5000, _md5(data))]
     with ThreadPoolExecutor(3) as pool:
         asyncio.run(download_ranges(files, Shelf({"weights": data}), download, pool=pool, limits=FAST, md5=True))
