@@ -14,7 +14,7 @@ import pytest
 from lora_plugins import errors
 from lora_plugins.api.access.policy import Policy
 from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, S3
-from lora_plugins.resolvers.uris import AllowedUris
+from lora_plugins.resolvers.sources.uri import AllowedUris
 from lora_plugins.server import declared_file
 from lora_plugins.settings import VARIABLES
 

@@ -21,8 +21,8 @@ from lora_plugins.cli.several import AskedName, NamesFile, end_of_several, expan
 from lora_plugins.cli.sources import names_of_environment, require_sources, resolver_of_environment
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 from lora_plugins.events import AdapterUnknown, Event
-from lora_plugins.resolvers.resolution import AdapterResolver
-from lora_plugins.resolvers.uris import SourceUri
+from lora_plugins.resolvers.resolver import AdapterResolver
+from lora_plugins.resolvers.sources.uri import SourceUri
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.settings import Settings
 from lora_plugins.store.manifest import Manifest

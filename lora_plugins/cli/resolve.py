@@ -27,7 +27,7 @@ from lora_plugins.cli.sources import (
 )
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot, OutOfMemory, SourceUnavailable
 from lora_plugins.events import AdapterFetched, AdapterResolved, Event
-from lora_plugins.resolvers.resolution import AdapterResolver
+from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.settings import Settings

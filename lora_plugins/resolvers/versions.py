@@ -12,13 +12,14 @@ from pathlib import Path
 
 from cachetools import LRUCache
 
+from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import adapter_id
-from lora_plugins.adapter.verify import VerifiedAdapter, fit_adapter
+from lora_plugins.adapter.verify import VerifiedAdapter, check_size, choose_weights, fit_adapter
+from lora_plugins.adapter.weight_files import INDEX_FILE, check_shards, is_shard
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, LoRAPluginsError, describing
 from lora_plugins.events import AdapterConfirmed, AdapterFetched, AdapterResolved, Events, FetchStarted
 from lora_plugins.resolvers.conversion import ConvertedAdapter
-from lora_plugins.resolvers.limits import select_files
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
 from lora_plugins.settings import Settings
 from lora_plugins.store.errors import DamagedCopy, store_errors
@@ -352,3 +353,23 @@ def _verified(stored: StoredAdapter[Found]) -> VerifiedAdapter | None:
 
 def _label_of(uri: str) -> str:
     return _LABELS.get(uri.partition("://")[0], "s3")
+
+
+def select_files(adapter: RemoteAdapter, settings: Settings) -> RemoteAdapter:
+    """The same adapter with only the files that will be read.
+
+    Raises:
+        AdapterNotFound: it has no weights.
+        InvalidAdapter: its weights are a pickle, which is not allowed, or its files are too many or too large together.
+    """
+    weights = choose_weights({file.name for file in adapter.files}, settings)
+    if weights == INDEX_FILE:
+        check_shards(file.name for file in adapter.files if is_shard(file.name))
+    files = tuple(
+        file
+        for file in adapter.files
+        if file.name in (CONFIG_FILE, weights) or (weights == INDEX_FILE and is_shard(file.name))
+    )
+    with describing(file=weights):
+        check_size(sum(file.size_bytes for file in files), settings)
+    return replace(adapter, files=files)

@@ -25,7 +25,7 @@ from lora_plugins.errors import (
     SourceUnavailable,
 )
 from lora_plugins.events import Event, Events, StoreDamaged
-from lora_plugins.resolvers.resolution import AdapterResolver
+from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.server.draining import Draining
 from lora_plugins.server.engine import Engine

@@ -9,7 +9,7 @@ from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import AdapterUnloaded, Events
-from lora_plugins.resolvers.resolution import AdapterResolver
+from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.server.engine import Engine
 from lora_plugins.server.planner_client import PlannerClient

@@ -8,8 +8,8 @@ from typing import Any
 from lora_plugins.adapter.names import AdapterName, why_absent
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, VersionChanged
 from lora_plugins.events import Events
-from lora_plugins.resolvers.resolution import AdapterResolver
-from lora_plugins.resolvers.uris import absolute, is_from, is_path
+from lora_plugins.resolvers.resolver import AdapterResolver
+from lora_plugins.resolvers.sources.uri import absolute, is_from, is_path
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.server.copies import Copies
 from lora_plugins.server.draining import Draining

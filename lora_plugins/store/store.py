@@ -247,9 +247,7 @@ class Store:
         except Exception:
             for synced in syncing:
                 synced.exception()
-            _check_promised(
-                download.finish(), wanted
-            )  # bytes that were damaged on their way say nothing of the source's
+            _check_promised(download.finish(), wanted)  # what was damaged on its way says nothing of the source's bytes
             raise
         files = download.finish()
         for synced in syncing:

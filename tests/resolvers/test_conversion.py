@@ -13,7 +13,7 @@ from lora_plugins.events import AdapterFetched, AdapterResolved
 from lora_plugins.store.manifest import Manifest
 from tests.make import BASE, MODULES, adapter_files, config_bytes, read_name, weights
 from tests.resolvers.sources.contract import content
-from tests.resolvers.test_resolution import FakeSource, RecordingResolver, make
+from tests.resolvers.test_resolver import FakeSource, RecordingResolver, make
 from tests.resolvers.test_versions import leased, newest, of_digest
 
 _ = make

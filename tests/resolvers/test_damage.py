@@ -16,7 +16,7 @@ from lora_plugins.store.errors import DamagedCopy
 from lora_plugins.store.store import Store
 from tests.make import adapter_files
 from tests.resolvers.sources.contract import content
-from tests.resolvers.test_resolution import FakeSource, RecordingResolver, make
+from tests.resolvers.test_resolver import FakeSource, RecordingResolver, make
 
 _ = make
 GOOD = adapter_files()

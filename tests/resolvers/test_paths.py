@@ -15,8 +15,8 @@ from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, LoRAPluginsError
 from lora_plugins.events import Events
-from lora_plugins.resolvers.resolution import AdapterResolver
-from lora_plugins.resolvers.uris import absolute
+from lora_plugins.resolvers.resolver import AdapterResolver
+from lora_plugins.resolvers.sources.uri import absolute
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.store import Store
 from tests.adapter.test_deliberate_refusals import CASES

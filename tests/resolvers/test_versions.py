@@ -18,7 +18,7 @@ from lora_plugins.verification import process as process_module
 from lora_plugins.verification.children import Children
 from tests.make import BASE, adapter_files
 from tests.resolvers.sources.contract import content, turned
-from tests.resolvers.test_resolution import FakeSource, RecordingResolver, make
+from tests.resolvers.test_resolver import FakeSource, RecordingResolver, make
 
 _ = make
 GOOD = adapter_files()

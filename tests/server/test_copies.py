@@ -22,7 +22,7 @@ from lora_plugins.store.store import Store
 from tests.make import adapter_files
 from tests.resolvers.sources.contract import content, turned
 from tests.resolvers.test_damage import flip
-from tests.resolvers.test_resolution import FakeSource, RecordingResolver
+from tests.resolvers.test_resolver import FakeSource, RecordingResolver
 from tests.server.world import World
 from tests.virtual_time import runs
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 import stamina
 
 from lora_plugins.errors import SourceUnavailable
-from lora_plugins.resolvers.sources.failures import Transient
+from lora_plugins.resolvers.sources.errors import Transient
 from lora_plugins.resolvers.sources.source import SourceFile
 from lora_plugins.store.store import fetch_timeout_s
 

@@ -20,8 +20,8 @@ from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.adapter.weight_files import PICKLE_FILES, WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable
-from lora_plugins.resolvers.limits import select_files
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES, RemoteAdapter, Source, VersionChanged
+from lora_plugins.resolvers.versions import select_files
 from lora_plugins.settings import Settings
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store, StoredAdapter
@@ -152,22 +152,11 @@ class SourceContract:
         for name in ("sq", "sqll", "SQL", "sql.", "other", "team/sql", "sql/x", "sql/adapter_config.json"):
             assert find(name) is None, name
 
-    @pytest.fixture
-    def around(self, harness, source):
-        """The absence of a name, as a server and as the command line see it."""
-
-        async def ask(name: str) -> tuple[Absence, Absence]:
-            asked = AdapterName.parse(harness.asked(name))
-            absence = await source.locate(asked, BASE.path)
-            return absence, await source.look_around(asked, BASE.path, absence)
-
-        return lambda name: asyncio.run(ask(name))
-
-    def test_an_absence_names_its_source_and_place(self, harness, source, around):
+    def test_an_absence_names_its_source_and_place(self, harness, source):
         harness.put_adapter("sql", adapter_files())
         for name in ("team/other", "sql@v9"):
-            absence, _ = around(name)
-            assert (absence.source, absence.was_asked, absence.hint) == (source.label, True, "")
+            absence = asyncio.run(source.locate(AdapterName.parse(harness.asked(name)), BASE.path))
+            assert (absence.source, absence.was_asked) == (source.label, True)
             assert all(part in absence.place for part in name.split("@"))
             assert absence.detail
 
@@ -184,35 +173,6 @@ class SourceContract:
         finally:
             harness.restore_source()
         assert "team/sql" in caught.value.place
-
-    def test_a_name_of_another_spelling_is_hinted(self, harness, around):
-        harness.put_adapter("team/sql", adapter_files())
-        for name in ("Team/SQL", "team/sq", "teem/sql"):
-            assert around(name)[1].hint == f"did you mean '{harness.asked('team/sql')}'?"
-        assert around("zebra/poet")[1].hint == ""
-
-    def test_an_adapter_one_level_deeper_is_hinted(self, harness, around):
-        for step in (9, 500):
-            harness.put_adapter(f"sql/checkpoint-{step}", adapter_files())
-        _, absence = around("sql")
-        deeper = harness.asked("sql/checkpoint-500")
-        assert absence.hint == f"the adapter lies one level deeper: did you mean '{deeper}'?"
-
-    def test_a_full_model_is_told_from_an_adapter(self, harness, around):
-        harness.put_adapter("sql", {"config.json": b"{}", "model-00001-of-00002.safetensors": b"", "vocab.txt": b""})
-        _, absence = around("sql")
-        assert absence.detail == "a full model, not an adapter"
-        assert "save_pretrained" in absence.hint
-
-    def test_an_outage_leaves_an_absence_as_it_is(self, harness, source):
-        harness.put_adapter("sql", adapter_files())
-        name = AdapterName.parse(harness.asked("sqll"))
-        absence = asyncio.run(source.locate(name, BASE.path))
-        harness.break_source()
-        try:
-            assert asyncio.run(source.look_around(name, BASE.path, absence)) == absence
-        finally:
-            harness.restore_source()
 
     def test_an_empty_source_has_nothing(self, find):
         assert find("sql") is None
