@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from functools import cache
+from http import HTTPStatus
 from typing import Any
 
 import fsspec
@@ -29,11 +30,11 @@ from lora_plugins.resolvers.sources.errors import (
     diagnose,
     retry_after,
 )
-from lora_plugins.resolvers.sources.http_reader import BUFFER_BYTES
 from lora_plugins.resolvers.sources.ranges import RangeReader
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES, SourceFile, needs_shards
 
 PIECE_BYTES = 2 << 20
+BUFFER_BYTES = 256 << 10
 _PIECE_TIMEOUT_S = 60.0
 _LISTED_AT_ONCE = 16  # folders
 # What file systems call the identity of an object's bytes, best first.
@@ -119,8 +120,8 @@ class FsspecFiles:
             return bytes(await filesystem._cat_file(path, start=0, end=end))  # noqa: SLF001 - see `_describe`
         return bytes(await asyncio.to_thread(filesystem.cat_file, path, start=0, end=end))
 
-    async def reader(self, uri: str, files: Sequence[SourceFile], timeout_s: float) -> RangeReader:  # noqa: ARG002
-        """A reader of these files."""
+    async def reader(self, uri: str) -> RangeReader:
+        """A reader of the files below `uri`."""
         filesystem = self._open()
         return _WebReader(filesystem, uri) if self._web else _PieceReader(filesystem, uri)
 
@@ -173,12 +174,11 @@ def _path(filesystem: Any, uri: str, name: str) -> str:
     return str(filesystem._strip_protocol(f"{uri}/{name}"))  # noqa: SLF001 - every file system has it
 
 
-class _LoopReader:
+class LoopReader:
     """Runs coroutines on the file system's loop for threads that wait."""
 
-    def __init__(self, filesystem: Any, uri: str) -> None:
-        self._filesystem = filesystem
-        self._uri = uri
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
         self._running: set[concurrent.futures.Future[Any]] = set()
         self._stopped = False
 
@@ -186,12 +186,17 @@ class _LoopReader:
         """No file system but S3 promises it."""
         return False
 
-    def is_exact(self, file: SourceFile) -> bool:  # noqa: ARG002 - only the web has conditions
-        """No: that a file has not changed is seen by looking again at the end."""
-        return False
+    def is_exact(self, file: SourceFile) -> bool:
+        """Whether every range was asked for under the condition of a strong ETag."""
+        return file.etag.startswith('"')
 
-    def close(self) -> None:
-        """The session is the file system's."""
+    def read(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
+        """See `RangeReader`."""
+        self._run(self.stream(file, start, end, write), None)
+
+    async def stream(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
+        """As `read`, for callers on the file system's loop."""
+        raise NotImplementedError
 
     def stop(self) -> None:
         """Cancel what runs."""
@@ -200,7 +205,7 @@ class _LoopReader:
             future.cancel()
 
     def _run(self, work: Coroutine[Any, Any, Any], timeout_s: float | None) -> Any:
-        future = asyncio.run_coroutine_threadsafe(work, self._filesystem.loop)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
         self._running.add(future)
         try:
             if self._stopped:
@@ -213,8 +218,45 @@ class _LoopReader:
             self._running.discard(future)
 
 
-class _PieceReader(_LoopReader):
+async def write_range(
+    file: SourceFile,
+    start: int,
+    end: int,
+    write: Callable[[memoryview], None],
+    *,
+    status: int,
+    content_range: str | None,
+    pieces: AsyncIterator[bytes],
+) -> None:
+    """Hand an answer's body to `write`.
+
+    Raises:
+        BrokenAnswer: it is not exactly this range.
+    """
+    if status == HTTPStatus.OK and (start, end) != (0, file.size_bytes):
+        raise BrokenAnswer("the whole object in place of a range")
+    if status == HTTPStatus.PARTIAL_CONTENT and content_range != f"bytes {start}-{end - 1}/{file.size_bytes}":
+        raise BrokenAnswer("another range")
+    async for piece in pieces:
+        if len(piece) > end - start:
+            raise BrokenAnswer("a long body")
+        write(memoryview(piece))
+        start += len(piece)
+    if start != end:
+        raise BrokenAnswer("a short body")
+
+
+class _PieceReader(LoopReader):
     """Ranges by `cat_file`, a piece in memory at a time."""
+
+    def __init__(self, filesystem: Any, uri: str) -> None:
+        super().__init__(getattr(filesystem, "loop", None))
+        self._filesystem = filesystem
+        self._uri = uri
+
+    def is_exact(self, file: SourceFile) -> bool:  # noqa: ARG002 - there are no conditions
+        """No: that a file has not changed is seen by looking again at the end."""
+        return False
 
     def read(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
         """See `RangeReader`."""
@@ -234,45 +276,39 @@ class _PieceReader(_LoopReader):
             start = upto
 
 
-class _WebReader(_LoopReader):
+class _WebReader(LoopReader):
     """Ranges over fsspec's own aiohttp session, with its headers and logins, streamed."""
 
-    def is_exact(self, file: SourceFile) -> bool:
-        """Whether every range was asked for under the condition of a strong ETag."""
-        return file.etag.startswith('"')
-
-    def read(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
-        """See `RangeReader`."""
-        self._run(self.stream(file, start, end, write), None)
+    def __init__(self, filesystem: Any, uri: str) -> None:
+        super().__init__(filesystem.loop)
+        self._filesystem = filesystem
+        self._uri = uri
 
     async def stream(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
-        """The same, for callers on the file system's loop."""
+        """As `read`, for callers on the file system's loop."""
         import aiohttp
 
         options = dict(self._filesystem.kwargs)
         headers = {**options.pop("headers", {}), "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
-        if file.etag.startswith('"'):
+        if self.is_exact(file):
             headers["If-Match"] = file.etag
         options.setdefault("timeout", aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=15))
         session = await self._filesystem.set_session()
         async with session.get(_path(self._filesystem, self._uri, file.name), headers=headers, **options) as answer:
-            if answer.status not in (200, 206):
+            if answer.status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
                 raise HttpStatus(answer.status, "", retry_after(answer.headers.get("Retry-After")))
             known = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
             if known and known != file.etag:
                 raise ObjectChanged
-            if answer.status == 200 and (start, end) != (0, file.size_bytes):
-                raise BrokenAnswer("the whole object in place of a range")
-            ranged = answer.headers.get("Content-Range")
-            if answer.status == 206 and ranged != f"bytes {start}-{end - 1}/{file.size_bytes}":
-                raise BrokenAnswer("another range")
-            async for piece in answer.content.iter_chunked(BUFFER_BYTES):
-                if len(piece) > end - start:
-                    raise BrokenAnswer("a long body")
-                write(memoryview(piece))
-                start += len(piece)
-        if start != end:
-            raise BrokenAnswer("a short body")
+            await write_range(
+                file,
+                start,
+                end,
+                write,
+                status=answer.status,
+                content_range=answer.headers.get("Content-Range"),
+                pieces=answer.content.iter_chunked(BUFFER_BYTES),
+            )
 
 
 def client_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ All network I/O runs on fsspec's loop thread and a pool of reading threads, neve
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
@@ -31,8 +31,8 @@ from lora_plugins.resolvers.sources.s3 import S3Files, s3_storage_options
 from lora_plugins.resolvers.sources.source import Listing, RemoteAdapter, SourceFile, VersionChanged, version_of
 from lora_plugins.resolvers.sources.templates import LocalLinks, Template
 from lora_plugins.resolvers.sources.uri import (
-    EXPECTED,
-    PREFIX,
+    ACCESS_POINT,
+    ARN_PREFIX,
     access_point_of,
     split_access_point,
 )
@@ -65,7 +65,7 @@ class _Files(Protocol):
 
     async def find(self, uri: str) -> list[SourceFile]: ...
     async def list_below(self, uri: str) -> list[str]: ...
-    async def reader(self, uri: str, files: Sequence[SourceFile], timeout_s: float) -> RangeReader: ...
+    async def reader(self, uri: str) -> RangeReader: ...
 
 
 def object_source(template: str, settings: Settings, *, locate_timeout_s: float | None = None) -> ObjectSource:
@@ -196,15 +196,10 @@ class ObjectSource:
 
     async def _fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
         """Runs on fsspec's loop."""
-        limits = self._limits
-        timeout_s = limits.fetch_timeout_s(adapter.files)
-        reader = await self._ask(lambda: self._files.reader(adapter.uri, adapter.files, timeout_s))
-        try:
-            await download_ranges(
-                adapter.files, reader, download, pool=self._threads, limits=limits, md5=self._check_md5
-            )
-        finally:
-            reader.close()
+        reader = await self._ask(lambda: self._files.reader(adapter.uri))
+        await download_ranges(
+            adapter.files, reader, download, pool=self._threads, limits=self._limits, md5=self._check_md5
+        )
         if self._files.rechecks and not set(adapter.files) <= set(await self._find(adapter.uri)):
             raise VersionChanged("other files than before", expected="the located ones", remedy="ask again")
 
@@ -235,10 +230,10 @@ def _split(template: str) -> tuple[str, str]:
     if match is None or not match[2]:
         raise known.wrong("no URL of one bucket or host")
     protocol, place, path = match[1].lower(), match[2], match[3]
-    if protocol in ("s3", "s3a") and place.startswith(PREFIX):
+    if protocol in ("s3", "s3a") and place.startswith(ARN_PREFIX):
         found = split_access_point(place + path)
         if found is None or not found[1]:
-            raise known.wrong(f"an ARN that is no access point's ({EXPECTED}), or without a path,")
+            raise known.wrong(f"an ARN that is no access point's ({ACCESS_POINT}), or without a path,")
         place, path = found[0].arn, f"/{found[1]}"
     elif "::" in url:
         raise known.wrong("no URL of one bucket or host")

@@ -58,10 +58,6 @@ class RangeReader(Protocol):
         """Make every `read`, now and later, fail soon."""
         ...
 
-    def close(self) -> None:
-        """Close connections that are not in use."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class DownloadLimits(Retries):

@@ -1,15 +1,13 @@
-"""S3 for `source.py`: options from the environment, one LIST per adapter, signed URLs for its ranges.
+"""S3 for `object_store.py`: options from the environment, one LIST per adapter, and its ranges by `get_object`.
 
-The LIST, the credentials and the signing are s3fs's and botocore's; the bytes are read by `http_reader` through one URL
-per file, signed for the time of the fetch. Ranges read by aiobotocore took 1.8 times as long and 1.3 times the CPU
-(measured as `http_reader` says).
+All of it goes through the client of s3fs, so that credentials, signing, TLS and proxies are botocore's.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os.path
-import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,15 +16,16 @@ import fsspec
 
 from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, shards_of
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.resolvers.sources.errors import FailureKind, diagnose
-from lora_plugins.resolvers.sources.http_reader import HttpOptions, HttpReader
+from lora_plugins.resolvers.sources.errors import FailureKind, ObjectChanged, diagnose
+from lora_plugins.resolvers.sources.fsspec import BUFFER_BYTES, LoopReader, write_range
+from lora_plugins.resolvers.sources.ranges import RangeReader
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES, SourceFile, choose_files, needs_shards
 from lora_plugins.resolvers.sources.uri import AccessPoint, split_bucket
 
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 15.0
-# The longest validity that AWS grants a signed URL.
-_LONGEST_SIGNATURE_S = 7 * 24 * 3600
+# Of objects that are encrypted so, ETags are no MD5.
+_NOT_MD5 = ("aws:kms", "aws:kms:dsse", "aws:fsx")
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off", ""})
@@ -91,7 +90,6 @@ class S3Files:
     def __init__(self, storage_options: Mapping[str, Any]) -> None:
         self._options = {"use_listings_cache": False, "skip_instance_cache": True, **storage_options}
         self._filesystem: Any = None
-        self._http: HttpOptions | None = None
 
     @property
     def endpoint(self) -> str:
@@ -123,22 +121,10 @@ class S3Files:
                 return found
             asked["ContinuationToken"] = page["NextContinuationToken"]
 
-    async def reader(self, uri: str, files: Sequence[SourceFile], timeout_s: float) -> HttpReader:
-        """A reader of these files for the next `timeout_s` seconds."""
+    async def reader(self, uri: str) -> RangeReader:
+        """A reader of the files below `uri`."""
         client = await self._client()
-        bucket, prefix = split_bucket(uri)
-        urls = {
-            file.name: await client.generate_presigned_url(
-                "get_object",
-                Params={"Bucket": bucket, "Key": f"{prefix}/{file.name}"},
-                ExpiresIn=min(int(timeout_s) + 60, _LONGEST_SIGNATURE_S),
-            )
-            for file in files
-        }
-        if self._http is None:
-            self._http = _http_options(self._filesystem, client, next(iter(urls.values())))
-        # Directory buckets (S3 Express), also behind an access point, have ETags that are no MD5.
-        return HttpReader(urls, self._http, md5_etags=not bucket.endswith(("--x-s3", "--xa-s3")))
+        return _S3Reader(self._filesystem.loop, client, *split_bucket(uri))
 
     async def _client(self) -> Any:
         if self._filesystem is None:
@@ -185,26 +171,44 @@ async def _heads(client: Any, bucket: str, prefix: str, denied: Exception) -> li
     return found
 
 
-def _http_options(filesystem: Any, client: Any, url: str) -> HttpOptions:
-    """Connect as botocore's own client would: its time-outs, CA bundle and proxies."""
-    from botocore.httpsession import get_cert_path
-    from botocore.utils import get_environ_proxies
+class _S3Reader(LoopReader):
+    """Ranges by `get_object`, streamed, each under the condition of the located ETag."""
 
-    config = client.meta.config
-    scheme = urlsplit(url).scheme
-    tls = None
-    if scheme == "https":
-        verify = filesystem.client_kwargs.get("verify")
-        if verify is None:
-            verify = filesystem.session.get_config_variable("ca_bundle") or True
-        tls = ssl.create_default_context(cafile=get_cert_path(verify))
-        if verify is False:
-            tls.check_hostname = False
-            tls.verify_mode = ssl.CERT_NONE
-        else:
-            tls.load_default_certs()
-    proxies = config.proxies or get_environ_proxies(url)
-    return HttpOptions(float(config.connect_timeout), float(config.read_timeout), tls, proxies.get(scheme))
+    def __init__(self, loop: asyncio.AbstractEventLoop, client: Any, bucket: str, prefix: str) -> None:
+        super().__init__(loop)
+        self._client = client
+        self._bucket = bucket
+        self._prefix = prefix
+        self._not_md5: set[str] = set()
+
+    def has_md5_etag(self, name: str) -> bool:
+        """Whether the answers so far let a file's ETag be the MD5 of its bytes (not encrypted with another's key)."""
+        # Directory buckets (S3 Express), also behind an access point, have ETags that are no MD5.
+        return name not in self._not_md5 and not self._bucket.endswith(("--x-s3", "--xa-s3"))
+
+    def is_exact(self, file: SourceFile) -> bool:
+        """Whether every answer was of the located ETag; some stores list theirs without quotes."""
+        return bool(file.etag) and not file.etag.startswith("W/")
+
+    async def stream(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
+        """As `read`, for callers on the file system's loop."""
+        asked = {"Bucket": self._bucket, "Key": f"{self._prefix}/{file.name}", "Range": f"bytes={start}-{end - 1}"}
+        answer = await self._client.get_object(**asked, **({"IfMatch": file.etag} if self.is_exact(file) else {}))
+        body = answer["Body"]
+        async with body:
+            if answer.get("ETag", file.etag).strip('"') != file.etag.strip('"'):
+                raise ObjectChanged
+            if answer.get("ServerSideEncryption") in _NOT_MD5 or "SSECustomerAlgorithm" in answer:
+                self._not_md5.add(file.name)
+            await write_range(
+                file,
+                start,
+                end,
+                write,
+                status=answer["ResponseMetadata"]["HTTPStatusCode"],
+                content_range=answer.get("ContentRange"),
+                pieces=body.iter_chunks(BUFFER_BYTES),
+            )
 
 
 def _require_signer() -> None:
