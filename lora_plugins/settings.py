@@ -111,8 +111,6 @@ class Settings:
     fetch_timeout_s: float = required("LORA_PLUGINS_FETCH_TIMEOUT_S", seconds(least=0.1), "300")
     """Deadline for the fetch of one adapter, retries included, beside what its size takes, and for finding it
     ([deadlines](../guides/sources.md#deadlines))."""
-    fetch_rate_bytes: int = required("LORA_PLUGINS_FETCH_RATE_BYTES", BYTES, "10MB")
-    """Bytes a second that a fetch must bring: the deadline grows by the adapter's size over this."""
     absent_ttl_s: float = required("LORA_PLUGINS_ABSENT_TTL_S", seconds(least=0.0), "15")
     """How long a remote source's "no such adapter" is believed."""
     revalidate_s: float = required("LORA_PLUGINS_REVALIDATE_S", seconds(least=0.0), "60")

@@ -59,9 +59,8 @@ def sources_of_environment(
     """
     found: list[ReportingSource] = []
     for plugin, configured in SOURCE_PLUGINS.items():
-        source = configured(settings) if named_in_environment(plugin) else None
-        if source is not None:
-            found.append(ReportingSource(source, report))
+        if named_in_environment(plugin):
+            found += (ReportingSource(source, report) for source in configured(settings))
     order = settings.sources
     return sorted(found, key=lambda item: order.index(item.label) if item.label in order else len(order))
 

@@ -40,11 +40,12 @@ from lora_plugins.store.partial_download import CheckedAdapter, DownloadSpec, Pa
 from lora_plugins.store.processes import Processes
 
 _T = TypeVar("_T", bound=CheckedAdapter)
+_BYTES_PER_S = 10e6  # a fetch at this rate is in time, whatever its size
 
 
-def fetch_timeout_s(size_bytes: int, least_s: float, bytes_per_s: float) -> float:
+def fetch_timeout_s(size_bytes: int, least_s: float) -> float:
     """How long a fetch of so many bytes may take, and how long others wait for it."""
-    return least_s + size_bytes / bytes_per_s
+    return least_s + size_bytes / _BYTES_PER_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,6 @@ class Store:
         max_bytes: int | None = None,
         has_share: bool = False,
         fetch_timeout_s: float = 300,
-        fetch_bytes_per_s: float = math.inf,
     ) -> None:
         self.layout = Layout(root)
         self.layout.create()
@@ -100,7 +100,6 @@ class Store:
         self.on_damage: Callable[[str], None] | None = None  # called with the digest of a damaged entry, in a thread
         self._hashed = HashedEntries()
         self._fetch_timeout_s = fetch_timeout_s
-        self._fetch_bytes_per_s = fetch_bytes_per_s
         probe, link = (self.layout.new_temporary(self.processes.me()) for _ in range(2))
         try_file_system(probe, link, folder=self.layout.folder("tmp"))
         self._sweep()
@@ -141,7 +140,7 @@ class Store:
                 return found
             temporary = self.layout.new_temporary(self.processes.me())
             size_bytes = sum(size for _, size, _ in wanted.promised)
-            timeout_s = fetch_timeout_s(size_bytes, self._fetch_timeout_s, self._fetch_bytes_per_s)
+            timeout_s = fetch_timeout_s(size_bytes, self._fetch_timeout_s)
             async with fetch_lock(lock, self.processes, temporary=temporary, timeout_s=timeout_s):
                 found = await asyncio.to_thread(self.find_leased, wanted.uri, wanted.version, holder, form)
                 if found is not None:

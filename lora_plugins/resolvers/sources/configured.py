@@ -9,18 +9,22 @@ allowed says nothing of what is there. A path that a call of vLLM's own names is
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import InvalidSettings, SourceUnavailable
-from lora_plugins.plugin_names import FILESYSTEM, HUB, S3
+from lora_plugins.plugin_names import FILESYSTEM, HUB, OTHERS, S3
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.resolvers.sources.tree import MayLead, anywhere, is_neighbour
 from lora_plugins.resolvers.sources.uri import BY_PATH, AllowedUris, SourceUri
 from lora_plugins.settings import Settings
+
+ENTRY_POINTS = "lora_plugins.sources"
 
 
 def filesystem_source(settings: Settings, may_lead: MayLead = anywhere) -> Source | None:
@@ -67,16 +71,42 @@ def hub_source(settings: Settings) -> Source | None:
     from lora_plugins.resolvers.sources.hub import HubSource
     from lora_plugins.resolvers.sources.hub_repos import HubPatterns
 
-    return HubSource(
-        HubPatterns.parse(settings.hub_repos), timeout_s=settings.fetch_timeout_s, bytes_per_s=settings.fetch_rate_bytes
-    )
+    return HubSource(HubPatterns.parse(settings.hub_repos), timeout_s=settings.fetch_timeout_s)
 
 
-# By the name of the plugin that serves from it.
-SOURCE_PLUGINS: Mapping[str, Callable[[Settings], Source | None]] = {
-    FILESYSTEM: filesystem_source,
-    S3: s3_source,
-    HUB: hub_source,
+def sources_of_others(_: Settings) -> list[Source]:
+    """Those of other packages: each entry point of the group `lora_plugins.sources` is called with the environment.
+
+    Raises:
+        InvalidSettings: one cannot be made.
+    """
+    found = []
+    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
+        try:
+            source = point.load()(os.environ)
+        except InvalidSettings:
+            raise
+        except Exception as error:
+            raise InvalidSettings(
+                f"the source '{point.name}' ({point.value}), which raises {type(error).__name__}: {error}",
+                expected="a source, or None where its own setting is not there",
+                remedy=f"correct its settings, uninstall its package, or leave {OTHERS} out of VLLM_PLUGINS",
+            ) from error
+        if source is not None:
+            found.append(source)
+    return found
+
+
+def _one(configured: Callable[[Settings], Source | None]) -> Callable[[Settings], list[Source]]:
+    return lambda settings: [source for source in [configured(settings)] if source is not None]
+
+
+# By the name of the plugin that serves from them.
+SOURCE_PLUGINS: Mapping[str, Callable[[Settings], list[Source]]] = {
+    FILESYSTEM: _one(filesystem_source),
+    S3: _one(s3_source),
+    HUB: _one(hub_source),
+    OTHERS: sources_of_others,
 }
 
 
@@ -157,7 +187,6 @@ class UriSources:
         return HubSource(
             AnyRepo(explicit=named, is_pinned=pinned),
             timeout_s=self._settings.fetch_timeout_s,
-            bytes_per_s=self._settings.fetch_rate_bytes,
         )
 
     def _objects(self, uri: SourceUri) -> Source:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -84,7 +83,6 @@ class HubSource:
         repos: HubPatterns | AnyRepo,
         *,
         timeout_s: float,
-        bytes_per_s: float = math.inf,
         endpoint: str | None = None,
         token: str | bool | None = None,
         cache_dir: Path | None = None,
@@ -94,13 +92,12 @@ class HubSource:
         Args:
             repos: the repositories that are served.
             timeout_s: deadline of one fetch, retries included; locating has `look_up_timeout_s` of it.
-            bytes_per_s: lets the deadline of a fetch grow with its size, see `Retries`.
             endpoint: the Hub's URL, by default `HF_ENDPOINT` as `huggingface_hub` has read it.
             token: a token, False for none, or None for the Hub's own chain.
             cache_dir: the Hub's cache to read from, by default `HF_HUB_CACHE`.
         """
         self._repos = repos
-        self._retries = Retries(timeout_s, _ATTEMPTS, wait_s=0.2, bytes_per_s=bytes_per_s)
+        self._retries = Retries(timeout_s, _ATTEMPTS, wait_s=0.2)
         self._token = token
         self._cache_dir = cache_dir
         self._api = HfApi(endpoint=endpoint, token=token)

@@ -83,7 +83,7 @@ def object_source(template: str, settings: Settings, *, locate_timeout_s: float 
         template,
         local_template=settings.local_path_template,
         storage_options=options,
-        limits=DownloadLimits(settings.fetch_timeout_s, bytes_per_s=settings.fetch_rate_bytes),
+        limits=DownloadLimits(settings.fetch_timeout_s),
         check_md5=settings.check_md5,
         locate_timeout_s=locate_timeout_s,
     )

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from lora_plugins import testing
 from lora_plugins.absence import Absence
 from lora_plugins.adapter.canonical import canonical_bytes
 from lora_plugins.adapter.config import CONFIG_FILE
@@ -25,40 +24,11 @@ from lora_plugins.resolvers.versions import select_files
 from lora_plugins.settings import Settings
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store, StoredAdapter
+from lora_plugins.testing import SourceHarness
 from lora_plugins.verification.messages import Found
 from tests.make import BASE, adapter_files, config_bytes, content, sharded, weights
 
 ALL_FILES = (CONFIG_FILE, WEIGHTS_FILE, *PICKLE_FILES)
-
-
-class SourceHarness(ABC):
-    """One place that adapters come from, as a test sets it up; the place exists and is empty at first."""
-
-    # Whether one version stands for everything in the place, as a commit does.
-    commits = False
-
-    @abstractmethod
-    def make_source(self) -> Source:
-        """The source for this place."""
-
-    @abstractmethod
-    def put_adapter(self, name: str, files: Mapping[str, bytes]) -> None:
-        """Add or replace files where the source looks for `name`; `name` may end in `@revision`."""
-
-    @abstractmethod
-    def break_source(self) -> None:
-        """From now on the place does not answer."""
-
-    @abstractmethod
-    def restore_source(self) -> None:
-        """End what `break_source` began; what was put is there again."""
-
-    def asked(self, name: str) -> str:
-        """How a request spells what the contract calls `name`, where the place allows only some names."""
-        return name
-
-    def settle(self) -> None:  # noqa: B027 - most have none
-        """Wait for whatever the source's own threads still do after a fetch has ended."""
 
 
 def locate(source: Source, name: str) -> RemoteAdapter | None:
@@ -102,8 +72,8 @@ def turned() -> dict[str, bytes]:
     return adapter_files({name: -array for name, array in weights().items()}, lora_alpha=9)
 
 
-class SourceContract:
-    """Subclasses define the fixture `harness`."""
+class SourceContract(testing.SourceContract):
+    """The public contract, and what ours promise besides. Subclasses define the fixture `harness`."""
 
     @pytest.fixture
     def source(self, harness: SourceHarness) -> Source:
@@ -139,13 +109,6 @@ class SourceContract:
         assert found.name == AdapterName.parse(harness.asked("sql"))
         assert found.source == source.label
         assert rank("sql") == 4
-
-    def test_the_label_is_one_word_for_logs_and_metrics(self, source):
-        assert source.label.isidentifier()
-        assert str(source).startswith(f"{source.label} (")
-
-    def test_it_says_whether_asking_costs_a_round_trip(self, source):
-        assert isinstance(source.remote, bool)
 
     def test_an_unknown_name_is_none(self, harness, find):
         harness.put_adapter("sql", adapter_files())
@@ -404,17 +367,6 @@ class SourceContract:
         assert store.layout.digests() == []
         assert leftovers() == []
 
-    def test_an_outage_is_never_none(self, harness, find):
-        harness.put_adapter("sql", adapter_files())
-        harness.break_source()
-        try:
-            for name in ("sql", "other", "team/other", "sql@v2"):
-                with pytest.raises(SourceUnavailable) as caught:
-                    find(name)
-                assert caught.value.remedy, name
-        finally:
-            harness.restore_source()
-
     def test_after_an_outage_it_answers_again(self, harness, find, rank):
         harness.put_adapter("sql", adapter_files())
         harness.break_source()
@@ -439,13 +391,3 @@ class SourceContract:
         finally:
             harness.restore_source()
         assert rank("sql") == 4
-
-    def test_many_may_ask_at_once(self, harness, source):
-        harness.put_adapter("sql", adapter_files())
-
-        async def ask() -> list[RemoteAdapter | Absence]:
-            names = [AdapterName.parse(harness.asked(name)) for name in ("sql", "other") * 20]
-            return await asyncio.gather(*(source.locate(name, BASE.path) for name in names))
-
-        found = asyncio.run(ask())
-        assert [isinstance(item, RemoteAdapter) for item in found] == [True, False] * 20

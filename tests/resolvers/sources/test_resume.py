@@ -12,6 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from lora_plugins.adapter.verify import WEIGHTS_FILE
 from lora_plugins.errors import SourceUnavailable
 from lora_plugins.resolvers.sources.object_store import ObjectSource
+from lora_plugins.store import store as store_module
 from lora_plugins.store.kept_parts import KEPT_S, all_parts, discard
 from lora_plugins.store.store import Store
 from testbed import faults
@@ -191,11 +192,12 @@ def _breaks_off(_: object, path: str, start: int, end: int) -> bytes:
     return FILES[path.rsplit("/", 1)[-1]][start:end]
 
 
-def test_the_deadline_grows_with_the_size(bed: Bed) -> None:
+def test_the_deadline_grows_with_the_size(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     bed.put()
     bed.proxy.plan(faults.throttle(len(WEIGHTS) / 4), path=WEIGHTS_PATH, times=None)  # four seconds for all
     with pytest.raises(SourceUnavailable, match="within 2 s"):
         bed.serve(bed.source(limits=ONE_BY_ONE))
     for parts in all_parts(bed.store.layout):
         discard(parts.path)
-    assert read(bed.serve(bed.source(limits=replace(ONE_BY_ONE, bytes_per_s=len(WEIGHTS) / 20)))) == FILES
+    monkeypatch.setattr(store_module, "_BYTES_PER_S", len(WEIGHTS) / 20)
+    assert read(bed.serve(bed.source(limits=ONE_BY_ONE))) == FILES
