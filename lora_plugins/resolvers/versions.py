@@ -152,17 +152,9 @@ class Versions:
                 uri=adapter.uri,
             )
         )
-        served = self._served[key] = ResolvedAdapter(
-            name=name,
-            adapter_id=adapter_id(name),
-            path=stored.directory,
-            source=source.label,
-            version=adapter.version,
-            uri=adapter.uri,
-            size_bytes=verified.size_bytes,
-            rank=verified.config.max_rank,
+        served = self._served[key] = replace(
+            _resolved(name, stored, verified, source=source.label, uri=adapter.uri, version=adapter.version),
             asked_uri=asked_uri,
-            is_3d=verified.is_3d,
             holder=holder,
         )
         self._origins[name] = self._origins.get(name, frozenset()) | {adapter.uri}
@@ -197,17 +189,8 @@ class Versions:
         except DamagedCopy:
             return None
         self._store.leases.hand_over(stored.digest, attempt, name)
-        return ResolvedAdapter(
-            name=name,
-            adapter_id=adapter_id(name),
-            path=stored.directory,
-            source=_label_of(manifest.uri),
-            version=manifest.version,
-            uri=manifest.uri,
-            size_bytes=verified.size_bytes,
-            rank=verified.config.max_rank,
-            is_3d=verified.is_3d,
-        )
+        source = _label_of(manifest.uri)
+        return _resolved(name, stored, verified, source=source, uri=manifest.uri, version=manifest.version)
 
     async def _find_converted(
         self, adapter: RemoteAdapter, base: BaseModel | None, holder: object
@@ -345,6 +328,22 @@ class Versions:
 
     def _check_fits(self, base: BaseModel | None, verified: VerifiedAdapter) -> VerifiedAdapter:
         return verified if base is None else fit_adapter(verified, base, self._settings)
+
+
+def _resolved(
+    name: str, stored: StoredAdapter[Found], verified: VerifiedAdapter, *, source: str, uri: str, version: str
+) -> ResolvedAdapter:
+    return ResolvedAdapter(
+        name=name,
+        adapter_id=adapter_id(name),
+        path=stored.directory,
+        source=source,
+        version=version,
+        uri=uri,
+        size_bytes=verified.size_bytes,
+        rank=verified.config.max_rank,
+        is_3d=verified.is_3d,
+    )
 
 
 def _verified(stored: StoredAdapter[Found]) -> VerifiedAdapter | None:

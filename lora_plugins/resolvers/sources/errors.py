@@ -1,8 +1,8 @@
 """Why a remote source has no answer: what its client library raises, mapped once to this package's errors.
 
-`diagnose` knows botocore, aiobotocore, s3fs, aiohttp, fsspec and the standard library's HTTP; the Hub's libraries have
-`hub_errors.py`. A test fails on an exception type of theirs that has no kind. Unknown failures are never retried and
-never taken for "no such adapter".
+`diagnose` knows botocore, aiobotocore, s3fs, aiohttp and fsspec; the Hub's libraries have `hub_errors.py`.
+A test fails on an exception type of theirs that has no kind. Unknown failures are never retried and never taken for
+"no such adapter".
 
 Our texts name the kind of failure, the HTTP status and the store's error code, never its message or address, and are
 raised `from None`: those may carry a signed URL.
@@ -97,23 +97,21 @@ class Failure:
         return error
 
 
-# Names as `kind_of` makes them, so that no library is imported to recognise an error of it.
-_STANDARD = {
-    "lora_plugins.BrokenAnswer": FailureKind.BROKEN_ANSWER,
-    "http.RemoteDisconnected": FailureKind.UNREACHABLE,
-    "http.InvalidURL": FailureKind.BAD_REQUEST,
-    "http.HTTPException": FailureKind.BROKEN_ANSWER,
-    "socket.gaierror": FailureKind.UNREACHABLE,
-    "ssl.SSLCertVerificationError": FailureKind.TLS,
-    "ssl.SSLZeroReturnError": FailureKind.UNREACHABLE,
-    "ssl.SSLEOFError": FailureKind.UNREACHABLE,
-    "ssl.SSLError": FailureKind.TLS,
-    "builtins.TimeoutError": FailureKind.TIMEOUT,
-    "builtins.FileNotFoundError": FailureKind.MISSING,
-    "builtins.PermissionError": FailureKind.DENIED,
-    "builtins.OSError": FailureKind.UNREACHABLE,
-    "builtins.EOFError": FailureKind.BROKEN_ANSWER,
-}
+def table_of(kinds: Mapping[FailureKind, str]) -> Mapping[str, FailureKind]:
+    """A table for `kind_of`, of the classes of each kind; so no library is imported to recognise an error of it."""
+    return {name: kind for kind, names in kinds.items() for name in names.split()}
+
+
+_STANDARD = table_of(
+    {
+        FailureKind.BROKEN_ANSWER: "lora_plugins.BrokenAnswer builtins.EOFError",
+        FailureKind.TLS: "ssl.SSLCertVerificationError ssl.SSLError",
+        FailureKind.UNREACHABLE: "ssl.SSLZeroReturnError ssl.SSLEOFError builtins.OSError",
+        FailureKind.TIMEOUT: "builtins.TimeoutError",
+        FailureKind.MISSING: "builtins.FileNotFoundError",
+        FailureKind.DENIED: "builtins.PermissionError",
+    }
+)
 
 
 def kind_of(error_type: type[BaseException], table: Mapping[str, FailureKind]) -> FailureKind | None:
@@ -182,56 +180,39 @@ _BY_CODE = {
     **dict.fromkeys(("NoSuchKey", "NoSuchVersion", "NotFound"), FailureKind.MISSING),
     "RequestTimeout": FailureKind.TIMEOUT,
 }
-_TABLE = {
-    "lora_plugins.HttpStatus": FailureKind.REFUSED,
-    "lora_plugins.ObjectChanged": FailureKind.CHANGED,
-    "botocore.EndpointConnectionError": FailureKind.UNREACHABLE,
-    "botocore.ConnectTimeoutError": FailureKind.TIMEOUT,
-    "botocore.ReadTimeoutError": FailureKind.TIMEOUT,
-    "botocore.ConnectionClosedError": FailureKind.UNREACHABLE,
-    "botocore.ConnectionError": FailureKind.UNREACHABLE,
-    "botocore.ProxyConnectionError": FailureKind.UNREACHABLE,
-    "botocore.SSLError": FailureKind.TLS,
-    "botocore.HTTPClientError": FailureKind.UNREACHABLE,
-    "botocore.IncompleteReadError": FailureKind.BROKEN_ANSWER,
-    "botocore.ResponseStreamingError": FailureKind.BROKEN_ANSWER,
-    "botocore.ChecksumError": FailureKind.BROKEN_ANSWER,
-    "botocore.FlexibleChecksumError": FailureKind.BROKEN_ANSWER,
-    "botocore.EventStreamError": FailureKind.BROKEN_ANSWER,
-    "botocore.ResponseParserError": FailureKind.BROKEN_ANSWER,
-    "botocore.NoCredentialsError": FailureKind.NO_CREDENTIALS,
-    "botocore.NoAuthTokenError": FailureKind.NO_CREDENTIALS,
-    "botocore.PartialCredentialsError": FailureKind.NO_CREDENTIALS,
-    "botocore.CredentialRetrievalError": FailureKind.NO_CREDENTIALS,
-    "botocore.TokenRetrievalError": FailureKind.NO_CREDENTIALS,
-    "botocore.UnauthorizedSSOTokenError": FailureKind.EXPIRED,
-    "botocore.SSOTokenLoadError": FailureKind.NO_CREDENTIALS,
-    "botocore.RefreshWithMFAUnsupportedError": FailureKind.EXPIRED,
-    "botocore.MetadataRetrievalError": FailureKind.NO_CREDENTIALS,
-    "botocore.ClientError": FailureKind.REFUSED,  # where its answer says nothing better
-    "botocore.BotoCoreError": FailureKind.BAD_REQUEST,
-    "botocore.MissingServiceIdError": FailureKind.BAD_REQUEST,
-    "botocore.UndefinedModelAttributeError": FailureKind.BAD_REQUEST,
-    "urllib3.LocationParseError": FailureKind.BAD_REQUEST,
-    "xml.ParseError": FailureKind.BROKEN_ANSWER,
-    "aiohttp.ClientPayloadError": FailureKind.BROKEN_ANSWER,
-    "aiohttp.ServerTimeoutError": FailureKind.TIMEOUT,
-    "aiohttp.ServerConnectionError": FailureKind.UNREACHABLE,
-    "aiohttp.ClientSSLError": FailureKind.TLS,
-    "aiohttp.ClientConnectorCertificateError": FailureKind.TLS,
-    "aiohttp.ServerFingerprintMismatch": FailureKind.TLS,
-    "aiohttp.ClientOSError": FailureKind.UNREACHABLE,
-    "aiohttp.ClientConnectionError": FailureKind.UNREACHABLE,
-    "aiohttp.InvalidURL": FailureKind.BAD_REQUEST,
-    "aiohttp.ClientResponseError": FailureKind.REFUSED,
-    "aiohttp.ClientError": FailureKind.BROKEN_ANSWER,
-    "aiohttp.HttpProcessingError": FailureKind.BROKEN_ANSWER,
-    "fsspec.FSTimeoutError": FailureKind.TIMEOUT,
-    "fsspec.BlocksizeMismatchError": FailureKind.BAD_REQUEST,
-    "gcsfs.HttpError": FailureKind.REFUSED,
-    "azure.AzureError": FailureKind.REFUSED,
-    "google.GoogleAuthError": FailureKind.NO_CREDENTIALS,
-}
+_TABLE = table_of(
+    {
+        FailureKind.CHANGED: "lora_plugins.ObjectChanged",
+        FailureKind.UNREACHABLE: """
+            botocore.ConnectionError botocore.HTTPClientError
+            aiohttp.ClientConnectionError
+            """,
+        FailureKind.TIMEOUT: """
+            botocore.ConnectTimeoutError botocore.ReadTimeoutError
+            aiohttp.ServerTimeoutError fsspec.FSTimeoutError
+            """,
+        FailureKind.TLS: "botocore.SSLError aiohttp.ClientSSLError aiohttp.ServerFingerprintMismatch",
+        FailureKind.BROKEN_ANSWER: """
+            botocore.IncompleteReadError botocore.ResponseStreamingError botocore.ChecksumError
+            botocore.FlexibleChecksumError botocore.EventStreamError botocore.ResponseParserError
+            aiohttp.ClientError aiohttp.HttpProcessingError xml.ParseError
+            """,
+        FailureKind.NO_CREDENTIALS: """
+            botocore.NoCredentialsError botocore.NoAuthTokenError botocore.PartialCredentialsError
+            botocore.CredentialRetrievalError botocore.TokenRetrievalError botocore.SSOTokenLoadError
+            botocore.MetadataRetrievalError google.GoogleAuthError
+            """,
+        FailureKind.EXPIRED: "botocore.UnauthorizedSSOTokenError botocore.RefreshWithMFAUnsupportedError",
+        FailureKind.BAD_REQUEST: """
+            botocore.BotoCoreError botocore.MissingServiceIdError botocore.UndefinedModelAttributeError
+            urllib3.LocationParseError aiohttp.InvalidURL fsspec.BlocksizeMismatchError
+            """,
+        # Where the answer that they carry says nothing better.
+        FailureKind.REFUSED: """
+            lora_plugins.HttpStatus botocore.ClientError aiohttp.ClientResponseError gcsfs.HttpError azure.AzureError
+            """,
+    }
+)
 _PERMANENT_OS_ERRORS = frozenset({errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.ENAMETOOLONG})
 
 

@@ -37,7 +37,7 @@ from lora_plugins.resolvers.sources.hub_files import (
     discard_scratch,
     download_file,
 )
-from lora_plugins.resolvers.sources.hub_repos import DEFAULT_REVISION, AnyRepo, HubPatterns, HubTarget
+from lora_plugins.resolvers.sources.hub_repos import DEFAULT_REVISION, HubPatterns, HubTarget
 from lora_plugins.resolvers.sources.retries import Deadline, Retries, deadline, look_up_timeout_s
 from lora_plugins.resolvers.sources.source import (
     ADAPTER_FILES,
@@ -48,7 +48,7 @@ from lora_plugins.resolvers.sources.source import (
     choose_files,
     needs_shards,
 )
-from lora_plugins.resolvers.sources.uri import SourceUri
+from lora_plugins.resolvers.sources.uri import BRANCHES_AND_TAGS, SourceUri
 from lora_plugins.resolvers.threads import in_own_thread
 from lora_plugins.store.partial_download import PartialDownload
 
@@ -57,7 +57,6 @@ _REQUEST_TIMEOUT_S = 10.0
 _ATTEMPTS = 4
 _REMEMBERED_COMMITS = 10_000
 _REMEMBERED_S = 3600.0
-_OWN_BY_NAME = ("refs/heads/", "refs/tags/")
 _NO_FILES = "a repository without adapter files at its root"
 
 
@@ -80,7 +79,7 @@ class HubSource:
 
     def __init__(
         self,
-        repos: HubPatterns | AnyRepo,
+        repos: HubPatterns,
         *,
         timeout_s: float,
         endpoint: str | None = None,
@@ -116,14 +115,14 @@ class HubSource:
         target = self._repos.match(name)
         if target is None:
             return Absence(self.label, "", AbsenceKind.NOT_ASKED, self._repos.why_not(name))
-        with describing(place=self._place(target.repo, target.subfolder, target.revision)):
+        with describing(place=self._place(target.uri, target.revision)):
             found = await self._find(target)
             if isinstance(found, Absence):
                 return found
-            return RemoteAdapter(name, self.label, str(SourceUri.hub(target.repo, target.subfolder)), *found)
+            return RemoteAdapter(name, self.label, str(target.uri), *found)
 
-    def _place(self, repo: str, subfolder: str, revision: str) -> str:
-        return f"{SourceUri.hub(repo, subfolder, revision)} on {without_login(self._api.endpoint)}"
+    def _place(self, uri: SourceUri, revision: str) -> str:
+        return f"{replace(uri, revision=revision)} on {without_login(self._api.endpoint)}"
 
     async def fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
         """Get the located files at the located commit, all of them at once.
@@ -134,7 +133,7 @@ class HubSource:
             OSError: the directory cannot be written.
         """
         uri = SourceUri.parse(adapter.uri)
-        with describing(place=self._place(uri.repo, uri.subfolder, adapter.version)):
+        with describing(place=self._place(uri, adapter.version)):
             await self._fetch(adapter, uri, download)
 
     async def _fetch(self, adapter: RemoteAdapter, uri: SourceUri, download: PartialDownload) -> None:
@@ -173,7 +172,7 @@ class HubSource:
                 gaps.append(f"{target}: {error.found}")
                 continue
             files = [file.rfilename for file in info.siblings or ()]
-            below = [f"{target.repo}/{file}" for file in files if file.startswith(_join(target.subfolder, ""))]
+            below = [f"{target.uri.repo}/{file}" for file in files if file.startswith(_join(target.uri.subfolder, ""))]
             names.update(file.removesuffix(end) for file in below if file.endswith(end))
         return Listing(tuple(sorted(names)), tuple(gaps))
 
@@ -185,7 +184,7 @@ class HubSource:
         """The commit and its adapter files in the folder."""
         retries = replace(self._retries, timeout_s=self._locate_timeout_s)
         where = str(target)
-        place = self._place(target.repo, target.subfolder, target.revision)
+        place = self._place(target.uri, target.revision)
         try:
             async with deadline(retries.timeout_s, f"an answer of the Hub for {where}") as state:
                 info = await retries.run(lambda: self._call(partial(self._info, target), where), state)
@@ -201,21 +200,21 @@ class HubSource:
             return cached
         if not info.sha or info.siblings is None:
             raise _incomplete(where)
-        if info.id != target.repo and not target.explicit:
+        if info.id != target.uri.repo and not target.explicit:
             detail = f"a repository that is now called {info.id}"
             return Absence(self.label, place, AbsenceKind.HIDDEN, detail, "name the repository itself in the list")
         if is_foreign:
             detail = f"a commit that no branch or tag reaches, {info.sha[:12]}"
             return Absence(self.label, place, AbsenceKind.HIDDEN, detail, "pin this very revision in the list")
-        files = _files(info.siblings, target.subfolder, where)
+        files = _files(info.siblings, target.uri.subfolder, where)
         if not files:
-            detail = "a repository without adapter files in this folder" if target.subfolder else _NO_FILES
+            detail = "a repository without adapter files in this folder" if target.uri.subfolder else _NO_FILES
             return Absence(self.label, place, AbsenceKind.NO_ADAPTER, detail)
         return info.sha, files
 
     async def _is_published(self, target: HubTarget, commit: str, retries: Retries, state: Deadline) -> bool:
         """Whether its owner has published it; that it has, is remembered for an hour."""
-        key = (target.repo, target.revision, commit)
+        key = (target.uri.repo, target.revision, commit)
         if _is_own(target) or key in self._published:
             return True
         ask = partial(_reaches, self._api, target, commit)
@@ -253,15 +252,15 @@ class HubSource:
 
     def _info(self, target: HubTarget) -> ModelInfo:
         timeout_s = min(self._locate_timeout_s, max(_REQUEST_TIMEOUT_S, self._locate_timeout_s / 3))
-        return self._api.model_info(target.repo, revision=target.revision, files_metadata=True, timeout=timeout_s)
+        return self._api.model_info(target.uri.repo, revision=target.revision, files_metadata=True, timeout=timeout_s)
 
     def _cached(self, target: HubTarget) -> tuple[str, tuple[SourceFile, ...]] | None:
         """What the Hub's cache has of it; None where it lacks a part, which the Hub may well have."""
         commit, files = "", []
         names = list(ADAPTER_FILES)
         for name in names:  # grows where an index names more; all of these must be there
-            path = _join(target.subfolder, name)
-            found = cached_path(target.repo, path, target.revision, self._cache_dir)
+            path = _join(target.uri.subfolder, name)
+            found = cached_path(target.uri.repo, path, target.revision, self._cache_dir)
             with contextlib.suppress(OSError):
                 if found is not None:
                     commit = found.parents[path.count("/")].name  # …/snapshots/<commit>/<path>
@@ -308,7 +307,7 @@ def _incomplete(where: str) -> SourceUnavailable:
 
 def _is_own(target: HubTarget) -> bool:
     """Whether the revision is the owner's, or the operator's choice, whatever commit the Hub says it is."""
-    return target.is_pinned or target.revision == DEFAULT_REVISION or target.revision.startswith(_OWN_BY_NAME)
+    return target.is_pinned or target.revision == DEFAULT_REVISION or target.revision.startswith(BRANCHES_AND_TAGS)
 
 
 def _reaches(api: HfApi, target: HubTarget, commit: str) -> bool:
@@ -319,14 +318,16 @@ def _reaches(api: HfApi, target: HubTarget, commit: str) -> bool:
     Raises:
         Exception: whatever `huggingface_hub` raises.
     """
-    refs = api.list_repo_refs(target.repo)
+    refs = api.list_repo_refs(target.uri.repo)
     own = [*refs.branches, *refs.tags]
     if any(commit == ref.target_commit for ref in own):
         return True
     reached: set[str] = set()
     for ref in own:
         if ref.target_commit not in reached:
-            reached.update(made.commit_id for made in api.list_repo_commits(target.repo, revision=ref.target_commit))
+            reached.update(
+                made.commit_id for made in api.list_repo_commits(target.uri.repo, revision=ref.target_commit)
+            )
             if commit in reached:
                 return True
     return False

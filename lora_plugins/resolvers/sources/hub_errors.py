@@ -14,47 +14,39 @@ from __future__ import annotations
 from huggingface_hub import errors as hub
 
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.resolvers.sources.errors import Failure, FailureKind, kind_of, kind_of_status, retry_after
+from lora_plugins.resolvers.sources.errors import Failure, FailureKind, kind_of, kind_of_status, retry_after, table_of
 
-_HTTP = {
-    "TimeoutException": FailureKind.TIMEOUT,
-    "NetworkError": FailureKind.UNREACHABLE,
-    "ProxyError": FailureKind.UNREACHABLE,
-    "RemoteProtocolError": FailureKind.UNREACHABLE,
-    "StreamError": FailureKind.UNREACHABLE,  # a connection that another thread has closed
-    "InvalidURL": FailureKind.REFUSED,
-    "HTTPError": FailureKind.REFUSED,
-}
-_TABLE = {
-    **{f"{client}.{name}": kind for client in ("httpx", "httpx2") for name, kind in _HTTP.items()},
-    "huggingface_hub.GatedRepoError": FailureKind.GATED,
-    "huggingface_hub.RevisionNotFoundError": FailureKind.MISSING,
-    "huggingface_hub.RemoteEntryNotFoundError": FailureKind.MISSING,
-    "huggingface_hub.HFValidationError": FailureKind.MISSING,  # no repository can have this name
-    "huggingface_hub.DisabledRepoError": FailureKind.DENIED,
-    "huggingface_hub.LocalTokenNotFoundError": FailureKind.DENIED,
-    "huggingface_hub.OIDCError": FailureKind.DENIED,
-    "huggingface_hub.DeviceCodeError": FailureKind.DENIED,
-    "huggingface_hub.OfflineModeIsEnabled": FailureKind.OFFLINE,
-    "huggingface_hub.LocalEntryNotFoundError": FailureKind.OFFLINE,
-    "huggingface_hub.RevisionResolutionError": FailureKind.UNREACHABLE,
-    "huggingface_hub.XetDownloadError": FailureKind.UNREACHABLE,
-    "huggingface_hub.XetAuthorizationError": FailureKind.DENIED,  # these three in 1.x only
-    "huggingface_hub.XetRefreshTokenError": FailureKind.UNREACHABLE,
-    "huggingface_hub.XetError": FailureKind.UNREACHABLE,
-    "huggingface_hub.FileMetadataError": FailureKind.REFUSED,
-    "huggingface_hub.EntryNotFoundError": FailureKind.REFUSED,
-    "huggingface_hub.CacheNotFound": FailureKind.REFUSED,
-    "huggingface_hub.CorruptedCacheException": FailureKind.REFUSED,
-    "huggingface_hub.HfHubHTTPError": FailureKind.REFUSED,  # where its status says nothing better
-    "hf_xet.XetAuthenticationError": FailureKind.DENIED,
-    "hf_xet.XetObjectNotFoundError": FailureKind.REFUSED,
-    "builtins.RuntimeError": FailureKind.UNREACHABLE,  # httpx: the shared client was closed meanwhile; Xet's transfers
-    "builtins.ValueError": FailureKind.REFUSED,  # what should be JSON
-    "builtins.LookupError": FailureKind.REFUSED,  # JSON without what it must hold
-    "builtins.TypeError": FailureKind.REFUSED,
-    "builtins.AttributeError": FailureKind.REFUSED,
-}
+_OF_HTTPX = table_of(
+    {
+        FailureKind.TIMEOUT: "httpx.TimeoutException",
+        # A connection that another thread has closed; the shared client was closed meanwhile, or Xet's transfers.
+        FailureKind.UNREACHABLE: """
+            httpx.NetworkError httpx.ProxyError httpx.RemoteProtocolError httpx.StreamError builtins.RuntimeError
+            huggingface_hub.RevisionResolutionError huggingface_hub.XetDownloadError
+            huggingface_hub.XetRefreshTokenError huggingface_hub.XetError
+            """,
+        # No repository can have the name that validation refuses.
+        FailureKind.MISSING: """
+            huggingface_hub.RevisionNotFoundError huggingface_hub.RemoteEntryNotFoundError
+            huggingface_hub.HFValidationError
+            """,
+        FailureKind.GATED: "huggingface_hub.GatedRepoError",
+        FailureKind.DENIED: """
+            huggingface_hub.DisabledRepoError huggingface_hub.LocalTokenNotFoundError huggingface_hub.OIDCError
+            huggingface_hub.DeviceCodeError huggingface_hub.XetAuthorizationError hf_xet.XetAuthenticationError
+            """,
+        FailureKind.OFFLINE: "huggingface_hub.OfflineModeIsEnabled huggingface_hub.LocalEntryNotFoundError",
+        # Not the Hub's: another server's error page, or JSON without what it must hold.
+        FailureKind.REFUSED: """
+            httpx.InvalidURL httpx.HTTPError huggingface_hub.HfHubHTTPError huggingface_hub.FileMetadataError
+            huggingface_hub.EntryNotFoundError huggingface_hub.CacheNotFound huggingface_hub.CorruptedCacheException
+            hf_xet.XetObjectNotFoundError
+            builtins.ValueError builtins.LookupError builtins.TypeError builtins.AttributeError
+            """,
+    }
+)
+# The client of huggingface_hub is httpx in 1.x, and httpx2 since 2.x.
+_TABLE = {**_OF_HTTPX, **{name.replace("httpx.", "httpx2."): kind for name, kind in _OF_HTTPX.items()}}
 
 
 def kind_of_type(error_type: type[BaseException]) -> FailureKind | None:

@@ -16,18 +16,16 @@ Anybody can open a pull request, whose files lie in the same repository: what is
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidSettings
+from lora_plugins.resolvers.sources.uri import SourceUri, is_foreign, is_repo
 
 DEFAULT_REVISION = "main"
 
 _VARIABLE = "VLLM_LORA_RESOLVER_HF_REPO_LIST"
-_BRANCHES_AND_TAGS = ("refs/heads/", "refs/tags/")
-_PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,44 +33,25 @@ class HubTarget:
     """Where on the Hub a name points to.
 
     Attributes:
+        uri: of the repository or the folder in it, without a revision.
         explicit: whether an entry names the repository, not only its owner.
         is_pinned: whether an entry names this very revision.
     """
 
-    repo: str
-    subfolder: str
+    uri: SourceUri
     revision: str
     explicit: bool
     is_pinned: bool = False
 
     def __str__(self) -> str:
-        return f"{self.repo}@{self.revision}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    org: str
-    repo: str | None
-    folders: tuple[str, ...]
-    revision: str | None
-
-    def fits(self, org: str, repo: str, folders: tuple[str, ...]) -> bool:
-        return self.org == org and self.repo in (None, repo) and folders[: len(self.folders)] == self.folders
-
-    @property
-    def weight(self) -> tuple[bool, int]:
-        return self.repo is not None, len(self.folders)
-
-    def __str__(self) -> str:
-        target = "/".join((self.org, self.repo or "*", *self.folders))
-        return target if self.revision is None else f"{target}@{self.revision}"
+        return f"{self.uri.repo}@{self.revision}"
 
 
 @dataclass(frozen=True, slots=True)
 class HubPatterns:
-    """An allow-list of repositories."""
+    """An allow-list of repositories; an entry without a path stands for all of an owner's."""
 
-    entries: tuple[_Entry, ...]
+    entries: tuple[SourceUri, ...]
 
     @classmethod
     def parse(cls, entries: str | Iterable[str]) -> HubPatterns:
@@ -88,30 +67,27 @@ class HubPatterns:
         """What an adapter name points to; None where the list does not have it."""
         if len(name.segments) < 2:
             return None
-        org, repo, *rest = name.segments
-        folders = tuple(rest)
-        if not is_repo(f"{org}/{repo}"):
+        uri = SourceUri("hf", name.segments[0], name.segments[1:])
+        fitting = self._fitting(uri)
+        if not is_repo(uri.repo) or not fitting:
             return None
-        fitting = [entry for entry in self.entries if entry.fits(org, repo, folders)]
-        if not fitting:
-            return None
-        weight = max(entry.weight for entry in fitting)
-        deciding = [entry for entry in fitting if entry.weight == weight]
+        most = max(len(entry.segments) for entry in fitting)
+        deciding = [entry for entry in fitting if len(entry.segments) == most]
         pins = [entry.revision for entry in deciding if entry.revision is not None]
         revision = name.revision or deciding[0].revision or DEFAULT_REVISION
         is_pinned = revision in pins
         if not is_pinned and (len(pins) == len(deciding) or is_foreign(revision)):
             return None
-        return HubTarget(f"{org}/{repo}", "/".join(folders), revision, explicit=weight[0], is_pinned=is_pinned)
+        return HubTarget(uri, revision, explicit=most > 0, is_pinned=is_pinned)
 
     def why_not(self, name: AdapterName) -> str:
         """Why `match` answers None, for people."""
         if len(name.segments) < 2:
             return "a name on the Hub has an owner and a repository: org/repo"
-        org, repo, *folders = name.segments
-        if not is_repo(f"{org}/{repo}"):
-            return f"no repository of the Hub can be called '{org}/{repo}'"
-        if any(entry.fits(org, repo, tuple(folders)) for entry in self.entries):
+        uri = SourceUri("hf", name.segments[0], name.segments[1:])
+        if not is_repo(uri.repo):
+            return f"no repository of the Hub can be called '{uri.repo}'"
+        if self._fitting(uri):
             if name.revision is not None and is_foreign(name.revision):
                 return f"'{name.revision}' is no branch or tag, and {_VARIABLE} does not pin it ({self})"
             return f"{_VARIABLE} pins it to another revision ({self})"
@@ -120,65 +96,37 @@ class HubPatterns:
     def repos(self) -> list[HubTarget | str]:
         """The repositories, or folders of them, that entries name; the entry itself where it names no repository."""
         return [
-            str(entry)
-            if entry.repo is None
-            else HubTarget(
-                f"{entry.org}/{entry.repo}",
-                "/".join(entry.folders),
-                entry.revision or DEFAULT_REVISION,
-                explicit=True,
-                is_pinned=entry.revision is not None,
-            )
+            HubTarget(replace(entry, revision=None), entry.revision or DEFAULT_REVISION, explicit=True)
+            if entry.segments
+            else _shown(entry)
             for entry in self.entries
         ]
 
+    def _fitting(self, uri: SourceUri) -> list[SourceUri]:
+        return [entry for entry in self.entries if uri.is_below(replace(entry, revision=None))]
+
     def __str__(self) -> str:
-        return ", ".join(str(entry) for entry in self.entries)
+        return ", ".join(map(_shown, self.entries))
 
 
 @dataclass(frozen=True, slots=True)
-class AnyRepo:
+class AnyRepo(HubPatterns):
     """Every repository, for names that are the paths of allowed URIs; `explicit` and `is_pinned` as in `HubTarget`."""
 
-    explicit: bool
+    entries: tuple[SourceUri, ...] = ()
+    explicit: bool = False
     is_pinned: bool = False
 
     def match(self, name: AdapterName) -> HubTarget:
         """What `org/repo/folder@revision` points to; whether the revision is allowed, has been checked."""
-        org, repo, *folders = name.segments
-        revision = name.revision or DEFAULT_REVISION
-        return HubTarget(f"{org}/{repo}", "/".join(folders), revision, self.explicit, self.is_pinned)
-
-    def why_not(self, name: AdapterName) -> str:  # noqa: ARG002 - as of `HubPatterns`
-        """Nothing: every name is a repository's."""
-        return ""
-
-    def repos(self) -> list[HubTarget | str]:
-        """None: nothing is named."""
-        return []
+        uri = SourceUri("hf", name.segments[0], name.segments[1:])
+        return HubTarget(uri, name.revision or DEFAULT_REVISION, self.explicit, self.is_pinned)
 
     def __str__(self) -> str:
         return "allowed URIs"
 
 
-def is_foreign(revision: str) -> bool:
-    """Whether a revision's own spelling says that it is neither a branch nor a tag: `refs/pr/7`, `refs/convert/…`."""
-    return revision.startswith("refs/") and not revision.startswith(_BRANCHES_AND_TAGS)
-
-
-def is_repo(text: str) -> bool:
-    """Whether `text` can be a repository with its owner, by the Hub's own rules."""
-    parts = text.split("/")
-    return (
-        len(parts) == 2
-        and all(_PART.fullmatch(part) is not None for part in parts)
-        and "--" not in text
-        and ".." not in text
-        and not text.endswith(".git")
-    )
-
-
-def _parse_entry(text: str) -> _Entry:
+def _parse_entry(text: str) -> SourceUri:
     try:
         name = AdapterName.parse(text)
     except AdapterNotFound as error:
@@ -189,12 +137,17 @@ def _parse_entry(text: str) -> _Entry:
     if repo == "*" and is_repo(f"{org}/any"):
         if folders:
             raise _malformed(text, "a folder of every repository")
-        return _Entry(org, None, (), name.revision)
+        return SourceUri("hf", org, (), name.revision)
     if not is_repo(f"{org}/{repo}"):
         raise _malformed(text, "no repository that the Hub can have")
     if any("*" in folder for folder in folders):
         raise _malformed(text, "a pattern of folders")
-    return _Entry(org, repo, tuple(folders), name.revision)
+    return SourceUri("hf", org, (repo, *folders), name.revision)
+
+
+def _shown(entry: SourceUri) -> str:
+    target = "/".join((entry.authority, *(entry.segments or "*")))
+    return target if entry.revision is None else f"{target}@{entry.revision}"
 
 
 def _malformed(entry: str, found: str) -> InvalidSettings:

@@ -28,7 +28,6 @@ from typing import TypeGuard
 from urllib.parse import quote, unquote
 
 from lora_plugins.errors import InvalidAdapter, InvalidSettings
-from lora_plugins.resolvers.sources.hub_repos import is_foreign, is_repo
 
 MAX_CHARACTERS = 2048
 BY_PATH = "path"
@@ -51,6 +50,8 @@ _DEFAULT_PORTS = {"http": "80", "https": "443"}
 # Elsewhere a percent sign is a character of the key like any other; whether it was meant so cannot be told.
 _ENCODED = frozenset({"file", "hf", "http", "https"})
 _NAMED_ACCOUNT = frozenset({"abfs", "abfss"})  # container@account.dfs.core.windows.net: no user, but the address
+_REPO_PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
+BRANCHES_AND_TAGS = ("refs/heads/", "refs/tags/")
 _NOT_MODELS = frozenset({"models", "datasets", "spaces", "buckets", "kernels", "collections"})
 _UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
 _PLAIN = "!$&'()*+,;=~-._"  # beside letters and digits, what is written as it stands
@@ -112,12 +113,6 @@ class SourceUri:
     def of_path(cls, path: str) -> SourceUri:
         """Of a directory by its absolute path, whatever its spelling; only vLLM's own calls name one so."""
         return cls(BY_PATH, "", tuple(filter(None, path.split("/"))))
-
-    @classmethod
-    def hub(cls, repo: str, subfolder: str = "", revision: str | None = None) -> SourceUri:
-        """The URI of a folder of a repository; both must be well-formed."""
-        org, name = repo.split("/")
-        return cls("hf", org, (name, *(subfolder.split("/") if subfolder else ())), revision)
 
     @property
     def repo(self) -> str:
@@ -207,6 +202,23 @@ class AllowedUris:
         if not uri.segments:
             raise _refused("a URI without a path", "the adapter's directory")
         return uri
+
+
+def is_foreign(revision: str) -> bool:
+    """Whether a revision's own spelling says that it is neither a branch nor a tag: `refs/pr/7`, `refs/convert/…`."""
+    return revision.startswith("refs/") and not revision.startswith(BRANCHES_AND_TAGS)
+
+
+def is_repo(text: str) -> bool:
+    """Whether `text` can be a repository with its owner, by the Hub's own rules."""
+    parts = text.split("/")
+    return (
+        len(parts) == 2
+        and all(_REPO_PART.fullmatch(part) is not None for part in parts)
+        and "--" not in text
+        and ".." not in text
+        and not text.endswith(".git")
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,6 @@ MODULES = (
     "aiohttp.http_exceptions",
     "fsspec.exceptions",
     "s3fs.core",
-    "http.client",
     "socket",
     "ssl",
 )

@@ -9,40 +9,46 @@ from hypothesis import strategies as st
 
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidSettings
-from lora_plugins.resolvers.sources.hub_repos import HubPatterns, HubTarget, is_repo
+from lora_plugins.resolvers.sources.hub_repos import HubPatterns, HubTarget
+from lora_plugins.resolvers.sources.uri import SourceUri, is_repo
 
 
 def match(entries: str, name: str) -> HubTarget | None:
     return HubPatterns.parse(entries).match(AdapterName.parse(name))
 
 
+def target(repo: str, folder: str, revision: str, explicit: bool, is_pinned: bool = False) -> HubTarget:
+    org, *path = filter(None, f"{repo}/{folder}".split("/"))
+    return HubTarget(SourceUri("hf", org, tuple(path)), revision, explicit, is_pinned)
+
+
 @pytest.mark.parametrize(
-    ("entries", "name", "target"),
+    ("entries", "name", "found"),
     [
-        ("org/repo", "org/repo", HubTarget("org/repo", "", "main", True)),
-        ("org/repo", "org/repo/a/b", HubTarget("org/repo", "a/b", "main", True)),
-        ("org/repo", "org/repo/a@v1", HubTarget("org/repo", "a", "v1", True)),
-        ("org/repo@refs/pr/1", "org/repo", HubTarget("org/repo", "", "refs/pr/1", True, True)),
-        ("org/repo", "org/repo@refs/tags/1", HubTarget("org/repo", "", "refs/tags/1", True)),
-        ("org/repo/a", "org/repo/a", HubTarget("org/repo", "a", "main", True)),
-        ("org/repo/a", "org/repo/a/b", HubTarget("org/repo", "a/b", "main", True)),
-        ("org/*", "org/any/a", HubTarget("org/any", "a", "main", False)),
-        ("org/*@v1", "org/any", HubTarget("org/any", "", "v1", False, True)),
-        ("org/repo@v1", "org/repo", HubTarget("org/repo", "", "v1", True, True)),
-        ("org/repo@v1", "org/repo@v1", HubTarget("org/repo", "", "v1", True, True)),
-        (" a/b , org/repo ", "org/repo", HubTarget("org/repo", "", "main", True)),
+        ("org/repo", "org/repo", target("org/repo", "", "main", True)),
+        ("org/repo", "org/repo/a/b", target("org/repo", "a/b", "main", True)),
+        ("org/repo", "org/repo/a@v1", target("org/repo", "a", "v1", True)),
+        ("org/repo@refs/pr/1", "org/repo", target("org/repo", "", "refs/pr/1", True, True)),
+        ("org/repo", "org/repo@refs/tags/1", target("org/repo", "", "refs/tags/1", True)),
+        ("org/repo/a", "org/repo/a", target("org/repo", "a", "main", True)),
+        ("org/repo/a", "org/repo/a/b", target("org/repo", "a/b", "main", True)),
+        ("org/*", "org/any/a", target("org/any", "a", "main", False)),
+        ("org/*@v1", "org/any", target("org/any", "", "v1", False, True)),
+        ("org/repo@v1", "org/repo", target("org/repo", "", "v1", True, True)),
+        ("org/repo@v1", "org/repo@v1", target("org/repo", "", "v1", True, True)),
+        (" a/b , org/repo ", "org/repo", target("org/repo", "", "main", True)),
         # The most specific entries decide.
-        ("org/*, org/repo@v1", "org/repo", HubTarget("org/repo", "", "v1", True, True)),
-        ("org/*, org/repo@v1", "org/other@v2", HubTarget("org/other", "", "v2", False)),
-        ("org/repo@v1, org/repo/a", "org/repo/a@v2", HubTarget("org/repo", "a", "v2", True)),
+        ("org/*, org/repo@v1", "org/repo", target("org/repo", "", "v1", True, True)),
+        ("org/*, org/repo@v1", "org/other@v2", target("org/other", "", "v2", False)),
+        ("org/repo@v1, org/repo/a", "org/repo/a@v2", target("org/repo", "a", "v2", True)),
         # Several pins of one target are all served, the first by default.
-        ("org/repo@v2, org/repo@v1", "org/repo", HubTarget("org/repo", "", "v2", True, True)),
-        ("org/repo@v2, org/repo@v1", "org/repo@v1", HubTarget("org/repo", "", "v1", True, True)),
-        ("org/repo@v2, org/repo", "org/repo@v9", HubTarget("org/repo", "", "v9", True)),
+        ("org/repo@v2, org/repo@v1", "org/repo", target("org/repo", "", "v2", True, True)),
+        ("org/repo@v2, org/repo@v1", "org/repo@v1", target("org/repo", "", "v1", True, True)),
+        ("org/repo@v2, org/repo", "org/repo@v9", target("org/repo", "", "v9", True)),
     ],
 )
-def test_names_on_the_list_match(entries, name, target):
-    assert match(entries, name) == target
+def test_names_on_the_list_match(entries, name, found):
+    assert match(entries, name) == found
 
 
 @pytest.mark.parametrize(
@@ -135,9 +141,9 @@ def test_a_target_is_the_name_itself_and_below_an_entry(entry, text):
         name = AdapterName.parse("/".join(text))
     except (InvalidSettings, AdapterNotFound):
         return
-    target = patterns.match(name)
-    if target is not None:
-        assert "/".join(part for part in (target.repo, target.subfolder) if part) == name.path
+    found = patterns.match(name)
+    if found is not None:
+        assert "/".join(part for part in (found.uri.repo, found.uri.subfolder) if part) == name.path
         listed = str(patterns).partition("@")[0].removesuffix("/*")
         assert f"{name.path}/".startswith(f"{listed}/")
-        assert target.revision == (name.revision or str(patterns).partition("@")[2] or "main")
+        assert found.revision == (name.revision or str(patterns).partition("@")[2] or "main")

@@ -296,7 +296,7 @@ def test_every_folder_of_a_name_survives_in_a_hub_uri(path):
         name = AdapterName.parse(path)
     except AdapterNotFound:
         return
-    uri = SourceUri.hub("org/repo", name.path, name.revision)
+    uri = SourceUri("hf", "org", ("repo", *name.segments), name.revision)
     again = SourceUri.parse(str(uri))
     assert again == uri
     assert (again.repo, again.subfolder, again.revision) == ("org/repo", name.path, name.revision)
