@@ -14,9 +14,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from huggingface_hub.utils import _http as hub_http
 
+from lora_plugins.resolvers.sources import hub as hub_module
 from lora_plugins.resolvers.sources.fsspec import FsspecFiles
 from lora_plugins.resolvers.sources.hub import HubSource
-from lora_plugins.resolvers.sources.hub import source as hub_module
 from lora_plugins.resolvers.sources.hub_repos import HubPatterns
 from lora_plugins.resolvers.sources.object_store import ObjectSource
 from testbed.hub import Hub, local_hub

@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lora_plugins.errors import SourceUnavailable
+from lora_plugins.resolvers.sources import ranges
 from lora_plugins.resolvers.sources.errors import HttpStatus
-from lora_plugins.resolvers.sources.object_store import ranges
 from lora_plugins.resolvers.sources.ranges import DownloadLimits, download_ranges
 from lora_plugins.resolvers.sources.source import SourceFile, VersionChanged
 from lora_plugins.store.partial_download import PartialDownload
