@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fsspec.asyn import get_loop
 
@@ -25,11 +25,11 @@ from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import describing
 from lora_plugins.resolvers.sources.errors import map_error
 from lora_plugins.resolvers.sources.fsspec import FsspecFiles, check_protocol
-from lora_plugins.resolvers.sources.ranges import DownloadLimits, RangeReader, download_ranges
+from lora_plugins.resolvers.sources.ranges import DownloadLimits, download_ranges
 from lora_plugins.resolvers.sources.retries import Retries, deadline, look_up_timeout_s
 from lora_plugins.resolvers.sources.s3 import S3Files, s3_storage_options
 from lora_plugins.resolvers.sources.source import Listing, RemoteAdapter, SourceFile, VersionChanged, version_of
-from lora_plugins.resolvers.sources.templates import LocalLinks, Template
+from lora_plugins.resolvers.sources.templates import LocalLink, Template, parse_local
 from lora_plugins.resolvers.sources.uri import (
     ACCESS_POINT,
     ARN_PREFIX,
@@ -48,24 +48,6 @@ _WEB = frozenset({"http", "https"})
 _LOCATE_ATTEMPTS = 3
 
 T = TypeVar("T")
-
-
-class _Files(Protocol):
-    """One protocol's way to list and read; every method is called on fsspec's loop."""
-
-    @property
-    def rechecks(self) -> bool:
-        """Whether a change during a fetch is only seen by looking again at its end."""
-        ...
-
-    @property
-    def endpoint(self) -> str:
-        """The server that is asked, where the URL does not say it."""
-        ...
-
-    async def find(self, uri: str) -> list[SourceFile]: ...
-    async def list_below(self, uri: str) -> list[str]: ...
-    async def reader(self, uri: str) -> RangeReader: ...
 
 
 def object_source(template: str, settings: Settings, *, locate_timeout_s: float | None = None) -> ObjectSource:
@@ -122,9 +104,9 @@ class ObjectSource:
         protocol, url = _split(template)
         self._template = Template(url, _VARIABLE)
         self._quoted = protocol in _WEB
-        self._links = LocalLinks(local_template) if local_template else None
+        self._local = parse_local(local_template) if local_template else None
         options = storage_options or {}
-        self._files: _Files
+        self._files: S3Files | FsspecFiles
         if protocol == "s3":
             check_protocol("s3")
             self._files = S3Files(options)
@@ -147,7 +129,8 @@ class ObjectSource:
             files = await on_loop(get_loop(), self._find(uri))
         if not files:
             return Absence(self.label, self._place(uri), AbsenceKind.NOTHING, "no adapter_config.json and no weights")
-        link = self._links.link(name, base_model_name) if self._links else None
+        local = self._local
+        link = LocalLink(local.folder, local.fill(name, base_model_name)) if local is not None else None
         with describing(place=self._place(uri)):
             return RemoteAdapter(name, self.label, uri, version_of(files), tuple(files), link)
 
@@ -181,7 +164,7 @@ class ObjectSource:
 
     async def _names(self, base_model_name: str) -> set[str]:
         """Runs on fsspec's loop."""
-        below = self._template.fixed[: self._template.fixed.rindex("/")]
+        below = self._template.folder.removesuffix("/")
         end = f"/{CONFIG_FILE}"
         found = set()
         for uri in await self._ask(lambda: self._files.list_below(below)):

@@ -28,6 +28,7 @@ from lora_plugins.resolvers.sources.errors import Transient, map_error
 from lora_plugins.resolvers.sources.retries import Deadline, Retries, deadline
 from lora_plugins.resolvers.sources.source import SourceFile, VersionChanged
 from lora_plugins.resolvers.threads import until_ended
+from lora_plugins.store.hashing import GrowingFile
 from lora_plugins.store.partial_download import PartialDownload
 
 _MD5_ETAG = re.compile(r'"?([0-9a-fA-F]{32})"?')
@@ -100,17 +101,17 @@ class _File:
     def __init__(self, source: SourceFile, download: PartialDownload, range_bytes: int, *, md5: bool) -> None:
         self.source = source
         self._download = download
+        self._path = download.directory / source.name
         self._range_bytes = range_bytes
         found = _MD5_ETAG.fullmatch(source.etag) if md5 else None
         self.expected_md5 = found[1].lower() if found else ""
         self._lock = threading.Lock()
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        self.descriptor = os.open(download.directory / source.name, flags, 0o644)
+        self.descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         self.parts: list[_Part] = []
         self.begin(download.kept.get(source.name, ()))
 
     def begin(self, kept: Iterable[tuple[int, int]] = ()) -> None:
-        """Start (over) with nothing of the file there but the ranges that are `kept`."""
+        """Start (over) with nothing of the file there but the ranges that are `kept`, which are in order."""
         size, at = self.source.size_bytes, 0
         self.parts = []
         for begin, end in (*kept, (size, size)):
@@ -122,9 +123,7 @@ class _File:
         os.ftruncate(self.descriptor, size)
         self._first = 0  # the first part that is not complete
         self._reported = 0
-        self.md5 = hashlib.md5(usedforsecurity=False)
-        self._hashed = 0
-        self._hashing = False
+        self._md5 = GrowingFile(self._path, hashlib.md5(usedforsecurity=False))
 
     def landed(self) -> list[tuple[int, int]]:
         """The ranges that are there."""
@@ -157,33 +156,24 @@ class _File:
                 self._first += 1
             whole = self._first == len(self.parts)
             landed = self.source.size_bytes if whole else self.parts[self._first].at
-            if landed > self._reported and (whole or landed - self._reported >= _REPORT_EVERY_BYTES):
-                self._reported = landed
-                self._download.landed(self.source.name, landed)
-            if not self.expected_md5 or self._hashing:
+            if landed == self._reported or not (whole or landed - self._reported >= _REPORT_EVERY_BYTES):
                 return
-            self._hashing = True
-        self._hash()
-
-    def _hash(self) -> None:
-        """Hash what has landed; one thread at a time, which hashes the parts of the others too."""
-        while True:
-            with self._lock:
-                upto = self._reported
-                if self._hashed >= upto:
-                    self._hashing = False
-                    return
-            while self._hashed < upto:
-                data = os.pread(self.descriptor, min(_REPORT_EVERY_BYTES, upto - self._hashed), self._hashed)
-                if not data:
-                    raise _DiskError(OSError("the file became shorter while it was written"))
-                self.md5.update(data)
-                self._hashed += len(data)
+            self._reported = landed
+            self._download.landed(self.source.name, landed)
+            if self.expected_md5:
+                self._md5.landed(landed)
 
     def is_damaged(self) -> bool:
-        return bool(self.expected_md5) and self.md5.hexdigest() != self.expected_md5
+        """Whether the complete file has another MD5 than its ETag says. For a thread: it waits for the digest."""
+        return bool(self.expected_md5) and self.md5() != self.expected_md5
+
+    def md5(self) -> str:
+        """Of the complete file, in hexadecimal."""
+        return self._md5.finish()[1]
 
     def close(self) -> None:
+        """Let go of the file. For a thread: it waits for who reads it."""
+        self._md5.abandon()
         os.close(self.descriptor)
 
 
@@ -210,29 +200,32 @@ async def download_ranges(
             opened.append(_File(source, download, limits.range_bytes, md5=md5))  # noqa: PERF401 - kept where one fails
         async with deadline(limits.fetch_timeout_s(files)) as state:
             await _fetch(opened, reader, pool, limits, state)
-            damaged = [file for file in opened if reader.has_md5_etag(file.source.name) and file.is_damaged()]
+            damaged = await asyncio.to_thread(_damaged, opened, reader)
             if damaged:
                 # The hashes that follow have seen the damaged bytes; ending their threads may wait for a disk.
                 await asyncio.to_thread(download.start_over, [file.source.name for file in damaged])
                 for file in damaged:
                     file.begin()
                 await _fetch(damaged, reader, pool, limits, state)
-                _refuse_damaged(damaged)
+                await asyncio.to_thread(_refuse_damaged, damaged)
     except SourceUnavailable as error:
         if not isinstance(error, (VersionChanged, _Damaged)):
             exact = (file for file in opened if reader.is_exact(file.source))
             download.leave({file.source.name: landed for file in exact if (landed := file.landed())})
         raise
     finally:
-        for file in opened:
-            file.close()
+        await asyncio.to_thread(lambda: [file.close() for file in opened])
+
+
+def _damaged(files: Sequence[_File], reader: RangeReader) -> list[_File]:
+    return [file for file in files if reader.has_md5_etag(file.source.name) and file.is_damaged()]
 
 
 def _refuse_damaged(files: Sequence[_File]) -> None:
     for file in files:
         if file.is_damaged():
             raise _Damaged(
-                f"bytes with MD5 {file.md5.hexdigest()}, twice",
+                f"bytes with MD5 {file.md5()}, twice",
                 expected=f"MD5 {file.expected_md5}, the object's ETag",
                 remedy="upload the file again; where the store's ETags are no MD5, set LORA_PLUGINS_CHECK_MD5=0",
                 file=file.source.name,
@@ -244,9 +237,7 @@ async def _fetch(
 ) -> None:
     """Fetch every part of `files`; when this returns or raises, no thread works on them any more."""
     for file in files:
-        if not file.parts or file.landed():
-            # Here nobody waits for it: what is there already is hashed at once.
-            await asyncio.get_running_loop().run_in_executor(pool, file.report)
+        file.report()  # what is there already is hashed meanwhile
     waiting = deque(part for file in files for part in file.parts if part.at < part.end)
 
     async def work() -> None:

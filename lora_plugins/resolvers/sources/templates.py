@@ -48,6 +48,11 @@ class Template:
         self.has_base = "base_model_name" in used
         self.fixed = self._parts[0][0]
 
+    @property
+    def folder(self) -> str:
+        """The folder of the fixed beginning, with a slash at its end."""
+        return self.fixed[: self.fixed.rindex("/") + 1]
+
     def fill(self, name: AdapterName, base_model_name: str, *, quoted: bool = False) -> str:
         """The text for an adapter; `quoted` percent-encodes what is filled in.
 
@@ -102,27 +107,20 @@ class Template:
         return literal, field
 
 
-def _path_of(base_model_name: str) -> str:
-    return "/".join(part for part in base_model_name.split("/") if part not in ("", ".", ".."))
-
-
-class LocalLinks:
-    """Links from templated local paths, below the template's fixed beginning, to adapters in the store.
+def parse_local(text: str) -> Template:
+    """The template of `LocalLink`s.
 
     Raises:
         InvalidSettings: as `Template` does, or a path that is not absolute.
     """
+    template = Template(os.path.expanduser(text), "LOCAL_PATH_TEMPLATE")
+    if not os.path.isabs(template.fixed):
+        raise template.wrong("a path that is not absolute")
+    return template
 
-    def __init__(self, text: str) -> None:
-        self._template = Template(os.path.expanduser(text), "LOCAL_PATH_TEMPLATE")
-        fixed = self._template.fixed
-        if not os.path.isabs(fixed):
-            raise self._template.wrong("a path that is not absolute")
-        self._root = fixed[: fixed.rindex("/") + 1]
 
-    def link(self, name: AdapterName, base_model_name: str) -> LocalLink:
-        """The link of an adapter."""
-        return LocalLink(self._root, self._template.fill(name, base_model_name))
+def _path_of(base_model_name: str) -> str:
+    return "/".join(part for part in base_model_name.split("/") if part not in ("", ".", ".."))
 
 
 @dataclass(frozen=True, slots=True)
