@@ -17,7 +17,7 @@ from http import HTTPStatus
 from typing import Any
 
 import fsspec
-from fsspec.asyn import AsyncFileSystem
+from fsspec.asyn import AsyncFileSystem, get_loop
 from fsspec.config import conf
 
 from lora_plugins.adapter.weight_files import INDEX_FILE, check_index_size, shards_of
@@ -250,7 +250,7 @@ class _PieceReader(LoopReader):
     """Ranges by `cat_file`, a piece in memory at a time."""
 
     def __init__(self, filesystem: Any, uri: str) -> None:
-        super().__init__(getattr(filesystem, "loop", None))
+        super().__init__(get_loop())
         self._filesystem = filesystem
         self._uri = uri
 

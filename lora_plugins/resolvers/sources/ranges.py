@@ -214,7 +214,12 @@ async def download_ranges(
             download.leave({file.source.name: landed for file in exact if (landed := file.landed())})
         raise
     finally:
-        await asyncio.to_thread(lambda: [file.close() for file in opened])
+        await asyncio.to_thread(_close, opened)
+
+
+def _close(files: Sequence[_File]) -> None:
+    for file in files:
+        file.close()
 
 
 def _damaged(files: Sequence[_File], reader: RangeReader) -> list[_File]:

@@ -84,8 +84,9 @@ async def deadline(timeout_s: float, expected: str = "the adapter's files") -> A
         if not timeout.expired():
             raise
         last = state.last_failure
+        then = f"; the last failure: {last.found}" if last else ""
         raise SourceUnavailable(
-            f"no complete answer within {timeout_s:g} s" + (f"; the last failure: {last.found}" if last else ""),
+            f"no complete answer within {round(timeout_s, 1):g} s{then}",
             expected=expected,
             remedy="check the network and the source, or raise LORA_PLUGINS_FETCH_TIMEOUT_S",
             file=last.file if last else "",
