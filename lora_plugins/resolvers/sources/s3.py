@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os.path
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
@@ -89,6 +90,8 @@ class S3Files:
 
     def __init__(self, storage_options: Mapping[str, Any]) -> None:
         self._options = {"use_listings_cache": False, "skip_instance_cache": True, **storage_options}
+        config = self._options.get("config_kwargs", {})
+        self._options["config_kwargs"] = {**config, "http_session_cls": _staying_session()}
         self._filesystem: Any = None
 
     @property
@@ -130,6 +133,25 @@ class S3Files:
         if self._filesystem is None:
             self._filesystem = fsspec.filesystem("s3", **self._options)
         return await self._filesystem.set_session()
+
+
+@cache
+def _staying_session() -> Any:
+    """Aiobotocore's class of sessions, without its redirects: they would lead to origins that nobody has named."""
+    from aiobotocore.httpsession import AIOHTTPSession
+
+    class Staying:
+        def __init__(self, session: Any) -> None:
+            self._session = session
+
+        async def request(self, *arguments: Any, **options: Any) -> Any:
+            return await self._session.request(*arguments, allow_redirects=False, **options)
+
+    class StayingSession(AIOHTTPSession):  # type: ignore[misc]
+        async def _get_session(self, proxy_url: Any) -> Staying:
+            return Staying(await super()._get_session(proxy_url))
+
+    return StayingSession
 
 
 async def _list(client: Any, bucket: str, prefix: str) -> list[SourceFile]:
