@@ -227,6 +227,11 @@ def named_in_environment(plugin: str, env: Mapping[str, str] | None = None) -> b
     return plugin in (os.environ if env is None else env).get(PLUGINS.name, "").split(",")
 
 
+def environment() -> Mapping[str, str]:
+    """The variables of this process, for the sources of other packages, whose settings are their own."""
+    return dict(os.environ)
+
+
 def misspelt_plugins(env: Mapping[str, str] | None = None) -> dict[str, str]:
     """Names in `VLLM_PLUGINS` that are none of ours and look like one, which vLLM passes over without a word.
 
