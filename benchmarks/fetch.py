@@ -44,8 +44,8 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 async def ours(url: str, target: Path) -> AsyncIterator[None]:
     from lora_plugins.events import Events
-    from lora_plugins.resolvers.resolution import AdapterResolver
-    from lora_plugins.resolvers.sources.object_store.source import object_source
+    from lora_plugins.resolvers.resolver import AdapterResolver
+    from lora_plugins.resolvers.sources.object_store import object_source
     from lora_plugins.settings import BaseMatch, Settings
     from lora_plugins.store.store import Store
 

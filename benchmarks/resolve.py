@@ -26,8 +26,8 @@ from benchmarks.fetch import aws
 from benchmarks.record import keep
 from lora_plugins.errors import SourceUnavailable
 from lora_plugins.events import Events
-from lora_plugins.resolvers.resolution import AdapterResolver
-from lora_plugins.resolvers.sources.object_store.source import object_source
+from lora_plugins.resolvers.resolver import AdapterResolver
+from lora_plugins.resolvers.sources.object_store import object_source
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.store import Store
 from testbed.ranges import RangeServer, range_server

@@ -29,7 +29,7 @@ class Absence:
         kind: nothing lies there; something that is no adapter; nothing that the source shows us; or the source was
             not asked, as its settings leave the name out.
         detail: what was found there, or why it was not asked; without the place.
-        hint: what may be meant, as `look_around` finds it out for the command line; empty on a server.
+        hint: what its operator may do about it, where that is known.
         is_remembered: whether the source said so a moment ago, and was not asked again.
     """
 

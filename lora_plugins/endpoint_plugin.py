@@ -8,7 +8,7 @@ from typing import Any
 from lora_plugins.ledger import Patch
 from lora_plugins.plugin_names import ADMIN
 from lora_plugins.process import Process, this_process
-from lora_plugins.resolvers.uris import AllowedUris
+from lora_plugins.resolvers.sources.uri import AllowedUris
 from lora_plugins.server.declared_set import DeclaredSet
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.refresh import poll

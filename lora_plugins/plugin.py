@@ -7,9 +7,9 @@ from functools import partial
 from multiprocessing import parent_process
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, S3
+from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, OTHERS, S3
 from lora_plugins.process import Process, this_process
-from lora_plugins.resolvers.sources.configured import filesystem_source, hub_source, s3_source
+from lora_plugins.resolvers.sources.configured import filesystem_source, hub_source, s3_source, sources_of_others
 from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.settings import Settings, named_in_environment
 from lora_plugins.vllm_patches import (
@@ -66,6 +66,17 @@ def register_hf_hub_resolver() -> None:
     _serve(hub_source)
 
 
+def register_other_sources() -> None:
+    """Entry point `lora_sources`: serve adapters from the sources of other packages (group `lora_plugins.sources`).
+
+    Raises:
+        InvalidSettings: one of them cannot be made, or a `LORA_PLUGINS_*` variable cannot be right.
+    """
+    if named_in_environment(OTHERS):
+        for source in sources_of_others(_checked_process().settings):
+            _serve_from(source)
+
+
 def register_lru_manager() -> None:
     """Entry point `lora_lru_manager`: the scheduler plans which adapters are loaded and run, the workers carry it out.
 
@@ -115,10 +126,15 @@ def _serve(configured: Callable[[Settings], Source | None]) -> None:
     process = _checked_process()
     source = configured(process.settings)
     if source is not None:
-        api_servers.patch(process.settings)
-        _begin()
-        register_resolver(process)
-        process.add_source(source)
+        _serve_from(source)
+
+
+def _serve_from(source: Source) -> None:
+    process = this_process()
+    api_servers.patch(process.settings)
+    _begin()
+    register_resolver(process)
+    process.add_source(source)
 
 
 def _checked_process() -> Process:

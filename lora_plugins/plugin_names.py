@@ -3,7 +3,8 @@
 FILESYSTEM = "lora_filesystem_resolver"
 S3 = "lora_s3_resolver"
 HUB = "lora_hf_hub_resolver"
+OTHERS = "lora_sources"
 MANAGER = "lora_lru_manager"
 KERNELS = "lora_kernels"
 ADMIN = "lora_admin"
-OURS = (FILESYSTEM, S3, HUB, MANAGER, KERNELS, ADMIN)
+OURS = (FILESYSTEM, S3, HUB, OTHERS, MANAGER, KERNELS, ADMIN)

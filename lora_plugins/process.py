@@ -21,7 +21,7 @@ from lora_plugins.events import Events
 from lora_plugins.log import logger
 from lora_plugins.observability.logs import LogEvents
 from lora_plugins.observability.store_metrics import StoreUsageReader
-from lora_plugins.resolvers.resolution import AdapterResolver
+from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.server.copies import Copies
 from lora_plugins.server.lifecycle import Lifecycle

@@ -111,8 +111,6 @@ class Settings:
     fetch_timeout_s: float = required("LORA_PLUGINS_FETCH_TIMEOUT_S", seconds(least=0.1), "300")
     """Deadline for the fetch of one adapter, retries included, beside what its size takes, and for finding it
     ([deadlines](../guides/sources.md#deadlines))."""
-    fetch_rate_bytes: int = required("LORA_PLUGINS_FETCH_RATE_BYTES", BYTES, "10MB")
-    """Bytes a second that a fetch must bring: the deadline grows by the adapter's size over this."""
     absent_ttl_s: float = required("LORA_PLUGINS_ABSENT_TTL_S", seconds(least=0.0), "15")
     """How long a remote source's "no such adapter" is believed."""
     revalidate_s: float = required("LORA_PLUGINS_REVALIDATE_S", seconds(least=0.0), "60")
@@ -227,6 +225,11 @@ def unknown_variable(name: str) -> InvalidSettings:
 def named_in_environment(plugin: str, env: Mapping[str, str] | None = None) -> bool:
     """Whether `VLLM_PLUGINS` names this plugin; False where it is unset and vLLM loads all. Never raises."""
     return plugin in (os.environ if env is None else env).get(PLUGINS.name, "").split(",")
+
+
+def environment() -> Mapping[str, str]:
+    """The variables of this process, for the sources of other packages, whose settings are their own."""
+    return dict(os.environ)
 
 
 def misspelt_plugins(env: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -13,8 +13,8 @@ import pytest
 
 from lora_plugins import errors
 from lora_plugins.api.access.policy import Policy
-from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, S3
-from lora_plugins.resolvers.uris import AllowedUris
+from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, OTHERS, S3
+from lora_plugins.resolvers.sources.uri import AllowedUris
 from lora_plugins.server import declared_file
 from lora_plugins.settings import VARIABLES
 
@@ -29,7 +29,7 @@ def test_settings_plugins_and_codes_of_a_page_exist(page):
     text = page.read_text()
     assert set(re.findall(r"\bLORA_PLUGINS_[A-Z0-9_]*[A-Z0-9]\b", text)) <= set(VARIABLES)
     named = {name for names in re.findall(r"VLLM_PLUGINS=([\w,]+)", text) for name in names.split(",")}
-    assert named <= {ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, S3}
+    assert named <= {ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, OTHERS, S3}
     codes = {kind.code for kind in vars(errors).values() if isinstance(kind, type) and hasattr(kind, "code")}
     assert set(re.findall(r"\bL0\d\d\b", text)) <= codes
 

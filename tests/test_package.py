@@ -69,7 +69,7 @@ def test_list_of_pure_modules_is_complete():
         "lora_plugins.events",
         "lora_plugins.adapter.verify",
         "lora_plugins.adapter.finite",
-        "lora_plugins.resolvers.resolution",
+        "lora_plugins.resolvers.resolver",
         "lora_plugins.resolvers.sources.filesystem",
         "lora_plugins.routing.affinity",
         "lora_plugins.ray.keeper",

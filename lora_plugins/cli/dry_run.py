@@ -9,8 +9,8 @@ from typing import Any
 
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import SourceUnavailable, describing
-from lora_plugins.resolvers.limits import select_files
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
+from lora_plugins.resolvers.versions import select_files
 from lora_plugins.settings import Settings
 from lora_plugins.store.layout import Layout, is_digest, key_of
 

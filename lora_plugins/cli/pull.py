@@ -21,8 +21,8 @@ from lora_plugins.cli.several import AskedName, NamesFile, end_of_several, expan
 from lora_plugins.cli.sources import names_of_environment, require_sources, resolver_of_environment
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 from lora_plugins.events import AdapterUnknown, Event
-from lora_plugins.resolvers.resolution import AdapterResolver
-from lora_plugins.resolvers.uris import SourceUri
+from lora_plugins.resolvers.resolver import AdapterResolver
+from lora_plugins.resolvers.sources.uri import SourceUri
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.settings import Settings
 from lora_plugins.store.manifest import Manifest
@@ -166,7 +166,7 @@ async def _bring_all(
                 found = await _resolve(resolver, place, base_path, absences)
                 elapsed_s = time.perf_counter() - started
                 pulled = Pulled(found, Manifest.read(found.path), found.digest not in before, elapsed_s)
-                resolver.release(found.name, found.path)
+                resolver.store.release(found.name, found.path)
                 return pulled
             except LoRAPluginsError as error:
                 error.adapter = error.adapter or place.name

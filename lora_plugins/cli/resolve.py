@@ -27,7 +27,7 @@ from lora_plugins.cli.sources import (
 )
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot, OutOfMemory, SourceUnavailable
 from lora_plugins.events import AdapterFetched, AdapterResolved, Event
-from lora_plugins.resolvers.resolution import AdapterResolver
+from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.settings import Settings
@@ -168,7 +168,7 @@ async def _resolve(output: Output, resolver: AdapterResolver, trace: Trace, bars
         return _unknown(output, trace)
     _add_skipped(resolver.sources, trace)
     _add_stored(resolver, trace, found)
-    resolver.release(found.name, found.path)
+    resolver.store.release(found.name, found.path)
     return _end(output, trace, None, found)
 
 

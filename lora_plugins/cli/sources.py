@@ -11,9 +11,9 @@ from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import InvalidSettings, LoRAPluginsError
 from lora_plugins.events import Events, Hook
-from lora_plugins.resolvers.resolution import AdapterResolver
+from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources.configured import SOURCE_PLUGINS
-from lora_plugins.resolvers.sources.source import Listing, RemoteAdapter, Source
+from lora_plugins.resolvers.sources.source import Listing, ListsNames, RemoteAdapter, Source
 from lora_plugins.settings import BaseMatch, Settings, named_in_environment
 from lora_plugins.store.opening import open_store
 
@@ -49,25 +49,26 @@ def resolver_of_environment(
     return resolver
 
 
-def sources_of_environment(settings: Settings, report: Callable[[Answer], None] = lambda _: None) -> list[Source]:
+def sources_of_environment(
+    settings: Settings, report: Callable[[Answer], None] = lambda _: None
+) -> list[ReportingSource]:
     """The sources that `VLLM_PLUGINS` names, in their order.
 
     Raises:
         InvalidSettings: one cannot be made.
     """
-    found: list[Source] = []
+    found: list[ReportingSource] = []
     for plugin, configured in SOURCE_PLUGINS.items():
-        source = configured(settings) if named_in_environment(plugin) else None
-        if source is not None:
-            found.append(_Reporting(source, report))
+        if named_in_environment(plugin):
+            found += (ReportingSource(source, report) for source in configured(settings))
     order = settings.sources
     return sorted(found, key=lambda item: order.index(item.label) if item.label in order else len(order))
 
 
-async def list_names(sources: Sequence[Source], base_model_name: str) -> list[Listing | LoRAPluginsError]:
+async def list_names(sources: Sequence[ReportingSource], base_model_name: str) -> list[Listing | LoRAPluginsError]:
     """What each source can list, or why it does not answer."""
 
-    async def one(source: Source) -> Listing | LoRAPluginsError:
+    async def one(source: ReportingSource) -> Listing | LoRAPluginsError:
         try:
             return await source.names(base_model_name)
         except LoRAPluginsError as error:
@@ -104,29 +105,29 @@ def require_sources(sources: Sequence[Source]) -> None:
         )
 
 
-class _Reporting:
+class ReportingSource:
     """A source whose answers are reported."""
 
     def __init__(self, source: Source, report: Callable[[Answer], None]) -> None:
         self._source = source
         self._report = report
-        self.label, self.remote, self.fetch, self.names = source.label, source.remote, source.fetch, source.names
+        self.label, self.remote, self.fetch = source.label, source.remote, source.fetch
 
     def __str__(self) -> str:
         return str(self._source)
 
     async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | Absence:
-        """As the source does, and with what lies around where it has none: nobody waits for this but a person."""
+        """As the source does."""
         try:
             found = await self._source.locate(name, base_model_name)
         except LoRAPluginsError as error:
             self._report(Answer(self.label, error))
             raise
-        if isinstance(found, Absence):
-            found = await self._source.look_around(name, base_model_name, found)
         self._report(Answer(self.label, found))
         return found
 
-    async def look_around(self, name: AdapterName, base_model_name: str, absence: Absence) -> Absence:  # noqa: ARG002
-        """The absence as it is: `locate` has looked."""
-        return absence
+    async def names(self, base_model_name: str) -> Listing:
+        """As the source does, where it can list."""
+        if isinstance(self._source, ListsNames):
+            return await self._source.names(base_model_name)
+        return Listing((), ("this source does not list what it has",))

@@ -12,7 +12,7 @@ from lora_plugins.api.access.name_patterns import NamePattern
 from lora_plugins.cli.exits import UsageProblem
 from lora_plugins.cli.several import is_pattern
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError
-from lora_plugins.resolvers.sources.object_store.templates import Template
+from lora_plugins.resolvers.sources.templates import Template
 from lora_plugins.settings import Settings
 from lora_plugins.store.eviction import Entry, entries
 from lora_plugins.store.layout import MIN_PREFIX, Layout, is_prefix

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from lora_plugins.adapter.canonical import canonical_bytes
 from lora_plugins.adapter.config import CONFIG_FILE
@@ -36,7 +36,7 @@ class ConvertedAdapter:
     promised: tuple[tuple[str, int, str], ...]
 
     @classmethod
-    def of(cls, stored: StoredAdapter, uri: str, version: str, conversion: Conversion, form: str) -> Self:
+    def of(cls, stored: StoredAdapter[Any], uri: str, version: str, conversion: Conversion, form: str) -> Self:
         """Of a leased version of the store."""
         config = canonical_bytes(conversion.config)
         converted = Converted(form, stored.digest, conversion.changes)
@@ -52,7 +52,3 @@ class ConvertedAdapter:
         await asyncio.to_thread((download.directory / CONFIG_FILE).write_bytes, self.config)
         target, landed = download.directory / WEIGHTS_FILE, partial(download.landed, WEIGHTS_FILE)
         await asyncio.wrap_future(children().write(tensors_of(self.conversion), self.original, target, landed))
-
-    def canonical(self, directory: Path) -> bytes:  # noqa: ARG002 - as a store checks what was fetched
-        """The configuration, which this process has written of a verified adapter: it is verified once published."""
-        return self.config

@@ -2,25 +2,20 @@
 
 A name that nobody has had may be one of a flood. At one source so many are looked up at once, and each answer "no such
 adapter" keeps its place for a moment, so that a flood takes a small part of the interpreter and asks the source no more
-often than `absent_per_s`. Others wait, for a limited time and in limited number; who is refused is told to come again,
-and then stands where it stood: it is older than everything that has come since. So whoever keeps asking is looked up
-before all names that came after it, however many they are. Principals take turns: of those that wait, the one that has
-the fewest places is next, and who has the most names waiting is refused.
+often than `absent_per_s`. Others wait, for a limited time and in limited number. Principals take turns: of those that
+wait, the one that has the fewest places is next, and of the one with the most names waiting the last is refused. Names
+of one principal are looked up as they came.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-from bisect import insort
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import TypeVar
 
-from cachetools import TTLCache
-
+from lora_plugins.absence import Absence
 from lora_plugins.errors import SourceUnavailable
 
 _T = TypeVar("_T")
@@ -39,22 +34,17 @@ class LookUpLimits:
         absent_per_s: how often the source may answer that it has no such adapter, beyond the first `at_once`; None for
             no limit.
         waiting: names that wait. wait_s: for how long one does, in seconds.
-        remembered: refused names whose place in the order is kept. remembered_s: for so long.
     """
 
     at_once: int = 32
     absent_per_s: float | None = 100.0
     waiting: int = 500
     wait_s: float = 5.0
-    remembered: int = 20_000
-    remembered_s: float = 60.0
 
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    turn: int
     principal: Hashable
-    key: Hashable
     place: asyncio.Future[None]
 
 
@@ -65,21 +55,18 @@ class LookUps:
         self._limits = limits
         self._known = asyncio.Semaphore(limits.at_once)
         self._free = limits.at_once
-        self._waiting: list[_Waiting] = []  # by turn, the first to come first
-        self._turns = itertools.count()
-        self._kept_turns: TTLCache[Hashable, int] = TTLCache(limits.remembered, limits.remembered_s)
+        self._waiting: list[_Waiting] = []  # the first to come first
         self._rests_until = 0.0
         self._held: Counter[Hashable] = Counter()  # places, by principal
 
     async def run(
         self,
-        key: Hashable,
-        look_up: Callable[[], Awaitable[_T | None]],
+        look_up: Callable[[], Awaitable[_T]],
         *,
         is_known: bool,
         principal: Hashable = None,
-    ) -> _T | None:
-        """What `look_up` answers, None for "no such adapter", once it is the turn of `key`, asked for by `principal`.
+    ) -> _T:
+        """What `look_up` answers once it is the turn of a name that `principal` asks for.
 
         Raises:
             LookUpsBusy: its wait is over, or too many wait.
@@ -88,24 +75,23 @@ class LookUps:
         if is_known:
             async with self._known:
                 return await look_up()
-        await self._enter(key, principal)
+        await self._enter(principal)
         is_absent = False
         try:
             found = await look_up()
-            is_absent = found is None
+            is_absent = isinstance(found, Absence)
             return found
         finally:
             self._leave(principal, rests=is_absent)
 
-    async def _enter(self, key: Hashable, principal: Hashable) -> None:
+    async def _enter(self, principal: Hashable) -> None:
         if self._free:  # nobody waits
             self._free -= 1
             self._held[principal] += 1
             return
-        turn = self._kept_turns.pop(key, None)
         loop = asyncio.get_running_loop()
-        one = _Waiting(next(self._turns) if turn is None else turn, principal, key, loop.create_future())
-        insort(self._waiting, one, key=attrgetter("turn"))
+        one = _Waiting(principal, loop.create_future())
+        self._waiting.append(one)
         if len(self._waiting) > self._limits.waiting:
             ((most, _),) = Counter(waiting.principal for waiting in self._waiting).most_common(1)
             self._refuse(next(waiting for waiting in reversed(self._waiting) if waiting.principal == most))
@@ -145,11 +131,10 @@ class LookUps:
         if one.place.done():
             return
         self._waiting.remove(one)
-        self._kept_turns[one.key] = one.turn
         one.place.set_exception(
             LookUpsBusy(
                 "too many names that this server does not know, which wait to be looked up",
                 expected=f"a turn within {self._limits.wait_s:g} s",
-                remedy="ask again: who does is looked up before all that have come since",
+                remedy="ask again",
             )
         )

@@ -6,19 +6,20 @@ import asyncio
 import copy
 import time
 from collections.abc import Hashable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from cachetools import LRUCache
 
+from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import adapter_id
-from lora_plugins.adapter.verify import VerifiedAdapter, fit_adapter
+from lora_plugins.adapter.verify import VerifiedAdapter, check_size, choose_weights, fit_adapter
+from lora_plugins.adapter.weight_files import INDEX_FILE, check_shards, is_shard
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, LoRAPluginsError, describing
 from lora_plugins.events import AdapterConfirmed, AdapterFetched, AdapterResolved, Events, FetchStarted
 from lora_plugins.resolvers.conversion import ConvertedAdapter
-from lora_plugins.resolvers.limits import select_files
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
 from lora_plugins.settings import Settings
 from lora_plugins.store.errors import DamagedCopy, store_errors
@@ -27,6 +28,7 @@ from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store, StoredAdapter
 from lora_plugins.verification.children import children
+from lora_plugins.verification.messages import Found
 
 _REMEMBERED_NAMES = 10_000
 _REMEMBERED_REJECTIONS = 1_000
@@ -65,6 +67,14 @@ class ResolvedAdapter:
     def digest(self) -> str:
         """SHA-256 over the files' names, sizes and contents, in hexadecimal; the last part of `path`."""
         return self.path.name
+
+
+class _BytesRefused(Exception):
+    """What was fetched cannot be served, for what its bytes say: another fetch of this version would change nothing."""
+
+    def __init__(self, error: LoRAPluginsError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 # An adapter's name, and the URI that it is asked for by, or "" where its name says it.
@@ -142,17 +152,9 @@ class Versions:
                 uri=adapter.uri,
             )
         )
-        served = self._served[key] = ResolvedAdapter(
-            name=name,
-            adapter_id=adapter_id(name),
-            path=stored.directory,
-            source=source.label,
-            version=adapter.version,
-            uri=adapter.uri,
-            size_bytes=verified.size_bytes,
-            rank=verified.config.max_rank,
+        served = self._served[key] = replace(
+            _resolved(name, stored, verified, source=source.label, uri=adapter.uri, version=adapter.version),
             asked_uri=asked_uri,
-            is_3d=verified.is_3d,
             holder=holder,
         )
         self._origins[name] = self._origins.get(name, frozenset()) | {adapter.uri}
@@ -160,14 +162,14 @@ class Versions:
 
     async def _ready_from(
         self, source: Source, adapter: RemoteAdapter, base: BaseModel | None, holder: object, name: str
-    ) -> tuple[StoredAdapter, VerifiedAdapter, float]:
+    ) -> tuple[StoredAdapter[Found], VerifiedAdapter, float]:
         """A located version, leased and as the engine wants it; and how long it took to have its bytes."""
         started = time.perf_counter()
-        stored, arrived = await self._find_converted(adapter, base, holder), None
+        stored = await self._find_converted(adapter, base, holder)
         if stored is None:
-            stored, arrived = await self._obtain(name, source, adapter, holder)
+            stored = await self._obtain(name, source, adapter, holder)
         obtain_s = time.perf_counter() - started
-        stored, verified = await self._ready(stored, adapter.uri, adapter.version, base, holder, arrived=arrived)
+        stored, verified = await self._ready(stored, adapter.uri, adapter.version, base, holder)
         return stored, verified, obtain_s
 
     async def of_digest(
@@ -181,27 +183,18 @@ class Versions:
         manifest = await asyncio.to_thread(self._leased_version, digest_prefix, origins, attempt)
         if manifest is None:
             return None
-        found = StoredAdapter(manifest.digest, self._store.layout.adapter(manifest.digest), fetched=False)
+        found: StoredAdapter[Found] = StoredAdapter(manifest.digest, self._store.layout.adapter(manifest.digest))
         try:
             stored, verified = await self._ready(found, manifest.uri, manifest.version, base, attempt)
         except DamagedCopy:
             return None
         self._store.leases.hand_over(stored.digest, attempt, name)
-        return ResolvedAdapter(
-            name=name,
-            adapter_id=adapter_id(name),
-            path=stored.directory,
-            source=_label_of(manifest.uri),
-            version=manifest.version,
-            uri=manifest.uri,
-            size_bytes=verified.size_bytes,
-            rank=verified.config.max_rank,
-            is_3d=verified.is_3d,
-        )
+        source = _label_of(manifest.uri)
+        return _resolved(name, stored, verified, source=source, uri=manifest.uri, version=manifest.version)
 
     async def _find_converted(
         self, adapter: RemoteAdapter, base: BaseModel | None, holder: object
-    ) -> StoredAdapter | None:
+    ) -> StoredAdapter[Found] | None:
         """This version in the engine's form, if it had to be converted before; its original may be gone by now."""
         if base is None or base.model is None:
             return None
@@ -210,16 +203,14 @@ class Versions:
 
     async def _ready(
         self,
-        stored: StoredAdapter,
+        stored: StoredAdapter[Found],
         uri: str,
         version: str,
         base: BaseModel | None,
         holder: object,
-        *,
-        arrived: VerifiedAdapter | None = None,
-    ) -> tuple[StoredAdapter, VerifiedAdapter]:
+    ) -> tuple[StoredAdapter[Found], VerifiedAdapter]:
         """A leased version as the engine wants it: itself, or what it is converted into, leased in its place."""
-        verified = await self._check_sound(stored.digest, base, holder, arrived)
+        verified = await self._check_sound(stored.digest, base, holder, _verified(stored))
         if verified.conversion is None or base is None or base.model is None:
             return stored, verified
         try:
@@ -228,12 +219,14 @@ class Versions:
                     ConvertedAdapter.of, stored, uri, version, verified.conversion, base.model.form
                 )
             async with self._fetching:
-                made = await self._store.obtain(wanted, wanted.write, wanted.canonical, holder, wanted.converted)
+                made = await self._store.obtain(
+                    wanted, wanted.write, lambda made: self._read(made).result(), holder, wanted.converted
+                )
         finally:
             self._store.leases.release(stored.digest, holder)
-        again = await self._check_sound(made.digest, base, holder)
+        again = await self._check_sound(made.digest, base, holder, _verified(made))
         changes = "converted into the engine's form: " + ", ".join(wanted.converted.changes)
-        return replace(made, fetched=stored.fetched), replace(again, notes=(*again.notes, changes))
+        return replace(made, arrived=stored.arrived), replace(again, notes=(*again.notes, changes))
 
     async def _check_sound(
         self, digest: str, base: BaseModel | None, holder: object, arrived: VerifiedAdapter | None = None
@@ -269,25 +262,19 @@ class Versions:
         directory = self._store.layout.adapter(digest)
         try:
             if arrived is None:
-                settings = replace(self._settings, check_finite=False)
-                arrived = (await asyncio.wrap_future(children().read(directory, settings))).adapter
+                arrived = (await asyncio.wrap_future(self._read(directory))).adapter
             return await asyncio.to_thread(self._check_fits, base, arrived)
         except LoRAPluginsError:
             self._store.leases.release(digest, holder)
             raise
 
-    async def _obtain(
-        self, name: str, source: Source, adapter: RemoteAdapter, holder: object
-    ) -> tuple[StoredAdapter, VerifiedAdapter | None]:
-        """The version in the store, and what it was found to be where it has arrived just now."""
+    async def _obtain(self, name: str, source: Source, adapter: RemoteAdapter, holder: object) -> StoredAdapter[Found]:
+        """The version in the store."""
         version = (adapter.uri, adapter.version)
         if version in self._refused:
             raise copy.copy(self._refused[version])  # a new one: raising an old one grows its traceback
         with describing(place=adapter.uri):
             selected = select_files(adapter, self._settings)
-        refusals: list[LoRAPluginsError] = []
-        arrived: list[VerifiedAdapter] = []
-        check = partial(self._check_fetched, refusals, arrived)
 
         async def fetch(download: PartialDownload) -> None:
             files = tuple((file.name, file.size_bytes) for file in selected.files)
@@ -297,19 +284,17 @@ class Versions:
         try:
             async with self._fetching:
                 started = time.perf_counter()
-                stored = await self._store.obtain(selected, fetch, check, holder)
-        except LoRAPluginsError as error:
-            # Only what the bytes themselves say: a full disk, or a fetch that went wrong, may pass.
-            if error in refusals:
-                self._refused[version] = copy.copy(error)  # without the name, which another may share the version with
-            raise
+                stored = await self._store.obtain(selected, fetch, self._check_fetched, holder)
+        except _BytesRefused as refused:
+            self._refused[version] = copy.copy(refused.error)  # without the name, which may be one of several
+            raise refused.error from None
         if not stored.fetched:
-            return stored, None
+            return stored
         size_bytes = sum(file.size_bytes for file in selected.files)
         fetch_s = time.perf_counter() - started
         fetched = AdapterFetched(name, source.label, adapter.uri, size_bytes, fetch_s, stored.resumed_bytes)
         self._events.emit(fetched)
-        return stored, arrived[-1]
+        return stored
 
     def _leased_version(self, digest_prefix: str, origins: frozenset[str] | None, holder: object) -> Manifest | None:
         """The one version that matches, from one of these places unless None, and leased."""
@@ -326,21 +311,64 @@ class Versions:
             return None
         return found[0]
 
-    def _check_fetched(
-        self, refusals: list[LoRAPluginsError], arrived: list[VerifiedAdapter], directory: Path
-    ) -> bytes:
-        """Verify what was fetched; the configuration that engines read."""
+    def _check_fetched(self, directory: Path) -> Found:
+        """Verify what was fetched.
+
+        Raises:
+            _BytesRefused: its bytes are no adapter that can be served. LoRAPluginsError: they could not be read.
+        """
         try:
-            found = children().read(directory, self._settings).result()
+            return children().read(directory, self._settings).result()
         except (InvalidAdapter, IncompatibleAdapter, AdapterNotFound) as error:
-            refusals.append(error)
-            raise
-        arrived.append(found.adapter)
-        return found.canonical
+            raise _BytesRefused(error) from error
+
+    def _read(self, directory: Path) -> Future[Found]:
+        """Verify again what was verified before, but for its values."""
+        return children().read(directory, replace(self._settings, check_finite=False))
 
     def _check_fits(self, base: BaseModel | None, verified: VerifiedAdapter) -> VerifiedAdapter:
         return verified if base is None else fit_adapter(verified, base, self._settings)
 
 
+def _resolved(
+    name: str, stored: StoredAdapter[Found], verified: VerifiedAdapter, *, source: str, uri: str, version: str
+) -> ResolvedAdapter:
+    return ResolvedAdapter(
+        name=name,
+        adapter_id=adapter_id(name),
+        path=stored.directory,
+        source=source,
+        version=version,
+        uri=uri,
+        size_bytes=verified.size_bytes,
+        rank=verified.config.max_rank,
+        is_3d=verified.is_3d,
+    )
+
+
+def _verified(stored: StoredAdapter[Found]) -> VerifiedAdapter | None:
+    return None if stored.arrived is None else stored.arrived.adapter
+
+
 def _label_of(uri: str) -> str:
     return _LABELS.get(uri.partition("://")[0], "s3")
+
+
+def select_files(adapter: RemoteAdapter, settings: Settings) -> RemoteAdapter:
+    """The same adapter with only the files that will be read.
+
+    Raises:
+        AdapterNotFound: it has no weights.
+        InvalidAdapter: its weights are a pickle, which is not allowed, or its files are too many or too large together.
+    """
+    weights = choose_weights({file.name for file in adapter.files}, settings)
+    if weights == INDEX_FILE:
+        check_shards(file.name for file in adapter.files if is_shard(file.name))
+    files = tuple(
+        file
+        for file in adapter.files
+        if file.name in (CONFIG_FILE, weights) or (weights == INDEX_FILE and is_shard(file.name))
+    )
+    with describing(file=weights):
+        check_size(sum(file.size_bytes for file in files), settings)
+    return replace(adapter, files=files)

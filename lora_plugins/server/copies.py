@@ -25,7 +25,7 @@ from lora_plugins.errors import (
     SourceUnavailable,
 )
 from lora_plugins.events import Event, Events, StoreDamaged
-from lora_plugins.resolvers.resolution import AdapterResolver
+from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.server.draining import Draining
 from lora_plugins.server.engine import Engine
@@ -61,13 +61,14 @@ class Copies:
         self._draining = draining
         self._engine = engine
         self._resolver = resolver
+        self._store = resolver.store
         self._events = events
         budgets_bytes = (resolver.store.max_bytes, resolver.settings.host_max_bytes)
         self.shares = Shares(engine.host_places, min((it for it in budgets_bytes if it is not None), default=None))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._next = 0
         self._pressed_at: int | None = None
-        resolver.relieve = self.relieve
+        resolver.store.relieve = self.relieve
         self._tried_at: dict[str, float] = {}  # when a damaged copy could not be replaced, by name
         noted = weakref.WeakMethod(self._noted)  # the process has its events for longer than a server
         events.add(lambda event: None if (note := noted()) is None else note(event))
@@ -86,7 +87,7 @@ class Copies:
             try:
                 yield request
             finally:
-                self._resolver.release(holder, request.lora_path)
+                self._store.release(holder, request.lora_path)
 
     @asynccontextmanager
     async def keeping(self, adapter: ServedAdapter) -> AsyncIterator[Any]:
@@ -94,17 +95,17 @@ class Copies:
         holder = object()
         for _ in range(_CHANGES):
             await self._have(adapter)
-            if self._resolver.share(adapter.request.lora_path, holder):
+            if self._store.share(adapter.request.lora_path, holder):
                 break
         request = adapter.request
         try:
             yield request
         finally:
-            self._resolver.release(holder, request.lora_path)
+            self._store.release(holder, request.lora_path)
 
     async def has(self, name: str, version: ResolvedAdapter) -> bool:
         """Whether the store still has a version, which is leased for the name then, and sound."""
-        return await asyncio.to_thread(self._resolver.stored, name, version.digest) is not None
+        return await asyncio.to_thread(self._store.acquire_sound, version.digest, name) is not None
 
     async def update(self, adapter: ServedAdapter, *, moves: bool = False, is_bound: bool = False) -> bool:
         """Swap to the newest version at the source; a damaged copy is replaced and read again, though it is the same.
@@ -130,12 +131,12 @@ class Copies:
 
     async def is_at_fault(self, request: Any, error: LoRAPluginsError) -> bool:
         """Whether an engine could not load what a request asked for as its copy is damaged; it is had again then."""
-        digest = self._resolver.digest_at(request.lora_path)
+        digest = self._store.digest_at(request.lora_path)
         if digest is None or not isinstance(error, InvalidAdapter | IncompatibleAdapter | AdapterNotFound):
             return False
-        if await self._resolver.is_sound(digest, max_age_s=_HASHED_S):
+        if await asyncio.to_thread(self._store.is_sound, digest, max_age_s=_HASHED_S):
             return False
-        if not self._resolver.is_damaged(digest) and not self._resolver.is_stored(Path(request.lora_path)):
+        if not self._store.is_marked(digest) and not self._store.has(Path(request.lora_path)):
             return False  # it is gone, and the engine has looked for it at the source
         self._flag(digest)
         return self._registry.get(request.lora_name) is not None
@@ -146,14 +147,14 @@ class Copies:
         served = {adapter.version.digest for adapter in self._registry.all() if adapter.version is not None}
         some = sorted(served)[self._next : self._next + _LOOKED_AT]
         self._next = self._next + _LOOKED_AT if self._next + _LOOKED_AT < len(served) else 0
-        marked, replaced = await asyncio.to_thread(self._resolver.changed, served, some)
+        marked, replaced = await asyncio.to_thread(self._store.changed, served, some)
         for digest in marked:
             if self._flag(digest):
                 self._events.emit(StoreDamaged(digest))
         for digest in replaced:
-            await self._resolver.is_sound(digest)
+            await asyncio.to_thread(self._store.is_sound, digest)
             self._flag(digest)  # sound by now or not, what the engines have was read before
-        before, self._pressed_at = self._pressed_at, await self._resolver.pressed_at()
+        before, self._pressed_at = self._pressed_at, await asyncio.to_thread(self._store.pressed_at)
         if before not in (None, self._pressed_at):
             await self.relieve()
         now = time.monotonic()
@@ -173,11 +174,11 @@ class Copies:
             for version in adapter.versions
             if not adapter.is_pinned and version.digest != adapter.held_digest
         ]
-        await self._resolver.end_leases(idle)
+        await asyncio.to_thread(self._store.end_leases, idle)
 
     def is_stored(self, version: ResolvedAdapter) -> bool:
         """Whether its copy is there, and not known to be damaged; a few microseconds."""
-        return self._resolver.is_stored(version.path)
+        return self._store.has(version.path)
 
     async def _replace(self, adapter: ServedAdapter) -> None:
         async with self._engine.lock(adapter.name):
@@ -191,9 +192,9 @@ class Copies:
         for _ in range(_CHANGES):
             adapter = self._registry.get(request.lora_name)
             is_damaged = adapter is not None and adapter.is_damaged and adapter.engine_id == request.lora_int_id
-            if not is_damaged and self._resolver.share(request.lora_path, holder):
+            if not is_damaged and self._store.share(request.lora_path, holder):
                 return request
-            digest = self._resolver.digest_at(request.lora_path)
+            digest = self._store.digest_at(request.lora_path)
             if digest is None:
                 return request  # not the store's
             async with self._engine.lock(request.lora_name):
@@ -220,7 +221,7 @@ class Copies:
         self._note_damage(adapter)
         for _ in range(2):
             newest = await self._newest(adapter, held_digest)
-            if await self._resolver.is_sound(newest.digest):
+            if await asyncio.to_thread(self._store.is_sound, newest.digest):
                 return newest
             self._note_damage(adapter)
         self._draining.release(adapter.name, newest)
@@ -239,7 +240,7 @@ class Copies:
         raise gone_from_source(name)
 
     def _note_damage(self, adapter: ServedAdapter) -> None:
-        if adapter.version is not None and self._resolver.is_damaged(adapter.version.digest):
+        if adapter.version is not None and self._store.is_marked(adapter.version.digest):
             self._flag(adapter.version.digest)
 
     def _flag(self, digest: str) -> bool:

@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, InvalidSettings
-from lora_plugins.resolvers.uris import AllowedUris, SourceUri
+from lora_plugins.resolvers.sources.uri import AllowedUris, SourceUri
 from lora_plugins.store.layout import is_digest
 
 VARIABLE = "LORA_PLUGINS_ADAPTERS_FILE"

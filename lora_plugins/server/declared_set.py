@@ -15,7 +15,7 @@ from typing import NoReturn
 from lora_plugins.errors import InvalidSettings, LoRAPluginsError
 from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, DeclaredUnserved, Events
 from lora_plugins.log import logger
-from lora_plugins.resolvers.uris import AllowedUris
+from lora_plugins.resolvers.sources.uri import AllowedUris
 from lora_plugins.server.declared_file import DeclaredAdapter, parse, read_bytes
 from lora_plugins.server.lifecycle import Lifecycle
 

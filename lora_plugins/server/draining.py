@@ -9,7 +9,7 @@ from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import AdapterUnloaded, Events
-from lora_plugins.resolvers.resolution import AdapterResolver
+from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.server.engine import Engine
 from lora_plugins.server.planner_client import PlannerClient
@@ -35,7 +35,7 @@ class Draining:
         """End the leases of versions that the name does not need any more."""
         for version in versions:
             if not self._registry.needs(name, version):
-                self._resolver.release(name, version.path)
+                self._resolver.store.release(name, version.path)
 
     def forget(self, name: str, version: ResolvedAdapter) -> None:
         """End the lease of a version that was resolved for a client who has left, unless the name has it all the same.

@@ -8,8 +8,8 @@ from typing import Any
 from lora_plugins.adapter.names import AdapterName, why_absent
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, VersionChanged
 from lora_plugins.events import Events
-from lora_plugins.resolvers.resolution import AdapterResolver
-from lora_plugins.resolvers.uris import absolute, is_from, is_path
+from lora_plugins.resolvers.resolver import AdapterResolver
+from lora_plugins.resolvers.sources.uri import absolute, is_from, is_path
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.server.copies import Copies
 from lora_plugins.server.draining import Draining
@@ -260,7 +260,7 @@ class Lifecycle:
             adapter = self.registry.get(name)
             if adapter is None or adapter.version is None or adapter.held_digest is not None:
                 return
-            if not self._resolver.is_leased(name, adapter.version.path):
+            if not self._resolver.store.is_leased(name, adapter.version.path):
                 return
             try:
                 await self._refresh(adapter)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from lora_plugins.adapter.names import adapter_id
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
-from lora_plugins.resolvers.uris import is_path
+from lora_plugins.resolvers.sources.uri import is_path
 from lora_plugins.resolvers.versions import ResolvedAdapter
 
 

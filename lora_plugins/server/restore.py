@@ -8,7 +8,7 @@ from collections.abc import Container
 
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot, SourceUnavailable
 from lora_plugins.log import logger
-from lora_plugins.resolvers.uris import is_path
+from lora_plugins.resolvers.sources.uri import is_path
 from lora_plugins.server.lifecycle import Lifecycle, is_of_digest
 from lora_plugins.server.served_file import ServedFile, ServedName
 from lora_plugins.settings import Settings

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, LoRAPluginsError
-from lora_plugins.resolvers.resolution import AdapterResolver
-from lora_plugins.resolvers.uris import absolute
+from lora_plugins.resolvers.resolver import AdapterResolver
+from lora_plugins.resolvers.sources.uri import absolute
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.server.name_locks import NameLocks
 
@@ -150,7 +150,7 @@ class Snapshots:
 
     def _drop(self, kept: _Kept | None) -> None:
         while kept is not None:
-            self._resolver.drop(kept.version)
+            self._resolver.store.release(kept.version.holder, kept.version.path)
             kept = kept.before
 
     def _lock(self, request: Any) -> asyncio.Lock:

@@ -1,4 +1,4 @@
-"""SHA-256 of files while they are written: threads follow what is on disk, so that nothing is read twice."""
+"""Digests of files while they are written: threads follow what is on disk."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ _PIECE_BYTES = 1 << 18
 
 
 class GrowingFile:
-    """Hashes a file from its start as its contiguous beginning grows, in one of `store_threads` at a time."""
+    """Hashes a file from its start as its contiguous beginning grows, in one of `store_threads` at a time.
 
-    def __init__(self, path: Path) -> None:
+    By SHA-256, unless it is given another of `hashlib`'s.
+    """
+
+    def __init__(self, path: Path, digest: hashlib._Hash | None = None) -> None:
         self._path = path
         self._landed = 0
         self._followed = 0
         self._abandoned = False
         self._running = False
         self._changed = threading.Condition()
-        self._digest = hashlib.sha256()
+        self._digest = hashlib.sha256() if digest is None else digest
         self._size_bytes = 0
         self._error: OSError | None = None
 
@@ -41,7 +44,7 @@ class GrowingFile:
             self._go_on()
 
     def finish(self) -> tuple[int, str]:
-        """Report that the file is complete; returns its size in bytes and its SHA-256.
+        """Report that the file is complete; returns its size in bytes and its digest, in hexadecimal.
 
         Raises:
             OSError: the file could not be read.

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,8 +57,10 @@ def keep(place: Path, directory: Path, ranges: Ranges) -> None:
     sync_directory(place.parent)
 
 
-def take(place: Path, directory: Path) -> Ranges:
+def take(place: Path, directory: Path, sizes_bytes: Mapping[str, int]) -> Ranges:
     """Make `directory`, with the parts of this version where there are some; those of the URI's other versions go.
+
+    The ranges of each file are in order, and inside a file of the size that `sizes_bytes` says.
 
     Raises:
         OSError: the store cannot be written.
@@ -73,13 +75,25 @@ def take(place: Path, directory: Path) -> Ranges:
         return {}
     described = directory / _RANGES_FILE
     try:
-        ranges = json.loads(described.read_text())
+        found = json.loads(described.read_text())
         described.unlink()
-        return {str(name): [(int(begin), int(end)) for begin, end in found] for name, found in ranges.items()}
+        sound = {name: _sound(directory / name, size, found.get(name, ())) for name, size in sizes_bytes.items()}
+        return {name: ranges for name, ranges in sound.items() if ranges}
     except (OSError, ValueError, TypeError, AttributeError):
         shutil.rmtree(directory)
         directory.mkdir()
         return {}
+
+
+def _sound(file: Path, size_bytes: int, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Those of a file's ranges that can be right."""
+    if not file.is_file() or file.stat().st_size != size_bytes:
+        return []
+    sound: list[tuple[int, int]] = []
+    for begin, end in sorted((int(begin), int(end)) for begin, end in ranges):
+        if (sound[-1][1] if sound else 0) <= begin < end <= size_bytes:
+            sound.append((begin, end))
+    return sound
 
 
 def all_parts(layout: Layout) -> list[Parts]:

@@ -21,7 +21,6 @@ def open_store(settings: Settings) -> Store:
             max_bytes=settings.store_max_bytes,
             has_share=True,
             fetch_timeout_s=settings.fetch_timeout_s,
-            fetch_bytes_per_s=settings.fetch_rate_bytes,
         )
     except OSError as error:
         raise InvalidSettings(

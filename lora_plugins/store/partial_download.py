@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -25,20 +25,29 @@ class DownloadSpec(Protocol):
         ...
 
 
+class CheckedAdapter(Protocol):
+    """What a check has found an adapter's files to be."""
+
+    @property
+    def canonical(self) -> bytes:
+        """The configuration that engines read."""
+        ...
+
+
 class PartialDownload:
     """A directory that an adapter is being fetched into, hashed as its files grow.
 
+    The source that fetches calls `landed`, `start_over` and `leave`; the store calls the others.
+
     Attributes:
-        kept: which ranges of its files an earlier fetch of the same version has left there.
-        to_keep: which are there for a later one; for a source to say when its fetch fails.
-        resumed_bytes: of the files, what was `kept` and not fetched again; for a source to say.
+        kept: which ranges of its files an earlier fetch of the same version has left there, in order.
+        left: which ranges this fetch has brought; a later one may go on from them.
     """
 
-    def __init__(self, directory: Path, names: Sequence[str]) -> None:
+    def __init__(self, directory: Path, names: Sequence[str], kept: kept_parts.Ranges | None = None) -> None:
         self.directory = directory
-        self.kept: kept_parts.Ranges = {}
-        self.to_keep: kept_parts.Ranges = {}
-        self.resumed_bytes = 0
+        self.kept = dict(kept or {})
+        self.left: kept_parts.Ranges = {}
         self._names = tuple(names)
         self._files: dict[str, GrowingFile] = {}
         self._first = threading.Lock()
@@ -50,10 +59,21 @@ class PartialDownload:
                 self._files[name] = GrowingFile(self.directory / name)
         self._files[name].landed(size_bytes)
 
-    def start_over(self) -> None:
-        """Forget what has landed: the fetch begins again."""
+    def start_over(self, names: Iterable[str]) -> None:
+        """Forget what has landed, and what was kept of these files: they are fetched again from their beginning."""
         self.finish_quietly()
         self._files = {}
+        for name in names:
+            self.kept.pop(name, None)
+
+    def leave(self, ranges: kept_parts.Ranges) -> None:
+        """Report, as the fetch fails, which ranges are whole and of the located version."""
+        self.left = ranges
+
+    @property
+    def resumed_bytes(self) -> int:
+        """What was not fetched, as an earlier fetch had."""
+        return sum(end - begin for ranges in self.kept.values() for begin, end in ranges)
 
     def complete(self) -> None:
         """Report that all files are complete; what is left of them is hashed meanwhile."""

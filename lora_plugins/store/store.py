@@ -9,9 +9,10 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, SourceUnavailable
 from lora_plugins.store import kept_parts
@@ -35,27 +36,36 @@ from lora_plugins.store.layout import (
 from lora_plugins.store.leases import Leases
 from lora_plugins.store.locks import fetch_lock, remove_if_dead
 from lora_plugins.store.manifest import Converted, Manifest, StoredFile, digest_of
-from lora_plugins.store.partial_download import DownloadSpec, PartialDownload
+from lora_plugins.store.partial_download import CheckedAdapter, DownloadSpec, PartialDownload
 from lora_plugins.store.processes import Processes
 
+_T = TypeVar("_T", bound=CheckedAdapter)
+_BYTES_PER_S = 10e6  # a fetch at this rate is in time, whatever its size
 
-def fetch_timeout_s(size_bytes: int, least_s: float, bytes_per_s: float) -> float:
+
+def fetch_timeout_s(size_bytes: int, least_s: float) -> float:
     """How long a fetch of so many bytes may take, and how long others wait for it."""
-    return least_s + size_bytes / bytes_per_s
+    return least_s + size_bytes / _BYTES_PER_S
 
 
 @dataclass(frozen=True, slots=True)
-class StoredAdapter:
+class StoredAdapter(Generic[_T]):
     """A published adapter; `directory` is what an engine may read while it is leased.
 
     Attributes:
-        fetched: whether it was fetched just now. resumed_bytes: what an earlier fetch had left of it then.
+        arrived: what the check has found, where it was fetched just now.
+        resumed_bytes: what an earlier fetch had left of it then.
     """
 
     digest: str
     directory: Path
-    fetched: bool
+    arrived: _T | None = None
     resumed_bytes: int = 0
+
+    @property
+    def fetched(self) -> bool:
+        """Whether it was fetched just now."""
+        return self.arrived is not None
 
 
 class Store:
@@ -75,7 +85,6 @@ class Store:
         max_bytes: int | None = None,
         has_share: bool = False,
         fetch_timeout_s: float = 300,
-        fetch_bytes_per_s: float = math.inf,
     ) -> None:
         self.layout = Layout(root)
         self.layout.create()
@@ -91,12 +100,11 @@ class Store:
         self.on_damage: Callable[[str], None] | None = None  # called with the digest of a damaged entry, in a thread
         self._hashed = HashedEntries()
         self._fetch_timeout_s = fetch_timeout_s
-        self._fetch_bytes_per_s = fetch_bytes_per_s
         probe, link = (self.layout.new_temporary(self.processes.me()) for _ in range(2))
         try_file_system(probe, link, folder=self.layout.folder("tmp"))
         self._sweep()
 
-    def find(self, uri: str, version: str, form: str = "") -> StoredAdapter | None:
+    def find(self, uri: str, version: str, form: str = "") -> StoredAdapter[Any] | None:
         """The published adapter of this version, as its source has it or in an engine's form, if it is there whole."""
         try:
             digest = self._index(uri, version, form).read_text(errors="replace")
@@ -104,20 +112,20 @@ class Store:
             return None
         if not is_digest(digest) or not self._is_whole(digest):
             return None
-        return StoredAdapter(digest, self.layout.adapter(digest), fetched=False)
+        return StoredAdapter(digest, self.layout.adapter(digest))
 
     async def obtain(
         self,
         wanted: DownloadSpec,
         fetch: Callable[[PartialDownload], Awaitable[None]],
-        check: Callable[[Path], bytes],
+        check: Callable[[Path], _T],
         holder: Hashable = "",
         converted: Converted | None = None,
-    ) -> StoredAdapter:
+    ) -> StoredAdapter[_T]:
         """Find this version, or fetch, check and publish it; whichever it is, it is leased for `holder`.
 
-        `fetch` writes the files; `check` raises where they are no adapter that can be served, and returns the
-        configuration that engines read. `converted` says how they differ from what the source has.
+        `fetch` writes the files. `check` raises where they are no adapter that can be served. `converted` says how they
+        differ from what the source has.
 
         Raises:
             NoFreeSlot, OutOfMemory: there is no room.
@@ -132,7 +140,7 @@ class Store:
                 return found
             temporary = self.layout.new_temporary(self.processes.me())
             size_bytes = sum(size for _, size, _ in wanted.promised)
-            timeout_s = fetch_timeout_s(size_bytes, self._fetch_timeout_s, self._fetch_bytes_per_s)
+            timeout_s = fetch_timeout_s(size_bytes, self._fetch_timeout_s)
             async with fetch_lock(lock, self.processes, temporary=temporary, timeout_s=timeout_s):
                 found = await asyncio.to_thread(self.find_leased, wanted.uri, wanted.version, holder, form)
                 if found is not None:
@@ -143,40 +151,45 @@ class Store:
         self,
         wanted: DownloadSpec,
         fetch: Callable[[PartialDownload], Awaitable[None]],
-        check: Callable[[Path], bytes],
+        check: Callable[[Path], _T],
         holder: Hashable,
         converted: Converted | None,
-    ) -> StoredAdapter:
-        needed_bytes = sum(size for _, size, _ in wanted.promised)
-        directory = self.layout.new_temporary(self.processes.me(), needed_bytes)
-        download = PartialDownload(directory, [name for name, _, _ in wanted.promised])
+    ) -> StoredAdapter[_T]:
+        sizes_bytes = {name: size for name, size, _ in wanted.promised}
+        directory = self.layout.new_temporary(self.processes.me(), sum(sizes_bytes.values()))
         parts = None if converted else kept_parts.place_of(self.layout, wanted.uri, wanted.version)
-        making = asyncio.create_task(self._have_room(download, needed_bytes, parts))
+        making = asyncio.create_task(self._have_room(directory, sizes_bytes, parts))
+        download: PartialDownload | None = None
+        is_full = False
         try:
-            await asyncio.shield(making)
+            download = PartialDownload(directory, list(sizes_bytes), await asyncio.shield(making))
             await fetch(download)
             return await asyncio.to_thread(self._publish, wanted, download, check, holder, converted)
         except OSError as error:
-            if error.errno in FULL:  # the next fetch will need it
-                download.to_keep = {}
-                await asyncio.to_thread(kept_parts.discard_all, self.layout)
+            is_full = error.errno in FULL
             raise
         finally:
             await asyncio.wait([making])  # a cancelled fetch must not leave what its thread makes afterwards
-            await asyncio.to_thread(self._put_away, download, parts)
+            if download is not None:
+                await asyncio.to_thread(download.finish_quietly)
+            if is_full:  # the next fetch needs the room
+                await asyncio.to_thread(kept_parts.discard_all, self.layout)
+            elif parts is not None and download is not None and download.left:
+                await asyncio.to_thread(self._keep, parts, download)
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
-    async def _have_room(self, download: PartialDownload, needed_bytes: int, parts: Path | None) -> None:
+    async def _have_room(self, directory: Path, sizes_bytes: dict[str, int], parts: Path | None) -> kept_parts.Ranges:
         """As `_make_room`; where leases are in the way, those that nothing uses end, of this process and then others.
 
         Others see a mark, and end theirs before this is asked for again.
         """
         try:
-            await asyncio.to_thread(self._make_room, download, needed_bytes, parts)
+            return await asyncio.to_thread(self._make_room, directory, sizes_bytes, parts)
         except NoFreeSlot:
             if self.relieve is not None:
                 await self.relieve()
             try:
-                await asyncio.to_thread(self._make_room, download, needed_bytes, parts)
+                return await asyncio.to_thread(self._make_room, directory, sizes_bytes, parts)
             except NoFreeSlot:
                 await asyncio.to_thread((self.layout.root / PRESSURE_FILE).touch)
                 raise
@@ -196,53 +209,53 @@ class Store:
                     os.utime(self.layout.folder("uses") / digest, (used_at, used_at))
             self.leases.release(digest, holder)
 
-    def _make_room(self, download: PartialDownload, needed_bytes: int, parts: Path | None) -> None:
+    def _make_room(self, directory: Path, sizes_bytes: dict[str, int], parts: Path | None) -> kept_parts.Ranges:
         """Make room and the directory that announces its use, before another fetch counts what is there.
 
-        What an earlier fetch of this version has left at `parts` is in it.
+        What an earlier fetch of this version has left at `parts` is in it, and returned.
         """
         with self.leases.guard("room"):
             make_room(
                 self.layout,
                 self.leases,
-                needed_bytes,
+                sum(sizes_bytes.values()),
                 self.max_bytes,
                 self.on_evict,
                 but_parts=parts,
                 kept_free_bytes=self._kept_free_bytes,
                 sizes_bytes=self._sizes_bytes,
             )
-            if parts is None:
-                download.directory.mkdir()
-            else:
-                download.kept = kept_parts.take(parts, download.directory)
+            if parts is not None:
+                return kept_parts.take(parts, directory, sizes_bytes)
+            directory.mkdir()
+            return {}
 
     def _publish(
         self,
         wanted: DownloadSpec,
         download: PartialDownload,
-        check: Callable[[Path], bytes],
+        check: Callable[[Path], _T],
         holder: Hashable,
         converted: Converted | None,
-    ) -> StoredAdapter:
+    ) -> StoredAdapter[_T]:
         # Hashing, verifying and writing to the disk use different resources, so they run at the same time.
         syncing = start_syncing([download.directory / name for name, _, _ in wanted.promised])
         download.complete()
-        refusal: Exception | None = None
         try:
-            canonical = check(download.directory)
-        except Exception as error:  # noqa: BLE001 - raised below
-            refusal = error
+            arrived = check(download.directory)
+        except Exception:
+            for synced in syncing:
+                synced.exception()
+            _check_promised(download.finish(), wanted)  # what was damaged on its way says nothing of the source's bytes
+            raise
         files = download.finish()
         for synced in syncing:
             synced.exception()
         _check_promised(files, wanted)
-        if refusal is not None:
-            raise refusal
         for synced in syncing:
             synced.result()
         digest = digest_of(files)
-        config = put_canonical(download.directory, canonical)
+        config = put_canonical(download.directory, arrived.canonical)
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         described = download.directory / MANIFEST_FILE
         described.write_text(Manifest(digest, wanted.uri, wanted.version, files, now, config, converted).to_json())
@@ -255,16 +268,13 @@ class Store:
         with self.leases.guard(digest):  # leased before another fetch could remove it to make room
             self._put_in_place(download.directory, digest)
             self.leases.acquire_guarded(digest, holder)
-        return StoredAdapter(digest, self.layout.adapter(digest), fetched=True, resumed_bytes=download.resumed_bytes)
+        return StoredAdapter(digest, self.layout.adapter(digest), arrived, download.resumed_bytes)
 
-    def _put_away(self, download: PartialDownload, parts: Path | None) -> None:
-        """Keep at `parts` what the source has said is worth it, and remove everything else."""
-        download.finish_quietly()
-        if parts is not None and download.to_keep:
-            with contextlib.suppress(OSError):
-                kept_parts.sweep(self.layout)
-                kept_parts.keep(parts, download.directory, download.to_keep)
-        shutil.rmtree(download.directory, ignore_errors=True)
+    def _keep(self, parts: Path, download: PartialDownload) -> None:
+        """Keep at `parts` what a later fetch may go on from; where that cannot be, it begins from the start."""
+        with contextlib.suppress(OSError):
+            kept_parts.sweep(self.layout)
+            kept_parts.keep(parts, download.directory, download.left)
 
     def _put_in_place(self, arrived: Path, digest: str) -> None:
         target, damaged = self.layout.adapter(digest), self._mark(digest)
@@ -290,6 +300,33 @@ class Store:
             return directory.is_dir() and not self.is_marked(directory.name)
         except OSError:  # a store that does not answer
             return False
+
+    def digest_at(self, path: str) -> str | None:
+        """The digest of the adapter whose directory this is; None where it is none of this store's."""
+        return self.layout.digest_of(path)
+
+    def share(self, path: str, holder: Hashable) -> bool:
+        """Lease the adapter at `path` for `holder` too, if this process has leased it; a few microseconds."""
+        return self.leases.share(path.rpartition("/")[2], holder)
+
+    def release(self, holder: Hashable, path: Path | str) -> None:
+        """End the lease that `holder` has of the adapter at `path`; without one, nothing happens.
+
+        The store may remove the adapter once it has no other lease. Callable from any thread.
+        """
+        self.leases.release(Path(path).name, holder)
+
+    def is_leased(self, holder: Hashable, path: Path) -> bool:
+        """Whether `holder` has a lease of the adapter at `path`; a microsecond."""
+        return self.leases.is_held(path.name, holder)
+
+    def acquire_sound(self, digest: str, holder: Hashable) -> Path | None:
+        """As `acquire`, with the very bytes of the digest. For a thread: it may have to hash them."""
+        path = self.acquire(digest, holder)
+        if path is not None and not self.is_sound(digest):
+            self.release(holder, path)
+            return None
+        return path
 
     def acquire(self, digest: str, holder: Hashable = "") -> Path | None:
         """Lease the adapter of this digest and return its directory; None where it is missing or not whole.
@@ -363,6 +400,14 @@ class Store:
         """Whether one is known to be damaged."""
         return self._mark(digest).exists()
 
+    def changed(self, served: Collection[str], some: Iterable[str]) -> tuple[set[str], set[str]]:
+        """Of the `served` digests, those whose copies are damaged; of `some`, those that were replaced or written to.
+
+        For a thread: it asks the file system.
+        """
+        marked = self.marked().intersection(served)
+        return marked, {digest for digest in some if digest not in marked and self.is_replaced(digest)}
+
     def is_replaced(self, digest: str) -> bool:
         """Whether other files lie there than those that this process has hashed last, or other contents."""
         return self._hashed.differs(digest, identity_of(self.layout.adapter(digest)))
@@ -371,7 +416,7 @@ class Store:
         """Remove a published adapter unless it is leased; returns whether it is gone."""
         return remove(self.layout, self.leases, digest)
 
-    def find_leased(self, uri: str, version: str, holder: Hashable, form: str = "") -> StoredAdapter | None:
+    def find_leased(self, uri: str, version: str, holder: Hashable, form: str = "") -> StoredAdapter[Any] | None:
         """As `find`, leased for `holder`; raises what `acquire` raises."""
         with store_errors():
             found = self.find(uri, version, form)

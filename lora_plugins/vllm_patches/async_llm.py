@@ -22,7 +22,7 @@ from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import RequestRefused, RequestServed
 from lora_plugins.ledger import Patch
 from lora_plugins.process import moves_running, this_process
-from lora_plugins.resolvers.uris import absolute
+from lora_plugins.resolvers.sources.uri import absolute
 from lora_plugins.server.planner_client import Ask, PlannerClient
 from lora_plugins.server.response_digest import note_version
 from lora_plugins.server.response_start import pending

@@ -14,7 +14,7 @@ from typing import Any
 
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.ledger import Patch
-from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, S3
+from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, OTHERS, S3
 from lora_plugins.settings import Settings, named_in_environment
 from lora_plugins.vllm_patches.access import configured
 
@@ -29,7 +29,7 @@ def patch(settings: Settings) -> None:
     Raises:
         InvalidSettings: this process is such a server, or the engine of one.
     """
-    asked = [name for name in (FILESYSTEM, S3, HUB, ADMIN) if named_in_environment(name)] + configured(settings)
+    asked = [name for name in (FILESYSTEM, S3, HUB, OTHERS, ADMIN) if named_in_environment(name)] + configured(settings)
     if not asked:
         return
     if _GRPC in sys.modules:

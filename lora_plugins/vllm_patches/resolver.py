@@ -18,7 +18,7 @@ from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.process import Process
-from lora_plugins.resolvers.uris import AllowedUris
+from lora_plugins.resolvers.sources.uri import AllowedUris
 from lora_plugins.server.base_model import describe_base
 from lora_plugins.server.name_locks import NameLocks
 from lora_plugins.store.model_file import ModelFile

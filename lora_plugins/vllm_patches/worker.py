@@ -15,7 +15,7 @@ from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.model_modules import ModelModules
 from lora_plugins.ledger import Patch
 from lora_plugins.process import this_process
-from lora_plugins.resolvers.resolution import AdapterResolver
+from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.scheduler.messages import Change, Command, Report, Slots
 from lora_plugins.vllm_patches import finite_answers, kv_blocks, worker_manager_class
 from lora_plugins.vllm_patches.model_modules import model_of

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from lora_plugins.errors import AdapterNotFound, SourceUnavailable
 from lora_plugins.store.layout import is_digest
+from lora_plugins.store.store import Store
 
 
 class Resolved(Protocol):
@@ -31,11 +32,9 @@ class Resolver(Protocol):
     async def latest(self, name: str, uri: str | None, base_path: str) -> Resolved | None:
         """The newest version of a name or URI, fetched and leased; None where no source has it."""
 
-    def stored(self, name: str, digest: str) -> Path | None:
-        """The adapter of this digest, leased for the name, if this machine's store has it."""
-
-    def release(self, name: str, path: Path | str) -> None:
-        """End the lease of `stored` or `latest`."""
+    @property
+    def store(self) -> Store:
+        """This machine's."""
 
 
 class Materialiser:
@@ -78,7 +77,7 @@ class Materialiser:
                 remedy="share the directory among the nodes, or name a resolver in VLLM_PLUGINS",
                 adapter=name,
             )
-        found = self._resolver.stored(name, digest)
+        found = self._resolver.store.acquire_sound(digest, name)
         if found is not None:
             return self._note(name, found)
         # Not what this process remembers: the API server may have just taken up a version that is new.
@@ -91,7 +90,7 @@ class Materialiser:
                 adapter=name,
             )
         if resolved.path.name != digest:
-            self._resolver.release(name, resolved.path)
+            self._resolver.store.release(name, resolved.path)
             raise SourceUnavailable(
                 f"another version at the source (digest {resolved.path.name[:12]})",
                 expected=f"digest {digest[:12]}, which the API server has",
@@ -115,6 +114,6 @@ class Materialiser:
                 return
             name = names.pop()
             if name not in names:  # else it was fetched once more, and has not been read since
-                self._resolver.release(name, path)
+                self._resolver.store.release(name, path)
             if not names:
                 del self._fetched[path]

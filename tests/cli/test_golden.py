@@ -9,7 +9,7 @@ import pytest
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.landing import Model
 from lora_plugins.events import Events
-from lora_plugins.resolvers.resolution import AdapterResolver
+from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.settings import Settings
 from lora_plugins.store.model_file import ModelFile

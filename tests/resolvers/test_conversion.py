@@ -13,7 +13,7 @@ from lora_plugins.events import AdapterFetched, AdapterResolved
 from lora_plugins.store.manifest import Manifest
 from tests.make import BASE, MODULES, adapter_files, config_bytes, read_name, weights
 from tests.resolvers.sources.contract import content
-from tests.resolvers.test_resolution import FakeSource, RecordingResolver, make
+from tests.resolvers.test_resolver import FakeSource, RecordingResolver, make
 from tests.resolvers.test_versions import leased, newest, of_digest
 
 _ = make
@@ -55,7 +55,7 @@ def test_the_original_is_not_fetched_again_for_another_name(make):
     resolver = make(source)
     first = resolver.ask()
     assert resolver.store.remove(original(resolver, first))
-    resolver.release("sql", first.path)
+    resolver.store.release("sql", first.path)
     assert newest(resolver).digest == first.digest
     again = make(source).ask()
     assert again.digest == first.digest

@@ -16,7 +16,7 @@ from lora_plugins.store.errors import DamagedCopy
 from lora_plugins.store.store import Store
 from tests.make import adapter_files
 from tests.resolvers.sources.contract import content
-from tests.resolvers.test_resolution import FakeSource, RecordingResolver, make
+from tests.resolvers.test_resolver import FakeSource, RecordingResolver, make
 
 _ = make
 GOOD = adapter_files()
@@ -56,7 +56,7 @@ def test_a_flipped_header_is_not_the_adapters_fault(make):
     source = FakeSource("s3", {"sql": GOOD})
     resolver = make(source)
     first = resolver.ask()
-    resolver.release("sql", first.path)
+    resolver.store.release("sql", first.path)
     flip(first.path / WEIGHTS_FILE, 64)  # the first brace
     assert content(resolver.ask().path) == GOOD
     assert resolver.store.is_sound(first.digest)
@@ -80,7 +80,7 @@ def test_an_entry_is_hashed_once_per_process(make, monkeypatch):
     seen = hashes(resolver, monkeypatch)
     for _ in range(3):
         resolver.ask()
-        resolver.release("sql", first.path)
+        resolver.store.release("sql", first.path)
         resolver.ask("other")
     assert seen == [first.digest]
 
@@ -88,7 +88,7 @@ def test_an_entry_is_hashed_once_per_process(make, monkeypatch):
 def test_what_was_fetched_just_now_is_not_hashed_again(make, monkeypatch):
     resolver = make(FakeSource("s3", {"sql": GOOD}))
     seen = hashes(resolver, monkeypatch)
-    resolver.release("sql", resolver.ask().path)
+    resolver.store.release("sql", resolver.ask().path)
     resolver.ask()
     assert seen == []
 
@@ -110,7 +110,7 @@ def test_a_failed_check_is_hashed_where_nothing_else_shows_it(make, monkeypatch)
     source = FakeSource("s3", {"sql": GOOD})
     resolver = make(source)
     first = resolver.ask()
-    resolver.release("sql", first.path)
+    resolver.store.release("sql", first.path)
     flip(first.path / WEIGHTS_FILE, 64)
     monkeypatch.setattr("lora_plugins.resolvers.versions._HASHED_S", -1)
     monkeypatch.setattr(resolver.store._hashed, "has", lambda digest, identity, max_age_s: max_age_s > 0)
@@ -177,7 +177,7 @@ def test_a_worker_reads_no_damaged_copy(make):
     first = make(source).ask()
     flip(first.path / WEIGHTS_FILE, 8 * len(GOOD[WEIGHTS_FILE]) - 1)
     resolver = make(source)
-    assert resolver.stored("sql", first.digest) is None
+    assert resolver.store.acquire_sound(first.digest, "sql") is None
     assert not resolver.store.leases.is_held(first.digest, "sql")
     assert content(asyncio.run(resolver.latest("sql", None, resolver.base.path)).path) == GOOD
-    assert resolver.stored("sql", first.digest) == first.path
+    assert resolver.store.acquire_sound(first.digest, "sql") == first.path

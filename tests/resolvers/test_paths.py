@@ -15,8 +15,8 @@ from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, LoRAPluginsError
 from lora_plugins.events import Events
-from lora_plugins.resolvers.resolution import AdapterResolver
-from lora_plugins.resolvers.uris import absolute
+from lora_plugins.resolvers.resolver import AdapterResolver
+from lora_plugins.resolvers.sources.uri import absolute
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.store import Store
 from tests.adapter.test_deliberate_refusals import CASES
@@ -127,9 +127,9 @@ def test_a_lease_is_its_holders(bed: Bed, directory: Path) -> None:
     leases, one, other = bed.resolver.store.leases, object(), object()
     first, second = bed.take(directory, one), bed.take(directory, other)
     assert first.digest == second.digest
-    bed.resolver.drop(first)
+    bed.resolver.store.release(first.holder, first.path)
     assert [leases.is_held(first.digest, who) for who in (one, other, NAME)] == [False, True, False]
-    bed.resolver.drop(second)
+    bed.resolver.store.release(second.holder, second.path)
     assert not leases.is_held(first.digest, other)
 
 

@@ -18,7 +18,7 @@ from lora_plugins.verification import process as process_module
 from lora_plugins.verification.children import Children
 from tests.make import BASE, adapter_files
 from tests.resolvers.sources.contract import content, turned
-from tests.resolvers.test_resolution import FakeSource, RecordingResolver, make
+from tests.resolvers.test_resolver import FakeSource, RecordingResolver, make
 
 _ = make
 GOOD = adapter_files()
@@ -116,10 +116,10 @@ def leased(resolver: RecordingResolver, resolved) -> bool:
 def test_a_version_is_leased_until_its_name_is_released(make):
     resolver = make(FakeSource("s3", {"sql": GOOD}))
     resolved = resolver.ask()
-    resolver.release("other", resolved.path)
-    resolver.release("sql", resolved.path.with_name("0" * 64))
+    resolver.store.release("other", resolved.path)
+    resolver.store.release("sql", resolved.path.with_name("0" * 64))
     assert leased(resolver, resolved)
-    resolver.release("sql", str(resolved.path))
+    resolver.store.release("sql", str(resolved.path))
     assert not leased(resolver, resolved)
 
 
@@ -128,7 +128,7 @@ def test_a_released_version_is_leased_again_when_requested(make, remote):
     source = FakeSource("one", {"sql": GOOD}, remote=remote)
     resolver = make(source)
     first = resolver.ask()
-    resolver.release("sql", first.path)
+    resolver.store.release("sql", first.path)
     assert resolver.ask() == first
     assert leased(resolver, first)
     assert source.fetched == ["sql"]
@@ -140,7 +140,7 @@ def test_releasing_a_new_version_keeps_the_old_lease(make):
     first = resolver.ask()
     source.answers["sql"] = turned()
     second = newest(resolver)
-    resolver.release("sql", second.path)
+    resolver.store.release("sql", second.path)
     assert leased(resolver, first)
     assert not leased(resolver, second)
 
@@ -152,7 +152,7 @@ def test_one_name_releases_nothing_that_another_is_verifying(make):
 
     def release_meanwhile(*arguments):
         verified = check(*arguments)
-        resolver.release("sql", first.path)
+        resolver.store.release("sql", first.path)
         assert not resolver.store.remove(first.digest)
         return verified
 
@@ -160,7 +160,7 @@ def test_one_name_releases_nothing_that_another_is_verifying(make):
     second = resolver.ask("other")
     assert second.path == first.path
     assert leased(resolver, second)
-    resolver.release("other", second.path)
+    resolver.store.release("other", second.path)
     assert not leased(resolver, second)
 
 
@@ -186,7 +186,7 @@ def test_an_earlier_version_is_found_by_its_digest_without_asking(make):
     first = resolver.ask()
     source.answers["sql"] = turned()
     second = newest(resolver)
-    resolver.release("sql", first.path)
+    resolver.store.release("sql", first.path)
     asked = len(source.asked)
     for prefix in (first.digest, first.digest[:12], first.digest[:8]):
         found = of_digest(resolver, "sql", prefix)
@@ -246,7 +246,7 @@ def test_after_a_restart_versions_are_found_once_located(make):
     source = FakeSource("s3", {"sql": GOOD})
     before = make(source)
     first = before.ask()
-    before.release("sql", first.path)
+    before.store.release("sql", first.path)
     source.answers["sql"] = turned()
     after = make(source)
     assert of_digest(after, "sql", first.digest) is None
@@ -259,7 +259,7 @@ def test_after_a_restart_versions_are_found_once_located(make):
 def test_a_version_by_digest_is_validated_against_the_base_model(make):
     resolver = make(FakeSource("s3", {"sql": GOOD}))
     first = resolver.ask()
-    resolver.release("sql", first.path)
+    resolver.store.release("sql", first.path)
     resolver.base = replace(BASE, max_rank=1)
     with pytest.raises(IncompatibleAdapter, match="'sql'"):
         of_digest(resolver, "sql", first.digest)

@@ -197,7 +197,7 @@ async def test_clients_at_once_are_all_served(make_bed, seed: int) -> None:
                 except NoFreeSlot:
                     await asyncio.sleep(1)
                     continue
-                assert bed.resolver.digest_at(path)
+                assert bed.resolver.store.digest_at(path)
                 served[name] += 1
                 break
 

@@ -22,7 +22,7 @@ from lora_plugins.store.store import Store
 from tests.make import adapter_files
 from tests.resolvers.sources.contract import content, turned
 from tests.resolvers.test_damage import flip
-from tests.resolvers.test_resolution import FakeSource, RecordingResolver
+from tests.resolvers.test_resolver import FakeSource, RecordingResolver
 from tests.server.world import World
 from tests.virtual_time import runs
 
@@ -81,7 +81,7 @@ async def test_what_another_process_finds_damaged_is_loaded_again(make_bed) -> N
     assert adapter.engine_id != before
     again = await bed.world.ask("sql")
     assert again != path, "or prefixes that were computed with damaged weights are found"
-    assert bed.resolver.digest_at(again) == digest
+    assert bed.resolver.store.digest_at(again) == digest
     assert Path(again).samefile(adapter.version.path)
     assert (loads(bed), bed.world.worker.loads[again]) == (2, 1)
     error, _ = adapter.last_error
@@ -102,7 +102,7 @@ async def test_each_replacement_has_a_path_of_its_own(make_bed) -> None:
         await bed.copies.look()
         paths.add(await bed.world.ask("sql"))
     assert len(paths) == 4
-    assert {bed.resolver.digest_at(path) for path in paths} == {adapter.version.digest}
+    assert {bed.resolver.store.digest_at(path) for path in paths} == {adapter.version.digest}
 
 
 @runs
@@ -305,7 +305,7 @@ async def test_the_watch_ends_with_its_server(make_bed) -> None:
     bed = make_bed()
     copies, events = weakref.ref(bed.copies), bed.resolver.events
     del bed.world.lifecycle, bed.copies  # the events know the world
-    bed.resolver.on_abandoned = bed.resolver.relieve = lambda *_: None
+    bed.resolver.on_abandoned = bed.resolver.store.relieve = lambda *_: None
     gc.collect()
     await watch(copies)
     assert copies() is None

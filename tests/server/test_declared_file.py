@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.resolvers.uris import AllowedUris
+from lora_plugins.resolvers.sources.uri import AllowedUris
 from lora_plugins.server.declared_file import MAX_BYTES, DeclaredAdapter, parse, read_bytes
 
 ALLOWED = AllowedUris.parse(("s3://adapters", "hf://acme", "file:///srv"))

@@ -12,7 +12,7 @@ import pytest
 
 from lora_plugins.errors import IncompatibleAdapter, InvalidSettings, SourceUnavailable
 from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, DeclaredUnserved, Events
-from lora_plugins.resolvers.uris import AllowedUris
+from lora_plugins.resolvers.sources.uri import AllowedUris
 from lora_plugins.server.declared_set import LOOK_INTERVAL_S, RETRY_S, DeclaredSet
 from lora_plugins.server.restore import Restore
 from lora_plugins.server.served_file import ServedFile

@@ -13,7 +13,7 @@ import pytest
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot
 from lora_plugins.events import Events
-from lora_plugins.resolvers.resolution import AdapterResolver
+from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.server import snapshots
 from lora_plugins.server.snapshots import Snapshots
 from lora_plugins.settings import Settings

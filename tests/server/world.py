@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from lora_plugins.errors import (
@@ -46,6 +45,38 @@ class Request:
     is_3d_lora_weight: bool = False
 
 
+class FakeStore:
+    """Has every version, undamaged."""
+
+    max_bytes = None
+
+    def __init__(self, needed: set[tuple[str, str]]) -> None:
+        self.needed = needed
+
+    def release(self, name: Hashable, path: Path | str) -> None:
+        if isinstance(name, str):
+            self.needed.remove((name, Path(path).name))
+
+    def is_leased(self, name: str, path: Path) -> bool:
+        return (name, path.name) in self.needed
+
+    def has(self, path: Path) -> bool:
+        return True
+
+    def share(self, path: str, holder: Hashable) -> bool:
+        return True
+
+    def acquire_sound(self, digest: str, name: str) -> Path | None:
+        self.needed.add((name, digest))
+        return Path("/store") / digest
+
+    def is_sound(self, digest: str) -> bool:
+        return True
+
+    def is_marked(self, digest: str) -> bool:
+        return False
+
+
 @dataclass
 class FakeResolver:
     """Names, URIs and paths with the version that each has now; leases are held by path."""
@@ -55,9 +86,11 @@ class FakeResolver:
     needed: set[tuple[str, str]] = field(default_factory=set)
     had: dict[str, set[str]] = field(default_factory=dict)
     versions: dict[str, Version] = field(default_factory=dict)
-    store: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(max_bytes=None))
     asked: list[str] = field(default_factory=list)
     settings: Settings = field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        self.store = FakeStore(self.needed)
 
     async def resolve(self, text: str, base_path: str) -> Version | None:
         return await self.latest(text, None, base_path)
@@ -91,29 +124,6 @@ class FakeResolver:
         if found is not None:
             self.needed.add((name, found.digest))
         return found
-
-    def release(self, name: Hashable, path: Path | str) -> None:
-        if isinstance(name, str):
-            self.needed.remove((name, Path(path).name))
-
-    def is_leased(self, name: str, path: Path) -> bool:
-        return (name, path.name) in self.needed
-
-    def is_stored(self, path: Path) -> bool:
-        return True
-
-    def share(self, path: str, holder: Hashable) -> bool:
-        return True
-
-    def stored(self, name: str, digest: str) -> Path | None:
-        self.needed.add((name, digest))
-        return Path("/store") / digest
-
-    async def is_sound(self, digest: str) -> bool:
-        return True
-
-    def is_damaged(self, digest: str) -> bool:
-        return False
 
     @property
     def leased(self) -> set[str]:

@@ -16,15 +16,17 @@ from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, leftovers, obtain
 
-RANGES = {"adapter_model.safetensors": [(0, 100), (200, 300)]}
+WEIGHTS = "adapter_model.safetensors"
+RANGES = {WEIGHTS: [(0, 100), (200, 300)]}
+SIZES = {WEIGHTS: len(adapter_files()[WEIGHTS])}
 
 
 def fail(store: Store, wanted: DownloadSpec, error: Exception) -> None:
     """Fetch, and fail after something has arrived."""
 
     async def half(download: PartialDownload) -> None:
-        (download.directory / "adapter_model.safetensors").write_bytes(bytes(300))
-        download.to_keep = RANGES
+        (download.directory / WEIGHTS).write_bytes(bytes(len(wanted.files[WEIGHTS])))
+        download.leave(RANGES)
         raise error
 
     whole, wanted.fetch = wanted.fetch, half
@@ -52,8 +54,8 @@ def test_the_next_fetch_finds_the_files_and_their_ranges(store: Store) -> None:
 def test_one_of_two_who_take_it_has_it(store: Store, tmp_path: Path) -> None:
     fail(store, DownloadSpec(adapter_files()), SourceUnavailable("an outage"))
     place = place_of(store.layout, "test://adapter", "v1")
-    assert take(place, tmp_path / "one") == RANGES
-    assert take(place, tmp_path / "two") == {}
+    assert take(place, tmp_path / "one", SIZES) == RANGES
+    assert take(place, tmp_path / "two", SIZES) == {}
     assert os.listdir(tmp_path / "two") == []
 
 
@@ -103,7 +105,7 @@ def _refuse(_: object) -> None:
 def test_a_process_that_dies_while_it_goes_on_leaves_nothing(store: Store) -> None:
     fail(store, DownloadSpec(adapter_files()), SourceUnavailable("an outage"))
     place = place_of(store.layout, "test://adapter", "v1")
-    take(place, store.layout.new_temporary("nobody.1.1", 500))
+    take(place, store.layout.new_temporary("nobody.1.1", 500), SIZES)
     again = Store(store.layout.root)
     assert leftovers(again) == []
     assert obtain(again, DownloadSpec(adapter_files())).fetched

@@ -25,7 +25,7 @@ from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.vllm_patches import access
 from lora_plugins.vllm_patches.resolver import LoRAPluginsResolver
 from tests.make import adapter_files, put
-from tests.resolvers.test_resolution import FakeSource
+from tests.resolvers.test_resolver import FakeSource
 
 POLICY = """
 [default]

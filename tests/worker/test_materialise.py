@@ -14,7 +14,7 @@ import pytest
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, SourceUnavailable
 from lora_plugins.events import Events
-from lora_plugins.resolvers.resolution import AdapterResolver
+from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.scheduler.messages import AdapterSpec, Failed, Load, Loaded
 from lora_plugins.settings import BaseMatch, Settings

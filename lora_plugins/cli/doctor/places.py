@@ -12,7 +12,7 @@ from lora_plugins.api.access.policy import Policy
 from lora_plugins.cli.amounts import number, size
 from lora_plugins.cli.doctor.findings import Finding, State, problem_of
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.resolvers.uris import AllowedUris
+from lora_plugins.resolvers.sources.uri import AllowedUris
 from lora_plugins.server.declared_file import parse, read_bytes
 from lora_plugins.settings import Settings
 from lora_plugins.store.eviction import entries

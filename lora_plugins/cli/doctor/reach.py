@@ -9,7 +9,7 @@ from lora_plugins.absence import Absence, without_login
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.cli.doctor.findings import Finding, State, problem_of
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
-from lora_plugins.resolvers.sources.hub.patterns import HubPatterns
+from lora_plugins.resolvers.sources.hub_repos import HubPatterns
 from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.settings import Settings
 
@@ -19,7 +19,7 @@ _MAX_ENTRIES = 20
 
 async def reach_s3(template: str, settings: Settings, timeout_s: float) -> Finding:
     """Whether the object store answers for the template."""
-    from lora_plugins.resolvers.sources.object_store.source import object_source
+    from lora_plugins.resolvers.sources.object_store import object_source
 
     source = object_source(template, settings, locate_timeout_s=timeout_s)
     shown = without_login(template)
@@ -43,7 +43,7 @@ def is_offline() -> bool:
 
 async def reach_hub(entries: Sequence[str], timeout_s: float) -> list[Finding]:
     """What the Hub answers for each entry of the list."""
-    from lora_plugins.resolvers.sources.hub.source import HubSource
+    from lora_plugins.resolvers.sources.hub import HubSource
 
     source = HubSource(HubPatterns.parse(entries), timeout_s=timeout_s)
     return await asyncio.gather(*(_reach_entry(source, entry, timeout_s) for entry in entries[:_MAX_ENTRIES]))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from lora_plugins.cli.doctor.findings import Finding, State, problem_of
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.resolvers.uris import AllowedUris
+from lora_plugins.resolvers.sources.uri import AllowedUris
 from lora_plugins.settings import OWN_VARIABLES, VARIABLES, Settings, is_unknown, unknown_variable
 
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import itertools
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -24,10 +22,8 @@ from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.files import ABSENT, is_inside, map_os_error
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable, describing
-from lora_plugins.resolvers.sources.nearby import closest_path, describe
 from lora_plugins.resolvers.sources.retries import deadline, look_up_timeout_s
 from lora_plugins.resolvers.sources.source import (
-    ADAPTER_FILES,
     Listing,
     RemoteAdapter,
     SourceFile,
@@ -89,20 +85,6 @@ class FilesystemSource:
             async with deadline(self._locate_timeout_s, f"an answer of the file system with {self._variable}"):
                 return await asyncio.get_running_loop().run_in_executor(self._threads, self._locate, name)
 
-    async def look_around(self, name: AdapterName, base_model_name: str, absence: Absence) -> Absence:  # noqa: ARG002
-        """What lies in the directory, or which name below the root is spelt like this one."""
-        listing = await self._in_thread(_listing, self.root / str(name))
-        if listing is not None:
-            kind, detail, hint = describe(listing, lambda folder: f"{name.path}/{folder}")
-            return replace(absence, kind=kind, detail=detail, hint=hint)
-
-        async def folders_in(path: tuple[str, ...]) -> list[str]:
-            entries = await self._in_thread(_entries, self.root.joinpath(*path))
-            return [entry[:-1] for entry in entries or () if entry.endswith("/")]
-
-        meant = await closest_path(str(name).split("/"), folders_in)
-        return replace(absence, hint=f"did you mean '{'/'.join(meant)}'?") if meant else absence
-
     async def fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
         """Copy the located files; see `Source` for what is raised."""
         with describing(place=str(self.root / str(adapter.name))):
@@ -135,14 +117,6 @@ class FilesystemSource:
                     if path != str(self.root) and (self._tree.follows or is_inside(Path(path), self.root)):
                         names.append(str(AdapterName.parse(os.path.relpath(path, self.root))))
         return Listing(tuple(sorted(names)), tuple(gaps))
-
-    async def _in_thread(self, work: Callable[[Path], T], path: Path) -> T | None:
-        """What `work` answers; None where the file system does not."""
-        try:
-            async with asyncio.timeout(self._locate_timeout_s):
-                return await asyncio.get_running_loop().run_in_executor(self._threads, work, path)
-        except OSError:  # TimeoutError is one
-            return None
 
     def _absent(self, directory: Path, detail: str, kind: AbsenceKind = AbsenceKind.NO_ADAPTER) -> Absence:
         return Absence(self.label, str(directory.absolute()), kind, detail)
@@ -217,25 +191,6 @@ class FilesystemSource:
             expected=f"the adapter root {self._variable}",
             remedy="mount or create it",
         )
-
-
-def _entries(directory: Path) -> list[str]:
-    """Up to so many names in a directory, directories with a slash at the end."""
-    with os.scandir(directory) as found:
-        return [entry.name + ("/" if entry.is_dir() else "") for entry in itertools.islice(found, _LISTED)]
-
-
-def _listing(directory: Path) -> list[str]:
-    """Its entries, and the adapter files in its directories."""
-    entries = _entries(directory)
-    deeper = [
-        folder + file
-        for folder in entries
-        if folder.endswith("/")
-        for file in ADAPTER_FILES
-        if os.path.lexists(directory / folder / file)
-    ]
-    return entries + deeper
 
 
 def _copy(source: BinaryIO, target: BinaryIO, size_bytes: int) -> Iterator[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import TypeVar
 import stamina
 
 from lora_plugins.errors import SourceUnavailable
-from lora_plugins.resolvers.sources.failures import Transient
+from lora_plugins.resolvers.sources.errors import Transient
 from lora_plugins.resolvers.sources.source import SourceFile
 from lora_plugins.store.store import fetch_timeout_s
 
@@ -32,7 +31,6 @@ class Retries:
     Attributes:
         timeout_s: for everything, retries included; a fetch has more, see `fetch_timeout_s`.
         attempts: tries that bring nothing, before it is given up.
-        bytes_per_s: at which rate a fetch may go and still be in time.
         wait_s: before the second try; doubled each time up to `max_wait_s`, with as much jitter again.
     """
 
@@ -40,11 +38,10 @@ class Retries:
     attempts: int = 5
     wait_s: float = 0.1
     max_wait_s: float = 5.0
-    bytes_per_s: float = math.inf
 
     def fetch_timeout_s(self, files: Iterable[SourceFile]) -> float:
-        """The deadline of a fetch of these files: `timeout_s`, and what their bytes take at `bytes_per_s`."""
-        return fetch_timeout_s(sum(file.size_bytes for file in files), self.timeout_s, self.bytes_per_s)
+        """The deadline of a fetch of these files: `timeout_s`, and what their bytes take."""
+        return fetch_timeout_s(sum(file.size_bytes for file in files), self.timeout_s)
 
     async def run(self, ask: Callable[[], Awaitable[_T]], deadline: Deadline) -> _T:
         """The answer to `ask`, which is called again where it raises `Transient`."""
@@ -87,8 +84,9 @@ async def deadline(timeout_s: float, expected: str = "the adapter's files") -> A
         if not timeout.expired():
             raise
         last = state.last_failure
+        then = f"; the last failure: {last.found}" if last else ""
         raise SourceUnavailable(
-            f"no complete answer within {timeout_s:g} s" + (f"; the last failure: {last.found}" if last else ""),
+            f"no complete answer within {round(timeout_s, 1):g} s{then}",
             expected=expected,
             remedy="check the network and the source, or raise LORA_PLUGINS_FETCH_TIMEOUT_S",
             file=last.file if last else "",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from lora_plugins.absence import Absence
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import INDEX_FILE, PICKLE_FILES, WEIGHTS_FILE, is_shard
 from lora_plugins.errors import AdapterNotFound, SourceUnavailable
-from lora_plugins.resolvers.sources.local_link import LocalLink
+from lora_plugins.resolvers.sources.templates import LocalLink
 from lora_plugins.store.layout import key_of
 from lora_plugins.store.partial_download import PartialDownload
 
@@ -120,13 +120,14 @@ class Source(Protocol):
         """Find the adapter without reading its weights; `base_model_name` is the served model's path or Hub id."""
         ...
 
-    async def look_around(self, name: AdapterName, base_model_name: str, absence: Absence) -> Absence:
-        """The same absence with a hint, for the command line: asks the source more than a server may. Never raises."""
-        ...
-
     async def fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
         """Write the located version's files, all of them and no others, to `download.directory`."""
         ...
+
+
+@runtime_checkable
+class ListsNames(Protocol):
+    """What a source may do besides, for the command line: `ls --remote` and `check`."""
 
     async def names(self, base_model_name: str) -> Listing:
         """The names of what it has, as far as it can say; for people who look, not for requests."""

@@ -1,8 +1,13 @@
-"""A directory tree of adapters in which symlinks lead only to where they may."""
+"""A directory tree of adapters in which symlinks lead only to where they may.
+
+A path that is checked and opened afterwards may have been exchanged in between. So the real path is judged, and then
+every component of it is opened by itself; one that has become a symlink fails. What was opened is what was judged.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -12,9 +17,15 @@ from typing import BinaryIO
 
 from lora_plugins.adapter.files import is_below, open_regular
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.errors import AdapterNotFound, InvalidAdapter
-from lora_plugins.resolvers.sources.real_paths import PATH_ONLY, open_real
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, SourceUnavailable
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES, choose_files, needs_shards
+
+_ATTEMPTS = 5
+# On Linux a directory that may not be listed can be opened too.
+_PATH_ONLY = getattr(os, "O_PATH", os.O_RDONLY)
+_NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
+# What the system answers where a component that was a directory or file is a symlink now.
+_EXCHANGED = frozenset({errno.ELOOP, errno.ENOTDIR})
 
 # Whether links may make what lies at a path below the root (the second) the adapter of a name (the first).
 MayLead = Callable[[str, str], bool]
@@ -49,7 +60,7 @@ class AdapterTree:
             OSError: there is nothing, or it cannot be read.
             InvalidAdapter, LeadsElsewhere: links lead to where they may not.
         """
-        at = open_real(str(self.root / str(name)), PATH_ONLY, partial(self._judge, name, is_file=False))
+        at = open_real(str(self.root / str(name)), _PATH_ONLY, partial(self._judge, name, is_file=False))
         try:
             if not stat.S_ISDIR(os.fstat(at).st_mode):
                 return None
@@ -111,3 +122,43 @@ def _names_in(directory: int) -> list[str]:
         return os.listdir(listed)
     finally:
         os.close(listed)
+
+
+def open_real(path: str, flags: int, judge: Callable[[str], None]) -> int:
+    """A new descriptor of what `path` leads to, once `judge` has let its real path through; it never waits for a pipe.
+
+    Raises:
+        OSError: there is nothing, or it cannot be opened.
+        SourceUnavailable: it was exchanged each time between the two.
+        Exception: what `judge` raises.
+    """
+    for _ in range(_ATTEMPTS):
+        real = os.path.realpath(path, strict=True)
+        judge(real)
+        try:
+            return _open_without_links(real, flags)
+        except OSError as error:
+            if error.errno not in _EXCHANGED:
+                raise
+    raise SourceUnavailable(
+        "a path that is exchanged while it is opened",
+        expected="files that stay for as long as it takes to read them",
+        remedy="publish adapters by renaming a complete directory into place, or exchanging one link for another",
+    )
+
+
+def _open_without_links(real: str, flags: int) -> int:
+    *folders, last = [part for part in real.split("/") if part] or ["."]
+    at = os.open("/", _PATH_ONLY | os.O_DIRECTORY | _NO_LINK)
+    try:
+        for folder in folders:
+            below = os.open(folder, _PATH_ONLY | os.O_DIRECTORY | _NO_LINK, dir_fd=at)
+            os.close(at)
+            at = below
+        opened = os.open(last, flags | os.O_NONBLOCK | _NO_LINK, dir_fd=at)
+    finally:
+        os.close(at)
+    if stat.S_ISLNK(os.fstat(opened).st_mode):  # with _PATH_ONLY it is the link itself that is opened
+        os.close(opened)
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), real)
+    return opened

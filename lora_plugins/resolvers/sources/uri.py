@@ -1,106 +1,353 @@
-"""Sources for URIs, made at their first use: `file://`, `hf://`, and whatever fsspec has a file system for.
+"""Source URIs, and the prefixes below which they may be fetched; without any I/O.
 
-A URI is checked against `LORA_PLUGINS_ALLOWED_URIS` before anything is asked, so that the answer to one that is not
-allowed says nothing of what is there. A path that a call of vLLM's own names is not: whoever makes it reads any path.
+```
+file:///adapters/sql     s3://bucket/sql     https://host/sql     hf://org/repo[@revision][/folder]
+s3://arn:aws:s3:region:account:accesspoint/name/sql
+s3://arn:aws:s3::account:accesspoint/alias.mrap/sql                              multi-region
+s3://arn:aws:s3-outposts:region:account:outpost/id/accesspoint/name/sql
+```
+An access point's alias (`…-s3alias`) is a bucket's name like any other. Object Lambda access points are refused: what
+they answer has not the size and ETag that their listing says.
+
+A URI that is read has one spelling only, so prefixes are compared segment by segment and nothing is left to be resolved
+later. Refused are `.` and `..`, empty segments, backslashes, invisible characters, queries and fragments (presigned
+URLs carry credentials there), user names and passwords, chains of fsspec (`zip://x::s3://y`), and percent-encoding of
+what needs none. Scheme and host names are compared in lower case, everything else as it stands.
+
+Symlinks below an allowed `file://` prefix are the business of whoever opens the file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
+import os
+import re
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TypeGuard
+from urllib.parse import quote, unquote
 
-from lora_plugins.adapter.names import AdapterName
-from lora_plugins.errors import InvalidSettings, SourceUnavailable
-from lora_plugins.resolvers.sources.filesystem import FilesystemSource
-from lora_plugins.resolvers.sources.source import Source
-from lora_plugins.resolvers.sources.tree import anywhere, is_neighbour
-from lora_plugins.resolvers.uris import BY_PATH, AllowedUris, SourceUri
-from lora_plugins.settings import Settings
+from lora_plugins.errors import InvalidAdapter, InvalidSettings
+
+MAX_CHARACTERS = 2048
+BY_PATH = "path"
+ARN_PREFIX = "arn:"
+ACCESS_POINT = "arn:aws:s3:region:account:accesspoint/name"
+
+_ARN = re.compile(
+    r"(?P<place>arn:aws[a-z-]*:s3(?P<outposts>-outposts)?:(?P<region>[a-z0-9-]*):[0-9]{12}):"
+    r"(?:outpost[:/](?P<outpost>op-[a-z0-9]+)[:/])?accesspoint[:/]"
+    r"(?P<name>[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)(?P<multi>\.mrap)?(?:/(?P<key>.*))?",
+    re.DOTALL,
+)
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?")
+_PORT = re.compile(r"(.*):([0-9]{1,5})")
+_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
+_S3 = frozenset({"s3", "s3a"})
+_DEFAULT_PORTS = {"http": "80", "https": "443"}
+# Elsewhere a percent sign is a character of the key like any other; whether it was meant so cannot be told.
+_ENCODED = frozenset({"file", "hf", "http", "https"})
+_NAMED_ACCOUNT = frozenset({"abfs", "abfss"})  # container@account.dfs.core.windows.net: no user, but the address
+_REPO_PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
+BRANCHES_AND_TAGS = ("refs/heads/", "refs/tags/")
+_NOT_MODELS = frozenset({"models", "datasets", "spaces", "buckets", "kernels", "collections"})
+_UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
+_PLAIN = "!$&'()*+,;=~-._"  # beside letters and digits, what is written as it stands
+_TWICE = re.compile(r"%[0-9A-Fa-f]{2}")
+_LONG_REVISIONS = {("refs", "pr"), ("refs", "convert"), ("refs", "heads"), ("refs", "tags")}
 
 
-class UriSources:
-    """The sources behind the allowed URIs, one for each scheme and bucket, host or directory.
+def absolute(path: str) -> str:
+    """The path that vLLM reads where a call of its own names this one."""
+    return os.path.join(os.getcwd(), os.path.expanduser(path))
 
-    Raises:
-        InvalidSettings: a prefix of `LORA_PLUGINS_ALLOWED_URIS` that cannot be right.
+
+def is_path(place: str | None) -> TypeGuard[str]:
+    """Whether a place is an absolute path, as only vLLM's own calls name one, and no URI."""
+    return place is not None and place.startswith("/")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceUri:
+    """A URI in its one spelling.
+
+    Attributes:
+        scheme: in lower case; `BY_PATH` for a directory that a call of vLLM's own named.
+        authority: bucket, access point's ARN, host, container or, on the Hub, organisation; empty for files.
+        segments: of the path, decoded.
+        revision: on the Hub, what stood behind `@`; always None elsewhere.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._allowed = AllowedUris.parse(settings.allowed_uris)
-        self._sources: dict[tuple[str, str], Source] = {}
+    scheme: str
+    authority: str
+    segments: tuple[str, ...]
+    revision: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> SourceUri:
+        """Read a URI of any scheme.
+
+        Raises:
+            InvalidAdapter: it is malformed, has more than one spelling, or carries credentials.
+        """
+        if len(text) > MAX_CHARACTERS:
+            raise _refused(f"a URI of {len(text)} characters", f"at most {MAX_CHARACTERS}")
+        match = _SCHEME.fullmatch(text)
+        if match is None:
+            raise _refused("no URI", "scheme://path, such as s3://bucket/sql, hf://org/repo or file:///adapters/sql")
+        scheme, rest = match[1].lower(), match[2]
+        for character in "?#":
+            if character in rest:
+                raise _refused(f"a URI with '{character}'", "a path only; credentials come from the environment")
+        authority, path = _split_authority(scheme, rest)
+        if path == "/":
+            raise _refused("an empty segment", "no double slash")
+        parts = path.removesuffix("/").split("/") if path else []
+        if scheme == "hf":
+            return _hub_uri(authority, parts)
+        return cls(scheme, authority, tuple(_segment(part, scheme) for part in parts))
+
+    @classmethod
+    def of_path(cls, path: str) -> SourceUri:
+        """Of a directory by its absolute path, whatever its spelling; only vLLM's own calls name one so."""
+        return cls(BY_PATH, "", tuple(filter(None, path.split("/"))))
+
+    @property
+    def repo(self) -> str:
+        """On the Hub: organisation and repository."""
+        return f"{self.authority}/{self.segments[0]}"
+
+    @property
+    def subfolder(self) -> str:
+        """On the Hub: the folder inside the repository, empty for its root."""
+        return "/".join(self.segments[1:])
+
+    @property
+    def path(self) -> str:
+        """The segments, joined by slashes: a key in a bucket, or a file's path without the leading slash."""
+        return "/".join(self.segments)
+
+    def is_below(self, prefix: SourceUri) -> bool:
+        """Whether this is what `prefix` names, or lies below it at a segment's boundary."""
+        return (
+            (self.scheme, self.authority) == (prefix.scheme, prefix.authority)
+            and self.segments[: len(prefix.segments)] == prefix.segments
+            and prefix.revision in (None, self.revision)
+        )
+
+    def __str__(self) -> str:
+        safe = _PLAIN if self.scheme == "hf" else _PLAIN + "@"
+        parts = [quote(part, safe) if self.scheme in _ENCODED else part for part in self.segments]
+        if self.revision is not None:
+            parts[0] += "@" + quote(self.revision, "")
+        return f"{self.scheme}://{'/'.join((self.authority, *parts))}"
+
+
+def is_from(uri: str, place: str) -> bool:
+    """Whether the URI of a version is the place that an operator has named, whose revision it does not say."""
+    try:
+        return replace(SourceUri.parse(place), revision=None) == SourceUri.parse(uri)
+    except InvalidAdapter:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedUris:
+    """The prefixes of `LORA_PLUGINS_ALLOWED_URIS`; with none of them, nothing is allowed."""
+
+    prefixes: tuple[SourceUri, ...]
+
+    @classmethod
+    def parse(cls, prefixes: Iterable[str]) -> AllowedUris:
+        """Read the prefixes.
+
+        Raises:
+            InvalidSettings: one of them is no URI in its one spelling.
+        """
+        parsed = []
+        for text in prefixes:
+            try:
+                parsed.append(SourceUri.parse(text))
+            except InvalidAdapter as error:
+                # Not the text itself: it may be the one that carries a password.
+                raise InvalidSettings(
+                    f"a prefix with {error.found} in LORA_PLUGINS_ALLOWED_URIS",
+                    expected=error.expected,
+                    remedy="correct LORA_PLUGINS_ALLOWED_URIS",
+                ) from None
+        return cls(tuple(parsed))
 
     def check(self, text: str) -> SourceUri:
-        """Read a URI that may be fetched.
+        """Read a URI that may be fetched; a Hub URI that is allowed always names a repository.
 
         Raises:
-            InvalidAdapter: it is malformed or not allowed.
+            InvalidAdapter: it is malformed, or not below any of the prefixes.
         """
-        return self._allowed.check(text)
+        uri = SourceUri.parse(text)
+        below = [prefix for prefix in self.prefixes if uri.is_below(prefix)]
+        if not below:
+            raise InvalidAdapter(
+                "a URI that is not allowed",
+                expected="one below a prefix of LORA_PLUGINS_ALLOWED_URIS",
+                remedy="ask for another, or have the server's operator add a prefix",
+            )
+        if uri.revision is not None and is_foreign(uri.revision) and not any(prefix.revision for prefix in below):
+            raise InvalidAdapter(
+                f"the revision '{uri.revision}', which is no branch or tag: anybody can propose one",
+                expected="a branch, a tag, or a commit that one of them reaches",
+                remedy="merge it first, or have the server's operator add this URI to LORA_PLUGINS_ALLOWED_URIS",
+            )
+        if not uri.segments:
+            raise _refused("a URI without a path", "the adapter's directory")
+        return uri
 
-    def at(self, uri: SourceUri) -> tuple[Source, AdapterName]:
-        """The source of a URI that `check` has let through, and the name by which that source knows its adapter.
 
-        Raises:
-            SourceUnavailable: what it takes to ask it is not installed or configured here.
-        """
-        below = [prefix for prefix in self._allowed.prefixes if uri.is_below(prefix)]
-        try:
-            if uri.scheme == "file":
-                root = min(below, key=lambda prefix: len(prefix.segments))
-                source = self._made(("file", root.path), lambda: self._directory(root.path))
-                path = uri.segments[len(root.segments) :]
-            elif uri.scheme == BY_PATH:
-                # Who may make vLLM's own calls may have it read any path, wherever its symlinks lead.
-                source = self._made((BY_PATH, ""), lambda: self._directory("", is_by_path=True))
-                path = uri.segments
-            elif uri.scheme == "hf":
-                # As with names: a repository that moved is followed only where the operator named it.
-                named = any(prefix.segments for prefix in below)
-                pinned = any(prefix.revision is not None for prefix in below)
-                source = self._made(("hf", f"{named} {pinned}"), lambda: self._hub(named=named, pinned=pinned))
-                path = (uri.authority, *uri.segments)
-            else:
-                source = self._made((uri.scheme, uri.authority), lambda: self._objects(uri))
-                path = uri.segments
-        except (InvalidSettings, ImportError) as error:
-            found = error.found if isinstance(error, InvalidSettings) else f"no package for it ({error})"
-            raise SourceUnavailable(
-                f"a {uri.scheme}:// URI that this server cannot ask: {found}",
-                expected=error.expected if isinstance(error, InvalidSettings) else "",
-                remedy=error.remedy if isinstance(error, InvalidSettings) else "install the package named here",
-            ) from error
-        # Not parsed as a name is: the URI's own grammar has judged these segments, and allows more of them.
-        return source, AdapterName("/".join(path), uri.revision)
+def is_foreign(revision: str) -> bool:
+    """Whether a revision's own spelling says that it is neither a branch nor a tag: `refs/pr/7`, `refs/convert/…`."""
+    return revision.startswith("refs/") and not revision.startswith(BRANCHES_AND_TAGS)
 
-    def _made(self, key: tuple[str, str], make: Callable[[], Source]) -> Source:
-        if key not in self._sources:
-            self._sources[key] = make()
-        return self._sources[key]
 
-    def _directory(self, root: str, *, is_by_path: bool = False) -> Source:
-        return FilesystemSource(
-            Path("/" + root),
-            follow_symlinks=is_by_path or self._settings.follow_symlinks,
-            # A policy is of names, and this path is none: where there is one, a link leads to its neighbours only.
-            may_lead=anywhere if is_by_path or self._settings.policy is None else is_neighbour,
-            variable="LORA_PLUGINS_ALLOWED_URIS",
-            timeout_s=self._settings.fetch_timeout_s,
-        )
+def is_repo(text: str) -> bool:
+    """Whether `text` can be a repository with its owner, by the Hub's own rules."""
+    parts = text.split("/")
+    return (
+        len(parts) == 2
+        and all(_REPO_PART.fullmatch(part) is not None for part in parts)
+        and "--" not in text
+        and ".." not in text
+        and not text.endswith(".git")
+    )
 
-    def _hub(self, *, named: bool, pinned: bool) -> Source:
-        from lora_plugins.resolvers.sources.hub.patterns import AnyRepo
-        from lora_plugins.resolvers.sources.hub.source import HubSource
 
-        return HubSource(
-            AnyRepo(explicit=named, is_pinned=pinned),
-            timeout_s=self._settings.fetch_timeout_s,
-            bytes_per_s=self._settings.fetch_rate_bytes,
-        )
+@dataclass(frozen=True, slots=True)
+class AccessPoint:
+    """An access point; `arn` in one of its two spellings, with slashes, and `region` empty for a multi-region one."""
 
-    def _objects(self, uri: SourceUri) -> Source:
-        from lora_plugins.resolvers.sources.object_store.source import object_source
+    arn: str
+    region: str
 
-        settings = replace(self._settings, local_path_template=None)  # that one is for names
-        return object_source(f"{uri.scheme}://{uri.authority}/{{lora_name}}", settings)
+
+def split_access_point(path: str) -> tuple[AccessPoint, str] | None:
+    """The access point that `path` begins with, and what follows the slash behind it; None where the ARN is none."""
+    match = _ARN.fullmatch(path)
+    if match is None:
+        return None
+    is_multi = match["multi"] is not None
+    if bool(match["region"]) == is_multi or bool(match["outposts"]) != bool(match["outpost"]):
+        return None
+    resource = f"accesspoint/{match['name']}{match['multi'] or ''}"
+    if match["outpost"]:
+        resource = f"outpost/{match['outpost']}/{resource}"
+    return AccessPoint(f"{match['place']}:{resource}", match["region"]), match["key"] or ""
+
+
+def access_point_of(uri: str) -> AccessPoint | None:
+    """The access point of an `s3://` URI, if it is not of a bucket."""
+    found = split_access_point(uri.removeprefix("s3://"))
+    return found[0] if found is not None else None
+
+
+def split_bucket(uri: str) -> tuple[str, str]:
+    """The bucket or access point of a well-formed `s3://` URI, and the key."""
+    path = uri.removeprefix("s3://")
+    found = split_access_point(path)
+    if found is not None:
+        return found[0].arn, found[1]
+    bucket, _, key = path.partition("/")
+    return bucket, key
+
+
+def _split_authority(scheme: str, rest: str) -> tuple[str, str]:
+    """What stands in a URI before the path, and the path without its leading slash."""
+    access_point = None
+    if scheme in _S3 and rest.startswith(ARN_PREFIX):
+        access_point = split_access_point(rest)
+        if access_point is None:
+            raise _refused("an ARN that is no access point's", ACCESS_POINT)
+    if "::" in (rest if access_point is None else access_point[1]):
+        raise _refused("a chain of URIs", "one URI")
+    if access_point is not None:
+        return access_point[0].arn, access_point[1]
+    authority, _, path = rest.partition("/")
+    return _authority(scheme, authority), path
+
+
+def _authority(scheme: str, text: str) -> str:
+    if scheme == "file":
+        if text.lower() not in ("", "localhost"):
+            raise _refused("a host in a file URI", "file:///path")
+        return ""
+    if "@" in text and scheme in _NAMED_ACCOUNT:
+        container, _, account = text.partition("@")
+        if _NAME.fullmatch(container) and _NAME.fullmatch(account):
+            return f"{container}@{account.lower()}"
+    if "@" in text:
+        raise _refused("a user name or password in a URI", "credentials in the environment")
+    port = _PORT.fullmatch(text)
+    host, number = (port[1], port[2]) if port is not None and scheme != "hf" else (text, "")
+    if _NAME.fullmatch(host) is None or ".." in host:
+        raise _refused("a malformed bucket, host or owner", "letters, digits, '.', '-' and '_'")
+    if scheme in _DEFAULT_PORTS:
+        host, number = host.lower(), number if number != _DEFAULT_PORTS[scheme] else ""
+    return f"{host}:{number}" if number else host
+
+
+def _hub_uri(org: str, parts: list[str]) -> SourceUri:
+    if org in _NOT_MODELS:
+        raise _refused(f"a URI of the Hub's {org}", "hf://org/repo of a model")
+    if not parts:
+        if not is_repo(f"{org}/any"):
+            raise _refused("an owner that the Hub cannot have", "hf://org/repo")
+        return SourceUri("hf", org, ())
+    repo, at, revision = parts[0].partition("@")
+    if not is_repo(f"{org}/{repo}"):
+        raise _refused("a repository that the Hub cannot have", "hf://org/repo")
+    below = parts[1:]
+    if not at:
+        return SourceUri("hf", org, (repo, *(_segment(part, "hf") for part in below)))
+    if revision == "refs" and len(below) >= 2 and ("refs", below[0]) in _LONG_REVISIONS:
+        revision, below = "/".join((revision, *below[:2])), below[2:]
+    # The Hub's own spelling of a revision with slashes is one segment with %2F in it.
+    pieces = re.sub("%2f", "/", revision, flags=re.IGNORECASE).split("/")
+    return SourceUri(
+        "hf",
+        org,
+        (repo, *(_segment(part, "hf") for part in below)),
+        "/".join(_segment(piece, "hf") for piece in pieces),
+    )
+
+
+def _segment(text: str, scheme: str) -> str:
+    decoded = _decode(text) if scheme in _ENCODED else text
+    if "%" in text and scheme not in _ENCODED:
+        raise _refused("a percent sign in a key", "keys without one")
+    if decoded in ("", ".", ".."):
+        raise _refused("an empty segment" if not decoded else f"the segment '{decoded}'", "names between slashes")
+    if scheme in _DEFAULT_PORTS and _TWICE.search(decoded):
+        raise _refused("percent-encoding inside percent-encoding", "one that is decoded once")
+    if scheme == "hf" and "@" in decoded:
+        raise _refused("more than one '@'", "one revision, behind the repository")
+    if not unicodedata.is_normalized("NFC", decoded) or decoded != decoded.strip(" "):
+        raise _refused("a segment with another spelling", "composed Unicode (NFC), and no space at either end")
+    for character in decoded:
+        if character in "\\/" or (character != " " and unicodedata.category(character)[0] in "CZ"):
+            raise _refused(f"the character U+{ord(character):04X} in a segment", "visible characters, no backslash")
+    return decoded
+
+
+def _decode(text: str) -> str:
+    if _ESCAPE.search(text):
+        raise _refused("a percent sign that encodes nothing", "%25 for a percent sign")
+    for escape in re.findall("%(..)", text):
+        if chr(int(escape, 16)) in _UNRESERVED:
+            raise _refused(f"%{escape}, which needs no encoding", "the character itself")
+    try:
+        return unquote(text, errors="strict")
+    except UnicodeDecodeError:
+        raise _refused("percent-encoding that is not UTF-8", "UTF-8") from None
+
+
+def _refused(found: str, expected: str) -> InvalidAdapter:
+    return InvalidAdapter(found, expected=expected, remedy="correct the URI")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from lora_plugins import testing
 from lora_plugins.absence import Absence
 from lora_plugins.adapter.canonical import canonical_bytes
 from lora_plugins.adapter.config import CONFIG_FILE
@@ -20,44 +19,16 @@ from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.adapter.weight_files import PICKLE_FILES, WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable
-from lora_plugins.resolvers.limits import select_files
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES, RemoteAdapter, Source, VersionChanged
+from lora_plugins.resolvers.versions import select_files
 from lora_plugins.settings import Settings
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store, StoredAdapter
+from lora_plugins.testing import SourceHarness
+from lora_plugins.verification.messages import Found
 from tests.make import BASE, adapter_files, config_bytes, content, sharded, weights
 
 ALL_FILES = (CONFIG_FILE, WEIGHTS_FILE, *PICKLE_FILES)
-
-
-class SourceHarness(ABC):
-    """One place that adapters come from, as a test sets it up; the place exists and is empty at first."""
-
-    # Whether one version stands for everything in the place, as a commit does.
-    commits = False
-
-    @abstractmethod
-    def make_source(self) -> Source:
-        """The source for this place."""
-
-    @abstractmethod
-    def put_adapter(self, name: str, files: Mapping[str, bytes]) -> None:
-        """Add or replace files where the source looks for `name`; `name` may end in `@revision`."""
-
-    @abstractmethod
-    def break_source(self) -> None:
-        """From now on the place does not answer."""
-
-    @abstractmethod
-    def restore_source(self) -> None:
-        """End what `break_source` began; what was put is there again."""
-
-    def asked(self, name: str) -> str:
-        """How a request spells what the contract calls `name`, where the place allows only some names."""
-        return name
-
-    def settle(self) -> None:  # noqa: B027 - most have none
-        """Wait for whatever the source's own threads still do after a fetch has ended."""
 
 
 def locate(source: Source, name: str) -> RemoteAdapter | None:
@@ -87,8 +58,9 @@ def verify(directory: Path, settings: Settings | None = None) -> int:
     return verify_adapter(directory, BASE, settings or Settings()).config.rank
 
 
-def check(directory: Path, settings: Settings | None = None) -> bytes:
-    return canonical_bytes(verify_adapter(directory, BASE, settings or Settings()).config)
+def check(directory: Path, settings: Settings | None = None) -> Found:
+    verified = verify_adapter(directory, BASE, settings or Settings())
+    return Found(verified, canonical_bytes(verified.config))
 
 
 def ranked(rank: int) -> dict[str, bytes]:
@@ -100,8 +72,8 @@ def turned() -> dict[str, bytes]:
     return adapter_files({name: -array for name, array in weights().items()}, lora_alpha=9)
 
 
-class SourceContract:
-    """Subclasses define the fixture `harness`."""
+class SourceContract(testing.SourceContract):
+    """The public contract, and what ours promise besides. Subclasses define the fixture `harness`."""
 
     @pytest.fixture
     def source(self, harness: SourceHarness) -> Source:
@@ -138,34 +110,16 @@ class SourceContract:
         assert found.source == source.label
         assert rank("sql") == 4
 
-    def test_the_label_is_one_word_for_logs_and_metrics(self, source):
-        assert source.label.isidentifier()
-        assert str(source).startswith(f"{source.label} (")
-
-    def test_it_says_whether_asking_costs_a_round_trip(self, source):
-        assert isinstance(source.remote, bool)
-
     def test_an_unknown_name_is_none(self, harness, find):
         harness.put_adapter("sql", adapter_files())
         for name in ("sq", "sqll", "SQL", "sql.", "other", "team/sql", "sql/x", "sql/adapter_config.json"):
             assert find(name) is None, name
 
-    @pytest.fixture
-    def around(self, harness, source):
-        """The absence of a name, as a server and as the command line see it."""
-
-        async def ask(name: str) -> tuple[Absence, Absence]:
-            asked = AdapterName.parse(harness.asked(name))
-            absence = await source.locate(asked, BASE.path)
-            return absence, await source.look_around(asked, BASE.path, absence)
-
-        return lambda name: asyncio.run(ask(name))
-
-    def test_an_absence_names_its_source_and_place(self, harness, source, around):
+    def test_an_absence_names_its_source_and_place(self, harness, source):
         harness.put_adapter("sql", adapter_files())
         for name in ("team/other", "sql@v9"):
-            absence, _ = around(name)
-            assert (absence.source, absence.was_asked, absence.hint) == (source.label, True, "")
+            absence = asyncio.run(source.locate(AdapterName.parse(harness.asked(name)), BASE.path))
+            assert (absence.source, absence.was_asked) == (source.label, True)
             assert all(part in absence.place for part in name.split("@"))
             assert absence.detail
 
@@ -182,35 +136,6 @@ class SourceContract:
         finally:
             harness.restore_source()
         assert "team/sql" in caught.value.place
-
-    def test_a_name_of_another_spelling_is_hinted(self, harness, around):
-        harness.put_adapter("team/sql", adapter_files())
-        for name in ("Team/SQL", "team/sq", "teem/sql"):
-            assert around(name)[1].hint == f"did you mean '{harness.asked('team/sql')}'?"
-        assert around("zebra/poet")[1].hint == ""
-
-    def test_an_adapter_one_level_deeper_is_hinted(self, harness, around):
-        for step in (9, 500):
-            harness.put_adapter(f"sql/checkpoint-{step}", adapter_files())
-        _, absence = around("sql")
-        deeper = harness.asked("sql/checkpoint-500")
-        assert absence.hint == f"the adapter lies one level deeper: did you mean '{deeper}'?"
-
-    def test_a_full_model_is_told_from_an_adapter(self, harness, around):
-        harness.put_adapter("sql", {"config.json": b"{}", "model-00001-of-00002.safetensors": b"", "vocab.txt": b""})
-        _, absence = around("sql")
-        assert absence.detail == "a full model, not an adapter"
-        assert "save_pretrained" in absence.hint
-
-    def test_an_outage_leaves_an_absence_as_it_is(self, harness, source):
-        harness.put_adapter("sql", adapter_files())
-        name = AdapterName.parse(harness.asked("sqll"))
-        absence = asyncio.run(source.locate(name, BASE.path))
-        harness.break_source()
-        try:
-            assert asyncio.run(source.look_around(name, BASE.path, absence)) == absence
-        finally:
-            harness.restore_source()
 
     def test_an_empty_source_has_nothing(self, find):
         assert find("sql") is None
@@ -442,17 +367,6 @@ class SourceContract:
         assert store.layout.digests() == []
         assert leftovers() == []
 
-    def test_an_outage_is_never_none(self, harness, find):
-        harness.put_adapter("sql", adapter_files())
-        harness.break_source()
-        try:
-            for name in ("sql", "other", "team/other", "sql@v2"):
-                with pytest.raises(SourceUnavailable) as caught:
-                    find(name)
-                assert caught.value.remedy, name
-        finally:
-            harness.restore_source()
-
     def test_after_an_outage_it_answers_again(self, harness, find, rank):
         harness.put_adapter("sql", adapter_files())
         harness.break_source()
@@ -477,13 +391,3 @@ class SourceContract:
         finally:
             harness.restore_source()
         assert rank("sql") == 4
-
-    def test_many_may_ask_at_once(self, harness, source):
-        harness.put_adapter("sql", adapter_files())
-
-        async def ask() -> list[RemoteAdapter | Absence]:
-            names = [AdapterName.parse(harness.asked(name)) for name in ("sql", "other") * 20]
-            return await asyncio.gather(*(source.locate(name, BASE.path) for name in names))
-
-        found = asyncio.run(ask())
-        assert [isinstance(item, RemoteAdapter) for item in found] == [True, False] * 20

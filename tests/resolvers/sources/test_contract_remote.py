@@ -14,17 +14,17 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from huggingface_hub.utils import _http as hub_http
 
-from lora_plugins.resolvers.sources.hub import source as hub_module
-from lora_plugins.resolvers.sources.hub.patterns import HubPatterns
-from lora_plugins.resolvers.sources.hub.source import HubSource
-from lora_plugins.resolvers.sources.object_store.fsspec_files import FsspecFiles
-from lora_plugins.resolvers.sources.object_store.source import ObjectSource
+from lora_plugins.resolvers.sources import hub as hub_module
+from lora_plugins.resolvers.sources.fsspec import FsspecFiles
+from lora_plugins.resolvers.sources.hub import HubSource
+from lora_plugins.resolvers.sources.hub_repos import HubPatterns
+from lora_plugins.resolvers.sources.object_store import ObjectSource
 from testbed.hub import Hub, local_hub
 from testbed.proxy import FaultProxy, fault_proxy
 from tests.make import adapter_files
 from tests.resolvers.sources.contract import SourceContract, SourceHarness
-from tests.resolvers.sources.hub.hub_bed import isolate
-from tests.resolvers.sources.object_store.object_bed import LIMITS, Bed, bed, s3, shared_proxy
+from tests.resolvers.sources.hub_bed import isolate
+from tests.resolvers.sources.object_bed import LIMITS, Bed, bed, s3, shared_proxy
 
 _ = (bed, s3, shared_proxy)
 

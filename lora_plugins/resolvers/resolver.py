@@ -1,0 +1,357 @@
+"""From a requested name or URI to a verified adapter in the store: ask the sources, serve what the first one has."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cachetools import TTLCache
+
+from lora_plugins.absence import Absence
+from lora_plugins.adapter.fit import BaseModel
+from lora_plugins.adapter.landing import Model
+from lora_plugins.adapter.names import AdapterName
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable, describing
+from lora_plugins.events import (
+    AbsenceRemembered,
+    AdapterConfirmed,
+    AdapterRejected,
+    AdapterUnknown,
+    Events,
+    LookUpRefused,
+    SourceFailed,
+    StoreDamaged,
+    StoreEvicted,
+)
+from lora_plugins.resolvers.look_ups import LookUpLimits, LookUps, LookUpsBusy
+from lora_plugins.resolvers.single_flight import SingleFlight
+from lora_plugins.resolvers.sources.configured import UriSources
+from lora_plugins.resolvers.sources.source import RemoteAdapter, Source, VersionChanged
+from lora_plugins.resolvers.sources.uri import BY_PATH, SourceUri, is_path
+from lora_plugins.resolvers.versions import Key, ResolvedAdapter, Versions
+from lora_plugins.settings import BaseMatch, Settings
+from lora_plugins.store.store import Store
+
+_REMEMBERED_NAMES = 10_000
+_VERSION_CHANGES = 3
+# For so long a directory of the store that was there is taken to be there. To look lets other threads have the
+# interpreter, and beside a flood of look-ups that costs a hot name a hundred times what its answer does.
+_SEEN_S = 1.0
+_REMOTE_LIMITS = LookUpLimits()
+_LOCAL_LIMITS = replace(_REMOTE_LIMITS, absent_per_s=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Query:
+    """What is asked for: a name, where its sources have it or at a URI; `force_refresh` past what is remembered.
+
+    `holder` gets the lease; None for the name.
+    """
+
+    name: AdapterName
+    uri: SourceUri | None = None
+    force_refresh: bool = False
+    holder: Hashable = None
+
+    @property
+    def key(self) -> Key:
+        return str(self.name), "" if self.uri is None else str(self.uri)
+
+    @property
+    def is_by_path(self) -> bool:
+        return self.uri is not None and self.uri.scheme == BY_PATH
+
+
+@dataclass(frozen=True, slots=True)
+class _Nowhere:
+    """No source has it, and what each has answered."""
+
+    absences: tuple[Absence, ...]
+
+
+class AdapterResolver:
+    """Answers names and URIs with verified adapters in the store; it has one server's sources, in their order.
+
+    The first source that has the name decides. One that is unavailable does not hide a later one; if no later one has
+    the name either, its error is raised, because "no such adapter" would be a guess.
+
+    Remembered, each in bounded memory: what remote sources answered for a name (that it is absent, for `absent_ttl_s`;
+    where it is, for `revalidate_s`), and versions that were refused. Requests for one name at one time share one
+    answer. The same name by URI is another matter: of all this, the two share only the store.
+
+    A version that is returned is leased until every name that it was returned for has been released.
+
+    Attributes:
+        base: what is served, set once the server is made.
+        on_abandoned: called with a version whose callers were all cancelled before they had it; it is leased.
+        principal: who the running request comes from, by which those that look up new names take turns.
+        describe_model: asks the engine for its model's modules, once; None answers where LoRA is off.
+
+    Raises:
+        InvalidSettings: a prefix of `LORA_PLUGINS_ALLOWED_URIS` that cannot be right.
+    """
+
+    def __init__(self, settings: Settings, events: Events, store: Store, sources: Sequence[Source] = ()) -> None:
+        self.settings = settings
+        self.events = events
+        self.store = store
+        store.on_evict = lambda digest, size_bytes: events.emit(StoreEvicted(digest, size_bytes))
+        store.on_damage = lambda digest: events.emit(StoreDamaged(digest))
+        self.sources = list(sources)
+        self.base: BaseModel | None = None
+        self.principal: Callable[[], Hashable] = lambda: None
+        self.describe_model: Callable[[], Awaitable[Model | None]] | None = None
+        self._describing = asyncio.Lock()
+        self._by_uri = UriSources(settings)
+        self._versions = Versions(settings, events, store)
+        self._absent: TTLCache[tuple[str, Key], Absence] = TTLCache(_REMEMBERED_NAMES, settings.absent_ttl_s)
+        self._fresh: TTLCache[Key, ResolvedAdapter] = TTLCache(_REMEMBERED_NAMES, settings.revalidate_s)
+        self._flights: SingleFlight[Hashable, ResolvedAdapter | None] = SingleFlight(self._nobody_waits)
+        self.on_abandoned: Callable[[ResolvedAdapter], None] = lambda _: None
+        self._seen: TTLCache[Path, bool] = TTLCache(_REMEMBERED_NAMES, _SEEN_S)
+        self._look_ups: dict[str, LookUps] = {}  # by the source's label
+
+    def add(self, source: Source) -> None:
+        """Ask this source too, in the place that the settings give it; a second one of its label changes nothing."""
+        if any(known.label == source.label for known in self.sources):
+            return
+        order = self.settings.sources
+        self.sources.append(source)
+        self.sources.sort(key=lambda item: order.index(item.label) if item.label in order else len(order))
+
+    async def resolve(self, text: str, base_path: str) -> ResolvedAdapter | None:
+        """Find, fetch and verify the adapter called `text`; None where every source says that there is none.
+
+        `base_path` is the served model's path or Hub id; it stands in for the base model until `self.base` is set.
+
+        Raises:
+            LoRAPluginsError: it is there but cannot be served, or a source is unavailable.
+        """
+        try:
+            name = AdapterName.parse(text)
+        except AdapterNotFound as error:
+            self.events.emit(AdapterUnknown(text, error.found))
+            return None
+        return await self._answer(_Query(name), base_path)
+
+    async def resolve_uri(self, name: str, uri: str, base_path: str) -> ResolvedAdapter:
+        """Fetch and verify the adapter at `uri`, to be served as `name`.
+
+        Raises:
+            InvalidAdapter: the name or URI is malformed, or the URI not allowed; nothing was asked then.
+            AdapterNotFound: there is none.
+            LoRAPluginsError: it is there but cannot be served, or the source is unavailable.
+        """
+        resolved = await self._answer(self._uri_query(name, uri), base_path)
+        if resolved is None:
+            raise AdapterNotFound(
+                "no adapter at this URI",
+                expected="a directory with adapter_config.json and its weights",
+                remedy="correct the URI, or put the adapter there",
+                adapter=name,
+            )
+        return resolved
+
+    async def snapshot(self, name: str, path: str, base_path: str, holder: Hashable = None) -> ResolvedAdapter | None:
+        """The adapter in a directory as it is now, copied and verified, for a call of vLLM's own that names its path.
+
+        No prefix need allow it, and `name` may be any text. None where no adapter is there. Its lease is `holder`'s,
+        where one is given.
+
+        Raises:
+            LoRAPluginsError: it cannot be served, or the file system does not answer.
+        """
+        if "\0" in path:
+            return None
+        query = _Query(AdapterName(name), SourceUri.of_path(path), force_refresh=True, holder=holder)
+        # Not shared with who came earlier: the files may have changed since.
+        return await self._flights.run((query, object()), lambda: self._resolve(query, base_path))
+
+    async def latest(self, name: str, uri: str | None, base_path: str) -> ResolvedAdapter | None:
+        """What is now the newest version of what `resolve` (or, with `uri`, `resolve_uri`) once returned.
+
+        In the place of a URI it takes the path of a `snapshot`.
+
+        The source is asked whatever it said a moment ago, and a version that is not in the store yet is fetched and
+        verified. None where no source has the adapter any more. An earlier version that is in use stays leased.
+
+        Raises:
+            LoRAPluginsError: there is another version that cannot be served, or the source is unavailable. A later
+                source does not stand in for the one that the adapter last came from.
+        """
+        if is_path(uri):
+            return await self.snapshot(name, uri, base_path)
+        try:
+            query = self._uri_query(name, uri) if uri is not None else _Query(AdapterName.parse(name))
+        except AdapterNotFound:
+            return None
+        return await self._share(replace(query, force_refresh=True), base_path)
+
+    async def of_digest(self, name: str, digest_prefix: str, *, of_any_name: bool = False) -> ResolvedAdapter | None:
+        """A version that the store still has, verified and leased for `name`; no source is asked.
+
+        Only versions that came from where this process has found `name` count, so that a name cannot reach what is
+        another's; with `of_any_name`, for a caller that knows all 64 characters of the digest, all do. None where no
+        version or more than one matches, or the prefix is shorter than 8 characters.
+
+        Raises:
+            LoRAPluginsError: it does not fit the served model.
+        """
+        with describing(adapter=name):
+            base = await self._described_base()
+            return await self._versions.of_digest(name, digest_prefix, base, of_any_name=of_any_name)
+
+    def served(self, name: str) -> ResolvedAdapter | None:
+        """What a name was resolved to last, by itself and not by a URI; it may have left the store since."""
+        return self._versions.served((name, ""))
+
+    def _uri_query(self, name: str, uri: str) -> _Query:
+        with describing(adapter=name):
+            checked = self._by_uri.check(uri)
+            try:
+                return _Query(AdapterName.parse(name), checked)
+            except AdapterNotFound as error:
+                raise InvalidAdapter(error.found, expected=error.expected, remedy="choose another name") from None
+
+    async def _answer(self, query: _Query, base_path: str) -> ResolvedAdapter | None:
+        fresh = self._fresh.get(query.key)
+        if fresh is not None and self._is_there(fresh):
+            self.events.emit(AdapterConfirmed(fresh.name, fresh.source))
+            return fresh
+        return await self._share(query, base_path)
+
+    def _is_there(self, resolved: ResolvedAdapter) -> bool:
+        """Whether it is leased, and was in the store a second ago."""
+        if resolved.path in self._seen:
+            return self._versions.is_leased(resolved)
+        is_there = self._versions.is_leased(resolved) and self.store.has(resolved.path)
+        if is_there:
+            self._seen[resolved.path] = True
+        return is_there
+
+    def _nobody_waits(self, resolved: ResolvedAdapter | None) -> None:
+        if resolved is not None:
+            if resolved.holder is None:
+                self.on_abandoned(resolved)
+            else:
+                self.store.release(resolved.holder, resolved.path)
+
+    async def _share(self, query: _Query, base_path: str) -> ResolvedAdapter | None:
+        return await self._flights.run(query, lambda: self._resolve(query, base_path))
+
+    async def _resolve(self, query: _Query, base_path: str) -> ResolvedAdapter | None:
+        name = str(query.name)
+        for attempt in range(1, _VERSION_CHANGES + 1):
+            started = time.perf_counter()
+            with describing(adapter=name):
+                found = await self._locate(query, base_path)
+            if isinstance(found, _Nowhere):
+                self._fresh.pop(query.key, None)
+                if not query.is_by_path:  # else it may be a Hub id, which vLLM looks up
+                    self.events.emit(AdapterUnknown(name, absences=found.absences))
+                return None
+            source, adapter = found
+            locate_s = time.perf_counter() - started
+            try:
+                with describing(adapter=name):
+                    base = await self._described_base() or BaseModel(base_path, aliases=self.settings.base_aliases)
+                    # By path, and without the engine's modules, only the workers can compare it.
+                    is_compared = base.model is not None or self.settings.base_match is BaseMatch.STRICT
+                    compared = base if is_compared or not query.is_by_path else None
+                    served = await self._versions.serve(
+                        query.key, source, adapter, compared, locate_s, holder=query.holder
+                    )
+            except LoRAPluginsError as error:
+                if isinstance(error, VersionChanged) and attempt < _VERSION_CHANGES:
+                    continue
+                self._report(name, source, error)
+                raise
+            if source.remote:
+                self._fresh[query.key] = served
+            return served
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _described_base(self) -> BaseModel | None:
+        """The served model with its modules, which only a running engine can say; asked for at the first use."""
+        async with self._describing:
+            if self.base is None or self.base.model is not None or self.describe_model is None:
+                return self.base
+            try:
+                model = await self.describe_model()
+            except Exception as error:
+                raise SourceUnavailable(
+                    f"no answer of the engine to which modules its model has ({type(error).__name__}: {error})",
+                    expected="an engine that runs",
+                    remedy="see the server's log",
+                ) from error
+            self.base = replace(self.base, model=model)
+            if model is None:
+                self.describe_model = None
+            return self.base
+
+    async def _locate(self, query: _Query, base_path: str) -> tuple[Source, RemoteAdapter] | _Nowhere:
+        """The first source that has it, and the adapter there."""
+        absences: list[Absence] = []
+        unavailable: SourceUnavailable | None = None
+        for source, name in self._places(query):
+            key = (source.label, query.key)
+            remembered = self._absent.get(key)
+            if remembered is not None and not query.force_refresh:
+                self.events.emit(AbsenceRemembered(str(query.name), source.label))
+                absences.append(remembered)
+                continue
+
+            try:
+                with describing(adapter=str(query.name)):
+                    answer = await self._ask(source, name, query, base_path)
+            except LookUpsBusy as error:
+                # No later source is asked: which one has the name is not for a flood to decide.
+                self.events.emit(LookUpRefused(str(query.name), source.label, error))
+                raise
+            except LoRAPluginsError as error:
+                self._report(str(query.name), source, error)
+                if not isinstance(error, SourceUnavailable) or (query.force_refresh and self._came_from(source, query)):
+                    raise
+                unavailable = unavailable or error
+            else:
+                if not isinstance(answer, Absence):
+                    self._absent.pop(key, None)
+                    return source, answer
+                absences.append(answer)
+                if source.remote:
+                    self._absent[key] = replace(answer, is_remembered=True)
+        if unavailable is not None:
+            raise unavailable
+        return _Nowhere(tuple(absences))
+
+    async def _ask(self, source: Source, name: AdapterName, query: _Query, base_path: str) -> RemoteAdapter | Absence:
+        """What the source answers once it is this name's turn."""
+        is_known = query.uri is not None or query.force_refresh or self._versions.served(query.key) is not None
+        return await self._look_ups_at(source).run(
+            lambda: source.locate(name, base_path), is_known=is_known, principal=self.principal()
+        )
+
+    def _look_ups_at(self, source: Source) -> LookUps:
+        """Each source has its own: one that does not answer keeps nobody from the others."""
+        found = self._look_ups.get(source.label)
+        if found is None:
+            limits = _REMOTE_LIMITS if source.remote else _LOCAL_LIMITS
+            found = self._look_ups[source.label] = LookUps(limits)
+        return found
+
+    def _places(self, query: _Query) -> Iterable[tuple[Source, AdapterName]]:
+        """The sources to ask, with the name by which each knows the adapter."""
+        if query.uri is not None:
+            return [self._by_uri.at(query.uri)]
+        return [(source, query.name) for source in self.sources]
+
+    def _came_from(self, source: Source, query: _Query) -> bool:
+        served = self._versions.served(query.key)
+        return served is not None and served.source == source.label
+
+    def _report(self, name: str, source: Source, error: LoRAPluginsError) -> None:
+        kind = SourceFailed if isinstance(error, SourceUnavailable) else AdapterRejected
+        self.events.emit(kind(name, source.label, error))

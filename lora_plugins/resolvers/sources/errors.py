@@ -1,0 +1,266 @@
+"""Why a remote source has no answer: what its client library raises, mapped once to this package's errors.
+
+`diagnose` knows botocore, aiobotocore, s3fs, aiohttp and fsspec; the Hub's libraries have `hub_errors.py`.
+A test fails on an exception type of theirs that has no kind. Unknown failures are never retried and never taken for
+"no such adapter".
+
+Our texts name the kind of failure, the HTTP status and the store's error code, never its message or address, and are
+raised `from None`: those may carry a signed URL.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable
+from lora_plugins.resolvers.sources.source import VersionChanged
+
+_MAX_WAIT_S = 30.0
+
+
+class FailureKind(Enum):
+    """A kind of failure: what was found (`{source}` is the kind of source), what to do, and whether to retry."""
+
+    MISSING = ("no such object", "upload the adapter again", False)
+    NO_BUCKET = ("no such bucket", "create the bucket or correct the URL template", False)
+    CHANGED = ("an object that changed meanwhile", "ask again", False)
+    HIDDEN = ("a repository that is missing or private", "check its name", False)
+    GATED = ("a gated repository", "accept its terms on its page on the Hub", False)
+    OFFLINE = ("offline mode", "unset HF_HUB_OFFLINE, or run 'hf download' where there is a network", False)
+    DENIED = ("{source} that denies access", "grant the credentials the right to list and read", False)
+    EXPIRED = ("credentials that have expired", "renew the credentials", False)
+    NO_CREDENTIALS = ("no usable credentials", "provide credentials to the server, or set anonymous access", False)
+    BAD_REQUEST = ("a request that cannot be made", "check endpoint, region and client configuration", False)
+    REFUSED = ("{source} that refuses the request", "check endpoint, region and bucket", False)
+    TLS = ("a TLS connection that cannot be trusted", "check the endpoint's certificate and the CA bundle", False)
+    BUSY = ("{source} that asks to slow down", "ask again later", True)
+    SERVER = ("{source} that fails", "ask again later; look at its health", True)
+    TIMEOUT = ("{source} that does not answer in time", "check the network and the endpoint", True)
+    UNREACHABLE = ("{source} that cannot be reached", "check the network and the endpoint", True)
+    BROKEN_ANSWER = ("an answer that broke off or is malformed", "check endpoint, proxies and firewalls", True)
+    UNKNOWN = ("an unexpected failure of the client of {source}", "look at the server's log", False)
+
+    def __init__(self, found: str, remedy: str, is_retryable: bool) -> None:
+        self.found = found
+        self.remedy = remedy
+        self.is_retryable = is_retryable
+
+
+class RemoteFailure(SourceUnavailable):
+    """A remote source did not answer; asking again at once would not help."""
+
+    kind = FailureKind.UNKNOWN
+
+
+class Transient(RemoteFailure):
+    """A failure that may pass by itself; `wait_s` is how long the source asks us to wait, where it does."""
+
+    wait_s: float | None = None
+
+
+class BrokenAnswer(Exception):
+    """A body, header or file that is not what was asked for: short, long, of another range, or damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What is wrong; `detail` is the HTTP status or exception type that shows it."""
+
+    kind: FailureKind
+    detail: str = ""
+    retry_after_s: float | None = None
+
+    def as_error(
+        self, source: str, *, found: str = "", expected: str = "the adapter's files", remedy: str = "", file: str = ""
+    ) -> LoRAPluginsError:
+        """Our error: AdapterNotFound, VersionChanged, or a RemoteFailure, which is Transient where retries may help.
+
+        `found` and `remedy` take the place of what the kind says.
+        """
+        kind = self.kind
+        text = found or kind.found.format(source=source)
+        text = f"{text} ({self.detail})" if self.detail else text
+        remedy = remedy or kind.remedy
+        if kind is FailureKind.MISSING:
+            return AdapterNotFound(text, expected=expected, remedy=remedy, file=file)
+        if kind is FailureKind.CHANGED:
+            return VersionChanged(text, expected=expected, remedy=remedy, file=file)
+        error_type = Transient if kind.is_retryable else RemoteFailure
+        error = error_type(text, expected=expected, remedy=remedy, file=file)
+        error.kind = kind
+        if isinstance(error, Transient) and self.retry_after_s:
+            error.wait_s = min(self.retry_after_s, _MAX_WAIT_S)
+        return error
+
+
+def table_of(kinds: Mapping[FailureKind, str]) -> Mapping[str, FailureKind]:
+    """A table for `kind_of`, of the classes of each kind; so no library is imported to recognise an error of it."""
+    return {name: kind for kind, names in kinds.items() for name in names.split()}
+
+
+_STANDARD = table_of(
+    {
+        FailureKind.BROKEN_ANSWER: "lora_plugins.BrokenAnswer builtins.EOFError",
+        FailureKind.TLS: "ssl.SSLCertVerificationError ssl.SSLError",
+        FailureKind.UNREACHABLE: "ssl.SSLZeroReturnError ssl.SSLEOFError builtins.OSError",
+        FailureKind.TIMEOUT: "builtins.TimeoutError",
+        FailureKind.MISSING: "builtins.FileNotFoundError",
+        FailureKind.DENIED: "builtins.PermissionError",
+    }
+)
+
+
+def kind_of(error_type: type[BaseException], table: Mapping[str, FailureKind]) -> FailureKind | None:
+    """What an exception type means where an instance says nothing better; None where that is not known.
+
+    `table` has classes as `package.Class`, the package being the outermost one; the most derived class counts.
+    """
+    for cls in error_type.__mro__:
+        name = f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}"
+        kind = table.get(name) or _STANDARD.get(name)
+        if kind is not None:
+            return kind
+    return None
+
+
+def kind_of_status(status: int) -> FailureKind:
+    """What an HTTP status means that is not the one asked for."""
+    if status in (401, 403, 407):
+        return FailureKind.DENIED
+    if status in (404, 410):
+        return FailureKind.MISSING
+    if status in (412, 416):
+        return FailureKind.CHANGED
+    if status in (429, 503):
+        return FailureKind.BUSY
+    if status in (408, 504):
+        return FailureKind.TIMEOUT
+    if status in (409, 425) or (status >= 500 and status != 501):
+        return FailureKind.SERVER
+    if status < 300:  # a success that is not the one asked for: the whole object in place of a range
+        return FailureKind.BROKEN_ANSWER
+    return FailureKind.REFUSED
+
+
+def retry_after(value: str | None) -> float | None:
+    """A `Retry-After` header's seconds; its rarer form, a date, counts as none."""
+    return float(value) if value is not None and value.isascii() and value.isdigit() else None
+
+
+class HttpStatus(Exception):
+    """An HTTP answer that is not the one asked for; `error_code` is what S3's XML says, where there is some."""
+
+    def __init__(self, status: int, error_code: str = "", retry_after_s: float | None = None) -> None:
+        super().__init__(f"HTTP {status} {error_code}".strip())
+        self.status = status
+        self.error_code = error_code
+        self.retry_after_s = retry_after_s
+
+
+class ObjectChanged(Exception):
+    """An answer that belongs to another version of the object."""
+
+
+# What S3's own error codes mean, where the status says less.
+_BY_CODE = {
+    **dict.fromkeys(
+        ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"), FailureKind.EXPIRED
+    ),
+    "NoSuchBucket": FailureKind.NO_BUCKET,
+    **dict.fromkeys(
+        ("SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests"), FailureKind.BUSY
+    ),
+    **dict.fromkeys(
+        ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "RequestTimeTooSkewed"), FailureKind.DENIED
+    ),
+    **dict.fromkeys(("NoSuchKey", "NoSuchVersion", "NotFound"), FailureKind.MISSING),
+    "RequestTimeout": FailureKind.TIMEOUT,
+}
+_TABLE = table_of(
+    {
+        FailureKind.CHANGED: "lora_plugins.ObjectChanged",
+        FailureKind.UNREACHABLE: """
+            botocore.ConnectionError botocore.HTTPClientError
+            aiohttp.ClientConnectionError
+            """,
+        FailureKind.TIMEOUT: """
+            botocore.ConnectTimeoutError botocore.ReadTimeoutError
+            aiohttp.ServerTimeoutError fsspec.FSTimeoutError
+            """,
+        FailureKind.TLS: "botocore.SSLError aiohttp.ClientSSLError aiohttp.ServerFingerprintMismatch",
+        FailureKind.BROKEN_ANSWER: """
+            botocore.IncompleteReadError botocore.ResponseStreamingError botocore.ChecksumError
+            botocore.FlexibleChecksumError botocore.EventStreamError botocore.ResponseParserError
+            aiohttp.ClientError aiohttp.HttpProcessingError http.HTTPException xml.ParseError
+            """,
+        FailureKind.NO_CREDENTIALS: """
+            botocore.NoCredentialsError botocore.NoAuthTokenError botocore.PartialCredentialsError
+            botocore.CredentialRetrievalError botocore.TokenRetrievalError botocore.SSOTokenLoadError
+            botocore.MetadataRetrievalError google.GoogleAuthError
+            """,
+        FailureKind.EXPIRED: "botocore.UnauthorizedSSOTokenError botocore.RefreshWithMFAUnsupportedError",
+        FailureKind.BAD_REQUEST: """
+            botocore.BotoCoreError botocore.MissingServiceIdError botocore.UndefinedModelAttributeError
+            urllib3.LocationParseError aiohttp.InvalidURL fsspec.BlocksizeMismatchError
+            """,
+        # Where the answer that they carry says nothing better.
+        FailureKind.REFUSED: """
+            lora_plugins.HttpStatus botocore.ClientError aiohttp.ClientResponseError gcsfs.HttpError azure.AzureError
+            """,
+    }
+)
+_PERMANENT_OS_ERRORS = frozenset({errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.ENAMETOOLONG})
+
+
+def kind_of_type(error_type: type[BaseException]) -> FailureKind | None:
+    """What an exception type means where an instance of it says nothing better; None where that is not known."""
+    return kind_of(error_type, _TABLE)
+
+
+def diagnose(error: BaseException) -> Failure:
+    """Say what is wrong; anything unknown is not worth a retry, and never "no such object"."""
+    cause = error.__cause__
+    # s3fs translates botocore's errors, and fsspec's HTTP says FileNotFoundError of any: the cause knows better.
+    if cause is not None and isinstance(error, OSError) and not isinstance(cause, FileNotFoundError):
+        found = diagnose(cause)
+        if found.kind is not FailureKind.UNKNOWN:
+            return found
+    name = type(error).__name__
+    answer = _answer_of(error)
+    if answer is not None:
+        status, code, retry_after_s = answer
+        detail = f"HTTP {status} {code}" if code and code != str(status) else f"HTTP {status}"
+        return Failure(_BY_CODE.get(code) or kind_of_status(status), detail, retry_after_s)
+    kind = kind_of_type(type(error)) or FailureKind.UNKNOWN
+    if isinstance(error, OSError) and kind is FailureKind.UNREACHABLE and error.errno in _PERMANENT_OS_ERRORS:
+        kind = FailureKind.BAD_REQUEST
+    return Failure(kind, name)
+
+
+def map_error(error: BaseException, *, file: str = "") -> LoRAPluginsError:
+    """Our error for any of theirs: AdapterNotFound, VersionChanged or a RemoteFailure."""
+    if isinstance(error, LoRAPluginsError):
+        return error
+    return diagnose(error).as_error("an object store", file=file)
+
+
+def _answer_of(error: BaseException) -> tuple[int, str, float | None] | None:
+    """The HTTP status, S3's error code and Retry-After of an error that carries an answer."""
+    if isinstance(error, HttpStatus):
+        return error.status, error.error_code, error.retry_after_s
+    response: Any = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore's ClientError
+        meta = response.get("ResponseMetadata", {})
+        code = str(response.get("Error", {}).get("Code", ""))
+        status = meta.get("HTTPStatusCode") or (int(code) if code.isascii() and code.isdigit() else 400)
+        return int(status), code, retry_after(meta.get("HTTPHeaders", {}).get("retry-after"))
+    for attribute in ("status", "status_code", "code"):  # aiohttp; azure; gcsfs
+        status = getattr(error, attribute, None)
+        if isinstance(status, int) and 300 <= status < 600:
+            headers: Any = getattr(error, "headers", None) or {}
+            return status, "", retry_after(headers.get("Retry-After"))
+    return None

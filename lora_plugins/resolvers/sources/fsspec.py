@@ -1,0 +1,344 @@
+"""Any fsspec file system for `object_store.py`: `gs://`, `abfs://`, `http(s)://`, `memory://` and the others.
+
+Files are asked for one by one (`info`), never by a pattern. HTTP bodies are streamed to disk with `If-Match`; of other
+file systems ranges are read whole, in pieces of `PIECE_BYTES`, and what was located is compared once more at the end.
+
+Redirects are followed inside one origin only. An operator has named that one; what it redirects to could be a machine
+that only this server reaches, and would get the headers that were meant for the origin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from functools import cache
+from http import HTTPStatus
+from typing import Any
+
+import fsspec
+from fsspec.asyn import AsyncFileSystem, get_loop
+from fsspec.config import conf
+
+from lora_plugins.adapter.weight_files import INDEX_FILE, check_index_size, shards_of
+from lora_plugins.errors import InvalidSettings, SourceUnavailable
+from lora_plugins.resolvers.sources.errors import (
+    BrokenAnswer,
+    FailureKind,
+    HttpStatus,
+    ObjectChanged,
+    diagnose,
+    retry_after,
+)
+from lora_plugins.resolvers.sources.ranges import RangeReader
+from lora_plugins.resolvers.sources.source import ADAPTER_FILES, SourceFile, needs_shards
+
+PIECE_BYTES = 2 << 20
+BUFFER_BYTES = 256 << 10
+_PIECE_TIMEOUT_S = 60.0
+_LISTED_AT_ONCE = 16  # folders
+# What file systems call the identity of an object's bytes, best first.
+_IDENTITIES = (
+    *("ETag", "etag", "e_tag", "generation", "md5Hash", "md5", "content_md5", "checksum"),
+    *("LastModified", "Last-Modified", "last_modified", "mtime", "updated", "modified", "created"),
+)
+
+
+class FsspecFiles:
+    """Lists and reads adapters through one fsspec file system; every method runs on fsspec's loop.
+
+    Raises:
+        InvalidSettings: fsspec knows no such protocol, or its package is not installed.
+    """
+
+    def __init__(self, protocol: str, storage_options: Mapping[str, Any]) -> None:
+        check_protocol(protocol)
+        self._web = protocol in ("http", "https")
+        # ETags are compared with every answer on the web; elsewhere a change is only seen by looking again.
+        self.rechecks = not self._web
+        self._protocol = protocol
+        self._options = {"use_listings_cache": False, **storage_options}
+        if self._web:
+            self._options.setdefault("encoded", True)  # URLs are quoted once, by the template
+            of_operator = self._options.get("client_kwargs") or conf.get(protocol, {}).get("client_kwargs", {})
+            self._options["client_kwargs"] = client_options(of_operator)
+        self._filesystem: Any = None
+        self.endpoint = ""  # the URL says it
+
+    async def find(self, uri: str) -> list[SourceFile]:
+        """The adapter files directly below `uri`."""
+        found = await self._describe_all(uri, ADAPTER_FILES)
+        if needs_shards([file.name for file in found]):
+            (index,) = (file for file in found if file.name == INDEX_FILE)
+            found += await self._describe_all(uri, shards_of(await self._read(uri, index)))
+        return found
+
+    async def _entries(self, uri: str) -> list[str]:
+        """The names directly below `uri`, folders with a slash at the end."""
+        filesystem = self._open()
+        path = str(filesystem._strip_protocol(uri))  # noqa: SLF001 - see `_path`
+        try:
+            if isinstance(filesystem, AsyncFileSystem):
+                found = await filesystem._ls(path, detail=True)  # noqa: SLF001 - see `_describe`
+            else:
+                found = await asyncio.to_thread(filesystem.ls, path, detail=True)
+        except FileNotFoundError:
+            return []
+        named = [(str(item["name"]).rstrip("/"), item.get("type")) for item in found]
+        return [
+            name.rpartition("/")[2] + ("/" if kind == "directory" else "")
+            for name, kind in named
+            if name != path.rstrip("/")  # some list an object that stands for the folder
+        ]
+
+    async def list_below(self, uri: str) -> list[str]:
+        """The URIs of all files below `uri`, folder by folder: fsspec's `find` leaves out what it cannot list."""
+        found: list[str] = []
+        folders = [uri]
+        while folders:
+            asked, folders = folders[:_LISTED_AT_ONCE], folders[_LISTED_AT_ONCE:]
+            for folder, entries in zip(asked, await asyncio.gather(*map(self._entries, asked)), strict=True):
+                found += (f"{folder}/{entry}" for entry in entries if not entry.endswith("/"))
+                folders += (f"{folder}/{entry[:-1]}" for entry in entries if entry.endswith("/"))
+        return found
+
+    async def _describe_all(self, uri: str, names: Iterable[str]) -> list[SourceFile]:
+        found = await asyncio.gather(*(self._describe(uri, name) for name in names))
+        return [file for file in found if file is not None]
+
+    async def _read(self, uri: str, file: SourceFile) -> bytes:
+        """An index, and no more of it than it was said to have."""
+        check_index_size(file.size_bytes)
+        filesystem = self._open()
+        end = file.size_bytes
+        if self._web:
+            data = bytearray()
+            await _WebReader(filesystem, uri).stream(file, 0, end, data.extend)
+            return bytes(data)
+        path = _path(filesystem, uri, file.name)
+        if isinstance(filesystem, AsyncFileSystem):
+            return bytes(await filesystem._cat_file(path, start=0, end=end))  # noqa: SLF001 - see `_describe`
+        return bytes(await asyncio.to_thread(filesystem.cat_file, path, start=0, end=end))
+
+    async def reader(self, uri: str) -> RangeReader:
+        """A reader of the files below `uri`."""
+        filesystem = self._open()
+        return _WebReader(filesystem, uri) if self._web else _PieceReader(filesystem, uri)
+
+    def _open(self) -> Any:
+        if self._filesystem is None:
+            self._filesystem = fsspec.filesystem(self._protocol, **self._options)
+        return self._filesystem
+
+    async def _describe(self, uri: str, name: str) -> SourceFile | None:
+        filesystem = self._open()
+        path = _path(filesystem, uri, name)
+        try:
+            if isinstance(filesystem, AsyncFileSystem):
+                info = await filesystem._info(path)  # noqa: SLF001 - what fsspec documents for callers on its loop
+            else:
+                info = await asyncio.to_thread(filesystem.info, path)
+        except Exception as error:
+            if diagnose(error).kind is FailureKind.MISSING:
+                return None
+            raise
+        if info.get("type", "file") != "file":
+            return None
+        size_bytes = info.get("size")
+        identity = next((str(info[key]) for key in _IDENTITIES if info.get(key)), "")
+        if size_bytes is None or not identity:
+            raise SourceUnavailable(
+                "an answer without " + ("a size" if size_bytes is None else "an ETag or a time of change"),
+                expected="both, to tell one version of an adapter from the next",
+                remedy="serve adapters from a server that says them",
+                file=name,
+            )
+        return SourceFile(name, int(size_bytes), identity)
+
+
+def check_protocol(protocol: str) -> None:
+    """Raise InvalidSettings where fsspec cannot serve `protocol`."""
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except (ValueError, ImportError) as error:
+        raise InvalidSettings(
+            f"the protocol {protocol}:// without an installed file system",
+            expected="a protocol of fsspec",
+            remedy="pip install 'lora-plugins[s3]'"
+            if protocol == "s3"
+            else "install the package that fsspec needs for it, such as gcsfs",
+        ) from error
+
+
+def _path(filesystem: Any, uri: str, name: str) -> str:
+    return str(filesystem._strip_protocol(f"{uri}/{name}"))  # noqa: SLF001 - every file system has it
+
+
+class LoopReader:
+    """Runs coroutines on the file system's loop for threads that wait."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._running: set[concurrent.futures.Future[Any]] = set()
+        self._stopped = False
+
+    def has_md5_etag(self, name: str) -> bool:  # noqa: ARG002 - only S3 says so
+        """No file system but S3 promises it."""
+        return False
+
+    def is_exact(self, file: SourceFile) -> bool:
+        """Whether every range was asked for under the condition of a strong ETag."""
+        return file.etag.startswith('"')
+
+    def read(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
+        """See `RangeReader`."""
+        self._run(self.stream(file, start, end, write), None)
+
+    async def stream(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
+        """As `read`, for callers on the file system's loop."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Cancel what runs."""
+        self._stopped = True
+        for future in list(self._running):
+            future.cancel()
+
+    def _run(self, work: Coroutine[Any, Any, Any], timeout_s: float | None) -> Any:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._running.add(future)
+        try:
+            if self._stopped:
+                future.cancel()
+            return future.result(timeout_s)
+        except concurrent.futures.CancelledError:
+            raise ConnectionAbortedError from None
+        finally:
+            future.cancel()  # where the wait timed out
+            self._running.discard(future)
+
+
+async def write_range(
+    file: SourceFile,
+    start: int,
+    end: int,
+    write: Callable[[memoryview], None],
+    *,
+    status: int,
+    content_range: str | None,
+    pieces: AsyncIterator[bytes],
+) -> None:
+    """Hand an answer's body to `write`.
+
+    Raises:
+        BrokenAnswer: it is not exactly this range.
+    """
+    if status == HTTPStatus.OK and (start, end) != (0, file.size_bytes):
+        raise BrokenAnswer("the whole object in place of a range")
+    if status == HTTPStatus.PARTIAL_CONTENT and content_range != f"bytes {start}-{end - 1}/{file.size_bytes}":
+        raise BrokenAnswer("another range")
+    async for piece in pieces:
+        if len(piece) > end - start:
+            raise BrokenAnswer("a long body")
+        write(memoryview(piece))
+        start += len(piece)
+    if start != end:
+        raise BrokenAnswer("a short body")
+
+
+class _PieceReader(LoopReader):
+    """Ranges by `cat_file`, a piece in memory at a time."""
+
+    def __init__(self, filesystem: Any, uri: str) -> None:
+        super().__init__(get_loop())
+        self._filesystem = filesystem
+        self._uri = uri
+
+    def is_exact(self, file: SourceFile) -> bool:  # noqa: ARG002 - there are no conditions
+        """No: that a file has not changed is seen by looking again at the end."""
+        return False
+
+    def read(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
+        """See `RangeReader`."""
+        path = _path(self._filesystem, self._uri, file.name)
+        while start < end:
+            upto = min(end, start + PIECE_BYTES)
+            if self._stopped:
+                raise ConnectionAbortedError
+            if isinstance(self._filesystem, AsyncFileSystem):
+                work = self._filesystem._cat_file(path, start=start, end=upto)  # noqa: SLF001 - see above
+                data = self._run(work, _PIECE_TIMEOUT_S)
+            else:
+                data = self._filesystem.cat_file(path, start=start, end=upto)
+            if len(data) != upto - start:
+                raise BrokenAnswer("a piece of another length")
+            write(memoryview(data))
+            start = upto
+
+
+class _WebReader(LoopReader):
+    """Ranges over fsspec's own aiohttp session, with its headers and logins, streamed."""
+
+    def __init__(self, filesystem: Any, uri: str) -> None:
+        super().__init__(filesystem.loop)
+        self._filesystem = filesystem
+        self._uri = uri
+
+    async def stream(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
+        """As `read`, for callers on the file system's loop."""
+        import aiohttp
+
+        options = dict(self._filesystem.kwargs)
+        headers = {**options.pop("headers", {}), "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+        if self.is_exact(file):
+            headers["If-Match"] = file.etag
+        options.setdefault("timeout", aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=15))
+        session = await self._filesystem.set_session()
+        async with session.get(_path(self._filesystem, self._uri, file.name), headers=headers, **options) as answer:
+            if answer.status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
+                raise HttpStatus(answer.status, "", retry_after(answer.headers.get("Retry-After")))
+            known = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
+            if known and known != file.etag:
+                raise ObjectChanged
+            await write_range(
+                file,
+                start,
+                end,
+                write,
+                status=answer.status,
+                content_range=answer.headers.get("Content-Range"),
+                pieces=answer.content.iter_chunked(BUFFER_BYTES),
+            )
+
+
+def client_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given to aiohttp's session: `options` of the operator, and that it stays."""
+    return {**options, "trace_configs": [*options.get("trace_configs", ()), _staying()]}
+
+
+@cache  # fsspec shares a file system between those who give it the same options
+def _staying() -> Any:
+    import aiohttp
+
+    config = aiohttp.TraceConfig()
+    config.on_request_redirect.append(_check_redirect)
+    return config
+
+
+async def _check_redirect(_: Any, __: Any, redirect: Any) -> None:
+    """Called by aiohttp before it follows a redirect; one to HTTPS on the same host is followed too.
+
+    Raises:
+        HttpStatus: it leads elsewhere.
+    """
+    answer = redirect.response
+    location = answer.headers.get("Location") or answer.headers.get("URI") or ""
+    try:
+        there = redirect.url.join(type(redirect.url)(location, encoded=True))
+        is_upgrade = (redirect.url.scheme, there.scheme, there.host) == ("http", "https", redirect.url.host)
+        stays = there.origin() == redirect.url.origin() or is_upgrade
+    except ValueError:
+        stays = False
+    if not stays:
+        answer.close()
+        raise HttpStatus(answer.status, "that leads to another origin")

@@ -1,0 +1,333 @@
+"""Adapters of the Hugging Face Hub: `org/repo/folder@revision` is a folder of a repository at a commit.
+
+A revision is resolved to a commit first, and that commit is what is fetched and what the store knows the adapter by, so
+a branch that moves meanwhile changes nothing. Tokens, LFS and Xet are the business of `huggingface_hub`.
+
+Its owner has published what a branch or tag reaches. The Hub also finds commits of pull requests, which anybody can
+open, by their hash or by other spellings of `refs/pr/7`, so what it found is compared with the branches and tags.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from cachetools import TTLCache
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.hf_api import ModelInfo, RepoSibling
+
+from lora_plugins.absence import Absence, AbsenceKind, without_login
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.names import AdapterName
+from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, is_shard, shards_of
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable, describing
+from lora_plugins.resolvers.sources.errors import FailureKind, RemoteFailure
+from lora_plugins.resolvers.sources.hub_errors import map_error
+from lora_plugins.resolvers.sources.hub_files import (
+    RepoFile,
+    cached_path,
+    copy_cached,
+    describe_cached,
+    discard_scratch,
+    download_file,
+)
+from lora_plugins.resolvers.sources.hub_repos import DEFAULT_REVISION, HubPatterns, HubTarget
+from lora_plugins.resolvers.sources.retries import Deadline, Retries, deadline, look_up_timeout_s
+from lora_plugins.resolvers.sources.source import (
+    ADAPTER_FILES,
+    Listing,
+    RemoteAdapter,
+    SourceFile,
+    VersionChanged,
+    choose_files,
+    needs_shards,
+)
+from lora_plugins.resolvers.sources.uri import BRANCHES_AND_TAGS, SourceUri
+from lora_plugins.resolvers.threads import in_own_thread
+from lora_plugins.store.partial_download import PartialDownload
+
+_T = TypeVar("_T")
+_REQUEST_TIMEOUT_S = 10.0
+_ATTEMPTS = 4
+_REMEMBERED_COMMITS = 10_000
+_REMEMBERED_S = 3600.0
+_NO_FILES = "a repository without adapter files at its root"
+
+
+class HubSource:
+    """The repositories of an allow-list.
+
+    What the Hub does not have is an `Absence`: a missing repository, revision or folder, or one without adapter files.
+    It does not say to anonymous clients whether a repository is missing or private (401). Where an entry of the
+    list names that repository, this is L006, because its operator wants it served and forgot the token; where only
+    `org/*` matches, it is absent, because anybody can ask for any name of that organisation. With a token the Hub says
+    404 in both cases, which is absent.
+
+    What its owner has not published is absent, unless an entry pins it.
+
+    A renamed repository is followed where an entry names it, and is absent under `org/*`: it may have left `org`.
+    """
+
+    label = "hub"
+    remote = True
+
+    def __init__(
+        self,
+        repos: HubPatterns,
+        *,
+        timeout_s: float,
+        endpoint: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: Path | None = None,
+    ) -> None:
+        """Make the source; nothing is asked yet.
+
+        Args:
+            repos: the repositories that are served.
+            timeout_s: deadline of one fetch, retries included; locating has `look_up_timeout_s` of it.
+            endpoint: the Hub's URL, by default `HF_ENDPOINT` as `huggingface_hub` has read it.
+            token: a token, False for none, or None for the Hub's own chain.
+            cache_dir: the Hub's cache to read from, by default `HF_HUB_CACHE`.
+        """
+        self._repos = repos
+        self._retries = Retries(timeout_s, _ATTEMPTS, wait_s=0.2)
+        self._token = token
+        self._cache_dir = cache_dir
+        self._api = HfApi(endpoint=endpoint, token=token)
+        self._published: TTLCache[tuple[str, str, str], bool] = TTLCache(_REMEMBERED_COMMITS, _REMEMBERED_S)
+
+    def __str__(self) -> str:
+        return f"{self.label} ({self._repos})"
+
+    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | Absence:  # noqa: ARG002
+        """Find the adapter's commit and files with one request; a name outside the list costs none.
+
+        Raises:
+            AdapterNotFound: weights without a configuration.
+            SourceUnavailable: the Hub does not answer or denies, or is offline and its cache lacks the adapter.
+        """
+        target = self._repos.match(name)
+        if target is None:
+            return Absence(self.label, "", AbsenceKind.NOT_ASKED, self._repos.why_not(name))
+        with describing(place=self._place(target.uri, target.revision)):
+            found = await self._find(target)
+            if isinstance(found, Absence):
+                return found
+            return RemoteAdapter(name, self.label, str(target.uri), *found)
+
+    def _place(self, uri: SourceUri, revision: str) -> str:
+        return f"{replace(uri, revision=revision)} on {without_login(self._api.endpoint)}"
+
+    async def fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
+        """Get the located files at the located commit, all of them at once.
+
+        Raises:
+            VersionChanged: the commit is gone.
+            SourceUnavailable: the Hub does not answer or denies, or the deadline has passed.
+            OSError: the directory cannot be written.
+        """
+        uri = SourceUri.parse(adapter.uri)
+        with describing(place=self._place(uri, adapter.version)):
+            await self._fetch(adapter, uri, download)
+
+    async def _fetch(self, adapter: RemoteAdapter, uri: SourceUri, download: PartialDownload) -> None:
+        stop = threading.Event()
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            async with deadline(self._retries.fetch_timeout_s(adapter.files)) as state:
+                for file in adapter.files:
+                    repo_file = RepoFile(uri.repo, adapter.version, _join(uri.subfolder, file.name), file)
+                    tasks.append(asyncio.create_task(self._fetch_file(repo_file, download, stop, state)))
+                await asyncio.gather(*tasks)
+            await asyncio.to_thread(discard_scratch, download.directory)
+        except AdapterNotFound:
+            raise VersionChanged(
+                f"no {uri.repo}@{adapter.version[:12]} any more",
+                expected="the commit that was there",
+                remedy="ask again",
+            ) from None
+        finally:
+            stop.set()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def names(self, base_model_name: str) -> Listing:  # noqa: ARG002
+        """The adapters in the repositories that the list names; an owner's whole repositories are not listed."""
+        names: set[str] = set()
+        gaps, end = [], f"/{CONFIG_FILE}"
+        for target in self._repos.repos():
+            if isinstance(target, str):
+                gaps.append(f"{target}: all of an owner's repositories")
+                continue
+            try:
+                info = await self._call(partial(self._info, target), str(target))
+            except LoRAPluginsError as error:
+                gaps.append(f"{target}: {error.found}")
+                continue
+            files = [file.rfilename for file in info.siblings or ()]
+            below = [f"{target.uri.repo}/{file}" for file in files if file.startswith(_join(target.uri.subfolder, ""))]
+            names.update(file.removesuffix(end) for file in below if file.endswith(end))
+        return Listing(tuple(sorted(names)), tuple(gaps))
+
+    @property
+    def _locate_timeout_s(self) -> float:
+        return look_up_timeout_s(self._retries.timeout_s)
+
+    async def _find(self, target: HubTarget) -> tuple[str, tuple[SourceFile, ...]] | Absence:
+        """The commit and its adapter files in the folder."""
+        retries = replace(self._retries, timeout_s=self._locate_timeout_s)
+        where = str(target)
+        place = self._place(target.uri, target.revision)
+        try:
+            async with deadline(retries.timeout_s, f"an answer of the Hub for {where}") as state:
+                info = await retries.run(lambda: self._call(partial(self._info, target), where), state)
+                is_foreign = not await self._is_published(target, info.sha or "", retries, state)
+        except AdapterNotFound as error:
+            return Absence(self.label, place, AbsenceKind.NOTHING, error.found)
+        except RemoteFailure as error:
+            if error.kind is FailureKind.HIDDEN and not target.explicit:
+                return Absence(self.label, place, AbsenceKind.HIDDEN, error.found, error.remedy)
+            cached = await asyncio.to_thread(self._cached, target) if error.kind is FailureKind.OFFLINE else None
+            if cached is None:
+                raise
+            return cached
+        if not info.sha or info.siblings is None:
+            raise _incomplete(where)
+        if info.id != target.uri.repo and not target.explicit:
+            detail = f"a repository that is now called {info.id}"
+            return Absence(self.label, place, AbsenceKind.HIDDEN, detail, "name the repository itself in the list")
+        if is_foreign:
+            detail = f"a commit that no branch or tag reaches, {info.sha[:12]}"
+            return Absence(self.label, place, AbsenceKind.HIDDEN, detail, "pin this very revision in the list")
+        files = _files(info.siblings, target.uri.subfolder, where)
+        if not files:
+            detail = "a repository without adapter files in this folder" if target.uri.subfolder else _NO_FILES
+            return Absence(self.label, place, AbsenceKind.NO_ADAPTER, detail)
+        return info.sha, files
+
+    async def _is_published(self, target: HubTarget, commit: str, retries: Retries, state: Deadline) -> bool:
+        """Whether its owner has published it; that it has, is remembered for an hour."""
+        key = (target.uri.repo, target.revision, commit)
+        if _is_own(target) or key in self._published:
+            return True
+        ask = partial(_reaches, self._api, target, commit)
+        if not await retries.run(lambda: self._call(ask, str(target)), state):
+            return False
+        self._published[key] = True
+        return True
+
+    async def _fetch_file(
+        self, file: RepoFile, download: PartialDownload, stop: threading.Event, state: Deadline
+    ) -> None:
+        where = f"{file.repo}@{file.commit[:12]}"
+        directory = download.directory
+        if not await self._call(partial(copy_cached, file, directory, self._cache_dir), where):
+            get = partial(download_file, self._api, file, directory, stop)
+            await self._retries.run(lambda: self._call(get, where), state)
+        download.landed(file.name, file.source.size_bytes)
+
+    async def _call(self, work: Callable[[], _T], where: str) -> _T:
+        """Call `huggingface_hub`, which cannot be interrupted, and map what it raises."""
+
+        def run() -> _T:
+            try:
+                return work()
+            except Exception as error:  # noqa: BLE001 - this is the boundary; every one is mapped
+                raise map_error(error, where, has_token=self._has_token()) from None
+
+        return await in_own_thread(run, "lora-plugins-hub")
+
+    def _has_token(self) -> bool:
+        if self._token is None:
+            with contextlib.suppress(Exception):  # the error that is being reported may be of the token itself
+                return get_token() is not None
+        return self._token is not False
+
+    def _info(self, target: HubTarget) -> ModelInfo:
+        timeout_s = min(self._locate_timeout_s, max(_REQUEST_TIMEOUT_S, self._locate_timeout_s / 3))
+        return self._api.model_info(target.uri.repo, revision=target.revision, files_metadata=True, timeout=timeout_s)
+
+    def _cached(self, target: HubTarget) -> tuple[str, tuple[SourceFile, ...]] | None:
+        """What the Hub's cache has of it; None where it lacks a part, which the Hub may well have."""
+        commit, files = "", []
+        names = list(ADAPTER_FILES)
+        for name in names:  # grows where an index names more; all of these must be there
+            path = _join(target.uri.subfolder, name)
+            found = cached_path(target.uri.repo, path, target.revision, self._cache_dir)
+            with contextlib.suppress(OSError):
+                if found is not None:
+                    commit = found.parents[path.count("/")].name  # …/snapshots/<commit>/<path>
+                    files.append(describe_cached(found))
+                    if name == INDEX_FILE and needs_shards([file.name for file in files]):
+                        with found.open("rb") as file:
+                            names += shards_of(file.read(MAX_INDEX_BYTES + 1))
+        present = {file.name for file in files}
+        is_whole = (
+            CONFIG_FILE in present and len(present) > 1 and all(name in present for name in names if is_shard(name))
+        )
+        return (commit, tuple(files)) if is_whole else None
+
+
+def _join(subfolder: str, name: str) -> str:
+    return f"{subfolder}/{name}" if subfolder else name
+
+
+def _files(siblings: list[RepoSibling], subfolder: str, where: str) -> tuple[SourceFile, ...]:
+    """The adapter files of one folder.
+
+    Raises:
+        SourceUnavailable: the listing has no sizes.
+    """
+    listed = {sibling.rfilename: sibling for sibling in siblings}
+    beside = [name.removeprefix(_join(subfolder, "")) for name in listed if name.startswith(_join(subfolder, ""))]
+    return tuple(_source_file(name, listed[_join(subfolder, name)], where) for name in choose_files(beside))
+
+
+def _source_file(name: str, sibling: RepoSibling, where: str) -> SourceFile:
+    lfs = sibling.lfs
+    size_bytes = sibling.size if sibling.size is not None else lfs.size if lfs is not None else None
+    if size_bytes is None:
+        raise _incomplete(where)
+    sha256 = lfs.sha256 if lfs is not None else ""
+    return SourceFile(name, size_bytes, sha256 or sibling.blob_id or "", sha256)  # the ETag that it is served with
+
+
+def _incomplete(where: str) -> SourceUnavailable:
+    return SourceUnavailable(
+        f"an answer without commit, files and sizes for {where}", expected="the Hub's API", remedy="check HF_ENDPOINT"
+    )
+
+
+def _is_own(target: HubTarget) -> bool:
+    """Whether the revision is the owner's, or the operator's choice, whatever commit the Hub says it is."""
+    return target.is_pinned or target.revision == DEFAULT_REVISION or target.revision.startswith(BRANCHES_AND_TAGS)
+
+
+def _reaches(api: HfApi, target: HubTarget, commit: str) -> bool:
+    """Whether a branch or tag reaches the commit that the Hub has found for the target.
+
+    One request; further ones, a branch's whole history each, only where `commit` is not the newest of any.
+
+    Raises:
+        Exception: whatever `huggingface_hub` raises.
+    """
+    refs = api.list_repo_refs(target.uri.repo)
+    own = [*refs.branches, *refs.tags]
+    if any(commit == ref.target_commit for ref in own):
+        return True
+    reached: set[str] = set()
+    for ref in own:
+        if ref.target_commit not in reached:
+            reached.update(
+                made.commit_id for made in api.list_repo_commits(target.uri.repo, revision=ref.target_commit)
+            )
+            if commit in reached:
+                return True
+    return False

@@ -1,1 +1,0 @@
-"""Adapters of the Hugging Face Hub."""

@@ -1,0 +1,180 @@
+"""One file of a repository at a commit: out of the Hub's own cache, or downloaded by `huggingface_hub`.
+
+`huggingface_hub` writes to a folder inside the adapter's directory and renames, so a file's bytes are written once; the
+user's Hub cache is read but never written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from huggingface_hub import HfApi, try_to_load_from_cache
+
+from lora_plugins.resolvers.sources.errors import BrokenAnswer
+from lora_plugins.resolvers.sources.source import SourceFile
+from lora_plugins.store.hashing import sha256_of
+
+_FICLONE = 0x40049409
+_SCRATCH = ".hub"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_GIT_ID = re.compile(r"[0-9a-f]{40}")
+
+
+class Stopped(Exception):
+    """The download was cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class RepoFile:
+    """A file of a repository at a commit, and what was promised of it."""
+
+    repo: str
+    commit: str
+    path: str
+    source: SourceFile
+
+    @property
+    def name(self) -> str:
+        """Its name in the adapter's directory."""
+        return self.source.name
+
+
+def cached_path(repo: str, path: str, revision: str, cache_dir: Path | None) -> Path | None:
+    """Where the Hub's own cache has a file, if it has."""
+    found = try_to_load_from_cache(repo, path, cache_dir=cache_dir, revision=revision)
+    return Path(found) if isinstance(found, str) else None
+
+
+def describe_cached(found: Path) -> SourceFile:
+    """A file of the Hub's cache, with the identity that the cache keeps it by.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    identity = Path(os.readlink(found)).name if found.is_symlink() else ""
+    size_bytes = found.stat().st_size
+    return SourceFile(found.name, size_bytes, identity, identity if _SHA256.fullmatch(identity) else "")
+
+
+def copy_cached(file: RepoFile, directory: Path, cache_dir: Path | None) -> bool:
+    """Copy a file out of the Hub's cache, as a reflink where the file system can.
+
+    Returns False where the cache has no such file, or a damaged one: the Hub has it whole.
+
+    Raises:
+        OSError: `directory` cannot be written.
+    """
+    found = cached_path(file.repo, file.path, file.commit, cache_dir)
+    if found is None:
+        return False
+    try:
+        source = found.open("rb")
+    except OSError:
+        return False
+    target = directory / file.name
+    with source, target.open("wb") as copied:
+        try:
+            fcntl.ioctl(copied.fileno(), _FICLONE, source.fileno())
+        except OSError:
+            shutil.copyfileobj(source, copied, 1 << 20)
+    try:
+        check_fetched(target, file.source)
+        if file.source.sha256 and sha256_of(target)[1] != file.source.sha256:
+            raise BrokenAnswer(f"{file.name} is damaged in the Hub's cache")
+    except BrokenAnswer:
+        target.unlink()
+        return False
+    return True
+
+
+def download_file(api: HfApi, file: RepoFile, directory: Path, stop: threading.Event) -> None:
+    """Download one file to `directory`; once `stop` is set, give up and leave nothing behind.
+
+    Raises:
+        Stopped: `stop` was set. BrokenAnswer: other bytes than promised arrived. Whatever `huggingface_hub` raises.
+    """
+    scratch = directory / _SCRATCH
+    try:
+        arrived = api.hf_hub_download(
+            file.repo,
+            file.path,
+            revision=file.commit,
+            local_dir=scratch,
+            cache_dir=scratch / "no-cache",  # the user's cache was looked at before
+            tqdm_class=_watcher(stop),
+        )
+        if stop.is_set():
+            raise Stopped
+        try:
+            check_fetched(Path(arrived), file.source)
+        except BrokenAnswer:
+            os.unlink(arrived)  # or the next attempt would be handed it again
+            raise
+        os.replace(arrived, directory / file.name)
+    finally:
+        if stop.is_set():
+            # The directory was given up while this was running, which may have made it again.
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def discard_scratch(directory: Path) -> None:
+    """Remove what `huggingface_hub` keeps for itself beside the files.
+
+    Raises:
+        OSError: it cannot be removed, and the directory must not be published.
+    """
+    if (directory / _SCRATCH).exists():
+        shutil.rmtree(directory / _SCRATCH)
+
+
+def check_fetched(path: Path, file: SourceFile) -> None:
+    """Compare a file with its size, and a small one with its git hash; the store checks SHA-256.
+
+    Raises:
+        BrokenAnswer: it is another one.
+    """
+    size_bytes = path.stat().st_size
+    if size_bytes != file.size_bytes:
+        raise BrokenAnswer(f"{file.name} has {size_bytes} bytes, not {file.size_bytes}")
+    if not file.sha256 and _GIT_ID.fullmatch(file.etag):
+        digest = hashlib.sha1(b"blob %d\0" % size_bytes, usedforsecurity=False)
+        with path.open("rb") as opened:
+            while piece := opened.read(1 << 20):
+                digest.update(piece)
+        if digest.hexdigest() != file.etag:
+            raise BrokenAnswer(f"{file.name} has the git hash {digest.hexdigest()}, not {file.etag}")
+
+
+def _watcher(stop: threading.Event) -> Any:
+    """A progress bar that shows nothing and ends the download once `stop` is set."""
+
+    class Watcher:
+        def __init__(self, *_: object, total: int | None = None, initial: int = 0, **__: object) -> None:
+            self.total = total
+            self.n = initial
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.close()
+
+        def update(self, n: float | None = 1) -> None:
+            self.n += int(n or 0)
+            if stop.is_set():
+                raise Stopped
+
+        def close(self) -> None: ...
+        def refresh(self, *_: object, **__: object) -> None: ...
+        def set_postfix_str(self, *_: object, **__: object) -> None: ...
+        def set_description(self, *_: object, **__: object) -> None: ...
+
+    return Watcher

@@ -1,0 +1,158 @@
+"""Which repositories of the Hub are served: the entries of `VLLM_LORA_RESOLVER_HF_REPO_LIST`, without any I/O.
+
+```
+entry  = target [ "@" revision ]
+target = org "/" repo                  the repository, its root and every folder below it
+       | org "/" repo "/" folders      one folder of it, and those below
+       | org "/*"                      every repository of an organisation
+```
+A name's first two segments are its repository, the others a folder in it: `org/repo/sql@v2` is `sql` at `v2`. Of the
+entries that fit a name only the most specific ones decide: one that names the repository goes before `org/*`, and of
+those the one with the longest folder. They pin where each of them has a revision: then no other revision is served.
+
+Anybody can open a pull request, whose files lie in the same repository: what is neither a branch nor a tag
+(`refs/pr/7`), or a commit that none of them reaches, is served only where an entry pins exactly that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from lora_plugins.adapter.names import AdapterName
+from lora_plugins.errors import AdapterNotFound, InvalidSettings
+from lora_plugins.resolvers.sources.uri import SourceUri, is_foreign, is_repo
+
+DEFAULT_REVISION = "main"
+
+_VARIABLE = "VLLM_LORA_RESOLVER_HF_REPO_LIST"
+
+
+@dataclass(frozen=True, slots=True)
+class HubTarget:
+    """Where on the Hub a name points to.
+
+    Attributes:
+        uri: of the repository or the folder in it, without a revision.
+        explicit: whether an entry names the repository, not only its owner.
+        is_pinned: whether an entry names this very revision.
+    """
+
+    uri: SourceUri
+    revision: str
+    explicit: bool
+    is_pinned: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.uri.repo}@{self.revision}"
+
+
+@dataclass(frozen=True, slots=True)
+class HubPatterns:
+    """An allow-list of repositories; an entry without a path stands for all of an owner's."""
+
+    entries: tuple[SourceUri, ...]
+
+    @classmethod
+    def parse(cls, entries: str | Iterable[str]) -> HubPatterns:
+        """Read a comma-separated list, or its entries.
+
+        Raises:
+            InvalidSettings: an entry is not in the grammar above.
+        """
+        parts = entries.split(",") if isinstance(entries, str) else entries
+        return cls(tuple(_parse_entry(part.strip()) for part in parts))
+
+    def match(self, name: AdapterName) -> HubTarget | None:
+        """What an adapter name points to; None where the list does not have it."""
+        if len(name.segments) < 2:
+            return None
+        uri = SourceUri("hf", name.segments[0], name.segments[1:])
+        fitting = self._fitting(uri)
+        if not is_repo(uri.repo) or not fitting:
+            return None
+        most = max(len(entry.segments) for entry in fitting)
+        deciding = [entry for entry in fitting if len(entry.segments) == most]
+        pins = [entry.revision for entry in deciding if entry.revision is not None]
+        revision = name.revision or deciding[0].revision or DEFAULT_REVISION
+        is_pinned = revision in pins
+        if not is_pinned and (len(pins) == len(deciding) or is_foreign(revision)):
+            return None
+        return HubTarget(uri, revision, explicit=most > 0, is_pinned=is_pinned)
+
+    def why_not(self, name: AdapterName) -> str:
+        """Why `match` answers None, for people."""
+        if len(name.segments) < 2:
+            return "a name on the Hub has an owner and a repository: org/repo"
+        uri = SourceUri("hf", name.segments[0], name.segments[1:])
+        if not is_repo(uri.repo):
+            return f"no repository of the Hub can be called '{uri.repo}'"
+        if self._fitting(uri):
+            if name.revision is not None and is_foreign(name.revision):
+                return f"'{name.revision}' is no branch or tag, and {_VARIABLE} does not pin it ({self})"
+            return f"{_VARIABLE} pins it to another revision ({self})"
+        return f"{_VARIABLE} does not name it ({self})"
+
+    def repos(self) -> list[HubTarget | str]:
+        """The repositories, or folders of them, that entries name; the entry itself where it names no repository."""
+        return [
+            HubTarget(replace(entry, revision=None), entry.revision or DEFAULT_REVISION, explicit=True)
+            if entry.segments
+            else _shown(entry)
+            for entry in self.entries
+        ]
+
+    def _fitting(self, uri: SourceUri) -> list[SourceUri]:
+        return [entry for entry in self.entries if uri.is_below(replace(entry, revision=None))]
+
+    def __str__(self) -> str:
+        return ", ".join(map(_shown, self.entries))
+
+
+@dataclass(frozen=True, slots=True)
+class AnyRepo(HubPatterns):
+    """Every repository, for names that are the paths of allowed URIs; `explicit` and `is_pinned` as in `HubTarget`."""
+
+    entries: tuple[SourceUri, ...] = ()
+    explicit: bool = False
+    is_pinned: bool = False
+
+    def match(self, name: AdapterName) -> HubTarget:
+        """What `org/repo/folder@revision` points to; whether the revision is allowed, has been checked."""
+        uri = SourceUri("hf", name.segments[0], name.segments[1:])
+        return HubTarget(uri, name.revision or DEFAULT_REVISION, self.explicit, self.is_pinned)
+
+    def __str__(self) -> str:
+        return "allowed URIs"
+
+
+def _parse_entry(text: str) -> SourceUri:
+    try:
+        name = AdapterName.parse(text)
+    except AdapterNotFound as error:
+        raise _malformed(text, error.found) from None
+    if len(name.segments) < 2:
+        raise _malformed(text, "no owner")
+    org, repo, *folders = name.segments
+    if repo == "*" and is_repo(f"{org}/any"):
+        if folders:
+            raise _malformed(text, "a folder of every repository")
+        return SourceUri("hf", org, (), name.revision)
+    if not is_repo(f"{org}/{repo}"):
+        raise _malformed(text, "no repository that the Hub can have")
+    if any("*" in folder for folder in folders):
+        raise _malformed(text, "a pattern of folders")
+    return SourceUri("hf", org, (repo, *folders), name.revision)
+
+
+def _shown(entry: SourceUri) -> str:
+    target = "/".join((entry.authority, *(entry.segments or "*")))
+    return target if entry.revision is None else f"{target}@{entry.revision}"
+
+
+def _malformed(entry: str, found: str) -> InvalidSettings:
+    return InvalidSettings(
+        f"{found} in the entry '{entry}' of {_VARIABLE}",
+        expected="org/repo, org/repo/folder or org/*, each with @revision or without",
+        remedy=f"correct {_VARIABLE}",
+    )

@@ -1,0 +1,231 @@
+"""Adapters in object stores: S3, and everything else that fsspec has a URL for.
+
+`S3_PATH_TEMPLATE` says where an adapter's directory lies, `s3://bucket/loras/{base_model_name}/{lora_name}`; one LIST
+(S3) or one look per file (the others) locates it, and its files are fetched together in parallel ranges (`ranges.py`).
+
+What is checked of the bytes: every range's length and place, that every range is of the located ETag, and the MD5 of
+S3 objects whose ETag is one. ETags of multipart uploads, of objects encrypted with a KMS or customer key and of
+directory buckets are no MD5: of those only lengths are checked here, and what the adapter verifier sees.
+
+All network I/O runs on fsspec's loop thread and a pool of reading threads, never on the caller's event loop.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from fsspec.asyn import get_loop
+
+from lora_plugins.absence import Absence, AbsenceKind, without_login
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.names import AdapterName
+from lora_plugins.errors import describing
+from lora_plugins.resolvers.sources.errors import map_error
+from lora_plugins.resolvers.sources.fsspec import FsspecFiles, check_protocol
+from lora_plugins.resolvers.sources.ranges import DownloadLimits, download_ranges
+from lora_plugins.resolvers.sources.retries import Retries, deadline, look_up_timeout_s
+from lora_plugins.resolvers.sources.s3 import S3Files, s3_storage_options
+from lora_plugins.resolvers.sources.source import Listing, RemoteAdapter, SourceFile, VersionChanged, version_of
+from lora_plugins.resolvers.sources.templates import LocalLink, Template, parse_local
+from lora_plugins.resolvers.sources.uri import (
+    ACCESS_POINT,
+    ARN_PREFIX,
+    access_point_of,
+    split_access_point,
+)
+from lora_plugins.resolvers.threads import on_loop
+from lora_plugins.settings import Settings
+from lora_plugins.store.partial_download import PartialDownload
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)(/.*)", re.DOTALL)
+_VARIABLE = "S3_PATH_TEMPLATE"
+# Local directories have their own resolver, which knows about symlinks and mounts.
+_NOT_REMOTE = frozenset({"file", "local", "hf"})
+_WEB = frozenset({"http", "https"})
+_LOCATE_ATTEMPTS = 3
+
+T = TypeVar("T")
+
+
+def object_source(template: str, settings: Settings, *, locate_timeout_s: float | None = None) -> ObjectSource:
+    """The source that `S3_PATH_TEMPLATE` and the `AWS_*` variables describe; `locate_timeout_s` as of `ObjectSource`.
+
+    Raises:
+        InvalidSettings: a template or a variable that cannot be right, or a package that is not installed.
+    """
+    protocol, url = _split(template)
+    options = None
+    if protocol == "s3":
+        answer_s = look_up_timeout_s(settings.fetch_timeout_s) / 2
+        options = s3_storage_options(settings.aws, access_point_of(url), answer_s=answer_s)
+    return ObjectSource(
+        template,
+        local_template=settings.local_path_template,
+        storage_options=options,
+        limits=DownloadLimits(settings.fetch_timeout_s),
+        check_md5=settings.check_md5,
+        locate_timeout_s=locate_timeout_s,
+    )
+
+
+class ObjectSource:
+    """Adapters below a URL template, see `templates.Template`; without a scheme it is an S3 path.
+
+    Args:
+        template: the adapter's directory; scheme and bucket or host must be fixed.
+        label: the name in logs, metrics and `LORA_PLUGINS_SOURCES`.
+        local_template: absolute path that is made a symlink to the published directory.
+        storage_options: of the fsspec file system; for S3 see `s3_storage_options`.
+        limits: range size, ranges in flight, deadline and retries of one fetch.
+        locate_timeout_s: deadline of one `locate`, retries included; without it, what the deadline of a fetch gives.
+        check_md5: compare S3 objects with ETags that look like an MD5.
+
+    Raises:
+        InvalidSettings: a template that cannot be right, or a protocol that is not installed.
+    """
+
+    remote = True
+
+    def __init__(
+        self,
+        template: str,
+        *,
+        label: str = "s3",
+        local_template: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        limits: DownloadLimits | None = None,
+        locate_timeout_s: float | None = None,
+        check_md5: bool = True,
+    ) -> None:
+        self.label = label
+        protocol, url = _split(template)
+        self._template = Template(url, _VARIABLE)
+        self._quoted = protocol in _WEB
+        self._local = parse_local(local_template) if local_template else None
+        options = storage_options or {}
+        self._files: S3Files | FsspecFiles
+        if protocol == "s3":
+            check_protocol("s3")
+            self._files = S3Files(options)
+        else:
+            self._files = FsspecFiles(protocol, options)
+        self._limits = limits or DownloadLimits()
+        self._check_md5 = check_md5
+        timeout_s = look_up_timeout_s(self._limits.timeout_s) if locate_timeout_s is None else locate_timeout_s
+        self._locating = Retries(timeout_s, _LOCATE_ATTEMPTS, self._limits.wait_s, self._limits.max_wait_s)
+        # Shared by all fetches of this source, so that their memory together is bounded; threads start when needed.
+        self._threads = ThreadPoolExecutor(self._limits.parallel, thread_name_prefix="lora-plugins-ranges")
+
+    def __str__(self) -> str:
+        return f"{self.label} ({without_login(self._template.text)})"
+
+    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | Absence:
+        """Find the adapter's files by one LIST or one look at each; see `Source` for what is raised."""
+        uri = self._template.fill(name, base_model_name, quoted=self._quoted)
+        with describing(place=self._place(uri)):
+            files = await on_loop(get_loop(), self._find(uri))
+        if not files:
+            return Absence(self.label, self._place(uri), AbsenceKind.NOTHING, "no adapter_config.json and no weights")
+        local = self._local
+        link = LocalLink(local.folder, local.fill(name, base_model_name)) if local is not None else None
+        with describing(place=self._place(uri)):
+            return RemoteAdapter(name, self.label, uri, version_of(files), tuple(files), link)
+
+    async def fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
+        """Download the located files in parallel ranges.
+
+        Raises:
+            VersionChanged: an object changed or vanished since it was located. SourceUnavailable: it cannot be had, or
+            arrived twice with another MD5 than its ETag. OSError: the disk refuses.
+        """
+        with describing(place=self._place(adapter.uri)):
+            await on_loop(get_loop(), self._fetch(adapter, download))
+
+    def _place(self, uri: str) -> str:
+        """Bucket and key, and the endpoint where one is set."""
+        endpoint = self._files.endpoint
+        return f"{without_login(uri)}/" + (f" on {without_login(endpoint)}" if endpoint else "")
+
+    async def names(self, base_model_name: str) -> Listing:
+        """What lies below the template's fixed beginning, by listing all of it; a web server cannot be listed.
+
+        Raises:
+            SourceUnavailable: the store does not answer, or does not let these credentials list.
+        """
+        if self._quoted:
+            return Listing((), ("a web server does not list what it has",))
+        if self._template.has_base and not base_model_name:
+            return Listing((), (f"{self._template.text} needs --base-model",))
+        names = await on_loop(get_loop(), self._names(base_model_name))
+        return Listing(tuple(sorted(names)))
+
+    async def _names(self, base_model_name: str) -> set[str]:
+        """Runs on fsspec's loop."""
+        below = self._template.folder.removesuffix("/")
+        end = f"/{CONFIG_FILE}"
+        found = set()
+        for uri in await self._ask(lambda: self._files.list_below(below)):
+            name = self._template.read(uri.removesuffix(end), base_model_name) if uri.endswith(end) else None
+            if name is not None:
+                found.add(str(name))
+        return found
+
+    async def _find(self, uri: str) -> list[SourceFile]:
+        """Runs on fsspec's loop."""
+        return await self._ask(lambda: self._files.find(uri))
+
+    async def _fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
+        """Runs on fsspec's loop."""
+        reader = await self._ask(lambda: self._files.reader(adapter.uri))
+        await download_ranges(
+            adapter.files, reader, download, pool=self._threads, limits=self._limits, md5=self._check_md5
+        )
+        if self._files.rechecks and not set(adapter.files) <= set(await self._find(adapter.uri)):
+            raise VersionChanged("other files than before", expected="the located ones", remedy="ask again")
+
+    async def _ask(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """The answer to `ask`, with retries and a deadline, and with its errors mapped to ours."""
+
+        async def mapped() -> T:
+            try:
+                return await ask()
+            except Exception as error:  # noqa: BLE001 - this is the boundary; every one is mapped
+                raise map_error(error) from None
+
+        async with deadline(self._locating.timeout_s) as state:
+            return await self._locating.run(mapped, state)
+
+
+def _split(template: str) -> tuple[str, str]:
+    """The protocol and the whole URL of a template, whose bucket or host is fixed.
+
+    Raises:
+        InvalidSettings: it is no such thing.
+    """
+    known = Template(template, _VARIABLE)
+    url = template.rstrip("/")
+    if "://" not in url:
+        url = "s3://" + url.lstrip("/")
+    match = _URL.fullmatch(url)
+    if match is None or not match[2]:
+        raise known.wrong("no URL of one bucket or host")
+    protocol, place, path = match[1].lower(), match[2], match[3]
+    if protocol in ("s3", "s3a") and place.startswith(ARN_PREFIX):
+        found = split_access_point(place + path)
+        if found is None or not found[1]:
+            raise known.wrong(f"an ARN that is no access point's ({ACCESS_POINT}), or without a path,")
+        place, path = found[0].arn, f"/{found[1]}"
+    elif "::" in url:
+        raise known.wrong("no URL of one bucket or host")
+    if "{" in place or "}" in place:
+        raise known.wrong("a placeholder in the bucket or host")
+    if protocol in _NOT_REMOTE:
+        raise known.wrong(f"the protocol {protocol}://, which has a resolver of its own")
+    if protocol == "s3a":
+        protocol = "s3"
+    if ":" in place.rpartition("@")[0] or (protocol in _WEB and ("@" in place or "?" in path or "#" in path)):
+        raise known.wrong("a login, query or fragment")
+    return protocol, f"{protocol}://{place}{path}"

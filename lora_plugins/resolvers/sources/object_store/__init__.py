@@ -1,1 +1,0 @@
-"""Adapters in object stores: S3, and every fsspec file system."""

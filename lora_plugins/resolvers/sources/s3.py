@@ -1,0 +1,277 @@
+"""S3 for `object_store.py`: options from the environment, one LIST per adapter, and its ranges by `get_object`.
+
+All of it goes through the client of s3fs, so that credentials, signing, TLS and proxies are botocore's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os.path
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+from urllib.parse import urlsplit
+
+import fsspec
+
+from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, shards_of
+from lora_plugins.errors import InvalidSettings
+from lora_plugins.resolvers.sources.errors import FailureKind, ObjectChanged, diagnose
+from lora_plugins.resolvers.sources.fsspec import BUFFER_BYTES, LoopReader, write_range
+from lora_plugins.resolvers.sources.ranges import RangeReader
+from lora_plugins.resolvers.sources.source import ADAPTER_FILES, SourceFile, choose_files, needs_shards
+from lora_plugins.resolvers.sources.uri import AccessPoint, split_bucket
+
+CONNECT_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 15.0
+# Of objects that are encrypted so, ETags are no MD5.
+_NOT_MD5 = ("aws:kms", "aws:kms:dsse", "aws:fsx")
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off", ""})
+
+
+def s3_storage_options(
+    env: Mapping[str, str], access_point: AccessPoint | None = None, *, answer_s: float = 0.0
+) -> dict[str, Any]:
+    """s3fs's `storage_options` for the `AWS_*` variables of `env`; of an access point, its own region counts.
+
+    One answer may take `answer_s` seconds, and no less than `READ_TIMEOUT_S`.
+
+    Understood: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_ENDPOINT; AWS_REGION, AWS_DEFAULT_REGION; AWS_ALLOW_HTTP;
+    AWS_S3_FORCE_PATH_STYLE, AWS_VIRTUAL_HOSTED_STYLE_REQUEST (path-style by default where an endpoint is set);
+    AWS_SKIP_SIGNATURE; AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN. Everything else, profiles
+    and instance metadata among it, is left to botocore. The clients' own retries are off: `retries.py` does.
+
+    Raises:
+        InvalidSettings: an endpoint that is no URL, carries a password, or is plain HTTP without AWS_ALLOW_HTTP; or a
+            multi-region access point without the package that signs for it.
+    """
+    endpoint = next((env[name] for name in _ENDPOINTS if env.get(name)), None)
+    allow_http = bool(_flag(env, "AWS_ALLOW_HTTP"))
+    region = env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION")
+    path_style = _flag(env, "AWS_S3_FORCE_PATH_STYLE")
+    if path_style is None:
+        hosted = _flag(env, "AWS_VIRTUAL_HOSTED_STYLE_REQUEST")
+        path_style = endpoint is not None if hosted is None else not hosted
+    config: dict[str, Any] = {
+        "connect_timeout": CONNECT_TIMEOUT_S,
+        "read_timeout": max(READ_TIMEOUT_S, answer_s),
+        "retries": {"total_max_attempts": 1},
+        "signature_version": "s3v4",
+        "response_checksum_validation": "when_required",
+        "request_checksum_calculation": "when_required",
+    }
+    if path_style:
+        config["s3"] = {"addressing_style": "path"}
+    options: dict[str, Any] = {"config_kwargs": config, "anon": bool(_flag(env, "AWS_SKIP_SIGNATURE"))}
+    if access_point is not None:
+        region = access_point.region or region
+        if not access_point.region and not options["anon"]:
+            _require_signer()
+            config["signature_version"] = "s3v4a"  # valid in every region
+    if region:
+        options["client_kwargs"] = {"region_name": region}
+    if endpoint is not None:
+        _check_endpoint(endpoint, allow_http=allow_http)
+        options["endpoint_url"] = endpoint
+    if env.get("AWS_ACCESS_KEY_ID") and env.get("AWS_SECRET_ACCESS_KEY"):
+        options |= {"key": env["AWS_ACCESS_KEY_ID"], "secret": env["AWS_SECRET_ACCESS_KEY"]}
+        if env.get("AWS_SESSION_TOKEN"):
+            options["token"] = env["AWS_SESSION_TOKEN"]
+    return options
+
+
+class S3Files:
+    """Lists and reads adapters in S3; every method runs on fsspec's loop."""
+
+    rechecks = False  # every range asks for the located ETag
+
+    def __init__(self, storage_options: Mapping[str, Any]) -> None:
+        self._options = {"use_listings_cache": False, "skip_instance_cache": True, **storage_options}
+        config = self._options.get("config_kwargs", {})
+        self._options["config_kwargs"] = {**config, "http_session_cls": _staying_session()}
+        self._filesystem: Any = None
+
+    @property
+    def endpoint(self) -> str:
+        """What the environment names, without what a client might add to it; empty for AWS's own."""
+        url = urlsplit(self._options.get("endpoint_url") or "")
+        return f"{url.scheme}://{url.netloc.rpartition('@')[2]}" if url.netloc else ""
+
+    async def find(self, uri: str) -> list[SourceFile]:
+        """The adapter files directly below `uri`, by one LIST; by HEADs where listing is denied."""
+        client = await self._client()
+        bucket, prefix = split_bucket(uri)
+        try:
+            return await _list(client, bucket, f"{prefix}/")
+        except Exception as error:
+            if diagnose(error).kind is not FailureKind.DENIED:
+                raise
+            return await _heads(client, bucket, f"{prefix}/", error)
+
+    async def list_below(self, uri: str) -> list[str]:
+        """The URIs of all objects below `uri`, by as many LISTs as that takes."""
+        client = await self._client()
+        bucket, prefix = split_bucket(uri)
+        asked: dict[str, Any] = {"Bucket": bucket, "Prefix": f"{prefix}/" if prefix else ""}
+        found: list[str] = []
+        while True:
+            page = await client.list_objects_v2(**asked)
+            found += (f"s3://{bucket}/{item['Key']}" for item in page.get("Contents", []))
+            if not page.get("IsTruncated") or not page.get("NextContinuationToken"):
+                return found
+            asked["ContinuationToken"] = page["NextContinuationToken"]
+
+    async def reader(self, uri: str) -> RangeReader:
+        """A reader of the files below `uri`."""
+        client = await self._client()
+        return _S3Reader(self._filesystem.loop, client, *split_bucket(uri))
+
+    async def _client(self) -> Any:
+        if self._filesystem is None:
+            self._filesystem = fsspec.filesystem("s3", **self._options)
+        return await self._filesystem.set_session()
+
+
+@cache
+def _staying_session() -> Any:
+    """Aiobotocore's class of sessions, without its redirects: they would lead to origins that nobody has named."""
+    from aiobotocore.httpsession import AIOHTTPSession
+
+    class Staying:
+        def __init__(self, session: Any) -> None:
+            self._session = session
+
+        async def request(self, *arguments: Any, **options: Any) -> Any:
+            return await self._session.request(*arguments, allow_redirects=False, **options)
+
+    class StayingSession(AIOHTTPSession):  # type: ignore[misc]
+        async def _get_session(self, proxy_url: Any) -> Staying:
+            return Staying(await super()._get_session(proxy_url))
+
+    return StayingSession
+
+
+async def _list(client: Any, bucket: str, prefix: str) -> list[SourceFile]:
+    # All adapter files begin alike, so that one page holds them, however many checkpoints lie beside them.
+    stem = os.path.commonprefix(ADAPTER_FILES)  # noqa: RUF071 - of characters
+    asked: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix + stem, "Delimiter": "/"}
+    found: dict[str, SourceFile] = {}
+    while True:
+        page = await client.list_objects_v2(**asked)
+        for item in page.get("Contents", []):
+            name = item["Key"].removeprefix(prefix)
+            if "/" not in name:
+                found[name] = SourceFile(name, int(item["Size"]), item.get("ETag", ""))
+        if not page.get("IsTruncated") or not page.get("NextContinuationToken"):
+            return [found[name] for name in choose_files(found)]
+        asked["ContinuationToken"] = page["NextContinuationToken"]
+
+
+async def _heads(client: Any, bucket: str, prefix: str, denied: Exception) -> list[SourceFile]:
+    """What can be read where listing is denied: S3 then answers 403 for an object that is not there, too."""
+    found: list[SourceFile] = []
+    hidden = False
+    names = list(ADAPTER_FILES)
+    for name in names:  # grows where an index names more
+        try:
+            answer = await client.head_object(Bucket=bucket, Key=prefix + name)
+        except Exception as error:
+            kind = diagnose(error).kind
+            if kind not in (FailureKind.DENIED, FailureKind.MISSING):
+                raise
+            hidden = hidden or kind is FailureKind.DENIED
+        else:
+            found.append(SourceFile(name, int(answer["ContentLength"]), answer.get("ETag", "")))
+        if name == ADAPTER_FILES[-1] and needs_shards([file.name for file in found]):
+            index = await client.get_object(Bucket=bucket, Key=prefix + INDEX_FILE)
+            names += shards_of(await index["Body"].read(MAX_INDEX_BYTES + 1))
+    if hidden and len(found) < 2:  # no configuration with weights, and no word on what is missing
+        raise denied
+    return found
+
+
+class _S3Reader(LoopReader):
+    """Ranges by `get_object`, streamed, each under the condition of the located ETag."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, client: Any, bucket: str, prefix: str) -> None:
+        super().__init__(loop)
+        self._client = client
+        self._bucket = bucket
+        self._prefix = prefix
+        self._not_md5: set[str] = set()
+
+    def has_md5_etag(self, name: str) -> bool:
+        """Whether the answers so far let a file's ETag be the MD5 of its bytes (not encrypted with another's key)."""
+        # Directory buckets (S3 Express), also behind an access point, have ETags that are no MD5.
+        return name not in self._not_md5 and not self._bucket.endswith(("--x-s3", "--xa-s3"))
+
+    def is_exact(self, file: SourceFile) -> bool:
+        """Whether every answer was of the located ETag; some stores list theirs without quotes."""
+        return bool(file.etag) and not file.etag.startswith("W/")
+
+    async def stream(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
+        """As `read`, for callers on the file system's loop."""
+        asked = {"Bucket": self._bucket, "Key": f"{self._prefix}/{file.name}", "Range": f"bytes={start}-{end - 1}"}
+        answer = await self._client.get_object(**asked, **({"IfMatch": file.etag} if self.is_exact(file) else {}))
+        body = answer["Body"]
+        async with body:
+            if answer.get("ETag", file.etag).strip('"') != file.etag.strip('"'):
+                raise ObjectChanged
+            if answer.get("ServerSideEncryption") in _NOT_MD5 or "SSECustomerAlgorithm" in answer:
+                self._not_md5.add(file.name)
+            await write_range(
+                file,
+                start,
+                end,
+                write,
+                status=answer["ResponseMetadata"]["HTTPStatusCode"],
+                content_range=answer.get("ContentRange"),
+                pieces=body.iter_chunks(BUFFER_BYTES),
+            )
+
+
+def _require_signer() -> None:
+    """Raise InvalidSettings where botocore cannot sign for a multi-region access point."""
+    if find_spec("awscrt") is None:
+        raise InvalidSettings(
+            "a multi-region access point without the package that signs for it",
+            expected="awscrt",
+            remedy="pip install 'botocore[crt]'",
+        )
+
+
+def _check_endpoint(endpoint: str, *, allow_http: bool) -> None:
+    """Raise InvalidSettings without the text of the endpoint, which may hold a password."""
+    url = urlsplit(endpoint)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise InvalidSettings(
+            "an endpoint that is no URL in AWS_ENDPOINT_URL",
+            expected="https://host[:port]",
+            remedy="correct AWS_ENDPOINT_URL",
+        )
+    if url.username or url.password or url.query:
+        raise InvalidSettings(
+            "credentials in AWS_ENDPOINT_URL",
+            expected="https://host[:port]",
+            remedy="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+        )
+    if url.scheme == "http" and not allow_http:
+        raise InvalidSettings(
+            "a plain HTTP endpoint in AWS_ENDPOINT_URL",
+            expected="https",
+            remedy="use HTTPS, or set AWS_ALLOW_HTTP=true where nobody can listen",
+        )
+
+
+def _flag(env: Mapping[str, str], name: str) -> bool | None:
+    value = env.get(name)
+    if value is None:
+        return None
+    if value.strip().lower() in _TRUE:
+        return True
+    if value.strip().lower() in _FALSE:
+        return False
+    raise InvalidSettings(f"{name}={value!r}", expected="true or false", remedy=f"correct or unset {name}")

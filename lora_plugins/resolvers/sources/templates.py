@@ -1,0 +1,191 @@
+"""URL and path templates of vLLM's documentation, and the links that a local path template asks for.
+
+A template is text with the placeholders `{base_model_name}`, `{lora_name}` and `{revision}`, and nothing else of
+`str.format`. What requests can choose stands behind a fixed beginning and never leaves it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import string
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from lora_plugins.adapter.names import AdapterName
+from lora_plugins.errors import AdapterNotFound, InvalidSettings
+from lora_plugins.log import logger
+from lora_plugins.store.layout import is_digest
+
+DEFAULT_REVISION = "main"
+_PLACEHOLDERS = ("base_model_name", "lora_name", "revision")
+# What `uris.SourceUri` writes as it stands in a URL.
+_PLAIN = "!$&'()*+,;=:~-._@/"
+
+
+class Template:
+    """A checked template; `variable` is the environment variable that it came from.
+
+    Raises:
+        InvalidSettings: an unknown placeholder, a conversion or format, or no `{lora_name}`.
+    """
+
+    def __init__(self, text: str, variable: str) -> None:
+        self.text = text
+        self._variable = variable
+        try:
+            self._parts = [self._part(*part) for part in string.Formatter().parse(text)]
+        except InvalidSettings:
+            raise
+        except ValueError as error:
+            raise self.wrong("unbalanced braces") from error
+        used = {field for _, field in self._parts}
+        if "lora_name" not in used:
+            raise self.wrong("a template without {lora_name}")
+        self.has_revision = "revision" in used
+        self.has_base = "base_model_name" in used
+        self.fixed = self._parts[0][0]
+
+    @property
+    def folder(self) -> str:
+        """The folder of the fixed beginning, with a slash at its end."""
+        return self.fixed[: self.fixed.rindex("/") + 1]
+
+    def fill(self, name: AdapterName, base_model_name: str, *, quoted: bool = False) -> str:
+        """The text for an adapter; `quoted` percent-encodes what is filled in.
+
+        A pinned revision becomes part of the name where the template has no place for it. Of the base model's name,
+        which may be a path, what does not name anything (`/`, `.`, `..`) is left out.
+        """
+        values = {
+            "base_model_name": _path_of(base_model_name),
+            "lora_name": name.path if self.has_revision else str(name),
+            "revision": name.revision or DEFAULT_REVISION,
+        }
+        return "".join(
+            literal + ("" if field is None else quote(values[field], _PLAIN) if quoted else values[field])
+            for literal, field in self._parts
+        )
+
+    def read(self, text: str, base_model_name: str) -> AdapterName | None:
+        """The adapter that `fill` makes `text` of; None where there is none, or where it takes a base model to tell."""
+        if self.has_base and not base_model_name:
+            return None
+        pattern = ""
+        for literal, field in self._parts:
+            pattern += re.escape(literal)
+            if field == "base_model_name":
+                pattern += re.escape(_path_of(base_model_name))
+            elif field is not None:
+                pattern += f"(?P={field})" if f"(?P<{field}>" in pattern else f"(?P<{field}>.+)"
+        match = re.fullmatch(pattern, text, re.DOTALL)
+        if match is None:
+            return None
+        revision = match.groupdict().get("revision", DEFAULT_REVISION)
+        try:
+            return AdapterName.parse(match["lora_name"] + (f"@{revision}" if revision != DEFAULT_REVISION else ""))
+        except AdapterNotFound:
+            return None
+
+    def wrong(self, found: str) -> InvalidSettings:
+        """An error about this template; the text itself is not repeated, it may hold a password."""
+        return InvalidSettings(
+            f"{found} in {self._variable}",
+            expected="text with {base_model_name}, {lora_name} and {revision} behind a fixed beginning",
+            remedy=f"correct {self._variable}",
+        )
+
+    def _part(
+        self, literal: str, field: str | None, form: str | None, conversion: str | None
+    ) -> tuple[str, str | None]:
+        if field is not None and field not in _PLACEHOLDERS:
+            raise self.wrong(f"the placeholder {{{field}}}")
+        if form or conversion:
+            raise self.wrong(f"a conversion of {{{field}}}")
+        return literal, field
+
+
+def parse_local(text: str) -> Template:
+    """The template of `LocalLink`s.
+
+    Raises:
+        InvalidSettings: as `Template` does, or a path that is not absolute.
+    """
+    template = Template(os.path.expanduser(text), "LOCAL_PATH_TEMPLATE")
+    if not os.path.isabs(template.fixed):
+        raise template.wrong("a path that is not absolute")
+    return template
+
+
+def _path_of(base_model_name: str) -> str:
+    return "/".join(part for part in base_model_name.split("/") if part not in ("", ".", ".."))
+
+
+@dataclass(frozen=True, slots=True)
+class LocalLink:
+    """A path below a fixed root that is to be a symlink to an adapter; what is not ours there is left alone."""
+
+    root: str
+    path: str
+
+    def point_to(self, directory: Path, name: str) -> None:
+        """Replace an earlier link at once; where that cannot be, log why, with the adapter's name."""
+        try:
+            refusal = self._point_to(directory)
+        except OSError as error:
+            refusal = error.strerror or type(error).__name__
+        if refusal is not None:
+            logger.warning("Adapter '%s': %s is not made a link to the adapter: %s", name, ascii(self.path), refusal)
+
+    def _point_to(self, directory: Path) -> str | None:
+        """Returns why it was left alone."""
+        os.makedirs(self.root, exist_ok=True)
+        *folders, last = [part for part in self.path[len(self.root) :].split("/") if part]
+        if not self.path.startswith(self.root) or ".." in (*folders, last):
+            return "it leaves the template's fixed beginning"
+        with contextlib.ExitStack() as stack:
+            at = _open_directory(self.root, None)
+            stack.callback(os.close, at)
+            for folder in folders:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(folder, dir_fd=at)
+                try:
+                    at = _open_directory(folder, at)
+                except PermissionError:
+                    raise
+                except OSError:
+                    return f"'{folder}' on its way is a link or a file"
+                stack.callback(os.close, at)
+            return _replace_link(last, directory, at)
+
+
+def _replace_link(name: str, directory: Path, at: int) -> str | None:
+    try:
+        target = os.readlink(name, dir_fd=at)
+    except FileNotFoundError:
+        target = None
+    except OSError:
+        return "a directory or file that is not ours stands there"
+    if target == str(directory):
+        return None
+    if target is not None and not is_digest(os.path.basename(target)):
+        return "a link that is not ours stands there"
+    # In the same directory, so that the replacement is one rename; led by a dot, which no adapter name is.
+    fresh = f".{os.urandom(8).hex()}.link"
+    os.symlink(directory, fresh, dir_fd=at)
+    try:
+        os.replace(fresh, name, src_dir_fd=at, dst_dir_fd=at)
+    except OSError as error:
+        os.unlink(fresh, dir_fd=at)
+        if isinstance(error, IsADirectoryError):
+            return "a directory that is not ours stands there"
+        raise
+    return None
+
+
+def _open_directory(path: str, at: int | None) -> int:
+    # The root may be reached through symlinks, which the operator made; nothing below it is followed.
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if at is None else os.O_NOFOLLOW)
+    return os.open(path, flags, dir_fd=at)

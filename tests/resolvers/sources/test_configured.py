@@ -1,0 +1,530 @@
+"""Adapters by URI: the same store, checks and leases as by name, and nothing outside what is allowed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.names import adapter_id
+from lora_plugins.adapter.weight_files import WEIGHTS_FILE
+from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, SourceUnavailable
+from lora_plugins.events import (
+    AdapterFetched,
+    AdapterRejected,
+    AdapterResolved,
+    AdapterUnknown,
+    Events,
+    FetchStarted,
+    SourceFailed,
+)
+from lora_plugins.resolvers.resolver import AdapterResolver
+from lora_plugins.resolvers.sources import hub as hub_module
+from lora_plugins.resolvers.sources.filesystem import FilesystemSource
+from lora_plugins.resolvers.versions import ResolvedAdapter
+from lora_plugins.settings import Settings
+from lora_plugins.store.store import Store
+from testbed.hub import Hub, local_hub
+from tests.make import BASE, adapter_files, put
+from tests.resolvers.sources.contract import content, turned
+from tests.resolvers.sources.hub_bed import isolate
+from tests.resolvers.sources.object_bed import (
+    ACCESS_POINT,
+    ACCESS_POINT_ENDPOINT,
+    Bed,
+    bed,
+    s3,
+    shared_proxy,
+)
+
+_ = (bed, s3, shared_proxy)
+GOOD = adapter_files()
+BROKEN = {**GOOD, CONFIG_FILE: b"{"}
+
+
+class RecordingResolver(AdapterResolver):
+    """A resolver without any source, that remembers its events."""
+
+    def __init__(self, store: Path, **settings: Any) -> None:
+        self.emitted: list[Any] = []  # all but what bars of progress are drawn by
+        super().__init__(Settings(**settings), Events(self.record), Store(store))
+        self.base = BASE
+
+    def load(self, uri: str, name: str = "sql") -> ResolvedAdapter:
+        return asyncio.run(self.resolve_uri(name, uri, BASE.path))
+
+    def newest(self, uri: str | None, name: str = "sql") -> ResolvedAdapter | None:
+        return asyncio.run(self.latest(name, uri, BASE.path))
+
+    def ask(self, name: str = "sql") -> ResolvedAdapter | None:
+        return asyncio.run(self.resolve(name, BASE.path))
+
+    def record(self, event: Any) -> None:
+        if not isinstance(event, FetchStarted):
+            self.emitted.append(event)
+
+    @property
+    def kinds(self) -> list[type]:
+        return [type(event) for event in self.emitted]
+
+
+class Place:
+    """One scheme's place for adapters: its allowed prefix, and what lies below it."""
+
+    label = "filesystem"
+
+    def __init__(self, root: Path) -> None:
+        self.root = root / "allowed"
+        self.root.mkdir()
+        self.prefix = self.root.as_uri()
+        self.settings: dict[str, Any] = {}
+
+    def put(self, name: str, files: Mapping[str, bytes]) -> None:
+        put(self.root / name, files)
+
+    def remove(self, name: str) -> None:
+        shutil.rmtree(self.root / name)
+
+
+class S3Place(Place):
+    label = "s3"
+
+    def __init__(self, bed: Bed) -> None:
+        self.bed = bed
+        self.prefix = f"s3://{bed.bucket.name}/loras"
+        self.settings = {"aws": bed.s3.env()}
+
+    def put(self, name: str, files: Mapping[str, bytes]) -> None:
+        self.bed.put(name, dict(files))
+
+    def remove(self, name: str) -> None:
+        for file in GOOD:
+            self.bed.bucket.client.delete_object(Bucket=self.bed.bucket.name, Key=f"loras/{name}/{file}")
+
+
+class AccessPointPlace(S3Place):
+    """A bucket that only its access point's ARN names."""
+
+    def __init__(self, bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(bed.at_access_point(monkeypatch))
+        self.prefix = f"s3://{ACCESS_POINT}/loras"
+        self.settings = {"aws": self.bed.s3.env(ACCESS_POINT_ENDPOINT)}
+
+
+class HubPlace(Place):
+    label = "hub"
+
+    def __init__(self, hub: Hub) -> None:
+        self.hub = hub
+        self.prefix = "hf://team/loras"
+        self.settings = {}
+        hub.commit("team/loras", {"README.md": b"adapters"})
+
+    def put(self, name: str, files: Mapping[str, bytes]) -> None:
+        self.hub.commit("team/loras", {f"{name}/{file}": data for file, data in files.items()})
+
+    def remove(self, name: str) -> None:
+        self.hub.commit("team/loras", {f"{name}/{file}": None for file in GOOD})
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Hub]:
+    with local_hub() as running:
+        yield running
+
+
+@pytest.fixture
+def hub(server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
+    server.reset()
+    isolate(monkeypatch, tmp_path)
+    local = partial(hub_module.HubSource, endpoint=server.url, cache_dir=tmp_path / "hub-cache")
+    monkeypatch.setattr(hub_module, "HubSource", local)
+    return server
+
+
+@pytest.fixture(params=["file", "s3", "access point", "hf"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    if request.param == "access point":
+        return AccessPointPlace(request.getfixturevalue("bed"), monkeypatch)
+    if request.param == "s3":
+        return S3Place(request.getfixturevalue("bed"))
+    if request.param == "hf":
+        return HubPlace(request.getfixturevalue("hub"))
+    return Place(tmp_path)
+
+
+@pytest.fixture
+def resolver(place: Place, tmp_path: Path) -> RecordingResolver:
+    return RecordingResolver(tmp_path / "store", allowed_uris=(place.prefix,), **place.settings)
+
+
+# --- every scheme, with no resolver configured
+
+
+def test_an_adapter_is_fetched_verified_and_leased_by_its_uri(place, resolver):
+    place.put("v1", GOOD)
+    resolved = resolver.load(f"{place.prefix}/v1")
+    (digest,) = resolver.store.layout.digests()
+    assert (resolved.name, resolved.adapter_id, resolved.source) == ("sql", adapter_id("sql"), place.label)
+    assert (resolved.path, resolved.digest) == (resolver.store.layout.adapter(digest), digest)
+    assert (resolved.rank, resolved.size_bytes) == (4, sum(map(len, GOOD.values())))
+    assert resolved.asked_uri == resolved.uri == f"{place.prefix}/v1"
+    assert content(resolved.path) == GOOD
+    assert not resolver.store.remove(digest)
+    fetched, event = resolver.emitted
+    assert isinstance(fetched, AdapterFetched)
+    assert isinstance(event, AdapterResolved)
+    assert (fetched.name, fetched.uri, event.name, event.source) == ("sql", resolved.uri, "sql", place.label)
+
+
+def test_a_uri_is_no_name_of_its_adapter(place, resolver):
+    place.put("v1", GOOD)
+    resolver.load(f"{place.prefix}/v1")
+    assert resolver.ask("sql") is None
+    assert resolver.ask("v1") is None
+
+
+def test_where_nothing_lies_it_is_not_found(place, resolver):
+    place.put("other", GOOD)
+    with pytest.raises(AdapterNotFound, match="no adapter at this URI") as caught:
+        resolver.load(f"{place.prefix}/missing")
+    assert (caught.value.adapter, caught.value.http_status) == ("sql", 404)
+    assert resolver.kinds == [AdapterUnknown]
+
+
+def test_a_broken_adapter_is_refused_and_leaves_nothing(place, resolver):
+    place.put("v1", BROKEN)
+    for _ in range(2):
+        with pytest.raises(InvalidAdapter) as caught:
+            resolver.load(f"{place.prefix}/v1")
+        assert (caught.value.adapter, caught.value.file) == ("sql", CONFIG_FILE)
+    assert resolver.store.layout.digests() == []
+    assert set(resolver.kinds) == {AdapterRejected}
+
+
+def test_it_is_validated_against_the_served_model(place, resolver):
+    place.put("v1", GOOD)
+    resolver.base = replace(BASE, max_rank=1)
+    with pytest.raises(IncompatibleAdapter):
+        resolver.load(f"{place.prefix}/v1")
+    (digest,) = resolver.store.layout.digests()
+    assert resolver.store.remove(digest), "not leased"
+
+
+def test_a_new_version_leaves_the_old_one_in_place(place, resolver):
+    uri = f"{place.prefix}/v1"
+    place.put("v1", GOOD)
+    first = resolver.load(uri)
+    assert resolver.newest(uri) == first
+    place.put("v1", turned())
+    second = resolver.newest(uri)
+    assert second.digest != first.digest
+    assert content(second.path) == turned()
+    assert resolver.load(uri) == second
+    assert content(first.path) == GOOD
+    assert not resolver.store.remove(first.digest)
+    assert not resolver.store.remove(second.digest)
+    resolver.store.release("sql", first.path)
+    assert resolver.store.remove(first.digest)
+    assert not resolver.store.remove(second.digest)
+
+
+def test_a_broken_new_version_leaves_the_old_one(place, resolver):
+    uri = f"{place.prefix}/v1"
+    place.put("v1", GOOD)
+    first = resolver.load(uri)
+    place.put("v1", BROKEN)
+    for _ in range(2):
+        with pytest.raises(InvalidAdapter):
+            resolver.newest(uri)
+    assert resolver.kinds.count(AdapterFetched) == 1
+    assert content(first.path) == GOOD
+    assert not resolver.store.remove(first.digest)
+    place.put("v1", turned())
+    assert content(resolver.newest(uri).path) == turned()
+
+
+def test_what_left_the_source_is_still_served(place, resolver):
+    uri = f"{place.prefix}/v1"
+    place.put("v1", GOOD)
+    place.put("beside", GOOD)
+    first = resolver.load(uri)
+    place.remove("v1")
+    assert resolver.newest(uri) is None
+    assert content(first.path) == GOOD
+    assert not resolver.store.remove(first.digest)
+    with pytest.raises(AdapterNotFound):
+        resolver.load(uri)
+
+
+def test_names_and_uris_of_the_same_bytes_share_a_directory(place, resolver):
+    for folder in ("one", "two"):
+        place.put(folder, GOOD)
+    first = resolver.load(f"{place.prefix}/one", "a")
+    assert (
+        resolver.load(f"{place.prefix}/one", "b").path == resolver.load(f"{place.prefix}/two", "c").path == first.path
+    )
+    assert len({adapter_id(name) for name in "abc"}) == 3
+    for name in "abc":
+        assert not resolver.store.remove(first.digest)
+        resolver.store.release(name, first.path)
+        resolver.store.release(name, first.path)  # a second time changes nothing
+    assert resolver.store.remove(first.digest)
+
+
+def test_what_was_released_and_evicted_is_fetched_again(place, resolver):
+    place.put("v1", GOOD)
+    first = resolver.load(f"{place.prefix}/v1")
+    resolver.store.release("sql", first.path)
+    assert resolver.store.remove(first.digest)
+    assert content(resolver.load(f"{place.prefix}/v1").path) == GOOD
+    assert not resolver.store.remove(first.digest)
+
+
+@pytest.mark.parametrize("exists", [True, False])
+@pytest.mark.parametrize("leave", ["{}x/v1", "{}/../v1", "{}/%2e%2e/v1", "{}//v1", "{}/./v1", "{}-private/v1"])
+def test_what_is_not_allowed_says_nothing_of_what_is_there(place, resolver, leave, exists, tmp_path):
+    if exists:
+        for directory in ("allowedx/v1", "v1", "allowed-private/v1"):
+            put(tmp_path / directory, GOOD)
+    with pytest.raises(InvalidAdapter) as caught:
+        resolver.load(leave.format(place.prefix))
+    assert caught.value.adapter == "sql"
+    assert str(tmp_path) not in str(caught.value)
+    with pytest.raises(InvalidAdapter) as again:
+        resolver.newest(leave.format(place.prefix))
+    assert str(again.value) == str(caught.value)
+    assert resolver.emitted == []
+    assert resolver.store.layout.digests() == []
+
+
+@pytest.mark.parametrize("name", ["", "../sql", "a//b", "a" * 257])
+def test_a_malformed_name_is_refused_before_anything_is_asked(place, resolver, name):
+    place.put("v1", GOOD)
+    with pytest.raises(InvalidAdapter, match="choose another name"):
+        resolver.load(f"{place.prefix}/v1", name)
+    assert resolver.emitted == []
+
+
+def test_without_prefixes_nothing_is_fetched(place, tmp_path):
+    place.put("v1", GOOD)
+    with pytest.raises(InvalidAdapter, match="not allowed"):
+        RecordingResolver(tmp_path / "store", **place.settings).load(f"{place.prefix}/v1")
+
+
+def test_requests_at_one_time_share_one_fetch(place, resolver):
+    place.put("v1", GOOD)
+
+    async def crowd() -> list[ResolvedAdapter]:
+        uri = f"{place.prefix}/v1"
+        return await asyncio.gather(*(resolver.resolve_uri("sql", uri, BASE.path) for _ in range(20)))
+
+    assert len(set(map(id, asyncio.run(crowd())))) == 1
+    assert resolver.kinds == [AdapterFetched, AdapterResolved]
+
+
+# --- a name by URI and the same name at a source
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> RecordingResolver:
+    """`sql` at a source, and other bytes at file:///…/allowed/v1."""
+    put(tmp_path / "names" / "sql", turned())
+    put(tmp_path / "allowed" / "v1", GOOD)
+    resolver = RecordingResolver(tmp_path / "store", allowed_uris=((tmp_path / "allowed").as_uri(),))
+    resolver.add(FilesystemSource(tmp_path / "names"))
+    return resolver
+
+
+def test_a_name_by_uri_and_at_a_source_differ(both, tmp_path):
+    uri = (tmp_path / "allowed" / "v1").as_uri()
+    for _ in range(2):
+        by_name, by_uri = both.ask("sql"), both.load(uri)
+        assert content(by_name.path) == turned()
+        assert content(by_uri.path) == GOOD
+        assert (by_name.asked_uri, by_uri.asked_uri) == ("", uri)
+        assert both.newest(None) == by_name
+        assert both.newest(uri) == by_uri
+
+
+def test_both_at_once_do_not_get_each_others_answer(both, tmp_path):
+    uri = (tmp_path / "allowed" / "v1").as_uri()
+
+    async def at_once() -> list[Any]:
+        asking = (both.resolve("sql", ""), both.resolve_uri("sql", uri, ""), both.latest("sql", None, ""))
+        return await asyncio.gather(*asking)
+
+    by_name, by_uri, newest = asyncio.run(at_once())
+    assert [content(each.path) for each in (by_name, by_uri, newest)] == [turned(), GOOD, turned()]
+
+
+def test_a_name_and_a_uri_share_one_fetch(tmp_path):
+    put(tmp_path / "root" / "sql", GOOD)
+    resolver = RecordingResolver(tmp_path / "store", allowed_uris=((tmp_path / "root").as_uri(),))
+    resolver.add(FilesystemSource(tmp_path / "root"))
+    assert resolver.ask("sql").path == resolver.load((tmp_path / "root" / "sql").as_uri(), "other").path
+    assert resolver.kinds.count(AdapterFetched) == 1
+
+
+# --- file://
+
+
+def file_resolver(tmp_path: Path, *prefixes: str, **settings: Any) -> RecordingResolver:
+    return RecordingResolver(
+        tmp_path / "store", allowed_uris=prefixes or ((tmp_path / "allowed").as_uri(),), **settings
+    )
+
+
+@pytest.mark.parametrize("what", ["directory", "folder above", "file"])
+def test_a_symlink_out_of_the_allowed_directory_is_refused(tmp_path, what):
+    put(tmp_path / "outside" / "team" / "sql", GOOD)
+    allowed = tmp_path / "allowed"
+    allowed.mkdir()
+    if what == "directory":
+        (allowed / "team").mkdir()
+        os.symlink(tmp_path / "outside" / "team" / "sql", allowed / "team" / "sql")
+    elif what == "folder above":
+        os.symlink(tmp_path / "outside" / "team", allowed / "team")
+    else:
+        put(allowed / "team" / "sql", {CONFIG_FILE: GOOD[CONFIG_FILE]})
+        os.symlink(tmp_path / "outside" / "team" / "sql" / WEIGHTS_FILE, allowed / "team" / "sql" / WEIGHTS_FILE)
+    uri = (allowed / "team" / "sql").as_uri()
+    with pytest.raises(InvalidAdapter, match="symlink"):
+        file_resolver(tmp_path).load(uri)
+    assert content(file_resolver(tmp_path, follow_symlinks=True).load(uri).path) == GOOD
+
+
+def test_a_symlink_inside_the_allowed_directory_is_followed(tmp_path):
+    put(tmp_path / "allowed" / "v1", GOOD)
+    os.symlink("v1", tmp_path / "allowed" / "current")
+    resolver = file_resolver(tmp_path)
+    uri = (tmp_path / "allowed" / "current").as_uri()
+    first = resolver.load(uri)
+    put(tmp_path / "allowed" / "v2", turned())
+    os.symlink("v2", tmp_path / "allowed" / "next")
+    os.replace(tmp_path / "allowed" / "next", tmp_path / "allowed" / "current")
+    assert content(first.path) == GOOD
+    assert content(resolver.newest(uri).path) == turned()
+
+
+def test_a_prefix_may_be_the_adapter_itself(tmp_path):
+    put(tmp_path / "allowed" / "v1", GOOD)
+    put(tmp_path / "allowed" / "v12", GOOD)
+    uri = (tmp_path / "allowed" / "v1").as_uri()
+    resolver = file_resolver(tmp_path, uri)
+    assert content(resolver.load(uri).path) == GOOD
+    with pytest.raises(InvalidAdapter, match="not allowed"):
+        resolver.load(uri + "2")
+
+
+def test_segments_that_no_name_could_have_are_found(tmp_path):
+    put(tmp_path / "allowed" / ".hidden" / "a@b@c d", GOOD)
+    resolved = file_resolver(tmp_path).load((tmp_path / "allowed" / ".hidden" / "a@b@c d").as_uri())
+    assert content(resolved.path) == GOOD
+
+
+def test_a_lost_mount_is_an_outage_that_names_its_setting(tmp_path):
+    with pytest.raises(SourceUnavailable, match="LORA_PLUGINS_ALLOWED_URIS"):
+        file_resolver(tmp_path).load((tmp_path / "allowed" / "v1").as_uri())
+
+
+# --- object stores
+
+
+def test_any_fsspec_scheme_works(tmp_path):
+    memory = fsspec.filesystem("memory")
+    for file, data in GOOD.items():
+        memory.pipe_file(f"/by-uri/team/sql/{file}", data)
+    try:
+        resolved = RecordingResolver(tmp_path / "store", allowed_uris=("memory://by-uri/team",)).load(
+            "memory://by-uri/team/sql"
+        )
+    finally:
+        memory.rm("/by-uri", recursive=True)
+    assert content(resolved.path) == GOOD
+
+
+def test_a_scheme_that_cannot_be_asked_here_is_no_404(tmp_path):
+    resolver = RecordingResolver(tmp_path / "store", allowed_uris=("nosuch://bucket",))
+    with pytest.raises(SourceUnavailable, match="nosuch://"):
+        resolver.load("nosuch://bucket/x")
+
+
+def test_an_outage_is_no_404(bed, tmp_path):
+    bed.put("v1", dict(GOOD))
+    uri = f"s3://{bed.bucket.name}/loras/v1"
+    resolver = RecordingResolver(tmp_path / "store", allowed_uris=(uri,), aws=bed.s3.env(bed.proxy.url))
+    first = resolver.load(uri)
+    bed.proxy.refuse()
+    with pytest.raises(SourceUnavailable):
+        resolver.newest(uri)
+    assert SourceFailed in resolver.kinds
+    assert resolver.load(uri) == first, "within revalidate_s it is not asked"
+
+
+def test_a_local_path_template_is_for_names_only(bed, tmp_path):
+    bed.put("v1", dict(GOOD))
+    uri = f"s3://{bed.bucket.name}/loras/v1"
+    links = str(tmp_path / "links" / "{lora_name}")
+    RecordingResolver(tmp_path / "store", allowed_uris=(uri,), aws=bed.s3.env(), local_path_template=links).load(uri)
+    assert not (tmp_path / "links").exists()
+
+
+# --- the Hub
+
+
+def test_a_revision_of_the_uri_is_what_is_served(hub, tmp_path):
+    hub.commit("team/sql", GOOD)
+    hub.tag("team/sql", "v1")
+    hub.commit("team/sql", turned())
+    resolver = RecordingResolver(tmp_path / "store", allowed_uris=("hf://team",))
+    assert content(resolver.load("hf://team/sql@v1").path) == GOOD
+    assert content(resolver.load("hf://team/sql").path) == turned()
+    assert content(resolver.newest("hf://team/sql@v1").path) == GOOD
+
+
+def test_with_a_policy_a_link_leaves_no_folder(tmp_path):
+    root = tmp_path / "allowed"
+    put(root / "team-b" / "sql", adapter_files())
+    put(root / "team-a" / "v3", adapter_files())
+    (root / "team-a" / "steal").symlink_to("../team-b/sql")
+    (root / "team-a" / "latest").symlink_to("v3")
+    without = RecordingResolver(tmp_path / "store", allowed_uris=(root.as_uri(),))
+    assert without.load(f"{root.as_uri()}/team-a/steal")
+    resolver = RecordingResolver(tmp_path / "other", allowed_uris=(root.as_uri(),), policy=tmp_path / "policy.toml")
+    assert resolver.load(f"{root.as_uri()}/team-a/latest")
+    with pytest.raises(AdapterNotFound):
+        resolver.load(f"{root.as_uri()}/team-a/steal")
+
+
+def test_a_strangers_pull_request_needs_a_prefix_of_its_own(hub, tmp_path):
+    hub.commit("team/sql", GOOD)
+    commit = hub.pull_request("team/sql", turned(), 7)
+    resolver = RecordingResolver(tmp_path / "store", allowed_uris=("hf://team",))
+    with pytest.raises(InvalidAdapter, match=r"refs/pr/7.*no branch or tag"):
+        resolver.load("hf://team/sql@refs/pr/7")
+    with pytest.raises(AdapterNotFound):
+        resolver.load(f"hf://team/sql@{commit}")
+    pinned = RecordingResolver(tmp_path / "pinned", allowed_uris=("hf://team", "hf://team/sql@refs/pr/7"))
+    assert content(pinned.load("hf://team/sql@refs/pr/7").path) == turned()
+
+
+@pytest.mark.parametrize(("prefix", "followed"), [("hf://team", False), ("hf://team/sql", True)])
+def test_a_moved_repository_is_followed_only_where_named(hub, tmp_path, prefix, followed):
+    hub.commit("team/sql", GOOD)
+    hub.move("team/sql", "strangers/sql")
+    resolver = RecordingResolver(tmp_path / "store", allowed_uris=(prefix,))
+    if followed:
+        assert content(resolver.load("hf://team/sql").path) == GOOD
+    else:
+        with pytest.raises(AdapterNotFound):
+            resolver.load("hf://team/sql")

@@ -1,0 +1,112 @@
+"""HTTP sources and what their origin answers: redirects elsewhere, and error pages without an end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import pytest
+from aiohttp import web
+
+from lora_plugins.absence import Absence
+from lora_plugins.adapter.names import AdapterName
+from lora_plugins.errors import SourceUnavailable
+from lora_plugins.resolvers.sources.object_store import ObjectSource
+from lora_plugins.resolvers.sources.source import RemoteAdapter
+from lora_plugins.store.store import Store
+from testbed.listener import Listener
+from tests.make import adapter_files
+from tests.resolvers.sources.contract import content, obtain
+
+FILES = adapter_files()
+
+
+class Origin(Listener):
+    """Serves one adapter below /real/; what lies below the other paths redirects."""
+
+    def __init__(self) -> None:
+        super().__init__(self._answer)
+        self.asked: list[str] = []
+        self.elsewhere = ""
+        self.sent_bytes = 0
+        self.has_moved = False
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        self.asked.append(request.path)
+        _, place, *rest = request.path.split("/")
+        if place == "real" and not self.has_moved:
+            data = FILES.get(rest[-1])
+            if data is None:
+                return web.Response(status=404)
+            start, _, end = (
+                request.headers.get("Range", f"bytes=0-{len(data) - 1}").removeprefix("bytes=").partition("-")
+            )
+            piece = data[int(start) : int(end) + 1]
+            headers = {"ETag": f'"{hash(data)}"', "Accept-Ranges": "bytes"}
+            if "Range" not in request.headers:
+                return web.Response(body=piece, headers=headers)
+            headers["Content-Range"] = f"bytes {start}-{end}/{len(data)}"
+            return web.Response(status=206, body=piece, headers=headers)
+        if place == "endless":
+            answer = web.StreamResponse(status=403)
+            await answer.prepare(request)
+            while True:
+                await answer.write(b"x" * 65_536)
+                self.sent_bytes += 65_536
+        target = {
+            "real": f"{self.elsewhere}/real",
+            "moved": "/real",
+            "twice": "/moved",
+            "away": f"{self.elsewhere}/real",
+            "local": "http://169.254.169.254",
+        }
+        return web.Response(status=302, headers={"Location": "/".join((target[place], *rest))})
+
+
+@pytest.fixture
+def origins() -> Iterator[tuple[Origin, Origin]]:
+    one, other = Origin(), Origin()
+    one.elsewhere = other.url
+    for origin in (one, other):
+        origin.start()
+    yield one, other
+    for origin in (one, other):
+        origin.stop()
+
+
+def locate(origin: Origin, place: str, **options: object) -> tuple[ObjectSource, RemoteAdapter | Absence]:
+    source = ObjectSource(f"{origin.url}/{place}/{{lora_name}}", storage_options=options, locate_timeout_s=20)
+    return source, asyncio.run(source.locate(AdapterName("sql"), ""))
+
+
+@pytest.mark.parametrize("place", ["real", "moved", "twice"])
+def test_redirects_of_its_own_origin_are_followed(origins, tmp_path, place):
+    source, found = locate(origins[0], place)
+    assert content(obtain(Store(tmp_path / "store"), source, found).directory) == FILES
+
+
+@pytest.mark.parametrize("place", ["away", "local"])
+@pytest.mark.parametrize("options", [{}, {"client_kwargs": {"headers": {"X-Api-Key": "secret"}}}], ids=["plain", "key"])
+def test_a_redirect_to_another_origin_is_not_followed(origins, place, options):
+    one, other = origins
+    with pytest.raises(SourceUnavailable, match="HTTP 302 that leads to another origin"):
+        locate(one, place, **options)
+    assert other.asked == []
+
+
+def test_a_redirect_between_locating_and_fetching_is_refused(origins, tmp_path):
+    one, other = origins
+    source, found = locate(one, "real")
+    one.has_moved = True
+    with pytest.raises(SourceUnavailable, match="HTTP 302 that leads to another origin"):
+        obtain(Store(tmp_path / "store"), source, found)
+    assert other.asked == []
+
+
+def test_an_error_page_without_an_end_is_not_read(origins):
+    started = time.monotonic()
+    with pytest.raises(SourceUnavailable, match="HTTP 403"):
+        locate(origins[0], "endless")
+    assert time.monotonic() - started < 15
+    assert origins[0].sent_bytes < 64 << 20

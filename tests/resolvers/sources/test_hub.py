@@ -1,0 +1,603 @@
+"""The Hub source against a local Hub, through the real `huggingface_hub` and into the real store."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants, hf_hub_download
+
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.names import AdapterName
+from lora_plugins.adapter.weight_files import WEIGHTS_FILE
+from lora_plugins.errors import SourceUnavailable
+from lora_plugins.resolvers.sources.hub import HubSource
+from lora_plugins.resolvers.sources.hub_repos import AnyRepo
+from lora_plugins.resolvers.sources.source import RemoteAdapter, VersionChanged
+from lora_plugins.resolvers.sources.uri import SourceUri
+from testbed import faults
+from testbed.hub import Hub, local_hub
+from testbed.proxy import FaultProxy, fault_proxy
+from tests.make import adapter_files, content, pair, sharded
+from tests.resolvers.sources.hub_bed import FILES, OTHER, Bed, check, isolate
+from tests.virtual_time import run_until_late
+
+LONG_S = 600.0
+SHA256 = hashlib.sha256(FILES[WEIGHTS_FILE]).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with local_hub() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def proxied(server: Hub):
+    with fault_proxy(server.url) as running:
+        yield running
+
+
+@pytest.fixture
+def bed(server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bed:
+    server.reset()
+    server.commit("team/sql", {**FILES, "README.md": b"hello", "optimizer.pt": b"x" * 1000})
+    isolate(monkeypatch, tmp_path)
+    return Bed(server, tmp_path)
+
+
+@pytest.fixture
+def proxy(proxied: FaultProxy, bed: Bed) -> FaultProxy:
+    proxied.clear()
+    proxied.forget()
+    proxied.refuse(False)
+    yield proxied
+    proxied.refuse(False)
+
+
+def located(bed: Bed, name: str, **more) -> RemoteAdapter:
+    found = bed.locate(name, **more)
+    assert found is not None
+    return found
+
+
+# Locating
+
+
+def test_locating_costs_one_request(bed):
+    head = bed.hub.commit("team/sql", {"README.md": b"more"})
+    found = located(bed, "team/sql")
+    assert (found.source, found.uri, found.version) == ("hub", "hf://team/sql", head)
+    assert [(f.name, f.size_bytes, f.sha256) for f in found.files] == [
+        (CONFIG_FILE, len(FILES[CONFIG_FILE]), ""),
+        (WEIGHTS_FILE, len(FILES[WEIGHTS_FILE]), SHA256),
+    ]
+    data = FILES[CONFIG_FILE]
+    assert found.files[0].etag == hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+    assert [r.path for r in bed.hub.requests()] == ["/api/models/team/sql/revision/main"]
+
+
+@pytest.mark.parametrize("name", ["sql", "other/sql", "team/sql2", "team", "acme", "acme/a--b", "acme/a.git/x"])
+def test_a_name_outside_the_list_costs_no_request(bed, name):
+    assert bed.locate(name) is None
+    assert bed.hub.count() == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "detail"),
+    [
+        ("sql", "a name on the Hub has an owner and a repository: org/repo"),
+        ("team/SQL", "does not name it (team/sql, team/secret, acme/*)"),
+        ("team/sqll/fr", "does not name it (team/sql, team/secret, acme/*)"),
+        ("acmee/sql", "does not name it (team/sql, team/secret, acme/*)"),
+        ("zebra/x", "does not name it (team/sql, team/secret, acme/*)"),
+        ("acme/a--b", "no repository of the Hub can be called 'acme/a--b'"),
+    ],
+)
+def test_a_name_outside_the_list_says_so(bed, name, detail):
+    absence = bed.ask(name)
+    assert (absence.was_asked, absence.place) == (False, "")
+    assert absence.detail.endswith(detail)
+    assert bed.hub.count() == 0
+
+
+def test_what_the_hub_lacks_is_said_with_its_place(bed, server):
+    token = server.user("hf_any")
+    server.commit("acme/many", {f"fr/{n}": d for n, d in FILES.items()})
+    asked = {name: bed.ask(name, token=token) for name in ("acme/missing", "team/sql@v9", "acme/many", "acme/many/es")}
+    on = f" on {server.url}"
+    assert {name: (one.place.removesuffix(on), one.detail.partition(",")[0]) for name, one in asked.items()} == {
+        "acme/missing": ("hf://acme/missing@main", "no such repository"),
+        "team/sql@v9": ("hf://team/sql@v9", "no such revision"),
+        "acme/many": ("hf://acme/many@main", "a repository without adapter files at its root"),
+        "acme/many/es": ("hf://acme/many@main/es", "a repository without adapter files in this folder"),
+    }
+    hidden = bed.ask("acme/missing")
+    assert (hidden.kind, "missing or private" in hidden.detail) == ("hidden", True)
+
+
+def test_a_pin_serves_no_other_revision(bed):
+    bed.hub.tag("team/sql", "v1")
+    absence = bed.ask("team/sql@main", entries="team/sql@v1")
+    assert (absence.was_asked, "pins it to another revision" in absence.detail) == (False, True)
+    assert bed.hub.count() == 0
+    pinned, named = (located(bed, name, entries="team/sql@v1") for name in ("team/sql", "team/sql@v1"))
+    assert pinned.version == named.version
+    assert [r.path for r in bed.hub.requests()] == ["/api/models/team/sql/revision/v1"] * 2
+
+
+def test_tags_branches_and_their_commits_are_revisions(bed, server):
+    first = located(bed, "team/sql").version
+    server.tag("team/sql", "v1")
+    branch = server.commit("team/sql", OTHER, branch="feature/x")
+    asked = ("v1", first, "feature/x", "refs/heads/feature/x", "refs/tags/v1", branch)
+    revisions = {revision: located(bed, f"team/sql@{revision}").version for revision in asked}
+    assert list(revisions.values()) == [first, first, branch, branch, first, branch]
+
+
+@pytest.mark.parametrize("name", ["team/sql", "acme/sql"])
+@pytest.mark.parametrize("revision", ["refs/pr/7", "refs/convert/parquet", "pr/7", "COMMIT"])
+def test_a_strangers_pull_request_is_no_adapter(bed, server, name, revision):
+    server.commit("acme/sql", FILES)
+    commit = server.pull_request(name, OTHER, 7)
+    absence = bed.ask(f"{name}@{revision.replace('COMMIT', commit)}")
+    assert "no branch or tag" in absence.detail
+    assert absence.was_asked == (not revision.startswith("refs/"))
+
+
+def test_a_pull_request_is_served_where_it_is_pinned(bed, server):
+    commit = server.pull_request("team/sql", OTHER, 7)
+    assert bed.serve("team/sql", entries="team/sql@refs/pr/7") == OTHER
+    assert bed.serve("team/sql@refs/pr/7", entries="team/sql, team/sql@refs/pr/7") == OTHER
+    assert bed.serve(f"team/sql@{commit}", entries=f"team/*, team/sql@{commit}") == OTHER
+    server.forget()
+    located(bed, "team/sql", entries="team/sql@refs/pr/7")
+    assert server.count() == 1
+
+
+def test_a_commit_deep_in_a_history_is_published(bed, server, monkeypatch):
+    monkeypatch.setattr(server, "page_size", 2)
+    first = located(bed, "team/sql").version
+    for text in range(5):
+        server.commit("team/sql", {"README.md": str(text).encode()})
+    assert located(bed, f"team/sql@{first}").version == first
+
+
+def test_a_commit_that_was_published_is_asked_once(bed, server):
+    first = located(bed, "team/sql").version
+    server.commit("team/sql", OTHER)
+    server.tag("team/sql", "v1", first)
+    source = bed.source()
+    server.forget()
+
+    async def ask(times: int) -> None:
+        for _ in range(times):
+            assert isinstance(await source.locate(AdapterName.parse(f"team/sql@{first}"), ""), RemoteAdapter)
+
+    asyncio.run(ask(3))
+    assert [server.count("GET", path) for path in ("/revision/", "/refs", "/commits/")] == [3, 1, 0]
+
+
+def test_a_hub_that_does_not_list_branches_is_unavailable(bed, proxy):
+    first = located(bed, "team/sql").version
+    proxy.plan(faults.status(403), method="GET", path="/refs")
+    with pytest.raises(SourceUnavailable):
+        bed.locate(f"team/sql@{first}", endpoint=proxy.url)
+
+
+def test_each_folder_of_a_repository_is_an_adapter(bed, server):
+    server.commit("acme/many", {f"fr/{n}": d for n, d in FILES.items()} | {f"de/x y%/{n}": d for n, d in OTHER.items()})
+    assert bed.locate("acme/many") is None
+    assert bed.locate("acme/many/es") is None
+    assert bed.locate("acme/many/de") is None
+    assert located(bed, "acme/many/fr").uri == "hf://acme/many/fr"
+    assert bed.serve("acme/many/fr") == FILES
+    assert bed.serve("acme/many/de/x y%") == OTHER
+
+
+def test_what_the_hub_does_not_have_is_no_adapter(bed, server):
+    token = server.user("hf_any")
+    server.commit("acme/empty", {"README.md": b"nothing"})
+    assert bed.locate("team/sql@v9") is None
+    assert bed.locate("acme/empty") is None
+    assert bed.locate("acme/missing", token=token) is None
+    assert bed.locate("team/secret", token=token) is None
+
+
+def test_a_uri_is_located_without_the_list(bed, server):
+    server.commit("free/repo", {f"sub/{n}": d for n, d in FILES.items()})
+    server.tag("free/repo", "v1")
+    source = HubSource(AnyRepo(explicit=True), timeout_s=120, endpoint=server.url, cache_dir=bed.cache)
+    found = asyncio.run(source.locate(AdapterName("free/repo/sub", "v1"), ""))
+    assert found is not None
+    assert found.uri == "hf://free/repo/sub"
+    assert content(bed.obtain(source, found).directory) == FILES
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["http://hf_secret@127.0.0.1:9", "http://me:hf_secret@127.0.0.1:9/m?key=hf_secret"]
+)
+def test_keys_in_a_mirrors_url_are_never_said(bed, endpoint, caplog):
+    caplog.set_level("INFO", logger="lora_plugins")
+    with pytest.raises(SourceUnavailable) as caught:
+        bed.ask("team/sql", endpoint=endpoint, timeout_s=2)
+    said = [
+        str(caught.value),
+        *map(str, caught.value.fields().values()),
+        caplog.text,
+        str(bed.source(endpoint=endpoint)),
+    ]
+    assert "hf_secret" not in " ".join(said)
+    assert "127.0.0.1:9" in caught.value.place
+
+
+# Private, gated, renamed
+
+
+def test_a_private_repository_needs_its_token(bed, server):
+    server.commit("team/secret", FILES)
+    server.commit("acme/secret", FILES)
+    server.private("team/secret", ["hf_reader"])
+    server.private("acme/secret", ["hf_reader"])
+    # An entry names it, so its operator must hear of it; under a wildcard anybody may ask for any name.
+    with pytest.raises(SourceUnavailable, match=r"missing or private, team/secret@main.*set HF_TOKEN"):
+        bed.locate("team/secret")
+    assert bed.locate("acme/secret") is None
+    assert bed.locate("acme/missing") is None
+    assert bed.serve("team/secret", token="hf_reader") == FILES
+    assert bed.serve("acme/secret", token="hf_reader") == FILES
+
+
+def test_the_token_comes_from_the_hubs_own_chain(bed, server, monkeypatch):
+    server.commit("team/secret", FILES)
+    server.private("team/secret", ["hf_reader"])
+    monkeypatch.setenv("HF_TOKEN", "hf_reader")
+    assert bed.serve("team/secret") == FILES
+    with pytest.raises(SourceUnavailable):
+        bed.locate("team/secret", token=False)
+
+
+@pytest.mark.parametrize("name", ["team/sql", "acme/x"])
+def test_a_refused_token_is_an_error_for_every_name(bed, name):
+    with pytest.raises(SourceUnavailable, match=r"denies.*HTTP 401.*expired") as caught:
+        bed.locate(name, token="hf_expired")
+    assert "hf_expired" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("token", "advice"), [(False, "set HF_TOKEN"), ("hf_stranger", "the account of the token")])
+def test_a_gated_repository_says_what_to_do(bed, server, token, advice):
+    server.gated("team/sql", ["hf_granted"])
+    server.user("hf_stranger")
+    with pytest.raises(SourceUnavailable, match=r"gated repository, team/sql@.*accept its terms") as caught:
+        bed.serve("team/sql", token=token)
+    assert advice in str(caught.value)
+    assert bed.leftovers() == []
+    assert bed.serve("team/sql", token="hf_granted") == FILES
+
+
+def test_a_renamed_repository_is_followed_only_where_it_was_named(bed, server):
+    server.commit("acme/old", FILES)
+    server.move("acme/old", "elsewhere/new")
+    server.move("team/sql", "team/sql-2")
+    assert bed.locate("acme/old") is None
+    assert bed.serve("team/sql") == FILES
+
+
+# Fetching
+
+
+def test_only_the_located_files_are_downloaded(bed, server):
+    found = located(bed, "team/sql")
+    server.forget()
+    stored = bed.obtain(bed.source(), found)
+    assert content(stored.directory) == FILES
+    assert sorted(r.path for r in server.requests("GET")) == [
+        f"/team/sql/resolve/{found.version}/{name}" for name in sorted(FILES)
+    ]
+    assert server.count("GET", "api/") == 0
+    assert bed.leftovers() == []
+    assert not bed.cache.exists()
+    server.forget()
+    assert not bed.obtain(bed.source(), found).fetched
+    assert server.count() == 0
+
+
+def test_a_branch_that_moves_before_the_fetch_changes_nothing(bed, server):
+    found = located(bed, "team/sql")
+    server.commit("team/sql", OTHER)
+    assert content(bed.obtain(bed.source(), found).directory) == FILES
+    assert bed.serve("team/sql") == OTHER
+
+
+def test_a_commit_that_is_gone_is_located_again(bed, server):
+    found = located(bed, "team/sql", token=server.user("hf_any"))
+    server.delete("team/sql")
+    with pytest.raises(VersionChanged):
+        bed.obtain(bed.source(token="hf_any"), found)
+    assert bed.leftovers() == []
+
+
+def test_large_files_come_from_another_host_without_the_token(bed, server, monkeypatch):
+    server.private("team/sql", ["hf_reader"])
+    monkeypatch.setattr(server, "redirects", True)
+    assert bed.serve("team/sql", token="hf_reader") == FILES
+    # httpx follows to another origin without the token; asked with it, the store of the files would have seen it.
+    assert [r.authorized for r in server.requests("GET", "^/-/")] == [False]
+
+
+def test_files_are_fetched_at_the_same_time(bed, server, proxy):
+    all_of_them = threading.Barrier(len(FILES), timeout=60)
+    for name in FILES:
+        proxy.plan(faults.run_before(all_of_them.wait), method="GET", path=name)
+    found = located(bed, "team/sql")
+    bed.obtain(bed.source(endpoint=proxy.url), found)
+    assert not all_of_them.broken
+
+
+def test_fetching_never_holds_up_the_event_loop(bed, proxy):
+    asked, ticks, heard = threading.Event(), threading.Semaphore(0), []
+
+    def answer_after_some_ticks() -> None:
+        asked.set()
+        heard.extend(ticks.acquire(timeout=60) for _ in range(10))
+
+    proxy.plan(faults.run_before(answer_after_some_ticks), method="GET", path=WEIGHTS_FILE)
+    source = bed.source(endpoint=proxy.url)
+
+    async def tick() -> None:
+        while True:
+            await asyncio.sleep(0.001)
+            if asked.is_set():
+                ticks.release()
+
+    async def go() -> None:
+        ticking = asyncio.create_task(tick())
+        found = await source.locate(AdapterName.parse("team/sql"), "")
+        await bed.store.obtain(found, lambda arriving: source.fetch(found, arriving), check)
+        ticking.cancel()
+
+    asyncio.run(go())
+    assert heard == [True] * 10
+
+
+# What the Hub's own cache has
+
+
+def test_what_the_hubs_cache_has_is_copied_not_downloaded(bed, server):
+    found = located(bed, "team/sql")
+    for name in FILES:
+        hf_hub_download("team/sql", name, revision=found.version, cache_dir=bed.cache, endpoint=server.url)
+    server.forget()
+    assert content(bed.obtain(bed.source(), found).directory) == FILES
+    assert server.count() == 0
+
+
+def test_a_damaged_cache_is_not_used(bed, server, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(bed.cache))
+    found = located(bed, "team/sql")
+    for name in FILES:
+        cached = Path(
+            hf_hub_download("team/sql", name, revision=found.version, cache_dir=bed.cache, endpoint=server.url)
+        ).resolve()
+        data = bytearray(cached.read_bytes())
+        data[-1] ^= 1
+        cached.chmod(0o600)
+        cached.write_bytes(data)
+    assert content(bed.obtain(bed.source(cache_dir=None), found).directory) == FILES
+
+
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def test_offline_serves_what_the_cache_holds_as_the_same_version(bed, server, monkeypatch):
+    server.commit("acme/many", {f"fr/{n}": d for n, d in FILES.items()})
+    online = located(bed, "acme/many/fr")
+    for name in FILES:
+        hf_hub_download("acme/many", f"fr/{name}", cache_dir=bed.cache, endpoint=server.url)
+    server.forget()
+    offline(monkeypatch)
+    assert located(bed, "acme/many/fr") == online
+    assert located(bed, f"acme/many/fr@{online.version}").version == online.version
+    assert bed.serve("acme/many/fr") == FILES
+    assert server.count() == 0
+
+
+def test_offline_weights_in_several_files_must_all_be_cached(bed, server, monkeypatch):
+    files = sharded(adapter_files())
+    server.commit("acme/many", {f"fr/{n}": d for n, d in files.items()})
+    online = located(bed, "acme/many/fr")
+    *first, last = files
+    for name in first:
+        hf_hub_download("acme/many", f"fr/{name}", cache_dir=bed.cache, endpoint=server.url)
+    with monkeypatch.context() as patched:
+        offline(patched)
+        with pytest.raises(SourceUnavailable, match="offline mode"):
+            bed.locate("acme/many/fr")
+    hf_hub_download("acme/many", f"fr/{last}", cache_dir=bed.cache, endpoint=server.url)
+    offline(monkeypatch)
+    assert located(bed, "acme/many/fr") == online
+    assert bed.serve("acme/many/fr") == files
+
+
+@pytest.mark.parametrize("cached", [[], [CONFIG_FILE], [WEIGHTS_FILE]])
+def test_offline_never_answers_absent(bed, server, monkeypatch, cached):
+    for name in cached:
+        hf_hub_download("team/sql", name, cache_dir=bed.cache, endpoint=server.url)
+    offline(monkeypatch)
+    with pytest.raises(SourceUnavailable, match="offline mode"):
+        bed.locate("team/sql")
+
+
+def test_a_fetch_that_goes_offline_says_so(bed, monkeypatch):
+    found = located(bed, "team/sql")
+    offline(monkeypatch)
+    with pytest.raises(SourceUnavailable, match="offline mode"):
+        bed.obtain(bed.source(), found)
+    assert bed.leftovers() == []
+
+
+# Faults
+
+
+@pytest.mark.parametrize(
+    "fault", [faults.status(500), faults.status(503), faults.too_many(0), faults.reset(), faults.short()]
+)
+def test_a_passing_fault_is_retried(bed, proxy, fault):
+    for path in ("/api/models", f"resolve.*{CONFIG_FILE}", f"resolve.*{WEIGHTS_FILE}"):
+        proxy.plan(fault, method="GET", path=path)
+    assert bed.serve("team/sql", endpoint=proxy.url) == FILES
+    assert proxy.count("GET", "/api/models") == 2
+
+
+def commit_large(server: Hub) -> dict[str, bytes]:
+    """`acme/large`: weights of 25.6 MB, which are several of huggingface_hub's pieces."""
+    large = adapter_files(pair("model.layers.0.self_attn.q_proj", 16, 200_000, 200_000), r=16)
+    server.commit("acme/large", large)
+    return large
+
+
+def test_a_body_that_breaks_off_is_resumed(bed, server, proxy):
+    # huggingface_hub keeps whole pieces of its own size, so only a file of several is resumed.
+    large = commit_large(server)
+    piece = constants.DOWNLOAD_CHUNK_SIZE
+    proxy.plan(faults.short(after=piece + 300), method="GET", path=WEIGHTS_FILE)
+    assert bed.serve("acme/large", endpoint=proxy.url) == large
+    assert [r.range for r in proxy.requests("GET", WEIGHTS_FILE)] == [None, f"bytes={piece}-"]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        faults.status(500),
+        faults.status(503),
+        faults.status(403),
+        faults.status(404, b"<html>a load balancer</html>"),
+        faults.status(200, b"<html>a captive portal</html>"),
+        faults.status(200, b"{}"),
+        faults.status(200, b"[]"),
+        faults.status(200, b'{"id": "acme/any", "sha": "abc"}'),
+        faults.status(200, b'{"id": "acme/any", "sha": "abc", "siblings": [{"rfilename": "adapter_config.json"}]}'),
+        faults.status(200, b'{"id": "acme/any", "siblings": []}'),
+        faults.reset(),
+    ],
+)
+def test_an_outage_is_never_absence(bed, proxy, fault):
+    proxy.plan(fault, times=None)
+    for name in ("team/sql", "acme/any"):
+        with pytest.raises(SourceUnavailable) as caught:
+            bed.locate(name, endpoint=proxy.url)
+        assert (caught.value.code, caught.value.http_status) == ("L006", 503)
+
+
+def cut_off(proxy):
+    """End what stalls in the proxy, and with it the threads that read it."""
+    proxy.clear()
+    proxy.refuse()
+    proxy.refuse(False)
+
+
+def test_nobody_there_is_no_absence(bed, proxy):
+    proxy.refuse()
+    with pytest.raises(SourceUnavailable, match="ConnectError"):
+        bed.locate("acme/any", endpoint=proxy.url)
+
+
+@pytest.mark.parametrize(("timeout_s", "look_up_s"), [(5.0, 5), (300.0, 30), (LONG_S, 60)])
+def test_silence_ends_at_the_deadline(bed, proxy, timeout_s, look_up_s):
+    proxy.plan(faults.stall(LONG_S), times=None)
+    locating = bed.source(endpoint=proxy.url, timeout_s=timeout_s).locate(AdapterName.parse("team/sql"), "")
+    with pytest.raises(SourceUnavailable, match=f"within {look_up_s} s"):
+        run_until_late(locating, proxy.count, LONG_S)
+    cut_off(proxy)
+
+
+def test_a_fetch_ends_at_its_deadline(bed, proxy):
+    found = located(bed, "team/sql")
+    proxy.plan(faults.stall(LONG_S, after=100), method="GET", path=WEIGHTS_FILE, times=None)
+    source = bed.source(endpoint=proxy.url, timeout_s=LONG_S)
+    obtaining = bed.store.obtain(found, lambda arriving: source.fetch(found, arriving), check)
+    with pytest.raises(SourceUnavailable, match="within 600 s"):
+        run_until_late(obtaining, lambda: proxy.bytes_sent(WEIGHTS_FILE) >= 100, LONG_S)
+    cut_off(proxy)
+    assert bed.leftovers() == []
+
+
+def test_flipped_bytes_are_never_published(bed, proxy):
+    proxy.plan(faults.flip(1000), method="GET", path=WEIGHTS_FILE, times=None)
+    with pytest.raises(SourceUnavailable, match="SHA-256"):
+        bed.serve("team/sql", endpoint=proxy.url)
+    proxy.clear()
+    assert bed.leftovers() == []
+    assert bed.serve("team/sql", endpoint=proxy.url) == FILES
+
+
+def test_a_flipped_byte_in_a_small_file_is_seen_too(bed, proxy):
+    proxy.plan(faults.flip(5), method="GET", path=CONFIG_FILE)
+    assert bed.serve("team/sql", endpoint=proxy.url) == FILES
+    assert proxy.count("GET", CONFIG_FILE) == 2
+
+
+def test_a_fetch_that_is_cancelled_ends_and_leaves_nothing(bed, server, proxy):
+    large = commit_large(server)
+    proxy.plan(faults.throttle(2e6), method="GET", path=WEIGHTS_FILE, times=None)
+    source = bed.source(endpoint=proxy.url)
+
+    async def go() -> None:
+        found = await source.locate(AdapterName.parse("acme/large"), "")
+        fetching = asyncio.create_task(bed.store.obtain(found, lambda arriving: source.fetch(found, arriving), check))
+        while not proxy.bytes_sent(WEIGHTS_FILE):
+            await asyncio.sleep(0.01)
+        fetching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+        # Nobody waited for its thread, which looks up after a piece.
+        assert 0 < proxy.bytes_sent(WEIGHTS_FILE) < constants.DOWNLOAD_CHUNK_SIZE
+
+    asyncio.run(go())
+    assert bed.leftovers() == []
+    assert proxy.bytes_sent(WEIGHTS_FILE) < len(large[WEIGHTS_FILE])
+
+
+def test_a_download_without_its_directory_leaves_nothing(bed, proxy):
+    # Cancelled before it has begun to write, huggingface_hub makes the folders for it again.
+    found = located(bed, "team/sql")
+    proxy.plan(faults.stall(0.5), method="HEAD", path=WEIGHTS_FILE)
+    proxy.plan(faults.status(403), method="HEAD", path=CONFIG_FILE)
+    with pytest.raises(SourceUnavailable, match="HTTP 403"):
+        bed.obtain(bed.source(endpoint=proxy.url), found)
+    assert bed.leftovers() == []
+
+
+def test_one_file_that_fails_ends_the_others(bed, server, proxy):
+    found = located(bed, "team/sql", token=server.user("hf_any"))
+    proxy.plan(faults.throttle(500), method="GET", path=WEIGHTS_FILE, times=None)
+    proxy.plan(
+        faults.status(404, headers={"X-Error-Code": "EntryNotFound"}), method="HEAD", path=CONFIG_FILE, times=None
+    )
+    with pytest.raises(VersionChanged):
+        bed.obtain(bed.source(endpoint=proxy.url), found)
+    assert proxy.bytes_sent(WEIGHTS_FILE) < len(FILES[WEIGHTS_FILE])
+    assert bed.leftovers() == []
+
+
+def test_an_unwritable_store_is_reported_by_the_store(bed, tmp_path, monkeypatch):
+    found = located(bed, "team/sql")
+    source = bed.source()
+
+    async def fetch(arriving) -> None:
+        arriving.directory.rmdir()
+        arriving.directory.write_bytes(b"in the way")
+        await source.fetch(found, arriving)
+
+    with pytest.raises(SourceUnavailable, match="LORA_PLUGINS_STORE_DIR"):
+        asyncio.run(bed.store.obtain(found, fetch, check))
+
+
+def test_uris_of_located_adapters_lead_back_to_them(bed, server):
+    server.commit("acme/odd", {f"a b/100%/é:x/{n}": d for n, d in FILES.items()})
+    uri = SourceUri.parse(located(bed, "acme/odd/a b/100%/é:x").uri)
+    assert (uri.repo, uri.subfolder) == ("acme/odd", "a b/100%/é:x")

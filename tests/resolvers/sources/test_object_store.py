@@ -1,0 +1,376 @@
+"""ObjectSource: templates, names, what is located, other protocols than S3, links, settings."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.server
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from lora_plugins.absence import without_login
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.names import AdapterName
+from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, WEIGHTS_FILE
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, InvalidSettings, SourceUnavailable
+from lora_plugins.resolvers.sources.object_store import ObjectSource, object_source
+from lora_plugins.resolvers.sources.s3 import s3_storage_options
+from lora_plugins.resolvers.sources.source import VersionChanged
+from lora_plugins.settings import Settings
+from testbed import faults
+from tests.make import adapter_files, sharded
+from tests.resolvers.sources.contract import content
+from tests.resolvers.sources.object_bed import (
+    ACCESS_POINT,
+    ACCESS_POINT_ENDPOINT,
+    BASE,
+    FILES,
+    LIMITS,
+    WEIGHTS,
+    Bed,
+    bed,
+    locate,
+    read,
+    s3,
+    shared_proxy,
+)
+
+_ = (bed, s3, shared_proxy)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "s3://bucket/loras",
+        "s3://bucket/{lora_name}/{user}",
+        "s3://bucket/{lora_name!r}",
+        "s3://bucket/{lora_name:>9}",
+        "s3://bucket/{lora_name.__class__}",
+        "s3://bucket/{0}/{lora_name}",
+        "s3://bucket/{lora_name",
+        "s3://{lora_name}/adapters",
+        "s3://bucket-{base_model_name}/{lora_name}",
+        "s3:///{lora_name}",
+        "file:///adapters/{lora_name}",
+        "simplecache::s3://bucket/{lora_name}",
+        "https://user:password@host/{lora_name}",
+        "https://host/{lora_name}?sig=password",
+        "nonsense://bucket/{lora_name}",
+        "s3://arn:aws:s3:eu-central-1:123456789012:accesspoint/{lora_name}",
+        "s3://arn:aws:s3:eu-central-1:123456789012:accesspoint/{lora_name}/loras",
+        "s3://arn:aws:s3:{base_model_name}:123456789012:accesspoint/team/{lora_name}",
+        "s3://arn:aws:iam::123456789012:role/team/{lora_name}",
+    ],
+)
+def test_impossible_templates_are_refused(template: str) -> None:
+    with pytest.raises(InvalidSettings) as caught:
+        ObjectSource(template)
+    assert "password" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "base", "key"),
+    [
+        ("s3://adapters/l/{lora_name}", "sql", BASE, "l/sql"),
+        ("adapters/l/{lora_name}/", "sql", BASE, "l/sql"),
+        ("s3://adapters/{base_model_name}/{lora_name}", "team/sql", BASE, "org/base/team/sql"),
+        ("s3://adapters/{base_model_name}/{lora_name}", "sql", "/models/base/", "models/base/sql"),
+        ("s3://adapters/{base_model_name}/{lora_name}", "sql", "../../base", "base/sql"),
+        ("s3://adapters/{lora_name}", "sql@v3", BASE, "sql@v3"),
+        ("s3://adapters/{lora_name}/{revision}", "sql@v3", BASE, "sql/v3"),
+        ("s3://adapters/{lora_name}/{revision}", "sql", BASE, "sql/main"),
+        ("s3://adapters/{lora_name}", "a*[b]?c", BASE, "a*[b]?c"),
+        ("s3://adapters/{lora_name}", "%2e%2e::{x}?versionId=1 #+&=~", BASE, "%2e%2e::{x}?versionId=1 #+&=~"),
+        ("s3://adapters/{lora_name}", "modèle/数据", BASE, "modèle/数据"),
+    ],
+)
+def test_templates_name_the_key_of_an_adapter(bed: Bed, template: str, name: str, base: str, key: str) -> None:
+    bed.bucket.put_many(key, FILES)
+    source = bed.source(template)
+    located = locate(source, name, base)
+    assert located is not None
+    assert located.uri == f"s3://adapters/{key}"
+    assert read(asyncio.run(bed.obtain(source, located))) == FILES
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        f"s3://{ACCESS_POINT}/loras/{{lora_name}}",
+        f"{ACCESS_POINT}/loras/{{lora_name}}/",
+        f"s3a://{ACCESS_POINT.replace('/', ':')}/loras/{{lora_name}}",
+    ],
+)
+def test_template_may_name_an_access_point(bed: Bed, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bed = bed.at_access_point(monkeypatch)
+    bed.put("team/sql")
+    source = bed.source(template, url=ACCESS_POINT_ENDPOINT)
+    located = locate(source, "team/sql")
+    assert located is not None
+    assert located.uri == f"s3://{ACCESS_POINT}/loras/team/sql"
+    assert read(asyncio.run(bed.obtain(source, located))) == FILES
+
+
+def test_an_absence_says_url_and_endpoint(bed) -> None:
+    bed.bucket.put_many("l/org/base/sql", FILES)
+    source = bed.source("s3://adapters/l/{base_model_name}/{lora_name}")
+    absence = asyncio.run(source.locate(AdapterName.parse("sql"), "org/bse"))
+    assert absence.place == f"s3://adapters/l/org/bse/sql/ on {bed.proxy.url}"
+    assert absence.detail == "no adapter_config.json and no weights"
+
+
+def test_passwords_in_urls_are_not_shown() -> None:
+    assert without_login("ftp://me:pass@host/x@y:z@/sql") == "ftp://…@host/x@y:z@/sql"
+    assert without_login(f"s3://{ACCESS_POINT}/a@b") == f"s3://{ACCESS_POINT}/a@b"
+    assert without_login("no repository on https://hf_key@mirror/a/x?token=key&b=1 now") == (
+        "no repository on https://…@mirror/a/x?… now"
+    )
+    assert without_login("abfs://container@account.dfs.core.windows.net/x") == (
+        "abfs://container@account.dfs.core.windows.net/x"
+    )
+    assert "anna" not in str(ObjectSource("ftp://anna@host/{lora_name}"))
+
+
+@pytest.mark.parametrize("template", ["ftp://me:secret@host/{lora_name}", "s3://me:secret@bucket/{lora_name}"])
+def test_a_password_in_the_template_is_refused(template: str) -> None:
+    with pytest.raises(InvalidSettings, match="a login, query or fragment in S3_PATH_TEMPLATE") as caught:
+        ObjectSource(template)
+    assert "secret" not in str(caught.value)
+
+
+def test_absence_costs_one_request(bed: Bed) -> None:
+    bed.put("sql-longer")
+    bed.bucket.put("loras/sql/nested/adapter_config.json", b"{}")
+    bed.bucket.put("loras/sql/README.md", b"")
+    assert locate(bed.source()) is None
+    assert len(bed.proxy.requests()) == 1
+
+
+def test_multipart_object_is_served(bed: Bed) -> None:
+    data = os.urandom((5 << 20) + 100)
+    bed.bucket.put("loras/sql/" + CONFIG_FILE, b"{}")
+    etag = bed.bucket.put("loras/sql/" + WEIGHTS_FILE, data, part_size=5 << 20)
+    assert etag.endswith('-2"')
+    assert read(bed.serve(bed.source()))[WEIGHTS_FILE] == data
+
+
+def test_empty_file_is_served_as_it_is(bed: Bed) -> None:
+    bed.put(files={CONFIG_FILE: b"", WEIGHTS_FILE: b"x"})
+    assert read(bed.serve(bed.source())) == {CONFIG_FILE: b"", WEIGHTS_FILE: b"x"}
+
+
+def test_listing_denied_but_objects_readable(bed: Bed) -> None:
+    bed.put()
+    bed.proxy.plan(faults.denied(), path="list-type=2", times=None)
+    assert read(bed.serve(bed.source())) == FILES
+    bed.put("half", {WEIGHTS_FILE: b"x"})
+    with pytest.raises(AdapterNotFound):
+        locate(bed.source(), "half")
+
+
+def test_several_files_are_found_by_index_where_listing_is_denied(bed: Bed) -> None:
+    files = sharded(adapter_files())
+    bed.put("several", files)
+    bed.proxy.plan(faults.denied(), path="list-type=2", times=None)
+    assert content(bed.serve(bed.source(), "several").directory) == files
+
+
+def test_listing_and_objects_denied_is_not_absence(bed: Bed) -> None:
+    bed.proxy.plan(faults.denied(), path="list-type=2", times=None)
+    bed.proxy.plan(faults.denied(), method="HEAD", times=None)
+    with pytest.raises(SourceUnavailable, match="denies"):
+        locate(bed.source())
+
+
+def test_anonymous_requests_are_not_signed(bed: Bed) -> None:
+    bed.bucket.put_many("loras/sql", FILES, public=True)
+    options = s3_storage_options({**bed.s3.env(bed.proxy.url, anonymous=True), "AWS_SKIP_SIGNATURE": "true"})
+    assert read(bed.serve(bed.source(storage_options=options))) == FILES
+    assert not any("Authorization" in request.headers for request in bed.proxy.requests())
+    assert not any("X-Amz-Signature" in request.query for request in bed.proxy.requests())
+
+
+def test_settings_make_the_source(bed: Bed, tmp_path: Path) -> None:
+    bed.put()
+    env = {
+        **bed.s3.env(bed.proxy.url),
+        "S3_PATH_TEMPLATE": "s3://adapters/loras/{lora_name}",
+        "LOCAL_PATH_TEMPLATE": f"{tmp_path}/local/{{lora_name}}",
+        "LORA_PLUGINS_STORE_DIR": str(tmp_path / "unused"),
+    }
+    settings = Settings.from_env(env)
+    source = object_source(settings.s3_path_template or "", settings)
+    assert source.label == "s3"
+    assert str(source) == "s3 (s3://adapters/loras/{lora_name})"
+    assert read(bed.serve(source)) == FILES
+
+
+# Other protocols.
+
+
+class _Files(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    files: dict[str, bytes]
+    status: int | None = None
+    ranges = True
+    etags = True
+
+    def do_GET(self) -> None:
+        data = self.files.get(unquote(self.path))
+        if self.status or data is None:
+            self._head(self.status or 404, {"Content-Length": "0"})
+            return
+        head = {"ETag": f'"{hash(data)}"'} if self.etags else {}
+        ranged, size, code = self.headers.get("Range"), len(data), 200
+        if ranged and self.ranges:
+            start, end = map(int, ranged.removeprefix("bytes=").split("-"))
+            head["Content-Range"], code = f"bytes {start}-{end}/{size}", 206
+            data = data[start : end + 1]
+        self._head(code, {**head, "Content-Length": str(len(data))})
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    do_HEAD = do_GET
+
+    def _head(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, *arguments) -> None:
+        pass
+
+
+@pytest.fixture
+def web() -> Iterator[tuple[str, type[_Files]]]:
+    handler = type("Files", (_Files,), {"files": {}})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/l/{{lora_name}}", handler
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("name", ["sql", "team/a b?c#d%2e&é"])
+def test_http_adapters_are_served_by_version(bed: Bed, web, name: str) -> None:
+    template, handler = web
+    handler.files = {f"/l/{name}/{file}": data for file, data in FILES.items()}
+    source = ObjectSource(template, limits=LIMITS)
+    assert locate(source, "other") is None
+    assert read(bed.serve(source, name)) == FILES
+    handler.files[f"/l/{name}/{WEIGHTS_FILE}"] = WEIGHTS[::-1]
+    located = locate(source, name)
+    assert located is not None
+    handler.files[f"/l/{name}/{WEIGHTS_FILE}"] = WEIGHTS
+    with pytest.raises(VersionChanged):
+        asyncio.run(bed.obtain(source, located))
+    bed.assert_clean()
+
+
+def test_web_adapters_in_several_files_are_served(bed: Bed, web) -> None:
+    template, handler = web
+    files = sharded(adapter_files())
+    handler.files = {f"/l/sql/{file}": data for file, data in files.items()}
+    assert content(bed.serve(ObjectSource(template, limits=LIMITS)).directory) == files
+
+
+def _send_long_index(handler: _Files) -> None:
+    """Say how long the index is, and send a gigabyte of it."""
+    if not handler.path.endswith(INDEX_FILE):
+        _Files.do_GET(handler)
+        return
+    is_get = handler.command == "GET"
+    handler._head(200, {"ETag": '"x"', **({} if is_get else {"Content-Length": str(handler.says)})})
+    handler.close_connection = True
+    with contextlib.suppress(OSError):
+        while is_get and type(handler).sent < 1 << 30:
+            type(handler).sent += handler.wfile.write(bytes(1 << 20))
+
+
+@pytest.mark.parametrize("says", [100, 1 << 30])
+def test_a_long_web_index_is_not_read_whole(web, says: int) -> None:
+    template, handler = web
+    handler.files = {f"/l/sql/{CONFIG_FILE}": b"{}"}
+    handler.do_GET = handler.do_HEAD = _send_long_index
+    handler.says, handler.sent = says, 0
+    kind = InvalidAdapter if says > MAX_INDEX_BYTES else SourceUnavailable
+    with pytest.raises(kind):
+        locate(ObjectSource(template, limits=LIMITS))
+    assert handler.sent < 64 << 20
+
+
+@pytest.mark.parametrize(("status", "text"), [(500, "HTTP 500"), (403, "denies"), (503, "HTTP 503")])
+def test_web_outage_is_not_absence(web, status: int, text: str) -> None:
+    template, handler = web
+    handler.status = status
+    with pytest.raises(SourceUnavailable, match=text):
+        locate(ObjectSource(template, limits=LIMITS))
+
+
+def test_web_server_without_ranges_or_versions(bed: Bed, web) -> None:
+    template, handler = web
+    handler.files = {f"/l/sql/{file}": data for file, data in FILES.items()}
+    handler.ranges = False
+    source = ObjectSource(template, limits=LIMITS)
+    with pytest.raises(SourceUnavailable, match="malformed"):
+        bed.serve(source)
+    handler.etags = False
+    with pytest.raises(SourceUnavailable, match="time of change"):
+        locate(source)
+
+
+# Local links.
+
+
+def point(source: ObjectSource, name: str, directory: Path) -> None:
+    located = locate(source, name)
+    assert located is not None
+    assert located.link is not None
+    located.link.point_to(directory, name)
+
+
+def test_local_link_follows_the_version(bed: Bed, tmp_path: Path) -> None:
+    bed.put("team/sql")
+    source = bed.source(local_template=f"{tmp_path}/local/{{base_model_name}}/{{lora_name}}")
+    link = tmp_path / "local" / "org" / "base" / "team" / "sql"
+    for digest in ("a" * 64, "b" * 64, "b" * 64):
+        point(source, "team/sql", tmp_path / digest)
+        assert os.readlink(link) == str(tmp_path / digest)
+    assert [entry.name for entry in link.parent.iterdir()] == ["sql"]
+
+
+@pytest.mark.parametrize("there", ["file", "directory", "foreign link", "linked parent"])
+def test_a_foreign_file_is_left_alone(bed: Bed, tmp_path: Path, caplog: pytest.LogCaptureFixture, there: str) -> None:
+    bed.put("team/sql")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    path = tmp_path / "local" / "team" / "sql"
+    if there == "linked parent":
+        (tmp_path / "local").mkdir()
+        (tmp_path / "local" / "team").symlink_to(outside)
+    else:
+        path.parent.mkdir(parents=True)
+        {"file": path.touch, "directory": path.mkdir, "foreign link": lambda: path.symlink_to(outside)}[there]()
+    logging.getLogger("vllm.lora_plugins").addHandler(caplog.handler)
+    try:
+        point(bed.source(local_template=f"{tmp_path}/local/{{lora_name}}"), "team/sql", tmp_path / ("a" * 64))
+    finally:
+        logging.getLogger("vllm.lora_plugins").removeHandler(caplog.handler)
+    assert "is not made a link" in caplog.text
+    assert not list(outside.iterdir())
+    assert not path.is_symlink() or there == "foreign link"
+
+
+@pytest.mark.parametrize("template", ["{lora_name}", "relative/{lora_name}", "/x/{name}", "/x"])
+def test_impossible_local_templates_are_refused(template: str) -> None:
+    with pytest.raises(InvalidSettings, match="LOCAL_PATH_TEMPLATE"):
+        ObjectSource("memory://l/{lora_name}", local_template=template)
