@@ -29,9 +29,9 @@ from lora_plugins.api.models import (
     VersionStatus,
 )
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
-from lora_plugins.server.declared_set import DeclaredSet
 from lora_plugins.server.lifecycle import ANY_VERSION, Lifecycle
 from lora_plugins.server.planner_client import Place
+from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.registry import ServedAdapter, not_served
 from lora_plugins.store.errors import DamagedCopy
 from lora_plugins.store.layout import is_digest
@@ -43,11 +43,11 @@ def _lifecycle(request: Request) -> Lifecycle:
     return request.app.state.lora_plugins_lifecycle  # type: ignore[no-any-return]
 
 
-def _declared_set(request: Request) -> DeclaredSet | None:
-    return getattr(request.app.state, "lora_plugins_declared_set", None)
+def _reconciler(request: Request) -> Reconciler | None:
+    return getattr(request.app.state, "lora_plugins_reconciler", None)  # not yet there while the server starts
 
 
-_Declared = Annotated[DeclaredSet | None, Depends(_declared_set)]
+_Reconciler = Annotated[Reconciler | None, Depends(_reconciler)]
 _Lifecycle = Annotated[Lifecycle, Depends(_lifecycle)]
 
 
@@ -121,7 +121,7 @@ async def load(body: LoadAdapterRequest, lifecycle: _Lifecycle, if_match: _IfMat
 
 
 @router.get("")
-async def list_all(lifecycle: _Lifecycle, declared: _Declared) -> AdapterList:
+async def list_all(lifecycle: _Lifecycle, reconciler: _Reconciler) -> AdapterList:
     """What is served, what still drains, which names are blocked, and what became of the declared set."""
     registry, place_of = lifecycle.registry, await lifecycle.planner.places()
     views = [_view(adapter, place_of(adapter.engine_id), lifecycle) for adapter in registry.all()]
@@ -130,7 +130,7 @@ async def list_all(lifecycle: _Lifecycle, declared: _Declared) -> AdapterList:
     ]
     names = {view.lora_name for view in views}
     views += [_blocked(name, lifecycle) for name in sorted(registry.blocked - names)]
-    return AdapterList(loras=views, count=len(views), declared=None if declared is None else _declared(declared))
+    return AdapterList(loras=views, count=len(views), declared=_declared(reconciler))
 
 
 @router.get("/{lora_name:path}")
@@ -254,20 +254,23 @@ def _view(adapter: ServedAdapter, place: Place, lifecycle: Lifecycle, state: Sta
     )
 
 
-def _declared(declared: DeclaredSet) -> DeclaredSetView:
+def _declared(reconciler: Reconciler | None) -> DeclaredSetView | None:
+    if reconciler is None or reconciler.declared is None:
+        return None
     views = [
         DeclaredView(
             lora_name=name,
             state=DeclaredState.SERVED
-            if one.is_applied
-            else DeclaredState.FAILED
-            if one.error is not None
-            else DeclaredState.WAITING,
+            if one.is_done
+            else DeclaredState.WAITING
+            if one.error is None
+            else DeclaredState.FAILED,
             error=None if one.error is None else str(one.error),
         )
-        for name, one in declared.states.items()
+        for name, one in reconciler.declared.items()
     ]
-    return DeclaredSetView(loras=views, file_error=None if declared.file_error is None else str(declared.file_error))
+    error = reconciler.file_error
+    return DeclaredSetView(loras=views, file_error=None if error is None else str(error))
 
 
 def _blocked(name: str, lifecycle: Lifecycle) -> AdapterView:

@@ -162,30 +162,30 @@ class Lifecycle:
                 await self.planner.load(request, uri=adapter.uri, wants_slot=False)
         return adapter
 
-    async def load_version(self, text: str, known_digest: str | None = None) -> ServedAdapter | None:
+    async def load_version(self, text: str) -> ServedAdapter | None:
         """Serve `name@digest`, the digest's first 8 characters or more, as a name of its own, beside `name`.
 
-        `known_digest`: all of it, from a caller that knows the version for this name's. Without it, None where the name
-        has had no such version in this process. None too where the store has it no more, or the text is no such name.
+        None where the name has had no such version in this process, the store has it no more, or the text is no such
+        name.
 
         Raises:
             LoRAPluginsError: it cannot be served.
         """
         name, _, prefix = text.partition("@")
-        if not is_of_digest(text, known_digest or prefix):
+        if not is_prefix(prefix):
             return None
         async with self._engine.lock(text):
             adapter = self.registry.get(text)
             if adapter is not None:
                 return adapter
-            found = await self._resolver.of_digest(name, prefix) if known_digest is None else None
-            digest = known_digest if found is None else found.digest
+            found = await self._resolver.of_digest(name, prefix)
+            if found is None:
+                return None
             try:
-                version = digest and await self._resolver.of_digest(text, digest, of_any_name=True)
+                version = await self._resolver.of_digest(text, found.digest, of_any_name=True)
             finally:
-                if found is not None:
-                    self._draining.release(name, found)
-            if not version:
+                self._draining.release(name, found)
+            if version is None:
                 return None
             adapter = await self._load(text, None, version)
             adapter.held_digest = version.digest
@@ -415,9 +415,3 @@ def _require_version(name: str, adapter: ServedAdapter | None, expects: str | No
 
 def _has_digest(adapter: ServedAdapter, digest: str) -> bool:
     return adapter.version is not None and digest in (adapter.version.digest, ANY_VERSION)
-
-
-def is_of_digest(text: str, digest: str | None) -> bool:
-    """Whether a name says `name@` and the beginning of this digest."""
-    prefix = text.partition("@")[2]
-    return digest is not None and is_prefix(prefix) and digest.startswith(prefix)
