@@ -227,7 +227,7 @@ def _status(lifecycle: Lifecycle, name: str, what: str, status: str = "success")
 
 def _view(adapter: ServedAdapter, place: Place, lifecycle: Lifecycle, state: State = State.SERVING) -> AdapterView:
     version = adapter.version
-    is_stored = version is not None and lifecycle.copies.is_stored(version)
+    is_stored = version is not None and lifecycle.server.resolver.is_stored(version.path)
     tiers: dict[str, Any] = {"store": is_stored, "host": place.host, "slot": place.slot}
     error = None
     if adapter.last_error is not None:

@@ -1,9 +1,10 @@
 """What a server is to serve, and the one loop that has it served.
 
 Three places say it: `LORA_PLUGINS_PRELOAD`, what the last server wrote down (`LORA_PLUGINS_RESTORE`), and the file of
-`LORA_PLUGINS_ADAPTERS_FILE`. The file is followed while the server runs, and decides over the names in it; the other two
-are read at the start, and only add names. Between two changes only what failed is tried again: what an administrator
-swaps, unloads or rolls back meanwhile stays so. What is served beside the file is written down for the next server.
+`LORA_PLUGINS_ADAPTERS_FILE`. The file is followed while the server runs, and decides over the names in it. The other
+two are read at the start, and only add names. Between two changes of the file only what failed is tried again: what an
+administrator swaps, unloads or rolls back meanwhile stays so. What is served beside the file is written down for the
+next server.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from lora_plugins.errors import (
     LoRAPluginsError,
 )
 from lora_plugins.events import AdapterLoaded, Events, LoadRefused
+from lora_plugins.server.api_server import ApiServer
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.planner_client import PlannerClient
 from lora_plugins.server.registry import Registry, ServedAdapter
@@ -164,14 +165,8 @@ class World:
         events = resolver.events if resolver else Events()
         events.add(self.tell)
         self.planner = PlannerClient(self.engine.ask, events)
-        self.lifecycle = Lifecycle(
-            registry,
-            self.planner,
-            engine=self.server,
-            resolver=self.resolver,
-            events=events,
-            drain_timeout_s=drain_timeout_s,
-        )
+        server = ApiServer(registry, self.planner, self.server, self.resolver, events, drain_timeout_s)
+        self.lifecycle = Lifecycle(server)
         self.lifecycle.on_change = self.count
 
     def tell(self, event: Any) -> None:
