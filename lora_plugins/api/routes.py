@@ -24,13 +24,13 @@ from lora_plugins.api.models import (
     LastError,
     LoadAdapterRequest,
     RollbackRequest,
-    State,
+    ServedState,
     SwapRequest,
     VersionStatus,
 )
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
 from lora_plugins.server.lifecycle import ANY_VERSION, Lifecycle
-from lora_plugins.server.planner_client import Place
+from lora_plugins.server.planner_client import CombinedState
 from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.registry import ServedAdapter, not_served
 from lora_plugins.store.errors import DamagedCopy
@@ -78,7 +78,7 @@ def _expected(if_match: list[str] | None) -> str | None:
     return digest
 
 
-class _Change:
+class _Call:
     """One call that may exchange the version of a name: what was served before it, and when it began."""
 
     def __init__(self, lifecycle: Lifecycle, name: str) -> None:
@@ -114,7 +114,7 @@ async def _as_http() -> AsyncIterator[None]:
 @router.post("")
 async def load(body: LoadAdapterRequest, lifecycle: _Lifecycle, if_match: _IfMatch = None) -> VersionStatus:
     """Serve an adapter under a name, from a URI or from wherever the server's sources have it. Idempotent."""
-    change, uri = _Change(lifecycle, body.lora_name), None if body.source is None else body.source.uri
+    change, uri = _Call(lifecycle, body.lora_name), None if body.source is None else body.source.uri
     async with _as_http():
         _, is_new = await lifecycle.load(body.lora_name, uri, expects=_expected(if_match))
     return change.done("loaded" if is_new else "is served")
@@ -126,7 +126,8 @@ async def list_all(lifecycle: _Lifecycle, reconciler: _Reconciler) -> AdapterLis
     registry, place_of = lifecycle.registry, await lifecycle.planner.places()
     views = [_view(adapter, place_of(adapter.engine_id), lifecycle) for adapter in registry.all()]
     views += [
-        _view(adapter, place_of(adapter.engine_id), lifecycle, State.DRAINING) for adapter in registry.draining.values()
+        _view(adapter, place_of(adapter.engine_id), lifecycle, ServedState.DRAINING)
+        for adapter in registry.draining.values()
     ]
     names = {view.lora_name for view in views}
     views += [_blocked(name, lifecycle) for name in sorted(registry.blocked - names)]
@@ -136,11 +137,11 @@ async def list_all(lifecycle: _Lifecycle, reconciler: _Reconciler) -> AdapterLis
 @router.get("/{lora_name:path}")
 async def show(lora_name: str, lifecycle: _Lifecycle) -> AdapterView:
     """One adapter, as in the list."""
-    registry, state = lifecycle.registry, State.SERVING
+    registry, state = lifecycle.registry, ServedState.SERVING
     adapter = registry.get(lora_name)
     if adapter is None:
         adapter = next((one for one in registry.draining.values() if one.name == lora_name), None)
-        state = State.DRAINING
+        state = ServedState.DRAINING
     if adapter is not None:
         return _view(adapter, (await lifecycle.planner.places())(adapter.engine_id), lifecycle, state)
     if lora_name in registry.blocked:
@@ -197,7 +198,7 @@ async def refresh(
     if_match: _IfMatch = None,
 ) -> VersionStatus:
     """Look for a new version at the source now, and swap to it; ends the effect of a rollback."""
-    change, body = _Change(lifecycle, lora_name), body or SwapRequest()
+    change, body = _Call(lifecycle, lora_name), body or SwapRequest()
     async with _as_http():
         is_swapped = await lifecycle.refresh(lora_name, expects=_expected(if_match), moves=body.moves)
     adapter = lifecycle.registry.get(lora_name)
@@ -214,7 +215,7 @@ async def rollback(
     if_match: _IfMatch = None,
 ) -> VersionStatus:
     """Go back to the version before, or to a kept one, and stay there until the next refresh."""
-    change, body = _Change(lifecycle, lora_name), body or RollbackRequest()
+    change, body = _Call(lifecycle, lora_name), body or RollbackRequest()
     async with _as_http():
         adapter = await lifecycle.roll_back(lora_name, body.digest, expects=_expected(if_match), moves=body.moves)
     return change.done(f"rolled back to {(adapter.held_digest or '')[:12]}")
@@ -225,7 +226,9 @@ def _status(lifecycle: Lifecycle, name: str, what: str, status: str = "success")
     return AdapterStatus(status=status, message=message, lora_name=name, lora_id=lifecycle.registry.adapter_id(name))
 
 
-def _view(adapter: ServedAdapter, place: Place, lifecycle: Lifecycle, state: State = State.SERVING) -> AdapterView:
+def _view(
+    adapter: ServedAdapter, place: CombinedState, lifecycle: Lifecycle, state: ServedState = ServedState.SERVING
+) -> AdapterView:
     version = adapter.version
     is_stored = version is not None and lifecycle.server.resolver.is_stored(version.path)
     tiers: dict[str, Any] = {"store": is_stored, "host": place.host, "slot": place.slot}
@@ -274,4 +277,4 @@ def _declared(reconciler: Reconciler | None) -> DeclaredSetView | None:
 
 
 def _blocked(name: str, lifecycle: Lifecycle) -> AdapterView:
-    return AdapterView(lora_name=name, lora_id=lifecycle.registry.adapter_id(name), state=State.BLOCKED)
+    return AdapterView(lora_name=name, lora_id=lifecycle.registry.adapter_id(name), state=ServedState.BLOCKED)

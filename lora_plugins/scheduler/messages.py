@@ -158,7 +158,7 @@ def merged(reports: Sequence[Report]) -> Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Outcome:
     """What came of a load, a pin or a retirement.
 
     Attributes:

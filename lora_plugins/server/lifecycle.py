@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, VersionChanged
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, VersionMismatch
 from lora_plugins.resolvers.uris import absolute, is_path
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.server.api_server import ApiServer
@@ -46,7 +46,7 @@ class Lifecycle:
         must be served now, or `ANY_VERSION`.
 
         Raises:
-            VersionChanged: it is not. LoRAPluginsError: it cannot be served. Nothing has changed then.
+            VersionMismatch: it is not. LoRAPluginsError: it cannot be served. Nothing has changed then.
         """
         self._check_name(name)
         async with self.server.vllm.lock(name):
@@ -207,7 +207,7 @@ class Lifecycle:
         `moves`, here and below: what runs goes on with it too.
 
         Raises:
-            VersionChanged: another version is served than expected.
+            VersionMismatch: another version is served than expected.
             LoRAPluginsError: there is one that cannot be served, or the source is unavailable; the old one goes on.
         """
         async with self.server.vllm.lock(name):
@@ -242,7 +242,7 @@ class Lifecycle:
         it be a beginning.
 
         Raises:
-            VersionChanged: another version is served than expected. AdapterNotFound: there is none to go back to.
+            VersionMismatch: another version is served than expected. AdapterNotFound: there is none to go back to.
             LoRAPluginsError: it cannot be loaded; the present one goes on.
         """
         async with self.server.vllm.lock(name):
@@ -336,7 +336,7 @@ def _require_version(name: str, adapter: ServedAdapter | None, expects: str | No
     if expects is None or (adapter is not None and _has_digest(adapter, expects)):
         return
     served = "no version" if adapter is None or adapter.version is None else f"version {adapter.version.digest}"
-    raise VersionChanged(
+    raise VersionMismatch(
         served, expected=expects, remedy="look at what is served now (GET /v1/loras), and decide again", adapter=name
     )
 

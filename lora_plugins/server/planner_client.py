@@ -14,7 +14,7 @@ from cachetools import LRUCache
 
 from lora_plugins.errors import LoRAPluginsError, error_of
 from lora_plugins.events import AdapterLoaded, Events, LoadRefused
-from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, Answer, PlannerFigures, from_plain, to_plain
+from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, Outcome, PlannerFigures, from_plain, to_plain
 
 REMEMBERED = 10_000
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class Request(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CombinedState:
     """Where an adapter is, in all engines together, and how many of its requests are held and run."""
 
     size_bytes: int = 0
@@ -43,7 +43,7 @@ class Place:
     running: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, engine_id: int, engines: Sequence[Mapping[int, AdapterState]]) -> Place:
+    def of(cls, engine_id: int, engines: Sequence[Mapping[int, AdapterState]]) -> CombinedState:
         """Of one adapter's states by engine id, in each engine: it is where every engine has it."""
         here = [engine[engine_id] for engine in engines if engine_id in engine]
         if not here:
@@ -117,20 +117,20 @@ class PlannerClient:
 
         With a `refusal`, requests that are not admitted yet, or still come, are refused with it.
         """
-        await self._typed(Answer, "lora_plugins_retire", engine_id, None if refusal is None else refusal.plain())
+        await self._typed(Outcome, "lora_plugins_retire", engine_id, None if refusal is None else refusal.plain())
 
-    async def places(self) -> Callable[[int], Place]:
+    async def places(self) -> Callable[[int], CombinedState]:
         """Where each adapter is now, by engine id."""
         answers = await self._typed(list[AdapterState], "lora_plugins_residency")
         engines = [{state.engine_id: state for state in states} for states in answers.values()]
-        return lambda engine_id: Place.of(engine_id, engines)
+        return lambda engine_id: CombinedState.of(engine_id, engines)
 
     async def figures(self) -> Mapping[int, PlannerFigures]:
         """What each engine's planner counts, by the engine's number."""
         return await self._typed(PlannerFigures, "lora_plugins_figures")
 
-    async def _answers(self, utility: str, *arguments: Any) -> list[Answer]:
-        answers = list((await self._typed(Answer, utility, *arguments)).values())
+    async def _answers(self, utility: str, *arguments: Any) -> list[Outcome]:
+        answers = list((await self._typed(Outcome, utility, *arguments)).values())
         for answer in answers:
             if answer.error is not None:
                 raise error_of(answer.error)

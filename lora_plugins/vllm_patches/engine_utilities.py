@@ -15,7 +15,7 @@ from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError, NoFreeSlot, error_of
 from lora_plugins.ledger import Patch
-from lora_plugins.scheduler.messages import AdapterSpec, Answer, from_plain, to_plain
+from lora_plugins.scheduler.messages import AdapterSpec, Outcome, from_plain, to_plain
 from lora_plugins.scheduler.planner import Planner
 
 _STEP_WAIT_S = 0.05
@@ -34,7 +34,7 @@ def utility(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def answer_of(core: Any, future: Future[Any], *, is_enough_to_begin: bool = False) -> Future[Answer] | Answer:
+def answer_of(core: Any, future: Future[Any], *, is_enough_to_begin: bool = False) -> Future[Outcome] | Outcome:
     """What came of a call, with its error in the answer: of an exception vLLM carries the text only.
 
     In the caller's own process what waits for running requests gets NoFreeSlot, unless it `is_enough_to_begin`.
@@ -44,17 +44,17 @@ def answer_of(core: Any, future: Future[Any], *, is_enough_to_begin: bool = Fals
     if not isinstance(core, EngineCoreProc):
         _step_while_busy(core, future)
         if is_enough_to_begin and not future.done():
-            return Answer()
+            return Outcome()
         core.scheduler.planner.withdraw(future, _in_use(), time.monotonic())
         return _outcome(future)
-    answer: Future[Answer] = Future()
+    answer: Future[Outcome] = Future()
     future.add_done_callback(lambda done: answer.set_result(_outcome(done)))
     return answer
 
 
-def _outcome(done: Future[Any]) -> Answer:
+def _outcome(done: Future[Any]) -> Outcome:
     error = done.exception()
-    return Answer(error=error.plain()) if isinstance(error, LoRAPluginsError) else Answer()
+    return Outcome(error=error.plain()) if isinstance(error, LoRAPluginsError) else Outcome()
 
 
 def _in_use() -> NoFreeSlot:
@@ -81,7 +81,7 @@ def then(answer: Any, function: Callable[[Any], Any]) -> Any:
     return result
 
 
-def true_or_raise(answer: Answer) -> bool:
+def true_or_raise(answer: Outcome) -> bool:
     """What vLLM's own utilities answer, or raise."""
     if answer.error is not None:
         raise error_of(answer.error)

@@ -15,7 +15,7 @@ from lora_plugins.errors import (
     LoRAPluginsError,
     NoFreeSlot,
     SourceUnavailable,
-    VersionChanged,
+    VersionMismatch,
 )
 from lora_plugins.events import AdapterSwapped, AdapterUnloaded, UpdateFailed
 from lora_plugins.server.lifecycle import ANY_VERSION
@@ -516,7 +516,7 @@ async def test_another_version_than_expected_changes_nothing(change: str, expect
         "roll_back": lambda expects: world.lifecycle.roll_back("sql", expects=expects),
     }[change]
     for other in ("aa" * 32, "bb" * 31, ""):
-        with pytest.raises(VersionChanged, match="bb" * 32):
+        with pytest.raises(VersionMismatch, match="bb" * 32):
             await call(other)
     assert await world.ask("sql") == f"/store/{'bb' * 32}"
     await call(expected)
@@ -528,6 +528,6 @@ async def test_version_of_a_name_that_is_not_served_is_none() -> None:
     world = World()
     world.resolver.has["sql"] = Version("aa")
     for expects in ("aa", ANY_VERSION):
-        with pytest.raises(VersionChanged, match="no version"):
+        with pytest.raises(VersionMismatch, match="no version"):
             await world.lifecycle.load("sql", expects=expects)
     assert world.lifecycle.registry.all() == []

@@ -12,7 +12,7 @@ import pytest
 from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError, NoFreeSlot
 from lora_plugins.events import AdapterLoaded, Event, Events, LoadRefused
 from lora_plugins.scheduler.messages import AdapterState
-from lora_plugins.server.planner_client import Place, PlannerClient
+from lora_plugins.server.planner_client import CombinedState, PlannerClient
 from tests.server.simulated_engine import SimulatedEngine
 from tests.virtual_time import runs
 
@@ -106,7 +106,7 @@ async def test_a_pin_that_fails_in_one_engine_is_none() -> None:
 async def test_a_pin_is_in_every_engine_until_it_is_unpinned() -> None:
     engines = Engines([SimulatedEngine(slots=3), SimulatedEngine(slots=3)])
     await engines.client.pin(Request())
-    assert (await engines.client.places())(1) == Place(10, host=True, slot=True, pinned=True)
+    assert (await engines.client.places())(1) == CombinedState(10, host=True, slot=True, pinned=True)
     await engines.client.unpin(1)
     assert [engine.pinned for engine in engines.engines] == [set(), set()]
 
@@ -133,7 +133,7 @@ async def test_what_is_unknown_is_retired_at_once() -> None:
     engines = Engines([SimulatedEngine()])
     await engines.client.retire(7)
     await engines.client.retire(7, NoFreeSlot("gone"))
-    assert (await engines.client.places())(7) == Place()
+    assert (await engines.client.places())(7) == CombinedState()
 
 
 @pytest.mark.parametrize("refusal", [None, NoFreeSlot("unloaded", adapter="sql")])
@@ -185,9 +185,9 @@ def state(**changes: Any) -> AdapterState:
 
 def test_a_place_is_where_every_engine_has_it() -> None:
     slot, host = state(running=("a",)), state(is_active=False, size_bytes=12, held=("b",), running=("c",))
-    assert Place.of(1, [{1: slot}, {1: host}]) == Place(12, host=True, held=("b",), running=("a", "c"))
-    assert Place.of(1, [{1: slot}, {}]) == Place(10, running=("a",))
-    assert Place.of(1, [{1: slot}]) == Place(10, host=True, slot=True, running=("a",))
-    assert Place.of(1, [{1: state(is_pinned=True)}, {}]).pinned
-    assert Place.of(1, [{}, {}]) == Place()
-    assert Place.of(1, []) == Place()
+    assert CombinedState.of(1, [{1: slot}, {1: host}]) == CombinedState(12, host=True, held=("b",), running=("a", "c"))
+    assert CombinedState.of(1, [{1: slot}, {}]) == CombinedState(10, running=("a",))
+    assert CombinedState.of(1, [{1: slot}]) == CombinedState(10, host=True, slot=True, running=("a",))
+    assert CombinedState.of(1, [{1: state(is_pinned=True)}, {}]).pinned
+    assert CombinedState.of(1, [{}, {}]) == CombinedState()
+    assert CombinedState.of(1, []) == CombinedState()

@@ -146,7 +146,7 @@ class Server:
             self.running[request_id].cancel()
 
 
-class Table:
+class NameTable:
     def __init__(self) -> None:
         self.lora_requests: dict[str, Any] = {}
 
@@ -156,7 +156,7 @@ class World:
         self.engine = SimulatedEngine(**options)
         self.worker = self.engine.worker
         self.resolver = resolver or FakeResolver()
-        self.table = Table()
+        self.table = NameTable()
         self.server = Server()
         self.told: list[Any] = []
         self.written = 0
