@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from cachetools import LRUCache
 
-from lora_plugins.errors import LoRAPluginsError, error_of
+from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import AdapterLoaded, Events, LoadRefused
 from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, Outcome, PlannerFigures, from_plain, to_plain
 
@@ -117,7 +117,7 @@ class PlannerClient:
 
         With a `refusal`, requests that are not admitted yet, or still come, are refused with it.
         """
-        await self._typed(Outcome, "lora_plugins_retire", engine_id, None if refusal is None else refusal.plain())
+        await self._typed(Outcome, "lora_plugins_retire", engine_id, refusal)
 
     async def places(self) -> Callable[[int], CombinedState]:
         """Where each adapter is now, by engine id."""
@@ -133,7 +133,7 @@ class PlannerClient:
         answers = list((await self._typed(Outcome, utility, *arguments)).values())
         for answer in answers:
             if answer.error is not None:
-                raise error_of(answer.error)
+                raise answer.error
         return answers
 
     async def _typed(self, kind: type[T], utility: str, *arguments: Any) -> dict[int, T]:

@@ -7,29 +7,27 @@ long as the workers have something to do for it; what only the caller could adva
 from __future__ import annotations
 
 import functools
-import inspect
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, get_type_hints
 
-from lora_plugins.errors import LoRAPluginsError, NoFreeSlot, error_of
+from lora_plugins.errors import LoRAPluginsError, NoFreeSlot
 from lora_plugins.ledger import Patch
-from lora_plugins.scheduler.messages import AdapterSpec, Outcome, from_plain, to_plain
+from lora_plugins.scheduler.messages import Outcome, from_plain, to_plain
 from lora_plugins.scheduler.planner import Planner
 
 _STEP_WAIT_S = 0.05
 
 
 def utility(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A utility as vLLM's messages reach it: an `AdapterSpec` and the answer are plain values."""
-    takes_spec = "spec" in inspect.signature(function).parameters
+    """A utility as vLLM's messages reach it: arguments and answer are plain values of the types that it names."""
+    kinds = [kind for name, kind in get_type_hints(function).items() if name not in ("self", "return")]
 
     @functools.wraps(function)
     def wrapped(self: Any, *arguments: Any) -> Any:
-        if takes_spec:
-            arguments = (from_plain(AdapterSpec, arguments[0]), *arguments[1:])
-        return then(function(self, *arguments), to_plain)
+        given = zip(kinds, arguments, strict=False)  # the last ones may be left out
+        return then(function(self, *(from_plain(kind, plain) for kind, plain in given)), to_plain)
 
     return wrapped
 
@@ -54,7 +52,7 @@ def answer_of(core: Any, future: Future[Any], *, is_enough_to_begin: bool = Fals
 
 def _outcome(done: Future[Any]) -> Outcome:
     error = done.exception()
-    return Outcome(error=error.plain()) if isinstance(error, LoRAPluginsError) else Outcome()
+    return Outcome(error=error) if isinstance(error, LoRAPluginsError) else Outcome()
 
 
 def _in_use() -> NoFreeSlot:
@@ -84,7 +82,7 @@ def then(answer: Any, function: Callable[[Any], Any]) -> Any:
 def true_or_raise(answer: Outcome) -> bool:
     """What vLLM's own utilities answer, or raise."""
     if answer.error is not None:
-        raise error_of(answer.error)
+        raise answer.error
     return True
 
 

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason, UtilityOutput
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-from lora_plugins.errors import InvalidAdapter, NoFreeSlot, error_of
+from lora_plugins.errors import InvalidAdapter, NoFreeSlot
 from lora_plugins.scheduler.messages import (
     Activate,
     AdapterSpec,
@@ -158,7 +158,7 @@ def message(answer: Any, kind: Any = Outcome) -> Any:
 
 
 def error_in(answer: Any) -> Any:
-    return error_of(message(answer).error)
+    return message(answer).error
 
 
 def answer_of(engine: Engine, answer: Any) -> Any:
