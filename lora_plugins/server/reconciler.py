@@ -164,10 +164,10 @@ class Reconciler:
 
     async def _apply(self, targets: Iterable[Target]) -> None:
         await asyncio.gather(*(self._serve(target) for target in targets if not target.is_done))
-        declared = None if self.declared is None else list(self.declared.values())
-        if declared is None:
+        if (declared := self.declared) is None:
             return
-        served, failed = sum(it.is_done for it in declared), sum(it.error is not None for it in declared)
+        served = sum(target.is_done for target in declared.values())
+        failed = sum(target.error is not None for target in declared.values())
         reconciled = DeclaredSetReconciled(len(declared), served, failed)
         if reconciled != self._reported:
             self._reported = reconciled
