@@ -29,8 +29,8 @@ from lora_plugins.api.models import (
     VersionStatus,
 )
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
+from lora_plugins.scheduler.messages import AdapterState
 from lora_plugins.server.lifecycle import ANY_VERSION, Lifecycle
-from lora_plugins.server.planner_client import CombinedState
 from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.registry import ServedAdapter, not_served
 from lora_plugins.store.errors import DamagedCopy
@@ -123,10 +123,10 @@ async def load(body: LoadAdapterRequest, lifecycle: _Lifecycle, if_match: _IfMat
 @router.get("")
 async def list_all(lifecycle: _Lifecycle, reconciler: _Reconciler) -> AdapterList:
     """What is served, what still drains, which names are blocked, and what became of the declared set."""
-    registry, place_of = lifecycle.registry, await lifecycle.planner.places()
-    views = [_view(adapter, place_of(adapter.engine_id), lifecycle) for adapter in registry.all()]
+    registry, state_of = lifecycle.registry, await lifecycle.planner.states()
+    views = [_view(adapter, state_of(adapter.engine_id), lifecycle) for adapter in registry.all()]
     views += [
-        _view(adapter, place_of(adapter.engine_id), lifecycle, ServedState.DRAINING)
+        _view(adapter, state_of(adapter.engine_id), lifecycle, ServedState.DRAINING)
         for adapter in registry.draining.values()
     ]
     names = {view.lora_name for view in views}
@@ -143,7 +143,7 @@ async def show(lora_name: str, lifecycle: _Lifecycle) -> AdapterView:
         adapter = next((one for one in registry.draining.values() if one.name == lora_name), None)
         state = ServedState.DRAINING
     if adapter is not None:
-        return _view(adapter, (await lifecycle.planner.places())(adapter.engine_id), lifecycle, state)
+        return _view(adapter, (await lifecycle.planner.states())(adapter.engine_id), lifecycle, state)
     if lora_name in registry.blocked:
         return _blocked(lora_name, lifecycle)
     raise http_error(not_served(lora_name))
@@ -227,11 +227,11 @@ def _status(lifecycle: Lifecycle, name: str, what: str, status: str = "success")
 
 
 def _view(
-    adapter: ServedAdapter, place: CombinedState, lifecycle: Lifecycle, state: ServedState = ServedState.SERVING
+    adapter: ServedAdapter, in_engines: AdapterState, lifecycle: Lifecycle, state: ServedState = ServedState.SERVING
 ) -> AdapterView:
     version = adapter.version
     is_stored = version is not None and lifecycle.server.resolver.is_stored(version.path)
-    tiers: dict[str, Any] = {"store": is_stored, "host": place.host, "slot": place.slot}
+    tiers: dict[str, Any] = {"store": is_stored, "host": in_engines.is_loaded, "slot": in_engines.is_active}
     error = None
     if adapter.last_error is not None:
         error = LastError(code=adapter.last_error[0].code, message=str(adapter.last_error[0]), at=adapter.last_error[1])
@@ -244,11 +244,11 @@ def _view(
         version=None if version is None else version.version,
         digest=None if version is None else version.digest,
         path=adapter.request.lora_path,
-        size_bytes=place.size_bytes or (0 if version is None else version.size_bytes),
+        size_bytes=in_engines.size_bytes or (0 if version is None else version.size_bytes),
         rank=None if version is None else version.rank,
         tiers=[name for name, is_there in tiers.items() if is_there],
-        requests_in_flight=len(place.running),
-        requests_held=len(place.held),
+        requests_in_flight=len(in_engines.running),
+        requests_held=len(in_engines.held),
         last_used_at=lifecycle.planner.used_at.get(adapter.engine_id),
         pinned=adapter.is_pinned,
         pinned_digest=adapter.held_digest,

@@ -87,7 +87,7 @@ class ApiServer:
         task = self._in_background(free())
         done, _ = await asyncio.wait([task], timeout=self.drain_timeout_s if timeout_s is None else timeout_s)
         if not done:
-            running = (await self.planner.places())(adapter.engine_id).running
+            running = (await self.planner.states())(adapter.engine_id).running
             aborted = len(running)
             await self.vllm.abort(list(running))
             done, _ = await asyncio.wait([task], timeout=_ABORT_S)

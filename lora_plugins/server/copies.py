@@ -180,7 +180,7 @@ class Copies:
                 try:
                     await self._have(adapter)
                 except SourceUnavailable:
-                    if adapter.is_damaged or not (await self._server.planner.places())(adapter.engine_id).host:
+                    if adapter.is_damaged or not (await self._server.planner.states())(adapter.engine_id).is_loaded:
                         raise
                     return adapter.request  # the engine need not read it
                 request = adapter.request

@@ -243,7 +243,7 @@ async def test_a_pinned_one_is_pinned_again(make_bed) -> None:
     bed.damage(adapter)
     bed.verify(adapter)
     await bed.copies.look()
-    assert (await bed.world.planner.places())(adapter.engine_id).pinned
+    assert (await bed.world.planner.states())(adapter.engine_id).is_pinned
 
 
 @runs

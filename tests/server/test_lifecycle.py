@@ -412,11 +412,11 @@ async def test_pins_leave_one_slot_for_all_others() -> None:
     await world.lifecycle.load("bb")
     served = await world.lifecycle.pin("aa")
     assert served.is_pinned
-    assert (await world.planner.places())(served.request.lora_int_id).pinned
+    assert (await world.planner.states())(served.request.lora_int_id).is_pinned
     with pytest.raises(NoFreeSlot, match="2 slots, of which 1 are pinned"):
         await world.lifecycle.pin("bb")
     await world.lifecycle.unpin("aa")
-    assert not (await world.planner.places())(served.request.lora_int_id).pinned
+    assert not (await world.planner.states())(served.request.lora_int_id).is_pinned
     await world.lifecycle.pin("bb")
     for change in (world.lifecycle.pin, world.lifecycle.unpin):
         with pytest.raises(AdapterNotFound):
@@ -443,9 +443,9 @@ async def test_prefetch_serves_and_loads_again() -> None:
     await world.lifecycle.prefetch("aa")
     assert world.worker.loads["/store/aa"] == 1
     await world.lifecycle.prefetch("bb")
-    assert not (await world.planner.places())(served.request.lora_int_id).host
+    assert not (await world.planner.states())(served.request.lora_int_id).is_loaded
     assert await world.lifecycle.prefetch("aa") is served
-    assert (await world.planner.places())(served.request.lora_int_id).host
+    assert (await world.planner.states())(served.request.lora_int_id).is_loaded
     assert world.worker.loads["/store/aa"] == 2
 
 
