@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.manager.scenarios import Traffic
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import Load, Slots
-from lora_plugins.scheduler.planner import Plan, Planner
+from lora_plugins.scheduler.planner import Planner, StepPlan
 from lora_plugins.scheduler.policies import make_policy
 from tests.scheduler.simulated import Request, SimulatedEngine, SimulatedWorkers, spec
 
@@ -110,7 +110,7 @@ class Ours(SimulatedEngine):
     def copies(self) -> int:
         return self.workers.activations
 
-    def step(self) -> Plan:
+    def step(self) -> StepPlan:
         admitted = [*self.running.values(), *self.waiting.values()]
         plan = super().step()
         self.done += (one for one in (*admitted, *plan.admitted) if one.ended_at is not None)

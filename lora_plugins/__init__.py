@@ -15,7 +15,7 @@ from lora_plugins.errors import (
     OutOfMemory,
     ReplicaLost,
     SourceUnavailable,
-    VersionChanged,
+    VersionMismatch,
 )
 
 __version__ = "0.1.0"
@@ -32,6 +32,6 @@ __all__ = [
     "OutOfMemory",
     "ReplicaLost",
     "SourceUnavailable",
-    "VersionChanged",
+    "VersionMismatch",
     "__version__",
 ]

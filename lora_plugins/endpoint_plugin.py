@@ -7,12 +7,9 @@ from typing import Any
 
 from lora_plugins.ledger import Patch
 from lora_plugins.plugin_names import ADMIN
-from lora_plugins.process import Process, this_process
-from lora_plugins.resolvers.sources.uri import AllowedUris
-from lora_plugins.server.declared_set import DeclaredSet
-from lora_plugins.server.lifecycle import Lifecycle
+from lora_plugins.process import this_process
+from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.refresh import poll
-from lora_plugins.server.restore import Restore
 from lora_plugins.server.served_file import ServedFile
 from lora_plugins.vllm_patches.access import install
 from lora_plugins.vllm_patches.api_servers import refuse_several
@@ -52,33 +49,12 @@ class AdminPlugin:
         process, models = this_process(), state.openai_serving_models
         settings = process.settings
         lifecycle = state.lora_plugins_lifecycle = lifecycle_of(models)
-        declared = _declared_set(lifecycle, process)
-        state.lora_plugins_declared_set = declared
-        if declared is not None:
-            await declared.start()
-        file = ServedFile.of_store(settings.store_dir, models.model_config.model)
-        restore = Restore(lifecycle, settings, file, () if declared is None else declared)
-        if settings.preload_wait:
-            await restore.run()
-            self._tasks.append(asyncio.create_task(restore.retry_deferred()))
-        else:
-            self._tasks.append(asyncio.create_task(_restore_in_background(restore)))
-        if declared is not None:
-            self._tasks.append(asyncio.create_task(declared.follow()))
+        served = ServedFile.of_store(settings.store_dir, models.model_config.model)
+        reconciler = state.lora_plugins_reconciler = Reconciler(lifecycle, settings, served, process.events)
+        await reconciler.start()
+        self._tasks.append(asyncio.create_task(reconciler.follow()))
         if settings.refresh_s:
             self._tasks.append(asyncio.create_task(poll(lifecycle, settings.refresh_s)))
-
-
-def _declared_set(lifecycle: Lifecycle, process: Process) -> DeclaredSet | None:
-    path = process.settings.adapters_file
-    if path is None:
-        return None
-    return DeclaredSet(lifecycle, path, AllowedUris.parse(process.settings.allowed_uris), process.events)
-
-
-async def _restore_in_background(restore: Restore) -> None:
-    await restore.run()
-    await restore.retry_deferred()
 
 
 LEDGER = (

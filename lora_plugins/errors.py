@@ -11,7 +11,7 @@ LoRAPluginsError
 ├── InvalidSettings      L007  ValueError         —    an environment variable that cannot be right
 ├── NotAllowed           L008  PermissionError    403  a caller who may not administer the server
 ├── ReplicaLost          L009  ConnectionError    503  the replica that should answer is gone
-└── VersionChanged       L010  RuntimeError       412  another version is served than If-Match names
+└── VersionMismatch      L010  RuntimeError       412  another version is served than If-Match names
 ```
 """
 
@@ -149,7 +149,7 @@ class ReplicaLost(LoRAPluginsError, ConnectionError):
     retry_after_s = 1
 
 
-class VersionChanged(LoRAPluginsError, RuntimeError):
+class VersionMismatch(LoRAPluginsError, RuntimeError):
     """L010: another version is served than the caller's If-Match names; nothing was changed."""
 
     code = "L010"

@@ -133,10 +133,8 @@ class Settings:
     """A directory with tuning tables for the Triton kernels, one per architecture (`sm_90.json`), preferred to the
     package's ([GPU kernels](../explanation/kernels-gpu.md))."""
     preload: tuple[str, ...] = required("LORA_PLUGINS_PRELOAD", NAMES, "")
-    """Names, separated by commas, that `lora_admin` serves from startup
+    """Names, separated by commas, that `lora_admin` serves before `/health` is ready
     ([admin](../guides/admin.md#start-and-restart))."""
-    preload_wait: bool = required("LORA_PLUGINS_PRELOAD_WAIT", FLAG, "1")
-    """`0`: the server answers before they are loaded."""
     adapters_file: Path | None = optional("LORA_PLUGINS_ADAPTERS_FILE", FILE)
     """A YAML file of adapters that `lora_admin` serves: from startup, and again whenever the file changes
     ([admin](../guides/admin.md#a-declared-set))."""

@@ -23,7 +23,7 @@ from lora_plugins.errors import (
     OutOfMemory,
     ReplicaLost,
     SourceUnavailable,
-    VersionChanged,
+    VersionMismatch,
     describing,
 )
 
@@ -37,7 +37,7 @@ TABLE = {
     InvalidSettings: ("L007", ValueError, 500),
     NotAllowed: ("L008", PermissionError, 403),
     ReplicaLost: ("L009", ConnectionError, 503),
-    VersionChanged: ("L010", RuntimeError, 412),
+    VersionMismatch: ("L010", RuntimeError, 412),
 }
 FIELDS = {
     "found": "7 bytes",

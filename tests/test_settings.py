@@ -84,7 +84,6 @@ VALID = [
     ("LORA_PLUGINS_UNMATCHED", "Refuse", "refuse_unmatched", True),
     ("LORA_PLUGINS_UNMATCHED", "", "unmatched", "refuse"),
     ("LORA_PLUGINS_PRELOAD", "sql, team/chat", "preload", ("sql", "team/chat")),
-    ("LORA_PLUGINS_PRELOAD_WAIT", "0", "preload_wait", False),
     ("LORA_PLUGINS_RESTORE", "1", "restore", True),
     ("LORA_PLUGINS_REFRESH_S", "0", "refresh_s", 0.0),
     ("LORA_PLUGINS_REFRESH_S", "2.5", "refresh_s", 2.5),
@@ -122,7 +121,7 @@ INVALID = [
         for name in ("LORA_PLUGINS_REFRESH_S", "LORA_PLUGINS_DRAIN_TIMEOUT_S")
         for text in ("", "-1", "86401", "inf", "nan", "soon")
     ],
-    *[(name, "2") for name in ("LORA_PLUGINS_PRELOAD_WAIT", "LORA_PLUGINS_RESTORE")],
+    ("LORA_PLUGINS_RESTORE", "2"),
     *[("LORA_PLUGINS_POLICY", text) for text in ("/no/such/file", "/")],
     *[("LORA_PLUGINS_METRICS_ADAPTERS", text) for text in ("-1", "many", "1000000", "1.5")],
     ("LORA_PLUGINS_STORE_DIR", "~no-such-user-here/x"),

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from lora_plugins.store.layout import MIN_PREFIX
 
 
-class State(StrEnum):
+class ServedState(StrEnum):
     """What requests for a name meet."""
 
     SERVING = "serving"
@@ -89,7 +89,7 @@ class AdapterView(BaseModel):
 
     lora_name: str
     lora_id: int
-    state: State
+    state: ServedState
     source: str | None = Field(default=None, description="label of the source; null for adapters loaded by Hub id")
     uri: str | None = None
     version: str | None = Field(

@@ -24,14 +24,14 @@ from lora_plugins.api.models import (
     LastError,
     LoadAdapterRequest,
     RollbackRequest,
-    State,
+    ServedState,
     SwapRequest,
     VersionStatus,
 )
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
-from lora_plugins.server.declared_set import DeclaredSet
+from lora_plugins.scheduler.messages import AdapterState
 from lora_plugins.server.lifecycle import ANY_VERSION, Lifecycle
-from lora_plugins.server.planner_client import Place
+from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.registry import ServedAdapter, not_served
 from lora_plugins.store.errors import DamagedCopy
 from lora_plugins.store.layout import is_digest
@@ -43,11 +43,11 @@ def _lifecycle(request: Request) -> Lifecycle:
     return request.app.state.lora_plugins_lifecycle  # type: ignore[no-any-return]
 
 
-def _declared_set(request: Request) -> DeclaredSet | None:
-    return getattr(request.app.state, "lora_plugins_declared_set", None)
+def _reconciler(request: Request) -> Reconciler | None:
+    return getattr(request.app.state, "lora_plugins_reconciler", None)  # not yet there while the server starts
 
 
-_Declared = Annotated[DeclaredSet | None, Depends(_declared_set)]
+_Reconciler = Annotated[Reconciler | None, Depends(_reconciler)]
 _Lifecycle = Annotated[Lifecycle, Depends(_lifecycle)]
 
 
@@ -78,7 +78,7 @@ def _expected(if_match: list[str] | None) -> str | None:
     return digest
 
 
-class _Change:
+class _Call:
     """One call that may exchange the version of a name: what was served before it, and when it began."""
 
     def __init__(self, lifecycle: Lifecycle, name: str) -> None:
@@ -114,35 +114,36 @@ async def _as_http() -> AsyncIterator[None]:
 @router.post("")
 async def load(body: LoadAdapterRequest, lifecycle: _Lifecycle, if_match: _IfMatch = None) -> VersionStatus:
     """Serve an adapter under a name, from a URI or from wherever the server's sources have it. Idempotent."""
-    change, uri = _Change(lifecycle, body.lora_name), None if body.source is None else body.source.uri
+    change, uri = _Call(lifecycle, body.lora_name), None if body.source is None else body.source.uri
     async with _as_http():
         _, is_new = await lifecycle.load(body.lora_name, uri, expects=_expected(if_match))
     return change.done("loaded" if is_new else "is served")
 
 
 @router.get("")
-async def list_all(lifecycle: _Lifecycle, declared: _Declared) -> AdapterList:
+async def list_all(lifecycle: _Lifecycle, reconciler: _Reconciler) -> AdapterList:
     """What is served, what still drains, which names are blocked, and what became of the declared set."""
-    registry, place_of = lifecycle.registry, await lifecycle.planner.places()
-    views = [_view(adapter, place_of(adapter.engine_id), lifecycle) for adapter in registry.all()]
+    registry, state_of = lifecycle.registry, await lifecycle.planner.states()
+    views = [_view(adapter, state_of(adapter.engine_id), lifecycle) for adapter in registry.all()]
     views += [
-        _view(adapter, place_of(adapter.engine_id), lifecycle, State.DRAINING) for adapter in registry.draining.values()
+        _view(adapter, state_of(adapter.engine_id), lifecycle, ServedState.DRAINING)
+        for adapter in registry.draining.values()
     ]
     names = {view.lora_name for view in views}
     views += [_blocked(name, lifecycle) for name in sorted(registry.blocked - names)]
-    return AdapterList(loras=views, count=len(views), declared=None if declared is None else _declared(declared))
+    return AdapterList(loras=views, count=len(views), declared=_declared(reconciler))
 
 
 @router.get("/{lora_name:path}")
 async def show(lora_name: str, lifecycle: _Lifecycle) -> AdapterView:
     """One adapter, as in the list."""
-    registry, state = lifecycle.registry, State.SERVING
+    registry, state = lifecycle.registry, ServedState.SERVING
     adapter = registry.get(lora_name)
     if adapter is None:
         adapter = next((one for one in registry.draining.values() if one.name == lora_name), None)
-        state = State.DRAINING
+        state = ServedState.DRAINING
     if adapter is not None:
-        return _view(adapter, (await lifecycle.planner.places())(adapter.engine_id), lifecycle, state)
+        return _view(adapter, (await lifecycle.planner.states())(adapter.engine_id), lifecycle, state)
     if lora_name in registry.blocked:
         return _blocked(lora_name, lifecycle)
     raise http_error(not_served(lora_name))
@@ -197,7 +198,7 @@ async def refresh(
     if_match: _IfMatch = None,
 ) -> VersionStatus:
     """Look for a new version at the source now, and swap to it; ends the effect of a rollback."""
-    change, body = _Change(lifecycle, lora_name), body or SwapRequest()
+    change, body = _Call(lifecycle, lora_name), body or SwapRequest()
     async with _as_http():
         is_swapped = await lifecycle.refresh(lora_name, expects=_expected(if_match), moves=body.moves)
     adapter = lifecycle.registry.get(lora_name)
@@ -214,7 +215,7 @@ async def rollback(
     if_match: _IfMatch = None,
 ) -> VersionStatus:
     """Go back to the version before, or to a kept one, and stay there until the next refresh."""
-    change, body = _Change(lifecycle, lora_name), body or RollbackRequest()
+    change, body = _Call(lifecycle, lora_name), body or RollbackRequest()
     async with _as_http():
         adapter = await lifecycle.roll_back(lora_name, body.digest, expects=_expected(if_match), moves=body.moves)
     return change.done(f"rolled back to {(adapter.held_digest or '')[:12]}")
@@ -225,10 +226,12 @@ def _status(lifecycle: Lifecycle, name: str, what: str, status: str = "success")
     return AdapterStatus(status=status, message=message, lora_name=name, lora_id=lifecycle.registry.adapter_id(name))
 
 
-def _view(adapter: ServedAdapter, place: Place, lifecycle: Lifecycle, state: State = State.SERVING) -> AdapterView:
+def _view(
+    adapter: ServedAdapter, in_engines: AdapterState, lifecycle: Lifecycle, state: ServedState = ServedState.SERVING
+) -> AdapterView:
     version = adapter.version
-    is_stored = version is not None and lifecycle.copies.is_stored(version)
-    tiers: dict[str, Any] = {"store": is_stored, "host": place.host, "slot": place.slot}
+    is_stored = version is not None and lifecycle.server.resolver.store.has(version.path)
+    tiers: dict[str, Any] = {"store": is_stored, "host": in_engines.is_loaded, "slot": in_engines.is_active}
     error = None
     if adapter.last_error is not None:
         error = LastError(code=adapter.last_error[0].code, message=str(adapter.last_error[0]), at=adapter.last_error[1])
@@ -241,11 +244,11 @@ def _view(adapter: ServedAdapter, place: Place, lifecycle: Lifecycle, state: Sta
         version=None if version is None else version.version,
         digest=None if version is None else version.digest,
         path=adapter.request.lora_path,
-        size_bytes=place.size_bytes or (0 if version is None else version.size_bytes),
+        size_bytes=in_engines.size_bytes or (0 if version is None else version.size_bytes),
         rank=None if version is None else version.rank,
         tiers=[name for name, is_there in tiers.items() if is_there],
-        requests_in_flight=len(place.running),
-        requests_held=len(place.held),
+        requests_in_flight=len(in_engines.running),
+        requests_held=len(in_engines.held),
         last_used_at=lifecycle.planner.used_at.get(adapter.engine_id),
         pinned=adapter.is_pinned,
         pinned_digest=adapter.held_digest,
@@ -254,21 +257,24 @@ def _view(adapter: ServedAdapter, place: Place, lifecycle: Lifecycle, state: Sta
     )
 
 
-def _declared(declared: DeclaredSet) -> DeclaredSetView:
+def _declared(reconciler: Reconciler | None) -> DeclaredSetView | None:
+    if reconciler is None or reconciler.declared is None:
+        return None
     views = [
         DeclaredView(
             lora_name=name,
             state=DeclaredState.SERVED
-            if one.is_applied
-            else DeclaredState.FAILED
-            if one.error is not None
-            else DeclaredState.WAITING,
+            if one.is_done
+            else DeclaredState.WAITING
+            if one.error is None
+            else DeclaredState.FAILED,
             error=None if one.error is None else str(one.error),
         )
-        for name, one in declared.states.items()
+        for name, one in reconciler.declared.items()
     ]
-    return DeclaredSetView(loras=views, file_error=None if declared.file_error is None else str(declared.file_error))
+    error = reconciler.file_error
+    return DeclaredSetView(loras=views, file_error=None if error is None else str(error))
 
 
 def _blocked(name: str, lifecycle: Lifecycle) -> AdapterView:
-    return AdapterView(lora_name=name, lora_id=lifecycle.registry.adapter_id(name), state=State.BLOCKED)
+    return AdapterView(lora_name=name, lora_id=lifecycle.registry.adapter_id(name), state=ServedState.BLOCKED)

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from lora_plugins import errors
 from lora_plugins.api.models import AdapterList, AdapterStatus, LoadAdapterRequest, RollbackRequest, VersionStatus
 from lora_plugins.cli.exits import UsageProblem
-from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, SourceUnavailable, VersionChanged
+from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, SourceUnavailable, VersionMismatch
 from lora_plugins.settings import VARIABLES, environment
 from lora_plugins.store.layout import is_digest, is_prefix
 
@@ -108,14 +108,14 @@ class AdminClient:
         """The digest that begins so, if that version is served now: the server takes whole ones only.
 
         Raises:
-            VersionChanged: another one is.
+            VersionMismatch: another one is.
         """
         if if_match is None or if_match == "*" or is_digest(if_match):
             return if_match
         served = next((one.digest for one in self.adapters().loras if one.lora_name == name and one.digest), "")
         if is_prefix(if_match) and served.startswith(if_match):
             return served
-        raise VersionChanged(f"version {served}" if served else "no version", expected=if_match, adapter=name)
+        raise VersionMismatch(f"version {served}" if served else "no version", expected=if_match, adapter=name)
 
     def _ask(self, kind: type[Answer], method: str, path: str, body: Any = None, if_match: str | None = None) -> Answer:
         answer = self._send(method, _PATH + path, body, if_match)

@@ -9,12 +9,12 @@ from enum import StrEnum
 from typing import Any
 
 from lora_plugins.scheduler.messages import AdapterSpec
-from lora_plugins.scheduler.stats import Found
+from lora_plugins.scheduler.stats import FoundIn
 
 LONGEST_LEAVE_S = 60.0  # clients choose what their requests are called: one name for all must not keep a slot for ever
 
 
-class Residency(StrEnum):
+class HostState(StrEnum):
     """Whether the workers have an adapter in host memory."""
 
     ABSENT = "absent"
@@ -32,7 +32,7 @@ class Held:
 
     request: Any
     arrived_at: float
-    found: Found
+    found: FoundIn
     priority: int = 0
     client: str = ""
     is_bound: bool = False
@@ -75,7 +75,7 @@ class Adapter:
 
     spec: AdapterSpec
     key: int
-    residency: Residency = Residency.ABSENT
+    residency: HostState = HostState.ABSENT
     is_instant: bool = False
     job: int | None = None
     slot: int | None = None
@@ -99,7 +99,7 @@ class Adapter:
     @property
     def is_loaded(self) -> bool:
         """Whether the workers have it in host memory."""
-        return self.residency is Residency.LOADED
+        return self.residency is HostState.LOADED
 
     @property
     def is_activating(self) -> bool:
@@ -147,11 +147,11 @@ class Adapter:
         return min(self.priorities, default=0), self.waits_since or 0.0
 
     @property
-    def found(self) -> Found:
+    def found(self) -> FoundIn:
         """Where it is now."""
         if self.is_active:
-            return Found.SLOT
-        return Found.HOST if self.is_loaded else Found.STORE
+            return FoundIn.SLOT
+        return FoundIn.HOST if self.is_loaded else FoundIn.STORE
 
     def hold(self, request_id: str, held: Held) -> None:
         """A request waits for it."""

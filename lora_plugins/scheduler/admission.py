@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from lora_plugins.scheduler.adapter import Adapter
-from lora_plugins.scheduler.state import SlotPool, State
+from lora_plugins.scheduler.state import PlannerState, SlotPool
 
 _PATIENT_RUNS = 2
 
 
-def forget_expected(state: State, now: float) -> float:
+def forget_expected(state: PlannerState, now: float) -> float:
     """Expect no more of clients' requests of which too long nothing came; returns when the next of them is due."""
     expecting = [adapter for adapter in state.in_flight if adapter.expected]
     for adapter in expecting:
@@ -19,7 +19,7 @@ def forget_expected(state: State, now: float) -> float:
     return min((until for adapter in expecting for until in adapter.expected.values()), default=float("inf"))
 
 
-def begin(state: State, now: float) -> tuple[list[object], dict[SlotPool, list[Adapter]]]:
+def begin(state: PlannerState, now: float) -> tuple[list[object], dict[SlotPool, list[Adapter]]]:
     """Give slots to those that are next, as far as they can be had.
 
     Returns the requests that run from now on, and for each kind of slot adapters that wait for one: the first ones,
@@ -46,13 +46,17 @@ def begin(state: State, now: float) -> tuple[list[object], dict[SlotPool, list[A
     return admitted, waiting
 
 
-def join(state: State, now: float) -> list[object]:
+def join(state: PlannerState, now: float) -> list[object]:
     """The requests that run from now on beside others of their adapter."""
     return [request for adapter in state.in_flight if adapter.held for request in state.admit(adapter, now)]
 
 
 def pass_on(
-    state: State, now: float, waiting: dict[SlotPool, list[Adapter]], without_room: list[Adapter], patience_s: float
+    state: PlannerState,
+    now: float,
+    waiting: dict[SlotPool, list[Adapter]],
+    without_room: list[Adapter],
+    patience_s: float,
 ) -> float:
     """Have one more adapter leave, where others wait and nothing has passed on for a while; returns when to look again.
 
@@ -78,12 +82,12 @@ def pass_on(
     return next_at
 
 
-def _share(state: State, patience_s: float) -> float:
+def _share(state: PlannerState, patience_s: float) -> float:
     """How long all that run together may pass on nothing."""
     return max(patience_s, _PATIENT_RUNS * state.mean_run_s) / max(1, sum(not it.is_pinned for it in state.in_flight))
 
 
-def _pass_slots_on(state: State, pool: SlotPool, waiting: list[Adapter], now: float, patience_s: float) -> float:
+def _pass_slots_on(state: PlannerState, pool: SlotPool, waiting: list[Adapter], now: float, patience_s: float) -> float:
     running = [it for it in pool.owners if it.is_in_flight and not it.is_pinned]
     taking = [it for it in running if it.leaves_since is None]
     # The last that takes any requests stays, unless nobody else would leave.
@@ -101,7 +105,7 @@ def _pass_slots_on(state: State, pool: SlotPool, waiting: list[Adapter], now: fl
     return float("inf")
 
 
-def _reserve(state: State, adapter: Adapter, now: float) -> None:
+def _reserve(state: PlannerState, adapter: Adapter, now: float) -> None:
     """Choose who is evicted for an adapter once it is not used: who came later, then who runs the fewest requests.
 
     The choice stands until it is loaded: else room that one leaves would be used again before the next has left.

@@ -6,12 +6,12 @@ from concurrent.futures import Future
 from itertools import islice
 
 from lora_plugins.scheduler.adapter import Adapter
-from lora_plugins.scheduler.state import MAX_LOADS, State
+from lora_plugins.scheduler.state import MAX_LOADS, PlannerState
 
 _MOST_LOOKED_AT = 2 * MAX_LOADS
 
 
-def answer_calls(state: State, *, is_paused: bool) -> list[Future[None]]:
+def answer_calls(state: PlannerState, *, is_paused: bool) -> list[Future[None]]:
     """Activate what calls need; returns the futures of the calls that can be answered."""
     answered = []
     for adapter in state.calling:
@@ -36,7 +36,7 @@ def take_loaded(adapter: Adapter) -> list[Future[None]]:
     return [call.future for call in done]
 
 
-def load_wanted(state: State, now: float, *, is_paused: bool) -> list[Adapter]:
+def load_wanted(state: PlannerState, now: float, *, is_paused: bool) -> list[Adapter]:
     """Have the workers load what is next in order, as far as there is room; returns those for which there is none.
 
     What comes after one without room is loaded only where room for that one is left, once `draining` ones have gone.
@@ -68,7 +68,7 @@ def load_wanted(state: State, now: float, *, is_paused: bool) -> list[Adapter]:
     return without_room
 
 
-def _victims(state: State, adapter: Adapter, before: list[Adapter]) -> list[int] | None:
+def _victims(state: PlannerState, adapter: Adapter, before: list[Adapter]) -> list[int] | None:
     """Keys to evict so that an adapter fits; None where it does not, or not beside those that come before it."""
     cache, size_bytes = state.cache, state.cache.expected_bytes(adapter.spec)
     if not before:
@@ -89,7 +89,7 @@ def _victims(state: State, adapter: Adapter, before: list[Adapter]) -> list[int]
     return victims if victims is not None and cache.has_room([size_bytes], victims) else None
 
 
-def _runs_soon(state: State, adapter: Adapter) -> bool:
+def _runs_soon(state: PlannerState, adapter: Adapter) -> bool:
     """Whether an adapter will run soon once it is loaded: one that is loaded too early evicts others for nothing.
 
     It does where too few wait in host memory to take all slots next, or where few of these come before it.

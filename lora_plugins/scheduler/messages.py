@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.errors import LoRAPluginsError, error_of
 from lora_plugins.scheduler.stats import Stats
 
 T = TypeVar("T")
@@ -158,17 +158,12 @@ def merged(reports: Sequence[Report]) -> Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What came of a load, a pin or a retirement.
-
-    Attributes:
-        load_s: the time that loading took; None where it was loaded before.
-        error: a LoRAPluginsError's `plain()`, where it failed.
-    """
+class Outcome:
+    """What came of a load, a pin or a retirement: `load_s` is None where it was loaded before."""
 
     size_bytes: int = 0
     load_s: float | None = None
-    error: dict[str, str] | None = None
+    error: LoRAPluginsError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +198,8 @@ class PlannerFigures:
 
 
 def to_plain(message: Any) -> Any:
-    """A message, or several, as dicts and lists of plain values; a copy."""
-    return msgspec.to_builtins(message)
+    """A message, or several, as dicts and lists of plain values; a copy. An error of ours is its `plain()`."""
+    return msgspec.to_builtins(message, enc_hook=LoRAPluginsError.plain)
 
 
 def from_plain(kind: type[T], plain: Any) -> T:
@@ -213,4 +208,4 @@ def from_plain(kind: type[T], plain: Any) -> T:
     Raises:
         msgspec.ValidationError: it is none.
     """
-    return msgspec.convert(plain, kind)
+    return msgspec.convert(plain, kind, dec_hook=lambda _, error: error_of(error))

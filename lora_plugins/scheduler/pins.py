@@ -5,10 +5,10 @@ from __future__ import annotations
 from lora_plugins.errors import NoFreeSlot
 from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.scheduler.messages import AdapterSpec
-from lora_plugins.scheduler.state import State
+from lora_plugins.scheduler.state import PlannerState
 
 
-def why_not(state: State, spec: AdapterSpec) -> NoFreeSlot | None:
+def why_not(state: PlannerState, spec: AdapterSpec) -> NoFreeSlot | None:
     """Why an adapter cannot be pinned; None where it can."""
     cache = state.cache
     # Two versions of one name are pinned for as long as the old one drains.
@@ -34,7 +34,7 @@ def why_not(state: State, spec: AdapterSpec) -> NoFreeSlot | None:
     )
 
 
-def takes_last_slot(state: State, adapter: Adapter) -> NoFreeSlot | None:
+def takes_last_slot(state: PlannerState, adapter: Adapter) -> NoFreeSlot | None:
     """Why a pin has to be undone, which is known only once it is loaded; None where it may stay."""
     pool, name = state.pool_of(adapter), adapter.spec.name
     others = [it for it in state.pinned if it.spec.name != name and state.pool_of(it) is pool]

@@ -55,7 +55,7 @@ from lora_plugins.scheduler.messages import (
     Slots,
 )
 from lora_plugins.scheduler.pins import takes_last_slot, why_not
-from lora_plugins.scheduler.state import State, resolve
+from lora_plugins.scheduler.state import PlannerState, resolve
 from lora_plugins.scheduler.stats import Stats
 
 PATIENCE_S = 1.0
@@ -64,7 +64,7 @@ _REMEMBERED = 10_000
 
 
 @dataclass(slots=True)
-class Plan:
+class StepPlan:
     """What is to be done in one step.
 
     Attributes:
@@ -92,7 +92,7 @@ class Planner:
 
     def __init__(self, slots: Slots, cache: HostCache, *, patience_s: float = PATIENCE_S) -> None:
         self.stats = Stats()
-        self.state = State(slots, cache, self.stats)
+        self.state = PlannerState(slots, cache, self.stats)
         self._patience_s = patience_s
         self._refusals: LRUCache[int, LoRAPluginsError | None] = LRUCache(_REMEMBERED)  # of ids that are given once
         self._is_changed = False
@@ -302,9 +302,9 @@ class Planner:
 
     # --- steps ---
 
-    def plan(self, now: float, *, is_paused: bool = False) -> Plan:
+    def plan(self, now: float, *, is_paused: bool = False) -> StepPlan:
         """What to do in the step that begins now; while paused, nothing is admitted and no slot is written."""
-        state, plan = self.state, Plan()
+        state, plan = self.state, StepPlan()
         state.times.step_begins(now, is_running=bool(state.in_flight) and not is_paused)
         if self._is_changed or is_paused is not self._was_paused or now >= self._look_at:
             self._was_paused, self._is_changed = is_paused, False

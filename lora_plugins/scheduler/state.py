@@ -12,7 +12,7 @@ from contextlib import suppress
 from itertools import count
 
 from lora_plugins.errors import LoRAPluginsError, NoFreeSlot, OutOfMemory
-from lora_plugins.scheduler.adapter import Adapter, Held, Residency
+from lora_plugins.scheduler.adapter import Adapter, Held, HostState
 from lora_plugins.scheduler.generations import Generations
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import Activate, Command, Evict, Load, Move, Slots
@@ -39,7 +39,7 @@ class SlotPool:
         self.passed_on_at = 0.0
 
 
-class State:
+class PlannerState:
     """See the module; what is in slots and in the host cache is as it will be once the commands are carried out.
 
     Attributes:
@@ -98,7 +98,7 @@ class State:
         while self.touched:
             adapter, _ = self.touched.popitem()
             is_in_flight, is_wanted = bool(adapter.running or adapter.expected), bool(adapter.held or adapter.calls)
-            is_loaded, is_absent = adapter.is_loaded, adapter.residency is Residency.ABSENT
+            is_loaded, is_absent = adapter.is_loaded, adapter.residency is HostState.ABSENT
             if is_wanted and not is_in_flight:
                 adapter.waits_since = now if adapter.waits_since is None else adapter.waits_since
             else:
@@ -127,7 +127,7 @@ class State:
     def _forget(self, adapter: Adapter) -> None:
         if adapter.is_retired and adapter.is_loaded:
             self.evict(adapter)
-        elif adapter.residency is Residency.ABSENT and self.adapters.pop(adapter.key, None) is not None:
+        elif adapter.residency is HostState.ABSENT and self.adapters.pop(adapter.key, None) is not None:
             if self.current.get(adapter.spec.engine_id) is adapter:
                 del self.current[adapter.spec.engine_id]
             if adapter.replaces is not None:
@@ -147,7 +147,7 @@ class State:
         before.load_s, before.rank = adapter.load_s, adapter.rank
         before.calls, adapter.calls = [*before.calls, *adapter.calls], []
         before.is_pinned, adapter.is_pinned = before.is_pinned or adapter.is_pinned, False
-        adapter.residency = Residency.ABSENT
+        adapter.residency = HostState.ABSENT
         self._restore(adapter, before, has_same=True)
         self.touched[adapter] = None
 
@@ -293,12 +293,12 @@ class State:
     @property
     def loads(self) -> int:
         """How many adapters are being loaded."""
-        return sum(job.residency is Residency.LOADING for job in self.jobs.values())
+        return sum(job.residency is HostState.LOADING for job in self.jobs.values())
 
     def load(self, adapter: Adapter) -> None:
         """Have an adapter loaded that there is room for."""
         self.cache.reserve(adapter.key, self.cache.expected_bytes(adapter.spec))
-        adapter.residency = Residency.LOADING
+        adapter.residency = HostState.LOADING
         self.commands.append(Load(adapter.spec, adapter.key, self._begin_job(adapter)))
         self.touched[adapter] = None
 
@@ -311,7 +311,7 @@ class State:
     def loaded(self, adapter: Adapter, size_bytes: int, cost_s: float) -> None:
         """The workers have it in host memory; where it takes more than there is room for, it is evicted."""
         self.end_job(adapter)
-        adapter.residency = Residency.LOADED
+        adapter.residency = HostState.LOADED
         self.cache.loaded(adapter.key, adapter.spec, size_bytes, cost_s)
         victims = self.cache.victims((), self.idle)
         self.evict_all([adapter.key] if victims is None else victims)
@@ -329,7 +329,7 @@ class State:
         if adapter.is_loaded and not adapter.is_retired:
             self.stats.host_evictions += 1
             self.stats.host_evicted_bytes += size_bytes
-        adapter.residency = Residency.ABSENT
+        adapter.residency = HostState.ABSENT
         self.idle.pop(adapter.key, None)
         self.draining.pop(adapter, None)
         self.commands.append(Evict(adapter.key))

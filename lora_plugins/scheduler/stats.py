@@ -10,7 +10,7 @@ from enum import StrEnum
 BOUNDS_S = (0.0001, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
-class Found(StrEnum):
+class FoundIn(StrEnum):
     """Where an adapter was when a request for it came: in a slot, in host memory, or on disk at best."""
 
     SLOT = "slot"
@@ -40,7 +40,7 @@ class Stats:
         refused: requests, by error code.
     """
 
-    wait_seconds: dict[Found, Histogram] = field(default_factory=lambda: {found: Histogram() for found in Found})
+    wait_seconds: dict[FoundIn, Histogram] = field(default_factory=lambda: {found: Histogram() for found in FoundIn})
     load_seconds: Histogram = field(default_factory=Histogram)
     activate_seconds: Histogram = field(default_factory=Histogram)
     refused: dict[str, int] = field(default_factory=dict)

@@ -24,18 +24,17 @@ from lora_plugins.errors import (
     LoRAPluginsError,
     SourceUnavailable,
 )
-from lora_plugins.events import Event, Events, StoreDamaged
-from lora_plugins.resolvers.resolver import AdapterResolver
+from lora_plugins.events import Event, StoreDamaged
+from lora_plugins.log import logger
 from lora_plugins.resolvers.versions import ResolvedAdapter
-from lora_plugins.server.draining import Draining
-from lora_plugins.server.engine import Engine
-from lora_plugins.server.planner_client import PlannerClient
-from lora_plugins.server.registry import Registry, ServedAdapter, gone_from_source
+from lora_plugins.server.api_server import ApiServer
+from lora_plugins.server.registry import ServedAdapter, gone_from_source
 from lora_plugins.server.shares import Share, Shares
-from lora_plugins.server.swapping import Swapping
+from lora_plugins.server.swapping import swap, updating
 from lora_plugins.store.errors import DamagedCopy
 
 _CHANGES = 3  # a name may be given another version, or be damaged again, while a request waits for its copy
+LOOK_S = 2.0
 _LOOKED_AT = 200  # copies in one look: a thousand system calls
 _RETRY_S = 15.0
 _HASHED_S = 60.0
@@ -44,34 +43,18 @@ _HASHED_S = 60.0
 class Copies:
     """Those of one API server."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        planner: PlannerClient,
-        swapping: Swapping,
-        draining: Draining,
-        *,
-        engine: Engine,
-        resolver: AdapterResolver,
-        events: Events,
-    ) -> None:
-        self._registry = registry
-        self._planner = planner
-        self._swapping = swapping
-        self._draining = draining
-        self._engine = engine
-        self._resolver = resolver
-        self._store = resolver.store
-        self._events = events
-        budgets_bytes = (resolver.store.max_bytes, resolver.settings.host_max_bytes)
-        self.shares = Shares(engine.host_places, min((it for it in budgets_bytes if it is not None), default=None))
+    def __init__(self, server: ApiServer) -> None:
+        self._server = server
+        self._registry, self._resolver, self._store = server.registry, server.resolver, server.resolver.store
+        budgets_bytes = (self._store.max_bytes, self._resolver.settings.host_max_bytes)
+        self.shares = Shares(server.vllm.host_places, min((it for it in budgets_bytes if it is not None), default=None))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._next = 0
         self._pressed_at: int | None = None
-        resolver.store.relieve = self.relieve
+        self._store.relieve = self.relieve
         self._tried_at: dict[str, float] = {}  # when a damaged copy could not be replaced, by name
         noted = weakref.WeakMethod(self._noted)  # the process has its events for longer than a server
-        events.add(lambda event: None if (note := noted()) is None else note(event))
+        server.events.add(lambda event: None if (note := noted()) is None else note(event))
 
     @asynccontextmanager
     async def using(self, request: Any, share: Share | None = None) -> AsyncIterator[Any]:
@@ -116,13 +99,10 @@ class Copies:
         Raises:
             LoRAPluginsError: it cannot be had; what was served goes on.
         """
-        try:
+        with updating(self._server, adapter):
             newest = await self._newest_sound(adapter, adapter.held_digest if is_bound else None)
             was_damaged = adapter.is_damaged
-            is_new = await self._swapping.swap(adapter, newest, moves=moves, again=was_damaged)
-        except LoRAPluginsError as error:
-            self._swapping.failed(adapter, error)
-            raise
+            is_new = await swap(self._server, adapter, newest, moves=moves, again=was_damaged)
         if was_damaged:
             adapter.is_damaged = False
             adapter.failed(DamagedCopy.of(newest.digest, "it was fetched and loaded again"))
@@ -150,7 +130,7 @@ class Copies:
         marked, replaced = await asyncio.to_thread(self._store.changed, served, some)
         for digest in marked:
             if self._flag(digest):
-                self._events.emit(StoreDamaged(digest))
+                self._server.events.emit(StoreDamaged(digest))
         for digest in replaced:
             await asyncio.to_thread(self._store.is_sound, digest)
             self._flag(digest)  # sound by now or not, what the engines have was read before
@@ -167,7 +147,7 @@ class Copies:
 
         Pinned adapters keep theirs, and names theirs of the version that they stay at: no source may have that again.
         """
-        used_at = self._planner.used_at
+        used_at = self._server.planner.used_at
         idle = [
             (version.digest, adapter.name, used_at.get(adapter.engine_id) if version is adapter.version else None)
             for adapter in self._registry.all()
@@ -176,12 +156,8 @@ class Copies:
         ]
         await asyncio.to_thread(self._store.end_leases, idle)
 
-    def is_stored(self, version: ResolvedAdapter) -> bool:
-        """Whether its copy is there, and not known to be damaged; a few microseconds."""
-        return self._store.has(version.path)
-
     async def _replace(self, adapter: ServedAdapter) -> None:
-        async with self._engine.lock(adapter.name):
+        async with self._server.vllm.lock(adapter.name):
             if self._registry.get(adapter.name) is adapter and adapter.is_damaged:
                 self._tried_at[adapter.name] = time.monotonic()
                 with suppress(LoRAPluginsError):  # noted
@@ -197,14 +173,14 @@ class Copies:
             digest = self._store.digest_at(request.lora_path)
             if digest is None:
                 return request  # not the store's
-            async with self._engine.lock(request.lora_name):
+            async with self._server.vllm.lock(request.lora_name):
                 adapter = self._registry.get(request.lora_name)
                 if adapter is None or adapter.version is None:
                     return request  # unloaded meanwhile, which the engine answers
                 try:
                     await self._have(adapter)
                 except SourceUnavailable:
-                    if adapter.is_damaged or not (await self._planner.places())(adapter.engine_id).host:
+                    if adapter.is_damaged or not (await self._server.planner.states())(adapter.engine_id).is_loaded:
                         raise
                     return adapter.request  # the engine need not read it
                 request = adapter.request
@@ -224,14 +200,14 @@ class Copies:
             if await asyncio.to_thread(self._store.is_sound, newest.digest):
                 return newest
             self._note_damage(adapter)
-        self._draining.release(adapter.name, newest)
+        self._server.release(adapter.name, newest)
         raise DamagedCopy.of(newest.digest, "it cannot be replaced")
 
     async def _newest(self, adapter: ServedAdapter, held_digest: str | None) -> ResolvedAdapter:
         name, version = adapter.name, adapter.version
-        newest = await self._resolver.latest(name, adapter.uri, self._engine.base_path)
+        newest = await self._resolver.latest(name, adapter.uri, self._server.vllm.base_path)
         if newest is not None and held_digest is not None and newest.digest != held_digest:
-            self._draining.release(name, newest)
+            self._server.release(name, newest)
             newest = None
         if newest is not None:
             return newest
@@ -257,3 +233,19 @@ class Copies:
         if isinstance(event, StoreDamaged) and self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._flag, event.digest)
+
+
+async def watch(copies: weakref.ref[Copies], interval_s: float = LOOK_S) -> None:
+    """Look every `interval_s`, for as long as somebody else keeps `copies`: other processes find damage too."""
+    while True:
+        await asyncio.sleep(interval_s)
+        there = copies()
+        if there is None:
+            return
+        try:
+            await there.look()
+        except ReferenceError:
+            return  # vLLM's server is gone
+        except Exception:  # noqa: BLE001 - it goes on
+            logger.exception("Looking after the copies in the store failed")
+        del there

@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, InvalidSettings
 from lora_plugins.resolvers.sources.uri import AllowedUris, SourceUri
+from lora_plugins.server.desired import DesiredAdapter
 from lora_plugins.store.layout import is_digest
 
 VARIABLE = "LORA_PLUGINS_ADAPTERS_FILE"
@@ -35,17 +36,7 @@ MAX_BYTES = 1 << 20  # as large as a ConfigMap may be
 _MAX_NAMED = 5
 
 
-class DeclaredAdapter(BaseModel):
-    """One adapter that is to be served.
-
-    Attributes:
-        uri: where it is; None: wherever the server's sources have its name.
-        revision: of a repository on the Hub.
-        digest: of the one version that is to be served, from this place.
-        pin: keep it in host memory and a slot.
-        preload: the server is ready only when it has been loaded, or has failed.
-    """
-
+class _Declared(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     name: str = Field(min_length=1, max_length=512)
@@ -55,25 +46,11 @@ class DeclaredAdapter(BaseModel):
     pin: bool = False
     preload: bool = False
 
-    @property
-    def place(self) -> str | None:
-        """The URI, with its revision.
 
-        Raises:
-            InvalidAdapter: it is malformed, or has a revision already.
-        """
-        if self.uri is None or self.revision is None:
-            return self.uri
-        uri = SourceUri.parse(self.uri)
-        if uri.revision is not None:
-            raise InvalidAdapter("a revision beside one in the URI", expected="one of the two", remedy="leave one out")
-        return str(replace(uri, revision=self.revision))
-
-
-class _File(BaseModel):
+class _AdaptersFile(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    adapters: list[DeclaredAdapter] | None
+    adapters: list[_Declared] | None
 
 
 def read_bytes(path: Path) -> bytes:
@@ -94,7 +71,7 @@ def read_bytes(path: Path) -> bytes:
     return content
 
 
-def parse(content: bytes, path: Path, allowed: AllowedUris) -> Mapping[str, DeclaredAdapter]:
+def parse(content: bytes, path: Path, allowed: AllowedUris) -> Mapping[str, DesiredAdapter]:
     """The adapters by name, in the file's order.
 
     Raises:
@@ -107,45 +84,55 @@ def parse(content: bytes, path: Path, allowed: AllowedUris) -> Mapping[str, Decl
     if document is None:
         raise _invalid(path, "an empty file", "a list below 'adapters:', or 'adapters: []' for none")
     try:
-        found = _File.model_validate(document).adapters or []
+        declared = _AdaptersFile.model_validate(document).adapters or []
     except ValidationError as error:
         problems = "; ".join(_problem(each) for each in error.errors()[:_MAX_NAMED])
         raise _invalid(path, problems, "name, uri, revision, digest, pin and preload for each adapter") from None
-    adapters: dict[str, DeclaredAdapter] = {}
-    for adapter in found:
-        if adapter.name in adapters:
-            raise _invalid(path, f"'{adapter.name}' twice", "each name once")
-        _check(adapter, path, allowed)
-        adapters[adapter.name] = adapter
+    adapters: dict[str, DesiredAdapter] = {}
+    for each in declared:
+        if each.name in adapters:
+            raise _invalid(path, f"'{each.name}' twice", "each name once")
+        try:
+            adapters[each.name] = _desired(each, allowed)
+        except (AdapterNotFound, InvalidAdapter) as error:
+            raise _invalid(path, f"'{each.name}': {error.found}", error.expected, error.remedy) from None
     return adapters
 
 
-def _check(adapter: DeclaredAdapter, path: Path, allowed: AllowedUris) -> None:
-    try:
-        AdapterName.parse(adapter.name)
-        if adapter.digest is not None and not is_digest(adapter.digest):
-            raise InvalidAdapter(
-                f"{len(adapter.digest)} characters of a digest",
-                expected="all 64: another adapter can be made to begin with the same ones",
-                remedy="copy the whole digest, as GET /v1/loras and 'lora-plugins ls --json' show it",
-            )
-        if adapter.revision is not None and not (adapter.uri or "").startswith("hf://"):
-            raise InvalidAdapter(
-                "a revision without an hf:// URI",
-                expected="revision with uri: hf://…",
-                remedy="leave it out; a source of names takes name: sql@v3, any source digest: …",
-            )
-        if adapter.place is not None:
-            allowed.check(adapter.place)
-    except (AdapterNotFound, InvalidAdapter) as error:
-        raise _invalid(path, f"'{adapter.name}': {error.found}", error.expected, error.remedy) from None
+def _desired(declared: _Declared, allowed: AllowedUris) -> DesiredAdapter:
+    AdapterName.parse(declared.name)
+    if declared.digest is not None and not is_digest(declared.digest):
+        raise InvalidAdapter(
+            f"{len(declared.digest)} characters of a digest",
+            expected="all 64: another adapter can be made to begin with the same ones",
+            remedy="copy the whole digest, as GET /v1/loras and 'lora-plugins ls --json' show it",
+        )
+    uri = _with_revision(declared)
+    if uri is not None:
+        allowed.check(uri)
+    return DesiredAdapter(declared.name, uri, declared.digest, declared.pin, is_awaited=declared.preload)
+
+
+def _with_revision(declared: _Declared) -> str | None:
+    if declared.revision is None:
+        return declared.uri
+    if not (declared.uri or "").startswith("hf://"):
+        raise InvalidAdapter(
+            "a revision without an hf:// URI",
+            expected="revision with uri: hf://…",
+            remedy="leave it out; a source of names takes name: sql@v3, any source digest: …",
+        )
+    uri = SourceUri.parse(declared.uri or "")
+    if uri.revision is not None:
+        raise InvalidAdapter("a revision beside one in the URI", expected="one of the two", remedy="leave one out")
+    return str(replace(uri, revision=declared.revision))
 
 
 def _problem(error: Any) -> str:
     place = [str(part) if isinstance(part, str) else f"entry {part + 1}" for part in error["loc"] if part != "adapters"]
     text = str(error["msg"])
     if error["type"] == "extra_forbidden":
-        known = [*DeclaredAdapter.model_fields, "adapters"]
+        known = [*_Declared.model_fields, "adapters"]
         close = get_close_matches(place[-1], known, n=1)
         text = "not known" + (f", did you mean '{close[0]}'?" if close else "")
     return f"{', '.join(place) or 'the file'}: {text}"

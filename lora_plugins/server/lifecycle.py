@@ -5,25 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lora_plugins.adapter.names import AdapterName, why_absent
-from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, VersionChanged
-from lora_plugins.events import Events
-from lora_plugins.resolvers.resolver import AdapterResolver
-from lora_plugins.resolvers.sources.uri import absolute, is_from, is_path
+from lora_plugins.adapter.names import AdapterName
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, VersionMismatch
+from lora_plugins.resolvers.sources.uri import absolute, is_path
 from lora_plugins.resolvers.versions import ResolvedAdapter
+from lora_plugins.server.api_server import ApiServer
 from lora_plugins.server.copies import Copies
-from lora_plugins.server.draining import Draining
-from lora_plugins.server.engine import Engine
-from lora_plugins.server.planner_client import PlannerClient
-from lora_plugins.server.registry import (
-    Registry,
-    ServedAdapter,
-    blocked,
-    gone_from_source,
-    no_longer_served,
-    not_served,
-)
-from lora_plugins.server.swapping import Swapping
+from lora_plugins.server.finding import find, find_version
+from lora_plugins.server.registry import ServedAdapter, blocked, no_longer_served, not_served
+from lora_plugins.server.swapping import swap, updating
 from lora_plugins.store.layout import is_digest, is_prefix
 
 ANY_VERSION = "*"
@@ -40,29 +30,12 @@ class Lifecycle:
         copies: of what is served, in the store.
     """
 
-    def __init__(
-        self,
-        registry: Registry,
-        planner: PlannerClient,
-        *,
-        engine: Engine,
-        resolver: AdapterResolver,
-        events: Events,
-        drain_timeout_s: float = 60.0,
-    ) -> None:
-        """Make one; `drain_timeout_s` is how long running requests have where a call does not say."""
-        self.registry = registry
-        self.planner = planner
+    def __init__(self, server: ApiServer) -> None:
+        self.server = server
+        self.registry, self.planner = server.registry, server.planner
+        self.copies = Copies(server)
         self.on_change: Callable[[], None] = lambda: None
-        self._engine = engine
-        self._resolver = resolver
-        self._drain_timeout_s = drain_timeout_s
-        self._draining = Draining(registry, planner, engine=engine, resolver=resolver, events=events)
-        self._swapping = Swapping(registry, planner, self._draining, engine=engine, events=events)
-        self.copies = Copies(
-            registry, planner, self._swapping, self._draining, engine=engine, resolver=resolver, events=events
-        )
-        resolver.on_abandoned = lambda resolved: self._draining.forget(resolved.name, resolved)
+        server.resolver.on_abandoned = lambda resolved: server.forget(resolved.name, resolved)
 
     async def load(
         self, name: str, uri: str | None = None, *, expects: str | None = None
@@ -73,17 +46,17 @@ class Lifecycle:
         must be served now, or `ANY_VERSION`.
 
         Raises:
-            VersionChanged: it is not. LoRAPluginsError: it cannot be served. Nothing has changed then.
+            VersionMismatch: it is not. LoRAPluginsError: it cannot be served. Nothing has changed then.
         """
         self._check_name(name)
-        async with self._engine.lock(name):
+        async with self.server.vllm.lock(name):
             adapter = self.registry.get(name)
             _require_version(name, adapter, expects)
             is_new = adapter is None
             if adapter is None:
-                adapter = await self._load(name, uri, await self._find(name, uri))
+                adapter = await self._load(name, uri, await find(self.server, name, uri))
             elif uri not in (None, adapter.uri):
-                await self._swapping.swap(adapter, await self._find(name, uri), uri)
+                await swap(self.server, adapter, await find(self.server, name, uri), uri)
                 adapter.uri, adapter.held_digest = uri, None
             self.registry.blocked.discard(name)
         self.on_change()
@@ -100,15 +73,15 @@ class Lifecycle:
         """
         if not is_path(uri):
             self._check_name(name)
-        async with self._engine.lock(name):
+        async with self.server.vllm.lock(name):
             adapter = self.registry.get(name)
             if adapter is None:
-                adapter = await self._load(name, uri, await self._find_version(name, uri, digest))
+                adapter = await self._load(name, uri, await find_version(self.server, name, uri, digest))
             elif adapter.uri != uri or (digest is not None and not _has_digest(adapter, digest)):
-                version = await self._find_version(name, uri, digest)
+                version = await find_version(self.server, name, uri, digest)
                 before, adapter.uri = adapter.uri, uri
                 try:
-                    await self._swapping.swap(adapter, version)
+                    await swap(self.server, adapter, version)
                 except BaseException:
                     adapter.uri = before
                     raise
@@ -120,7 +93,7 @@ class Lifecycle:
     async def load_by_path(self, request: Any, *, moves: bool = False) -> bool:
         """Serve what lies now at the path of a request that vLLM is about to put into its table, under the name's lock.
 
-        What is served under the name is swapped, as `Swapping.swap` says. Returns False where there is nothing but what
+        What is served under the name is swapped, as `swap` says. Returns False where there is nothing but what
         the workers may find.
 
         Raises:
@@ -129,20 +102,17 @@ class Lifecycle:
         name, path = request.lora_name, absolute(request.lora_path)
         request.load_inplace = False  # else the workers would read it again; its path says which bytes it means
         adapter = self.registry.get(name)
-        try:
-            version = await self._resolver.snapshot(name, path, self._engine.base_path)
-            uri = None if version is None else path
-            if adapter is not None:
-                await self._swapping.swap(adapter, version, uri, request, moves=moves)
-            elif version is not None:
-                adapter = await self._load(name, uri, version)
-            else:
+        if adapter is None:
+            version = await self.server.resolver.snapshot(name, path, self.server.vllm.base_path)
+            if version is None:
                 return False
-        except LoRAPluginsError as error:
-            if adapter is not None:
-                self._swapping.failed(adapter, error)
-            raise
-        adapter.uri, adapter.held_digest = uri, None if version is None else version.digest
+            adapter = await self._load(name, path, version)
+        else:
+            with updating(self.server, adapter):
+                version = await self.server.resolver.snapshot(name, path, self.server.vllm.base_path)
+                uri = None if version is None else path
+                await swap(self.server, adapter, version, uri, request, moves=moves)
+        adapter.uri, adapter.held_digest = (None, None) if version is None else (path, version.digest)
         served = adapter.request
         request.lora_int_id, request.lora_path = served.lora_int_id, served.lora_path
         request.is_3d_lora_weight = served.is_3d_lora_weight
@@ -162,30 +132,30 @@ class Lifecycle:
                 await self.planner.load(request, uri=adapter.uri, wants_slot=False)
         return adapter
 
-    async def load_version(self, text: str, known_digest: str | None = None) -> ServedAdapter | None:
+    async def load_version(self, text: str) -> ServedAdapter | None:
         """Serve `name@digest`, the digest's first 8 characters or more, as a name of its own, beside `name`.
 
-        `known_digest`: all of it, from a caller that knows the version for this name's. Without it, None where the name
-        has had no such version in this process. None too where the store has it no more, or the text is no such name.
+        None where the name has had no such version in this process, the store has it no more, or the text is no such
+        name.
 
         Raises:
             LoRAPluginsError: it cannot be served.
         """
         name, _, prefix = text.partition("@")
-        if not is_of_digest(text, known_digest or prefix):
+        if not is_prefix(prefix):
             return None
-        async with self._engine.lock(text):
+        async with self.server.vllm.lock(text):
             adapter = self.registry.get(text)
             if adapter is not None:
                 return adapter
-            found = await self._resolver.of_digest(name, prefix) if known_digest is None else None
-            digest = known_digest if found is None else found.digest
+            found = await self.server.resolver.of_digest(name, prefix)
+            if found is None:
+                return None
             try:
-                version = digest and await self._resolver.of_digest(text, digest, of_any_name=True)
+                version = await self.server.resolver.of_digest(text, found.digest, of_any_name=True)
             finally:
-                if found is not None:
-                    self._draining.release(name, found)
-            if not version:
+                self.server.release(name, found)
+            if version is None:
                 return None
             adapter = await self._load(text, None, version)
             adapter.held_digest = version.digest
@@ -205,7 +175,7 @@ class Lifecycle:
         if block:
             self._check_name(name)
             self.registry.blocked.add(name)  # at once: who comes while this waits for the lock would resolve it again
-        async with self._engine.lock(name):
+        async with self.server.vllm.lock(name):
             if block:
                 self.registry.blocked.add(name)  # a load that had the lock before has unblocked it
             adapter = self.registry.remove(name)
@@ -214,11 +184,7 @@ class Lifecycle:
                 return True
             raise not_served(name)
         self.on_change()
-        return await self.drain(adapter, blocked(name) if block else no_longer_served(name), timeout_s)
-
-    async def drain(self, adapter: ServedAdapter, refusal: LoRAPluginsError, timeout_s: float | None = None) -> bool:
-        """Free what left the registry, as for `unload`; `refusal` is for requests that are not admitted."""
-        return await self._draining.drain(adapter, refusal, self._drain_timeout_s if timeout_s is None else timeout_s)
+        return await self.server.drain(adapter, blocked(name) if block else no_longer_served(name), timeout_s)
 
     def load_failed(self, request: Any) -> None:
         """What was resolved, and is in vLLM's table, cannot be loaded after all: serve it no longer.
@@ -229,8 +195,8 @@ class Lifecycle:
         if adapter is None or adapter.request is not request:
             return
         self.registry.remove(adapter.name)
-        self._draining.release(adapter.name, *adapter.versions)
-        self._draining.retire(adapter.engine_id)  # another engine may have it
+        self.server.release(adapter.name, *adapter.versions)
+        self.server.retire(adapter.engine_id)  # another engine may have it
         self.on_change()
 
     async def refresh(self, name: str, *, expects: str | None = None, moves: bool = False) -> bool:
@@ -241,10 +207,10 @@ class Lifecycle:
         `moves`, here and below: what runs goes on with it too.
 
         Raises:
-            VersionChanged: another version is served than expected.
+            VersionMismatch: another version is served than expected.
             LoRAPluginsError: there is one that cannot be served, or the source is unavailable; the old one goes on.
         """
-        async with self._engine.lock(name):
+        async with self.server.vllm.lock(name):
             adapter = self.registry.require(name)
             _require_version(name, adapter, expects)
             if adapter.given_path is None:
@@ -256,11 +222,11 @@ class Lifecycle:
 
         What has left the store is not fetched before it is asked for.
         """
-        async with self._engine.lock(name):
+        async with self.server.vllm.lock(name):
             adapter = self.registry.get(name)
             if adapter is None or adapter.version is None or adapter.held_digest is not None:
                 return
-            if not self._resolver.store.is_leased(name, adapter.version.path):
+            if not self.server.resolver.store.is_leased(name, adapter.version.path):
                 return
             try:
                 await self._refresh(adapter)
@@ -276,17 +242,17 @@ class Lifecycle:
         it be a beginning.
 
         Raises:
-            VersionChanged: another version is served than expected. AdapterNotFound: there is none to go back to.
+            VersionMismatch: another version is served than expected. AdapterNotFound: there is none to go back to.
             LoRAPluginsError: it cannot be loaded; the present one goes on.
         """
-        async with self._engine.lock(name):
+        async with self.server.vllm.lock(name):
             adapter = self.registry.require(name)
             _require_version(name, adapter, expects)
             version = next((v for v in adapter.previous if digest is None or v.digest.startswith(digest)), None)
             if version is not None and not await self.copies.has(name, version):
                 version = None
             if version is None and digest is not None:
-                version = await self._resolver.of_digest(name, digest, of_any_name=is_digest(digest))
+                version = await self.server.resolver.of_digest(name, digest, of_any_name=is_digest(digest))
             if version is None:
                 kept = ", ".join(version.digest[:12] for version in adapter.previous) or "none"
                 raise AdapterNotFound(
@@ -295,7 +261,7 @@ class Lifecycle:
                     remedy="load it from its source",
                     adapter=name,
                 )
-            await self._swapping.swap(adapter, version, moves=moves)
+            await swap(self.server, adapter, version, moves=moves)
             adapter.held_digest = version.digest
         self.on_change()
         return adapter
@@ -306,7 +272,7 @@ class Lifecycle:
         Raises:
             AdapterNotFound: it is not served. NoFreeSlot: there would be no slot left for all others.
         """
-        async with self._engine.lock(name):
+        async with self.server.vllm.lock(name):
             adapter = self.registry.require(name)
             if not adapter.is_pinned:
                 async with self.copies.keeping(adapter) as request:
@@ -321,52 +287,20 @@ class Lifecycle:
         Raises:
             AdapterNotFound: it is not served.
         """
-        async with self._engine.lock(name):
+        async with self.server.vllm.lock(name):
             adapter = self.registry.require(name)
             adapter.is_pinned = False
             await self.planner.unpin(adapter.engine_id)
         self.on_change()
         return adapter
 
-    async def _find(self, name: str, uri: str | None) -> ResolvedAdapter:
-        if uri is not None:
-            return await self._resolver.resolve_uri(name, uri, self._engine.base_path)
-        found = await self._resolver.resolve(name, self._engine.base_path)
-        if found is None:
-            raise why_absent(name) or AdapterNotFound(
-                "no such adapter at any source",
-                expected="one that a source of this server has",
-                remedy="correct its name, or say where it is with source.uri",
-                adapter=name,
-            )
-        return found
-
-    async def _find_version(self, name: str, uri: str | None, digest: str | None) -> ResolvedAdapter:
-        if digest is None:
-            return await self._find(name, uri)
-        kept = await self._resolver.of_digest(name, digest, of_any_name=True)
-        if kept is not None:
-            if uri is None or is_path(uri) or is_from(kept.uri, uri):
-                return kept
-            self._draining.release(name, kept)  # the same bytes from another place
-        found = await (self._newest(name, uri) if is_path(uri) else self._find(name, uri))
-        if found.digest != digest:
-            self._draining.release(name, found)
-            raise AdapterNotFound(
-                f"the version {found.digest[:12]} at its source",
-                expected=f"{digest}, which the store does not have from there",
-                remedy="put that version there, or declare another digest",
-                adapter=name,
-            )
-        return found
-
     async def _load(self, name: str, uri: str | None, version: ResolvedAdapter) -> ServedAdapter:
-        request = self._engine.new_request(name, str(version.path), is_3d=version.is_3d)
+        request = self.server.vllm.new_request(name, str(version.path), is_3d=version.is_3d)
         try:
             await self.planner.load(request, uri=uri)
         except BaseException:
-            self._draining.retire(request.lora_int_id)  # nobody will ask for this id again
-            self._draining.release(name, version)
+            self.server.retire(request.lora_int_id)  # nobody will ask for this id again
+            self.server.release(name, version)
             raise
         adapter = ServedAdapter(name, request, version, uri)
         self.registry.put(adapter)
@@ -387,14 +321,8 @@ class Lifecycle:
             self.on_change()
         return is_new
 
-    async def _newest(self, name: str, uri: str | None) -> ResolvedAdapter:
-        newest = await self._resolver.latest(name, uri, self._engine.base_path)
-        if newest is None:
-            raise gone_from_source(name)
-        return newest
-
     def _check_name(self, name: str) -> None:
-        if self._engine.is_base_model(name):
+        if self.server.vllm.is_base_model(name):
             raise InvalidAdapter(
                 "the name of the served base model", expected="another name", remedy="choose another", adapter=name
             )
@@ -408,16 +336,10 @@ def _require_version(name: str, adapter: ServedAdapter | None, expects: str | No
     if expects is None or (adapter is not None and _has_digest(adapter, expects)):
         return
     served = "no version" if adapter is None or adapter.version is None else f"version {adapter.version.digest}"
-    raise VersionChanged(
+    raise VersionMismatch(
         served, expected=expects, remedy="look at what is served now (GET /v1/loras), and decide again", adapter=name
     )
 
 
 def _has_digest(adapter: ServedAdapter, digest: str) -> bool:
     return adapter.version is not None and digest in (adapter.version.digest, ANY_VERSION)
-
-
-def is_of_digest(text: str, digest: str | None) -> bool:
-    """Whether a name says `name@` and the beginning of this digest."""
-    prefix = text.partition("@")[2]
-    return digest is not None and is_prefix(prefix) and digest.startswith(prefix)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from cachetools import LRUCache
 
-from lora_plugins.errors import LoRAPluginsError, error_of
+from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import AdapterLoaded, Events, LoadRefused
-from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, Answer, PlannerFigures, from_plain, to_plain
+from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, Outcome, PlannerFigures, from_plain, to_plain
 
 REMEMBERED = 10_000
 T = TypeVar("T")
@@ -31,32 +30,21 @@ class Request(Protocol):
     lora_path: str
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where an adapter is, in all engines together, and how many of its requests are held and run."""
-
-    size_bytes: int = 0
-    host: bool = False
-    slot: bool = False
-    pinned: bool = False
-    held: tuple[str, ...] = ()
-    running: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, engine_id: int, engines: Sequence[Mapping[int, AdapterState]]) -> Place:
-        """Of one adapter's states by engine id, in each engine: it is where every engine has it."""
-        here = [engine[engine_id] for engine in engines if engine_id in engine]
-        if not here:
-            return cls()
-        everywhere = len(here) == len(engines)
-        return cls(
-            max(one.size_bytes for one in here),
-            everywhere and all(one.is_loaded for one in here),
-            everywhere and all(one.is_active for one in here),
-            any(one.is_pinned for one in here),
-            tuple(request_id for one in here for request_id in one.held),
-            tuple(request_id for one in here for request_id in one.running),
-        )
+def combined(engine_id: int, engines: Sequence[Mapping[int, AdapterState]]) -> AdapterState:
+    """One adapter in all engines together, of its states by engine id in each: it is where every engine has it."""
+    here = [engine[engine_id] for engine in engines if engine_id in engine]
+    everywhere = bool(here) and len(here) == len(engines)
+    return AdapterState(
+        engine_id,
+        here[0].name if here else "",
+        max((one.size_bytes for one in here), default=0),
+        everywhere and all(one.is_loaded for one in here),
+        everywhere and all(one.is_active for one in here),
+        any(one.is_pinned for one in here),
+        max((one.rank for one in here), default=0),
+        tuple(request_id for one in here for request_id in one.held),
+        tuple(request_id for one in here for request_id in one.running),
+    )
 
 
 class PlannerClient:
@@ -117,23 +105,23 @@ class PlannerClient:
 
         With a `refusal`, requests that are not admitted yet, or still come, are refused with it.
         """
-        await self._typed(Answer, "lora_plugins_retire", engine_id, None if refusal is None else refusal.plain())
+        await self._typed(Outcome, "lora_plugins_retire", engine_id, refusal)
 
-    async def places(self) -> Callable[[int], Place]:
+    async def states(self) -> Callable[[int], AdapterState]:
         """Where each adapter is now, by engine id."""
         answers = await self._typed(list[AdapterState], "lora_plugins_residency")
         engines = [{state.engine_id: state for state in states} for states in answers.values()]
-        return lambda engine_id: Place.of(engine_id, engines)
+        return lambda engine_id: combined(engine_id, engines)
 
     async def figures(self) -> Mapping[int, PlannerFigures]:
         """What each engine's planner counts, by the engine's number."""
         return await self._typed(PlannerFigures, "lora_plugins_figures")
 
-    async def _answers(self, utility: str, *arguments: Any) -> list[Answer]:
-        answers = list((await self._typed(Answer, utility, *arguments)).values())
+    async def _answers(self, utility: str, *arguments: Any) -> list[Outcome]:
+        answers = list((await self._typed(Outcome, utility, *arguments)).values())
         for answer in answers:
             if answer.error is not None:
-                raise error_of(answer.error)
+                raise answer.error
         return answers
 
     async def _typed(self, kind: type[T], utility: str, *arguments: Any) -> dict[int, T]:

@@ -18,7 +18,7 @@ from lora_plugins.resolvers.sources.uri import is_path
 from lora_plugins.resolvers.versions import ResolvedAdapter
 
 
-class Table(Protocol):
+class NameTable(Protocol):
     """The part of vLLM's `OpenAIServingModels` that is read and written here."""
 
     lora_requests: dict[str, Any]
@@ -116,7 +116,7 @@ class Registry:
         blocked: names that are refused until they are loaded again.
     """
 
-    def __init__(self, table: Table, version_of: Callable[[str], ResolvedAdapter | None]) -> None:
+    def __init__(self, table: NameTable, version_of: Callable[[str], ResolvedAdapter | None]) -> None:
         self._table = table
         self._version_of = version_of
         self._adapters: dict[str, ServedAdapter] = {}

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lora_plugins.log import logger
+from lora_plugins.server.desired import DesiredAdapter
 from lora_plugins.store.layout import Layout, key_of, replace_small
 
 FORMAT = 1
-
-
-@dataclass(frozen=True, slots=True)
-class ServedName:
-    """One name: where it came from, if not from where its name says, the version it was held at, and its pin."""
-
-    name: str
-    uri: str | None = None
-    held_digest: str | None = None
-    is_pinned: bool = False
+_FIELDS = ("name", "uri", "held_digest", "is_pinned")
 
 
 class ServedFile:
@@ -34,7 +25,7 @@ class ServedFile:
         """The file below a store's root for the served model's path or Hub id."""
         return cls(Layout(root).folder("served") / f"{key_of(base_path)}.json")
 
-    def read(self) -> list[ServedName]:
+    def read(self) -> list[DesiredAdapter]:
         """What was written last; nothing, with a warning, where the file cannot be read."""
         try:
             content = json.loads(self.path.read_text())
@@ -47,22 +38,23 @@ class ServedFile:
             logger.warning("What was served before cannot be read from %s: %s", self.path, error)
             return []
 
-    def write(self, served: Sequence[ServedName]) -> None:
+    def write(self, served: Sequence[DesiredAdapter]) -> None:
         """Put this in the place of what was written before.
 
         Raises:
             OSError: it cannot be written; what was written before stays.
         """
-        replace_small(self.path, json.dumps({"format": FORMAT, "served": [asdict(one) for one in served]}, indent=1))
+        entries = [{field: getattr(adapter, field) for field in _FIELDS} for adapter in served]
+        replace_small(self.path, json.dumps({"format": FORMAT, "served": entries}, indent=1))
 
 
-def _served_name(entry: dict[str, object]) -> ServedName | None:
-    name, uri, held_digest = (entry.get(field) for field in ("name", "uri", "held_digest"))
+def _served_name(entry: dict[str, object]) -> DesiredAdapter | None:
+    name, uri, held_digest, is_pinned = (entry.get(field) for field in _FIELDS)
     if not isinstance(name, str):
         return None
-    return ServedName(
+    return DesiredAdapter(
         name,
         uri if isinstance(uri, str) else None,
         held_digest if isinstance(held_digest, str) else None,
-        entry.get("is_pinned") is True,
+        is_pinned is True,
     )

@@ -10,100 +10,95 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.events import AdapterSwapped, Events, UpdateFailed
+from lora_plugins.events import AdapterSwapped, UpdateFailed
 from lora_plugins.resolvers.versions import ResolvedAdapter
-from lora_plugins.server.draining import Draining
-from lora_plugins.server.engine import Engine
-from lora_plugins.server.planner_client import PlannerClient
-from lora_plugins.server.registry import Registry, ServedAdapter
+from lora_plugins.server.api_server import ApiServer
+from lora_plugins.server.registry import ServedAdapter
 from lora_plugins.store.layout import respelt
 
 KEPT_VERSIONS = 2
 
 
-class Swapping:
-    """Exchanges what a name stands for; the caller holds the name's lock."""
+async def swap(
+    server: ApiServer,
+    adapter: ServedAdapter,
+    version: ResolvedAdapter | None,
+    uri: str | None = None,
+    given: Any = None,
+    *,
+    moves: bool = False,
+    again: bool = False,
+) -> bool:
+    """Have new requests for a name enter the engine with `version`, which is leased for it; with the name's lock.
 
-    def __init__(
-        self, registry: Registry, planner: PlannerClient, draining: Draining, *, engine: Engine, events: Events
-    ) -> None:
-        self._registry = registry
-        self._planner = planner
-        self._draining = draining
-        self._engine = engine
-        self._events = events
+    Where that is None, with what the workers find at the path of `given`, a request of vLLM's. With `moves`, what runs
+    goes on with the new one too, from one step on. The version that is served already is loaded only `again`, after its
+    copy was damaged. Returns whether anything was loaded.
 
-    async def swap(
-        self,
-        adapter: ServedAdapter,
-        version: ResolvedAdapter | None,
-        uri: str | None = None,
-        given: Any = None,
-        *,
-        moves: bool = False,
-        again: bool = False,
-    ) -> bool:
-        """Have new requests for this name enter the engine with `version`, which is leased for it.
+    Raises:
+        LoRAPluginsError: it cannot be loaded; the old one goes on, and the lease has ended.
+    """
+    started, old_id, before = time.perf_counter(), adapter.engine_id, _in_words(adapter)
+    if version is None:
+        path, is_3d, leased = given.lora_path, given.is_3d_lora_weight, []
+    elif adapter.version is not None and adapter.version.digest == version.digest:
+        if not again:
+            adapter.version, adapter.last_error = version, None
+            return False
+        path, is_3d, leased = respelt(adapter.request.lora_path), version.is_3d, [version]
+    else:
+        path, is_3d, leased = str(version.path), version.is_3d, [version]
+    if moves:
+        request = copy.copy(adapter.request)
+        request.lora_path, request.is_3d_lora_weight = path, is_3d
+    else:
+        request = server.vllm.new_request(adapter.name, path, is_3d=is_3d)
+    try:
+        await _load_beside(server, adapter, request, uri or adapter.uri)
+    except BaseException:
+        server.release(adapter.name, *leased)
+        raise
+    previous = [kept for kept in adapter.versions if version is None or kept.digest != version.digest]
+    adapter.request, adapter.version, adapter.last_error = request, version, None
+    adapter.previous = previous[:KEPT_VERSIONS]
+    server.registry.put(adapter)
+    used_at = server.planner.used_at.get(old_id)
+    if used_at is not None:
+        server.planner.used_at[adapter.engine_id] = used_at
+    server.release(adapter.name, *previous[KEPT_VERSIONS:])
+    if not moves:
+        server.retire(old_id)
+    server.events.emit(AdapterSwapped(adapter.name, before, _in_words(adapter), time.perf_counter() - started))
+    return True
 
-        Where that is None, with what the workers find at the path of `given`, a request of vLLM's. With `moves`, what
-        runs goes on with the new one too, from one step on. The version that is served already is loaded only `again`,
-        after its copy was damaged. Returns whether anything was loaded.
 
-        Raises:
-            LoRAPluginsError: it cannot be loaded; the old one goes on, and the lease has ended.
-        """
-        started, old_id, before = time.perf_counter(), adapter.engine_id, _in_words(adapter)
-        if version is None:
-            path, is_3d, leased = given.lora_path, given.is_3d_lora_weight, []
-        elif adapter.version is not None and adapter.version.digest == version.digest:
-            if not again:
-                adapter.version, adapter.last_error = version, None
-                return False
-            path, is_3d, leased = respelt(adapter.request.lora_path), version.is_3d, [version]
-        else:
-            path, is_3d, leased = str(version.path), version.is_3d, [version]
-        if moves:
-            request = copy.copy(adapter.request)
-            request.lora_path, request.is_3d_lora_weight = path, is_3d
-        else:
-            request = self._engine.new_request(adapter.name, path, is_3d=is_3d)
-        try:
-            await self._load_beside(adapter, request, uri or adapter.uri)
-        except BaseException:
-            self._draining.release(adapter.name, *leased)
-            raise
-        previous = [kept for kept in adapter.versions if version is None or kept.digest != version.digest]
-        adapter.request, adapter.version, adapter.last_error = request, version, None
-        adapter.previous = previous[:KEPT_VERSIONS]
-        self._registry.put(adapter)
-        used_at = self._planner.used_at.get(old_id)
-        if used_at is not None:
-            self._planner.used_at[adapter.engine_id] = used_at
-        self._draining.release(adapter.name, *previous[KEPT_VERSIONS:])
-        if not moves:
-            self._draining.retire(old_id)
-        self._events.emit(AdapterSwapped(adapter.name, before, _in_words(adapter), time.perf_counter() - started))
-        return True
-
-    def failed(self, adapter: ServedAdapter, error: LoRAPluginsError) -> None:
-        """Note that an adapter could not be updated; the old version goes on."""
+@contextmanager
+def updating(server: ApiServer, adapter: ServedAdapter) -> Iterator[None]:
+    """Inside, an adapter is to be updated: where that fails, it is noted, and the old version goes on."""
+    try:
+        yield
+    except LoRAPluginsError as error:
         adapter.failed(error)
-        self._events.emit(UpdateFailed(adapter.name, error))
+        server.events.emit(UpdateFailed(adapter.name, error))
+        raise
 
-    async def _load_beside(self, adapter: ServedAdapter, request: Any, uri: str | None) -> None:
-        """Load what will take the place of `adapter`, pinned if that is; a failure leaves nothing in the workers."""
-        moves = request.lora_int_id == adapter.engine_id  # the planner has the old one go on then, where it fails
-        try:
-            await self._planner.load(request, uri=uri, wants_slot=False, moves=moves)
-            if adapter.is_pinned and not moves:
-                await self._planner.pin(request, uri=uri)
-        except BaseException:
-            if not moves:
-                self._draining.retire(request.lora_int_id)
-            raise
+
+async def _load_beside(server: ApiServer, adapter: ServedAdapter, request: Any, uri: str | None) -> None:
+    """Load what will take the place of `adapter`, pinned if that is; a failure leaves nothing in the workers."""
+    moves = request.lora_int_id == adapter.engine_id  # the planner has the old one go on then, where it fails
+    try:
+        await server.planner.load(request, uri=uri, wants_slot=False, moves=moves)
+        if adapter.is_pinned and not moves:
+            await server.planner.pin(request, uri=uri)
+    except BaseException:
+        if not moves:
+            server.retire(request.lora_int_id)
+        raise
 
 
 def _in_words(adapter: ServedAdapter) -> str:

@@ -12,16 +12,15 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from lora_plugins.errors import InvalidAdapter, error_of
+from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
 from lora_plugins.ledger import Patch
 from lora_plugins.process import moves_running
 from lora_plugins.scheduler.adapter import Adapter
-from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, Answer, Change, PlannerFigures
+from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, Change, Outcome, PlannerFigures
 from lora_plugins.scheduler.planner import Planner
-from lora_plugins.scheduler.state import State
+from lora_plugins.scheduler.state import PlannerState
 from lora_plugins.vllm_patches.engine_utilities import answer_of, then, true_or_raise, utility
 from lora_plugins.vllm_patches.scheduler import AdmissionMixin
-from lora_plugins.worker.lora_request import lora_request
 
 
 def patch() -> None:
@@ -43,29 +42,29 @@ def patch() -> None:
 
 
 @utility
-def _load(self: Any, spec: AdapterSpec, wants_slot: bool, moves: bool = False) -> Future[Answer] | Answer:
+def _load(self: Any, spec: AdapterSpec, wants_slot: bool, moves: bool = False) -> Future[Outcome] | Outcome:
     """Load an adapter into host memory, and into a slot if one is idle; what runs with its id moves to it, or not."""
     scheduler = _scheduler(self)
-    planned, state = _planned_spec(scheduler, spec), scheduler.planner.state
+    planned, state = scheduler.planned(spec), scheduler.planner.state
     known = state.current.get(planned.engine_id)
     was_loaded = known is not None and known.is_loaded and known.spec.path == planned.path
 
-    def with_size(answer: Answer) -> Answer:
+    def with_size(answer: Outcome) -> Outcome:
         adapter = state.current.get(planned.engine_id)
         if adapter is None or answer.error is not None:
             return answer
-        return Answer(state.cache.expected_bytes(adapter.spec), None if was_loaded else adapter.load_s)
+        return Outcome(state.cache.expected_bytes(adapter.spec), None if was_loaded else adapter.load_s)
 
     load = scheduler.planner.load(planned, time.monotonic(), wants_slot=wants_slot, moves=moves)
-    answer: Future[Answer] | Answer = then(answer_of(self, load), with_size)
+    answer: Future[Outcome] | Outcome = then(answer_of(self, load), with_size)
     return answer
 
 
 @utility
-def _pin(self: Any, spec: AdapterSpec) -> Future[Answer] | Answer:
+def _pin(self: Any, spec: AdapterSpec) -> Future[Outcome] | Outcome:
     """Keep an adapter in host memory and in a slot."""
     scheduler = _scheduler(self)
-    return answer_of(self, scheduler.planner.pin(_planned_spec(scheduler, spec), time.monotonic()))
+    return answer_of(self, scheduler.planner.pin(scheduler.planned(spec), time.monotonic()))
 
 
 @utility
@@ -75,10 +74,9 @@ def _unpin(self: Any, engine_id: int) -> bool:
 
 
 @utility
-def _retire(self: Any, engine_id: int, refusal: dict[str, str] | None) -> Future[Answer] | Answer:
+def _retire(self: Any, engine_id: int, refusal: LoRAPluginsError | None) -> Future[Outcome] | Outcome:
     """Evict an adapter as soon as it is not used; API servers give its id to no other."""
-    error = None if refusal is None else error_of(refusal)
-    retired = _scheduler(self).planner.retire(engine_id, time.monotonic(), error, is_last=True)
+    retired = _scheduler(self).planner.retire(engine_id, time.monotonic(), refusal, is_last=True)
     return answer_of(self, retired, is_enough_to_begin=True)
 
 
@@ -92,7 +90,7 @@ def _residency(self: Any) -> list[AdapterState]:
     ]
 
 
-def _state(state: State, adapter: Adapter) -> AdapterState:
+def _state(state: PlannerState, adapter: Adapter) -> AdapterState:
     return AdapterState(
         adapter.spec.engine_id,
         adapter.spec.name,
@@ -199,7 +197,7 @@ def _calling(original: Any) -> Any:
                 remedy="give every worker the same, in one collective_rpc",
             )
 
-        def end(answer: Answer) -> Any:
+        def end(answer: Outcome) -> Any:
             if answer.error is not None:
                 _take_back(self, of_workers, is_planned=True)
             return true_or_raise(answer) and result
@@ -286,15 +284,6 @@ def _planner_if_any(core: Any) -> Planner | None:
 def _planner(core: Any) -> Planner:
     planner: Planner = _scheduler(core).planner
     return planner
-
-
-def _planned_spec(scheduler: Any, spec: AdapterSpec) -> AdapterSpec:
-    """What the planner knows this adapter by, whose URI is remembered for requests that come with vLLM's own object."""
-    if spec.uri is not None:
-        scheduler.uris[spec.engine_id] = spec.uri
-    request = lora_request(spec.name, spec.engine_id, spec.path, is_3d=spec.is_3d)
-    planned: AdapterSpec = scheduler.spec_of(request)
-    return planned
 
 
 LEDGER = (

@@ -7,34 +7,32 @@ long as the workers have something to do for it; what only the caller could adva
 from __future__ import annotations
 
 import functools
-import inspect
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, get_type_hints
 
-from lora_plugins.errors import LoRAPluginsError, NoFreeSlot, error_of
+from lora_plugins.errors import LoRAPluginsError, NoFreeSlot
 from lora_plugins.ledger import Patch
-from lora_plugins.scheduler.messages import AdapterSpec, Answer, from_plain, to_plain
+from lora_plugins.scheduler.messages import Outcome, from_plain, to_plain
 from lora_plugins.scheduler.planner import Planner
 
 _STEP_WAIT_S = 0.05
 
 
 def utility(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A utility as vLLM's messages reach it: an `AdapterSpec` and the answer are plain values."""
-    takes_spec = "spec" in inspect.signature(function).parameters
+    """A utility as vLLM's messages reach it: arguments and answer are plain values of the types that it names."""
+    kinds = [kind for name, kind in get_type_hints(function).items() if name not in ("self", "return")]
 
     @functools.wraps(function)
     def wrapped(self: Any, *arguments: Any) -> Any:
-        if takes_spec:
-            arguments = (from_plain(AdapterSpec, arguments[0]), *arguments[1:])
-        return then(function(self, *arguments), to_plain)
+        given = zip(kinds, arguments, strict=False)  # the last ones may be left out
+        return then(function(self, *(from_plain(kind, plain) for kind, plain in given)), to_plain)
 
     return wrapped
 
 
-def answer_of(core: Any, future: Future[Any], *, is_enough_to_begin: bool = False) -> Future[Answer] | Answer:
+def answer_of(core: Any, future: Future[Any], *, is_enough_to_begin: bool = False) -> Future[Outcome] | Outcome:
     """What came of a call, with its error in the answer: of an exception vLLM carries the text only.
 
     In the caller's own process what waits for running requests gets NoFreeSlot, unless it `is_enough_to_begin`.
@@ -44,17 +42,17 @@ def answer_of(core: Any, future: Future[Any], *, is_enough_to_begin: bool = Fals
     if not isinstance(core, EngineCoreProc):
         _step_while_busy(core, future)
         if is_enough_to_begin and not future.done():
-            return Answer()
+            return Outcome()
         core.scheduler.planner.withdraw(future, _in_use(), time.monotonic())
         return _outcome(future)
-    answer: Future[Answer] = Future()
+    answer: Future[Outcome] = Future()
     future.add_done_callback(lambda done: answer.set_result(_outcome(done)))
     return answer
 
 
-def _outcome(done: Future[Any]) -> Answer:
+def _outcome(done: Future[Any]) -> Outcome:
     error = done.exception()
-    return Answer(error=error.plain()) if isinstance(error, LoRAPluginsError) else Answer()
+    return Outcome(error=error) if isinstance(error, LoRAPluginsError) else Outcome()
 
 
 def _in_use() -> NoFreeSlot:
@@ -81,10 +79,10 @@ def then(answer: Any, function: Callable[[Any], Any]) -> Any:
     return result
 
 
-def true_or_raise(answer: Answer) -> bool:
+def true_or_raise(answer: Outcome) -> bool:
     """What vLLM's own utilities answer, or raise."""
     if answer.error is not None:
-        raise error_of(answer.error)
+        raise answer.error
     return True
 
 

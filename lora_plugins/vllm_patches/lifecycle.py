@@ -8,9 +8,10 @@ from typing import Any
 
 from lora_plugins.ledger import Patch
 from lora_plugins.process import this_process
+from lora_plugins.server.api_server import ApiServer
+from lora_plugins.server.copies import watch
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.registry import Registry
-from lora_plugins.server.watching import watch
 from lora_plugins.vllm_patches.async_llm import planner_of
 
 _watching: set[asyncio.Task[None]] = set()  # the event loop itself keeps no task alive
@@ -25,15 +26,16 @@ def lifecycle_of(models: Any) -> Lifecycle:
     process = this_process()
     lifecycle = process.lifecycles.get(models)
     if lifecycle is None:
-        lifecycle = process.lifecycles[models] = Lifecycle(
-            # Not `models` itself, of which it is a value: it would never go.
+        server = ApiServer(
+            # Not `models` itself, of which the lifecycle is a value: it would never go.
             Registry(weakref.proxy(models), process.resolver.served),
             planner_of(models.engine_client),
-            engine=_Server(weakref.proxy(models)),
-            resolver=process.resolver,
-            events=process.events,
-            drain_timeout_s=process.settings.drain_timeout_s,
+            _Server(weakref.proxy(models)),
+            process.resolver,
+            process.events,
+            process.settings.drain_timeout_s,
         )
+        lifecycle = process.lifecycles[models] = Lifecycle(server)
         process.copies[models.engine_client] = lifecycle.copies
         task = asyncio.get_running_loop().create_task(watch(weakref.ref(lifecycle.copies)))
         _watching.add(task)
@@ -42,7 +44,7 @@ def lifecycle_of(models: Any) -> Lifecycle:
 
 
 class _Server:
-    """What `Lifecycle` asks of vLLM (`server.engine.Engine`)."""
+    """What is asked of vLLM (`server.api_server.VllmServer`)."""
 
     def __init__(self, models: Any) -> None:
         self._models = models

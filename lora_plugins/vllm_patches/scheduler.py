@@ -14,6 +14,7 @@ import os
 import re
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from cachetools import LRUCache
@@ -167,19 +168,24 @@ class AdmissionMixin(FiniteAnswers):
 
     def spec_of(self, lora_request: Any) -> AdapterSpec:
         """What the planner knows an adapter by, of vLLM's `LoRARequest`."""
-        known = None if self.planner is None else self.planner.state.current.get(lora_request.lora_int_id)
-        is_same = known is not None and known.spec.path == lora_request.lora_path and is_vllms(lora_request)
-        if known is not None and is_same and not (known.spec.given and is_inplace(lora_request)):
-            return known.spec
-        return AdapterSpec(
+        spec = AdapterSpec(
             lora_request.lora_int_id,
             lora_request.lora_name,
             lora_request.lora_path,
-            self.uris.get(lora_request.lora_int_id),
-            bool(getattr(lora_request, "is_3d_lora_weight", False)),
-            _weights_bytes(lora_request.lora_path),
+            is_3d=bool(getattr(lora_request, "is_3d_lora_weight", False)),
             lora_request=None if is_vllms(lora_request) else lora_request,
         )
+        return self.planned(spec, is_inplace=is_inplace(lora_request))
+
+    def planned(self, spec: AdapterSpec, *, is_inplace: bool = False) -> AdapterSpec:
+        """What the planner knows an adapter by; its URI is remembered for requests, which come without one."""
+        if spec.uri is not None:
+            self.uris[spec.engine_id] = spec.uri
+        known = None if self.planner is None else self.planner.state.current.get(spec.engine_id)
+        is_same = known is not None and known.spec.path == spec.path and spec.lora_request is None
+        if known is not None and is_same and not (known.spec.given and is_inplace):
+            return known.spec
+        return replace(spec, uri=self.uris.get(spec.engine_id), size_bytes=_weights_bytes(spec.path))
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
         """As vLLM's, which knows held requests too."""

@@ -111,7 +111,7 @@ def _unloading(original: Any) -> Any:
         adapter = None if hasattr(result, "error") else lifecycle.registry.forget(name)
         if adapter is not None:
             lifecycle.on_change()
-            if not await lifecycle.drain(adapter, no_longer_served(name)):
+            if not await lifecycle.server.drain(adapter, no_longer_served(name)):
                 return f"{result} Requests that still run keep its memory until they end."
         return result
 

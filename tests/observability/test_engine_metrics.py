@@ -11,7 +11,7 @@ from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, PlannerFigures, Slots, from_plain
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.policies import make_policy
-from lora_plugins.scheduler.stats import BOUNDS_S, Found, Histogram, Stats
+from lora_plugins.scheduler.stats import BOUNDS_S, FoundIn, Histogram, Stats
 from lora_plugins.vllm_patches import engine_core
 from lora_plugins.vllm_patches.scheduler import AdmissionMixin
 
@@ -123,7 +123,7 @@ def test_durations_are_a_histogram():
     seconds = Histogram()
     for duration_s in (0.00005, 0.001, 0.0011, 3.0, 1000.0):
         seconds.observe(duration_s)
-    waits = {Found.SLOT: Histogram(), Found.HOST: seconds, Found.STORE: Histogram()}
+    waits = {FoundIn.SLOT: Histogram(), FoundIn.HOST: seconds, FoundIn.STORE: Histogram()}
     figures = shown({0: engine(load_seconds=seconds, activate_seconds=seconds, wait_seconds=waits)})
     for name, labels in (
         ("vllm:lora_adapter_load_seconds", "llama,0"),

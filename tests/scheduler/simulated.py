@@ -25,7 +25,7 @@ from lora_plugins.scheduler.messages import (
     Move,
     Slots,
 )
-from lora_plugins.scheduler.planner import Plan, Planner
+from lora_plugins.scheduler.planner import Planner, StepPlan
 from lora_plugins.scheduler.policies import make_policy
 
 
@@ -235,7 +235,7 @@ class SimulatedEngine:
     def is_busy(self) -> bool:
         return bool(self.running or self.waiting or self.planner.has_work(is_paused=self.is_paused))
 
-    def step(self) -> Plan:
+    def step(self) -> StepPlan:
         plan = self.planner.plan(self.now, is_paused=self.is_paused)
         for request, error in plan.refused:
             request.refusal = error

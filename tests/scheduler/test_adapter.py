@@ -2,20 +2,20 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from lora_plugins.scheduler.adapter import Adapter, Held, LoadCall, Residency
-from lora_plugins.scheduler.stats import Found
+from lora_plugins.scheduler.adapter import Adapter, Held, HostState, LoadCall
+from lora_plugins.scheduler.stats import FoundIn
 from tests.scheduler.simulated import spec
 
 
 def loaded(**options) -> Adapter:
-    return Adapter(spec(1), 1, residency=Residency.LOADED, **options)
+    return Adapter(spec(1), 1, residency=HostState.LOADED, **options)
 
 
 def test_found_says_how_near_the_adapter_is() -> None:
-    assert Adapter(spec(1), 1).found is Found.STORE
-    assert Adapter(spec(1), 1, residency=Residency.LOADING).found is Found.STORE
-    assert loaded().found is Found.HOST
-    assert loaded(slot=0, is_active=True).found is Found.SLOT
+    assert Adapter(spec(1), 1).found is FoundIn.STORE
+    assert Adapter(spec(1), 1, residency=HostState.LOADING).found is FoundIn.STORE
+    assert loaded().found is FoundIn.HOST
+    assert loaded(slot=0, is_active=True).found is FoundIn.SLOT
 
 
 def test_an_adapter_in_use_is_not_idle() -> None:
@@ -29,7 +29,7 @@ def test_an_adapter_in_use_is_not_idle() -> None:
 
 def test_who_only_waits_can_be_displaced() -> None:
     adapter = loaded(slot=0, is_active=True)
-    adapter.hold("r", Held(None, 0.0, Found.SLOT))
+    adapter.hold("r", Held(None, 0.0, FoundIn.SLOT))
     assert adapter.can_be_displaced
     adapter.running["s"] = (0.0, "")
     assert not adapter.can_be_displaced
@@ -38,7 +38,7 @@ def test_who_only_waits_can_be_displaced() -> None:
 def test_the_best_priority_of_held_requests_counts() -> None:
     adapter = loaded()
     for name, priority in (("a", 2), ("b", -1), ("c", 1)):
-        adapter.hold(name, Held(name, 0.0, Found.HOST, priority))
+        adapter.hold(name, Held(name, 0.0, FoundIn.HOST, priority))
     assert adapter.order == (-1, 0.0)
     adapter.unhold("b")
     assert adapter.order == (1, 0.0)
@@ -50,7 +50,7 @@ def test_the_best_priority_of_held_requests_counts() -> None:
 def test_only_parts_of_what_runs_join_an_adapter_that_leaves() -> None:
     adapter = loaded(running={"r": (0.0, "beams"), "s": (0.0, "")}, expected={"others": 9.0})
     for client in ("beams", "others", "third", ""):
-        adapter.hold(f"of {client}", Held(None, 0.0, Found.SLOT, client=client))
+        adapter.hold(f"of {client}", Held(None, 0.0, FoundIn.SLOT, client=client))
     assert len(adapter.joining(5.0)) == 4
     adapter.leaves_since = 4.0
     assert [name for name, _ in adapter.joining(5.0)] == ["of beams", "of others"]

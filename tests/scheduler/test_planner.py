@@ -7,7 +7,7 @@ import pytest
 
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, NoFreeSlot, OutOfMemory
 from lora_plugins.scheduler.messages import Activate, Change, Evict, Load
-from lora_plugins.scheduler.stats import Found
+from lora_plugins.scheduler.stats import FoundIn
 from tests.scheduler.simulated import SimulatedEngine, SimulatedWorkers, make_planner, spec
 
 
@@ -315,9 +315,9 @@ def test_waits_are_counted_by_where_the_adapter_was() -> None:
         engine.submit(1)
         engine.run_until_idle()
     waits = engine.planner.stats.wait_seconds
-    assert [sum(waits[found].counts) for found in (Found.STORE, Found.HOST, Found.SLOT)] == [1, 0, 1]
+    assert [sum(waits[found].counts) for found in (FoundIn.STORE, FoundIn.HOST, FoundIn.SLOT)] == [1, 0, 1]
     assert sum(engine.planner.stats.load_seconds.counts) == engine.planner.stats.instant_activations == 1
-    assert waits[Found.SLOT].total_s == 0.0
+    assert waits[FoundIn.SLOT].total_s == 0.0
 
 
 def test_load_into_a_slot_leaves_a_pinned_adapter_its_own() -> None:

@@ -4,14 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_plugins.scheduler.adapter import Adapter, Held
-from lora_plugins.scheduler.stats import Found
+from lora_plugins.scheduler.stats import FoundIn
 from lora_plugins.scheduler.waiting import WaitingOrder
 from tests.scheduler.simulated import spec
 
 
 def waiting_adapter(key: int, since: float, priority: int = 0) -> Adapter:
     adapter = Adapter(spec(key), key, waits_since=since)
-    adapter.hold(f"r{key}", Held(None, since, Found.STORE, priority))
+    adapter.hold(f"r{key}", Held(None, since, FoundIn.STORE, priority))
     return adapter
 
 

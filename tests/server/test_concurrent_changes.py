@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, NoFreeSlot
-from lora_plugins.server.restore import Restore
-from lora_plugins.server.served_file import ServedFile, ServedName
+from lora_plugins.events import Events
+from lora_plugins.server.desired import DesiredAdapter
+from lora_plugins.server.reconciler import Reconciler
+from lora_plugins.server.served_file import ServedFile
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches import serving_models
 from tests.server.world import Request, Version, World, serving
@@ -39,8 +41,8 @@ async def test_pins_are_restored_as_far_as_slots_allow(tmp_path: Path) -> None:
     world, file = World(slots=2), ServedFile(tmp_path / "served.json")
     names = ("sql", "chat", "other")
     world.resolver.has |= {name: Version(name) for name in names}
-    file.write([ServedName(name, is_pinned=True) for name in names])
-    await Restore(world.lifecycle, Settings(restore=True), file).run()
+    file.write([DesiredAdapter(name, is_pinned=True) for name in names])
+    await Reconciler(world.lifecycle, Settings(restore=True), file, Events()).start()
     assert len(world.engine.pinned) == 1
     assert [await world.ask(name) for name in names] == [f"/store/{name}" for name in names]
 

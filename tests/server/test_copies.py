@@ -15,8 +15,8 @@ from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.api import routes
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, NoFreeSlot, SourceUnavailable
 from lora_plugins.events import StoreDamaged
+from lora_plugins.server.copies import watch
 from lora_plugins.server.registry import ServedAdapter
-from lora_plugins.server.watching import watch
 from lora_plugins.store.errors import DamagedCopy
 from lora_plugins.store.store import Store
 from tests.make import adapter_files
@@ -243,7 +243,7 @@ async def test_a_pinned_one_is_pinned_again(make_bed) -> None:
     bed.damage(adapter)
     bed.verify(adapter)
     await bed.copies.look()
-    assert (await bed.world.planner.places())(adapter.engine_id).pinned
+    assert (await bed.world.planner.states())(adapter.engine_id).is_pinned
 
 
 @runs

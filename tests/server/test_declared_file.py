@@ -8,7 +8,8 @@ import pytest
 
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.resolvers.sources.uri import AllowedUris
-from lora_plugins.server.declared_file import MAX_BYTES, DeclaredAdapter, parse, read_bytes
+from lora_plugins.server.declared_file import MAX_BYTES, parse, read_bytes
+from lora_plugins.server.desired import DesiredAdapter
 
 ALLOWED = AllowedUris.parse(("s3://adapters", "hf://acme", "file:///srv"))
 PATH = Path("/etc/lora/adapters.yaml")
@@ -28,11 +29,12 @@ adapters:
 """
     found = parse(text, PATH, ALLOWED)
     assert list(found) == ["team/sql", "support", "legal"]
-    assert found["team/sql"] == DeclaredAdapter(name="team/sql", preload=True)
-    assert found["support"] == DeclaredAdapter(
-        name="support", uri="s3://adapters/support/v3", digest="9c12fc445e5a2d8b" * 4, pin=True
+    assert found["team/sql"] == DesiredAdapter("team/sql")
+    assert found["support"] == DesiredAdapter(
+        "support", "s3://adapters/support/v3", "9c12fc445e5a2d8b" * 4, is_pinned=True
     )
-    assert found["legal"].place == "hf://acme/legal@v2.1/folder"
+    assert found["legal"].uri == "hf://acme/legal@v2.1/folder"
+    assert [adapter.is_awaited for adapter in found.values()] == [True, False, False]
 
 
 @pytest.mark.parametrize("text", [b"adapters: []", b"adapters:\n", b'{"adapters": []}'])

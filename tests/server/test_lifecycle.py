@@ -15,7 +15,7 @@ from lora_plugins.errors import (
     LoRAPluginsError,
     NoFreeSlot,
     SourceUnavailable,
-    VersionChanged,
+    VersionMismatch,
 )
 from lora_plugins.events import AdapterSwapped, AdapterUnloaded, UpdateFailed
 from lora_plugins.server.lifecycle import ANY_VERSION
@@ -412,11 +412,11 @@ async def test_pins_leave_one_slot_for_all_others() -> None:
     await world.lifecycle.load("bb")
     served = await world.lifecycle.pin("aa")
     assert served.is_pinned
-    assert (await world.planner.places())(served.request.lora_int_id).pinned
+    assert (await world.planner.states())(served.request.lora_int_id).is_pinned
     with pytest.raises(NoFreeSlot, match="2 slots, of which 1 are pinned"):
         await world.lifecycle.pin("bb")
     await world.lifecycle.unpin("aa")
-    assert not (await world.planner.places())(served.request.lora_int_id).pinned
+    assert not (await world.planner.states())(served.request.lora_int_id).is_pinned
     await world.lifecycle.pin("bb")
     for change in (world.lifecycle.pin, world.lifecycle.unpin):
         with pytest.raises(AdapterNotFound):
@@ -443,9 +443,9 @@ async def test_prefetch_serves_and_loads_again() -> None:
     await world.lifecycle.prefetch("aa")
     assert world.worker.loads["/store/aa"] == 1
     await world.lifecycle.prefetch("bb")
-    assert not (await world.planner.places())(served.request.lora_int_id).host
+    assert not (await world.planner.states())(served.request.lora_int_id).is_loaded
     assert await world.lifecycle.prefetch("aa") is served
-    assert (await world.planner.places())(served.request.lora_int_id).host
+    assert (await world.planner.states())(served.request.lora_int_id).is_loaded
     assert world.worker.loads["/store/aa"] == 2
 
 
@@ -516,7 +516,7 @@ async def test_another_version_than_expected_changes_nothing(change: str, expect
         "roll_back": lambda expects: world.lifecycle.roll_back("sql", expects=expects),
     }[change]
     for other in ("aa" * 32, "bb" * 31, ""):
-        with pytest.raises(VersionChanged, match="bb" * 32):
+        with pytest.raises(VersionMismatch, match="bb" * 32):
             await call(other)
     assert await world.ask("sql") == f"/store/{'bb' * 32}"
     await call(expected)
@@ -528,6 +528,6 @@ async def test_version_of_a_name_that_is_not_served_is_none() -> None:
     world = World()
     world.resolver.has["sql"] = Version("aa")
     for expects in ("aa", ANY_VERSION):
-        with pytest.raises(VersionChanged, match="no version"):
+        with pytest.raises(VersionMismatch, match="no version"):
             await world.lifecycle.load("sql", expects=expects)
     assert world.lifecycle.registry.all() == []

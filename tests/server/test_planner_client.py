@@ -12,7 +12,7 @@ import pytest
 from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError, NoFreeSlot
 from lora_plugins.events import AdapterLoaded, Event, Events, LoadRefused
 from lora_plugins.scheduler.messages import AdapterState
-from lora_plugins.server.planner_client import Place, PlannerClient
+from lora_plugins.server.planner_client import PlannerClient, combined
 from tests.server.simulated_engine import SimulatedEngine
 from tests.virtual_time import runs
 
@@ -74,10 +74,10 @@ async def test_a_load_takes_an_idle_slot_where_it_wants_one() -> None:
     engines = Engines([SimulatedEngine()])
     await engines.client.load(Request())
     await engines.client.load(Request("chat", 2, "/store/chat"), wants_slot=False)
-    place_of = await engines.client.places()
-    assert (place_of(1).slot, place_of(2).slot) == (True, False)
-    assert place_of(1).host
-    assert place_of(2).host
+    state_of = await engines.client.states()
+    assert (state_of(1).is_active, state_of(2).is_active) == (True, False)
+    assert state_of(1).is_loaded
+    assert state_of(2).is_loaded
 
 
 @runs
@@ -99,14 +99,14 @@ async def test_a_pin_that_fails_in_one_engine_is_none() -> None:
         await engines.client.pin(Request())
     await engines.settled()
     assert [engine.pinned for engine in engines.engines] == [set(), set()]
-    assert not (await engines.client.places())(1).pinned
+    assert not (await engines.client.states())(1).is_pinned
 
 
 @runs
 async def test_a_pin_is_in_every_engine_until_it_is_unpinned() -> None:
     engines = Engines([SimulatedEngine(slots=3), SimulatedEngine(slots=3)])
     await engines.client.pin(Request())
-    assert (await engines.client.places())(1) == Place(10, host=True, slot=True, pinned=True)
+    assert (await engines.client.states())(1) == state(is_pinned=True)
     await engines.client.unpin(1)
     assert [engine.pinned for engine in engines.engines] == [set(), set()]
 
@@ -133,7 +133,7 @@ async def test_what_is_unknown_is_retired_at_once() -> None:
     engines = Engines([SimulatedEngine()])
     await engines.client.retire(7)
     await engines.client.retire(7, NoFreeSlot("gone"))
-    assert (await engines.client.places())(7) == Place()
+    assert (await engines.client.states())(7) == AdapterState(7, "")
 
 
 @pytest.mark.parametrize("refusal", [None, NoFreeSlot("unloaded", adapter="sql")])
@@ -163,9 +163,9 @@ async def test_places_say_what_is_held_and_what_runs() -> None:
     await engines.settled()
     tasks.append(asyncio.create_task(engine.run(requests[1], 1, "b")))
     await engines.settled()
-    place_of = await engines.client.places()
-    assert (place_of(1).running, place_of(1).held) == (("a",), ())
-    assert (place_of(2).running, place_of(2).held) == ((), ("b",))
+    state_of = await engines.client.states()
+    assert (state_of(1).running, state_of(1).held) == (("a",), ())
+    assert (state_of(2).running, state_of(2).held) == ((), ("b",))
     figures = await engines.client.figures()
     assert (figures[0].held, figures[0].slots) == (1, 1)
     await asyncio.gather(*tasks)
@@ -185,9 +185,8 @@ def state(**changes: Any) -> AdapterState:
 
 def test_a_place_is_where_every_engine_has_it() -> None:
     slot, host = state(running=("a",)), state(is_active=False, size_bytes=12, held=("b",), running=("c",))
-    assert Place.of(1, [{1: slot}, {1: host}]) == Place(12, host=True, held=("b",), running=("a", "c"))
-    assert Place.of(1, [{1: slot}, {}]) == Place(10, running=("a",))
-    assert Place.of(1, [{1: slot}]) == Place(10, host=True, slot=True, running=("a",))
-    assert Place.of(1, [{1: state(is_pinned=True)}, {}]).pinned
-    assert Place.of(1, [{}, {}]) == Place()
-    assert Place.of(1, []) == Place()
+    assert combined(1, [{1: slot}, {1: host}]) == replace(host, running=("a", "c"))
+    assert combined(1, [{1: slot}, {}]) == state(is_loaded=False, is_active=False, running=("a",))
+    assert combined(1, [{1: slot}]) == slot
+    assert combined(1, [{1: state(is_pinned=True)}, {}]).is_pinned
+    assert combined(1, [{}, {}]) == combined(1, []) == AdapterState(1, "")

@@ -9,7 +9,7 @@ import pytest
 from lora_plugins.errors import SourceUnavailable
 from lora_plugins.server import refresh
 from lora_plugins.server.refresh import poll
-from tests.server.test_restore import world_with
+from tests.server.test_reconciler import world_with
 from tests.server.world import Version, World
 from tests.virtual_time import runs
 

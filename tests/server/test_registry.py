@@ -6,11 +6,11 @@ import itertools
 
 from lora_plugins.adapter.names import adapter_id
 from lora_plugins.server.registry import Registry
-from tests.server.world import Request, Table, Version
+from tests.server.world import NameTable, Request, Version
 
 
 def test_the_registry_follows_vllms_table() -> None:
-    table, versions = Table(), {"sql": Version("aa")}
+    table, versions = NameTable(), {"sql": Version("aa")}
     registry = Registry(table, versions.get)
     table.lora_requests["sql"] = Request("sql", 1, "/store/aa")
     first = registry.get("sql")
@@ -30,7 +30,7 @@ def test_two_names_never_have_one_id() -> None:
     names = (f"adapter-{number}" for number in itertools.count())
     second = next(name for name in names if seen.setdefault(adapter_id(name), name) != name)
     first = seen[adapter_id(second)]
-    registry = Registry(Table(), {}.get)
+    registry = Registry(NameTable(), {}.get)
     ids = [registry.adapter_id(name) for name in (first, second, "sql", first, second)]
     assert ids[0] == adapter_id(first) == adapter_id(second)
     assert len({*ids}) == 3

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from lora_plugins.server.served_file import FORMAT, ServedFile, ServedName
+from lora_plugins.server.desired import DesiredAdapter
+from lora_plugins.server.served_file import FORMAT, ServedFile
 
 SERVED = [
-    ServedName("sql"),
-    ServedName("team/ünïcode", "s3://b/x", "aa" * 32, is_pinned=True),
+    DesiredAdapter("sql"),
+    DesiredAdapter("team/ünïcode", "s3://b/x", "aa" * 32, is_pinned=True),
 ]
 
 
@@ -67,7 +68,7 @@ def test_an_unreadable_file_is_empty_and_logs_a_warning(
 def test_entries_without_a_name_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = ServedFile(tmp_path / "x.json")
     file.path.write_text(json.dumps({"format": FORMAT, "served": [{}, {"name": "sql"}, {"name": 3}]}))
-    assert file.read() == [ServedName("sql")]
+    assert file.read() == [DesiredAdapter("sql")]
 
 
 def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:

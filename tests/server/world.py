@@ -15,6 +15,7 @@ from lora_plugins.errors import (
     LoRAPluginsError,
 )
 from lora_plugins.events import AdapterLoaded, Events, LoadRefused
+from lora_plugins.server.api_server import ApiServer
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.planner_client import PlannerClient
 from lora_plugins.server.registry import Registry, ServedAdapter
@@ -155,7 +156,7 @@ class Server:
             self.running[request_id].cancel()
 
 
-class Table:
+class NameTable:
     def __init__(self) -> None:
         self.lora_requests: dict[str, Any] = {}
 
@@ -165,7 +166,7 @@ class World:
         self.engine = SimulatedEngine(**options)
         self.worker = self.engine.worker
         self.resolver = resolver or FakeResolver()
-        self.table = Table()
+        self.table = NameTable()
         self.server = Server()
         self.told: list[Any] = []
         self.written = 0
@@ -174,14 +175,8 @@ class World:
         events = resolver.events if resolver else Events()
         events.add(self.tell)
         self.planner = PlannerClient(self.engine.ask, events)
-        self.lifecycle = Lifecycle(
-            registry,
-            self.planner,
-            engine=self.server,
-            resolver=self.resolver,
-            events=events,
-            drain_timeout_s=drain_timeout_s,
-        )
+        server = ApiServer(registry, self.planner, self.server, self.resolver, events, drain_timeout_s)
+        self.lifecycle = Lifecycle(server)
         self.lifecycle.on_change = self.count
 
     def tell(self, event: Any) -> None:

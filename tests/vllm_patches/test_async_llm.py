@@ -21,8 +21,8 @@ from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, LoRAPluginsError, NoFreeSlot
 from lora_plugins.events import Events, RequestRefused, RequestServed
 from lora_plugins.process import Process
+from lora_plugins.scheduler.messages import AdapterState
 from lora_plugins.server import response_start
-from lora_plugins.server.planner_client import Place
 from lora_plugins.server.response_start import Pending
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches import async_llm
@@ -150,7 +150,7 @@ async def test_who_asked_an_engine_that_dies_is_told(engines: list[bytes] | None
         await never.wait()
 
     client.engine_core.call_utility_async = client.engine_core._call_utility_async = wait
-    asking = asyncio.create_task(async_llm.planner_of(client).places())
+    asking = asyncio.create_task(async_llm.planner_of(client).states())
     await asyncio.sleep(100)
     assert not asking.done(), "an engine may take its time"
     client.errored = True
@@ -164,7 +164,7 @@ async def test_who_asked_an_engine_that_dies_is_told(engines: list[bytes] | None
 async def test_without_lora_nothing_is_there_and_nothing_loads() -> None:
     client = Client(lora=None)
     planner = async_llm.planner_of(client)
-    assert (await planner.places())(1) == Place()
+    assert (await planner.states())(1) == AdapterState(1, "")
     assert await planner.figures() == {}
     with pytest.raises(IncompatibleAdapter, match="restart the server with --enable-lora"):
         await planner.load(request())

@@ -17,17 +17,17 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason, UtilityOutput
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-from lora_plugins.errors import InvalidAdapter, NoFreeSlot, error_of
+from lora_plugins.errors import InvalidAdapter, NoFreeSlot
 from lora_plugins.scheduler.messages import (
     Activate,
     AdapterSpec,
     AdapterState,
-    Answer,
     Change,
     Evict,
     Failed,
     Load,
     Loaded,
+    Outcome,
     PlannerFigures,
     from_plain,
     to_plain,
@@ -152,13 +152,13 @@ def over_the_wire(plain: Any) -> Any:
     return result.result
 
 
-def message(answer: Any, kind: Any = Answer) -> Any:
+def message(answer: Any, kind: Any = Outcome) -> Any:
     """What a client makes of it."""
     return from_plain(kind, over_the_wire(answer))
 
 
 def error_in(answer: Any) -> Any:
-    return error_of(message(answer).error)
+    return message(answer).error
 
 
 def answer_of(engine: Engine, answer: Any) -> Any:
@@ -181,9 +181,9 @@ def test_load_ends_when_the_workers_have_it(proc: tuple[Any, Engine]) -> None:
     assert isinstance(command, Load)
     assert command.spec.uri == "s3://bucket/a"
     engine.holds_back = False
-    assert message(answer_of(engine, future)) == Answer(100, 0.01)
+    assert message(answer_of(engine, future)) == Outcome(100, 0.01)
     again = core.lora_plugins_load(spec(1), False)
-    assert message(answer_of(engine, again)) == Answer(100, None), "it was here"
+    assert message(answer_of(engine, again)) == Outcome(100, None), "it was here"
 
 
 @pytest.mark.parametrize("utility", ["load", "pin"])
@@ -198,7 +198,7 @@ def test_errors_arrive_whole(proc: tuple[Any, Engine], utility: str) -> None:
 
 def test_pinned_and_unpinned(proc: tuple[Any, Engine]) -> None:
     core, engine = proc
-    assert message(answer_of(engine, core.lora_plugins_pin(spec(1)))) == Answer()
+    assert message(answer_of(engine, core.lora_plugins_pin(spec(1)))) == Outcome()
     states = message(core.lora_plugins_residency(), list[AdapterState])
     assert states == [AdapterState(1, "adapter-1", 100, is_loaded=True, is_active=True, is_pinned=True, rank=8)]
     refused = core.lora_plugins_pin(spec(2))
@@ -215,11 +215,11 @@ def test_an_adapter_is_retired_once_unused(proc: tuple[Any, Engine]) -> None:
     future = core.lora_plugins_retire(1, None)
     engine.step()
     assert not future.done()
-    assert message(answer_of(engine, future)) == Answer()
+    assert message(answer_of(engine, future)) == Outcome()
     assert len(engine.tokens_of("a")) == 4
     assert core.lora_plugins_residency() == []
     late = core.lora_plugins_retire(1, BROKEN.plain())
-    assert message(late.result(timeout=0)) == Answer(), "it had been evicted"
+    assert message(late.result(timeout=0)) == Outcome(), "it had been evicted"
     engine.scheduler.add_request(request("b", 1))
     engine.run()
     assert "nothing that can be read" in engine.end_of("b").stop_reason
@@ -250,7 +250,7 @@ def test_a_pin_in_a_pause_is_answered_after_it(proc: tuple[Any, Engine], state: 
     future = core.lora_plugins_pin(spec(1))
     engine.run()
     core.scheduler.set_pause_state(PauseState.UNPAUSED)
-    assert message(answer_of(engine, future)) == Answer()
+    assert message(answer_of(engine, future)) == Outcome()
     engine.scheduler.add_request(request("a", 1))
     engine.run()
     assert len(engine.tokens_of("a")) == 3
@@ -363,9 +363,9 @@ def test_vllm_answers_a_utility_when_its_future_is_done(proc: tuple[Any, Engine]
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (lambda core: message(core.lora_plugins_load(spec(1), False)), Answer(100, 0.25)),
-        (lambda core: message(core.lora_plugins_pin(spec(1))), Answer()),
-        (lambda core: message(core.lora_plugins_retire(1, None)), Answer()),
+        (lambda core: message(core.lora_plugins_load(spec(1), False)), Outcome(100, 0.25)),
+        (lambda core: message(core.lora_plugins_pin(spec(1))), Outcome()),
+        (lambda core: message(core.lora_plugins_retire(1, None)), Outcome()),
         (lambda core: core.add_lora(adapter(1)), True),
         (lambda core: core.remove_lora(1), False),
     ],
@@ -383,9 +383,9 @@ def test_in_process_errors_are_answered_or_raised(core: Any) -> None:
 
 
 def test_in_process_a_pin_writes_the_slot_at_once(core: Any) -> None:
-    assert message(core.lora_plugins_pin(spec(1))) == Answer()
+    assert message(core.lora_plugins_pin(spec(1))) == Outcome()
     assert [type(command) for command in core.model_executor.commands] == [Load, Activate]
-    assert message(core.lora_plugins_retire(1, None)) == Answer()
+    assert message(core.lora_plugins_retire(1, None)) == Outcome()
     assert core.lora_plugins_residency() == []
 
 

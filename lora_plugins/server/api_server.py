@@ -1,0 +1,101 @@
+"""What one API server has, and how it frees what it serves no longer: slots, host memory and leases."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.events import AdapterUnloaded, Events
+from lora_plugins.resolvers.resolver import AdapterResolver
+from lora_plugins.resolvers.versions import ResolvedAdapter
+from lora_plugins.server.planner_client import PlannerClient
+from lora_plugins.server.registry import Registry, ServedAdapter
+
+_ABORT_S = 10.0
+
+
+class VllmServer(Protocol):
+    """What is asked of vLLM's own objects; `vllm_patches/lifecycle.py` answers it."""
+
+    @property
+    def base_path(self) -> str: ...
+    @property
+    def host_places(self) -> int: ...
+    def is_base_model(self, name: str) -> bool: ...
+    def lock(self, name: str) -> Any: ...
+    def new_request(self, name: str, path: str, *, is_3d: bool = False) -> Any: ...
+    async def abort(self, request_ids: list[str]) -> None: ...
+
+
+@dataclass(eq=False)
+class ApiServer:
+    """One API server.
+
+    Attributes:
+        drain_timeout_s: how long running requests have where a call does not say.
+    """
+
+    registry: Registry
+    planner: PlannerClient
+    vllm: VllmServer
+    resolver: AdapterResolver
+    events: Events
+    drain_timeout_s: float = 60.0
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)  # the event loop itself keeps no task alive
+
+    def release(self, name: str, *versions: ResolvedAdapter) -> None:
+        """End the leases of versions that the name does not need any more."""
+        for version in versions:
+            if not self.registry.needs(name, version):
+                self.resolver.store.release(name, version.path)
+
+    def forget(self, name: str, version: ResolvedAdapter) -> None:
+        """End the lease of a version that was resolved for a client who has left, unless the name has it all the same.
+
+        Under the name's lock: whoever resolves it at this moment, too, has registered it by then.
+        """
+
+        async def release() -> None:
+            async with self.vllm.lock(name):
+                self.release(name, version)
+
+        self._in_background(release())
+
+    def retire(self, engine_id: int) -> None:
+        """Have the engines evict what new requests do not ask for any more; nobody waits for it."""
+        self._in_background(self.planner.retire(engine_id))
+
+    async def drain(self, adapter: ServedAdapter, refusal: LoRAPluginsError, timeout_s: float | None = None) -> bool:
+        """Free all of an adapter that the registry has no more, once its last request has left.
+
+        Requests that are not admitted yet, or still come, are refused with `refusal`; those that run are ended after
+        `timeout_s`. Returns whether all is free; if not, it will be as soon as the last has left.
+        """
+        started, aborted = time.perf_counter(), 0
+        self.registry.draining[adapter.engine_id] = adapter
+
+        async def free() -> None:
+            await self.planner.retire(adapter.engine_id, refusal)
+            del self.registry.draining[adapter.engine_id]
+            self.release(adapter.name, *adapter.versions)
+            self.events.emit(AdapterUnloaded(adapter.name, time.perf_counter() - started, aborted))
+
+        task = self._in_background(free())
+        done, _ = await asyncio.wait([task], timeout=self.drain_timeout_s if timeout_s is None else timeout_s)
+        if not done:
+            running = (await self.planner.states())(adapter.engine_id).running
+            aborted = len(running)
+            await self.vllm.abort(list(running))
+            done, _ = await asyncio.wait([task], timeout=_ABORT_S)
+        return bool(done)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return task

@@ -1,0 +1,66 @@
+"""Which version of an adapter is to be served: by its name, its place, or its digest. It is leased for the name."""
+
+from __future__ import annotations
+
+from lora_plugins.adapter.names import why_absent
+from lora_plugins.errors import AdapterNotFound
+from lora_plugins.resolvers.sources.uri import is_from, is_path
+from lora_plugins.resolvers.versions import ResolvedAdapter
+from lora_plugins.server.api_server import ApiServer
+from lora_plugins.server.registry import gone_from_source
+
+
+async def find(server: ApiServer, name: str, uri: str | None) -> ResolvedAdapter:
+    """What lies at `uri`, or wherever the server's sources have the name.
+
+    Raises:
+        AdapterNotFound: there is none. LoRAPluginsError: it cannot be served.
+    """
+    if uri is not None:
+        return await server.resolver.resolve_uri(name, uri, server.vllm.base_path)
+    found = await server.resolver.resolve(name, server.vllm.base_path)
+    if found is None:
+        raise why_absent(name) or AdapterNotFound(
+            "no such adapter at any source",
+            expected="one that a source of this server has",
+            remedy="correct its name, or say where it is with source.uri",
+            adapter=name,
+        )
+    return found
+
+
+async def find_newest(server: ApiServer, name: str, uri: str | None) -> ResolvedAdapter:
+    """As `find`, of what was served before; its place may be the path of a call of vLLM's own.
+
+    Raises:
+        AdapterNotFound: it is there no more. LoRAPluginsError: it cannot be served.
+    """
+    newest = await server.resolver.latest(name, uri, server.vllm.base_path)
+    if newest is None:
+        raise gone_from_source(name)
+    return newest
+
+
+async def find_version(server: ApiServer, name: str, uri: str | None, digest: str | None) -> ResolvedAdapter:
+    """As `find`, in the version of this digest where one is given: from the store, or what its place has now.
+
+    Raises:
+        AdapterNotFound: neither has it. LoRAPluginsError: it cannot be served.
+    """
+    if digest is None:
+        return await find(server, name, uri)
+    kept = await server.resolver.of_digest(name, digest, of_any_name=True)
+    if kept is not None:
+        if uri is None or is_path(uri) or is_from(kept.uri, uri):
+            return kept
+        server.release(name, kept)  # the same bytes from another place
+    found = await (find_newest if is_path(uri) else find)(server, name, uri)
+    if found.digest != digest:
+        server.release(name, found)
+        raise AdapterNotFound(
+            f"the version {found.digest[:12]} at its source",
+            expected=f"{digest}, which the store does not have from there",
+            remedy="put that version there, or declare another digest",
+            adapter=name,
+        )
+    return found

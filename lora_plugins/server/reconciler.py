@@ -1,0 +1,247 @@
+"""What a server is to serve, and the one loop that has it served.
+
+Three places say it: `LORA_PLUGINS_PRELOAD`, what the last server wrote down (`LORA_PLUGINS_RESTORE`), and the file of
+`LORA_PLUGINS_ADAPTERS_FILE`. The file is followed while the server runs, and decides over the names in it. The other
+two are read at the start, and only add names. Between two changes of the file only what failed is tried again: what an
+administrator swaps, unloads or rolls back meanwhile stays so. What is served beside the file is written down for the
+next server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_plugins.errors import InvalidSettings, LoRAPluginsError, NoFreeSlot, SourceUnavailable
+from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, DeclaredUnserved, Events
+from lora_plugins.log import logger
+from lora_plugins.resolvers.sources.uri import AllowedUris
+from lora_plugins.server.declared_file import parse, read_bytes
+from lora_plugins.server.desired import DesiredAdapter
+from lora_plugins.server.lifecycle import Lifecycle
+from lora_plugins.server.served_file import ServedFile
+from lora_plugins.settings import Settings
+
+LOOK_INTERVAL_S = 2.0  # a mounted ConfigMap follows its change after a minute or so
+RETRY_S = 15.0
+_LOADED_AT_ONCE = 4
+_WRITE_DELAY_S = 0.5
+
+
+@dataclass(slots=True)
+class Target:
+    """One adapter that is to be served, and what became of it.
+
+    Attributes:
+        is_declared: the file says so; else the start did.
+        is_done: it is served as it is to be; or the start has it no more, as it never can be, or somebody else decided.
+        error: why it could not be served the last time.
+    """
+
+    adapter: DesiredAdapter
+    is_declared: bool = False
+    is_done: bool = False
+    error: LoRAPluginsError | None = None
+
+
+class Reconciler:
+    """Serves what is to be served, and unloads what the file declares no more.
+
+    Args:
+        served: where to read what was served before, and write what is served.
+
+    Attributes:
+        file_error: why the present content of the file is not followed; None where it is.
+    """
+
+    def __init__(self, lifecycle: Lifecycle, settings: Settings, served: ServedFile, events: Events) -> None:
+        self.file_error: LoRAPluginsError | None = None
+        self._lifecycle = lifecycle
+        self._settings = settings
+        self._served = served
+        self._events = events
+        self._targets: dict[str, Target] = {}
+        self._places = asyncio.Semaphore(_LOADED_AT_ONCE)
+        self._unloading: set[asyncio.Task[None]] = set()
+        self._content = b""
+        self._reported: DeclaredSetReconciled | None = None
+        self._is_written = True
+        self._writing: asyncio.Task[None] | None = None
+
+    @property
+    def declared(self) -> dict[str, Target] | None:
+        """What the file declares, by name and in its order; None where there is no file."""
+        if self._settings.adapters_file is None:
+            return None
+        return {name: target for name, target in self._targets.items() if target.is_declared}
+
+    async def start(self) -> None:
+        """Serve what is to be served before the server is ready: each is tried once.
+
+        Raises:
+            InvalidSettings: the file of declared adapters cannot be right.
+        """
+        started, path = time.perf_counter(), self._settings.adapters_file
+        wanted = {name: DesiredAdapter(name) for name in self._settings.preload}
+        if self._settings.restore:
+            wanted |= {adapter.name: adapter for adapter in await asyncio.to_thread(self._served.read)}
+        self._targets = {name: Target(adapter) for name, adapter in wanted.items()}
+        if path is not None:
+            self._content = await asyncio.to_thread(read_bytes, path)
+            self._declare(self._parse(self._content, path))
+        awaited = [target for target in self._targets.values() if target.adapter.is_awaited]
+        await self._apply(awaited)
+        if awaited:
+            logger.info(
+                "%d of %d adapters are served from the start, after %.1f s",
+                sum(target.is_done and target.error is None for target in awaited),
+                len(awaited),
+                time.perf_counter() - started,
+            )
+        self._lifecycle.on_change = self._write_soon
+        self._write_soon()
+
+    async def follow(self) -> None:
+        """Serve the rest, and whatever the file says whenever it changes; what failed is tried again.
+
+        Ends where nothing is left to be done, and there is no file.
+        """
+        path, waited_s = self._settings.adapters_file, 0.0
+        await self._apply(target for target in self._targets.values() if target.error is None)
+        while path is not None or not all(target.is_done for target in self._targets.values()):
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            waited_s += LOOK_INTERVAL_S
+            has_changed = path is not None and await self._read_again(path)
+            if has_changed or waited_s >= RETRY_S:
+                waited_s = 0.0
+                await self._apply(self._targets.values())
+
+    # --- the file ---
+
+    async def _read_again(self, path: Path) -> bool:
+        """Take up what the file says now; returns whether that is new. One that cannot be right changes nothing."""
+        try:
+            content = await asyncio.to_thread(read_bytes, path)
+            if content == self._content and self.file_error is None:
+                return False
+            entries = self._parse(content, path)
+        except InvalidSettings as error:
+            if str(self.file_error) != str(error):
+                self._events.emit(DeclaredFileInvalid(error))
+            self.file_error = error
+            return False
+        self._content, self.file_error = content, None
+        self._declare(entries)
+        return True
+
+    def _parse(self, content: bytes, path: Path) -> Mapping[str, DesiredAdapter]:
+        return parse(content, path, AllowedUris.parse(self._settings.allowed_uris))
+
+    def _declare(self, entries: Mapping[str, DesiredAdapter]) -> None:
+        """Note what the file declares now, and begin to unload what it declares no more."""
+        before = self._targets
+        self._targets = {name: it for name, it in before.items() if not (it.is_declared or name in entries)}
+        for name, adapter in entries.items():
+            known = before.get(name)
+            is_same = known is not None and known.is_declared and known.adapter == adapter
+            self._targets[name] = known if known is not None and is_same else Target(adapter, is_declared=True)
+        for name in before.keys() - self._targets.keys():
+            task = asyncio.create_task(self._unload(name))
+            self._unloading.add(task)
+            task.add_done_callback(self._unloading.discard)
+
+    async def _unload(self, name: str) -> None:
+        try:
+            if self._lifecycle.registry.get(name) is not None:
+                await self._lifecycle.unload(name, block=False)
+        except LoRAPluginsError as error:  # somebody else has unloaded it at the same moment
+            logger.debug("Adapter '%s', declared no more, was not unloaded: %s", name, error)
+
+    # --- what is to be served ---
+
+    async def _apply(self, targets: Iterable[Target]) -> None:
+        await asyncio.gather(*(self._serve(target) for target in targets if not target.is_done))
+        if (declared := self.declared) is None:
+            return
+        served = sum(target.is_done for target in declared.values())
+        failed = sum(target.error is not None for target in declared.values())
+        reconciled = DeclaredSetReconciled(len(declared), served, failed)
+        if reconciled != self._reported:
+            self._reported = reconciled
+            self._events.emit(reconciled)
+
+    async def _serve(self, target: Target) -> None:
+        name = target.adapter.name
+        async with self._places:
+            if self._targets.get(name) is not target:
+                return  # the file has changed meanwhile
+            try:
+                if not self._is_decided(target):
+                    await self._make_so(target)
+            except LoRAPluginsError as error:
+                self._failed(target, error)
+            except Exception as error:  # noqa: BLE001 - what is broken in an unknown way does not stop the others
+                logger.exception("Serving adapter '%s' failed", name)
+                self._failed(target, LoRAPluginsError(f"an unexpected {type(error).__name__}", adapter=name))
+            else:
+                target.is_done, target.error = True, None
+        if target.is_done:
+            self._lifecycle.on_change()
+
+    def _is_decided(self, target: Target) -> bool:
+        """Whether somebody has loaded or blocked meanwhile what the start could not serve."""
+        name, registry = target.adapter.name, self._lifecycle.registry
+        is_retried = target.error is not None and not target.is_declared
+        return is_retried and (registry.get(name) is not None or name in registry.blocked)
+
+    async def _make_so(self, target: Target) -> None:
+        adapter = target.adapter
+        served = self._lifecycle.registry.get(adapter.name)
+        if served is None or target.is_declared:  # else vLLM has loaded it: --lora-modules
+            served = await self._lifecycle.declare(adapter.name, adapter.uri, adapter.held_digest)
+        if adapter.is_pinned:
+            await self._lifecycle.pin(adapter.name)
+        elif target.is_declared and served.is_pinned:
+            await self._lifecycle.unpin(adapter.name)
+        if target.error is not None:
+            logger.info("Adapter '%s' is served now", adapter.name)
+
+    def _failed(self, target: Target, error: LoRAPluginsError) -> None:
+        """Say once why a target is not served; what the start wanted is given up where it can never be."""
+        name, is_new = target.adapter.name, str(target.error) != str(error)
+        target.error = error
+        target.is_done = not (target.is_declared or isinstance(error, SourceUnavailable | NoFreeSlot))
+        if is_new and target.is_declared:
+            self._events.emit(DeclaredUnserved(name, error))
+        elif is_new:
+            logger.error("Adapter '%s' is not served from the start: %s", name, error)
+
+    # --- what is served ---
+
+    def _write_soon(self) -> None:
+        self._is_written = False
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write())
+
+    async def _write(self) -> None:
+        """Write until nothing has changed meanwhile: one writer at a time, so that the last state wins."""
+        registry = self._lifecycle.registry
+        while not self._is_written:
+            await asyncio.sleep(_WRITE_DELAY_S)  # many changes come together
+            self._is_written = True
+            adapters, declared = registry.all(), self.declared or {}
+            served = [
+                DesiredAdapter(it.name, it.uri, it.held_digest, it.is_pinned)
+                for it in adapters
+                if it.version is not None and it.name not in declared  # without one, it was loaded by its Hub id
+            ]
+            known = registry.blocked | {it.name for it in adapters}
+            open_ones = (it for it in self._targets.values() if not (it.is_done or it.is_declared))
+            served += [it.adapter for it in open_ones if it.adapter.name not in known]
+            try:
+                await asyncio.to_thread(self._served.write, served)
+            except OSError as error:
+                logger.warning("What is served cannot be written to %s: %s", self._served.path, error)

@@ -1,0 +1,551 @@
+"""What a server serves from its start, while the file that declares it changes and breaks, and what it writes down."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from lora_plugins.errors import IncompatibleAdapter, InvalidSettings, LoRAPluginsError, SourceUnavailable
+from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, DeclaredUnserved, Events
+from lora_plugins.server import reconciler
+from lora_plugins.server.desired import DesiredAdapter
+from lora_plugins.server.reconciler import LOOK_INTERVAL_S, RETRY_S, Reconciler
+from lora_plugins.server.served_file import ServedFile
+from lora_plugins.settings import Settings
+from tests.server.test_swapping import load_in_place
+from tests.server.world import Request, Version, World, serving
+from tests.virtual_time import runs
+
+LONGEST_S = 240.0  # for what comes for certain
+
+
+@pytest.fixture(autouse=True)
+def written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reconciler, "_WRITE_DELAY_S", 0.01)
+
+
+def reconciling(world: World, settings: Settings, file: ServedFile) -> Reconciler:
+    return Reconciler(world.lifecycle, settings, file, Events(world.tell))
+
+
+def world_with(*names: str) -> World:
+    world = World()
+    world.resolver.has |= {name: Version(name) for name in names}
+    return world
+
+
+@runs
+async def test_preloaded_names_are_served_and_written(tmp_path: Path) -> None:
+    world, file = world_with("sql", "chat"), ServedFile(tmp_path / "served.json")
+    await reconciling(world, Settings(preload=("sql", "chat")), file).start()
+    assert await world.ask("sql") == "/store/sql"
+    await asyncio.sleep(0.1)
+    assert file.read() == [DesiredAdapter("sql"), DesiredAdapter("chat")]
+
+
+@runs
+async def test_an_adapter_that_fails_does_not_stop_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    world = world_with("sql")
+    world.resolver.has |= {"broken": IncompatibleAdapter("rank 99"), "down": SourceUnavailable("no answer")}
+    names = ("broken", "../x", "nobody", "down", "base", "sql")
+    with caplog.at_level(logging.INFO, "vllm.lora_plugins"):
+        await reconciling(world, Settings(preload=names), ServedFile(tmp_path / "served.json")).start()
+    assert [served.name for served in world.lifecycle.registry.all()] == ["sql"]
+    assert sum("is not served from the start" in line for line in caplog.messages) == 5
+    assert "1 of 6 adapters are served from the start" in caplog.text
+
+
+@runs
+async def test_what_was_served_is_served_again_if_asked(tmp_path: Path) -> None:
+    file = ServedFile(tmp_path / "served.json")
+    first = World(slots=3)
+    await reconciling(first, Settings(), file).start()
+    await serving(first, "aa" * 32, "bb" * 32)
+    await first.lifecycle.roll_back("sql")
+    first.resolver.has["s3://b/x"] = Version("cc")
+    await first.lifecycle.load("by-uri", "s3://b/x")
+    await first.lifecycle.pin("by-uri")
+    first.table.lora_requests["by-hub-id"] = Request("by-hub-id", 99, "org/adapter")
+    await asyncio.sleep(0.1)
+    assert [one.name for one in file.read()] == ["sql", "by-uri"]
+
+    again = World(slots=3)
+    again.resolver.has |= {"sql": Version("bb" * 32), "s3://b/x": Version("cc")}
+    again.resolver.versions["aa" * 32] = Version("aa" * 32)
+    await reconciling(again, Settings(), ServedFile(tmp_path / "other.json")).start()
+    assert again.lifecycle.registry.all() == [], "not asked to"
+    await reconciling(again, Settings(restore=True), file).start()
+    sql, by_uri = again.lifecycle.registry.get("sql"), again.lifecycle.registry.get("by-uri")
+    assert sql is not None
+    assert by_uri is not None
+    assert (await again.ask("sql"), sql.held_digest) == (f"/store/{'aa' * 32}", "aa" * 32)
+    assert (by_uri.uri, by_uri.is_pinned) == ("s3://b/x", True)
+
+
+@pytest.mark.parametrize(
+    ("has_store", "lies_there", "served"),
+    [(True, "bb" * 32, "aa" * 32), (True, None, "aa" * 32), (False, "aa" * 32, "aa" * 32), (False, "bb" * 32, None)],
+)
+@runs
+async def test_what_was_loaded_by_its_path_is_restored(
+    tmp_path: Path, has_store: bool, lies_there: str | None, served: str | None
+) -> None:
+    file, old, name = ServedFile(tmp_path / "served.json"), "aa" * 32, "any name: at all"
+    first = World()
+    await reconciling(first, Settings(), file).start()
+    first.resolver.has["/by/hand"] = Version(old)
+    assert await load_in_place(first, name, "/by/hand")
+    first.lifecycle.on_change()
+    await asyncio.sleep(0.1)
+    assert file.read() == [DesiredAdapter(name, "/by/hand", old)]
+
+    again = World()
+    again.resolver.versions |= {old: Version(old)} if has_store else {}
+    again.resolver.has |= {"/by/hand": Version(lies_there)} if lies_there else {}
+    await reconciling(again, Settings(restore=True), file).start()
+    adapter = again.lifecycle.registry.get(name)
+    assert (adapter and adapter.held_digest, adapter and adapter.given_path) == (served, served and "/by/hand")
+
+
+@runs
+async def test_a_name_given_at_start_is_not_restored(tmp_path: Path) -> None:
+    """`--lora-modules` has the files that lie at its path now."""
+    file, world = ServedFile(tmp_path / "served.json"), World()
+    file.write([DesiredAdapter("sql", "/by/hand", "aa" * 32)])
+    world.resolver.versions["aa" * 32] = Version("aa" * 32)
+    world.resolver.has["/by/hand"] = Version("bb" * 32)
+    await load_in_place(world, "sql", "/by/hand")
+    await reconciling(world, Settings(restore=True), file).start()
+    assert await world.ask("sql") == f"/store/{'bb' * 32}"
+
+
+@runs
+async def test_a_rollback_holds_where_the_source_has_that_version(tmp_path: Path) -> None:
+    """A trainer has published the old version again: the name stays at it all the same."""
+    file, old = ServedFile(tmp_path / "served.json"), "aa" * 32
+    file.write([DesiredAdapter("sql", held_digest=old)])
+    world = World()
+    world.resolver.has["sql"] = Version(old)
+    await reconciling(world, Settings(restore=True), file).start()
+    sql = world.lifecycle.registry.get("sql")
+    assert sql is not None
+    assert sql.held_digest == old
+    world.resolver.has["sql"] = Version("bb" * 32)
+    await world.lifecycle.poll("sql")
+    assert await world.ask("sql") == f"/store/{old}"
+
+
+@runs
+async def test_a_version_served_by_its_digest_is_restored(
+    tmp_path: Path,
+) -> None:
+    file, old, new = ServedFile(tmp_path / "served.json"), "aa" * 32, "bb" * 32
+    name = f"sql@{old[:12]}"
+    first = World()
+    await reconciling(first, Settings(), file).start()
+    await serving(first, old, new)
+    assert await first.lifecycle.load_version(name)
+    await first.lifecycle.unload("sql", block=False, timeout_s=1)
+    while [one.name for one in file.read()] != [name]:
+        await asyncio.sleep(0.005)
+
+    again = World()
+    again.resolver.versions |= {old: Version(old), new: Version(new)}
+    await reconciling(again, Settings(restore=True), file).start()
+    served = again.lifecycle.registry.get(name)
+    assert served is not None
+    assert (await again.ask(name), served.held_digest) == (f"/store/{old}", old)
+    assert again.resolver.needed == {(name, old)}
+    assert again.resolver.asked == [], "no source has a name like this"
+
+
+@runs
+async def test_an_adapter_of_an_unavailable_source_stays_in_the_file(tmp_path: Path) -> None:
+    file, world = ServedFile(tmp_path / "served.json"), world_with("chat")
+    down = DesiredAdapter("sql", "s3://b/x", "aa" * 32, is_pinned=True)
+    file.write([down, DesiredAdapter("gone"), DesiredAdapter("chat")])
+    world.resolver.has["s3://b/x"] = SourceUnavailable("no answer")
+    await reconciling(world, Settings(restore=True), file).start()
+    await asyncio.sleep(0.1)
+    assert file.read() == [DesiredAdapter("chat"), down]
+    world.resolver.has["sql"] = Version("bb")
+    await world.lifecycle.load("sql")
+    await asyncio.sleep(0.1)
+    assert file.read() == [DesiredAdapter("chat"), DesiredAdapter("sql")], "what is served now is what counts"
+
+
+@runs
+async def test_an_unavailable_source_is_retried_until_it_answers(tmp_path: Path) -> None:
+    file, world = ServedFile(tmp_path / "served.json"), World()
+    file.write(
+        [
+            DesiredAdapter("sql", is_pinned=True),
+            DesiredAdapter("broken"),
+            DesiredAdapter("taken"),
+            DesiredAdapter("never"),
+        ]
+    )
+    for name in ("sql", "broken", "taken", "never"):
+        world.resolver.has[name] = SourceUnavailable("no answer")
+    start = reconciling(world, Settings(restore=True), file)
+    await start.start()
+    trying = asyncio.create_task(start.follow())
+    await asyncio.sleep(100)
+    assert world.lifecycle.registry.all() == []
+    world.resolver.has |= {"sql": Version("sql"), "broken": IncompatibleAdapter("rank 99"), "taken": Version("new")}
+    taken, _ = await world.lifecycle.load("taken")
+    await world.lifecycle.unload("never", timeout_s=1, block=True)
+    asked = len(world.resolver.asked)
+    await asyncio.wait_for(trying, 100)
+    served = world.lifecycle.registry.get("sql")
+    assert served is not None
+    assert served.is_pinned
+    assert world.lifecycle.registry.get("taken") is taken
+    assert sorted(world.resolver.asked[asked:]) == ["broken", "sql"]
+    await asyncio.sleep(0.1)
+    assert file.read() == [DesiredAdapter("taken"), DesiredAdapter("sql", is_pinned=True)]
+
+
+@runs
+async def test_a_version_that_has_left_the_store_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file, digest = ServedFile(tmp_path / "served.json"), "aa" * 32
+    file.write([DesiredAdapter(f"sql@{digest[:12]}", held_digest=digest), DesiredAdapter("chat")])
+    world = world_with("chat")
+    await reconciling(world, Settings(restore=True), file).start()
+    assert [served.name for served in world.lifecycle.registry.all()] == ["chat"]
+    assert "'sql@aaaaaaaaaaaa' is not served from the start: [L002]" in caplog.text
+
+
+@runs
+async def test_a_rolled_back_revision_is_asked_of_its_source(tmp_path: Path) -> None:
+    """`sql@v3` is a name that a source has; only what names its digest is a version of another name."""
+    file, old, new = ServedFile(tmp_path / "served.json"), "aa" * 32, "bb" * 32
+    file.write([DesiredAdapter("sql@v3", held_digest=old), DesiredAdapter("sql@cccccccc", held_digest=old)])
+    world = World()
+    world.resolver.has |= {"sql@v3": Version(new), "sql@cccccccc": Version(new)}
+    world.resolver.versions[old] = Version(old)
+    await reconciling(world, Settings(restore=True), file).start()
+    assert await world.ask("sql@v3") == f"/store/{old}", "from the store, though its source has another by now"
+
+    again = World()  # whose store has lost it
+    again.resolver.has |= {"sql@v3": Version(old), "sql@cccccccc": Version(new)}
+    await reconciling(again, Settings(restore=True), file).start()
+    assert sorted(again.resolver.asked) == ["sql@cccccccc", "sql@v3"]
+    assert served(again) == {"sql@v3": old}
+
+
+@runs
+async def test_a_disk_that_is_full_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    world = world_with("sql")
+    with caplog.at_level(logging.WARNING, "vllm.lora_plugins"):
+        await reconciling(world, Settings(preload=("sql",)), ServedFile(tmp_path / "file" / "x")).start()
+        await asyncio.sleep(0.1)
+    assert "cannot be written" in caplog.text
+    assert await world.ask("sql") == "/store/sql"
+
+
+class SlowFile(ServedFile):
+    """A disk that keeps the first writer waiting until it is let go."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.begun, self.let_go = threading.Event(), threading.Event()
+        self.writing = self.most_at_once = 0
+
+    def write(self, served: Sequence[DesiredAdapter]) -> None:
+        self.writing += 1
+        self.most_at_once = max(self.most_at_once, self.writing)
+        if not self.begun.is_set():
+            self.begun.set()
+            assert self.let_go.wait(LONGEST_S)
+        super().write(served)
+        self.writing -= 1
+
+
+def test_a_change_during_a_write_is_written_afterwards(tmp_path: Path) -> None:
+    file = SlowFile(tmp_path / "served.json")
+
+    async def run() -> None:  # in real time, as a thread of its own waits for its disk
+        world = world_with("sql", "chat")
+        await reconciling(world, Settings(preload=("sql",)), file).start()
+        assert await asyncio.to_thread(file.begun.wait, LONGEST_S)
+        await world.lifecycle.load("chat")
+        await asyncio.sleep(0.1)  # ten times what a change waits for others; a second writer would have begun
+        file.let_go.set()
+        async with asyncio.timeout(LONGEST_S):
+            while file.read() != [DesiredAdapter("sql"), DesiredAdapter("chat")]:
+                await asyncio.sleep(0.005)
+
+    asyncio.run(run())
+    assert file.most_at_once == 1
+
+
+LOOKED_S = LOOK_INTERVAL_S * 2 + 1
+OLD, NEW = "aa" * 32, "bb" * 32
+
+
+def declare(path: Path, *entries: str) -> None:
+    """Exchange the file, as a mounted ConfigMap does."""
+    beside = path.with_suffix(".new")
+    beside.write_text("adapters:\n" + "".join(f"  - {entry}\n" for entry in entries))
+    beside.replace(path)
+
+
+def declaring(world: World, path: Path, file: ServedFile | None = None) -> Reconciler:
+    settings = Settings(adapters_file=path, allowed_uris=("s3://b",))
+    return Reconciler(world.lifecycle, settings, file or ServedFile(path.with_suffix(".served")), Events(world.tell))
+
+
+def errors(reconciler: Reconciler) -> dict[str, LoRAPluginsError | None]:
+    assert reconciler.declared is not None
+    return {name: target.error for name, target in reconciler.declared.items()}
+
+
+@contextlib.asynccontextmanager
+async def following(world: World, path: Path, file: ServedFile | None = None) -> AsyncIterator[Reconciler]:
+    declared = declaring(world, path, file)
+    await declared.start()
+    task = asyncio.create_task(declared.follow())
+    await asyncio.sleep(1)
+    try:
+        yield declared
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def served(world: World) -> dict[str, str]:
+    return {one.name: one.request.lora_path.rpartition("/")[2] for one in world.lifecycle.registry.all()}
+
+
+@runs
+async def test_only_what_says_preload_is_waited_for(tmp_path: Path) -> None:
+    world, path = World(slots=3), tmp_path / "adapters.yaml"
+    world.resolver.has |= {"sql": Version("aa"), "s3://b/chat": Version("bb")}
+    declare(path, "{name: chat, uri: 's3://b/chat', pin: true}", "{name: sql, preload: true}")
+    declared = declaring(world, path)
+    await declared.start()
+    assert served(world) == {"sql": "aa"}
+    async with following(world, path):
+        assert served(world) == {"sql": "aa", "chat": "bb"}
+    assert world.lifecycle.registry.require("chat").is_pinned
+    assert world.told[-1] == DeclaredSetReconciled(declared=2, served=2, failed=0)
+
+
+@runs
+async def test_changes_of_the_file_are_followed(tmp_path: Path) -> None:
+    world, path = World(slots=3), tmp_path / "adapters.yaml"
+    world.resolver.has |= {"sql": Version("aa"), "chat": Version("cc"), "s3://b/sql": Version("bb")}
+    declare(path, "{name: sql, pin: true}", "{name: chat}")
+    async with following(world, path):
+        assert served(world) == {"sql": "aa", "chat": "cc"}
+        declare(path, "{name: sql, uri: 's3://b/sql'}")
+        await asyncio.sleep(LOOKED_S)
+        assert served(world) == {"sql": "bb"}, "swapped to another place; chat is unloaded"
+        assert not world.lifecycle.registry.require("sql").is_pinned
+        declare(path, "{name: sql}")
+        await asyncio.sleep(LOOKED_S)
+        assert served(world) == {"sql": "aa"}, "back to what has its name"
+        assert world.lifecycle.registry.require("sql").uri is None
+        declare(path)
+        await asyncio.sleep(LOOKED_S)
+        assert served(world) == {}
+    await world.settled()
+    assert world.resolver.leased == set()
+
+
+@runs
+async def test_a_digest_is_served_and_held(tmp_path: Path) -> None:
+    world, path = World(slots=3), tmp_path / "adapters.yaml"
+    world.resolver.has["sql"] = Version(OLD)
+    declare(path, f"{{name: sql, digest: '{OLD}'}}")
+    async with following(world, path):
+        world.resolver.has["sql"] = Version(NEW)
+        await world.lifecycle.poll("sql")
+        assert served(world) == {"sql": OLD}, "the poller leaves it"
+        declare(path, f"{{name: sql, digest: '{NEW}'}}")
+        await asyncio.sleep(LOOKED_S)
+        assert served(world) == {"sql": NEW}
+        declare(path, f"{{name: sql, digest: '{OLD}'}}")
+        await asyncio.sleep(LOOKED_S)
+        assert served(world) == {"sql": OLD}, "from the store, which still has it"
+
+
+@runs
+async def test_a_digest_from_elsewhere_is_asked_of_the_declared_place(tmp_path: Path) -> None:
+    world, path = World(slots=3), tmp_path / "adapters.yaml"
+    world.resolver.versions[OLD] = Version(OLD, uri="s3://b/other")
+    world.resolver.has["s3://b/sql"] = Version(NEW, uri="s3://b/sql")
+    declare(path, f"{{name: sql, uri: 's3://b/sql', digest: '{OLD}', preload: true}}")
+    async with following(world, path) as declared:
+        assert served(world) == {}
+        assert "the version bbbbbbbbbbbb at its source" in str(errors(declared)["sql"])
+        assert world.resolver.leased == set()
+        world.resolver.versions[OLD] = Version(OLD, uri="s3://b/sql")
+        await asyncio.sleep(RETRY_S + LOOKED_S)
+        assert served(world) == {"sql": OLD}, "a version that came from there, and is still in the store"
+
+
+@runs
+async def test_another_version_than_declared_is_not_served(tmp_path: Path) -> None:
+    world, path = World(), tmp_path / "adapters.yaml"
+    world.resolver.has["sql"] = Version(NEW)
+    declare(path, f"{{name: sql, digest: '{OLD}', preload: true}}")
+    async with following(world, path) as declared:
+        assert served(world) == {}
+        assert OLD[:12] in str(errors(declared)["sql"])
+        assert world.resolver.leased == set()
+        world.resolver.has["sql"] = Version(OLD)
+        await asyncio.sleep(RETRY_S + LOOKED_S)
+        assert served(world) == {"sql": OLD}
+
+
+@runs
+async def test_one_that_fails_is_told_once_and_tried_again(tmp_path: Path) -> None:
+    world, path = World(), tmp_path / "adapters.yaml"
+    world.resolver.has |= {
+        "sql": SourceUnavailable("no answer"),
+        "chat": Version("cc"),
+        "wide": IncompatibleAdapter("x"),
+    }
+    declare(path, "{name: sql, preload: true}", "{name: chat}", "{name: wide}")
+    async with following(world, path) as declared:
+        await asyncio.sleep(4 * RETRY_S)
+        assert served(world) == {"chat": "cc"}
+        assert [event.name for event in world.told if isinstance(event, DeclaredUnserved)] == ["sql", "wide"]
+        world.resolver.has["sql"] = Version("aa")
+        await asyncio.sleep(RETRY_S + LOOKED_S)
+        assert served(world) == {"chat": "cc", "sql": "aa"}
+        assert errors(declared)["sql"] is None
+    assert world.told[-1] == DeclaredSetReconciled(declared=3, served=2, failed=1)
+
+
+@runs
+async def test_figures_are_told_when_they_change_and_only_then(tmp_path: Path) -> None:
+    world, path = World(), tmp_path / "adapters.yaml"
+    world.resolver.has["sql"] = Version("aa")
+    declare(path, "{name: sql}", "{name: nobody}")
+    async with following(world, path):
+        await asyncio.sleep(6 * RETRY_S)
+        declare(path, "{name: sql}")
+        await asyncio.sleep(LOOKED_S)
+        declare(path)
+        await asyncio.sleep(6 * RETRY_S)
+    told = [event for event in world.told if isinstance(event, DeclaredSetReconciled)]
+    assert told[0] == DeclaredSetReconciled(declared=2, served=0, failed=0)
+    assert [(each.declared, each.served, each.failed) for each in told[1:]] == [(2, 1, 1), (1, 1, 0), (0, 0, 0)]
+
+
+@pytest.mark.parametrize("broken", ["text", "missing", "unreadable"])
+@runs
+async def test_a_broken_file_leaves_what_runs(tmp_path: Path, broken: str) -> None:
+    world, path = World(), tmp_path / "adapters.yaml"
+    world.resolver.has["sql"] = Version("aa")
+    declare(path, "{name: sql}")
+    async with following(world, path) as declared:
+        if broken == "text":
+            path.write_text("adapters: [")
+        elif broken == "missing":
+            path.unlink()
+        else:
+            path.unlink()
+            path.mkdir()
+        await asyncio.sleep(5 * LOOKED_S)
+        assert served(world) == {"sql": "aa"}
+        assert declared.file_error is not None
+        assert sum(isinstance(event, DeclaredFileInvalid) for event in world.told) == 1
+        if path.is_dir():
+            os.rmdir(path)
+        declare(path, "{name: sql}")
+        await asyncio.sleep(LOOKED_S)
+        assert declared.file_error is None
+        assert served(world) == {"sql": "aa"}
+        assert world.resolver.asked == ["sql"], "nothing was loaded again"
+
+
+@runs
+async def test_what_an_administrator_does_stays_until_the_file_changes(tmp_path: Path) -> None:
+    world, path = World(), tmp_path / "adapters.yaml"
+    world.resolver.has |= {"sql": Version("aa"), "chat": Version("cc")}
+    declare(path, "{name: sql}", "{name: chat}")
+    async with following(world, path):
+        await world.lifecycle.unload("sql", block=True)
+        await asyncio.sleep(4 * RETRY_S)
+        assert served(world) == {"chat": "cc"}
+        declare(path, "{name: sql, preload: true}")  # preload alone changes nothing of a server that runs
+        await asyncio.sleep(LOOKED_S)
+        assert served(world) == {}
+
+
+@runs
+async def test_a_declared_name_is_not_restored(tmp_path: Path) -> None:
+    world, path, file = World(slots=3), tmp_path / "adapters.yaml", ServedFile(tmp_path / "served.json")
+    world.resolver.has |= {"sql": Version("aa"), "chat": Version("cc")}
+    declare(path, "{name: sql}")
+    settings = Settings(adapters_file=path, restore=True, preload=("sql",))
+    file.write([DesiredAdapter("sql", "s3://b/elsewhere")])
+    await Reconciler(world.lifecycle, settings, file, Events()).start()
+    assert served(world) == {}, "the file has it loaded in the background"
+    async with following(world, path, file):
+        assert served(world) == {"sql": "aa"}
+        await world.lifecycle.load("chat")
+        await asyncio.sleep(5)
+        assert [one.name for one in file.read()] == ["chat"]
+
+
+@runs
+async def test_start_fails_on_a_wrong_file(tmp_path: Path) -> None:
+    world, path = World(), tmp_path / "adapters.yaml"
+    path.write_text("adapters: [{nam: sql}]")
+    with pytest.raises(InvalidSettings, match="did you mean 'name'"):
+        await declaring(world, path).start()
+
+
+@runs
+async def test_what_the_store_has_is_restored_without_its_source(tmp_path: Path) -> None:
+    file, digest, world = ServedFile(tmp_path / "served.json"), "aa" * 32, World()
+    file.write([DesiredAdapter("sql", held_digest=digest)])
+    world.resolver.versions[digest] = Version(digest)
+    world.resolver.has["sql"] = SourceUnavailable("no answer")
+    await reconciling(world, Settings(restore=True), file).start()
+    assert await world.ask("sql") == f"/store/{digest}"
+
+
+@runs
+async def test_a_pin_of_a_name_given_at_start_is_restored(tmp_path: Path) -> None:
+    file, world = ServedFile(tmp_path / "served.json"), World()
+    file.write([DesiredAdapter("sql", "/by/hand", "aa" * 32, is_pinned=True)])
+    world.resolver.has["/by/hand"] = Version("bb" * 32)
+    await load_in_place(world, "sql", "/by/hand")
+    await reconciling(world, Settings(restore=True), file).start()
+    assert world.lifecycle.registry.require("sql").is_pinned
+
+
+@runs
+async def test_an_unknown_failure_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world, path = World(), tmp_path / "adapters.yaml"
+    world.resolver.has["sql"] = Version("aa")
+    find = world.resolver.latest
+
+    async def broken(name: str, uri: str | None, base_path: str) -> Version | None:
+        if name == "broken":
+            raise ZeroDivisionError
+        return await find(name, uri, base_path)
+
+    monkeypatch.setattr(world.resolver, "latest", broken)
+    declare(path, "{name: broken, preload: true}", "{name: sql, preload: true}")
+    async with following(world, path) as declared:
+        assert served(world) == {"sql": "aa"}
+        assert "unexpected ZeroDivisionError" in str(errors(declared)["broken"])
+    assert "ZeroDivisionError" in caplog.text
