@@ -14,9 +14,9 @@ from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.refresh import poll
 from lora_plugins.server.restore import Restore
 from lora_plugins.server.served_file import ServedFile
-from lora_plugins.vllm_patches.access import install
-from lora_plugins.vllm_patches.api_servers import refuse_several
-from lora_plugins.vllm_patches.lifecycle import lifecycle_of
+from lora_plugins.vllm_patches.api_server.access import install
+from lora_plugins.vllm_patches.api_server.api_servers import refuse_several
+from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
 
 
 class AdminPlugin:

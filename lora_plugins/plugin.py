@@ -12,16 +12,10 @@ from lora_plugins.process import Process, this_process
 from lora_plugins.resolvers.sources.configured import filesystem_source, hub_source, s3_source
 from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.settings import Settings, named_in_environment
-from lora_plugins.vllm_patches import (
-    api_servers,
-    builtin_resolvers,
-    embeddings,
-    front_ends,
-    punica,
-    ray_environment,
-    versions,
-)
-from lora_plugins.vllm_patches.resolver import register_resolver
+from lora_plugins.vllm_patches import ray_environment, versions
+from lora_plugins.vllm_patches.api_server import api_servers, builtin_resolvers, front_ends
+from lora_plugins.vllm_patches.api_server.lora_resolver import register_resolver
+from lora_plugins.vllm_patches.worker import punica_wrapper, vocab_parallel_embedding
 
 _FILESYSTEM_BUILTIN = ("vllm.plugins.lora_resolvers.filesystem_resolver", "register_filesystem_resolver")
 _HUB_BUILTIN = ("vllm.plugins.lora_resolvers.hf_hub_resolver", "register_hf_hub_resolver")
@@ -87,8 +81,8 @@ def register_kernels() -> None:
         InvalidSettings: the kernels asked for cannot be had here, or a `LORA_PLUGINS_*` variable cannot be right.
     """
     if named_in_environment(KERNELS):
-        punica.patch(_checked_process().settings)
-        embeddings.patch()
+        punica_wrapper.patch(_checked_process().settings)
+        vocab_parallel_embedding.patch()
         _begin()
 
 
@@ -135,7 +129,7 @@ def _begin() -> None:
     """What every plugin of ours has: metrics, and its settings in processes that are started by Ray."""
     ray_environment.name_our_variables()
     ray_environment.keep_keys_from_workers()
-    from lora_plugins.vllm_patches.metrics import install_metrics
+    from lora_plugins.vllm_patches.api_server.metrics import install_metrics
 
     install_metrics(this_process())
 

@@ -74,7 +74,7 @@ def test_list_of_pure_modules_is_complete():
         "lora_plugins.routing.affinity",
         "lora_plugins.ray.keeper",
         "lora_plugins.scheduler.planner",
-        "lora_plugins.vllm_patches.scheduler",
+        "lora_plugins.vllm_patches.engine_core.scheduler",
         "lora_plugins.scheduler.state",
         "lora_plugins.scheduler.policies",
         "lora_plugins.worker.materialise",

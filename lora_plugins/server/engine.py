@@ -1,4 +1,4 @@
-"""What the lifecycle asks of vLLM's API server and its engine; `vllm_patches/lifecycle.py` answers it."""
+"""What the lifecycle asks of vLLM's API server and its engine; `vllm_patches/api_server/lifecycle.py` answers it."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, NoFreeSlot
 from lora_plugins.server.restore import Restore
 from lora_plugins.server.served_file import ServedFile, ServedName
 from lora_plugins.settings import Settings
-from lora_plugins.vllm_patches import serving_models
+from lora_plugins.vllm_patches.api_server import openai_serving_models
 from tests.server.world import Request, Version, World, serving
 from tests.virtual_time import runs
 
@@ -100,11 +100,11 @@ class Unload:
         from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
         for name, wrap in (
-            ("unload_lora_adapter", serving_models._unloading),
-            ("_check_unload_lora_adapter_request", serving_models._checking_unload),
+            ("unload_lora_adapter", openai_serving_models._unloading),
+            ("_check_unload_lora_adapter_request", openai_serving_models._checking_unload),
         ):
             monkeypatch.setattr(OpenAIServingModels, name, wrap(getattr(OpenAIServingModels, name)))
-        monkeypatch.setattr(serving_models, "lifecycle_of", lambda _: world.lifecycle)
+        monkeypatch.setattr(openai_serving_models, "lifecycle_of", lambda _: world.lifecycle)
         self._models = OpenAIServingModels.__new__(OpenAIServingModels)
         self._models.engine_client = SimpleNamespace(vllm_config=SimpleNamespace(lora_config="there"))
         self._models.lora_requests = world.table.lora_requests
