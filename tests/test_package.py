@@ -81,7 +81,7 @@ def test_list_of_pure_modules_is_complete():
         "lora_plugins.worker.agreement",
         "lora_plugins.server.lifecycle",
         "lora_plugins.server.planner_client",
-        "lora_plugins.server.response_start",
+        "lora_plugins.server.response",
         "lora_plugins.observability.engine_metrics",
         "lora_plugins.kernels.segments",
         "lora_plugins.kernels.ranks",

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from lora_plugins import process as process_module
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, NoFreeSlot
+from lora_plugins.process import Process
 from lora_plugins.server.restore import Restore
 from lora_plugins.server.served_file import ServedFile, ServedName
 from lora_plugins.settings import Settings
@@ -99,11 +101,10 @@ class Unload:
     def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
-        for name, wrap in (
-            ("unload_lora_adapter", openai_serving_models._unloading),
-            ("_check_unload_lora_adapter_request", openai_serving_models._checking_unload),
-        ):
-            monkeypatch.setattr(OpenAIServingModels, name, wrap(getattr(OpenAIServingModels, name)))
+        process = Process(Settings())
+        process.is_manager_patched = True
+        monkeypatch.setattr(process_module, "_process", process)
+        openai_serving_models.patch()
         monkeypatch.setattr(openai_serving_models, "lifecycle_of", lambda _: world.lifecycle)
         self._models = OpenAIServingModels.__new__(OpenAIServingModels)
         self._models.engine_client = SimpleNamespace(vllm_config=SimpleNamespace(lora_config="there"))

@@ -6,13 +6,10 @@ Wrapped are `AsyncLLM.add_lora`, `remove_lora`, `generate` and `encode` (vllm/v1
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
+from contextlib import nullcontext
 from typing import Any
 
 from lora_plugins.adapter.fit import without_lora
@@ -24,52 +21,23 @@ from lora_plugins.ledger import Patch
 from lora_plugins.process import moves_running, this_process
 from lora_plugins.resolvers.uris import absolute
 from lora_plugins.server.planner_client import Ask, PlannerClient
-from lora_plugins.server.response_digest import note_version
-from lora_plugins.server.response_start import pending
+from lora_plugins.server.response import present
 from lora_plugins.server.snapshots import Snapshots
-from lora_plugins.vllm_patches.engine_core.request_errors import error_in, error_in_tensor
-from lora_plugins.vllm_patches.engine_core.request_weights import VERSIONS
+from lora_plugins.vllm_patches.engine_core.request import VERSIONS, error_in, error_in_tensor
+from lora_plugins.vllm_patches.wrapping import wrap
 from lora_plugins.worker.lora_request import is_inplace, is_vllms
 
-
-@dataclass(eq=False, slots=True)
-class AddLora:
-    """How `add_lora` is to load for the patch above vLLM's code that calls it, and what comes back past that code.
-
-    Attributes:
-        on_failure: makes the load go on in the background, and is called with the `LoRARequest` if it fails.
-        by_path: serves what lies at the path of the `LoRARequest`; returns False where that is the workers' to find.
-        error: why the load failed, of which vLLM keeps the text at most.
-    """
-
-    on_failure: Callable[[Any], None] | None = None
-    by_path: Callable[[Any], Awaitable[bool]] | None = None
-    error: LoRAPluginsError | None = None
-
-
-_add_lora: ContextVar[AddLora | None] = ContextVar("lora_plugins_add_lora", default=None)
 _DEATH_IS_SEEN_S = 1.0
-_loading: set[asyncio.Task[None]] = set()  # the event loop itself keeps no task alive
-
-
-@contextmanager
-def adding(call: AddLora) -> Iterator[AddLora]:
-    """Inside, `add_lora` does as `call` says."""
-    token = _add_lora.set(call)
-    try:
-        yield call
-    finally:
-        _add_lora.reset(token)
 
 
 def patch() -> None:
     """Have every client of this process do so."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    AsyncLLM.add_lora = _adding(AsyncLLM.add_lora)
-    AsyncLLM.remove_lora = removing(AsyncLLM.remove_lora)
-    AsyncLLM.generate = _answering(AsyncLLM.generate, _error_of_completion)
-    AsyncLLM.encode = _answering(AsyncLLM.encode, _error_of_pooling)
+    wrap(AsyncLLM, "add_lora", _adding)
+    wrap(AsyncLLM, "remove_lora", removing)
+    wrap(AsyncLLM, "generate", _answering(_error_of_completion))
+    wrap(AsyncLLM, "encode", _answering(_error_of_pooling))
 
 
 def planner_of(client: Any) -> PlannerClient:
@@ -146,26 +114,16 @@ async def _unless_dead(client: Any, answers: asyncio.Future[list[Any]]) -> list[
 
 
 def _adding(original: Any) -> Any:
-    @functools.wraps(original)
     async def add_lora(self: Any, lora_request: Any) -> Any:
         if not has_planner(self):
             return await original(self, lora_request)
-        call = _add_lora.get() or AddLora()
         try:
-            if call.by_path is not None and await call.by_path(lora_request):
-                return True
             async with snapshots_of(self).adding(lora_request) as taken:
-                if taken is lora_request and (is_inplace(taken) or not is_vllms(taken)):  # no directory, no endpoint's
+                if taken is lora_request and (is_inplace(taken) or not is_vllms(taken)):  # no directory
                     return await original(self, taken)
                 uri = None if taken is lora_request else absolute(lora_request.lora_path)
-                wants_slot = call.on_failure is not None
-                load = planner_of(self).load(taken, uri=uri, wants_slot=wants_slot, moves=moves_running())
-                if call.on_failure is None:
-                    await load
-                else:
-                    _in_background(load, functools.partial(call.on_failure, lora_request))
+                await planner_of(self).load(taken, uri=uri, wants_slot=False, moves=moves_running())
         except LoRAPluginsError as error:
-            call.error = error
             raise http_error(error) from None
         return True
 
@@ -175,7 +133,6 @@ def _adding(original: Any) -> Any:
 def removing(original: Any) -> Any:
     """With this, the id stands for no copy any more: what comes with it next is read again, as by vLLM."""
 
-    @functools.wraps(original)
     def remove_lora(self: Any, lora_id: int) -> Any:
         if (snapshots := this_process().snapshots.get(self)) is not None:
             snapshots.forget(lora_id)
@@ -184,35 +141,25 @@ def removing(original: Any) -> Any:
     return remove_lora
 
 
-def _in_background(load: Coroutine[Any, Any, None], failed: Callable[[], None]) -> None:
-    async def loading() -> None:
-        try:
-            await load
-        except LoRAPluginsError:  # its request is answered with it
-            failed()
+def _answering(error_of_output: Callable[[Any], LoRAPluginsError | None]) -> Callable[[Any], Any]:
+    def answering(original: Any) -> Any:
+        signature = inspect.signature(original)
 
-    task = asyncio.get_running_loop().create_task(loading())
-    _loading.add(task)
-    task.add_done_callback(_loading.discard)
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            call = signature.bind(*args, **kwargs)
+            if call.arguments.get("lora_request") is None:
+                return original(*args, **kwargs)
+            return _watched(original, call, error_of_output)
 
+        return answer
 
-def _answering(original: Any, error_of_output: Callable[[Any], LoRAPluginsError | None]) -> Any:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def answer(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        if call.arguments.get("lora_request") is None:
-            return original(*args, **kwargs)
-        return _watched(original, call, error_of_output)
-
-    return answer
+    return answering
 
 
 async def _watched(original: Any, call: inspect.BoundArguments, error_of_output: Any) -> AsyncIterator[Any]:
     """The outputs of a request for an adapter; raises where the engine could not have it."""
     events, client, lora_request = this_process().events, call.args[0], call.arguments["lora_request"]
-    name, response, has_begun = lora_request.lora_name, pending(), False
+    name, response, has_begun = lora_request.lora_name, present(), False
     if has_planner(client):
         try:
             lora_request = call.arguments["lora_request"] = await snapshots_of(client).of(lora_request)
@@ -246,7 +193,7 @@ async def _watched(original: Any, call: inspect.BoundArguments, error_of_output:
 def _check(output: Any, error_of_output: Callable[[Any], LoRAPluginsError | None]) -> None:
     """Raise the error that an output carries; without one, note the version that has made it."""
     if versions := (getattr(output, "kv_transfer_params", None) or {}).get(VERSIONS):
-        note_version(versions[0][0])  # and no fingerprint says that it is all
+        present().note_version(versions[0][0])  # and no fingerprint says that it is all
     if (error := error_of_output(output)) is not None:
         raise error
 

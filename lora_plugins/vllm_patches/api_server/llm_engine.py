@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import functools
 import inspect
 import itertools
 from collections.abc import Coroutine
@@ -21,7 +20,8 @@ from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.process import this_process
 from lora_plugins.vllm_patches.api_server.async_llm import has_planner, removing, snapshots_of
-from lora_plugins.vllm_patches.engine_core.request_errors import error_in, error_in_tensor
+from lora_plugins.vllm_patches.engine_core.request import error_in, error_in_tensor
+from lora_plugins.vllm_patches.wrapping import wrap
 
 T = TypeVar("T")
 _thread = ThreadPoolExecutor(1, "lora-plugins-snapshots")
@@ -35,14 +35,13 @@ def patch() -> None:
     """Have every offline engine of this process do so."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    LLMEngine.add_lora = _adding(LLMEngine.add_lora)
-    LLMEngine.remove_lora = removing(LLMEngine.remove_lora)
-    LLMEngine.add_request = _requesting(LLMEngine.add_request)
-    LLMEngine.step = _stepping(LLMEngine.step)
+    wrap(LLMEngine, "add_lora", _adding)
+    wrap(LLMEngine, "remove_lora", removing)
+    wrap(LLMEngine, "add_request", _requesting)
+    wrap(LLMEngine, "step", _stepping)
 
 
 def _adding(original: Any) -> Any:
-    @functools.wraps(original)
     def add_lora(self: Any, lora_request: Any) -> Any:
         if not has_planner(self):
             return original(self, lora_request)
@@ -57,7 +56,6 @@ def _requesting(original: Any) -> Any:
     """An adapter that cannot be copied ends its own request, as one does that the engine cannot load."""
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
     def add_request(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         engine, given = call.args[0], call.arguments.get("lora_request")
@@ -82,7 +80,6 @@ def _waited_for(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _stepping(original: Any) -> Any:
-    @functools.wraps(original)
     def step(self: Any) -> Any:
         outputs = original(self)
         for output in outputs:

@@ -1,35 +1,32 @@
-"""The resolver that vLLM asks for an unknown model name, with all our sources behind it.
+"""The resolver that vLLM asks for an unknown model name, with all our sources behind it; registered once per process.
 
-Registered once per process; `OpenAIServingModels.__init__` (vllm/entrypoints/openai/models/serving.py, 0.30 to 0.33) is
-wrapped, so that the base model is known when vLLM begins to serve.
+vLLM has resolvers of its own under the same plugin names. Ours run in their place, whichever entry point is discovered
+last.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 from lora_plugins.adapter.landing import Model
-from lora_plugins.adapter.names import why_absent
 from lora_plugins.api.http_errors import http_error
-from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
+from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.process import Process
-from lora_plugins.resolvers.uris import AllowedUris
 from lora_plugins.server.base_model import describe_base
 from lora_plugins.server.name_locks import NameLocks
 from lora_plugins.store.model_file import ModelFile
 from lora_plugins.vllm_patches import model_modules
-from lora_plugins.vllm_patches.api_server import response_digest
-from lora_plugins.vllm_patches.api_server.access import require_in_force
-from lora_plugins.vllm_patches.api_server.http_headers import keep_http_headers
 from lora_plugins.vllm_patches.api_server.sagemaker import keep_model_of_body
-from lora_plugins.vllm_patches.worker import punica_wrapper, vocab_parallel_embedding
+from lora_plugins.vllm_patches.worker import punica_wrapper
 
 REGISTRY_NAME = "lora-plugins"
+_BUILTIN = "lora_plugins_builtin"  # of our function: the one whose place it has
 
 
 class LoRAPluginsResolver:
@@ -61,76 +58,48 @@ class LoRAPluginsResolver:
             base_model_name=ours.base.served_names[0] if ours.base and ours.base.served_names else None,
         )
 
-    def before_serving(self) -> None:
-        """Raise InvalidSettings where the server about to be made would serve without what was asked for."""
-        require_in_force(self.process)
 
-    def bind(self, models: Any) -> None:
-        """Learn what base model is served, from vLLM's `OpenAIServingModels`, and log what is resolved from where."""
-        keep_model_of_body()
-        models.lora_resolver_lock = NameLocks()
-        models.resolve_lora = _explaining(models.resolve_lora)
-        self.process.resolver.base = describe_base(models, self.process.settings)
-        self.process.resolver.describe_model = functools.partial(
-            _describe_model, models.engine_client, models.model_config.model, self.process
-        )
-        _log_sources(self.process)
-
-
-def register_resolver(process: Process) -> None:
-    """Have vLLM ask our resolver; again, it changes nothing. Without sources it serves what is loaded by URI only.
-
-    Raises:
-        InvalidSettings: a prefix of `LORA_PLUGINS_ALLOWED_URIS` cannot be right.
-    """
-    AllowedUris.parse(process.settings.allowed_uris)  # startup fails, not the first load
-    if process.is_resolver_registered:
-        return
+def register(process: Process) -> None:
+    """Have vLLM ask our resolver, once in a process."""
     from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
 
-    resolver = LoRAPluginsResolver(process)
-    model_modules.patch()
-    vocab_parallel_embedding.patch()
-    keep_http_headers()
-    response_digest.patch(process)
     LoRAResolver.register(LoRAPluginsResolver)
-    LoRAResolverRegistry.register_resolver(REGISTRY_NAME, resolver)
-    when_serving(resolver.before_serving, resolver.bind)
-    process.is_resolver_registered = True
+    LoRAResolverRegistry.register_resolver(REGISTRY_NAME, LoRAPluginsResolver(process))
 
 
-def when_serving(before: Callable[[], None], after: Callable[[Any], None]) -> None:
-    """Call `before` and `after` around the making of each `OpenAIServingModels`; if they raise, startup fails."""
-    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-
-    original = OpenAIServingModels.__init__
-
-    @functools.wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        before()
-        original(self, *args, **kwargs)
-        after(self)
-
-    OpenAIServingModels.__init__ = wrapped
+def begin_serving(models: Any, process: Process) -> None:
+    """Learn what base model is served, from vLLM's `OpenAIServingModels`, and log what is resolved from where."""
+    keep_model_of_body()
+    models.lora_resolver_lock = NameLocks()
+    process.resolver.base = describe_base(models, process.settings)
+    process.resolver.describe_model = functools.partial(
+        _describe_model, models.engine_client, models.model_config.model, process
+    )
+    _log_sources(process)
 
 
-def _explaining(original: Any) -> Any:
-    """A name that no resolver has is answered with what is wrong with it, where the name itself shows that.
+def take_over(module_name: str, function_name: str, register: Callable[[], None]) -> None:
+    """Put `register` in the place of vLLM's builtin of the same entry-point name.
 
-    vLLM says "does not exist" of every such name. Not raised by our resolver: another one may have other names.
+    vLLM imports both entry points and keeps the one that it discovered last. If that is the builtin, it is read
+    from its module after this has run; if it is ours, nothing else is needed. So ours runs in either order. A vLLM
+    that has no such builtin is refused when ours runs, or has nothing to take over.
     """
+    try:
+        setattr(register, _BUILTIN, builtin(module_name, function_name))
+        setattr(importlib.import_module(module_name), function_name, register)
+    except (ImportError, AttributeError):
+        logger.debug("vLLM has no %s:%s to take over", module_name, function_name)
 
-    @functools.wraps(original)
-    async def resolve_lora(lora_name: str) -> Any:
-        result = await original(lora_name)
-        error = getattr(result, "error", None)
-        if error is not None and error.code == AdapterNotFound.http_status:
-            reason = why_absent(lora_name)
-            if reason is not None:
-                raise http_error(reason)
-        return result
 
-    return resolve_lora
+def builtin(module_name: str, function_name: str) -> Callable[[], None]:
+    """The function of vLLM behind an entry point, taken over or not.
+
+    Raises:
+        ImportError, AttributeError: this vLLM has none.
+    """
+    function: Callable[[], None] = getattr(importlib.import_module(module_name), function_name)
+    return getattr(function, _BUILTIN, function)
 
 
 async def _describe_model(client: Any, base_path: str, process: Process) -> Model | None:
@@ -187,26 +156,22 @@ LEDGER = (
     Patch(
         """
         vllm.entrypoints.openai.models.serving:
-            OpenAIServingModels.__init__(self, engine_client, base_model_paths, lora_modules)
             OpenAIServingModels{engine_client, model_config, base_model_paths, lora_requests, lora_resolver_lock}
         vllm.config.lora:
             LoRAConfig{max_lora_rank, fully_sharded_loras}
         """,
-        what="__init__ wrapped: after it the base model is read (server/base_model.py) and lora_resolver_lock replaced",
+        what="when it has been made, the base model is read (server/base_model.py) and lora_resolver_lock replaced",
         why="resolve_lora is given the model's path only, not its names and largest rank; and "
         "lora_resolver_lock keeps a lock for every name that was ever asked for",
         remove="LoRAResolver is given the model and LoRA configuration, and unused locks are dropped",
     ),
     Patch(
         """
-        vllm.entrypoints.openai.models.serving:
-            OpenAIServingModels.resolve_lora(self, lora_name)
-        vllm.entrypoints.serve.engine.protocol:
-            ErrorResponse{error}
-            ErrorInfo{code}
+        vllm.plugins.lora_resolvers.filesystem_resolver: register_filesystem_resolver()
+        vllm.plugins.lora_resolvers.hf_hub_resolver: register_hf_hub_resolver()
         """,
-        what="wrapped on the server's own instance: a 404 for a name that cannot be an adapter's says why",
-        why="vLLM says the same of every name that no resolver has",
-        remove="vLLM passes on what a resolver says of a name that it does not have",
+        what="replaced by our function of the same entry-point name, when VLLM_PLUGINS names it",
+        why="vLLM ships entry points of these names, and of several with one name it keeps the last discovered",
+        remove="vLLM lets a user choose among entry points of one name",
     ),
 )

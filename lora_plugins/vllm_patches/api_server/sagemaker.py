@@ -7,12 +7,12 @@ names that nobody has and those that the key may not use too.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import logging
 from typing import Any
 
 from lora_plugins.ledger import Patch
+from lora_plugins.vllm_patches.wrapping import wrap
 
 _PACKAGE = "model_hosting_container_standards.sagemaker.lora"
 _HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
@@ -21,18 +21,18 @@ _HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
 def keep_model_of_body() -> None:
     """Leave a body as it is where the header names no adapter; again, or without that package, nothing happens."""
     transform = _transform()
-    if transform is None or hasattr(transform.transform_request, "__wrapped__"):
-        return
-    original = transform.transform_request
+    if transform is not None:
+        wrap(transform, "transform_request", _keeping)
 
-    @functools.wraps(original)
+
+def _keeping(original: Any) -> Any:
     async def transform_request(self: Any, raw_request: Any) -> Any:
         if raw_request.headers.get(_HEADER):
             return await original(self, raw_request)
         unchanged = importlib.import_module(f"{_PACKAGE}.models").BaseLoRATransformRequestOutput
         return unchanged(request=None, raw_request=raw_request)
 
-    transform.transform_request = transform_request
+    return transform_request
 
 
 def _transform() -> Any:

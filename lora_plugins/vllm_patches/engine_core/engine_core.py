@@ -6,7 +6,6 @@ those that vLLM has for adapters are replaced.
 
 from __future__ import annotations
 
-import functools
 import time
 from concurrent.futures import Future
 from dataclasses import replace
@@ -21,6 +20,7 @@ from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.state import State
 from lora_plugins.vllm_patches.engine_core.scheduler import AdmissionMixin
 from lora_plugins.vllm_patches.engine_core.utilities import answer_of, then, true_or_raise, utility
+from lora_plugins.vllm_patches.wrapping import wrap
 from lora_plugins.worker.lora_request import lora_request
 
 
@@ -30,13 +30,8 @@ def patch() -> None:
 
     for added in (_load, _pin, _unpin, _retire, _residency, _figures):
         setattr(EngineCore, f"lora_plugins{added.__name__}", added)
-    EngineCore.add_lora = _adding(EngineCore.add_lora)
-    EngineCore.remove_lora = _removing(EngineCore.remove_lora)
-    EngineCore.pin_lora = _pinning(EngineCore.pin_lora)
-    EngineCore.list_loras = _listing(EngineCore.list_loras)
-    EngineCore.collective_rpc = _calling(EngineCore.collective_rpc)
-    EngineCore.sleep = _sleeping(EngineCore.sleep)
-    EngineCore.wake_up = _waking(EngineCore.wake_up)
+    for name, wrapper in _WRAPPERS.items():
+        wrap(EngineCore, name, wrapper)
 
 
 # `self` is an EngineCore.
@@ -121,7 +116,6 @@ def _figures(self: Any) -> PlannerFigures:
 
 
 def _adding(original: Any) -> Any:
-    @functools.wraps(original)
     def add_lora(self: Any, lora_request: Any) -> Any:
         planner = _planner_if_any(self)
         if planner is None:
@@ -134,7 +128,6 @@ def _adding(original: Any) -> Any:
 
 
 def _removing(original: Any) -> Any:
-    @functools.wraps(original)
     def remove_lora(self: Any, lora_id: int) -> Any:
         planner = _planner_if_any(self)
         if planner is None:
@@ -149,7 +142,6 @@ def _removing(original: Any) -> Any:
 
 
 def _pinning(original: Any) -> Any:
-    @functools.wraps(original)
     def pin_lora(self: Any, lora_id: int) -> Any:
         planner = _planner_if_any(self)
         known = None if planner is None else planner.state.current.get(lora_id)
@@ -163,7 +155,6 @@ def _pinning(original: Any) -> Any:
 def _listing(original: Any) -> Any:
     """What later requests find: not what was removed, or replaced, and still runs."""
 
-    @functools.wraps(original)
     def list_loras(self: Any) -> Any:
         planner = _planner_if_any(self)
         if planner is None:
@@ -177,7 +168,6 @@ def _listing(original: Any) -> Any:
 def _calling(original: Any) -> Any:
     """A caller's own code in workers may add adapters and remove them: the planner knows of it before it returns."""
 
-    @functools.wraps(original)
     def collective_rpc(self: Any, *args: Any, **kwargs: Any) -> Any:
         planner = _planner_if_any(self)
         if planner is None:
@@ -246,7 +236,6 @@ def _sleeping(original: Any) -> Any:
     An engine in a process of its own goes on with steps until they are done; one in the caller's makes none.
     """
 
-    @functools.wraps(original)
     def sleep(self: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm.v1.engine.core import EngineCoreProc
 
@@ -260,7 +249,6 @@ def _sleeping(original: Any) -> Any:
 def _waking(original: Any) -> Any:
     """While the engine slept, what lay in slots may have been lost; the host cache was not."""
 
-    @functools.wraps(original)
     def wake_up(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         if _planner_if_any(self) is not None and not self.model_executor.is_sleeping:
@@ -296,6 +284,16 @@ def _planned_spec(scheduler: Any, spec: AdapterSpec) -> AdapterSpec:
     planned: AdapterSpec = scheduler.spec_of(request)
     return planned
 
+
+_WRAPPERS = {
+    "add_lora": _adding,
+    "remove_lora": _removing,
+    "pin_lora": _pinning,
+    "list_loras": _listing,
+    "collective_rpc": _calling,
+    "sleep": _sleeping,
+    "wake_up": _waking,
+}
 
 LEDGER = (
     Patch(

@@ -2,8 +2,8 @@
 
 Workers count NaN in logits where `VLLM_COMPUTE_NANS_IN_LOGITS` is set (`ModelRunnerOutput.num_nans_in_logits` in
 vllm/v1/outputs.py, 0.30 to 0.33), on the device, beside the sampling. A pooled output is looked at here. What such a
-request has computed leaves the prefix cache; nobody else reads it (`kv_blocks.py`). Requests for the base model are
-left alone, and so are all with speculative decoding, where vLLM counts by rows that are no requests.
+request has computed leaves the prefix cache; nobody else reads it (`worker/model_runner.py`). Requests for the base
+model are left alone, and so are all with speculative decoding, where vLLM counts by rows that are no requests.
 """
 
 from __future__ import annotations
@@ -15,32 +15,11 @@ from cachetools import LRUCache
 
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
 from lora_plugins.ledger import Patch
-from lora_plugins.settings import default_for_children
 from lora_plugins.vllm_patches.engine_core.held_counts import HeldCounts
-from lora_plugins.vllm_patches.engine_core.request_weights import name_of
+from lora_plugins.vllm_patches.engine_core.request import name_of
 
-VARIABLE = "VLLM_COMPUTE_NANS_IN_LOGITS"
 _MOST = 2
 _REMEMBERED = 10_000
-
-
-def patch() -> None:
-    """Have workers count NaN, unless the operator says otherwise; vLLM reads the variable when it makes them."""
-    default_for_children(VARIABLE, "1")
-
-
-def patch_runner() -> None:
-    """Have this worker's process count in one pass: vLLM's own makes a tensor of the logits' size and adds it up."""
-    from vllm.v1.worker import gpu_model_runner
-
-    gpu_model_runner.count_nans_per_row = nan_in_rows
-
-
-def nan_in_rows(logits: Any) -> Any:
-    """Of each row, 1 where it holds NaN and else 0 (int32, on the device): the largest of values with NaN is NaN."""
-    import torch
-
-    return logits.amax(dim=-1).isnan().to(torch.int32)
 
 
 class FiniteAnswers(HeldCounts):
@@ -49,7 +28,7 @@ class FiniteAnswers(HeldCounts):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         self._ended_by_version: LRUCache[str, int] = LRUCache(_REMEMBERED)
         self._rows_are_requests = vllm_config.speculative_config is None
-        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
+        super().__init__(vllm_config, *args, **kwargs)
 
     def end_without_numbers(self, computed: Any) -> list[tuple[Any, LoRAPluginsError]]:
         """End the requests of adapters for which the workers have computed no numbers, before vLLM takes these.
@@ -100,8 +79,6 @@ def _no_numbers(adapter: str, answers: str) -> InvalidAdapter:
 LEDGER = (
     Patch(
         """
-        vllm.v1.worker.gpu_model_runner:
-            count_nans_per_row(logits)
         vllm.v1.outputs:
             ModelRunnerOutput{num_nans_in_logits, pooler_output, req_id_to_index}
         vllm.v1.core.sched.scheduler:
@@ -112,8 +89,8 @@ LEDGER = (
         vllm.v1.request:
             RequestStatus{FINISHED_ERROR}
         """,
-        what="VLLM_COMPUTE_NANS_IN_LOGITS is set, and NaN in logits is counted in one pass; a request of an adapter "
-        "with NaN is finished before vLLM takes the step's output, and its blocks leave the prefix cache",
+        what="a request of an adapter with NaN is finished before vLLM takes the step's output, and its blocks leave "
+        "the prefix cache",
         why="its tokens would be those of no weights",
         remove="vLLM ends requests whose logits are NaN",
     ),

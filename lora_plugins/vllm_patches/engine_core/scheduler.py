@@ -24,18 +24,18 @@ from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.scheduler.messages import AdapterSpec, Command
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.vllm_patches.engine_core.finite_answers import FiniteAnswers
-from lora_plugins.vllm_patches.engine_core.planner import planner_of
-from lora_plugins.vllm_patches.engine_core.request_errors import refused_output
-from lora_plugins.vllm_patches.engine_core.request_weights import (
+from lora_plugins.vllm_patches.engine_core.request import (
     VERSIONS,
     assign,
     has_weights_of,
     is_in_store,
     move,
     name_of,
+    refused_output,
     tokens_of,
     weights_of,
 )
+from lora_plugins.vllm_patches.wrapping import wrap
 from lora_plugins.worker.lora_request import is_inplace, is_vllms
 
 COMMANDS = "lora_plugins_commands"  # on SchedulerOutput
@@ -51,11 +51,9 @@ class AdmissionMixin(FiniteAnswers):
     """What precedes a scheduler class of vLLM in a subclass."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        self.planner = planner_of(vllm_config)
         # By which versions an answer is computed, each from which token on, where it is not the one asked for.
         self._versions: dict[str, list[tuple[str, int]]] = {}
         self.given_numbers = 1  # of what workers were given past the plan
-        self._refused: list[tuple[Any, LoRAPluginsError]] = []
         self.uris: LRUCache[int, str] = LRUCache(_REMEMBERED)  # what adapters were loaded from, by engine id
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
         super().__init__(vllm_config, *args, **kwargs)
@@ -318,7 +316,6 @@ def _weights_bytes(path: str) -> int:
 def get_scheduler_cls_with_admission(original: Any) -> Any:
     """`SchedulerConfig.get_scheduler_cls`, of classes with admission before them."""
 
-    @functools.wraps(original)
     def get_scheduler_cls(self: Any) -> type:
         return with_admission(original(self))
 
@@ -335,7 +332,7 @@ def patch() -> None:
     """Have every engine of this process plan its adapters."""
     from vllm.config.scheduler import SchedulerConfig
 
-    SchedulerConfig.get_scheduler_cls = get_scheduler_cls_with_admission(SchedulerConfig.get_scheduler_cls)
+    wrap(SchedulerConfig, "get_scheduler_cls", get_scheduler_cls_with_admission)
 
 
 LEDGER = (

@@ -13,6 +13,7 @@ from typing import Any
 
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.ledger import Patch
+from lora_plugins.vllm_patches.wrapping import wrap
 
 _MODULE, _LOADS = "vllm.lora.worker_manager", "_load_adapter"
 
@@ -24,11 +25,10 @@ def patch(**options: Any) -> None:
     import lora_plugins.worker.manager  # noqa: F401 - while what it subclasses is vLLM's, where that is so now
 
     mixin = lora_model_runner_mixin.LoRAModelRunnerMixin
-    mixin.load_lora_model = _with_our_manager(mixin.load_lora_model, options)
+    wrap(mixin, "load_lora_model", functools.partial(_with_our_manager, options=options))
 
 
 def _with_our_manager(original: Any, options: dict[str, Any]) -> Any:
-    @functools.wraps(original)
     def load_lora_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm.v1.worker import lora_model_runner_mixin as module
 
@@ -59,7 +59,7 @@ def planned(found: Any) -> type:
     if len(theirs) < len(found.__mro__) - 1:
         lost = changed & vars(Ours).keys() - {"create_lora_manager"}  # which calls theirs
     else:
-        more = changed - _vllms_names()  # a copy of vLLM's has what vLLM's has, and perhaps what helps it to load
+        more = changed - _names_of_vllm()  # a copy of vLLM's has what vLLM's has, and perhaps what helps it to load
         lost = {name for name in more if not name.startswith("_") or name in vars(Ours)}
     if lost:
         raise _not_planned(found, "which defines " + ", ".join(sorted(lost)) + " too")
@@ -68,7 +68,7 @@ def planned(found: Any) -> type:
     return type(f"Planned{found.__name__}", (Ours, found), {_LOADS: getattr(found, _LOADS)})
 
 
-def _vllms_names() -> set[str]:
+def _names_of_vllm() -> set[str]:
     """What vLLM's own class has, which may be nowhere any more."""
     spec: Any = importlib.util.find_spec(_MODULE)
     module: Any = importlib.util.module_from_spec(spec)

@@ -13,6 +13,7 @@ from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.process import this_process
 from lora_plugins.settings import Settings
+from lora_plugins.vllm_patches.wrapping import wrap
 
 _OURS = "_lora_plugins_kernels"  # marks a patched platform
 
@@ -79,21 +80,24 @@ def register_layers() -> None:
     from vllm.lora.layers.base import BaseLayerWithLoRA
     from vllm.lora.model_manager import LoRAModelManager
 
-    original = BaseLayerWithLoRA.set_mapping
-    activate = LoRAModelManager.activate_adapter
+    wrap(BaseLayerWithLoRA, "set_mapping", _registering)
+    wrap(LoRAModelManager, "activate_adapter", _at_once)
 
-    @functools.wraps(original)
-    def wrapped(self: Any, punica_wrapper: Any) -> None:
+
+def _registering(original: Any) -> Any:
+    def set_mapping(self: Any, punica_wrapper: Any) -> None:
         original(self, punica_wrapper)
         punica_wrapper.register(self)
 
-    @functools.wraps(activate)
-    def activate_at_once(self: Any, lora_id: int) -> bool:
-        with at_once():
-            return bool(activate(self, lora_id))
+    return set_mapping
 
-    BaseLayerWithLoRA.set_mapping = wrapped
-    LoRAModelManager.activate_adapter = activate_at_once
+
+def _at_once(original: Any) -> Any:
+    def activate_adapter(self: Any, lora_id: int) -> bool:
+        with at_once():
+            return bool(original(self, lora_id))
+
+    return activate_adapter
 
 
 def base_rows_get_an_adapter() -> bool:
@@ -102,8 +106,8 @@ def base_rows_get_an_adapter() -> bool:
     from vllm.platforms import current_platform
 
     # 0.33 masks index -1, which stands for "no adapter"; before, it selects the last slot.
-    is_vllms = not hasattr(type(current_platform), _OURS)
-    return is_vllms and bool(current_platform.is_cpu()) and "-1" not in inspect.getsource(lora_ops.bgmv_shrink)
+    is_original = not hasattr(type(current_platform), _OURS)
+    return is_original and bool(current_platform.is_cpu()) and "-1" not in inspect.getsource(lora_ops.bgmv_shrink)
 
 
 LEDGER = (

@@ -7,30 +7,26 @@ adapter.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from lora_plugins.ledger import Patch
-
-_OURS = "_lora_plugins_one_row"
+from lora_plugins.vllm_patches.wrapping import wrap
 
 
 def patch() -> None:
     """Have embeddings with adapters see their tokens in one row; a second call changes nothing."""
     from vllm.lora.layers.vocab_parallel_embedding import VocabParallelEmbeddingWithLoRA
 
-    original = VocabParallelEmbeddingWithLoRA.forward
-    if hasattr(original, _OURS):
-        return
+    wrap(VocabParallelEmbeddingWithLoRA, "forward", _in_one_row)
 
-    @functools.wraps(original)
+
+def _in_one_row(original: Any) -> Any:
     def forward(self: Any, x: Any) -> Any:
         if x.ndim == 1:
             return original(self, x)
         return original(self, x.flatten()).view(*x.shape, -1)
 
-    setattr(forward, _OURS, True)
-    VocabParallelEmbeddingWithLoRA.forward = forward
+    return forward
 
 
 LEDGER = (

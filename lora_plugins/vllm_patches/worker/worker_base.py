@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -17,10 +16,10 @@ from lora_plugins.ledger import Patch
 from lora_plugins.process import this_process
 from lora_plugins.resolvers.resolution import AdapterResolver
 from lora_plugins.scheduler.messages import Change, Command, Report, Slots
-from lora_plugins.vllm_patches.engine_core import finite_answers
 from lora_plugins.vllm_patches.engine_core.scheduler import COMMANDS, REPORTS
 from lora_plugins.vllm_patches.model_modules import model_of
-from lora_plugins.vllm_patches.worker import kv_blocks, lora_model_runner_mixin
+from lora_plugins.vllm_patches.worker import lora_model_runner_mixin, model_runner
+from lora_plugins.vllm_patches.wrapping import wrap
 
 # While there is no batch, a step waits so long for what is being loaded: the engine need not spin.
 EMPTY_STEP_WAIT_S = 0.005
@@ -31,8 +30,8 @@ def patch() -> None:
     from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
     lora_model_runner_mixin.patch(settings=this_process().settings, make_resolver=_make_resolver)
-    WorkerWrapperBase.init_worker = _initialising(WorkerWrapperBase.init_worker)
-    WorkerWrapperBase.execute_model = _executing(WorkerWrapperBase.execute_model)
+    wrap(WorkerWrapperBase, "init_worker", _initialising)
+    wrap(WorkerWrapperBase, "execute_model", _executing)
     WorkerWrapperBase.sample_tokens = _sampling
     WorkerBase.lora_plugins_step = _step
     WorkerBase.lora_plugins_changes = _changes
@@ -60,17 +59,14 @@ def manager_of(worker: Any) -> Any:
 def _initialising(original: Any) -> Any:
     """What workers import is there then; other processes do without."""
 
-    @functools.wraps(original)
     def init_worker(self: Any, all_kwargs: Any) -> None:
         original(self, all_kwargs)
-        finite_answers.patch_runner()
-        kv_blocks.patch_runner()
+        model_runner.patch_runners()
 
     return init_worker
 
 
 def _executing(original: Any) -> Any:
-    @functools.wraps(original)
     def execute_model(self: Any, scheduler_output: Any) -> Any:
         manager = manager_of(self.worker)
         if manager is None:
@@ -114,7 +110,6 @@ def _with_reports(output: Any, reports: list[Report | Slots]) -> Any:
 
 
 def _reporting(original: Any, reports: list[Report | Slots]) -> Any:
-    @functools.wraps(original)
     def get_output() -> Any:
         return _with_reports(original(), reports)
 

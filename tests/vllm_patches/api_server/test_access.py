@@ -22,7 +22,7 @@ from lora_plugins.errors import InvalidSettings, SourceUnavailable
 from lora_plugins.process import Process
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.settings import BaseMatch, Settings
-from lora_plugins.vllm_patches.api_server import access
+from lora_plugins.vllm_patches.api_server import access, openai_serving_models
 from lora_plugins.vllm_patches.api_server.lora_resolver import LoRAPluginsResolver
 from tests.make import adapter_files, put
 from tests.resolvers.test_resolution import FakeSource
@@ -160,7 +160,7 @@ def vllm_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, names in (
         (BaseServing, ("_check_model", "_maybe_get_adapters")),
         (PoolingBaseServing, ("_check_model",)),
-        (OpenAIServingModels, ("show_available_models", "load_lora_adapter", "unload_lora_adapter")),
+        (OpenAIServingModels, tuple(openai_serving_models.WRAPPERS)),
     ):
         for name in names:
             monkeypatch.setattr(owner, name, vars(owner)[name])  # put back afterwards
@@ -570,19 +570,16 @@ def test_startup_fails_with_a_wrong_policy(process, tmp_path, vllm_as_it_was):
 
 
 @pytest.mark.parametrize("setting", ["policy", "admin_key"])
-def test_startup_fails_where_access_is_not_guarded(process, tmp_path, policy, vllm_as_it_was, monkeypatch, setting):
+def test_startup_fails_where_access_is_not_guarded(process, tmp_path, policy, vllm_as_it_was, setting):
     """vLLM itself goes on without an endpoint plugin that it cannot load."""
     from vllm.entrypoints.openai.models.protocol import BaseModelPath
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
-    from lora_plugins.vllm_patches.api_server import lora_resolver as resolver_module
-
-    monkeypatch.setattr(OpenAIServingModels, "__init__", OpenAIServingModels.__init__)  # put back afterwards
     process.settings = Settings(
         store_dir=tmp_path / "store", **{setting: {"policy": policy, "admin_key": "the-key"}[setting]}
     )
-    resolver = LoRAPluginsResolver(process)
-    resolver_module.when_serving(resolver.before_serving, resolver.bind)
+    process.is_resolver_registered = True
+    openai_serving_models.patch()
     client = Engine()
     client.model_config.hf_config = None
 

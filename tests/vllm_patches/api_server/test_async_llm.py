@@ -21,13 +21,12 @@ from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, LoRAPluginsError, NoFreeSlot
 from lora_plugins.events import Events, RequestRefused, RequestServed
 from lora_plugins.process import Process
-from lora_plugins.server import response_start
+from lora_plugins.server import response as response_module
 from lora_plugins.server.planner_client import Place
-from lora_plugins.server.response_start import Pending
+from lora_plugins.server.response import Response
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches.api_server import async_llm
-from lora_plugins.vllm_patches.api_server.async_llm import AddLora, adding
-from lora_plugins.vllm_patches.engine_core.request_errors import error_tensor, stop_reason
+from lora_plugins.vllm_patches.engine_core.request import error_tensor, stop_reason
 from tests.make import adapter_files, put
 from tests.virtual_time import runs
 
@@ -93,8 +92,8 @@ class Client:
 
     add_lora = async_llm._adding(_add_lora)
     remove_lora = async_llm.removing(_remove_lora)
-    generate = async_llm._answering(_generate, async_llm._error_of_completion)
-    encode = async_llm._answering(_encode, async_llm._error_of_pooling)
+    generate = async_llm._answering(async_llm._error_of_completion)(_generate)
+    encode = async_llm._answering(async_llm._error_of_pooling)(_encode)
 
 
 def request(name: str = "sql", *, load_inplace: bool = False) -> Any:
@@ -114,11 +113,11 @@ def told(process: Process) -> list[Any]:
 
 
 @pytest.fixture
-def response() -> Iterator[Pending]:
-    pending = Pending()
-    token = response_start._pending.set(pending)
-    yield pending
-    response_start._pending.reset(token)
+def response() -> Iterator[Response]:
+    present = Response()
+    token = response_module._present.set(present)
+    yield present
+    response_module._present.reset(token)
 
 
 # --- whom a question reaches ---
@@ -221,48 +220,11 @@ async def test_without_lora_a_load_is_vllms_own() -> None:
 @runs
 async def test_a_load_that_fails_is_our_text_and_status(error: LoRAPluginsError, status: int) -> None:
     client = Client(answer={"error": error.plain()})
-    with adding(AddLora()) as call, pytest.raises(Exception, match=error.code) as caught:
+    with pytest.raises(Exception, match=error.code) as caught:
         await client.add_lora(request())
     assert getattr(caught.value, "status_code", 400) == status
-    assert str(call.error) == str(error), "for the patch above, as vLLM keeps the text only"
     if status == 503:
         assert caught.value.headers == {"Retry-After": "1"}
-
-
-@runs
-async def test_a_resolver_does_not_wait_for_the_load() -> None:
-    client, failed = Client(), []
-    with adding(AddLora(on_failure=failed.append)):
-        assert await client.add_lora(request()) is True
-    assert client.engine_core.asked == []
-    await asyncio.sleep(2)
-    assert [asked[0] for asked in client.engine_core.asked] == ["lora_plugins_load"]
-    assert failed == []
-
-
-@runs
-async def test_a_failed_background_load_is_reported() -> None:
-    client, failed, asked = Client(answer={"error": FREE.plain()}), [], request()
-    with adding(AddLora(on_failure=failed.append)):
-        assert await client.add_lora(asked) is True
-    await asyncio.sleep(2)
-    assert failed == [asked]
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-@runs
-async def test_a_load_of_the_endpoint_is_a_version(is_there: bool) -> None:
-    client, loaded, asked = Client(), [], request()
-
-    async def by_path(lora_request: Any) -> bool:
-        loaded.append(lora_request)
-        return is_there
-
-    with adding(AddLora(by_path=by_path)):
-        assert await client.add_lora(asked) is True
-    assert loaded == [asked]
-    assert (client.engine_core.asked == []) is is_there
-    assert client.own == []
 
 
 @runs
@@ -270,15 +232,6 @@ async def test_a_load_in_place_from_elsewhere_is_vllms_own() -> None:
     client, asked = Client(), request(load_inplace=True)
     await client.add_lora(asked)
     assert client.own == [asked]
-
-
-@runs
-async def test_a_swap_that_fails_is_our_text() -> None:
-    async def by_path(lora_request: Any) -> bool:
-        raise FREE
-
-    with adding(AddLora(by_path=by_path)), pytest.raises(Exception, match="L001"):
-        await Client().add_lora(request(load_inplace=True))
 
 
 # --- what lies at a path ---
@@ -357,7 +310,7 @@ async def generated(client: Client, lora_request: Any) -> list[Any]:
 
 
 @runs
-async def test_the_first_output_is_told_once(told: list[Any], response: Pending) -> None:
+async def test_the_first_output_is_told_once(told: list[Any], response: Response) -> None:
     outputs = [output(), output(), output("stop", "a stop string")]
     client = Client(generate=outputs)
     asked = request()
@@ -371,7 +324,7 @@ async def test_the_first_output_is_told_once(told: list[Any], response: Pending)
 
 @pytest.mark.parametrize("before", [[], [output()]], ids=["at once", "later"])
 @runs
-async def test_a_refused_request_raises_its_own_error(before: list[Any], told: list[Any], response: Pending) -> None:
+async def test_a_refused_request_raises_its_own_error(before: list[Any], told: list[Any], response: Response) -> None:
     client = Client(generate=[*before, output("error", stop_reason(FREE))])
     with pytest.raises(Exception, match=r"L001.*all slots are pinned") as caught:
         await generated(client, request())
@@ -389,7 +342,7 @@ async def test_other_errors_are_left_to_vllm(told: list[Any]) -> None:
 
 
 @runs
-async def test_without_an_adapter_outputs_are_vllms_own(told: list[Any], response: Pending) -> None:
+async def test_without_an_adapter_outputs_are_vllms_own(told: list[Any], response: Response) -> None:
     outputs = [output("error", stop_reason(FREE))]
     assert await generated(Client(generate=outputs), None) == outputs
     assert (told, response) == ([], response)
@@ -406,7 +359,7 @@ class MendedCopies:
         self.given: list[str] = []
 
     @asynccontextmanager
-    async def using(self, lora_request: Any) -> AsyncIterator[Any]:
+    async def using(self, lora_request: Any, share: object = None) -> AsyncIterator[Any]:
         if self.error is not None:
             raise self.error
         taken = LoRARequest(lora_request.lora_name, 10 + len(self.given), f"/store/{len(self.given)}")
@@ -440,7 +393,7 @@ class Refusing(Client):
             yield output()
         yield output("error", stop_reason(UNREADABLE)) if len(self.own) <= self.refusals else output("stop")
 
-    generate = async_llm._answering(_generate, async_llm._error_of_completion)
+    generate = async_llm._answering(async_llm._error_of_completion)(_generate)
 
 
 UNREADABLE = InvalidAdapter("a header that cannot be read", adapter="sql")
@@ -468,7 +421,7 @@ async def test_what_cannot_be_mended_is_its_own_error(
 
 
 @runs
-async def test_a_copy_that_cannot_be_had_reaches_no_engine(told: list[Any], response: Pending) -> None:
+async def test_a_copy_that_cannot_be_had_reaches_no_engine(told: list[Any], response: Response) -> None:
     client = Refusing(MendedCopies(error=FREE), refusals=0)
     with pytest.raises(Exception, match="L001") as caught:
         await generated(client, request())

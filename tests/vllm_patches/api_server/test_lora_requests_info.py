@@ -12,7 +12,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import SchedulerStats
 
-from lora_plugins.vllm_patches.api_server.lora_requests_info import MOST_SERIES, NAME, forget_old_series
+from lora_plugins.vllm_patches.api_server.metrics import MOST_SERIES, NAME, forget_old_series
 from tests.vllm_patches.engine_bed import vllm_config
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -15,16 +16,17 @@ from lora_plugins.process import Process
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.server.name_locks import NameLocks
 from lora_plugins.settings import Settings
-from lora_plugins.vllm_patches.api_server import lora_resolver as resolver_module
-from lora_plugins.vllm_patches.api_server.lora_resolver import LoRAPluginsResolver, register_resolver
+from lora_plugins.vllm_patches.api_server import lora_resolver, openai_serving_models
+from lora_plugins.vllm_patches.api_server.lora_resolver import LoRAPluginsResolver
+from lora_plugins.vllm_patches.installation import install_resolver
 from tests.make import BASE, adapter_files, pair, put
 from tests.server.test_base_model import served
 
 
 @pytest.fixture
-def resolver(tmp_path):
+def resolver(process, tmp_path):
     (tmp_path / "root").mkdir()
-    process = Process(Settings(store_dir=tmp_path / "store"))
+    process.settings = Settings(store_dir=tmp_path / "store")
     process.add_source(FilesystemSource(tmp_path / "root"))
     process.resolver.base = BASE
     return LoRAPluginsResolver(process)
@@ -75,12 +77,12 @@ def test_a_broken_adapter_is_vllms_400_with_our_text(resolver, tmp_path):
 
 
 @pytest.fixture
-def start_serving(resolver, monkeypatch):
-    """A function that makes vLLM's own OpenAIServingModels, after our resolver has asked to be bound to it."""
+def start_serving(resolver):
+    """A function that makes vLLM's own OpenAIServingModels, after our resolver has been registered."""
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
-    monkeypatch.setattr(OpenAIServingModels, "__init__", OpenAIServingModels.__init__)  # put back afterwards
-    resolver_module.when_serving(resolver.before_serving, resolver.bind)
+    resolver.process.is_resolver_registered = True
+    openai_serving_models.patch()
 
     def start(lora_config: object):
         like = served(lora_config)
@@ -187,8 +189,6 @@ def registered(monkeypatch):
     from vllm.lora.resolver import LoRAResolverRegistry
 
     registered = []
-    for touching in ("keep_http_headers", "when_serving"):
-        monkeypatch.setattr(resolver_module, touching, lambda *_: None)
     monkeypatch.setattr(LoRAResolverRegistry, "register_resolver", lambda *named: registered.append(named))
     return registered
 
@@ -201,7 +201,7 @@ def test_uris_need_no_source_and_workers_know_them(tmp_path, registered):
     nowhere = Process(Settings(store_dir=tmp_path / "adapters" / "sql" / "adapter_config.json"))
     assert nowhere.resolver_of_worker() is None
     for _ in range(2):
-        register_resolver(process)
+        install_resolver(process)
     ((name, resolver),) = registered
     assert (name, resolver.process) == ("lora-plugins", process)
     assert process.resolver_of_worker() is not process.resolver
@@ -213,5 +213,29 @@ def test_uris_need_no_source_and_workers_know_them(tmp_path, registered):
 def test_startup_fails_with_a_malformed_uri_prefix(tmp_path, registered):
     process = Process(Settings(store_dir=tmp_path / "store", allowed_uris=("s3://a/../b",)))
     with pytest.raises(InvalidSettings, match="LORA_PLUGINS_ALLOWED_URIS"):
-        register_resolver(process)
+        install_resolver(process)
     assert (registered, process.is_resolver_registered) == ([], False)
+
+
+# --- under the names of vLLM's builtin resolvers
+
+
+@pytest.fixture
+def module(monkeypatch):
+    module = ModuleType("a_builtin_of_vllm")
+    module.register = lambda: "builtin"
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def test_a_builtin_that_was_taken_over_can_still_be_called(module):
+    assert lora_resolver.builtin(module.__name__, "register")() == "builtin"
+    lora_resolver.take_over(module.__name__, "register", lambda: "ours")
+    assert module.register() == "ours"
+    assert lora_resolver.builtin(module.__name__, "register")() == "builtin"
+
+
+def test_taken_over_twice_the_builtin_is_still_the_builtin(module):
+    for _ in range(2):
+        lora_resolver.take_over(module.__name__, "register", lambda: "ours")
+    assert lora_resolver.builtin(module.__name__, "register")() == "builtin"

@@ -24,7 +24,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from vllm.entrypoints.serve.instrumentator import metrics as vllms
 from lora_plugins.process import this_process
 from lora_plugins.events import AdapterUnknown, RequestServed
-from lora_plugins.vllm_patches.api_server.metrics import install_metrics
+from lora_plugins.vllm_patches.api_server.app import patch as patch_app
 from lora_plugins.settings import Settings
 
 process = this_process()
@@ -117,7 +117,7 @@ def run_with_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 @pytest.mark.parametrize("path", ["/metrics", "/metrics/"])
 def test_events_are_counted_on_vllms_own_metrics(run, path):
     run(f"""
-    install_metrics(process)
+    patch_app()
     app = serve()
     assert absent(scrape(app, {path!r})) == []
     process.events.emit(AdapterUnknown("sql"))
@@ -131,7 +131,7 @@ def test_registering_twice_and_vllms_clearing_change_nothing(run):
     run("""
     from vllm.v1.metrics.prometheus import unregister_vllm_metrics
     for _ in range(3):
-        install_metrics(process)
+        patch_app()
     first = serve()
     process.events.emit(AdapterUnknown("sql"))
     unregister_vllm_metrics()
@@ -147,15 +147,15 @@ def test_registering_twice_and_vllms_clearing_change_nothing(run):
 def test_modules_that_are_imported_again_count_from_zero(run):
     run("""
     import importlib, sys
-    install_metrics(process)
+    patch_app()
     serve()
     process.events.emit(AdapterUnknown("sql"))
     for name in [name for name in sys.modules if name.startswith("lora_plugins")]:
         del sys.modules[name]
     from lora_plugins.process import this_process as imported_again
     from lora_plugins.events import AdapterUnknown as Unknown
-    from lora_plugins.vllm_patches.api_server.metrics import install_metrics as install
-    install(imported_again())
+    from lora_plugins.vllm_patches.api_server.app import patch
+    patch()
     app = serve()
     imported_again().events.emit(Unknown("sql"))
     assert absent(scrape(app)) == [1.0]
@@ -165,7 +165,7 @@ def test_modules_that_are_imported_again_count_from_zero(run):
 def test_where_no_server_is_made_nothing_is_counted(run):
     run("""
     from prometheus_client import REGISTRY, generate_latest
-    install_metrics(process)
+    patch_app()
     process.events.emit(AdapterUnknown("sql"))
     assert b"lora_plugins" not in generate_latest(REGISTRY)
     """)
@@ -175,7 +175,7 @@ def test_several_api_servers_show_the_sums_of_all(run_with_files, tmp_path: Path
     """vLLM's multiprocess mode: each process counts in files, and whichever is scraped reads them all."""
     count = """
     process.settings = Settings(metrics_adapters=1)
-    install_metrics(process)
+    patch_app()
     app = serve()
     for name in ("sql", "chat"):
         process.events.emit(AdapterUnknown(name))
@@ -201,7 +201,7 @@ def test_several_api_servers_show_what_engines_and_store_say(run_with_files, tmp
     from lora_plugins.vllm_patches.api_server import metrics as installation
     from lora_plugins.observability.store_metrics import StoreUsage
     installation._read_store_usage = lambda _: StoreUsage(1, 2, 3)
-    install_metrics(process)
+    patch_app()
     lines = scrape(serve())
     assert "lora_plugins_store_adapters 1.0" in lines
     """,
@@ -214,7 +214,7 @@ def test_the_engines_are_asked_and_only_with_our_manager(run):
     from types import SimpleNamespace
     from lora_plugins.scheduler.messages import to_plain
     from tests.observability.test_engine_metrics import engine
-    install_metrics(process)
+    patch_app()
     asked = []
 
     class Core:
@@ -257,7 +257,7 @@ async def figures(process, client):
     return Reports("llama", {0: engine(("sql", True, False, 8))})
 
 installation._query_engines = figures
-install_metrics(process)
+patch_app()
 app = serve()
 
 def names():

@@ -9,16 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import HTTPException
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-from vllm.exceptions import VLLMNotFoundError
 from vllm.lora.request import LoRARequest
 
-from lora_plugins.api.http_errors import http_error
-from lora_plugins.errors import IncompatibleAdapter, NoFreeSlot
-from lora_plugins.server import response_start
-from lora_plugins.server.response_start import Pending
-from lora_plugins.vllm_patches.api_server import async_llm, openai_serving_models
+from lora_plugins.errors import IncompatibleAdapter
+from lora_plugins.process import Process
+from lora_plugins.settings import Settings
+from lora_plugins.vllm_patches.api_server import openai_serving_models
 from tests.server.world import Version, World
 from tests.virtual_time import runs
 
@@ -30,11 +27,9 @@ class EngineClient:
         self.vllm_config = SimpleNamespace(lora_config=lora)
         self.own: list[Any] = []
 
-    async def _add_lora(self, lora_request: Any) -> bool:
+    async def add_lora(self, lora_request: Any) -> bool:
         self.own.append(lora_request)
         return True
-
-    add_lora = async_llm._adding(_add_lora)
 
 
 class NoSnapshots:
@@ -59,14 +54,6 @@ class Resolver:
 class Models(OpenAIServingModels):
     """vLLM's methods, wrapped as they are in a server, over a made-up one."""
 
-    load_lora_adapter = openai_serving_models._loading(OpenAIServingModels.load_lora_adapter)
-    resolve_lora = openai_serving_models._resolving(OpenAIServingModels.resolve_lora)
-    _check_unload_lora_adapter_request = openai_serving_models._checking_unload(
-        OpenAIServingModels._check_unload_lora_adapter_request
-    )
-    unload_lora_adapter = openai_serving_models._unloading(OpenAIServingModels.unload_lora_adapter)
-    show_available_models = openai_serving_models._listing(OpenAIServingModels.show_available_models)
-
     def __init__(self, world: World, *, lora: object | None = "on") -> None:
         self.engine_client = EngineClient(lora)
         self.lora_requests = world.table.lora_requests
@@ -85,15 +72,16 @@ class Models(OpenAIServingModels):
 
 
 @pytest.fixture(autouse=True)
-def of_this_world(monkeypatch: pytest.MonkeyPatch) -> Any:
+def of_this_world(process: Process, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What vLLM's objects are known by: `world.of(...)` has them."""
-    worlds: list[World] = []
+    process.settings = Settings()
+    process.is_manager_patched = True
+    openai_serving_models.patch()
 
     def known(world: World) -> World:
-        worlds.append(world)
         monkeypatch.setattr(openai_serving_models, "lifecycle_of", lambda _: world.lifecycle)
-        monkeypatch.setattr(async_llm, "planner_of", lambda _: world.planner)
-        monkeypatch.setattr(async_llm, "snapshots_of", lambda _: NoSnapshots())
+        monkeypatch.setattr(openai_serving_models, "planner_of", lambda _: world.planner)
+        monkeypatch.setattr(openai_serving_models, "snapshots_of", lambda _: NoSnapshots())
         return world
 
     return known
@@ -309,7 +297,7 @@ async def test_without_lora_everything_is_vllms_own(of_this_world: Any, monkeypa
         raise AssertionError("there is no planner")
 
     monkeypatch.setattr(openai_serving_models, "lifecycle_of", nobody)
-    monkeypatch.setattr(async_llm, "planner_of", nobody)
+    monkeypatch.setattr(openai_serving_models, "planner_of", nobody)
     models = Models(world, lora=None)
     assert (await models.resolve_lora("sql")).error.code == 404
     assert (await models.unload("sql")).error.code == 404
@@ -340,57 +328,3 @@ async def test_loads_at_once_each_answer_their_own_error(of_this_world: Any) -> 
 async def test_an_error_that_is_not_ours_stays_vllms_answer(of_this_world: Any) -> None:
     answer = await Models(of_this_world(World())).load("", "/by/hand")
     assert answer.error.message == "Both 'lora_name' and 'lora_path' must be provided."
-
-
-# --- streams ---
-
-
-@pytest.mark.parametrize(
-    ("adapter", "stream", "held"), [("sql", True, True), ("sql", False, False), (None, True, False)]
-)
-def test_only_a_stream_for_an_adapter_is_held_back(adapter: str | None, stream: bool, held: bool) -> None:
-    response = Pending()
-    token = response_start._pending.set(response)
-    found = openai_serving_models._holding(lambda self, request: adapter)(None, SimpleNamespace(stream=stream))
-    response_start._pending.reset(token)
-    assert (found, response.is_held) == (adapter, held)
-
-
-@pytest.mark.parametrize(("is_blocked", "status"), [(False, 503), (True, 404)])
-@runs
-async def test_a_name_unloaded_after_its_check_is_refused(of_this_world: Any, is_blocked: bool, status: int) -> None:
-    """vLLM looks a name up twice; one that an unload takes in between is no name that does not exist."""
-    world = of_this_world(World())
-    if is_blocked:
-        world.lifecycle.registry.blocked.add("sql")
-
-    def original(self: Any, request: Any) -> Any:
-        raise VLLMNotFoundError("The model `sql` does not exist.")
-
-    serving = SimpleNamespace(models=Models(world))
-    with pytest.raises((HTTPException, VLLMNotFoundError), match=r"L001|L002") as refused:
-        openai_serving_models._holding(original)(serving, SimpleNamespace(model="sql", stream=True))
-    assert getattr(refused.value, "status_code", 404) == status
-    serving.models.engine_client = EngineClient(None)
-    with pytest.raises(VLLMNotFoundError, match="does not exist"):
-        openai_serving_models._holding(original)(serving, SimpleNamespace(model="sql", stream=True))
-
-
-def test_a_request_that_knows_no_streams_passes() -> None:
-    assert openai_serving_models._holding(lambda self, request, more: more)(None, object(), "found") == "found"
-
-
-@runs
-async def test_an_error_is_answered_as_the_application_does() -> None:
-    from fastapi import FastAPI, HTTPException
-    from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
-
-    app = FastAPI()
-    app.state.args = SimpleNamespace(log_error_stack=False)
-    init_exception_handler(app)
-    scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "query_string": b"", "app": app}
-    for error, status in ((NoFreeSlot("x"), 503), (IncompatibleAdapter("x"), 400)):
-        answer = await openai_serving_models._answer(scope, http_error(error))
-        assert answer.status_code == status
-        assert error.code in answer.body.decode()
-    assert (await openai_serving_models._answer(scope, HTTPException(418, "tea"))).status_code == 418

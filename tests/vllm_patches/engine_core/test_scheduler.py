@@ -14,8 +14,8 @@ from vllm.v1.request import RequestStatus
 
 from lora_plugins.errors import InvalidAdapter, InvalidSettings
 from lora_plugins.scheduler.messages import Activate, AdapterSpec, Evict, Load, Slots
-from lora_plugins.vllm_patches.engine_core.planner import planner_of
-from lora_plugins.vllm_patches.engine_core.request_errors import error_in, error_in_tensor
+from lora_plugins.vllm_patches.engine_core.held_counts import make_planner
+from lora_plugins.vllm_patches.engine_core.request import error_in, error_in_tensor
 from lora_plugins.vllm_patches.engine_core.scheduler import AdmissionMixin, client_of, with_admission
 from tests.vllm_patches.engine_bed import Engine, Make, adapter, make_scheduler, request, vllm_config
 
@@ -396,7 +396,7 @@ def test_rays_second_executor_is_not_refused(base: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", raising=False)  # it is the default
     config = vllm_config(base)
     config.parallel_config.distributed_executor_backend, config.parallel_config.world_size = "ray", 2
-    assert planner_of(config) is not None
+    assert make_planner(config) is not None
 
 
 @pytest.mark.deployment("Ray", "refused", "vLLM's first executor (before 0.33, not its default): L007 names the second")
@@ -410,4 +410,4 @@ def test_startup_fails_with_an_executor_past_the_workers(
     config = vllm_config(base)
     config.parallel_config.distributed_executor_backend, config.parallel_config.world_size = backend, 2
     with pytest.raises(InvalidSettings, match=says):
-        planner_of(config)
+        make_planner(config)

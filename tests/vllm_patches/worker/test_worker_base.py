@@ -224,7 +224,7 @@ def test_a_subclass_of_our_manager_is_made_as_it_is(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("kind", [PlansToo, CopiedAndMore, LoadsNothing])
 def test_startup_fails_with_managers_that_do_more_than_load(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
-    with pytest.raises(InvalidSettings, match=f"test_worker.{kind.__name__} as the workers' LoRA manager"):
+    with pytest.raises(InvalidSettings, match=f"test_worker_base.{kind.__name__} as the workers' LoRA manager"):
         made_by_the_mixin(monkeypatch, kind)
 
 

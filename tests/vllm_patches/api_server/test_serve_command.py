@@ -8,17 +8,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import vllm.plugins
+from vllm.entrypoints.cli import serve as cli
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.settings import Settings
-from lora_plugins.vllm_patches.api_server import front_ends
+from lora_plugins.vllm_patches.api_server import serve_command
 
 RESOLVER, MANAGER, KERNELS, ADMIN = "lora_filesystem_resolver", "lora_lru_manager", "lora_kernels", "lora_admin"
 RUST = {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": "/bin/true"}
@@ -35,8 +36,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     def run(plugins: str, *options: str, **env: str) -> None:
         for name, value in {"VLLM_PLUGINS": plugins, **env}.items():
             monkeypatch.setenv(name, value)
-        front_ends.patch(Settings.from_env())
-        front_ends.patch(Settings.from_env())
+        serve_command.patch(Settings.from_env())
+        serve_command.patch(Settings.from_env())
         parser, command = FlexibleArgumentParser(), ServeSubcommand()
         command.subparser_init(parser.add_subparsers(dest="subparser"))
         command.validate(parser.parse_args(["serve", "model", *options]))
@@ -80,20 +81,45 @@ def test_vllms_own_server_is_not_refused(serve: Serve) -> None:
     serve(f"{MANAGER},{RESOLVER},{ADMIN}", VLLM_USE_RUST_FRONTEND="0")
 
 
+@pytest.mark.parametrize(
+    ("plugins", "env", "asked"),
+    [
+        (f"{MANAGER},{RESOLVER}", {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
+        (f"{MANAGER},{RESOLVER},{ADMIN}", {}, ADMIN),
+        (f"{MANAGER},{RESOLVER}", {}, None),
+    ],
+)
+def test_startup_fails_with_several_servers_that_may_change(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, plugins: str, env: dict[str, str], asked: str | None
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(cli, "run_multi_api_server", lambda args: started.append(args.api_server_count))
+    serve(plugins, **env)
+    cli.run_multi_api_server(SimpleNamespace(api_server_count=1))
+    if asked is None:
+        cli.run_multi_api_server(SimpleNamespace(api_server_count=2))
+    else:
+        with pytest.raises(InvalidSettings, match=f"{asked} with --api-server-count 2"):
+            cli.run_multi_api_server(SimpleNamespace(api_server_count=2))
+    assert started == ([1] if asked else [1, 2])
+
+
 @pytest.mark.deployment("gRPC server", "refused", "`python -m vllm.entrypoints.grpc_server` with a resolver: L007")
 def test_the_grpc_server_itself_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "smg_grpc_servicer.vllm.servicer", ModuleType("servicer"))
     monkeypatch.setenv("VLLM_PLUGINS", f"{MANAGER},{RESOLVER}")
     with pytest.raises(InvalidSettings, match="gRPC server with lora_filesystem_resolver"):
-        front_ends.patch(Settings.from_env())
+        serve_command.patch(Settings.from_env())
     monkeypatch.setenv("VLLM_PLUGINS", MANAGER)
-    front_ends.patch(Settings.from_env())
+    serve_command.patch(Settings.from_env())
 
 
 def ended_below(parent: Path, plugins: str) -> Any:
     """A process with these plugins whose parent is this program."""
-    code = "from lora_plugins.settings import Settings; from lora_plugins.vllm_patches.api_server import front_ends; "
-    parent.write_text(f"#!/bin/sh\n'{sys.executable}' -c '{code}front_ends.patch(Settings.from_env())'\nexit $?\n")
+    code = (
+        "from lora_plugins.settings import Settings; from lora_plugins.vllm_patches.api_server import serve_command; "
+    )
+    parent.write_text(f"#!/bin/sh\n'{sys.executable}' -c '{code}serve_command.patch(Settings.from_env())'\nexit $?\n")
     parent.chmod(0o755)
     env = {**os.environ, "VLLM_PLUGINS": plugins}
     return subprocess.run([parent], capture_output=True, text=True, env=env, check=False)

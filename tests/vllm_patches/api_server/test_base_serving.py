@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
 from starlette.testclient import TestClient
 from vllm.entrypoints.openai.chat_completion import protocol as chat
 from vllm.entrypoints.openai.completion import protocol as completion
 from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.entrypoints.serve.engine.serving import BaseServing
-from vllm.entrypoints.serve.instrumentator import metrics
+from vllm.exceptions import VLLMNotFoundError
 from vllm.lora.request import LoRARequest
 
 from lora_plugins.api.access.policy import Policy
 from lora_plugins.process import Process
-from lora_plugins.server.response_digest import HEADER, SayDigest
+from lora_plugins.server import response as response_module
+from lora_plugins.server.response import HEADER, AnswerForAdapters, Response
 from lora_plugins.settings import Settings
-from lora_plugins.vllm_patches.api_server import access, response_digest
+from lora_plugins.vllm_patches.api_server import base_serving
 
 OLD, NEW = "a1" * 32, "b2" * 32
 CLASSES = (
@@ -42,20 +41,11 @@ def store(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def patched(monkeypatch: pytest.MonkeyPatch, store: Path) -> Iterator[Process]:
-    """vLLM's classes with the patch, and afterwards as they were."""
-    process = Process(Settings(store_dir=store))
-    # As vLLM has them: other tests of this process may have registered a resolver, which patches them too.
-    monkeypatch.setattr(BaseServing, "_maybe_get_adapters", inspect.unwrap(BaseServing._maybe_get_adapters))
-    monkeypatch.setattr(metrics, "attach_router", inspect.unwrap(metrics.attach_router))
-    with pytest.MonkeyPatch.context() as patching:
-        inherited = [one for one in CLASSES if "__init__" not in vars(one)]
-        for one in set(CLASSES) - set(inherited):
-            patching.setattr(one, "__init__", inspect.unwrap(one.__init__))
-        response_digest.patch(process)
-        yield process
-        for one in inherited:
-            del one.__init__
+def patched(process: Process, store: Path) -> Process:
+    process.settings = Settings(store_dir=store)
+    process.is_resolver_registered = True
+    base_serving.patch()
+    return process
 
 
 class Models:
@@ -112,7 +102,7 @@ def client_of(one: BaseServing, *, swap: dict[str, str] | None = None) -> TestCl
 
         return StreamingResponse(chunks())
 
-    app.add_middleware(SayDigest)
+    app.add_middleware(AnswerForAdapters, answer=None)
     return TestClient(app)
 
 
@@ -156,7 +146,7 @@ def test_a_serving_class_without_fingerprint_is_left_alone(store: Path) -> None:
         one._maybe_get_adapters(SimpleNamespace(**body))
         return json.loads(chunk())
 
-    app.add_middleware(SayDigest)
+    app.add_middleware(AnswerForAdapters, answer=None)
     seen = TestClient(app).post("/", json={"model": "sql"})
     assert (seen.headers[HEADER], "system_fingerprint" in seen.json()) == (OLD, False)
 
@@ -166,22 +156,54 @@ def test_outside_of_a_request_a_response_is_vllms_own() -> None:
     assert [response.system_fingerprint for response in whole()] == [None] * 3
 
 
-def test_an_adapter_that_policy_withholds_is_not_said(
-    patched: Process, store: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_adapter_that_policy_withholds_is_not_said(patched: Process, store: Path, tmp_path: Path) -> None:
     """A default adapter for images, which the key may not use: the base model answers."""
     policy = tmp_path / "policy.toml"
     policy.write_text('[default]\nadapters = ["public/*"]\n')
-    monkeypatch.setattr(access, "this_process", lambda: SimpleNamespace(policy=Policy.read(policy)))
     one = serving(None, image=f"{store}/{OLD}")
     message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
     body = {"model": "base", "messages": [message]}
     assert client_of(one).post("/", json=body).headers[HEADER] == OLD
-    monkeypatch.setattr(BaseServing, "_maybe_get_adapters", access._getting(BaseServing._maybe_get_adapters))
+    patched.policy = Policy.read(policy)
     assert HEADER not in client_of(one).post("/", json=body).headers
 
 
-def test_vllms_metrics_router_brings_the_middleware() -> None:
-    app = FastAPI()
-    metrics.attach_router(app)
-    assert [one.cls for one in app.user_middleware].count(SayDigest) == 1
+# --- streams ---
+
+
+@pytest.mark.parametrize(
+    ("adapter", "stream", "held"), [("sql", True, True), ("sql", False, False), ("base", True, False)]
+)
+def test_only_a_stream_for_an_adapter_is_held_back(patched: Process, adapter: str, stream: bool, held: bool) -> None:
+    patched.is_manager_patched = True
+    response = Response()
+    token = response_module._present.set(response)
+    found = serving(sql="/adapters/sql")._maybe_get_adapters(SimpleNamespace(model=adapter, stream=stream))
+    response_module._present.reset(token)
+    assert (found is None, response.is_held) == (adapter == "base", held)
+
+
+def test_a_request_that_knows_no_streams_passes(patched: Process) -> None:
+    patched.is_manager_patched = True
+    assert serving(sql="/adapters/sql")._maybe_get_adapters(SimpleNamespace(model="sql")) is not None
+
+
+@pytest.mark.parametrize(("is_blocked", "status"), [(False, 503), (True, 404)])
+@pytest.mark.parametrize("may_use", [True, False])
+def test_a_name_unloaded_after_its_check_is_refused(
+    patched: Process, monkeypatch: pytest.MonkeyPatch, is_blocked: bool, status: int, may_use: bool
+) -> None:
+    """vLLM looks a name up twice; one that an unload takes in between is no name that does not exist."""
+    patched.is_manager_patched = True
+    blocked = {"sql"} if is_blocked else set()
+    registry = SimpleNamespace(registry=SimpleNamespace(blocked=blocked))
+    monkeypatch.setattr(base_serving, "lifecycle_of", lambda _: registry)
+    monkeypatch.setattr(base_serving, "may_use", lambda _: may_use)
+    one = serving()
+    one.models.engine_client = SimpleNamespace(vllm_config=SimpleNamespace(lora_config="on"))
+    with pytest.raises((HTTPException, VLLMNotFoundError), match=r"L001|L002") as refused:
+        one._maybe_get_adapters(SimpleNamespace(model="sql", stream=True))
+    assert getattr(refused.value, "status_code", 404) == (status if may_use else 503), "what is blocked is not said"
+    one.models.engine_client = SimpleNamespace(vllm_config=SimpleNamespace(lora_config=None))
+    with pytest.raises(VLLMNotFoundError, match="does not exist"):
+        one._maybe_get_adapters(SimpleNamespace(model="sql", stream=True))

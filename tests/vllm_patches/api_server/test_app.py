@@ -16,7 +16,10 @@ from lora_plugins.errors import (
     OutOfMemory,
     SourceUnavailable,
 )
-from lora_plugins.vllm_patches.api_server import http_headers
+from lora_plugins.server.response import AnswerForAdapters
+from lora_plugins.settings import Settings
+from lora_plugins.vllm_patches.api_server import app as app_module
+from tests.virtual_time import runs
 
 
 @pytest.fixture
@@ -27,7 +30,7 @@ def answered(monkeypatch):
     from vllm.entrypoints.serve.exception_handling import register
 
     monkeypatch.setattr(register, "http_exception_handler", register.http_exception_handler)  # put back afterwards
-    http_headers.keep_http_headers()
+    app_module.patch_exception_handler()
     app = FastAPI()
     app.state.args = SimpleNamespace(log_error_stack=False)
     register.init_exception_handler(app)
@@ -61,3 +64,34 @@ def test_vllms_handlers_answer_with_our_status_text_and_headers(answered, kind, 
     message = response.json()["error"]["message"]
     for part in (f"[{kind.code}]", "'sql'", "copy it"):
         assert part in message
+
+
+@pytest.mark.parametrize(("plugin", "count"), [("is_resolver_registered", 1), ("is_manager_patched", 1), (None, 0)])
+def test_vllms_metrics_router_brings_the_middleware(process, plugin, count):
+    from fastapi import FastAPI
+    from vllm.entrypoints.serve.instrumentator import metrics
+
+    process.settings = Settings()
+    if plugin:
+        setattr(process, plugin, True)
+    for _ in range(2):
+        app_module.patch()
+    app = FastAPI()
+    metrics.attach_router(app)
+    assert [one.cls for one in app.user_middleware].count(AnswerForAdapters) == count
+
+
+@runs
+async def test_an_error_is_answered_as_the_application_does() -> None:
+    from fastapi import FastAPI, HTTPException
+    from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+
+    app = FastAPI()
+    app.state.args = SimpleNamespace(log_error_stack=False)
+    init_exception_handler(app)
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "query_string": b"", "app": app}
+    for error, status in ((NoFreeSlot("x"), 503), (IncompatibleAdapter("x"), 400)):
+        answer = await app_module._answer(scope, http_error(error))
+        assert answer.status_code == status
+        assert error.code in answer.body.decode()
+    assert (await app_module._answer(scope, HTTPException(418, "tea"))).status_code == 418

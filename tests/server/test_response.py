@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
-from lora_plugins.server.response_start import HoldResponseStart, pending
+from lora_plugins.server.response import AnswerForAdapters, present
 from tests.virtual_time import runs
 
 LATER_S = 1.0
@@ -74,7 +74,7 @@ def app_of(endpoint: Endpoint, methods: tuple[str, ...] = ("GET", "POST")) -> St
         return await refused(Request(scope), error)
 
     app = Starlette(routes=[Route("/", endpoint, methods=list(methods))], exception_handlers={HTTPException: refused})
-    app.add_middleware(HoldResponseStart, answer=answer)  # type: ignore[arg-type]
+    app.add_middleware(AnswerForAdapters, answer=answer)  # type: ignore[arg-type]
     return app
 
 
@@ -99,7 +99,7 @@ def stream(
     """An endpoint as vLLM's: a role first, then what the engine says in LATER_S; an error after so many outputs."""
 
     async def outputs() -> AsyncIterator[str]:
-        response = pending()
+        response = present()
         yield "role "
         await asyncio.sleep(LATER_S)
         for number in range(3):
@@ -114,7 +114,7 @@ def stream(
         yield "done"
 
     async def endpoint(request: Request) -> Response:
-        pending().is_held = holds
+        present().is_held = holds
         return StreamingResponse(outputs(), media_type="text/event-stream", background=background)
 
     return endpoint
@@ -182,7 +182,7 @@ async def test_a_stream_that_ends_without_an_output_is_sent() -> None:
         yield "done"
 
     async def endpoint(request: Request) -> Response:
-        pending().is_held = True
+        present().is_held = True
         return StreamingResponse(outputs())
 
     seen = await call(endpoint)
@@ -192,7 +192,7 @@ async def test_a_stream_that_ends_without_an_output_is_sent() -> None:
 @runs
 async def test_a_whole_response_passes_in_one_piece() -> None:
     async def endpoint(request: Request) -> Response:
-        pending().is_held = True
+        present().is_held = True
         return PlainTextResponse("all of it", status_code=201)
 
     seen = await call(endpoint)
@@ -202,8 +202,8 @@ async def test_a_whole_response_passes_in_one_piece() -> None:
 @runs
 async def test_what_an_endpoint_raises_is_the_applications_to_answer() -> None:
     async def endpoint(request: Request) -> Response:
-        pending().is_held = True
-        pending().error = REFUSED
+        present().is_held = True
+        present().error = REFUSED
         raise REFUSED
 
     seen = await call(endpoint)
@@ -235,7 +235,7 @@ async def test_a_client_that_goes_away_ends_what_is_held() -> None:
             ended.append("ended")
 
     async def endpoint(request: Request) -> Response:
-        pending().is_held = True
+        present().is_held = True
         return StreamingResponse(outputs())
 
     with suppress(BaseExceptionGroup):
@@ -263,7 +263,7 @@ async def test_websockets_and_what_is_no_connection_pass() -> None:
     passed: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        pending().is_held = True
+        present().is_held = True
         passed.append(scope["type"])
         await send({"type": "something"})
 
@@ -272,7 +272,7 @@ async def test_websockets_and_what_is_no_connection_pass() -> None:
 
     seen = Connection()
     for kind in ("websocket", "lifespan"):
-        await HoldResponseStart(app, nobody)({"type": kind}, seen.receive, seen.send)
+        await AnswerForAdapters(app, nobody)({"type": kind}, seen.receive, seen.send)
     assert passed == ["websocket", "lifespan"]
     assert len(seen.sent) == 2
 
@@ -289,12 +289,12 @@ def test_a_websocket_is_accepted_and_answered() -> None:
         raise AssertionError("there is no error")
 
     app = Starlette(routes=[WebSocketRoute("/", echo)])
-    app.add_middleware(HoldResponseStart, answer=nobody)  # type: ignore[arg-type]
+    app.add_middleware(AnswerForAdapters, answer=nobody)  # type: ignore[arg-type]
     with TestClient(app).websocket_connect("/") as socket:
         socket.send_text("hello")
         assert socket.receive_text() == "hello"
 
 
 def test_where_there_is_no_request_nobody_is_told() -> None:
-    pending().is_held = True
-    assert not pending().is_held
+    present().is_held = True
+    assert not present().is_held

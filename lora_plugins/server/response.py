@@ -1,7 +1,10 @@
-"""Holding a streamed response's start back until the engine has begun to answer, so that an error has its own status.
+"""The response to a request for an adapter: when it starts, and which version it says has computed it.
 
 A stream's status is sent before the engine is asked. Where a request names an adapter, this middleware keeps what is
-sent until `Pending.begun`, or answers with the error in its place. Pure ASGI: nothing of vLLM.
+sent until `Response.has_begun`, or answers with the error in its place: so an error has its own status.
+
+A version is noted where a request is given its adapter, before its response begins. A swap that comes later changes
+nothing: the request goes on with the version that it was given. Pure ASGI: nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -16,32 +19,55 @@ Send = Callable[[Message], Awaitable[None]]
 Receive = Callable[[], Awaitable[Message]]
 Asgi = Callable[[Message, Receive, Send], Awaitable[None]]
 
+HEADER = "x-lora-digest"
+_FIRST_ERROR = 400  # of the statuses
+
 
 @dataclass(eq=False, slots=True)
-class Pending:
+class Response:
     """The response to the present request.
 
     Attributes:
         is_held: whether its start is held back. has_begun: whether the engine has begun to answer.
         error: what to answer instead.
+        digests: of all versions that it was given; None stands for the base model, or for an unknown version.
+        fills_fingerprint: whether `system_fingerprint` is to say the version too.
     """
 
     is_held: bool = False
     has_begun: bool = False
     error: Exception | None = None
+    digests: set[str | None] = field(default_factory=set)
+    fills_fingerprint: bool = False
     kept: list[Message] = field(default_factory=list)
 
+    @property
+    def digest(self) -> str | None:
+        """The one version that computes all of it; None where there is none, or where it is not the only one."""
+        return next(iter(self.digests)) if len(self.digests) == 1 else None
 
-_pending: ContextVar[Pending | None] = ContextVar("lora_plugins_pending", default=None)
+    def note_version(self, digest: str | None, *, fills_fingerprint: bool = False) -> None:
+        """It is given the version with this digest."""
+        self.digests.add(digest)
+        self.fills_fingerprint = fills_fingerprint
 
 
-def pending() -> Pending:
+_present: ContextVar[Response | None] = ContextVar("lora_plugins_response", default=None)
+
+
+def present() -> Response:
     """The response to the present request; one that nobody sends where there is no request."""
-    return _pending.get() or Pending()
+    return _present.get() or Response()
 
 
-class HoldResponseStart:
-    """See the module.
+def fingerprint() -> str | None:
+    """What to say as the `system_fingerprint` of the present response; None where vLLM says it, or nobody."""
+    response = present()
+    return response.digest if response.fills_fingerprint else None
+
+
+class AnswerForAdapters:
+    """ASGI middleware: see the module.
 
     Args:
         answer: makes the response for an error, as the application would for one that is raised.
@@ -56,8 +82,8 @@ class HoldResponseStart:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        response = Pending()
-        token = _pending.set(response)
+        response = Response()
+        token = _present.set(response)
 
         async def send_when_begun(message: Message) -> None:
             if response.error is not None and response.is_held and not response.has_begun:
@@ -73,7 +99,7 @@ class HoldResponseStart:
                 kept, response.kept = response.kept, []
                 response.is_held = False
                 for one in kept:
-                    await send(one)
+                    await send(_with_digest(one, response.digest))
 
         try:
             await self._app(scope, receive, send_when_begun)
@@ -83,4 +109,11 @@ class HoldResponseStart:
                 raise
             await send_when_begun({"type": "http.response.body"})
         finally:
-            _pending.reset(token)
+            _present.reset(token)
+
+
+def _with_digest(message: Message, digest: str | None) -> Message:
+    """The start of a response that is no error says the digest."""
+    if digest is None or message["type"] != "http.response.start" or message["status"] >= _FIRST_ERROR:
+        return message
+    return {**message, "headers": [*message["headers"], (HEADER.encode(), digest.encode())]}
