@@ -11,9 +11,9 @@ from lora_plugins.process import this_process
 from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.refresh import poll
 from lora_plugins.server.served_file import ServedFile
-from lora_plugins.vllm_patches.access import install
-from lora_plugins.vllm_patches.api_servers import refuse_several
-from lora_plugins.vllm_patches.lifecycle import lifecycle_of
+from lora_plugins.vllm_patches.api_server.access import install
+from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
+from lora_plugins.vllm_patches.api_server.serve_command import refuse_several
 
 
 class AdminPlugin:

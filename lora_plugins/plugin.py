@@ -12,16 +12,8 @@ from lora_plugins.process import Process, this_process
 from lora_plugins.resolvers.sources.configured import filesystem_source, hub_source, s3_source, sources_of_others
 from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.settings import Settings, named_in_environment
-from lora_plugins.vllm_patches import (
-    api_servers,
-    builtin_resolvers,
-    embeddings,
-    front_ends,
-    punica,
-    ray_environment,
-    versions,
-)
-from lora_plugins.vllm_patches.resolver import register_resolver
+from lora_plugins.vllm_patches import installation, ray_environment, versions
+from lora_plugins.vllm_patches.api_server import lora_resolver, serve_command
 
 _FILESYSTEM_BUILTIN = ("vllm.plugins.lora_resolvers.filesystem_resolver", "register_filesystem_resolver")
 _HUB_BUILTIN = ("vllm.plugins.lora_resolvers.hf_hub_resolver", "register_hf_hub_resolver")
@@ -37,7 +29,7 @@ def register_filesystem_resolver() -> None:
             release that we do not know, here as in all functions below.
     """
     if not named_in_environment(FILESYSTEM):
-        builtin_resolvers.builtin(*_FILESYSTEM_BUILTIN)()
+        lora_resolver.builtin(*_FILESYSTEM_BUILTIN)()
         return
     _serve(partial(filesystem_source, may_lead=this_process().may_lead))
 
@@ -61,7 +53,7 @@ def register_hf_hub_resolver() -> None:
         InvalidSettings: the list, or a `LORA_PLUGINS_*` variable, cannot be right.
     """
     if not named_in_environment(HUB):
-        builtin_resolvers.builtin(*_HUB_BUILTIN)()
+        lora_resolver.builtin(*_HUB_BUILTIN)()
         return
     _serve(hub_source)
 
@@ -84,11 +76,8 @@ def register_lru_manager() -> None:
         InvalidSettings: a `LORA_PLUGINS_*` variable cannot be right.
     """
     if named_in_environment(MANAGER):
-        from lora_plugins.vllm_patches.installation import install
-
-        process = _checked_process()
-        install(process)
-        _begin()
+        installation.install_manager(_checked_process())
+        _set_environment()
 
 
 def register_kernels() -> None:
@@ -98,9 +87,8 @@ def register_kernels() -> None:
         InvalidSettings: the kernels asked for cannot be had here, or a `LORA_PLUGINS_*` variable cannot be right.
     """
     if named_in_environment(KERNELS):
-        punica.patch(_checked_process().settings)
-        embeddings.patch()
-        _begin()
+        installation.install_kernels(_checked_process())
+        _set_environment()
 
 
 def register_admin() -> None:
@@ -118,8 +106,7 @@ def register_admin() -> None:
             expected="both, as only our manager can unload and swap while requests run",
             remedy=f"name {MANAGER} too",
         )
-    api_servers.patch(process.settings)
-    register_resolver(process)  # without a source among the plugins, adapters come from URIs only
+    installation.install_resolver(process)  # without a source among the plugins, adapters come from URIs only
 
 
 def _serve(configured: Callable[[Settings], Source | None]) -> None:
@@ -131,32 +118,28 @@ def _serve(configured: Callable[[Settings], Source | None]) -> None:
 
 def _serve_from(source: Source) -> None:
     process = this_process()
-    api_servers.patch(process.settings)
-    _begin()
-    register_resolver(process)
+    installation.install_resolver(process)
     process.add_source(source)
+    _set_environment()
 
 
 def _checked_process() -> Process:
     """What this process has once; with a variable, a vLLM or a server that cannot be right, startup fails here."""
     process = this_process()
     versions.require_known(untested_is_allowed=process.settings.untested_vllm)
-    front_ends.patch(process.settings)
+    serve_command.patch(process.settings)
     if parent_process() is None:  # engines and workers have the same environment
         process.warn_of_misspelt_plugins()
     return process
 
 
-def _begin() -> None:
-    """What every plugin of ours has: metrics, and its settings in processes that are started by Ray."""
+def _set_environment() -> None:
+    """Our settings reach processes that are started by Ray, but for what only an API server needs."""
     ray_environment.name_our_variables()
     ray_environment.keep_keys_from_workers()
-    from lora_plugins.vllm_patches.metrics import install_metrics
-
-    install_metrics(this_process())
 
 
 if named_in_environment(FILESYSTEM):
-    builtin_resolvers.take_over(*_FILESYSTEM_BUILTIN, register_filesystem_resolver)
+    lora_resolver.take_over(*_FILESYSTEM_BUILTIN, register_filesystem_resolver)
 if named_in_environment(HUB):
-    builtin_resolvers.take_over(*_HUB_BUILTIN, register_hf_hub_resolver)
+    lora_resolver.take_over(*_HUB_BUILTIN, register_hf_hub_resolver)

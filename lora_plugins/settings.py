@@ -273,11 +273,6 @@ def _prefixes_of_stores() -> list[str]:
     return sorted({*found, "FSSPEC_"} if schemes else found)
 
 
-def environment() -> Mapping[str, str]:
-    """The process's environment as it is, for a caller that examines it instead of taking settings from it."""
-    return dict(os.environ)
-
-
 def set_for_children(name: str, text: str) -> None:
     """Set another package's variable, for it to read in this process and in those that it starts."""
     os.environ[name] = text

@@ -29,15 +29,15 @@ def main() -> None:
 
 
 def take_triton() -> None:
-    """What `vllm_patches.punica.patch` does on a GPU."""
+    """What `vllm_patches.worker.punica_wrapper.patch` does on a GPU."""
     from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
     from vllm.lora.punica_wrapper import punica_gpu
 
     from lora_plugins.kernels.dispatch import TRITON_WRAPPER
-    from lora_plugins.vllm_patches import punica
+    from lora_plugins.vllm_patches.worker import punica_wrapper
 
     punica_gpu.LoRAKernelMeta = LoRAKernelMeta
-    punica.use_wrapper(TRITON_WRAPPER)
+    punica_wrapper.use_wrapper(TRITON_WRAPPER)
 
 
 def ask(question: dict[str, Any]) -> list[list[list[int]]]:

@@ -191,7 +191,7 @@ class ModelEngine:
         """The one that our plugin has registered, bound as a server binds it."""
         from vllm.lora.resolver import LoRAResolverRegistry
 
-        from lora_plugins.vllm_patches.resolver import REGISTRY_NAME
+        from lora_plugins.vllm_patches.api_server.lora_resolver import REGISTRY_NAME
 
         async def collective_rpc(method: str) -> list[Any]:
             return self._llm.collective_rpc(method) if self._llm else [self._describe()]

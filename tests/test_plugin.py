@@ -14,7 +14,7 @@ import pytest
 NAME = "lora_filesystem_resolver"
 ORDERS = ["ours first", "ours last"]
 BUILTIN = {"Filesystem Resolver": "vllm.plugins.lora_resolvers.filesystem_resolver.FilesystemResolver"}
-OURS = {"lora-plugins": "lora_plugins.vllm_patches.resolver.LoRAPluginsResolver"}
+OURS = {"lora-plugins": "lora_plugins.vllm_patches.api_server.lora_resolver.LoRAPluginsResolver"}
 
 # "ROOT" stands for a directory that exists.
 ENVIRONMENTS = {

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lora_plugins.ledger import Patch, entries
-from lora_plugins.vllm_patches.ledger_check import check, version
-from lora_plugins.vllm_patches.ledger_check import installed as installed_sources
+from lora_plugins.ledger.check import check, version
+from lora_plugins.ledger.check import installed as installed_sources
 
 
 def installed() -> Path:

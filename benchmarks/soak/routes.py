@@ -12,7 +12,7 @@ import httpx
 
 from benchmarks.soak.bank import PROMPTS
 from benchmarks.soak.oracle import Answer
-from lora_plugins.server.response_digest import HEADER
+from lora_plugins.server.response import HEADER
 
 EVERY_OPTION = {"temperature": 0, "ignore_eos": True}
 

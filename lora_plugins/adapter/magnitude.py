@@ -3,8 +3,8 @@
 vLLM multiplies B by the scaling when it loads it, in the served dtype, and adds `x A' (scaling B)'` to what a layer
 computes. An element of `scaling B A` is at most `rank * scaling * max|A| * max|B|`; the largest float16 is 65504, of
 which no base model's weight has a thousandth. Beyond it sums become infinite, their differences NaN, and NaN in a key
-or value reaches whoever gets its KV block next (`vllm_patches/kv_blocks.py`). Below it they may still overflow, by
-what they are multiplied with: `vllm_patches/finite_answers.py` finds that while it runs.
+or value reaches whoever gets its KV block next (`vllm_patches/worker/model_runner.py`). Below it they may still
+overflow, by what they are multiplied with: `vllm_patches/engine_core/finite_answers.py` finds that while it runs.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from lora_plugins.settings import Kernels
 CPU_WRAPPER = "lora_plugins.kernels.punica_cpu.CompiledPunicaWrapperCPU"
 TORCH_WRAPPER = "lora_plugins.kernels.punica_cpu.GroupedPunicaWrapperCPU"
 REFERENCE_WRAPPER = "lora_plugins.kernels.punica_cpu.ReferencePunicaWrapper"
-TRITON_WRAPPER = "lora_plugins.vllm_patches.punica.triton_wrapper"  # which gives it the settings of the process
+# It gives the wrapper the settings of the process.
+TRITON_WRAPPER = "lora_plugins.vllm_patches.worker.punica_wrapper.triton_wrapper"
 
 
 CPU_WRAPPERS = {

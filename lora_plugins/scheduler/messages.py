@@ -5,9 +5,9 @@ Commands ride on vLLM's `SchedulerOutput`, in the order in which every worker ha
 by. A `job` is what takes longer than the step that it comes with, and is reported by its number when it is done. Both
 are pickled with vLLM's own messages.
 
-API servers call utilities of the engine core (`vllm_patches/engine_core.py`, `server/planner_client.py`). vLLM carries
-their arguments and answers as msgpack without types (vllm/v1/serial_utils.py, 0.30 to 0.33), so both sides convert:
-`to_plain` before sending, `from_plain` on arrival.
+API servers (`server/planner_client.py`) call utilities of the engine core (`vllm_patches/engine_core/engine_core.py`).
+vLLM carries their arguments and answers as msgpack without types (vllm/v1/serial_utils.py, 0.30 to 0.33), so both sides
+convert: `to_plain` before sending, `from_plain` on arrival.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What is changed in vLLM, a file for each object that is; each names the symbols in its `LEDGER`."""
+"""What is changed in vLLM: a folder for each process, a file for each object, with the symbols in its `LEDGER`."""

@@ -1,49 +1,87 @@
-"""Patch vLLM in this process, so that the scheduler plans adapters and the workers carry the plan out."""
+"""Which patches each of our plugins needs, in the order in which they are made.
+
+vLLM calls the plugins in each of its processes, and each patch is made in all of them: it takes effect where its object
+is used, which the folder says. Every patch is made once, whichever plugins need it.
+"""
 
 from __future__ import annotations
 
 from lora_plugins.process import Process
+from lora_plugins.resolvers.sources.uri import AllowedUris
 
 
-def install(process: Process) -> None:
-    """Patch everything, in order; called in each of vLLM's processes, a second call changes nothing.
+def install_resolver(process: Process) -> None:
+    """Have vLLM ask our resolver. Without sources it serves what is loaded by URI only.
+
+    Raises:
+        InvalidSettings: a prefix of `LORA_PLUGINS_ALLOWED_URIS` cannot be right.
+    """
+    AllowedUris.parse(process.settings.allowed_uris)  # startup fails, not the first load
+    if process.is_resolver_registered:
+        return
+    from lora_plugins.vllm_patches import model_modules
+    from lora_plugins.vllm_patches.api_server import app, base_serving, lora_resolver, openai_serving_models
+    from lora_plugins.vllm_patches.worker import vocab_parallel_embedding
+
+    for patch in (
+        model_modules.patch,
+        vocab_parallel_embedding.patch,
+        openai_serving_models.patch,
+        base_serving.patch,
+        app.patch,
+        app.patch_exception_handler,
+    ):
+        patch()
+    lora_resolver.register(process)
+    process.is_resolver_registered = True
+
+
+def install_manager(process: Process) -> None:
+    """Have the scheduler plan adapters and the workers carry the plan out.
 
     Raises:
         ImportError: a vLLM whose modules have other names.
     """
     if process.is_manager_patched:
         return
-    from lora_plugins.vllm_patches import (
-        async_llm,
-        embeddings,
-        engine_core,
-        finite_answers,
-        kv_blocks,
-        llm_engine,
-        lora_request,
-        scheduler,
-        serving_models,
-        worker,
-    )
+    from lora_plugins.vllm_patches import lora_request
+    from lora_plugins.vllm_patches.api_server import app, async_llm, base_serving, llm_engine, openai_serving_models
+    from lora_plugins.vllm_patches.engine_core import engine_core, scheduler
+    from lora_plugins.vllm_patches.worker import model_runner, vocab_parallel_embedding, worker_base
     from lora_plugins.worker.slot_copy import patch_set_lora
     from lora_plugins.worker.weights_file import patch_safetensors
 
     in_order = (
         # Layers and requests first: what is patched after them makes and compares these.
-        embeddings.patch,
+        vocab_parallel_embedding.patch,
         patch_set_lora,  # of the classes, before there are layers, of which lora_kernels wraps each one
         patch_safetensors,
         lora_request.distinguish_versions,
         # Then from the workers up to the API server: each wrapper calls what the one before has put in place.
-        finite_answers.patch,
-        kv_blocks.patch,
-        worker.patch,
+        model_runner.patch,
+        worker_base.patch,
         scheduler.patch,
         engine_core.patch,  # calls the scheduler's planner and the workers' `lora_plugins_step`
         async_llm.patch,  # calls the engine core's utilities
         llm_engine.patch,
-        serving_models.patch,  # calls `AsyncLLM.add_lora`
+        openai_serving_models.patch,
+        base_serving.patch,
+        app.patch,
     )
     for patch in in_order:
         patch()
     process.is_manager_patched = True
+
+
+def install_kernels(process: Process) -> None:
+    """Have the workers compute adapters with our kernels.
+
+    Raises:
+        InvalidSettings: the kernels asked for cannot be had on this machine.
+    """
+    from lora_plugins.vllm_patches.api_server import app
+    from lora_plugins.vllm_patches.worker import punica_wrapper, vocab_parallel_embedding
+
+    punica_wrapper.patch(process.settings)
+    vocab_parallel_embedding.patch()
+    app.patch()

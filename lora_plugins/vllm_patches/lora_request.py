@@ -6,11 +6,11 @@ them only, and the other's rows would be computed with whatever is in its slot. 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from lora_plugins.ledger import Patch
 from lora_plugins.store.layout import key_of
+from lora_plugins.vllm_patches.wrapping import wrap
 
 
 def distinguish_versions() -> None:
@@ -23,7 +23,7 @@ def distinguish_versions() -> None:
     LoRARequest.__hash__ = _hash
     if _reads_name_only(kv_cache_utils._gen_lora_extra_hash_keys):  # noqa: SLF001 - up to 0.30
         kv_cache_utils._gen_lora_extra_hash_keys = _prefix_keys  # noqa: SLF001
-    InputProcessor._get_mm_identifier = _of_path(InputProcessor._get_mm_identifier)  # noqa: SLF001
+    wrap(InputProcessor, "_get_mm_identifier", _of_path)
 
 
 def _reads_name_only(keys: Any) -> bool:
@@ -46,7 +46,6 @@ def _hash(self: Any) -> int:
 def _of_path(original: Any) -> Any:
     """What a tower makes of an image is cached under this: the adapter's path changes with its bytes."""
 
-    @functools.wraps(original)
     def _get_mm_identifier(self: Any, mm_hash: str, lora_request: Any) -> str:
         identifier: str = original(self, mm_hash, lora_request)
         # It is the image's own where the tower has no adapters; an operator's path may be no part of a file's name.

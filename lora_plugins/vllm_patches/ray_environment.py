@@ -7,10 +7,11 @@ executor copies the whole environment to its workers. What Ray is given, it show
 
 from __future__ import annotations
 
-import functools
+from typing import Any
 
 from lora_plugins.ledger import Patch
 from lora_plugins.settings import OF_API_SERVERS, environment, set_for_children, variables_of_workers
+from lora_plugins.vllm_patches.wrapping import wrap
 
 _COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
@@ -28,15 +29,14 @@ def keep_keys_from_workers() -> None:
     """Have vLLM's second Ray executor leave out what only an API server needs; again, nothing happens."""
     from vllm.v1.executor import ray_env_utils
 
-    original = ray_env_utils.get_driver_env_vars
-    if hasattr(original, "__wrapped__"):
-        return
+    wrap(ray_env_utils, "get_driver_env_vars", _without_keys)
 
-    @functools.wraps(original)
-    def get_driver_env_vars(worker_specific_vars: set[str]) -> dict[str, str]:
-        return original(worker_specific_vars | OF_API_SERVERS)  # type: ignore[no-any-return]
 
-    ray_env_utils.get_driver_env_vars = get_driver_env_vars
+def _without_keys(original: Any) -> Any:
+    def get_driver_env_vars(worker_specific_vars: set[str]) -> Any:
+        return original(worker_specific_vars | OF_API_SERVERS)
+
+    return get_driver_env_vars
 
 
 LEDGER = (

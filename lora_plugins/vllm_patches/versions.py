@@ -8,8 +8,8 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 
 from lora_plugins.errors import InvalidSettings
+from lora_plugins.ledger import check as ledger_check
 from lora_plugins.log import logger
-from lora_plugins.vllm_patches import ledger_check
 
 # Not a requirement of the distribution: installing this package must never replace an installed vLLM.
 KNOWN = SpecifierSet(">=0.30,<0.34")

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from lora_plugins.server.response_digest import HEADER
+from lora_plugins.server.response import HEADER
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import connect
 from testbed.models import PROMPT

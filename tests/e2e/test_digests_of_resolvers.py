@@ -5,7 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 
-from lora_plugins.server.response_digest import HEADER
+from lora_plugins.server.response import HEADER
 from testbed.models import PROMPT
 from tests.e2e.conftest import World
 from tests.e2e.digests import EVERY_WAY, of_files, seen_by

@@ -21,7 +21,7 @@ from lora_plugins.kernels.dispatch import (
 from lora_plugins.kernels.tuning import PACKAGED
 
 NO_COMPILER = "no C compiler is on the PATH"
-TRITON = "lora_plugins.vllm_patches.punica.triton_wrapper"
+TRITON = "lora_plugins.vllm_patches.worker.punica_wrapper.triton_wrapper"
 
 
 @pytest.mark.parametrize(

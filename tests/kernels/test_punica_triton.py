@@ -40,7 +40,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.platforms import current_platform
 
 from lora_plugins.kernels.triton_ops.ranks import _Table
-from lora_plugins.vllm_patches.punica import register_layers
+from lora_plugins.vllm_patches.worker.punica_wrapper import register_layers
 from tests.kernels.triton_bed import TOLERANCE
 from tests.kernels.triton_layers import (
     MIXED,

@@ -47,7 +47,7 @@ def map_rows(wrapper: TritonPunicaWrapper, slot_of_row: Sequence[int], sampled: 
 
 
 def with_mapping(layer: Any, wrapper: TritonPunicaWrapper) -> Any:
-    """The layer, calling this wrapper and known to it, as the wrapped `set_mapping` does (vllm_patches/punica.py)."""
+    """The layer, calling this wrapper and known to it, as the wrapped `set_mapping` does (worker/punica_wrapper.py)."""
     layer.set_mapping(wrapper)
     wrapper.register(layer)
     return layer

@@ -12,8 +12,8 @@ from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, PlannerFi
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.policies import make_policy
 from lora_plugins.scheduler.stats import BOUNDS_S, FoundIn, Histogram, Stats
-from lora_plugins.vllm_patches import engine_core
-from lora_plugins.vllm_patches.scheduler import AdmissionMixin
+from lora_plugins.vllm_patches.engine_core import engine_core
+from lora_plugins.vllm_patches.engine_core.scheduler import AdmissionMixin
 
 
 def engine(*loaded: tuple[str, bool, bool, *tuple[int, ...]], host_max_bytes=None, **counted) -> PlannerFigures:

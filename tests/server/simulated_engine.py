@@ -21,8 +21,8 @@ from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import Activate, Activated, Command, Evict, Failed, Load, Loaded, Report, Slots
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.policies import make_policy
-from lora_plugins.vllm_patches import engine_core
-from lora_plugins.vllm_patches.scheduler import AdmissionMixin
+from lora_plugins.vllm_patches.engine_core import engine_core
+from lora_plugins.vllm_patches.engine_core.scheduler import AdmissionMixin
 
 STEP_S = 0.002
 COPY_S = 0.003  # to write a slot, where that takes a copy

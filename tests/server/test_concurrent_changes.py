@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
+from lora_plugins import process as process_module
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, NoFreeSlot
 from lora_plugins.events import Events
+from lora_plugins.process import Process
 from lora_plugins.server.desired import DesiredAdapter
 from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.served_file import ServedFile
 from lora_plugins.settings import Settings
-from lora_plugins.vllm_patches import serving_models
+from lora_plugins.vllm_patches.api_server import openai_serving_models
 from tests.server.world import Request, Version, World, serving
 from tests.virtual_time import runs
 
@@ -101,12 +103,11 @@ class Unload:
     def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
-        for name, wrap in (
-            ("unload_lora_adapter", serving_models._unloading),
-            ("_check_unload_lora_adapter_request", serving_models._checking_unload),
-        ):
-            monkeypatch.setattr(OpenAIServingModels, name, wrap(getattr(OpenAIServingModels, name)))
-        monkeypatch.setattr(serving_models, "lifecycle_of", lambda _: world.lifecycle)
+        process = Process(Settings())
+        process.is_manager_patched = True
+        monkeypatch.setattr(process_module, "_process", process)
+        openai_serving_models.patch()
+        monkeypatch.setattr(openai_serving_models, "lifecycle_of", lambda _: world.lifecycle)
         self._models = OpenAIServingModels.__new__(OpenAIServingModels)
         self._models.engine_client = SimpleNamespace(vllm_config=SimpleNamespace(lora_config="there"))
         self._models.lora_requests = world.table.lora_requests

@@ -14,7 +14,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocket
 
-from lora_plugins.server.response_digest import HEADER, SayDigest, fingerprint, note_version
+from lora_plugins.server.response import HEADER, AnswerForAdapters, fingerprint, present
 
 OLD, NEW = "a1" * 32, "b2" * 32
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -22,14 +22,14 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 def client_of(endpoint: Endpoint) -> TestClient:
     app = Starlette(routes=[Route("/", endpoint, methods=["GET", "POST"])])
-    app.add_middleware(SayDigest)  # type: ignore[arg-type]
+    app.add_middleware(AnswerForAdapters, answer=None)  # type: ignore[arg-type]
     return TestClient(app)
 
 
 def answering(*digests: str | None, status: int = 200) -> Endpoint:
     async def endpoint(request: Request) -> Response:
         for digest in digests:
-            note_version(digest)
+            present().note_version(digest)
         return JSONResponse({}, status)
 
     return endpoint
@@ -63,7 +63,7 @@ def test_other_methods_say_no_version() -> None:
 
 def test_other_headers_and_the_body_stay() -> None:
     async def endpoint(request: Request) -> Response:
-        note_version(OLD)
+        present().note_version(OLD)
         return JSONResponse({"all": "of it"}, headers={"x-request-id": "7"})
 
     seen = client_of(endpoint).post("/")
@@ -77,7 +77,7 @@ def streaming(*, fills: bool) -> Endpoint:
             await asyncio.sleep(0)
 
     async def endpoint(request: Request) -> Response:
-        note_version(OLD, fills_fingerprint=fills)
+        present().note_version(OLD, fills_fingerprint=fills)
         return StreamingResponse(parts())
 
     return endpoint
@@ -100,7 +100,7 @@ def test_middleware_that_uses_tasks_of_its_own_changes_nothing() -> None:
         return await call_next(request)
 
     app.add_middleware(BaseHTTPMiddleware, dispatch=passing)
-    app.add_middleware(SayDigest)  # type: ignore[arg-type]
+    app.add_middleware(AnswerForAdapters, answer=None)  # type: ignore[arg-type]
     app.add_middleware(BaseHTTPMiddleware, dispatch=passing)
     seen = TestClient(app).post("/")
     assert (seen.headers[HEADER], seen.text) == (OLD, f"{OLD} " * 3)
@@ -110,7 +110,7 @@ def test_requests_at_once_each_say_their_own() -> None:
     barrier = asyncio.Barrier(2)
 
     async def app(scope, receive, send) -> None:
-        note_version(scope["path"])
+        present().note_version(scope["path"])
         await barrier.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
@@ -120,7 +120,7 @@ def test_requests_at_once_each_say_their_own() -> None:
         async def send(message) -> None:
             sent.append(message)
 
-        await SayDigest(app)({"type": "http", "method": "POST", "path": path}, None, send)  # type: ignore[arg-type]
+        await AnswerForAdapters(app, None)({"type": "http", "method": "POST", "path": path}, None, send)  # type: ignore[arg-type]
         return sent[0]["headers"]
 
     async def both() -> list[list[tuple[bytes, bytes]]]:
@@ -131,17 +131,17 @@ def test_requests_at_once_each_say_their_own() -> None:
 
 def test_a_websocket_is_left_alone() -> None:
     async def echo(socket: WebSocket) -> None:
-        note_version(OLD)
+        present().note_version(OLD)
         await socket.accept()
         await socket.send_text(str(fingerprint()))
         await socket.close()
 
     app = Starlette(routes=[WebSocketRoute("/", echo)])
-    app.add_middleware(SayDigest)  # type: ignore[arg-type]
+    app.add_middleware(AnswerForAdapters, answer=None)  # type: ignore[arg-type]
     with TestClient(app).websocket_connect("/") as socket:
         assert socket.receive_text() == "None"
 
 
 def test_outside_of_a_request_nothing_is_noted() -> None:
-    note_version(OLD, fills_fingerprint=True)
+    present().note_version(OLD, fills_fingerprint=True)
     assert fingerprint() is None

@@ -68,6 +68,7 @@ def children() -> Iterator[Children]:
 
 def test_any_adapter_is_read_or_refused(children: Children, tmp_path: Path) -> None:
     read_before = children.read(put(tmp_path / "good", GOOD), Settings()).result(60)
+
     @settings(
         max_examples=times(20_000, short=150), deadline=None, suppress_health_check=list(HealthCheck), database=None
     )

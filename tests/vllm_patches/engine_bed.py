@@ -9,7 +9,7 @@ from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.scheduler.messages import Activate, Activated, Command, Evict, Failed, Load, Loaded, Report
-from lora_plugins.vllm_patches.scheduler import COMMANDS, REPORTS, with_admission
+from lora_plugins.vllm_patches.engine_core.scheduler import COMMANDS, REPORTS, with_admission
 
 BLOCK = 16
 

@@ -345,7 +345,7 @@ def use_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.platforms import current_platform
 
     from lora_plugins.kernels.compiled import build
-    from lora_plugins.vllm_patches.punica import register_layers
+    from lora_plugins.vllm_patches.worker.punica_wrapper import register_layers
 
     if build.problem():
         pytest.skip(f"{build.problem()}: then slots are copied into")

@@ -21,8 +21,8 @@ from lora_plugins.cli.doctor.variables import check_variables
 from lora_plugins.cli.doctor.verdict import verdict
 from lora_plugins.cli.exits import Exit
 from lora_plugins.cli.output import Json, Output, Quiet, printable
+from lora_plugins.ledger import check as ledger_check
 from lora_plugins.settings import environment
-from lora_plugins.vllm_patches import ledger_check
 
 _STYLES = {
     State.OK: "green",

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lora_plugins.cli.doctor.findings import Finding, State, problem_of
+from lora_plugins.ledger import check as ledger_check
 from lora_plugins.ledger import symbols
 from lora_plugins.plugin_names import OURS
 from lora_plugins.spelling import closest
-from lora_plugins.vllm_patches import ledger_check, versions
+from lora_plugins.vllm_patches import versions
 
 # Those that vLLM 0.30 to 0.33 read.
 _GROUPS = (

@@ -13,8 +13,9 @@ from lora_plugins.cli.amounts import number
 from lora_plugins.cli.doctor.findings import Finding, State, problem_of
 from lora_plugins.cli.doctor.plugins import Context
 from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.ledger import check as ledger_check
 from lora_plugins.plugin_names import ADMIN, MANAGER
-from lora_plugins.vllm_patches import ledger_check, versions
+from lora_plugins.vllm_patches import versions
 
 # Metrics that a server has from its start, and what must run for them.
 _OF_OURS = re.compile(r"^# TYPE lora_plugins_", re.MULTILINE)

@@ -12,9 +12,9 @@ from lora_plugins.cli.doctor.findings import Finding, State
 from lora_plugins.cli.doctor.installation import check_vllm, plugin_names
 from lora_plugins.cli.doctor.plugins import Context, check_plugins
 from lora_plugins.cli.exits import Exit
+from lora_plugins.ledger import check as ledger_check
 from lora_plugins.ledger import symbols
 from lora_plugins.settings import OWN_VARIABLES, Settings
-from lora_plugins.vllm_patches import ledger_check
 from testbed.hub import local_hub
 from testbed.s3 import s3_server
 from tests.cli.common import Cli, outside

@@ -1,0 +1,115 @@
+"""The ledger: every vLLM symbol that this package patches, subclasses, calls or relies on, beside the code that does.
+
+A file that touches vLLM ends with a module-level `LEDGER`, a tuple of `Patch`es. `entries` reads them from the files,
+since many of these cannot be imported without vLLM or torch. `make ledger` compares them with the installed vLLM.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent
+
+_SYMBOL = re.compile(
+    r"(?P<module>[\w.]+):|"
+    r"(?P<name>[\w.]+)(?:\((?P<parameters>[^)]*)\)|\{(?P<attributes>[^}]*)\})?(?:\s*# since (?P<since>\d+\.\d+))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """One symbol of vLLM, and what must be there.
+
+    Attributes:
+        name: `module:qualified.name`.
+        parameters: of a function, in order, "..." for any further ones; None for anything else.
+        attributes: of a class, fields included.
+        since: the first vLLM version that has it in this form.
+    """
+
+    name: str
+    parameters: tuple[str, ...] | None = None
+    attributes: tuple[str, ...] = ()
+    since: str = "0.30"
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One thing that we do to vLLM or rely on in it.
+
+    Attributes:
+        symbols: `module:` followed by names in it: `function(parameters)`, `Class{attributes}` or a name alone, each
+            perhaps with `# since 0.31`; then perhaps further modules.
+        what: what we do with them. why: what for.
+        remove: what would have to change upstream for this entry to go; for most, one thing.
+        since: the first vLLM version that has the symbols, where they do not say it themselves.
+    """
+
+    symbols: str
+    what: str
+    why: str
+    remove: str = "vLLM's scheduler plans adapters itself"
+    since: str = "0.30"
+
+    def parsed(self) -> Iterator[Symbol]:
+        """The symbols one by one.
+
+        Raises:
+            ValueError: something in `symbols` is not in the form above.
+        """
+        if rest := _SYMBOL.sub("", self.symbols).strip():
+            raise ValueError(f"not a symbol in the ledger: {rest!r} in {self.symbols!r}")
+        module = ""
+        for found in _SYMBOL.finditer(self.symbols):
+            if found["module"]:
+                module = found["module"]
+                continue
+            parameters = None if found["parameters"] is None else _names(found["parameters"])
+            attributes = _names(found["attributes"] or "")
+            yield Symbol(f"{module}:{found['name']}", parameters, attributes, found["since"] or self.since)
+
+
+def entries(package: Path = PACKAGE) -> Mapping[str, Sequence[Patch]]:
+    """Every entry, by the path of its file within the package; nothing is imported."""
+    found: dict[str, Sequence[Patch]] = {}
+    for file in sorted(package.rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        if "\nLEDGER = (" in text:
+            found[file.relative_to(package).as_posix()] = [*_in(parse(text))]
+    return found
+
+
+def symbols(package: Path = PACKAGE) -> list[Symbol]:
+    """The symbols of all entries."""
+    return [symbol for of_file in entries(package).values() for entry in of_file for symbol in entry.parsed()]
+
+
+def parse(text: str) -> list[ast.stmt]:
+    """The statements of a module's source."""
+    try:
+        return ast.parse(text).body
+    except SystemError:  # CPython 3.11 counts depth wrongly where a garbage collection comes between (gh-106905)
+        return ast.parse(text).body
+
+
+def _in(module: Sequence[ast.stmt]) -> Iterator[Patch]:
+    for statement in module:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id="LEDGER")], value=ast.Tuple(elts=calls)):
+                for call in calls:
+                    yield _entry(call)
+
+
+def _entry(call: ast.expr) -> Patch:
+    if not isinstance(call, ast.Call):
+        raise TypeError(f"no entry of the ledger: {ast.unparse(call)}")
+    named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg}
+    return Patch(*map(ast.literal_eval, call.args), **named)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, (name.strip() for name in text.split(","))))

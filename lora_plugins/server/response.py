@@ -1,0 +1,119 @@
+"""The response to a request for an adapter: when it starts, and which version it says has computed it.
+
+A stream's status is sent before the engine is asked. Where a request names an adapter, this middleware keeps what is
+sent until `Response.has_begun`, or answers with the error in its place: so an error has its own status.
+
+A version is noted where a request is given its adapter, before its response begins. A swap that comes later changes
+nothing: the request goes on with the version that it was given. Pure ASGI: nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+Receive = Callable[[], Awaitable[Message]]
+Asgi = Callable[[Message, Receive, Send], Awaitable[None]]
+
+HEADER = "x-lora-digest"
+_FIRST_ERROR = 400  # of the statuses
+
+
+@dataclass(eq=False, slots=True)
+class Response:
+    """The response to the present request.
+
+    Attributes:
+        is_held: whether its start is held back. has_begun: whether the engine has begun to answer.
+        error: what to answer instead.
+        digests: of all versions that it was given; None stands for the base model, or for an unknown version.
+        fills_fingerprint: whether `system_fingerprint` is to say the version too.
+    """
+
+    is_held: bool = False
+    has_begun: bool = False
+    error: Exception | None = None
+    digests: set[str | None] = field(default_factory=set)
+    fills_fingerprint: bool = False
+    kept: list[Message] = field(default_factory=list)
+
+    @property
+    def digest(self) -> str | None:
+        """The one version that computes all of it; None where there is none, or where it is not the only one."""
+        return next(iter(self.digests)) if len(self.digests) == 1 else None
+
+    def note_version(self, digest: str | None, *, fills_fingerprint: bool = False) -> None:
+        """It is given the version with this digest."""
+        self.digests.add(digest)
+        self.fills_fingerprint = fills_fingerprint
+
+
+_present: ContextVar[Response | None] = ContextVar("lora_plugins_response", default=None)
+
+
+def present() -> Response:
+    """The response to the present request; one that nobody sends where there is no request."""
+    return _present.get() or Response()
+
+
+def fingerprint() -> str | None:
+    """What to say as the `system_fingerprint` of the present response; None where vLLM says it, or nobody."""
+    response = present()
+    return response.digest if response.fills_fingerprint else None
+
+
+class AnswerForAdapters:
+    """ASGI middleware: see the module.
+
+    Args:
+        answer: makes the response for an error, as the application would for one that is raised.
+    """
+
+    def __init__(self, app: Asgi, answer: Callable[[Message, Exception], Awaitable[Asgi]]) -> None:
+        self._app = app
+        self._answer = answer
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Pass a connection on."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        response = Response()
+        token = _present.set(response)
+
+        async def send_when_begun(message: Message) -> None:
+            if response.error is not None and response.is_held and not response.has_begun:
+                response.has_begun, error = True, response.error
+                response.kept.clear()
+                await (await self._answer(scope, error))(scope, receive, send)
+                return
+            if response.error is not None and response.is_held:
+                return  # what follows belongs to the response that was not sent
+            response.kept.append(message)
+            is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if response.has_begun or not response.is_held or is_last:
+                kept, response.kept = response.kept, []
+                response.is_held = False
+                for one in kept:
+                    await send(_with_digest(one, response.digest))
+
+        try:
+            await self._app(scope, receive, send_when_begun)
+        except Exception:
+            # vLLM's responses route raises what its others write into the stream.
+            if response.error is None or not response.is_held or response.has_begun:
+                raise
+            await send_when_begun({"type": "http.response.body"})
+        finally:
+            _present.reset(token)
+
+
+def _with_digest(message: Message, digest: str | None) -> Message:
+    """The start of a response that is no error says the digest."""
+    if digest is None or message["type"] != "http.response.start" or message["status"] >= _FIRST_ERROR:
+        return message
+    return {**message, "headers": [*message["headers"], (HEADER.encode(), digest.encode())]}

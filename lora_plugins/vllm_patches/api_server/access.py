@@ -1,0 +1,96 @@
+"""vLLM's API server lets only administrators change what is served, and keeps to the access policy.
+
+Which adapters a request may use is looked at in `base_serving.py` and `openai_serving_models.py`, who may change them
+in the latter and in the middleware that is added here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lora_plugins.api.access.administrators import ADMIN_KEY, Administrators
+from lora_plugins.api.access.policy import Policy
+from lora_plugins.api.access.principals import KnowPrincipal
+from lora_plugins.ledger import Patch
+from lora_plugins.log import logger
+from lora_plugins.process import Process
+from lora_plugins.vllm_patches.api_server import base_serving, openai_serving_models
+from lora_plugins.vllm_patches.api_server.sagemaker import keep_model_of_body
+
+
+def install(app: Any, process: Process) -> None:
+    """Have the API server `app` let in only those who may, by the settings and its options; again, nothing happens.
+
+    To be called before the server adds its own middleware (an endpoint plugin's `attach_router` is).
+
+    Raises:
+        InvalidSettings: the policy cannot be right.
+    """
+    if getattr(app.state, "lora_plugins_administrators", None) is not None:
+        return
+    settings, keys, args = process.settings, _keys_of_vllm(app), getattr(app.state, "args", None)
+    policy = None if settings.policy is None else Policy.read(settings.policy)
+    administrators = app.state.lora_plugins_administrators = Administrators(
+        policy, settings.admin_key, keys_of_vllm=tuple(keys), is_unix_socket=bool(getattr(args, "uds", None))
+    )
+    app.add_middleware(KnowPrincipal, administrators=administrators)
+    keep_model_of_body()
+    base_serving.patch()
+    openai_serving_models.patch()
+    if policy is not None:
+        base_serving.patch_checks()
+    process.lets_in_administrators_only = True
+    process.policy = policy
+    _log_who_administers(administrators)
+    if policy is not None:
+        _log_who_is_let_in(policy, keys)
+    if args is not None and keys and settings.admin_key is not None and settings.admin_key not in keys:
+        args.api_key = [*keys, settings.admin_key]  # vLLM reads it after us, and asks for one of these below /v1
+
+
+def _log_who_administers(administrators: Administrators) -> None:
+    if not administrators.is_by_address:
+        logger.info("The admin API answers %s", administrators.in_words())
+        return
+    logger.warning(
+        "The admin API answers %s only, as there is no policy, no --api-key and no %s. A proxy on this machine that "
+        "sets no X-Forwarded-For lets everybody in. To fix: set %s",
+        administrators.in_words(),
+        ADMIN_KEY,
+        ADMIN_KEY,
+    )
+
+
+def _log_who_is_let_in(policy: Policy, keys: list[str]) -> None:
+    logger.info("Access policy: %d keys of %s", policy.key_count, ", ".join(policy.labels) or "no tenant")
+    if not keys:
+        logger.warning(
+            "An access policy without --api-key: vLLM asks for no key, so everybody may use the base model, and the "
+            "adapters of [default]. To fix: give vLLM the keys of the policy"
+        )
+        return
+    known = {policy.of_key(key).label for key in keys}
+    locked_out = [label for label in policy.labels if label not in known]
+    if locked_out:
+        logger.warning(
+            "No key of %s is in --api-key, so vLLM lets none of them in. To fix: list their keys there too",
+            ", ".join(locked_out),
+        )
+
+
+def _keys_of_vllm(app: Any) -> list[str]:
+    from vllm import envs
+
+    given = getattr(getattr(app.state, "args", None), "api_key", None)
+    return [key for key in (given or [envs.VLLM_API_KEY]) if key]
+
+
+LEDGER = (
+    Patch(
+        "vllm.envs: VLLM_API_KEY",
+        what="read, to see whether vLLM asks for a key, and to warn of keys of the policy that it does not accept; our "
+        "admin key is added to args.api_key where vLLM asks for one",
+        why="what a key may do counts only where vLLM lets it in",
+        remove="vLLM lets a plugin authenticate requests",
+    ),
+)

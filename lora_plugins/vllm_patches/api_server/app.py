@@ -1,0 +1,79 @@
+"""vLLM's web application: our metrics and our middleware on it, and the headers of our errors.
+
+`attach_router` of vLLM's metrics runs where `/metrics` is, in API servers only. There each application gets what all of
+our plugins need.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lora_plugins.ledger import Patch
+from lora_plugins.process import this_process
+from lora_plugins.server.response import AnswerForAdapters
+from lora_plugins.vllm_patches.api_server.metrics import serve_metrics
+from lora_plugins.vllm_patches.wrapping import wrap
+
+
+def patch() -> None:
+    """Have every API server of this process do so; a second call changes nothing."""
+    from vllm.entrypoints.serve.instrumentator import metrics
+
+    wrap(metrics, "attach_router", _attaching)
+
+
+def patch_exception_handler() -> None:
+    """Have vLLM put an `HTTPException`'s headers on its response; a second call changes nothing."""
+    from vllm.entrypoints.serve.exception_handling import register
+
+    wrap(register, "http_exception_handler", _with_headers)
+
+
+def _attaching(original: Any) -> Any:
+    def attach_router(app: Any) -> None:
+        original(app)
+        process = this_process()
+        serve_metrics(app, process)
+        if process.is_resolver_registered or process.is_manager_patched:
+            app.add_middleware(AnswerForAdapters, answer=_answer)
+
+    return attach_router
+
+
+async def _answer(scope: Any, error: Exception) -> Any:
+    """The response that the application's own handler makes of an exception."""
+    from starlette.requests import Request
+
+    handlers = scope["app"].exception_handlers
+    handler = next(handlers[kind] for kind in type(error).__mro__ if kind in handlers)
+    return await handler(Request(scope), error)
+
+
+def _with_headers(original: Any) -> Any:
+    async def http_exception_handler(req: Any, exc: Any) -> Any:
+        response = await original(req, exc)
+        for name, value in (exc.headers or {}).items():
+            response.headers[name] = value
+        return response
+
+    return http_exception_handler
+
+
+LEDGER = (
+    Patch(
+        "vllm.entrypoints.serve.instrumentator.metrics: attach_router(app)",
+        what="wrapped: it also puts our metrics behind /metrics, and adds the middleware that holds the response for "
+        "an adapter back and says its version in x-lora-digest",
+        why="attach_router runs where /metrics is, in API servers only, before the application answers",
+        remove="vLLM lets a plugin that has no endpoints add middleware",
+    ),
+    Patch(
+        """
+        vllm.entrypoints.serve.exception_handling.register: http_exception_handler
+        vllm.entrypoints.serve.exception_handling.handlers.http: http_exception_handler(req, exc)
+        """,
+        what="wrapped: the headers of the HTTPException are put on the response",
+        why="vLLM drops them, and with them Retry-After on a 503",
+        remove="vLLM's handler passes exc.headers on, as FastAPI's own does",
+    ),
+)

@@ -1,0 +1,246 @@
+"""vLLM's asynchronous engine client: loads go to the planner, and an error of ours reaches whoever asked.
+
+Wrapped are `AsyncLLM.add_lora`, `remove_lora`, `generate` and `encode` (vllm/v1/engine/async_llm.py, 0.30 to 0.33).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import weakref
+from collections.abc import AsyncIterator, Callable
+from contextlib import nullcontext
+from typing import Any
+
+from lora_plugins.adapter.fit import without_lora
+from lora_plugins.api.access.principals import share_of_request
+from lora_plugins.api.http_errors import http_error
+from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.events import RequestRefused, RequestServed
+from lora_plugins.ledger import Patch
+from lora_plugins.process import moves_running, this_process
+from lora_plugins.resolvers.sources.uri import absolute
+from lora_plugins.server.planner_client import Ask, PlannerClient
+from lora_plugins.server.response import present
+from lora_plugins.server.snapshots import Snapshots
+from lora_plugins.vllm_patches.engine_core.request import VERSIONS, error_in, error_in_tensor
+from lora_plugins.vllm_patches.wrapping import wrap
+from lora_plugins.worker.lora_request import is_inplace, is_vllms
+
+_DEATH_IS_SEEN_S = 1.0
+
+
+def patch() -> None:
+    """Have every client of this process do so."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    wrap(AsyncLLM, "add_lora", _adding)
+    wrap(AsyncLLM, "remove_lora", removing)
+    wrap(AsyncLLM, "generate", _answering(_error_of_completion))
+    wrap(AsyncLLM, "encode", _answering(_error_of_pooling))
+
+
+def planner_of(client: Any) -> PlannerClient:
+    """The planners behind an engine client; the same object every time."""
+    process = this_process()
+    planner = process.planners.get(client)
+    if planner is None:
+        planner = process.planners[client] = PlannerClient(_asking(weakref.ref(client)), process.events)
+    return planner
+
+
+def snapshots_of(client: Any) -> Snapshots:
+    """What callers of an engine client have named by a path; the same object every time.
+
+    Raises:
+        InvalidSettings: the store cannot be made.
+    """
+    process = this_process()
+    snapshots = process.snapshots.get(client)
+    if snapshots is None:
+        base_path = client.vllm_config.model_config.model
+        snapshots = process.snapshots[client] = Snapshots(process.resolver, is_vllms, base_path)
+        weakref.finalize(client, snapshots.forget_all)
+    return snapshots
+
+
+def has_planner(client: Any) -> bool:
+    """Whether LoRA is on."""
+    return client is not None and client.vllm_config.lora_config is not None
+
+
+def _asking(client: weakref.ref[Any]) -> Ask:
+    async def ask(utility: str, arguments: tuple[Any, ...]) -> dict[int, Any]:
+        """Call a utility of every engine: vLLM's own call returns the first engine's answer only."""
+        target = client()
+        if target is None:
+            raise RuntimeError("the engine client is gone")
+        if not has_planner(target):
+            return _without_lora(utility)
+        core = target.engine_core
+        engines = getattr(core, "core_engines", None) or []
+        numbers = [int.from_bytes(identity, "little") for identity in engines] or [0]
+        if len(engines) < 2:
+            calls = [core.call_utility_async(utility, *arguments)]
+        else:
+            calls = [core._call_utility_async(utility, *arguments, engine=engine) for engine in engines]  # noqa: SLF001
+        return dict(zip(numbers, await _unless_dead(target, asyncio.gather(*calls)), strict=True))
+
+    return ask
+
+
+def _without_lora(utility: str) -> dict[int, Any]:
+    """No engine of a server without LoRA has a planner: there is nothing to be seen, and nothing can be loaded."""
+    if utility in {"lora_plugins_residency", "lora_plugins_figures"}:
+        return {}
+    raise without_lora()
+
+
+async def _unless_dead(client: Any, answers: asyncio.Future[list[Any]]) -> list[Any]:
+    """What the engines answer.
+
+    Where one dies meanwhile, vLLM never ends the call. The request that made it would keep the API server from ending.
+
+    Raises:
+        EngineDeadError: one has died.
+    """
+    try:
+        while not (await asyncio.wait([answers], timeout=_DEATH_IS_SEEN_S))[0]:
+            if client.errored:
+                raise client.dead_error
+        return answers.result()
+    finally:
+        answers.cancel()
+
+
+def _adding(original: Any) -> Any:
+    async def add_lora(self: Any, lora_request: Any) -> Any:
+        if not has_planner(self):
+            return await original(self, lora_request)
+        try:
+            async with snapshots_of(self).adding(lora_request) as taken:
+                if taken is lora_request and (is_inplace(taken) or not is_vllms(taken)):  # no directory
+                    return await original(self, taken)
+                uri = None if taken is lora_request else absolute(lora_request.lora_path)
+                await planner_of(self).load(taken, uri=uri, wants_slot=False, moves=moves_running())
+        except LoRAPluginsError as error:
+            raise http_error(error) from None
+        return True
+
+    return add_lora
+
+
+def removing(original: Any) -> Any:
+    """With this, the id stands for no copy any more: what comes with it next is read again, as by vLLM."""
+
+    def remove_lora(self: Any, lora_id: int) -> Any:
+        if (snapshots := this_process().snapshots.get(self)) is not None:
+            snapshots.forget(lora_id)
+        return original(self, lora_id)
+
+    return remove_lora
+
+
+def _answering(error_of_output: Callable[[Any], LoRAPluginsError | None]) -> Callable[[Any], Any]:
+    def answering(original: Any) -> Any:
+        signature = inspect.signature(original)
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            call = signature.bind(*args, **kwargs)
+            if call.arguments.get("lora_request") is None:
+                return original(*args, **kwargs)
+            return _watched(original, call, error_of_output)
+
+        return answer
+
+    return answering
+
+
+async def _watched(original: Any, call: inspect.BoundArguments, error_of_output: Any) -> AsyncIterator[Any]:
+    """The outputs of a request for an adapter; raises where the engine could not have it."""
+    events, client, lora_request = this_process().events, call.args[0], call.arguments["lora_request"]
+    name, response, has_begun = lora_request.lora_name, present(), False
+    if has_planner(client):
+        try:
+            lora_request = call.arguments["lora_request"] = await snapshots_of(client).of(lora_request)
+        except LoRAPluginsError as refusal:
+            response.error = http_error(refusal)
+            raise response.error from None
+    copies, share = this_process().copies.get(client), share_of_request()
+    for is_last in (copies is None, True):
+        taken = None
+        try:
+            async with nullcontext(lora_request) if copies is None else copies.using(lora_request, share) as taken:
+                call.arguments["lora_request"] = taken
+                planner_of(client).used(taken)
+                async for output in original(*call.args, **call.kwargs):
+                    _check(output, error_of_output)
+                    if not has_begun:
+                        has_begun = response.has_begun = True
+                        events.emit(RequestServed(name))
+                    yield output
+                return
+        except LoRAPluginsError as error:
+            is_final = is_last or has_begun or taken is None
+            if copies is not None and not is_final and await copies.is_at_fault(taken, error):
+                continue  # it is fetched again before the request goes on
+            events.emit(RequestRefused(name, error))
+            snapshots_of(client).refused(taken or lora_request, error)
+            response.error = http_error(error)
+            raise response.error from None
+
+
+def _check(output: Any, error_of_output: Callable[[Any], LoRAPluginsError | None]) -> None:
+    """Raise the error that an output carries; without one, note the version that has made it."""
+    if versions := (getattr(output, "kv_transfer_params", None) or {}).get(VERSIONS):
+        present().note_version(versions[0][0])  # and no fingerprint says that it is all
+    if (error := error_of_output(output)) is not None:
+        raise error
+
+
+def _error_of_completion(output: Any) -> LoRAPluginsError | None:
+    if not output.finished and not any(one.finish_reason for one in output.outputs):
+        return None
+    return next((error for one in output.outputs if (error := error_in(one.stop_reason)) is not None), None)
+
+
+def _error_of_pooling(output: Any) -> LoRAPluginsError | None:
+    return error_in_tensor(output.outputs.data)
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.v1.engine.async_llm:
+            AsyncLLM{engine_core, vllm_config, errored, dead_error}
+            AsyncLLM.add_lora(self, lora_request)
+            AsyncLLM.remove_lora(self, lora_id)
+        vllm.lora.request:
+            LoRARequest{lora_int_id, lora_path, load_inplace, is_3d_lora_weight}
+        """,
+        what="wrapped: loaded by the planner of every engine; what lies at a path is copied into the store before, and "
+        "the engine gets a copy of the request with the copy's path",
+        why="an error is answered with our status and text, and no request waits for a load in the engine's loop; "
+        "prefix-cache keys hold (name, path), and files may change or go",
+    ),
+    Patch(
+        """
+        vllm.v1.engine.async_llm:
+            AsyncLLM.generate(self, prompt, sampling_params, request_id, prompt_text, lora_request, ...)
+            AsyncLLM.encode(self, prompt, pooling_params, request_id, lora_request, ...)
+        """,
+        what="wrapped: the request gets the path of the adapter's copy; an output that carries an error raises it",
+        why="a request whose adapter cannot be loaded is answered with our status and text",
+    ),
+    Patch(
+        """
+        vllm.v1.engine.core_client:
+            AsyncMPClient.call_utility_async(self, method, *args)
+            AsyncMPClient._call_utility_async(self, method, *args, engine)
+            MPClient{core_engines}
+        """,
+        what="called: reaches our utilities of the engine core; of several engines, each by the private one",
+        why="with data parallelism, call_utility_async returns the first engine's answer only",
+        remove="call_utility_async returns every engine's answers",
+    ),
+)

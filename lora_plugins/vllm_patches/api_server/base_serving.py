@@ -1,0 +1,198 @@
+"""vLLM's serving classes: which adapter a request is given, and what its response says of it.
+
+Every serving class gives a request its adapter by `BaseServing._maybe_get_adapters` (0.30 to 0.33). With an access
+policy, an adapter that the key may not use looks like one that does not exist. The name alone decides, before anything
+is looked up, so neither text nor time says what exists; for that `_check_model` is wrapped too.
+
+Four kinds of response have a `system_fingerprint`. vLLM writes there what describes the server, in some chunks of a
+stream only; where it is started with `--fingerprint-mode none` it writes nothing, and the digest stands there.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from lora_plugins.api.access.principals import label_of_request, principal_of_request
+from lora_plugins.api.http_errors import http_error
+from lora_plugins.ledger import Patch
+from lora_plugins.log import logger
+from lora_plugins.process import this_process
+from lora_plugins.server.registry import blocked, no_longer_served
+from lora_plugins.server.response import fingerprint, present
+from lora_plugins.vllm_patches.api_server.async_llm import has_planner
+from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
+from lora_plugins.vllm_patches.wrapping import wrap
+
+
+def patch() -> None:
+    """Have the serving classes of this process do so; a second call changes nothing."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse, ChatCompletionStreamResponse
+    from vllm.entrypoints.openai.completion.protocol import CompletionResponse, CompletionStreamResponse
+    from vllm.entrypoints.serve.engine.serving import BaseServing
+
+    wrap(BaseServing, "_maybe_get_adapters", _picking)
+    for response in (
+        ChatCompletionResponse,
+        ChatCompletionStreamResponse,
+        CompletionResponse,
+        CompletionStreamResponse,
+    ):
+        wrap(response, "__init__", _filling)
+
+
+def patch_checks() -> None:
+    """Have `_check_model` keep to the policy of this process; a second call changes nothing."""
+    from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
+    from vllm.entrypoints.serve.engine.serving import BaseServing
+
+    for serving in (BaseServing, PoolingBaseServing):
+        wrap(serving, "_check_model", _checking)
+
+
+def may_use(name: str) -> bool:
+    """Whether the present request may use this adapter; one that we have not seen may use what the default may."""
+    policy = this_process().policy
+    return policy is None or (principal_of_request.get() or policy.default).may_use(name)
+
+
+def _picking(original: Any) -> Any:
+    from vllm.exceptions import VLLMNotFoundError
+
+    def _maybe_get_adapters(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            adapter = original(_as_if_absent(self, request), request, *args, **kwargs)
+        except VLLMNotFoundError:
+            _refuse_unloaded(self, request)
+            raise
+        for step in _OF_PICKED:
+            adapter = step(self, request, adapter)
+        return adapter
+
+    return _maybe_get_adapters
+
+
+def _checking(original: Any) -> Any:
+    async def _check_model(self: Any, request: Any) -> Any:
+        return await original(_as_if_absent(self, request), request)
+
+    return _check_model
+
+
+def _as_if_absent(serving: Any, request: Any) -> Any:
+    """`serving`, or, where the request may not use the adapter that it names, the same without any adapter or resolver.
+
+    vLLM's own code then says that there is no such model, in its own words.
+    """
+    if this_process().policy is None:
+        return serving
+    name = request.model
+    if not name or serving.models.is_base_model(name) or may_use(name):
+        return serving
+    logger.debug("%s may not use adapter %r", label_of_request(), name)
+    bare = copy.copy(serving)
+    bare.models = copy.copy(serving.models)
+    bare.models.lora_requests = {}
+    bare.models.resolve_lora = _resolve_nothing
+    return bare
+
+
+async def _resolve_nothing(_: str) -> None:
+    return None
+
+
+def _refuse_unloaded(serving: Any, request: Any) -> None:
+    """A name that vLLM has checked, and that is unloaded before it looks it up again, is one to ask for once more."""
+    if not (this_process().is_manager_patched and has_planner(serving.models.engine_client)):
+        return
+    name = request.model
+    is_blocked = may_use(name) and name in lifecycle_of(serving.models).registry.blocked
+    raise http_error((blocked if is_blocked else no_longer_served)(name)) from None
+
+
+def _withhold(_serving: Any, _request: Any, adapter: Any) -> Any:
+    """An adapter with the name of a content part's type (`image`) comes without being named."""
+    return adapter if adapter is None or may_use(adapter.lora_name) else None
+
+
+def _note_version(serving: Any, _request: Any, adapter: Any) -> Any:
+    """The path of a version in the store says its digest; of an adapter that lies elsewhere none is known."""
+    process = this_process()
+    if process.is_resolver_registered:
+        digest = None if adapter is None else process.resolver.store.layout.digest_of(adapter.lora_path)
+        present().note_version(digest, fills_fingerprint=getattr(serving, "system_fingerprint", "") is None)
+    return adapter
+
+
+def _hold_stream(_serving: Any, request: Any, adapter: Any) -> Any:
+    """The response to a request for an adapter begins when the engine has begun to answer."""
+    if adapter is not None and this_process().is_manager_patched and getattr(request, "stream", False):
+        present().is_held = True
+    return adapter
+
+
+# What is done with the adapter that vLLM has picked, in this order: what policy withholds is neither noted nor held.
+_OF_PICKED = (_withhold, _note_version, _hold_stream)
+
+
+def _filling(original: Any) -> Any:
+    """What is set here is written in every chunk; vLLM leaves out what it has not set."""
+
+    def made(self: Any, **fields: Any) -> None:
+        if fields.get("system_fingerprint") is None and (digest := fingerprint()) is not None:
+            fields["system_fingerprint"] = digest
+        original(self, **fields)
+
+    return made
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.entrypoints.serve.engine.serving:
+            BaseServing._check_model(self, request)
+            BaseServing._maybe_get_adapters(self, request, supports_default_mm_loras)
+            BaseServing{models}
+        vllm.entrypoints.pooling.base.serving:
+            PoolingBaseServing._check_model(self, request)
+        vllm.entrypoints.openai.models.serving:
+            OpenAIServingModels.is_base_model(self, model_name)
+        """,
+        what="wrapped, _check_model where there is an access policy; is_base_model is called",
+        why="an adapter that the key may not use must look like one that does not exist. Default multimodal adapters, "
+        "and pooling's unknown names, come from _maybe_get_adapters",
+        remove="vLLM asks a plugin which adapters a request may use",
+    ),
+    Patch(
+        """
+        vllm.entrypoints.serve.engine.serving:
+            BaseServing._maybe_get_adapters(self, request, supports_default_mm_loras)
+        vllm.exceptions:
+            VLLMNotFoundError
+        """,
+        what="wrapped: a streamed response for an adapter begins when the engine has begun to answer. The 404 for a "
+        "name that was there a moment ago is a 503",
+        why="vLLM sends status 200 before it knows whether the adapter can be loaded, and looks a name up twice, "
+        "between which it may be unloaded",
+        remove="vLLM begins a streamed response with the engine's first output",
+    ),
+    Patch(
+        """
+        vllm.lora.request:
+            LoRARequest{lora_path}
+        vllm.entrypoints.generate.base.serving:
+            GenerateBaseServing{system_fingerprint}
+        vllm.entrypoints.openai.chat_completion.protocol:
+            ChatCompletionResponse{system_fingerprint}
+            ChatCompletionStreamResponse{system_fingerprint}
+        vllm.entrypoints.openai.completion.protocol:
+            CompletionResponse{system_fingerprint}
+            CompletionStreamResponse{system_fingerprint}
+        """,
+        what="_maybe_get_adapters notes the version that a request is given; the responses' __init__ is wrapped: where "
+        "the serving class has no fingerprint (--fingerprint-mode none), they have the digest",
+        why="an answer must say which version made it: the name stands for another one after a swap. Clients that keep "
+        "bodies and no headers can tell versions apart too, in every chunk of a stream",
+        remove="vLLM's fingerprint changes with the adapter's version",
+    ),
+)

@@ -1,0 +1,99 @@
+"""The lifecycle of what one of vLLM's API servers serves, made at its first use."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from typing import Any
+
+from lora_plugins.ledger import Patch
+from lora_plugins.process import this_process
+from lora_plugins.server.api_server import ApiServer
+from lora_plugins.server.copies import watch
+from lora_plugins.server.lifecycle import Lifecycle
+from lora_plugins.server.registry import Registry
+from lora_plugins.vllm_patches.api_server.async_llm import planner_of
+
+_watching: set[asyncio.Task[None]] = set()  # the event loop itself keeps no task alive
+
+
+def lifecycle_of(models: Any) -> Lifecycle:
+    """The lifecycle of what `models`, vLLM's `OpenAIServingModels`, serves; the same object every time.
+
+    Raises:
+        InvalidSettings: the store cannot be made.
+    """
+    process = this_process()
+    lifecycle = process.lifecycles.get(models)
+    if lifecycle is None:
+        server = ApiServer(
+            # Not `models` itself, of which the lifecycle is a value: it would never go.
+            Registry(weakref.proxy(models), process.resolver.served),
+            planner_of(models.engine_client),
+            _Server(weakref.proxy(models)),
+            process.resolver,
+            process.events,
+            process.settings.drain_timeout_s,
+        )
+        lifecycle = process.lifecycles[models] = Lifecycle(server)
+        process.copies[models.engine_client] = lifecycle.copies
+        task = asyncio.get_running_loop().create_task(watch(weakref.ref(lifecycle.copies)))
+        _watching.add(task)
+        task.add_done_callback(_watching.discard)
+    return lifecycle
+
+
+class _Server:
+    """What is asked of vLLM (`server.api_server.VllmServer`)."""
+
+    def __init__(self, models: Any) -> None:
+        self._models = models
+
+    @property
+    def base_path(self) -> str:
+        return str(self._models.model_config.model)
+
+    @property
+    def host_places(self) -> int:
+        return int(self._models.engine_client.vllm_config.lora_config.max_cpu_loras)
+
+    def is_base_model(self, name: str) -> bool:
+        return bool(self._models.is_base_model(name))
+
+    def lock(self, name: str) -> Any:
+        return self._models.lora_resolver_lock[name]
+
+    def new_request(self, name: str, path: str, *, is_3d: bool = False) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(
+            lora_name=name,
+            lora_int_id=self._models.lora_id_counter.inc(1),
+            lora_path=path,
+            base_model_name=self._models.base_model_paths[0].name,
+            is_3d_lora_weight=is_3d,
+        )
+
+    async def abort(self, request_ids: list[str]) -> None:
+        await self._models.engine_client.abort(request_ids, internal=True)  # the ids are those of the engine core
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.entrypoints.openai.models.serving:
+            OpenAIServingModels{lora_requests, lora_id_counter, lora_resolver_lock, base_model_paths, model_config}
+            OpenAIServingModels.is_base_model(self, model_name)
+        vllm.lora.request:
+            LoRARequest{lora_name, lora_int_id, lora_path, base_model_name, is_3d_lora_weight}
+        vllm.config.lora:
+            LoRAConfig{max_cpu_loras}
+        vllm.v1.engine.async_llm:
+            AsyncLLM.abort(self, request_id, internal)
+        """,
+        what="read and called: names are put into lora_requests, each version with an id of its own; abort ends "
+        "requests that an unload has waited for long enough",
+        why="this is the table of what vLLM serves, and what lora_admin changes",
+        remove="vLLM has an admin API of its own",
+    ),
+)

@@ -1,0 +1,140 @@
+"""vLLM's offline engine (`LLM`): adapters are copied, and the output of a request whose adapter cannot be had says why.
+
+Wrapped are `LLMEngine.add_lora`, `remove_lora`, `add_request` and `step` (vllm/v1/engine/llm_engine.py, 0.30 to 0.33).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import itertools
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from cachetools import LRUCache
+
+from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.ledger import Patch
+from lora_plugins.log import logger
+from lora_plugins.process import this_process
+from lora_plugins.vllm_patches.api_server.async_llm import has_planner, removing, snapshots_of
+from lora_plugins.vllm_patches.engine_core.request import error_in, error_in_tensor
+from lora_plugins.vllm_patches.wrapping import wrap
+
+T = TypeVar("T")
+_thread = ThreadPoolExecutor(1, "lora-plugins-snapshots")
+# Of requests that the engine is about to refuse, by their ids.
+_refused: LRUCache[str, LoRAPluginsError] = LRUCache(10_000)
+# An engine id and a path for each of these, by which the engine can find nothing.
+_NOWHERE, _refused_ids = "/dev/null/refused", itertools.count(1 << 29)
+
+
+def patch() -> None:
+    """Have every offline engine of this process do so."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    wrap(LLMEngine, "add_lora", _adding)
+    wrap(LLMEngine, "remove_lora", removing)
+    wrap(LLMEngine, "add_request", _requesting)
+    wrap(LLMEngine, "step", _stepping)
+
+
+def _adding(original: Any) -> Any:
+    def add_lora(self: Any, lora_request: Any) -> Any:
+        if not has_planner(self):
+            return original(self, lora_request)
+        snapshots = snapshots_of(self)
+        with snapshots.trying(lora_request, _waited_for(snapshots.take(lora_request))) as taken:
+            return original(self, taken)
+
+    return add_lora
+
+
+def _requesting(original: Any) -> Any:
+    """An adapter that cannot be copied ends its own request, as one does that the engine cannot load."""
+    signature = inspect.signature(original)
+
+    def add_request(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        engine, given = call.args[0], call.arguments.get("lora_request")
+        if given is None or not has_planner(engine):
+            return original(*args, **kwargs)
+        snapshots = snapshots_of(engine)
+        try:
+            taken = snapshots.known(given) or _waited_for(snapshots.of(given))
+        except LoRAPluginsError as error:
+            _refused[call.arguments["request_id"]] = error
+            taken = copy.copy(given)
+            taken.lora_int_id, taken.lora_path = next(_refused_ids), _NOWHERE
+        call.arguments["lora_request"] = taken
+        return original(*call.args, **call.kwargs)
+
+    return add_request
+
+
+def _waited_for(work: Coroutine[Any, Any, T]) -> T:
+    """Its result; in a thread, as the caller's may run an event loop."""
+    return _thread.submit(asyncio.run, work).result()
+
+
+def _stepping(original: Any) -> Any:
+    def step(self: Any) -> Any:
+        outputs = original(self)
+        for output in outputs:
+            error = _explain(output) if output.finished else None
+            taken = getattr(output, "lora_request", None)  # not of a pooling request
+            if error is not None and taken is not None and (snapshots := this_process().snapshots.get(self)):
+                snapshots.refused(taken, error)
+        return outputs
+
+    return step
+
+
+def _explain(output: Any) -> LoRAPluginsError | None:
+    """Put an error's text where the user finds it: the stop reason; of a pooling request, its own error."""
+    refused = _refused.pop(output.request_id, None)
+    if hasattr(output.outputs, "data"):
+        error = error_in_tensor(output.outputs.data)
+        if error is None:
+            return None
+        error = refused or error
+        output.outputs.data = output.outputs.data[:0]
+        if hasattr(output, "error"):
+            output.error = _request_error(error)
+    else:
+        error = None
+        for one in output.outputs:
+            if (its_error := error_in(one.stop_reason)) is not None:
+                error = refused or its_error
+                one.stop_reason = str(error)
+        if error is None:
+            return None
+    logger.warning("Request %s was not answered: %s", output.request_id, error)
+    return error
+
+
+def _request_error(error: LoRAPluginsError) -> Any:
+    from vllm.outputs import RequestError
+
+    return RequestError(code=error.code, message=str(error), retryable=error.retry_after_s is not None)
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.v1.engine.llm_engine:
+            LLMEngine.step(self)
+            LLMEngine.add_request(self, request_id, prompt, params, arrival_time, lora_request, ...)
+            LLMEngine.add_lora(self, lora_request)
+            LLMEngine.remove_lora(self, lora_id)
+        vllm.outputs:
+            RequestError{code, message, retryable}  # since 0.32
+        """,
+        what="wrapped: what lies at a path is copied into the store, the engine gets a request with its path; "
+        "the error of a refused request is put where users of the offline engine find it",
+        why="prefix-cache keys hold (name, path), and files may change or go; a stop reason, or a tensor for pooling, "
+        "carries the error",
+    ),
+)

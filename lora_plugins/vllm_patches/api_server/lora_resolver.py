@@ -1,0 +1,177 @@
+"""The resolver that vLLM asks for an unknown model name, with all our sources behind it; registered once per process.
+
+vLLM has resolvers of its own under the same plugin names. Ours run in their place, whichever entry point is discovered
+last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from lora_plugins.adapter.landing import Model
+from lora_plugins.api.http_errors import http_error
+from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.ledger import Patch
+from lora_plugins.log import logger
+from lora_plugins.process import Process
+from lora_plugins.server.base_model import describe_base
+from lora_plugins.server.name_locks import NameLocks
+from lora_plugins.store.model_file import ModelFile
+from lora_plugins.vllm_patches import model_modules
+from lora_plugins.vllm_patches.api_server.sagemaker import keep_model_of_body
+from lora_plugins.vllm_patches.worker import punica_wrapper
+
+REGISTRY_NAME = "lora-plugins"
+_BUILTIN = "lora_plugins_builtin"  # of our function: the one whose place it has
+
+
+class LoRAPluginsResolver:
+    """Answers vLLM from the sources of this process.
+
+    Duck-typed after `vllm.lora.resolver.LoRAResolver`, of which it is registered as a virtual subclass.
+    """
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+
+    async def resolve_lora(self, base_model_name: str, lora_name: str) -> Any:
+        """Return a `LoRARequest`, or None where no source has the adapter; errors carry their HTTP status."""
+        ours = self.process.resolver
+        try:
+            resolved = await ours.resolve(lora_name, base_model_name)
+        except LoRAPluginsError as error:
+            raise http_error(error) from None  # the event has been logged
+        if resolved is None:
+            return None
+        from vllm.lora.request import LoRARequest
+
+        # vLLM's server puts its own counter in the place of the id.
+        return LoRARequest(
+            lora_name=resolved.name,
+            lora_int_id=resolved.adapter_id,
+            lora_path=str(resolved.path),
+            is_3d_lora_weight=resolved.is_3d,
+            base_model_name=ours.base.served_names[0] if ours.base and ours.base.served_names else None,
+        )
+
+
+def register(process: Process) -> None:
+    """Have vLLM ask our resolver, once in a process."""
+    from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
+
+    LoRAResolver.register(LoRAPluginsResolver)
+    LoRAResolverRegistry.register_resolver(REGISTRY_NAME, LoRAPluginsResolver(process))
+
+
+def begin_serving(models: Any, process: Process) -> None:
+    """Learn what base model is served, from vLLM's `OpenAIServingModels`, and log what is resolved from where."""
+    keep_model_of_body()
+    models.lora_resolver_lock = NameLocks()
+    process.resolver.base = describe_base(models, process.settings)
+    process.resolver.describe_model = functools.partial(
+        _describe_model, models.engine_client, models.model_config.model, process
+    )
+    _log_sources(process)
+
+
+def take_over(module_name: str, function_name: str, register: Callable[[], None]) -> None:
+    """Put `register` in the place of vLLM's builtin of the same entry-point name.
+
+    vLLM imports both entry points and keeps the one that it discovered last. If that is the builtin, it is read
+    from its module after this has run; if it is ours, nothing else is needed. So ours runs in either order. A vLLM
+    that has no such builtin is refused when ours runs, or has nothing to take over.
+    """
+    try:
+        setattr(register, _BUILTIN, builtin(module_name, function_name))
+        setattr(importlib.import_module(module_name), function_name, register)
+    except (ImportError, AttributeError):
+        logger.debug("vLLM has no %s:%s to take over", module_name, function_name)
+
+
+def builtin(module_name: str, function_name: str) -> Callable[[], None]:
+    """The function of vLLM behind an entry point, taken over or not.
+
+    Raises:
+        ImportError, AttributeError: this vLLM has none.
+    """
+    function: Callable[[], None] = getattr(importlib.import_module(module_name), function_name)
+    return getattr(function, _BUILTIN, function)
+
+
+async def _describe_model(client: Any, base_path: str, process: Process) -> Model | None:
+    """What the engine says of its model, kept in the store for the command line."""
+    modules = await model_modules.ask_engine(client)
+    if modules is None:
+        return None
+    logger.info("The engine's %s has %d modules for LoRA", modules.architecture, len(modules.places))
+    try:
+        await asyncio.to_thread(ModelFile(process.settings.store_dir, base_path).write, modules)
+    except OSError as error:
+        logger.warning("Which modules the model has cannot be written for lora-plugins inspect: %s", error)
+    return model_modules.model_of(modules)
+
+
+def _log_sources(process: Process) -> None:
+    from lora_plugins import __version__
+
+    ours, settings = process.resolver, process.settings
+    base = ours.base
+    logger.info(
+        "lora-plugins %s resolves unknown model names from: %s (vLLM's builtin resolvers of these names do not run); "
+        "base match %s, largest rank %s",
+        __version__,
+        ", ".join(str(source) for source in ours.sources),
+        settings.base_match,
+        base.max_rank if base else "unknown",
+    )
+    if not settings.runtime_lora_updating:
+        logger.warning("vLLM asks no resolver unless VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 is set; it is not")
+    if punica_wrapper.base_rows_get_an_adapter():
+        logger.warning(
+            "On the CPU, vLLM before 0.33 computes base-model requests with an adapter when both share a batch "
+            "(vllm-project/vllm#48421); name lora_kernels in VLLM_PLUGINS, or upgrade vLLM"
+        )
+    if base and not base.lora_enabled:
+        logger.warning("This server runs without --enable-lora; every adapter will be refused")
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.lora.resolver:
+            LoRAResolver.resolve_lora(self, base_model_name, lora_name)
+            LoRAResolverRegistry
+            _LoRAResolverRegistry.register_resolver(self, resolver_name, resolver)
+        vllm.lora.request:
+            LoRARequest{lora_name, lora_int_id, lora_path, base_model_name, is_3d_lora_weight}
+        """,
+        what="implemented and registered once per process; it answers with a LoRARequest",
+        why="this is how vLLM asks for unknown model names",
+        remove="never: this is the public interface",
+    ),
+    Patch(
+        """
+        vllm.entrypoints.openai.models.serving:
+            OpenAIServingModels{engine_client, model_config, base_model_paths, lora_requests, lora_resolver_lock}
+        vllm.config.lora:
+            LoRAConfig{max_lora_rank, fully_sharded_loras}
+        """,
+        what="when it has been made, the base model is read (server/base_model.py) and lora_resolver_lock replaced",
+        why="resolve_lora is given the model's path only, not its names and largest rank; and "
+        "lora_resolver_lock keeps a lock for every name that was ever asked for",
+        remove="LoRAResolver is given the model and LoRA configuration, and unused locks are dropped",
+    ),
+    Patch(
+        """
+        vllm.plugins.lora_resolvers.filesystem_resolver: register_filesystem_resolver()
+        vllm.plugins.lora_resolvers.hf_hub_resolver: register_hf_hub_resolver()
+        """,
+        what="replaced by our function of the same entry-point name, when VLLM_PLUGINS names it",
+        why="vLLM ships entry points of these names, and of several with one name it keeps the last discovered",
+        remove="vLLM lets a user choose among entry points of one name",
+    ),
+)

@@ -1,0 +1,278 @@
+"""vLLM's table of served models: what is resolved, loaded and unloaded by it is known to us, and freed.
+
+Wrapped are methods of `OpenAIServingModels` (vllm/entrypoints/openai/models/serving.py, 0.30 to 0.33), each once. Loads
+reach the planner by the engine client: vLLM's code runs over a copy of the table that has ours in the client's place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Coroutine
+from typing import Any
+
+from lora_plugins.adapter.names import why_absent
+from lora_plugins.api.access.principals import require_admin, share_of_request
+from lora_plugins.api.http_errors import http_error
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
+from lora_plugins.ledger import Patch
+from lora_plugins.process import moves_running, this_process
+from lora_plugins.resolvers.sources.uri import absolute
+from lora_plugins.server.lifecycle import Lifecycle
+from lora_plugins.server.registry import blocked, no_longer_served
+from lora_plugins.vllm_patches.api_server.async_llm import has_planner, planner_of, snapshots_of
+from lora_plugins.vllm_patches.api_server.base_serving import may_use
+from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
+from lora_plugins.vllm_patches.api_server.lora_resolver import begin_serving
+from lora_plugins.vllm_patches.api_server.serve_command import require_in_force
+from lora_plugins.vllm_patches.wrapping import wrap
+from lora_plugins.worker.lora_request import is_vllms
+
+_loading: set[asyncio.Task[None]] = set()  # the event loop itself keeps no task alive
+
+
+def patch() -> None:
+    """Have every API server of this process do so; a second call changes nothing."""
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+
+    for name, wrapper in WRAPPERS.items():
+        wrap(OpenAIServingModels, name, wrapper)
+
+
+def _is_planned(models: Any) -> bool:
+    return this_process().is_manager_patched and has_planner(models.engine_client)
+
+
+def _making(original: Any) -> Any:
+    """The base model is known when vLLM begins to serve; if this raises, startup fails."""
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        process = this_process()
+        if process.is_resolver_registered:
+            require_in_force(process)
+        original(self, *args, **kwargs)
+        if process.is_resolver_registered:
+            begin_serving(self, process)
+
+    return made
+
+
+class _Client:
+    """The engine client as vLLM's table of models has it while it adds an adapter: its loads are ours."""
+
+    def __init__(self, models: Any, lifecycle: Lifecycle) -> None:
+        self._client = models.engine_client
+        self._lifecycle = lifecycle
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def in_place_of(self, models: Any) -> Any:
+        """A copy of the table, over the same adapters, which asks this client."""
+        asking = copy.copy(models)
+        asking.engine_client = self
+        return asking
+
+
+class _LoadsByPath(_Client):
+    """Serves what lies at a path as a version.
+
+    Attributes:
+        error: why it cannot, of which vLLM keeps the text only.
+    """
+
+    error: LoRAPluginsError | None = None
+
+    async def add_lora(self, request: Any) -> bool:
+        """As vLLM's, which puts the request into its table afterwards."""
+        moves = moves_running()
+        try:
+            if not await self._lifecycle.load_by_path(request, moves=moves):  # only workers may find it
+                await planner_of(self._client).load(request, wants_slot=False, moves=moves)
+        except LoRAPluginsError as error:
+            self.error = error
+            raise
+        return True
+
+
+class _LoadsInBackground(_Client):
+    """Answers before the load: the request that is resolved waits for it in the scheduler."""
+
+    async def add_lora(self, request: Any) -> bool:
+        """As vLLM's; a load that fails takes the adapter out of the table again."""
+        if not is_vllms(request):  # it may hold weights, which only vLLM's own way brings to the workers
+            return bool(await self._client.add_lora(request))
+        async with snapshots_of(self._client).adding(request) as taken:
+            uri = None if taken is request else absolute(request.lora_path)
+            load = planner_of(self._client).load(taken, uri=uri, moves=moves_running())
+        task = asyncio.get_running_loop().create_task(self._loading(load, request))
+        _loading.add(task)
+        task.add_done_callback(_loading.discard)
+        return True
+
+    async def _loading(self, load: Coroutine[Any, Any, None], request: Any) -> None:
+        try:
+            await load
+        except LoRAPluginsError:  # its request is answered with it
+            self._lifecycle.load_failed(request)
+
+
+def _loading_by_path(original: Any) -> Any:
+    """Where `add_lora` raises, vLLM answers a 500 with its text; with this it is our status.
+
+    vLLM serves whatever lies at the path when it is read; with this, what lay there when it was loaded. `load_inplace`
+    changes weights under what runs; with this, it is a swap like any other, unless the settings say so.
+    """
+
+    async def load_lora_adapter(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        await require_admin()
+        if not _is_planned(self):
+            return await original(self, request, *args, **kwargs)
+        lifecycle = lifecycle_of(self)
+        client = _LoadsByPath(self, lifecycle)
+        result = await original(client.in_place_of(self), request, *args, **kwargs)
+        if client.error is not None:
+            raise http_error(client.error, shows_paths=True)  # the caller has named the path
+        if not hasattr(result, "error"):
+            lifecycle.on_change()
+        return result
+
+    return load_lora_adapter
+
+
+def _resolving(original: Any) -> Any:
+    """A name that no resolver has is answered with what is wrong with it, where the name itself shows that.
+
+    vLLM says "does not exist" of every such name. Not raised by our resolver: another one may have other names.
+    """
+
+    async def resolve_lora(self: Any, lora_name: str) -> Any:
+        if _is_planned(self):
+            result = await _resolved(original, self, lora_name)
+        else:
+            result = await original(self, lora_name)
+        error = getattr(result, "error", None)  # of an ErrorResponse
+        if error is not None and error.code == AdapterNotFound.http_status and this_process().is_resolver_registered:
+            reason = why_absent(lora_name)
+            if reason is not None:
+                raise http_error(reason)
+        return result
+
+    return resolve_lora
+
+
+async def _resolved(original: Any, models: Any, lora_name: str) -> Any:
+    """A blocked name is not resolved again, and whatever is resolved is written down for the next start."""
+    lifecycle = lifecycle_of(models)
+    if lora_name in lifecycle.registry.blocked:
+        raise http_error(blocked(lora_name))
+    try:
+        async with lifecycle.copies.shares.using(share_of_request(), lora_name):
+            result = await original(_LoadsInBackground(models, lifecycle).in_place_of(models), lora_name)
+            if hasattr(result, "error"):
+                adapter = await lifecycle.load_version(lora_name)
+                return result if adapter is None else adapter.request
+    except LoRAPluginsError as error:
+        raise http_error(error) from None
+    lifecycle.on_change()
+    return result
+
+
+def _checking_unload(original: Any) -> Any:
+    """Under the name's lock, vLLM checks what it then takes out of its table: here the registry still sees it."""
+
+    async def _check_unload_lora_adapter_request(self: Any, request: Any) -> Any:
+        if _is_planned(self):
+            lifecycle_of(self).registry.get(request.lora_name)
+        return await original(self, request)
+
+    return _check_unload_lora_adapter_request
+
+
+def _unloading(original: Any) -> Any:
+    """The endpoint takes the name out of vLLM's table only; with this, its slot, memory and lease are freed."""
+
+    async def unload_lora_adapter(self: Any, request: Any) -> Any:
+        await require_admin()
+        if not _is_planned(self):
+            return await original(self, request)
+        lifecycle, name = lifecycle_of(self), request.lora_name
+        result = await original(self, request)
+        adapter = None if hasattr(result, "error") else lifecycle.registry.forget(name)
+        if adapter is not None:
+            lifecycle.on_change()
+            if not await lifecycle.server.drain(adapter, no_longer_served(name)):
+                return f"{result} Requests that still run keep its memory until they end."
+        return result
+
+    return unload_lora_adapter
+
+
+def _listing(original: Any) -> Any:
+    """Listed is what the caller may use; `root` says where the operator has it, not where its copy is."""
+
+    async def show_available_models(self: Any) -> Any:
+        listed = await original(self)
+        if self.lora_requests and _is_planned(self):
+            registry = lifecycle_of(self).registry
+            for card in listed.data:
+                adapter = registry.get(card.id)
+                card.root = card.root if adapter is None else adapter.given_path or card.root
+        listed.data = [card for card in listed.data if self.is_base_model(card.id) or may_use(card.id)]
+        return listed
+
+    return show_available_models
+
+
+WRAPPERS = {
+    "__init__": _making,
+    "load_lora_adapter": _loading_by_path,
+    "resolve_lora": _resolving,
+    "_check_unload_lora_adapter_request": _checking_unload,
+    "unload_lora_adapter": _unloading,
+    "show_available_models": _listing,
+}
+
+LEDGER = (
+    Patch(
+        """
+        vllm.entrypoints.openai.models.serving:
+            OpenAIServingModels.__init__(self, engine_client, base_model_paths, lora_modules)
+            OpenAIServingModels{engine_client}
+            OpenAIServingModels.load_lora_adapter(self, request, base_model_name)
+            OpenAIServingModels.resolve_lora(self, lora_name)
+        vllm.entrypoints.serve.lora.protocol:
+            LoadLoRAAdapterRequest{load_inplace}
+        vllm.entrypoints.serve.engine.protocol:
+            ErrorResponse{error}
+            ErrorInfo{code}
+        """,
+        what="wrapped: loads by vLLM's code go to our planner, in the background where a name is resolved; one that "
+        "fails is answered with our status and text; what lies at a path is copied into the store and served as any "
+        "version; a load in place becomes a swap. A 404 for a name that cannot be an adapter's says why",
+        why="vLLM drops the text of the error (load_lora_adapter: and answers 500), and it loads in place in the "
+        "engine's loop, under what runs; files at a path may change or go. It says the same of every unknown name",
+        remove="vLLM passes on the text of what add_lora and resolvers raise, and loads in place in the background",
+    ),
+    Patch(
+        """
+        vllm.entrypoints.openai.models.serving:
+            OpenAIServingModels.unload_lora_adapter(self, request)
+            OpenAIServingModels._check_unload_lora_adapter_request(self, request)
+        """,
+        what="wrapped: unload waits for running requests and frees slot, host memory and lease; the check notes, under "
+        "the name's lock, which version is unloaded. Loading and unloading are for administrators only",
+        why="vLLM's unload takes the name out of its table only, and SageMaker has other routes to it",
+        remove="vLLM frees what it unloads, and asks a plugin who may",
+    ),
+    Patch(
+        """
+        vllm.entrypoints.openai.models.serving:
+            OpenAIServingModels.is_base_model(self, model_name)
+            OpenAIServingModels.show_available_models(self)
+        """,
+        what="wrapped: what the key may not use is not listed, and what was loaded from a path is listed with it",
+        why="an adapter that the key may not use must look like one that does not exist",
+        remove="vLLM asks a plugin which adapters a request may use",
+    ),
+)

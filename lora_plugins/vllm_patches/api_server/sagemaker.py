@@ -1,0 +1,60 @@
+"""SageMaker's `/invocations` answers for the model that the body names.
+
+vLLM has the route's body changed by `model_hosting_container_standards`: `model` becomes what the header
+`X-Amzn-SageMaker-Adapter-Identifier` says, and null without it. So the base model answered whatever the body asked for,
+names that nobody has and those that the key may not use too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+from lora_plugins.ledger import Patch
+from lora_plugins.vllm_patches.wrapping import wrap
+
+_PACKAGE = "model_hosting_container_standards.sagemaker.lora"
+_HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
+
+
+def keep_model_of_body() -> None:
+    """Leave a body as it is where the header names no adapter; again, or without that package, nothing happens."""
+    transform = _transform()
+    if transform is not None:
+        wrap(transform, "transform_request", _keeping)
+
+
+def _keeping(original: Any) -> Any:
+    async def transform_request(self: Any, raw_request: Any) -> Any:
+        if raw_request.headers.get(_HEADER):
+            return await original(self, raw_request)
+        unchanged = importlib.import_module(f"{_PACKAGE}.models").BaseLoRATransformRequestOutput
+        return unchanged(request=None, raw_request=raw_request)
+
+    return transform_request
+
+
+def _transform() -> Any:
+    """The class that puts the header's name into the body; importing it must not change what is logged."""
+    loggers: list[logging.Logger | logging.Handler] = [logging.root]
+    loggers += [*logging.root.handlers, *logging.getLogger("vllm").handlers]
+    levels = [one.level for one in loggers]
+    try:
+        return importlib.import_module(f"{_PACKAGE}.transforms").InjectToBodyApiTransform
+    except ImportError:
+        return None
+    finally:
+        for one, level in zip(loggers, levels, strict=True):
+            one.setLevel(level)
+
+
+LEDGER = (
+    Patch(
+        "vllm.entrypoints.serve.sagemaker.api_router: attach_router(app, supported_tasks, model_config)",
+        what="not touched; its /invocations has its body changed by model_hosting_container_standards, of which "
+        "InjectToBodyApiTransform.transform_request is wrapped: without the header the body keeps its model",
+        why="the base model answered for every name",
+        remove="inject_adapter_id leaves the body's model where there is no header",
+    ),
+)

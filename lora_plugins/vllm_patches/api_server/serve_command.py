@@ -1,0 +1,149 @@
+"""What `vllm serve` refuses: front ends without our code, and several API servers that would serve different names.
+
+In front ends other than vLLM's API server in Python, resolvers, admin API and access policy are not there. Of several
+API servers each has a table of adapters of its own, so none of them may change. `ServeSubcommand.validate` and
+`run_multi_api_server` (vllm/entrypoints/cli/serve.py, 0.30 to 0.33) are wrapped: startup fails before an engine loads.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from lora_plugins.api.access.administrators import ADMIN_KEY
+from lora_plugins.errors import InvalidSettings
+from lora_plugins.ledger import Patch
+from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, OTHERS, S3
+from lora_plugins.process import Process
+from lora_plugins.server import declared_file
+from lora_plugins.settings import Settings, named_in_environment
+from lora_plugins.vllm_patches.wrapping import wrap
+
+_CLI = "vllm.entrypoints.cli.serve"
+_GRPC = "smg_grpc_servicer.vllm.servicer"  # vLLM's gRPC server imports it before plugins are loaded
+_RUST = "vllm-rs"
+
+
+def patch(settings: Settings) -> None:
+    """Refuse what would leave out what was asked for; manager and kernels alone run with any front end.
+
+    Raises:
+        InvalidSettings: this process is such a server, or the engine of one.
+    """
+    asked = [name for name in (FILESYSTEM, S3, HUB, OTHERS, ADMIN) if named_in_environment(name)] + configured(settings)
+    if not asked:
+        return
+    if _GRPC in sys.modules:
+        raise _refusal("vLLM's gRPC server", asked, "start vllm serve without --grpc")
+    if _parent() == _RUST:
+        raise _refusal(f"{_RUST} serve", asked, "start vllm serve")
+    cli: Any = sys.modules.get(_CLI)
+    if cli is not None:
+        wrap(cli.ServeSubcommand, "validate", functools.partial(_refusing_front_ends, asked=asked))
+        wrap(cli, "run_multi_api_server", functools.partial(_refusing_several, settings=settings))
+
+
+def refuse_several(count: int, asked: str) -> None:
+    """Raise InvalidSettings where what was asked for has several API servers."""
+    if count > 1:
+        raise InvalidSettings(
+            f"{asked} with --api-server-count {count}: each server would know its own adapters only",
+            expected="one API server, which knows all adapters",
+            remedy="set --api-server-count 1 (with data parallelism vLLM starts one for each engine), or leave "
+            "lora_admin and VLLM_ALLOW_RUNTIME_LORA_UPDATING out and name adapters with --lora-modules",
+        )
+
+
+def require_in_force(process: Process) -> None:
+    """Refuse to start a server that has a policy, a key or a declared set in its settings and does not keep to it.
+
+    vLLM goes on without an endpoint plugin that is not named, or that it cannot load.
+
+    Raises:
+        InvalidSettings: `access.install` has not been called in this process.
+    """
+    if process.lets_in_administrators_only:
+        return
+    for name in configured(process.settings):
+        raise InvalidSettings(
+            f"{name} in a process that does not keep to it",
+            expected="an API server with lora_admin",
+            remedy="name lora_admin in VLLM_PLUGINS, see the log for why it does not load, or unset the variable",
+        )
+
+
+def configured(settings: Settings) -> list[str]:
+    """The variables that are set of those that only an API server with `lora_admin` keeps to."""
+    values = {
+        "LORA_PLUGINS_POLICY": settings.policy,
+        ADMIN_KEY: settings.admin_key,
+        declared_file.VARIABLE: settings.adapters_file,
+    }
+    return [name for name, value in values.items() if value is not None]
+
+
+def _refusing_front_ends(original: Any, asked: list[str]) -> Any:
+    def validate(self: Any, args: Any) -> None:
+        from vllm import envs
+
+        if getattr(args, "grpc", False):
+            raise _refusal("vllm serve --grpc", asked, "leave --grpc out")
+        if envs.VLLM_USE_RUST_FRONTEND and not args.headless and args.api_server_count != 0:
+            raise _refusal("VLLM_USE_RUST_FRONTEND=1", asked, "unset VLLM_USE_RUST_FRONTEND")
+        original(self, args)
+
+    return validate
+
+
+def _refusing_several(original: Any, settings: Settings) -> Any:
+    def run_multi_api_server(args: Any) -> Any:
+        if named_in_environment(ADMIN):
+            refuse_several(args.api_server_count or 1, ADMIN)
+        elif settings.runtime_lora_updating:
+            refuse_several(args.api_server_count or 1, "VLLM_ALLOW_RUNTIME_LORA_UPDATING")
+        return original(args)
+
+    return run_multi_api_server
+
+
+def _refusal(front_end: str, asked: list[str], remedy: str) -> InvalidSettings:
+    names = ", ".join(asked)
+    return InvalidSettings(
+        f"{front_end} with {names}, which it would not keep to",
+        expected="vLLM's API server in Python, where resolvers, admin API and access policy run",
+        remedy=f"{remedy}, or go without {names} (lora_lru_manager and lora_kernels run with any front end)",
+    )
+
+
+def _parent() -> str:
+    """The name of the program that started this one; empty where the system does not say."""
+    try:
+        return Path(f"/proc/{os.getppid()}/comm").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.entrypoints.cli.serve:
+            ServeSubcommand.validate(self, args)
+        vllm.envs:
+            VLLM_USE_RUST_FRONTEND
+        """,
+        what="wrapped: with a resolver, lora_admin or a policy it raises for --grpc and for the front end in Rust; the "
+        "gRPC server and vllm-rs, which start without it, are known by an imported module and by the parent process",
+        why="requests do not pass vLLM's API server there, so what was asked for would be left out without a word",
+        remove="these front ends ask resolvers, and have endpoint plugins",
+    ),
+    Patch(
+        "vllm.entrypoints.cli.serve: run_multi_api_server(args)",
+        what="wrapped: with lora_admin, or where adapters may change, it raises before an engine is started",
+        why="vLLM says that runtime updating cannot be used, not what to do: data parallelism starts one API server "
+        "for each engine, unless --api-server-count 1 is given",
+        remove="API servers share what they serve",
+    ),
+)

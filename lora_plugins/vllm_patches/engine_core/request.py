@@ -1,0 +1,151 @@
+"""A request of the engine core: the weights that compute it, and the error that ends it.
+
+vLLM's `Request` (vllm/v1/request.py, 0.30 to 0.33) is given a `LoRARequest` of its adapter's generation. By its id
+batches find the slot; by its path the keys of cached prefixes differ from those of other weights. An error travels in
+the last output to the API server, as the stop reason, or as a tensor of bytes where the request is a pooling one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from lora_plugins.errors import LoRAPluginsError, error_of
+from lora_plugins.ledger import Patch
+from lora_plugins.scheduler.adapter import Adapter
+from lora_plugins.scheduler.messages import AdapterSpec
+from lora_plugins.store.layout import is_digest
+from lora_plugins.worker.lora_request import lora_request
+
+VERSIONS = "lora_versions"  # in the kv_transfer_params of a last output: the one place for more that vLLM answers with
+_PREFIX = "lora-plugins:"  # of the stop reason
+
+
+def is_in_store(path: str) -> bool:
+    """Whether a path is named by what is in it: that never changes."""
+    return is_digest(os.path.basename(path))
+
+
+def name_of(path: str) -> str:
+    """What answers call the weights at a path: their digest, where they are in the store."""
+    return os.path.basename(path) if is_in_store(path) else path
+
+
+def weights_of(adapter: Adapter) -> str:
+    """What answers call an adapter's weights."""
+    return name_of(_path(adapter))
+
+
+def assign(request: Any, adapter: Adapter) -> None:
+    """Have a request that has not begun be computed with this generation."""
+    before, path = request.lora_request, _path(adapter)
+    if (before.lora_int_id, before.lora_path) == (adapter.key, path):
+        return
+    request.lora_request = lora_request(adapter.spec.name, adapter.key, path, is_3d=adapter.spec.is_3d)
+    if before.lora_path != path:
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+
+def move(request: Any, adapter: Adapter, hash_block_size: int) -> None:
+    """Have a request that runs go on with the weights that its adapter has now.
+
+    What it has computed with the ones before keeps its keys; what comes is found by no other request.
+    """
+    path = f"{_path(adapter)}#{request.request_id}"
+    request.lora_request = lora_request(adapter.spec.name, adapter.key, path, is_3d=adapter.spec.is_3d)
+    del request.block_hashes[request.num_computed_tokens // hash_block_size :]
+    request.update_block_hashes()
+
+
+def has_weights_of(request: Any, adapter: Adapter | None, spec: AdapterSpec) -> bool:
+    """Whether a request was computed with what this generation has, or had when it was evicted."""
+    key = request.lora_request.lora_int_id
+    return bool(request.lora_request.lora_path == _path_of(spec, key if adapter is None else adapter.weights))
+
+
+def tokens_of(request: Any) -> int:
+    """How many tokens of its answer are computed, or on their way."""
+    return int(request.num_output_tokens + request.num_output_placeholders)
+
+
+def _path(adapter: Adapter) -> str:
+    return _path_of(adapter.spec, adapter.weights)
+
+
+def _path_of(spec: AdapterSpec, weights: int) -> str:
+    """A path that no other weights have: where it is not in the store, with the load that read it."""
+    is_enough = is_in_store(spec.path) or weights == spec.engine_id
+    return spec.path if is_enough else f"{spec.path}#{weights}"
+
+
+def refused_output(request: Any, error: LoRAPluginsError) -> Any:
+    """The last output of a request, which ends with this error; vLLM's `EngineCoreOutput`."""
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+    from vllm.v1.request import RequestStatus
+
+    request.status = RequestStatus.FINISHED_ERROR
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[],
+        pooling_output=None if request.pooling_params is None else error_tensor(error),
+        finish_reason=FinishReason.ERROR,
+        stop_reason=stop_reason(error),
+        events=request.take_events(),
+        trace_headers=request.trace_headers,
+    )
+
+
+def stop_reason(error: LoRAPluginsError) -> str:
+    """An error as vLLM's outputs can carry it."""
+    return _PREFIX + json.dumps(error.plain())
+
+
+def error_tensor(error: LoRAPluginsError) -> Any:
+    """An error as the output of a pooling request can carry it: vLLM asks for a tensor, and drops the stop reason."""
+    import torch
+
+    return torch.frombuffer(bytearray(stop_reason(error).encode()), dtype=torch.uint8)
+
+
+def error_in_tensor(pooled: Any) -> LoRAPluginsError | None:
+    """The error that a pooled output carries; None where it is a result, which is none of bytes."""
+    if str(getattr(pooled, "dtype", "")) != "torch.uint8":
+        return None
+    return error_in(bytes(pooled.tolist()).decode(errors="replace"))
+
+
+def error_in(reason: object) -> LoRAPluginsError | None:
+    """The error that a stop reason carries; None where it is another one."""
+    if isinstance(reason, str) and reason.startswith(_PREFIX):
+        return error_of(json.loads(reason.removeprefix(_PREFIX)))
+    return None
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.v1.request:
+            Request{lora_request, block_hashes, num_computed_tokens, num_output_placeholders}
+            Request.num_output_tokens(self)
+            Request.update_block_hashes(self)
+        """,
+        what="written: a request's lora_request names the generation of its adapter, and its block hashes are made "
+        "again from where that changes its path",
+        why="batches find slots, and cached prefixes their weights, by vLLM's id and path, which callers give again",
+        remove="vLLM's keys of cached prefixes hold the identity of an adapter's bytes (vllm-project/vllm#48352)",
+    ),
+    Patch(
+        """
+        vllm.v1.request:
+            RequestStatus{FINISHED_ERROR}
+        vllm.v1.engine:
+            EngineCoreOutput{
+                request_id, new_token_ids, pooling_output, finish_reason, stop_reason, events, trace_headers}
+            FinishReason{ERROR}
+        """,
+        what="made for a request whose adapter cannot be loaded: a stop reason, or a tensor for pooling, has the error",
+        why="it is answered with our status and text",
+    ),
+)

@@ -1,0 +1,113 @@
+"""Which class vLLM's workers make their LoRA manager of: ours, or one made of ours and of another package's loading.
+
+`LoRAModelRunnerMixin.load_lora_model` (vllm/v1/worker/lora_model_runner_mixin.py, 0.30 to 0.33) is wrapped. Whoever has
+put a class of its own into the mixin by then, before our plugins were loaded or after (Unsloth does), is asked how
+adapters are read; which are loaded, and when, stays the scheduler's to say.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+from lora_plugins.errors import InvalidSettings
+from lora_plugins.ledger import Patch
+from lora_plugins.vllm_patches.wrapping import wrap
+
+_MODULE, _LOADS = "vllm.lora.worker_manager", "_load_adapter"
+
+
+def patch(**options: Any) -> None:
+    """Have every worker of this process make its manager so, with these options of ours."""
+    from vllm.v1.worker import lora_model_runner_mixin
+
+    import lora_plugins.worker.manager  # noqa: F401 - while what it subclasses is vLLM's, where that is so now
+
+    mixin = lora_model_runner_mixin.LoRAModelRunnerMixin
+    wrap(mixin, "load_lora_model", functools.partial(_with_our_manager, options=options))
+
+
+def _with_our_manager(original: Any, options: dict[str, Any]) -> Any:
+    def load_lora_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm.v1.worker import lora_model_runner_mixin as module
+
+        found = module.LRUCacheWorkerLoRAManager
+        module.LRUCacheWorkerLoRAManager = functools.partial(planned(found), **options)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            module.LRUCacheWorkerLoRAManager = found
+
+    return load_lora_model
+
+
+def planned(found: Any) -> type:
+    """Our class where `found` is vLLM's, else one made of ours and of how `found` reads an adapter.
+
+    Raises:
+        InvalidSettings: `found` does more otherwise than that, which would be left out.
+    """
+    from lora_plugins.worker.manager import PlannedWorkerLoRAManager as Ours
+
+    if not isinstance(found, type) or not hasattr(found, _LOADS):
+        raise _not_planned(found, "no class that loads adapters as vLLM's does")
+    if issubclass(found, Ours):
+        return found
+    theirs = [kind for kind in found.__mro__[:-1] if kind.__module__ != _MODULE]
+    changed = {name for kind in theirs for name in vars(kind) if not name.startswith("__")} - {_LOADS}
+    if len(theirs) < len(found.__mro__) - 1:
+        lost = changed & vars(Ours).keys() - {"create_lora_manager"}  # which calls theirs
+    else:
+        more = changed - _names_of_vllm()  # a copy of vLLM's has what vLLM's has, and perhaps what helps it to load
+        lost = {name for name in more if not name.startswith("_") or name in vars(Ours)}
+    if lost:
+        raise _not_planned(found, "which defines " + ", ".join(sorted(lost)) + " too")
+    if found in Ours.__mro__:
+        return Ours
+    return type(f"Planned{found.__name__}", (Ours, found), {_LOADS: getattr(found, _LOADS)})
+
+
+def _names_of_vllm() -> set[str]:
+    """What vLLM's own class has, which may be nowhere any more."""
+    spec: Any = importlib.util.find_spec(_MODULE)
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return set(dir(module.LRUCacheWorkerLoRAManager))
+
+
+def require_planned(manager: Any) -> Any:
+    """The manager that a worker has, at its every step.
+
+    Raises:
+        InvalidSettings: it takes no commands from the scheduler.
+    """
+    if not hasattr(manager, "begin_step"):
+        raise _not_planned(type(manager), "put in the place of ours")
+    return manager
+
+
+def _not_planned(found: Any, what: str) -> InvalidSettings:
+    name = f"{found.__module__}.{found.__qualname__}" if isinstance(found, type) else repr(found)
+    return InvalidSettings(
+        f"{name} as the workers' LoRA manager, {what}",
+        expected=f"vLLM's, or a class that differs from it in {_LOADS} only",
+        remedy="leave lora_lru_manager out of VLLM_PLUGINS, or have that class not be set",
+    )
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.v1.worker.lora_model_runner_mixin:
+            LRUCacheWorkerLoRAManager
+            LoRAModelRunnerMixin.load_lora_model(self, model, vllm_config, device)
+        vllm.lora.worker_manager:
+            WorkerLoRAManager._load_adapter(self, lora_request)
+        """,
+        what="wrapped: while it runs, the name stands for our manager, or for one that also reads adapters as the "
+        "class does that was there; relied on: it is then at model_runner.lora_manager",
+        why="the mixin makes its manager by this name, commands find it there, and frameworks put their own there",
+        remove="vLLM lets a plugin choose the worker LoRA manager",
+    ),
+)

@@ -1,0 +1,91 @@
+"""VLLM's model runners zero new KV blocks before they are used, and count NaN in logits.
+
+A block is filled token by token, and attention reads all of it: what lies behind the last token has weight 0. After an
+adapter whose keys or values overflowed that is 0 * NaN, which is NaN for whoever has the block next, the base model's
+requests too. `KVCacheConfig.needs_kv_cache_zeroing` (vllm/v1/kv_cache_interface.py, 0.30 to 0.33) says whether the
+scheduler names new blocks and workers zero them, as vLLM does where a model has Mamba layers.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from lora_plugins.ledger import Patch
+from lora_plugins.settings import default_for_children
+from lora_plugins.vllm_patches.wrapping import wrap
+
+VARIABLE = "VLLM_COMPUTE_NANS_IN_LOGITS"
+
+
+def patch() -> None:
+    """Have every engine and worker of this process do so.
+
+    Where the operator has set `VLLM_COMPUTE_NANS_IN_LOGITS`, that stands; vLLM reads it when it makes workers.
+    """
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    KVCacheConfig.needs_kv_cache_zeroing = property(lambda _: True)
+    default_for_children(VARIABLE, "1")
+
+
+def patch_runners() -> None:
+    """The part that is done in a worker's process, once its modules are there; again, it changes nothing.
+
+    vLLM's own counting makes a tensor of the logits' size and adds it up. On the CPU its runner leaves out groups of
+    sliding windows.
+    """
+    from vllm.v1.worker import gpu_model_runner
+
+    gpu_model_runner.count_nans_per_row = nan_in_rows
+    cpu: Any = sys.modules.get("vllm.v1.worker.cpu_model_runner")
+    if cpu is not None:
+        wrap(cpu.CPUModelRunner, "_zero_block_ids", _zeroing)
+
+
+def nan_in_rows(logits: Any) -> Any:
+    """Of each row, 1 where it holds NaN and else 0 (int32, on the device): the largest of values with NaN is NaN."""
+    import torch
+
+    return logits.amax(dim=-1).isnan().to(torch.int32)
+
+
+def _zeroing(original: Any) -> Any:
+    def zero_block_ids(self: Any, block_ids: list[int]) -> None:
+        from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+
+        original(self, block_ids)
+        layers = self.compilation_config.static_forward_context
+        for group in self.kv_cache_config.kv_cache_groups:
+            spec = group.kv_cache_spec
+            if isinstance(spec, FullAttentionSpec) or not isinstance(spec, AttentionSpec):
+                continue
+            for name in group.layer_names:
+                blocks: Any = getattr(layers.get(name), "kv_cache", None)
+                if hasattr(blocks, "index_fill_"):  # a tensor
+                    blocks[block_ids] = 0
+
+    return zero_block_ids
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.v1.kv_cache_interface:
+            KVCacheConfig.needs_kv_cache_zeroing
+            AttentionSpec
+            FullAttentionSpec
+        vllm.v1.worker.cpu_model_runner:
+            CPUModelRunner._zero_block_ids(self, block_ids)
+        """,
+        what="always true, so that workers zero each KV block before a request has it; on the CPU sliding windows too",
+        why="0 * NaN: an adapter whose values overflow would reach whoever gets its blocks",
+        remove="vLLM zeroes blocks, or its kernels do not read behind the last token",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu_model_runner: count_nans_per_row(logits)",
+        what="VLLM_COMPUTE_NANS_IN_LOGITS is set, and NaN in logits is counted in one pass",
+        why="an answer of such logits would be that of no weights; the scheduler ends its request",
+        remove="vLLM ends requests whose logits are NaN",
+    ),
+)

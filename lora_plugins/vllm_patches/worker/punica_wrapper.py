@@ -1,0 +1,153 @@
+"""Put our kernels behind vLLM's punica interface, in every process that computes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from lora_plugins.kernels import dispatch
+from lora_plugins.kernels.compiled import build, prebuilt
+from lora_plugins.kernels.ranks import at_once
+from lora_plugins.ledger import Patch
+from lora_plugins.log import logger
+from lora_plugins.process import this_process
+from lora_plugins.settings import Settings
+from lora_plugins.vllm_patches.wrapping import wrap
+
+_OURS = "_lora_plugins_kernels"  # marks a patched platform
+
+
+def patch(settings: Settings) -> None:
+    """Have vLLM make its layers with our wrapper in this process, and log which and why; a second call changes nothing.
+
+    Raises:
+        InvalidSettings: the kernels asked for cannot be had on this machine.
+    """
+    from vllm.platforms import current_platform
+
+    if hasattr(type(current_platform), _OURS):
+        return
+    platform = platform_name(current_platform)
+    machine = dispatch.Machine(
+        platform,
+        dispatch.triton_is_there(),
+        # The smallest of the compiled parts: which dtype the products are for is known when the model is.
+        functools.partial(build.problem, prebuilt.COPY),
+        lambda: architecture(current_platform),
+    )
+    choice = dispatch.choose(settings.kernels, machine)
+    logger.info("LoRA kernels: %s (%s)", choice.kernels, choice.why)
+    if choice.wrapper is None:
+        return
+    use_wrapper(choice.wrapper)
+
+
+def platform_name(platform: Any) -> str:
+    """What this platform is called here: `cpu`, `cuda`, `rocm`, ... vLLM's `device_type` is "cuda" on ROCm too."""
+    return "rocm" if platform.is_rocm() else str(platform.device_type)
+
+
+def architecture(platform: Any) -> str | None:
+    """The first GPU's architecture, such as `sm_90`, found without starting CUDA; None where that cannot be said."""
+    capability = platform.get_device_capability()
+    return None if capability is None else f"sm_{capability.to_int()}"
+
+
+def use_wrapper(dotted_name: str) -> None:
+    """Have vLLM make the punica wrapper of this name, and register layers with it."""
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    setattr(platform, _OURS, True)
+    platform.get_punica_wrapper = classmethod(lambda _: dotted_name)
+    register_layers()
+
+
+def triton_wrapper(*args: Any, **kwargs: Any) -> Any:
+    """The Triton wrapper, cutting its work by the tables that this process's settings name; vLLM calls it by name.
+
+    Raises:
+        InvalidSettings: a tuning table cannot be right.
+    """
+    from lora_plugins.kernels.punica_triton import TritonPunicaWrapper
+
+    return TritonPunicaWrapper(*args, tuning_dir=this_process().settings.tuning_dir, **kwargs)
+
+
+def register_layers() -> None:
+    """Have every layer with LoRA register with its punica wrapper, which learns true ranks from it, of all at once."""
+    from vllm.lora.layers.base import BaseLayerWithLoRA
+    from vllm.lora.model_manager import LoRAModelManager
+
+    wrap(BaseLayerWithLoRA, "set_mapping", _registering)
+    wrap(LoRAModelManager, "activate_adapter", _at_once)
+
+
+def _registering(original: Any) -> Any:
+    def set_mapping(self: Any, punica_wrapper: Any) -> None:
+        original(self, punica_wrapper)
+        punica_wrapper.register(self)
+
+    return set_mapping
+
+
+def _at_once(original: Any) -> Any:
+    def activate_adapter(self: Any, lora_id: int) -> bool:
+        with at_once():
+            return bool(original(self, lora_id))
+
+    return activate_adapter
+
+
+def base_rows_get_an_adapter() -> bool:
+    """Whether vLLM's own kernels run, on the CPU, and compute base-model rows with an adapter."""
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.platforms import current_platform
+
+    # 0.33 masks index -1, which stands for "no adapter"; before, it selects the last slot.
+    is_original = not hasattr(type(current_platform), _OURS)
+    return is_original and bool(current_platform.is_cpu()) and "-1" not in inspect.getsource(lora_ops.bgmv_shrink)
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.platforms:
+            current_platform
+        vllm.platforms.interface:
+            Platform{device_type}
+            Platform.is_rocm(self)
+            Platform.get_device_capability(cls, device_id)
+            DeviceCapability.to_int(self)
+            Platform.get_punica_wrapper(cls)
+        """,
+        what="get_punica_wrapper replaced on the current platform's class by one that names our wrapper; the others "
+        "are called, to choose the kernels",
+        why="vLLM makes every layer's kernels from this dotted name, in every process",
+        remove="vLLM lets a plugin name its LoRA kernels",
+    ),
+    Patch(
+        "vllm.lora.layers.base: BaseLayerWithLoRA.set_mapping(self, punica_wrapper)",
+        what="wrapped: our punica wrapper is given the layer",
+        why="a punica wrapper is given tensors only, padded to max_lora_rank; the layer knows the true ranks",
+        remove="vLLM gives punica wrappers the true rank of each slot",
+    ),
+    Patch(
+        "vllm.lora.model_manager: LoRAModelManager.activate_adapter(self, lora_id)",
+        what="wrapped: what it writes into the slots of all layers is announced to the device once",
+        why="a launch for each layer's rank would cost more than the copy of all",
+        remove="vLLM gives punica wrappers the true rank of each slot",
+    ),
+    Patch(
+        """
+        vllm.lora.ops.torch_ops.lora_ops:
+            bgmv_shrink(inputs, lora_b_weights, output_tensor, lora_indices_tensor, scaling)
+        vllm.platforms.interface:
+            Platform.is_cpu(self)
+        """,
+        what="its source is read, to warn where it does not mask index -1",
+        why="on the CPU, vLLM before 0.33 computes base-model rows with the last slot's adapter",
+        remove="0.32 is no longer supported",
+    ),
+)

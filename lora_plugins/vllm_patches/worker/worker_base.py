@@ -1,0 +1,171 @@
+"""vLLM's workers carry the scheduler's commands out: before the batch that they come with, and in the background.
+
+`WorkerWrapperBase.execute_model` and `sample_tokens` (vllm/v1/worker/worker_base.py, 0.30 to 0.33) are wrapped.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from lora_plugins.adapter.fit import BaseModel
+from lora_plugins.adapter.model_modules import ModelModules
+from lora_plugins.ledger import Patch
+from lora_plugins.process import this_process
+from lora_plugins.resolvers.resolver import AdapterResolver
+from lora_plugins.scheduler.messages import Change, Command, Report, Slots
+from lora_plugins.vllm_patches.engine_core.scheduler import COMMANDS, REPORTS
+from lora_plugins.vllm_patches.model_modules import model_of
+from lora_plugins.vllm_patches.worker import lora_model_runner_mixin, model_runner
+from lora_plugins.vllm_patches.wrapping import wrap
+
+# While there is no batch, a step waits so long for what is being loaded: the engine need not spin.
+EMPTY_STEP_WAIT_S = 0.005
+
+
+def patch() -> None:
+    """Have every worker of this process do so."""
+    from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
+
+    lora_model_runner_mixin.patch(settings=this_process().settings, make_resolver=_make_resolver)
+    wrap(WorkerWrapperBase, "init_worker", _initialising)
+    wrap(WorkerWrapperBase, "execute_model", _executing)
+    WorkerWrapperBase.sample_tokens = _sampling
+    WorkerBase.lora_plugins_step = _step
+    WorkerBase.lora_plugins_changes = _changes
+    WorkerBase.lora_plugins_forget_given = _forget_given
+    WorkerBase.lora_plugins_finish_jobs = _finish_jobs
+    WorkerBase.lora_plugins_rewrite_slots = _rewrite_slots
+    WorkerBase.get_lora_metrics = _metrics
+
+
+def _make_resolver(base_path: str, modules: ModelModules | None) -> AdapterResolver | None:
+    model = None if modules is None else model_of(modules)
+    return this_process().resolver_of_worker(BaseModel(base_path, model=model))
+
+
+def manager_of(worker: Any) -> Any:
+    """Our manager in a worker; None where LoRA is off.
+
+    Raises:
+        InvalidSettings: another one has been put in its place.
+    """
+    manager = getattr(getattr(worker, "model_runner", None), "lora_manager", None)
+    return None if manager is None else lora_model_runner_mixin.require_planned(manager)
+
+
+def _initialising(original: Any) -> Any:
+    """What workers import is there then; other processes do without."""
+
+    def init_worker(self: Any, all_kwargs: Any) -> None:
+        original(self, all_kwargs)
+        model_runner.patch_runners()
+
+    return init_worker
+
+
+def _executing(original: Any) -> Any:
+    def execute_model(self: Any, scheduler_output: Any) -> Any:
+        manager = manager_of(self.worker)
+        if manager is None:
+            return original(self, scheduler_output)
+        has_batch = bool(scheduler_output.total_num_scheduled_tokens)
+        manager.begin_step(getattr(scheduler_output, COMMANDS, ()), has_batch=has_batch)
+        output = original(self, scheduler_output)
+        wait_s = 0.0 if has_batch else EMPTY_STEP_WAIT_S
+        return output if output is None else _with_reports(output, _reports(manager, wait_s))
+
+    return execute_model
+
+
+def _sampling(self: Any, grammar_output: Any) -> Any:
+    """`sample_tokens`, which vLLM's wrapper leaves to the worker."""
+    output = self.worker.sample_tokens(grammar_output)
+    manager = manager_of(self.worker)
+    return output if manager is None or output is None else _with_reports(output, _reports(manager))
+
+
+def _reports(manager: Any, wait_s: float = 0.0) -> list[Report | Slots]:
+    """What has been done; before it, once, which slots there are: the scheduler cannot ask when it is made."""
+    if manager.has_told_slots:
+        return list(manager.reports(wait_s))
+    manager.has_told_slots = True
+    return [manager.slots, *manager.reports()]
+
+
+def _with_reports(output: Any, reports: list[Report | Slots]) -> Any:
+    if not reports:
+        return output
+    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+    if hasattr(output, "get_output"):  # asynchronous scheduling: made in another thread
+        output.get_output = _reporting(output.get_output, reports)
+        return output
+    if output is EMPTY_MODEL_RUNNER_OUTPUT:
+        output = copy.copy(output)  # it is shared
+    setattr(output, REPORTS, reports)
+    return output
+
+
+def _reporting(original: Any, reports: list[Report | Slots]) -> Any:
+    def get_output() -> Any:
+        return _with_reports(original(), reports)
+
+    return get_output
+
+
+# `self` is a worker; these are reached by `collective_rpc`, by their names.
+
+
+def _step(self: Any, commands: Sequence[Command], wait_s: float) -> list[Report | Slots]:
+    """A step without a batch."""
+    manager = manager_of(self)
+    manager.begin_step(commands)
+    return _reports(manager, wait_s)
+
+
+def _changes(self: Any, first_number: int) -> list[Change]:
+    """What this worker was given past the plan, and told to remove, since the last call, with numbers from this one."""
+    manager = manager_of(self)
+    return [] if manager is None else list(manager.take_changes(first_number))
+
+
+def _forget_given(self: Any, numbers: set[int]) -> None:
+    """Drop what was given, and is not planned yet."""
+    manager_of(self).jobs.forget_given(numbers)
+
+
+def _finish_jobs(self: Any) -> None:
+    """Wait until nothing is loaded and no slot written in the background."""
+    manager_of(self).jobs.finish()
+
+
+def _rewrite_slots(self: Any) -> None:
+    """Write every slot again, after its memory may have been lost."""
+    manager_of(self).rewrite_slots()
+
+
+def _metrics(self: Any) -> dict[str, Any]:
+    return asdict(manager_of(self).lora_metrics())
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.v1.worker.worker_base:
+            WorkerWrapperBase{worker}
+            WorkerWrapperBase.init_worker(self, all_kwargs)
+            WorkerWrapperBase.execute_model(self, scheduler_output)
+            WorkerBase{model_runner}
+            WorkerBase.sample_tokens(self, grammar_output)
+        vllm.v1.outputs:
+            EMPTY_MODEL_RUNNER_OUTPUT
+            AsyncModelRunnerOutput.get_output(self)
+        """,
+        what="wrapped: commands are read before a batch, and reports put on what it returns; the wrapper is given "
+        "sample_tokens, and workers the methods lora_plugins_…. The empty output is shared, so it is copied first",
+        why="every executor but Ray's first calls them; collective_rpc reaches the methods by name",
+    ),
+)

@@ -1,0 +1,18 @@
+"""How a function of vLLM gets ours around it: once, however often it is asked for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+_OURS = "lora_plugins_wrapper"  # marks the function, whatever else wraps it
+
+
+def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+    """Put `wrapper(original)` in the place of an attribute of a class or module; again, nothing changes."""
+    original = getattr(owner, name)
+    if not hasattr(original, _OURS):
+        wrapped = functools.wraps(original)(wrapper(original))
+        setattr(wrapped, _OURS, True)
+        setattr(owner, name, wrapped)

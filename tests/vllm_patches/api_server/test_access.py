@@ -1,0 +1,621 @@
+"""The policy before vLLM's own classes and routes: a forbidden name is an unknown one, in every respect."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import Depends, FastAPI, WebSocket
+from fastapi.responses import JSONResponse
+from starlette.testclient import TestClient
+
+from lora_plugins.api.access.administrators import forbidden
+from lora_plugins.api.access.policy import Principal
+from lora_plugins.api.access.principals import principal_of_request, require_admin
+from lora_plugins.errors import InvalidSettings, SourceUnavailable
+from lora_plugins.process import Process
+from lora_plugins.resolvers.sources.filesystem import FilesystemSource
+from lora_plugins.settings import BaseMatch, Settings
+from lora_plugins.vllm_patches.api_server import access, openai_serving_models
+from lora_plugins.vllm_patches.api_server.lora_resolver import LoRAPluginsResolver
+from tests.make import adapter_files, put
+from tests.resolvers.test_resolver import FakeSource
+
+POLICY = """
+[default]
+adapters = ["public/*"]
+[tenants.a]
+keys = ["key-a"]
+adapters = ["team-a/*", "shared"]
+[tenants.b]
+keys = ["key-b"]
+adapters = ["team-b/*", "shared", "audio"]
+[tenants.root]
+keys = ["key-root"]
+admin = true
+"""
+KEYS = ["key-a", "key-b", "key-root", "unlisted"]
+EXISTING = ("team-a/sql", "team-b/sql", "team-b/chat", "team-b/v1.2", "shared", "public/x", "audio", "secret")
+
+
+class Engine:
+    """What OpenAIServingModels needs of the engine client."""
+
+    def __init__(self) -> None:
+        self.model_config = SimpleNamespace(model="org/tiny", max_model_len=128)
+        self.renderer = self.input_processor = None
+        self.added: list[str] = []
+
+    async def add_lora(self, request: Any) -> bool:
+        self.added.append(request.lora_name)
+        return True
+
+
+class World:
+    """vLLM's models, serving classes, routes and middleware around one made-up remote source."""
+
+    def __init__(
+        self,
+        process: Process,
+        tmp_path: Path,
+        *,
+        policy: Path | None = None,
+        keys: Sequence[str] = (),
+        admin_key: str | None = None,
+        uds: str | None = None,
+    ) -> None:
+        from vllm.entrypoints.openai.models.protocol import BaseModelPath
+        from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+        from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
+        from vllm.entrypoints.serve.engine.serving import BaseServing
+
+        self.source = FakeSource("s3", dict.fromkeys(EXISTING, adapter_files()))
+        self.process = process
+        process.settings = Settings(
+            store_dir=tmp_path / "store", base_match=BaseMatch.OFF, policy=policy, admin_key=admin_key
+        )
+        process.add_source(self.source)
+        self.engine = Engine()
+        self.models = OpenAIServingModels(self.engine, [BaseModelPath("tiny", "org/tiny")], lora_modules=None)
+        self.models.lora_resolvers = [LoRAPluginsResolver(process)]
+        abstract = dict.fromkeys(("__init__", *PoolingBaseServing.__abstractmethods__), _nothing)
+        pooling = type("Pooling", (PoolingBaseServing,), abstract)()
+        pooling.models, pooling.request_logger = self.models, None
+        self.servings = {"base": BaseServing(self.models, self.engine.model_config), "pooling": pooling}
+        self.app = self._app(list(keys), uds)
+
+    def _app(self, keys: list[str], uds: str | None) -> FastAPI:
+        from vllm.entrypoints.openai.models import api_router as models_routes
+        from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+        from vllm.entrypoints.serve.lora import api_router as lora_routes
+        from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+        app = FastAPI()
+        app.state.args = SimpleNamespace(api_key=keys, uds=uds, log_error_stack=False)
+        app.state.openai_serving_models = self.models
+        models_routes.attach_router(app)
+        level = logging.root.level
+        lora_routes.attach_router(app)
+        logging.root.setLevel(level)  # a library of SageMaker's that vLLM imports here sets it
+
+        @app.post("/v1/use/{kind}")
+        async def use(kind: str, body: dict[str, Any]) -> Any:
+            """What vLLM's handlers do with a request before it goes to the engine."""
+            serving, request = self.servings[kind], SimpleNamespace(**body)
+            refused = await serving._check_model(request)
+            if refused is not None:
+                return JSONResponse(refused.model_dump(), refused.error.code)
+            found = serving._maybe_get_adapters(request, kind == "base")
+            assert request.model == body["model"], "the request is as it was"
+            return {"adapter": None if found is None else found.lora_name}
+
+        @app.get("/v1/mine", dependencies=[Depends(require_admin)])
+        async def mine() -> str:
+            return principal_of_request.get().label if principal_of_request.get() else "nobody"
+
+        access.install(app, self.process)
+        init_exception_handler(app)
+        if app.state.args.api_key:  # as vLLM's init_entrypoints_middleware, after the endpoint plugins
+            app.add_middleware(AuthenticationMiddleware, tokens=app.state.args.api_key)
+        return app
+
+    def send(
+        self, method: str, path: str, key: str | None = None, *, client: Any = ("127.0.0.1", 1), **more: Any
+    ) -> httpx.Response:
+        async def go() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False, client=client)
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as sender:
+                return await sender.request(method, path, **more)
+
+        return asyncio.run(go())
+
+    def use(self, name: Any, key: str | None = "key-a", kind: str = "base", **more: Any) -> httpx.Response:
+        return self.send("POST", f"/v1/use/{kind}", key, json={"model": name, **more})
+
+    def load(self, *names: str) -> None:
+        for name in names:
+            assert self.use(name, "key-root").json() == {"adapter": name}
+
+    def listed(self, key: str | None) -> list[str]:
+        return [card["id"] for card in self.send("GET", "/v1/models", key).json()["data"]]
+
+
+def _nothing(self: Any) -> None:
+    pass
+
+
+@pytest.fixture
+def vllm_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+    from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
+    from vllm.entrypoints.serve.engine.serving import BaseServing
+
+    for owner, names in (
+        (BaseServing, ("_check_model", "_maybe_get_adapters")),
+        (PoolingBaseServing, ("_check_model",)),
+        (OpenAIServingModels, tuple(openai_serving_models.WRAPPERS)),
+    ):
+        for name in names:
+            monkeypatch.setattr(owner, name, vars(owner)[name])  # put back afterwards
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    (tmp_path / "policy.toml").write_text(POLICY)
+    return tmp_path / "policy.toml"
+
+
+@pytest.fixture
+def world(process: Process, tmp_path: Path, policy: Path, vllm_as_it_was: None) -> World:
+    return World(process, tmp_path, policy=policy, keys=KEYS)
+
+
+def seen(answer: httpx.Response, name: str) -> tuple[int, str, dict[str, str]]:
+    """All that a client sees, without the name that it has asked for."""
+    headers = {key: value for key, value in answer.headers.items() if key != "content-length"}
+    return answer.status_code, answer.text.replace(name, "<name>"), headers
+
+
+kinds = pytest.mark.parametrize("kind", ["base", "pooling"])
+
+
+# --- what one may use
+
+
+@kinds
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("key-a", "team-a/sql"),
+        ("key-a", "shared"),
+        ("key-b", "team-b/chat"),
+        ("key-b", "shared"),
+        ("key-root", "team-b/sql"),
+        ("key-root", "secret"),
+        ("unlisted", "public/x"),
+    ],
+)
+def test_what_one_may_use_is_served(world, kind, key, name):
+    assert world.use(name, key, kind).json() == {"adapter": name}
+    assert world.source.asked == [name]
+    assert world.engine.added == [name]
+
+
+@kinds
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("name", ["tiny", None, ""])
+def test_every_key_may_use_the_base_model(world, kind, key, name):
+    assert world.use(name, key, kind).json() == {"adapter": None}
+
+
+# --- what one may not use
+
+FORBIDDEN_NAMES = ("team-b/sql", "team-b/nobody", "secret", "no-such-team/x", "team-b/v1.2", "nobody@v1", "-x", "a//b")
+
+
+@kinds
+@pytest.mark.parametrize("key", ["key-a", "unlisted"])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_forbidden_name_is_answered_like_an_unknown_one(world, kind, key, loaded):
+    if loaded:
+        world.load("team-b/sql", "team-b/v1.2", "secret")
+    own = {"key-a": "team-a/nobody", "unlisted": "public/nobody"}[key]
+    unknown = seen(world.use(own, key, kind), own)
+    assert unknown[0] == 404
+    assert "<name>" in unknown[1]
+    for name in FORBIDDEN_NAMES:
+        assert seen(world.use(name, key, kind), name) == unknown, name
+
+
+@kinds
+@pytest.mark.parametrize("name", ["x/a/b/v1.2", "x/home/secret", "x/tmp/y", "team-b/srv/a.b", "a'\"\\u007b"])
+def test_vllm_removes_paths_from_these_texts_too(world, kind, name, monkeypatch):
+    answer = world.use(name, "key-a", kind).text
+    monkeypatch.setattr(Principal, "may_use", lambda *_: True)
+    assert world.use(name, "key-a", kind).text == answer
+
+
+@kinds
+@pytest.mark.parametrize("loaded", [False, True])
+def test_nothing_is_looked_up_for_a_forbidden_name(world, kind, loaded, monkeypatch):
+    """Whatever could take longer for a name that exists: the table, the name's lock, resolvers, sources, the engine."""
+    if loaded:
+        world.load("team-b/sql", "secret")
+    served, asked = dict(world.models.lora_requests), list(world.source.asked)
+    world.models.lora_resolver_lock = world.models.lora_resolvers = world.engine = None
+    monkeypatch.setattr(world.models, "lora_requests", Unreadable())
+    for _ in range(2):
+        for name in FORBIDDEN_NAMES:
+            assert world.use(name, "key-a", kind).status_code == 404
+    monkeypatch.setattr(world.models, "lora_requests", served)
+    assert world.source.asked == asked
+    assert world.listed("key-b") == (["tiny", "team-b/sql"] if loaded else ["tiny"])
+
+
+class Unreadable(dict[str, Any]):
+    """A table that nobody may look into."""
+
+    def _fail(self, *_: Any) -> Any:
+        raise AssertionError("looked up")
+
+    __contains__ = __getitem__ = __iter__ = get = values = items = keys = _fail
+
+
+@kinds
+def test_an_outage_shows_for_own_names_only(world, kind):
+    async def away(name: Any, base: str) -> Any:
+        raise SourceUnavailable("no answer")
+
+    world.source.locate = away
+    answer = world.use("team-a/sql", "key-a", kind)
+    assert (answer.status_code, "'team-a/sql'" in answer.text) == (503, True)
+    for name in ("team-b/sql", "team-b/nobody"):
+        assert world.use(name, "key-a", kind).status_code == 404
+
+
+@pytest.mark.parametrize("name", ["team-b/sql", "nobody"])
+def test_without_name_validation_a_forbidden_name_is_the_base_model(world, monkeypatch, name):
+    world.load("team-b/sql")
+    monkeypatch.setenv("VLLM_SKIP_MODEL_NAME_VALIDATION", "1")
+    assert world.use(name, "key-a").json() == {"adapter": None}
+    assert world.use("team-b/sql", "key-b").json() == {"adapter": "team-b/sql"}
+
+
+def test_default_multimodal_adapters_need_permission_too(world):
+    """vLLM applies an adapter that is called `audio` to chats with audio in them."""
+    world.load("audio")
+    messages = [{"role": "user", "content": [{"type": "audio_url"}]}]
+    assert world.use("tiny", "key-b", messages=messages).json() == {"adapter": "audio"}
+    assert world.use("tiny", "key-a", messages=messages).json() == {"adapter": None}
+
+
+def test_tenants_at_one_time_get_their_own_answers(world):
+    world.load("team-a/sql", "team-b/sql")
+
+    async def go() -> list[int]:
+        transport = httpx.ASGITransport(world.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            asked = [(key, name) for key in ("key-a", "key-b") for name in ("team-a/sql", "team-b/sql")] * 10
+            answers = await asyncio.gather(
+                *(
+                    client.post("/v1/use/base", json={"model": name}, headers={"Authorization": f"Bearer {key}"})
+                    for key, name in asked
+                )
+            )
+            return [answer.status_code for answer in answers]
+
+    assert asyncio.run(go()) == [200, 404, 404, 200] * 10
+
+
+def test_without_a_request_the_default_rights_apply(world):
+    async def check(name: str) -> Any:
+        return await world.servings["base"]._check_model(SimpleNamespace(model=name))
+
+    assert asyncio.run(check("public/x")) is None
+    assert asyncio.run(check("team-a/sql")).error.code == 404
+
+
+# --- listing, and what administrators may
+
+
+def test_the_list_shows_what_the_key_may_use(world):
+    world.load("team-a/sql", "team-b/sql", "shared", "public/x")
+    assert world.listed("key-a") == ["tiny", "team-a/sql", "shared"]
+    assert world.listed("key-b") == ["tiny", "team-b/sql", "shared"]
+    assert world.listed("unlisted") == ["tiny", "public/x"]
+    assert world.listed("key-root") == ["tiny", "team-a/sql", "team-b/sql", "shared", "public/x"]
+
+
+@pytest.mark.parametrize("route", ["load_lora_adapter", "unload_lora_adapter"])
+def test_loading_and_unloading_need_admin_rights(world, route):
+    world.load("team-a/sql")
+    body = {"lora_name": "team-a/sql", "lora_path": "/x", "load_inplace": True}
+    for name in ("team-a/sql", "nobody"):
+        refused = world.send("POST", f"/v1/{route}", "key-a", json={**body, "lora_name": name})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, 403)
+    assert list(world.models.lora_requests) == ["team-a/sql"]
+    assert world.send("POST", f"/v1/{route}", "key-root", json=body).status_code == 200
+    assert world.send("POST", f"/v1/{route}", json=body).status_code == 401
+    assert world.send("POST", f"/v1/{route}", "unknown", json=body).status_code == 401
+
+
+def test_other_routes_to_vllms_methods_need_admin_rights_too(world):
+    """SageMaker's, for one."""
+    from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
+
+    @world.app.delete("/adapters/{name}")
+    async def unload(name: str) -> Any:
+        return await world.models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
+
+    world.load("shared")
+    assert world.send("DELETE", "/adapters/shared", "key-a").status_code == 403
+    assert "shared" in world.models.lora_requests
+    assert world.send("DELETE", "/adapters/shared", "key-root").status_code == 200
+
+
+def test_at_start_vllm_loads_its_static_modules(world):
+    from vllm.entrypoints.openai.models.protocol import LoRAModulePath
+
+    world.models.static_lora_modules = [LoRAModulePath(name="team-b/static", path="/x")]
+    asyncio.run(world.models.init_static_loras())
+    assert "team-b/static" in world.listed("key-b")
+    assert "team-b/static" not in world.listed("key-a")
+
+
+def test_a_route_can_ask_for_admin_rights(world):
+    refused = world.send("GET", "/v1/mine", "key-a")
+    assert (refused.status_code, refused.json()["error"]["message"]) == (403, str(forbidden()))
+    assert world.send("GET", "/v1/mine", "key-root").json() == "root"
+
+
+def test_a_websocket_has_its_principal(world):
+    @world.app.websocket("/v1/socket")
+    async def socket(websocket: WebSocket) -> None:
+        await websocket.accept()
+        await websocket.send_text(principal_of_request.get().label)
+        await websocket.close()
+
+    headers = {"Authorization": "Bearer key-b"}
+    with TestClient(world.app).websocket_connect("/v1/socket", headers=headers) as client:
+        assert client.receive_text() == "b"
+
+
+# --- installing it
+
+
+def test_without_a_policy_nothing_is_wrapped(process, tmp_path, vllm_as_it_was):
+    from vllm.entrypoints.serve.engine.serving import BaseServing
+
+    before = BaseServing._check_model
+    world = World(process, tmp_path, policy=None, keys=KEYS)
+    assert BaseServing._check_model is before
+    assert process.policy is None
+    assert world.use("team-b/sql", "key-a").json() == {"adapter": "team-b/sql"}
+
+
+# --- links between the prefixes of tenants
+
+
+@pytest.mark.parametrize("what", ["directory", "files", "folder"])
+def test_a_link_to_another_tenants_adapter_is_no_adapter(process, tmp_path, policy, vllm_as_it_was, what):
+    root = tmp_path / "adapters"
+    theirs = put(root / "team-b" / "sql", adapter_files())
+    (root / "team-a").mkdir()
+    if what == "files":
+        (root / "team-a" / "steal").mkdir()
+        for file in adapter_files():
+            (root / "team-a" / "steal" / file).symlink_to(theirs / file)
+    elif what == "directory":
+        (root / "team-a" / "steal").symlink_to("../team-b/sql")
+    else:
+        (root / "team-a" / "folder").symlink_to("../team-b")
+    put(root / "team-a" / "sql-v3", adapter_files())
+    (root / "team-a" / "sql").symlink_to("sql-v3")
+    world = World(process, tmp_path, policy=policy, keys=KEYS)
+    process.add_source(FilesystemSource(root, may_lead=process.may_lead))
+    world.source.answers.clear()
+    name = "team-a/folder/sql" if what == "folder" else "team-a/steal"
+    for key in ("key-a", "key-root"):  # an administrator would load it for the tenant too
+        refused, unknown = world.use(name, key), world.use("team-a/none", key)
+        assert refused.status_code == unknown.status_code == 404
+        assert refused.text.replace(name, "team-a/none") == unknown.text
+    assert world.use("team-a/sql").json() == {"adapter": "team-a/sql"}
+    assert world.use("team-b/sql", "key-b").json() == {"adapter": "team-b/sql"}
+
+
+# --- without a policy
+
+
+def may(world: World, *, key: str | None = None, **more: Any) -> list[int]:
+    """What our routes, vLLM's, and one that reaches vLLM's methods by another way (as SageMaker's does) answer."""
+    from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
+
+    @world.app.delete("/adapters/{name}")
+    async def unload(name: str) -> Any:
+        return await world.models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
+
+    asked = (
+        ("GET", "/v1/loras", {}),
+        ("GET", "/v1/mine", {}),
+        ("POST", "/v1/load_lora_adapter", {"json": {"lora_name": "new", "lora_path": "/x"}}),
+        ("DELETE", "/adapters/new", {}),
+    )
+    return [world.send(method, path, key, **body, **more).status_code for method, path, body in asked]
+
+
+YES = [404, 200, 200, 200]  # this application has no /v1/loras
+
+
+@pytest.mark.parametrize("client", [("127.0.0.1", 1), ("127.9.0.1", 1), ("::1", 1), ("::ffff:127.0.0.1", 1)])
+def test_without_any_key_this_machine_may_administer(process, tmp_path, vllm_as_it_was, client):
+    assert may(World(process, tmp_path), client=client) == YES
+
+
+def test_a_page_under_a_name_of_its_own_may_not(process, tmp_path, vllm_as_it_was):
+    world = World(process, tmp_path)
+    assert may(world, headers={"Host": "evil.example:8000"}) == [403] * 4
+    text = world.send("GET", "/v1/loras", headers={"Host": "evil.example:8000"}).json()["error"]["message"]
+    assert text.startswith("[L008] found a call under a name that is not this machine's own, evil.example:8000")
+
+
+@pytest.mark.parametrize("client", [("10.0.0.7", 1), ("::ffff:10.0.0.7", 1), ("2001:db8::1", 1), None, ("", 0)])
+def test_without_any_key_no_other_machine_may(process, tmp_path, vllm_as_it_was, client):
+    world = World(process, tmp_path)
+    assert may(world, client=client) == [403] * 4
+    assert world.models.lora_requests == {}
+    text = world.send("GET", "/v1/loras", client=client).json()["error"]["message"]
+    assert text.startswith("[L008] found a caller ")
+    assert "set LORA_PLUGINS_ADMIN_KEY for the server" in text
+    assert world.send("DELETE", "/adapters/new", client=client).json()["error"]["message"] == text
+    assert world.send("POST", "/v1/use/base", client=client, json={"model": "shared"}).json() == {"adapter": "shared"}
+
+
+def test_who_reaches_the_unix_socket_may_administer(process, tmp_path, vllm_as_it_was):
+    assert may(World(process, tmp_path, uds="/run/x"), client=None) == YES
+
+
+def test_with_vllms_keys_alone_each_may_administer(process, tmp_path, vllm_as_it_was):
+    world = World(process, tmp_path, keys=KEYS)
+    far = ("10.0.0.7", 1)
+    assert may(world, key="key-a", client=far) == YES
+    assert may(world, key="nobodys") == [401, 401, 401, 403], "vLLM asks for no key beside /v1; we do"
+
+
+@pytest.mark.parametrize("keys", [(), KEYS])
+def test_the_admin_key_lets_its_holder_in(process, tmp_path, vllm_as_it_was, keys):
+    world = World(process, tmp_path, keys=keys, admin_key="the-key")
+    assert may(world, key="the-key", client=("10.0.0.7", 1)) == YES
+    assert world.use("shared", "the-key").json() == {"adapter": "shared"}
+
+
+def test_with_an_admin_key_loopback_needs_it_too(process, tmp_path, vllm_as_it_was):
+    world = World(process, tmp_path, admin_key="the-key")
+    assert may(world) == [401, 403, 401, 403]
+    assert may(world, key="the-ke") == may(world, key="the-key ") == [403] * 4
+    refused = world.send("GET", "/v1/loras")
+    assert refused.headers["www-authenticate"] == "Bearer"
+    assert refused.json()["error"]["message"] == (
+        "[L008] found no key in the Authorization header; expected the key of LORA_PLUGINS_ADMIN_KEY. "
+        "To fix: send it as 'Authorization: Bearer KEY'."
+    )
+    assert "the-key" not in world.send("GET", "/v1/loras", "other").text
+
+
+def test_with_an_admin_key_vllms_keys_administer_nothing(process, tmp_path, vllm_as_it_was):
+    world = World(process, tmp_path, keys=KEYS, admin_key="the-key")
+    assert may(world, key="key-a") == [403] * 4
+    assert world.use("shared", "key-a").json() == {"adapter": "shared"}
+    assert world.use("shared", None).status_code == 401
+
+
+def test_with_a_policy_admin_key_and_tenants_may(process, tmp_path, policy, vllm_as_it_was):
+    world = World(process, tmp_path, policy=policy, keys=KEYS, admin_key="the-key")
+    assert may(world, key="the-key") == may(world, key="key-root") == YES
+    assert may(world, key="key-a") == [403] * 4
+    assert world.use("secret", "the-key").json() == {"adapter": "secret"}
+
+
+def test_the_environments_key_of_vllm_stays_valid(process, tmp_path, vllm_as_it_was, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "key-a")
+    world = World(process, tmp_path, admin_key="the-key")
+    assert world.app.state.args.api_key == ["key-a", "the-key"]
+    assert world.use("shared", "key-a").json() == {"adapter": "shared"}
+
+
+@pytest.mark.parametrize(
+    ("how", "level", "says"),
+    [
+        ({}, "WARNING", "callers on this machine (loopback) only"),
+        ({"uds": "/run/x"}, "WARNING", "whoever can connect to the Unix socket only"),
+        ({"keys": KEYS}, "INFO", "every key of --api-key"),
+        ({"admin_key": "the-key"}, "INFO", "the key of LORA_PLUGINS_ADMIN_KEY"),
+        ({"keys": KEYS, "admin_key": "the-key"}, "INFO", "the key of LORA_PLUGINS_ADMIN_KEY"),
+    ],
+)
+def test_startup_logs_who_may_administer(process, tmp_path, vllm_as_it_was, logged, how, level, says):
+    World(process, tmp_path, **how)
+    (record,) = [record for record in logged.records if "admin API" in record.getMessage()]
+    assert (record.levelname, says in record.getMessage()) == (level, True)
+    assert "the-key" not in logged.text
+
+
+# --- installing it with a policy
+
+
+def test_installed_twice_it_wraps_once(world, policy):
+    from vllm.entrypoints.serve.engine.serving import BaseServing
+
+    wrapped = BaseServing._check_model
+    access.install(world.app, world.process)
+    assert BaseServing._check_model is wrapped
+    names = [middleware.cls.__name__ for middleware in world.app.user_middleware]
+    assert names == ["AuthenticationMiddleware", "KnowPrincipal"], "vLLM's own stands outside"
+    access.install(FastAPI(), world.process)
+    assert BaseServing._check_model is wrapped
+
+
+def test_startup_fails_with_a_wrong_policy(process, tmp_path, vllm_as_it_was):
+    (tmp_path / "policy.toml").write_text("[tenant.x]")
+    with pytest.raises(InvalidSettings, match="LORA_PLUGINS_POLICY"):
+        World(process, tmp_path, policy=tmp_path / "policy.toml", keys=KEYS)
+
+
+@pytest.mark.parametrize("setting", ["policy", "admin_key"])
+def test_startup_fails_where_access_is_not_guarded(process, tmp_path, policy, vllm_as_it_was, setting):
+    """vLLM itself goes on without an endpoint plugin that it cannot load."""
+    from vllm.entrypoints.openai.models.protocol import BaseModelPath
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+
+    process.settings = Settings(
+        store_dir=tmp_path / "store", **{setting: {"policy": policy, "admin_key": "the-key"}[setting]}
+    )
+    process.is_resolver_registered = True
+    openai_serving_models.patch()
+    client = Engine()
+    client.model_config.hf_config = None
+
+    def start() -> None:
+        OpenAIServingModels(client, [BaseModelPath("tiny", "org/tiny")], lora_modules=None)
+
+    with pytest.raises(InvalidSettings, match="lora_admin"):
+        start()
+    access.install(FastAPI(), process)
+    start()
+
+
+@pytest.fixture
+def warned(logged: pytest.LogCaptureFixture) -> Iterator[Any]:
+    return lambda: [record.getMessage() for record in logged.records if record.levelname == "WARNING"]
+
+
+def test_startup_logs_the_tenants(process, tmp_path, policy, vllm_as_it_was, logged, warned):
+    World(process, tmp_path, policy=policy, keys=KEYS)
+    assert "3 keys of a, b, root" in logged.text
+    assert not any("--api-key" in text for text in warned())
+    assert "key-a" not in logged.text
+
+
+def test_without_keys_of_vllm_it_warns(process, tmp_path, policy, vllm_as_it_was, warned):
+    world = World(process, tmp_path, policy=policy, keys=[])
+    assert any("without --api-key" in text for text in warned())
+    assert world.use("team-a/sql", None).status_code == 404
+    assert world.use("public/x", None).json() == {"adapter": "public/x"}
+    assert world.use("team-a/sql", "key-a").json() == {"adapter": "team-a/sql"}
+
+
+def test_keys_that_vllm_refuses_are_warned_of(process, tmp_path, policy, vllm_as_it_was, warned, monkeypatch):
+    World(process, tmp_path, policy=policy, keys=["key-a", "other"])
+    (text,) = [text for text in warned() if "--api-key" in text]
+    assert "No key of b, root" in text
+    monkeypatch.setenv("VLLM_API_KEY", "key-b")
+    World(process, tmp_path, policy=policy, keys=[])
+    assert any("No key of a, root" in text for text in warned())

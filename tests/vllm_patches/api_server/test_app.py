@@ -1,0 +1,97 @@
+"""Status, text and headers of our errors on responses of vLLM's own exception handlers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from lora_plugins.api.http_errors import http_error
+from lora_plugins.errors import (
+    AdapterNotFound,
+    IncompatibleAdapter,
+    InvalidAdapter,
+    LoRAPluginsError,
+    NoFreeSlot,
+    OutOfMemory,
+    SourceUnavailable,
+)
+from lora_plugins.server.response import AnswerForAdapters
+from lora_plugins.settings import Settings
+from lora_plugins.vllm_patches.api_server import app as app_module
+from tests.virtual_time import runs
+
+
+@pytest.fixture
+def answered(monkeypatch):
+    """A function from one of our errors to the response of an application with vLLM's own exception handlers."""
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+    from vllm.entrypoints.serve.exception_handling import register
+
+    monkeypatch.setattr(register, "http_exception_handler", register.http_exception_handler)  # put back afterwards
+    app_module.patch_exception_handler()
+    app = FastAPI()
+    app.state.args = SimpleNamespace(log_error_stack=False)
+    register.init_exception_handler(app)
+    errors: list[LoRAPluginsError] = []
+
+    @app.get("/")
+    def route():
+        raise http_error(errors.pop())
+
+    def answer(error: LoRAPluginsError):
+        errors.append(error)
+        return TestClient(app, raise_server_exceptions=False).get("/")
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "retry"),
+    [
+        (AdapterNotFound, 404, None),
+        (IncompatibleAdapter, 400, None),
+        (InvalidAdapter, 400, None),
+        (SourceUnavailable, 503, "5"),
+        (NoFreeSlot, 503, "1"),
+        (OutOfMemory, 507, None),
+    ],
+)
+def test_vllms_handlers_answer_with_our_status_text_and_headers(answered, kind, status, retry):
+    response = answered(kind("x\ud800", adapter="sql", remedy="copy it"))
+    assert (response.status_code, response.headers.get("retry-after")) == (status, retry)
+    message = response.json()["error"]["message"]
+    for part in (f"[{kind.code}]", "'sql'", "copy it"):
+        assert part in message
+
+
+@pytest.mark.parametrize(("plugin", "count"), [("is_resolver_registered", 1), ("is_manager_patched", 1), (None, 0)])
+def test_vllms_metrics_router_brings_the_middleware(process, plugin, count):
+    from fastapi import FastAPI
+    from vllm.entrypoints.serve.instrumentator import metrics
+
+    process.settings = Settings()
+    if plugin:
+        setattr(process, plugin, True)
+    for _ in range(2):
+        app_module.patch()
+    app = FastAPI()
+    metrics.attach_router(app)
+    assert [one.cls for one in app.user_middleware].count(AnswerForAdapters) == count
+
+
+@runs
+async def test_an_error_is_answered_as_the_application_does() -> None:
+    from fastapi import FastAPI, HTTPException
+    from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+
+    app = FastAPI()
+    app.state.args = SimpleNamespace(log_error_stack=False)
+    init_exception_handler(app)
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "query_string": b"", "app": app}
+    for error, status in ((NoFreeSlot("x"), 503), (IncompatibleAdapter("x"), 400)):
+        answer = await app_module._answer(scope, http_error(error))
+        assert answer.status_code == status
+        assert error.code in answer.body.decode()
+    assert (await app_module._answer(scope, HTTPException(418, "tea"))).status_code == 418

@@ -1,0 +1,209 @@
+"""vLLM's own serving and response classes, which say the digest of the version that a request is given."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, HTTPException
+from fastapi.responses import StreamingResponse
+from starlette.testclient import TestClient
+from vllm.entrypoints.openai.chat_completion import protocol as chat
+from vllm.entrypoints.openai.completion import protocol as completion
+from vllm.entrypoints.serve.engine.protocol import UsageInfo
+from vllm.entrypoints.serve.engine.serving import BaseServing
+from vllm.exceptions import VLLMNotFoundError
+from vllm.lora.request import LoRARequest
+
+from lora_plugins.api.access.policy import Policy
+from lora_plugins.process import Process
+from lora_plugins.server import response as response_module
+from lora_plugins.server.response import HEADER, AnswerForAdapters, Response
+from lora_plugins.settings import Settings
+from lora_plugins.vllm_patches.api_server import base_serving
+
+OLD, NEW = "a1" * 32, "b2" * 32
+CLASSES = (
+    chat.ChatCompletionResponse,
+    chat.ChatCompletionStreamResponse,
+    completion.CompletionResponse,
+    completion.CompletionStreamResponse,
+)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture(autouse=True)
+def patched(process: Process, store: Path) -> Process:
+    process.settings = Settings(store_dir=store)
+    process.is_resolver_registered = True
+    base_serving.patch()
+    return process
+
+
+class Models:
+    """What `BaseServing` asks of vLLM's table of names."""
+
+    def __init__(self, **paths: str) -> None:
+        self.lora_requests = {name: LoRARequest(name, i, path) for i, (name, path) in enumerate(paths.items(), 1)}
+
+    def is_base_model(self, name: str) -> bool:
+        return name == "base"
+
+
+def serving(fingerprint: str | None = "vllm-1", **paths: str) -> BaseServing:
+    made = BaseServing(Models(**paths), SimpleNamespace())  # type: ignore[arg-type]
+    made.system_fingerprint = fingerprint  # type: ignore[attr-defined] - as `GenerateBaseServing` has it
+    return made
+
+
+def chunk(fingerprint: str | None = None, reason: str | None = None) -> str:
+    """As vLLM writes one of a chat's stream: what it has not set is left out."""
+    choice = {"index": 0, "delta": {"content": "x"}, "finish_reason": reason}
+    made = chat.ChatCompletionStreamResponse(id="1", created=0, choices=[choice], model="m")
+    if fingerprint is not None:
+        made.system_fingerprint = fingerprint
+    return made.model_dump_json(exclude_unset=True)
+
+
+def whole(fingerprint: str | None = None) -> list[Any]:
+    """The responses of the other kinds, as vLLM makes them."""
+    common: dict[str, Any] = {"choices": [], "model": "m", "usage": UsageInfo(), "system_fingerprint": fingerprint}
+    return [
+        chat.ChatCompletionResponse(**common),
+        completion.CompletionResponse(**common),
+        completion.CompletionStreamResponse(**common),
+    ]
+
+
+def client_of(one: BaseServing, *, swap: dict[str, str] | None = None) -> TestClient:
+    """A server that picks an adapter as vLLM's routes do, and answers with three chunks; `swap` comes in between."""
+    app = FastAPI()
+
+    @app.post("/")
+    async def answer(body: dict[str, Any]) -> Any:
+        one._maybe_get_adapters(SimpleNamespace(**body), supports_default_mm_loras=True)
+        if swap:
+            one.models = Models(**swap)  # type: ignore[assignment]
+
+        async def chunks() -> Any:
+            for number in range(3):
+                yield chunk(one.system_fingerprint if number == 2 else None) + "\n"
+                await asyncio.sleep(0)
+            for response in whole(one.system_fingerprint):
+                yield response.model_dump_json(exclude_none=True) + "\n"
+
+        return StreamingResponse(chunks())
+
+    app.add_middleware(AnswerForAdapters, answer=None)
+    return TestClient(app)
+
+
+def fingerprints(text: str) -> list[str | None]:
+    return [json.loads(line).get("system_fingerprint") for line in text.splitlines()]
+
+
+def test_a_version_of_the_store_is_said(store: Path) -> None:
+    seen = client_of(serving(None, sql=f"{store}/{OLD}")).post("/", json={"model": "sql"})
+    assert seen.headers[HEADER] == OLD
+    assert fingerprints(seen.text) == [OLD] * 6
+
+
+def test_vllms_own_fingerprint_stays(store: Path) -> None:
+    seen = client_of(serving("vllm-1", sql=f"{store}/{OLD}")).post("/", json={"model": "sql"})
+    assert seen.headers[HEADER] == OLD
+    assert fingerprints(seen.text) == [None, None, *["vllm-1"] * 4]
+
+
+def test_a_swap_after_the_pick_changes_nothing(store: Path) -> None:
+    one = serving(None, sql=f"{store}/{OLD}")
+    client = client_of(one, swap={"sql": f"{store}/{NEW}"})
+    first, second = (client.post("/", json={"model": "sql"}) for _ in range(2))
+    assert (first.headers[HEADER], set(fingerprints(first.text))) == (OLD, {OLD})
+    assert (second.headers[HEADER], set(fingerprints(second.text))) == (NEW, {NEW})
+
+
+@pytest.mark.parametrize("model", ["base", "by-path", "elsewhere"])
+def test_the_base_model_and_unknown_versions_say_nothing(store: Path, model: str) -> None:
+    one = serving(None, **{"by-path": "/adapters/sql", "elsewhere": f"/adapters/{OLD}", "sql": f"{store}/{OLD}"})
+    seen = client_of(one).post("/", json={"model": model})
+    assert (HEADER in seen.headers, set(fingerprints(seen.text))) == (False, {None})
+
+
+def test_a_serving_class_without_fingerprint_is_left_alone(store: Path) -> None:
+    one = BaseServing(Models(sql=f"{store}/{OLD}"), SimpleNamespace())  # type: ignore[arg-type]
+    app = FastAPI()
+
+    @app.post("/")
+    async def answer(body: dict[str, Any]) -> Any:
+        one._maybe_get_adapters(SimpleNamespace(**body))
+        return json.loads(chunk())
+
+    app.add_middleware(AnswerForAdapters, answer=None)
+    seen = TestClient(app).post("/", json={"model": "sql"})
+    assert (seen.headers[HEADER], "system_fingerprint" in seen.json()) == (OLD, False)
+
+
+def test_outside_of_a_request_a_response_is_vllms_own() -> None:
+    assert "system_fingerprint" not in json.loads(chunk())
+    assert [response.system_fingerprint for response in whole()] == [None] * 3
+
+
+def test_an_adapter_that_policy_withholds_is_not_said(patched: Process, store: Path, tmp_path: Path) -> None:
+    """A default adapter for images, which the key may not use: the base model answers."""
+    policy = tmp_path / "policy.toml"
+    policy.write_text('[default]\nadapters = ["public/*"]\n')
+    one = serving(None, image=f"{store}/{OLD}")
+    message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+    body = {"model": "base", "messages": [message]}
+    assert client_of(one).post("/", json=body).headers[HEADER] == OLD
+    patched.policy = Policy.read(policy)
+    assert HEADER not in client_of(one).post("/", json=body).headers
+
+
+# --- streams ---
+
+
+@pytest.mark.parametrize(
+    ("adapter", "stream", "held"), [("sql", True, True), ("sql", False, False), ("base", True, False)]
+)
+def test_only_a_stream_for_an_adapter_is_held_back(patched: Process, adapter: str, stream: bool, held: bool) -> None:
+    patched.is_manager_patched = True
+    response = Response()
+    token = response_module._present.set(response)
+    found = serving(sql="/adapters/sql")._maybe_get_adapters(SimpleNamespace(model=adapter, stream=stream))
+    response_module._present.reset(token)
+    assert (found is None, response.is_held) == (adapter == "base", held)
+
+
+def test_a_request_that_knows_no_streams_passes(patched: Process) -> None:
+    patched.is_manager_patched = True
+    assert serving(sql="/adapters/sql")._maybe_get_adapters(SimpleNamespace(model="sql")) is not None
+
+
+@pytest.mark.parametrize(("is_blocked", "status"), [(False, 503), (True, 404)])
+@pytest.mark.parametrize("may_use", [True, False])
+def test_a_name_unloaded_after_its_check_is_refused(
+    patched: Process, monkeypatch: pytest.MonkeyPatch, is_blocked: bool, status: int, may_use: bool
+) -> None:
+    """vLLM looks a name up twice; one that an unload takes in between is no name that does not exist."""
+    patched.is_manager_patched = True
+    blocked = {"sql"} if is_blocked else set()
+    registry = SimpleNamespace(registry=SimpleNamespace(blocked=blocked))
+    monkeypatch.setattr(base_serving, "lifecycle_of", lambda _: registry)
+    monkeypatch.setattr(base_serving, "may_use", lambda _: may_use)
+    one = serving()
+    one.models.engine_client = SimpleNamespace(vllm_config=SimpleNamespace(lora_config="on"))
+    with pytest.raises((HTTPException, VLLMNotFoundError), match=r"L001|L002") as refused:
+        one._maybe_get_adapters(SimpleNamespace(model="sql", stream=True))
+    assert getattr(refused.value, "status_code", 404) == (status if may_use else 503), "what is blocked is not said"
+    one.models.engine_client = SimpleNamespace(vllm_config=SimpleNamespace(lora_config=None))
+    with pytest.raises(VLLMNotFoundError, match="does not exist"):
+        one._maybe_get_adapters(SimpleNamespace(model="sql", stream=True))

@@ -1,0 +1,330 @@
+"""vLLM's own table of served models over the real planner: what it resolves, loads and unloads is known to us."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.lora.request import LoRARequest
+
+from lora_plugins.errors import IncompatibleAdapter
+from lora_plugins.process import Process
+from lora_plugins.settings import Settings
+from lora_plugins.vllm_patches.api_server import openai_serving_models
+from tests.server.world import Version, World
+from tests.virtual_time import runs
+
+
+class EngineClient:
+    """As `AsyncLLM`, with loads that go to the planner."""
+
+    def __init__(self, lora: object | None) -> None:
+        self.vllm_config = SimpleNamespace(lora_config=lora)
+        self.own: list[Any] = []
+
+    async def add_lora(self, lora_request: Any) -> bool:
+        self.own.append(lora_request)
+        return True
+
+
+class NoSnapshots:
+    """Of what is not loaded by the endpoint."""
+
+    @asynccontextmanager
+    async def adding(self, request: Any) -> AsyncIterator[Any]:
+        yield request
+
+
+class Resolver:
+    """Ours, as far as vLLM sees it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
+        version = await self._world.resolver.resolve(lora_name, base_model_name)
+        return None if version is None else LoRARequest(lora_name, 1, str(version.path))
+
+
+class Models(OpenAIServingModels):
+    """vLLM's methods, wrapped as they are in a server, over a made-up one."""
+
+    def __init__(self, world: World, *, lora: object | None = "on") -> None:
+        self.engine_client = EngineClient(lora)
+        self.lora_requests = world.table.lora_requests
+        self.lora_resolver_lock = world.server.locks
+        self.lora_resolvers = [Resolver(world)]
+        self.lora_id_counter = SimpleNamespace(inc=lambda _: next(world.server.ids))
+        self.model_config = SimpleNamespace(model="/base")
+        self.registry = SimpleNamespace(is_base_model=world.server.is_base_model)
+
+    async def load(self, name: str, path: str, *, in_place: bool = False) -> Any:
+        request = SimpleNamespace(lora_name=name, lora_path=path, load_inplace=in_place, is_3d_lora_weight=False)
+        return await self.load_lora_adapter(request)
+
+    async def unload(self, name: str) -> Any:
+        return await self.unload_lora_adapter(SimpleNamespace(lora_name=name))
+
+
+@pytest.fixture(autouse=True)
+def of_this_world(process: Process, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What vLLM's objects are known by: `world.of(...)` has them."""
+    process.settings = Settings()
+    process.is_manager_patched = True
+    openai_serving_models.patch()
+
+    def known(world: World) -> World:
+        monkeypatch.setattr(openai_serving_models, "lifecycle_of", lambda _: world.lifecycle)
+        monkeypatch.setattr(openai_serving_models, "planner_of", lambda _: world.planner)
+        monkeypatch.setattr(openai_serving_models, "snapshots_of", lambda _: NoSnapshots())
+        return world
+
+    return known
+
+
+@runs
+async def test_a_resolved_name_is_served_and_known(of_this_world: Any) -> None:
+    world = of_this_world(World())
+    models = Models(world)
+    world.resolver.has["sql"] = Version("aa")
+    request = await models.resolve_lora("sql")
+    assert await world.ask("sql") == "/store/aa"
+    served = world.lifecycle.registry.get("sql")
+    assert (served.request, served.version) == (request, Version("aa"))
+    assert world.written == 1, "it will be there after a restart"
+    assert models.engine_client.own == []
+
+
+@runs
+async def test_resolving_does_not_wait_for_the_load(of_this_world: Any) -> None:
+    world = of_this_world(World(delay_s=30))
+    world.resolver.has["sql"] = Version("aa")
+    await Models(world).resolve_lora("sql")
+    assert asyncio.get_running_loop().time() < 1
+    assert await world.ask("sql") == "/store/aa"
+    assert asyncio.get_running_loop().time() > 30
+    assert world.worker.loads.total() == 1
+
+
+@runs
+async def test_a_failed_load_leaves_the_table(of_this_world: Any) -> None:
+    world = of_this_world(World(broken=IncompatibleAdapter("rank 99", adapter="sql")))
+    models = Models(world)
+    world.resolver.has["sql"] = Version("aa")
+    await models.resolve_lora("sql")
+    with pytest.raises(IncompatibleAdapter, match="rank 99"):
+        await world.ask("sql")
+    await world.settled()
+    assert world.table.lora_requests == {}, "else it would be listed, and refused at every request"
+    assert world.lifecycle.registry.all() == []
+    assert (world.in_workers, world.resolver.leased) == (set(), set())
+    assert world.written == 2, "what is written for the next start is without it"
+    world.worker.broken = None
+    await models.resolve_lora("sql")
+    assert await world.ask("sql") == "/store/aa"
+
+
+@runs
+async def test_a_load_that_fails_takes_nobody_else_out(of_this_world: Any) -> None:
+    world = of_this_world(World(broken=IncompatibleAdapter("rank 99")))
+    world.resolver.has["sql"] = Version("aa")
+    await Models(world).resolve_lora("sql")
+    other = world.table.lora_requests["sql"] = LoRARequest("sql", 99, "/by/hand")
+    await world.settled()
+    assert world.table.lora_requests == {"sql": other}
+
+
+@runs
+async def test_an_unknown_name_stays_vllms_answer(of_this_world: Any) -> None:
+    world = of_this_world(World())
+    answer = await Models(world).resolve_lora("nobody")
+    assert answer.error.code == 404
+    assert world.written == 0
+
+
+@runs
+async def test_a_blocked_name_is_not_resolved(of_this_world: Any) -> None:
+    world = of_this_world(World())
+    world.resolver.has["sql"] = Version("aa")
+    await world.lifecycle.unload("sql", block=True, timeout_s=1)
+    with pytest.raises(Exception, match=r"L002.*blocked"):
+        await Models(world).resolve_lora("sql")
+    assert world.resolver.asked == []
+
+
+@runs
+async def test_a_version_by_its_digest_is_served_beside(of_this_world: Any) -> None:
+    world = of_this_world(World())
+    models = Models(world)
+    old, new = "aa" * 16, "bb" * 16
+    world.resolver.has["sql"] = Version(old)
+    await models.resolve_lora("sql")
+    world.resolver.has["sql"] = Version(new)
+    assert await world.lifecycle.refresh("sql")
+    request = await models.resolve_lora(f"sql@{old[:8]}")
+    assert request.lora_path == f"/store/{old}"
+    assert await world.ask(f"sql@{old[:8]}") == f"/store/{old}"
+    assert await world.ask("sql") == f"/store/{new}"
+    assert (await models.resolve_lora("sql@cccccccc")).error.code == 404
+
+
+@runs
+async def test_a_version_that_cannot_be_loaded_says_why(of_this_world: Any) -> None:
+    world = of_this_world(World())
+    models = Models(world)
+    old = "aa" * 16
+    world.resolver.has["sql"] = Version(old)
+    await models.resolve_lora("sql")
+    world.worker.broken = IncompatibleAdapter("rank 99")
+    with pytest.raises(Exception, match=r"L003.*rank 99"):
+        await models.resolve_lora(f"sql@{old[:8]}")
+
+
+# --- vLLM's endpoints ---
+
+
+@runs
+async def test_a_load_by_path_waits_and_is_there(of_this_world: Any) -> None:
+    world = of_this_world(World(delay_s=3))
+    assert "added successfully" in await Models(world).load("mine", "org/adapter")
+    assert world.worker.loaded
+    assert await world.ask("mine") == "org/adapter"
+
+
+@runs
+async def test_a_load_by_path_is_a_version(of_this_world: Any) -> None:
+    world = of_this_world(World())
+    models = Models(world)
+    for step, digest in enumerate(("aa", "aa", "bb")):
+        world.resolver.has["/by/hand"] = Version(digest)
+        assert "added successfully" in await models.load("mine", "/by/hand", in_place=bool(step))
+        served = world.lifecycle.registry.get("mine")
+        assert (served.version, served.request) == (Version(digest), world.table.lora_requests["mine"])
+        assert await world.ask("mine") == f"/store/{digest}"
+        assert world.written == step + 1, "it will be there after a restart"
+    models.base_model_paths = [SimpleNamespace(name="base")]
+
+    async def bases() -> Any:
+        return SimpleNamespace(data=[])
+
+    models.registry.show_available_models = bases
+    (card,) = (await models.show_available_models()).data
+    assert (card.id, card.root) == ("mine", "/by/hand"), "where the operator has it"
+
+
+@runs
+async def test_a_load_by_path_that_fails_is_our_text(of_this_world: Any) -> None:
+    world = of_this_world(World(broken=IncompatibleAdapter("rank 99", adapter="mine")))
+    with pytest.raises(Exception, match=r"L003.*'mine'.*rank 99"):
+        await Models(world).load("mine", "/by/hand")
+    assert world.table.lora_requests == {}
+
+
+@runs
+async def test_a_load_in_place_is_a_swap(of_this_world: Any) -> None:
+    world = of_this_world(World())
+    models = Models(world)
+    await models.load("mine", "org/hand-1")
+    running = world.start("mine", 10)
+    await world.settled()
+    before = world.table.lora_requests["mine"].lora_int_id
+    await models.load("mine", "org/hand-2", in_place=True)
+    assert world.table.lora_requests["mine"].lora_int_id != before
+    assert await world.ask("mine") == "org/hand-2"
+    assert await running == "org/hand-1", "the weights that it began with"
+    await world.settled()
+    assert world.in_workers == {"hand-2"}
+    assert world.written == 2
+
+
+@runs
+async def test_a_failed_load_in_place_leaves_the_old_one(of_this_world: Any) -> None:
+    world = of_this_world(World())
+    models = Models(world)
+    await models.load("mine", "org/hand-1")
+    world.worker.broken = IncompatibleAdapter("rank 99")
+    with pytest.raises(Exception, match=r"L003.*rank 99"):
+        await models.load("mine", "org/hand-2", in_place=True)
+    world.worker.broken = None
+    assert await world.ask("mine") == "org/hand-1"
+    await world.settled()
+    assert world.in_workers == {"hand-1"}
+
+
+@runs
+async def test_an_unload_frees_what_vllm_takes_out(of_this_world: Any) -> None:
+    world = of_this_world(World())
+    models = Models(world)
+    world.resolver.has["sql"] = Version("aa")
+    await models.resolve_lora("sql")
+    running = world.start("sql", 5)
+    await world.settled()
+    assert (await models.unload("sql")).endswith("removed successfully.")
+    assert running.done(), "it has waited for what ran"
+    assert (world.in_workers, world.resolver.leased, world.lifecycle.registry.draining) == (set(), set(), {})
+    assert world.written == 2
+    assert (await models.unload("sql")).error.code == 404
+
+
+@runs
+async def test_an_unload_whose_requests_do_not_end_says_so(of_this_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = of_this_world(World(drain_timeout_s=1))
+    models = Models(world)
+    await models.load("mine", "/by/hand")
+    running = world.start("mine", 100)
+    await world.settled()
+
+    async def nobody(request_ids: list[str]) -> None:
+        assert request_ids == ["running"]
+
+    monkeypatch.setattr(world.server, "abort", nobody)
+    assert "Requests that still run keep its memory until they end." in await models.unload("mine")
+    await running
+    await world.settled()
+    assert world.in_workers == set()
+
+
+@runs
+async def test_without_lora_everything_is_vllms_own(of_this_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = of_this_world(World())
+
+    def nobody(_: Any) -> Any:
+        raise AssertionError("there is no planner")
+
+    monkeypatch.setattr(openai_serving_models, "lifecycle_of", nobody)
+    monkeypatch.setattr(openai_serving_models, "planner_of", nobody)
+    models = Models(world, lora=None)
+    assert (await models.resolve_lora("sql")).error.code == 404
+    assert (await models.unload("sql")).error.code == 404
+    assert "added" in await models.load("mine", "/by/hand")
+    assert "added" in await models.load("mine", "/by/hand", in_place=True)
+    assert [request.lora_path for request in models.engine_client.own] == ["/by/hand"] * 2
+    assert "removed" in await models.unload("mine")
+
+
+# --- errors ---
+
+
+@runs
+async def test_loads_at_once_each_answer_their_own_error(of_this_world: Any) -> None:
+    world = of_this_world(World())
+    models = Models(world)
+
+    async def refuse(request: Any, **_: Any) -> None:
+        await asyncio.sleep(0.01)
+        raise IncompatibleAdapter("rank 99", adapter=request.lora_name)
+
+    world.planner.load = refuse
+    errors = await asyncio.gather(*(models.load(name, "/by/hand") for name in "xyz"), return_exceptions=True)
+    assert [f"'{name}'" in str(error) for name, error in zip("xyz", errors, strict=True)] == [True] * 3
+
+
+@runs
+async def test_an_error_that_is_not_ours_stays_vllms_answer(of_this_world: Any) -> None:
+    answer = await Models(of_this_world(World())).load("", "/by/hand")
+    assert answer.error.message == "Both 'lora_name' and 'lora_path' must be provided."

@@ -1,0 +1,134 @@
+"""Front ends without our code: what `vllm serve` is asked for, the gRPC server's module, and a `vllm-rs` as parent."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import vllm.plugins
+from vllm.entrypoints.cli import serve as cli
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from lora_plugins.errors import InvalidSettings
+from lora_plugins.settings import Settings
+from lora_plugins.vllm_patches.api_server import serve_command
+
+RESOLVER, MANAGER, KERNELS, ADMIN = "lora_filesystem_resolver", "lora_lru_manager", "lora_kernels", "lora_admin"
+RUST = {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": "/bin/true"}
+Serve = Callable[..., None]
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+    """What `vllm serve` does before its server starts, with these plugins, options and variables."""
+    monkeypatch.setattr(vllm.plugins, "plugins_loaded", True)
+    before = ServeSubcommand.validate
+    ServeSubcommand.validate = inspect.unwrap(before)  # where a test before this one has named other plugins
+
+    def run(plugins: str, *options: str, **env: str) -> None:
+        for name, value in {"VLLM_PLUGINS": plugins, **env}.items():
+            monkeypatch.setenv(name, value)
+        serve_command.patch(Settings.from_env())
+        serve_command.patch(Settings.from_env())
+        parser, command = FlexibleArgumentParser(), ServeSubcommand()
+        command.subparser_init(parser.add_subparsers(dest="subparser"))
+        command.validate(parser.parse_args(["serve", "model", *options]))
+
+    yield run
+    ServeSubcommand.validate = before
+
+
+@pytest.mark.parametrize("plugins", [RESOLVER, f"{MANAGER},{ADMIN}", f"{KERNELS},lora_s3_resolver"])
+@pytest.mark.parametrize(
+    ("options", "env", "remedy"),
+    [((), RUST, "unset VLLM_USE_RUST_FRONTEND"), (("--grpc",), {}, "leave --grpc out")],
+    ids=["Rust", "gRPC"],
+)
+def test_startup_fails_with_front_ends_without_resolvers(
+    serve: Serve, plugins: str, options: tuple[str, ...], env: dict[str, str], remedy: str
+) -> None:
+    with pytest.raises(InvalidSettings) as caught:
+        serve(plugins, *options, **env)
+    assert remedy in caught.value.remedy
+    assert plugins.rpartition(",")[2] in caught.value.found
+
+
+@pytest.mark.parametrize("variable", ["LORA_PLUGINS_POLICY", "LORA_PLUGINS_ADMIN_KEY", "LORA_PLUGINS_ADAPTERS_FILE"])
+def test_a_policy_is_not_left_out_by_rust(serve: Serve, tmp_path: Path, variable: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidSettings, match=variable):
+        serve(MANAGER, **RUST, **{variable: str(tmp_path / "file")})
+
+
+@pytest.mark.parametrize("options", [(), ("--grpc",)], ids=["Rust", "gRPC"])
+def test_manager_and_kernels_run_with_any_front_end(serve: Serve, options: tuple[str, ...]) -> None:
+    serve(f"{MANAGER},{KERNELS}", *options, **RUST)
+
+
+def test_engines_without_a_server_may_have_any_front_end(serve: Serve) -> None:
+    serve(f"{MANAGER},{RESOLVER}", "--headless", **RUST)
+
+
+def test_vllms_own_server_is_not_refused(serve: Serve) -> None:
+    serve(f"{MANAGER},{RESOLVER},{ADMIN}", VLLM_USE_RUST_FRONTEND="0")
+
+
+@pytest.mark.parametrize(
+    ("plugins", "env", "asked"),
+    [
+        (f"{MANAGER},{RESOLVER}", {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
+        (f"{MANAGER},{RESOLVER},{ADMIN}", {}, ADMIN),
+        (f"{MANAGER},{RESOLVER}", {}, None),
+    ],
+)
+def test_startup_fails_with_several_servers_that_may_change(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, plugins: str, env: dict[str, str], asked: str | None
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(cli, "run_multi_api_server", lambda args: started.append(args.api_server_count))
+    serve(plugins, **env)
+    cli.run_multi_api_server(SimpleNamespace(api_server_count=1))
+    if asked is None:
+        cli.run_multi_api_server(SimpleNamespace(api_server_count=2))
+    else:
+        with pytest.raises(InvalidSettings, match=f"{asked} with --api-server-count 2"):
+            cli.run_multi_api_server(SimpleNamespace(api_server_count=2))
+    assert started == ([1] if asked else [1, 2])
+
+
+@pytest.mark.deployment("gRPC server", "refused", "`python -m vllm.entrypoints.grpc_server` with a resolver: L007")
+def test_the_grpc_server_itself_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "smg_grpc_servicer.vllm.servicer", ModuleType("servicer"))
+    monkeypatch.setenv("VLLM_PLUGINS", f"{MANAGER},{RESOLVER}")
+    with pytest.raises(InvalidSettings, match="gRPC server with lora_filesystem_resolver"):
+        serve_command.patch(Settings.from_env())
+    monkeypatch.setenv("VLLM_PLUGINS", MANAGER)
+    serve_command.patch(Settings.from_env())
+
+
+def ended_below(parent: Path, plugins: str) -> Any:
+    """A process with these plugins whose parent is this program."""
+    code = (
+        "from lora_plugins.settings import Settings; from lora_plugins.vllm_patches.api_server import serve_command; "
+    )
+    parent.write_text(f"#!/bin/sh\n'{sys.executable}' -c '{code}serve_command.patch(Settings.from_env())'\nexit $?\n")
+    parent.chmod(0o755)
+    env = {**os.environ, "VLLM_PLUGINS": plugins}
+    return subprocess.run([parent], capture_output=True, text=True, env=env, check=False)
+
+
+@pytest.mark.deployment("front end in Rust", "refused", "`vllm-rs serve`: the engine that it starts ends with L007")
+def test_an_engine_of_vllm_rs_does_not_start(tmp_path: Path) -> None:
+    ended = ended_below(tmp_path / "vllm-rs", f"{MANAGER},{RESOLVER}")
+    assert ended.returncode == 1
+    assert "[L007] found vllm-rs serve with lora_filesystem_resolver" in ended.stderr
+    assert ended_below(tmp_path / "vllm-rs", f"{MANAGER},{KERNELS}").returncode == 0
+    assert ended_below(tmp_path / "another", f"{MANAGER},{RESOLVER}").returncode == 0

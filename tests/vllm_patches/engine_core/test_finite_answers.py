@@ -1,0 +1,88 @@
+"""Requests whose logits are NaN over vLLM's real schedulers: they end alone, and their version is served twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from vllm.pooling_params import PoolingParams
+from vllm.v1.engine import FinishReason
+
+from lora_plugins.vllm_patches.engine_core.request import error_in, error_in_tensor
+from tests.vllm_patches.engine_bed import BLOCK, Engine, Make, request
+
+
+def with_nan(engine: Engine, *names: str) -> Engine:
+    """From now on the logits of these requests are NaN, or what is pooled of them."""
+    run = engine._run
+
+    def spoilt(output: Any) -> Any:
+        made = run(output)
+        made.num_nans_in_logits = {name: 100 * (name in names) for name in made.req_ids}
+        pooling = [engine.scheduler.requests[name].pooling_params is not None for name in made.req_ids]
+        if any(pooling):
+            made.sampled_token_ids = []
+            values = [float("nan") if name in names else 1.0 for name in made.req_ids]
+            made.pooler_output = [torch.tensor([value, 1.0]) for value in values]
+        return made
+
+    engine._run = spoilt  # type: ignore[method-assign]
+    return engine
+
+
+def test_a_request_without_numbers_ends_alone(make_engine: Make) -> None:
+    engine = with_nan(make_engine(max_loras=2), "bad", "of-base")
+    for name, lora in (("bad", 1), ("good", 2), ("of-base", None)):
+        engine.scheduler.add_request(request(name, lora, tokens=5))
+    engine.run()
+    end = engine.end_of("bad")
+    assert (end.finish_reason, engine.tokens_of("bad")) == (FinishReason.ERROR, [])
+    error = error_in(end.stop_reason)
+    assert error is not None
+    assert (error.code, error.adapter) == ("L005", "adapter-1")
+    assert [len(engine.tokens_of(name)) for name in ("good", "of-base")] == [5, 5]
+    assert not engine.scheduler.requests
+    assert not engine.scheduler.planner.state.of_request
+    assert engine.gone.count("bad") == 1
+
+
+def test_an_answer_ends_in_the_middle(make_engine: Make) -> None:
+    engine = make_engine()
+    engine.scheduler.add_request(request("bad", 1, tokens=9))
+    while len(engine.tokens_of("bad")) < 3:
+        engine.step()
+    with_nan(engine, "bad").run()
+    assert len(engine.tokens_of("bad")) < 9
+    assert error_in(engine.end_of("bad").stop_reason) is not None
+
+
+def test_a_pooled_result_without_numbers_is_an_error(make_engine: Make) -> None:
+    engine = with_nan(make_engine(max_loras=2), "bad")
+    for name, lora in (("bad", 1), ("good", 2)):
+        engine.scheduler.add_request(request(name, lora, pooling_params=PoolingParams(task="embed")))
+    engine.run()
+    assert error_in_tensor(engine.end_of("bad").pooling_output) is not None
+    assert engine.end_of("good").pooling_output.tolist() == [1.0, 1.0]
+
+
+def test_the_second_time_the_version_is_served_no_more(make_engine: Make) -> None:
+    engine = with_nan(make_engine(max_loras=2), "first", "second")
+    for name in ("first", "second", "third"):
+        engine.scheduler.add_request(request(name, 1))
+        engine.scheduler.add_request(request(f"other-{name}", 2))
+        engine.run()
+    error = error_in(engine.end_of("third").stop_reason)
+    assert error is not None
+    assert "2 answers" in error.found
+    assert engine.end_of("other-third").finish_reason is FinishReason.LENGTH
+
+
+def test_blocks_of_what_has_ended_leave_the_prefix_cache(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    evicted: list[set[int]] = []
+    monkeypatch.setattr(engine.scheduler.kv_cache_manager, "evict_blocks", evicted.append)
+    engine.scheduler.add_request(request("bad", 1, prompt=2 * BLOCK + 1))
+    with_nan(engine, "bad").run()
+    (blocks,) = evicted
+    assert len(blocks) == 3

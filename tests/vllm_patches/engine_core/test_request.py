@@ -1,0 +1,154 @@
+"""Which weights a request of vLLM's real scheduler is computed with, and whose prefix cache it reads and fills."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.engine.core import EngineCore
+
+from lora_plugins.scheduler.messages import AdapterSpec
+from lora_plugins.vllm_patches.engine_core import engine_core
+from lora_plugins.vllm_patches.engine_core.request import error_in
+from tests.vllm_patches.engine_bed import BLOCK, Engine, make_scheduler, vllm_config
+from tests.vllm_patches.engine_bed import request as request_of
+from tests.worker.small_model import base_directory
+
+V1, V2 = "/store/" + "1" * 64, "/store/" + "2" * 64
+
+
+def version(path: str) -> AdapterSpec:
+    return AdapterSpec(7, "adapter-7", path, size_bytes=100)
+
+
+@pytest.fixture(params=[False, True], ids=["Scheduler", "AsyncScheduler"])
+def bed(request, tmp_path):
+    def make(blocks: int = 64, **config) -> Engine:
+        options = vllm_config(base_directory(tmp_path), is_async=request.param, **config)
+        options.cache_config.enable_prefix_caching = True
+        init_none_hash(sha256)
+        return Engine(make_scheduler(options, blocks=blocks), lag=int(request.param))
+
+    return make
+
+
+def asked(name: str, path: str, **more):
+    one = request_of(name, 7, block_hasher=get_request_block_hasher(BLOCK, sha256), **more)
+    one.lora_request.lora_path = path
+    one.block_hashes.clear()
+    one.update_block_hashes()
+    return one
+
+
+def load(engine: Engine, path: str, steps: int = 4, **more) -> None:
+    engine.scheduler.planner.load(version(path), time.monotonic(), **more)
+    for _ in range(steps):
+        engine.step()
+
+
+def begin(engine: Engine, one) -> None:
+    engine.scheduler.add_request(one)
+    while not engine.tokens_of(one.request_id):
+        engine.step()
+
+
+def from_cache(engine: Engine, name: str) -> int:
+    return next(
+        new.num_computed_tokens for sent in engine.sent for new in sent.scheduled_new_reqs if new.req_id == name
+    )
+
+
+def spans(engine: Engine, name: str):
+    engine.drain()
+    return engine.end_of(name).kv_transfer_params["lora_versions"]
+
+
+def test_prefixes_of_what_moved_and_was_preempted(bed) -> None:
+    """inflight, then reset_prefix_cache(reset_running_requests=True) as trainers call it, then a rollback."""
+    engine = bed(max_loras=2, max_cpu_loras=4)
+    begin(engine, asked("a", V1, prompt=36, tokens=24))
+    load(engine, V2, moves=True)
+    assert engine.scheduler.requests["a"].lora_request.lora_path.startswith(V2)
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.run()  # all of it is computed again, by V2
+    load(engine, V1)
+    later = asked("b", V1, prompt=36)
+    begin(engine, later)
+    assert later.lora_request.lora_path == V1
+    assert from_cache(engine, "b") == 0, "nothing in the cache was computed by V1"
+
+
+def test_who_had_not_begun_is_stamped_with_what_computes_it(bed) -> None:
+    """Admitted by the planner, and in vLLM's queue, as all rows are taken."""
+    engine = bed(max_loras=2, max_cpu_loras=4)
+    for number in range(8):
+        begin(engine, asked(f"row-{number}", V1, tokens=20))
+    waits = asked("waits", V1)
+    engine.scheduler.add_request(waits)
+    engine.step()
+    assert waits.num_computed_tokens == 0
+    load(engine, V2, moves=True)
+    assert waits.num_computed_tokens == 0
+    engine.run()
+    assert spans(engine, "waits")[0][0] == "2" * 64, "the header says the first of these"
+
+
+@pytest.mark.parametrize("how", ["moved beside another", "evicted"])
+def test_a_session_does_not_go_on_with_other_weights(bed, how: str) -> None:
+    """Its KV cache is of V1; it should end with L002, as where the version was replaced."""
+    engine = bed(max_loras=1, max_cpu_loras=1 if how == "evicted" else 4)
+    engine.scheduler.add_request(asked("s", V1, prompt=20, tokens=2, resumable=True))
+    engine.run()
+    if how == "evicted":
+        engine.scheduler.add_request(request_of("other", 8))
+        engine.run()
+        load(engine, V2)
+    else:
+        begin(engine, asked("long", V1, tokens=40))
+        load(engine, V2, moves=True)
+    engine.scheduler.add_request(asked("s", V1, prompt=30, tokens=2, resumable=True))
+    engine.run()
+    begins = [one for one in engine.outputs if one.request_id == "s"]
+    assert error_in(begins[-1].stop_reason), "and not the tokens of neither"
+
+
+@pytest.mark.parametrize("how", ["moved beside another", "evicted"])
+def test_what_a_session_computes_on_is_no_prefix_of_others(bed, how: str) -> None:
+    engine = bed(max_loras=1, max_cpu_loras=1 if how == "evicted" else 4)
+    engine.scheduler.add_request(asked("s", V1, prompt=20, tokens=2, resumable=True))
+    engine.run()
+    session = engine.scheduler.requests["s"]
+    if how == "evicted":
+        engine.scheduler.add_request(request_of("other", 8))
+        engine.run()
+        load(engine, V2)
+    else:
+        begin(engine, asked("long", V1, prompt=3, tokens=40))
+        load(engine, V2, moves=True)
+    engine.scheduler.add_request(asked("s", V1, prompt=30, tokens=2, resumable=True))
+    engine.run()
+    tokens = list(session._all_token_ids)
+    for name, length in (("first block", 17), ("all", len(tokens))):
+        one = asked(name, V2, prompt=length)
+        one._all_token_ids[:] = one.prompt_token_ids[:] = tokens[:length]
+        one.block_hashes.clear()
+        one.update_block_hashes()
+        begin(engine, one)
+    assert from_cache(engine, "all") <= 16, "what V2 computed from V1's KV cache is under V2's keys"
+
+
+# --- before the engine has its scheduler ---
+
+
+def test_collective_rpc_while_the_engine_is_made(monkeypatch) -> None:
+    """EngineCore.__init__ and _initialize_kv_caches call it before `self.scheduler` is there."""
+    names = ("add_lora", "remove_lora", "pin_lora", "list_loras", "collective_rpc", "sleep", "wake_up")
+    for name in names:
+        monkeypatch.setattr(EngineCore, name, getattr(EngineCore, name))
+    engine_core.patch()
+    core = object.__new__(EngineCore)
+    core.model_executor = SimpleNamespace(collective_rpc=lambda method, *_, **__: ["done"])
+    assert core.collective_rpc("update_max_model_len", args=(1024,)) == ["done"]

@@ -1,0 +1,413 @@
+"""Admission over vLLM's real schedulers: what it holds, when it lets go, and that all others notice nothing."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EngineCoreEventType, FinishReason
+from vllm.v1.request import RequestStatus
+
+from lora_plugins.errors import InvalidAdapter, InvalidSettings
+from lora_plugins.scheduler.messages import Activate, AdapterSpec, Evict, Load, Slots
+from lora_plugins.vllm_patches.engine_core.held_counts import make_planner
+from lora_plugins.vllm_patches.engine_core.request import error_in, error_in_tensor
+from lora_plugins.vllm_patches.engine_core.scheduler import AdmissionMixin, client_of, with_admission
+from tests.vllm_patches.engine_bed import Engine, Make, adapter, make_scheduler, request, vllm_config
+
+
+def load_spec(number: int) -> AdapterSpec:
+    return AdapterSpec(number, f"adapter-{number}", f"/store/{number}")
+
+
+# --- what is not about adapters ---
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["LoRA on", "LoRA off"])
+@pytest.mark.parametrize("blocks", [64, 8], ids=["room", "preemptions"])
+def test_requests_without_adapters_are_scheduled_as_by_vllm(
+    make_engine: Make, base: Path, blocks: int, lora: bool
+) -> None:
+    ours = make_engine(blocks=blocks, lora=lora)
+    vllms = make_engine(kind=type(ours.scheduler).__bases__[1], blocks=blocks, lora=lora)
+    assert not isinstance(vllms.scheduler, AdmissionMixin)
+    choose, known = random.Random(blocks), 0
+    for _ in range(200):
+        if choose.random() < 0.4:
+            known += 1
+            more = {"tokens": choose.randint(1, 20), "prompt": choose.randint(1, 40)}
+            for engine in (ours, vllms):
+                engine.scheduler.add_request(request(f"r{known}", **more))
+        if known and choose.random() < 0.1:
+            gone = f"r{choose.randint(1, known)}"
+            said = [
+                [one.request_id for one in engine.scheduler.finish_requests(gone, RequestStatus.FINISHED_ABORTED)]
+                for engine in (ours, vllms)
+            ]
+            assert said[0] == said[1]
+        for method in ("has_requests", "get_num_unfinished_requests", "get_request_counts", "has_finished_requests"):
+            assert getattr(ours.scheduler, method)() == getattr(vllms.scheduler, method)()
+        assert ours.step() == vllms.step()
+        sent = [
+            [(one.request_id, one.new_token_ids, one.finish_reason) for one in engine.outputs]
+            for engine in (ours, vllms)
+        ]
+        assert sent[0] == sent[1]
+    assert len(ours.outputs) > 100
+
+
+def test_no_planner_where_lora_is_off(make_engine: Make) -> None:
+    engine = make_engine(lora=False)
+    assert engine.scheduler.planner is None
+    engine.scheduler.add_request(request("a"))
+    assert engine.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+
+
+# --- held, and admitted ---
+
+
+def test_held_until_its_adapter_is_in_a_slot(make_engine: Make) -> None:
+    engine = make_engine(is_instant=False)
+    scheduler = engine.scheduler
+    scheduler.add_request(request("a", 1))
+    scheduler.add_request(request("b"))
+    assert scheduler.get_request_counts() == (0, 2)
+    assert scheduler.get_num_unfinished_requests() == 2
+    assert not scheduler.has_finished_requests()
+    engine.holds_back = True
+    for _ in range(5):
+        assert "a" not in engine.step()
+    assert [type(command) for command in engine.commands] == [Load]
+    stats = scheduler.make_stats()
+    assert (stats.num_waiting_reqs, dict(stats.waiting_lora_adapters)) == (1, {"adapter-1": 1})
+    assert scheduler.has_requests()
+    engine.holds_back = False
+    engine.run()
+    assert len(engine.tokens_of("a")) == len(engine.tokens_of("b")) == 3
+    assert scheduler.get_request_counts() == (0, 0)
+    assert not scheduler.has_requests()
+
+
+def test_one_that_is_packed_is_activated_with_its_batch(make_engine: Make) -> None:
+    engine = make_engine()
+    engine.scheduler.add_request(request("a", 1))
+    while "a" not in engine.step():
+        pass
+    assert [type(command) for command in engine.commands] == [Load, Activate]
+    assert engine.commands[1] == Activate(1, 0)
+
+
+def test_free_slot_is_reused_in_the_next_step(make_engine: Make) -> None:
+    engine = make_engine()
+    for number in (1, 2):
+        engine.scheduler.add_request(request(f"warm-{number}", number, tokens=1))
+    engine.run()
+    engine.scheduler.add_request(request("a", 1))
+    engine.scheduler.add_request(request("b", 2))
+    while not [one for one in engine.outputs if one.request_id == "a" and one.finish_reason is not None]:
+        assert "b" not in engine.step()
+    assert "b" in engine.step()
+
+
+def test_queued_is_recorded_once_when_it_came(make_engine: Make) -> None:
+    engine = make_engine()
+    held = request("a", 1)
+    engine.scheduler.add_request(held)
+    came = held.events[0].timestamp
+    engine.run()
+    events = [event for one in engine.outputs if one.events for event in one.events]
+    assert [event.type for event in events].count(EngineCoreEventType.QUEUED) == 1
+    assert next(event.timestamp for event in events if event.type is EngineCoreEventType.QUEUED) == came
+
+
+@pytest.mark.deployment("preemption, tiny KV cache", "tested", "a preempted request is in flight, and keeps its slot")
+def test_preempted_it_keeps_its_adapter_in_flight(make_engine: Make) -> None:
+    engine = make_engine(blocks=5)
+    for name in ("a", "b", "c"):
+        engine.scheduler.add_request(request(name, 1, prompt=12, tokens=30))
+    engine.scheduler.add_request(request("other", 2))
+    preempted = False
+    while not engine.tokens_of("other"):
+        engine.step()
+        waiting = [one for one in engine.scheduler.requests.values() if one.num_preemptions]
+        preempted = preempted or bool(waiting)
+        in_flight = [name for one in engine.scheduler.planner.state.in_flight for name in one.running]
+        if set(in_flight) & {"a", "b", "c"}:
+            assert not engine.tokens_of("other")
+    assert preempted
+    engine.run()
+    assert {len(engine.tokens_of(name)) for name in ("a", "b", "c")} == {30}
+
+
+# --- finished from outside ---
+
+
+@pytest.mark.parametrize("how", ["by id", "by ids", "all"])
+def test_held_requests_are_aborted(make_engine: Make, how: str) -> None:
+    engine = make_engine(finished_set=True)
+    engine.holds_back = True
+    for name, lora in (("a", 1), ("b", 1), ("c", None)):
+        engine.scheduler.add_request(request(name, lora))
+    engine.step()
+    chosen = {"by id": "a", "by ids": ["a", "c", "unknown"], "all": None}[how]
+    gone = engine.scheduler.finish_requests(chosen, RequestStatus.FINISHED_ABORTED)
+    names = {"by id": {"a"}, "by ids": {"a", "c"}, "all": {"a", "b", "c"}}[how]
+    assert {one.request_id for one in gone} == names
+    assert all(one.status is RequestStatus.FINISHED_ABORTED for one in gone)
+    assert engine.scheduler.finish_requests(chosen, RequestStatus.FINISHED_ABORTED) == []
+    assert engine.scheduler.planner.state.held_count == len({"a", "b"} - names)
+    engine.holds_back = False
+    engine.run()
+    assert set.union(*engine.finished) == {"a", "b", "c"}
+    assert sum(len(finished) for finished in engine.finished) == 3, "each is said once"
+    assert [name for name in ("a", "b") if engine.tokens_of(name)] == sorted({"a", "b"} - names)
+
+
+def test_an_aborted_running_request_gives_its_slot_away(make_engine: Make) -> None:
+    engine = make_engine()
+    engine.scheduler.add_request(request("a", 1, tokens=50))
+    engine.scheduler.add_request(request("b", 2))
+    for _ in range(6):
+        engine.step()
+    assert engine.tokens_of("a")
+    engine.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    engine.run()
+    assert len(engine.tokens_of("b")) == 3
+
+
+def test_vllm_knows_the_held(make_engine: Make) -> None:
+    engine = make_engine()
+    engine.scheduler.add_request(request("a", 1))
+    engine.scheduler.add_request(request("b"))
+    assert list(engine.scheduler.requests) == ["a", "b"]
+
+
+# --- refused ---
+
+
+def test_a_refused_request_gets_the_error(make_engine: Make) -> None:
+    engine = make_engine(finished_set=True)
+    engine.fails[1] = InvalidAdapter("nothing that can be read", adapter="adapter-1")
+    engine.scheduler.add_request(request("a", 1))
+    engine.scheduler.add_request(request("b", 1, client_index=0))
+    engine.scheduler.add_request(request("c"))
+    engine.run()
+    for name in ("a", "b"):
+        end = engine.end_of(name)
+        assert (end.finish_reason, end.new_token_ids) == (FinishReason.ERROR, [])
+        error = error_in(end.stop_reason)
+        assert isinstance(error, InvalidAdapter)
+        assert (error.found, error.adapter) == ("nothing that can be read", "adapter-1")
+        assert [event.type for event in end.events] == [EngineCoreEventType.QUEUED]
+    assert len(engine.tokens_of("c")) == 3
+    assert {name for finished in engine.finished for name in finished} == {"a", "b", "c"}
+    assert not engine.scheduler.has_requests()
+
+
+def test_a_refused_pooling_request_gets_the_error_as_a_tensor(make_engine: Make) -> None:
+    from vllm.pooling_params import PoolingParams
+
+    engine = make_engine()
+    engine.fails[1] = InvalidAdapter("nothing that can be read")
+    engine.scheduler.add_request(request("a", 1, pooling_params=PoolingParams(task="embed")))
+    engine.run()
+    error = error_in_tensor(engine.end_of("a").pooling_output)
+    assert isinstance(error, InvalidAdapter)
+    assert error.found == "nothing that can be read"
+
+
+def test_other_stop_reasons_and_results_carry_no_error() -> None:
+    import torch
+
+    assert error_in(None) is error_in(7) is error_in("\n\n") is None
+    assert error_in_tensor(None) is error_in_tensor(torch.zeros(3)) is None
+
+
+def test_clients_are_notified_of_their_own_requests_only(make_engine: Make) -> None:
+    engine = make_engine(finished_set=True)
+    engine.fails[1] = InvalidAdapter("nothing that can be read")
+    engine.scheduler.add_request(request("a", 1, client_index=3))
+    engine.run()
+    assert engine.finished == [{"a"}]
+
+
+# --- paused ---
+
+
+@pytest.mark.deployment("pause and resume", "tested", "nothing is admitted, and what is asked of the planner is done")
+@pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
+def test_while_paused_nothing_is_admitted_and_calls_go_on(make_engine: Make, state: PauseState) -> None:
+    engine = make_engine()
+    scheduler = engine.scheduler
+    scheduler.add_request(request("first", 1, tokens=1))
+    engine.run()
+    scheduler.set_pause_state(state)
+    scheduler.add_request(request("a", 1))
+    scheduler.add_request(request("b", 2))
+    for _ in range(3):
+        engine.step()
+    engine.drain()
+    assert not engine.tokens_of("a")
+    assert not scheduler.has_requests(), "nothing is to be done"
+    future = scheduler.planner.load(load_spec(2), 0.0)
+    assert scheduler.has_requests()
+    engine.run()
+    assert future.done()
+    assert scheduler.planner.state.held_count == 2
+    assert not scheduler.has_requests()
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.run()
+    assert len(engine.tokens_of("a")) == len(engine.tokens_of("b")) == 3
+
+
+# --- sessions ---
+
+
+def test_parts_of_a_session_that_is_held_follow_it(make_engine: Make) -> None:
+    engine = make_engine()
+    engine.holds_back = True
+    engine.scheduler.add_request(request("a", 1, tokens=2, resumable=True))
+    engine.scheduler.add_request(request("a", 1, tokens=2, resumable=True))
+    assert engine.scheduler.get_request_counts() == (0, 1)
+    engine.step()
+    engine.holds_back = False
+    for _ in range(15):
+        engine.step()
+    assert len(engine.tokens_of("a")) == 4
+    assert not engine.scheduler.planner.state.in_flight, "its place is free until its next part comes"
+    assert not engine.scheduler.has_requests()
+    engine.scheduler.add_request(request("b", 2))
+    engine.run()
+    assert len(engine.tokens_of("b")) == 3
+    engine.scheduler.add_request(request("a", 1, tokens=1, resumable=True))
+    engine.run()
+    assert len(engine.tokens_of("a")) == 5
+    engine.scheduler.add_request(request("a", 1, tokens=1))  # the end of it
+    assert "a" not in engine.scheduler.requests
+
+
+@pytest.mark.deployment("priority scheduling", "tested", "held requests too, where the policy says so")
+def test_priorities_count_where_the_policy_says_so(make_engine: Make) -> None:
+    for policy, first in (("fcfs", "a"), ("priority", "b")):
+        engine = make_engine(policy=policy)
+        engine.holds_back = True
+        engine.scheduler.add_request(request("a", 1, priority=2))
+        engine.scheduler.add_request(request("b", 2, priority=1))
+        engine.step()
+        engine.holds_back = False
+        while not (scheduled := engine.step()):
+            pass
+        assert set(scheduled) == {first}
+
+
+# --- the class ---
+
+
+def test_a_users_own_scheduler_gets_admission_too(make_engine: Make, base: Path) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    class Own(Scheduler):  # type: ignore[misc]
+        steps = 0
+
+        def schedule(self, *args: Any, **kwargs: Any) -> Any:
+            self.steps += 1
+            return super().schedule(*args, **kwargs)
+
+    kind = with_admission(Own)
+    assert with_admission(Own) is kind
+    assert issubclass(kind, Own)
+    assert kind.__name__ == "OwnWithAdmission"
+    engine = Engine(make_scheduler(vllm_config(base), kind))
+    engine.scheduler.add_request(request("a", 1))
+    engine.run()
+    assert len(engine.tokens_of("a")) == 3
+    assert engine.scheduler.steps > 3
+
+
+def test_a_new_path_of_an_id_is_another_spec(make_engine: Make) -> None:
+    scheduler = make_engine().scheduler
+    scheduler.uris[1] = "s3://bucket/a"
+    assert scheduler.spec_of(adapter(1)) == AdapterSpec(1, "adapter-1", "/store/1", "s3://bucket/a")
+
+
+def test_another_adapter_with_an_id_in_use_runs_beside_it(make_engine: Make, tmp_path: Path) -> None:
+    """Whoever makes `LoRARequest`s himself may give an id twice; the first one's weights must not answer for both."""
+    engine = make_engine(max_loras=2)
+    engine.scheduler.add_request(request("first", 1, tokens=40))
+    while not engine.tokens_of("first"):
+        engine.step()
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"some")
+    second = request("second", 1)
+    second.lora_request = LoRARequest(lora_name="other", lora_int_id=1, lora_path=str(tmp_path))
+    engine.scheduler.add_request(second)
+    while not engine.tokens_of("second"):
+        engine.step()
+    assert len(engine.tokens_of("first")) < 40
+    first, other = (command for command in engine.commands if isinstance(command, Load))
+    assert (first.spec.path, other.spec.path) == ("/store/1", str(tmp_path))
+    assert first.key != other.key == engine.scheduler.requests["second"].lora_request.lora_int_id
+    engine.run()
+    third = request("third", 1)
+    third.lora_request = LoRARequest(lora_name="other", lora_int_id=1, lora_path="/dummy_lora_path")
+    engine.scheduler.add_request(third)
+    engine.run()
+    assert engine.tokens_of("third")
+    assert [command for command in engine.commands if not isinstance(command, Activate)][2:] == [Evict(first.key)]
+
+
+def test_slots_that_workers_have_raise_vllms_limit(make_engine: Make) -> None:
+    engine = make_engine(max_loras=1, max_cpu_loras=4)
+    limit = engine.scheduler.vllm_config.lora_config.max_loras
+    engine._reports.append(Slots(copied=1, pointed=4))  # with the first output of all
+    for number in (1, 2, 3, 4):
+        engine.scheduler.add_request(request(f"r{number}", number, tokens=20))
+    together = set()
+    while engine.scheduler.has_requests():
+        together.add(len(engine.step()))
+    engine.drain()
+    assert max(together) == 4
+    assert engine.scheduler.lora_config.max_loras == 5
+    assert engine.scheduler.vllm_config.lora_config.max_loras == limit
+
+
+@pytest.mark.parametrize(
+    ("request_id", "client"),
+    [
+        ("chatcmpl-42-0123abcd", ""),
+        ("cmpl-42-0-0123abcd", "cmpl-42"),
+        ("cmpl-42-3-0123abcd", "cmpl-42"),
+        ("2_cmpl-42-0-0123abcd", "cmpl-42"),
+        ("1_chatcmpl-42-0123abcd", "chatcmpl-42-0123abcd"),
+        ("cmpl-42-0-0123456789abcdef-beam-1-0123abcd", "cmpl-42-0"),
+        ("chatcmpl-42-0123456789abcdef-beam-0", "chatcmpl-42"),
+        ("7", ""),
+    ],
+)
+def test_ids_say_which_requests_are_one_clients(request_id: str, client: str) -> None:
+    assert client_of(request_id) == client
+
+
+def test_rays_second_executor_is_not_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    monkeypatch.delenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", raising=False)  # it is the default
+    config = vllm_config(base)
+    config.parallel_config.distributed_executor_backend, config.parallel_config.world_size = "ray", 2
+    assert make_planner(config) is not None
+
+
+@pytest.mark.deployment("Ray", "refused", "vLLM's first executor (before 0.33, not its default): L007 names the second")
+@pytest.mark.parametrize(
+    ("backend", "says"), [("ray", "first Ray executor"), ("external_launcher", "external launcher")]
+)
+def test_startup_fails_with_an_executor_past_the_workers(
+    base: Path, backend: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    config = vllm_config(base)
+    config.parallel_config.distributed_executor_backend, config.parallel_config.world_size = backend, 2
+    with pytest.raises(InvalidSettings, match=says):
+        make_planner(config)

@@ -1,0 +1,44 @@
+"""One wrapper for each attribute, however often it is asked for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from lora_plugins.vllm_patches.wrapping import wrap
+
+
+def louder(original: Callable[[Any, str], str]) -> Callable[[Any, str], str]:
+    def shout(self: Any, text: str) -> str:
+        return original(self, text) + "!"
+
+    return shout
+
+
+class Speaker:
+    def say(self, text: str) -> str:
+        """As vLLM's."""
+        return text
+
+
+def test_again_nothing_changes() -> None:
+    kind = type("Kind", (), {"say": Speaker.say})
+    for _ in range(2):
+        wrap(kind, "say", louder)
+    assert kind().say("x") == "x!"
+    assert (kind.say.__name__, kind.say.__doc__) == ("say", "As vLLM's.")
+
+
+def test_another_packages_wrapper_around_ours_is_kept() -> None:
+    kind = type("Kind", (), {"say": Speaker.say})
+    wrap(kind, "say", louder)
+    ours = kind.say
+
+    @functools.wraps(ours)
+    def theirs(self: Any, text: str) -> str:
+        return f"({ours(self, text)})"
+
+    kind.say = theirs
+    wrap(kind, "say", louder)
+    assert kind().say("x") == "(x!)"

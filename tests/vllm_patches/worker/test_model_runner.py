@@ -1,0 +1,64 @@
+"""What model runners do about numbers that are none: blocks are zeroed, and NaN in logits is counted."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lora_plugins.vllm_patches.worker import model_runner
+from tests.vllm_patches.engine_bed import BLOCK, Make, request
+
+
+def test_workers_zero_each_block_before_it_is_used(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    monkeypatch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", KVCacheConfig.needs_kv_cache_zeroing)
+    model_runner.patch()
+    engine = make_engine()
+    engine.scheduler.add_request(request("a", prompt=BLOCK + 1, tokens=BLOCK))
+    engine.run()
+    zeroed = [block for output in engine.sent for block in output.new_block_ids_to_zero or ()]
+    assert len(zeroed) == len(set(zeroed)) == 2
+
+
+def test_blocks_of_sliding_windows_are_zeroed_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    monkeypatch.setattr(CPUModelRunner, "_zero_block_ids", CPUModelRunner._zero_block_ids)
+    model_runner.patch_runners()
+    shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    groups = [
+        KVCacheGroupSpec(["full"], FullAttentionSpec(**shape)),
+        KVCacheGroupSpec(["window"], SlidingWindowSpec(**shape, sliding_window=4)),
+    ]
+    layers = {name: SimpleNamespace(kv_cache=torch.ones(4, 2, BLOCK, 8)) for name in ("full", "window")}
+    runner = object.__new__(CPUModelRunner)
+    runner.kv_cache_config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
+    runner.compilation_config = SimpleNamespace(static_forward_context=layers)
+    runner._zero_block_ids([1, 3])
+    for layer in layers.values():
+        assert layer.kv_cache.sum(dim=(1, 2, 3)).tolist() == [2 * BLOCK * 8, 0, 2 * BLOCK * 8, 0]
+
+
+def test_nan_is_found_in_any_row() -> None:
+    logits = torch.randn(4, 1000)
+    logits[1] = float("-inf")
+    logits[1, 7] = 1.0  # as structured output masks them
+    logits[2, 999] = float("nan")
+    logits[3] = float("nan")
+    assert model_runner.nan_in_rows(logits).tolist() == [0, 0, 1, 1]
+    assert model_runner.nan_in_rows(logits.to(torch.bfloat16)).tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "1"), ("0", "0")])
+def test_nan_is_counted_unless_switched_off(monkeypatch: pytest.MonkeyPatch, before: str | None, after: str) -> None:
+    monkeypatch.setenv(model_runner.VARIABLE, before or "")
+    if before is None:
+        monkeypatch.delenv(model_runner.VARIABLE)
+    model_runner.patch()
+    assert os.environ[model_runner.VARIABLE] == after
+    monkeypatch.delenv(model_runner.VARIABLE)
