@@ -101,7 +101,7 @@ def _check_padding(name: str, module: Any) -> None:
 def check_slots(model: Any, manager: Any, modules: ModelModules) -> None:
     """Compare merged weights with the slots of those modules of which only the engine can tell what fits.
 
-    A copy that fails in the engine loop ends the engine: there is no idle slot to try it in before.
+    A copy that fails in the engine loop crashes the engine: there is no idle slot to try it in before.
 
     Raises:
         IncompatibleAdapter: another rank than fits, or other sizes than the module's.
@@ -114,7 +114,7 @@ def check_slots(model: Any, manager: Any, modules: ModelModules) -> None:
 
 
 def _modules_of_parts(modules: ModelModules) -> set[str]:
-    """Modules that are in `places` by their parts only; not experts, whose formats vLLM tells apart itself."""
+    """Modules that are in `places` by their parts only; not experts, whose formats vLLM itself knows."""
     linear = {place.module for place in modules.places.values() if place.kind is Kind.LINEAR}
     return linear.difference(modules.places)
 

@@ -134,7 +134,7 @@ def test_what_matches_nothing_is_named() -> None:
     [weights(*pair(high=48)), weights([torch.ones(4, 16)] * 3, [torch.ones(16, 4)] * 3)],
     ids=["pair", "merged"],
 )
-def test_weights_of_a_module_of_several_parts_are_the_slots_to_judge(given: Any) -> None:
+def test_weights_of_an_undivided_module_are_judged_by_the_slot(given: Any) -> None:
     assert described(qkv=given) == ()
     manager = SimpleNamespace(modules={"qkv": module(16, 16, 8)}, _get_lora_layer_weights=lambda model, name: given)
     with pytest.raises(IncompatibleAdapter, match="of qkv"):
