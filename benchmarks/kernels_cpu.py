@@ -1,10 +1,9 @@
 """What adapters cost on the CPU: tokens/s with adapters against the base model, vLLM's kernels and ours.
 
 A 95 M-parameter Llama (fewer with `--layers`), on the real engine, offline, in float32 unless `--dtype` names others;
-several dtypes come into one table. `torch` are our kernels as they are without a compiler. Each engine (one per dtype,
-kernels and `max_lora_rank`) runs in a separate process, placed on the cores by vLLM as for `vllm serve`, and measures
-base and adapters in turn, round after round. A figure is the fastest round's tokens/s, relative to the base model's in
-the same engine. Prints Markdown, keeps
+several dtypes come into one table. Each engine (one per dtype, kernels and `max_lora_rank`) runs in a separate process,
+placed on the cores by vLLM as for `vllm serve`, and measures base and adapters in turn, round after round. A figure is
+the fastest round's tokens/s, relative to the base model's in the same engine. Prints Markdown, keeps
 benchmarks/results/kernels_cpu.json. An engine gets `--limit-s`; one that does not get through is reported as such.
 """
 
@@ -35,7 +34,7 @@ SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = 16, 64, 32
 SLOT_RANKS = (16, 64, 256)
 DTYPES = ("float32", "bfloat16", "float16")
 PARTS = {"both": (PROMPT_TOKENS, NEW_TOKENS), "prefill": (PROMPT_TOKENS, 1), "decode": (1, NEW_TOKENS)}
-CHOICES = {"ours": "cpu", "torch": "torch"}  # of LORA_PLUGINS_KERNELS
+CHOICES = {"ours": "cpu"}  # of LORA_PLUGINS_KERNELS
 GOALS = {"one16": 0.95, "four16": 0.92, "four64": 0.85}
 
 
@@ -205,7 +204,7 @@ def print_table(rows: list[dict], slot_ranks: list[int]) -> None:
         "| round by round: median (all) |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
-    for kernels in ("vllm", "torch", "ours"):
+    for kernels in ("vllm", "ours"):
         for rank in slot_ranks:
             for case in list(cases(rank))[1:]:
                 if not any(row["kernels"] == kernels and row["slot_rank"] == rank for row in rows):
@@ -238,7 +237,7 @@ def main() -> int:
     arguments.add_argument("--child", type=Path)
     arguments.add_argument("--rounds", type=int, default=7)
     arguments.add_argument("--slot-ranks", type=int, nargs="*", default=list(SLOT_RANKS))
-    arguments.add_argument("--kernels", nargs="*", default=["none", "ours", "torch", "vllm"])
+    arguments.add_argument("--kernels", nargs="*", default=["none", "ours", "vllm"])
     arguments.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"])
     arguments.add_argument("--layers", type=int, default=LAYERS, help="fewer, where bfloat16 is slow")
     arguments.add_argument("--reserved-cores", type=int, help="cores that vLLM leaves free, if not its default")

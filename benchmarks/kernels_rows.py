@@ -19,26 +19,24 @@ from benchmarks.record import keep
 from lora_plugins.kernels import crossover
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.compiled.panels import SlotPanels
-from lora_plugins.kernels.cpu import Batch, Buffers, Plan
-from lora_plugins.kernels.packs import ModuleWeights
+from lora_plugins.kernels.cpu import BatchRows, Buffers, ModulePlan, ModuleSlots
 from lora_plugins.kernels.processor import this_processor
 from lora_plugins.kernels.ranks import SlotRanks
-from lora_plugins.kernels.segments import segment
 
 INN, WIDTHS = 1024, (1024, 256, 256)
 ROWS = (1, 4, 8, 16, 32, 64, 128)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def plans(dtype: str, rank: int, adapters: int, rows: int) -> tuple[dict[str, Plan], torch.Tensor, torch.Tensor]:
+def plans(dtype: str, rank: int, adapters: int, rows: int) -> tuple[dict[str, ModulePlan], torch.Tensor, torch.Tensor]:
     kind = getattr(torch, dtype)
-    a = [torch.randn(adapters, 1, rank, INN).to(kind) for _ in WIDTHS]
-    b = [torch.randn(adapters, 1, width, rank).to(kind) for width in WIDTHS]
+    a = tuple(torch.randn(adapters, 1, rank, INN).to(kind) for _ in WIDTHS)
+    b = tuple(torch.randn(adapters, 1, width, rank).to(kind) for width in WIDTHS)
     ranks = SlotRanks(adapters, [rank] * len(WIDTHS))
-    batch = Batch(segment([slot for slot in range(adapters) for _ in range(rows)]), Buffers())
+    batch, buffers = BatchRows(torch.arange(adapters).repeat_interleave(rows)), Buffers()
     panels = SlotPanels(build.product(dtype), a, b, ranks)
-    compiled = Plan(ModuleWeights(a, b, ranks, panels), batch, 1.0)
-    by_torch = Plan(ModuleWeights(a, b, ranks), batch, 1.0)
+    compiled = ModulePlan(ModuleSlots(a, b, ranks, panels), batch, buffers, 1.0)
+    by_torch = ModulePlan(ModuleSlots(a, b, ranks), batch, buffers, 1.0)
     n = adapters * rows
     return (
         {"compiled": compiled, "torch": by_torch},
@@ -47,7 +45,7 @@ def plans(dtype: str, rank: int, adapters: int, rows: int) -> tuple[dict[str, Pl
     )
 
 
-def seconds(plan: Plan, y: torch.Tensor, x: torch.Tensor, at_least_s: float = 0.002) -> float:
+def seconds(plan: ModulePlan, y: torch.Tensor, x: torch.Tensor, at_least_s: float = 0.002) -> float:
     """Of the fastest run: as many as fill the time."""
     best, passed = float("inf"), 0.0
     while passed < at_least_s:

@@ -5,7 +5,7 @@ the other (chunk and shrink, then expand, then fused), what makes the geometric 
 to be compared is compiled in parallel first. It writes sm_XX.json under --out, $OUT, or the package, again after every
 plan, so that a run that is cut off leaves a table with the plans that it had found, and the default's for the others.
 
-In the package, and in LORA_PLUGINS_TUNING_DIR, a table is found by its name. Hold it to `python -m
+In the package a table is found by its name. Hold it to `python -m
 benchmarks.gpu_check --table FILE` before it is used.
 """
 

@@ -19,7 +19,6 @@ from lora_plugins.spelling import closest
 from lora_plugins.variables import (
     BYTES,
     COUNT,
-    DIRECTORY,
     FILE,
     FLAG,
     KEY,
@@ -54,7 +53,6 @@ class Kernels(StrEnum):
 
     AUTO = "auto"
     CPU = "cpu"
-    TORCH = "torch"
     TRITON = "triton"
     REFERENCE = "reference"
     VLLM = "vllm"
@@ -127,11 +125,8 @@ class Settings:
     """An adapter of which some modules match none of the model's: `refuse` it, or serve the rest and `warn`. One of
     which none match is always refused."""
     kernels: Kernels = required("LORA_PLUGINS_KERNELS", member(Kernels), "auto")
-    """What `lora_kernels` computes adapters with: `auto`, `cpu`, `torch`, `triton`, `reference` or `vllm`; startup
+    """What `lora_kernels` computes adapters with: `auto`, `cpu`, `triton`, `reference` or `vllm`; startup
     fails where the one asked for is not available ([kernels](../explanation/kernels.md))."""
-    tuning_dir: Path | None = optional("LORA_PLUGINS_TUNING_DIR", DIRECTORY)
-    """A directory with tuning tables for the Triton kernels, one per architecture (`sm_90.json`), preferred to the
-    package's ([GPU kernels](../explanation/kernels-gpu.md))."""
     preload: tuple[str, ...] = required("LORA_PLUGINS_PRELOAD", NAMES, "")
     """Names, separated by commas, that `lora_admin` serves before `/health` is ready
     ([admin](../guides/admin.md#start-and-restart))."""

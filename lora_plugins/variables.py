@@ -81,10 +81,6 @@ def _path(text: str) -> Path:
         raise ValueError(text) from error
 
 
-def _existing_directory(text: str) -> Path:
-    return _accept(_path(text), accepted=_path(text).is_dir())
-
-
 def _existing_file(text: str) -> Path:
     return _accept(_path(text), accepted=_path(text).is_file())
 
@@ -138,7 +134,6 @@ BYTES = Kind(SIZE_EXPECTED, _bytes, none="no limit", blank_is_unset=False)
 NAMES = Kind("names, separated by commas", _names)
 TEXT = Kind("text", str)
 PATH = Kind("a path of this machine", _path)
-DIRECTORY = Kind("a directory that exists", _existing_directory)
 FILE = Kind("a file that exists", _existing_file)
 # An empty one is an error: a secret that was not mounted must not open what it was to close.
 KEY = Kind("printable ASCII without spaces, which a header can carry", _key, blank_is_unset=False, is_secret=True)

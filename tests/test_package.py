@@ -83,7 +83,6 @@ def test_list_of_pure_modules_is_complete():
         "lora_plugins.server.planner_client",
         "lora_plugins.server.response",
         "lora_plugins.observability.engine_metrics",
-        "lora_plugins.kernels.segments",
         "lora_plugins.kernels.ranks",
         "lora_plugins.kernels.layers",
         "lora_plugins.kernels.dispatch",

@@ -50,8 +50,6 @@ VALID = [
     ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0", "runtime_lora_updating", False),
     ("VLLM_LORA_RESOLVER_CACHE_DIR", "/srv/adapters", "filesystem_root", Path("/srv/adapters")),
     ("VLLM_LORA_RESOLVER_CACHE_DIR", "", "filesystem_root", None),
-    ("LORA_PLUGINS_TUNING_DIR", "/usr", "tuning_dir", Path("/usr")),
-    ("LORA_PLUGINS_TUNING_DIR", "", "tuning_dir", None),
     ("LORA_PLUGINS_ADAPTERS_FILE", "/etc/hostname", "adapters_file", Path("/etc/hostname")),
     ("LORA_PLUGINS_KERNELS", " Reference ", "kernels", Kernels.REFERENCE),
     ("LORA_PLUGINS_KERNELS", "vllm", "kernels", Kernels.VLLM),
@@ -102,7 +100,6 @@ INVALID = [
         for text in ("2", "maybe", "-1", "1 0")
     ],
     *[("LORA_PLUGINS_MAX_ADAPTER_BYTES", text) for text in ("", "0", "-1", "8 PB", "1.5GiB", "GiB", "9" * 40, "inf")],
-    ("LORA_PLUGINS_TUNING_DIR", "/no/such/directory"),
     *[("LORA_PLUGINS_KERNELS", text) for text in ("", "cuda", "cpu,triton")],
     *[("LORA_PLUGINS_STORE_MAX_BYTES", text) for text in ("", "0", "-1", "much", "8 PB", "1.5GiB", "inf", "٣")],
     *[("LORA_PLUGINS_SOURCES", text) for text in ("s3,s3", "ftp", "s3;hub", "S3", "filesystem,s3,hub,gcs")],

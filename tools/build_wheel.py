@@ -52,15 +52,15 @@ def compile_objects(folder: Path, levels: list[str]) -> None:
         if level.name not in levels:
             continue
         compiler = compiler_for(level.architecture)
-        for kind in level.kinds:
-            file = folder / level.file_name(kind)
-            command = [compiler, *build.ANY_PROCESSOR, *level.compiler_flags, "-nostdlib", "-s", *build.defines(kind)]
-            subprocess.run([*command, prebuilt.SOURCES[kind], "-o", file], check=True)
+        for dtype in level.dtypes:
+            file = folder / level.file_name(dtype)
+            command = [compiler, *build.ANY_PROCESSOR, *level.compiler_flags, "-nostdlib", "-s"]
+            element = f"-DELEMENT={build.ELEMENTS[dtype]}"
+            subprocess.run([*command, element, prebuilt.SOURCE, "-o", file], check=True)
             file.chmod(0o644)
             check_object(file)
             objects[file.name] = prebuilt.digest_of(file)
-    sources = {source.name: prebuilt.digest_of(source) for source in prebuilt.SOURCES.values()}
-    listed = {"sources": sources, "objects": objects}
+    listed = {"source": prebuilt.digest_of(prebuilt.SOURCE), "objects": objects}
     (folder / prebuilt.LIST).write_text(json.dumps(listed, indent=1) + "\n")
 
 

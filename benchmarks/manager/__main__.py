@@ -125,7 +125,7 @@ def main() -> int:
     part.add_argument("--stretch-s", type=float, default=6.0)
     part.set_defaults(run=neighbours)
     part = parts.add_parser("beams")
-    part.add_argument("--arms", nargs="*", default=["vllm+kernels", "ours+kernels", "vllm+torch", "ours+torch"])
+    part.add_argument("--arms", nargs="*", default=["vllm+kernels", "ours+kernels", "vllm", "ours"])
     part.add_argument("--stretches", type=int, default=2)
     part.add_argument("--stretch-s", type=float, default=5.0)
     part.set_defaults(run=beams)

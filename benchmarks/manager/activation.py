@@ -137,7 +137,7 @@ def _vllms_own():
 def _forget(slots, slot_copy) -> None:
     """vLLM's way was called past ours, so what ours knows of the slot is void."""
     for module in slots.modules.values():
-        module.__dict__.get(slot_copy._SLOTS, {}).clear()
+        slot_copy.forget(module)
 
 
 if __name__ == "__main__":

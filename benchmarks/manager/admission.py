@@ -25,7 +25,7 @@ from benchmarks.manager.client import load, stream
 from benchmarks.manager.scenarios import SERVINGS, Serving, Traffic, traffic_of
 
 # Who is compared with whom: slots that are pointers, and slots that are copied to in both.
-PAIRS = {"pointers": ("vllm+kernels", "ours+kernels"), "copies": ("vllm+torch", "ours+torch")}
+PAIRS = {"pointers": ("vllm+kernels", "ours+kernels"), "copies": ("vllm", "ours")}
 RESULT = "manager_admission"
 PROMPT_TOKENS = 4
 RAMP_S, REST_S = 1.0, 1.1

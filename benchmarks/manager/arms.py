@@ -15,20 +15,12 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "ours": ("lora_lru_manager",),
     "vllm+kernels": ("lora_kernels",),
     "ours+kernels": ("lora_lru_manager", "lora_kernels"),
-    "vllm+torch": ("lora_kernels",),
-    "ours+torch": ("lora_lru_manager", "lora_kernels"),
 }
 NAMES = {
     "vllm": "vLLM",
     "ours": "ours, vLLM's kernels",
     "vllm+kernels": "vLLM's manager, our kernels",
     "ours+kernels": "ours",
-    "vllm+torch": "vLLM's manager, PyTorch's products",
-    "ours+torch": "ours, PyTorch's products",
-}
-# Slots that are copied to, on the CPU too.
-SETTINGS: Mapping[str, Mapping[str, str]] = {
-    arm: {"LORA_PLUGINS_KERNELS": "torch"} for arm in ("vllm+torch", "ours+torch")
 }
 
 
@@ -46,7 +38,6 @@ def environment(arm: str) -> dict[str, str]:
         "VLLM_PLUGINS": ",".join(ARMS[arm]),
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        **SETTINGS.get(arm, {}),
     }
 
 

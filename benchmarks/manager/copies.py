@@ -1,4 +1,4 @@
-"""Host to slot without an engine: one table and one call, against layer by layer, against a plain copy of the bytes.
+"""Host to slot without an engine, layer by layer, against a plain copy of the bytes.
 
 Stacks and adapters of the shapes of the benchmark's model (36 layers, 340 M parameters), one thread as vLLM binds it.
 Turn about in one process; the slot is written with another adapter of the same rank in between. A ratio is that of the
@@ -17,10 +17,8 @@ import torch
 
 from benchmarks.manager.bed import HIDDEN, LAYERS
 from benchmarks.record import keep
-from lora_plugins.kernels.compiled import build
 from lora_plugins.worker.host_memory import ALIGNMENT, Block
 from lora_plugins.worker.slot_copy import exact_set_lora
-from lora_plugins.worker.slot_table import SlotTable, table_layer
 
 PAIRS = [(16, 16), (64, 64), (256, 256), (16, 64), (16, 256), (64, 256)]
 SHAPES = (  # inputs, and outputs of each slice, as of `bed.base_model`
@@ -29,7 +27,7 @@ SHAPES = (  # inputs, and outputs of each slice, as of `bed.base_model`
     (HIDDEN, (2 * HIDDEN, 2 * HIDDEN)),
     (2 * HIDDEN, (HIDDEN,)),
 )
-WAYS = ("plain", "layers", "table")
+WAYS = ("plain", "layers")
 
 
 def unused(*_: object) -> None:
@@ -63,20 +61,19 @@ def measure(rank: int, max_rank: int, rounds: int) -> dict:
     layers = [Layer(inn, outs, max_rank) for _ in range(LAYERS) for inn, outs in SHAPES]
     size_bytes = 4 * rank * LAYERS * sum(inn * len(outs) + sum(outs) for inn, outs in SHAPES)
     adapters = [adapter(layers, rank, size_bytes) for _ in range(2)]
-    tables = [SlotTable(build.copy(), [table_layer(*weights) for weights in of]) for of in adapters]
     source, target = torch.ones(size_bytes // 4), torch.ones(size_bytes // 4)
 
     def one_by_one(number: int) -> None:
         for layer, a, b in adapters[number]:
             layer.set_lora(0, a, b)
 
-    ways = {"plain": lambda _: target.copy_(source), "layers": one_by_one, "table": lambda n: tables[n].write(0)}
+    ways = {"plain": lambda _: target.copy_(source), "layers": one_by_one}
     found = []
     for number in range(rounds + 2):
         row = {}
         for name, way in ways.items():
             started = time.perf_counter()
-            way(number % 2 if name != "table" else 1 - number % 2)
+            way(number % 2)
             row[name] = time.perf_counter() - started
         found.append(row)
     found = found[2:]
@@ -92,10 +89,8 @@ def measure(rank: int, max_rank: int, rounds: int) -> dict:
 def main() -> int:
     torch.set_num_threads(1)
     rows = []
-    print(
-        "| rank | max_lora_rank | adapter | plain copy | layer by layer | one table | by plain: layers | table | load |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| rank | max_lora_rank | adapter | plain copy | layer by layer | by plain | load |")
+    print("|---|---|---|---|---|---|---|")
     for rank, max_rank in PAIRS:
         row = measure(rank, max_rank, max(8, 640 // rank))
         rows.append(row)

@@ -53,12 +53,21 @@ def check_experts(
                 expected=f"A {list(wanted[0])} and B {list(wanted[1])}, of rank {rank} by the configuration",
                 remedy=_REMEDY,
             )
-        if max_rank is not None and rank > max_rank:
-            raise IncompatibleAdapter(
-                f"rank {rank} in module '{name}'", expected=f"at most {max_rank}", remedy="raise --max-lora-rank"
-            )
+        check_rank(name, rank, max_rank)
     if found:
         _check_whole(shapes, modules, found, elsewhere, about)
+
+
+def check_rank(name: str, rank: int, max_rank: int | None) -> None:
+    """Refuse a module's rank above the largest; None: others compare it.
+
+    Raises:
+        IncompatibleAdapter: it is larger.
+    """
+    if max_rank is not None and rank > max_rank:
+        raise IncompatibleAdapter(
+            f"rank {rank} in module '{name}'", expected=f"at most {max_rank}", remedy="raise --max-lora-rank"
+        )
 
 
 def _shapes(place: Place, modules: ModelModules, rank: int) -> Shapes:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from lora_plugins.adapter.experts import Shapes, check_experts
+from lora_plugins.adapter.experts import check_experts, check_rank
 from lora_plugins.adapter.model_modules import Kind, ModelModules, Place, Unadapted
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.weights import LoraPair, Weights
-from lora_plugins.errors import IncompatibleAdapter
+from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
 # A tensor's name → the module that it is for, and whether it is A; ValueError where it is no LoRA weight.
 ReadName = Callable[[str], tuple[str, bool]]
@@ -52,60 +52,111 @@ class Model:
         return hashlib.sha256(json.dumps(self.modules.plain(), sort_keys=True).encode()).hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class ReadPair:
+    """A and B of one module, by the name under which the engine reads them.
+
+    Attributes:
+        tensor: A's name in the file. a, b: shapes, `()` for one that is missing.
+        rank: the configuration's for the module. is_looked_up: whether its tensors are named as an embedding's.
+    """
+
+    name: str
+    tensor: str
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    rank: int
+    is_looked_up: bool = False
+
+
 def check_landing(weights: Weights, model: Model, about: str, *, refuse_unmatched: bool = True) -> tuple[str, ...]:
-    """Compare an adapter's tensors with the engine's modules; returns notes on what is served without them.
+    """Compare an adapter's tensors with the engine's modules, before it is handed to the engine; returns notes.
 
     Args:
         weights: the adapter's pairs.
         model: the engine's.
         about: which base models the adapter names and the server serves, for errors.
+        refuse_unmatched: as for `check_pairs`.
+
+    Raises:
+        IncompatibleAdapter, InvalidAdapter: as `check_pairs`.
+    """
+    pairs = [_read(pair, model) for pair in paced(weights.pairs) if not model.modules.skips(pair.a.name)]
+    notes = check_pairs(pairs, model.modules, about=f" ({about})", refuse_unmatched=refuse_unmatched)
+    _check_vocabulary(weights, model.modules)
+    return notes
+
+
+def _read(pair: LoraPair, model: Model) -> ReadPair:
+    try:
+        name, _ = model.read_name(pair.a.name)
+    except ValueError:
+        name = pair.module
+    return ReadPair(name, pair.a.name, pair.a.shape, pair.b.shape, pair.rank, pair.is_looked_up)
+
+
+def check_pairs(
+    pairs: Iterable[ReadPair],
+    modules: ModelModules,
+    *,
+    about: str = "",
+    max_rank: int | None = None,
+    elsewhere: Collection[str] = (),
+    is_whole_model: bool = True,
+    refuse_unmatched: bool = True,
+) -> tuple[str, ...]:
+    """Compare all pairs of an adapter with the engine's modules; returns notes on what is served without them.
+
+    The one place where that is decided: the API server asks before it hands an adapter to the engine, and each worker
+    asks about what vLLM has read, since adapters come to workers in other ways too.
+
+    Args:
+        pairs: of the adapter.
+        modules: the engine's, or those of one stage of it.
+        about: what is added to what errors have found.
+        max_rank: the largest that fits; None where others compare it.
+        elsewhere: names of experts that are other workers' to load.
+        is_whole_model: whether what is none of `modules` is nowhere in the model.
         refuse_unmatched: refuse an adapter of which some modules are not the model's; one with none is always refused.
 
     Raises:
-        IncompatibleAdapter: a module that the model does not have, or other sizes than its own.
+        IncompatibleAdapter: a module that the model does not have, or other sizes or a larger rank than its own.
+        InvalidAdapter: A and B that are no pair of matrices.
     """
-    modules, unmatched = model.modules, []
-    matched: dict[str, LoraPair] = {}
-    experts: dict[str, LoraPair] = {}
-    for pair in paced(weights.pairs):
-        if modules.skips(pair.a.name):
-            continue
-        try:
-            name, _ = model.read_name(pair.a.name)
-        except ValueError:
-            name = pair.module
-        key = modules.key(name)
+    matched: dict[str, ReadPair] = {}
+    unmatched: list[str] = []
+    for pair in paced(pairs):
+        key = modules.key(pair.name)
         if key is None:
-            unmatched.append(name)
+            unmatched.append(pair.name)
             continue
         place = modules.places[key]
         _check_looked_up(key, pair, place, modules)
-        if place.kind is Kind.EXPERTS:
-            experts[key] = pair
-        else:
-            check_sizes(name, (pair.a.shape, pair.b.shape), place, f" ({about})")
+        if place.kind is not Kind.EXPERTS:
+            _check_matrices(pair)
+            _check_sizes(pair, place, about)
+            check_rank(pair.name, pair.a[0], max_rank)
         if key in matched:
             raise _two_for_one(key, matched[key], pair)
         matched[key] = pair
     check_experts(
-        {name: (pair.a.shape, pair.b.shape) for name, pair in experts.items()},
+        {name: (pair.a, pair.b) for name, pair in matched.items()},
         modules,
-        ranks={name: pair.rank for name, pair in experts.items()},
-        about=f" ({about})",
+        ranks={name: pair.rank for name, pair in matched.items()},
+        max_rank=max_rank,
+        elsewhere=elsewhere,
+        about=about,
     )
-    _check_vocabulary(weights, modules)
-    if matched and not unmatched:
+    if matched and not (unmatched and is_whole_model):
         return ()
-    error = mismatch(unmatched, len(matched) + len(unmatched), modules, f" ({about})")
+    error = _mismatch(unmatched, len(matched) + len(unmatched), modules, about)
     if refuse_unmatched or not matched:
         raise error
     return (f"served without {error.found}",)
 
 
-def mismatch(
-    unmatched: Sequence[str], total: int, modules: ModelModules, about: str = "", *, adapter: str = ""
-) -> IncompatibleAdapter:
-    """The error that names examples of what does not land, and why not; workers raise it too."""
+def _mismatch(unmatched: Sequence[str], total: int, modules: ModelModules, about: str) -> IncompatibleAdapter:
+    """The error that names examples of what does not land, and why not."""
     by_reason: dict[Unadapted | None, list[str]] = {}
     for name in unmatched:
         by_reason.setdefault(modules.why_unadapted(name), []).append(name)
@@ -118,38 +169,43 @@ def mismatch(
         expected=f"modules of the model, such as {known}",
         remedy="; ".join(_REMEDIES[why] for why in by_reason or [None])
         + (", or set LORA_PLUGINS_UNMATCHED=warn" if len(unmatched) < total else ""),
-        adapter=adapter,
     )
 
 
-def check_sizes(name: str, shapes: Shapes, place: Place, about: str = "") -> None:
-    """Compare A and B of one module, which is no mixture of experts, with its own.
+def _check_matrices(pair: ReadPair) -> None:
+    if len(pair.a) == len(pair.b) == 2 and pair.a[0] == pair.b[1]:
+        return
+    shapes = " and ".join(str(shape) if shape else "nothing" for shape in (pair.a, pair.b))
+    raise InvalidAdapter(
+        f"lora_A and lora_B of {pair.name} with {shapes}",
+        expected="(rank, features) and (features, rank)",
+        remedy="save the adapter again with PEFT",
+    )
 
-    Raises:
-        IncompatibleAdapter: they have other sizes.
-    """
-    inputs, outputs = shapes[0][-1], shapes[1][0]
+
+def _check_sizes(pair: ReadPair, place: Place, about: str) -> None:
+    inputs, outputs = pair.a[1], pair.b[0]
     fewer = place.max_out_features and place.out_features is not None and outputs < place.out_features
     if place.in_features in (None, inputs) and (place.out_features in (None, outputs) or fewer):
         return
     raise IncompatibleAdapter(
-        f"{inputs} inputs and {outputs} outputs in module '{name}'{about}",
+        f"{inputs} inputs and {outputs} outputs in module '{pair.name}'{about}",
         expected=f"{place.in_features} inputs and {place.out_features} outputs",
         remedy=_REMEDY,
     )
 
 
-def _two_for_one(name: str, one: LoraPair, other: LoraPair) -> IncompatibleAdapter:
+def _two_for_one(name: str, one: ReadPair, other: ReadPair) -> IncompatibleAdapter:
     return IncompatibleAdapter(
-        f"two pairs for module '{name}', '{one.a.name}' and '{other.a.name}'",
+        f"two pairs for module '{name}', '{one.tensor}' and '{other.tensor}'",
         expected="one, as vLLM would take the last",
         remedy="save the adapter again with PEFT",
     )
 
 
-def _check_looked_up(name: str, pair: LoraPair, place: Place, modules: ModelModules) -> None:
+def _check_looked_up(name: str, pair: ReadPair, place: Place, modules: ModelModules) -> None:
     """Refuse as vLLM does, whose `from_lora_tensors` compares an embedding's A with the vocabulary for any module."""
-    if pair.is_looked_up and place.kind is not Kind.EMBEDDING and pair.a.shape[-1] != modules.vocabulary:
+    if pair.is_looked_up and place.kind is not Kind.EMBEDDING and pair.a[-1] != modules.vocabulary:
         raise IncompatibleAdapter(
             f"an embedding's tensors for module '{name}', which is none",
             expected="tensors named <module>.lora_A.weight and .lora_B.weight",

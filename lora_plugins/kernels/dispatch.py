@@ -15,17 +15,8 @@ from lora_plugins.kernels import tuning
 from lora_plugins.settings import Kernels
 
 CPU_WRAPPER = "lora_plugins.kernels.punica_cpu.CompiledPunicaWrapperCPU"
-TORCH_WRAPPER = "lora_plugins.kernels.punica_cpu.GroupedPunicaWrapperCPU"
 REFERENCE_WRAPPER = "lora_plugins.kernels.punica_cpu.ReferencePunicaWrapper"
-# It gives the wrapper the settings of the process.
-TRITON_WRAPPER = "lora_plugins.vllm_patches.worker.punica_wrapper.triton_wrapper"
-
-
-CPU_WRAPPERS = {
-    Kernels.CPU: CPU_WRAPPER,
-    Kernels.TORCH: TORCH_WRAPPER,
-    Kernels.REFERENCE: REFERENCE_WRAPPER,
-}
+TRITON_WRAPPER = "lora_plugins.kernels.punica_triton.TritonPunicaWrapper"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +64,22 @@ def choose(asked: Kernels, machine: Machine) -> Choice:
         return Choice(asked, why, TRITON_WRAPPER)
     if machine.platform != "cpu":
         raise _cannot(asked, f"the platform is {machine.platform}", "vLLM's CPU platform")
-    if asked is Kernels.CPU and (problem := machine.cannot_compile()):
+    if asked is Kernels.REFERENCE:
+        return Choice(asked, why, REFERENCE_WRAPPER)
+    if problem := machine.cannot_compile():
         raise _cannot(
             asked,
             problem,
             "a C compiler that works",
-            remedy="repair that (install gcc), or choose torch, which needs none",
+            remedy="repair that (install gcc), or choose vllm to keep vLLM's own kernels",
         )
-    return Choice(asked, why, CPU_WRAPPERS[asked])
+    return Choice(asked, why, CPU_WRAPPER)
 
 
 def _best(machine: Machine) -> Choice:
     if machine.platform == "cpu":
         if problem := machine.cannot_compile():
-            return Choice(Kernels.TORCH, f"the platform is cpu, and {problem}", TORCH_WRAPPER)
+            return Choice(Kernels.VLLM, f"the platform is cpu, and {problem}", None)
         return Choice(Kernels.CPU, "the platform is cpu", CPU_WRAPPER)
     reason = f"the platform is {machine.platform}"
     if machine.platform != "cuda":

@@ -11,7 +11,6 @@ A layer has a packer where the compiled product computes everything that is aske
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,33 +19,13 @@ from lora_plugins.errors import InvalidAdapter
 from lora_plugins.kernels import crossover
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.compiled.library import Product
-from lora_plugins.kernels.compiled.panels import SlotPanels, fill, size
+from lora_plugins.kernels.compiled.panels import Panels, SlotPanels, fill, size
 from lora_plugins.kernels.layers import note_ranks, sides_of_slices, stacks, watched_ranks
 from lora_plugins.kernels.ranks import SlotRanks
 from lora_plugins.ledger import Patch
 
 _PACKER = "_lora_plugins_packer"
 ALIGNMENT = 64
-
-
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class PackedModule:
-    """One module of one adapter in panels; it owns their memory, or holds on to the block that it was given.
-
-    Attributes:
-        ranks: of each slice.
-        shape: of the layers that it can be placed in: columns of `x`, of each slice of `y`, and the dtype.
-        flat: all panels. slices: where each slice lies in them, as `lora.c` wants it.
-    """
-
-    ranks: tuple[int, ...]
-    shape: tuple[int, tuple[int, ...], Any]
-    flat: Any
-    slices: Any
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.flat.nbytes)
 
 
 class Packer:
@@ -58,18 +37,16 @@ class Packer:
     """
 
     def __init__(self, module: Any, panels: SlotPanels) -> None:
-        self._module, self.panels = module, panels
-        a, b = panels.a, panels.b
-        self.shape = int(a[0].shape[3]), tuple(int(b_i.shape[2]) for b_i in b), a[0].dtype
+        self._module, self.panels, self.shape = module, panels, panels.shape
 
     def size_bytes(self, lora_a: Any, lora_b: Any) -> int:
         """Bytes that `pack` needs for these weights, up to a multiple of 64."""
-        ranks = _ranks(self._sides(lora_a, lora_b))
-        return -(-self._size(ranks) * int(self.shape[2].itemsize) // ALIGNMENT) * ALIGNMENT
+        n_bytes = self._size(self._sides(lora_a, lora_b)) * int(self.shape.dtype.itemsize)
+        return -(-n_bytes // ALIGNMENT) * ALIGNMENT
 
     def pack(
         self, lora_a: Any, lora_b: Any, scaling: float | Sequence[float | None] = 1.0, memory: Any = None
-    ) -> PackedModule:
+    ) -> Panels:
         """Copy what `set_lora` takes into panels, B times `scaling`.
 
         Callable from any thread: no slot is read or written. Nothing of the given tensors is referenced afterwards.
@@ -84,13 +61,12 @@ class Packer:
         Raises:
             InvalidAdapter: weights that would not fit into vLLM's slot. ValueError: `memory` is not of that kind.
         """
-        inn, widths, dtype = self.shape
+        dtype = self.shape.dtype
         if not isinstance(scaling, float | int):
             lora_b = [b if b is None or by is None else _scaled(b, by) for b, by in zip(lora_b, scaling, strict=True)]
             scaling = 1.0
         sides = self._sides(lora_a, lora_b)
-        ranks = _ranks(sides)
-        n = self._size(ranks)
+        n = self._size(sides)
         flat = torch.empty(n, dtype=dtype) if memory is None else _part_of(memory, n * dtype.itemsize).view(dtype)
         prepared: dict[int, Any] = {}  # an A that slices share is converted once
         ready = []
@@ -98,20 +74,17 @@ class Packer:
             if id(a) not in prepared:
                 prepared[id(a)] = _in_rows(a, dtype)
             ready.append((prepared[id(a)], _in_rows(_scaled(b, scaling), dtype)))
-        return PackedModule(ranks, self.shape, flat, fill(self.panels.product, flat, inn, widths, ready))
+        return fill(self.panels.product, flat, self.shape, ready)
 
-    def place(self, index: int, packed: PackedModule | None) -> None:
+    def place(self, index: int, packed: Panels | None) -> None:
         """Point slot `index` at these panels, or at nothing: no copy. Called where no product is running.
 
         Raises:
             ValueError: it was packed for a layer of another shape.
         """
-        if packed is None:
-            self.panels.place(index, (0,) * len(self.shape[1]), None, None)
-            return
-        if packed.shape != self.shape:
+        if packed is not None and packed.shape != self.shape:
             raise ValueError(f"weights packed for {packed.shape}, to be placed in a layer of {self.shape}")
-        self.panels.place(index, packed.ranks, packed.flat, packed.slices)
+        self.panels.place(index, packed)
 
     def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
         """As vLLM's `set_lora` of the layer."""
@@ -124,7 +97,7 @@ class Packer:
 
     def _sides(self, lora_a: Any, lora_b: Any) -> list[tuple[Any, Any]]:
         """A and B of each slice as vLLM would have them in a slot, of rank 0 where it is not adapted."""
-        widths = self.shape[1]
+        widths = self.shape.widths
         if lora_a is None and lora_b is None:
             lora_a = lora_b = [None] * len(widths)
         found = sides_of_slices(self._module, len(widths), lora_a, lora_b)
@@ -137,7 +110,7 @@ class Packer:
 
     def _pair(self, a: Any, b: Any, width: int, most: int) -> tuple[Any, Any]:
         """A and B of one rank and of the slot's widths: what is missing is zero, as in a slot."""
-        inn = self.shape[0]
+        inn = self.shape.inn
         if a is None or b is None:
             return torch.empty(0, inn), torch.empty(width, 0)
         if max(a.shape[0], b.shape[1]) > most or a.shape[1] > inn or b.shape[0] > width:
@@ -154,9 +127,8 @@ class Packer:
             b = torch.nn.functional.pad(b, (0, 0, 0, width - b.shape[0]))
         return a, b
 
-    def _size(self, ranks: tuple[int, ...]) -> int:
-        inn, widths, _ = self.shape
-        return size(self.panels.product, inn, widths, ranks)
+    def _size(self, sides: Sequence[tuple[Any, Any]]) -> int:
+        return size(self.panels.product, self.shape, [int(a.shape[0]) for a, _ in sides])
 
 
 def are_pointed(dtype: Any, *, fully_sharded: bool) -> bool:
@@ -197,10 +169,6 @@ def packer_of(module: Any) -> Packer | None:
     """The packer of one of vLLM's LoRA layers, where it has one."""
     packer = getattr(module, _PACKER, None)
     return packer if isinstance(packer, Packer) else None
-
-
-def _ranks(sides: Sequence[tuple[Any, Any]]) -> tuple[int, ...]:
-    return tuple(int(a.shape[0]) for a, _ in sides)
 
 
 def _scaled(b: Any, scaling: float) -> Any:

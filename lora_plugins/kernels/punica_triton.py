@@ -8,7 +8,6 @@ waits for in every step, is left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,17 +29,9 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
     `lora_plugins.kernels.reference`. float16, bfloat16 and float32.
     """
 
-    def __init__(
-        self,
-        max_num_batched_tokens: int,
-        max_batches: int,
-        device: Any,
-        *,
-        tuning_dir: Path | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, max_num_batched_tokens: int, max_batches: int, device: Any, **kwargs: Any) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
-        self._operators = _operators(torch.device(device), tuning_dir)
+        self._operators = _operators(torch.device(device))
         self._rows = Batch(max_num_batched_tokens, self.max_loras, device, self._operators)
         self._sampled = Batch(max_num_batched_tokens, self.max_loras, device, self._operators)
         self._has_layers = False
@@ -148,8 +139,8 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         )
 
 
-def _operators(device: Any, tuning_dir: Path | None) -> Operators:
-    table = load_table(_architecture(device), tuning_dir)
+def _operators(device: Any) -> Operators:
+    table = load_table(_architecture(device))
     config = get_current_vllm_config_or_none()
     captured = getattr(getattr(config, "compilation_config", None), "max_cudagraph_capture_size", None) or 0
     made = Operators(table, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT), captured_rows=captured)

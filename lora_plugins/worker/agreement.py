@@ -15,7 +15,7 @@ from lora_plugins.errors import InvalidSettings
 from lora_plugins.scheduler.messages import Failed, Report, merged
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """The part of torch.distributed's `Store` that is used."""
 
     def set(self, key: str, value: bytes) -> None: ...
@@ -37,7 +37,7 @@ class Agreement:
 
     rank: int = 0
     world_size: int = 1
-    store: Store | None = None
+    store: KeyValueStore | None = None
     prefix: str = ""
     is_reporting: bool = True
     _waiting: list[Report] = field(default_factory=list)  # done here, and not everywhere

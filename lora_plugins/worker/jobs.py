@@ -51,7 +51,7 @@ class SlotOwners(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Entry:
+class HeldAdapter:
     """One adapter that the scheduler had this worker load.
 
     Attributes:
@@ -74,7 +74,7 @@ class Entry:
 class _Done:
     """The end of a job."""
 
-    entry: Entry
+    entry: HeldAdapter
     report: Report
     written_event: Any = None
 
@@ -99,7 +99,7 @@ class Jobs:
         stream: SlotStream,
         agreement: Agreement,
     ) -> None:
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, HeldAdapter] = {}
         self.given: dict[int, tuple[int, LoadedAdapter]] = {}
         self.times = LoadTimes()
         self._read = read
@@ -171,7 +171,7 @@ class Jobs:
         self._fetcher.close()
 
     def _load(self, command: Load) -> None:
-        entry = self.entries[command.key] = Entry(command.key, command.spec)
+        entry = self.entries[command.key] = HeldAdapter(command.key, command.spec)
         is_alone = not self._running
         self._running.add(command.job)
         spec = command.spec
@@ -183,7 +183,7 @@ class Jobs:
         else:
             self._loader.submit(partial(self._run_load, command.job, entry))
 
-    def _take_given(self, job: int, entry: Entry) -> None:
+    def _take_given(self, job: int, entry: HeldAdapter) -> None:
         _, adapter = self.given.pop(entry.spec.given, (0, None))
         entry.adapter = adapter
         if adapter is None:
@@ -244,7 +244,7 @@ class Jobs:
             if entry.slot is not None and entry.adapter is not None:
                 entry.adapter.write(entry.slot)
 
-    def _leave(self, entry: Entry, adapter: LoadedAdapter | None) -> None:
+    def _leave(self, entry: HeldAdapter, adapter: LoadedAdapter | None) -> None:
         if entry.slot is not None:
             self._owners.own(entry.slot, None)
             if adapter is not None:
@@ -265,7 +265,7 @@ class Jobs:
 
     # --- in the background ---
 
-    def _run_load(self, job: int, entry: Entry) -> None:
+    def _run_load(self, job: int, entry: HeldAdapter) -> None:
         path = entry.spec.path
         if entry.spec.lora_request is not None or self._files.is_here(path):
             self._read_from(job, entry, path)
@@ -274,7 +274,7 @@ class Jobs:
         else:
             self._fetcher.submit(partial(self._read_from, job, entry, path))  # vLLM expands ~, and fetches from the Hub
 
-    def _fetch(self, job: int, entry: Entry) -> None:
+    def _fetch(self, job: int, entry: HeldAdapter) -> None:
         spec = entry.spec
         try:
             path = self._files.fetch(spec.name, spec.path, spec.uri)
@@ -283,7 +283,7 @@ class Jobs:
             return
         self._loader.submit(partial(self._read_from, job, entry, path))
 
-    def _read_from(self, job: int, entry: Entry, path: str) -> None:
+    def _read_from(self, job: int, entry: HeldAdapter, path: str) -> None:
         """Read the adapter in this directory, in the background or in the engine loop."""
         spec, began_at = entry.spec, time.perf_counter()
         try:
@@ -305,7 +305,7 @@ class Jobs:
         load_s = time.perf_counter() - began_at
         self._finish(_Done(entry, Loaded(job, adapter.size_bytes, adapter.is_instant, load_s, adapter.rank)))
 
-    def _write(self, job: int, entry: Entry, slot: int, idle_event: Any) -> None:
+    def _write(self, job: int, entry: HeldAdapter, slot: int, idle_event: Any) -> None:
         began_at = time.perf_counter()
         try:
             with entry.writing:
@@ -319,7 +319,7 @@ class Jobs:
             return
         self._finish(_Done(entry, Activated(job, time.perf_counter() - began_at), event))
 
-    def _fail(self, job: int, entry: Entry, error: BaseException) -> None:
+    def _fail(self, job: int, entry: HeldAdapter, error: BaseException) -> None:
         self._finish(_Done(entry, Failed(job, explained(error, entry.spec.name))))
 
     def _finish(self, done: _Done) -> None:

@@ -7,19 +7,17 @@ weights are packed here, once, and a slot is pointed at them; else they are copi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from lora_plugins.kernels.compiled import build as build_kernels
 from lora_plugins.kernels.layers import watched_ranks
-from lora_plugins.kernels.packing import PackedModule, Packer, packer_of
+from lora_plugins.kernels.packing import packer_of
 from lora_plugins.kernels.ranks import at_once
 from lora_plugins.worker.host_memory import Block, bytes_of, room
-from lora_plugins.worker.slot_table import SlotTable, TableLayer, table_layer
 
 WriteSlot = Callable[[int], None]
 
@@ -123,21 +121,14 @@ def build(
     tensors = [t for _, full in heads if full is not None for t in (full.weight, full.bias) if t is not None]
     block = Block(sum(sizes) + bytes_of(tensors), is_pinned=is_pinned)
     is_instant = all(full is None for _, full in heads) and all(packer_of(layer.module) for layer in layers)
-    in_tables: list[TableLayer] = []
     for layer, size_bytes in zip(layers, sizes, strict=True):
         packer = packer_of(layer.module)
         if packer is not None:
             scaling = layer.scalings if isinstance(layer.lora_b, list) else layer.scalings[0]
             packed = packer.pack(layer.lora_a, layer.lora_b, scaling, memory=block.acquire(size_bytes))
-            writes.append(partial(_place, packer, packed))
-            continue
-        lora_a, lora_b = _copied_sides(layer, block)
-        in_table = table_layer(layer.module, lora_a, lora_b)
-        if in_table is not None:
-            in_tables.append(in_table)
+            writes.append(partial(packer.place, packed=packed))
         else:
-            writes.append(partial(_set_lora, layer.module, lora_a, lora_b))
-    writes.extend(_table_or_one_by_one(in_tables))
+            writes.append(partial(_set_lora, layer.module, *_copied_sides(layer, block)))
     writes.extend(_head(module, full, block) for module, full in heads)
     packers = tuple(packer for module in manager.modules.values() if (packer := packer_of(module)) is not None)
     size_bytes = sum(sizes) + bytes_of(tensors)
@@ -148,10 +139,6 @@ def _empty(module: Any, slot: int) -> None:
     ranks = watched_ranks(module)
     if ranks is None or any(ranks[slot]):  # else nothing of the slot is written
         module.reset_lora(slot)
-
-
-def _place(packer: Packer, packed: PackedModule, slot: int) -> None:
-    packer.place(slot, packed)
 
 
 def _copied_sides(layer: _Layer, block: Block) -> tuple[Any, Any]:
@@ -166,13 +153,6 @@ def _copied_sides(layer: _Layer, block: Block) -> tuple[Any, Any]:
 
 def _set_lora(module: Any, lora_a: Any, lora_b: Any, slot: int) -> None:
     module.set_lora(slot, lora_a, lora_b)
-
-
-def _table_or_one_by_one(layers: Sequence[TableLayer]) -> list[WriteSlot]:
-    copy = build_kernels.copy() if layers else None
-    if copy is not None:
-        return [SlotTable(copy, layers).write]
-    return [partial(_set_lora, layer.module, layer.lora_a, layer.lora_b) for layer in layers]
 
 
 def _copied(block: Block, tensor: torch.Tensor | None, scaling: float = 1) -> torch.Tensor | None:

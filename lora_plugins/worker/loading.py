@@ -5,32 +5,26 @@ Source: `LoRAModel` and `LoRALayerWeights` in vllm/lora, 0.32 and 0.33, of which
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from lora_plugins.adapter.experts import check_experts
-from lora_plugins.adapter.landing import check_sizes
-from lora_plugins.adapter.model_modules import Kind, ModelModules
+from lora_plugins.adapter.landing import ReadPair, check_pairs
+from lora_plugins.adapter.model_modules import Kind, ModelModules, Place
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, LoRAPluginsError, OutOfMemory
+from lora_plugins.kernels.layers import sides_of_slices, stacks
 from lora_plugins.worker.host_memory import tensors_of
+
+_Shape = tuple[int, ...]
 
 _TORCH_OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # RuntimeErrors, of the CPU and of CUDA
 
 
-def unmatched_modules(model: Any, matched: Mapping[str, Any]) -> list[str]:
-    """Names of the adapter's modules that are none of `matched`, which maps the model's modules to their weights."""
-    known = {id(weights) for weights in matched.values()}
-    # Stacked experts: vLLM lists the tensors of `experts.base_layer` at `experts`; before 0.33 they stay there too.
-    listed = {id(a) for weights in matched.values() if isinstance(weights.lora_a, list) for a in weights.lora_a}
-    return sorted(
-        name for name, weights in model.loras.items() if id(weights) not in known and id(weights.lora_a) not in listed
-    )
-
-
-def check_described(model: Any, manager: Any, modules: ModelModules) -> None:
-    """Compare a parsed adapter's weights with the sizes of the whole model's modules, before vLLM merges them.
+def check_described(
+    model: Any, manager: Any, modules: ModelModules, *, is_whole_model: bool = True, refuse_unmatched: bool = True
+) -> tuple[str, ...]:
+    """Compare a parsed adapter with the whole model's modules, before vLLM merges it; returns notes.
 
     Once vLLM has stacked experts, an error says no more which was wrong; and of what is larger than a layer that is
     divided among workers, each would take its part and never see the rest.
@@ -39,31 +33,40 @@ def check_described(model: Any, manager: Any, modules: ModelModules) -> None:
         model: vLLM's `LoRAModel`.
         manager: its `LoRAModelManager`.
         modules: what `describe` said of it.
+        is_whole_model: whether these are all modules of the model.
+        refuse_unmatched: see `check_pairs`.
 
     Raises:
-        IncompatibleAdapter: other sizes than the model's, or experts of which a part is missing.
+        IncompatibleAdapter, InvalidAdapter: as `check_pairs`.
     """
-    pairs = {
-        modules.key(name) or name: weights
+    # One pair for a module that adapters usually name by its parts: vLLM divides it, so only the slot can say.
+    undivided = {id(manager._get_lora_layer_weights(model, name)) for name in _modules_of_parts(modules)}  # noqa: SLF001
+    pairs = [
+        ReadPair(name, name, _shape(weights.lora_a), _shape(weights.lora_b), int(weights.rank))
         for name, weights in model.loras.items()
-        if isinstance(weights.lora_a, torch.Tensor) and isinstance(weights.lora_b, torch.Tensor)
-    }
-    shapes = {name: (tuple(pair.lora_a.shape), tuple(pair.lora_b.shape)) for name, pair in pairs.items()}
-    for name, shape in shapes.items():
-        place = modules.places.get(name)
-        if place is not None and place.kind is not Kind.EXPERTS and all(len(side) == 2 for side in shape):
-            check_sizes(name, shape, place)
-    check_experts(
-        shapes,
+        if id(weights) not in undivided and not isinstance(weights.lora_a, list)  # merged already, by who gave it
+    ]
+    if not pairs:
+        return ()
+    notes = check_pairs(
+        pairs,
         modules,
-        ranks={name: int(pair.rank) for name, pair in pairs.items()},
         max_rank=manager.lora_config.max_lora_rank,
         elsewhere=_experts_elsewhere(manager, modules),
+        is_whole_model=is_whole_model,
+        refuse_unmatched=refuse_unmatched,
     )
-    adapted = {place.module for name in pairs if (place := modules.places.get(name)) is not None}
-    for name in adapted.intersection(modules.experts):
-        _check_sharding(name, manager.modules[name], pairs, modules)
+    landed = [(pair, place) for pair in pairs if (place := modules.place(pair.name)) is not None]
+    for pair, place in landed:
+        if place.kind is Kind.EXPERTS:
+            _check_sharding(pair, place, manager.modules[place.module])
+    for name in {place.module for _, place in landed if place.kind is Kind.EXPERTS}:
         _check_padding(name, manager.modules[name])
+    return notes
+
+
+def _shape(side: Any) -> _Shape:
+    return () if side is None else tuple(side.shape)
 
 
 def _experts_elsewhere(manager: Any, modules: ModelModules) -> set[str]:
@@ -73,18 +76,14 @@ def _experts_elsewhere(manager: Any, modules: ModelModules) -> set[str]:
     return {part for name, parts in named.items() for part in set(parts).difference(restrict(name, parts))}
 
 
-def _check_sharding(name: str, module: Any, pairs: Mapping[str, Any], modules: ModelModules) -> None:
+def _check_sharding(pair: ReadPair, place: Place, module: Any) -> None:
     """With `--fully-sharded-loras` each worker has a part of the rank of experts' w13, which vLLM asserts."""
-    if not module.fully_sharded or module.tp_size == 1:
-        return
-    for part, weights in pairs.items():
-        place = modules.places.get(part)
-        if place is not None and place.module == name and place.part != "w2" and weights.rank % module.tp_size:
-            raise IncompatibleAdapter(
-                f"rank {weights.rank} in module '{part}'",
-                expected=f"a multiple of {module.tp_size}, the workers that --fully-sharded-loras divides it among",
-                remedy="serve it without --fully-sharded-loras, or train it with such a rank",
-            )
+    if module.fully_sharded and module.tp_size > 1 and place.part != "w2" and pair.rank % module.tp_size:
+        raise IncompatibleAdapter(
+            f"rank {pair.rank} in module '{pair.name}'",
+            expected=f"a multiple of {module.tp_size}, the workers that --fully-sharded-loras divides it among",
+            remedy="serve it without --fully-sharded-loras, or train it with such a rank",
+        )
 
 
 def _check_padding(name: str, module: Any) -> None:
@@ -99,82 +98,50 @@ def _check_padding(name: str, module: Any) -> None:
         )
 
 
-def check_fits(adapter: str, module_name: str, module: Any, weights: Any) -> None:
-    """Compare a module's weights with its slot, so that no copy into it can fail or fill less than it should.
+def check_slots(model: Any, manager: Any, modules: ModelModules) -> None:
+    """Compare merged weights with the slots of those modules of which only the engine can tell what fits.
 
-    A copy that fails in the engine loop, crashes the engine: there is no idle slot to try it in before.
-    Mixtures of experts, whose slots are of other shapes, are compared by `check_described` alone.
+    A copy that fails in the engine loop crashes the engine: there is no idle slot to try it in before.
 
     Raises:
-        IncompatibleAdapter: another rank than fits, or other sizes than the module's. InvalidAdapter: A and B that are
-            no pair of matrices. ValueError: packed weights that are not the module's slices together.
+        IncompatibleAdapter: another rank than fits, or other sizes than the module's.
     """
-    slots = _slots(module, weights)
-    if slots is None:
+    unsaid = {place.module for place in modules.places.values() if None in (place.in_features, place.out_features)}
+    for name in sorted(unsaid | _modules_of_parts(modules)):
+        weights = manager._get_lora_layer_weights(model, name)  # noqa: SLF001 - as vLLM looks up
+        if weights is not None:
+            check_slot(name, manager.modules[name], weights)
+
+
+def _modules_of_parts(modules: ModelModules) -> set[str]:
+    """Modules that are in `places` by their parts only; not experts, whose formats vLLM itself knows."""
+    linear = {place.module for place in modules.places.values() if place.kind is Kind.LINEAR}
+    return linear.difference(modules.places)
+
+
+def check_slot(name: str, module: Any, weights: Any) -> None:
+    """Compare one module's weights with its slot.
+
+    Raises:
+        IncompatibleAdapter: see `check_slots`.
+    """
+    parts = stacks(module)
+    if parts is None:
         return
-    slots_a, slots_b = slots
-    lora_a, lora_b = weights.lora_a, weights.lora_b
-    if len(slots_a) > 1 and (not isinstance(lora_b, list) or len(lora_b) != len(slots_a)):
-        sides = (side if isinstance(side, list) else [side] for side in (lora_a, lora_b))
-        lora_a, lora_b = module.expand_packed_lora(*sides)  # several slices in one pair; vLLM splits it as well
-    for a, b in zip(*_sides_of(lora_a, lora_b), strict=False):
-        _check_pair(adapter, module_name, a, b)  # whole: fully sharded, a worker has a part of A's rank, perhaps none
-    if getattr(module, "tp_size", 1) > 1 and hasattr(module, "slice_lora_a"):
-        lora_a, lora_b = module.slice_lora_a(lora_a), module.slice_lora_b(lora_b)
-    sides_a, sides_b = _sides_of(lora_a, lora_b)
-    if not len(sides_a) == len(sides_b) == len(slots_a):
+    slots = [(tuple(a.shape[2:]), tuple(b.shape[2:])) for a, b in zip(*parts, strict=True)]
+    sides = sides_of_slices(module, len(slots), weights.lora_a, weights.lora_b)
+    given = [] if sides is None else [(_shape(a), _shape(b)) for a, b in zip(*sides, strict=True)]
+    if not given or not all(_fits(*pair, *slot) for pair, slot in zip(given, slots, strict=True)):
         raise IncompatibleAdapter(
-            f"weights of {module_name} for {len(sides_b)} slices",
-            expected=f"{len(slots_a)}",
-            remedy="serve it with the base model that it was trained on",
-            adapter=adapter,
+            f"A and B of {name} with shapes {given or 'of another number of slices'}",
+            expected=f"{slots}, or a smaller rank",
+            remedy="serve it with the base model that it was trained on, or raise --max-lora-rank",
         )
-    for a, b, slot_a, slot_b in zip(sides_a, sides_b, slots_a, slots_b, strict=True):
-        for side, given, place in (("lora_A", a, slot_a), ("lora_B", b, slot_b)):
-            if given is None:
-                continue
-            rows, columns = place.shape[-2:]
-            rank, max_rank, size, wanted = (
-                (given.shape[0], rows, given.shape[1], columns)
-                if side == "lora_A"
-                else (given.shape[1], columns, given.shape[0], rows)
-            )
-            if rank > max_rank or size != wanted:
-                raise IncompatibleAdapter(
-                    f"{side} of {module_name} with rank {rank} and {size} features",
-                    expected=f"rank up to {max_rank} and {wanted} features",
-                    remedy="serve it with the base model that it was trained on, or raise --max-lora-rank",
-                    adapter=adapter,
-                )
 
 
-def _sides_of(*sides: Any) -> list[list[Any]]:
-    return [side if isinstance(side, list) else [side] for side in sides]
-
-
-def _slots(module: Any, weights: Any) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]] | None:
-    """Where each slice's A and B go, by their last two dimensions; None for a mixture of experts."""
-    slots_a, slots_b = getattr(module, "lora_a_stacked", None), getattr(module, "lora_b_stacked", None)
-    if isinstance(slots_a, torch.Tensor) and isinstance(slots_b, torch.Tensor):
-        if slots_a.dim() == 3:  # an embedding's, which is looked up in: [slots, vocabulary, rank]
-            return (slots_a.transpose(1, 2),), (slots_b,)
-        return (slots_a,), (slots_b[:, :, : len(weights.lora_b)],)  # a head may know fewer words, as with vLLM
-    if isinstance(slots_a, tuple) and isinstance(slots_b, tuple) and hasattr(module, "output_slices"):
-        return slots_a, slots_b
-    return None
-
-
-def _check_pair(adapter: str, module_name: str, a: torch.Tensor | None, b: torch.Tensor | None) -> None:
-    if a is None and b is None:
-        return
-    if a is None or b is None or a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
-        shapes = " and ".join("nothing" if side is None else str(tuple(side.shape)) for side in (a, b))
-        raise InvalidAdapter(
-            f"lora_A and lora_B of {module_name} with {shapes}",
-            expected="(rank, features) and (features, rank)",
-            remedy="save the adapter again with PEFT",
-            adapter=adapter,
-        )
+def _fits(a: _Shape, b: _Shape, slot_a: _Shape, slot_b: _Shape) -> bool:
+    """Whether A (rank, features) and B (features, rank), `()` where there is none, fill a slot but for its rank."""
+    return (not a or (a[0] <= slot_a[0] and a[1] == slot_a[1])) and (not b or (b[0] == slot_b[0] and b[1] <= slot_b[1]))
 
 
 def check_finite(adapter: str, model: Any) -> None:

@@ -18,7 +18,6 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.utils.gc_utils import freeze_gc_heap
 
-from lora_plugins.adapter.landing import mismatch
 from lora_plugins.adapter.model_modules import ModelModules
 from lora_plugins.errors import describing
 from lora_plugins.ledger import Patch
@@ -135,31 +134,19 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             model = self._load_adapter(request)
             if hasattr(manager, "_validate_moe_lora_format"):  # from 0.32
                 manager._validate_moe_lora_format(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
-            loading.check_described(model, manager, self._modules)
-            scalings, pairs, rank = take_scalings(model), len(model.loras), rank_of(model)
+            notes = loading.check_described(
+                model, manager, self._modules,
+                is_whole_model=self._is_whole_model, refuse_unmatched=self._settings.refuse_unmatched,
+            )  # fmt: skip
+            for note in notes:
+                logger.warning("Adapter '%s' is %s", spec.name, note)
+            scalings, rank = take_scalings(model), rank_of(model)
             manager._create_merged_loras_inplace(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
-            self._check_matched(model, pairs, spec.name)
+            loading.check_slots(model, manager, self._modules)
             if self._settings.check_finite and not is_digest(Path(path).name):  # else the store has looked
                 loading.check_finite(spec.name, model)
             is_pinned = torch.device(self.device).type == "cuda"
             return build(spec.name, path, manager, model, scalings, is_pinned=is_pinned, rank=rank)
-
-    def _check_matched(self, model: Any, pairs: int, adapter: str) -> None:
-        manager = self._adapter_manager
-        matched = {
-            name: weights
-            for name in manager.modules
-            if (weights := manager._get_lora_layer_weights(model, name)) is not None  # noqa: SLF001 - as vLLM looks up
-        }
-        for name, weights in matched.items():
-            loading.check_fits(adapter, name, manager.modules[name], weights)
-        unmatched = loading.unmatched_modules(model, matched)
-        if not unmatched or (matched and not self._is_whole_model):
-            return
-        error = mismatch(unmatched, pairs, self._modules, adapter=adapter)
-        if self._settings.refuse_unmatched or not matched:
-            raise error
-        logger.warning("Served without what does not match: %s", error)
 
     # --- vLLM's manager API, in the engine loop ---
 

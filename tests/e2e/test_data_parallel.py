@@ -23,7 +23,7 @@ def test_two_engines_equal_peft_and_change_together(bed: Bed, tmp_path: Path) ->
     names = [spec.name for spec in DEMO_ADAPTERS]
     with admin_server(
         bed, tmp_path, "--max-loras", "2", "--data-parallel-size", "2", "--api-server-count", "1",
-        LORA_PLUGINS_KERNELS="torch",
+        LORA_PLUGINS_KERNELS="reference",
     ) as server:  # fmt: skip
 
         def call(method: str, path: str) -> Any:

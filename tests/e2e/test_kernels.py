@@ -48,7 +48,7 @@ def expected(kernels: Kernels, models: list[str]) -> list[list[int]]:
 
 
 def test_the_engine_computes_with_our_kernels(kernels: Kernels) -> None:
-    wrapper = "GroupedPunicaWrapperCPU" if build.problem() else "CompiledPunicaWrapperCPU"
+    wrapper = "PunicaWrapperCPU" if build.problem() else "CompiledPunicaWrapperCPU"
     assert f"Using {wrapper}" in kernels.server.log()
 
 

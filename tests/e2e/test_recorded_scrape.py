@@ -30,7 +30,7 @@ ATTEMPTS = 10  # on a machine that stands still for seconds, requests may be ove
 def test_a_routers_view_is_as_it_is_recorded(bed: Bed, tmp_path: Path) -> None:
     shutil.copytree(bed.adapters, tmp_path / "adapters")
     arguments = ("--max-loras", "2", "--served-model-name", "llama")
-    with admin_server(bed, tmp_path, *arguments, LORA_PLUGINS_KERNELS="torch") as server:
+    with admin_server(bed, tmp_path, *arguments, LORA_PLUGINS_KERNELS="reference") as server:
         answer = complete(connect(server), "sql", PROMPT, MAX_TOKENS)
         assert list(answer.token_ids) == bed.answers["sql"], answer.error
         assert httpx.post(f"{server.url}/v1/loras/sql/pin", headers=HEADERS, timeout=LONGEST_S).status_code == 200

@@ -44,6 +44,7 @@ def test_every_row_of_mixed_batches_is_pefts(path: str, bed: Bed, tmp_path: Path
     question = {
         "base": str(bed.base),
         "adapters": str(bed.adapters),
+        "tables": str(tmp_path),
         "settings": {
             "dtype": "float32",
             "max_lora_rank": 64,
@@ -64,7 +65,6 @@ def test_every_row_of_mixed_batches_is_pefts(path: str, bed: Bed, tmp_path: Path
             **outer_environment(),
             **ENVIRONMENT,
             "TRITON_INTERPRET": "1",
-            "LORA_PLUGINS_TUNING_DIR": str(tmp_path),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_PLUGINS": "",

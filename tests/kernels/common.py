@@ -9,10 +9,8 @@ import torch
 from lora_plugins.kernels import reference
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.compiled.panels import SlotPanels
-from lora_plugins.kernels.cpu import Batch, Buffers, Plan
-from lora_plugins.kernels.packs import ModuleWeights
+from lora_plugins.kernels.cpu import BatchRows, Buffers, ModulePlan, ModuleSlots
 from lora_plugins.kernels.ranks import SlotRanks
-from lora_plugins.kernels.segments import segment
 
 # Largest allowed difference from the float32 reference, relative to the largest value of the output: a few units in the
 # last place of the dtype, since shrunk rows and the sum are each rounded to it once.
@@ -25,7 +23,7 @@ FEW_COMPILED = "compiled below 4 rows"  # as where PyTorch's products of many ro
 class Case:
     """One module: its slots, true ranks, and a batch's input."""
 
-    weights: ModuleWeights
+    weights: ModuleSlots
     ranks: list[tuple[int, ...]]
     x: torch.Tensor
     slot_of_row: list[int]
@@ -47,13 +45,23 @@ class Case:
         )
         return result
 
-    def batch(self) -> Batch:
-        return Batch(segment(self.slot_of_row), Buffers())
+    def plan(self, buffers: Buffers | None = None, scale: float = 1.0) -> ModulePlan:
+        return ModulePlan(self.weights, batch_of(self.slot_of_row), buffers or Buffers(), scale)
 
-    def computed(self, y: torch.Tensor, batch: Batch | None = None, scale: float = 1.0) -> torch.Tensor:
+    def computed(self, y: torch.Tensor, buffers: Buffers | None = None, scale: float = 1.0) -> torch.Tensor:
         result = y.clone()
-        Plan(self.weights, batch or self.batch(), scale).run(result, self.x)
+        self.plan(buffers, scale).run(result, self.x)
         return result
+
+
+def batch_of(slot_of_row: list[int]) -> BatchRows:
+    return BatchRows(torch.tensor(slot_of_row, dtype=torch.int64))
+
+
+def forget_what_was_built() -> None:
+    """What this process knows of the compiler and of the wheel's objects is found out again."""
+    for found in (build.problem, build.product, build._of_wheel):
+        found.cache_clear()
 
 
 def make_case(
@@ -81,7 +89,7 @@ def make_case(
     compiled = products in {"compiled", FEW_COMPILED}
     panels = SlotPanels(build.product(str(dtype).removeprefix("torch.")), a, b, learned) if compiled else None
     by_torch = 4 if products == FEW_COMPILED else None
-    return Case(ModuleWeights(a, b, learned, panels, by_torch), list(ranks), x, slot_of_row, widths)
+    return Case(ModuleSlots(tuple(a), tuple(b), learned, panels, by_torch), list(ranks), x, slot_of_row, widths)
 
 
 def assert_equal(found: torch.Tensor, expected: torch.Tensor, before: torch.Tensor, slot_of_row: list[int]) -> None:

@@ -10,19 +10,18 @@ import platform
 import stat
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
-from lora_plugins.kernels.compiled import build
+from lora_plugins.kernels.compiled import build, prebuilt
 from lora_plugins.kernels.compiled.library import Group, Slice
-from lora_plugins.kernels.compiled.panels import make
-from lora_plugins.kernels.cpu import Plan
-from tests.kernels.common import assert_equal, make_case
+from tests.kernels.common import assert_equal, forget_what_was_built, make_case
 
 if build.problem():
-    pytest.skip(f"{build.problem()}: then PyTorch computes, as LORA_PLUGINS_KERNELS=torch", allow_module_level=True)
+    pytest.skip(f"{build.problem()}: then vLLM's kernels compute", allow_module_level=True)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PANEL = build.product().panel
@@ -40,9 +39,9 @@ def threads(request):
 @pytest.fixture
 def fresh():
     """What this process knows of the compiler is found out again, before and after the test."""
-    build._outcome.cache_clear()
+    forget_what_was_built()
     yield
-    build._outcome.cache_clear()
+    forget_what_was_built()
 
 
 # Around the widths of panels and registers, and beyond one block of panels.
@@ -148,7 +147,7 @@ def test_an_output_with_gaps_between_its_columns():
     wide = torch.full((4, 38), 7.0)
     found = wide[:, ::2]
     found.copy_(y)
-    Plan(case.weights, case.batch(), 1.0).run(found, case.x)
+    case.plan().run(found, case.x)
     assert_equal(found, case.expected(y), y, case.slot_of_row)
     assert (wide[:, 1::2] == 7).all()
 
@@ -156,7 +155,7 @@ def test_an_output_with_gaps_between_its_columns():
 @pytest.mark.parametrize(("rows", "inn"), [(3, 33), (4, 32)], ids=["rows", "columns of x"])
 def test_tensors_that_are_too_small_are_refused(rows, inn):
     case = make_case([0, 1, -1, 0], [(8,), (3,)], products="compiled")
-    plan = Plan(case.weights, case.batch(), 1.0)
+    plan = case.plan()
     y = torch.zeros(rows, 19)
     with pytest.raises(ValueError, match="needs 4 rows, 33 columns of x"):
         plan.run(y, torch.randn(4, inn))
@@ -167,33 +166,25 @@ def test_panels_are_made_once_for_what_a_slot_holds():
     panels = make_case([], [(8,), (8,)], products="compiled").weights.panels
     first = panels.of(0)
     assert panels.of(0) is first
-    assert panels.nbytes == first.nbytes == (math.ceil(8 / LANES) * LANES * 33 + math.ceil(19 / LANES) * LANES * 8) * 4
+    assert first.flat.nbytes == (math.ceil(8 / LANES) * LANES * 33 + math.ceil(19 / LANES) * LANES * 8) * 4
     panels.ranks.written(0, [4])
     assert panels.of(0) is not first
     assert panels.of(0).rank == 4
 
 
-def test_what_was_prepared_in_a_background_thread_is_used():
-    weights = make_case([], [(8,), (8,)], products="compiled").weights
-    weights.prepare(1)
-    (prepared,) = weights.panels._of_slot.values()
-    assert weights.panelled({1: 3}) == {1: prepared}
-
-
 def test_an_emptied_slot_leaves_no_panels():
     weights = make_case([], [(8,), (8,)], products="compiled").weights
-    weights.prepare(1)
+    memory = weakref.ref(weights.panels.of(1).flat)
     weights.ranks.written(1, [0])
-    assert weights.packed_bytes == 0
-    weights.prepare(1)
-    assert weights.panelled({1: 3}) == {}
-    assert weights.packed_bytes == 0
+    assert memory() is None
+    assert weights.compiled({1: [0, 1, 2]}) == {}
 
 
 def test_panels_end_at_the_true_rank_and_are_zero_beyond():
-    case = make_case([], [(3, 0, LANES - 2)], widths=(5, 6, 7), products="compiled", max_rank=LANES)
-    weights = case.weights
-    made = make(build.product(), weights.a, weights.b, 0, (3, 0, LANES - 2), 1)
+    ranks = (3, 0, LANES - 2)
+    weights = make_case([], [ranks], widths=(5, 6, 7), products="compiled", max_rank=LANES).weights
+    made = weights.panels.of(0)
+    assert made.ranks == ranks
     assert made.flat.isfinite().all()
     assert [(s.rank, s.top, s.first, s.width) for s in made.slices] == [(3, 0, 0, 5), (LANES - 2, 3, 11, 7)]
     of_a = made.flat[: PANEL * 33].view(33, PANEL)
@@ -231,8 +222,7 @@ def test_other_processors_paths_are_right(monkeypatch, dtype, flags):
         )
         panels = case.weights.panels
         case.weights.ranks.written(1, ranks)
-        made = panels.of(1)
-        panels.place(1, ranks, made.flat, made.slices)  # of a rank above 64 too
+        panels.place(1, panels.of(1))  # of a rank above 64 too
         panels.product = dataclasses.replace(panels.product, parts=lambda *_, parts=parts: parts)
         y = case.outputs()
         assert_equal(case.computed(y, scale=0.5), case.expected(y, scale=0.5), y, slot_of_row)
@@ -243,7 +233,7 @@ def test_avx512_bf16_is_multiplied_with_its_instruction(tmp_path):
     """Compiled only: few machines can run it. What is around it, the test above runs."""
     assembly = tmp_path / "lora.s"
     command = ["gcc", *build.FLAGS, "-march=x86-64-v4", "-mavx512bf16", "-DELEMENT=BFLOAT16", "-S"]
-    subprocess.run([*command, str(build.SOURCE), "-o", str(assembly)], check=True, timeout=60)
+    subprocess.run([*command, str(prebuilt.SOURCE), "-o", str(assembly)], check=True, timeout=60)
     text = assembly.read_text()
     assert "vdpbf16ps" in text
     assert "vfmadd" not in text
@@ -311,5 +301,5 @@ def test_nothing_is_left_behind(monkeypatch, tmp_path):
 
 
 def test_the_source_is_in_the_package():
-    assert build.SOURCE.parent == Path(build.__file__).parent
-    assert build.SOURCE.is_file()
+    assert prebuilt.SOURCE.parent == Path(build.__file__).parent
+    assert prebuilt.SOURCE.is_file()

@@ -9,11 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_plugins.kernels import packs
+from lora_plugins.kernels import cpu
 from lora_plugins.kernels.compiled import build
-from lora_plugins.kernels.cpu import Batch, Buffers, Plan
-from lora_plugins.kernels.segments import LONG_RUN, segment
-from tests.kernels.common import FEW_COMPILED, assert_equal, make_case
+from lora_plugins.kernels.cpu import Buffers
+from tests.kernels.common import FEW_COMPILED, assert_equal, batch_of, make_case
 
 RANKS = [(8,), (0,), (16,), (1,), (5,)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -31,7 +30,7 @@ BATCHES = {
     "interleaved": [0, 2, 3, 4, 0, 2, 3, 4],
     "interleaved with base": [-1, 0, -1, 2, 1, -1, 0, 4, -1],
     "base rows between one adapter's": [3, -1, 3],
-    "two long runs": [0] * LONG_RUN + [2] * LONG_RUN,
+    "two long runs": [0] * 32 + [2] * 32,
     "prefill beside decode": [0, 2, -1, 4] + [2] * 40 + [-1] * 40 + [3, 0],
     "long runs of one slot, twice": [0] * 40 + [2] * 40 + [0] * 40,
     "many rows in turn": [row % 5 for row in range(200)],
@@ -40,10 +39,10 @@ BATCHES = {
 batches = pytest.mark.parametrize("slot_of_row", BATCHES.values(), ids=BATCHES)
 
 
-@pytest.fixture(params=[packs.LARGEST_PACKED_RANK, 3], ids=["packed", "larger ones viewed"])
+@pytest.fixture(params=[cpu.LARGEST_COPIED_RANK, 3], ids=["copied", "larger ones viewed"])
 def large_ones(request, monkeypatch):
     """Ranks from which on an adapter is computed from views of its slot."""
-    monkeypatch.setattr(packs, "LARGEST_PACKED_RANK", request.param)
+    monkeypatch.setattr(cpu, "LARGEST_COPIED_RANK", request.param)
 
 
 @products
@@ -72,14 +71,14 @@ def test_slices_of_different_widths_and_ranks(slot_of_row, products, dtype):
     widths=st.tuples(st.integers(1, 40), st.integers(1, 40)),
     products=st.sampled_from(PRODUCTS),
     scale=st.sampled_from([1.0, 0.5]),
-    largest_packed=st.integers(0, 9),
+    largest_copied=st.integers(0, 9),
 )
-def test_any_shape(runs, ranks, inn, widths, products, scale, largest_packed):
+def test_any_shape(runs, ranks, inn, widths, products, scale, largest_copied):
     slot_of_row = [slot for slot, length in runs for _ in range(length)]
     whose, dtype = products
     case = make_case(slot_of_row, ranks, inn=inn, widths=widths, max_rank=9, dtype=dtype, products=whose)
     y = case.outputs(padding_rows=1)
-    with mock.patch.object(packs, "LARGEST_PACKED_RANK", largest_packed):
+    with mock.patch.object(cpu, "LARGEST_COPIED_RANK", largest_copied):
         computed = case.computed(y, scale=scale)
     assert_equal(computed, case.expected(y, scale=scale), y, slot_of_row)
 
@@ -111,10 +110,11 @@ def test_overflow_in_another_adapters_ranks_does_not_reach_a_row(products):
     assert not found[1].isfinite().all()
 
 
-def test_a_slot_reused_by_a_smaller_rank_shows_nothing_older():
-    case = make_case([0, 2, 0, 2], RANKS)
+@pytest.mark.parametrize("products", WHOSE)
+def test_a_slot_reused_by_a_smaller_rank_shows_nothing_older(products):
+    case = make_case([0, 2, 0, 2], RANKS, products=products)
     y = case.outputs()
-    case.computed(y)  # packs slot 2 at rank 16
+    case.computed(y)  # slot 2 at rank 16
     a, b, ranks = case.weights.a[0], case.weights.b[0], case.weights.ranks
     ranks.writing(2)
     a[2], b[2] = torch.nan, torch.nan  # whatever is left of the old adapter must not be read
@@ -122,85 +122,37 @@ def test_a_slot_reused_by_a_smaller_rank_shows_nothing_older():
     ranks.written(2, [3])
     case.ranks[2] = (3,)
     assert_equal(case.computed(y), case.expected(y), y, case.slot_of_row)
-    assert sorted(pack.a.shape[1] for ((pack, _),) in case.weights.places([0, 2]).values()) == [3, 8]
 
 
 def test_a_write_makes_plans_of_the_module_old():
     case = make_case([0], RANKS)
-    plan = Plan(case.weights, case.batch(), 1.0)
-    assert plan.version == plan.ranks.version
+    plan = case.plan()
+    assert plan.is_for(1.0)
+    assert not plan.is_for(0.5)
     case.weights.ranks.writing(4)
-    assert plan.version != plan.ranks.version
+    assert not plan.is_for(1.0)
 
 
-def test_packs_stay_while_used_and_hold_at_most_twice_that():
-    weights = make_case([], [(8,), (8,), (8,), (8,)]).weights
-
-    def packed(*slots):
-        (pack,) = {id(pack): pack for ((pack, _),) in weights.places(slots).values()}.values()
-        return pack
-
-    first = packed(0, 1)
-    assert first.slots == (0, 1)
-    assert packed(0) is first  # slot 1 may come back with the next request
-    assert packed(2).slots == (2,)  # with two others it would be more than is needed
-    grown = packed(3)
-    assert grown.slots == (2, 3)
-    assert weights.packed_bytes == grown.nbytes == 2 * 8 * (33 + 19) * 4
-    weights.ranks.written(3, [8])
-    assert packed(2) is grown  # slot 3 was written again, but nobody asks for it
-    assert packed(2, 3) is not grown
-    assert packed(2, 3).slots == (2, 3)
+@pytest.mark.parametrize("products", WHOSE)
+def test_an_adapter_of_a_large_rank_is_not_copied(products):
+    rank = cpu.LARGEST_COPIED_RANK + 1
+    case = make_case([0, -1], [(rank, 0, 3)], widths=(5, 6, 7), max_rank=rank, products=products)
+    y = case.outputs()
+    assert_equal(case.computed(y), case.expected(y), y, case.slot_of_row)
+    assert case.weights.compiled(batch_of([0]).rows) == {}
 
 
-def test_what_a_background_thread_prepared_is_not_made_again():
-    weights = make_case([], [(8,), (8,)]).weights
-    weights.prepare(0)
-    ((pack, at),) = weights.places([0])[0]
-    made_of = pack.a.data_ptr()
-    assert (at, weights.packed_bytes) == (0, pack.nbytes)
-    assert weights.places([0])[0][0][0].a.data_ptr() == made_of
-    weights.prepare(1)
-    weights.ranks.written(1, [4])  # written again since
-    ((pack, _),) = weights.places([1])[1]
-    assert pack.a.shape[1:] == (4, 33)
+@pytest.mark.parametrize("products", WHOSE)
+def test_module_without_an_adapter_in_the_batch_does_nothing(products):
+    assert make_case([1, 1], RANKS, products=products).plan().steps == ()
 
 
-def test_a_slot_written_with_another_rank_leaves_its_pack():
-    weights = make_case([], [(8,), (8,)]).weights
-    weights.places([0, 1])
-    weights.ranks.written(1, [4])
-    places = weights.places([0, 1])
-    assert places[0][0][0].a.shape[1:] == (8, 33)
-    assert places[1][0][0].a.shape[1:] == (4, 33)
-
-
-def test_packs_of_other_ranks_stay_while_they_are_small():
-    weights = make_case([], [(8,), (4,), (16,)]).weights
-    weights.places([1])
-    weights.places([0])
-    assert weights.packed_bytes == (8 + 4) * (33 + 19) * 4
-    weights.places([2])
-    assert weights.packed_bytes == (16 + 8 + 4) * (33 + 19) * 4
-    weights.places([1])
-    assert weights.packed_bytes == 4 * (33 + 19) * 4
-
-
-def test_an_adapter_of_a_large_rank_is_not_copied():
-    rank = packs.LARGEST_PACKED_RANK + 1
-    weights = make_case([], [(rank, 0, 3)], widths=(5, 6, 7), max_rank=rank).weights
-    ((_, of_q), (_, of_v)) = [(pack.slices[0], pack) for pack, _ in weights.places([0])[0]]
-    assert of_q.a.data_ptr() == weights.a[0].data_ptr()
-    assert of_v.slices[0].b.data_ptr() == weights.b[2].data_ptr()
-    assert (of_v.slices[0].first, of_v.slices[0].last) == (11, 18)
-    assert weights.packed_bytes == 0
-
-
-def test_module_without_an_adapter_in_the_batch_does_nothing():
-    case = make_case([1, 1], RANKS)
-    assert case.weights.places([1]) == {}
-    assert case.weights.packed_bytes == 0
-    assert Plan(case.weights, case.batch(), 1.0).steps == ()
+def test_every_adapted_row_is_its_slots_once():
+    batch = batch_of([2, -1, 0, 2, -3, 2])
+    assert {slot: rows.tolist() for slot, rows in batch.rows.items()} == {0: [2], 2: [0, 3, 5]}
+    assert {slot: rows.tolist() for slot, rows in batch.rows_of_32_bits.items()} == {0: [2], 2: [0, 3, 5]}
+    assert all(rows.is_contiguous() and rows.dtype == torch.int32 for rows in batch.rows_of_32_bits.values())
+    assert batch.n_rows == 6
 
 
 def test_narrower_adapters_are_computed_in_their_own_dtype():
@@ -225,28 +177,29 @@ def test_a_padded_vocabulary_on_either_side(slot_of_row, width):
 
 def test_buffers_are_shared_and_only_grow():
     buffers = Buffers()
-    large = buffers.take((10, 10), torch.float32, "shrunk")
-    assert buffers.take((3, 4), torch.float32, "shrunk").data_ptr() == large.data_ptr()
-    assert buffers.nbytes == 400
-    assert buffers.take((3, 4), torch.float32, "shrunk").is_contiguous()
+    large = buffers.take((10, 10), torch.float32)
+    assert buffers.take((3, 4), torch.float32).data_ptr() == large.data_ptr()
+    assert buffers.take((3, 4), torch.float32).is_contiguous()
+    assert buffers.take((3, 4), torch.float16).dtype == torch.float16
 
 
-def test_a_plan_made_in_inference_mode_runs_outside_it():
-    case = make_case([0, 2, 0], RANKS)
-    batch, y = case.batch(), case.outputs()
+@pytest.mark.parametrize("products", WHOSE)
+def test_a_plan_made_in_inference_mode_runs_outside_it(products):
+    case = make_case([0, 2, 0], RANKS, products=products)
+    y = case.outputs()
     with torch.inference_mode():
-        plan = Plan(case.weights, batch, 1.0)
+        plan = case.plan()
     found = y.clone()
     with torch.no_grad():
         plan.run(found, case.x)
     assert_equal(found, case.expected(y), y, case.slot_of_row)
 
 
-def test_modules_of_one_batch_share_indices_and_buffers():
+@pytest.mark.parametrize("products", WHOSE)
+def test_modules_of_one_batch_share_buffers(products):
     slot_of_row = [0, 2, -1, 0]
-    one, other = (make_case(slot_of_row, RANKS, inn=inn, seed=inn) for inn in (33, 65))
-    batch = Batch(segment(slot_of_row), Buffers())
+    one, other = (make_case(slot_of_row, RANKS, inn=inn, seed=inn, products=products) for inn in (33, 65))
+    buffers = Buffers()
     for case in (one, other, one):
         y = case.outputs()
-        assert_equal(case.computed(y, batch), case.expected(y), y, slot_of_row)
-    assert batch.index((0, 3)) is batch.index((0, 3))
+        assert_equal(case.computed(y, buffers), case.expected(y), y, slot_of_row)

@@ -12,7 +12,6 @@ from lora_plugins.kernels import dispatch
 from lora_plugins.kernels.dispatch import (
     CPU_WRAPPER,
     REFERENCE_WRAPPER,
-    TORCH_WRAPPER,
     Kernels,
     Machine,
     choose,
@@ -21,7 +20,7 @@ from lora_plugins.kernels.dispatch import (
 from lora_plugins.kernels.tuning import PACKAGED
 
 NO_COMPILER = "no C compiler is on the PATH"
-TRITON = "lora_plugins.vllm_patches.worker.punica_wrapper.triton_wrapper"
+TRITON = "lora_plugins.kernels.punica_triton.TritonPunicaWrapper"
 
 
 @pytest.mark.parametrize(
@@ -35,8 +34,7 @@ TRITON = "lora_plugins.vllm_patches.worker.punica_wrapper.triton_wrapper"
         ("auto", Machine("rocm", triton=True, architecture=lambda: "sm_90"), "vllm", None),
         ("auto", Machine("tpu", triton=True), "vllm", None),
         ("cpu", Machine("cpu", triton=False), "cpu", CPU_WRAPPER),
-        ("auto", Machine("cpu", triton=False, cannot_compile=lambda: NO_COMPILER), "torch", TORCH_WRAPPER),
-        ("torch", Machine("cpu", triton=False, cannot_compile=lambda: NO_COMPILER), "torch", TORCH_WRAPPER),
+        ("auto", Machine("cpu", triton=False, cannot_compile=lambda: NO_COMPILER), "vllm", None),
         ("reference", Machine("cpu", triton=False), "reference", REFERENCE_WRAPPER),
         ("triton", Machine("cuda", triton=True), "triton", TRITON),
         ("triton", Machine("rocm", triton=True), "triton", TRITON),
@@ -75,7 +73,6 @@ def test_packaged_tables_of_architectures_have_results_measured_with_them():
     [
         ("cpu", Machine("cuda", triton=True), "platform is cuda"),
         ("cpu", Machine("cpu", triton=True, cannot_compile=lambda: NO_COMPILER), f"{NO_COMPILER}.*install gcc"),
-        ("torch", Machine("cuda", triton=True), "platform is cuda"),
         ("reference", Machine("cuda", triton=True), "platform is cuda"),
         ("triton", Machine("cpu", triton=True), "platform is cpu"),
         ("triton", Machine("cuda", triton=False), "not installed"),
@@ -95,7 +92,7 @@ def test_triton_is_there_with_both():
     assert triton_is_there(lambda name: name)
 
 
-@pytest.mark.parametrize("asked", ["torch", "reference", "vllm"])
+@pytest.mark.parametrize("asked", ["reference", "vllm"])
 def test_nothing_is_compiled_unless_the_choice_needs_it(asked):
     asked_for = []
     choose(Kernels(asked), Machine("cpu", triton=False, cannot_compile=lambda: asked_for.append(1)))

@@ -8,7 +8,7 @@ from vllm.config.lora import LoRAConfig
 from vllm.lora.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 
 from lora_plugins.kernels import layers
-from lora_plugins.kernels.punica_cpu import GroupedPunicaWrapperCPU
+from lora_plugins.kernels.punica_cpu import ReferencePunicaWrapper
 from tests.kernels.experts_layer import experts_layer
 
 EXPERTS, HIDDEN, INTERMEDIATE, SLOTS, RANK = 4, 32, 16, 3, 8
@@ -27,7 +27,7 @@ def test_a_mixture_of_experts_is_left_to_vllm(kind):
 
 @pytest.mark.parametrize("kind", [FusedMoEWithLoRA, FusedMoE3DWithLoRA])
 def test_the_cpu_wrapper_starts_beside_a_mixture_of_experts(kind):
-    wrapper = GroupedPunicaWrapperCPU(16, 4, "cpu", max_loras=SLOTS)
+    wrapper = ReferencePunicaWrapper(16, 4, "cpu", max_loras=SLOTS)
     layer = small_layer(kind)
     wrapper.register(layer)
     given = [torch.ones(EXPERTS, RANK, HIDDEN), torch.ones(EXPERTS, RANK, INTERMEDIATE)]

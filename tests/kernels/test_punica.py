@@ -16,11 +16,7 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.packing import packer_of
-from lora_plugins.kernels.punica_cpu import (
-    CompiledPunicaWrapperCPU,
-    GroupedPunicaWrapperCPU,
-    ReferencePunicaWrapper,
-)
+from lora_plugins.kernels.punica_cpu import CompiledPunicaWrapperCPU, ReferencePunicaWrapper
 from tests.kernels.common import assert_equal, make_case
 
 SLOTS, MAX_RANK, INN = 3, 8, 21
@@ -32,7 +28,7 @@ BATCHES = {
     "long": [0] * 40 + [-1] * 3 + [2] * 40,
     "empty": [],
 }
-OURS = [GroupedPunicaWrapperCPU] if build.problem() else [GroupedPunicaWrapperCPU, CompiledPunicaWrapperCPU]
+OURS = [ReferencePunicaWrapper] if build.problem() else [ReferencePunicaWrapper, CompiledPunicaWrapperCPU]
 batches = pytest.mark.parametrize("slot_of_row", BATCHES.values(), ids=BATCHES)
 
 
@@ -55,17 +51,8 @@ def made(kind: type, slot_of_row: list[int], sampled: list[int] | None = None):
 
 @pytest.fixture(params=OURS, ids=lambda kind: kind.__name__)
 def wrapper_for(request):
-    """Makes a wrapper for a batch's rows and perhaps sampled ones; once with PyTorch's products, once compiled."""
+    """Makes a wrapper for a batch's rows and perhaps sampled ones; by the reference, and compiled."""
     return functools.partial(made, request.param)
-
-
-@pytest.fixture
-def one_thread():
-    """The compiled product divides no sum."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def map_rows(wrapper, slot_of_row: list[int], sampled: list[int] | None = None) -> None:
@@ -82,7 +69,7 @@ def adapter(rank: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rank, INN), torch.randn(width, rank)
 
 
-@pytest.mark.parametrize("kind", [*OURS, ReferencePunicaWrapper])
+@pytest.mark.parametrize("kind", OURS)
 @batches
 def test_linear(slot_of_row, kind):
     case = make_case(slot_of_row, [(8, 8), (3, 0), (0, 1)], inn=INN, widths=(11, 5), max_rank=MAX_RANK)
@@ -277,23 +264,6 @@ def test_layer_of_another_kind_is_left_to_vllm(logged, wrapper_for):
     assert said == ["CPU kernels: Linear is computed by vLLM's own path"]
 
 
-@pytest.mark.usefixtures("one_thread")
-def test_the_memory_of_packs_is_counted(wrapper_for):
-    layer = layer_of(BaseLinearLayerWithLoRA, (11,))
-    wrapper = wrapper_for([0])
-    wrapper.register(layer)
-    layer.set_lora(0, *adapter(3, 11))
-    assert wrapper.packed_bytes == 0
-    wrapper.add_lora_linear(
-        torch.zeros(1, 11), torch.randn(1, INN), layer.lora_a_stacked, layer.lora_b_stacked, 1.0, (11,)
-    )
-    if packer_of(layer) is None:
-        assert wrapper.packed_bytes == 4 * (3 * INN + 3 * 11 + 3)
-    else:  # what the slot points at is an adapter's, filled up to whole registers
-        lanes = build.product().lanes
-        assert wrapper.packed_bytes == 4 * -(-3 // lanes) * lanes
-
-
 def test_startup_fails_with_a_dtype_that_cannot_be_compiled(monkeypatch):
     def refuse(dtype: str):
         raise build.CannotCompile(f"cc failed: no {dtype}")
@@ -301,5 +271,5 @@ def test_startup_fails_with_a_dtype_that_cannot_be_compiled(monkeypatch):
     monkeypatch.setattr(build, "product", refuse)
     wrapper = made(CompiledPunicaWrapperCPU, [0])
     layer = layer_of(BaseLinearLayerWithLoRA, (11,))
-    with pytest.raises(InvalidSettings, match=r"no float32.*LORA_PLUGINS_KERNELS=torch"):
+    with pytest.raises(InvalidSettings, match=r"no float32.*LORA_PLUGINS_KERNELS=vllm"):
         wrapper.register(layer)

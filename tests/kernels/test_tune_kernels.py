@@ -9,6 +9,7 @@ from pathlib import Path
 from benchmarks import tune_kernels
 from lora_plugins.kernels import tuning
 from lora_plugins.kernels.tuning import Plan
+from tests.kernels.test_tuning import assert_compilable
 
 DEFAULT = tuning.read_table(tuning.PACKAGED / "default.json")
 
@@ -32,18 +33,15 @@ def test_it_finds_the_best_of_each_part_and_writes_it(tmp_path: Path) -> None:
         assert (plan.fused is not None) is (plan.max_rows <= 64 and narrow)
     assert {plan.expand.columns for plan in table.plans} == {64}
     (tmp_path / "sm_0.json").write_text(json.dumps({"made": {}, **tuning.as_json(table)}))
-    assert tuning.load_table("sm_0", tmp_path).plans == table.plans
+    assert tuning.read_table(tmp_path / "sm_0.json").plans == table.plans
 
 
-def test_every_candidate_is_one_that_a_table_may_hold(tmp_path: Path) -> None:
+def test_every_candidate_is_one_that_a_table_may_hold() -> None:
     for plan in DEFAULT.plans:
         for candidates in (tune_kernels.shrinks, tune_kernels.expands, tune_kernels.fusions):
             for candidate in candidates(plan):
                 if candidates is tune_kernels.fusions or candidate.fused is None:
-                    path = tmp_path / "sm_0.json"
-                    whole = tuning.Table("", (candidate, DEFAULT.plans[-1]))
-                    path.write_text(json.dumps(tuning.as_json(whole)))
-                    assert tuning.read_table(path).plans[0] == candidate
+                    assert_compilable(tuning.Table("", (candidate, DEFAULT.plans[-1])))
 
 
 def test_without_time_left_the_default_stays() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from lora_plugins.errors import InvalidSettings
 from lora_plugins.kernels import tuning
 
 PLAN = {"chunk": 16, "shrink": {}, "expand": {}}
@@ -33,37 +33,25 @@ def test_the_first_plan_whose_limits_hold_is_taken(tmp_path: Path) -> None:
     assert table.invariant().chunk == 64
 
 
-def test_the_users_table_comes_before_the_packages(tmp_path: Path) -> None:
-    assert tuning.load_table("sm_0", tmp_path).origin == str(tuning.PACKAGED / "default.json")
-    path = write(tmp_path / "sm_0.json", {"plans": [PLAN]})
-    assert tuning.load_table("sm_0", tmp_path).origin == str(path)
+def test_an_architecture_without_a_table_has_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    default, own = (write(tmp_path / f"{name}.json", {"plans": [PLAN]}) for name in ("default", "sm_90"))
+    monkeypatch.setattr(tuning, "PACKAGED", tmp_path)
+    assert tuning.load_table("sm_90").origin == str(own)
+    assert tuning.load_table("sm_0").origin == str(default)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        [],
-        {},
-        {"plans": []},
-        {"plans": [{**PLAN, "max_rows": 4}]},
-        {"plans": [{**PLAN, "chunk": 24}]},
-        {"plans": [{**PLAN, "shrink": {"rank": 8}}]},
-        {"plans": [{**PLAN, "shrink": {"columns": 48}}]},
-        {"plans": [{**PLAN, "shrink": {"splits": 0}}]},
-        {"plans": [{**PLAN, "expand": {"width": 16}}]},
-        {"plans": [{**PLAN, "rows": 4}]},
-        {"plans": [{**PLAN, "chunk": 32, "fused": {}}]},
-        {"plans": [PLAN], "dense_min_rows": 0},
-    ],
-    ids=str,
-)
-def test_what_cannot_be_right_is_refused_with_the_files_name(tmp_path: Path, content: object) -> None:
-    path = write(tmp_path / "sm_0.json", content)
-    with pytest.raises(InvalidSettings, match=str(path)):
-        tuning.load_table("sm_0", tmp_path)
+def assert_compilable(table: tuning.Table) -> None:
+    assert table.dense_min_rows is None or table.dense_min_rows > 0
+    assert table.plans[-1].holds(tuning.ANY, tuning.ANY, tuning.ANY), "the last one has no limits"
+    for plan in table.plans:
+        assert plan.chunk in tuning.CHUNK_SIZES
+        assert plan.fused is None or plan.chunk == tuning.CHUNK_SIZES[0]
+        for tile in filter(None, (plan.shrink, plan.expand, plan.fused)):
+            for name, value in asdict(tile).items():
+                assert value >= (16 if name in {"rank", "columns", "columns_in", "columns_out"} else 1)  # tensor cores
+                assert name in {"splits", "rank_programs", "stages"} or value & (value - 1) == 0  # a power of 2
 
 
-def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "sm_0.json").write_text("{")
-    with pytest.raises(InvalidSettings, match="JSONDecodeError"):
-        tuning.load_table("sm_0", tmp_path)
+@pytest.mark.parametrize("path", sorted(tuning.PACKAGED.glob("*.json")), ids=lambda path: path.stem)
+def test_packaged_tables_hold_what_kernels_can_be_compiled_with(path: Path) -> None:
+    assert_compilable(tuning.read_table(path))

@@ -101,12 +101,12 @@ def on_two_devices(layer: Any) -> Any:
 def test_fused_weights_are_split_before_they_are_sharded(manager: Any) -> None:
     layer = on_two_devices(manager._adapter_manager.modules["fused"])
     fused = SimpleNamespace(lora_a=torch.ones(4, WIDTH), lora_b=torch.ones(sum(FUSED), 4))
-    loading.check_fits("a", "fused", layer, fused)
+    loading.check_slot("fused", layer, fused)
     groups = SimpleNamespace(
         lora_a=[torch.ones(4, WIDTH), torch.ones(4, WIDTH)],
         lora_b=[torch.ones(FUSED[0], 4), torch.ones(FUSED[1] + FUSED[2], 4)],
     )
-    loading.check_fits("a", "fused", layer, groups)
+    loading.check_slot("fused", layer, groups)
     groups.lora_a[1] = torch.ones(4, WIDTH + 1)
-    with pytest.raises(IncompatibleAdapter, match="17 features"):
-        loading.check_fits("a", "fused", layer, groups)
+    with pytest.raises(IncompatibleAdapter, match=r"\(4, 17\)"):
+        loading.check_slot("fused", layer, groups)

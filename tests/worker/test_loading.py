@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from lora_plugins.adapter.landing import mismatch
-from lora_plugins.adapter.model_modules import ModelModules, Place
+from lora_plugins.adapter.model_modules import Kind, ModelModules, Place
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, NoFreeSlot, OutOfMemory
 from lora_plugins.worker import loading
 from lora_plugins.worker.host_memory import ALIGNMENT, Block, bytes_of, room
 
 
 def weights(a: Any, b: Any) -> SimpleNamespace:
-    return SimpleNamespace(lora_a=a, lora_b=b)
+    return SimpleNamespace(lora_a=a, lora_b=b, rank=4)
 
 
 def model(**loras: Any) -> SimpleNamespace:
@@ -33,6 +32,21 @@ def module(*high: int, wide: int = 16, rank: int = 8) -> SimpleNamespace:
     )
 
 
+def modules_with(places: dict[str, Place]) -> ModelModules:
+    return ModelModules("Tiny", "0.32.0", places)
+
+
+def described(is_whole_model: bool = True, refuse_unmatched: bool = True, **loras: Any) -> tuple[str, ...]:
+    """What is said of an adapter of these modules, where the model has one of 16 inputs and 32 outputs, called m."""
+    manager = SimpleNamespace(lora_config=SimpleNamespace(max_lora_rank=8), packed_modules={}, modules={})
+    manager._restrict_to_local_experts = lambda name, parts: parts
+    manager._get_lora_layer_weights = lambda model, name: model.loras.get(name)
+    modules = modules_with({"m": Place("m", Kind.LINEAR, 16, 32), "q": Place("qkv", Kind.LINEAR, 16, 16)})
+    return loading.check_described(
+        model(**loras), manager, modules, is_whole_model=is_whole_model, refuse_unmatched=refuse_unmatched
+    )
+
+
 def pair(rank: int = 4, wide: int = 16, high: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ones(rank, wide), torch.ones(high, rank)
 
@@ -41,7 +55,8 @@ def pair(rank: int = 4, wide: int = 16, high: int = 32) -> tuple[torch.Tensor, t
 def test_any_rank_up_to_the_slots_fits(rank: int, fits: bool) -> None:
     refused = False
     try:
-        loading.check_fits("a", "m", module(32), weights(*pair(rank)))
+        described(m=weights(*pair(rank)))
+        loading.check_slot("m", module(32), weights(*pair(rank)))
     except IncompatibleAdapter:
         refused = True
     assert refused is not fits
@@ -50,38 +65,39 @@ def test_any_rank_up_to_the_slots_fits(rank: int, fits: bool) -> None:
 @pytest.mark.parametrize(
     ("rank", "wide", "high", "said"),
     [
-        (9, 16, 32, "rank 9 and 16 features; expected rank up to 8 and 16"),
-        (4, 15, 32, "lora_A of m with rank 4 and 15"),
-        (4, 17, 32, "lora_A of m with rank 4 and 17"),
-        (4, 16, 31, "lora_B of m with rank 4 and 31"),
-        (4, 16, 33, "lora_B of m with rank 4 and 33"),
+        (9, 16, 32, "rank 9 in module 'm'; expected at most 8"),
+        (4, 15, 32, "15 inputs and 32 outputs in module 'm'"),
+        (4, 17, 32, "17 inputs and 32 outputs in module 'm'"),
+        (4, 16, 31, "16 inputs and 31 outputs in module 'm'"),
+        (4, 16, 33, "16 inputs and 33 outputs in module 'm'"),
     ],
 )
 def test_what_does_not_fit_is_refused(rank: int, wide: int, high: int, said: str) -> None:
-    with pytest.raises(IncompatibleAdapter, match=said) as caught:
-        loading.check_fits("sql", "m", module(32), weights(*pair(rank, wide, high)))
-    assert caught.value.adapter == "sql"
+    with pytest.raises(IncompatibleAdapter, match=said):
+        described(m=weights(*pair(rank, wide, high)))
+    with pytest.raises(IncompatibleAdapter, match="A and B of m"):
+        loading.check_slot("m", module(32), weights(*pair(rank, wide, high)))
 
 
 def test_every_part_of_a_packed_module_is_looked_at() -> None:
     packed = module(16, 8, 8)
     q, k, v = pair(high=16), pair(high=8), pair(high=8)
-    loading.check_fits("a", "qkv", packed, weights([q[0], None, v[0]], [q[1], None, v[1]]))
+    loading.check_slot("qkv", packed, weights([q[0], None, v[0]], [q[1], None, v[1]]))
     wrong = pair(high=16)
-    with pytest.raises(IncompatibleAdapter, match="16 features"):
-        loading.check_fits("a", "qkv", packed, weights([q[0], k[0], wrong[0]], [q[1], k[1], wrong[1]]))
-    with pytest.raises(InvalidAdapter, match="nothing"):
-        loading.check_fits("a", "qkv", packed, weights([q[0], None, v[0]], [q[1], k[1], v[1]]))
+    with pytest.raises(IncompatibleAdapter, match=r"\(16, 4\)"):
+        loading.check_slot("qkv", packed, weights([q[0], k[0], wrong[0]], [q[1], k[1], wrong[1]]))
+    with pytest.raises(IncompatibleAdapter, match="another number of slices"):
+        loading.check_slot("qkv", packed, weights([q[0], v[0]], [q[1], v[1]]))
 
 
 def test_under_tensor_parallelism_the_shard_has_to_fit() -> None:
     sharded = module(16)
-    sharded.tp_size = 2
+    sharded.tp_size, sharded.n_slices = 2, 1
     sharded.slice_lora_a = lambda a: a
     sharded.slice_lora_b = lambda b: b[:16]
-    loading.check_fits("a", "m", sharded, weights(*pair(high=32)))
+    loading.check_slot("m", sharded, weights(*pair(high=32)))
     with pytest.raises(IncompatibleAdapter):
-        loading.check_fits("a", "m", sharded, weights(*pair(high=15)))
+        loading.check_slot("m", sharded, weights(*pair(high=15)))
 
 
 @pytest.mark.parametrize(
@@ -96,22 +112,46 @@ def test_under_tensor_parallelism_the_shard_has_to_fit() -> None:
 )
 def test_what_is_no_pair_of_matrices_is_refused(a: Any, b: Any) -> None:
     with pytest.raises(InvalidAdapter, match="lora_A and lora_B of m"):
-        loading.check_fits("a", "m", module(32), weights(a, b))
+        described(m=weights(a, b))
 
 
 def test_what_matches_nothing_is_named() -> None:
-    x, y, z = (weights(*pair()) for _ in range(3))
-    adapter = model(x=x, z=z, y=y)
-    assert loading.unmatched_modules(adapter, {"layers.x": x}) == ["y", "z"]
-    assert loading.unmatched_modules(adapter, {"layers.x": x, "layers.y": y, "layers.z": z}) == []
-    known = [f"layers.{name}" for name in "pqrs"]
-    modules = ModelModules("Tiny", "0.32.0", {name: Place(name) for name in known})
-    error = mismatch(["y", "z"], 3, modules, adapter="sql")
-    assert str(error) == (
-        "[L003] adapter 'sql': found 2 of 3 modules that the model does not have, such as 'y', 'z'; expected modules "
-        "of the model, such as 'layers.p', 'layers.q', 'layers.r'. To fix: serve it with the base model that it was "
-        "trained on, or set LORA_PLUGINS_UNMATCHED=warn."
+    loras = {name: weights(*pair()) for name in "myz"}
+    with pytest.raises(IncompatibleAdapter) as caught:
+        described(**loras)
+    assert str(caught.value) == (
+        "[L003] found 2 of 3 modules that the model does not have, such as 'y', 'z'; expected modules of the model, "
+        "such as 'm', 'q'. To fix: serve it with the base model that it was trained on, or set "
+        "LORA_PLUGINS_UNMATCHED=warn."
     )
+    (note,) = described(**loras, refuse_unmatched=False)
+    assert note.startswith("served without 2 of 3 modules")
+    assert described(**loras, is_whole_model=False) == (), "another stage of the pipeline may have them"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [weights(*pair(high=48)), weights([torch.ones(4, 16)] * 3, [torch.ones(16, 4)] * 3)],
+    ids=["pair", "merged"],
+)
+def test_weights_of_an_undivided_module_are_judged_by_the_slot(given: Any) -> None:
+    assert described(qkv=given) == ()
+    manager = SimpleNamespace(modules={"qkv": module(16, 16, 8)}, _get_lora_layer_weights=lambda model, name: given)
+    with pytest.raises(IncompatibleAdapter, match="of qkv"):
+        loading.check_slots(None, manager, modules_with({"q": Place("qkv", Kind.LINEAR, 16, 16)}))
+
+
+def test_slots_are_compared_where_only_the_engine_knows_the_sizes() -> None:
+    places = {"known": Place("known", Kind.LINEAR, 16, 32), "fused": Place("fused", Kind.LINEAR, 16, None)}
+    wrong = weights(*pair(high=31))
+    manager = SimpleNamespace(
+        modules=dict.fromkeys(("known", "fused"), module(32)),
+        _get_lora_layer_weights=lambda model, name: model.get(name),
+    )
+    loading.check_slots({"fused": weights(*pair())}, manager, modules_with(places))
+    loading.check_slots({"known": wrong}, manager, modules_with(places))
+    with pytest.raises(IncompatibleAdapter, match="of fused"):
+        loading.check_slots({"fused": wrong}, manager, modules_with(places))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -17,7 +17,6 @@ from vllm.lora.request import LoRARequest
 
 from lora_plugins.errors import AdapterNotFound
 from lora_plugins.scheduler.messages import Activate, Activated, AdapterSpec, Evict, Failed, Load, Loaded
-from lora_plugins.worker.slot_table import SlotTable
 from tests.worker.small_model import (
     Adapter,
     Blocked,
@@ -330,14 +329,12 @@ def test_an_evict_of_what_is_not_here_does_nothing(make_manager: Make, adapters:
 
 def held_by(write: Any) -> list[Any]:
     """The adapter's tensors or panels that one of its writes holds on to."""
-    if isinstance(getattr(write, "__self__", None), SlotTable):
-        sides = [side for layer in write.__self__._layers for side in (layer.lora_a, layer.lora_b)]
-    elif isinstance(write, functools.partial):
-        sides = list(write.args)
+    if isinstance(write, functools.partial):
+        sides = [*write.args, *write.keywords.values()]
     else:
         sides = [cell.cell_contents for cell in write.__closure__ or ()]
     parts = [part for side in sides for part in (side if isinstance(side, list) else [side])]
-    return [part for part in parts if type(part).__name__ in {"Tensor", "PackedModule"}]
+    return [part for part in parts if type(part).__name__ in {"Tensor", "Panels"}]
 
 
 def test_memory_is_freed_with_an_eviction(make_manager: Make, adapters: list[Adapter], kernels: str) -> None:

@@ -1,4 +1,4 @@
-"""Loading what `lora.c` and `copy.c` compile to: as the wheel brings it, or made for this machine, in every process.
+"""Loading what `lora.c` compiles to: as the wheel brings it, or made for this machine, in every process.
 
 A wheel has objects for levels of processors (`prebuilt.py`). Where there are none, or none that can be used, it is
 compiled, once for each dtype, and nothing is kept: a library found in a cache would be somebody's code to run, made for
@@ -7,24 +7,24 @@ somebody's processor. vLLM's CPU platform too expects a compiler, wherever it co
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
-from lora_plugins.kernels.compiled import library, prebuilt
-from lora_plugins.kernels.compiled.library import Copy, Product
+from lora_plugins.kernels.compiled import prebuilt
+from lora_plugins.kernels.compiled.library import Product, product_of
 from lora_plugins.kernels.processor import this_processor
 from lora_plugins.log import logger
 
-SOURCE = prebuilt.SOURCES["float32"]
 COMPILERS = ("cc", "gcc", "clang")
 ELEMENTS = {"float32": "FLOAT32", "bfloat16": "BFLOAT16", "float16": "FLOAT16"}  # dtypes, as lora.c names them
 ANY_PROCESSOR = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-shared", "-fPIC")
 FLAGS = (*ANY_PROCESSOR, "-march=native")
 TIMEOUT_S = 60
+_EMPTY_FILE = ("-x", "c", "/dev/null")
 
 
 class CannotCompile(Exception):
@@ -32,76 +32,82 @@ class CannotCompile(Exception):
 
 
 @functools.cache
-def _outcome(kind: str) -> Product | Copy | str:
-    load = library.load_copy if kind == prebuilt.COPY else library.load
-    why_not = ""
+def problem() -> str | None:
+    """Why there is no compiled product here, in one line; None where there is one.
+
+    Asked before the model's dtype is known, and in processes that compute nothing: where the wheel has no object, only
+    an empty file is compiled.
+    """
+    found, why_not = _of_wheel("float32")
     try:
-        file = prebuilt.find(kind, this_processor())
-        if file is not None:
-            found = load(file)
-            logger.info("CPU kernels: %s from %s, built with the package", kind, file.name)
-            return found
-    except (prebuilt.Unusable, OSError, AttributeError) as error:
-        why_not = f"the package's own objects cannot be used: {error}"
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if why_not:
-        instead = f"compiling with {compiler}" if compiler else "and there is no compiler"
-        logger.warning("CPU kernels: %s: %s; %s", kind, why_not, instead)
-    if compiler is None:
-        no_compiler = f"no C compiler is on the PATH ({', '.join(COMPILERS)})"
-        return f"{no_compiler}, and {why_not}" if why_not else no_compiler
-    try:
-        with tempfile.TemporaryDirectory(prefix="lora-plugins-") as directory:
-            return _compiled(compiler, kind, Path(directory) / "lora.so", load)
-    except OSError as error:
-        return f"there is no temporary directory to compile in: {error}"
+        if found is None:
+            _compiled(*_EMPTY_FILE)
+    except CannotCompile as error:
+        return f"{error}, and {why_not}" if why_not else str(error)
+    return None
 
 
-def _compiled(compiler: str, kind: str, file: Path, load: Callable[[Path], Product | Copy]) -> Product | Copy | str:
-    try:
-        done = subprocess.run(  # noqa: S603 - the machine's compiler, our source
-            [compiler, *FLAGS, *defines(kind), str(prebuilt.SOURCES[kind]), "-o", str(file)],
-            capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{compiler} did not run: {error}"
-    if done.returncode:
-        return f"{compiler} failed: {_first_error(done.stderr)}"
-    try:
-        return load(file)
-    except OSError as error:
-        return f"what {compiler} made cannot be loaded from TMPDIR (is it mounted noexec?): {error}"
-
-
-def defines(kind: str) -> tuple[str, ...]:
-    """What the compiler must be told for this kind of object."""
-    return () if kind == prebuilt.COPY else (f"-DELEMENT={ELEMENTS[kind]}",)
-
-
-def _first_error(text: str) -> str:
-    lines = text.strip().splitlines() or ["no message"]
-    return next((line for line in lines if "error" in line), lines[0])
-
-
-def problem(dtype: str = "float32") -> str | None:
-    """Why there is no compiled product here, in one line; None where there is one. The first call may compile."""
-    outcome = _outcome(dtype)
-    return outcome if isinstance(outcome, str) else None
-
-
+@functools.cache
 def product(dtype: str = "float32") -> Product:
     """The compiled product of this process for `float32`, `bfloat16` or `float16`.
 
     Raises:
         CannotCompile: there is none.
     """
-    outcome = _outcome(dtype)
-    if isinstance(outcome, Product):
-        return outcome
-    raise CannotCompile(outcome)
+    found, _ = _of_wheel(dtype)
+    return found or product_of(_compiled(f"-DELEMENT={ELEMENTS[dtype]}", str(prebuilt.SOURCE)))
 
 
-def copy() -> Copy | None:
-    """What copies blocks into a slot (`copy.c`), None where there is neither an object nor a compiler."""
-    outcome = _outcome(prebuilt.COPY)
-    return None if isinstance(outcome, str | Product) else outcome
+@functools.cache
+def _of_wheel(dtype: str) -> tuple[Product | None, str]:
+    """The product as the wheel brings it, and else why what the wheel brings cannot be used, if it brings any."""
+    try:
+        file = prebuilt.find(dtype, this_processor())
+        if file is None:
+            return None, ""
+        found = product_of(ctypes.CDLL(str(file)))
+    except (prebuilt.Unusable, OSError, AttributeError) as error:
+        why_not = f"the package's own objects cannot be used: {error}"
+        instead = f"compiling with {_compiler()}" if _compiler() else "and there is no compiler"
+        logger.warning("CPU kernels: %s: %s; %s", dtype, why_not, instead)
+        return None, why_not
+    logger.info("CPU kernels: %s from %s, built with the package", dtype, file.name)
+    return found, ""
+
+
+def _compiler() -> str | None:
+    return next(filter(None, map(shutil.which, COMPILERS)), None)
+
+
+def _compiled(*source: str) -> ctypes.CDLL:
+    compiler = _compiler()
+    if compiler is None:
+        raise CannotCompile(f"no C compiler is on the PATH ({', '.join(COMPILERS)})")
+    try:
+        with tempfile.TemporaryDirectory(prefix="lora-plugins-") as directory:
+            return _compiled_to(Path(directory) / "lora.so", compiler, *source)
+    except OSError as error:
+        raise CannotCompile(f"there is no temporary directory to compile in: {error}") from error
+
+
+def _compiled_to(file: Path, compiler: str, *source: str) -> ctypes.CDLL:
+    try:
+        done = subprocess.run(  # noqa: S603 - the machine's compiler, our source
+            [compiler, *FLAGS, *source, "-o", str(file)],
+            capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CannotCompile(f"{compiler} did not run: {error}") from error
+    if done.returncode:
+        raise CannotCompile(f"{compiler} failed: {_first_error(done.stderr)}")
+    try:
+        return ctypes.CDLL(str(file))
+    except OSError as error:
+        raise CannotCompile(
+            f"what {compiler} made cannot be loaded from TMPDIR (is it mounted noexec?): {error}"
+        ) from error
+
+
+def _first_error(text: str) -> str:
+    lines = text.strip().splitlines() or ["no message"]
+    return next((line for line in lines if "error" in line), lines[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 
@@ -59,38 +58,12 @@ class Product:
     pair: int
 
 
-class Block(ctypes.Structure):
-    """`struct block` of `copy.c`."""
-
-    _fields_ = (
-        ("to", ctypes.c_void_p),
-        ("slot_stride", ctypes.c_int64),
-        ("to_stride", ctypes.c_int64),
-        ("source", ctypes.c_void_p),  # `from`
-        ("from_stride", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("bytes", ctypes.c_int64),
-    )
-
-
-Copy = Callable[[int, int, int], None]  # the address of blocks, their number, and the slot; unchecked
-
-
-def load_copy(file: Path) -> Copy:
-    """Load what was compiled of `copy.c`; raises as `load`."""
-    copy = ctypes.CDLL(str(file)).lora_copy
-    copy.argtypes, copy.restype = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64], None
-    return copy
-
-
-def load(file: Path) -> Product:
-    """Load what was compiled of `lora.c`.
+def product_of(loaded: ctypes.CDLL) -> Product:
+    """The functions of a library that was compiled of `lora.c`.
 
     Raises:
-        OSError: it is no library for this system.
         AttributeError: it is another one.
     """
-    loaded = ctypes.CDLL(str(file))
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     loaded.lora_add.argtypes = [pointer, number, number, number, ctypes.c_float, pointer, number, pointer, number]
     loaded.lora_add.restype = None

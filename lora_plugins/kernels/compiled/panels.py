@@ -1,4 +1,4 @@
-"""A slot's A and B as the compiled product reads them: panels of columns, at the slot's true ranks.
+"""One module of one adapter as the compiled product reads it: panels of columns, at the true ranks.
 
 A panel holds `Product.panel` columns of the product's result, one row of them for each step of the sum. The last one
 may be narrow, `Product.lanes` columns, and is filled up with zeros, of which nothing reaches `y`. In bfloat16 the steps
@@ -16,63 +16,67 @@ from lora_plugins.kernels.ranks import SlotRanks
 
 
 @dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a layer: columns of `x`, of each slice of `y`, and the dtype."""
+
+    inn: int
+    widths: tuple[int, ...]
+    dtype: Any
+
+    @classmethod
+    def of(cls, a: Sequence[Any], b: Sequence[Any]) -> Shape:
+        """That of stacks `[slots, 1, max_rank, in]` and `[slots, 1, out, max_rank]`, one of each for a slice."""
+        return cls(int(a[0].shape[-1]), tuple(int(b_i.shape[2]) for b_i in b), a[0].dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Panels:
-    """One slot of one module.
+    """One module of one adapter; it owns its memory, or holds on to the block that it was given.
 
     Attributes:
-        stamp: what `SlotRanks.stamp` said when it was copied.
-        flat: all panels, those of A first. rank: of all slices together.
-        slices: those that have a rank, as `lora.c` wants them.
-        placed: whether they were made of the adapter itself: the slot's stacks hold something else.
+        shape: of the layers that can compute with it. ranks: of each slice.
+        flat: all panels, those of A first. slices: those that have a rank, as `lora.c` wants them.
     """
 
-    stamp: int
+    shape: Shape
+    ranks: tuple[int, ...]
     flat: Any
-    rank: int
     slices: Any
-    placed: bool = False
 
     @property
-    def nbytes(self) -> int:
-        return int(self.flat.nbytes)
+    def rank(self) -> int:
+        """Of all slices together."""
+        return sum(self.ranks)
 
 
-def make(product: Product, a: Sequence[Any], b: Sequence[Any], slot: int, ranks: tuple[int, ...], stamp: int) -> Panels:
-    """Copy one slot's A's `[slots, 1, max_rank, in]` and B's `[slots, 1, out, max_rank]` into panels."""
-    inn, widths = int(a[0].shape[-1]), [int(b_i.shape[2]) for b_i in b]
-    flat = a[0].new_empty(size(product, inn, widths, ranks))
-    sides = [(a_i[slot, 0, :rank], b_i[slot, 0, :, :rank]) for rank, a_i, b_i in zip(ranks, a, b, strict=True)]
-    return Panels(stamp, flat, sum(ranks), fill(product, flat, inn, widths, sides))
-
-
-def size(product: Product, inn: int, widths: Sequence[int], ranks: Sequence[int]) -> int:
-    """Elements of the panels of slices of these widths and ranks."""
-    return _side(product, sum(ranks), inn) + sum(
-        _side(product, width, rank) for width, rank in zip(widths, ranks, strict=True)
+def size(product: Product, shape: Shape, ranks: Sequence[int]) -> int:
+    """Elements of the panels of a module of this shape and these ranks."""
+    return _side(product, sum(ranks), shape.inn) + sum(
+        _side(product, width, rank) for width, rank in zip(shape.widths, ranks, strict=True)
     )
 
 
-def fill(product: Product, flat: Any, inn: int, widths: Sequence[int], sides: Sequence[tuple[Any, Any]]) -> Any:
-    """Write A `[rank, in]` and B `[out, rank]` of each slice into `flat`; returns the slices as `lora.c` wants them.
+def fill(product: Product, flat: Any, shape: Shape, sides: Sequence[tuple[Any, Any]]) -> Panels:
+    """Write A `[rank, in]` and B `[out, rank]` of each slice into `flat`.
 
     The rows of A and B are contiguous. `flat` has `size` elements of their dtype, of any content.
     """
-    ranks = [int(a.shape[0]) for a, _ in sides]
+    ranks = tuple(int(a.shape[0]) for a, _ in sides)
     own = [i for i, rank in enumerate(ranks) if rank]
     slices = (Slice * len(own))()
     total = sum(ranks)
     into_a = flat.data_ptr()
-    into_b = into_a + _side(product, total, inn) * flat.element_size()
+    into_b = into_a + _side(product, total, shape.inn) * flat.element_size()
     top = 0
     for place, i in zip(slices, own, strict=True):
-        (a, b), rank, width = sides[i], ranks[i], widths[i]
-        product.pack(a.data_ptr(), a.stride(0), rank, inn, into_a, top, total)
+        (a, b), rank, width = sides[i], ranks[i], shape.widths[i]
+        product.pack(a.data_ptr(), a.stride(0), rank, shape.inn, into_a, top, total)
         product.pack(b.data_ptr(), b.stride(0), width, rank, into_b, 0, width)
         place.b, place.rank, place.top = into_b, rank, top
-        place.first, place.width = sum(widths[:i]), width
+        place.first, place.width = sum(shape.widths[:i]), width
         top += rank
         into_b += _side(product, width, rank) * flat.element_size()
-    return slices
+    return Panels(shape, ranks, flat, slices)
 
 
 def _side(product: Product, columns: int, depth: int) -> int:
@@ -85,49 +89,57 @@ def filled(product: Product, columns: int) -> int:
     return -(-columns // product.lanes) * product.lanes
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a slot has: panels, whether they are an adapter's own, and `SlotRanks.stamp` of when it got them."""
+
+    panels: Panels
+    is_placed: bool
+    stamp: int
+
+
 class SlotPanels:
-    """The panels of a module's slots: made once of what a slot holds, or an adapter's own that the slot points at.
+    """The panels of a module's slots: an adapter's own that the slot points at, or made once of what the slot holds.
 
     Args:
         product: whose panels.
-        a, b: vLLM's stacks, as for `make`; read only.
+        a, b: vLLM's stacks, as for `Shape.of`; read only.
         ranks: what lies in them.
     """
 
     def __init__(self, product: Product, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks) -> None:
-        self.product, self.a, self.b, self.ranks = product, tuple(a), tuple(b), ranks
-        self._of_slot: dict[int, Panels] = {}
+        self.product, self.ranks = product, ranks
+        self.shape = Shape.of(a, b)
+        self._stacks = tuple(zip(a, b, strict=True))
+        self._of_slot: dict[int, _Held] = {}
         ranks.listen(self._forget)  # what an unloaded adapter left behind is memory
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of the panels that were made of slots; that of placed ones is the adapters'."""
-        return sum(found.nbytes for found in list(self._of_slot.values()) if not found.placed)
-
     def of(self, slot: int) -> Panels:
-        """The panels of what this slot holds now, copied where nobody has done that; nobody is writing the slot.
+        """The panels of what this slot holds now, copied at the first call; nobody is writing the slot."""
+        held = self._current(slot)
+        if held is None:
+            ranks, stamp = self.ranks[slot], self.ranks.stamp(slot)
+            flat = self._stacks[0][0].new_empty(size(self.product, self.shape, ranks))
+            sides = [
+                (a[slot, 0, :rank], b[slot, 0, :, :rank]) for rank, (a, b) in zip(ranks, self._stacks, strict=True)
+            ]
+            held = self._of_slot[slot] = _Held(fill(self.product, flat, self.shape, sides), False, stamp)
+        return held.panels
 
-        Callable from the thread that fills idle slots.
-        """
-        found = self._current(slot)
-        if found is None:
-            stamp = self.ranks.stamp(slot)
-            found = self._of_slot[slot] = make(self.product, self.a, self.b, slot, self.ranks[slot], stamp)
-        return found
-
-    def place(self, slot: int, ranks: Sequence[int], flat: Any, slices: Any) -> None:
-        """Point the slot at panels of these ranks, until it is written or placed again."""
-        self.ranks.written(slot, ranks)
-        if slices:
-            self._of_slot[slot] = Panels(self.ranks.stamp(slot), flat, sum(ranks), slices, placed=True)
+    def place(self, slot: int, panels: Panels | None) -> None:
+        """Point the slot at these panels, or at nothing, until it is written or placed again."""
+        self.ranks.written(slot, panels.ranks if panels else (0,) * len(self.shape.widths))
+        if panels and panels.slices:
+            self._of_slot[slot] = _Held(panels, True, self.ranks.stamp(slot))
 
     def is_placed(self, slot: int) -> bool:
-        found = self._current(slot)
-        return found is not None and found.placed
+        """Whether the slot points at an adapter's own panels: its stacks hold something else."""
+        held = self._current(slot)
+        return held is not None and held.is_placed
 
-    def _current(self, slot: int) -> Panels | None:
-        found = self._of_slot.get(slot)
-        return found if found is not None and found.stamp == self.ranks.stamp(slot) else None
+    def _current(self, slot: int) -> _Held | None:
+        held = self._of_slot.get(slot)
+        return held if held is not None and held.stamp == self.ranks.stamp(slot) else None
 
     def _forget(self, slot: int) -> None:
         self._of_slot.pop(slot, None)

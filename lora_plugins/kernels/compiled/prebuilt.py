@@ -1,4 +1,4 @@
-"""Objects of `lora.c` and `copy.c` that a wheel brings along, so that no compiler is needed; pure.
+"""Objects of `lora.c` that a wheel brings along, so that no compiler is needed; pure.
 
 `tools/build_wheel.py` compiles them, for the levels of processors below, into `prebuilt/` of the wheel; a source
 distribution or an editable installation has none. Only a file that `objects.json` lists with its digest, made of the
@@ -17,8 +17,7 @@ from lora_plugins.kernels.processor import AVX512_BF16, X86_64_V3, X86_64_V4, Pr
 FOLDER = Path(__file__).with_name("prebuilt")
 LIST = "objects.json"
 DTYPES = ("float32", "bfloat16", "float16")
-COPY = "copy"
-SOURCES = {kind: Path(__file__).with_name("copy.c" if kind == COPY else "lora.c") for kind in (*DTYPES, COPY)}
+SOURCE = Path(__file__).with_name("lora.c")
 
 
 class Unusable(Exception):
@@ -31,44 +30,44 @@ class Level:
 
     Attributes:
         name: in the objects' names. architecture, flags: what the processor must be and have.
-        compiler_flags: for GCC and clang. kinds: the objects that gain by it, one for each dtype and one that copies.
+        compiler_flags: for GCC and clang. dtypes: of the objects that gain by it.
     """
 
     name: str
     architecture: str
     flags: frozenset[str]
     compiler_flags: tuple[str, ...]
-    kinds: tuple[str, ...] = DTYPES
+    dtypes: tuple[str, ...] = DTYPES
 
-    def file_name(self, kind: str) -> str:
-        return f"lora-{self.name}-{kind}.so"
+    def file_name(self, dtype: str) -> str:
+        return f"lora-{self.name}-{dtype}.so"
 
 
 # The best first.
 LEVELS = (
     Level(
-        "x86-64-v4-bf16", "x86_64", X86_64_V4 | AVX512_BF16, ("-march=x86-64-v4", "-mavx512bf16"), kinds=("bfloat16",)
+        "x86-64-v4-bf16", "x86_64", X86_64_V4 | AVX512_BF16, ("-march=x86-64-v4", "-mavx512bf16"), dtypes=("bfloat16",)
     ),
     Level("x86-64-v4", "x86_64", X86_64_V4, ("-march=x86-64-v4",)),
-    Level("x86-64-v3", "x86_64", X86_64_V3, ("-march=x86-64-v3",), kinds=(*DTYPES, COPY)),
-    Level("aarch64", "aarch64", frozenset(), ("-march=armv8-a",), kinds=(*DTYPES, COPY)),
+    Level("x86-64-v3", "x86_64", X86_64_V3, ("-march=x86-64-v3",)),
+    Level("aarch64", "aarch64", frozenset(), ("-march=armv8-a",)),
 )
 
 
-def level(kind: str, processor: Processor) -> Level | None:
+def level(dtype: str, processor: Processor) -> Level | None:
     """The best level that this processor has, None where it has none."""
     return next(
         (
             level
             for level in LEVELS
-            if kind in level.kinds and level.architecture == processor.architecture and processor.has(level.flags)
+            if dtype in level.dtypes and level.architecture == processor.architecture and processor.has(level.flags)
         ),
         None,
     )
 
 
-def find(kind: str, processor: Processor, folder: Path | None = None) -> Path | None:
-    """The object of this kind for this processor, as it was built; None where none was installed.
+def find(dtype: str, processor: Processor, folder: Path | None = None) -> Path | None:
+    """The object of this dtype for this processor, as it was built; None where none was installed.
 
     Raises:
         Unusable: objects were installed, and none can be used here.
@@ -76,23 +75,22 @@ def find(kind: str, processor: Processor, folder: Path | None = None) -> Path | 
     folder = folder or FOLDER
     if not folder.is_dir():
         return None
-    wanted = level(kind, processor)
+    wanted = level(dtype, processor)
     if wanted is None:
         levels = ", ".join(level.name for level in LEVELS)
         raise Unusable(f"this processor ({processor.architecture}) has none of the levels {levels}")
-    file = folder / wanted.file_name(kind)
+    file = folder / wanted.file_name(dtype)
     try:
         listed = json.loads((folder / LIST).read_bytes())
-        source = SOURCES[kind]
-        made_of, digest = listed["sources"][source.name], listed["objects"][file.name]
+        made_of, digest = listed["source"], listed["objects"][file.name]
         found = digest_of(file)
-        own = digest_of(source)
+        own = digest_of(SOURCE)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Unusable(
             f"{file.name} or its entry in {LIST} cannot be read ({type(error).__name__}: {error})"
         ) from error
     if made_of != own:
-        raise Unusable(f"{file.name} was made of another {source.name} than the one installed")
+        raise Unusable(f"{file.name} was made of another {SOURCE.name} than the one installed")
     if found != digest:
         raise Unusable(f"{file.name} is not the file that was built (its digest differs from the one in {LIST})")
     return file

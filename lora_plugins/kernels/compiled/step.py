@@ -6,10 +6,12 @@ import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from lora_plugins.kernels.compiled.library import Group, Product
 from lora_plugins.kernels.compiled.panels import Panels, filled
 
-Take = Callable[[tuple[int, ...]], Any]
+Take = Callable[[tuple[int, ...], Any], Any]
 
 
 def step(
@@ -20,10 +22,10 @@ def step(
     Args:
         product: for the dtype that `x`, `y` and the panels have.
         panels: by slot.
-        rows: by slot, the batch's rows that it adapts, int32.
+        rows: by slot, the batch's rows that it adapts, int32, ascending.
         inn: columns of `x`.
         scale: factor of what is added.
-        take: gives a float32 buffer of a shape, undefined in content, that is nobody else's until `run` has returned.
+        take: gives a buffer of a shape and dtype, undefined in content, that is nobody else's until `run` has returned.
     """
     groups = (Group * len(panels))()
     for group, (slot, found) in zip(groups, panels.items(), strict=True):
@@ -33,12 +35,12 @@ def step(
     add, address, n_groups = product.add, ctypes.addressof(groups), len(groups)
     parts = product.parts(address, n_groups, inn)
     sizes = [parts * group.n_rows * filled(product, group.rank) for group in groups]
-    buffer = take((sum(sizes),))
+    buffer = take((sum(sizes),), torch.float32)
     shrunk = buffer.data_ptr()
     for group, size in zip(groups, sizes, strict=True):
         group.shrunk = shrunk
         shrunk += 4 * size
-    n_rows = 1 + max(int(rows[slot].max()) for slot in panels)
+    n_rows = 1 + max(int(rows[slot][-1]) for slot in panels)
     width = max(place.first + place.width for found in panels.values() for place in found.slices)
     kept = (groups, dict(panels), dict(rows), buffer)  # what the addresses point to
 

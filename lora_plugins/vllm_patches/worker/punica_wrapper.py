@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
 from lora_plugins.kernels import dispatch
-from lora_plugins.kernels.compiled import build, prebuilt
+from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.ranks import at_once
 from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
-from lora_plugins.process import this_process
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches.wrapping import wrap
 
@@ -32,8 +30,7 @@ def patch(settings: Settings) -> None:
     machine = dispatch.Machine(
         platform,
         dispatch.triton_is_there(),
-        # The smallest of the compiled parts: which dtype the products are for is known when the model is.
-        functools.partial(build.problem, prebuilt.COPY),
+        build.problem,
         lambda: architecture(current_platform),
     )
     choice = dispatch.choose(settings.kernels, machine)
@@ -62,17 +59,6 @@ def use_wrapper(dotted_name: str) -> None:
     setattr(platform, _OURS, True)
     platform.get_punica_wrapper = classmethod(lambda _: dotted_name)
     register_layers()
-
-
-def triton_wrapper(*args: Any, **kwargs: Any) -> Any:
-    """The Triton wrapper, cutting its work by the tables that this process's settings name; vLLM calls it by name.
-
-    Raises:
-        InvalidSettings: a tuning table cannot be right.
-    """
-    from lora_plugins.kernels.punica_triton import TritonPunicaWrapper
-
-    return TritonPunicaWrapper(*args, tuning_dir=this_process().settings.tuning_dir, **kwargs)
 
 
 def register_layers() -> None:
