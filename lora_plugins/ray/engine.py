@@ -19,7 +19,7 @@ import httpx
 
 from lora_plugins.errors import InvalidSettings, ReplicaLost
 from lora_plugins.log import logger
-from lora_plugins.routing.policy import Report, Tier
+from lora_plugins.routing.residency import Report, Tier
 from lora_plugins.settings import environment
 
 START_TIMEOUT_S = 1800.0

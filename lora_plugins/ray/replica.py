@@ -16,7 +16,7 @@ from ray import serve
 from lora_plugins.errors import InvalidSettings, ReplicaLost
 from lora_plugins.log import logger
 from lora_plugins.ray.engine import Engine, EngineCommand
-from lora_plugins.routing.policy import Tier
+from lora_plugins.routing.residency import Tier
 from lora_plugins.settings import environment
 
 # Of one connection, not of the request (RFC 9110, 7.6.1), or set again by whoever sends it on.

@@ -10,7 +10,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from lora_plugins.routing.affinity import AffinityPolicy, Limits
-from lora_plugins.routing.policy import Report, Tier
+from lora_plugins.routing.residency import Report, Tier
 
 BUSY_REQUESTS = 16
 

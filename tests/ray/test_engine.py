@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_plugins.routing.policy import Report, Tier
+from lora_plugins.routing.residency import Report, Tier
 
 RECORDED = Path(__file__).resolve().parents[1] / "observability" / "recorded" / "metrics.txt"
 

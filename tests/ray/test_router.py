@@ -15,7 +15,7 @@ from ray.serve.request_router import RequestRouter
 
 from lora_plugins.ray.replica import Call
 from lora_plugins.ray.router import AdapterAffinityRouter
-from lora_plugins.routing.policy import Tier
+from lora_plugins.routing.residency import Tier
 
 
 @pytest.fixture(autouse=True)
