@@ -1,7 +1,7 @@
 """How the Triton kernels cut their work: a table per architecture, JSON, chosen by rows and widths; pure.
 
 A table is a list of plans; the first whose limits hold for the batch is taken. `default.json` holds for every
-architecture. A table for one (`sm_90.json`) is made by `python -m benchmarks.tune_kernels` on such a device, and comes
+architecture. A table for one (`sm_90.json`) is made by `python -m benchmarks.gpu tune` on such a device, and comes
 from `LORA_PLUGINS_TUNING_DIR` or else from this package.
 """
 
@@ -126,7 +126,7 @@ def read_table(path: Path) -> Table:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InvalidSettings(
             f"the tuning table {path}: {type(error).__name__}: {error}",
-            expected="a table as benchmarks/tune_kernels.py writes it",
+            expected="a table as python -m benchmarks.gpu tune writes it",
             remedy="make it again, or take it out of LORA_PLUGINS_TUNING_DIR",
         ) from error
 
