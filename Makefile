@@ -56,6 +56,7 @@ check: set-up ## lint, format, types, the direction of imports, words, generated
 	@$(SITE) --quiet
 	@$(RUN) tools/check_manifests.py
 	@.venv/bin/hadolint examples/docker/Dockerfile*
+	@$(RUN) tools/figures.py --static
 	@! git log -10 --format=%s | grep -E '^.{73}' || { echo 'a subject of more than 72 characters'; exit 1; }
 	@! git grep -nE '^(<{7}|>{7}) ' || { echo 'marks of an unfinished merge'; exit 1; }
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 from ray import serve
 
-from lora_plugins.ray.replica import Call, Head, Lost, VllmReplica
+from lora_plugins.ray.replica import Call, Head, ServerGone, VllmReplica
 
 PLACES = 12  # of benchmarks/ray_serve.py
 
@@ -18,7 +18,7 @@ class MultiplexedReplica(VllmReplica):
     async def _loaded(self, name: str) -> str:
         return name  # the server loads it
 
-    async def forward(self, call: Call) -> AsyncIterator[Head | bytes | Lost]:
+    async def forward(self, call: Call) -> AsyncIterator[Head | bytes | ServerGone]:
         name = serve.get_multiplexed_model_id()
         if name:
             await self._loaded(name)

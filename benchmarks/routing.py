@@ -27,9 +27,15 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks.record import keep
+from benchmarks.routing_policies import (
+    BoundedConsistentHashing,
+    PlainRendezvous,
+    PowerOfTwo,
+    RandomChoice,
+    RoutingPolicy,
+)
 from lora_plugins.routing.affinity import AffinityPolicy
-from lora_plugins.routing.comparison import BoundedConsistentHashing, PlainRendezvous, PowerOfTwo, RandomChoice
-from lora_plugins.routing.policy import Report, RoutingPolicy, Tier
+from lora_plugins.routing.residency import Report, Tier
 
 ADAPTERS = 100_000
 REPLICAS = 1000

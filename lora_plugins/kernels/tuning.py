@@ -1,7 +1,7 @@
 """How the Triton kernels cut their work: a table per architecture, JSON, chosen by rows and widths; pure.
 
 A table is a list of plans; the first whose limits hold for the batch is taken. `default.json` holds for every
-architecture. `python -m benchmarks.tune_kernels` makes a table for one (`sm_90.json`) on such a device. Tables are part
+architecture. `python -m benchmarks.gpu tune` makes a table for one (`sm_90.json`) on such a device. Tables are part
 of this package: tests say what they may hold, and reading one checks nothing.
 """
 
@@ -108,7 +108,7 @@ def load_table(architecture: str) -> Table:
 
 
 def read_table(path: Path) -> Table:
-    """Read one table, as `benchmarks/tune_kernels.py` writes it."""
+    """Read one table, as `python -m benchmarks.gpu tune` writes it."""
     content = json.loads(path.read_text(encoding="utf-8"))
     plans = tuple(_plan(plan) for plan in content["plans"])
     return Table(str(path), plans, content.get("dense_min_rows"))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from argparse import ArgumentParser
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,10 +16,12 @@ from lora_plugins.ray.replica import VllmReplica
 from lora_plugins.ray.router import BUSY_REQUESTS
 
 ROUTER = "lora_plugins.ray.router:AdapterAffinityRouter"
+# So long a replica or an ingress that is to go has for the requests that it has begun.
+DRAIN_S = 300.0
 
 
 class Options(BaseModel):
-    """What `args:` of a Serve configuration file may say.
+    """What `args:` of a Serve configuration file may say; what Ray itself decides stands below its `deployments:`.
 
     Attributes:
         arguments: those of `vllm serve`, the model first.
@@ -27,12 +29,8 @@ class Options(BaseModel):
         secrets: names of variables that Ray's workers must have by themselves, or the servers do not start.
         replicas: how many, or the lowest and the highest number for Ray's autoscaling.
         busy_requests: so many requests in flight are never too many for a replica; up to 1.25 times the mean are more.
-        max_ongoing_requests: Ray Serve's bound for each replica; beyond it requests wait in the ingress.
         resources: Ray's options for each replica: num_cpus, num_gpus, resources.
-        target_ongoing_requests: what Ray's autoscaling aims at.
-        ingress_replicas: how many of these.
         stats_period_s: how often replicas report what they have.
-        drain_s: how long a replica or an ingress that is to go has for the requests that it has begun.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -42,12 +40,8 @@ class Options(BaseModel):
     secrets: list[str] = []
     replicas: int | tuple[int, int] = 1
     busy_requests: Annotated[int, Field(ge=1)] = BUSY_REQUESTS
-    max_ongoing_requests: Annotated[int, Field(ge=1)] = 256
-    target_ongoing_requests: float = 8.0
     resources: dict[str, Any] = {"num_cpus": 1}
-    ingress_replicas: Annotated[int, Field(ge=1)] = 1
     stats_period_s: Annotated[float, Field(gt=0)] = 1.0
-    drain_s: Annotated[float, Field(ge=0)] = 300.0
 
 
 def build(options: Options) -> Application:
@@ -58,7 +52,7 @@ def build(options: Options) -> Application:
 def application(
     options: Options,
     *,
-    router: str | type = ROUTER,
+    router: str = ROUTER,
     replica: type[VllmReplica] = VllmReplica,
     command: Sequence[str] | None = None,
     names_adapters: bool = True,
@@ -68,37 +62,24 @@ def application(
 
     With a `version`, replicas that run already are kept when the application is run again with the same one.
     """
-    is_ours = router == ROUTER
-    config = RequestRouterConfig(
-        request_router_class=router,
-        request_router_kwargs={"busy_requests": options.busy_requests} if is_ours else {},
-        request_routing_stats_period_s=options.stats_period_s,
-    )
-    scale: Mapping[str, Any] = {"num_replicas": options.replicas}
-    if not isinstance(options.replicas, int):
-        low, high = options.replicas
-        scale = {
-            "autoscaling_config": {
-                "min_replicas": low,
-                "max_replicas": high,
-                "target_ongoing_requests": options.target_ongoing_requests,
-            }
-        }
     replicas = serve.deployment(
         name="vllm",
-        max_ongoing_requests=options.max_ongoing_requests,
-        request_router_config=config,
+        max_ongoing_requests=256,  # beyond it requests wait in the ingress
+        request_router_config=RequestRouterConfig(
+            request_router_class=router,
+            request_router_kwargs={"busy_requests": options.busy_requests} if router == ROUTER else {},
+            request_routing_stats_period_s=options.stats_period_s,
+        ),
         ray_actor_options=options.resources,
         health_check_period_s=5.0,
         health_check_timeout_s=30.0,
-        graceful_shutdown_timeout_s=options.drain_s,
-        **scale,
+        graceful_shutdown_timeout_s=DRAIN_S,
+        **_scale(options.replicas),
     )(replica)
     ingress = serve.deployment(
         name="ingress",
-        num_replicas=options.ingress_replicas,
         max_ongoing_requests=10_000,
-        graceful_shutdown_timeout_s=options.drain_s,
+        graceful_shutdown_timeout_s=DRAIN_S,
         ray_actor_options={"num_cpus": 0},
     )(Ingress)
     if version is not None:
@@ -109,21 +90,17 @@ def application(
     return ingress.bind(bound, base_names(options.arguments), names_adapters=names_adapters)
 
 
+def _scale(replicas: int | tuple[int, int]) -> dict[str, Any]:
+    if isinstance(replicas, int):
+        return {"num_replicas": replicas}
+    low, high = replicas
+    return {"autoscaling_config": {"min_replicas": low, "max_replicas": high, "target_ongoing_requests": 8.0}}
+
+
 def base_names(arguments: Sequence[str]) -> list[str]:
     """The names that a server with these arguments has for its base model."""
-    names: list[str] = []
-    takes = False
-    for argument in arguments:
-        if argument.startswith("-"):
-            flag, has_value, value = argument.partition("=")
-            takes = flag.replace("_", "-") == "--served-model-name"
-            if takes and has_value:
-                names, takes = [*names, value], False
-        elif takes:
-            names.append(argument)
-    if names:
-        return names
-    for flag, value in pairwise(arguments):
-        if flag == "--model":
-            return [value]
-    return [arguments[0]]
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--served-model-name", "--served_model_name", nargs="+")
+    parser.add_argument("--model")
+    known, others = parser.parse_known_args(arguments)
+    return known.served_model_name or [known.model or others[0]]

@@ -15,14 +15,14 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from lora_plugins.errors import LoRAPluginsError, ReplicaLost
 from lora_plugins.log import logger
-from lora_plugins.ray.replica import AdminAnswer, Call, Head, Lost
+from lora_plugins.ray.replica import AdminAnswer, Call, Head, ServerGone
 
 ATTEMPTS = 5
 WAIT_S = 0.1
 LONGEST_NAME = 1024
 # What is done on every replica, as each has its own registry.
-_ADMIN = ("/v1/loras", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-_MODELS = "/v1/models"
+_ADMIN = ("/v1/loras/", "/v1/load_lora_adapter/", "/v1/unload_lora_adapter/")
+_MODELS = "/v1/models/"
 
 
 class Ingress:
@@ -41,10 +41,10 @@ class Ingress:
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         # A proxy says for whom it asks: without a key, servers let only callers on their own machine administer them.
         client = request.client.host if request.client is not None else "unknown"
-        headers = (*request.headers.items(), ("x-forwarded-for", client))
+        headers = (*request.headers.raw, (b"x-forwarded-for", client.encode()))
         call = Call(request.method, target, headers, body)
-        path = request.url.path.rstrip("/")
-        if any(path == prefix or path.startswith(prefix + "/") for prefix in _ADMIN):
+        path = request.url.path.rstrip("/") + "/"
+        if path.startswith(_ADMIN):
             return await self._administer(call)
         if path == _MODELS and request.method == "GET":
             return await self._models(call)
@@ -59,10 +59,9 @@ class Ingress:
         for attempt in range(ATTEMPTS):
             if attempt > 1:  # those that are left may be starting
                 await asyncio.sleep(WAIT_S * 2**attempt)
-            this = Call(call.method, call.target, call.headers, call.body, adapter, excluded)
-            answer = await Answer.begun(self._replicas, this, adapter if self._names_adapters else "")
-            if isinstance(answer, Answer):
-                return answer.response()
+            answer = await self._begun(Call(call.method, call.target, call.headers, call.body, adapter, excluded))
+            if not isinstance(answer, ServerGone):
+                return answer
             excluded, found = (*excluded, answer.replica), answer.found
             logger.warning("A request is sent to another replica: %s", found)
         return _error(
@@ -72,6 +71,24 @@ class Ingress:
                 remedy="send the request again; the replicas' logs say why they ended",
             )
         )
+
+    async def _begun(self, call: Call) -> Response | ServerGone:
+        """An answer of which the first part is here: from then on no other replica can give it."""
+        routed_by = call.adapter if self._names_adapters else ""
+        stream = self._replicas.options(stream=True, multiplexed_model_id=routed_by).forward.remote(call)
+        try:
+            head = await anext(stream)
+            first = head if isinstance(head, ServerGone) else await anext(stream, b"")
+        except RayActorError as error:
+            return ServerGone("", f"{type(error).__name__}: {error}")
+        except BaseException:
+            stream.cancel()  # the client is gone
+            raise
+        if isinstance(first, ServerGone):
+            return first
+        response = StreamingResponse(_body(head, first, stream), head.status)
+        response.raw_headers = list(head.headers)
+        return response
 
     async def _administer(self, call: Call) -> Response:
         """Do it on every replica, and say what each of them answered."""
@@ -85,12 +102,11 @@ class Ingress:
     async def _models(self, call: Call) -> Response:
         """What any of the replicas serves."""
         answers, lost = await self._ask_all(call)
-        for one in answers:
-            if one.status != 200:
-                return Response(one.body, one.status, media_type="application/json")
         cards: dict[str, Any] = {}
-        for one in answers:
-            for card in _json(one.body).get("data", []):
+        for answer in answers:
+            if answer.status != 200:
+                return Response(answer.body, answer.status, media_type="application/json")
+            for card in _json(answer.body).get("data", []):
                 cards.setdefault(card.get("id"), card)
         if lost and not cards:
             return _error(ReplicaLost(lost[0], expected="a replica that runs", remedy="send the request again"))
@@ -102,57 +118,23 @@ class Ingress:
         return answers, [f"{type(it).__name__}: {it}" for it in results if not isinstance(it, AdminAnswer)]
 
 
-class Answer:
-    """An answer of which the first part is here: from then on no other replica can give it."""
-
-    def __init__(self, head: Head, first: bytes, rest: Any) -> None:
-        self._head = head
-        self._first = first
-        self._rest = rest
-
-    @classmethod
-    async def begun(cls, replicas: DeploymentHandle[Any], call: Call, adapter: str) -> Answer | Lost:
-        """Send a request, and wait for the first part of the answer's body."""
-        stream = replicas.options(stream=True, multiplexed_model_id=adapter).forward.remote(call)
-        try:
-            head = await anext(stream)
-            if isinstance(head, Lost):
-                return head
-            first = await anext(stream, b"")
-            return first if isinstance(first, Lost) else cls(head, first, stream)
-        except RayActorError as error:
-            return Lost("", f"{type(error).__name__}: {error}")
-        except BaseException:
-            stream.cancel()  # the client is gone
-            raise
-
-    def response(self) -> Response:
-        """For the client."""
-        headers = dict(self._head.headers)
-        is_event_stream = headers.get("content-type", "").startswith("text/event-stream")
-        response = StreamingResponse(self._body(is_event_stream), self._head.status)
-        response.raw_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._head.headers]
-        return response
-
-    async def _body(self, is_event_stream: bool) -> AsyncIterator[bytes]:
-        is_done = False
-        try:
-            yield self._first
-            async for chunk in self._rest:
-                if isinstance(chunk, Lost):
-                    raise ReplicaLost(chunk.found, remedy="send the request again")
-                yield chunk
-            is_done = True
-        except (RayActorError, ReplicaLost) as error:
-            is_done = True
-            lost = error if isinstance(error, ReplicaLost) else ReplicaLost(f"{type(error).__name__}: {error}")
-            logger.warning("An answer ends before it is whole: %s", lost)
-            if not is_event_stream:
-                raise  # the connection breaks off, which no client takes for a whole answer
-            yield f"\n\ndata: {json.dumps(_body_of(lost))}\n\n".encode()
-        finally:
-            if not is_done:
-                self._rest.cancel()
+async def _body(head: Head, first: bytes, rest: Any) -> AsyncIterator[bytes]:
+    """The parts of an answer's body; an event stream whose replica is lost ends with an error event."""
+    try:
+        yield first
+        async for chunk in rest:
+            if isinstance(chunk, ServerGone):
+                raise ReplicaLost(chunk.found, remedy="send the request again")
+            yield chunk
+    except (RayActorError, ReplicaLost) as error:
+        lost = error if isinstance(error, ReplicaLost) else ReplicaLost(f"{type(error).__name__}: {error}")
+        logger.warning("An answer ends before it is whole: %s", lost)
+        if not dict(head.headers).get(b"content-type", b"").startswith(b"text/event-stream"):
+            raise  # the connection breaks off, which no client takes for a whole answer
+        yield f"\n\ndata: {json.dumps(_error_body(lost))}\n\n".encode()
+    except BaseException:
+        rest.cancel()  # the client is gone
+        raise
 
 
 async def _model(request: Request, body: bytes) -> str:
@@ -175,9 +157,9 @@ def _json(body: bytes) -> Mapping[str, Any]:
 
 def _error(error: LoRAPluginsError) -> Response:
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
-    return JSONResponse(_body_of(error), error.http_status, headers)
+    return JSONResponse(_error_body(error), error.http_status, headers)
 
 
-def _body_of(error: LoRAPluginsError) -> dict[str, Any]:
+def _error_body(error: LoRAPluginsError) -> dict[str, Any]:
     """As vLLM writes errors."""
     return {"error": {"message": str(error), "type": "ServiceUnavailable", "param": None, "code": error.http_status}}

@@ -16,8 +16,7 @@ import select
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import FrameType
 
 GRACE_S = 15.0
@@ -47,62 +46,36 @@ def main(command: Sequence[str]) -> int:
         start_new_session=True,
         preexec_fn=before_exec,  # noqa: PLW1509 - there is one thread
     )
-    watched = os.pidfd_open(process.pid)
-    try:
-        while process.poll() is None and not asked[0]:
-            readable, _, _ = select.select([sys.stdin.fileno(), watched], [], [], 1.0)
-            if sys.stdin.fileno() in readable and not os.read(sys.stdin.fileno(), 4096):
-                break
-    finally:
-        _end(process)
-    code = process.wait()
+    stdin, ended = sys.stdin.fileno(), os.pidfd_open(process.pid)
+    while process.poll() is None and not asked[0]:
+        readable, _, _ = select.select([stdin, ended], [], [], 1.0)
+        if stdin in readable and not os.read(stdin, 4096):
+            break
+    code = _end(process)
     return code if code >= 0 else 128 - code
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End it kindly, then all that is left of it."""
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """End the command, then all that it left; returns the command's exit code."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
-    while left := list(descendants(os.getpid())):
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        # Those of the command that came here are reaped; itself, only where nobody else would miss its exit code.
-        process.poll()
-        while process.returncode is not None:
-            try:
-                if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                    break
-            except ChildProcessError:
-                return
-        time.sleep(0.02)
+    process.kill()
+    code = process.wait()
+    # The children of a process that ends come here before its own end is seen: so none is left when there is no child.
+    while True:
+        for child in _children():
+            os.kill(child, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return code
 
 
-def descendants(pid: int) -> Iterator[int]:
-    """The processes below one, as far as they run: not those that have ended and are not reaped."""
-    for child in _children(pid):
-        yield from descendants(child)
-        if _state(child) not in ("Z", ""):
-            yield child
-
-
-def _children(pid: int) -> list[int]:
-    children: list[int] = []
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
-                children += [int(child) for child in file.read().split()]
-    return children
-
-
-def _state(pid: int) -> str:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+def _children() -> list[int]:
+    with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+        return [int(child) for child in file.read().split()]
 
 
 if __name__ == "__main__":

@@ -5,23 +5,26 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from cachetools import LRUCache
 from ray import serve
 
 from lora_plugins.errors import InvalidSettings, ReplicaLost
 from lora_plugins.log import logger
-from lora_plugins.ray.engine import Engine, EngineCommand
-from lora_plugins.routing.policy import Tier
+from lora_plugins.ray.server_process import ServerProcess, vllm_serve
+from lora_plugins.routing.residency import Tier
 from lora_plugins.settings import environment
 
+Headers = tuple[tuple[bytes, bytes], ...]
+
 # Of one connection, not of the request (RFC 9110, 7.6.1), or set again by whoever sends it on.
-HOP_BY_HOP = {"connection", "expect", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
-HOP_BY_HOP |= {"proxy-authenticate", "proxy-authorization"}
+HOP_BY_HOP = {b"connection", b"expect", b"host", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
+HOP_BY_HOP |= {b"proxy-authenticate", b"proxy-authorization"}
+TO_SERVER, TO_CLIENT = HOP_BY_HOP | {b"content-length"}, HOP_BY_HOP | {b"server", b"date"}  # Ray's proxy has its own
 REPLICA_HEADER = "x-lora-plugins-replica"
 REMEMBERED = 1000
 WATCH_S = 0.5
@@ -33,7 +36,7 @@ class Call:
 
     method: str
     target: str
-    headers: tuple[tuple[str, str], ...]
+    headers: Headers
     body: bytes
     adapter: str = ""
     excluded: tuple[str, ...] = ()
@@ -41,16 +44,15 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The beginning of an answer, and which replica gave it."""
+    """The beginning of an answer."""
 
-    replica: str
     status: int
-    headers: tuple[tuple[str, str], ...]
+    headers: Headers
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
-    """The replica's server is gone, or was when it was asked; nothing follows."""
+class ServerGone:
+    """The replica's server has ended, or had when it was asked; nothing follows."""
 
     replica: str
     found: str
@@ -77,63 +79,65 @@ class VllmReplica:
     ) -> None:
         require_secrets(secrets)
         self.name = serve.get_replica_context().replica_id.unique_id
-        given = EngineCommand.vllm_serve(arguments, env)
-        self._engine = Engine(given if command is None else EngineCommand((*command, *arguments), dict(env)))
+        self._server = ServerProcess((*(command or vllm_serve()), *arguments), env)
         self._has_started = False
-        self._served: OrderedDict[str, None] = OrderedDict()  # adapters whose files are here; the oldest first
+        self._served: LRUCache[str, bool] = LRUCache(REMEMBERED)  # adapters whose files are here
         self._watching: asyncio.Task[None] | None = None
 
     async def check_health(self) -> None:
         """Ray Serve's: wait for the server at first; raise where it does not answer."""
         if not self._has_started:
-            await self._engine.wait_until_healthy()
+            await self._server.wait_until_healthy()
             self._has_started = True
             self._watching = asyncio.get_running_loop().create_task(self._watch())
-        elif not await self._engine.is_healthy():
+        elif not await self._server.is_healthy():
             raise ReplicaLost(f"no healthy answer from replica {self.name}")
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Ray Serve's: what the routers should know of this replica."""
         if not self._has_started:
             return {}
-        report = await self._engine.report()
-        adapters = {**dict.fromkeys(self._served, int(Tier.STORE)), **{k: int(v) for k, v in report.adapters.items()}}
-        return {"adapters": adapters, "capacity": report.capacity, "requests": report.requests}
+        report = await self._server.report()
+        adapters = {**dict.fromkeys(self._served, Tier.STORE), **report.adapters}
+        tiers = {name: int(tier) for name, tier in adapters.items()}
+        return {"adapters": tiers, "capacity": report.capacity, "requests": report.requests}
 
-    async def forward(self, call: Call) -> AsyncIterator[Head | bytes | Lost]:
-        """Pass a request on: yields the head of the answer, then its body as it comes; or `Lost`, at any time."""
-        request = self._engine.client.build_request(
-            call.method, call.target, headers=_to_server(call.headers), content=call.body
-        )
+    async def forward(self, call: Call) -> AsyncIterator[Head | bytes | ServerGone]:
+        """Pass a request on: yields the head of the answer, then its body as it comes; or `ServerGone`, at any time."""
+        headers = _without(TO_SERVER, call.headers)
+        request = self._server.client.build_request(call.method, call.target, headers=headers, content=call.body)
         try:
-            answer = await self._engine.client.send(request, stream=True)
+            answer = await self._server.client.send(request, stream=True)
         except httpx.HTTPError as error:
-            yield self._lost(error)
+            yield self._gone(error)
             return
         try:
-            if answer.status_code >= 500 and not await self._engine.is_healthy():
-                yield Lost(self.name, f"status {answer.status_code} of a server that is not healthy")
+            if answer.status_code >= 500 and not await self._server.is_healthy():
+                yield ServerGone(self.name, f"status {answer.status_code} of a server that is not healthy")
                 return
-            yield Head(self.name, answer.status_code, _to_client(answer.headers, self.name))
+            named = (REPLICA_HEADER.encode(), self.name.encode())
+            yield Head(answer.status_code, (*_without(TO_CLIENT, answer.headers.raw), named))
             async for chunk in answer.aiter_raw():
                 yield chunk
             if call.adapter and answer.status_code == 200:
-                self._remember(call.adapter)
+                self._served[call.adapter] = True
         except httpx.HTTPError as error:
-            yield self._lost(error)
+            yield self._gone(error)
         finally:
             await answer.aclose()  # a request whose client is gone is aborted by that
 
     async def admin(self, call: Call) -> AdminAnswer:
         """Pass a call on that every replica gets, and return its whole answer."""
-        try:
-            answer = await self._engine.client.request(
-                call.method, call.target, headers=_to_server(call.headers), content=call.body
-            )
-        except httpx.HTTPError as error:
-            refusal = ReplicaLost(self._lost(error).found)
-            return AdminAnswer(self.name, refusal.http_status, str(refusal).encode())
-        return AdminAnswer(self.name, answer.status_code, answer.content)
+        status, body = 503, b""
+        async for part in self.forward(call):
+            match part:
+                case Head():
+                    status = part.status
+                case ServerGone():
+                    return AdminAnswer(self.name, 503, str(ReplicaLost(part.found)).encode())
+                case _:
+                    body += part
+        return AdminAnswer(self.name, status, body)
 
     def __del__(self) -> None:
         """End the server with the replica."""
@@ -141,23 +145,18 @@ class VllmReplica:
             return  # no server was started
         if self._watching is not None:
             self._watching.get_loop().call_soon_threadsafe(self._watching.cancel)
-        self._engine.end()
+        self._server.end()
 
     async def _watch(self) -> None:
         """A replica without its server is no use, and Ray notices a dead replica sooner than an unhealthy one."""
-        while not self._engine.has_ended:  # noqa: ASYNC110 - it is a process
+        while not self._server.has_ended:  # noqa: ASYNC110 - it is a process
             await asyncio.sleep(WATCH_S)
-        logger.error("The server of replica %s has ended:\n%s", self.name, self._engine.log_tail())
+        logger.error("The server of replica %s has ended:\n%s", self.name, self._server.log_tail())
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def _lost(self, error: Exception) -> Lost:
-        return Lost(self.name, f"no answer from replica {self.name}: {type(error).__name__} {error}".strip())
-
-    def _remember(self, adapter: str) -> None:
-        self._served[adapter] = None
-        self._served.move_to_end(adapter)
-        while len(self._served) > REMEMBERED:
-            self._served.popitem(last=False)
+    def _gone(self, error: Exception) -> ServerGone:
+        text = f"no answer from replica {self.name}: {type(error).__name__} {error}"
+        return ServerGone(self.name, text.strip())
 
 
 def require_secrets(names: Sequence[str]) -> None:
@@ -176,14 +175,5 @@ def require_secrets(names: Sequence[str]) -> None:
         )
 
 
-def _to_server(headers: Sequence[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
-    left_out = HOP_BY_HOP | {"content-length"}
-    return [
-        (name.encode("latin-1"), value.encode("latin-1")) for name, value in headers if name.lower() not in left_out
-    ]
-
-
-def _to_client(headers: httpx.Headers, replica: str) -> tuple[tuple[str, str], ...]:
-    left_out = HOP_BY_HOP | {"server", "date"}  # Ray's proxy has its own
-    texts = ((name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in headers.raw)
-    return (*((name, value) for name, value in texts if name not in left_out), (REPLICA_HEADER, replica))
+def _without(names: set[bytes], headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    return tuple((name.lower(), value) for name, value in headers if name.lower() not in names)

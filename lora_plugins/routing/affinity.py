@@ -9,9 +9,8 @@ from math import ceil
 from zlib import crc32
 
 from lora_plugins.routing.load import LoadEstimator, ReplicaLoad
-from lora_plugins.routing.policy import Report, Tier
 from lora_plugins.routing.rendezvous import Rendezvous
-from lora_plugins.routing.residency import Residency
+from lora_plugins.routing.residency import Report, Residency, Tier
 
 # How many replicas are considered beside those that an adapter should be on.
 FURTHER = 3
@@ -38,6 +37,8 @@ class Limits:
 
 class AffinityPolicy:
     """Rendezvous hashing, with as many replicas for an adapter as its load needs, residency and bounded load.
+
+    The empty name stands for the base model. Times are the caller's.
 
     In this order: a replica that has the adapter in a slot or in its host cache; while the adapter is on fewer replicas
     than its load needs, the next of its best ones, by one request at a time; one that is loading it; one that has room

@@ -5,12 +5,39 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from enum import IntEnum
 from types import MappingProxyType
-
-from lora_plugins.routing.policy import Report, Tier
 
 GRACE_S = 15.0
 UNKNOWN_CAPACITY = 64
+
+
+class Tier(IntEnum):
+    """Where a replica has an adapter; the lower, the sooner its first token.
+
+    `LOADING`: a request went there for it, and neither was answered nor has the replica reported since.
+    """
+
+    SLOT = 0
+    HOST = 1
+    LOADING = 2
+    STORE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a replica says of itself.
+
+    Attributes:
+        adapters: where it has which adapters; a name that is left out is nowhere.
+        capacity: how many adapters its host cache takes; None where that is unknown.
+        requests: how many it has in flight, held ones among them, from whichever router; None where that is unknown.
+    """
+
+    adapters: Mapping[str, Tier]
+    capacity: int | None = None
+    requests: int | None = None
 
 
 _NOWHERE: Mapping[str, Tier] = MappingProxyType({})

@@ -1,4 +1,4 @@
-"""The configuration file for clusters, and the command line."""
+"""The configuration file for clusters, the command line, and which names are the base model's."""
 
 from __future__ import annotations
 
@@ -42,3 +42,18 @@ def test_what_follows_two_dashes_is_for_vllm_serve() -> None:
     parsed = parser().parse_args(["--replicas", "2", "--port", "81", "--", "m", "--enable-lora", "--max-loras", "4"])
     assert (parsed.replicas, parsed.port) == (2, 81)
     assert parsed.arguments == ["m", "--enable-lora", "--max-loras", "4"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["meta/llama", "--enable-lora"], ["meta/llama"]),
+        (["/models/llama", "--served-model-name", "llama", "llama-3", "--port", "1"], ["llama", "llama-3"]),
+        (["/models/llama", "--served_model_name=llama"], ["llama"]),
+        (["--max-loras", "4", "--model", "llama"], ["llama"]),
+    ],
+)
+def test_names_of_the_base_model_are_those_served(arguments: list[str], names: list[str]) -> None:
+    from lora_plugins.ray.application import base_names
+
+    assert base_names(arguments) == names

@@ -13,9 +13,10 @@ pytest.importorskip("ray", reason="the extra ray is not installed")
 
 from ray.serve.request_router import RequestRouter
 
+from lora_plugins.ray import router as router_module
 from lora_plugins.ray.replica import Call
 from lora_plugins.ray.router import AdapterAffinityRouter
-from lora_plugins.routing.policy import Tier
+from lora_plugins.routing.residency import Tier
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ class Router(AdapterAffinityRouter):
     """Made without Ray's own state."""
 
     def __init__(self) -> None:
-        self.initialize_state(busy_requests=4)
+        self.initialize_state(busy_requests=4, base_names=("base",))
 
     def in_flight(self) -> dict[str, int]:
         return {name: self._policy._load.of(name) for name in self._by_name}
@@ -102,18 +103,18 @@ def test_client_that_leaves_early_counts_no_longer() -> None:
         one.future.cancel()
         await asyncio.sleep(0)
         assert set(router.in_flight().values()) == {0}
-        assert not router._tried
 
     asyncio.run(run())
 
 
-def test_replica_that_was_full_is_not_named_first_again() -> None:
+def test_where_the_best_replica_is_full_any_other_takes_it() -> None:
     async def run() -> None:
         router = of("a", "b", "c")
         one = request("sql")
-        named = [(await router.choose(one))[0] for _ in range(3)]
-        assert sorted(named) == ["a", "b", "c"]
-        assert (await router.choose(one))[0] in named  # and then from the beginning
+        (best,), others = await router.choose_replicas(list(router._by_name.values()), one)
+        assert sorted(replica.name for replica in others) == ["a", "b", "c"]
+        router.on_request_routed(one, next(it for it in others if it is not best).replica_id, None)
+        assert (await router.choose(one))[0] == best.name  # asked again, by itself
         assert sum(router.in_flight().values()) == 1
 
     asyncio.run(run())
@@ -147,5 +148,65 @@ def test_dead_replica_is_not_named() -> None:
         first = (await router.choose(request("sql")))[0]
         router.on_replica_actor_died(Replica(first).replica_id)
         assert (await router.choose(request("sql", 2)))[0] != first
+
+    asyncio.run(run())
+
+
+def direct(model: str, number: int = 0) -> Any:
+    """A request as Ray Serve LLM's direct streaming asks for it: nothing is heard of it after the choice."""
+    asked = request("", number)
+    asked.args = [SimpleNamespace(model=model, prompt="x")]
+    return asked
+
+
+def test_direct_streaming_is_routed_by_the_model_of_the_body() -> None:
+    async def run() -> None:
+        router = of("a", "b", "c")
+        first = (await router.choose(direct("sql", 1)))[0]
+        assert {(await router.choose(direct("sql", number)))[0] for number in range(2, 5)} == {first}
+        await router.choose(direct("base", 9))
+        assert router._counted["request-9"][0] == ""
+        assert (await router.choose(SimpleNamespace(**vars(request("")) | {"args": []})))[0] in {"a", "b", "c"}
+
+    asyncio.run(run())
+
+
+def test_direct_streaming_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "COUNTED_S", 0.05)
+
+    async def run() -> None:
+        router = of("a", "b")
+        for number in range(4):
+            await router.choose(direct("sql", number))
+        assert sum(router.in_flight().values()) == 4  # so that those that come at once spread
+        await asyncio.sleep(0.2)
+        assert set(router.in_flight().values()) == {0}
+        assert router._counted == {}
+
+    asyncio.run(run())
+
+
+def test_load_of_direct_streaming_is_that_of_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "COUNTED_S", 0.05)
+
+    async def run() -> None:
+        router = of("a", "b")
+        home = (await router.choose(direct("sql")))[0]
+        other = "b" if home == "a" else "a"
+        await asyncio.sleep(0.2)
+        for requests in (7, 8, 9):  # the first two may be older than the end of what the router counted
+            stats = {"adapters": {"sql": int(Tier.SLOT)}, "capacity": 3, "requests": requests}
+            router.update_replicas([Replica(home, stats), Replica(other, {"requests": 0})])
+        assert router.in_flight() == {home: 9, other: 0}
+        assert (await router.choose(direct("sql", 2)))[0] == other
+
+    asyncio.run(run())
+
+
+def test_a_request_without_any_replica_is_not_remembered() -> None:
+    async def run() -> None:
+        router = of()
+        assert await router.choose_replicas([], request("sql")) == [[]]
+        assert router._counted == {}
 
     asyncio.run(run())

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lora_plugins.routing.affinity import AffinityPolicy, Limits
-from lora_plugins.routing.comparison import BoundedConsistentHashing, PlainRendezvous, PowerOfTwo, RandomChoice
-from lora_plugins.routing.policy import Report, Tier
-from lora_plugins.routing.residency import GRACE_S
-
-POLICIES = [AffinityPolicy, RandomChoice, PowerOfTwo, PlainRendezvous, BoundedConsistentHashing]
-NEVER = 1e9
+from lora_plugins.routing.residency import Report, Tier
 
 
 def of(count, limits=None, capacity=None):
@@ -105,22 +99,6 @@ def test_replica_that_leaves_moves_only_its_own():
     }
 
 
-def test_reports_correct_what_requests_suggested():
-    policy = of(4)
-    home = send(policy, "sql", 0.0)
-    policy.reported(home, Report({}, 10), 1.0)  # may be older than the request
-    assert policy._residency.of("sql") == {home: Tier.HOST}
-    policy.reported(home, Report({}, 10), 1.0 + GRACE_S)
-    assert policy._residency.of("sql") == {}
-
-
-def test_without_reports_least_recently_used_adapter_is_taken_for_evicted():
-    policy = of(1, capacity=2)
-    for adapter in ("a", "b", "a", "c"):
-        send(policy, adapter)
-    assert [bool(policy._residency.of(adapter)) for adapter in ("a", "b", "c")] == [True, False, True]
-
-
 def test_base_model_goes_to_a_replica_with_few_requests():
     policy = of(3)
     for _ in range(30):
@@ -128,9 +106,8 @@ def test_base_model_goes_to_a_replica_with_few_requests():
     assert {policy._load.of(f"r{number}") for number in range(3)} == {10}
 
 
-@pytest.mark.parametrize("make", POLICIES)
-def test_excluded_replicas_are_left_out(make):
-    policy = make()
+def test_excluded_replicas_are_left_out():
+    policy = of(0)
     for replica in ("a", "b", "c"):
         policy.join(replica)
     for adapter in ("", "sql"):
@@ -138,9 +115,8 @@ def test_excluded_replicas_are_left_out(make):
         assert not policy.ranked(adapter, 0.0, {"a", "b", "c"})
 
 
-@pytest.mark.parametrize("make", POLICIES)
-def test_replica_leaves_and_joins_again(make):
-    policy = make()
+def test_replica_leaves_and_joins_again():
+    policy = of(0)
     for replica in ("a", "b", "b"):
         policy.join(replica)
     policy.routed("sql", "a", 0.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import socket
 import subprocess
 import sys
@@ -12,64 +11,58 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from lora_plugins.errors import InvalidSettings, ReplicaLost
 from lora_plugins.log import logger
-from lora_plugins.routing.policy import Report, Tier
+from lora_plugins.routing.residency import Report, Tier
 from lora_plugins.settings import environment
 
 START_TIMEOUT_S = 1800.0
 END_TIMEOUT_S = 25.0
-METRICS_ADAPTERS = "LORA_PLUGINS_METRICS_ADAPTERS"
 TAIL_LINES = 60
-_SAMPLE = re.compile(r'^([\w:]+)(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})? (\S+)', re.ASCII)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+# A router has to know of every adapter in memory, of those beyond what a dashboard shows too.
+_ALL_ADAPTERS = {"LORA_PLUGINS_METRICS_ADAPTERS": "5000"}
+_LOADED, _CAPACITY = "vllm:lora_adapter_loaded", "lora_plugins_host_max_adapters"
 _IN_FLIGHT = ("vllm:num_requests_running", "vllm:num_requests_waiting", "lora_plugins_held")
 _PLACES = {"gpu": Tier.SLOT, "cpu": Tier.HOST}
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCommand:
-    """How a replica's server is started: `command` gets `--host` and `--port` at its end."""
-
-    command: tuple[str, ...]
-    env: Mapping[str, str]
-
-    @classmethod
-    def vllm_serve(cls, arguments: Sequence[str], env: Mapping[str, str] | None = None) -> EngineCommand:
-        """`vllm serve` of this Python's environment."""
-        beside = Path(sys.executable).with_name("vllm")
-        program = (str(beside),) if beside.exists() else (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main")
-        return cls((*program, "serve", *arguments), dict(env or {}))
+def vllm_serve() -> tuple[str, ...]:
+    """The command `vllm serve` of this Python's environment."""
+    beside = Path(sys.executable).with_name("vllm")
+    program = (str(beside),) if beside.exists() else (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main")
+    return (*program, "serve")
 
 
-class Engine:
+class ServerProcess:
     """The running server.
+
+    Args:
+        command: starts it; it gets `--host` and `--port` at its end.
+        env: beside this process's own environment.
 
     Attributes:
         client: sends requests to it; without a time limit but for connecting.
     """
 
-    def __init__(self, command: EngineCommand) -> None:
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         # Held for as long as the server runs, so that no other process is given the port; vLLM sets SO_REUSEPORT too.
         self._held = socket.socket()
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self._held.bind(("127.0.0.1", 0))
         port = self._held.getsockname()[1]
-        # A router has to know of every adapter in memory, of those beyond what a dashboard shows too.
-        env = {METRICS_ADAPTERS: "5000", **environment(), **command.env}
-        kept = (*command.command, "--host", "127.0.0.1", "--port", str(port))
+        kept = (*command, "--host", "127.0.0.1", "--port", str(port))
         self._process = subprocess.Popen(  # noqa: S603 - the command line that the user gave
             [sys.executable, "-P", "-m", "lora_plugins.ray.keeper", *kept],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=env,
+            env={**_ALL_ADAPTERS, **environment(), **env},
             start_new_session=True,
         )
         self._tail: deque[bytes] = deque(maxlen=TAIL_LINES)
@@ -81,11 +74,6 @@ class Engine:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=4.0),
             trust_env=False,
         )
-
-    @property
-    def pid(self) -> int:
-        """Of the process that keeps the server."""
-        return self._process.pid
 
     @property
     def has_ended(self) -> bool:
@@ -133,7 +121,8 @@ class Engine:
             page = (await self.client.get("/metrics", timeout=10.0)).text
         except httpx.HTTPError as error:
             raise ReplicaLost(f"no answer to GET /metrics: {type(error).__name__}") from error
-        return report_of(page)
+        # In a thread: thousands of adapters take longer to read than a token may wait.
+        return await asyncio.to_thread(report_of, page)
 
     def end(self) -> None:
         """End it and all of its processes, and wait for that."""
@@ -156,24 +145,17 @@ class Engine:
 def report_of(page: str) -> Report:
     """What a page of metrics says of adapters and requests; of one without our planner, nothing of adapters."""
     adapters: dict[str, Tier] = {}
-    capacity: int | None = None
+    capacities: list[int] = []
     requests = 0
-    for line in page.splitlines():
-        if not line.startswith(("vllm:lora_adapter_loaded", "lora_plugins_host_max_adapters", *_IN_FLIGHT)):
-            continue
-        if (found := _SAMPLE.match(line)) is None:
-            continue
-        name, labels, value = found[1], dict(_LABEL.findall(found[2] or "")), float(found[3])
-        if name == "vllm:lora_adapter_loaded" and (tier := _PLACES.get(labels.get("level", ""))) is not None:
-            adapter = _plain(labels.get("adapter_name", ""))
+    wanted = (line for line in page.splitlines() if line.startswith((_LOADED, _CAPACITY, *_IN_FLIGHT)))
+    families = text_string_to_metric_families("\n".join(wanted) + "\n")
+    for sample in (sample for family in families for sample in family.samples):
+        if sample.name == _LOADED:
+            name, tier = sample.labels["adapter_name"], _PLACES[sample.labels["level"]]
             # With data parallelism it may be in a slot of one engine and in host memory of another.
-            adapters[adapter] = min(tier, adapters.get(adapter, tier))
-        elif name == "lora_plugins_host_max_adapters":
-            capacity = int(value) if capacity is None else min(capacity, int(value))
-        elif name in _IN_FLIGHT:
-            requests += int(value)
-    return Report(adapters, capacity, requests)
-
-
-def _plain(label: str) -> str:
-    return re.sub(r"\\(.)", lambda found: "\n" if found[1] == "n" else found[1], label)
+            adapters[name] = min(tier, adapters.get(name, tier))
+        elif sample.name == _CAPACITY:
+            capacities.append(int(sample.value))
+        elif sample.name in _IN_FLIGHT:
+            requests += int(sample.value)
+    return Report(adapters, min(capacities, default=None), requests)

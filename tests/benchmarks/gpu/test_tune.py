@@ -6,7 +6,7 @@ import json
 import time
 from pathlib import Path
 
-from benchmarks import tune_kernels
+from benchmarks.gpu import tune as search
 from lora_plugins.kernels import tuning
 from lora_plugins.kernels.tuning import Plan
 from tests.kernels.test_tuning import assert_compilable
@@ -14,7 +14,7 @@ from tests.kernels.test_tuning import assert_compilable
 DEFAULT = tuning.read_table(tuning.PACKAGED / "default.json")
 
 
-def score_of(plan: Plan) -> tune_kernels.Score:
+def score_of(plan: Plan) -> search.Score:
     """Smallest at 4 splits, 64 columns out, and where two launches are one."""
     return lambda other: (
         abs(other.shrink.splits - 4) + abs(other.expand.columns - 64) / 64 + (2.0 if other.fused is None else 1.0)
@@ -22,9 +22,9 @@ def score_of(plan: Plan) -> tune_kernels.Score:
 
 
 def test_it_finds_the_best_of_each_part_and_writes_it(tmp_path: Path) -> None:
-    table = tune_kernels.tune(DEFAULT, score_of, seconds=60)
+    table = search.tune(DEFAULT, score_of, seconds=60)
     limits = sorted({plan.max_rows for plan in DEFAULT.plans})
-    wide = (tune_kernels.NARROW_IN, tuning.ANY)
+    wide = (search.NARROW_IN, tuning.ANY)
     assert [(plan.max_rows, plan.max_in) for plan in table.plans] == [(rows, n_in) for rows in limits for n_in in wide]
     for plan in table.plans:
         narrow = plan.max_in < tuning.ANY
@@ -38,40 +38,40 @@ def test_it_finds_the_best_of_each_part_and_writes_it(tmp_path: Path) -> None:
 
 def test_every_candidate_is_one_that_a_table_may_hold() -> None:
     for plan in DEFAULT.plans:
-        for candidates in (tune_kernels.shrinks, tune_kernels.expands, tune_kernels.fusions):
+        for candidates in (search.shrinks, search.expands, search.fusions):
             for candidate in candidates(plan):
-                if candidates is tune_kernels.fusions or candidate.fused is None:
+                if candidates is search.fusions or candidate.fused is None:
                     assert_compilable(tuning.Table("", (candidate, DEFAULT.plans[-1])))
 
 
 def test_without_time_left_the_default_stays() -> None:
     plan = DEFAULT.plans[-1]
-    found, _ = tune_kernels.best(plan, tune_kernels.shrinks(plan), score_of(plan), until=time.monotonic() - 1)
+    found, _ = search.best(plan, search.shrinks(plan), score_of(plan), until=time.monotonic() - 1)
     assert found is plan
 
 
 def test_a_run_that_is_cut_off_leaves_the_plans_found() -> None:
     kept: list[tuple[tuning.Table, int]] = []
     ahead: list[int] = []
-    tune_kernels.tune(
+    search.tune(
         DEFAULT,
         score_of,
         seconds=60,
         compile_ahead=lambda plans: ahead.append(len(plans)),
         keep=lambda table, found: kept.append((table, found)),
     )
-    start = tune_kernels.starting_plans(DEFAULT)
+    start = search.starting_plans(DEFAULT)
     assert [found for _, found in kept] == list(range(1, len(start) + 1))
     for table, found in kept:
         assert table.plans[found:] == start[found:]
         assert table.plans[0].expand.columns == 64
-    assert ahead[0] == sum(len(list(tune_kernels.shrinks(plan))) for plan in start)  # all of them before any is timed
+    assert ahead[0] == sum(len(list(search.shrinks(plan))) for plan in start)  # all of them before any is timed
     fused = sum(plan.max_rows <= 64 and plan.max_in < tuning.ANY for plan in start)
     assert len(ahead) == 1 + 2 * len(start) + fused
 
 
 def test_starting_plans_are_the_defaults_for_both_widths() -> None:
-    for plan in tune_kernels.starting_plans(DEFAULT):
+    for plan in search.starting_plans(DEFAULT):
         n_in = 4096 if plan.max_in < tuning.ANY else 14336
         found = DEFAULT.plan(min(plan.max_rows, 1 << 20), n_in, 4096)
         assert (plan.chunk, plan.shrink, plan.expand, plan.fused) == (
@@ -80,7 +80,7 @@ def test_starting_plans_are_the_defaults_for_both_widths() -> None:
             found.expand,
             found.fused,
         )
-        assert {case.n_in <= tune_kernels.NARROW_IN for case in tune_kernels.cases_of(plan)} == {n_in == 4096}
+        assert {case.n_in <= search.NARROW_IN for case in search.cases_of(plan)} == {n_in == 4096}
 
 
 def test_one_adapter_on_a_wide_input_is_split_far() -> None:
@@ -90,7 +90,7 @@ def test_one_adapter_on_a_wide_input_is_split_far() -> None:
 
 
 def test_kernels_to_compile_come_once_for_each_kind() -> None:
-    plan = tune_kernels.starting_plans(DEFAULT)[2]
-    once = tune_kernels.compile_jobs([plan])
-    assert len(once) == len({len(case.widths) for case in tune_kernels.cases_of(plan)})
-    assert len(tune_kernels.compile_jobs([plan, plan])) == len(once)
+    plan = search.starting_plans(DEFAULT)[2]
+    once = search.compile_jobs([plan])
+    assert len(once) == len({len(case.widths) for case in search.cases_of(plan)})
+    assert len(search.compile_jobs([plan, plan])) == len(once)

@@ -1,30 +1,27 @@
-"""Make a tuning table for the GPU at hand: `python -m benchmarks.tune_kernels [--seconds 500] [--out DIR]`.
+"""Make a tuning table for the GPU at hand.
 
 For each size of batch, narrow and wide inputs apart, it begins with the default table's plan and takes, one part after
 the other (chunk and shrink, then expand, then fused), what makes the geometric mean over some cases smallest. What is
-to be compared is compiled in parallel first. It writes sm_XX.json under --out, $OUT, or the package, again after every
-plan, so that a run that is cut off leaves a table with the plans that it had found, and the default's for the others.
+to be compared is compiled in parallel first. It writes sm_XX.json, again after every plan, so that a run that is cut
+off leaves a table with the plans that it had found, and the default's for the others.
 
-In the package a table is found by its name. Hold it to `python -m
-benchmarks.gpu_check --table FILE` before it is used.
+In the package a table is found by its name. Hold it to `python -m benchmarks.gpu check --table FILE` before it is used.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, product
-from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu_cases, gpu_compile, gpu_result
-from benchmarks.gpu_cases import Case
-from benchmarks.gpu_device import Gpu, device
+from benchmarks.gpu.cases import Case
+from benchmarks.gpu.compiling import Job
+from benchmarks.gpu.device import Gpu
+from benchmarks.gpu.session import Session
 from benchmarks.record import circumstances
 from lora_plugins.kernels import tuning
 from lora_plugins.kernels.tuning import ExpandTile, FusedTile, Plan, ShrinkTile
@@ -125,60 +122,45 @@ def tune(
     return tuning.Table("tuned", tuple(plans), table.dense_min_rows)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = gpu_result.options("tune_kernels", 500.0)
-    parser.set_defaults(out=Path(os.environ.get("OUT") or tuning.PACKAGED))
-    options = parser.parse_args(argv)
-    gpu_compile.use_cache_of_one_run()
-    gpu = device(rehearse=options.rehearse)
-    default = tuning.read_table(tuning.PACKAGED / "default.json")
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"{'rehearsal_' if gpu.rehearsal else ''}{gpu.architecture}.json"
-    made = {**({"rehearsal: not measured": True} if gpu.rehearsal else {}), **circumstances(), **gpu.facts()}
-    if gpu.rehearsal:
-        gpu_cases.MODELS["Llama-8B"] = gpu_cases.TINY
-        default = gpu.table()
-    began = time.monotonic()
+def run(session: Session) -> bool:
+    """Write the table; it is whole after each plan."""
+    gpu = session.gpu
+    path = session.out / f"{'rehearsal_' if gpu.rehearsal else ''}{gpu.architecture}.json"
+    session.out.mkdir(parents=True, exist_ok=True)
+    facts = {**({"rehearsal: not measured": True} if gpu.rehearsal else {}), **circumstances(), **gpu.facts()}
 
     def keep(table: tuning.Table, found: int) -> None:
-        whole = {**made, "plans_found": found, "complete": found == len(table.plans)}
+        made = {**facts, "plans_found": found, "complete": found == len(table.plans)}
         part = path.with_suffix(".part")
-        part.write_text(json.dumps({"made": whole, **tuning.as_json(table)}, indent=1) + "\n")
+        part.write_text(json.dumps({"made": made, **tuning.as_json(table)}, indent=1) + "\n")
         part.replace(path)
 
-    with gpu_compile.Compilers(gpu.capability) as compilers:
+    def compile_ahead(plans: Sequence[Plan]) -> None:
+        facts = session.compile_ahead(compile_jobs(plans[:2] if gpu.rehearsal else plans), 1 / 3)
+        print(facts, flush=True)
 
-        def compile_ahead(plans: Sequence[Plan]) -> None:
-            begin = time.monotonic()
-            jobs = compile_jobs(plans[:2] if gpu.rehearsal else plans)
-            problems = compilers.compile(jobs, min(begin + options.seconds / 3, began + options.seconds))
-            print(f"{compilers.compiled} kernels compiled, the last in {time.monotonic() - begin:.1f} s", flush=True)
-            for problem in problems[:3]:
-                print(f"not compiled: {problem}", flush=True)
-
-        most = 1 if gpu.rehearsal else None
-        tune(
-            default,
-            lambda plan: _score_on(gpu, plan),
-            options.seconds,
-            compile_ahead=compile_ahead,
-            keep=keep,
-            most=most,
-        )
+    tune(
+        gpu.table() if gpu.rehearsal else tuning.read_table(tuning.PACKAGED / "default.json"),
+        lambda plan: _score_on(gpu, plan),
+        session.seconds,
+        compile_ahead=compile_ahead,
+        keep=keep,
+        most=1 if gpu.rehearsal else None,
+    )
     print(path)
-    return 0
+    return True
 
 
-def compile_jobs(plans: Sequence[Plan]) -> list[gpu_compile.Job]:
+def compile_jobs(plans: Sequence[Plan]) -> list[Job]:
     """One job for each plan and number of slices; inputs of one plan have the same divisibility."""
-    from benchmarks import gpu_weights
+    from benchmarks.gpu import weights
 
-    jobs: dict[object, gpu_compile.Job] = {}
+    jobs: dict[object, Job] = {}
     for plan in plans:
         for case in cases_of(plan):
             kind = (plan.chunk, plan.shrink, plan.expand, plan.fused, len(case.widths))
             table = tuning.Table("", (replace(plan, max_rows=tuning.ANY, max_in=tuning.ANY),))
-            jobs.setdefault(kind, (gpu_weights.compile_case, (case, table)))
+            jobs.setdefault(kind, (weights.compile_case, (case, table)))
     return list(jobs.values())
 
 
@@ -187,18 +169,18 @@ def _score_on(gpu: Gpu, first: Plan) -> Score:
     import torch
     import triton
 
-    from benchmarks import gpu_weights
-    from benchmarks.kernels_gpu import MEMORY_BUDGET_BYTES, bound, in_graph
+    from benchmarks.gpu import weights
+    from benchmarks.gpu.operators import MEMORY_BUDGET_BYTES, bound, in_graph
     from lora_plugins.kernels.triton_ops import operators
 
     operators.use(made := operators.Operators(tuning.Table("candidate", (first,))))
     calls: list[tuple[Any, int]] = []
     for case in cases_of(replace(first, max_rows=min(first.max_rows, 8)) if gpu.rehearsal else first):
-        copies = gpu_weights.copies_for(case, MEMORY_BUDGET_BYTES // 4)
-        stacks = gpu_weights.make_stacks(case, 1 if gpu.rehearsal else copies, gpu.dtype, gpu.device)
+        copies = weights.copies_for(case, MEMORY_BUDGET_BYTES // 4)
+        stacks = weights.make_stacks(case, 1 if gpu.rehearsal else copies, gpu.dtype, gpu.device)
         x = torch.randn(case.rows, case.n_in, dtype=gpu.dtype, device=gpu.device)
         y = torch.zeros(case.rows, sum(case.widths), dtype=gpu.dtype, device=gpu.device)
-        call = gpu_weights.ours(made, case, stacks, gpu_weights.batch_of(case, gpu.device))
+        call = weights.ours(made, case, stacks, weights.batch_of(case, gpu.device))
         calls.append((bound(call, y, x), len(stacks.a)))
 
     def score(plan: Plan) -> float:
@@ -210,7 +192,3 @@ def _score_on(gpu: Gpu, first: Plan) -> Score:
         return math.exp(sum(map(math.log, took)) / len(took))
 
     return score
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,24 +1,20 @@
-"""Correctness on the device itself, against float64, before anything is timed: `python -m benchmarks.gpu_check`.
+"""Correctness on the device itself, against float64, before anything is timed.
 
 Every operator as vLLM's layers use it: linear, shrink and expand apart (fully sharded layers), embedding, logits. What
 must not be read is NaN; what must not be written, base rows and padding, is compared bit for bit. A captured graph is
-replayed for other batches, with other adapters of other ranks in the slots than it was captured with.
-
-Writes check.json under --out or $OUT. Ends with 1 if anything is wrong. `--compile-only` needs no GPU.
+replayed for other batches, with other adapters of other ranks in the slots than it was captured with. Writes
+check.json.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu_compile, gpu_result
-from benchmarks.gpu_device import Gpu, device
+from benchmarks.gpu.compiling import Job, noted
+from benchmarks.gpu.device import Gpu
+from benchmarks.gpu.session import Session
 
 SCALE = 0.5
 RANKS = (16, 0, 5, 64, 8, 33, 48, 1)  # one for each slot; the slot rank is 64 or more
@@ -234,7 +230,7 @@ class Call:
         return want + adds, adds
 
 
-def run(check: Check, operators: Any, gpu: Gpu, seed: int, *, graph: bool = False) -> float:
+def error_of(check: Check, operators: Any, gpu: Gpu, seed: int, *, graph: bool = False) -> float:
     """The error of one call relative to what is allowed, eager or in a graph."""
     gpu.torch.manual_seed(seed)
     # A size that is captured never takes the dense path, neither in a graph nor before it; see `Operators`.
@@ -264,7 +260,7 @@ def in_a_graph(check: Check) -> bool:
     return check.pattern != "base" and check.rows <= 2048
 
 
-def compile_jobs(wanted: Sequence[Check], table: Any) -> list[gpu_compile.Job]:
+def compile_jobs(wanted: Sequence[Check], table: Any) -> list[Job]:
     """One job for each set of kernels that the checks launch."""
     first: dict[object, Check] = {}
     for check in wanted:
@@ -284,7 +280,7 @@ def _compile(check: Check, table: Any) -> None:
 
 
 def all_right(
-    made: Any, gpu: Gpu, keep: Callable[[dict[str, object]], None], until: float, wanted: Sequence[Check]
+    session: Session, keep: Callable[[dict[str, object]], None], wanted: Sequence[Check]
 ) -> tuple[dict[str, float], list[str], int]:
     """Do the checks, eager and, where one may, in a graph.
 
@@ -294,12 +290,12 @@ def all_right(
     worst: dict[str, float] = {}
     wrong: list[str] = []
     for number, check in enumerate(wanted):
-        if time.monotonic() > until:
+        if session.is_over:
             return worst, wrong, number
         for graph in (False, True) if in_a_graph(check) else (False,):
             name = f"{check.operator} {check.dtype} {'graph' if graph else 'eager'}"
             try:
-                error = run(check, made, gpu, seed=number, graph=graph)
+                error = error_of(check, session.made, session.gpu, seed=number, graph=graph)
             except AssertionError as problem:
                 error, text = float("inf"), str(problem)
             else:
@@ -311,51 +307,15 @@ def all_right(
     return worst, wrong, len(wanted)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = gpu_result.options("gpu_check", 240.0)
-    parser.add_argument("--table", type=Path)
-    parser.add_argument("--compile-only", action="store_true", help="for sm_90, on a machine without a GPU")
-    options = parser.parse_args(argv)
-    until = time.monotonic() + options.seconds
-    gpu_compile.use_cache_of_one_run()
-    if options.compile_only:
-        return _compile_only(options, until)
-    gpu = device(rehearse=options.rehearse)
-    from lora_plugins.kernels.triton_ops import operators
-
-    table = gpu.table(options.table)
-    operators.use(made := operators.Operators(table))
-    result = gpu_result.Result(
-        options.out, "check", {**gpu.facts(), "table": Path(table.origin).name}, rehearsal=gpu.rehearsal
-    )
-    wanted = list(checks(small=gpu.rehearsal))
-    with gpu_compile.Compilers(gpu.capability) as compilers:
-        began = time.monotonic()
-        problems = compilers.compile(compile_jobs(wanted, table), (began + until) / 2)
-        result.note(compile_s=round(time.monotonic() - began, 1), compiled=compilers.compiled, not_compiled=problems)
-    with gpu_compile.counted() as missed:
-        worst, wrong, did = all_right(made, gpu, result.add, until, wanted)
+def run(session: Session) -> bool:
+    """Do all checks; False where one is wrong, or had no time."""
+    result = session.result("check")
+    wanted = list(checks(small=session.gpu.rehearsal))
+    result.note(**session.compile_ahead(compile_jobs(wanted, session.table), 1 / 2))
+    with noted() as missed:
+        worst, wrong, did = all_right(session, result.add, wanted)
     for name, error in sorted(worst.items()):
         result.add({"kind": name, "error / allowed": round(error, 4)})
     result.finish(checks=len(wanted), done=did, wrong=len(wrong), compiled_late=sorted(missed), allowed=MOST_NORM)
     print(f"{did} of {len(wanted)} checks, {len(wrong)} wrong, {len(missed)} kernels compiled late", flush=True)
-    return 0 if not wrong and did == len(wanted) else 1
-
-
-def _compile_only(options: Any, until: float) -> int:
-    os.environ.pop("TRITON_INTERPRET", None)
-    from lora_plugins.kernels import tuning
-
-    table = tuning.read_table(options.table) if options.table else tuning.load_table("sm_90")
-    jobs = compile_jobs(list(checks()), table)
-    began = time.monotonic()
-    with gpu_compile.Compilers(90, processes=os.cpu_count()) as compilers:
-        problems = compilers.compile(jobs, until)
-        took = time.monotonic() - began
-        print(f"{compilers.compiled} kernels for {len(jobs)} calls in {took:.0f} s by {os.cpu_count()} processes")
-    print(*problems, sep="\n")
-    return int(bool(problems))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return not wrong and did == len(wanted)

@@ -1,4 +1,4 @@
-"""vLLM's own Triton operators on a machine where vLLM is not installed, from the files that `gpu_prepare` carried.
+"""vLLM's own Triton operators on a machine where vLLM is not installed, from the files that `prepare` carried.
 
 vLLM's compiled parts are not among them; `vllm/platforms/cuda.py` imports one of them, which an empty module replaces.
 An import that fails ends the run: a comparison that is left out looks like one that was won.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-CARRIED = Path(__file__).resolve().parent.parent / ".cache" / "gpu"
+CARRIED = Path(__file__).resolve().parents[2] / ".cache" / "gpu"
 EMPTY_MODULE = "_C_stable_libtorch"  # of vllm; see vllm/platforms/cuda.py, 0.33
 
 
@@ -24,12 +23,8 @@ class Vllm:
     """
 
     def __init__(self, ops: Any, version: str) -> None:
-        self.shrink, self.expand, self.meta, self.version = (
-            ops.lora_shrink,
-            ops.lora_expand,
-            ops.LoRAKernelMeta,
-            version,
-        )
+        self.shrink, self.expand, self.meta = ops.lora_shrink, ops.lora_expand, ops.LoRAKernelMeta
+        self.version = version
 
     @staticmethod
     def captured_counts(slots: int) -> list[int]:
@@ -46,16 +41,6 @@ class Vllm:
 
         utils._LORA_A_PTR_DICT.clear()
         utils._LORA_B_PTR_DICT.clear()
-
-    @staticmethod
-    @contextmanager
-    def dual_stream() -> Any:
-        """As with VLLM_LORA_ENABLE_DUAL_STREAM=1, which vLLM reads at each call."""
-        os.environ["VLLM_LORA_ENABLE_DUAL_STREAM"] = "1"
-        try:
-            yield
-        finally:
-            del os.environ["VLLM_LORA_ENABLE_DUAL_STREAM"]
 
 
 def load(*, rehearse: bool, carried: Path = CARRIED) -> Vllm:
@@ -81,7 +66,7 @@ def load(*, rehearse: bool, carried: Path = CARRIED) -> Vllm:
     except Exception as error:
         raise SystemExit(
             f"vLLM's operators cannot be imported: {type(error).__name__}: {error}\n"
-            f"Run `python -m benchmarks.gpu_prepare SOURCES` again, and carry {carried}."
+            f"Run `python -m benchmarks.gpu prepare SOURCES` again, and carry {carried}."
         ) from error
     if not current_platform.is_cuda():
         raise SystemExit(f"vLLM sees {current_platform.device_name or 'no device'}, not the GPU: NVML did not answer")

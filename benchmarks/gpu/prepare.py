@@ -1,4 +1,4 @@
-"""Fill the folder that travels to a machine with a GPU, `.cache/gpu`: `python -m benchmarks.gpu_prepare SOURCES`.
+"""Fill the folder that travels to a machine with a GPU, `.cache/gpu`: `python -m benchmarks.gpu prepare SOURCES`.
 
 SOURCES is an unpacked wheel of vLLM 0.33 for CUDA. Its Python files are taken, an empty module for the compiled one
 that they import, pyzmq, which they import too and that machine lacks, and the commit of this checkout, for a machine
@@ -8,34 +8,31 @@ docs/explanation/kernels-gpu.md has the rest.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.gpu_vllm import CARRIED, EMPTY_MODULE
+from benchmarks.gpu.vllm import CARRIED, EMPTY_MODULE
 from benchmarks.record import carry_commit
 
 MOST_BYTES = 56 << 20  # of the 64 MiB that travel; the rest of the tree is 5 MiB
 PYZMQ = "pyzmq==27.3.0"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_prepare")
-    parser.add_argument("sources", type=Path, help="an unpacked wheel of vLLM 0.33")
-    parser.add_argument("--into", type=Path, default=CARRIED)
-    parser.add_argument("--commit-only", action="store_true", help="the commit again, and nothing else")
-    options = parser.parse_args()
-    if not options.commit_only:
-        copy_vllm(options.sources, options.into)
-        add_packages(options.into)
-    carry_commit(options.into / "commit.json")
-    size = sum(path.stat().st_size for path in options.into.rglob("*") if path.is_file())
-    print(f"{options.into}: {size / 2**20:.0f} MiB")
+def prepare(sources: Path, into: Path = CARRIED) -> None:
+    """Fill the folder.
+
+    Raises:
+        SystemExit: `sources` is no wheel of vLLM, or too much is to travel.
+    """
+    copy_vllm(sources, into)
+    add_packages(into)
+    carry_commit(into / "commit.json")
+    size = sum(path.stat().st_size for path in into.rglob("*") if path.is_file())
+    print(f"{into}: {size / 2**20:.0f} MiB")
     if size > MOST_BYTES:
         raise SystemExit(f"more than {MOST_BYTES >> 20} MiB do not travel")
-    return 0
 
 
 def copy_vllm(sources: Path, into: Path) -> None:
@@ -63,7 +60,3 @@ def add_packages(into: Path) -> None:
     platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in (28, 26, 17)]
     target = ["--target", str(into), "--python-version", "3.12", "--only-binary=:all:", "--no-deps", "--upgrade"]
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", *target, *platforms, PYZMQ], check=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

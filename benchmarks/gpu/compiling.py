@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 
 Job = tuple[Callable[..., None], tuple[Any, ...]]  # a function at the top of a module, and what it is called with
 
@@ -57,11 +57,6 @@ class Compilers:
         return wrong
 
 
-def use_cache_of_one_run() -> Path:
-    """Give Triton a folder of its own for what it compiles, and the processes that inherit the environment too."""
-    return Path(os.environ.setdefault("TRITON_CACHE_DIR", "/tmp/lora_plugins_triton"))
-
-
 def _become_compiler(capability: int) -> None:
     os.environ.pop("TRITON_INTERPRET", None)
     import torch
@@ -69,72 +64,43 @@ def _become_compiler(capability: int) -> None:
     from triton.runtime.driver import driver
 
     torch.set_num_threads(1)
-
-    class Told:
-        """As much of a driver as compiling needs."""
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
-
-        def get_current_target(self) -> Any:
-            return GPUTarget("cuda", capability, 32)
-
-    driver.set_active(Told())
+    # As much of a driver as compiling needs.
+    driver.set_active(
+        mock.Mock(
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0,
+            get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        )
+    )
 
 
 def _compile(job: Job) -> int:
-    function, arguments = job
-    with only_compiling() as compiled:
-        function(*arguments)
-    return len(compiled)
-
-
-@contextmanager
-def only_compiling() -> Iterator[list[str]]:
-    """Have Triton's kernels compiled in place of run; yields the names of those that no cache had."""
-    import triton
     from triton.runtime.jit import JITFunction
 
-    compiled: list[str] = []
+    function, arguments = job
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         return run(self, *args, grid=grid, warmup=True, **kwargs)
 
-    def listen(src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
-        if not cache_hit:
-            compiled.append(getattr(src, "name", "?"))
-
-    JITFunction.run, before = compile_only, triton.knobs.compilation.listener
-    triton.knobs.compilation.listener = listen
-    try:
-        yield compiled
-    finally:
-        JITFunction.run, triton.knobs.compilation.listener = run, before
+    with mock.patch.object(JITFunction, "run", compile_only), noted() as compiled:
+        function(*arguments)
+    return len(compiled)
 
 
 @contextmanager
-def counted() -> Iterator[list[str]]:
-    """Note the names of kernels that are compiled meanwhile, in this process: those that nobody compiled ahead."""
+def noted() -> Iterator[list[str]]:
+    """Yields the names of kernels that are compiled meanwhile, in this process: those that no cache had."""
     import triton
 
-    missed: list[str] = []
-    before = triton.knobs.compilation.listener
+    names: list[str] = []
 
     def listen(src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
         if not cache_hit:
-            missed.append(getattr(src, "name", "?"))
+            names.append(getattr(src, "name", "?"))
 
-    triton.knobs.compilation.listener = listen
+    before, triton.knobs.compilation.listener = triton.knobs.compilation.listener, listen
     try:
-        yield missed
+        yield names
     finally:
         triton.knobs.compilation.listener = before
-
-
-def spread(jobs: Sequence[Job]) -> list[Job]:
-    """Each job once, in the given order; calls that launch the same kernels are equal where their arguments are."""
-    return list(dict.fromkeys(jobs))

@@ -1,4 +1,4 @@
-"""What a replica reads from its server's metrics, and which names are the base model's."""
+"""What a replica reads from its server's metrics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_plugins.routing.policy import Report, Tier
+from lora_plugins.routing.residency import Report, Tier
 
 RECORDED = Path(__file__).resolve().parents[1] / "observability" / "recorded" / "metrics.txt"
 
@@ -19,7 +19,7 @@ def _ray() -> None:
 def test_page_of_a_real_server_is_read() -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
-    from lora_plugins.ray.engine import report_of
+    from lora_plugins.ray.server_process import report_of
 
     page = RECORDED.read_text()
     samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
@@ -33,7 +33,7 @@ def test_page_of_a_real_server_is_read() -> None:
 
 
 def test_names_are_unescaped_and_requests_added_up() -> None:
-    from lora_plugins.ray.engine import report_of
+    from lora_plugins.ray.server_process import report_of
 
     page = (
         'vllm:lora_adapter_loaded{adapter_name="a\\"b\\\\c",engine="0",level="cpu"} 1.0\n'
@@ -47,18 +47,3 @@ def test_names_are_unescaped_and_requests_added_up() -> None:
         'lora_plugins_host_max_adapters{engine="1"} 8.0\n'
     )
     assert report_of(page) == Report({'a"b\\c': Tier.HOST, "two": Tier.SLOT}, 8, 6)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "names"),
-    [
-        (["meta/llama", "--enable-lora"], ["meta/llama"]),
-        (["/models/llama", "--served-model-name", "llama", "llama-3", "--port", "1"], ["llama", "llama-3"]),
-        (["/models/llama", "--served_model_name=llama"], ["llama"]),
-        (["--max-loras", "4", "--model", "llama"], ["llama"]),
-    ],
-)
-def test_names_of_the_base_model_are_those_served(arguments: list[str], names: list[str]) -> None:
-    from lora_plugins.ray.application import base_names
-
-    assert base_names(arguments) == names

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_cases import Case
-from benchmarks.gpu_vllm import Vllm
+from benchmarks.gpu.cases import Case
+from benchmarks.gpu.vllm import Vllm
 from lora_plugins.kernels.ranks import SlotRanks
 from lora_plugins.kernels.triton_ops import operators
 from lora_plugins.kernels.triton_ops.operators import Batch, Operators
@@ -59,14 +59,12 @@ def make_stacks(case: Case, copies: int, dtype: Any, device: Any, *, filled: boo
     """Random adapters of the case's ranks in slots of its slot rank, zeros beyond, as vLLM's slots are."""
 
     def stack(rows: int, columns: int, rank_axis: int) -> Any:
-        if not filled:
-            return torch.empty(case.n_slots, 1, rows, columns, dtype=dtype, device=device)
-        made = torch.randn(case.n_slots, 1, rows, columns, dtype=dtype, device=device).mul_(0.05)
-        for slot in range(case.n_slots) if case.mixed else (slice(None),):
-            rank = case.rank_of_slot(slot if case.mixed else 0)
-            part = made[slot] if case.mixed else made
-            axis = rank_axis - 1 if case.mixed else rank_axis
-            part.narrow(axis, rank, case.slot_rank - rank).zero_()
+        made = torch.empty(case.n_slots, 1, rows, columns, dtype=dtype, device=device)
+        if filled:
+            made.normal_(0, 0.05)
+            for slot in range(case.n_slots):
+                rank = case.rank_of_slot(slot)
+                made[slot].narrow(rank_axis - 1, rank, case.slot_rank - rank).zero_()
         return made
 
     return Stacks(
@@ -102,7 +100,7 @@ def ours(made: Operators, case: Case, stacks: Stacks, batch: Batch) -> Call:
     return call
 
 
-def told_vllm(vllm: Vllm, case: Case, device: Any, *, specialized: bool) -> tuple[Any, ...]:
+def batch_of_vllm(vllm: Vllm, case: Case, device: Any, *, specialized: bool) -> tuple[Any, ...]:
     """What vLLM's operators take for the case's batch.
 
     `specialized` is `specialize_active_lora`: a launch for as many slots as are active, rounded up.
@@ -113,23 +111,15 @@ def told_vllm(vllm: Vllm, case: Case, device: Any, *, specialized: bool) -> tupl
     return tuple(meta.meta_args(case.rows, specialized))
 
 
-def vllms(vllm: Vllm, case: Case, stacks: Stacks, told: tuple[Any, ...], *, add_inputs: bool = True) -> Call:
+def vllms(vllm: Vllm, case: Case, stacks: Stacks, batch: tuple[Any, ...], *, add_inputs: bool = True) -> Call:
     """What vLLM's `PunicaWrapperGPU.add_lora_linear` (0.33) calls on copy `i`, as `call(i, y, x)`."""
 
     def call(copy: int, y: Any, x: Any) -> None:
         t = torch.empty((len(case.widths), case.rows, case.slot_rank), dtype=torch.float32, device=x.device)
-        vllm.shrink(x, stacks.a[copy], t, *told, 1.0)
-        vllm.expand(t, stacks.b[copy], y, *told, offset_start=0, add_inputs=add_inputs)
+        vllm.shrink(x, stacks.a[copy], t, *batch, 1.0)
+        vllm.expand(t, stacks.b[copy], y, *batch, offset_start=0, add_inputs=add_inputs)
 
     return call
-
-
-def all_ways(made: Operators, vllm: Vllm, case: Case, stacks: Stacks, device: Any) -> dict[str, Call]:
-    """Ours, vLLM's, and vLLM's where it launches for the active slots only."""
-    calls = {"ours": ours(made, case, stacks, batch_of(case, device))}
-    for name, specialized in (("vllm", False), ("vllm specialized", True)):
-        calls[name] = vllms(vllm, case, stacks, told_vllm(vllm, case, device, specialized=specialized))
-    return calls
 
 
 def compile_case(case: Case, table: Table) -> None:

@@ -6,14 +6,37 @@ import random
 from bisect import bisect_left, insort
 from collections.abc import Collection, Sequence
 from math import ceil
+from typing import Protocol
 
 from lora_plugins.routing.load import ReplicaLoad
-from lora_plugins.routing.policy import Report
 from lora_plugins.routing.rendezvous import hashed
+from lora_plugins.routing.residency import Report
 
 RING_POINTS = 100
 _BITS = (1 << 64) - 1
 _ODD = 0x9E3779B97F4A7C15  # 2 ** 64 over the golden ratio
+
+
+class RoutingPolicy(Protocol):
+    """Chooses replicas for requests; the empty name stands for the base model."""
+
+    def join(self, replica: str) -> None:
+        """Route to this replica too; one that is there already is left as it is."""
+
+    def leave(self, replica: str) -> None:
+        """Route to it no longer, and forget what it had; one that is not there is left alone."""
+
+    def ranked(self, adapter: str, now_s: float, excluded: Collection[str] = ()) -> Sequence[str]:
+        """The replicas to try for a request, best first: at least one where any is left; `excluded` are left out."""
+
+    def routed(self, adapter: str, replica: str, now_s: float) -> None:
+        """Note that a request went to a replica."""
+
+    def completed(self, adapter: str, replica: str, now_s: float) -> None:
+        """Note that a routed request has ended, in whichever way."""
+
+    def reported(self, replica: str, report: Report, now_s: float) -> None:
+        """Note what a replica says of itself; of one that is not there it is left alone."""
 
 
 class _Counting:
@@ -22,7 +45,7 @@ class _Counting:
     def __init__(self, seed: int = 0) -> None:
         self._replicas: list[str] = []
         self._load = ReplicaLoad()
-        self._random = random.Random(seed)  # noqa: S311 - no secrets
+        self._random = random.Random(seed)
 
     def join(self, replica: str) -> None:
         """Route to this replica too."""
@@ -36,11 +59,11 @@ class _Counting:
             self._replicas.remove(replica)
             self._load.leave(replica)
 
-    def routed(self, adapter: str, replica: str, now_s: float) -> None:  # noqa: ARG002 - the protocol's signature
+    def routed(self, adapter: str, replica: str, now_s: float) -> None:
         """Count a request."""
         self._load.routed(replica)
 
-    def completed(self, adapter: str, replica: str, now_s: float) -> None:  # noqa: ARG002 - the protocol's signature
+    def completed(self, adapter: str, replica: str, now_s: float) -> None:
         """Count a request less."""
         self._load.completed(replica)
 
@@ -54,7 +77,7 @@ class _Counting:
 class RandomChoice(_Counting):
     """Any replica."""
 
-    def ranked(self, adapter: str, now_s: float, excluded: Collection[str] = ()) -> Sequence[str]:  # noqa: ARG002
+    def ranked(self, adapter: str, now_s: float, excluded: Collection[str] = ()) -> Sequence[str]:
         """Two at random."""
         among = self._among(excluded)
         return self._random.sample(among, min(2, len(among)))
@@ -80,7 +103,7 @@ class PlainRendezvous(_Counting):
         super().join(replica)
         self._hashes[replica] = hashed(replica)[0]
 
-    def ranked(self, adapter: str, now_s: float, excluded: Collection[str] = ()) -> Sequence[str]:  # noqa: ARG002
+    def ranked(self, adapter: str, now_s: float, excluded: Collection[str] = ()) -> Sequence[str]:
         """The best one."""
         first, hashes = hashed(adapter)[0], self._hashes
         best, highest = "", -1
@@ -115,7 +138,7 @@ class BoundedConsistentHashing(_Counting):
         super().leave(replica)
         self._ring = [(point, owner) for point, owner in self._ring if owner != replica]
 
-    def ranked(self, adapter: str, now_s: float, excluded: Collection[str] = ()) -> Sequence[str]:  # noqa: ARG002
+    def ranked(self, adapter: str, now_s: float, excluded: Collection[str] = ()) -> Sequence[str]:
         """The first on the ring whose load is below the bound."""
         bound = ceil(self._overload * (self._load.total + 1) / max(1, len(self._replicas)))
         start = bisect_left(self._ring, (hashed(adapter)[0], ""))
