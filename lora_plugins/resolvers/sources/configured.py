@@ -9,7 +9,6 @@ allowed says nothing of what is there. A path that a call of vLLM's own names is
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import entry_points
@@ -22,7 +21,7 @@ from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.resolvers.sources.tree import MayLead, anywhere, is_neighbour
 from lora_plugins.resolvers.sources.uri import BY_PATH, AllowedUris, SourceUri
-from lora_plugins.settings import Settings
+from lora_plugins.settings import Settings, environment
 
 ENTRY_POINTS = "lora_plugins.sources"
 
@@ -83,7 +82,7 @@ def sources_of_others(_: Settings) -> list[Source]:
     found = []
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
         try:
-            source = point.load()(os.environ)
+            source = point.load()(environment())
         except InvalidSettings:
             raise
         except Exception as error:

@@ -51,7 +51,7 @@ def first_bytes(bed: Bed) -> list[int]:
 
 def test_the_next_fetch_goes_on_where_one_ended(bed: Bed) -> None:
     bed.put()
-    source = bed.source(limits=ONE_BY_ONE)
+    source = bed.source(limits=ONE_BY_ONE, locate_timeout_s=60)
     miss_the_deadline(bed, source)
     assert len(all_parts(bed.store.layout)) == 1
     assert read(bed.serve(source)) == FILES
@@ -63,7 +63,7 @@ def test_the_next_fetch_goes_on_where_one_ended(bed: Bed) -> None:
 
 def test_several_failures_add_up(bed: Bed) -> None:
     bed.put()
-    source = bed.source(limits=ONE_BY_ONE)
+    source = bed.source(limits=ONE_BY_ONE, locate_timeout_s=60)
     for _attempt in range(3):
         miss_the_deadline(bed, source, after=1, stall_after=1000)
     assert read(bed.serve(source)) == FILES
@@ -73,7 +73,7 @@ def test_several_failures_add_up(bed: Bed) -> None:
 
 def test_another_process_goes_on_after_a_restart(bed: Bed) -> None:
     bed.put()
-    miss_the_deadline(bed, bed.source(limits=ONE_BY_ONE))
+    miss_the_deadline(bed, bed.source(limits=ONE_BY_ONE, locate_timeout_s=60))
     bed.store = Store(bed.store.layout.root)
     assert read(bed.serve(bed.source())) == FILES
     assert min(first_bytes(bed)) > 2 * RANGE
@@ -83,7 +83,7 @@ def test_an_outage_keeps_what_has_arrived(bed: Bed) -> None:
     bed.put()
     bed.proxy.plan(faults.server_error(), path=WEIGHTS_PATH, times=None, skip=2)
     with pytest.raises(SourceUnavailable, match="HTTP 500"):
-        bed.serve(bed.source(limits=ONE_BY_ONE))
+        bed.serve(bed.source(limits=ONE_BY_ONE, locate_timeout_s=60))
     bed.proxy.clear()
     bed.proxy.forget()
     assert read(bed.serve(bed.source())) == FILES
@@ -92,7 +92,7 @@ def test_an_outage_keeps_what_has_arrived(bed: Bed) -> None:
 
 def test_a_new_version_begins_from_the_start(bed: Bed) -> None:
     bed.put()
-    source = bed.source(limits=ONE_BY_ONE)
+    source = bed.source(limits=ONE_BY_ONE, locate_timeout_s=60)
     miss_the_deadline(bed, source)
     new = os.urandom(len(WEIGHTS))
     bed.put(files={**FILES, WEIGHTS_FILE: new})
@@ -105,7 +105,7 @@ def test_a_new_version_begins_from_the_start(bed: Bed) -> None:
 def test_the_same_version_again_is_not_mixed_with_another(bed: Bed) -> None:
     # Between the two fetches of one version, another one was there: every range still is of the located ETag.
     bed.put()
-    source = bed.source(limits=ONE_BY_ONE)
+    source = bed.source(limits=ONE_BY_ONE, locate_timeout_s=60)
     located = locate(source)
     miss_the_deadline(bed, source)
     bed.put(files={**FILES, WEIGHTS_FILE: WEIGHTS[::-1]})
@@ -124,7 +124,7 @@ def test_damaged_bytes_are_not_gone_on_with(bed: Bed) -> None:
 
 def test_kept_bytes_that_spoilt_on_disk_are_fetched_again(bed: Bed) -> None:
     bed.put()
-    source = bed.source(limits=ONE_BY_ONE)
+    source = bed.source(limits=ONE_BY_ONE, locate_timeout_s=60)
     miss_the_deadline(bed, source)
     (parts,) = all_parts(bed.store.layout)
     with (parts.path / WEIGHTS_FILE).open("r+b") as file:
@@ -137,7 +137,7 @@ def test_kept_bytes_that_spoilt_on_disk_are_fetched_again(bed: Bed) -> None:
 @pytest.mark.parametrize("spoil", ["cut", "no ranges", "nonsense"])
 def test_parts_that_cannot_be_right_are_fetched_again(bed: Bed, spoil: str) -> None:
     bed.put()
-    source = bed.source(limits=ONE_BY_ONE)
+    source = bed.source(limits=ONE_BY_ONE, locate_timeout_s=60)
     miss_the_deadline(bed, source)
     (parts,) = all_parts(bed.store.layout)
     if spoil == "cut":
@@ -154,7 +154,7 @@ def test_the_store_needs_the_room_of_parts(bed: Bed) -> None:
     bed.store.max_bytes = 2 * len(WEIGHTS)
     bed.put()
     bed.put("other")
-    source = bed.source(limits=ONE_BY_ONE)
+    source = bed.source(limits=ONE_BY_ONE, locate_timeout_s=60)
     miss_the_deadline(bed, source)
     assert bed.serve(bed.source(), "other")
     assert len(all_parts(bed.store.layout)) == 1, "both fit"
@@ -166,7 +166,7 @@ def test_the_store_needs_the_room_of_parts(bed: Bed) -> None:
 
 def test_parts_of_a_day_ago_are_swept(bed: Bed) -> None:
     bed.put()
-    miss_the_deadline(bed, bed.source(limits=ONE_BY_ONE))
+    miss_the_deadline(bed, bed.source(limits=ONE_BY_ONE, locate_timeout_s=60))
     (parts,) = all_parts(bed.store.layout)
     Store(bed.store.layout.root)
     assert parts.path.is_dir()
@@ -196,8 +196,8 @@ def test_the_deadline_grows_with_the_size(bed: Bed, monkeypatch: pytest.MonkeyPa
     bed.put()
     bed.proxy.plan(faults.throttle(len(WEIGHTS) / 4), path=WEIGHTS_PATH, times=None)  # four seconds for all
     with pytest.raises(SourceUnavailable, match=r"within 2\.1 s"):
-        bed.serve(bed.source(limits=ONE_BY_ONE))
+        bed.serve(bed.source(limits=ONE_BY_ONE, locate_timeout_s=60))
     for parts in all_parts(bed.store.layout):
         discard(parts.path)
     monkeypatch.setattr(store_module, "_BYTES_PER_S", len(WEIGHTS) / 20)
-    assert read(bed.serve(bed.source(limits=ONE_BY_ONE))) == FILES
+    assert read(bed.serve(bed.source(limits=ONE_BY_ONE, locate_timeout_s=60))) == FILES
