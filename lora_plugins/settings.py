@@ -14,7 +14,6 @@ from enum import StrEnum
 from pathlib import Path
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.plugin_names import OURS
 from lora_plugins.spelling import closest
 from lora_plugins.variables import (
     BYTES,
@@ -227,15 +226,6 @@ def unknown_variable(name: str) -> InvalidSettings:
 def named_in_environment(plugin: str, env: Mapping[str, str] | None = None) -> bool:
     """Whether `VLLM_PLUGINS` names this plugin; False where it is unset and vLLM loads all. Never raises."""
     return plugin in (os.environ if env is None else env).get(PLUGINS.name, "").split(",")
-
-
-def misspelt_plugins(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Names in `VLLM_PLUGINS` that are none of ours and look like one, which vLLM passes over without a word.
-
-    By the name as it stands there: the one that may be meant. Never raises.
-    """
-    named = (os.environ if env is None else env).get(PLUGINS.name, "").split(",")
-    return {name: close for name in named if name not in OURS and (close := closest(name.strip(), OURS)) is not None}
 
 
 def variables_of_workers() -> list[str]:
