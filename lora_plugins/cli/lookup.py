@@ -51,7 +51,7 @@ class LookUp:
     answers: dict[str, SourceAnswer] = field(default_factory=dict)
     absences: tuple[Absence, ...] = ()
     stored: Stored | None = None
-    located: Located | None = None
+    located: WouldFetch | None = None
     error: LoRAPluginsError | None = None
     elapsed_s: float = 0.0
 
@@ -84,7 +84,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class WouldFetch:
     """An adapter that a source has: what of it would be fetched, and its directory if the store has it already."""
 
     adapter: RemoteAdapter
@@ -193,7 +193,7 @@ async def _store(resolver: AdapterResolver, asked: LookUp, base_path: str, said:
     return stored
 
 
-async def _locate(sources: Sequence[Source], name: str, base_path: str, settings: Settings) -> Located | None:
+async def _locate(sources: Sequence[Source], name: str, base_path: str, settings: Settings) -> WouldFetch | None:
     """What the first source that has the name would bring; None where every source says that it has none.
 
     Raises:
@@ -210,7 +210,7 @@ async def _locate(sources: Sequence[Source], name: str, base_path: str, settings
             if isinstance(found, RemoteAdapter):
                 selected = select_files(found, settings)
                 size_bytes = sum(file.size_bytes for file in selected.files)
-                return Located(selected, size_bytes, _stored(settings, selected))
+                return WouldFetch(selected, size_bytes, _stored(settings, selected))
     if unavailable is not None:
         raise unavailable
     return None
