@@ -56,7 +56,7 @@ def ls(
         float, typer.Option("--timeout", min=0.1, help="With --server: seconds for one answer.")
     ] = 5.0,
 ) -> Result | None:
-    """List what store, sources or a server have."""
+    """List what the store, the sources or a server has."""
     if remote and (server or watch):
         raise UsageProblem("--remote is for sources, and --server and --watch are for a server")
     if not server and not watch:
@@ -91,7 +91,7 @@ def _stored(view: StoreView) -> Result:
         )
         for row in rows
     ]
-    shown = table_above(("digest", "size", "used", "leased", "uri"), cells, right=("size",))
+    shown = table_above(("digest", "size", "used", "leased", "uri"), cells)
     budget = "" if max_bytes is None else f" of {size(max_bytes)}"
     end = line(f"{number(len(rows), 'adapter')}, {size(total_bytes)}{budget}, in {view.layout.root}")
     return Result(fields, [*shown, end])
@@ -172,7 +172,7 @@ def _view(listed: AdapterList, url: str, width: int) -> Group:
     ]
     heads = [head for head in _COLUMNS if width >= _WIDE or head not in _WIDE_ONLY]
     rows = [[_COLUMNS[head](item) for head in heads] for item in adapters]
-    shown = [table(heads, rows, right=("running", "held", "rank", "size"))] if rows else []
+    shown = [table(heads, rows)] if rows else []
     return Group(line(", ".join(parts)), *shown)
 
 

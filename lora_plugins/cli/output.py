@@ -22,6 +22,7 @@ from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.settings import environment
 
 SHOWN_CHARACTERS = 12  # of a digest
+_NUMBERS = ("size", "took", "running", "held", "rank")  # heads of columns that end at the right
 # A pipe has no width to break lines at, unless COLUMNS gives one.
 _WIDE = 10_000
 
@@ -123,19 +124,19 @@ def line(text: str = "", style: str = "") -> Text:
     return Text(printable(text), style=style)
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str | Text]], right: Sequence[str] = ()) -> Table:
-    """A table without lines, whose cells fold where a terminal is narrow; `right` names the columns of numbers."""
+def table(heads: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
+    """A table without lines, whose cells fold where a terminal is narrow."""
     made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0), show_header=any(heads))
     for head in heads:
-        made.add_column(head, justify="right" if head in right else "left", overflow="fold")
+        made.add_column(head, justify="right" if head in _NUMBERS else "left", overflow="fold")
     for row in rows:
         made.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row))
     return made
 
 
-def table_above(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> list[Shown]:
+def table_above(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Shown]:
     """A table and the blank line between it and what follows; nothing where there are no rows."""
-    return [table(heads, rows, right), line()] if rows else []
+    return [table(heads, rows), line()] if rows else []
 
 
 def printable(text: str) -> str:

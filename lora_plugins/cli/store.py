@@ -245,7 +245,7 @@ def gc(
         *((entry, "", f"damaged, {removed}") for entry in damaged),
     ]
     cells = [(entry.digest[:SHOWN_CHARACTERS], size(entry.size_bytes), used, said) for entry, used, said in verdicts]
-    shown = table_above(("digest", "size", "used", ""), cells, right=("size",))
+    shown = table_above(("digest", "size", "used", ""), cells)
     end = line(f"{size(before_bytes)} before, {size(done.left_bytes)} after, budget {size(budget)}")
     if fits:
         return Result(fields, [*shown, end])
@@ -294,6 +294,6 @@ def rm(
     for row in rows:
         verdict = done if row["removed"] else f"stays: leased by {', '.join(row['holders']) or 'another process'}"
         cells.append((row["digest"][:SHOWN_CHARACTERS], size(row["size_bytes"]), verdict, row["uri"] or "?"))
-    shown = table_above(("digest", "size", "", "uri"), cells, right=("size",))
+    shown = table_above(("digest", "size", "", "uri"), cells)
     end = line(f"{number(len(removed), 'adapter')} {done}, {size(removed_bytes)}")
     return Result(fields, [*errors, *shown, end], Exit.OK if len(removed) == len(rows) else Exit.NO_ROOM)

@@ -183,7 +183,7 @@ def _change(
     rows = [_row(one) for one in answers if not isinstance(one, LoRAPluginsError)]
     versions = ("digest", "previous", "swapped", "took") if verb.answer is VersionStatus else ()
     heads = ("name", *versions, "result")
-    tables = [table(heads, rows, right=("took",))] if rows else []
+    tables = [table(heads, rows)] if rows else []
     return Result(together.fields, [*tables, *together.shown], together.code)
 
 
