@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import RESULTS, keep
-from lora_plugins.cli.amounts import size
+from lora_plugins.cli.output import size
 
 KEPT = RESULTS / "capacity.json"
 LLAMA_8B = {  # the shape of Llama 3.1 8B

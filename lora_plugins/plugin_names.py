@@ -8,3 +8,12 @@ MANAGER = "lora_lru_manager"
 KERNELS = "lora_kernels"
 ADMIN = "lora_admin"
 OURS = (FILESYSTEM, S3, HUB, OTHERS, MANAGER, KERNELS, ADMIN)
+
+# Where vLLM 0.30 to 0.33 look for plugins.
+PLUGIN_GROUPS = (
+    "vllm.general_plugins",
+    "vllm.endpoint_plugins",
+    "vllm.platform_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.stat_logger_plugins",
+)

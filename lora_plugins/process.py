@@ -18,16 +18,18 @@ from lora_plugins.api.access.policy import Policy
 from lora_plugins.api.access.principals import label_of_request
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.events import Events
+from lora_plugins.findings import unknown_plugins
 from lora_plugins.log import logger
 from lora_plugins.observability.logs import LogEvents
 from lora_plugins.observability.store_metrics import StoreUsageReader
+from lora_plugins.plugin_names import PLUGIN_GROUPS
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.server.copies import Copies
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.planner_client import PlannerClient
 from lora_plugins.server.snapshots import Snapshots
-from lora_plugins.settings import BaseMatch, Settings, misspelt_plugins
+from lora_plugins.settings import BaseMatch, Settings, environment
 from lora_plugins.store.opening import open_store
 
 if TYPE_CHECKING:
@@ -81,11 +83,9 @@ class Process:
         if self._warned_of_plugins:
             return
         self._warned_of_plugins = True
-        misspelt = misspelt_plugins()
-        installed = {point.name for point in entry_points(group="vllm.general_plugins")} if misspelt else set()
-        for name, close in misspelt.items():
-            if name not in installed:
-                logger.warning("VLLM_PLUGINS names %r, which no installed package has: did you mean %s?", name, close)
+        installed = {point.name for group in PLUGIN_GROUPS for point in entry_points(group=group)}
+        for finding in unknown_plugins(environment(), installed, only_ours=True):
+            logger.warning("%s", finding)
 
     def may_lead(self, name: str, place: str) -> bool:
         """Whether a link may make what lies at `place` below the adapters' root the adapter `name`: see `Policy`."""

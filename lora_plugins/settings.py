@@ -14,7 +14,6 @@ from enum import StrEnum
 from pathlib import Path
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.plugin_names import OURS
 from lora_plugins.spelling import closest
 from lora_plugins.variables import (
     BYTES,
@@ -221,17 +220,8 @@ def named_in_environment(plugin: str, env: Mapping[str, str] | None = None) -> b
 
 
 def environment() -> Mapping[str, str]:
-    """The variables of this process, for the sources of other packages, whose settings are their own."""
+    """The variables of this process as they are, for whoever passes them on or takes no settings from them."""
     return dict(os.environ)
-
-
-def misspelt_plugins(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Names in `VLLM_PLUGINS` that are none of ours and look like one, which vLLM passes over without a word.
-
-    By the name as it stands there: the one that may be meant. Never raises.
-    """
-    named = (os.environ if env is None else env).get(PLUGINS.name, "").split(",")
-    return {name: close for name in named if name not in OURS and (close := closest(name.strip(), OURS)) is not None}
 
 
 def variables_of_workers() -> list[str]:

@@ -193,7 +193,7 @@ def test_registering_twice_changes_nothing(outcomes, order, root):
     ],
 )
 def test_misspelt_plugin_name_is_warned_of_once(outcomes, order, env, warned):
-    said = "VLLM_PLUGINS names {}, which no installed package has: did you mean {}?"
+    said = "VLLM_PLUGINS names {}, and no installed package has such a plugin; did you mean {}?"
     assert outcomes[env, order]["warned"] == [said.format(*names) for names in warned]
 
 

@@ -17,7 +17,6 @@ from lora_plugins.settings import (
     BaseMatch,
     Kernels,
     Settings,
-    misspelt_plugins,
     named_in_environment,
 )
 from tools import write_settings_doc
@@ -195,20 +194,6 @@ def test_unknown_own_variable_like_none_suggests_none(name):
     with pytest.raises(InvalidSettings, match=name) as caught:
         Settings.from_env({name: "1"})
     assert "did you mean" not in caught.value.remedy
-
-
-@pytest.mark.parametrize(
-    ("named", "found"),
-    [
-        ("lora_filesystm_resolver,lora_admin", {"lora_filesystm_resolver": "lora_filesystem_resolver"}),
-        ("lora_admin, lora_kernels", {" lora_kernels": "lora_kernels"}),
-        ("LORA_S3_RESOLVER", {"LORA_S3_RESOLVER": "lora_s3_resolver"}),
-        ("lora_s3_resolver,oot_platform,,dummy", {}),
-    ],
-)
-def test_misspelt_plugin_names_are_found(named, found):
-    assert misspelt_plugins({"VLLM_PLUGINS": named}) == found
-    assert misspelt_plugins({}) == {}
 
 
 @pytest.mark.parametrize(

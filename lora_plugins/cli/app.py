@@ -2,37 +2,68 @@
 
 from __future__ import annotations
 
-import functools
+import inspect as introspection
 import logging
 import os
 import sys
 import traceback
 from asyncio import CancelledError
-from collections.abc import Callable, Sequence
-from typing import Annotated, ParamSpec
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
 
 import typer
 
 from lora_plugins.adapter.files import map_os_error
-from lora_plugins.cli.changes import load, pin, prefetch, refresh, rollback, unload, unpin
-from lora_plugins.cli.doctor.doctor import doctor
-from lora_plugins.cli.examples import EXAMPLES
+from lora_plugins.cli.doctor import doctor
 from lora_plugins.cli.exits import Exit, UsageProblem, exit_of
-from lora_plugins.cli.gc import gc
 from lora_plugins.cli.inspect import inspect
 from lora_plugins.cli.ls import ls
-from lora_plugins.cli.output import Output
+from lora_plugins.cli.output import Output, Result, error_fields
 from lora_plugins.cli.pull import pull
 from lora_plugins.cli.resolve import resolve
-from lora_plugins.cli.rm import rm
-from lora_plugins.cli.top import top
-from lora_plugins.cli.verify import verify
+from lora_plugins.cli.store import gc, rm, verify
+from lora_plugins.cli.verbs import VERBS
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.settings import environment
 
-P = ParamSpec("P")
-
 _COMPLETION = "_LORA_PLUGINS_COMPLETE"  # set by the scripts that Typer installs, which call without arguments
+_COMMANDS: Sequence[Callable[..., Result | None]] = (
+    doctor,
+    resolve,
+    inspect,
+    pull,
+    ls,
+    verify,
+    gc,
+    rm,
+    *(verb.command() for verb in VERBS),
+)
+# What stands at the end of each command's help.
+EXAMPLES: Mapping[str, Sequence[str]] = {
+    "doctor": ("doctor", "doctor --url http://127.0.0.1:8000", "doctor --no-network --json"),
+    "resolve": (
+        "resolve team/sql",
+        "resolve 'team/*' --dry-run",
+        "resolve team/sql --base-model org/llama-8b --max-lora-rank 16",
+    ),
+    "inspect": ("inspect ./out/checkpoint-500", "inspect hf://org/repo@main --json", "inspect team/sql"),
+    "pull": ("pull team/sql 'other/*'", "pull s3://bucket/loras/sql", "pull --file adapters.txt --quiet"),
+    "ls": ("ls --json", "ls --remote", "ls --server --url http://gpu-7:8000", "ls --watch"),
+    "verify": ("verify", "verify 583503f503f1", "verify 'team/*'"),
+    "gc": ("gc --dry-run --max-bytes 20GB", "gc"),
+    "rm": ("rm team/sql", "rm 'old/*' --dry-run", "rm 583503f503f1"),
+    "load": (
+        "load team/sql",
+        "load sql --uri s3://bucket/loras/sql",
+        "load --file adapters.txt --url http://gpu-7:8000",
+    ),
+    "unload": ("unload team/sql", "unload 'team/*' --drain 5", "unload team/sql --block"),
+    "refresh": ("refresh team/sql", "refresh '*' --json", "refresh team/sql --if-match d97bd125c00b"),
+    "rollback": ("rollback team/sql", "rollback team/sql --to 583503f503f1"),
+    "pin": ("pin team/sql team/poet",),
+    "unpin": ("unpin '*'",),
+    "prefetch": ("prefetch team/sql team/poet", "prefetch --file adapters.txt"),
+}
 
 app = typer.Typer(
     name="lora-plugins",
@@ -53,7 +84,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         return _run(arguments)
     except LoRAPluginsError as error:
-        output.our_error(error)
+        output.error(error_fields(error))
         return exit_of(error)
     except UsageProblem as error:
         return _usage(output, str(error))
@@ -92,38 +123,63 @@ def _run(arguments: Sequence[str]) -> int:
     return int(result or 0)
 
 
-def _passing_errors(function: Callable[P, Exit]) -> Callable[P, Exit | BaseException]:
-    """Return what a command raises, because Typer makes something else of interrupts and closed pipes."""
+def _usage(output: Output, text: str) -> Exit:
+    output.error({"code": "usage", "kind": "Usage", "message": text})
+    if not output.as_json:
+        output.errors.print("lora-plugins --help says what there is")
+    return Exit.USAGE
 
-    @functools.wraps(function)
-    def passing(*args: P.args, **kwargs: P.kwargs) -> Exit | BaseException:
+
+def _os_error(output: Output, error: OSError) -> Exit:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return Exit.BROKEN_PIPE
+    except OSError as failed:
+        sys.stderr.write(f"error: stdout cannot be written: {failed.strerror}\n")
+        # What is still in its buffer would raise again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return Exit.UNAVAILABLE
+    mapped = map_os_error(error)
+    mapped.file = str(error.filename or "")
+    output.error(error_fields(mapped))
+    return exit_of(mapped)
+
+
+def _printing(function: Callable[..., Result | None]) -> Callable[..., Exit | BaseException]:
+    """A command that prints its result, with the two options that every command has."""
+    own = dict(introspection.signature(function, eval_str=True).parameters)
+    needs_output = own.pop("output", None) is not None
+
+    def command(**given: Any) -> Exit | BaseException:
+        output = Output(quiet=given.pop("quiet"), as_json=given.pop("as_json"))
         try:
-            return function(*args, **kwargs)
+            result = function(output, **given) if needs_output else function(**given)
+            return Exit.OK if result is None else output.show(result)
         except (Exception, KeyboardInterrupt, CancelledError) as error:  # noqa: BLE001 - `run` handles it
-            return error
+            return error  # if it were raised, Typer would make something else of interrupts and closed pipes
 
-    return passing
+    common = introspection.signature(_common, eval_str=True).parameters.values()
+    options = [option.replace(kind=option.KEYWORD_ONLY) for option in (*own.values(), *common)]
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__signature__ = introspection.Signature(options)  # type: ignore[attr-defined]
+    return command
 
 
-for _command in (
-    doctor,
-    resolve,
-    inspect,
-    pull,
-    ls,
-    verify,
-    gc,
-    rm,
-    top,
-    load,
-    unload,
-    refresh,
-    rollback,
-    pin,
-    unpin,
-    prefetch,
-):
-    app.command(epilog=EXAMPLES[_command.__name__])(_passing_errors(_command))
+def _common(
+    *,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Nothing but errors: the exit code says the rest.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, and nothing else.")] = False,
+) -> None:
+    """The options that every command has."""
+
+
+for _command in _COMMANDS:
+    # Typer keeps the lines of a paragraph that begins so.
+    _lines = "\n".join(("\b", "Examples:", *(f"  lora-plugins {example}" for example in EXAMPLES[_command.__name__])))
+    app.command(epilog=_lines)(_printing(_command))
 
 
 def _print_version(value: bool) -> None:
@@ -146,26 +202,3 @@ def _options(
 ) -> None:
     if debug:
         logging.basicConfig(level=logging.INFO, force=True)
-
-
-def _usage(output: Output, text: str) -> Exit:
-    output.error({"code": "usage", "kind": "Usage", "message": text})
-    if not output.as_json:
-        output.errors.print("lora-plugins --help says what there is")
-    return Exit.USAGE
-
-
-def _os_error(output: Output, error: OSError) -> Exit:
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        return Exit.BROKEN_PIPE
-    except OSError as failed:
-        sys.stderr.write(f"error: stdout cannot be written: {failed.strerror}\n")
-        # What is still in its buffer would raise again when Python ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return Exit.UNAVAILABLE
-    mapped = map_os_error(error)
-    mapped.file = str(error.filename or "")
-    output.our_error(mapped)
-    return exit_of(mapped)

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import IntEnum
 
-from lora_plugins.errors import (
-    AdapterNotFound,
-    InvalidSettings,
-    LoRAPluginsError,
-    NoFreeSlot,
-    OutOfMemory,
-    SourceUnavailable,
-)
+from lora_plugins.errors import LoRAPluginsError
 
 
 class Exit(IntEnum):
@@ -34,15 +26,15 @@ class UsageProblem(Exception):
     """An argument that cannot be right."""
 
 
-_EXITS: Mapping[type[LoRAPluginsError], Exit] = {
-    AdapterNotFound: Exit.NOT_FOUND,
-    SourceUnavailable: Exit.UNAVAILABLE,
-    NoFreeSlot: Exit.NO_ROOM,
-    OutOfMemory: Exit.NO_ROOM,
-    InvalidSettings: Exit.SETTINGS,
+_BY_CODE = {
+    "L001": Exit.NO_ROOM,
+    "L002": Exit.NOT_FOUND,
+    "L004": Exit.NO_ROOM,
+    "L006": Exit.UNAVAILABLE,
+    "L007": Exit.SETTINGS,
 }
 
 
 def exit_of(error: LoRAPluginsError) -> Exit:
     """The exit code for one of our errors."""
-    return next((code for kind, code in _EXITS.items() if isinstance(error, kind)), Exit.WRONG)
+    return _BY_CODE.get(error.code, Exit.WRONG)

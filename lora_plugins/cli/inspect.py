@@ -27,13 +27,11 @@ from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.verify import VerifiedAdapter, choose_weights, verify_adapter
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE, open_weights
 from lora_plugins.adapter.weights import LoraPair, pair_weights
-from lora_plugins.cli.amounts import size
 from lora_plugins.cli.base_model import BasePath, MaxRank, ServedNames, read_base
-from lora_plugins.cli.exits import Exit
-from lora_plugins.cli.output import Json, Output, Quiet, error_fields
+from lora_plugins.cli.names import NamesFile, is_pattern, is_several, together, wanted
+from lora_plugins.cli.output import SHOWN_CHARACTERS, Output, Result, error_fields, line, size
 from lora_plugins.cli.pull import bring
-from lora_plugins.cli.several import NamesFile, end_of_several, failure, is_pattern, is_several, wanted
-from lora_plugins.cli.stored import SHOWN_CHARACTERS, StoreView
+from lora_plugins.cli.store import StoreView
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, describing
 from lora_plugins.resolvers.sources.source import choose_files
 from lora_plugins.settings import Settings
@@ -53,6 +51,7 @@ class Found:
 
 
 def inspect(
+    output: Output,
     adapters: Annotated[
         list[str] | None,
         typer.Argument(help="Directories, URIs; of what is in the store names, or beginnings of digests."),
@@ -62,48 +61,24 @@ def inspect(
     base_model: BasePath = None,
     served_model_name: ServedNames = None,
     max_lora_rank: MaxRank = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
-) -> Exit:
+) -> Result:
     """Say what adapters are, and whether they would be served."""
-    output, settings = Output(as_json=as_json, quiet=quiet), Settings.from_env()
+    settings = Settings.from_env()
     base = read_base(settings, base_model, served_model_name, max_lora_rank)
-    answers: list[dict[str, Any]] = []
-    codes: list[Exit] = []
-    has_several = is_several(adapters, file)
+    is_list = is_several(adapters, file)
+    answers: list[Result] = []
     for asked in wanted(adapters, file):
         text = asked.uri or asked.name
         shown = without_login(text)
         try:
             with describing(adapter=shown if "://" in text else ""):
                 places = _find(output, settings, text)
+                answers += [_result(path, uri, _look(path, settings, base), base) for path, uri in places]
         except LoRAPluginsError as error:
-            if not has_several:
+            if not is_list:
                 raise
-            answers.append({"name": shown, "error": error_fields(error)})
-            codes.append(failure(output, error))
-            continue
-        for path, uri in places:
-            if codes:
-                output.line()
-            with describing(adapter=shown if "://" in text else ""):
-                found = _look(path, settings, base)
-            answers.append(_answer(path, uri, found, base))
-            codes.append(_show(output, answers[-1], found, base))
-    if has_several or len(answers) > 1:
-        return end_of_several(output, answers, codes)
-    output.json(answers[0])
-    return codes[0]
-
-
-def _show(output: Output, answer: dict[str, Any], found: Found, base: BaseModel | None) -> Exit:
-    for line in _lines(answer, found, base):
-        output.line(line)
-    if found.error is None:
-        output.line("verdict      would be served", style="bold green")
-        return Exit.OK
-    output.line("verdict      would be refused", style="bold red")
-    return failure(output, found.error)
+            answers.append(Result({"name": shown, "error": error_fields(error)}, [error]))
+    return together(answers, is_list=is_list or len(answers) > 1, blank_between=True)
 
 
 def _find(output: Output, settings: Settings, text: str) -> list[tuple[Path, str | None]]:
@@ -114,8 +89,8 @@ def _find(output: Output, settings: Settings, text: str) -> list[tuple[Path, str
         LoRAPluginsError: a URI whose adapter cannot be had.
     """
     if "://" in text:
-        pulled = bring(output, settings, text)
-        return [(pulled.adapter.path, pulled.manifest.uri)]
+        stored = bring(output, settings, text)
+        return [(stored.adapter.path, stored.manifest.uri)]
     path = Path(text)
     if not path.exists():
         if is_pattern(text) and (found := sorted(filter(os.path.isdir, glob(text)))):
@@ -173,43 +148,50 @@ def _files(path: Path) -> list[str]:
     return []
 
 
-def _answer(path: Path, uri: str | None, found: Found, base: BaseModel | None) -> dict[str, Any]:
+def _result(path: Path, uri: str | None, found: Found, base: BaseModel | None) -> Result:
+    fields = _fields(path, uri, found, base)
+    lines = [line(text) for text in _lines(fields, found, base)]
+    if found.error is None:
+        return Result(fields, [*lines, line("verdict      would be served", "bold green")])
+    fields["error"] = error_fields(found.error)
+    return Result(fields, [*lines, line("verdict      would be refused", "bold red"), found.error])
+
+
+def _fields(path: Path, uri: str | None, found: Found, base: BaseModel | None) -> dict[str, Any]:
     files = {name: _of_source(path, name).stat().st_size for name in _files(path) if (path / name).is_file()}
-    config = found.config
-    answer: dict[str, Any] = {
+    verified, conversion = found.verified, found.verified.conversion if found.verified else None
+    return {
         "path": str(path),
         "uri": uri,
         "files": [{"name": name, "size_bytes": size_bytes} for name, size_bytes in files.items()],
         "size_bytes": sum(files.values()),
-        "config": None
-        if config is None
-        else {
-            "base_model": config.base_model,
-            "rank": config.rank,
-            "max_rank": config.max_rank,
-            "alpha": config.alpha,
-            "rslora": config.use_rslora,
-            "rank_pattern": dict(config.rank_pattern),
-            "alpha_pattern": dict(config.alpha_pattern),
-            "target_modules": sorted(config.targets) if isinstance(config.targets, frozenset) else config.targets,
-        },
+        "config": None if found.config is None else _config(found.config),
         "dtypes": dict(Counter(tensor.dtype for tensor in found.tensors)),
         "modules": [_module(pair) for pair in found.pairs],
-        "base": None
-        if base is None
-        else {
-            "path": base.path,
-            "modules": None if base.model is None else len(base.model.modules.places),
-            "max_rank": base.max_rank,
-        },
+        "base": None if base is None else _base(base),
         "verdict": "served" if found.error is None else "refused",
-        "notes": list(found.verified.notes) if found.verified else [],
-        "to_convert": list(found.verified.conversion.changes) if found.verified and found.verified.conversion else [],
+        "notes": list(verified.notes) if verified else [],
+        "to_convert": list(conversion.changes) if conversion else [],
         "converted": _converted(path),
     }
-    if found.error is not None:
-        answer["error"] = error_fields(found.error)
-    return answer
+
+
+def _config(config: AdapterConfig) -> dict[str, Any]:
+    return {
+        "base_model": config.base_model,
+        "rank": config.rank,
+        "max_rank": config.max_rank,
+        "alpha": config.alpha,
+        "rslora": config.use_rslora,
+        "rank_pattern": dict(config.rank_pattern),
+        "alpha_pattern": dict(config.alpha_pattern),
+        "target_modules": sorted(config.targets) if isinstance(config.targets, frozenset) else config.targets,
+    }
+
+
+def _base(base: BaseModel) -> dict[str, Any]:
+    modules = None if base.model is None else len(base.model.modules.places)
+    return {"path": base.path, "modules": modules, "max_rank": base.max_rank}
 
 
 def _converted(path: Path) -> dict[str, Any] | None:
@@ -221,29 +203,24 @@ def _converted(path: Path) -> dict[str, Any] | None:
 
 
 def _module(pair: LoraPair) -> dict[str, Any]:
-    return {
-        "module": pair.module,
-        "rank": pair.a.shape[0],
-        "in": pair.a.shape[-1],
-        "out": pair.b.shape[0],
-        "dtype": pair.a.dtype,
-    }
+    shapes = {"rank": pair.a.shape[0], "in": pair.a.shape[-1], "out": pair.b.shape[0]}
+    return {"module": pair.module, **shapes, "dtype": pair.a.dtype}
 
 
-def _lines(answer: dict[str, Any], found: Found, base: BaseModel | None) -> Iterator[str]:
-    yield f"adapter      {answer['uri'] or answer['path']}"
-    files = ", ".join(f"{file['name']} {size(file['size_bytes'])}" for file in answer["files"])
+def _lines(fields: dict[str, Any], found: Found, base: BaseModel | None) -> Iterator[str]:
+    yield f"adapter      {fields['uri'] or fields['path']}"
+    files = ", ".join(f"{file['name']} {size(file['size_bytes'])}" for file in fields["files"])
     yield f"files        {files or 'none'}"
     config = found.config
     if config is not None:
         yield f"base model   {config.base_model or 'not named'}"
         patterns = f", up to {config.max_rank} by rank_pattern" if config.max_rank != config.rank else ""
         yield f"rank         {config.rank}{patterns}, alpha {config.alpha:g}{', rsLoRA' if config.use_rslora else ''}"
-    if answer["dtypes"]:
-        yield "tensors      " + ", ".join(f"{count} {dtype}" for dtype, count in sorted(answer["dtypes"].items()))
-    if answer["modules"]:
-        kinds = Counter(module["module"].rpartition(".")[2] for module in answer["modules"])
-        yield f"modules      {len(answer['modules'])}: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    if fields["dtypes"]:
+        yield "tensors      " + ", ".join(f"{count} {dtype}" for dtype, count in sorted(fields["dtypes"].items()))
+    if fields["modules"]:
+        kinds = Counter(module["module"].rpartition(".")[2] for module in fields["modules"])
+        yield f"modules      {len(fields['modules'])}: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     if base is None:
         yield "compared with no base model (--base-model)"
     else:
@@ -254,11 +231,11 @@ def _lines(answer: dict[str, Any], found: Found, base: BaseModel | None) -> Iter
             modules = base.model.modules
             known = f"{len(modules.places)} modules of vLLM {modules.vllm_version}'s {modules.architecture}"
             yield f"compared with {base.path}: {known}, {limit}"
-    converted = answer["converted"]
+    converted = fields["converted"]
     if converted is not None:
         original = converted["original_digest"][:SHOWN_CHARACTERS]
         yield f"converted    from {original}: {', '.join(converted['changes'])}"
-    if answer["to_convert"]:
-        yield f"to convert   {', '.join(answer['to_convert'])}; the store does so when it is served"
-    for note in answer["notes"]:
+    if fields["to_convert"]:
+        yield f"to convert   {', '.join(fields['to_convert'])}; the store does so when it is served"
+    for note in fields["notes"]:
         yield f"note         {note}"

@@ -1,23 +1,44 @@
-"""`ls`: what is in the store, or with `--remote` what the sources have."""
+"""`ls`: what is in the store, what the sources have, or what a running server serves."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from typing import Annotated, Any
+import contextlib
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.console import Group
+from rich.live import Live
 
-from lora_plugins.cli.amounts import ago, number, size
-from lora_plugins.cli.exits import Exit, exit_of
-from lora_plugins.cli.output import Json, Output, Quiet, error_fields
+from lora_plugins.api.models import AdapterList, AdapterView
+from lora_plugins.cli.exits import Exit, UsageProblem, exit_of
+from lora_plugins.cli.output import (
+    SHOWN_CHARACTERS,
+    Output,
+    Result,
+    ago,
+    error_fields,
+    line,
+    number,
+    size,
+    table,
+    table_above,
+)
+from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl
 from lora_plugins.cli.sources import list_names, require_sources, sources_of_environment
-from lora_plugins.cli.stored import SHOWN_CHARACTERS, StoreView
-from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.cli.store import StoreView
+from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
 from lora_plugins.settings import Settings
+
+_WIDE = 90  # characters of a terminal, for all columns to be readable; one that is narrower goes without some
+_WIDE_ONLY = ("rank", "tiers", "used", "version")
 
 
 def ls(
+    output: Output,
     *,
     remote: Annotated[
         bool, typer.Option("--remote", help="List what the sources have, as far as they can say.")
@@ -25,80 +46,154 @@ def ls(
     base_model: Annotated[
         str, typer.Option("--base-model", help="With --remote: what {base_model_name} stands for in S3_PATH_TEMPLATE.")
     ] = "",
-    quiet: Quiet = False,
-    as_json: Json = False,
-) -> Exit:
-    """List what is in the store, or what the sources have."""
-    output, settings = Output(as_json=as_json, quiet=quiet), Settings.from_env()
-    view = StoreView(settings)
-    if remote:
-        return _remote(output, settings, view, base_model)
+    server: Annotated[bool, typer.Option("--server", help="List what a server that runs lora_admin serves.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="As --server, again and again.")] = False,
+    interval_s: Annotated[
+        float, typer.Option("--interval", min=0.1, help="With --watch: seconds between two looks.")
+    ] = 2.0,
+    url: ServerUrl = DEFAULT_URL,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0.1, help="With --server: seconds for one answer.")
+    ] = 5.0,
+) -> Result | None:
+    """List what the store, the sources or a server has."""
+    if remote and (server or watch):
+        raise UsageProblem("--remote is for sources, and --server and --watch are for a server")
+    if not server and not watch:
+        view = StoreView(Settings.from_env())
+        return _remote(view, base_model) if remote else _stored(view)
+    client = AdminClient(url, timeout_s)
+    listed = client.adapters()
+    if not watch:
+        return _served(output, listed, url)
+    with contextlib.suppress(KeyboardInterrupt):  # how one stops looking
+        _watch(output, client, listed, interval_s)
+    return None
+
+
+def _stored(view: StoreView) -> Result:
     rows = [view.row(entry) for entry in reversed(view.entries())]
-    total_bytes = sum(row["size_bytes"] for row in rows)
-    output.json(
-        {
-            "store": str(view.layout.root),
-            "adapters": rows,
-            "count": len(rows),
-            "size_bytes": total_bytes,
-            "max_bytes": settings.store_max_bytes,
-        }
-    )
-    if rows:
-        output.table(
-            ("digest", "size", "used", "leased", "uri"),
-            [
-                (
-                    row["digest"][:SHOWN_CHARACTERS],
-                    size(row["size_bytes"]),
-                    ago(row["used_at"]),
-                    f"by {row['leases']}" if row["leases"] else "",
-                    (row["uri"] or "?") + (" (damaged)" if row["damaged"] else ""),
-                )
-                for row in rows
-            ],
-            right=("size",),
+    total_bytes, max_bytes = sum(row["size_bytes"] for row in rows), view.settings.store_max_bytes
+    fields = {
+        "store": str(view.layout.root),
+        "adapters": rows,
+        "count": len(rows),
+        "size_bytes": total_bytes,
+        "max_bytes": max_bytes,
+    }
+    cells = [
+        (
+            row["digest"][:SHOWN_CHARACTERS],
+            size(row["size_bytes"]),
+            ago(row["used_at"]),
+            f"by {row['leases']}" if row["leases"] else "",
+            (row["uri"] or "?") + (" (damaged)" if row["damaged"] else ""),
         )
-        output.line()
-    budget = "" if settings.store_max_bytes is None else f" of {size(settings.store_max_bytes)}"
-    output.line(f"{number(len(rows), 'adapter')}, {size(total_bytes)}{budget}, in {view.layout.root}")
-    return Exit.OK
+        for row in rows
+    ]
+    shown = table_above(("digest", "size", "used", "leased", "uri"), cells)
+    budget = "" if max_bytes is None else f" of {size(max_bytes)}"
+    end = line(f"{number(len(rows), 'adapter')}, {size(total_bytes)}{budget}, in {view.layout.root}")
+    return Result(fields, [*shown, end])
 
 
-def _remote(output: Output, settings: Settings, view: StoreView, base_model: str) -> Exit:
-    sources = sources_of_environment(settings)
+def _remote(view: StoreView, base_model: str) -> Result:
+    sources = sources_of_environment(view.settings)
     require_sources(sources)
     stored: defaultdict[str, list[str]] = defaultdict(list)
     for entry in view.entries():
-        name = None if entry.manifest is None else view.name_of(entry.manifest.uri)
+        name = view.name_of(entry)
         if name is not None:
             stored[name].append(entry.digest)
     adapters: list[dict[str, Any]] = []
     answers: list[dict[str, Any]] = []
-    codes = [Exit.OK]
+    ends, code = [], Exit.OK
     for source, listing in zip(sources, asyncio.run(list_names(sources, base_model)), strict=True):
         answer: dict[str, Any] = {"source": source.label, "place": str(source), "count": 0, "not_listed": []}
         answers.append(answer)
         if isinstance(listing, LoRAPluginsError):
-            codes.append(exit_of(listing))
+            code = max(code, exit_of(listing))
             answer["error"] = error_fields(listing)
-            continue
-        answer["count"], answer["not_listed"] = len(listing.names), list(listing.gaps)
-        adapters += ({"name": name, "source": source.label, "stored": stored[name]} for name in listing.names)
-    output.json({"adapters": adapters, "count": len(adapters), "sources": answers})
-    if adapters:
-        output.table(
-            ("name", "source", "in the store"),
-            [
-                (row["name"], row["source"], " ".join(digest[:SHOWN_CHARACTERS] for digest in row["stored"]))
-                for row in adapters
-            ],
-        )
-        output.line()
-    for answer in answers:
-        output.line(f"{answer['place']}: {number(answer['count'], 'adapter')}")
-        for gap in answer["not_listed"]:
-            output.line(f"  not listed: {gap}")
-        if "error" in answer:
-            output.line(f"  not listed: {answer['error']['message']}", style="bold red")
-    return max(codes)
+            why = [line(f"  not listed: {listing}", "bold red")]
+        else:
+            answer["count"], answer["not_listed"] = len(listing.names), list(listing.gaps)
+            adapters += ({"name": name, "source": source.label, "stored": stored[name]} for name in listing.names)
+            why = [line(f"  not listed: {gap}") for gap in listing.gaps]
+        ends += [line(f"{source}: {number(answer['count'], 'adapter')}"), *why]
+    cells = [
+        (row["name"], row["source"], " ".join(digest[:SHOWN_CHARACTERS] for digest in row["stored"]))
+        for row in adapters
+    ]
+    shown = table_above(("name", "source", "in the store"), cells)
+    return Result({"adapters": adapters, "count": len(adapters), "sources": answers}, [*shown, *ends], code)
+
+
+def _served(output: Output, listed: AdapterList, url: str) -> Result:
+    return Result(listed.model_dump(mode="json"), [_view(listed, url, output.console.width)])
+
+
+def _watch(output: Output, client: AdminClient, listed: AdapterList, interval_s: float) -> NoReturn:
+    """Look again and again.
+
+    On a terminal, a server that no longer answers is reported and asked again; in a pipe that is the end.
+    """
+    if output.as_json or not output.console.is_terminal:
+        while True:
+            result = _served(output, listed, client.url)
+            if output.as_json:
+                output.json(result.fields, compact=True)
+            else:
+                output.show(Result({}, [*result.shown, line()]))
+            time.sleep(interval_s)
+            listed = client.adapters()
+    with Live(
+        _view(listed, client.url, output.console.width), console=output.console, auto_refresh=False, screen=True
+    ) as live:
+        while True:
+            time.sleep(interval_s)
+            outage: list[Any] = []
+            try:
+                listed = client.adapters()
+            except SourceUnavailable as error:
+                outage = [line(str(error), "bold red")]
+            live.update(Group(_view(listed, client.url, output.console.width), *outage), refresh=True)
+
+
+def _view(listed: AdapterList, url: str, width: int) -> Group:
+    adapters = sorted(
+        listed.loras, key=lambda item: (-item.requests_in_flight, -item.requests_held, -(item.last_used_at or 0))
+    )
+    states = Counter(str(item.state) for item in adapters)
+    parts = [
+        f"{url}: {number(listed.count, 'adapter')}",
+        f"{number(sum(item.requests_in_flight for item in adapters), 'request')} in flight",
+        f"{sum(item.requests_held for item in adapters)} held",
+        *(f"{count} {state}" for state, count in sorted(states.items())),
+    ]
+    heads = [head for head in _COLUMNS if width >= _WIDE or head not in _WIDE_ONLY]
+    rows = [[_COLUMNS[head](item) for head in heads] for item in adapters]
+    shown = [table(heads, rows)] if rows else []
+    return Group(line(", ".join(parts)), *shown)
+
+
+def _marks(item: AdapterView) -> str:
+    marks = ["pinned"] if item.pinned else []
+    if item.pinned_digest:
+        marks.append(f"stays at {item.pinned_digest[:SHOWN_CHARACTERS]}")
+    if item.last_error is not None:
+        marks.append(item.last_error.message)
+    return "; ".join(marks)
+
+
+_COLUMNS: Mapping[str, Callable[[AdapterView], str]] = {
+    "name": lambda item: item.lora_name,
+    "state": lambda item: str(item.state),
+    "running": lambda item: str(item.requests_in_flight),
+    "held": lambda item: str(item.requests_held),
+    "rank": lambda item: "" if item.rank is None else str(item.rank),
+    "size": lambda item: size(item.size_bytes),
+    "tiers": lambda item: " ".join(item.tiers),
+    "used": lambda item: ago(item.last_used_at),
+    "version": lambda item: (item.digest or item.path or "")[:SHOWN_CHARACTERS],
+    "": _marks,
+}

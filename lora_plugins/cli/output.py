@@ -1,4 +1,4 @@
-"""What a command prints: text for people, or one JSON object; errors go to stderr, or into that object.
+"""What a command answers, and how it is printed: text for people, or one JSON object; errors go to stderr.
 
 Names and paths in adapter files are user-supplied: what is not printable is escaped before it reaches a terminal.
 """
@@ -8,21 +8,45 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Any
 
-import typer
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lora_plugins.cli.exits import Exit, exit_of
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.settings import environment
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, and nothing else.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but errors: the exit code says the rest.")]
+SHOWN_CHARACTERS = 12  # of a digest
+_NUMBERS = ("size", "took", "running", "held", "rank")  # heads of columns that end at the right
 # A pipe has no width to break lines at, unless COLUMNS gives one.
 _WIDE = 10_000
+
+
+Shown = RenderableType | LoRAPluginsError
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a command answers.
+
+    Attributes:
+        fields: the JSON object. shown: what people see instead, in its order; errors go to stderr.
+        code: how the command ends, unless one of the errors that are shown asks for a larger one.
+    """
+
+    fields: dict[str, Any]
+    shown: Sequence[Shown]
+    code: Exit = Exit.OK
+
+    @property
+    def exit(self) -> Exit:
+        """The largest exit code of all."""
+        return max([self.code, *(exit_of(item) for item in self.shown if isinstance(item, LoRAPluginsError))])
 
 
 class Output:
@@ -49,37 +73,38 @@ class Output:
         """Whether bars can be drawn."""
         return self.is_for_people and self.errors.is_terminal
 
-    def line(self, text: str = "", style: str = "") -> None:
-        """One line for people; nothing where JSON or silence was asked for."""
-        if self.is_for_people:
-            self.console.print(Text(printable(text), style=style), soft_wrap=True)
+    def show(self, result: Result) -> Exit:
+        """Print it as it was asked for; the exit code."""
+        if self.as_json:
+            self.json(result.fields)
+            return result.exit
+        for item in result.shown:
+            if isinstance(item, LoRAPluginsError):
+                self.error(error_fields(item))
+            elif not self.quiet:
+                self.draw(item)
+        return result.exit
 
-    def table(self, heads: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> None:
-        """A table for people; `right` names the columns of numbers."""
-        self.show(table(heads, rows, right))
-
-    def show(self, what: RenderableType) -> None:
-        """Anything that rich can draw, for people; without the blanks at the ends of lines in a pipe."""
-        if not self.is_for_people:
-            return
+    def draw(self, what: RenderableType) -> None:
+        """Anything that rich can draw; without the blanks at the ends of lines in a pipe."""
+        is_text = isinstance(what, Text)
         if self.console.is_terminal:
-            self.console.print(what)
+            self.console.print(what, soft_wrap=is_text)
             return
         with self.console.capture() as drawn:
-            self.console.print(what)
-        sys.stdout.write("".join(f"{line.rstrip()}\n" for line in drawn.get().splitlines()))
+            self.console.print(what, soft_wrap=is_text)
+        sys.stdout.write("".join(f"{line.rstrip()}\n" for line in drawn.get().split("\n")[:-1]))
         sys.stdout.flush()
 
     def json(self, value: Any, *, compact: bool = False) -> None:
-        """The one object, where JSON was asked for."""
-        if self.as_json:
-            sys.stdout.write(json.dumps(value, indent=None if compact else 2) + "\n")
-            sys.stdout.flush()
+        """One object on stdout."""
+        sys.stdout.write(json.dumps(value, indent=None if compact else 2) + "\n")
+        sys.stdout.flush()
 
     def progress(self, text: str) -> None:
         """One line about what is going on, on stderr, and only for people."""
         if self.is_for_people:
-            self.errors.print(Text(printable(text), style="dim"), soft_wrap=True)
+            self.errors.print(line(text, "dim"), soft_wrap=True)
 
     def error(self, error: dict[str, str]) -> None:
         """What went wrong."""
@@ -88,29 +113,61 @@ class Output:
         else:
             self.errors.print(Text("error: ", style="bold red").append(printable(error["message"])), soft_wrap=True)
 
-    def our_error(self, error: LoRAPluginsError) -> None:
-        """What went wrong, as one of our errors."""
-        self.error(error_fields(error))
-
 
 def error_fields(error: LoRAPluginsError) -> dict[str, str]:
     """One of our errors as JSON has it."""
     return {"code": error.code, "kind": type(error).__name__, "message": str(error), **error.fields()}
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> Table:
+def line(text: str = "", style: str = "") -> Text:
+    """One line for people."""
+    return Text(printable(text), style=style)
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
     """A table without lines, whose cells fold where a terminal is narrow."""
-    made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0), show_header=any(heads))
     for head in heads:
-        made.add_column(head, justify="right" if head in right else "left", overflow="fold")
+        made.add_column(head, justify="right" if head in _NUMBERS else "left", overflow="fold")
     for row in rows:
-        made.add_row(*(Text(printable(cell)) for cell in row))
+        made.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row))
     return made
+
+
+def table_above(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Shown]:
+    """A table and the blank line between it and what follows; nothing where there are no rows."""
+    return [table(heads, rows), line()] if rows else []
 
 
 def printable(text: str) -> str:
     """`text` with everything escaped that would move a cursor, or that UTF-8 cannot carry."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def size(size_bytes: float) -> str:
+    """Bytes, in powers of 1000 and three digits."""
+    value, unit = float(size_bytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 999.5:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 99.5 else f"{value:.3g} {unit}"
+
+
+def ago(at: float | None) -> str:
+    """How long ago a time in seconds since 1970 was; `never` for none."""
+    if not at:
+        return "never"
+    seconds = max(0.0, time.time() - at)
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def number(count: int, what: str) -> str:
+    """A count with its noun."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _console(*, stderr: bool) -> Console:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from types import SimpleNamespace
@@ -73,6 +74,8 @@ class AdminServer:
 
     def wait(self) -> None:
         assert self._ready.wait(60)
+        while not self.server.started:  # the socket listens only some time after its application is ready
+            time.sleep(0.01)
 
     def publish(self, name: str, digest: str) -> None:
         """Let the sources have this version of a name, whose digest is `digest` to the end."""

@@ -19,3 +19,10 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     broken["adapter_model.safetensors"] = broken["adapter_model.safetensors"][:-8]
     put(made.adapters / "cut", broken)
     return made
+
+
+@pytest.fixture
+def many(cli: Cli) -> Cli:
+    """With one more adapter of the team."""
+    put(cli.adapters / "team" / "sql", adapter_files(lora_alpha=64))
+    return cli

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lora_plugins.cli.examples import EXAMPLES
+from lora_plugins.cli.app import EXAMPLES
 from lora_plugins.cli.exits import Exit
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "command-line.md").read_text()

@@ -93,7 +93,7 @@ def test_every_golden_file_belongs_to_a_test():
         "resolve-dry-run",
         "ls-remote",
     )
-    of_servers = {"top.txt", "top-narrow.txt", "changes.txt", "refresh.json"}
+    of_servers = {"ls-server.txt", "ls-server-narrow.txt", "changes.txt", "refresh.json"}
     assert names == resolve | of_servers | {f"{name}.{how}" for name in stored for how in ("txt", "json")} | {
         "inspect-base.txt",
         "inspect-base-unknown.txt",

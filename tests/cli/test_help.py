@@ -11,8 +11,7 @@ import pytest
 import typer
 
 import lora_plugins
-from lora_plugins.cli.app import app
-from lora_plugins.cli.examples import EXAMPLES
+from lora_plugins.cli.app import EXAMPLES, app
 from tests.cli.common import Cli
 
 
@@ -30,6 +29,7 @@ def test_each_help_ends_with_examples_that_can_be_run(cli, command):
 
 def test_the_version_has_a_short_option(cli):
     assert cli("-V").out == cli("--version").out == f"lora-plugins {lora_plugins.__version__}\n"
+    assert cli("-V").code == 0
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")

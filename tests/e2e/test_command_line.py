@@ -84,7 +84,7 @@ def test_an_operators_day(operator: Operator) -> None:
     assert {"sql", "team/poet", "from/uri"} <= {
         view["lora_name"] for view in admin.done("GET", "/v1/loras")["loras"] if "host" in view["tiers"]
     }
-    assert "3 adapters" in operator.types("top", "--once").out
+    assert "3 adapters" in operator.types("ls", "--server").out
 
     said = operator.types("doctor", "--url", admin.server.url, "--no-network").out
     assert "lora_lru_manager runs, as in this environment" in said

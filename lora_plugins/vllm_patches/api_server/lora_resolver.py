@@ -15,6 +15,7 @@ from typing import Any
 from lora_plugins.adapter.landing import Model
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.findings import resolvers_not_asked
 from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.process import Process
@@ -128,8 +129,8 @@ def _log_sources(process: Process) -> None:
         settings.base_match,
         base.max_rank if base else "unknown",
     )
-    if not settings.runtime_lora_updating:
-        logger.warning("vLLM asks no resolver unless VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 is set; it is not")
+    for finding in resolvers_not_asked(settings):
+        logger.warning("%s", finding)
     if punica_wrapper.base_rows_get_an_adapter():
         logger.warning(
             "On the CPU, vLLM before 0.33 computes base-model requests with an adapter when both share a batch "

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,10 @@ import pytest
 import lora_plugins.errors
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
-from lora_plugins.cli.examples import EXAMPLES
+from lora_plugins.cli.app import EXAMPLES
 from lora_plugins.cli.exits import Exit, exit_of
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.settings import Settings
-from lora_plugins.store.store import Store
 from tests.cli.common import on_terminal, outside
 from tests.make import adapter_files, put
 
@@ -96,6 +94,8 @@ WRONG_ARGUMENTS = {
     "no such command": (["serve"], Exit.USAGE),
     "no such option": (["ls", "--all"], Exit.USAGE),
     "no name": (["resolve"], Exit.USAGE),
+    "nothing to remove": (["rm"], Exit.USAGE),
+    "a server's list and the sources'": (["ls", "--remote", "--server"], Exit.USAGE),
     "no number": (["doctor", "--timeout", "soon"], Exit.USAGE),
     "no budget": (["gc", "--dry-run"], Exit.USAGE),
     "no bytes": (["gc", "--max-bytes", "much"], Exit.USAGE),
@@ -170,105 +170,12 @@ def test_what_may_not_be_read(cli):
     assert (done.code, "Permission denied" in done.err) == (Exit.UNAVAILABLE, True)
 
 
-@pytest.mark.usefixtures("permissions_count")
-def test_a_read_only_store_is_listed_and_not_written(cli):
-    digest = cli("pull", "sql", "--json").json["digest"]
-    folders = [cli.store, *(path for path in cli.store.rglob("*") if path.is_dir())]
-    for folder in folders:
-        folder.chmod(0o555)
-    try:
-        listed = cli("ls", "--json")
-        planned = cli("gc", "--dry-run", "--max-bytes", "0", "--json")
-        refused = [cli(*command) for command in (["pull", "team/poet"], ["gc", "--max-bytes", "0"])]
-    finally:
-        for folder in folders:
-            folder.chmod(0o755)
-    assert (listed.code, [row["digest"] for row in listed.json["adapters"]]) == (Exit.OK, [digest])
-    assert (planned.code, [row["digest"] for row in planned.json["removed"]]) == (Exit.OK, [digest])
-    for done in refused:
-        done.assert_no_traceback()
-        assert done.code in (Exit.SETTINGS, Exit.UNAVAILABLE)
-        assert "Permission denied" in done.err
-
-
 def test_a_store_that_is_a_file(cli):
     cli.store.write_bytes(b"")
     for command in (["ls"], ["pull", "sql"], ["verify"], ["gc", "--max-bytes", "0"]):
         done = cli(*command)
         done.assert_no_traceback()
         assert (done.code, "[L007]" in done.err) == (Exit.SETTINGS, True)
-
-
-def test_what_is_damaged_is_quarantined_and_collected(cli):
-    digest = cli("pull", "sql", "--json").json["digest"]
-    weights = cli.store / digest / WEIGHTS_FILE
-    weights.chmod(0o644)
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
-    done = cli("verify", digest[:8], "--json")
-    assert (done.code, done.json["adapters"]) == (Exit.WRONG, [{"digest": digest, "whole": False, "quarantined": True}])
-    assert cli("ls", "--json").json["adapters"] == []
-    assert [item["size_bytes"] > 0 for item in cli("gc", "--max-bytes", "1GB", "--json").json["quarantine"]] == [True]
-    assert list((cli.store / ".quarantine").iterdir()) == []
-
-
-def test_what_is_damaged_and_in_use_stays(cli):
-    digest = cli("pull", "sql", "--json").json["digest"]
-    server = Store(cli.store)
-    assert server.acquire(digest)
-    (cli.store / digest / WEIGHTS_FILE).unlink()
-    done = cli("verify")
-    assert (done.code, "damaged, and in use" in done.out) == (Exit.WRONG, True)
-    assert [row["damaged"] for row in cli("ls", "--json").json["adapters"]] == [True]
-    assert "(damaged)" in cli("ls").out
-    server.leases.release(digest)
-    assert "damaged, quarantined" in cli("verify").out
-
-
-def test_gc_leaves_what_a_server_has_leased(cli):
-    digest = cli("pull", "sql", "--json").json["digest"]
-    other = cli("pull", "team/poet", "--json").json["digest"]
-    server = Store(cli.store)
-    assert server.acquire(digest)
-    assert [row["leases"] for row in cli("ls", "--json").json["adapters"] if row["digest"] == digest] == [1]
-    for more in (["--dry-run"], []):
-        done = cli("gc", "--max-bytes", "0", "--json", *more)
-        assert done.code == Exit.NO_ROOM
-        assert [row["digest"] for row in done.json["removed"]] == [other]
-        assert [row["digest"] for row in done.json["leased"]] == [digest]
-        assert not done.json["fits"]
-        assert (cli.store / other).exists() == bool(more)
-    server.leases.release(digest)
-    assert cli("gc", "--max-bytes", "0").code == Exit.OK
-    assert not (cli.store / digest).exists()
-
-
-def test_gc_removes_the_oldest_and_no_more_than_needed(cli):
-    put(cli.adapters / "third", adapter_files(lora_alpha=32))
-    digests = [cli("pull", name, "--json").json["digest"] for name in ("team/poet", "third", "sql")]
-    for age_s, digest in enumerate(reversed(digests)):
-        use = cli.store / ".uses" / digest
-        os.utime(use, (use.stat().st_atime, time.time() - 100 * age_s))
-    assert [row["digest"] for row in cli("ls", "--json").json["adapters"]] == digests[::-1]
-    done = cli("gc", "--max-bytes", "5kB", "--json")
-    assert [row["digest"] for row in done.json["removed"]] == digests[:1]
-    assert done.json["after_bytes"] == sum(row["size_bytes"] for row in cli("ls", "--json").json["adapters"])
-
-
-def test_pulling_leaves_no_lease(cli):
-    cli("pull", "sql")
-    cli("resolve", "team/poet")
-    assert [row["leases"] for row in cli("ls", "--json").json["adapters"]] == [0, 0]
-
-
-def test_a_uri_on_the_command_line_is_allowed(cli):
-    link = cli.root / "elsewhere" / "link"
-    link.parent.mkdir()
-    os.symlink(cli.adapters / "sql", link)
-    assert cli("pull", f"file://{cli.adapters}/sql", "--json").json["uri"] == f"file://{cli.adapters}/sql"
-    done = cli("pull", f"file://{link}")
-    assert (done.code, "a symlink that leaves the adapter root" in done.err) == (Exit.WRONG, True)
 
 
 def test_control_characters_of_files_do_not_reach_the_terminal(cli):
@@ -414,29 +321,3 @@ def test_a_bug_is_one_line_and_traced_on_request(cli, monkeypatch):
     assert done.err == "error: RuntimeError: first line. This should not happen; --debug shows where it did\n"
     assert json.loads(cli("ls", "--json").out)["error"]["code"] == "bug"
     assert "Traceback" in cli("--debug", "ls").err
-
-
-def test_the_version():
-    done = outside("--version", env={})
-    assert (done.code, done.out) == (Exit.OK, "lora-plugins 0.1.0\n")
-
-
-def test_pull_of_a_path_says_the_uri_of_it(cli):
-    done = cli("pull", cli.adapters / "sql")
-    assert done.code == Exit.NOT_FOUND
-    assert f"To fix: for a directory of this machine use {(cli.adapters / 'sql').as_uri()}." in done.err
-    assert cli("pull", (cli.adapters / "sql").as_uri()).code == Exit.OK
-
-
-def test_pull_of_an_unknown_name_says_where_it_looked(cli):
-    done = cli("pull", "team/Poet")
-    assert done.code == Exit.NOT_FOUND
-    assert f"no such adapter: filesystem: {cli.adapters / 'team/Poet'}: no such directory" in done.err
-
-
-def test_pull_of_a_uri_says_what_lies_there(cli):
-    (cli.adapters / "run" / "checkpoint-5").mkdir(parents=True)
-    for name, said in (("nobody", "no such directory"), ("run", "a directory without adapter files")):
-        done = cli("pull", (cli.adapters / name).as_uri())
-        assert done.code == Exit.NOT_FOUND
-        assert f"found no adapter at this URI: {cli.adapters / name}: {said};" in done.err

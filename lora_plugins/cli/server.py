@@ -1,4 +1,4 @@
-"""The admin API of a running server, as its commands ask it; the key comes from the environment alone."""
+"""A running server, as the command line asks it; the key comes from the environment alone."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import re
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
-from urllib.parse import quote, urlencode, urlsplit
+from typing import Annotated, TypeVar
+from urllib.parse import urlsplit
 
 import typer
 from pydantic import BaseModel
 
 from lora_plugins import errors
-from lora_plugins.api.models import AdapterList, AdapterStatus, LoadAdapterRequest, RollbackRequest, VersionStatus
+from lora_plugins.api.models import AdapterList
 from lora_plugins.cli.exits import UsageProblem
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, SourceUnavailable, VersionMismatch
 from lora_plugins.settings import VARIABLES, environment
@@ -23,7 +23,7 @@ from lora_plugins.store.layout import is_digest, is_prefix
 
 ServerUrl = Annotated[str, typer.Option("--url", envvar="LORA_PLUGINS_URL", help="The server's address.")]
 DEFAULT_URL = VARIABLES["LORA_PLUGINS_URL"].default or ""
-KEYS = ("LORA_PLUGINS_ADMIN_KEY", "VLLM_API_KEY")
+_KEYS = ("LORA_PLUGINS_ADMIN_KEY", "VLLM_API_KEY")
 
 _PATH = "/v1/loras"
 _MAX_BYTES = 64 << 20
@@ -39,13 +39,12 @@ _KINDS = {
     if isinstance(kind, type) and issubclass(kind, LoRAPluginsError) and kind is not LoRAPluginsError
 }
 
-Answer = TypeVar("Answer", bound=BaseModel)
+Model = TypeVar("Model", bound=BaseModel)
 
 
-def key_of_environment() -> str | None:
-    """The key that servers are asked with."""
+def _key_of_environment() -> str | None:
     env = environment()
-    return next((env[name] for name in KEYS if env.get(name)), None)
+    return next((env[name] for name in _KEYS if env.get(name)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class AdminClient:
 
     url: str
     timeout_s: float
-    key: str | None = field(default_factory=key_of_environment, repr=False)
+    key: str | None = field(default_factory=_key_of_environment, repr=False)
 
     def __post_init__(self) -> None:
         try:
@@ -70,55 +69,18 @@ class AdminClient:
 
     def adapters(self) -> AdapterList:
         """What the server serves, and has blocked."""
-        return self._ask(AdapterList, "GET", "")
+        return self.ask(AdapterList, "GET", "")
 
-    def load(self, name: str, uri: str | None, if_match: str | None) -> VersionStatus:
-        """Serve a name; from `uri`, or from wherever the server's sources have it."""
-        body: dict[str, Any] = {"lora_name": name}
-        if uri is not None:
-            body["source"] = {"uri": uri}
-        expected = self._whole(name, if_match)
-        return self._ask(VersionStatus, "POST", "", _checked(LoadAdapterRequest, body), expected)
-
-    def unload(self, name: str, *, block: bool, timeout_s: float | None) -> AdapterStatus:
-        """Serve a name no longer."""
-        query = {"block": "true"} if block else {}
-        if timeout_s is not None:
-            query["timeout_s"] = str(timeout_s)
-        return self._ask(AdapterStatus, "DELETE", f"/{quote(name)}?{urlencode(query)}")
-
-    def refresh(self, name: str, if_match: str | None) -> VersionStatus:
-        """Look for a new version at the source now, and swap to it."""
-        return self._ask(VersionStatus, "POST", f"/{quote(name)}/refresh", None, self._whole(name, if_match))
-
-    def roll_back(self, name: str, digest: str | None, if_match: str | None) -> VersionStatus:
-        """Go back to the version before, or to the kept one of this digest."""
-        body = None if digest is None else _checked(RollbackRequest, {"digest": digest})
-        return self._ask(VersionStatus, "POST", f"/{quote(name)}/rollback", body, self._whole(name, if_match))
-
-    def change(self, name: str, verb: str) -> AdapterStatus:
-        """`pin`, `unpin` or `prefetch`."""
-        return self._ask(AdapterStatus, "POST", f"/{quote(name)}/{verb}")
-
-    def text(self, path: str) -> str:
-        """What the server answers at another path of its own, such as `/metrics`."""
-        return self._send("GET", path).decode(errors="replace")
-
-    def _whole(self, name: str, if_match: str | None) -> str | None:
-        """The digest that begins so, if that version is served now: the server takes whole ones only.
-
-        Raises:
-            VersionMismatch: another one is.
-        """
-        if if_match is None or if_match == "*" or is_digest(if_match):
-            return if_match
-        served = next((one.digest for one in self.adapters().loras if one.lora_name == name and one.digest), "")
-        if is_prefix(if_match) and served.startswith(if_match):
-            return served
-        raise VersionMismatch(f"version {served}" if served else "no version", expected=if_match, adapter=name)
-
-    def _ask(self, kind: type[Answer], method: str, path: str, body: Any = None, if_match: str | None = None) -> Answer:
-        answer = self._send(method, _PATH + path, body, if_match)
+    def ask(
+        self, kind: type[Model], method: str, path: str, body: BaseModel | None = None, if_match: str | None = None
+    ) -> Model:
+        """What the admin API answers at a path below `/v1/loras`."""
+        headers = {"If-Match": if_match} if if_match is not None else {}
+        content = None
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+            content = body.model_dump_json(exclude_none=True, exclude_defaults=True).encode()
+        answer = self._send(method, _PATH + path, content, headers)
         try:
             return kind.model_validate_json(answer)
         except ValueError:
@@ -129,16 +91,28 @@ class AdminClient:
                 remedy="check --url, and that server and command line are of one version",
             ) from None
 
-    def _send(self, method: str, path: str, body: Any = None, if_match: str | None = None) -> bytes:
-        headers = {"Accept": "application/json"}
-        if body is not None:
-            headers["Content-Type"] = "application/json"
-        if if_match is not None:
-            headers["If-Match"] = if_match
+    def text(self, path: str) -> str:
+        """What the server answers at another path of its own, such as `/metrics`."""
+        return self._send("GET", path, None, {}).decode(errors="replace")
+
+    def whole_digest(self, name: str, prefix: str) -> str:
+        """The digest that begins so, if that version is served now: the server takes whole ones only.
+
+        Raises:
+            VersionMismatch: another one is.
+        """
+        if prefix == "*" or is_digest(prefix):
+            return prefix
+        served = next((one.digest for one in self.adapters().loras if one.lora_name == name and one.digest), "")
+        if is_prefix(prefix) and served.startswith(prefix):
+            return served
+        raise VersionMismatch(f"version {served}" if served else "no version", expected=prefix, adapter=name)
+
+    def _send(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> bytes:
         request = urllib.request.Request(  # noqa: S310 - checked at construction
             self.url.rstrip("/").removesuffix("/v1") + path,
-            data=None if body is None else json.dumps(body).encode(),
-            headers=headers,
+            data=body,
+            headers={"Accept": "application/json", **headers},
             method=method,
         )
         if self.key:
@@ -148,7 +122,7 @@ class AdminClient:
                 return bytes(answer.read(_MAX_BYTES))
         except urllib.error.HTTPError as error:
             with error:
-                raise self._refusal(error.code, _message(error), path) from None
+                raise self._refusal(error.code, _message(error), path.partition("?")[0]) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", None) or error
             raise SourceUnavailable(
@@ -164,37 +138,24 @@ class AdminClient:
             return SourceUnavailable(
                 f"a server at {self.url} that denies access (HTTP {status}{why})",
                 expected="a key that it accepts for its admin API",
-                remedy=f"set {' or '.join(KEYS)} to one; or ask on the server's machine",
+                remedy=f"set {' or '.join(_KEYS)} to one; or ask on the server's machine",
             )
         if said is not None:
             return said
         if status == 404:
             return SourceUnavailable(
-                f"a server at {self.url} without {path.partition('?')[0]}",
+                f"a server at {self.url} without {path}",
                 expected="one with the admin API, or a key that may use it",
                 remedy="name lora_admin and lora_lru_manager in the server's VLLM_PLUGINS",
             )
-        said_so = f": {message[:_SHOWN_CHARACTERS]}" if message else ""
+        shown = f": {message[:_SHOWN_CHARACTERS]}" if message else ""
         if status in (400, 422):
-            return InvalidAdapter(f"a request that the server refuses (HTTP {status}{said_so})")
+            return InvalidAdapter(f"a request that the server refuses (HTTP {status}{shown})")
         return SourceUnavailable(
-            f"a server at {self.url} that answers HTTP {status}{said_so}",
+            f"a server at {self.url} that answers HTTP {status}{shown}",
             expected="HTTP 200",
             remedy="look at the server's log",
         )
-
-
-def _checked(kind: type[BaseModel], body: dict[str, Any]) -> dict[str, Any]:
-    """A body that the server's own model takes.
-
-    Raises:
-        UsageProblem: it does not.
-    """
-    try:
-        kind.model_validate(body)
-    except ValueError as error:
-        raise UsageProblem(str(error).partition("\n")[2].partition(" [")[0].replace("\n ", ":")) from None
-    return body
 
 
 def _message(error: urllib.error.HTTPError) -> str:
@@ -216,5 +177,5 @@ def _error_of(message: str) -> LoRAPluginsError | None:
     kind = match and _KINDS.get(match["code"])
     if not match or kind is None:
         return None
-    said = {name: text or "" for name, text in match.groupdict().items() if name != "code"}
-    return kind(**said)
+    fields = {name: text or "" for name, text in match.groupdict().items() if name != "code"}
+    return kind(**fields)

@@ -1,4 +1,4 @@
-"""`top` against servers that answer, deny, lack the admin API, talk nonsense, or are not there."""
+"""`ls --server` and `ls --watch`: servers that answer, deny, lack the admin API, talk nonsense, or are not there."""
 
 from __future__ import annotations
 
@@ -82,20 +82,20 @@ def server() -> Iterator[Server]:
 
 
 def shown(cli, server, *arguments):
-    done = cli("top", "--once", "--url", server.url, *arguments)
+    done = cli("ls", "--server", "--url", server.url, *arguments)
     done.assert_no_traceback()
     return type(done)(done.code, done.out.replace(server.url, "<url>"), done.err.replace(server.url, "<url>"))
 
 
 def test_a_table_with_what_is_busy_first(cli, server):
-    golden("top.txt", shown(cli, server), cli.root)
+    golden("ls-server.txt", shown(cli, server), cli.root)
 
 
 def test_a_narrow_terminal_gets_the_columns_that_matter_most(cli, server):
     cli.env["COLUMNS"] = "60"
     done = shown(cli, server)
     assert max(map(len, done.out.splitlines()[1:])) <= 60
-    golden("top-narrow.txt", done, cli.root)
+    golden("ls-server-narrow.txt", done, cli.root)
 
 
 def test_json_is_the_admin_apis_own(cli, server):
@@ -115,7 +115,7 @@ def test_the_key_is_that_of_the_environment(cli, server):
 
 
 def test_an_openai_base_url_will_do(cli, server):
-    assert cli("top", "--once", "--url", f"{server.url}/v1/").code == 0
+    assert cli("ls", "--server", "--url", f"{server.url}/v1/").code == 0
     assert server.seen[-1][0] == "/v1/loras"
 
 
@@ -143,7 +143,7 @@ def test_what_a_server_may_answer_instead(cli, server, status, body, says):
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://nobody.invalid:1", "http://127.0.0.1:99999"])
 def test_nobody_there(cli, url):
-    done = cli("top", "--once", "--url", url)
+    done = cli("ls", "--server", "--url", url)
     done.assert_no_traceback()
     assert done.code == 4
     assert "no answer from" in done.err
@@ -151,14 +151,14 @@ def test_nobody_there(cli, url):
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://[::1", ""])
 def test_no_address_of_a_server(cli, url):
-    done = cli("top", "--once", "--url", url)
+    done = cli("ls", "--server", "--url", url)
     done.assert_no_traceback()
     assert done.code == 2
 
 
 def test_watching_survives_an_outage_until_ctrl_c(cli, server):
     with Terminal(
-        cli, "top", "--interval", "0.1", "--url", server.url, env={"TERM": "xterm", "COLUMNS": "100"}
+        cli, "ls", "--watch", "--interval", "0.1", "--url", server.url, env={"TERM": "xterm", "COLUMNS": "100"}
     ) as shown:
         shown.wait_for("team/sql")
         server.status = 500
@@ -173,7 +173,7 @@ def test_watching_survives_an_outage_until_ctrl_c(cli, server):
 
 def test_watching_in_a_pipe_prints_a_table_at_every_look(server):
     server.looks_until_it_fails = 4
-    done = outside("top", "--interval", "0.1", "--url", server.url, env={})
+    done = outside("ls", "--watch", "--interval", "0.1", "--url", server.url, env={})
     assert done.code == 4
     assert done.out.count("team/sql") == 4
     assert "answers HTTP 500" in done.err
@@ -181,7 +181,7 @@ def test_watching_in_a_pipe_prints_a_table_at_every_look(server):
 
 def test_watching_prints_json_lines_until_the_server_ends(server):
     server.looks_until_it_fails = 4
-    done = outside("top", "--json", "--interval", "0.1", "--url", server.url, env={})
+    done = outside("ls", "--watch", "--json", "--interval", "0.1", "--url", server.url, env={})
     *looks, error = done.out.split("\n", done.out.count('{"loras"'))
     assert len(looks) == 4
     assert all(json.loads(look) == LIST for look in looks)

@@ -8,15 +8,8 @@ from pathlib import Path
 import pytest
 
 from lora_plugins.cli.exits import Exit
-from lora_plugins.store.store import Store
-from tests.cli.common import Cli, golden
+from tests.cli.common import golden
 from tests.make import adapter_files, put
-
-
-@pytest.fixture
-def many(cli: Cli) -> Cli:
-    put(cli.adapters / "team" / "sql", adapter_files(lora_alpha=64))
-    return cli
 
 
 def names(done, key: str = "name") -> list[str]:
@@ -104,35 +97,3 @@ def test_ls_remote_lists_what_sources_have(many, how):
     os.symlink(many.adapters / "team", many.adapters / "link-in")
     os.symlink(many.adapters / "sql", many.adapters / "other")
     golden(f"ls-remote.{how}", many("ls", "--remote", *(["--json"] if how == "json" else [])), many.root)
-
-
-def test_rm_removes_by_name_pattern_uri_and_digest(many):
-    digests = {one["name"]: one["digest"] for one in many("pull", "*", "--json").json["adapters"] if "digest" in one}
-    done = many("rm", "team/*", "--dry-run", "--json")
-    assert [one["removed"] for one in done.json["adapters"]] == [True, True]
-    assert many("ls", "--json").json["count"] == 3
-    assert many("rm", "team/sql").code == Exit.OK
-    assert many("rm", digests["team/poet"][:8]).code == Exit.OK
-    assert {row["name"] for row in many("ls", "--json").json["adapters"]} == {"sql"}
-    assert many("rm", f"file://{many.adapters}/sql").code == Exit.OK
-    done = many("rm", "sql")
-    assert (done.code, "no such adapter in the store" in done.err) == (Exit.NOT_FOUND, True)
-    assert list(many.store.glob("[0-9a-f]*")) == []
-
-
-def test_rm_leaves_what_is_leased_and_says_by_whom(many):
-    pulled = {one["name"]: one["digest"] for one in many("pull", "sql", "team/sql", "--json").json["adapters"]}
-    server = Store(many.store)
-    assert server.acquire(pulled["sql"])
-    for more in (["--dry-run"], []):
-        done = many("rm", "*sql", *more)
-        assert done.code == Exit.NO_ROOM
-        assert f"stays: leased by process {os.getpid()} of this host" in done.out
-        assert (many.store / pulled["team/sql"]).exists() == bool(more)
-    assert (many.store / pulled["sql"]).exists()
-    server.leases.release(pulled["sql"])
-    assert many("rm", "sql").code == Exit.OK
-
-
-def test_rm_needs_to_be_told_what(many):
-    assert many("rm").code == Exit.USAGE

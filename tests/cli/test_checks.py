@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lora_plugins.cli.doctor.findings import Finding, State
-from lora_plugins.cli.doctor.installation import check_vllm, plugin_names
-from lora_plugins.cli.doctor.plugins import Context, check_plugins
+from lora_plugins.cli.checks import Context, discovered_plugins
+from lora_plugins.cli.doctor import CHECKS
 from lora_plugins.cli.exits import Exit
+from lora_plugins.findings import Finding, State
 from lora_plugins.ledger import check as ledger_check
 from lora_plugins.ledger import symbols
-from lora_plugins.settings import OWN_VARIABLES, Settings
+from lora_plugins.settings import OWN_VARIABLES
 from testbed.hub import local_hub
 from testbed.s3 import s3_server
 from tests.cli.common import Cli, outside
@@ -107,7 +107,7 @@ BROKEN = {
     ),
     "adapters file without admin": (
         {"LORA_PLUGINS_ADAPTERS_FILE": "ROOT/none.yaml"},
-        "admin", "warning", "off: LORA_PLUGINS_ADAPTERS_FILE set, but", "add lora_admin",
+        "admin", "warning", "off: LORA_PLUGINS_ADAPTERS_FILE is set, but", "add lora_admin",
     ),
     "kernels not here": (
         {"VLLM_PLUGINS": "lora_kernels", "LORA_PLUGINS_KERNELS": "triton"},
@@ -115,15 +115,15 @@ BROKEN = {
     ),
     "kernels set, not named": (
         {"LORA_PLUGINS_KERNELS": "cpu"},
-        "kernels", "warning", "off: LORA_PLUGINS_KERNELS set, but VLLM_PLUGINS does not name it", "add lora_kernels",
+        "kernels", "warning", "off: LORA_PLUGINS_KERNELS is set, but VLLM_PLUGINS does not name it", "add lora_kernels",
     ),
     "manager set, not named": (
         {"LORA_PLUGINS_HOST_MAX_BYTES": "1GB"},
-        "manager", "warning", "off: LORA_PLUGINS_HOST_MAX_BYTES set, but", "add lora_lru_manager",
+        "manager", "warning", "off: LORA_PLUGINS_HOST_MAX_BYTES is set, but", "add lora_lru_manager",
     ),
     "preload without admin": (
         {"LORA_PLUGINS_PRELOAD": "sql"},
-        "admin", "warning", "off: LORA_PLUGINS_PRELOAD set, but VLLM_PLUGINS does not name it", "add lora_admin",
+        "admin", "warning", "off: LORA_PLUGINS_PRELOAD is set, but VLLM_PLUGINS does not name it", "add lora_admin",
     ),
     "store a file": (
         {"LORA_PLUGINS_STORE_DIR": "ROOT/file"},
@@ -333,12 +333,12 @@ def test_the_hub_answers_denies_or_is_not_there(cli):
 
 def around(*names: str) -> Context:
     env = {"VLLM_PLUGINS": ",".join(names)}
-    discovered = {**plugin_names(), "lora_admin": ["lora_plugins.endpoint_plugin:endpoint_plugin"]}
-    return Context(env, Settings.from_env(env), discovered, network=False, timeout_s=1)
+    discovered = {**discovered_plugins(), "lora_admin": ["lora_plugins.endpoint_plugin:endpoint_plugin"]}
+    return Context(env, discovered, ledger_check.installed(), network=False, timeout_s=1)
 
 
 def verdict(surroundings: Context, check: str) -> Finding:
-    (finding,) = [item for item in check_plugins(surroundings) if item.check == check]
+    (finding,) = CHECKS[check](surroundings)
     return finding
 
 
@@ -385,25 +385,26 @@ def test_vllm_in_and_out_of_range(copied, number, state):
     metadata = copied / f"vllm-{number}.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text(f"Name: vllm\nVersion: {number}\n")
-    findings = {finding.check: finding for finding in check_vllm(copied)}
-    assert findings["vllm"].state == state
-    assert number in findings["vllm"].found
+    there = replace(around(), vllm=copied)
+    finding = verdict(there, "vllm")
+    assert (finding.state, number in finding.found) == (state, True)
     if number < "0.33":  # the sources are 0.32's, which lack what came later
-        assert findings["ledger"].state is State.OK
+        assert verdict(there, "ledger").state is State.OK
 
 
 def test_a_vllm_that_somebody_changed(copied):
     resolver = copied / "vllm" / "lora" / "resolver.py"
     resolver.write_text(resolver.read_text().replace("base_model_name: str, lora_name: str", "lora_name: str"))
-    (finding,) = [finding for finding in check_vllm(copied) if finding.check == "ledger"]
+    finding = verdict(replace(around(), vllm=copied), "ledger")
     assert finding.state is State.PROBLEM
     assert "1 of the" in finding.found
     assert "LoRAResolver.resolve_lora: parameters are (self, lora_name)" in finding.found
 
 
 def test_no_vllm():
-    (finding,) = check_vllm(None)
-    assert (finding.check, finding.state) == ("vllm", State.PROBLEM)
+    there = replace(around(), vllm=None)
+    assert verdict(there, "vllm").state is State.PROBLEM
+    assert not list(CHECKS["ledger"](there))
 
 
 def test_adapters_are_counted_two_levels_deep(cli):

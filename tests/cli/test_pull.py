@@ -1,4 +1,4 @@
-"""Replicas that share a store fetch an adapter once; those that share nothing fetch the same bytes, each for itself."""
+"""What `pull` says of what it cannot find, and what replicas that pull at once have in their stores."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lora_plugins.cli.exits import Exit
 from testbed.proxy import fault_proxy
 from testbed.s3 import S3, s3_server
 from tests.make import adapter_files, content
@@ -63,3 +64,40 @@ def test_replicas_that_share_a_store_fetch_once(s3, tmp_path):
     answers, asked = pulled_at_once(s3, (tmp_path / "shared",) * 3)
     assert len({answer["path"] for answer in answers}) == 1
     assert asked == 1
+
+
+def test_pulling_leaves_no_lease(cli):
+    cli("pull", "sql")
+    cli("resolve", "team/poet")
+    assert [row["leases"] for row in cli("ls", "--json").json["adapters"]] == [0, 0]
+
+
+def test_a_uri_on_the_command_line_is_allowed(cli):
+    link = cli.root / "elsewhere" / "link"
+    link.parent.mkdir()
+    os.symlink(cli.adapters / "sql", link)
+    assert cli("pull", f"file://{cli.adapters}/sql", "--json").json["uri"] == f"file://{cli.adapters}/sql"
+    done = cli("pull", f"file://{link}")
+    assert (done.code, "a symlink that leaves the adapter root" in done.err) == (Exit.WRONG, True)
+
+
+def test_pull_of_a_path_says_the_uri_of_it(cli):
+    done = cli("pull", cli.adapters / "sql")
+    assert done.code == Exit.NOT_FOUND
+    assert f"To fix: for a directory of this machine use {(cli.adapters / 'sql').as_uri()}." in done.err
+    assert cli("pull", (cli.adapters / "sql").as_uri()).code == Exit.OK
+
+
+def test_pull_of_an_unknown_name_says_where_it_looked(cli):
+    done = cli("pull", "team/Poet")
+    assert done.code == Exit.NOT_FOUND
+    assert f"no such adapter: filesystem: {cli.adapters / 'team/Poet'}: no such directory" in done.err
+    assert "did you mean 'team/poet'?" in done.err
+
+
+def test_pull_of_a_uri_says_what_lies_there(cli):
+    (cli.adapters / "run" / "checkpoint-5").mkdir(parents=True)
+    for name, said in (("nobody", "no such directory"), ("run", "a directory without adapter files")):
+        done = cli("pull", (cli.adapters / name).as_uri())
+        assert done.code == Exit.NOT_FOUND
+        assert f"found no adapter at this URI: {cli.adapters / name}: {said};" in done.err

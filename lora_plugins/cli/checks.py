@@ -1,0 +1,269 @@
+"""What the doctor looks at on this machine; nothing is changed by looking."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+from lora_plugins.api.access.policy import Policy
+from lora_plugins.cli.output import number, size
+from lora_plugins.errors import InvalidSettings
+from lora_plugins.findings import Finding, State, problem_of, resolvers_not_asked, unknown_plugins
+from lora_plugins.kernels import dispatch
+from lora_plugins.kernels.compiled import build
+from lora_plugins.ledger import check as ledger_check
+from lora_plugins.ledger import symbols
+from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, PLUGIN_GROUPS, S3
+from lora_plugins.resolvers.sources.uri import AllowedUris
+from lora_plugins.server.declared_file import parse, read_bytes
+from lora_plugins.settings import (
+    OWN_VARIABLES,
+    VARIABLES,
+    Settings,
+    is_unknown,
+    named_in_environment,
+    unknown_variable,
+)
+from lora_plugins.store.eviction import entries
+from lora_plugins.store.file_system import try_file_system
+from lora_plugins.store.layout import Layout
+from lora_plugins.store.owners import check_owners
+from lora_plugins.vllm_patches import versions
+
+ok, on, off = partial(Finding, State.OK), partial(Finding, State.ON), partial(Finding, State.OFF)
+warning, problem = partial(Finding, State.WARNING), partial(Finding, State.PROBLEM)
+
+_LOW_BYTES = 1 << 30
+_MOVE = "set LORA_PLUGINS_STORE_DIR to a directory that the server's user can write"
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the checks use.
+
+    Attributes:
+        env: the environment. discovered: the values of the entry points that vLLM would find, by plugin.
+        vllm: where its sources are; None where it is not installed.
+        network: whether remote sources are asked. timeout_s: for how long.
+    """
+
+    env: Mapping[str, str]
+    discovered: Mapping[str, Sequence[str]]
+    vllm: Path | None
+    network: bool
+    timeout_s: float
+
+    @cached_property
+    def wrong(self) -> Mapping[str, InvalidSettings]:
+        """What is wrong with single variables, all of them and not only the first."""
+        found = {}
+        for name in sorted(self.env):
+            try:
+                if is_unknown(name):
+                    raise unknown_variable(name)
+                if name in VARIABLES:
+                    value = VARIABLES[name].value(self.env[name])
+                    if name == "LORA_PLUGINS_ALLOWED_URIS":
+                        AllowedUris.parse(value)
+            except InvalidSettings as error:
+                found[name] = error
+        return found
+
+    @cached_property
+    def settings(self) -> Settings:
+        """The settings of all variables that are right."""
+        return Settings.from_env({name: text for name, text in self.env.items() if name not in self.wrong})
+
+    def why_off(self, plugin: str) -> str:
+        """Why a plugin does not run, or nothing where it does."""
+        if "VLLM_PLUGINS" not in self.env:
+            return "VLLM_PLUGINS is unset"
+        return "" if named_in_environment(plugin, self.env) else "VLLM_PLUGINS does not name it"
+
+
+Check = Callable[[Context], Iterator[Finding]]
+
+
+def discovered_plugins() -> Mapping[str, Sequence[str]]:
+    """Every plugin that vLLM would discover, by name: the values of its entry points."""
+    found: dict[str, list[str]] = {}
+    for group in PLUGIN_GROUPS:
+        for point in importlib.metadata.entry_points(group=group):
+            found.setdefault(point.name, []).append(point.value)
+    return found
+
+
+def vllm(context: Context) -> Iterator[Finding]:
+    """The version of vLLM's sources against those we know; nothing is imported."""
+    if context.vllm is None:
+        yield problem("vLLM is not installed beside lora-plugins", "pip install vllm")
+        return
+    version = versions.installed_version(context.vllm)
+    error = versions.refusal(version)
+    yield ok(f"vLLM {version}") if error is None else problem_of(error)
+
+
+def ledger(context: Context) -> Iterator[Finding]:
+    """Every symbol of vLLM that the ledger names."""
+    if context.vllm is None:
+        return
+    noted = symbols()
+    checked = [(symbol.name, ledger_check.check(symbol, context.vllm)) for symbol in noted]
+    differing = [f"{name}: {difference}" for name, difference in checked if difference]
+    if differing:
+        yield problem(
+            f"{len(differing)} of the {len(noted)} places where we touch vLLM differ: " + "; ".join(differing[:3]),
+            "install a vLLM version that lora-plugins supports, without changes of its own",
+        )
+    else:
+        yield ok(f"all {len(noted)} places where we touch vLLM are as they should be")
+
+
+def settings(context: Context) -> Iterator[Finding]:
+    """Every variable of ours that cannot be right."""
+    for name, error in context.wrong.items():
+        found = problem_of(error)
+        yield problem(f"{error.found}: startup fails", error.remedy) if is_unknown(name) else found
+    if not context.wrong:
+        yield ok(", ".join(sorted(name for name in context.env if name in OWN_VARIABLES)) or "all at their defaults")
+
+
+def plugins(context: Context) -> Iterator[Finding]:
+    """What `VLLM_PLUGINS` names, against what is installed."""
+    if "VLLM_PLUGINS" not in context.env:
+        yield off(
+            "VLLM_PLUGINS is unset: vLLM loads every plugin, and all of lora-plugins stays out of the way",
+            "name the plugins that are wanted in VLLM_PLUGINS, separated by commas",
+        )
+        return
+    wrong = list(unknown_plugins(context.env, context.discovered))
+    named = ", ".join(filter(None, context.env["VLLM_PLUGINS"].split(",")))
+    yield from wrong or [ok(f"VLLM_PLUGINS names {named or 'none'}")]
+
+
+def of_plugin(plugin: str, variables: Sequence[str], look: Check, instead: str = "", *, needs: str = "") -> Check:
+    """The check of one of our plugins: whether it runs, and then `look`.
+
+    `variables` do nothing without it, and it does nothing without the one that it `needs`; `instead` is what happens
+    where it does not run.
+    """
+
+    def check(context: Context) -> Iterator[Finding]:
+        why_off = context.why_off(plugin)
+        named = [name for name in variables if context.env.get(name)]
+        if why_off and named:
+            said = f"{' and '.join(named)} {'is' if len(named) == 1 else 'are'} set, but {why_off}"
+            if plugin in (FILESYSTEM, HUB) and "VLLM_PLUGINS" not in context.env:
+                said += "; vLLM's builtin of this name runs instead"
+            yield warning(f"off: {said}", f"add {plugin} to VLLM_PLUGINS")
+        elif why_off:
+            yield off(f"{why_off}: {instead}" if instead else why_off)
+        elif not any(value.startswith("lora_plugins.") for value in context.discovered.get(plugin, ())):
+            yield problem(
+                "vLLM does not find this plugin: its entry point is not installed",
+                "install lora-plugins again where vLLM is installed: pip install lora-plugins",
+            )
+        elif needs and needs not in named:
+            yield problem(f"VLLM_PLUGINS names {plugin}, but {needs} is unset: it serves nothing", f"set {needs}")
+        else:
+            yield from look(context)
+
+    return check
+
+
+def runtime(context: Context) -> Iterator[Finding]:
+    """Whether vLLM asks resolvers at all; nobody minds where no source is named."""
+    not_asked = list(resolvers_not_asked(context.settings))
+    if not_asked and all(context.why_off(plugin) for plugin in (FILESYSTEM, S3, HUB)):
+        yield off(not_asked[0].found, not_asked[0].remedy)
+    else:
+        yield from not_asked or [on("vLLM asks resolvers for unknown names")]
+
+
+def manager(_: Context) -> Iterator[Finding]:
+    """That it is named is all."""
+    yield on(f"VLLM_PLUGINS names {MANAGER}")
+
+
+def kernels(context: Context) -> Iterator[Finding]:
+    """Which kernels a server here would choose."""
+    if context.vllm is None:
+        yield on(f"VLLM_PLUGINS names {KERNELS}")
+        return
+    platform = "cpu" if "+cpu" in versions.installed_version(context.vllm) else "cuda"
+    machine = dispatch.Machine(platform, dispatch.triton_is_there(), build.problem)
+    choice = dispatch.choose(context.settings.kernels, machine)
+    yield on(f"{choice.kernels} ({choice.why})")
+
+
+def admin(context: Context) -> Iterator[Finding]:
+    """Whether the manager runs too, without which a server does not start."""
+    why_not = context.why_off(MANAGER)
+    if why_not:
+        found = f"VLLM_PLUGINS names {ADMIN}, which needs {MANAGER}; {why_not}"
+        yield problem(found, f"add {MANAGER} to VLLM_PLUGINS")
+    else:
+        yield on(f"VLLM_PLUGINS names {ADMIN}")
+
+
+def store(context: Context) -> Iterator[Finding]:
+    """Whether the store can be written, links and locks files as servers do, and has room."""
+    budget = context.settings.store_max_bytes
+    layout = Layout(context.settings.store_dir)
+    place = layout.root
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        yield problem(f"{place} is in the way of the store: it is no directory", _MOVE)
+        return
+    scratch = layout.folder("tmp")
+    is_made = scratch.is_dir()
+    probe = (scratch if is_made else place) / f".lora-plugins-doctor-{os.getpid()}"
+    try:
+        check_owners(layout.root)
+        try_file_system(probe, probe.with_name(f"{probe.name}.link"), folder=scratch if is_made else None)
+        known = entries(layout) if layout.root.is_dir() else []
+    except OSError as error:
+        yield problem(f"{place} cannot be written: {error.strerror}", _MOVE)
+        return
+    used_bytes = sum(entry.size_bytes for entry in known)
+    free_bytes = shutil.disk_usage(place).free
+    there = number(len(known), "adapter") if layout.root.is_dir() else "will be made"
+    limit = "budget a share of the disk" if budget is None else f"budget {size(budget)}"
+    summary = f"{layout.root}: {there}, {size(used_bytes)} used, {limit}, {size(free_bytes)} free on its disk"
+    if budget is not None and budget - used_bytes > free_bytes:
+        remedy = "lower LORA_PLUGINS_STORE_MAX_BYTES, or free space"
+        yield warning(f"{summary}: the disk is full before the budget is", remedy)
+    elif budget is None and free_bytes < _LOW_BYTES:
+        remedy = "free space, or set LORA_PLUGINS_STORE_DIR"
+        yield warning(f"{summary}: little room, of which a part is kept free", remedy)
+    else:
+        yield ok(summary)
+
+
+def policy(context: Context) -> Iterator[Finding]:
+    """Whether the policy can be read, and by whom."""
+    path = context.settings.policy
+    if path is None:
+        yield off("LORA_PLUGINS_POLICY is unset: every key may use every adapter")
+        return
+    policy = Policy.read(path)
+    summary = f"{path}: {number(policy.key_count, 'key')} of {number(len(policy.labels), 'tenant')}"
+    if path.stat().st_mode & stat.S_IROTH:
+        yield warning(f"{summary}, and everybody on this host may read it", f"chmod o-r {path}")
+    else:
+        yield on(summary)
+
+
+def adapters_file(context: Context) -> Iterator[Finding]:
+    """Whether the file of declared adapters can be read, where there is one."""
+    path = context.settings.adapters_file
+    if path is not None:
+        declared = parse(read_bytes(path), path, AllowedUris.parse(context.settings.allowed_uris))
+        yield ok(f"{path}: {number(len(declared), 'adapter')} declared")

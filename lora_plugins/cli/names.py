@@ -1,0 +1,126 @@
+"""The names that a command is asked for: as arguments, as patterns, or a line each in a file."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lora_plugins.api.access.name_patterns import NamePattern
+from lora_plugins.cli.exits import UsageProblem
+from lora_plugins.cli.output import Result, error_fields, line
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
+
+NamesFile = Annotated[
+    Path | None,
+    typer.Option("--file", "-f", help="A file with a name a line, or a name and a URI; '-' is stdin, # a comment."),
+]
+_WITH_URI = re.compile(r"(.*\S)\s+(\S+://\S+)")
+
+
+@dataclass(frozen=True, slots=True)
+class AskedName:
+    """One name, and the URI beside it where there is one."""
+
+    name: str
+    uri: str | None = None
+
+
+def wanted(names: Sequence[str] | None, file: Path | None) -> list[AskedName]:
+    """All that is asked for, each once and in its order.
+
+    Raises:
+        UsageProblem: nothing, or a file that cannot be read.
+    """
+    found = [AskedName(name) for name in names or ()]
+    if file is not None:
+        found += _lines(file)
+    if not found:
+        raise UsageProblem("no names: give one or more, or --file" if file is None else f"--file {file}: no names")
+    return list(dict.fromkeys(found))
+
+
+def is_several(names: Sequence[str] | None, file: Path | None) -> bool:
+    """Whether more than one answer is to be expected: JSON is a list then."""
+    return file is not None or len(names or ()) != 1 or is_pattern((names or [""])[0])
+
+
+def is_pattern(text: str) -> bool:
+    """Whether this stands for all names that fit it; URIs do not."""
+    return ("*" in text or "?" in text) and "://" not in text
+
+
+def expand(
+    asked: Iterable[AskedName], known: Callable[[], Iterable[str]], where: str
+) -> list[AskedName | LoRAPluginsError]:
+    """Names in the place of patterns, and an error in the place of a pattern that fits none; `known` is asked once."""
+    found: dict[AskedName, AskedName | LoRAPluginsError] = {}
+    listed: list[str] | None = None
+    for one in asked:
+        if one.uri is not None or not is_pattern(one.name):
+            found[one] = one
+            continue
+        listed = list(known()) if listed is None else listed
+        # A name that is spelt just so goes before what the pattern stands for.
+        fits = [one.name] if one.name in listed else list(filter(NamePattern(one.name).matches, listed))
+        found.update((AskedName(name), AskedName(name)) for name in fits)
+        if not fits:
+            found[one] = AdapterNotFound(
+                "no adapter that matches",
+                expected=f"one of the {len(listed)} names of {where}"
+                if listed
+                else f"names in {where}, which has none",
+                remedy="put the pattern between quotes; '*' stands for any characters, slashes too, and '?' for one",
+                adapter=one.name,
+            )
+    return list(found.values())
+
+
+def together(answers: Sequence[Result | LoRAPluginsError], *, is_list: bool, blank_between: bool = False) -> Result:
+    """The answers for all names as one: with `is_list` a list in JSON, or else the only one as it is.
+
+    Raises:
+        LoRAPluginsError: the only one is an error.
+    """
+    if is_list:
+        first, *others = answers
+        between = [line()] if blank_between else []
+        spaced = [replace(one, shown=[*between, *one.shown]) if isinstance(one, Result) else one for one in others]
+        return listed([first, *spaced])
+    (only,) = answers
+    if isinstance(only, LoRAPluginsError):
+        raise only
+    return only
+
+
+def listed(answers: Iterable[Result | LoRAPluginsError], name_key: str = "name", **more: Any) -> Result:
+    """Several answers as one, with their objects in a list."""
+    results = [
+        Result({name_key: one.adapter, "error": error_fields(one)}, [one]) if isinstance(one, LoRAPluginsError) else one
+        for one in answers
+    ]
+    objects = [one.fields for one in results]
+    failed = sum("error" in fields for fields in objects)
+    return Result(
+        {**more, "adapters": objects, "count": len(objects), "failed": failed},
+        [item for one in results for item in one.shown],
+        max(one.code for one in results),
+    )
+
+
+def _lines(file: Path) -> list[AskedName]:
+    try:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text()
+    except (OSError, ValueError) as error:
+        raise UsageProblem(f"--file {file}: {getattr(error, 'strerror', None) or 'no text'}") from None
+    found = []
+    for row in map(str.strip, text.splitlines()):
+        if row and not row.startswith("#"):
+            match = _WITH_URI.fullmatch(row)
+            found.append(AskedName(match[1], match[2]) if match else AskedName(row))
+    return found

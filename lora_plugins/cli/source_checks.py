@@ -1,0 +1,119 @@
+"""What the doctor looks at in the sources of adapters; remote ones are asked for what need not be there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from lora_plugins.absence import Absence, without_login
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.names import AdapterName
+from lora_plugins.cli.checks import Context, on, problem, warning
+from lora_plugins.cli.output import number
+from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
+from lora_plugins.findings import Finding, problem_of
+from lora_plugins.resolvers.sources.configured import filesystem_source, hub_source, s3_source
+from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
+
+_PROBE = "lora-plugins-doctor"
+_MAX_ENTRIES = 20  # of the Hub's list
+_MAX_FOLDERS = 10_000
+
+
+def filesystem(context: Context) -> Iterator[Finding]:
+    """Whether the directory may be read, and has adapters."""
+    filesystem_source(context.settings)
+    root = context.settings.filesystem_root
+    if root is None:
+        return  # its variable cannot be right, which another check reports
+    try:
+        count = _adapters_below(root)
+    except OSError as error:
+        yield problem(f"{root} cannot be read: {error.strerror}", "let the server's user read it")
+        return
+    if count:
+        yield on(f"{root}: {number(count, 'adapter')} in it and its folders")
+    else:
+        remedy = "put adapters there as <name>/ or <team>/<name>/"
+        yield warning(f"{root}: no {CONFIG_FILE} in its folders or theirs", remedy)
+
+
+def _adapters_below(root: Path) -> int:
+    """Adapters in folders of `root` and in folders of those; of a huge tree, only the beginning is read."""
+    count = looked = 0
+    for folder in [entry for entry in os.scandir(root) if entry.is_dir()]:
+        below = [folder.path]
+        try:
+            below += [entry.path for entry in os.scandir(folder) if entry.is_dir()]
+        except PermissionError:
+            continue
+        count += sum(os.path.lexists(os.path.join(path, CONFIG_FILE)) for path in below)
+        looked += len(below)
+        if looked > _MAX_FOLDERS:
+            break
+    return count
+
+
+def s3(context: Context) -> Iterator[Finding]:
+    """Whether the object store answers for the template, asked for something that need not be there."""
+    s3_source(context.settings)
+    template = context.settings.s3_path_template or ""
+    shown = without_login(template)
+    if not context.network:
+        yield on(f"{shown} (not asked)")
+        return
+    from lora_plugins.resolvers.sources.object_store import object_source
+
+    source = object_source(template, context.settings, locate_timeout_s=context.timeout_s)
+    answer = asyncio.run(_ask(source, AdapterName(_PROBE), context.timeout_s))
+    if isinstance(answer, SourceUnavailable):
+        yield problem_of(answer)
+    elif isinstance(answer, LoRAPluginsError):  # there is something of this name, and that it is broken is no matter
+        yield on(f"{shown} answers ({answer.found})")
+    else:
+        yield on(f"{shown} answers")
+
+
+def hub(context: Context) -> Iterator[Finding]:
+    """What the Hub answers for each entry of the list."""
+    hub_source(context.settings)
+    repos = context.settings.hub_repos
+    if not context.network:
+        yield on(f"{', '.join(repos)} (not asked)")
+        return
+    from huggingface_hub import constants
+
+    from lora_plugins.resolvers.sources.hub import HubSource
+    from lora_plugins.resolvers.sources.hub_repos import HubPatterns
+
+    if constants.HF_HUB_OFFLINE:
+        yield on("HF_HUB_OFFLINE is set: what the Hub's cache on this host has is served")
+        return
+    source = HubSource(HubPatterns.parse(repos), timeout_s=context.timeout_s)
+    asked = [(entry, AdapterName.parse(entry.replace("/*", f"/{_PROBE}"))) for entry in repos[:_MAX_ENTRIES]]
+
+    async def ask_all() -> list[RemoteAdapter | Absence | LoRAPluginsError]:
+        return await asyncio.gather(*(_ask(source, name, context.timeout_s) for _, name in asked))
+
+    for (entry, _), answer in zip(asked, asyncio.run(ask_all()), strict=True):
+        if isinstance(answer, SourceUnavailable):
+            yield problem_of(answer)
+        elif isinstance(answer, LoRAPluginsError):
+            yield warning(f"{entry}: {answer.found}", answer.remedy)
+        elif not isinstance(answer, Absence):
+            yield on(f"{entry} answers: an adapter at commit {answer.version[:12]}")
+        elif entry.endswith("/*") or "/*@" in entry:
+            yield on(f"{entry}: the Hub answers")
+        else:
+            yield on(f"{entry}: the Hub answers, and has no adapter at this place itself")
+
+
+async def _ask(source: Source, name: AdapterName, timeout_s: float) -> RemoteAdapter | Absence | LoRAPluginsError:
+    try:
+        return await asyncio.wait_for(source.locate(name, _PROBE), timeout_s + 1)
+    except LoRAPluginsError as error:
+        return error
+    except TimeoutError:
+        return SourceUnavailable(f"no answer within {timeout_s:g} s", remedy="check the network, or raise --timeout")

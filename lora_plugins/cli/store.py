@@ -1,0 +1,299 @@
+"""The store: what is in it, and `verify`, `gc` and `rm`; nothing is written by looking."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import unquote
+
+import typer
+
+from lora_plugins.absence import without_login
+from lora_plugins.api.access.name_patterns import NamePattern
+from lora_plugins.cli.exits import Exit, UsageProblem
+from lora_plugins.cli.names import NamesFile, is_pattern, wanted
+from lora_plugins.cli.output import (
+    SHOWN_CHARACTERS,
+    Output,
+    Result,
+    ago,
+    error_fields,
+    line,
+    number,
+    size,
+    table,
+    table_above,
+)
+from lora_plugins.cli.progress import counted
+from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError
+from lora_plugins.resolvers.sources.templates import Template
+from lora_plugins.settings import Settings
+from lora_plugins.store.eviction import Entry, discard_quarantined, entries, evict, quarantined
+from lora_plugins.store.layout import MIN_PREFIX, Layout, is_prefix
+from lora_plugins.store.leases import Leases
+from lora_plugins.store.opening import open_store
+from lora_plugins.store.processes import Processes
+from lora_plugins.store.store import Store
+from lora_plugins.variables import SIZE_EXPECTED, bytes_of
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")]
+
+
+class StoreView:
+    """The store of the settings, which need not be there."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.layout = Layout(settings.store_dir)
+        self._processes = Processes(self.layout.folder("processes"))
+        self._leases = Leases(self.layout, self._processes)
+
+    @functools.cached_property
+    def store(self) -> Store:
+        """The store itself, to change it; made where it is not there.
+
+        Raises:
+            InvalidSettings: it cannot be written.
+        """
+        return open_store(self.settings)
+
+    def entries(self) -> list[Entry]:
+        """What is published, the one used longest ago first; nothing where the store has never been made.
+
+        Raises:
+            InvalidSettings: the store cannot be read.
+        """
+        root = self.layout.root
+        if not root.exists():
+            return []
+        try:
+            return entries(self.layout)
+        except OSError as error:
+            raise InvalidSettings(
+                f"a store below {root} that answers '{error.strerror or type(error).__name__}'",
+                expected="a directory that can be read",
+                remedy="set LORA_PLUGINS_STORE_DIR, or run as the server's user",
+            ) from error
+
+    def holders(self, entry: Entry) -> list[str]:
+        """The processes that have leased it, in words."""
+        return [self._processes.describe(name) for name in self._leases.holders(entry.digest)]
+
+    def row(self, entry: Entry) -> dict[str, Any]:
+        """One adapter as JSON has it."""
+        manifest = entry.manifest
+        return {
+            "digest": entry.digest,
+            "name": self.name_of(entry),
+            "uri": manifest.uri if manifest else None,
+            "version": manifest.version if manifest else None,
+            "size_bytes": entry.size_bytes,
+            "fetched_at": manifest.fetched_at if manifest else None,
+            "used_at": entry.used_at or None,
+            "leases": len(self._leases.holders(entry.digest)),
+            "damaged": manifest is None or (self.layout.folder("damaged") / entry.digest).exists(),
+            "path": str(self.layout.adapter(entry.digest)),
+        }
+
+    def name_of(self, entry: Entry) -> str | None:
+        """The name by which the sources of the settings know it; None where none of them does."""
+        uri = "" if entry.manifest is None else entry.manifest.uri
+        if uri.startswith("hf://"):
+            return uri.removeprefix("hf://")
+        root = self.settings.filesystem_root
+        if root is not None and uri.startswith(f"{root.as_uri()}/"):
+            return unquote(uri.removeprefix(f"{root.as_uri()}/"))
+        template = (self.settings.s3_path_template or "").rstrip("/")
+        if not template or not uri:
+            return None
+        url = template if "://" in template else f"s3://{template.lstrip('/')}"
+        name = Template(url.replace("s3a://", "s3://", 1), "S3_PATH_TEMPLATE").read(uri, "")
+        return None if name is None else str(name)
+
+    def select(self, text: str) -> list[Entry]:
+        """The published adapters that a name, a pattern of names, a URI, or the beginning of a digest stands for.
+
+        Raises:
+            AdapterNotFound: there is none. UsageProblem: this is the beginning of several digests.
+        """
+        known = self.entries()
+        if is_prefix(text):
+            found = [entry for entry in known if entry.digest.startswith(text)]
+            if len(found) > 1:
+                raise UsageProblem(f"'{text}' is the beginning of {len(found)} digests; give more of it")
+            if found:
+                return found
+        if "://" in text:
+            found = [entry for entry in known if entry.manifest is not None and entry.manifest.uri == text.rstrip("/")]
+        else:
+            fits = NamePattern(text).matches if is_pattern(text) else text.__eq__
+            found = [entry for entry in known if (name := self.name_of(entry)) is not None and fits(name)]
+        if not found:
+            raise AdapterNotFound(
+                "no such adapter in the store",
+                expected=f"a name, URI or digest ({MIN_PREFIX} characters of it) of what {self.layout.root} has",
+                remedy="'lora-plugins ls' shows what is there",
+                adapter=without_login(text),
+            )
+        return found
+
+    def select_all(
+        self, names: Sequence[str] | None, file: Path | None
+    ) -> tuple[Sequence[Entry], list[LoRAPluginsError]]:
+        """What `select` finds for several, each adapter once, and an error for each that stands for none.
+
+        Raises:
+            AdapterNotFound: the only one stands for none. UsageProblem: as `select` does; nothing is asked for.
+        """
+        asked = wanted(names, file)
+        found: dict[str, Entry] = {}
+        errors: list[LoRAPluginsError] = []
+        for one in asked:
+            try:
+                found.update((entry.digest, entry) for entry in self.select(one.name))
+            except AdapterNotFound as error:
+                if len(asked) == 1:
+                    raise
+                errors.append(error)
+        return list(found.values()), errors
+
+
+def verify(
+    output: Output,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="Beginnings of digests, names, patterns in quotes, or URIs; all adapters without any."),
+    ] = None,
+    *,
+    file: NamesFile = None,
+) -> Result:
+    """Hash what is in the store again; quarantine damage."""
+    view = StoreView(Settings.from_env())
+    chosen, errors = view.select_all(names, file) if names or file is not None else (view.entries(), [])
+    adapters = []
+    for entry in counted(output, chosen, len(chosen), "hashed"):
+        if not output.shows_progress or len(chosen) < 2:
+            output.progress(f"hashing {entry.digest[:SHOWN_CHARACTERS]}")
+        whole = view.store.verify(entry.digest)
+        is_gone = not view.layout.adapter(entry.digest).exists()
+        adapters.append({"digest": entry.digest, "whole": whole, "quarantined": is_gone})
+    damaged = sum(not adapter["whole"] for adapter in adapters)
+    fields = {
+        "store": str(view.layout.root),
+        "adapters": adapters,
+        "count": len(adapters),
+        "damaged": damaged,
+        "errors": [error_fields(error) for error in errors],
+    }
+    rows = [(str(adapter["digest"])[:SHOWN_CHARACTERS], _verdict(adapter)) for adapter in adapters]
+    end = line(f"{number(len(adapters), 'adapter')}, {damaged} damaged", "bold red" if damaged else "")
+    return Result(fields, [*errors, table(("digest", "verdict"), rows), end], Exit.WRONG if damaged else Exit.OK)
+
+
+def _verdict(adapter: Mapping[str, object]) -> str:
+    if adapter["whole"]:
+        return "whole"
+    return (
+        "damaged, quarantined" if adapter["quarantined"] else "damaged, and in use: replaced once it is fetched again"
+    )
+
+
+def gc(
+    *,
+    max_bytes: Annotated[
+        str | None, typer.Option(help="The budget to reach, such as 20Gi; LORA_PLUGINS_STORE_MAX_BYTES without it.")
+    ] = None,
+    dry_run: DryRun = False,
+) -> Result:
+    """Remove what was used longest ago, until the rest fits.
+
+    Adapters that a running server has leased stay.
+    """
+    view = StoreView(Settings.from_env())
+    budget = _budget(view.settings, max_bytes)
+    rows: dict[str, dict[str, Any]] = {}
+
+    def remove(entry: Entry) -> bool:
+        rows[entry.digest] = row = view.row(entry)
+        return not row["leases"] if dry_run else view.store.remove(entry.digest)
+
+    known = view.entries()
+    damaged = quarantined(view.layout) if view.layout.folder("quarantine").is_dir() else []
+    done = evict(known, budget, remove)
+    if damaged and not dry_run:
+        for entry in damaged:
+            discard_quarantined(view.store.layout, entry.digest)
+    before_bytes = sum(entry.size_bytes for entry in known)
+    fits = done.left_bytes <= budget
+    fields = {
+        "store": str(view.layout.root),
+        "dry_run": dry_run,
+        "max_bytes": budget,
+        "before_bytes": before_bytes,
+        "after_bytes": done.left_bytes,
+        "fits": fits,
+        "removed": [rows[entry.digest] for entry in done.removed],
+        "leased": [rows[entry.digest] for entry in done.leased],
+        "quarantine": [{"name": entry.digest, "size_bytes": entry.size_bytes} for entry in damaged],
+    }
+    removed = "would be removed" if dry_run else "removed"
+    verdicts = [
+        *((entry, ago(entry.used_at), removed) for entry in done.removed),
+        *((entry, ago(entry.used_at), "stays: leased") for entry in done.leased),
+        *((entry, "", f"damaged, {removed}") for entry in damaged),
+    ]
+    cells = [(entry.digest[:SHOWN_CHARACTERS], size(entry.size_bytes), used, said) for entry, used, said in verdicts]
+    shown = table_above(("digest", "size", "used", ""), cells)
+    end = line(f"{size(before_bytes)} before, {size(done.left_bytes)} after, budget {size(budget)}")
+    if fits:
+        return Result(fields, [*shown, end])
+    why = line("what would still have to go is leased by running servers", "bold red")
+    return Result(fields, [*shown, end, why], Exit.NO_ROOM)
+
+
+def _budget(settings: Settings, text: str | None) -> int:
+    budget = settings.store_max_bytes if text is None else 0 if text.strip() == "0" else bytes_of(text)
+    if budget is not None:
+        return budget
+    if text is None:
+        raise UsageProblem("gc needs a budget: give --max-bytes, or set LORA_PLUGINS_STORE_MAX_BYTES")
+    raise UsageProblem(f"--max-bytes {text}: expected {SIZE_EXPECTED}, or 0")
+
+
+def rm(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="Names, patterns in quotes, URIs, or beginnings of digests: all versions of each."),
+    ] = None,
+    *,
+    file: NamesFile = None,
+    dry_run: DryRun = False,
+) -> Result:
+    """Remove adapters from the store, unless they are in use."""
+    view = StoreView(Settings.from_env())
+    found, errors = view.select_all(names, file)
+    rows: list[dict[str, Any]] = []
+    for entry in found:
+        row, holders = view.row(entry), view.holders(entry)
+        is_gone = not holders if dry_run else view.store.remove(entry.digest)
+        rows.append({**row, "removed": is_gone, "holders": [] if is_gone else holders})
+    removed = [row for row in rows if row["removed"]]
+    removed_bytes = sum(row["size_bytes"] for row in removed)
+    fields = {
+        "store": str(view.layout.root),
+        "dry_run": dry_run,
+        "adapters": rows,
+        "count": len(rows),
+        "removed_bytes": removed_bytes,
+        "errors": [error_fields(error) for error in errors],
+    }
+    done = "would be removed" if dry_run else "removed"
+    cells = []
+    for row in rows:
+        verdict = done if row["removed"] else f"stays: leased by {', '.join(row['holders']) or 'another process'}"
+        cells.append((row["digest"][:SHOWN_CHARACTERS], size(row["size_bytes"]), verdict, row["uri"] or "?"))
+    shown = table_above(("digest", "size", "", "uri"), cells)
+    end = line(f"{number(len(removed), 'adapter')} {done}, {size(removed_bytes)}")
+    return Result(fields, [*errors, *shown, end], Exit.OK if len(removed) == len(rows) else Exit.NO_ROOM)

@@ -1,0 +1,198 @@
+"""`load`, `unload`, `refresh`, `rollback`, `pin`, `unpin`, `prefetch`: the routes of a running server's admin API."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote, urlencode
+
+import typer
+from pydantic import BaseModel
+
+from lora_plugins.api.models import AdapterSource, AdapterStatus, LoadAdapterRequest, RollbackRequest, VersionStatus
+from lora_plugins.cli.exits import UsageProblem
+from lora_plugins.cli.names import AskedName, NamesFile, expand, listed, wanted
+from lora_plugins.cli.output import SHOWN_CHARACTERS, Output, Result, table
+from lora_plugins.cli.progress import counted
+from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl
+from lora_plugins.errors import LoRAPluginsError
+
+_AT_ONCE = 4
+
+_PATTERNS = "Names, or patterns in quotes for what the server lists ('team/*')."
+_NO_PATTERNS = "Names; patterns stand for themselves here."
+_OPTIONS: dict[str, Any] = {
+    "uri": Annotated[
+        str | None, typer.Option(help="Where the adapter lies, if not where its name says; for one name.")
+    ],
+    "block": Annotated[bool, typer.Option("--block", help="Refuse the names from here on, until they are loaded.")],
+    "drain_s": Annotated[
+        float | None,
+        typer.Option(
+            "--drain", min=0, help="Seconds that running requests have; LORA_PLUGINS_DRAIN_TIMEOUT_S without it."
+        ),
+    ],
+    "to": Annotated[str | None, typer.Option("--to", help="The kept version whose digest begins so; for one name.")],
+    "if_match": Annotated[
+        str | None, typer.Option("--if-match", help="Only if the version that is served has this digest, or begins so.")
+    ],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """One change of what a server serves.
+
+    Attributes:
+        name: of the command. says: its help. options: those of `_OPTIONS` that it has.
+        route: method and path of a name. answer: what the server answers.
+        body: of the request for a name with these options. has_patterns: whether `team/*` stands for what is listed.
+    """
+
+    name: str
+    says: str
+    options: tuple[str, ...] = ()
+    answer: type[AdapterStatus] = AdapterStatus
+    route: str = "POST /{name}/{verb}"
+    body: Callable[[AskedName, dict[str, Any]], BaseModel | None] = lambda _, __: None
+    has_patterns: bool = True
+
+    def command(self) -> Callable[..., Result]:
+        """The function behind the command, with the options of this verb."""
+
+        def run(output: Output, names: list[str] | None, file: Path | None, **given: Any) -> Result:
+            client = AdminClient(given.pop("url"), given.pop("timeout_s"))
+            return _change(output, client, self, wanted(names, file), given)
+
+        run.__name__, run.__doc__ = self.name, self.says
+        says = _PATTERNS if self.has_patterns else _NO_PATTERNS
+        options = {
+            "output": (Output, inspect.Parameter.empty),
+            "names": (Annotated[list[str] | None, typer.Argument(help=says)], None),
+            "file": (NamesFile, None),
+            **{name: (_OPTIONS[name], False if name == "block" else None) for name in self.options},
+            "url": (ServerUrl, DEFAULT_URL),
+            "timeout_s": (Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds for each answer.")], 600.0),
+        }
+        parameters = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
+            for name, (kind, default) in options.items()
+        ]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    def ask(self, client: AdminClient, one: AskedName, options: dict[str, Any]) -> AdapterStatus:
+        """Ask a server to do it with one name.
+
+        Raises:
+            UsageProblem: the name or an option cannot be right. LoRAPluginsError: what the server answers.
+        """
+        try:
+            body = self.body(one, options)
+        except ValueError as error:  # pydantic's, in several lines
+            raise UsageProblem(str(error).partition("\n")[2].partition(" [")[0].replace("\n ", ":")) from None
+        expected = options.get("if_match")
+        if expected is not None:
+            expected = client.whole_digest(one.name, expected)
+        method, path = self.route.format(name=quote(one.name), verb=self.name).split(" ")
+        return client.ask(self.answer, method, path + _query(options), body, expected)
+
+
+def _query(options: dict[str, Any]) -> str:
+    query = {"block": "true"} if options.get("block") else {}
+    if options.get("drain_s") is not None:
+        query["timeout_s"] = str(options["drain_s"])
+    return f"?{urlencode(query)}" if query else ""
+
+
+def _load(one: AskedName, options: dict[str, Any]) -> LoadAdapterRequest:
+    uri = options["uri"] or one.uri
+    return LoadAdapterRequest(lora_name=one.name, source=None if uri is None else AdapterSource(uri=uri))
+
+
+def _version(_: AskedName, options: dict[str, Any]) -> RollbackRequest | None:
+    return None if options["to"] is None else RollbackRequest(digest=options["to"])
+
+
+VERBS = (
+    Verb(
+        "load",
+        "Serve adapters, from the server's sources or from URIs.",
+        ("uri", "if_match"),
+        VersionStatus,
+        route="POST ",
+        body=_load,
+        has_patterns=False,
+    ),
+    Verb(
+        "unload",
+        "Serve adapters no longer, once their requests have ended.",
+        ("block", "drain_s"),
+        route="DELETE /{name}",
+    ),
+    Verb("refresh", "Look for new versions at the sources now, and swap to them.", ("if_match",), VersionStatus),
+    Verb(
+        "rollback",
+        "Go back to the version before, until the next refresh.",
+        ("to", "if_match"),
+        VersionStatus,
+        body=_version,
+    ),
+    Verb("pin", "Keep adapters in host memory and in slots."),
+    Verb("unpin", "Let pinned adapters be evicted like any other."),
+    Verb("prefetch", "Bring adapters into host memory before they are asked for."),
+)
+
+
+def _change(
+    output: Output, client: AdminClient, verb: Verb, asked: Sequence[AskedName], options: dict[str, Any]
+) -> Result:
+    """Ask for every name, a few at once; one that fails keeps none of the others from being asked for."""
+    if options.get("uri") is not None and (len(asked) != 1 or asked[0].uri is not None):
+        raise UsageProblem("--uri is for one name; --file takes a URI behind each name")
+    for option in ("if_match", "to"):
+        if options.get(option) is not None and len(asked) != 1:
+            raise UsageProblem(f"--{option.replace('_', '-')} is for one name: each has digests of its own")
+    found: Sequence[AskedName | LoRAPluginsError] = asked
+    if verb.has_patterns:
+        found = expand(asked, lambda: [adapter.lora_name for adapter in client.adapters().loras], client.url)
+
+    def answer(one: AskedName | LoRAPluginsError) -> AdapterStatus | LoRAPluginsError:
+        if isinstance(one, LoRAPluginsError):
+            return one
+        try:
+            return verb.ask(client, one, options)
+        except LoRAPluginsError as error:
+            error.adapter = error.adapter or one.name
+            return error
+
+    threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="lora-plugins-admin")
+    try:
+        answers = [*counted(output, threads.map(answer, found), len(found), "asked")]
+    finally:  # once the command is interrupted, nobody waits for the other answers
+        threads.shutdown(wait=False, cancel_futures=True)
+    together = listed(
+        [one if isinstance(one, LoRAPluginsError) else Result(one.model_dump(mode="json"), []) for one in answers],
+        "lora_name",
+        url=client.url,
+    )
+    rows = [_row(one) for one in answers if not isinstance(one, LoRAPluginsError)]
+    versions = ("digest", "previous", "swapped", "took") if verb.answer is VersionStatus else ()
+    heads = ("name", *versions, "result")
+    tables = [table(heads, rows)] if rows else []
+    return Result(together.fields, [*tables, *together.shown], together.code)
+
+
+def _row(one: AdapterStatus) -> tuple[str, ...]:
+    """The name, what became of its versions, and the server's sentence, without the name that stands beside it."""
+    versions: tuple[str, ...] = ()
+    if isinstance(one, VersionStatus):
+        digests = [(digest or "")[:SHOWN_CHARACTERS] for digest in (one.digest, one.previous_digest)]
+        took = f"{one.elapsed_ms:.0f} ms" if one.elapsed_ms < 9_999.5 else f"{one.elapsed_ms / 1000:.1f} s"
+        versions = *digests, "yes" if one.swapped else "no", took
+    result = one.message.removeprefix(f"LoRA adapter '{one.lora_name}' ").removesuffix(".")
+    return one.lora_name, *versions, result

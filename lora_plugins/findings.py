@@ -1,0 +1,67 @@
+"""What is right or wrong with an environment: the doctor shows it all, a server logs what is wrong as it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.plugin_names import OURS
+from lora_plugins.settings import Settings
+from lora_plugins.spelling import closest
+
+
+class State(StrEnum):
+    """`ON` and `OK` are as they should be, `OFF` is a choice; a `PROBLEM` keeps something asked for from working."""
+
+    OK = "ok"
+    ON = "on"
+    OFF = "off"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was found, and what to do where something is to be done; `check` is where, once the doctor has said so."""
+
+    state: State
+    found: str
+    remedy: str = ""
+    check: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.found}; {self.remedy}" if self.remedy else self.found
+
+
+def problem_of(error: LoRAPluginsError) -> Finding:
+    """One of our errors as a finding."""
+    expected = f"; expected {error.expected}" if error.expected else ""
+    return Finding(State.PROBLEM, f"{error.found}{expected}", error.remedy)
+
+
+def unknown_plugins(
+    env: Mapping[str, str], installed: Collection[str], *, only_ours: bool = False
+) -> Iterator[Finding]:
+    """Names in `VLLM_PLUGINS` that vLLM passes over without a word; with `only_ours`, those that look like ours."""
+    for name in env.get("VLLM_PLUGINS", "").split(","):
+        close = closest(name.strip(), OURS if only_ours else {*OURS, *installed})
+        if not name or name in installed or (only_ours and close is None):
+            continue
+        if name.strip() in installed:
+            found = f"VLLM_PLUGINS names '{name}', and vLLM does not leave out the space: it is not loaded"
+            yield Finding(State.PROBLEM, found, "separate the names by commas alone")
+        else:
+            found = f"VLLM_PLUGINS names '{name}', and no installed package has such a plugin"
+            yield Finding(State.WARNING, found, f"did you mean {close}?" if close else "correct or remove the name")
+
+
+def resolvers_not_asked(settings: Settings) -> Iterator[Finding]:
+    """Whether vLLM asks resolvers at all."""
+    if not settings.runtime_lora_updating:
+        yield Finding(
+            State.PROBLEM,
+            "vLLM asks no resolver: VLLM_ALLOW_RUNTIME_LORA_UPDATING is not 1",
+            "set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+        )

@@ -1,0 +1,119 @@
+"""The store as `ls`, `verify`, `gc` and `rm` see it, and what they leave alone."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from lora_plugins.adapter.weight_files import WEIGHTS_FILE
+from lora_plugins.cli.exits import Exit
+from lora_plugins.store.store import Store
+from tests.make import adapter_files, put
+
+
+@pytest.mark.usefixtures("permissions_count")
+def test_a_read_only_store_is_listed_and_not_written(cli):
+    digest = cli("pull", "sql", "--json").json["digest"]
+    folders = [cli.store, *(path for path in cli.store.rglob("*") if path.is_dir())]
+    for folder in folders:
+        folder.chmod(0o555)
+    try:
+        listed = cli("ls", "--json")
+        planned = cli("gc", "--dry-run", "--max-bytes", "0", "--json")
+        refused = [cli(*command) for command in (["pull", "team/poet"], ["gc", "--max-bytes", "0"])]
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
+    assert (listed.code, [row["digest"] for row in listed.json["adapters"]]) == (Exit.OK, [digest])
+    assert (planned.code, [row["digest"] for row in planned.json["removed"]]) == (Exit.OK, [digest])
+    for done in refused:
+        done.assert_no_traceback()
+        assert done.code in (Exit.SETTINGS, Exit.UNAVAILABLE)
+        assert "Permission denied" in done.err
+
+
+def test_what_is_damaged_is_quarantined_and_collected(cli):
+    digest = cli("pull", "sql", "--json").json["digest"]
+    weights = cli.store / digest / WEIGHTS_FILE
+    weights.chmod(0o644)
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    done = cli("verify", digest[:8], "--json")
+    assert (done.code, done.json["adapters"]) == (Exit.WRONG, [{"digest": digest, "whole": False, "quarantined": True}])
+    assert cli("ls", "--json").json["adapters"] == []
+    assert [item["size_bytes"] > 0 for item in cli("gc", "--max-bytes", "1GB", "--json").json["quarantine"]] == [True]
+    assert list((cli.store / ".quarantine").iterdir()) == []
+
+
+def test_what_is_damaged_and_in_use_stays(cli):
+    digest = cli("pull", "sql", "--json").json["digest"]
+    server = Store(cli.store)
+    assert server.acquire(digest)
+    (cli.store / digest / WEIGHTS_FILE).unlink()
+    done = cli("verify")
+    assert (done.code, "damaged, and in use" in done.out) == (Exit.WRONG, True)
+    assert [row["damaged"] for row in cli("ls", "--json").json["adapters"]] == [True]
+    assert "(damaged)" in cli("ls").out
+    server.leases.release(digest)
+    assert "damaged, quarantined" in cli("verify").out
+
+
+def test_gc_leaves_what_a_server_has_leased(cli):
+    digest = cli("pull", "sql", "--json").json["digest"]
+    other = cli("pull", "team/poet", "--json").json["digest"]
+    server = Store(cli.store)
+    assert server.acquire(digest)
+    assert [row["leases"] for row in cli("ls", "--json").json["adapters"] if row["digest"] == digest] == [1]
+    for more in (["--dry-run"], []):
+        done = cli("gc", "--max-bytes", "0", "--json", *more)
+        assert done.code == Exit.NO_ROOM
+        assert [row["digest"] for row in done.json["removed"]] == [other]
+        assert [row["digest"] for row in done.json["leased"]] == [digest]
+        assert not done.json["fits"]
+        assert (cli.store / other).exists() == bool(more)
+    server.leases.release(digest)
+    assert cli("gc", "--max-bytes", "0").code == Exit.OK
+    assert not (cli.store / digest).exists()
+
+
+def test_gc_removes_the_oldest_and_no_more_than_needed(cli):
+    put(cli.adapters / "third", adapter_files(lora_alpha=32))
+    digests = [cli("pull", name, "--json").json["digest"] for name in ("team/poet", "third", "sql")]
+    for age_s, digest in enumerate(reversed(digests)):
+        use = cli.store / ".uses" / digest
+        os.utime(use, (use.stat().st_atime, time.time() - 100 * age_s))
+    assert [row["digest"] for row in cli("ls", "--json").json["adapters"]] == digests[::-1]
+    done = cli("gc", "--max-bytes", "5kB", "--json")
+    assert [row["digest"] for row in done.json["removed"]] == digests[:1]
+    assert done.json["after_bytes"] == sum(row["size_bytes"] for row in cli("ls", "--json").json["adapters"])
+
+
+def test_rm_removes_by_name_pattern_uri_and_digest(many):
+    digests = {one["name"]: one["digest"] for one in many("pull", "*", "--json").json["adapters"] if "digest" in one}
+    done = many("rm", "team/*", "--dry-run", "--json")
+    assert [one["removed"] for one in done.json["adapters"]] == [True, True]
+    assert many("ls", "--json").json["count"] == 3
+    assert many("rm", "team/sql").code == Exit.OK
+    assert many("rm", digests["team/poet"][:8]).code == Exit.OK
+    assert {row["name"] for row in many("ls", "--json").json["adapters"]} == {"sql"}
+    assert many("rm", f"file://{many.adapters}/sql").code == Exit.OK
+    done = many("rm", "sql")
+    assert (done.code, "no such adapter in the store" in done.err) == (Exit.NOT_FOUND, True)
+    assert list(many.store.glob("[0-9a-f]*")) == []
+
+
+def test_rm_leaves_what_is_leased_and_says_by_whom(many):
+    pulled = {one["name"]: one["digest"] for one in many("pull", "sql", "team/sql", "--json").json["adapters"]}
+    server = Store(many.store)
+    assert server.acquire(pulled["sql"])
+    for more in (["--dry-run"], []):
+        done = many("rm", "*sql", *more)
+        assert done.code == Exit.NO_ROOM
+        assert f"stays: leased by process {os.getpid()} of this host" in done.out
+        assert (many.store / pulled["team/sql"]).exists() == bool(more)
+    assert (many.store / pulled["sql"]).exists()
+    server.leases.release(pulled["sql"])
+    assert many("rm", "sql").code == Exit.OK

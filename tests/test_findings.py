@@ -1,0 +1,41 @@
+"""What is found in an environment, for the doctor and for a server's log."""
+
+from __future__ import annotations
+
+import pytest
+
+from lora_plugins.findings import resolvers_not_asked, unknown_plugins
+from lora_plugins.settings import Settings
+
+INSTALLED = ("lora_admin", "lora_kernels", "lora_filesystem_resolver", "lora_s3_resolver", "oot")
+
+
+@pytest.mark.parametrize(
+    ("named", "remedies"),
+    [
+        ("lora_filesystm_resolver,lora_admin", ["did you mean lora_filesystem_resolver?"]),
+        ("lora_admin, lora_kernels", ["separate the names by commas alone"]),
+        ("LORA_S3_RESOLVER", ["did you mean lora_s3_resolver?"]),
+        ("lora_s3_resolver,oot,,dummy", []),
+    ],
+)
+def test_names_that_look_like_ours_are_found(named, remedies):
+    found = list(unknown_plugins({"VLLM_PLUGINS": named}, INSTALLED, only_ours=True))
+    assert [finding.remedy for finding in found] == remedies
+    assert not list(unknown_plugins({}, INSTALLED))
+
+
+def test_the_doctor_names_every_plugin_that_is_not_installed():
+    found = list(unknown_plugins({"VLLM_PLUGINS": "dummy,ooot,lora_admin"}, INSTALLED))
+    assert [str(finding) for finding in found] == [
+        "VLLM_PLUGINS names 'dummy', and no installed package has such a plugin; correct or remove the name",
+        "VLLM_PLUGINS names 'ooot', and no installed package has such a plugin; did you mean oot?",
+    ]
+
+
+def test_resolvers_that_are_not_asked_are_a_problem():
+    (finding,) = resolvers_not_asked(Settings())
+    assert str(finding) == (
+        "vLLM asks no resolver: VLLM_ALLOW_RUNTIME_LORA_UPDATING is not 1; set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+    )
+    assert not list(resolvers_not_asked(Settings(runtime_lora_updating=True)))
