@@ -95,7 +95,8 @@ class TestMemorySource(SourceContract):
         harness.put_adapter("team/sql", adapter_files())
         with monkeypatch.context() as patch:
             patch.setattr(MemoryFileSystem, "ls", ls)
-            assert asyncio.run(FsspecFiles("memory", {}).entries("memory://contract/team")) == ["sql/"]
+            found = asyncio.run(FsspecFiles("memory", {}).list_below("memory://contract"))
+        assert sorted(found) == sorted(f"memory://contract/team/sql/{file}" for file in adapter_files())
 
 
 class HubHarness(SourceHarness):
