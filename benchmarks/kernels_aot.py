@@ -18,11 +18,11 @@ import torch
 
 from benchmarks.record import keep
 from lora_plugins.kernels import tuning
-from lora_plugins.kernels.triton_ops import chunks, expand, fused, shrink
+from lora_plugins.kernels.triton_ops import chunks, expand, shrink
 from lora_plugins.kernels.triton_ops.packed import PackedModule
 from testbed.ahead_of_time import compile_launches
 
-KERNELS = (chunks._cut_kernel, shrink._shrink_kernel, expand._expand_kernel, fused._fused_kernel)
+KERNELS = (chunks._cut_kernel, shrink._shrink_kernel, expand._expand_kernel)
 SLOTS, MAX_RANK, MAX_ROWS = 4, 64, 8192
 MANY_SLOTS = 512
 # Llama-3-8B's packed q, k, v; and sizes of which nothing is a multiple of anything.
@@ -51,7 +51,7 @@ def launch(plan: tuning.Plan, shape: str, dtype: torch.dtype) -> None:
     shrink.shrink(t, x, module, ranks, batch, plan.chunk, plan.shrink, 1.0)
     expand.expand(y, t, module, ranks, batch, plan.chunk, plan.expand)
     if plan.fused:
-        fused.fused(y, x, module, ranks, batch, plan.chunk, plan.fused, 1.0)
+        expand.fused(y, x, module, ranks, batch, plan.chunk, plan.fused, 1.0)
 
 
 def cut_many_slots() -> None:

@@ -22,10 +22,7 @@ WITH_VLLM = {
 }
 # These compute with torch, or hold tensors; what chooses, groups and plans stays pure.
 COMPUTING = {
-    *(
-        f"lora_plugins.kernels.{name}"
-        for name in ("reference", "packs", "packing", "cpu", "punica_cpu", "punica_triton")
-    ),
+    *(f"lora_plugins.kernels.{name}" for name in ("reference", "packing", "cpu", "punica_cpu", "punica_triton")),
     *(
         f"lora_plugins.worker.{name}"
         for name in ("host_memory", "jobs", "loaded_adapter", "loading", "metrics", "slot_stream", "untouched_zeros")

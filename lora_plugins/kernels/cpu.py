@@ -8,6 +8,7 @@ that are not compiled. Every row meets its own adapter only, so nothing that an 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -129,8 +130,9 @@ def _steps(module: ModuleSlots, batch: BatchRows, buffers: Buffers, scale: float
         if slot not in compiled and any(module.ranks[slot]):
             yield _by_torch(module, slot, rows, buffers, scale)
     if module.panels is not None and compiled:
+        take = functools.partial(buffers.take, dtype=torch.float32)
         inn = module.panels.shape.inn
-        yield step(module.panels.product, compiled, batch.rows_of_32_bits, inn, scale, buffers.take)
+        yield step(module.panels.product, compiled, batch.rows_of_32_bits, inn, scale, take)
 
 
 def _by_torch(module: ModuleSlots, slot: int, rows: Any, buffers: Buffers, scale: float) -> Step:

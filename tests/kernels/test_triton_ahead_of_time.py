@@ -38,7 +38,7 @@ def compiled() -> list[Row]:
 def test_every_kernel_compiles_for_ampere_hopper_and_blackwell(compiled: list[Row]) -> None:
     assert {(row["kernel"], row["architecture"]) for row in compiled} == {
         (kernel, architecture)
-        for kernel in ("cut_kernel", "shrink_kernel", "expand_kernel", "fused_kernel")
+        for kernel in ("cut_kernel", "shrink_kernel", "expand_kernel")
         for architecture in (80, 90, 100)
     }
 
@@ -58,6 +58,6 @@ def test_aligned_weights_are_loaded_16_bytes_at_a_time(compiled: list[Row]) -> N
     assert [row for row in aligned if row["kernel"] != "cut_kernel" and not row["wide"]] == []
     # Rank by columns of one tile, over the threads of one program: the loads of that one path, and no more.
     for row in aligned:
-        if row["kernel"] in ("expand_kernel", "fused_kernel"):
+        if row["kernel"] == "expand_kernel":
             tile = 32 if row["max_rows"] == 8192 else 16
             assert row["narrow"] <= tile * 128 // (32 * row["warps"])

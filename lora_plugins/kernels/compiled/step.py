@@ -6,12 +6,10 @@ import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from lora_plugins.kernels.compiled.library import Group, Product
 from lora_plugins.kernels.compiled.panels import Panels, filled
 
-Take = Callable[[tuple[int, ...], Any], Any]
+Take = Callable[[tuple[int, ...]], Any]
 
 
 def step(
@@ -25,7 +23,7 @@ def step(
         rows: by slot, the batch's rows that it adapts, int32, ascending.
         inn: columns of `x`.
         scale: factor of what is added.
-        take: gives a buffer of a shape and dtype, undefined in content, that is nobody else's until `run` has returned.
+        take: gives a float32 buffer of a shape, undefined in content, that is nobody else's until `run` has returned.
     """
     groups = (Group * len(panels))()
     for group, (slot, found) in zip(groups, panels.items(), strict=True):
@@ -35,7 +33,7 @@ def step(
     add, address, n_groups = product.add, ctypes.addressof(groups), len(groups)
     parts = product.parts(address, n_groups, inn)
     sizes = [parts * group.n_rows * filled(product, group.rank) for group in groups]
-    buffer = take((sum(sizes),), torch.float32)
+    buffer = take((sum(sizes),))
     shrunk = buffer.data_ptr()
     for group, size in zip(groups, sizes, strict=True):
         group.shrunk = shrunk

@@ -3,8 +3,13 @@
 All slices of a packed module, of whatever widths, go in one launch. Partial sums of a split shrink are added here, in
 one order.
 
-The left factor of its product lies in registers. ptxas before 13.3 miscompiles that on sm_90 where loads are pipelined
-(triton-lang/triton#9433); tables therefore keep `stages` at 1 here, which costs nothing, as a rank is one or two tiles.
+Fused, for few rows, every program computes what it needs of `t = A x` itself. A is read once for each tile of output
+columns, out of the second-level cache after the first. That costs less than a second launch only where A is small and
+rows are few; the tuning table says where.
+
+The left factor of the product lies in registers. ptxas before 13.3 miscompiles that on sm_90 where loads are pipelined
+(triton-lang/triton#9433); tables therefore keep `stages` at 1 for an expand, which costs nothing, as a rank is one or
+two tiles.
 """
 
 from __future__ import annotations
@@ -15,9 +20,17 @@ import triton
 import triton.language as tl
 
 from lora_plugins.kernels.triton_ops.chunks import Chunks
-from lora_plugins.kernels.triton_ops.packed import ELEMENTS, PackedModule, precision
-from lora_plugins.kernels.triton_ops.tiles import load_to_rank, number, pointer, product, put, rows_of_chunk
-from lora_plugins.kernels.tuning import ExpandTile
+from lora_plugins.kernels.triton_ops.packed import PackedModule, batch_arguments, columns, constants
+from lora_plugins.kernels.triton_ops.tiles import (
+    load_to_rank,
+    number,
+    pointer,
+    product,
+    put,
+    rows_of_chunk,
+    shrink_tile,
+)
+from lora_plugins.kernels.tuning import ExpandTile, FusedTile
 
 
 def expand(
@@ -43,37 +56,75 @@ def expand(
         tile: how the work is cut.
         add_inputs: whether what is in `y` counts.
     """
+    t_strides = (t.stride(2), t.stride(0), t.stride(1))
+    cut = {"FUSED": False, "SPLITS": t.shape[0], "IN": 16, "RANK": tile.rank, "OUT": tile.columns}
+    _launch(y, t, t_strides, 0, 1.0, module, ranks, chunks, size, tile, cut, add_inputs=add_inputs)
+
+
+def fused(
+    y: Any,
+    x: Any,
+    module: PackedModule,
+    ranks: Any,
+    chunks: Chunks,
+    size: int,
+    tile: FusedTile,
+    scale: float,
+    *,
+    add_inputs: bool = True,
+) -> None:
+    """Add `scale * B A x` to the slices' columns of `y`, or put it there; the rest of `y` is not touched.
+
+    Args:
+        y: as for `expand`.
+        x: `[rows, in]`, contiguous in its last axis.
+        module: the stacked A and B of all slices.
+        ranks: as for `expand`, and so all others.
+        chunks: the batch, cut.
+        size: the chunk size.
+        tile: how the work is cut.
+        scale: what every sum of the shrink is multiplied with.
+        add_inputs: whether what is in `y` counts.
+    """
+    columns_in = columns(tile.columns_in, module.dtype)
+    cut = {"FUSED": True, "SPLITS": 1, "IN": columns_in, "RANK": tile.rank, "OUT": tile.columns_out}
+    _launch(y, x, (x.stride(0), 0, 0), x.shape[1], scale, module, ranks, chunks, size, tile, cut, add_inputs=add_inputs)
+
+
+def _launch(
+    y: Any,
+    source: Any,
+    source_strides: tuple[int, int, int],
+    n_in: int,
+    scale: float,
+    module: PackedModule,
+    ranks: Any,
+    chunks: Chunks,
+    size: int,
+    tile: ExpandTile | FusedTile,
+    cut: dict[str, int],
+    *,
+    add_inputs: bool,
+) -> None:
     rows = y.shape[0]
-    tiles = triton.cdiv(module.widest, tile.columns)
+    tiles = triton.cdiv(module.widest, cut["OUT"])
     grid = (chunks.at_most(rows, size) * module.slices * tiles,)
     if not grid[0]:
         return
     _expand_kernel[grid](
-        t,
-        module.table,
-        ranks,
+        source,
         y,
-        chunks.order,
-        chunks.of_size(size),
-        chunks.capacity,
-        rows,
+        *batch_arguments(module, ranks, chunks, size, rows),
         tiles,
-        ranks.stride(0),
-        ranks.stride(1),
-        t.stride(0),
-        t.stride(1),
-        t.stride(2),
+        n_in,
+        *source_strides,
+        *module.a_strides,
         module.b_row_stride,
         y.stride(0),
-        ELEMENT=ELEMENTS[module.dtype],
-        ALIGNED=module.aligned,
-        PRECISION=precision(module.dtype),
+        scale,
+        **constants(module, size),
+        **cut,
         ADD=add_inputs,
-        SLICES=module.slices,
-        SPLITS=t.shape[0],
-        ROWS=size,
-        RANK=tile.rank,
-        OUT=tile.columns,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -84,33 +135,39 @@ def expand(
     do_not_specialize_on_alignment=["ranks"],
 )
 def _expand_kernel(
-    t: tl.tensor,
+    source: tl.tensor,
+    y: tl.tensor,
     module: tl.tensor,
     ranks: tl.tensor,
-    y: tl.tensor,
     order: tl.tensor,
     chunks: tl.tensor,
     capacity: tl.tensor,
     rows: tl.tensor,
-    tiles: tl.tensor,
     ranks_stride: tl.tensor,
     ranks_slot_stride: tl.tensor,
+    tiles: tl.tensor,
+    n_in: tl.tensor,
+    source_stride: tl.tensor,
     t_split_stride: tl.tensor,
     t_slice_stride: tl.tensor,
-    t_row_stride: tl.tensor,
+    a_slot_stride: tl.tensor,
+    a_rank_stride: tl.tensor,
     b_row_stride: tl.tensor,
     y_stride: tl.tensor,
+    scale: tl.tensor,
     ELEMENT: tl.constexpr,
     ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
-    ADD: tl.constexpr,
     SLICES: tl.constexpr,
-    SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
+    FUSED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    IN: tl.constexpr,
     RANK: tl.constexpr,
     OUT: tl.constexpr,
+    ADD: tl.constexpr,
 ) -> None:
-    """One chunk, slice and tile of its columns; programs of one chunk are neighbours."""
+    """One chunk, slice and tile of its columns; programs of one chunk are neighbours. `source` is t, or x if FUSED."""
     program = tl.program_id(0)
     tile = program % tiles
     slice_ = program // tiles % SLICES
@@ -128,19 +185,26 @@ def _expand_kernel(
             return
     row, mine = rows_of_chunk(order, chunks, capacity, chunk, rows_here, rows, ROWS)
     n = tile * OUT + tl.arange(0, OUT)
+    a = pointer(module, slice_, ELEMENT, ALIGNED) + slot * a_slot_stride
     b = pointer(module, SLICES + slice_, ELEMENT, ALIGNED)
     b += slot * (tl.load(module + 4 * SLICES + slice_) * b_row_stride)
-    t += slice_.to(tl.int64) * t_slice_stride
     total = tl.zeros((ROWS, OUT), dtype=tl.float32)
     for rank_begin in range(0, rank, RANK):
         r = rank_begin + tl.arange(0, RANK)
-        t_tile = tl.zeros((ROWS, RANK), dtype=tl.float32)
-        for split in range(SPLITS):
-            t_split = t + tl.cast(split, tl.int64) * t_split_stride
-            t_tile += load_to_rank(t_split + row[:, None] * t_row_stride + r[None, :], r[None, :], rank, mine[:, None])
+        if FUSED:
+            t = scale * shrink_tile(
+                source, a, row, mine, r, rank, 0, n_in, source_stride, a_rank_stride, ELEMENT, PRECISION,
+                ROWS, RANK, IN, IN,
+            )  # fmt: skip
+        else:
+            t = tl.zeros((ROWS, RANK), dtype=tl.float32)
+            for split in range(SPLITS):
+                of_split = source + slice_.to(tl.int64) * t_slice_stride + tl.cast(split, tl.int64) * t_split_stride
+                places = of_split + row[:, None] * source_stride + r[None, :]
+                t += load_to_rank(places, r[None, :], rank, mine[:, None])
         b_tile = load_to_rank(
             b + n[None, :].to(tl.int64) * b_row_stride + r[:, None], r[:, None], rank, n[None, :] < width
         )
-        total = product(t_tile.to(ELEMENT), b_tile, total, PRECISION)
+        total = product(t.to(ELEMENT), b_tile, total, PRECISION)
     out = y + row[:, None] * y_stride + number(module, 3 * SLICES + slice_, ALIGNED) + n[None, :]
     put(out, total, mine[:, None] & (n[None, :] < width), ADD)

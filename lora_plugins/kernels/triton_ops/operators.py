@@ -18,8 +18,7 @@ import torch
 from lora_plugins.kernels.ranks import SlotRanks
 from lora_plugins.kernels.triton_ops.chunks import Chunks
 from lora_plugins.kernels.triton_ops.dense import dense
-from lora_plugins.kernels.triton_ops.expand import expand
-from lora_plugins.kernels.triton_ops.fused import fused
+from lora_plugins.kernels.triton_ops.expand import expand, fused
 from lora_plugins.kernels.triton_ops.packed import PackedModule
 from lora_plugins.kernels.triton_ops.ranks import DeviceRanks
 from lora_plugins.kernels.triton_ops.shrink import partials, shrink

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from lora_plugins.kernels.triton_ops.chunks import Chunks
 
 ELEMENTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -45,59 +48,67 @@ class PackedModule:
         Either may be empty where only the other product is wanted.
 
         Raises:
-            ValueError: shapes or strides that one launch cannot serve.
-            TypeError: a dtype that the kernels do not have.
+            ValueError: shapes or strides that one launch cannot serve. TypeError: a dtype that the kernels do not have.
         """
-        a, b = [_three_axes(part) for part in a], [_three_axes(part) for part in b]
-        stacks = [*a, *b]
-        first = stacks[0]
-        if first.dtype not in ELEMENTS or any(part.dtype != first.dtype for part in stacks):
-            raise TypeError(
-                f"LoRA weights of {sorted({str(part.dtype) for part in stacks})}; all must be one of "
-                f"{sorted(map(str, ELEMENTS))}"
-            )
-        if any(part.shape != a[0].shape or part.stride() != a[0].stride() for part in a):
-            raise ValueError(f"stacked A of one module differ: {[tuple(part.shape) for part in a]}")
-        if any(part.shape[2] != b[0].shape[2] or part.stride(1) != b[0].stride(1) for part in b):
-            raise ValueError(f"stacked B of one module differ in rank: {[tuple(part.shape) for part in b]}")
-        if any(part.stride(2) != 1 or part.stride(0) != part.shape[1] * part.stride(1) for part in b) or any(
-            part.stride(2) != 1 for part in a
-        ):
-            raise ValueError("stacked LoRA weights must be contiguous")
-        if b and any(width > part.shape[1] for width, part in zip(output_slices, b, strict=True)):
-            raise ValueError(f"slices of {tuple(output_slices)} columns, B of {[part.shape[1] for part in b]}")
-        self.slices = len(a or b)
+        a, b = tuple(_three_axes(part) for part in a), tuple(_three_axes(part) for part in b)
+        check_stacks(a, b, output_slices)
+        first = (a or b)[0]
+        self.slices, self.slots = len(a or b), first.shape[0]
         self.dtype = first.dtype
-        self.device = first.device
-        self.slots = first.shape[0]
         self.max_rank = a[0].shape[1] if a else b[0].shape[2]
         self.a_strides = (a[0].stride(0), a[0].stride(1)) if a else (0, 0)
         self.b_row_stride = b[0].stride(1) if b else 0
         self.widest = max(output_slices, default=0)
-        self.kept = (tuple(a), tuple(b))  # the table has only their addresses
-        zeros = [0] * self.slices
-        columns = _running(output_slices, offset_start) if b else zeros
-        addresses = [*(part.data_ptr() for part in a), *(part.data_ptr() for part in b)]
-        self.aligned = all(address % 16 == 0 for address in addresses) and all(
-            value % 8 == 0 for value in [*output_slices, *columns]
+        self.kept = (a, b)  # the table has only their addresses
+        none = [0] * self.slices
+        widths = list(output_slices) if b else none
+        columns = list(accumulate(widths[:-1], initial=offset_start)) if b else none
+        of_a, of_b = ([part.data_ptr() for part in side] or none for side in self.kept)
+        self.aligned = all(address % 16 == 0 for address in (*of_a, *of_b)) and all(
+            value % 8 == 0 for value in (*widths, *columns)
         )
-        rows = [
-            [part.data_ptr() for part in a] or zeros,
-            [part.data_ptr() for part in b] or zeros,
-            list(output_slices) if b else zeros,
-            columns,
-            [part.shape[1] for part in b] or zeros,
-        ]
+        rows = [of_a, of_b, widths, columns, [part.shape[1] for part in b] or none]
         self.table = torch.tensor(rows, dtype=torch.int64).to(first.device)
+
+
+def check_stacks(a: Sequence[Any], b: Sequence[Any], output_slices: Sequence[int]) -> None:
+    """Refuse stacks `[slots, max_rank, in]` and `[slots, out, max_rank]` that one launch cannot serve.
+
+    Raises:
+        ValueError: their shapes or strides. TypeError: a dtype that the kernels do not have.
+    """
+    dtypes = {part.dtype for part in (*a, *b)}
+    if len(dtypes) > 1 or not dtypes <= ELEMENTS.keys():
+        raise TypeError(f"LoRA weights of {sorted(map(str, dtypes))}; all must be one of {sorted(map(str, ELEMENTS))}")
+    if len({(part.shape, part.stride()) for part in a}) > 1:
+        raise ValueError(f"stacked A of one module differ: {[tuple(part.shape) for part in a]}")
+    if len({(part.shape[2], part.stride(1)) for part in b}) > 1:
+        raise ValueError(f"stacked B of one module differ in rank: {[tuple(part.shape) for part in b]}")
+    if not all(part.stride(2) == 1 for part in (*a, *b)) or not all(
+        part.stride(0) == part.shape[1] * part.stride(1) for part in b
+    ):
+        raise ValueError("stacked LoRA weights must be contiguous")
+    if b and any(width > part.shape[1] for width, part in zip(output_slices, b, strict=True)):
+        raise ValueError(f"slices of {tuple(output_slices)} columns, B of {[part.shape[1] for part in b]}")
+
+
+def batch_arguments(module: PackedModule, ranks: Any, chunks: Chunks, size: int, rows: int) -> tuple[Any, ...]:
+    """What every kernel is given of the module and of the batch, in its order."""
+    return (
+        module.table, ranks, chunks.order, chunks.of_size(size), chunks.capacity, rows, *ranks.stride(),
+    )  # fmt: skip
+
+
+def constants(module: PackedModule, size: int) -> dict[str, Any]:
+    """What every kernel is compiled for."""
+    return {
+        "ELEMENT": ELEMENTS[module.dtype],
+        "ALIGNED": module.aligned,
+        "PRECISION": precision(module.dtype),
+        "SLICES": module.slices,
+        "ROWS": size,
+    }
 
 
 def _three_axes(part: Any) -> Any:
     return part.squeeze(1) if part.ndim == 4 else part
-
-
-def _running(widths: Sequence[int], start: int) -> list[int]:
-    columns = []
-    for width in widths:
-        columns.append(start)
-        start += width
-    return columns

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from lora_plugins.kernels.triton_ops.chunks import Chunks
-from lora_plugins.kernels.triton_ops.packed import ELEMENTS, PackedModule, columns, precision
+from lora_plugins.kernels.triton_ops.packed import PackedModule, batch_arguments, columns, constants
 from lora_plugins.kernels.triton_ops.tiles import pointer, rows_of_chunk, shrink_tile
 from lora_plugins.kernels.tuning import ShrinkTile
 
@@ -42,28 +42,14 @@ def shrink(
         return
     _shrink_kernel[grid](
         x,
-        module.table,
-        ranks,
         out,
-        chunks.order,
-        chunks.of_size(size),
-        chunks.capacity,
-        rows,
+        *batch_arguments(module, ranks, chunks, size, rows),
         n_in,
-        ranks.stride(0),
-        ranks.stride(1),
         x.stride(0),
-        module.a_strides[0],
-        module.a_strides[1],
-        out.stride(0),
-        out.stride(1),
-        out.stride(2),
+        *module.a_strides,
+        *out.stride()[:3],
         scale,
-        ELEMENT=ELEMENTS[module.dtype],
-        ALIGNED=module.aligned,
-        PRECISION=precision(module.dtype),
-        SLICES=module.slices,
-        ROWS=size,
+        **constants(module, size),
         RANK=tile.rank,
         IN=columns(tile.columns, module.dtype),
         SPLITS=tile.splits,
@@ -84,16 +70,16 @@ def partials(tile: ShrinkTile, module: PackedModule, rows: int, device: Any) -> 
 )
 def _shrink_kernel(
     x: tl.tensor,
+    out: tl.tensor,
     module: tl.tensor,
     ranks: tl.tensor,
-    out: tl.tensor,
     order: tl.tensor,
     chunks: tl.tensor,
     capacity: tl.tensor,
     rows: tl.tensor,
-    n_in: tl.tensor,
     ranks_stride: tl.tensor,
     ranks_slot_stride: tl.tensor,
+    n_in: tl.tensor,
     x_stride: tl.tensor,
     a_slot_stride: tl.tensor,
     a_rank_stride: tl.tensor,
