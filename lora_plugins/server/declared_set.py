@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lora_plugins.errors import InvalidSettings, LoRAPluginsError
-from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, DeclaredUnserved, Events
+from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, Events, NotServed
 from lora_plugins.log import logger
 from lora_plugins.resolvers.uris import AllowedUris
 from lora_plugins.server.declared_file import DeclaredAdapter, parse, read_bytes
@@ -147,6 +147,6 @@ class DeclaredSet:
                 is_new = state.error is None or str(state.error) != str(error)
                 state.error = error
                 if is_new:
-                    self._events.emit(DeclaredUnserved(entry.name, error))
+                    self._events.emit(NotServed("declared", entry.name, error))
             else:
                 state.is_applied, state.error = True, None

@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.events import AdapterSwapped, Events, UpdateFailed
+from lora_plugins.events import AdapterSwapped, Events, NotServed
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.server.draining import Draining
 from lora_plugins.server.engine import Engine
@@ -91,7 +91,7 @@ class Swapping:
     def failed(self, adapter: ServedAdapter, error: LoRAPluginsError) -> None:
         """Note that an adapter could not be updated; the old version goes on."""
         adapter.failed(error)
-        self._events.emit(UpdateFailed(adapter.name, error))
+        self._events.emit(NotServed("update", adapter.name, error))
 
     async def _load_beside(self, adapter: ServedAdapter, request: Any, uri: str | None) -> None:
         """Load what will take the place of `adapter`, pinned if that is; a failure leaves nothing in the workers."""
