@@ -133,17 +133,15 @@ class RequestServed:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestRefused:
-    """The engine cannot serve the adapter of a request."""
+class NotServed:
+    """An adapter that was found cannot be served.
 
-    name: str
-    error: LoRAPluginsError
+    Attributes:
+        stage: `request`, of a request; `load`, loaded without one; `update`, a new version at the source, and the old
+            one goes on; `declared`, as the file declares it, and it is tried again.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class LoadRefused:
-    """The engine cannot serve an adapter that was to be loaded without a request."""
-
+    stage: str
     name: str
     error: LoRAPluginsError
 
@@ -172,14 +170,6 @@ class AdapterSwapped:
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateFailed:
-    """The new version at the source cannot be served; the old one goes on."""
-
-    name: str
-    error: LoRAPluginsError
-
-
-@dataclass(frozen=True, slots=True)
 class AdapterUnloaded:
     """No request uses it any more; slot, host memory and lease are free. `aborted` requests were ended for that."""
 
@@ -195,14 +185,6 @@ class DeclaredSetReconciled:
     declared: int
     served: int
     failed: int
-
-
-@dataclass(frozen=True, slots=True)
-class DeclaredUnserved:
-    """An adapter that the file declares cannot be served as it says; it is tried again."""
-
-    name: str
-    error: LoRAPluginsError
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,14 +207,11 @@ Event = (
     | StoreEvicted
     | StoreDamaged
     | RequestServed
-    | RequestRefused
-    | LoadRefused
+    | NotServed
     | AdapterLoaded
     | AdapterSwapped
-    | UpdateFailed
     | AdapterUnloaded
     | DeclaredSetReconciled
-    | DeclaredUnserved
     | DeclaredFileInvalid
 )
 Hook = Callable[[Event], None]

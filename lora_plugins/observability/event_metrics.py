@@ -74,7 +74,7 @@ class CountEvents:
         self._declared_errors = counter("declared_file_errors", "Contents of that file that could not be followed")
         self._aborted = counter("drain_aborted_requests", "Requests that were ended by an unload")
 
-    def __call__(self, event: events.Event) -> None:  # noqa: C901, PLR0912, PLR0915 - a case for each event
+    def __call__(self, event: events.Event) -> None:  # noqa: C901, PLR0912 - a case for each event
         match event:
             case events.AdapterResolved():
                 self._resolves.labels(event.source, "served").inc()
@@ -105,15 +105,11 @@ class CountEvents:
                 self._store_damaged.inc()
             case events.RequestServed():
                 self._requests.labels(self._labels.of(event.name)).inc()
-            case events.RequestRefused():
-                self._count_error("request", event.error)
-            case events.LoadRefused():
-                self._count_error("load", event.error)
+            case events.NotServed():
+                self._count_error(event.stage, event.error)
             case events.AdapterSwapped():
                 self._swaps.inc()
                 self._swap_s.observe(event.load_s)
-            case events.UpdateFailed():
-                self._count_error("update", event.error)
             case events.AdapterUnloaded():
                 self._unloads.inc()
                 self._drain_s.observe(event.drain_s)
@@ -124,8 +120,6 @@ class CountEvents:
                 self._declared.labels("served").set(event.served)
                 self._declared.labels("failed").set(event.failed)
                 self._declared.labels("waiting").set(event.declared - event.served - event.failed)
-            case events.DeclaredUnserved():
-                self._count_error("declared", event.error)
             case events.DeclaredFileInvalid():
                 self._declared_errors.inc()
             case events.AdapterLoaded():

@@ -14,6 +14,12 @@ from lora_plugins.observability.unknown_names import UnknownNames
 
 _REMEMBERED = 1024
 _BUSY_EVERY_S = 60.0
+_NOT_SERVED = {
+    "request": "Adapter not loaded",
+    "load": "Adapter not loaded",
+    "update": "Adapter '{}' goes on with its old version",
+    "declared": "Declared adapter '{}' is not served as declared",
+}
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
@@ -45,17 +51,16 @@ class LogEvents:
                 self._log_resolved(event)
             case events.AdapterLoaded():
                 self._log_loaded(event)
-            case events.RequestRefused() | events.LoadRefused():
-                self._log_not_loaded(event.name)
-                self._warn(event.name, f"Adapter not loaded: {event.error}")
+            case events.NotServed():
+                if event.stage in ("request", "load"):
+                    self._log_not_loaded(event.name)
+                self._warn(event.name, f"{_NOT_SERVED[event.stage].format(event.name)}: {event.error}")
             case events.AdapterRejected():
                 self._warn(event.name, f"Adapter refused ({event.source}): {event.error}")
             case events.SourceFailed():
                 self._warn(event.name, f"Source did not answer ({event.source}): {event.error}")
             case events.LookUpRefused():
                 self._log_busy(event)
-            case events.UpdateFailed():
-                self._warn(event.name, f"Adapter '{event.name}' goes on with its old version: {event.error}")
             case events.AdapterUnknown():
                 line = self._unknown.line(event)
                 if line is not None:
@@ -65,8 +70,6 @@ class LogEvents:
                 logger.info("Adapter '%s' swapped from %s to %s, loaded in %.2f s", event.name, *versions, event.load_s)
             case events.DeclaredSetReconciled():
                 logger.info("%d of %d declared adapters are served", event.served, event.declared)
-            case events.DeclaredUnserved():
-                self._warn(event.name, f"Declared adapter '{event.name}' is not served as declared: {event.error}")
             case events.DeclaredFileInvalid():
                 logger.error("What was declared before goes on: %s", event.error)
             case events.StoreDamaged():

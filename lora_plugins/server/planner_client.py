@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from cachetools import LRUCache
 
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.events import AdapterLoaded, Events, LoadRefused
+from lora_plugins.events import AdapterLoaded, Events, NotServed
 from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, Outcome, PlannerFigures, from_plain, to_plain
 
 REMEMBERED = 10_000
@@ -77,7 +77,7 @@ class PlannerClient:
         try:
             answers = await self._answers("lora_plugins_load", _spec(request, uri), wants_slot, moves)
         except LoRAPluginsError as error:
-            self._events.emit(LoadRefused(request.lora_name, error))
+            self._events.emit(NotServed("load", request.lora_name, error))
             raise
         loads = [(answer.size_bytes, answer.load_s) for answer in answers if answer.load_s is not None]
         if loads:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_plugins.errors import InvalidSettings, LoRAPluginsError, NoFreeSlot, SourceUnavailable
-from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, DeclaredUnserved, Events
+from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, Events, NotServed
 from lora_plugins.log import logger
 from lora_plugins.resolvers.sources.uri import AllowedUris
 from lora_plugins.server.declared_file import parse, read_bytes
@@ -215,7 +215,7 @@ class Reconciler:
         target.error = error
         target.is_done = not (target.is_declared or isinstance(error, SourceUnavailable | NoFreeSlot))
         if is_new and target.is_declared:
-            self._events.emit(DeclaredUnserved(name, error))
+            self._events.emit(NotServed("declared", name, error))
         elif is_new:
             logger.error("Adapter '%s' is not served from the start: %s", name, error)
 

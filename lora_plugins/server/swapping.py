@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.events import AdapterSwapped, UpdateFailed
+from lora_plugins.events import AdapterSwapped, NotServed
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.server.api_server import ApiServer
 from lora_plugins.server.registry import ServedAdapter
@@ -84,7 +84,7 @@ def updating(server: ApiServer, adapter: ServedAdapter) -> Iterator[None]:
         yield
     except LoRAPluginsError as error:
         adapter.failed(error)
-        server.events.emit(UpdateFailed(adapter.name, error))
+        server.events.emit(NotServed("update", adapter.name, error))
         raise
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lora_plugins.adapter import json_bounds
 from lora_plugins.adapter.config import parse_config
 from lora_plugins.adapter.json_bounds import MAX_DEPTH, MAX_VALUES, check_json
-from lora_plugins.adapter.weight_files import MAX_INDEX_BYTES, MAX_SHARDS, read_index, shards_of
+from lora_plugins.adapter.weight_files import read_index
 from lora_plugins.errors import InvalidAdapter
 from tests.make import config
 
@@ -71,27 +71,3 @@ def test_depth_is_that_of_the_parsed(value):
             patch.setattr(json_bounds, "MAX_DEPTH", found - 1)
             with pytest.raises(ValueError, match="deep"):
                 check_json(text)
-
-
-def index(count: int) -> bytes:
-    files = {f"t{n}": f"adapter_model-{n:05}-of-{count:05}.safetensors" for n in range(count)}
-    return json.dumps({"weight_map": files}).encode()
-
-
-def test_an_indexs_files_are_found_without_parsing_it(monkeypatch):
-    wanted = sorted(set(read_index(index(MAX_SHARDS)).values()))
-    monkeypatch.setattr(json, "loads", lambda *_: pytest.fail("it is parsed"))
-    assert shards_of(index(MAX_SHARDS)) == wanted
-    padding = b" " * 100_000
-    spread = index(MAX_SHARDS).replace(b", ", b"," + padding[:50_000])
-    assert shards_of(spread) == wanted, "also where one lies between two pieces"
-
-
-@pytest.mark.parametrize("read", [shards_of, read_index])
-def test_too_many_files_and_too_long_an_index_are_refused(read):
-    with pytest.raises(InvalidAdapter, match=f"{MAX_SHARDS + 1} files of weights"):
-        read(index(MAX_SHARDS + 1))
-    with pytest.raises(InvalidAdapter, match=f"more than {MAX_INDEX_BYTES} bytes"):
-        read(index(2) + b" " * MAX_INDEX_BYTES)
-    with pytest.raises(InvalidAdapter, match="no weight_map"):
-        read(b"{}") if read is shards_of else read(b'{"weight_map": {}}')

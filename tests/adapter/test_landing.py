@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
 from hypothesis import given
@@ -184,18 +183,6 @@ def test_a_resized_vocabulary_is_refused():
 def test_pipeline_stages_are_joined():
     stages = [dataclasses.replace(MODULES, places={name: place}) for name, place in list(MODULES.places.items())[:2]]
     assert set(stages[0].joined(stages[1]).places) == set(list(MODULES.places)[:2])
-
-
-def test_a_description_survives_json():
-    assert ModelModules.of_json(json.dumps(MODULES.plain())) == MODULES
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"format": 2}', json.dumps({**MODULES.plain(), "places": {"a": 1}}), '{"format": 1}']
-)
-def test_a_file_that_is_no_description_is_a_value_error(text):
-    with pytest.raises(ValueError, match=r"."):
-        ModelModules.of_json(text)
 
 
 @given(st.text(max_size=40), st.integers(1, 64), st.integers(1, 64))

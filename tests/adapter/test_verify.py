@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from lora_plugins.adapter.config import CONFIG_FILE, MAX_CONFIG_BYTES
 from lora_plugins.adapter.verify import VerifiedAdapter, verify_adapter
-from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, PICKLE_FILES, WEIGHTS_FILE
+from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import (
     AdapterNotFound,
     IncompatibleAdapter,
@@ -33,7 +32,6 @@ from tests.make import (
     pair,
     put,
     safetensors,
-    sharded,
     weights,
     with_header,
 )
@@ -135,95 +133,6 @@ def test_every_kind_of_truncation_of_the_weights_is_refused(adapter):
         refused(InvalidAdapter, adapter, WEIGHTS_FILE)
 
 
-@pytest.fixture
-def several(tmp_path):
-    return put(tmp_path / "several", sharded(adapter_files()))
-
-
-FIRST, SECOND = (f"adapter_model-0000{number}-of-00002.safetensors" for number in (1, 2))
-
-
-def test_weights_in_several_files_are_read_as_one_adapters(several, adapter):
-    one, other = verified(adapter), verified(several)
-    assert {(pair.module, pair.a.shape) for pair in one.weights.pairs} == {
-        (pair.module, pair.a.shape) for pair in other.weights.pairs
-    }
-    assert other.conversion.changes == ("2 files of weights joined into one",)
-    sizes = [(several / name).stat().st_size for name in (CONFIG_FILE, FIRST, SECOND)]
-    assert other.size_bytes == sum(sizes)
-
-
-def test_one_file_is_read_where_both_are(several, adapter):
-    shutil.copy(adapter / WEIGHTS_FILE, several)
-    (several / FIRST).write_bytes(b"")
-    assert verified(several).conversion is None
-
-
-@pytest.mark.parametrize(
-    "index",
-    [
-        b"",
-        b"{}",
-        b"[]",
-        b'{"weight_map": {}}',
-        b'{"weight_map": {"a": 1}}',
-        b'{"weight_map": {"a": "../adapter_model-00001-of-00002.safetensors"}}',
-        b'{"weight_map": {"a": "adapter_model.bin"}}',
-        b"[" * 100_000,
-        b" " * (MAX_INDEX_BYTES + 1),
-    ],
-    ids=range(9),
-)
-def test_an_index_that_is_none_is_refused(several, index):
-    (several / INDEX_FILE).write_bytes(index)
-    refused(InvalidAdapter, several, INDEX_FILE)
-
-
-def test_a_missing_file_of_several_is_named(several):
-    (several / SECOND).unlink()
-    refused(AdapterNotFound, several, SECOND)
-
-
-def test_another_saves_file_among_several_is_refused(several):
-    (several / SECOND).write_bytes((several / FIRST).read_bytes())
-    assert "other than" in refused(InvalidAdapter, several, SECOND).found
-
-
-def test_nan_in_the_last_of_several_files_is_refused(several):
-    data = bytearray((several / SECOND).read_bytes())
-    data[-4:] = b"\xff" * 4
-    (several / SECOND).write_bytes(data)
-    with pytest.raises(InvalidAdapter, match="NaN"):
-        verified(several)
-
-
-def test_the_size_of_several_files_counts_together(several):
-    limit = (several / FIRST).stat().st_size + 10
-    with pytest.raises(InvalidAdapter, match="LORA_PLUGINS_MAX_ADAPTER_BYTES"):
-        verified(several, max_adapter_bytes=limit)
-
-
-@pytest.mark.parametrize("name", PICKLE_FILES)
-def test_a_pickle_is_refused_unless_allowed(adapter, name):
-    (adapter / WEIGHTS_FILE).rename(adapter / name)
-    assert "LORA_PLUGINS_ALLOW_PICKLE" in refused(InvalidAdapter, adapter, name).remedy
-    allowed = verified(adapter, allow_pickle=True)
-    assert allowed.weights is None
-    assert any("not verified" in note for note in allowed.notes)
-
-
-def test_a_pickle_beside_safetensors_is_never_served(adapter):
-    (adapter / PICKLE_FILES[0]).write_bytes(b"x")
-    assert verified(adapter, allow_pickle=True).weights is not None
-
-
-def test_an_allowed_pickle_must_still_name_the_base_model(adapter):
-    (adapter / WEIGHTS_FILE).rename(adapter / PICKLE_FILES[0])
-    (adapter / CONFIG_FILE).write_bytes(config_bytes(base_model_name_or_path="other/model"))
-    error = refused(IncompatibleAdapter, adapter, CONFIG_FILE, allow_pickle=True)
-    assert "modules that cannot be compared" in error.found
-
-
 def test_the_size_limit_counts_all_files(adapter):
     size = sum(file.stat().st_size for file in adapter.iterdir())
     assert verified(adapter, max_adapter_bytes=size)
@@ -315,23 +224,6 @@ def test_a_value_that_is_not_finite_is_refused(adapter, value, where):
     (adapter / WEIGHTS_FILE).write_bytes(safetensors(tensors))
     assert name in refused(InvalidAdapter, adapter, WEIGHTS_FILE).found
     assert verified(adapter, check_finite=False)
-
-
-@pytest.mark.parametrize("alpha", [1e30, 1e300])
-def test_an_alpha_that_no_dtype_can_hold_is_refused(adapter, alpha):
-    for changes in ({"lora_alpha": alpha}, {"alpha_pattern": {"q_proj": alpha}}):
-        (adapter / CONFIG_FILE).write_bytes(config_bytes(**changes))
-        assert "q_proj" in refused(InvalidAdapter, adapter, WEIGHTS_FILE).found
-        assert verified(adapter, check_finite=False)
-
-
-@pytest.mark.parametrize(("side", "factor"), [("lora_A", 1e25), ("lora_B", 1e25), ("lora_B", 1e7)])
-def test_weights_that_no_dtype_can_hold_are_refused(adapter, side, factor):
-    tensors = weights()
-    for name in tensors:
-        tensors[name] *= factor if side in name else 1
-    (adapter / WEIGHTS_FILE).write_bytes(safetensors(tensors))
-    assert "float16" in refused(InvalidAdapter, adapter, WEIGHTS_FILE).expected
 
 
 # --- what only looks like a file

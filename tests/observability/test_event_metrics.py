@@ -18,15 +18,12 @@ from lora_plugins.events import (
     AdapterUnloaded,
     DeclaredFileInvalid,
     DeclaredSetReconciled,
-    DeclaredUnserved,
-    LoadRefused,
     LookUpRefused,
-    RequestRefused,
+    NotServed,
     RequestServed,
     SourceFailed,
     StoreDamaged,
     StoreEvicted,
-    UpdateFailed,
 )
 from lora_plugins.observability.adapter_labels import OTHERS
 from lora_plugins.observability.event_metrics import CountEvents
@@ -84,15 +81,15 @@ def test_all_counters_start_at_zero():
         (StoreEvicted("d", 7), {"store_evictions_total": 1, "store_evicted_bytes_total": 7}),
         (StoreDamaged("d"), {"store_damaged_total": 1}),
         (RequestServed("sql"), {"requests_total,sql": 1}),
-        (RequestRefused("sql", NoFreeSlot("x")), {"errors_total,request,L001": 1}),
-        (LoadRefused("sql", NoFreeSlot("x")), {"errors_total,load,L001": 1}),
+        (NotServed("request", "sql", NoFreeSlot("x")), {"errors_total,request,L001": 1}),
+        (NotServed("load", "sql", NoFreeSlot("x")), {"errors_total,load,L001": 1}),
         (AdapterLoaded("sql", "/x", 10, 0.5), {}),  # the engines count it
         (AdapterSwapped("sql", "a", "b", 2.0),
          {"swaps_total": 1, "swap_load_seconds_count": 1, "swap_load_seconds_sum": 2.0}),
-        (UpdateFailed("sql", InvalidAdapter("x")), {"errors_total,update,L005": 1}),
+        (NotServed("update", "sql", InvalidAdapter("x")), {"errors_total,update,L005": 1}),
         (AdapterUnloaded("sql", 3.0, 2),
          {"unloads_total": 1, "drain_seconds_count": 1, "drain_seconds_sum": 3.0, "drain_aborted_requests_total": 2}),
-        (DeclaredUnserved("sql", NoFreeSlot("x")), {"errors_total,declared,L001": 1}),
+        (NotServed("declared", "sql", NoFreeSlot("x")), {"errors_total,declared,L001": 1}),
         (DeclaredFileInvalid(NoFreeSlot("x")), {"declared_file_errors_total": 1}),
     ],
     ids=lambda value: type(value).__name__,
@@ -124,7 +121,7 @@ def test_adapters_beyond_the_limit_share_a_label():
 def test_name_that_was_never_served_gets_no_label():
     counted = Counted(1)
     for number in range(1000):
-        counted.count(AdapterUnknown(f"x{number}"), RequestRefused(f"y{number}", NoFreeSlot("x")))
+        counted.count(AdapterUnknown(f"x{number}"), NotServed("request", f"y{number}", NoFreeSlot("x")))
     counted.count(*served("a"))
     assert requests(counted) == {"a": 1}
     assert len(list(generate_latest(counted.registry).splitlines())) < 600

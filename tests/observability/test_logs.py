@@ -17,14 +17,11 @@ from lora_plugins.events import (
     AdapterUnloaded,
     DeclaredFileInvalid,
     DeclaredSetReconciled,
-    DeclaredUnserved,
     Events,
-    LoadRefused,
     LookUpRefused,
-    RequestRefused,
+    NotServed,
     RequestServed,
     SourceFailed,
-    UpdateFailed,
 )
 from lora_plugins.log import logger
 from lora_plugins.observability import logs
@@ -146,12 +143,12 @@ def test_load_of_another_version_does_not_use_the_resolved_line(logged):
     assert "rank 8" in own
 
 
-@pytest.mark.parametrize("kind", [LoadRefused, RequestRefused])
-def test_adapter_refused_by_the_engine_is_one_warning(logged, kind):
+@pytest.mark.parametrize("stage", ["load", "request"])
+def test_adapter_refused_by_the_engine_is_one_warning(logged, stage):
     hook = with_manager()
     hook(resolved())
     for _ in range(2):
-        hook(kind("sql", InvalidAdapter("x", adapter="sql")))
+        hook(NotServed(stage, "sql", InvalidAdapter("x", adapter="sql")))
     line, warning = infos(logged)
     assert "rank 8" in line
     assert "not loaded" in line
@@ -160,8 +157,8 @@ def test_adapter_refused_by_the_engine_is_one_warning(logged, kind):
 
 def test_failed_load_and_its_request_are_one_warning(logged):
     hook, error = with_manager(), InvalidAdapter("x", adapter="sql")
-    hook(LoadRefused("sql", error))
-    hook(RequestRefused("sql", error))
+    hook(NotServed("load", "sql", error))
+    hook(NotServed("request", "sql", error))
     assert levels(logged) == [logging.WARNING, logging.DEBUG]
 
 
@@ -169,7 +166,7 @@ def test_swap_unload_and_failed_update_are_a_line_each(logged):
     hook = LogEvents()
     hook(AdapterSwapped("sql", "ab" * 32, "/by/hand", 0.5))
     hook(AdapterUnloaded("sql", 1.5, 2))
-    hook(UpdateFailed("sql", InvalidAdapter("x", adapter="sql")))
+    hook(NotServed("update", "sql", InvalidAdapter("x", adapter="sql")))
     swapped, unloaded, failed = infos(logged)
     assert "'sql' swapped from abababababab to /by/hand, loaded in 0.50 s" in swapped
     assert "'sql' unloaded after 1.50 s; 2 requests were ended" in unloaded
@@ -179,7 +176,7 @@ def test_swap_unload_and_failed_update_are_a_line_each(logged):
 def test_declared_set_says_what_is_served_and_what_is_not(logged):
     hook = LogEvents()
     hook(DeclaredSetReconciled(declared=3, served=2, failed=1))
-    hook(DeclaredUnserved("sql", InvalidAdapter("x", adapter="sql")))
+    hook(NotServed("declared", "sql", InvalidAdapter("x", adapter="sql")))
     hook(DeclaredFileInvalid(InvalidAdapter("no YAML")))
     reconciled, unserved, invalid = infos(logged)
     assert reconciled == "2 of 3 declared adapters are served"

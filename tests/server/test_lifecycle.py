@@ -17,7 +17,7 @@ from lora_plugins.errors import (
     SourceUnavailable,
     VersionMismatch,
 )
-from lora_plugins.events import AdapterSwapped, AdapterUnloaded, UpdateFailed
+from lora_plugins.events import AdapterSwapped, AdapterUnloaded, NotServed
 from lora_plugins.server.lifecycle import ANY_VERSION
 from lora_plugins.server.swapping import KEPT_VERSIONS
 from tests.server.world import Request, Version, World, serving
@@ -273,7 +273,7 @@ async def test_an_update_that_cannot_be_served_leaves_the_old_one(found: LoRAPlu
     assert await world.ask("sql") == "/store/aa"
     assert served.last_error is not None
     assert served.last_error[0].code == (found.code if found else "L002")
-    assert [type(event) for event in world.told] == [UpdateFailed]
+    assert [(type(event), event.stage) for event in world.told] == [(NotServed, "update")]
     world.resolver.has["sql"] = Version("bb")
     assert await world.lifecycle.refresh("sql")
     assert served.last_error is None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError, NoFreeSlot
-from lora_plugins.events import AdapterLoaded, Event, Events, LoadRefused
+from lora_plugins.events import AdapterLoaded, Event, Events, NotServed
 from lora_plugins.scheduler.messages import AdapterState
 from lora_plugins.server.planner_client import PlannerClient, combined
 from tests.server.simulated_engine import SimulatedEngine
@@ -88,7 +88,8 @@ async def test_an_error_of_one_engine_fails_the_load() -> None:
         await engines.client.load(Request())
     assert str(caught.value) == str(error), "every part of it"
     (refused,) = engines.told
-    assert isinstance(refused, LoadRefused)
+    assert isinstance(refused, NotServed)
+    assert refused.stage == "load"
     assert (refused.name, str(refused.error)) == ("sql", str(error))
 
 

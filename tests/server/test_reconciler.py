@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lora_plugins.errors import IncompatibleAdapter, InvalidSettings, LoRAPluginsError, SourceUnavailable
-from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, DeclaredUnserved, Events
+from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, Events, NotServed
 from lora_plugins.server import reconciler
 from lora_plugins.server.desired import DesiredAdapter
 from lora_plugins.server.reconciler import LOOK_INTERVAL_S, RETRY_S, Reconciler
@@ -421,7 +421,7 @@ async def test_one_that_fails_is_told_once_and_tried_again(tmp_path: Path) -> No
     async with following(world, path) as declared:
         await asyncio.sleep(4 * RETRY_S)
         assert served(world) == {"chat": "cc"}
-        assert [event.name for event in world.told if isinstance(event, DeclaredUnserved)] == ["sql", "wide"]
+        assert [event.name for event in world.told if isinstance(event, NotServed)] == ["sql", "wide"]
         world.resolver.has["sql"] = Version("aa")
         await asyncio.sleep(RETRY_S + LOOKED_S)
         assert served(world) == {"chat": "cc", "sql": "aa"}

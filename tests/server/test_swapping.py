@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from lora_plugins.errors import IncompatibleAdapter
-from lora_plugins.events import AdapterSwapped, UpdateFailed
+from lora_plugins.events import AdapterSwapped, NotServed
 from lora_plugins.server.registry import ServedAdapter
 from tests.server.world import Version, World, serving
 from tests.virtual_time import runs
@@ -136,7 +136,7 @@ async def test_weights_that_cannot_be_served_leave_the_old_ones(is_refused_by: s
     world.worker.broken = None
     assert await world.ask("sql") == "/store/aa"
     assert before.last_error is not None
-    assert [type(event) for event in world.told] == [UpdateFailed]
+    assert [(type(event), event.stage) for event in world.told] == [(NotServed, "update")]
     assert world.resolver.leased == {"aa"}
     while world.in_workers != {"aa"}:
         await asyncio.sleep(0.001)

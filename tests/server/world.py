@@ -14,7 +14,7 @@ from lora_plugins.errors import (
     AdapterNotFound,
     LoRAPluginsError,
 )
-from lora_plugins.events import AdapterLoaded, Events, LoadRefused
+from lora_plugins.events import AdapterLoaded, Events
 from lora_plugins.server.api_server import ApiServer
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.planner_client import PlannerClient
@@ -181,7 +181,7 @@ class World:
 
     def tell(self, event: Any) -> None:
         """Note what happens, but for loads, of which there are many."""
-        if not isinstance(event, AdapterLoaded | LoadRefused):
+        if not isinstance(event, AdapterLoaded) and getattr(event, "stage", "") != "load":
             self.told.append(event)
 
     def count(self) -> None:

@@ -10,10 +10,7 @@ from pathlib import Path
 import pytest
 
 from lora_plugins.store import hashing
-from lora_plugins.store import threads as threads_module
 from lora_plugins.store.hashing import GrowingFile, sha256_of
-from lora_plugins.store.layout import make_durable
-from lora_plugins.store.partial_download import PartialDownload
 
 SIZES = [0, 1, 999, 1 << 20, (1 << 20) + 1, 3_500_000]
 
@@ -97,74 +94,5 @@ def test_hashing_has_begun_before_the_file_is_complete(tmp_path: Path, monkeypat
     assert growing.finish() == answer(b"x" * 1000)
 
 
-class TestPartialDownload:
-    def test_every_promised_file_is_hashed_in_order(self, tmp_path: Path) -> None:
-        growing = PartialDownload(tmp_path, ["b", "a"])
-        for name in "ab":
-            (tmp_path / name).write_bytes(name.encode())
-        growing.landed("a", 1)
-        files = growing.finish()
-        assert [(file.name, (file.size_bytes, file.sha256)) for file in files] == [
-            ("b", answer(b"b")),
-            ("a", answer(b"a")),
-        ]
-
-    def test_starting_over_forgets_what_had_landed(self, tmp_path: Path) -> None:
-        growing = PartialDownload(tmp_path, ["a"])
-        (tmp_path / "a").write_bytes(b"old" * 1000)
-        growing.landed("a", 3000)
-        growing.start_over(["a"])
-        (tmp_path / "a").write_bytes(b"new")
-        growing.landed("a", 3)
-        (file,) = growing.finish()
-        assert (file.size_bytes, file.sha256) == answer(b"new")
-
-    def test_a_missing_file_is_an_error(self, tmp_path: Path) -> None:
-        growing = PartialDownload(tmp_path, ["a", "b"])
-        (tmp_path / "a").write_bytes(b"a")
-        growing.landed("b", 10)
-        with pytest.raises(FileNotFoundError):
-            growing.finish()
-        growing.finish_quietly()
-
-    def test_many_threads_may_report(self, tmp_path: Path) -> None:
-        data = os.urandom(1_000_000)
-        (tmp_path / "a").write_bytes(data)
-        growing = PartialDownload(tmp_path, ["a"])
-        tellers = [threading.Thread(target=growing.landed, args=("a", size)) for size in range(0, 1_000_000, 20_000)]
-        for teller in tellers:
-            teller.start()
-        for teller in tellers:
-            teller.join()
-        (file,) = growing.finish()
-        assert (file.size_bytes, file.sha256) == answer(data)
-
-
 def test_a_piece_is_what_is_held_in_memory() -> None:
     assert hashing._PIECE_BYTES <= 1 << 20
-
-
-def test_many_files_take_few_threads(tmp_path: Path) -> None:
-    names = [f"{number}" for number in range(256)]
-    for name in names:
-        (tmp_path / name).write_bytes(name.encode() * 1000)
-    download = PartialDownload(tmp_path, names)
-    before = threading.active_count()
-    most = 0
-    for name in names:
-        download.landed(name, 10)
-        most = max(most, threading.active_count())
-    download.complete()
-    make_durable([tmp_path / name for name in names])
-    files = download.finish()
-    assert max(most, threading.active_count()) <= before + threads_module._THREADS
-    assert [(file.size_bytes, file.sha256) for file in files] == [answer(name.encode() * 1000) for name in names]
-
-
-def test_a_forked_process_hashes_with_threads_of_its_own(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"x")
-    sha256_of(tmp_path / "file")
-    pid = os.fork()
-    if not pid:
-        os._exit(sha256_of(tmp_path / "file") != answer(b"x"))
-    assert os.waitpid(pid, 0)[1] == 0

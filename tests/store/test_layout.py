@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import resource
-import shutil
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from lora_plugins.errors import InvalidSettings, NoFreeSlot, OutOfMemory, SourceUnavailable
-from lora_plugins.settings import Settings
+from lora_plugins.errors import NoFreeSlot
 from lora_plugins.store import store as store_module
 from lora_plugins.store.eviction import entries, pending_bytes
 from lora_plugins.store.layout import Layout, is_digest, is_prefix, key_of, write_small
-from lora_plugins.store.opening import open_store
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, check, leftovers, obtain
@@ -72,100 +63,6 @@ def test_a_small_file_is_replaced_whole(tmp_path: Path) -> None:
     write_small(tmp_path / "file", "new", tmp_path / "temporary")
     assert (tmp_path / "file").read_text() == "new"
     assert os.listdir(tmp_path) == ["file"]
-
-
-# --- opening
-
-
-def test_a_store_can_be_opened_again_and_again(store: Store) -> None:
-    stored = obtain(store, DownloadSpec(adapter_files()))
-    again = Store(store.layout.root)
-    assert again.layout.digests() == [stored.digest]
-    assert not obtain(again, DownloadSpec(adapter_files())).fetched
-
-
-def test_many_may_open_at_once(tmp_path: Path) -> None:
-    start = threading.Barrier(8)
-
-    def open_one(_: int) -> Store:
-        start.wait()
-        return Store(tmp_path / "a" / "deep" / "store")
-
-    with ThreadPoolExecutor(8) as executor:
-        stores = list(executor.map(open_one, range(8)))
-    assert len({store.processes.me() for store in stores}) == 1
-    assert obtain(stores[0], DownloadSpec(adapter_files())).fetched
-    assert not obtain(stores[7], DownloadSpec(adapter_files())).fetched
-
-
-def test_many_processes_may_open_while_others_fetch(tmp_path: Path) -> None:
-    code = """
-import sys
-from pathlib import Path
-from lora_plugins.store.store import Store
-from tests.store.common import DownloadSpec, adapter_files, obtain
-for seed in range(8):
-    obtain(Store(Path(sys.argv[1])), DownloadSpec(adapter_files(seed=seed), version=str(seed)))
-"""
-    command = [sys.executable, "-c", code, str(tmp_path / "store")]
-    processes = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(3)]
-    errors = [process.communicate(timeout=240)[1].decode() for process in processes]
-    assert [process.returncode for process in processes] == [0] * 3, errors
-    store = Store(tmp_path / "store")
-    assert len(store.layout.digests()) == 8
-    assert all(store.verify(digest) for digest in store.layout.digests())
-    assert leftovers(store) == []
-
-
-@pytest.mark.deployment("store on a read-only file system", "refused", "at start: L007")
-@pytest.mark.parametrize("there", ["read-only root", "read-only parent", "read-only folder", "a file", "below a file"])
-def test_a_root_that_cannot_be_written_is_a_wrong_setting(tmp_path: Path, permissions_count: None, there: str) -> None:
-    root = tmp_path / "parent" / "store"
-    root.parent.mkdir()
-    if there == "read-only root":
-        root.mkdir()
-        root.chmod(0o500)
-    elif there == "read-only parent":
-        root.parent.chmod(0o500)
-    elif there == "read-only folder":
-        Store(root)
-        (root / ".processes").chmod(0o500)
-        for name in os.listdir(root / ".processes"):
-            (root / ".processes" / name).chmod(0o600)
-        shutil.rmtree(root / ".tmp")
-        root.chmod(0o500)
-    else:
-        root.write_bytes(b"")
-        root = root / "below" if there == "below a file" else root
-    try:
-        with pytest.raises(InvalidSettings, match="LORA_PLUGINS_STORE_DIR") as caught:
-            open_store(Settings(store_dir=root))
-        assert str(root) in str(caught.value)
-    finally:
-        with contextlib.suppress(OSError):
-            (tmp_path / "parent").chmod(0o700)
-            (tmp_path / "parent" / "store").chmod(0o700)
-
-
-def test_opening_leaves_a_waiting_fetch_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Its lock file is there before its owner's name is in it.
-    real = Path.write_text
-
-    def slow(path: Path, *arguments: str) -> int:
-        path.touch()
-        Store(store.layout.root)
-        return real(path, *arguments)
-
-    monkeypatch.setattr(Path, "write_text", slow)
-    assert obtain(store, DownloadSpec(adapter_files())).fetched
-
-
-def test_the_settings_reach_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    store = open_store(Settings(store_dir=Path("~/store"), store_max_bytes=100))
-    assert store.layout.root == tmp_path / "store"
-    with pytest.raises(OutOfMemory, match="LORA_PLUGINS_STORE_MAX_BYTES"):
-        obtain(store, DownloadSpec(adapter_files()))
 
 
 # --- what is not ours, or damaged
@@ -237,45 +134,7 @@ def test_a_damaged_manifest_is_fetched_again(store: Store, text: bytes | None) -
     assert store.verify(stored.digest)
 
 
-def test_opening_sweeps_what_dead_processes_left(store: Store) -> None:
-    dead, alive = f"{store.processes.me().partition('.')[0]}.999999999.5", store.processes.me()
-    tmp, locks = store.layout.folder("tmp"), store.layout.folder("locks")
-    for owner in (dead, alive):
-        (tmp / f"{owner}.aabb.1000").mkdir()
-        (tmp / f"{owner}.aabb.1000" / "adapter_model.safetensors").write_bytes(b"half")
-        (tmp / f"{owner}.ccdd.0").write_text("half an index")
-        (locks / f"{owner}.fetch").write_text(owner)
-        (store.layout.folder("processes") / owner).touch()
-    (store.layout.folder("quarantine") / f"{DIGEST}.aabb.removed").mkdir()
-    (store.layout.folder("quarantine") / f"{DIGEST}.aabb").mkdir()  # damaged: somebody may want to look at it
-    Store(store.layout.root)
-    assert set(os.listdir(tmp)) == {f"{alive}.aabb.1000", f"{alive}.ccdd.0"}
-    assert f"{alive}.fetch" in os.listdir(locks)
-    assert f"{dead}.fetch" not in os.listdir(locks)
-    assert os.listdir(store.layout.folder("processes")) == [alive]
-    assert os.listdir(store.layout.folder("quarantine")) == [f"{DIGEST}.aabb"]
-    assert pending_bytes(store.layout) == 1000
-
-
 # --- a store that fails while it runs
-
-
-@pytest.mark.deployment("store on an unmounted file system", "tested", "a fetch into it: L006")
-@pytest.mark.parametrize("folder", ["index", "leases", "tmp", "locks"])
-def test_a_store_whose_folder_is_lost_is_unavailable(store: Store, folder: str) -> None:
-    shutil.rmtree(store.layout.folder(folder))
-    store.layout.folder(folder).write_bytes(b"in the way")
-    with pytest.raises(SourceUnavailable, match="LORA_PLUGINS_STORE_DIR"):
-        obtain(store, DownloadSpec(adapter_files()))
-
-
-@pytest.mark.deployment("store on a read-only file system", "tested", "a fetch into it: L006")
-def test_a_store_that_becomes_read_only_is_unavailable(store: Store, permissions_count: None) -> None:
-    store.layout.folder("tmp").chmod(0o500)
-    with pytest.raises(SourceUnavailable, match="Permission denied"):
-        obtain(store, DownloadSpec(adapter_files()))
-    store.layout.folder("tmp").chmod(0o700)
-    assert obtain(store, DownloadSpec(adapter_files())).fetched
 
 
 def test_a_cancelled_fetch_leaves_nothing(store: Store) -> None:
@@ -350,107 +209,3 @@ def test_the_budget_holds_for_fetches_at_once(tmp_path: Path) -> None:
     assert 1 <= len(served) <= 3
     assert max(peaks) <= 3 * size
     assert len(store.layout.digests()) == len(served)
-
-
-# --- a full disk
-
-
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one megabyte."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-@pytest.mark.deployment(
-    "full disk", "tested", "at every page of a fetch, by quota (RLIMIT_FSIZE) too: L004, nothing half is left"
-)
-def test_a_full_disk_is_out_of_memory_and_passes(tiny_disk: Path) -> None:
-    store = Store(tiny_disk / "store")
-    kept = obtain(store, DownloadSpec(adapter_files(), version="kept"))
-    large = DownloadSpec(adapter_files(rank=16, hidden=16_384), version="large")
-    with pytest.raises(OutOfMemory, match="No space left on device"):
-        obtain(store, large)
-    assert leftovers(store) == []
-    assert store.layout.digests() == [kept.digest]
-    assert store.verify(kept.digest)
-    assert obtain(store, DownloadSpec(adapter_files(seed=1), version="small")).fetched
-    subprocess.run(["mount", "-o", "remount,size=8m", str(tiny_disk)], check=True)
-    assert obtain(store, large).fetched
-
-
-@pytest.mark.deployment(
-    "full disk", "tested", "at every page of a fetch, by quota (RLIMIT_FSIZE) too: L004, nothing half is left"
-)
-@pytest.mark.parametrize("free", [0, 1, 2, 3, 5, 8, 13])
-def test_a_disk_that_fills_leaves_no_half_adapter(tiny_disk: Path, free: int) -> None:
-    # At first with no page left, then with a few: something of the store's own work fails, whatever it is.
-    store = Store(tiny_disk / "store")
-    wanted = DownloadSpec(adapter_files())
-    filler = tiny_disk / "filler"
-    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(4096))
-    os.truncate(filler, max(0, filler.stat().st_size - free * 4096))
-    try:
-        stored = obtain(store, wanted)
-    except OutOfMemory:
-        assert store.layout.digests() == []
-        assert leftovers(store) == []
-    else:
-        assert store.verify(stored.digest)
-    filler.unlink()
-    stored = obtain(store, wanted)
-    assert store.verify(stored.digest)
-    assert leftovers(store) == []
-
-
-@pytest.mark.deployment(
-    "full disk", "tested", "at every page of a fetch, by quota (RLIMIT_FSIZE) too: L004, nothing half is left"
-)
-def test_a_file_larger_than_allowed_is_out_of_memory(tmp_path: Path) -> None:
-    # Where nothing can be mounted: the limit on a file's size fails a write in the same way.
-    code = """
-import resource, signal, sys
-from pathlib import Path
-from lora_plugins.errors import OutOfMemory
-from lora_plugins.store.store import Store
-from tests.store.common import DownloadSpec, adapter_files, obtain
-store = Store(Path(sys.argv[1]))
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-try:
-    obtain(store, DownloadSpec(adapter_files(rank=16, hidden=4096)))
-except OutOfMemory as error:
-    assert list(store.layout.folder("tmp").iterdir()) == []
-    print(error)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "store")], capture_output=True, text=True, check=False, timeout=240
-    )
-    assert "[L004]" in done.stdout, done.stderr
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 50_000
-
-
-@pytest.mark.deployment(
-    "full disk", "tested", "at every page of a fetch, by quota (RLIMIT_FSIZE) too: L004, nothing half is left"
-)
-def test_a_filesystem_source_may_fill_the_disk(tiny_disk: Path, tmp_path: Path) -> None:
-    from lora_plugins.resolvers.sources.filesystem import FilesystemSource
-    from tests.make import put
-    from tests.resolvers.sources.contract import located
-    from tests.resolvers.sources.contract import obtain as obtain_from
-
-    put(tmp_path / "adapters" / "sql", adapter_files(rank=16, hidden=16_384))
-    source = FilesystemSource(tmp_path / "adapters")
-    store = Store(tiny_disk / "store")
-    with pytest.raises(OutOfMemory, match="LORA_PLUGINS_STORE_DIR"):
-        obtain_from(store, source, located(source, "sql"))
-    assert leftovers(store) == []

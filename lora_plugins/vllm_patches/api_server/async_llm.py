@@ -16,7 +16,7 @@ from lora_plugins.adapter.fit import without_lora
 from lora_plugins.api.access.principals import share_of_request
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.events import RequestRefused, RequestServed
+from lora_plugins.events import NotServed, RequestServed
 from lora_plugins.ledger import Patch
 from lora_plugins.process import moves_running, this_process
 from lora_plugins.resolvers.sources.uri import absolute
@@ -184,7 +184,7 @@ async def _watched(original: Any, call: inspect.BoundArguments, error_of_output:
             is_final = is_last or has_begun or taken is None
             if copies is not None and not is_final and await copies.is_at_fault(taken, error):
                 continue  # it is fetched again before the request goes on
-            events.emit(RequestRefused(name, error))
+            events.emit(NotServed("request", name, error))
             snapshots_of(client).refused(taken or lora_request, error)
             response.error = http_error(error)
             raise response.error from None

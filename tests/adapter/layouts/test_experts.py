@@ -14,7 +14,7 @@ from lora_plugins.adapter.model_modules import ExpertFormat, Experts, Kind, Mode
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.errors import IncompatibleAdapter
 from lora_plugins.settings import Settings
-from tests.adapter.layouts.test_conversion import convert, delta
+from tests.adapter.layouts.converted import convert, delta
 from tests.make import BASE, PEFT, adapter_files, pair, put, read_name
 
 COUNT, HIDDEN, INNER, RANK = 3, 8, 6, 2

@@ -19,7 +19,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from lora_plugins import process as process_module
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, LoRAPluginsError, NoFreeSlot
-from lora_plugins.events import Events, RequestRefused, RequestServed
+from lora_plugins.events import Events, NotServed, RequestServed
 from lora_plugins.process import Process
 from lora_plugins.scheduler.messages import AdapterState
 from lora_plugins.server import response as response_module
@@ -331,7 +331,7 @@ async def test_a_refused_request_raises_its_own_error(before: list[Any], told: l
     assert caught.value.status_code == 503
     assert response.error is caught.value
     assert response.has_begun is bool(before)
-    (refused,) = [event for event in told if isinstance(event, RequestRefused)]
+    (refused,) = [event for event in told if isinstance(event, NotServed)]
     assert (refused.name, str(refused.error)) == ("sql", str(FREE))
 
 
@@ -417,7 +417,7 @@ async def test_what_cannot_be_mended_is_its_own_error(
     with pytest.raises(Exception, match=r"L005.*a header that cannot be read"):
         await generated(client, request())
     assert (len(client.own), client.copies.held) == (asked, [])
-    assert sum(isinstance(event, RequestRefused) for event in told) == 1
+    assert sum(isinstance(event, NotServed) for event in told) == 1
 
 
 @runs
@@ -426,7 +426,7 @@ async def test_a_copy_that_cannot_be_had_reaches_no_engine(told: list[Any], resp
     with pytest.raises(Exception, match="L001") as caught:
         await generated(client, request())
     assert (response.error, client.own) == (caught.value, [])
-    assert [type(event) for event in told] == [RequestRefused]
+    assert [type(event) for event in told] == [NotServed]
 
 
 def pooled(data: torch.Tensor) -> Any:
@@ -441,4 +441,4 @@ async def test_a_pooling_request_is_answered_or_raises_its_error(told: list[Any]
     with pytest.raises(Exception, match="L001"):
         async for _ in Client(encode=[pooled(error_tensor(FREE))]).encode("prompt", None, "r", lora_request=request()):
             pass
-    assert [type(event) for event in told] == [RequestServed, RequestRefused]
+    assert [type(event) for event in told] == [RequestServed, NotServed]

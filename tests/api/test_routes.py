@@ -1,4 +1,4 @@
-"""What `If-Match` may say, over HTTP, and that everything else changes nothing."""
+"""The admin routes over HTTP: what `If-Match` may say, and that everything else changes nothing."""
 
 from __future__ import annotations
 

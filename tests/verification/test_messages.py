@@ -1,0 +1,79 @@
+"""What crosses between the processes arrives as it was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lora_plugins.adapter.layouts.moves import (
+    ColumnsOfExpert,
+    OnDiagonal,
+    Rows,
+    Same,
+    Stacked,
+    StackedA,
+    StackedB,
+    Zeros,
+)
+from lora_plugins.adapter.layouts.tensors import NewTensor
+from lora_plugins.adapter.safetensors_header import TensorInfo
+from lora_plugins.adapter.verify import verify_adapter
+from lora_plugins.adapter.weight_files import PICKLE_FILES, WEIGHTS_FILE
+from lora_plugins.errors import InvalidAdapter
+from lora_plugins.settings import Settings
+from lora_plugins.verification.children import Children
+from lora_plugins.verification.messages import Tensors, decode_request, encode
+from tests.make import LAYER, adapter_files, pair, put, weights
+from tests.verification.conftest import program, read
+
+
+def test_weights_of_every_kind_cross(children: Children, tmp_path: Path) -> None:
+    tensors = {**weights(), **pair(LAYER.format(1, "q_proj"), 16, 8, 8)}
+    changes = {"rank_pattern": {r"layers\.1\..*q_proj": 16}, "alpha_pattern": {"v_proj": 2.5}, "use_rslora": True}
+    many = put(tmp_path / "many", adapter_files(tensors, **changes, modules_to_save=["score"]))
+    here = verify_adapter(many, None, Settings())
+    found = read(children, many).adapter
+    assert found.weights == here.weights
+    assert found.config == replace(here.config, targets=None)
+    assert dict(found.config.rank_pattern) == {r"model\.layers\.1\.self_attn\.q_proj": 16}
+    (many / WEIGHTS_FILE).rename(many / PICKLE_FILES[0])
+    assert read(children, many, allow_pickle=True).adapter.weights is None
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["b'x' * 100", "framed(b'\\x80')", "framed(encode(Ready()))", "(1 << 30).to_bytes(4, 'little')", "b''"],
+)
+def test_other_answers_are_none(children: Children, adapter: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    first = f"from lora_plugins.verification.child import *; from lora_plugins.verification import child\nsaid = {said}"
+    program(
+        monkeypatch,
+        f"{first}\nchild._answer = lambda _: [1]\nchild._send_one = child._send\n"
+        "child._send = lambda out, a: child._send_one(out, a) if isinstance(a, Ready) else out.write(said)\n"
+        "child._MAX_KEPT_KIB = 0",
+    )
+    with pytest.raises(InvalidAdapter):
+        read(children, adapter)
+
+
+def test_every_move_crosses() -> None:
+    array = np.arange(24, dtype="<u4").reshape(4, 6)
+    rows = (0, 4, 2)
+    for move in (
+        Same(),
+        Rows(1, 2),
+        Stacked(),
+        Zeros((2, 3)),
+        OnDiagonal((8, 12), ((0, 4, 0, 6),)),
+        ColumnsOfExpert(1, 2, rows),
+        StackedA((2, 4, 6), ((1, 0),), 4),
+        StackedB((4, 6, 2), ((1, 0, (0, 4, 1)),), 6),
+    ):
+        info = TensorInfo("a", "F32", (1, 1), 0, 4)
+        sent = encode(Tensors((NewTensor(info, (info,), move),)))
+        (again,) = decode_request.decode(sent).tensors
+        assert again.make == move
+        assert np.array_equal(again.make([array]), move([array]))

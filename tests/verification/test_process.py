@@ -1,0 +1,89 @@
+"""A process that reads: it is replaced when it ends, and ends with its parent."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lora_plugins.adapter.layouts.writing import tensors_of, write_weights
+from lora_plugins.adapter.verify import verify_adapter
+from lora_plugins.adapter.weight_files import WEIGHTS_FILE
+from lora_plugins.errors import InvalidAdapter, SourceUnavailable
+from lora_plugins.settings import Settings
+from lora_plugins.verification.children import Children
+from tests.make import BASE, adapter_files, put, weights
+from tests.verification.conftest import program, read
+
+NAMED = adapter_files({name.replace(".weight", ".default.weight"): array for name, array in weights().items()})
+
+
+def test_a_process_that_was_killed_is_replaced(children: Children, adapter: Path) -> None:
+    assert read(children, adapter)
+    (before,) = children.pids()
+    os.kill(before, signal.SIGKILL)
+    assert read(children, adapter)
+    assert before not in children.pids()
+
+
+@pytest.mark.parametrize("end", ["os.abort()", "os.kill(os.getpid(), 11)", "os._exit(3)", "ctypes.string_at(0)"])
+def test_what_ends_the_process_is_refused(
+    children: Children, adapter: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    first = "import ctypes, os; from lora_plugins.verification import child"
+    program(monkeypatch, f"{first}\nchild.verify_adapter = lambda *_: {end}")
+    with pytest.raises(InvalidAdapter, match="ends the process that reads it"):
+        read(children, adapter)
+
+
+def test_no_process_is_no_fault_of_the_adapter(
+    children: Children, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(monkeypatch, "import sys; sys.exit(5)")
+    with pytest.raises(SourceUnavailable, match="ended with 5"):
+        read(children, adapter)
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(SourceUnavailable, match="no process that reads adapters"):
+        read(children, adapter)
+
+
+def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path, adapter: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from lora_plugins.settings import Settings\n"
+        "from lora_plugins.verification.children import children\n"
+        "made = children(); made.read(Path(sys.argv[1]), Settings()).result()\n"
+        "print(*made.pids(), flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(adapter)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=30)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def written(children: Children, directory: Path, target: Path) -> list[int]:
+    conversion = verify_adapter(directory, BASE, Settings()).conversion
+    assert conversion is not None
+    landed: list[int] = []
+    children.write(tensors_of(conversion), directory, target, landed.append).result(120)
+    write_weights(
+        tensors_of(conversion), lambda file: directory / (file or WEIGHTS_FILE), target.with_name("here"), landed.append
+    )
+    return landed
+
+
+def test_a_full_disk_stays_an_error_of_the_disk(children: Children, tmp_path: Path) -> None:
+    directory = put(tmp_path / "sql", NAMED)
+    with pytest.raises(FileNotFoundError):
+        written(children, directory, tmp_path / "no" / "folder")
+    with pytest.raises(OSError, match="No space left") as caught:
+        written(children, directory, Path("/dev/full"))
+    assert caught.value.errno == errno.ENOSPC
+    assert read(children, directory)
