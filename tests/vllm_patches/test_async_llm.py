@@ -406,7 +406,7 @@ class MendedCopies:
         self.given: list[str] = []
 
     @asynccontextmanager
-    async def using(self, lora_request: Any) -> AsyncIterator[Any]:
+    async def using(self, lora_request: Any, share: Any = None) -> AsyncIterator[Any]:
         if self.error is not None:
             raise self.error
         taken = LoRARequest(lora_request.lora_name, 10 + len(self.given), f"/store/{len(self.given)}")
