@@ -191,7 +191,8 @@ class ModelEngine:
         """The one that our plugin has registered, bound as a server binds it."""
         from vllm.lora.resolver import LoRAResolverRegistry
 
-        from lora_plugins.vllm_patches.api_server.lora_resolver import REGISTRY_NAME
+        from lora_plugins.process import this_process
+        from lora_plugins.vllm_patches.api_server.lora_resolver import REGISTRY_NAME, begin_serving
 
         async def collective_rpc(method: str) -> list[Any]:
             return self._llm.collective_rpc(method) if self._llm else [self._describe()]
@@ -200,8 +201,8 @@ class ModelEngine:
         client = SimpleNamespace(vllm_config=SimpleNamespace(lora_config=lora_config), collective_rpc=collective_rpc)
         model_config = SimpleNamespace(model=str(self.base))
         resolver = LoRAResolverRegistry.get_resolver(REGISTRY_NAME)
-        served = {"engine_client": client, "model_config": model_config, "base_model_paths": [], "resolve_lora": None}
-        resolver.bind(SimpleNamespace(**served))
+        served = SimpleNamespace(engine_client=client, model_config=model_config, base_model_paths=[])
+        begin_serving(served, this_process())
         return resolver
 
 
