@@ -55,7 +55,8 @@ class _Server:
 
     @property
     def host_places(self) -> int:
-        return int(self._models.engine_client.vllm_config.lora_config.max_cpu_loras)
+        lora_config = self._models.engine_client.vllm_config.lora_config
+        return 0 if lora_config is None else int(lora_config.max_cpu_loras)
 
     def is_base_model(self, name: str) -> bool:
         return bool(self._models.is_base_model(name))
