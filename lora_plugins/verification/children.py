@@ -101,8 +101,9 @@ class Children:
             self._wanted.get()()
 
     def _warm(self) -> None:
-        with contextlib.suppress(SourceUnavailable):  # said to who then asks
-            self._put_back(self._take())
+        with contextlib.suppress(SourceUnavailable), self._starting:  # an error is said to who then asks
+            if self._idle.empty():
+                self._put_back(ReadingProcess())
 
     def _with_process(self, work: Callable[[ReadingProcess], _T]) -> _T:
         for _ in range(_ATTEMPTS):
