@@ -70,6 +70,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.on_disk: dict[int, int] = {}  # of the directories that are exchanged
         self.asked: dict[str, int] = {}  # versions by request
         self.pinned: set[int] = set()
+        self.first: set[str] = set()  # requests that brought their id
 
     def lora(self, engine_id: int, path: str, *, load_inplace: bool = False) -> Any:
         from vllm.lora.request import LoRARequest
@@ -125,7 +126,9 @@ class AnyOrder(RuleBasedStateMachine):
     def generate(self, engine_id: int, version: int, is_stub: bool) -> None:
         """With any path, where the id is known; with its own, where it is not."""
         path = "/a/stub" if is_stub and engine_id in self.current else world.paths[version]
-        self.current.setdefault(engine_id, version)
+        if engine_id not in self.current:
+            self.current[engine_id] = version
+            self.first.add(f"r{world.requests + 1}")
         self.ask(engine_id, path)
 
     @rule(engine_id=IDS)
@@ -144,9 +147,12 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(at=st.integers(0, 20))
     def abort(self, at: int) -> None:
-        if self.asked:
-            name = list(self.asked)[at % len(self.asked)]
+        # Aborted before it is loaded, one that brought its id leaves it unknown, and the next path counts.
+        names = [name for name in self.asked if name not in self.first]
+        if names:
+            name = names[at % len(names)]
             world.engine.abort_request([name])
+            self.done.append(f"abort {name}")
             del self.asked[name]
 
     @rule()
