@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.metadata import entry_points
 
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.plugin_names import OURS
+from lora_plugins.plugin_names import OURS, PLUGIN_GROUPS
 from lora_plugins.settings import Settings
 from lora_plugins.spelling import closest
 
@@ -39,6 +40,15 @@ def problem_of(error: LoRAPluginsError) -> Finding:
     """One of our errors as a finding."""
     expected = f"; expected {error.expected}" if error.expected else ""
     return Finding(State.PROBLEM, f"{error.found}{expected}", error.remedy)
+
+
+def discovered_plugins() -> Mapping[str, Sequence[str]]:
+    """Every plugin that vLLM would discover, by name: the values of its entry points. Reads all installed packages."""
+    found: dict[str, list[str]] = {}
+    for group in PLUGIN_GROUPS:
+        for point in entry_points(group=group):
+            found.setdefault(point.name, []).append(point.value)
+    return found
 
 
 def unknown_plugins(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import shutil
 import stat
@@ -19,7 +18,7 @@ from lora_plugins.kernels import dispatch
 from lora_plugins.kernels.compiled import build
 from lora_plugins.ledger import check as ledger_check
 from lora_plugins.ledger import symbols
-from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, PLUGIN_GROUPS, S3
+from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, S3
 from lora_plugins.resolvers.sources.uri import AllowedUris
 from lora_plugins.server.declared_file import parse, read_bytes
 from lora_plugins.settings import (
@@ -88,15 +87,6 @@ class Context:
 
 
 Check = Callable[[Context], Iterator[Finding]]
-
-
-def discovered_plugins() -> Mapping[str, Sequence[str]]:
-    """Every plugin that vLLM would discover, by name: the values of its entry points."""
-    found: dict[str, list[str]] = {}
-    for group in PLUGIN_GROUPS:
-        for point in importlib.metadata.entry_points(group=group):
-            found.setdefault(point.name, []).append(point.value)
-    return found
 
 
 def vllm(context: Context) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ from lora_plugins.cli.exits import Exit
 from lora_plugins.cli.output import Result, Shown, line, number, table
 from lora_plugins.cli.server import AdminClient
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.findings import Finding, State, problem_of
+from lora_plugins.findings import Finding, State, discovered_plugins, problem_of
 from lora_plugins.ledger import check as ledger_check
 from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, S3
 from lora_plugins.settings import environment
@@ -80,7 +80,7 @@ def doctor(
 ) -> Result:
     """Say what is on, off or broken in this environment, and why."""
     client = None if url is None else AdminClient(url, timeout_s)
-    context = Context(environment(), checks.discovered_plugins(), ledger_check.installed(), network, timeout_s)
+    context = Context(environment(), discovered_plugins(), ledger_check.installed(), network, timeout_s)
     found = examine(context, client)
     sentence = verdict(found, context.env)
     problems = sum(item.state is State.PROBLEM for item in found)

@@ -19,7 +19,7 @@ _ABORT_S = 10.0
 
 
 class VllmServer(Protocol):
-    """What is asked of vLLM's own objects; `vllm_patches/lifecycle.py` answers it."""
+    """What is asked of vLLM's own objects; `vllm_patches/api_server/lifecycle.py` answers it."""
 
     @property
     def base_path(self) -> str: ...

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_plugins.adapter.config import CONFIG_FILE, MAX_CONFIG_BYTES
-from lora_plugins.adapter.verify import VerifiedAdapter, verify_adapter
+from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import (
     AdapterNotFound,
@@ -23,6 +23,7 @@ from lora_plugins.errors import (
 )
 from lora_plugins.settings import BaseMatch, Settings
 from tests.adapter.test_config import UNSUPPORTED
+from tests.adapter.verdicts import refused, verified
 from tests.make import (
     BASE,
     LAYER,
@@ -38,27 +39,6 @@ from tests.make import (
 from tests.repetitions import times
 
 NO_PASS = Settings(check_finite=False)
-
-
-def verified(directory, **changes: object) -> VerifiedAdapter:
-    return verify_adapter(directory, BASE, Settings(**changes))
-
-
-def refused(kind: type[LoRAPluginsError], directory, file: str, **changes: object) -> LoRAPluginsError:
-    with pytest.raises(kind) as caught:
-        verified(directory, **changes)
-    error = caught.value
-    assert type(error) is kind
-    assert error.file == file
-    for part in (error.found, error.expected, error.remedy, f"[{kind.code}]", f"'{file}'"):
-        assert part
-        assert part in str(error)
-    return error
-
-
-@pytest.fixture
-def adapter(tmp_path):
-    return put(tmp_path / "sql", adapter_files())
 
 
 def test_a_good_adapter_is_verified(adapter):

@@ -8,7 +8,6 @@ import shutil
 import pytest
 
 from lora_plugins.adapter.config import CONFIG_FILE
-from lora_plugins.adapter.verify import VerifiedAdapter, verify_adapter
 from lora_plugins.adapter.weight_files import (
     INDEX_FILE,
     MAX_INDEX_BYTES,
@@ -22,37 +21,14 @@ from lora_plugins.errors import (
     AdapterNotFound,
     IncompatibleAdapter,
     InvalidAdapter,
-    LoRAPluginsError,
 )
-from lora_plugins.settings import Settings
+from tests.adapter.verdicts import refused, verified
 from tests.make import (
-    BASE,
     adapter_files,
     config_bytes,
     put,
     sharded,
 )
-
-
-def verified(directory, **changes: object) -> VerifiedAdapter:
-    return verify_adapter(directory, BASE, Settings(**changes))
-
-
-def refused(kind: type[LoRAPluginsError], directory, file: str, **changes: object) -> LoRAPluginsError:
-    with pytest.raises(kind) as caught:
-        verified(directory, **changes)
-    error = caught.value
-    assert type(error) is kind
-    assert error.file == file
-    for part in (error.found, error.expected, error.remedy, f"[{kind.code}]", f"'{file}'"):
-        assert part
-        assert part in str(error)
-    return error
-
-
-@pytest.fixture
-def adapter(tmp_path):
-    return put(tmp_path / "sql", adapter_files())
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lora_plugins.cli.checks import Context, discovered_plugins
+from lora_plugins.cli.checks import Context
 from lora_plugins.cli.doctor import CHECKS
 from lora_plugins.cli.exits import Exit
-from lora_plugins.findings import Finding, State
+from lora_plugins.findings import Finding, State, discovered_plugins
 from lora_plugins.ledger import check as ledger_check
 from lora_plugins.ledger import symbols
 from lora_plugins.settings import OWN_VARIABLES

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from functools import cache
 from http import HTTPStatus
@@ -190,14 +191,6 @@ class LoopReader:
         """Whether every range was asked for under the condition of a strong ETag."""
         return file.etag.startswith('"')
 
-    def read(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
-        """See `RangeReader`."""
-        self._run(self.stream(file, start, end, write), None)
-
-    async def stream(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
-        """As `read`, for callers on the file system's loop."""
-        raise NotImplementedError
-
     def stop(self) -> None:
         """Cancel what runs."""
         self._stopped = True
@@ -216,6 +209,18 @@ class LoopReader:
         finally:
             future.cancel()  # where the wait timed out
             self._running.discard(future)
+
+
+class StreamReader(LoopReader, ABC):
+    """Streams each range on the file system's loop."""
+
+    def read(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
+        """See `RangeReader`."""
+        self._run(self.stream(file, start, end, write), None)
+
+    @abstractmethod
+    async def stream(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
+        """As `read`, for callers on the file system's loop."""
 
 
 async def write_range(
@@ -276,7 +281,7 @@ class _PieceReader(LoopReader):
             start = upto
 
 
-class _WebReader(LoopReader):
+class _WebReader(StreamReader):
     """Ranges over fsspec's own aiohttp session, with its headers and logins, streamed."""
 
     def __init__(self, filesystem: Any, uri: str) -> None:

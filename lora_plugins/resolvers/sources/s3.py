@@ -18,7 +18,7 @@ import fsspec
 from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, shards_of
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.resolvers.sources.errors import FailureKind, ObjectChanged, diagnose
-from lora_plugins.resolvers.sources.fsspec import BUFFER_BYTES, LoopReader, write_range
+from lora_plugins.resolvers.sources.fsspec import BUFFER_BYTES, StreamReader, write_range
 from lora_plugins.resolvers.sources.ranges import RangeReader
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES, SourceFile, choose_files, needs_shards
 from lora_plugins.resolvers.sources.uri import AccessPoint, split_bucket
@@ -193,7 +193,7 @@ async def _heads(client: Any, bucket: str, prefix: str, denied: Exception) -> li
     return found
 
 
-class _S3Reader(LoopReader):
+class _S3Reader(StreamReader):
     """Ranges by `get_object`, streamed, each under the condition of the located ETag."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, client: Any, bucket: str, prefix: str) -> None:

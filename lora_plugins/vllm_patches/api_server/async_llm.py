@@ -69,6 +69,11 @@ def has_planner(client: Any) -> bool:
     return client is not None and client.vllm_config.lora_config is not None
 
 
+def is_planned(client: Any) -> bool:
+    """Whether our scheduler plans this engine's adapters: the manager is named, and LoRA is on."""
+    return this_process().is_manager_patched and has_planner(client)
+
+
 def _asking(client: weakref.ref[Any]) -> Ask:
     async def ask(utility: str, arguments: tuple[Any, ...]) -> dict[int, Any]:
         """Call a utility of every engine: vLLM's own call returns the first engine's answer only."""

@@ -20,7 +20,7 @@ from lora_plugins.log import logger
 from lora_plugins.process import this_process
 from lora_plugins.server.registry import blocked, no_longer_served
 from lora_plugins.server.response import fingerprint, present
-from lora_plugins.vllm_patches.api_server.async_llm import has_planner
+from lora_plugins.vllm_patches.api_server.async_llm import is_planned
 from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
 from lora_plugins.vllm_patches.wrapping import wrap
 
@@ -103,7 +103,7 @@ async def _resolve_nothing(_: str) -> None:
 
 def _refuse_unloaded(serving: Any, request: Any) -> None:
     """A name that vLLM has checked, and that is unloaded before it looks it up again, is one to ask for once more."""
-    if not (this_process().is_manager_patched and has_planner(serving.models.engine_client)):
+    if not is_planned(serving.models.engine_client):
         return
     name = request.model
     is_blocked = may_use(name) and name in lifecycle_of(serving.models).registry.blocked

@@ -20,7 +20,7 @@ from lora_plugins.process import moves_running, this_process
 from lora_plugins.resolvers.sources.uri import absolute
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.registry import blocked, no_longer_served
-from lora_plugins.vllm_patches.api_server.async_llm import has_planner, planner_of, snapshots_of
+from lora_plugins.vllm_patches.api_server.async_llm import is_planned, planner_of, snapshots_of
 from lora_plugins.vllm_patches.api_server.base_serving import may_use
 from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
 from lora_plugins.vllm_patches.api_server.lora_resolver import begin_serving
@@ -37,10 +37,6 @@ def patch() -> None:
 
     for name, wrapper in WRAPPERS.items():
         wrap(OpenAIServingModels, name, wrapper)
-
-
-def _is_planned(models: Any) -> bool:
-    return this_process().is_manager_patched and has_planner(models.engine_client)
 
 
 def _making(original: Any) -> Any:
@@ -126,7 +122,7 @@ def _loading_by_path(original: Any) -> Any:
 
     async def load_lora_adapter(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         await require_admin()
-        if not _is_planned(self):
+        if not is_planned(self.engine_client):
             return await original(self, request, *args, **kwargs)
         lifecycle = lifecycle_of(self)
         client = _LoadsByPath(self, lifecycle)
@@ -147,7 +143,7 @@ def _resolving(original: Any) -> Any:
     """
 
     async def resolve_lora(self: Any, lora_name: str) -> Any:
-        if _is_planned(self):
+        if is_planned(self.engine_client):
             result = await _resolved(original, self, lora_name)
         else:
             result = await original(self, lora_name)
@@ -182,7 +178,7 @@ def _checking_unload(original: Any) -> Any:
     """Under the name's lock, vLLM checks what it then takes out of its table: here the registry still sees it."""
 
     async def _check_unload_lora_adapter_request(self: Any, request: Any) -> Any:
-        if _is_planned(self):
+        if is_planned(self.engine_client):
             lifecycle_of(self).registry.get(request.lora_name)
         return await original(self, request)
 
@@ -194,7 +190,7 @@ def _unloading(original: Any) -> Any:
 
     async def unload_lora_adapter(self: Any, request: Any) -> Any:
         await require_admin()
-        if not _is_planned(self):
+        if not is_planned(self.engine_client):
             return await original(self, request)
         lifecycle, name = lifecycle_of(self), request.lora_name
         result = await original(self, request)
@@ -213,7 +209,7 @@ def _listing(original: Any) -> Any:
 
     async def show_available_models(self: Any) -> Any:
         listed = await original(self)
-        if self.lora_requests and _is_planned(self):
+        if self.lora_requests and is_planned(self.engine_client):
             registry = lifecycle_of(self).registry
             for card in listed.data:
                 adapter = registry.get(card.id)
