@@ -33,7 +33,7 @@ test-unit: set-up ## the tests that need no engine
 test-models: set-up ## every architecture of testbed/architectures.py on the real engine (15 minutes)
 	@$(RUN) -m pytest tests/models -m "nightly or not nightly"
 
-test-long: set-up ## all tests, with as many examples and repetitions as before a release
+test-long: set-up ## all tests, nightly ones too, with as many examples and repetitions as before a release
 	@LONG_TESTS=1 $(RUN) -m pytest $(PARALLEL)
 
 SECONDS = 1800

@@ -115,9 +115,9 @@ _TRANSFORMERS = (
     Architecture("GemmaForCausalLM", "gemma", _TIED),
     Architecture("Gemma2ForCausalLM", "gemma2", {**_TIED, "query_pre_attn_scalar": 32}),
     Architecture("Gemma3ForCausalLM", "gemma3_text", {**_TIED, **_SLIDING, "query_pre_attn_scalar": 32}, is_quick=True),
-    Architecture("Phi3ForCausalLM", "phi3", words=_WORDS, attention=("qkv_proj", "o_proj"), is_quick=True),
-    Architecture("Glm4ForCausalLM", "glm4", is_quick=True),
-    Architecture("GraniteForCausalLM", "granite", words=_WORDS, is_quick=True),
+    Architecture("Phi3ForCausalLM", "phi3", words=_WORDS, attention=("qkv_proj", "o_proj")),
+    Architecture("Glm4ForCausalLM", "glm4"),
+    Architecture("GraniteForCausalLM", "granite", words=_WORDS),
     Architecture("CohereForCausalLM", "cohere", _TIED, words=_EMBEDDINGS),
     Architecture("Cohere2ForCausalLM", "cohere2", _TIED),
     Architecture(
@@ -230,7 +230,7 @@ def _of_vllm_alone(name: str, attention: tuple[str, ...] = _QKVO, **values: Any)
 
 
 _VLLM_ALONE = (
-    _of_vllm_alone("InternLM2ForCausalLM", ("wqkv", "wo"), config={"bias": False}, is_quick=True),
+    _of_vllm_alone("InternLM2ForCausalLM", ("wqkv", "wo"), config={"bias": False}),
     _of_vllm_alone("InternLM3ForCausalLM", config={"bias": False, "qkv_bias": False}, words=_WORDS),
     _of_vllm_alone(
         "ExaoneForCausalLM",

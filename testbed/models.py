@@ -47,12 +47,12 @@ def build_base(
     directory: Path,
     *,
     hidden: int = 256,
-    layers: int = 4,
+    layers: int = 2,
     vocab: int = 512,
     intermediate: int | None = None,
     seed: int = 0,
 ) -> Path:
-    """Write a random float32 Llama (2.6 M parameters by default) with a byte-level tokenizer to `directory`."""
+    """Write a random float32 Llama (1.4 M parameters by default) with a byte-level tokenizer to `directory`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 

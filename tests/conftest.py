@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from testbed import triton_interpreter  # noqa: F401 - before anything imports Triton
-from tests.repetitions import times
+from tests.repetitions import IS_LONG, times
 
 # The same examples in every run: a failure is reproducible. No deadline: these machines share their cores.
 settings.register_profile(
@@ -35,11 +35,16 @@ _ENGINES = {_E2E, _MODELS, *(Path(__file__).parent / name for name in ("deployme
 # Files of end-to-end tests that share a server run in one process: xdist would start it in each.
 _SHARED = {
     **dict.fromkeys(
-        ("test_answers", "test_refusals", "test_sources", "test_neighbours", "test_digests_of_resolvers"), "world"
+        (
+            *("test_answers", "test_refusals", "test_sources", "test_neighbours"),
+            *("test_digests_of_resolvers", "test_hostile_bytes"),
+        ),
+        "world",
     ),
     **dict.fromkeys(("test_admission", "test_in_flight"), "one_slot"),
     **dict.fromkeys(("test_answers_of_models", "test_verdicts_of_models"), "models"),
 }
+_GPU_PROGRAMS = Path(__file__).parent / "benchmarks" / "gpu"
 _LONGEST_FIRST = (
     "models",
     "test_admin",
@@ -63,16 +68,27 @@ _LONGEST_FIRST = (
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark end-to-end tests, and put them first, so that unit tests fill up what is left of the time.
 
-    What is marked `nightly` runs only where `-m` names it.
+    What is marked `nightly` runs in `make test-long`, or where `-m` names it.
     """
     for item in items:
         if _ENGINES & set(item.path.parents):
             item.add_marker(pytest.mark.e2e)
-    if "nightly" not in config.option.markexpr:
+        if _GPU_PROGRAMS in item.path.parents:
+            item.add_marker(pytest.mark.nightly)
+    _refuse_a_second_server(items)
+    if not IS_LONG and "nightly" not in config.option.markexpr:
         left_out = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
     items.sort(key=_place)
+
+
+def _refuse_a_second_server(items: list[pytest.Item]) -> None:
+    """Raise where tests of one server are in files that `_SHARED` does not group: each process would start its own."""
+    for item in items:
+        names = set(getattr(item, "fixturenames", ())) & set(_SHARED.values())
+        if names - {_SHARED.get(item.path.stem)}:
+            raise pytest.UsageError(f"{item.nodeid} uses {', '.join(names)}; name {item.path.stem} in _SHARED for it")
 
 
 def _place(item: pytest.Item) -> int:

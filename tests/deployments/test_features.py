@@ -69,7 +69,7 @@ def features(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fea
     with admin_server(
         bed, home, "--max-loras", "2", "--max-model-len", "256", "--max-num-batched-tokens", str(BATCHED_TOKENS),
         "--block-size", "32", "--num-gpu-blocks-override", "12", "--scheduling-policy", "priority",
-        "--speculative-config", speculation, "--max-num-seqs", "8", LORA_PLUGINS_HOST_MAX_BYTES="6000000",
+        "--speculative-config", speculation, "--max-num-seqs", "8", LORA_PLUGINS_HOST_MAX_BYTES="3000000",
     ) as server:  # fmt: skip
         yield Features(server, bed, Reference(bed.base), home / "adapters")
 

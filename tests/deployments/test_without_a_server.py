@@ -15,9 +15,9 @@ from testbed.server import outer_environment
 from tests.e2e.servers import ENVIRONMENT
 
 NAMES = [spec.name for spec in DEMO_ADAPTERS]
-OVER = "wide"  # 4.2 MB
-FITTING = [name for name in NAMES if name != OVER]  # the largest has 1.06 MB, all together 2.1
-HOST_MAX_BYTES = 1_200_000
+OVER = "wide"  # 2.1 MB
+FITTING = [name for name in NAMES if name != OVER]  # the largest has 0.53 MB, all together 1.05
+HOST_MAX_BYTES = 600_000
 
 pytestmark = pytest.mark.nightly
 
@@ -51,7 +51,7 @@ def test_llm_answers_all_that_fit_the_budget(bed: Bed, tmp_path: Path, processes
     reason, text, ids = answers.pop(OVER)
     assert (reason, ids) == ("error", [])
     assert text.startswith("[L004]")
-    assert str(HOST_MAX_BYTES) in text or "1.2 MB" in text
+    assert str(HOST_MAX_BYTES) in text or "0.6 MB" in text
     assert {name: ids for name, (_, _, ids) in answers.items()} == {name: bed.answers[name] for name in answers}
     assert (said["loaded"], said["listed"]) == (True, True), "the engine lives"
 

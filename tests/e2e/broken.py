@@ -108,7 +108,7 @@ BROKEN = (
     Broken(
         "half-of-another-model", _tensors(_rename("layers.1.", "h.1.")), 400, ("L003", WEIGHTS, "h.1.", "UNMATCHED")
     ),
-    Broken("no-such-layer", _tensors(_rename("layers.3.", "layers.99.")), 400, ("L003", WEIGHTS, "layers.99.")),
+    Broken("no-such-layer", _tensors(_rename("layers.1.", "layers.99.")), 400, ("L003", WEIGHTS, "layers.99.")),
 )
 
 # Ways to spell the path of an adapter that lies beside the root, and second spellings of one inside it.

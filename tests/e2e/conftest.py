@@ -104,7 +104,7 @@ def one_slot(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[One
     shutil.copytree(bed.adapters, home / "adapters")
     with admin_server(
         bed, home, "--max-loras", "1", "--block-size", "32", "--num-gpu-blocks-override", "40",
-        LORA_PLUGINS_HOST_MAX_BYTES="6000000",  # "wide" takes 4.3 MB of it, the others less than 0.6
+        LORA_PLUGINS_HOST_MAX_BYTES="3000000",  # "wide" takes 2.1 MB of it, the others less than 0.6
         LORA_PLUGINS_KERNELS="reference",
     ) as server:  # fmt: skip
         yield OneSlot(server, bed, home)

@@ -28,7 +28,7 @@ from tests.e2e.servers import KERNELS, MANAGER, RESOLVER, lora_server
 
 SLOTS = 2
 HOST_PLACES = 3
-HOST_MAX_BYTES = 5_200_000  # "wide" and its copies have 4.2 MB each, the others less than 0.5
+HOST_MAX_BYTES = 2_600_000  # "wide" and its copies have 2.1 MB each, the others less than 0.6
 DEMO_NAMES = [spec.name for spec in DEMO_ADAPTERS]
 COPIES = {f"{name}-{copy}": name for name in DEMO_NAMES for copy in ("two", "three")}
 ALIKE = {**{name: name for name in DEMO_NAMES}, **COPIES}  # adapter to the one whose answer it gives

@@ -21,7 +21,8 @@ from tests.e2e.servers import ENVIRONMENT
 from tests.repetitions import times
 
 NAMES = [spec.name for spec in DEMO_ADAPTERS]
-HOST_MAX_BYTES = 5_200_000  # "wide" takes 4.3 MB of it, the others less than 0.6: not all five fit
+HOST_MAX_BYTES = 2_600_000  # "wide" takes 2.1 MB of it, the others less than 0.6: not all five fit
+NIGHTLY = pytest.mark.nightly  # what is left out else: each starts an engine of its own
 
 
 def said_by(
@@ -54,7 +55,9 @@ def said_by(
     )
 
 
-@pytest.mark.parametrize("processes", [1, 0], ids=["engine in a process", "engine in this process"])
+@pytest.mark.parametrize(
+    "processes", [1, pytest.param(0, marks=NIGHTLY)], ids=["engine in a process", "engine in this process"]
+)
 def test_broken_adapters_fail_in_isolation_and_others_are_answered(bed: Bed, tmp_path: Path, processes: int) -> None:
     shutil.copytree(bed.adapters / "sql", tmp_path / "truncated")
     next(case for case in BROKEN if case.name == "truncated").make(tmp_path / "truncated")
@@ -76,7 +79,13 @@ def test_broken_adapters_fail_in_isolation_and_others_are_answered(bed: Bed, tmp
 @pytest.mark.deployment(
     "another package's LoRA manager", "tested", "a subclass of vLLM's, or a copy as Unsloth's: it is asked to load"
 )
-@pytest.mark.parametrize("other", ["copy before", "copy after", "subclass before", "subclass after"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        "copy after",
+        *(pytest.param(other, marks=NIGHTLY) for other in ("copy before", "subclass before", "subclass after")),
+    ],
+)
 def test_managers_that_load_otherwise_are_asked_to_load(bed: Bed, tmp_path: Path, other: str) -> None:
     asked = [*((name, str(bed.adapters / name)) for name in NAMES), ("", None)]
     said = said_by("offline_other_manager", bed, tmp_path, 0, asked, OTHER_MANAGER=other)
@@ -86,7 +95,7 @@ def test_managers_that_load_otherwise_are_asked_to_load(bed: Bed, tmp_path: Path
 
 
 @pytest.mark.deployment("another package's LoRA manager", "refused", "one that plans too: L007 names it")
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=NIGHTLY)])
 def test_a_manager_that_plans_too_is_named_at_start(bed: Bed, tmp_path: Path, when: str) -> None:
     with pytest.raises(AssertionError, match=r"\[L007\] found testbed.offline_other_manager.PlansToo"):
         said_by(
@@ -110,7 +119,7 @@ def test_an_engine_here_waits_for_nothing_only_we_end(bed: Bed, tmp_path: Path) 
     assert answer["outputs"] == {name: bed.answers[name] for name in ("sql", "chat")}
 
 
-@pytest.mark.parametrize("is_async", ["0", "1"], ids=["LLM", "AsyncLLM"])
+@pytest.mark.parametrize("is_async", [pytest.param("0", marks=NIGHTLY), "1"], ids=["LLM", "AsyncLLM"])
 def test_a_directory_that_changes_answers_as_it_was_taken(bed: Bed, tmp_path: Path, is_async: str) -> None:
     reference = Reference(bed.base)
     prompt = f"{PROMPT} the lazy dog. def shrink(x, a): return x @ a.T; " * 4
@@ -145,7 +154,7 @@ def test_an_idle_session_frees_its_place_on_a_real_engine(bed: Bed, tmp_path: Pa
     assert said["session"][:MAX_TOKENS] == bed.answers["sql"]
 
 
-@pytest.mark.parametrize("setting", ["finish", "inflight"])
+@pytest.mark.parametrize("setting", [pytest.param("finish", marks=NIGHTLY), "inflight"])
 def test_running_requests_finish_or_move_as_the_setting_says(bed: Bed, tmp_path: Path, setting: str) -> None:
     versions = [(name, str(bed.adapters / name)) for name in ("sql", "chat")]
     said = said_by("offline_moved", bed, tmp_path, 0, versions, LORA_PLUGINS_LOAD_INPLACE=setting)["said"]

@@ -17,6 +17,8 @@ from testbed.server import Server
 from tests.e2e.admin import HEADERS
 from tests.e2e.servers import ADMIN, KERNELS, MANAGER, RESOLVER, lora_server
 
+pytestmark = pytest.mark.nightly
+
 FLAG = "--enable-tower-connector-lora"
 ONE_IMAGE = ("--limit-mm-per-prompt", '{"image": 1}', "--max-loras", "2", "--max-cpu-loras", "8")
 

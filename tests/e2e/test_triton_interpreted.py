@@ -37,7 +37,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("path", PLANS)
+@pytest.mark.parametrize("path", ["shrink and expand", pytest.param("fused", marks=pytest.mark.nightly)])
 def test_every_row_of_mixed_batches_is_pefts(path: str, bed: Bed, tmp_path: Path) -> None:
     table = tuning.Table("", (PLANS[path],), dense_min_rows=7 if path == "fused" else None)
     (tmp_path / "cpu.json").write_text(json.dumps(tuning.as_json(table)))

@@ -16,6 +16,8 @@ from tests.e2e.digests import of_files
 from tests.walkthroughs.conftest import SMALL
 from tests.walkthroughs.reader import Do, Step, Walk, reading
 
+pytestmark = pytest.mark.nightly
+
 CARRY = "lora-plugins inspect ./sql                     # rank, modules, and whether it would be served"
 ASK = (
     "curl localhost:8000/v1/completions -H 'Content-Type: application/json' "

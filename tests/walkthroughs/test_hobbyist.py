@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lora_plugins.kernels.compiled import build
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import complete, connect
 from testbed.hub import local_hub
@@ -15,6 +16,8 @@ from testbed.models import PROMPT
 from testbed.server import reserved_port
 from tests.walkthroughs.conftest import SMALL
 from tests.walkthroughs.reader import Do, Step, Walk, reading
+
+pytestmark = pytest.mark.nightly
 
 HUB_ADAPTER = "jeeejeee/llama32-3b-text2sql-spider"
 CURL = "curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\"
@@ -55,7 +58,7 @@ CPU = Walk(
     {
         ".venv/bin/vllm serve $BASE": (
             "vllm serve $BASE --host 127.0.0.1 --port {port}",
-            "other servers run beside this one, and it is forked; README's is spawned, by vLLM's own command",
+            "other servers run beside this one",
         ),
         "localhost:8000": PORT,
     },
@@ -76,14 +79,21 @@ def test_the_readme_serves_an_adapter_of_the_hub(tmp_path: Path, bed: Bed, spawn
 
 
 @pytest.mark.timeout(1200)
-def test_the_page_on_cpus_serves_its_own_adapters(tmp_path: Path, bed: Bed, env: dict[str, str]) -> None:
+def test_the_page_on_cpus_serves_its_own_adapters(tmp_path: Path, bed: Bed, spawned: dict[str, str]) -> None:
+    """By vLLM's own command, whose worker is spawned: the worker says in the log which kernels compute."""
     (tmp_path / ".venv").symlink_to(sys.prefix)  # of the checkout
     with (
         reserved_port() as port,
-        reading(CPU, tmp_path, env=env, values={"port": str(port)}, url=f"http://127.0.0.1:{port}") as reader,
+        reading(CPU, tmp_path, env=spawned, values={"port": str(port)}, url=f"http://127.0.0.1:{port}") as reader,
     ):
         assert reader.printed[CPU.steps[1].first].split() == sorted(path.name for path in bed.adapters.iterdir())
         answer = json.loads(reader.printed[CURL])
         assert (answer["model"], answer["usage"]["completion_tokens"]) == ("sql", 8)
         asked = complete(connect(reader.servers[0]), "sql", PROMPT, MAX_TOKENS)
         assert (asked.error, list(asked.token_ids)) == ("", bed.answers["sql"])
+        log = reader.servers[0].log()
+        if build.problem():
+            assert f"LoRA kernels: vllm (the platform is cpu, and {build.problem()})" in log
+        else:
+            assert "LoRA kernels: cpu (the platform is cpu)" in log
+            assert "Using CompiledPunicaWrapperCPU" in log

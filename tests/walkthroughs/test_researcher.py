@@ -19,7 +19,10 @@ from testbed.s3 import s3_server
 from testbed.server import SMALL_ENGINE, reserved_port
 from tests.walkthroughs.reader import ROOT, Do, Step, Walk, reading
 
-pytestmark = pytest.mark.skipif(None in map(shutil.which, ("curl", "jq")), reason="the page uses them")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(None in map(shutil.which, ("curl", "jq")), reason="the page uses them"),
+]
 
 KEY = "researcher"
 SERVE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 \\"
