@@ -47,7 +47,6 @@ FIELDS = {
     "file": "x.json",
     "place": "/a",
 }
-by_class = pytest.mark.parametrize("kind", TABLE, ids=lambda kind: kind.__name__)
 
 
 def subclasses(kind: type[LoRAPluginsError]) -> Iterator[type[LoRAPluginsError]]:
@@ -67,34 +66,26 @@ def test_table_has_every_error_of_the_package():
     )
 
 
-@by_class
-def test_code_builtin_base_and_status(kind):
-    code, builtin, status = TABLE[kind]
-    assert (kind.code, kind.http_status) == (code, status)
-    assert issubclass(kind, builtin)
-    assert issubclass(kind, LoRAPluginsError)
+def test_code_builtin_base_and_status_are_those_of_the_docstring():
+    for kind, (code, builtin, status) in TABLE.items():
+        assert (kind.code, kind.http_status) == (code, status), kind
+        assert issubclass(kind, builtin), kind
+        assert issubclass(kind, LoRAPluginsError), kind
+        (line,) = [line for line in errors.__doc__.splitlines() if kind.__name__ in line]
+        assert code in line, "the module's docstring lists each"
+        assert builtin.__name__ in line, kind
 
 
-@by_class
-def test_only_transient_errors_say_when_to_retry(kind):
-    assert (kind.retry_after_s is not None) == (kind in (NoFreeSlot, SourceUnavailable, ReplicaLost))
-    assert kind.retry_after_s is None or kind.retry_after_s > 0
+def test_only_transient_errors_say_when_to_retry():
+    assert {kind for kind in TABLE if kind.retry_after_s is not None} == {NoFreeSlot, SourceUnavailable, ReplicaLost}
+    assert all(kind.retry_after_s > 0 for kind in TABLE if kind.retry_after_s is not None)
 
 
-@by_class
-def test_module_docstring_lists_each_error(kind):
-    code, builtin, _ = TABLE[kind]
-    (line,) = [line for line in errors.__doc__.splitlines() if kind.__name__ in line]
-    assert code in line
-    assert builtin.__name__ in line
-
-
-@by_class
-def test_text_has_code_adapter_file_found_expected_and_remedy(kind):
-    text = str(kind(**FIELDS))
-    assert text == (
-        f"[{kind.code}] adapter 'team/sql', file 'x.json': found 7 bytes at /a; expected 8 bytes. To fix: copy it."
-    )
+def test_text_has_code_adapter_file_found_expected_and_remedy():
+    for kind in TABLE:
+        assert str(kind(**FIELDS)) == (
+            f"[{kind.code}] adapter 'team/sql', file 'x.json': found 7 bytes at /a; expected 8 bytes. To fix: copy it."
+        )
 
 
 def test_text_omits_unknown_parts():
@@ -102,13 +93,13 @@ def test_text_omits_unknown_parts():
     assert str(InvalidAdapter("7 bytes", file="x")) == "[L005] file 'x': found 7 bytes."
 
 
-@by_class
-def test_pickling_keeps_everything(kind):
-    error = kind(**FIELDS)
-    copied = pickle.loads(pickle.dumps(error))
-    assert type(copied) is kind
-    assert vars(copied) == vars(error) == FIELDS
-    assert str(copied) == str(error)
+def test_pickling_keeps_everything():
+    for kind in TABLE:
+        error = kind(**FIELDS)
+        copied = pickle.loads(pickle.dumps(error))
+        assert type(copied) is kind
+        assert vars(copied) == vars(error) == FIELDS, kind
+        assert str(copied) == str(error)
 
 
 @given(st.text(), st.text())

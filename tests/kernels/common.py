@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 from lora_plugins.kernels import reference
@@ -17,6 +20,26 @@ from lora_plugins.kernels.ranks import SlotRanks
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 FEW_COMPILED = "compiled below 4 rows"  # as where PyTorch's products of many rows are faster
+
+
+def pairwise(
+    *, indirect: Sequence[str] = (), **values: Sequence[object] | Mapping[str, object]
+) -> pytest.MarkDecorator:
+    """Parametrize with few combinations that have every pair of two parameters' values; a mapping names its values."""
+    assert len(values) > 1
+    kinds = [list(of.items()) if isinstance(of, Mapping) else [(str(one), one) for one in of] for of in values.values()]
+    places = [(i, at) for i, of in enumerate(kinds) for at in range(len(of))]
+    missing = {pair for pair in itertools.combinations(places, 2) if pair[0][0] != pair[1][0]}
+    chosen = []
+    while missing:
+        row = dict(min(missing))  # one missing pair, and beside it what makes most others come along
+        for i, of in enumerate(kinds):
+            news = [sum(tuple(sorted([(i, at), one])) in missing for one in row.items()) for at in range(len(of))]
+            row.setdefault(i, max(range(len(of)), key=lambda at, news=news: (news[at], -(at + len(chosen)) % len(of))))
+        missing -= set(itertools.combinations(sorted(row.items()), 2))
+        parts = [kinds[i][at] for i, at in sorted(row.items())]
+        chosen.append(pytest.param(*(value for _, value in parts), id="-".join(name for name, _ in parts)))
+    return pytest.mark.parametrize(",".join(values), chosen, indirect=list(indirect))
 
 
 @dataclass

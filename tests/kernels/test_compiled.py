@@ -18,7 +18,7 @@ import torch
 
 from lora_plugins.kernels.compiled import build, prebuilt
 from lora_plugins.kernels.compiled.library import Group, Slice
-from tests.kernels.common import assert_equal, forget_what_was_built, make_case
+from tests.kernels.common import assert_equal, forget_what_was_built, make_case, pairwise
 
 if build.problem():
     pytest.skip(f"{build.problem()}: then vLLM's kernels compute", allow_module_level=True)
@@ -28,7 +28,10 @@ PANEL = build.product().panel
 LANES = build.product().lanes
 
 
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+THREADS = {"one thread": 1, "two threads": 2}
+
+
+@pytest.fixture(params=THREADS.values(), ids=THREADS)
 def threads(request):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -45,11 +48,13 @@ def fresh():
 
 
 # Around the widths of panels and registers, and beyond one block of panels.
-@pytest.mark.parametrize(
-    "width", [1, LANES - 1, LANES, LANES + 1, PANEL - 1, PANEL, PANEL + 1, 8 * PANEL, 9 * PANEL + 3]
+@pairwise(
+    width=[1, LANES - 1, LANES, LANES + 1, PANEL - 1, PANEL, PANEL + 1, 8 * PANEL, 9 * PANEL + 3],
+    rank=[1, LANES, LANES + 1, PANEL, PANEL + LANES, 64],
+    dtype=DTYPES,
+    threads=THREADS,
+    indirect=["threads"],
 )
-@pytest.mark.parametrize("rank", [1, LANES, LANES + 1, PANEL, PANEL + LANES, 64])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("threads")
 def test_panels_of_every_width(width, rank, dtype):
     slot_of_row = [0, 1, -1, 0, 0, 1, 0]
@@ -60,8 +65,7 @@ def test_panels_of_every_width(width, rank, dtype):
     assert_equal(case.computed(y), case.expected(y), y, slot_of_row)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 11, 12, 13, 95, 96, 97, 250])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pairwise(rows=[1, 2, 3, 4, 5, 11, 12, 13, 95, 96, 97, 250], dtype=DTYPES, threads=THREADS, indirect=["threads"])
 @pytest.mark.usefixtures("threads")
 def test_every_number_of_rows(rows, dtype):
     slot_of_row = [-1, *[1] * rows, 0]
@@ -81,9 +85,7 @@ def test_many_adapters_of_unlike_ranks_in_turn():
     assert_equal(case.computed(y), case.expected(y), y, slot_of_row)
 
 
-@pytest.mark.parametrize("inn", [511, 512, 513, 1500])
-@pytest.mark.parametrize("scale", [1.0, 0.25])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pairwise(inn=[511, 512, 513, 1500], scale=[1.0, 0.25], dtype=DTYPES)
 def test_sums_of_several_depths(inn, scale, dtype):
     slot_of_row = [0, 1, -1, 0, 1]
     case = make_case(slot_of_row, [(20,), (7,)], inn=inn, widths=(40,), max_rank=20, dtype=dtype, products="compiled")
@@ -91,9 +93,7 @@ def test_sums_of_several_depths(inn, scale, dtype):
     assert_equal(case.computed(y, scale=scale), case.expected(y, scale=scale), y, slot_of_row)
 
 
-@pytest.mark.parametrize("parts", [2, 3, 7])
-@pytest.mark.parametrize("inn", [7, 600, 1500])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pairwise(parts=[2, 3, 7], inn=[7, 600, 1500], dtype=DTYPES, threads=THREADS, indirect=["threads"])
 @pytest.mark.usefixtures("threads")
 def test_sums_that_are_divided_among_threads(parts, inn, dtype):
     """Here in parts of our choosing: a machine of many cores makes many."""
@@ -239,17 +239,17 @@ def test_avx512_bf16_is_multiplied_with_its_instruction(tmp_path):
     assert "vfmadd" not in text
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_small_stacks_of_threads_are_enough(dtype):
+def test_small_stacks_of_threads_are_enough():
     """libgomp gives its threads stacks of OMP_STACKSIZE."""
     script = (
         "import torch\n"
         "from tests.kernels.common import make_case\n"
         "torch.set_num_threads(4)\n"
-        f"case = make_case([0] * 400, [(64,)], inn=1100, widths=(900,), max_rank=64, dtype={dtype}, "
+        "for dtype in (torch.float32, torch.bfloat16, torch.float16):\n"
+        "    case = make_case([0] * 400, [(64,)], inn=1100, widths=(900,), max_rank=64, dtype=dtype, "
         "products='compiled')\n"
-        "found = case.computed(torch.zeros(400, 900, dtype=case.x.dtype))\n"
-        "assert found.isfinite().all()\n"
+        "    found = case.computed(torch.zeros(400, 900, dtype=dtype))\n"
+        "    assert found.isfinite().all(), dtype\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from lora_plugins.kernels import cpu
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.cpu import Buffers
-from tests.kernels.common import FEW_COMPILED, assert_equal, batch_of, make_case
+from tests.kernels.common import FEW_COMPILED, assert_equal, batch_of, make_case, pairwise
 
 RANKS = [(8,), (0,), (16,), (1,), (5,)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WHOSE = ["torch"] if build.problem() else ["torch", "compiled", FEW_COMPILED]
 PRODUCTS = [(whose, dtype) for whose in WHOSE for dtype in DTYPES]
-products = pytest.mark.parametrize(("products", "dtype"), PRODUCTS, ids=[f"{who}-{dtype}" for who, dtype in PRODUCTS])
 BATCHES = {
     "empty": [],
     "one row": [2],
@@ -36,27 +35,28 @@ BATCHES = {
     "many rows in turn": [row % 5 for row in range(200)],
     "one has most rows": [0, 2, 0, 0, 4, *[3] * 20, 0, -1, 4],
 }
-batches = pytest.mark.parametrize("slot_of_row", BATCHES.values(), ids=BATCHES)
+LARGEST_COPIED = {"copied": cpu.LARGEST_COPIED_RANK, "larger ones viewed": 3}
+every_pair = pairwise(
+    slot_of_row=BATCHES, products=WHOSE, dtype=DTYPES, largest_copied=LARGEST_COPIED, indirect=["largest_copied"]
+)
 
 
-@pytest.fixture(params=[cpu.LARGEST_COPIED_RANK, 3], ids=["copied", "larger ones viewed"])
-def large_ones(request, monkeypatch):
-    """Ranks from which on an adapter is computed from views of its slot."""
+@pytest.fixture
+def largest_copied(request, monkeypatch):
+    """The rank above which an adapter is computed from views of its slot."""
     monkeypatch.setattr(cpu, "LARGEST_COPIED_RANK", request.param)
 
 
-@products
-@batches
-@pytest.mark.usefixtures("large_ones")
+@every_pair
+@pytest.mark.usefixtures("largest_copied")
 def test_one_slice(slot_of_row, products, dtype):
     case = make_case(slot_of_row, RANKS, dtype=dtype, products=products)
     y = case.outputs(padding_rows=3)
     assert_equal(case.computed(y), case.expected(y), y, slot_of_row)
 
 
-@products
-@batches
-@pytest.mark.usefixtures("large_ones")
+@every_pair
+@pytest.mark.usefixtures("largest_copied")
 def test_slices_of_different_widths_and_ranks(slot_of_row, products, dtype):
     ranks = [(8, 8, 8), (0, 0, 0), (16, 0, 3), (0, 1, 0), (5, 2, 16)]
     case = make_case(slot_of_row, ranks, inn=65, widths=(31, 7, 9), dtype=dtype, products=products)
@@ -83,11 +83,15 @@ def test_any_shape(runs, ranks, inn, widths, products, scale, largest_copied):
     assert_equal(computed, case.expected(y, scale=scale), y, slot_of_row)
 
 
-@batches
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("side", ["a", "b"])
-@pytest.mark.parametrize("products", WHOSE)
-@pytest.mark.usefixtures("large_ones")
+@pairwise(
+    slot_of_row=BATCHES,
+    bad=[torch.nan, torch.inf, -torch.inf],
+    side="ab",
+    products=WHOSE,
+    largest_copied=LARGEST_COPIED,
+    indirect=["largest_copied"],
+)
+@pytest.mark.usefixtures("largest_copied")
 def test_a_non_finite_adapter_spoils_its_own_rows_only(slot_of_row, bad, side, products):
     case = make_case(slot_of_row, RANKS, products=products)
     getattr(case.weights, side)[0][4, 0, 0, 0] = bad

@@ -26,7 +26,7 @@ from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.packing import packer_of
 from lora_plugins.kernels.punica_cpu import CompiledPunicaWrapperCPU, ReferencePunicaWrapper
 from lora_plugins.worker.slot_copy import patch_set_lora
-from tests.kernels.common import assert_equal
+from tests.kernels.common import assert_equal, pairwise
 
 if build.problem():
     pytest.skip(f"{build.problem()}: then there are no panels", allow_module_level=True)
@@ -36,6 +36,7 @@ SLOTS, MAX_RANK, INN = 3, 256, 37
 IDS = [7, 5, 9]
 RANKS = [1, 7, 8, 16, 17, 64, 100, 256]
 WIDTHS = [(19,), (40, 11), (33, 16, 5)]
+DTYPES = [torch.float32, torch.float16]
 MIXED = [0, -1, 2, 1, 0, *[1] * 40, -1, *[0] * 33, 2]
 
 
@@ -113,9 +114,7 @@ def bits(packed):
     return packed.flat.view(torch.uint8).tolist()
 
 
-@pytest.mark.parametrize("rank", RANKS)
-@pytest.mark.parametrize("widths", WIDTHS, ids=len)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pairwise(rank=RANKS, widths=WIDTHS, dtype=DTYPES)
 def test_every_rank_and_number_of_slices(rank, widths, dtype):
     layer = layer_of(widths, dtype)
     wrapper, truth = wrapper_with(layer), Truth(layer)
@@ -129,10 +128,7 @@ def test_every_rank_and_number_of_slices(rank, widths, dtype):
     assert all(packer_of(layer).panels.is_placed(slot) for slot in range(SLOTS))
 
 
-@pytest.mark.parametrize("rank", [3, 40])
-@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("scaling", [0.3, 2.0])
+@pairwise(rank=[3, 40], source=[torch.float32, torch.bfloat16, torch.float16], dtype=DTYPES, scaling=[0.3, 2.0])
 def test_scaling_is_as_if_folded_before_in_the_sources_dtype(rank, source, dtype, scaling):
     layer = layer_of((19,), dtype)
     wrapper_with(layer)

@@ -19,6 +19,7 @@ from lora_plugins.kernels.triton_ops import operators
 from lora_plugins.kernels.triton_ops.operators import Batch, Operators
 from lora_plugins.kernels.triton_ops.ranks import DeviceRanks
 from lora_plugins.kernels.tuning import PACKAGED, ExpandTile, FusedTile, Plan, ShrinkTile, Table, read_table
+from tests.kernels.common import pairwise
 from tests.kernels.triton_bed import TOLERANCE, Bed
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -65,9 +66,7 @@ def linear(bed: Bed, *, scale: float = 1.0, add_inputs: bool = True) -> torch.Te
     return y
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("slot_of_row", [[0, -1, 2, 1, 1, 0], [1, 1, 1]], ids=["mixed", "one slot"])
+@pairwise(path=list(PATHS), dtype=DTYPES, slot_of_row={"mixed": [0, -1, 2, 1, 1, 0], "one slot": [1, 1, 1]})
 def test_every_path_is_right(path: str, dtype: torch.dtype, slot_of_row: list[int]) -> None:
     ranks = [[0, 16, 5], [32, 8, 1], [7, 0, 0]]
     bed = Bed.make(slot_of_row, ranks, n_in=39, widths=(24, 40, 9), dtype=dtype, padding=2)
@@ -272,7 +271,7 @@ def test_a_run_without_adapters_takes_the_memory_of_one_with(change: dict[str, A
     ranks = [[16, 16]] * 2
     profiled = Bed.make([-1] * 12, ranks, widths=(16, 8), dtype=torch.float16)
     measured = allocated_bytes(profiled)
-    for rows in range(1, 13):
+    for rows in (1, 5, 6, 8, 9, 12):  # each plan's first and last
         bed = Bed(
             profiled.x[:rows].nan_to_num(0), profiled.y[:rows], profiled.a, profiled.b, [0] * rows, ranks, [16, 8], 32
         )

@@ -744,3 +744,70 @@ def test_who_named_a_broken_version_gets_no_other() -> None:
     engine.run_until_idle()
     assert isinstance(bound.refusal, InvalidAdapter)
     assert late.ended_at is not None
+
+
+def test_a_pin_that_leaves_held_requests_no_room_is_refused() -> None:
+    engine = engine_with(slots=4, max_bytes=100)
+    engine.is_paused = True
+    request = engine.submit(spec(2, 40))
+    engine.step()
+    assert isinstance(engine.planner.pin(spec(1, 70), engine.now).exception(), NoFreeSlot)
+    engine.is_paused = False
+    engine.run_until_idle()
+    assert request.ended_at is not None
+
+
+def test_a_large_adapter_waits_while_others_go_on() -> None:
+    engine = engine_with(slots=4, max_bytes=100)
+    engine.submit(spec(1, 70), tokens=40)  # two seconds
+    engine.run(0.5)
+    request = engine.submit(spec(2, 40))
+    others = []
+    for _ in range(13):
+        others.append(engine.submit(spec(3, 4), tokens=2))
+        engine.run(0.1)
+    assert request.is_held
+    assert max(other.wait_s for other in others[1:-1]) < 0.2
+    engine.run_until_idle()
+    assert request.wait_s < 2.5
+
+
+def test_the_next_adapter_is_loaded_ahead_of_its_slot() -> None:
+    engine = engine_with(slots=1)
+    engine.submit(1, tokens=40)
+    engine.run(0.5)
+    following = engine.submit(2)
+    engine.run_until_idle()
+    assert following.admitted_at == engine.requests[0].ended_at
+
+
+def test_an_idle_slot_is_written_beside_those_that_run() -> None:
+    engine = engine_with(slots=2, is_instant=False)
+    engine.submit(1, tokens=40)
+    engine.run(0.5)
+    following = engine.submit(2)
+    engine.run(0.5)
+    assert not following.is_held
+    engine.run_until_idle()
+
+
+def test_an_idle_adapter_never_keeps_the_only_slot() -> None:
+    engine = engine_with(slots=1)
+    for engine_id in (1, 2, 1, 3):
+        request = engine.submit(engine_id, tokens=1)
+        engine.run_until_idle()
+        assert request.wait_s <= 0.16
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("is_instant", [True, False])
+def test_an_adapter_is_activated_once_for_an_admission_and_not_while_it_is_there(slots: int, is_instant: bool) -> None:
+    engine = engine_with(slots=slots, is_instant=is_instant)
+    engine_ids = range(1, 7)
+    for engine_id in engine_ids:
+        engine.submit(engine_id, tokens=20)
+    engine.run_until_idle()
+    engine.submit(6)
+    engine.run_until_idle()
+    assert engine.workers.activations == len(engine_ids)
+    assert engine.planner.stats.slot_evictions == len(engine_ids) - slots

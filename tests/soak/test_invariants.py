@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from benchmarks.soak.invariants import (
     check_log,
 )
 from benchmarks.soak.journal import Journal
-from benchmarks.soak.processes import Sample
+from benchmarks.soak.processes import Sample, growth_mb_per_min
 from benchmarks.soak.server import HOST_ADAPTERS, HOST_MAX_BYTES
 
 
@@ -101,11 +101,8 @@ def test_stream_that_had_begun_is_judged_by_its_cause(journal: Journal, cause: s
     assert len(journal.violations) == count
 
 
-def test_the_journal_counts_and_writes(journal: Journal) -> None:
-    journal.write("request", "chat", 200, 0.5, model="a")
-    journal.write("request", "chat", 404, 1.5)
-    journal.violation("every answer is right", "wrong", model="a")
-    assert journal.counts == {("request chat", "200"): 1, ("request chat", "404"): 1}
-    assert journal.longest_s == {"request chat": 1.5}
-    lines = [json.loads(line) for line in journal.path.read_text().splitlines()]
-    assert [line["kind"] for line in lines] == ["request", "request", "VIOLATION"]
+@pytest.mark.parametrize("mb_per_min", [0, 5])
+def test_growth_is_measured_through_noise(mb_per_min: float) -> None:
+    noise = random.Random(1)
+    samples = [Sample(t, 800 + t * mb_per_min / 60 + noise.uniform(-3, 3), 10, 10) for t in range(0, 1200, 2)]
+    assert growth_mb_per_min(samples) == pytest.approx(mb_per_min, abs=0.3)
