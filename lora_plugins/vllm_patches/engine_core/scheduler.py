@@ -108,9 +108,6 @@ class AdmissionMixin(FiniteAnswers):
             self._arrived(session, spec, is_other=False)
 
     def _arrived(self, request: Any, spec: AdapterSpec, *, is_other: bool) -> None:
-        if (error := self.why_quarantined(request.lora_request)) is not None:
-            self._refused.append((request, error))
-            return
         planner: Planner = self.planner  # type: ignore[assignment]
         planner.arrived(
             spec,
@@ -122,6 +119,11 @@ class AdmissionMixin(FiniteAnswers):
             priority=request.priority if self._by_priority else 0,
             client=client_of(request.request_id),
         )
+        adapter = planner.state.of_request.get(request.request_id)
+        if adapter is not None and (error := self.why_quarantined(adapter)) is not None:
+            planner.ended([request.request_id], time.monotonic())
+            self._refused.append((request, error))
+            return
         self._assign(request)
 
     def _assign(self, request: Any) -> None:
