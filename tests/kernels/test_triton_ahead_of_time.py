@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton", reason="Triton's compiler comes with Triton, which is for Linux only")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).parents[2]
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # of one program; CUDA C++ Programming Guide, table 30

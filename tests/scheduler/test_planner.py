@@ -801,7 +801,7 @@ def test_an_idle_adapter_never_keeps_the_only_slot() -> None:
 
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("is_instant", [True, False])
-def test_an_adapter_is_activated_once_for_an_admission_and_not_while_it_is_there(slots: int, is_instant: bool) -> None:
+def test_an_admission_activates_once_and_not_what_is_there(slots: int, is_instant: bool) -> None:
     engine = engine_with(slots=slots, is_instant=is_instant)
     engine_ids = range(1, 7)
     for engine_id in engine_ids:

@@ -53,7 +53,7 @@ def pair(rank: int = 4, wide: int = 16, high: int = 32) -> tuple[torch.Tensor, t
     return torch.ones(rank, wide), torch.ones(high, rank)
 
 
-def test_ranks_up_to_the_slots_and_the_modules_own_sizes_fit() -> None:
+def test_ranks_up_to_the_slots_fit() -> None:
     for rank, wide, high, said in (
         (1, 16, 32, None),
         (8, 16, 32, None),
@@ -72,7 +72,7 @@ def test_ranks_up_to_the_slots_and_the_modules_own_sizes_fit() -> None:
                 check()
 
 
-def test_what_another_stage_of_the_pipeline_may_have_is_not_missed() -> None:
+def test_what_another_pipeline_stage_may_have_is_not_missed() -> None:
     loras = {name: weights(*pair()) for name in "myz"}
     with pytest.raises(IncompatibleAdapter, match="found 2 of 3 modules that the model does not have"):
         described(**loras)
