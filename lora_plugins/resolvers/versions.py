@@ -17,7 +17,7 @@ from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import adapter_id
 from lora_plugins.adapter.verify import VerifiedAdapter, check_size, choose_weights, fit_adapter
 from lora_plugins.adapter.weight_files import INDEX_FILE, check_shards, is_shard
-from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, LoRAPluginsError, describing
+from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, OfAdapter, describing
 from lora_plugins.events import AdapterConfirmed, AdapterFetched, AdapterResolved, Events, FetchStarted
 from lora_plugins.resolvers.conversion import ConvertedAdapter
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
@@ -319,8 +319,10 @@ class Versions:
         """
         try:
             return children().read(directory, self._settings).result()
-        except (InvalidAdapter, IncompatibleAdapter, AdapterNotFound) as error:
-            raise _BytesRefused(error) from error
+        except LoRAPluginsError as error:
+            if isinstance(error, OfAdapter):
+                raise _BytesRefused(error) from error
+            raise
 
     def _read(self, directory: Path) -> Future[Found]:
         """Verify again what was verified before, but for its values."""

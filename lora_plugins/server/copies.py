@@ -17,13 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lora_plugins.errors import (
-    AdapterNotFound,
-    IncompatibleAdapter,
-    InvalidAdapter,
-    LoRAPluginsError,
-    SourceUnavailable,
-)
+from lora_plugins.errors import LoRAPluginsError, OfAdapter, SourceUnavailable
 from lora_plugins.events import Event, StoreDamaged
 from lora_plugins.log import logger
 from lora_plugins.resolvers.versions import ResolvedAdapter
@@ -112,7 +106,7 @@ class Copies:
     async def is_at_fault(self, request: Any, error: LoRAPluginsError) -> bool:
         """Whether an engine could not load what a request asked for as its copy is damaged; it is had again then."""
         digest = self._store.digest_at(request.lora_path)
-        if digest is None or not isinstance(error, InvalidAdapter | IncompatibleAdapter | AdapterNotFound):
+        if digest is None or not isinstance(error, OfAdapter):
             return False
         if await asyncio.to_thread(self._store.is_sound, digest, max_age_s=_HASHED_S):
             return False

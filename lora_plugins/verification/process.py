@@ -55,7 +55,8 @@ _START_S = 60.0
 _EXIT_S = 5.0
 _PIECE_BYTES = 1 << 16
 _PAUSE_S = 0.0002  # other threads get the interpreter's lock between two messages
-_OF_OTHERS = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
+# What only the bytes can bring about. Other signals come from elsewhere, SIGBUS from a disk below a file in memory.
+_OF_BYTES = frozenset({-signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE})
 
 
 class Lost(Exception):
@@ -104,6 +105,7 @@ class ReadingProcess:
 
         Raises:
             InvalidAdapter: also where it has overstepped a limit.
+            SourceUnavailable: it does not answer in time, which says nothing of the bytes.
             Lost: ask another process.
         """
         parts: list[Part] = []
@@ -120,8 +122,7 @@ class ReadingProcess:
 
         Raises:
             OSError: a file cannot be read or written.
-            InvalidAdapter: it has overstepped a limit.
-            Lost: ask another process.
+            InvalidAdapter, SourceUnavailable, Lost: as `read`.
         """
         for answer in self._conversation(requests, directory):
             if isinstance(answer, Landed):
@@ -149,10 +150,14 @@ class ReadingProcess:
             raise EOFError
         except TimeoutError:
             self.end()
-            raise _too_much(f"that takes more than {limit_s:.0f} s to read") from None
+            raise SourceUnavailable(
+                f"no answer within {limit_s:.0f} s of the process that reads it, which has hardly computed",
+                expected="a disk and a machine on which it is read at once",
+                remedy="ask again; look for a disk that stalls, or a machine without a free core",
+            ) from None
         except (EOFError, BrokenPipeError, msgspec.MsgspecError):
             code = self.end(wait_s=_EXIT_S)
-            if code in _OF_OTHERS or (code == 0 and not has_answered):
+            if (code < 0 and code not in _OF_BYTES) or (code == 0 and not has_answered):
                 raise Lost from None
             raise _too_much(_words_of(code)) from None
 
