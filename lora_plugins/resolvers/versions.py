@@ -236,7 +236,8 @@ class Versions:
         What fails its check is hashed again: whether the adapter is at fault, or its copy.
 
         Raises:
-            DamagedCopy: they are other bytes; the copy is marked. LoRAPluginsError: it does not fit. No lease is left.
+            DamagedCopy: they are other bytes; the copy is marked. SourceUnavailable: they cannot be read at the moment.
+            LoRAPluginsError: it does not fit. No lease is left.
         """
         checked, is_sound = await asyncio.gather(
             self._check(digest, base, holder, arrived),
@@ -250,7 +251,7 @@ class Versions:
         self._store.leases.release(digest, holder)
         if is_sound is False:
             raise DamagedCopy.of(digest)
-        raise next(error for error in (checked, is_sound) if isinstance(error, BaseException))
+        raise next(error for error in (is_sound, checked) if isinstance(error, BaseException))
 
     async def _check(
         self, digest: str, base: BaseModel | None, holder: object, arrived: VerifiedAdapter | None = None

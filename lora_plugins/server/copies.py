@@ -108,8 +108,11 @@ class Copies:
         digest = self._store.digest_at(request.lora_path)
         if digest is None or not isinstance(error, OfAdapter):
             return False
-        if await asyncio.to_thread(self._store.is_sound, digest, max_age_s=_HASHED_S):
-            return False
+        try:
+            if await asyncio.to_thread(self._store.is_sound, digest, max_age_s=_HASHED_S):
+                return False
+        except SourceUnavailable:  # which of the two is at fault cannot be told now
+            return True
         if not self._store.is_marked(digest) and not self._store.has(Path(request.lora_path)):
             return False  # it is gone, and the engine has looked for it at the source
         self._flag(digest)
@@ -126,7 +129,8 @@ class Copies:
             if self._flag(digest):
                 self._server.events.emit(StoreDamaged(digest))
         for digest in replaced:
-            await asyncio.to_thread(self._store.is_sound, digest)
+            with suppress(SourceUnavailable):
+                await asyncio.to_thread(self._store.is_sound, digest)
             self._flag(digest)  # sound by now or not, what the engines have was read before
         before, self._pressed_at = self._pressed_at, await asyncio.to_thread(self._store.pressed_at)
         if before not in (None, self._pressed_at):
