@@ -106,19 +106,16 @@ class Children:
                 self._put_back(ReadingProcess())
 
     def _with_process(self, work: Callable[[ReadingProcess], _T]) -> _T:
-        for _ in range(_ATTEMPTS):
+        for attempt in range(1, _ATTEMPTS + 1):
             process = self._take()
             try:
                 return work(process)
-            except Lost:
-                continue
+            except Lost as lost:
+                if attempt == _ATTEMPTS:
+                    raise lost.error from None
             finally:
                 self._put_back(process)
-        raise SourceUnavailable(
-            "an adapter whose reading process is killed, each time",
-            expected="a process that may run until it has answered",
-            remedy="ask again; look for what kills processes on this machine: too little memory, mostly",
-        )
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _take(self) -> ReadingProcess:
         with contextlib.suppress(queue.Empty):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -60,7 +61,11 @@ _OF_BYTES = frozenset({-signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGABRT, -signa
 
 
 class Lost(Exception):
-    """The process had ended before it was asked, or was ended by somebody else."""
+    """It had ended before it was asked, or somebody else has ended it; `error` is for where that is so each time."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.error = _killed() if code < 0 else _too_much(_words_of(code))
 
 
 class ReadingProcess:
@@ -115,7 +120,7 @@ class ReadingProcess:
                 time.sleep(_PAUSE_S)
             elif isinstance(answer, Verified):
                 return found_of(parts, answer)
-        raise Lost
+        raise Lost(0)
 
     def write(self, requests: Sequence[Write | Tensors], directory: bytes, landed: Callable[[int], None]) -> None:
         """Have tensors written, of the files in `directory`; `landed` is called with the bytes that are there so far.
@@ -131,7 +136,7 @@ class ReadingProcess:
                 raise OSError(answer.errno, answer.strerror)
             elif isinstance(answer, Written):
                 return
-        raise Lost
+        raise Lost(0)
 
     def _conversation(self, requests: Sequence[Request], directory: bytes) -> Iterator[Answer]:
         """Its answers to this, which is about the files in `directory`."""
@@ -158,7 +163,7 @@ class ReadingProcess:
         except (EOFError, BrokenPipeError, msgspec.MsgspecError):
             code = self.end(wait_s=_EXIT_S)
             if (code < 0 and code not in _OF_BYTES) or (code == 0 and not has_answered):
-                raise Lost from None
+                raise Lost(code) from None
             raise _too_much(_words_of(code)) from None
 
     @property
@@ -226,6 +231,16 @@ def _words_of(code: int) -> str:
         return "that takes too long to read"
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
     return f"that ends the process that reads it, by {how}"
+
+
+def _killed() -> SourceUnavailable:
+    allowed_s = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    limit = "" if allowed_s == resource.RLIM_INFINITY else f", where RLIMIT_CPU allows it {allowed_s} s"
+    return SourceUnavailable(
+        f"an adapter whose reading process is killed, each time{limit}",
+        expected="a process that may run until it has answered",
+        remedy="ask again; look for what kills processes on this machine: too little memory, or such a limit",
+    )
 
 
 def _too_much(found: str) -> InvalidAdapter:
