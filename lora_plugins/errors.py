@@ -156,6 +156,10 @@ class VersionMismatch(LoRAPluginsError, RuntimeError):
     http_status = 412
 
 
+# What is said of an adapter itself, and holds until it changes. Every other error is about now, and passes.
+OfAdapter = AdapterNotFound | IncompatibleAdapter | InvalidAdapter
+
+
 def error_of(plain: dict[str, str]) -> LoRAPluginsError:
     """The error whose `plain()` this is."""
     fields = dict(plain)

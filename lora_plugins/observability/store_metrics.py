@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lora_plugins.errors import InvalidAdapter
+from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.store import Store
 
@@ -32,7 +32,7 @@ class StoreUsageReader:
             if size_bytes is None:
                 try:
                     size_bytes = Manifest.read(store.layout.adapter(digest)).size_bytes
-                except InvalidAdapter:
+                except (InvalidAdapter, SourceUnavailable):
                     continue
             sizes[digest] = size_bytes
         self._sizes = sizes

@@ -17,7 +17,7 @@ from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import adapter_id
 from lora_plugins.adapter.verify import VerifiedAdapter, check_size, choose_weights, fit_adapter
 from lora_plugins.adapter.weight_files import INDEX_FILE, check_shards, is_shard
-from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, LoRAPluginsError, describing
+from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, OfAdapter, describing
 from lora_plugins.events import AdapterConfirmed, AdapterFetched, AdapterResolved, Events, FetchStarted
 from lora_plugins.resolvers.conversion import ConvertedAdapter
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
@@ -236,7 +236,8 @@ class Versions:
         What fails its check is hashed again: whether the adapter is at fault, or its copy.
 
         Raises:
-            DamagedCopy: they are other bytes; the copy is marked. LoRAPluginsError: it does not fit. No lease is left.
+            DamagedCopy: they are other bytes; the copy is marked. SourceUnavailable: they cannot be read at the moment.
+            LoRAPluginsError: it does not fit. No lease is left.
         """
         checked, is_sound = await asyncio.gather(
             self._check(digest, base, holder, arrived),
@@ -250,7 +251,7 @@ class Versions:
         self._store.leases.release(digest, holder)
         if is_sound is False:
             raise DamagedCopy.of(digest)
-        raise next(error for error in (checked, is_sound) if isinstance(error, BaseException))
+        raise next(error for error in (is_sound, checked) if isinstance(error, BaseException))
 
     async def _check(
         self, digest: str, base: BaseModel | None, holder: object, arrived: VerifiedAdapter | None = None
@@ -319,8 +320,10 @@ class Versions:
         """
         try:
             return children().read(directory, self._settings).result()
-        except (InvalidAdapter, IncompatibleAdapter, AdapterNotFound) as error:
-            raise _BytesRefused(error) from error
+        except LoRAPluginsError as error:
+            if isinstance(error, OfAdapter):
+                raise _BytesRefused(error) from error
+            raise
 
     def _read(self, directory: Path) -> Future[Found]:
         """Verify again what was verified before, but for its values."""

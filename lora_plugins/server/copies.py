@@ -17,13 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lora_plugins.errors import (
-    AdapterNotFound,
-    IncompatibleAdapter,
-    InvalidAdapter,
-    LoRAPluginsError,
-    SourceUnavailable,
-)
+from lora_plugins.errors import LoRAPluginsError, OfAdapter, SourceUnavailable
 from lora_plugins.events import Event, StoreDamaged
 from lora_plugins.log import logger
 from lora_plugins.resolvers.versions import ResolvedAdapter
@@ -112,10 +106,13 @@ class Copies:
     async def is_at_fault(self, request: Any, error: LoRAPluginsError) -> bool:
         """Whether an engine could not load what a request asked for as its copy is damaged; it is had again then."""
         digest = self._store.digest_at(request.lora_path)
-        if digest is None or not isinstance(error, InvalidAdapter | IncompatibleAdapter | AdapterNotFound):
+        if digest is None or not isinstance(error, OfAdapter):
             return False
-        if await asyncio.to_thread(self._store.is_sound, digest, max_age_s=_HASHED_S):
-            return False
+        try:
+            if await asyncio.to_thread(self._store.is_sound, digest, max_age_s=_HASHED_S):
+                return False
+        except SourceUnavailable:  # which of the two is at fault cannot be told now
+            return True
         if not self._store.is_marked(digest) and not self._store.has(Path(request.lora_path)):
             return False  # it is gone, and the engine has looked for it at the source
         self._flag(digest)
@@ -132,7 +129,8 @@ class Copies:
             if self._flag(digest):
                 self._server.events.emit(StoreDamaged(digest))
         for digest in replaced:
-            await asyncio.to_thread(self._store.is_sound, digest)
+            with suppress(SourceUnavailable):
+                await asyncio.to_thread(self._store.is_sound, digest)
             self._flag(digest)  # sound by now or not, what the engines have was read before
         before, self._pressed_at = self._pressed_at, await asyncio.to_thread(self._store.pressed_at)
         if before not in (None, self._pressed_at):

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_plugins.errors import InvalidSettings, LoRAPluginsError, NoFreeSlot, SourceUnavailable
+from lora_plugins.errors import InvalidSettings, LoRAPluginsError, OfAdapter
 from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, Events, NotServed
 from lora_plugins.log import logger
 from lora_plugins.resolvers.sources.uri import AllowedUris
@@ -213,7 +213,7 @@ class Reconciler:
         """Say once why a target is not served; what the start wanted is given up where it can never be."""
         name, is_new = target.adapter.name, str(target.error) != str(error)
         target.error = error
-        target.is_done = not (target.is_declared or isinstance(error, SourceUnavailable | NoFreeSlot))
+        target.is_done = isinstance(error, OfAdapter) and not target.is_declared
         if is_new and target.is_declared:
             self._events.emit(NotServed("declared", name, error))
         elif is_new:

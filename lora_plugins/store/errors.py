@@ -7,7 +7,8 @@ import errno
 from collections.abc import Iterator
 from typing import Self
 
-from lora_plugins.errors import LoRAPluginsError, OutOfMemory, SourceUnavailable
+from lora_plugins.adapter.files import map_os_error
+from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, OutOfMemory, SourceUnavailable
 
 # The system's ways of saying that there is no room.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -24,6 +25,13 @@ class DamagedCopy(SourceUnavailable):
             expected="the bytes that were fetched",
             remedy="ask again, or put the adapter back where it came from; look for faults of the store's disk",
         )
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether what cannot be read of an entry is not there, or no file; else it cannot be read at the moment."""
+    if isinstance(error, InvalidAdapter):
+        return True
+    return isinstance(error, OSError) and not isinstance(map_os_error(error), SourceUnavailable)
 
 
 @contextlib.contextmanager
@@ -47,6 +55,6 @@ def store_errors() -> Iterator[None]:
             ) from error
         raise SourceUnavailable(
             f"a store that answers '{error.strerror or type(error).__name__}'",
-            expected="a store that can be written",
+            expected="a store that can be read and written",
             remedy="check LORA_PLUGINS_STORE_DIR, its mount and its permissions",
         ) from error

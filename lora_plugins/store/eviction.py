@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_plugins.errors import InvalidAdapter, NoFreeSlot, OutOfMemory
+from lora_plugins.errors import InvalidAdapter, NoFreeSlot, OutOfMemory, SourceUnavailable
 from lora_plugins.store.kept_parts import all_parts, discard
 from lora_plugins.store.layout import Layout
 from lora_plugins.store.leases import Leases
@@ -56,7 +56,7 @@ def entries(layout: Layout, sizes_bytes: dict[str, int] | None = None) -> list[E
             try:
                 manifest = Manifest.read(layout.adapter(digest))
                 size_bytes = manifest.size_bytes
-            except InvalidAdapter:
+            except (InvalidAdapter, SourceUnavailable):
                 try:
                     size_bytes = sum(entry.stat().st_size for entry in os.scandir(layout.adapter(digest)))
                 except OSError:

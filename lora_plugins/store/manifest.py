@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lora_plugins.adapter.config import CONFIG_FILE, ORIGINAL_CONFIG_FILE
-from lora_plugins.errors import InvalidAdapter
+from lora_plugins.adapter.files import map_os_error
+from lora_plugins.errors import InvalidAdapter, describing
+from lora_plugins.store.errors import is_damage
 from lora_plugins.store.layout import MANIFEST_FILE
 
 
@@ -78,6 +80,7 @@ class Manifest:
 
         Raises:
             InvalidAdapter: it is missing or not what was written.
+            SourceUnavailable: it cannot be read at the moment.
         """
         try:
             raw = json.loads((directory / MANIFEST_FILE).read_text())
@@ -90,6 +93,9 @@ class Manifest:
             canonical = StoredFile(**raw.pop("canonical"))
             return cls(files=files, converted=converted, canonical=canonical, **raw)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            if isinstance(error, OSError) and not is_damage(error):
+                with describing(file=MANIFEST_FILE):
+                    raise map_os_error(error) from error
             raise InvalidAdapter(
                 f"a store entry without a readable manifest ({type(error).__name__})",
                 expected="manifest.json as it was written",

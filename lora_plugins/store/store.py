@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, SourceUnavailable
 from lora_plugins.store import kept_parts
 from lora_plugins.store.canonical import put_canonical
-from lora_plugins.store.errors import FULL, store_errors
+from lora_plugins.store.errors import FULL, is_damage, store_errors
 from lora_plugins.store.eviction import make_room, remove, share_of_disk
 from lora_plugins.store.file_system import try_file_system
 from lora_plugins.store.hashed import HashedEntries, identity_of
@@ -322,31 +322,39 @@ class Store:
 
     def acquire_sound(self, digest: str, holder: Hashable) -> Path | None:
         """As `acquire`, with the very bytes of the digest. For a thread: it may have to hash them."""
-        path = self.acquire(digest, holder)
-        if path is not None and not self.is_sound(digest):
-            self.release(holder, path)
-            return None
-        return path
+        path, is_sound = self.acquire(digest, holder), False
+        try:
+            is_sound = path is not None and self.is_sound(digest)
+        finally:
+            if path is not None and not is_sound:
+                self.release(holder, path)
+        return path if is_sound else None
 
     def acquire(self, digest: str, holder: Hashable = "") -> Path | None:
         """Lease the adapter of this digest and return its directory; None where it is missing or not whole.
 
         Raises:
             OutOfMemory: the disk is full.
-            SourceUnavailable: the store cannot be written.
+            SourceUnavailable: the store cannot be read or written.
         """
         with store_errors():
             if not self._lease(digest, holder):
                 return None
-            if not self._is_whole(digest):
-                self.leases.release(digest, holder)
-                return None
-            return self.layout.adapter(digest)
+            is_whole = False
+            try:
+                is_whole = self._is_whole(digest)
+            finally:
+                if not is_whole:
+                    self.leases.release(digest, holder)
+            return self.layout.adapter(digest) if is_whole else None
 
     def is_sound(self, digest: str, *, max_age_s: float = math.inf) -> bool:
         """Whether a published adapter has the bytes that its digest says.
 
         It is hashed, as by `verify`, unless this process has hashed these very files, `max_age_s` ago at most.
+
+        Raises:
+            SourceUnavailable: it cannot be read at the moment.
         """
         if self.is_marked(digest):
             return False
@@ -354,6 +362,8 @@ class Store:
             return True
         try:
             return self.verify(digest)
+        except SourceUnavailable:
+            raise
         except OSError:  # it cannot be marked
             return False
 
@@ -364,18 +374,17 @@ class Store:
         one that is not there is neither sound nor damaged.
 
         Raises:
-            OSError: it is damaged, and the store cannot be written.
+            SourceUnavailable: it cannot be read at the moment. OSError: it is damaged, and the store cannot be written.
         """
         directory = self.layout.adapter(digest)
         identity = identity_of(directory)
-        try:
-            manifest = Manifest.read(directory)
-            whole = manifest.digest == digest == digest_of(manifest.files) and all(
+
+        def has_its_bytes(manifest: Manifest) -> bool:
+            return manifest.digest == digest == digest_of(manifest.files) and all(
                 sha256_of(directory / file.name) == (file.size_bytes, file.sha256) for file in manifest.on_disk
             )
-        except (InvalidAdapter, OSError):
-            whole = False
-        if whole:
+
+        if self._agrees(digest, has_its_bytes):
             self._hashed.note(digest, identity)
             return True
         self._hashed.forget(digest)
@@ -398,7 +407,8 @@ class Store:
 
     def is_marked(self, digest: str) -> bool:
         """Whether one is known to be damaged."""
-        return self._mark(digest).exists()
+        with store_errors():
+            return self._mark(digest).exists()
 
     def changed(self, served: Collection[str], some: Iterable[str]) -> tuple[set[str], set[str]]:
         """Of the `served` digests, those whose copies are damaged; of `some`, those that were replaced or written to.
@@ -439,12 +449,24 @@ class Store:
         if self.is_marked(digest):
             return False
         directory = self.layout.adapter(digest)
-        try:
-            return all(
-                (directory / file.name).stat().st_size == file.size_bytes for file in Manifest.read(directory).on_disk
-            )
-        except (InvalidAdapter, OSError):
-            return False
+        return self._agrees(
+            digest,
+            lambda manifest: all((directory / it.name).stat().st_size == it.size_bytes for it in manifest.on_disk),
+        )
+
+    def _agrees(self, digest: str, compare: Callable[[Manifest], bool]) -> bool:
+        """What `compare` says of an entry and its manifest; False where files are missing, or are no files.
+
+        Raises:
+            SourceUnavailable: they cannot be read at the moment, which says nothing of them.
+        """
+        with store_errors():
+            try:
+                return compare(Manifest.read(self.layout.adapter(digest)))
+            except (InvalidAdapter, OSError) as error:
+                if is_damage(error):
+                    return False
+                raise
 
     def _mark(self, digest: str) -> Path:
         return self.layout.folder("damaged") / digest

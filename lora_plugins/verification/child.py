@@ -5,6 +5,7 @@ It imports neither vLLM nor torch, gets none of the server's variables, and ends
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import select
@@ -46,6 +47,7 @@ _LOOK_AT_PARENT_MS = 1000
 _MAX_KEPT_KIB = 256 << 10
 _NICENESS = 10  # what engines compute at the same time goes first
 _LANDED_BYTES = 4 << 20
+_MEMORY_LIMITS = {"RLIMIT_DATA": MAX_MEMORY_BYTES, "RLIMIT_AS": 2 * MAX_MEMORY_BYTES}  # code and files count there, too
 
 
 def main() -> None:
@@ -56,7 +58,7 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
+    _limit(resource.RLIMIT_NOFILE, MAX_FILES)
     import numpy as np  # noqa: F401 - now, and not while somebody waits
 
     _send(answers, Ready())
@@ -67,8 +69,8 @@ def main() -> None:
         for answer in _written(request, answers) if isinstance(request, Write) else _answer(request):
             _send(answers, answer)
         answers.flush()
-        if _most_memory_kib() > _MAX_KEPT_KIB:
-            return  # what it took, it may never free
+        if _most_memory_kib() > _MAX_KEPT_KIB or _has_computed_long():
+            return  # what it took, it may never free, and the next adapter may need all of the time
 
 
 def _answer(request: Read) -> Iterator[Part | Verified | Refused]:
@@ -84,8 +86,13 @@ def _answer(request: Read) -> Iterator[Part | Verified | Refused]:
             )
         yield from answer_of(Found(verified, canonical))
     except LoRAPluginsError as error:
-        yield Refused(error.plain())
+        is_of_descriptors = getattr(error.__cause__, "errno", None) == errno.EMFILE
+        yield Refused((_too_low("RLIMIT_NOFILE", str(MAX_FILES)) if is_of_descriptors else error).plain())
     except MemoryError:
+        for name, enough in _MEMORY_LIMITS.items():
+            if 0 <= resource.getrlimit(getattr(resource, name))[0] < enough:  # unlimited is -1
+                yield Refused(_too_low(name, f"{enough} bytes").plain())
+                return
         too_large = InvalidAdapter(
             f"an adapter that takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory to read",
             expected="header and configuration of an adapter",
@@ -122,11 +129,36 @@ def _written(request: Write, answers: BinaryIO) -> Iterator[Written | Failed]:
 
 def _set_limits(request: Read | Write, more_memory_bytes: int = 0) -> None:
     """The kernel ends this process once it has computed for so long from now."""
-    most_bytes = MAX_MEMORY_BYTES + more_memory_bytes
-    resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, resource.RLIM_INFINITY))
+    _limit(resource.RLIMIT_DATA, MAX_MEMORY_BYTES + more_memory_bytes)
+    _limit(resource.RLIMIT_CPU, int(_computed_s() + cpu_s(os.fsdecode(request.directory))) + 1)
+
+
+def _limit(kind: int, most: int) -> None:
+    """Set a limit, or as much of it as whoever has started this process allows.
+
+    At that limit of computing the kernel kills, which is nothing that the bytes have done; at ours it sends SIGXCPU.
+    """
+    allowed = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (most if allowed == resource.RLIM_INFINITY else min(most, allowed), allowed))
+
+
+def _too_low(name: str, wanted: str) -> SourceUnavailable:
+    return SourceUnavailable(
+        f"too low a limit of the server's own process: {name}",
+        expected=f"{wanted}, or no limit",
+        remedy="raise it where the server is started: ulimit, or the job's or the container's limits",
+    )
+
+
+def _computed_s() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
-    end_s = int(used.ru_utime + used.ru_stime + cpu_s(os.fsdecode(request.directory))) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (end_s, resource.RLIM_INFINITY))
+    return used.ru_utime + used.ru_stime
+
+
+def _has_computed_long() -> bool:
+    """Whether half of the time is over that this process is allowed."""
+    allowed_s = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    return allowed_s != resource.RLIM_INFINITY and _computed_s() > allowed_s / 2
 
 
 def _most_memory_kib() -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lora_plugins.adapter.layouts.tensors import NewTensor
-from lora_plugins.errors import InvalidAdapter, SourceUnavailable
+from lora_plugins.errors import SourceUnavailable
 from lora_plugins.settings import Settings
 from lora_plugins.verification.messages import Found, Read, requests_of
 from lora_plugins.verification.process import Lost, ReadingProcess
@@ -45,8 +45,8 @@ class Children:
     def read(self, directory: Path, settings: Settings) -> Future[Found]:
         """Verify the adapter in `directory` without a base model, and write the configuration that engines read of it.
 
-        The future raises what `verify_adapter` raises; `InvalidAdapter` also where reading it oversteps a limit, and
-        `SourceUnavailable` where no process starts.
+        The future raises what `verify_adapter` raises; `InvalidAdapter` also where reading it takes too much memory or
+        computing, and `SourceUnavailable` where no process starts, or where it is killed or does not answer in time.
         """
         request = Read(
             os.fsencode(directory.absolute()), settings.max_adapter_bytes, settings.allow_pickle, settings.check_finite
@@ -106,19 +106,16 @@ class Children:
                 self._put_back(ReadingProcess())
 
     def _with_process(self, work: Callable[[ReadingProcess], _T]) -> _T:
-        for _ in range(_ATTEMPTS):
+        for attempt in range(1, _ATTEMPTS + 1):
             process = self._take()
             try:
                 return work(process)
-            except Lost:
-                continue
+            except Lost as lost:
+                if attempt == _ATTEMPTS:
+                    raise lost.error from None
             finally:
                 self._put_back(process)
-        raise InvalidAdapter(
-            "an adapter with which the process that reads it is killed, each time",
-            expected="one that is read at once",
-            remedy="save the adapter again with PEFT, or look for what kills processes on this machine",
-        )
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _take(self) -> ReadingProcess:
         with contextlib.suppress(queue.Empty):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -55,11 +56,16 @@ _START_S = 60.0
 _EXIT_S = 5.0
 _PIECE_BYTES = 1 << 16
 _PAUSE_S = 0.0002  # other threads get the interpreter's lock between two messages
-_OF_OTHERS = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
+# What only the bytes can bring about. Other signals come from elsewhere, SIGBUS from a disk below a file in memory.
+_OF_BYTES = frozenset({-signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE})
 
 
 class Lost(Exception):
-    """The process had ended before it was asked, or was ended by somebody else."""
+    """It had ended before it was asked, or somebody else has ended it; `error` is for where that is so each time."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.error = _killed() if code < 0 else _too_much(_words_of(code))
 
 
 class ReadingProcess:
@@ -104,6 +110,7 @@ class ReadingProcess:
 
         Raises:
             InvalidAdapter: also where it has overstepped a limit.
+            SourceUnavailable: it does not answer in time, which says nothing of the bytes.
             Lost: ask another process.
         """
         parts: list[Part] = []
@@ -113,15 +120,14 @@ class ReadingProcess:
                 time.sleep(_PAUSE_S)
             elif isinstance(answer, Verified):
                 return found_of(parts, answer)
-        raise Lost
+        raise Lost(0)
 
     def write(self, requests: Sequence[Write | Tensors], directory: bytes, landed: Callable[[int], None]) -> None:
         """Have tensors written, of the files in `directory`; `landed` is called with the bytes that are there so far.
 
         Raises:
             OSError: a file cannot be read or written.
-            InvalidAdapter: it has overstepped a limit.
-            Lost: ask another process.
+            InvalidAdapter, SourceUnavailable, Lost: as `read`.
         """
         for answer in self._conversation(requests, directory):
             if isinstance(answer, Landed):
@@ -130,7 +136,7 @@ class ReadingProcess:
                 raise OSError(answer.errno, answer.strerror)
             elif isinstance(answer, Written):
                 return
-        raise Lost
+        raise Lost(0)
 
     def _conversation(self, requests: Sequence[Request], directory: bytes) -> Iterator[Answer]:
         """Its answers to this, which is about the files in `directory`."""
@@ -149,11 +155,15 @@ class ReadingProcess:
             raise EOFError
         except TimeoutError:
             self.end()
-            raise _too_much(f"that takes more than {limit_s:.0f} s to read") from None
+            raise SourceUnavailable(
+                f"no answer within {limit_s:.0f} s of the process that reads it, which has hardly computed",
+                expected="a disk and a machine on which it is read at once",
+                remedy="ask again; look for a disk that stalls, or a machine without a free core",
+            ) from None
         except (EOFError, BrokenPipeError, msgspec.MsgspecError):
             code = self.end(wait_s=_EXIT_S)
-            if code in _OF_OTHERS or (code == 0 and not has_answered):
-                raise Lost from None
+            if (code < 0 and code not in _OF_BYTES) or (code == 0 and not has_answered):
+                raise Lost(code) from None
             raise _too_much(_words_of(code)) from None
 
     @property
@@ -221,6 +231,16 @@ def _words_of(code: int) -> str:
         return "that takes too long to read"
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
     return f"that ends the process that reads it, by {how}"
+
+
+def _killed() -> SourceUnavailable:
+    allowed_s = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    limit = "" if allowed_s == resource.RLIM_INFINITY else f", where RLIMIT_CPU allows it {allowed_s} s"
+    return SourceUnavailable(
+        f"an adapter whose reading process is killed, each time{limit}",
+        expected="a process that may run until it has answered",
+        remedy="ask again; look for what kills processes on this machine: too little memory, or such a limit",
+    )
 
 
 def _too_much(found: str) -> InvalidAdapter:

@@ -17,6 +17,7 @@ from lora_plugins.store.store import Store
 from tests.make import adapter_files
 from tests.resolvers.sources.contract import content
 from tests.resolvers.test_resolver import FakeSource, RecordingResolver, make
+from tests.store.test_errors import no_descriptors
 
 _ = make
 GOOD = adapter_files()
@@ -169,6 +170,20 @@ def test_a_read_only_store_does_not_serve_damage(make, monkeypatch):
     monkeypatch.setattr(Store, "verify", read_only)
     with pytest.raises(DamagedCopy):
         resolver.ask()
+
+
+def test_a_copy_that_cannot_be_read_now_is_not_damaged(make, monkeypatch):
+    """A server out of descriptors while the entry is hashed; the source is away, so a quarantine would lose it."""
+    source = FakeSource("s3", {"sql": GOOD})
+    first = make(source).ask()
+    resolver = make(source)
+    resolver.ask()
+    resolver.store.release("sql", first.path)
+    with no_descriptors(), pytest.raises(SourceUnavailable):
+        resolver.store.is_sound(first.digest, max_age_s=0.0)
+    monkeypatch.setattr(source, "fetch", None)
+    assert content(resolver.ask().path) == GOOD
+    assert not resolver.store.marked()
 
 
 def test_a_worker_reads_no_damaged_copy(make):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from lora_plugins.verification.children import Children
 from tests.make import BASE, adapter_files
 from tests.resolvers.sources.contract import content, turned
 from tests.resolvers.test_resolver import FakeSource, RecordingResolver, make
+from tests.verification.conftest import program
 
 _ = make
 GOOD = adapter_files()
@@ -334,6 +336,20 @@ def test_bytes_that_end_their_process_are_refused_once(make, monkeypatch):
             resolver.ask()
     assert source.fetched == ["sql"]
     assert not resolver.store.layout.digests()
+
+
+@pytest.mark.parametrize("fault", ["killed", "stalled"])
+def test_a_fault_while_bytes_are_read_passes(make, monkeypatch, fault):
+    what = "os.kill(os.getpid(), 9)" if fault == "killed" else "time.sleep(600)"
+    first = "import os, time\nfrom lora_plugins.verification import child\n"
+    monkeypatch.setattr(versions_module, "children", functools.cache(Children))
+    resolver = make(FakeSource("s3", {"sql": GOOD}))
+    with monkeypatch.context() as meanwhile:
+        program(meanwhile, f"{first}child.verify_adapter = lambda *_: {what}")
+        meanwhile.setattr(process_module, "wall_s", lambda _: 0.3)
+        with pytest.raises(SourceUnavailable):
+            resolver.ask()
+    assert content(resolver.ask().path) == GOOD
 
 
 ENDING = process_module._PROGRAM.replace(

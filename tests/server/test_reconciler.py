@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_plugins.errors import IncompatibleAdapter, InvalidSettings, LoRAPluginsError, SourceUnavailable
+from lora_plugins.errors import IncompatibleAdapter, InvalidSettings, LoRAPluginsError, OutOfMemory, SourceUnavailable
 from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, Events, NotServed
 from lora_plugins.server import reconciler
 from lora_plugins.server.desired import DesiredAdapter
@@ -166,12 +166,13 @@ async def test_a_version_served_by_its_digest_is_restored(
     assert again.resolver.asked == [], "no source has a name like this"
 
 
+@pytest.mark.parametrize("fault", [SourceUnavailable, OutOfMemory, LoRAPluginsError])
 @runs
-async def test_an_adapter_of_an_unavailable_source_stays_in_the_file(tmp_path: Path) -> None:
+async def test_what_a_fault_keeps_away_stays_in_the_file(tmp_path: Path, fault: type[LoRAPluginsError]) -> None:
     file, world = ServedFile(tmp_path / "served.json"), world_with("chat")
     down = DesiredAdapter("sql", "s3://b/x", "aa" * 32, is_pinned=True)
     file.write([down, DesiredAdapter("gone"), DesiredAdapter("chat")])
-    world.resolver.has["s3://b/x"] = SourceUnavailable("no answer")
+    world.resolver.has["s3://b/x"] = fault("no answer")
     await reconciling(world, Settings(restore=True), file).start()
     await asyncio.sleep(0.1)
     assert file.read() == [DesiredAdapter("chat"), down]

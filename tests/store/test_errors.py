@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from lora_plugins.errors import OutOfMemory, SourceUnavailable
+from lora_plugins.store.errors import is_damage
 from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, leftovers, obtain
 
@@ -102,6 +104,7 @@ def test_a_file_larger_than_allowed_is_out_of_memory(tmp_path: Path) -> None:
 import resource, signal, sys
 from pathlib import Path
 from lora_plugins.errors import OutOfMemory
+from lora_plugins.store.errors import is_damage
 from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, obtain
 store = Store(Path(sys.argv[1]))
@@ -135,3 +138,59 @@ def test_a_filesystem_source_may_fill_the_disk(tiny_disk: Path, tmp_path: Path) 
     with pytest.raises(OutOfMemory, match="LORA_PLUGINS_STORE_DIR"):
         obtain_from(store, source, located(source, "sql"))
     assert leftovers(store) == []
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """No file can be opened in this process: EMFILE."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+ASKED = {
+    "verify": lambda store, digest: store.verify(digest),
+    "is_sound": lambda store, digest: store.is_sound(digest, max_age_s=0.0),
+    "acquire": lambda store, digest: store.acquire(digest, "other"),
+    "acquire_sound": lambda store, digest: store.acquire_sound(digest, "other"),
+    "find": lambda store, _: store.find_leased("test://adapter", "v1", "other"),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_read_error_damages_nothing(store: Store, asked: str) -> None:
+    stored = obtain(store, DownloadSpec(adapter_files()))
+    store.release("", stored.directory)
+    damaged: list[str] = []
+    store.on_damage = damaged.append
+    assert store.verify(stored.digest)
+    with no_descriptors(), pytest.raises(SourceUnavailable, match="Too many open files"):
+        ASKED[asked](store, stored.digest)
+    assert (damaged, store.is_marked(stored.digest), list(store.leases.holders(stored.digest))) == ([], False, [])
+    assert store.verify(stored.digest)
+
+
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "manifest.json"])
+@pytest.mark.parametrize("made", ["nothing", "a directory", "a circle"])
+def test_what_is_no_file_is_damage(store: Store, file: str, made: str) -> None:
+    stored = obtain(store, DownloadSpec(adapter_files()))
+    path = stored.directory / file
+    path.unlink()
+    if made == "a directory":
+        path.mkdir()
+    elif made == "a circle":
+        path.symlink_to(path)
+    assert not store.verify(stored.digest)
+    assert store.is_marked(stored.digest)
+
+
+FAULTS = ("EMFILE", "ENFILE", "ESTALE", "EIO", "EACCES", "ENOMEM", "ETIMEDOUT")
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_only_other_bytes_or_none_are_damage(name: str) -> None:
+    assert not is_damage(OSError(getattr(errno, name), name))
+    assert is_damage(FileNotFoundError(errno.ENOENT, "gone"))

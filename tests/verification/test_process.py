@@ -42,6 +42,17 @@ def test_what_ends_the_process_is_refused(
         read(children, adapter)
 
 
+@pytest.mark.parametrize("end", ["SIGKILL", "SIGTERM", "SIGBUS", "SIGUSR1"])
+def test_a_kill_each_time_is_no_fault_of_the_adapter(
+    children: Children, adapter: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """As the OOM killer does it, an administrator, or a disk that fails below a file in memory."""
+    first = "import os, signal; from lora_plugins.verification import child"
+    program(monkeypatch, f"{first}\nchild.verify_adapter = lambda *_: os.kill(os.getpid(), signal.{end})")
+    with pytest.raises(SourceUnavailable, match="process is killed, each time"):
+        read(children, adapter)
+
+
 def test_no_process_is_no_fault_of_the_adapter(
     children: Children, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

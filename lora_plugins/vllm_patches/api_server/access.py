@@ -38,7 +38,7 @@ def install(app: Any, process: Process) -> None:
     base_serving.patch()
     openai_serving_models.patch()
     if policy is not None:
-        base_serving.patch_checks()
+        base_serving.patch_check()
     process.lets_in_administrators_only = True
     process.policy = policy
     _log_who_administers(administrators)

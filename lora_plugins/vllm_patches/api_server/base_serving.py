@@ -2,7 +2,8 @@
 
 Every serving class gives a request its adapter by `BaseServing._maybe_get_adapters` (0.30 to 0.33). With an access
 policy, an adapter that the key may not use looks like one that does not exist. The name alone decides, before anything
-is looked up, so neither text nor time says what exists; for that `_check_model` is wrapped too.
+is looked up, so neither text nor time says what exists; for that `_check_model` is wrapped too. Pooling's is always: it
+lets unknown names pass, and what is missing after the check is to be what was unloaded meanwhile.
 
 Four kinds of response have a `system_fingerprint`. vLLM writes there what describes the server, in some chunks of a
 stream only; where it is started with `--fingerprint-mode none` it writes nothing, and the digest stands there.
@@ -29,9 +30,11 @@ def patch() -> None:
     """Have the serving classes of this process do so; a second call changes nothing."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse, ChatCompletionStreamResponse
     from vllm.entrypoints.openai.completion.protocol import CompletionResponse, CompletionStreamResponse
+    from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
     from vllm.entrypoints.serve.engine.serving import BaseServing
 
     wrap(BaseServing, "_maybe_get_adapters", _picking)
+    wrap(PoolingBaseServing, "_check_model", _checking)
     for response in (
         ChatCompletionResponse,
         ChatCompletionStreamResponse,
@@ -41,13 +44,11 @@ def patch() -> None:
         wrap(response, "__init__", _filling)
 
 
-def patch_checks() -> None:
+def patch_check() -> None:
     """Have `_check_model` keep to the policy of this process; a second call changes nothing."""
-    from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
     from vllm.entrypoints.serve.engine.serving import BaseServing
 
-    for serving in (BaseServing, PoolingBaseServing):
-        wrap(serving, "_check_model", _checking)
+    wrap(BaseServing, "_check_model", _checking)
 
 
 def may_use(name: str) -> bool:
@@ -73,8 +74,16 @@ def _picking(original: Any) -> Any:
 
 
 def _checking(original: Any) -> Any:
+    """Pooling's check lets every name pass; with this one, what `_picking` then misses was unloaded meanwhile."""
+    from vllm.exceptions import VLLMNotFoundError
+
     async def _check_model(self: Any, request: Any) -> Any:
-        return await original(_as_if_absent(self, request), request)
+        serving = _as_if_absent(self, request)
+        error = await original(serving, request)
+        is_there = serving._is_model_supported(request.model) or request.model in serving.models.lora_requests  # noqa: SLF001
+        if error is None and not is_there:
+            raise VLLMNotFoundError(f"The model `{request.model}` does not exist.")  # as `_maybe_get_adapters` has it
+        return error
 
     return _check_model
 
@@ -151,6 +160,7 @@ LEDGER = (
         """
         vllm.entrypoints.serve.engine.serving:
             BaseServing._check_model(self, request)
+            BaseServing._is_model_supported(self, model_name)
             BaseServing._maybe_get_adapters(self, request, supports_default_mm_loras)
             BaseServing{models}
         vllm.entrypoints.pooling.base.serving:
@@ -158,9 +168,10 @@ LEDGER = (
         vllm.entrypoints.openai.models.serving:
             OpenAIServingModels.is_base_model(self, model_name)
         """,
-        what="wrapped, _check_model where there is an access policy; is_base_model is called",
-        why="an adapter that the key may not use must look like one that does not exist. Default multimodal adapters, "
-        "and pooling's unknown names, come from _maybe_get_adapters",
+        what="wrapped, BaseServing._check_model where there is an access policy. Pooling's check lets no unknown name "
+        "pass",
+        why="an adapter that the key may not use must look like one that does not exist. Default multimodal adapters "
+        "come from _maybe_get_adapters; so would pooling's unknown names, beside those that were just unloaded",
         remove="vLLM asks a plugin which adapters a request may use",
     ),
     Patch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,10 @@ from fastapi.responses import StreamingResponse
 from starlette.testclient import TestClient
 from vllm.entrypoints.openai.chat_completion import protocol as chat
 from vllm.entrypoints.openai.completion import protocol as completion
+from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
 from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.entrypoints.serve.engine.serving import BaseServing
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import VLLMNotFoundError
 from vllm.lora.request import LoRARequest
 
@@ -207,3 +210,46 @@ def test_a_name_unloaded_after_its_check_is_refused(
     one.models.engine_client = SimpleNamespace(vllm_config=SimpleNamespace(lora_config=None))
     with pytest.raises(VLLMNotFoundError, match="does not exist"):
         one._maybe_get_adapters(SimpleNamespace(model="sql", stream=True))
+
+
+def pooling(models: Models) -> PoolingBaseServing:
+    """vLLM's class of every pooling route, without an engine."""
+    abstract = dict.fromkeys(("__init__", *PoolingBaseServing.__abstractmethods__), lambda *_: None)
+    made: Any = type("Pooling", (PoolingBaseServing,), abstract)()
+    made.models, made.request_logger, made.trust_request_mm_kwargs, made.request_id_prefix = models, None, False, "pool"
+    return made  # type: ignore[no-any-return]
+
+
+def test_pooling_answers_404_for_a_name_nobody_has(patched: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pooling's check lets every name pass, so one that was never there must not look like one that was unloaded."""
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    patched.is_manager_patched = True
+    models: Any = Models(sql="/adapters/sql")
+    models.engine_client = SimpleNamespace(vllm_config=SimpleNamespace(lora_config="on"))
+    models.base_model_paths, models.model_name = [], lambda adapter: adapter and adapter.lora_name
+    known = dict(models.lora_requests)
+
+    async def resolve_lora(name: str) -> Any:
+        if name != "unloaded":
+            return create_error_response("none", "NotFoundError", HTTPStatus.NOT_FOUND)
+        models.lora_requests[name] = LoRARequest(name, 9, "/adapters/unloaded")
+        return models.lora_requests[name]
+
+    def unload(_: Any) -> None:
+        models.lora_requests = known
+
+    models.resolve_lora = resolve_lora
+    registry = SimpleNamespace(registry=SimpleNamespace(blocked=set()))
+    monkeypatch.setattr(base_serving, "lifecycle_of", lambda _: registry)
+    io_processor: Any = SimpleNamespace(create_pooling_params=unload)
+
+    def asked(name: str) -> Any:
+        request: Any = SimpleNamespace(model=name, mm_processor_kwargs=None, media_io_kwargs=None, request_id=None)
+        return asyncio.run(pooling(models)._init_ctx(io_processor, request))
+
+    with pytest.raises(VLLMNotFoundError, match="`sqk` does not exist"):
+        asked("sqk")
+    with pytest.raises(HTTPException) as refused:
+        asked("unloaded")
+    assert refused.value.status_code == 503
+    assert asked("sql").lora_request.lora_name == "sql"
