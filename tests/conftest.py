@@ -75,7 +75,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.e2e)
         if _GPU_PROGRAMS in item.path.parents:
             item.add_marker(pytest.mark.nightly)
-    _refuse_a_second_server(items)
     if not IS_LONG and "nightly" not in config.option.markexpr:
         left_out = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=left_out)
@@ -83,12 +82,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=_place)
 
 
-def _refuse_a_second_server(items: list[pytest.Item]) -> None:
-    """Raise where tests of one server are in files that `_SHARED` does not group: each process would start its own."""
-    for item in items:
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fail where tests of one server are in files that `_SHARED` does not group: each process would start its own."""
+    if _E2E in item.path.parents:
         names = set(getattr(item, "fixturenames", ())) & set(_SHARED.values())
         if names - {_SHARED.get(item.path.stem)}:
-            raise pytest.UsageError(f"{item.nodeid} uses {', '.join(names)}; name {item.path.stem} in _SHARED for it")
+            pytest.fail(f"uses {', '.join(names)}; name {item.path.stem} in _SHARED of tests/conftest.py for it")
 
 
 def _place(item: pytest.Item) -> int:

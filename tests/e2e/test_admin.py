@@ -22,6 +22,7 @@ import openai
 import psutil
 import pytest
 import schemathesis
+import schemathesis.specs.openapi.schemas  # while a test runs, an import this deep has failed in CPython 3.11
 from hypothesis import strategies
 
 from testbed.bed import MAX_TOKENS, Bed
