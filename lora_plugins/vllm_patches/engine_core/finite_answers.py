@@ -15,8 +15,9 @@ from cachetools import LRUCache
 
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
 from lora_plugins.ledger import Patch
+from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.vllm_patches.engine_core.held_counts import HeldCounts
-from lora_plugins.vllm_patches.engine_core.request import name_of
+from lora_plugins.vllm_patches.engine_core.request import is_in_store
 
 _MOST = 2
 _REMEMBERED = 10_000
@@ -26,7 +27,7 @@ class FiniteAnswers(HeldCounts):
     """Of a scheduler class of vLLM's that follows in a subclass."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        self._ended_by_version: LRUCache[str, int] = LRUCache(_REMEMBERED)
+        self._ended: LRUCache[str | tuple[str, int], int] = LRUCache(_REMEMBERED)  # by what `_version` says
         self._rows_are_requests = vllm_config.speculative_config is None
         super().__init__(vllm_config, *args, **kwargs)
 
@@ -42,8 +43,9 @@ class FiniteAnswers(HeldCounts):
             request = self.requests.get(name)  # type: ignore[attr-defined]
             if request is None or request.lora_request is None or request.is_finished():
                 continue
-            version = name_of(request.lora_request.lora_path)
-            self._ended_by_version[version] = self._ended_by_version.get(version, 0) + 1
+            adapter = self.planner.state.of_request.get(name)  # type: ignore[union-attr]
+            if adapter is not None:
+                self._ended[_version(adapter)] = self._ended.get(_version(adapter), 0) + 1
             cache = self.kv_cache_manager  # type: ignore[attr-defined]
             blocks = {block for of_group in cache.get_block_ids(name) for block in of_group}
             self.finish_requests(name, RequestStatus.FINISHED_ERROR)  # type: ignore[attr-defined]
@@ -51,10 +53,16 @@ class FiniteAnswers(HeldCounts):
             ended.append((request, _no_numbers(request.lora_request.lora_name, "an answer")))
         return ended
 
-    def why_quarantined(self, lora_request: Any) -> LoRAPluginsError | None:
-        """Why requests are not answered with these weights any more; None where they are."""
-        ended = self._ended_by_version.get(name_of(lora_request.lora_path), 0)
-        return _no_numbers(lora_request.lora_name, f"{ended} answers") if ended >= _MOST else None
+    def why_quarantined(self, adapter: Adapter) -> LoRAPluginsError | None:
+        """Why requests are not answered with this generation any more; None where they are."""
+        ended = self._ended.get(_version(adapter), 0)
+        return _no_numbers(adapter.spec.name, f"{ended} answers") if ended >= _MOST else None
+
+
+def _version(adapter: Adapter) -> str | tuple[str, int]:
+    """Which weights an adapter has: the bytes of the store's digest, or what one load has read from another path."""
+    path = adapter.spec.path
+    return path if is_in_store(path) else (path, adapter.weights)
 
 
 def _without_numbers(computed: Any) -> Iterator[str]:
