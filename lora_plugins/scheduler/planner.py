@@ -220,12 +220,14 @@ class Planner:
 
     @property
     def _retiring(self) -> list[Future[None]]:
-        return [it for adapter in self.state.adapters.values() for it in adapter.retirements if not it.done()]
+        idle = (adapter for adapter in self.state.adapters.values() if not adapter.is_in_flight)
+        return [it for adapter in idle for it in adapter.retirements if not it.done()]
 
     def answer_stopped(self, error: LoRAPluginsError, now: float) -> None:
         """Answer those who wait for requests that do not go on during a pause.
 
-        Who wants an adapter removed has that done: no request that comes finds it. Who waits for room gets this error;
+        Who wants an adapter removed that no request runs has that done: no request that comes finds it. A drain waits
+        for what is in flight. Who waits for room gets this error;
         those that wait for a slot go on waiting.
         """
         resolve(self._retiring)
