@@ -160,7 +160,7 @@ def test_only_administrators_load_and_unload(guarded: Guarded, name: str) -> Non
 
 @pytest.mark.xfail(
     strict=False,
-    reason="in one of four runs on a fast processor team-b waits for team-a's end, before this commit too: issue 24, row 7",
+    reason="on a fast processor team-b waits for team-a's end in one of four runs: issue 24, row 7",
 )
 def test_a_tenant_over_its_share_waits_for_itself(guarded: Guarded) -> None:
     """Of two places in host memory each may use one."""
