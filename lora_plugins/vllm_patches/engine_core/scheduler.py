@@ -264,6 +264,7 @@ class AdmissionMixin(FiniteAnswers):
                     output.kv_transfer_params = (output.kv_transfer_params or {}) | {VERSIONS: versions}
                 if output.finish_reason is not None and self._has_ended(output.request_id):
                     self._versions.pop(output.request_id, None)
+                    self.has_ended(output)
                     is_beam = _BEAM.fullmatch(output.request_id) is not None
                     planner.ended([output.request_id], now, expects_more=is_beam)
         planner.carried_out(getattr(scheduler_output, COMMANDS, ()))
