@@ -36,11 +36,12 @@ def take_loaded(adapter: Adapter) -> list[Future[None]]:
     return [call.future for call in done]
 
 
-def load_wanted(state: PlannerState, now: float, *, is_paused: bool) -> list[Adapter]:
+def load_wanted(state: PlannerState, now: float, *, is_paused: bool, is_stopped: bool = False) -> list[Adapter]:
     """Have the workers load what is next in order, as far as there is room; returns those for which there is none.
 
     What comes after one without room is loaded only where room for that one is left, once `draining` ones have gone.
-    While paused, held requests wait for its end; calls do not.
+    While paused, held requests wait for its end; calls do not. Where it `is_stopped`, adapters that requests are held
+    for make room for calls, and are loaded again after the pause.
     """
     waiting = [adapter for adapter in state.calling if adapter in state.absent] if is_paused else state.absent
     next_ones = list(islice(waiting, _MOST_LOOKED_AT))
@@ -53,11 +54,11 @@ def load_wanted(state: PlannerState, now: float, *, is_paused: bool) -> list[Ada
     for adapter in next_ones:
         if state.loads >= MAX_LOADS or len(without_room) >= MAX_LOADS:
             break
-        if without_room and not state.idle and not state.cache.has_room([0]):
+        if without_room and not (is_stopped or state.idle or state.cache.has_room([0])):
             break
         if not adapter.calls and not _runs_soon(state, adapter):
             break
-        victims = _victims(state, adapter, without_room)
+        victims = _room_in_a_pause(state, adapter) if is_stopped else _victims(state, adapter, without_room)
         if victims is None:
             without_room.append(adapter)
             continue
@@ -66,6 +67,28 @@ def load_wanted(state: PlannerState, now: float, *, is_paused: bool) -> list[Ada
         state.evict_all(victims)
         state.load(adapter)
     return without_room
+
+
+def _room_in_a_pause(state: PlannerState, adapter: Adapter) -> list[int] | None:
+    """Keys to evict so that an adapter fits, also of adapters that requests are only held for; None where it does not.
+
+    Its own earlier generations go first; what waits for these waits for this one then. What nobody could load again
+    stays, and what is to replace another.
+    """
+    victims = _victims(state, adapter, [])
+    if victims is not None:
+        return victims
+    residents = [it for it in map(state.adapters.__getitem__, state.cache.sizes_bytes) if it.is_loaded and not it.calls]
+    residents = [it for it in residents if not it.is_in_flight and not it.is_activating]
+    own = {it.key: it for it in residents if it.spec.engine_id == adapter.spec.engine_id}
+    others = {it.key: it for it in residents if not (it.is_pinned or it.spec.given or it.replaces)}
+    sizes_bytes = [state.cache.expected_bytes(adapter.spec)]
+    victims = state.cache.victims(sizes_bytes, state.idle | own)
+    if victims is None:
+        victims = state.cache.victims(sizes_bytes, state.idle | own | others)
+    for key in own.keys() & set(victims or ()):
+        state.take_over(adapter, own[key])
+    return victims
 
 
 def _victims(state: PlannerState, adapter: Adapter, before: list[Adapter]) -> list[int] | None:

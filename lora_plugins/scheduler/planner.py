@@ -96,18 +96,19 @@ class Planner:
         self._patience_s = patience_s
         self._refusals: LRUCache[int, LoRAPluginsError | None] = LRUCache(_REMEMBERED)  # of ids that are given once
         self._is_changed = False
-        self._was_paused = False
+        self._was_paused = self._was_stopped = False
         self._look_at = float("inf")
 
-    def has_work(self, *, is_paused: bool) -> bool:
+    def has_work(self, *, is_paused: bool, is_stopped: bool = False) -> bool:
         """Whether a step without any request would do something."""
         state = self.state
         has_resumed = self._was_paused and not is_paused and (state.held_count or state.calling)
+        has_stopped = is_stopped and not self._was_stopped and (state.calling or self._retiring)
         if self._look_at < float("inf"):  # somebody may wait for a client of whom more is expected
             waits = state.absent or state.ready or state.calling or any(it.is_retired for it in state.in_flight)
         else:
             waits = False
-        return self.is_busy or bool(state.refused or has_resumed or waits)
+        return self.is_busy or bool(state.refused or has_resumed or has_stopped or waits)
 
     @property
     def is_busy(self) -> bool:
@@ -217,8 +218,19 @@ class Planner:
             if isinstance(error, LoRAPluginsError) and not future.done():
                 self.withdraw(future, error, now)
 
-    def withdraw_loads(self, error: LoRAPluginsError, now: float) -> None:
-        """Callers that wait for room get this error; those that wait for a slot go on waiting."""
+    @property
+    def _retiring(self) -> list[Future[None]]:
+        idle = (adapter for adapter in self.state.adapters.values() if not adapter.is_in_flight)
+        return [it for adapter in idle for it in adapter.retirements if not it.done()]
+
+    def answer_stopped(self, error: LoRAPluginsError, now: float) -> None:
+        """Answer those who wait for requests that do not go on during a pause.
+
+        Who wants an adapter removed that no request runs has that done: no request that comes finds it. A drain waits
+        for what is in flight. Who waits for room gets this error;
+        those that wait for a slot go on waiting.
+        """
+        resolve(self._retiring)
         for adapter in list(self.state.calling):
             for call in [] if adapter.is_loaded else list(adapter.calls):
                 if not call.needs_slot:
@@ -302,19 +314,25 @@ class Planner:
 
     # --- steps ---
 
-    def plan(self, now: float, *, is_paused: bool = False) -> StepPlan:
-        """What to do in the step that begins now; while paused, nothing is admitted and no slot is written."""
+    def plan(self, now: float, *, is_paused: bool = False, is_stopped: bool = False) -> StepPlan:
+        """What to do in the step that begins now; while paused, nothing is admitted and no slot is written.
+
+        `is_stopped`: no request goes on during this pause, so callers wait for none: what is only held for makes room.
+        """
         state, plan = self.state, StepPlan()
         state.times.step_begins(now, is_running=bool(state.in_flight) and not is_paused)
-        if self._is_changed or is_paused is not self._was_paused or now >= self._look_at:
-            self._was_paused, self._is_changed = is_paused, False
+        was = self._was_paused, self._was_stopped
+        if self._is_changed or was != (is_paused, is_stopped) or now >= self._look_at:
+            self._was_paused, self._was_stopped, self._is_changed = is_paused, is_stopped, False
             state.settle(now)
             self._look_at = forget_expected(state, now)
             if not is_paused:
                 plan.moved = self._move_all(now)  # before what comes is given a slot of its own
             resolve(answer_calls(state, is_paused=is_paused))
             state.settle(now)
-            without_room = load_wanted(state, now, is_paused=is_paused)  # before those to be evicted run again
+            without_room = load_wanted(  # before those to be evicted run again
+                state, now, is_paused=is_paused, is_stopped=is_stopped
+            )
             state.settle(now)
             if not is_paused:
                 plan.admitted, waiting = begin(state, now)

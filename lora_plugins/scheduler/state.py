@@ -182,6 +182,12 @@ class PlannerState:
         adapter.unhold([request_id])
         return held
 
+    def take_over(self, adapter: Adapter, before: Adapter) -> None:
+        """Have what waits for an earlier generation, which has no place any more, wait for this one."""
+        for request_id in list(before.held):
+            self.hold(adapter, request_id, self.release(before, request_id))
+        self.touched |= {adapter: None, before: None}
+
     def admit(self, adapter: Adapter, now: float) -> list[object]:
         """Have an adapter run what is held for it, as far as it may; returns these requests."""
         items = adapter.joining(now)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
 
-from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
+from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, NoFreeSlot
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import (
     Activate,
@@ -233,10 +233,21 @@ class SimulatedEngine:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.running or self.waiting or self.planner.has_work(is_paused=self.is_paused))
+        return bool(self.running or self.waiting or self.has_work)
+
+    @property
+    def is_stopped(self) -> bool:
+        """A pause lets what runs go on to its end; then nothing does."""
+        return self.is_paused and not (self.running or self.waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return self.planner.has_work(is_paused=self.is_paused, is_stopped=self.is_stopped)
 
     def step(self) -> StepPlan:
-        plan = self.planner.plan(self.now, is_paused=self.is_paused)
+        plan = self.planner.plan(self.now, is_paused=self.is_paused, is_stopped=self.is_stopped)
+        if self.is_stopped and not self.has_work:
+            self.planner.answer_stopped(NoFreeSlot("no room before this pause ends"), self.now)
         for request, error in plan.refused:
             request.refusal = error
             self.held.pop(request.id, None)
@@ -358,7 +369,7 @@ class SimulatedEngine:
     def check_nothing_left(self) -> None:
         """Called once it is idle: only loaded adapters are remembered, and nothing waits."""
         state, workers = self.planner.state, self.workers
-        assert not self.planner.has_work(is_paused=self.is_paused)
+        assert not self.has_work
         assert state.adapters.keys() == workers.host.keys()
         assert not any((self.held, self.running, self.waiting, workers.writing, workers.loading))
         assert not any((state.draining, state.jobs, state.evicting, state.held_by_name, state.held_count))

@@ -133,6 +133,19 @@ class PlannerMachine(RuleBasedStateMachine):
     def pause_or_resume(self) -> None:
         self.engine.is_paused = not self.engine.is_paused
 
+    @precondition(lambda self: self.engine.is_paused)
+    @rule()
+    def a_pause_has_drained(self) -> None:
+        """Every call is answered while nothing runs; pins alone wait for slots, which nobody writes in a pause."""
+        until = self.engine.now + 300
+        while self.engine.is_busy:
+            self.step()
+            assert self.engine.now < until, "it never comes to rest"
+        assert self.engine.is_stopped
+        assert all(future.done() for future in self.retirements)
+        calling = [call for adapter in self.engine.planner.state.calling for call in adapter.calls]
+        assert all(call.needs_slot for call in calling)
+
     @rule(steps=st.integers(1, 40))
     def time_passes(self, steps: int) -> None:
         for _ in range(steps):

@@ -132,7 +132,7 @@ def _removing(original: Any) -> Any:
             return original(self, lora_id)
         is_known = lora_id in planner.state.current
         retired = planner.retire(lora_id, time.monotonic())
-        if self.scheduler.is_stopped and not retired.done():
+        if self.scheduler.is_stopped and not retired.done() and self.scheduler.get_request_counts()[0]:
             return is_known  # what runs does not end during this pause
         return then(answer_of(self, retired, is_enough_to_begin=True), lambda _: is_known)
 

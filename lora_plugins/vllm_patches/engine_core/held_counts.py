@@ -72,8 +72,8 @@ class HeldCounts:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether requests that run do not go on: nothing comes free."""
-        return bool(self.pause_state == 2)  # type: ignore[attr-defined]
+        """Whether a pause lets no request go on: nothing comes free. Where none is in flight, any pause does."""
+        return self._is_paused and self.get_num_unfinished_requests() <= 0
 
     def get_request_counts(self) -> tuple[int, int]:
         """Running and waiting requests, the held ones among the latter."""
@@ -96,8 +96,13 @@ class HeldCounts:
     def has_requests(self) -> bool:
         """Whether to go on with steps: also for what the workers do, or are to do, without any request."""
         return bool(super().has_requests()) or (  # type: ignore[misc]
-            self.planner is not None and (self.planner.has_work(is_paused=self._is_paused) or bool(self._refused))
+            self.planner is not None and (self._has_work or bool(self._refused))
         )
+
+    @property
+    def _has_work(self) -> bool:
+        planner: Planner = self.planner  # type: ignore[assignment]
+        return planner.has_work(is_paused=self._is_paused, is_stopped=self.is_stopped)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's, where held requests wait."""

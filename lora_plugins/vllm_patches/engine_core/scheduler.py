@@ -103,15 +103,11 @@ class AdmissionMixin(FiniteAnswers):
         is_current = spec is not None and generations.key_of(spec.engine_id) == key
         adapter = self.planner.state.adapters.get(key)  # type: ignore[union-attr]
         if spec is None or not is_current or not has_weights_of(session, adapter, spec):
-            error = AdapterNotFound("a version that was replaced meanwhile", adapter=session.lora_request.lora_name)
-            self._refused.append((session, error))
+            self._refused.append((session, _replaced(session)))
         else:
             self._arrived(session, spec, is_other=False)
 
     def _arrived(self, request: Any, spec: AdapterSpec, *, is_other: bool) -> None:
-        if (error := self.why_quarantined(request.lora_request)) is not None:
-            self._refused.append((request, error))
-            return
         planner: Planner = self.planner  # type: ignore[assignment]
         planner.arrived(
             spec,
@@ -123,6 +119,11 @@ class AdmissionMixin(FiniteAnswers):
             priority=request.priority if self._by_priority else 0,
             client=client_of(request.request_id),
         )
+        adapter = planner.state.of_request.get(request.request_id)
+        if adapter is not None and (error := self.why_quarantined(adapter)) is not None:
+            planner.ended([request.request_id], time.monotonic())
+            self._refused.append((request, error))
+            return
         self._assign(request)
 
     def _assign(self, request: Any) -> None:
@@ -210,15 +211,23 @@ class AdmissionMixin(FiniteAnswers):
         if planner is None:
             return []
         now = time.monotonic()
-        plan = planner.plan(now, is_paused=self._is_paused)
-        if self.is_stopped and not planner.is_busy:
-            planner.withdraw_loads(_in_use(), now)
+        plan = planner.plan(now, is_paused=self._is_paused, is_stopped=self.is_stopped)
+        if self.is_stopped and not self._has_work:
+            planner.answer_stopped(_in_use(), now)
         self._move(plan.moved)
         for request in plan.admitted:
+            if request.num_computed_tokens and not self._has_own_generation(request):
+                self._refused.append((request, _replaced(request)))  # a session
+                continue
             self._assign(request)  # the one that it arrived for may have failed to load
             super()._enqueue_waiting_request(request)  # type: ignore[misc]
         self._refused.extend(plan.refused)
         return plan.commands
+
+    def _has_own_generation(self, request: Any) -> bool:
+        """Whether it runs with the generation that its KV cache is of."""
+        key = self.planner.state.of_request[request.request_id].key  # type: ignore[union-attr]
+        return bool(key == request.lora_request.lora_int_id)
 
     def _move(self, adapters: list[Adapter]) -> None:
         for adapter in adapters:
@@ -255,6 +264,7 @@ class AdmissionMixin(FiniteAnswers):
                     output.kv_transfer_params = (output.kv_transfer_params or {}) | {VERSIONS: versions}
                 if output.finish_reason is not None and self._has_ended(output.request_id):
                     self._versions.pop(output.request_id, None)
+                    self.has_ended(output)
                     is_beam = _BEAM.fullmatch(output.request_id) is not None
                     planner.ended([output.request_id], now, expects_more=is_beam)
         planner.carried_out(getattr(scheduler_output, COMMANDS, ()))
@@ -289,6 +299,10 @@ def _answer(outputs: dict[int, Any], request: Any, error: LoRAPluginsError) -> N
     from vllm.v1.engine import EngineCoreOutputs
 
     outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(refused_output(request, error))
+
+
+def _replaced(session: Any) -> AdapterNotFound:
+    return AdapterNotFound("a version that was replaced meanwhile", adapter=session.lora_request.lora_name)
 
 
 def _in_use() -> NoFreeSlot:

@@ -33,6 +33,7 @@ from lora_plugins.scheduler.messages import (
     to_plain,
 )
 from lora_plugins.vllm_patches.engine_core import engine_core
+from lora_plugins.vllm_patches.engine_core.utilities import then
 from tests.vllm_patches.engine_bed import Engine, adapter, make_scheduler, request, vllm_config
 
 BROKEN = InvalidAdapter("nothing that can be read", adapter="adapter-1")
@@ -324,6 +325,95 @@ def test_nothing_waits_for_requests_that_a_pause_stops(base: Path) -> None:
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     engine.run()
     assert len(engine.tokens_of("a")) == 10
+
+
+def in_place(number: int) -> LoRARequest:
+    again = adapter(number)
+    again.load_inplace = True
+    return again
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
+@pytest.mark.parametrize("waits", ["alone", "beside others"])
+@pytest.mark.parametrize(
+    ("ask", "is_there"),
+    [
+        (lambda core: core.remove_lora(1), False),
+        (lambda core: core.add_lora(adapter(3)), True),
+        (lambda core: core.add_lora(in_place(1)), True),
+        (lambda core: (core.remove_lora(1), core.add_lora(adapter(1)))[1], True),
+        (lambda core: then(core.lora_plugins_retire(1, None), lambda plain: error_in(plain) is None), False),
+    ],
+    ids=["remove_lora", "add_lora", "load_inplace", "remove_lora, then add_lora", "retire"],
+)
+def test_a_pause_answers_calls_though_requests_wait(
+    base: Path, ask: Callable[[Any], Any], is_there: bool, waits: str, state: PauseState
+) -> None:
+    """A trainer resumes only when its calls have been answered; what waited is answered then."""
+    core = core_of(base, EngineCoreProc, max_loras=1, max_cpu_loras=1)
+    engine = Engine(core.scheduler)
+    answer_of(engine, core.add_lora(adapter(1)))
+    core.scheduler.set_pause_state(state)
+    for name in ("a",) if waits == "alone" else ("a", "b"):
+        core.scheduler.add_request(request(name, 1))
+    if waits == "beside others":
+        core.scheduler.add_request(request("base"))
+    engine.run()
+    assert answer_of(engine, ask(core)) is True
+    assert bool(core.list_loras()) == is_there
+    assert not engine.outputs, "nothing runs before the pause ends"
+    core.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.run()
+    assert len(engine.tokens_of("a")) == 3
+    assert not core.scheduler.requests
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("runs", [1, None], ids=["an adapter", "the base model"])
+@pytest.mark.parametrize(
+    "ask", [lambda core: core.remove_lora(2), lambda core: core.add_lora(adapter(3))], ids=["remove_lora", "add_lora"]
+)
+def test_what_is_asked_while_a_pause_drains_is_answered(
+    base: Path, ask: Callable[[Any], Any], runs: int | None
+) -> None:
+    """`pause_generation(mode="wait")`: what runs goes on to its end, and is not displaced."""
+    core = core_of(base, EngineCoreProc, max_loras=2, max_cpu_loras=2)
+    engine = Engine(core.scheduler)
+    for number in (1, 2):
+        answer_of(engine, core.add_lora(adapter(number)))
+    core.scheduler.add_request(request("runs", runs, tokens=10))
+    while not engine.tokens_of("runs"):
+        engine.step()
+    core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    for number in (1, 2):
+        core.scheduler.add_request(request(f"held-{number}", number))
+    answer = ask(core)
+    engine.step()
+    assert not answer.done()
+    assert answer_of(engine, answer) is True
+    assert len(engine.tokens_of("runs")) == 10
+    core.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.run()
+    assert [len(engine.tokens_of(f"held-{number}")) for number in (1, 2)] == [3, 3]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_weights_given_in_a_pause_replace_what_waits(base: Path, is_removed: bool) -> None:
+    """What workers were given nobody can load again: who waits for these weights gets the next ones, as by vLLM."""
+    core = core_of(base, EngineCoreProc, max_loras=1, max_cpu_loras=1)
+    engine = Engine(core.scheduler)
+    answer_of(engine, core.collective_rpc("callers_own", args=([[added(1)]],)))
+    core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    core.scheduler.add_request(request("a", 1))
+    engine.run()
+    changes = [Change(1), added(1)] if is_removed else [added(1)]
+    assert answer_of(engine, core.collective_rpc("callers_own", args=([changes],))) == ["done"]
+    core.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.run()
+    assert len(engine.tokens_of("a")) == 3
+    assert sum(isinstance(command, Load) for command in engine.commands) == 2
 
 
 def test_where_lora_is_off_all_is_vllms(base: Path) -> None:

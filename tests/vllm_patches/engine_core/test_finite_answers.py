@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from vllm.pooling_params import PoolingParams
 from vllm.v1.engine import FinishReason
 
+from lora_plugins.vllm_patches.engine_core import finite_answers
 from lora_plugins.vllm_patches.engine_core.request import error_in, error_in_tensor
-from tests.vllm_patches.engine_bed import BLOCK, Engine, Make, request
+from tests.vllm_patches.engine_bed import BLOCK, Engine, Make, adapter, request
 
 
 def with_nan(engine: Engine, *names: str) -> Engine:
@@ -76,6 +78,100 @@ def test_the_second_time_the_version_is_served_no_more(make_engine: Make) -> Non
     assert error is not None
     assert "2 answers" in error.found
     assert engine.end_of("other-third").finish_reason is FinishReason.LENGTH
+
+
+def spoilt_twice(make_engine: Make) -> Engine:
+    """Two answers of the first generation of adapter 1 were NaN, and its client asks for another."""
+    engine = make_engine(max_loras=2)
+    with_nan(engine, "first", "second", "fourth", "fifth")
+    for name in ("first", "second", "third"):
+        engine.scheduler.add_request(request(name, 1))
+        engine.run()
+    assert ended_well(engine) == set()
+    assert "2 answers" in error_of(engine, "third")
+    return engine
+
+
+def error_of(engine: Engine, name: str) -> str:
+    error = error_in(engine.end_of(name).stop_reason)
+    return "" if error is None else str(error)
+
+
+def ended_well(engine: Engine) -> set[str]:
+    return {one.request_id for one in engine.outputs if one.finish_reason is FinishReason.LENGTH}
+
+
+def load_again(engine: Engine) -> None:
+    """The same path, with other bytes."""
+    planner = engine.scheduler.planner
+    future = planner.load(engine.scheduler.spec_of(adapter(1)), time.monotonic(), is_other=True)
+    engine.run()
+    assert future.result(timeout=0) is None
+
+
+def test_the_next_generation_of_a_path_is_served(make_engine: Make) -> None:
+    engine = spoilt_twice(make_engine)
+    load_again(engine)
+    engine.scheduler.add_request(request("corrected", 1))
+    engine.run()
+    assert ended_well(engine) == {"corrected"}
+
+
+def test_a_later_generation_is_condemned_for_its_own_answers(make_engine: Make) -> None:
+    engine = spoilt_twice(make_engine)
+    load_again(engine)
+    for name in ("fourth", "fifth", "sixth"):
+        engine.scheduler.add_request(request(name, 1))
+        engine.run()
+    assert ended_well(engine) == set()
+    assert all("an answer with" in error_of(engine, name) for name in ("fourth", "fifth"))
+    assert "2 answers" in error_of(engine, "sixth")
+
+
+def answers(engine: Engine, *names: str) -> None:
+    for name in names:
+        engine.scheduler.add_request(request(name, 1))
+        engine.run()
+
+
+@pytest.mark.parametrize(
+    ("brought", "value"),
+    [("prompt_embeds", torch.ones(4, 8))],
+)
+def test_numbers_of_a_client_quarantine_no_adapter(make_engine: Make, brought: str, value: Any) -> None:
+    engine = with_nan(make_engine(), "own-1", "own-2")
+    run = engine._run
+
+    def bringing(output: Any) -> Any:
+        for name in {"own-1", "own-2"} & set(engine.scheduler.requests):
+            setattr(engine.scheduler.requests[name], brought, value)
+        return run(output)
+
+    engine._run = bringing  # type: ignore[method-assign]
+    answers(engine, "own-1", "own-2", "healthy")
+    assert "an answer with" in error_of(engine, "own-2")
+    assert ended_well(engine) == {"healthy"}
+
+
+def test_a_finite_answer_in_between_shows_a_version_that_computes(make_engine: Make) -> None:
+    engine = with_nan(make_engine(), "first", "second")
+    answers(engine, "first", "between", "second", "third")
+    assert ended_well(engine) == {"between", "third"}
+
+
+def test_a_quarantine_ends_by_itself_until_the_next_nan(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = with_nan(make_engine(), "first", "second", "fourth")
+    answers(engine, "first", "second", "third")
+    assert "or ask again in 300 s" in error_of(engine, "third")
+    with monkeypatch.context() as passed:
+        passed.setattr(finite_answers, "QUARANTINE_S", 0.0)
+        answers(engine, "fourth")
+    assert "an answer with" in error_of(engine, "fourth"), "computed again"
+    answers(engine, "fifth")
+    assert "3 answers in a row" in error_of(engine, "fifth")
+    monkeypatch.setattr(finite_answers, "QUARANTINE_S", 0.0)
+    answers(engine, "sixth", "seventh")
+    assert ended_well(engine) == {"sixth", "seventh"}
 
 
 def test_blocks_of_what_has_ended_leave_the_prefix_cache(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
