@@ -55,6 +55,7 @@ IMPORTED = (
 )
 LOOK_S = 0.02
 LONGEST_S = 600.0
+_NAP_S = 0.0002
 _FOLDER = Path(tempfile.gettempdir()) / f"lora-plugins-{os.getuid()}"
 
 
@@ -182,9 +183,17 @@ def main() -> None:
     sys.path.append(str(Path(__file__).parent.parent))
     for module in IMPORTED:
         importlib.import_module(module)
+    _sleep_while_waiting()
     gc.collect()
     gc.freeze()  # else the first collection of each program copies all of it
     _serve(listener, path)
+
+
+def _sleep_while_waiting() -> None:
+    """Have engines and workers sleep between looks for a message: vLLM's look all the time, for a second after each."""
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.sched_yield = functools.partial(time.sleep, _NAP_S)
 
 
 def _serve(listener: socket.socket, path: str) -> None:
