@@ -4,8 +4,9 @@
 
 A program's own processes are forked too: on CPUs vLLM always spawns its engine and workers; elsewhere it forks them by
 default, so plugins must live with both. What a library reads from the environment while it is imported is read once,
-so programs that differ in it (`READ_AT_IMPORT`) are forked from different processes. The processes of one test run
-share them. Of PROMETHEUS_MULTIPROC_DIR only whether it is set is read then, and the directory when a process forked.
+so programs that differ in it (`READ_AT_IMPORT`) are forked from different processes; the Hub's library reads it again.
+The processes of one test run share them. Of PROMETHEUS_MULTIPROC_DIR only whether it is set is read then, and the
+directory when a process forked.
 """
 
 from __future__ import annotations
@@ -36,11 +37,6 @@ from filelock import FileLock
 READ_AT_IMPORT = {
     "OMP_NUM_THREADS": "1",
     "NUMBA_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "HF_ENDPOINT": "",
-    "HF_HOME": "",
-    "HF_HUB_CACHE": "",
-    "HF_TOKEN_PATH": "",
     "PROMETHEUS_MULTIPROC_DIR": "",
     "TRITON_INTERPRET": "",
 }
@@ -109,7 +105,7 @@ class _Parent:
         process = subprocess.Popen(
             [sys.executable, "-P", __file__, str(path)],
             stdin=subprocess.DEVNULL,
-            env={**environment, **read_at_import},
+            env={**environment, **read_at_import, "HF_HUB_OFFLINE": "1"},
             start_new_session=True,
         )
         while (connection := _connected(path)) is None:
@@ -141,7 +137,7 @@ def fork(
     """
     read_at_import = {name: environment.get(name, default) for name, default in READ_AT_IMPORT.items()}
     read_at_import = {name: value for name, value in read_at_import.items() if value}
-    environment = {**environment, **read_at_import}
+    environment = {"HF_HUB_OFFLINE": "1", **environment, **read_at_import}
     if "PROMETHEUS_MULTIPROC_DIR" in read_at_import:
         read_at_import["PROMETHEUS_MULTIPROC_DIR"] = str(_FOLDER)
     key = json.dumps(read_at_import)
@@ -259,11 +255,22 @@ def _become(question: dict[str, Any]) -> None:
     os.chdir(question["directory"])
     os.environ.clear()
     os.environ.update(question["environment"])
+    _read_hub_settings()
     sys.argv = list(question["arguments"])
     fork = functools.partial(multiprocessing.get_context, "fork")
     multiprocessing.get_context = lambda method=None: fork()
     module, _, function = question["function"].partition(":")
     getattr(importlib.import_module(module), function)()
+
+
+def _read_hub_settings() -> None:
+    """Which Hub this program asks, and where it keeps what it gets, as if it had imported the Hub's library itself."""
+    from huggingface_hub import constants, hf_api
+    from huggingface_hub.utils import _cache_manager
+
+    importlib.reload(constants)
+    hf_api.api.endpoint = constants.ENDPOINT
+    _cache_manager.HF_HUB_CACHE = constants.HF_HUB_CACHE
 
 
 if __name__ == "__main__":
