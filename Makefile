@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo demo-ray test test-unit test-long test-models soak coverage check docs format ledger matrix bench-verify bench-models bench-fetch bench-policies bench-manager bench-admission bench-routing bench-kernels-cpu bench-access bench-kernels-aot wheel clean
+.PHONY: help set-up demo demo-ray test test-unit test-long test-models soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-fetch bench-policies bench-manager bench-admission bench-routing bench-kernels-cpu bench-access bench-kernels-aot wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -76,6 +76,9 @@ ledger: set-up ## print what we touch in vLLM, and compare it with the installed
 
 matrix: set-up ## every deployment that runs here; writes docs/reference/deployments.md (CELLS=tensor,pipeline: only these)
 	@$(RUN) -m benchmarks.deployments --cells "$(CELLS)"
+
+bench-suite: set-up ## what make test costs, and the order in which its files begin (RUNS=10, LOAD=8)
+	@$(RUN) -m benchmarks.suite $(if $(RUNS),--runs $(RUNS)) $(if $(LOAD),--load $(LOAD))
 
 bench-verify: set-up ## what verification costs, by adapter size, and what an event loop notices of it
 	@$(RUN) -m benchmarks.verify_cost

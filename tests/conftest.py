@@ -6,6 +6,7 @@ import ctypes
 import gc
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from testbed import triton_interpreter  # noqa: F401 - before anything imports Triton
 from tests.repetitions import IS_LONG, times
+from tests.seconds import of_files
 
 # The same examples in every run: a failure is reproducible. No deadline: these machines share their cores.
 settings.register_profile(
@@ -45,28 +47,10 @@ _SHARED = {
     **dict.fromkeys(("test_answers_of_models", "test_verdicts_of_models"), "models"),
 }
 _GPU_PROGRAMS = Path(__file__).parent / "benchmarks" / "gpu"
-_LONGEST_FIRST = (
-    "models",
-    "test_admin",
-    "world",
-    "test_triton_interpreted",
-    "one_slot",
-    "test_one_place",
-    "test_hobbyist",
-    "test_offline",
-    "test_pins",
-    "test_metrics",
-    "test_manager",
-    "test_digests",
-    "test_restart",
-    "test_access",
-    "test_operator",
-    "test_researcher",
-)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark end-to-end tests, and put them first, so that unit tests fill up what is left of the time.
+    """Mark end-to-end tests, and put the longest files first, so that short ones fill up what is left of the time.
 
     What is marked `nightly` runs in `make test-long`, or where `-m` names it.
     """
@@ -79,7 +63,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
-    items.sort(key=_place)
+    seconds: Counter[str] = Counter()
+    for file, of_file in of_files().items():
+        seconds[_group(file)] += of_file
+    items.sort(key=lambda item: -seconds[_group(item.nodeid.partition("::")[0])])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -90,11 +77,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.fail(f"uses {', '.join(names)}; name {item.path.stem} in _SHARED of tests/conftest.py for it")
 
 
-def _place(item: pytest.Item) -> int:
-    if not _ENGINES & set(item.path.parents):
-        return len(_LONGEST_FIRST) + 1
-    group = _SHARED.get(item.path.stem, item.path.stem)
-    return _LONGEST_FIRST.index(group) if group in _LONGEST_FIRST else len(_LONGEST_FIRST)
+def _group(file: str) -> str:
+    """What runs in one process, in one go: a file, or all files that share a server."""
+    return _SHARED.get(Path(file).stem, file) if "/e2e/" in file or "/models/" in file else file
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -104,8 +89,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByServer(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return _SHARED.get(Path(file).stem, file) if "/e2e/" in file or "/models/" in file else file
+            return _group(nodeid.partition("::")[0])
 
     return ByServer(config, log)
 
