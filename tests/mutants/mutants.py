@@ -276,6 +276,13 @@ MUTANTS = (
         ("tests/routing/test_rendezvous.py",),
     ),
     Mutant(
+        "ray: a replica starts without its secrets",
+        "lora_plugins/ray/replica.py",
+        "missing = [name for name in names if name not in here]",
+        'missing = [name for name in names if here.get(name) == ""]',
+        ("tests/ray/test_replica.py",),
+    ),
+    Mutant(
         "observability: one label too many",
         "lora_plugins/observability/adapter_labels.py",
         "if len(self._labels) >= self._max_adapters:",
