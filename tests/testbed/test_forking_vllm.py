@@ -48,7 +48,8 @@ def test_programs_end_with_the_tests_that_forked_them(tmp_path: Path) -> None:
             connection.sendall(json.dumps(question).encode() + b"\n")
             programs.append(psutil.Process(json.loads(connection.recv(100))))
         try:
-            tests.close()  # as by a run that is killed
+            tests.sendall(json.dumps({"poll": programs[0].pid}).encode() + b"\n")
+            tests.close()  # as by a run that is killed, before it has its answer
             psutil.wait_procs(programs[:1], LONGEST_S)
             assert [program.is_running() for program in programs] == [False, True]
             others.close()
