@@ -12,6 +12,7 @@ directory when a process forked.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import hashlib
@@ -51,6 +52,7 @@ IMPORTED = (
 )
 LOOK_S = 0.02
 LONGEST_S = 600.0
+GRACE_S = 10.0
 _NAP_S = 0.0002
 _FOLDER = Path(tempfile.gettempdir()) / f"lora-plugins-{os.getuid()}"
 
@@ -78,7 +80,9 @@ class Forked:
 
 
 class _Parent:
-    """The process that programs are forked from; it ends with the last connection to it."""
+    """The process that programs are forked from; they end with the connection by which they were asked for, it itself
+    with the last one.
+    """
 
     def __init__(self, read_at_import: Mapping[str, str]) -> None:
         self._lock = threading.Lock()
@@ -193,6 +197,7 @@ def _sleep_while_waiting() -> None:
 
 
 def _serve(listener: socket.socket, path: str) -> None:
+    running: dict[int, set[int]] = {}  # programs, by the descriptor of the connection that asked for them
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
     while True:
@@ -200,23 +205,51 @@ def _serve(listener: socket.socket, path: str) -> None:
             if key.fileobj is listener:
                 connection = listener.accept()[0]
                 selector.register(connection, selectors.EVENT_READ, connection.makefile("rw", encoding="utf-8"))
-            elif line := key.data.readline():
+            elif line := _line(key.data):
                 question = json.loads(line)
                 answer = _status(question["poll"]) if "poll" in question else os.fork()
                 if answer == 0 and "poll" not in question:
                     for each in selector.get_map().values():
                         os.close(each.fileobj.detach())
                     _run(question)
-                key.data.write(json.dumps(answer) + "\n")
-                key.data.flush()
+                mine = running.setdefault(key.fd, set())
+                if "poll" not in question:
+                    mine.add(answer)
+                elif answer is not None:
+                    mine.discard(question["poll"])
+                with contextlib.suppress(OSError):  # tests that have just been killed: the next line is their end
+                    key.data.write(json.dumps(answer) + "\n")
+                    key.data.flush()
             else:
                 selector.unregister(key.fileobj)
-                key.data.close()
+                with contextlib.suppress(OSError):
+                    key.data.close()
                 key.fileobj.close()
+                _end(running.pop(key.fd, set()))
         if len(selector.get_map()) == 1:
             Path(path).unlink(missing_ok=True)  # who comes now starts another; who came just before is still served
             if not selector.select(timeout=0):
                 os._exit(0)  # without what its libraries print at an end
+
+
+def _line(connection: Any) -> str:
+    try:
+        return str(connection.readline())
+    except OSError:
+        return ""
+
+
+def _end(programs: set[int]) -> None:
+    """End, with all that they have started, programs whose tests have ended without doing so, as by a signal."""
+    left = set(programs)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for pid in programs:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, number)
+        ends = time.monotonic() + GRACE_S
+        while left and time.monotonic() < ends:
+            left = {pid for pid in left if _status(pid) is None}
+            time.sleep(LOOK_S)
 
 
 def _status(pid: int) -> int | None:

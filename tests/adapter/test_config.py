@@ -47,6 +47,11 @@ def test_what_peft_saves_is_read():
     assert parsed.max_rank == 8
 
 
+@pytest.mark.parametrize(("is_rslora", "scaling"), [(False, 0.5), (True, 2.0)])
+def test_rslora_divides_alpha_by_the_ranks_root(is_rslora, scaling):
+    assert parse_config(config_bytes(use_rslora=is_rslora)).scaling(16, 8.0) == scaling
+
+
 def test_a_config_as_peft_itself_writes_it_is_read():
     # PEFT 0.21's keys with the values of a plain LoRA, so that "off" is not taken for a feature.
     off = {

@@ -95,6 +95,15 @@ async def test_no_more_names_wait_than_may() -> None:
 
 
 @runs
+async def test_as_many_names_wait_as_may() -> None:
+    source = Source(replace(LIMITS, waiting=2))
+    names = [f"real-{number}" for number in range(LIMITS.at_once + 3)]
+    answers = await asyncio.gather(*map(source.ask, names), return_exceptions=True)
+    assert answers[:-1] == names[:-1]
+    assert isinstance(answers[-1], LookUpsBusy)
+
+
+@runs
 async def test_a_name_is_refused_after_its_wait_to_come_again() -> None:
     source = Source()
     places = [asyncio.ensure_future(source.look_ups.run(asyncio.Event().wait, is_known=False)) for _ in range(4)]
