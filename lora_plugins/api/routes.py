@@ -130,7 +130,7 @@ async def list_all(lifecycle: _Lifecycle, reconciler: _Reconciler) -> AdapterLis
         for adapter in registry.draining.values()
     ]
     names = {view.lora_name for view in views}
-    views += [_blocked(name, lifecycle) for name in sorted(registry.blocked - names)]
+    views += [_blocked(name, lifecycle) for name in sorted(registry.blocked.names() - names)]
     return AdapterList(loras=views, count=len(views), declared=_declared(reconciler))
 
 
@@ -158,12 +158,16 @@ async def unload(
         float | None, Query(ge=0, le=86_400, description="how long running requests have before they are ended")
     ] = None,
 ) -> AdapterStatus:
-    """Serve a name no longer, let its requests finish, and free its slot, host memory and lease."""
+    """Serve a name no longer, let its requests finish, and free its slot, host memory and lease.
+
+    With `block`, all revisions of the name, on every server of the store; without `timeout_s`, it is answered at once.
+    """
     async with _as_http():
         is_free = await lifecycle.unload(lora_name, block=block, timeout_s=timeout_s)
+    done = "unloaded and blocked" if block else "unloaded"
     if is_free:
-        return _status(lifecycle, lora_name, "unloaded" + (" and blocked" if block else ""))
-    return _status(lifecycle, lora_name, "unloaded; requests that still run keep its memory until they end", "draining")
+        return _status(lifecycle, lora_name, done)
+    return _status(lifecycle, lora_name, f"{done}; requests that still run keep its memory until they end", "draining")
 
 
 @router.post("/{lora_name:path}/prefetch")
@@ -230,6 +234,8 @@ def _view(
     adapter: ServedAdapter, in_engines: AdapterState, lifecycle: Lifecycle, state: ServedState = ServedState.SERVING
 ) -> AdapterView:
     version = adapter.version
+    if state is ServedState.SERVING and adapter.name in lifecycle.registry.blocked:
+        state = ServedState.BLOCKED  # by another server of the store
     is_stored = version is not None and lifecycle.server.resolver.store.has(version.path)
     tiers: dict[str, Any] = {"store": is_stored, "host": in_engines.is_loaded, "slot": in_engines.is_active}
     error = None
