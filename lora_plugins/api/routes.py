@@ -157,13 +157,14 @@ async def unload(
     timeout_s: Annotated[
         float | None, Query(ge=0, le=86_400, description="how long running requests have before they are ended")
     ] = None,
+    if_match: _IfMatch = None,
 ) -> AdapterStatus:
     """Serve a name no longer, let its requests finish, and free its slot, host memory and lease.
 
     With `block`, all revisions of the name, on every server of the store; without `timeout_s`, it is answered at once.
     """
     async with _as_http():
-        is_free = await lifecycle.unload(lora_name, block=block, timeout_s=timeout_s)
+        is_free = await lifecycle.unload(lora_name, block=block, timeout_s=timeout_s, expects=_expected(if_match))
     done = "unloaded and blocked" if block else "unloaded"
     if is_free:
         return _status(lifecycle, lora_name, done)
@@ -171,18 +172,18 @@ async def unload(
 
 
 @router.post("/{lora_name:path}/prefetch")
-async def prefetch(lora_name: str, lifecycle: _Lifecycle) -> AdapterStatus:
+async def prefetch(lora_name: str, lifecycle: _Lifecycle, if_match: _IfMatch = None) -> AdapterStatus:
     """Bring an adapter into the workers' host memory before it is asked for."""
     async with _as_http():
-        await lifecycle.prefetch(lora_name)
+        await lifecycle.prefetch(lora_name, expects=_expected(if_match))
     return _status(lifecycle, lora_name, "is in host memory")
 
 
 @router.post("/{lora_name:path}/pin")
-async def pin(lora_name: str, lifecycle: _Lifecycle) -> AdapterStatus:
+async def pin(lora_name: str, lifecycle: _Lifecycle, if_match: _IfMatch = None) -> AdapterStatus:
     """Keep an adapter in host memory and in a slot."""
     async with _as_http():
-        await lifecycle.pin(lora_name)
+        await lifecycle.pin(lora_name, expects=_expected(if_match))
     return _status(lifecycle, lora_name, "pinned")
 
 

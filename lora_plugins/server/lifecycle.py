@@ -141,14 +141,15 @@ class Lifecycle:
         if not has_ended:
             raise blocked(name)
 
-    async def prefetch(self, name: str) -> ServedAdapter:
+    async def prefetch(self, name: str, *, expects: str | None = None) -> ServedAdapter:
         """Bring an adapter into host memory before it is asked for.
 
         Raises:
+            VersionMismatch: another version is served than expected.
             LoRAPluginsError: it cannot be served, or there is no room.
         """
         self.registry.blocked.refuse(name)
-        adapter, is_new = await self.load(name)
+        adapter, is_new = await self.load(name, expects=expects)
         if not is_new:
             async with self.copies.using(adapter.request) as request:
                 await self.planner.load(request, uri=adapter.uri, wants_slot=False)
@@ -184,7 +185,9 @@ class Lifecycle:
         self.on_change()
         return adapter
 
-    async def unload(self, name: str, *, block: bool, timeout_s: float | None = None) -> bool:
+    async def unload(
+        self, name: str, *, block: bool, timeout_s: float | None = None, expects: str | None = None
+    ) -> bool:
         """Serve a name no longer, and free its slot, host memory and lease once its running requests have left.
 
         They have `timeout_s` for that, then they are ended; those that are not admitted yet are refused at once.
@@ -196,14 +199,16 @@ class Lifecycle:
 
         Raises:
             AdapterNotFound: there is no such name to unload.
+            VersionMismatch: another version is served than expected; nothing has changed then.
             SourceUnavailable, OutOfMemory: the block holds in this server only, as it cannot be written.
         """
         if not block:
-            freed = await self._free(name, no_longer_served(name), timeout_s)
+            freed = await self._free(name, no_longer_served(name), timeout_s, expects)
             if freed is None:
                 raise not_served(name)
             return freed
         self._check_name(name)
+        _require_version(name, self.registry.get(name), expects)
         blocks, refusal = self.registry.blocked, blocked(name)
         blocks.hold(name)
         served = [adapter for adapter in self.registry.all() if adapter.name in blocks]
@@ -299,14 +304,16 @@ class Lifecycle:
         self.on_change()
         return adapter
 
-    async def pin(self, name: str) -> ServedAdapter:
+    async def pin(self, name: str, *, expects: str | None = None) -> ServedAdapter:
         """Keep an adapter in host memory and in a slot until it is unpinned or unloaded; one slot stays for others.
 
         Raises:
             AdapterNotFound: it is not served. NoFreeSlot: there would be no slot left for all others.
+            VersionMismatch: another version is served than expected.
         """
         async with self.server.vllm.lock(name):
             adapter = self.registry.require(name)
+            _require_version(name, adapter, expects)
             if not adapter.is_pinned:
                 async with self.copies.keeping(adapter) as request:
                     await self.planner.pin(request, uri=adapter.uri)
@@ -339,9 +346,12 @@ class Lifecycle:
         self.registry.put(adapter)
         return adapter
 
-    async def _free(self, name: str, refusal: LoRAPluginsError, timeout_s: float | None = None) -> bool | None:
+    async def _free(
+        self, name: str, refusal: LoRAPluginsError, timeout_s: float | None = None, expects: str | None = None
+    ) -> bool | None:
         """What `unload` does with what is served under just this name; None where nothing is."""
         async with self.server.vllm.lock(name):
+            _require_version(name, self.registry.get(name), expects)
             adapter = self.registry.remove(name)
         if adapter is None:
             return None

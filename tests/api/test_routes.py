@@ -70,10 +70,10 @@ def test_what_is_no_digest_is_refused(server, name, texts, change):
     assert post(server, f"/{name}/refresh", OLD)[0] == 200, "nothing has changed"
 
 
-def delete(server: AdminServer, path: str) -> tuple[int, str, float]:
+def delete(server: AdminServer, path: str, **headers: str) -> tuple[int, str, float]:
     began = time.perf_counter()
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
-    connection.request("DELETE", f"/v1/loras{path}", headers={"Authorization": f"Bearer {KEY}"})
+    connection.request("DELETE", f"/v1/loras{path}", headers={"Authorization": f"Bearer {KEY}", **headers})
     with connection.getresponse() as answer:
         return answer.status, answer.read().decode(), time.perf_counter() - began
 
@@ -113,3 +113,20 @@ def test_a_block_is_answered_while_the_name_is_looked_up(server, name):
     finally:
         ended.set()
         look.result(60)
+
+
+@pytest.mark.parametrize("change", ["prefetch", "pin"])
+def test_a_prefetch_and_a_pin_of_another_version_change_nothing(server, name, change):
+    status, said = post(server, f"/{name}/{change}", NEW)
+    assert (status, "[L010]" in said, OLD in said) == (412, True, True)
+    assert post(server, f"/{name}/{change}", "undefined")[0] == 400
+    assert post(server, f"/{name}/{change}", OLD)[0] == 200
+    post(server, f"/{name}/unpin")
+
+
+@pytest.mark.parametrize("query", ["", "?block=true"])
+def test_a_deletion_of_another_version_changes_nothing(server, name, query):
+    status, said, _ = delete(server, f"/{name}{query}", **{"If-Match": NEW})
+    assert (status, "[L010]" in said, OLD in said) == (412, True, True)
+    assert post(server, f"/{name}/refresh", OLD)[0] == 200, "it is served as before"
+    assert delete(server, f"/{name}{query}", **{"If-Match": NEW})[0] == 200
