@@ -69,9 +69,9 @@ class Lives:
             self._target.url = ""
             await asyncio.to_thread(self._stack.close)
             for one in world.names:
-                one.is_blocked = False  # what is blocked is not written down
                 is_held, is_pinned, is_certain = one.is_held, one.is_pinned, one.is_certain
-                world.may_be_resolved(one)
+                if not one.is_blocked:  # what is blocked stays so
+                    world.may_be_resolved(one)
                 one.is_held, one.is_pinned, one.is_certain = is_held, is_pinned, is_certain
             await self._start()
             world.oracle.down.close(0, time.monotonic())

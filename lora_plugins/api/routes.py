@@ -130,7 +130,7 @@ async def list_all(lifecycle: _Lifecycle, reconciler: _Reconciler) -> AdapterLis
         for adapter in registry.draining.values()
     ]
     names = {view.lora_name for view in views}
-    views += [_blocked(name, lifecycle) for name in sorted(registry.blocked - names)]
+    views += [_blocked(name, lifecycle) for name in sorted(registry.blocked.names() - names)]
     return AdapterList(loras=views, count=len(views), declared=_declared(reconciler))
 
 
@@ -157,28 +157,33 @@ async def unload(
     timeout_s: Annotated[
         float | None, Query(ge=0, le=86_400, description="how long running requests have before they are ended")
     ] = None,
+    if_match: _IfMatch = None,
 ) -> AdapterStatus:
-    """Serve a name no longer, let its requests finish, and free its slot, host memory and lease."""
+    """Serve a name no longer, let its requests finish, and free its slot, host memory and lease.
+
+    With `block`, all revisions of the name, on every server of the store; without `timeout_s`, it is answered at once.
+    """
     async with _as_http():
-        is_free = await lifecycle.unload(lora_name, block=block, timeout_s=timeout_s)
+        is_free = await lifecycle.unload(lora_name, block=block, timeout_s=timeout_s, expects=_expected(if_match))
+    done = "unloaded and blocked" if block else "unloaded"
     if is_free:
-        return _status(lifecycle, lora_name, "unloaded" + (" and blocked" if block else ""))
-    return _status(lifecycle, lora_name, "unloaded; requests that still run keep its memory until they end", "draining")
+        return _status(lifecycle, lora_name, done)
+    return _status(lifecycle, lora_name, f"{done}; requests that still run keep its memory until they end", "draining")
 
 
 @router.post("/{lora_name:path}/prefetch")
-async def prefetch(lora_name: str, lifecycle: _Lifecycle) -> AdapterStatus:
+async def prefetch(lora_name: str, lifecycle: _Lifecycle, if_match: _IfMatch = None) -> AdapterStatus:
     """Bring an adapter into the workers' host memory before it is asked for."""
     async with _as_http():
-        await lifecycle.prefetch(lora_name)
+        await lifecycle.prefetch(lora_name, expects=_expected(if_match))
     return _status(lifecycle, lora_name, "is in host memory")
 
 
 @router.post("/{lora_name:path}/pin")
-async def pin(lora_name: str, lifecycle: _Lifecycle) -> AdapterStatus:
+async def pin(lora_name: str, lifecycle: _Lifecycle, if_match: _IfMatch = None) -> AdapterStatus:
     """Keep an adapter in host memory and in a slot."""
     async with _as_http():
-        await lifecycle.pin(lora_name)
+        await lifecycle.pin(lora_name, expects=_expected(if_match))
     return _status(lifecycle, lora_name, "pinned")
 
 
@@ -230,6 +235,8 @@ def _view(
     adapter: ServedAdapter, in_engines: AdapterState, lifecycle: Lifecycle, state: ServedState = ServedState.SERVING
 ) -> AdapterView:
     version = adapter.version
+    if state is ServedState.SERVING and adapter.name in lifecycle.registry.blocked:
+        state = ServedState.BLOCKED  # by another server of the store
     is_stored = version is not None and lifecycle.server.resolver.store.has(version.path)
     tiers: dict[str, Any] = {"store": is_stored, "host": in_engines.is_loaded, "slot": in_engines.is_active}
     error = None

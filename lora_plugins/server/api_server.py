@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import AdapterUnloaded, Events
@@ -15,7 +15,8 @@ from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.server.planner_client import PlannerClient
 from lora_plugins.server.registry import Registry, ServedAdapter
 
-_ABORT_S = 10.0
+_T = TypeVar("_T")
+ABORT_S = 10.0
 
 
 class VllmServer(Protocol):
@@ -45,7 +46,7 @@ class ApiServer:
     resolver: AdapterResolver
     events: Events
     drain_timeout_s: float = 60.0
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)  # the event loop itself keeps no task alive
+    _tasks: set[asyncio.Task[Any]] = field(default_factory=set)  # the event loop itself keeps no task alive
 
     def release(self, name: str, *versions: ResolvedAdapter) -> None:
         """End the leases of versions that the name does not need any more."""
@@ -63,11 +64,11 @@ class ApiServer:
             async with self.vllm.lock(name):
                 self.release(name, version)
 
-        self._in_background(release())
+        self.in_background(release())
 
-    def retire(self, engine_id: int) -> None:
-        """Have the engines evict what new requests do not ask for any more; nobody waits for it."""
-        self._in_background(self.planner.retire(engine_id))
+    def retire(self, engine_id: int, refusal: LoRAPluginsError | None = None) -> None:
+        """As the planner's: have the engines evict what new requests do not ask for any more; nobody waits for it."""
+        self.in_background(self.planner.retire(engine_id, refusal))
 
     async def drain(self, adapter: ServedAdapter, refusal: LoRAPluginsError, timeout_s: float | None = None) -> bool:
         """Free all of an adapter that the registry has no more, once its last request has left.
@@ -84,16 +85,17 @@ class ApiServer:
             self.release(adapter.name, *adapter.versions)
             self.events.emit(AdapterUnloaded(adapter.name, time.perf_counter() - started, aborted))
 
-        task = self._in_background(free())
+        task = self.in_background(free())
         done, _ = await asyncio.wait([task], timeout=self.drain_timeout_s if timeout_s is None else timeout_s)
         if not done:
             running = (await self.planner.states())(adapter.engine_id).running
             aborted = len(running)
             await self.vllm.abort(list(running))
-            done, _ = await asyncio.wait([task], timeout=_ABORT_S)
+            done, _ = await asyncio.wait([task], timeout=ABORT_S)
         return bool(done)
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def in_background(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        """Do it whether or not somebody waits for it; its error is for whoever does."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, VersionMismatch
 from lora_plugins.resolvers.sources.uri import absolute, is_path
 from lora_plugins.resolvers.versions import ResolvedAdapter
-from lora_plugins.server.api_server import ApiServer
+from lora_plugins.server.api_server import ABORT_S, ApiServer
 from lora_plugins.server.copies import Copies
 from lora_plugins.server.finding import find, find_version
-from lora_plugins.server.registry import ServedAdapter, blocked, no_longer_served, not_served
+from lora_plugins.server.registry import ServedAdapter, no_longer_served, not_served
 from lora_plugins.server.swapping import swap, updating
+from lora_plugins.store.blocks import blocked
+from lora_plugins.store.errors import store_errors
 from lora_plugins.store.layout import is_digest, is_prefix
 
 ANY_VERSION = "*"
+_FREED_S = 0.02  # what is idle is free by then; a block is answered without waiting for more, unless it is asked to
 
 
 class Lifecycle:
@@ -42,14 +47,14 @@ class Lifecycle:
     ) -> tuple[ServedAdapter, bool]:
         """Serve a name; from `uri`, or from wherever the server's sources have it. Returns whether it is new.
 
-        Loaded already, it stays as it is; from another URI, it is swapped. `expects`, here and below: the digest that
-        must be served now, or `ANY_VERSION`.
+        Loaded already, it stays as it is; from another URI, it is swapped. Its own block ends. `expects`, here and
+        below: the digest that must be served now, or `ANY_VERSION`.
 
         Raises:
             VersionMismatch: it is not. LoRAPluginsError: it cannot be served. Nothing has changed then.
         """
         self._check_name(name)
-        async with self.server.vllm.lock(name):
+        async with self.ending_block(name), self.server.vllm.lock(name):
             adapter = self.registry.get(name)
             _require_version(name, adapter, expects)
             is_new = adapter is None
@@ -58,7 +63,6 @@ class Lifecycle:
             elif uri not in (None, adapter.uri):
                 await swap(self.server, adapter, await find(self.server, name, uri), uri)
                 adapter.uri, adapter.held_digest = uri, None
-            self.registry.blocked.discard(name)
         self.on_change()
         return adapter, is_new
 
@@ -71,6 +75,7 @@ class Lifecycle:
         Raises:
             LoRAPluginsError: it cannot be served so; nothing has changed then.
         """
+        self.registry.blocked.refuse(name)
         if not is_path(uri):
             self._check_name(name)
         async with self.server.vllm.lock(name):
@@ -86,7 +91,6 @@ class Lifecycle:
                     adapter.uri = before
                     raise
             adapter.held_digest = adapter.version.digest if digest is not None and adapter.version else None
-            self.registry.blocked.discard(name)
         self.on_change()
         return adapter
 
@@ -120,13 +124,32 @@ class Lifecycle:
         self.registry.put(adapter)
         return True
 
-    async def prefetch(self, name: str) -> ServedAdapter:
+    @asynccontextmanager
+    async def ending_block(self, name: str) -> AsyncIterator[None]:
+        """Inside, an operator has just this name loaded, which ends its block.
+
+        Raises:
+            AdapterNotFound: it is blocked by its name without the revision, or was blocked since.
+            SourceUnavailable: the block cannot be taken from the store.
+        """
+        self.registry.blocked.refuse(name, but_itself=True)
+        blocks = self.registry.blocked
+        seen = blocks.present(name)
+        yield
+        with store_errors():
+            has_ended = blocks.lift(name, None) if seen is None else await asyncio.to_thread(blocks.lift, name, seen)
+        if not has_ended:
+            raise blocked(name)
+
+    async def prefetch(self, name: str, *, expects: str | None = None) -> ServedAdapter:
         """Bring an adapter into host memory before it is asked for.
 
         Raises:
+            VersionMismatch: another version is served than expected.
             LoRAPluginsError: it cannot be served, or there is no room.
         """
-        adapter, is_new = await self.load(name)
+        self.registry.blocked.refuse(name)
+        adapter, is_new = await self.load(name, expects=expects)
         if not is_new:
             async with self.copies.using(adapter.request) as request:
                 await self.planner.load(request, uri=adapter.uri, wants_slot=False)
@@ -162,29 +185,41 @@ class Lifecycle:
         self.on_change()
         return adapter
 
-    async def unload(self, name: str, *, block: bool, timeout_s: float | None = None) -> bool:
+    async def unload(
+        self, name: str, *, block: bool, timeout_s: float | None = None, expects: str | None = None
+    ) -> bool:
         """Serve a name no longer, and free its slot, host memory and lease once its running requests have left.
 
         They have `timeout_s` for that, then they are ended; those that are not admitted yet are refused at once.
         Returns whether all is free; if not, it will be as soon as the last has left. Where it is not `block`ed, a later
         request has it resolved again.
 
+        A block is of all revisions. It holds before anything is waited for, and is on disk before this returns; where
+        `timeout_s` is None, nobody waits for what has the name's lock, or for running requests.
+
         Raises:
             AdapterNotFound: there is no such name to unload.
+            VersionMismatch: another version is served than expected; nothing has changed then.
+            SourceUnavailable, OutOfMemory: the block holds in this server only, as it cannot be written.
         """
-        if block:
-            self._check_name(name)
-            self.registry.blocked.add(name)  # at once: who comes while this waits for the lock would resolve it again
-        async with self.server.vllm.lock(name):
-            if block:
-                self.registry.blocked.add(name)  # a load that had the lock before has unblocked it
-            adapter = self.registry.remove(name)
-        if adapter is None:
-            if block:
-                return True
-            raise not_served(name)
-        self.on_change()
-        return await self.server.drain(adapter, blocked(name) if block else no_longer_served(name), timeout_s)
+        if not block:
+            freed = await self._free(name, no_longer_served(name), timeout_s, expects)
+            if freed is None:
+                raise not_served(name)
+            return freed
+        self._check_name(name)
+        _require_version(name, self.registry.get(name), expects)
+        blocks, refusal = self.registry.blocked, blocked(name)
+        blocks.hold(name)
+        served = [adapter for adapter in self.registry.all() if adapter.name in blocks]
+        for adapter in served:
+            self.server.retire(adapter.engine_id, refusal)  # what is held, or on its way to the engine
+        names = {name, *(adapter.name for adapter in served)}
+        freeing = [self.server.in_background(self._free(one, refusal, timeout_s)) for one in names]
+        with store_errors():
+            await asyncio.to_thread(blocks.write, name)
+        done, pending = await asyncio.wait(freeing, timeout=_FREED_S if timeout_s is None else timeout_s + ABORT_S)
+        return not pending and all(task.result() is not False for task in done)
 
     def load_failed(self, request: Any) -> None:
         """What was resolved, and is in vLLM's table, cannot be loaded after all: serve it no longer.
@@ -220,8 +255,11 @@ class Lifecycle:
     async def poll(self, name: str) -> None:
         """As `refresh`, for the poller: what was rolled back stays, and errors are noted only.
 
-        What has left the store is not fetched before it is asked for.
+        What has left the store is not fetched before it is asked for. What another server has blocked is unloaded.
         """
+        if name in self.registry.blocked:
+            self.server.in_background(self._free(name, blocked(name)))
+            return
         async with self.server.vllm.lock(name):
             adapter = self.registry.get(name)
             if adapter is None or adapter.version is None or adapter.held_digest is not None:
@@ -266,14 +304,16 @@ class Lifecycle:
         self.on_change()
         return adapter
 
-    async def pin(self, name: str) -> ServedAdapter:
+    async def pin(self, name: str, *, expects: str | None = None) -> ServedAdapter:
         """Keep an adapter in host memory and in a slot until it is unpinned or unloaded; one slot stays for others.
 
         Raises:
             AdapterNotFound: it is not served. NoFreeSlot: there would be no slot left for all others.
+            VersionMismatch: another version is served than expected.
         """
         async with self.server.vllm.lock(name):
             adapter = self.registry.require(name)
+            _require_version(name, adapter, expects)
             if not adapter.is_pinned:
                 async with self.copies.keeping(adapter) as request:
                     await self.planner.pin(request, uri=adapter.uri)
@@ -305,6 +345,18 @@ class Lifecycle:
         adapter = ServedAdapter(name, request, version, uri)
         self.registry.put(adapter)
         return adapter
+
+    async def _free(
+        self, name: str, refusal: LoRAPluginsError, timeout_s: float | None = None, expects: str | None = None
+    ) -> bool | None:
+        """What `unload` does with what is served under just this name; None where nothing is."""
+        async with self.server.vllm.lock(name):
+            _require_version(name, self.registry.get(name), expects)
+            adapter = self.registry.remove(name)
+        if adapter is None:
+            return None
+        self.on_change()
+        return await self.server.drain(adapter, refusal, timeout_s)
 
     async def _refresh(self, adapter: ServedAdapter, *, moves: bool = False) -> bool:
         if adapter.version is None:

@@ -195,7 +195,7 @@ class Reconciler:
         """Whether somebody has loaded or blocked meanwhile what the start could not serve."""
         name, registry = target.adapter.name, self._lifecycle.registry
         is_retried = target.error is not None and not target.is_declared
-        return is_retried and (registry.get(name) is not None or name in registry.blocked)
+        return is_retried and (name in registry.blocked or registry.get(name) is not None)
 
     async def _make_so(self, target: Target) -> None:
         adapter = target.adapter
@@ -238,9 +238,10 @@ class Reconciler:
                 for it in adapters
                 if it.version is not None and it.name not in declared  # without one, it was loaded by its Hub id
             ]
-            known = registry.blocked | {it.name for it in adapters}
+            known = {it.name for it in adapters}
             open_ones = (it for it in self._targets.values() if not (it.is_done or it.is_declared))
-            served += [it.adapter for it in open_ones if it.adapter.name not in known]
+            open_names = (it.adapter for it in open_ones if it.adapter.name not in known)
+            served += [it for it in open_names if it.name not in registry.blocked]
             try:
                 await asyncio.to_thread(self._served.write, served)
             except OSError as error:

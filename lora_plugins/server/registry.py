@@ -16,6 +16,7 @@ from lora_plugins.adapter.names import adapter_id
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
 from lora_plugins.resolvers.sources.uri import is_path
 from lora_plugins.resolvers.versions import ResolvedAdapter
+from lora_plugins.store.blocks import Blocks
 
 
 class NameTable(Protocol):
@@ -94,35 +95,25 @@ def no_longer_served(name: str) -> NoFreeSlot:
     )
 
 
-def blocked(name: str) -> AdapterNotFound:
-    """What to raise where a name is asked for that was unloaded and blocked."""
-    return AdapterNotFound(
-        "a name that was unloaded and blocked",
-        expected="one that is served",
-        remedy="load it again with POST /v1/loras",
-        adapter=name,
-    )
-
-
 class Registry:
     """The names of one API server.
 
     Args:
         table: vLLM's table of names.
         version_of: the version of a source that was last resolved for a name, None where there is none.
+        blocked: names that are refused until they are loaded again, whatever the table says.
 
     Attributes:
         draining: adapters that were unloaded, with requests that still run, by engine id.
-        blocked: names that are refused until they are loaded again.
     """
 
-    def __init__(self, table: NameTable, version_of: Callable[[str], ResolvedAdapter | None]) -> None:
+    def __init__(self, table: NameTable, version_of: Callable[[str], ResolvedAdapter | None], blocked: Blocks) -> None:
         self._table = table
         self._version_of = version_of
         self._adapters: dict[str, ServedAdapter] = {}
         self._names_of_ids: dict[int, str] = {}
         self.draining: dict[int, ServedAdapter] = {}
-        self.blocked: set[str] = set()
+        self.blocked = blocked
 
     def get(self, name: str) -> ServedAdapter | None:
         """What is served under this name now."""
@@ -142,8 +133,9 @@ class Registry:
         """As `get`.
 
         Raises:
-            AdapterNotFound: it is not served.
+            AdapterNotFound: it is blocked, or not served.
         """
+        self.blocked.refuse(name)
         adapter = self.get(name)
         if adapter is None:
             raise not_served(name)

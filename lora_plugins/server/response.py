@@ -60,6 +60,11 @@ def present() -> Response:
     return _present.get() or Response()
 
 
+def is_for_request() -> bool:
+    """Whether this code runs for a request, and not for the start of the server."""
+    return _present.get() is not None
+
+
 def fingerprint() -> str | None:
     """What to say as the `system_fingerprint` of the present response; None where vLLM says it, or nobody."""
     response = present()

@@ -14,6 +14,7 @@
 <root>/.quarantine/<digest>.<n>          what was damaged
 <root>/.quarantine/<digest>.<n>.removed  being deleted
 <root>/.served/<key>.json       what servers of one base model served last
+<root>/.blocked/<key>.json      a name that every server refuses until it is loaded again
 <root>/.pressure                touched where a fetch found no room for leases of other processes
 <root>/.models/<key>.json       which modules the engine of one base model has
 ```
@@ -36,7 +37,10 @@ MANIFEST_FILE = "manifest.json"
 PRESSURE_FILE = ".pressure"
 MIN_PREFIX = 8  # characters of a digest that may stand for all of it
 _HEXADECIMAL = frozenset("0123456789abcdef")
-_FOLDERS = ("index", "tmp", "parts", "locks", "leases", "processes", "uses", "damaged", "quarantine", "served")
+_FOLDERS = (
+    *("index", "tmp", "parts", "locks", "leases", "processes"),
+    *("uses", "damaged", "quarantine", "served", "blocked"),
+)
 
 
 @dataclass(frozen=True, slots=True)

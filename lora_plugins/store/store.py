@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, SourceUnavailable
 from lora_plugins.store import kept_parts
+from lora_plugins.store.blocks import Blocks
 from lora_plugins.store.canonical import put_canonical
 from lora_plugins.store.errors import FULL, is_damage, store_errors
 from lora_plugins.store.eviction import make_room, remove, share_of_disk
@@ -90,6 +91,7 @@ class Store:
         self.layout.create()
         self.processes = Processes(self.layout.folder("processes"))
         self.leases = Leases(self.layout, self.processes)
+        self.blocks = Blocks(self.layout)
         self._sizes_bytes: dict[str, int] = {}
         self.max_bytes, self._kept_free_bytes = max_bytes, 0
         if has_share and max_bytes is None:

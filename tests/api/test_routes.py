@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 import pytest
 
+from lora_plugins.store.blocks import Blocks
 from tests.cli.admin_server import KEY, AdminServer, admin_server
 
 OLD, NEW = "aa" * 32, "bb" * 32
@@ -64,3 +68,65 @@ def test_what_is_no_digest_is_refused(server, name, texts, change):
     status, said = post(server, path, *texts, body=body)
     assert (status, "found If-Match:" in said) == (400, True)
     assert post(server, f"/{name}/refresh", OLD)[0] == 200, "nothing has changed"
+
+
+def delete(server: AdminServer, path: str, **headers: str) -> tuple[int, str, float]:
+    began = time.perf_counter()
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
+    connection.request("DELETE", f"/v1/loras{path}", headers={"Authorization": f"Bearer {KEY}", **headers})
+    with connection.getresponse() as answer:
+        return answer.status, answer.read().decode(), time.perf_counter() - began
+
+
+def test_a_block_is_on_disk_before_it_is_answered(server, name):
+    status, said, _ = delete(server, f"/{name}?block=true")
+    assert (status, "unloaded and blocked" in said) == (200, True)
+    assert name in Blocks(server.world.resolver.store.layout).names()
+    for path in (
+        f"/{name}/prefetch",
+        f"/{name}@main/prefetch",
+        f"/{name}/pin",
+        f"/{name}/refresh",
+        f"/{name}/rollback",
+    ):
+        status, said = post(server, path)
+        assert (status, "[L002]" in said, "blocked" in said) == (404, True, True), path
+    assert post(server, "", body=f'{{"lora_name": "{name}@main"}}')[0] == 404
+    assert post(server, "", body=f'{{"lora_name": "{name}"}}')[0] == 200
+    assert post(server, f"/{name}/prefetch")[0] == 200
+
+
+def test_a_block_is_answered_while_the_name_is_looked_up(server, name):
+    is_held, ended = threading.Event(), threading.Event()
+
+    async def look_up() -> None:
+        async with server.world.server.lock(name):
+            is_held.set()
+            await asyncio.to_thread(ended.wait, 60)
+
+    look = asyncio.run_coroutine_threadsafe(look_up(), server.loop)
+    try:
+        assert is_held.wait(60)
+        status, said, took_s = delete(server, f"/{name}?block=true")
+        assert (status, "blocked" in said, '"draining"' in said) == (200, True, True)
+        assert took_s < 1, "the promise of 50 ms is tested in virtual time"
+    finally:
+        ended.set()
+        look.result(60)
+
+
+@pytest.mark.parametrize("change", ["prefetch", "pin"])
+def test_a_prefetch_and_a_pin_of_another_version_change_nothing(server, name, change):
+    status, said = post(server, f"/{name}/{change}", NEW)
+    assert (status, "[L010]" in said, OLD in said) == (412, True, True)
+    assert post(server, f"/{name}/{change}", "undefined")[0] == 400
+    assert post(server, f"/{name}/{change}", OLD)[0] == 200
+    post(server, f"/{name}/unpin")
+
+
+@pytest.mark.parametrize("query", ["", "?block=true"])
+def test_a_deletion_of_another_version_changes_nothing(server, name, query):
+    status, said, _ = delete(server, f"/{name}{query}", **{"If-Match": NEW})
+    assert (status, "[L010]" in said, OLD in said) == (412, True, True)
+    assert post(server, f"/{name}/refresh", OLD)[0] == 200, "it is served as before"
+    assert delete(server, f"/{name}{query}", **{"If-Match": NEW})[0] == 200

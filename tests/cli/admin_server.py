@@ -39,6 +39,7 @@ class AdminServer:
 
     def __init__(self, *, key: str | None, metrics: bool) -> None:
         self.world: World
+        self.loop: asyncio.AbstractEventLoop
         self.has: dict[str, object] = {}
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
@@ -63,7 +64,7 @@ class AdminServer:
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        self.world = World()
+        self.world, self.loop = World(), asyncio.get_running_loop()
         self.world.resolver.has = self.has  # type: ignore[assignment]
         app.state.lora_plugins_lifecycle = self.world.lifecycle
         self._ready.set()

@@ -295,9 +295,14 @@ def test_an_unloaded_name_is_resolved_again_unless_blocked(admin: Admin) -> None
     admin.answers_like("chat", "chat")
     admin.done("DELETE", "/v1/loras/chat")
     admin.answers_like("chat", "chat")
+    by_digest = f"chat@{admin.view('chat')['digest']}"
+    admin.answers_like(by_digest, "chat")
     admin.done("DELETE", "/v1/loras/chat", block=True)
-    refused = admin.ask("chat")
-    assert (refused.status, "blocked" in refused.error) == (404, True)
+    for name in ("chat", by_digest, "chat@main"):
+        refused = admin.ask(name)
+        assert (refused.status, "L002" in refused.error, "blocked" in refused.error) == (404, True, True), name
+        assert name not in {card.id for card in admin.client.models.list()}
+    assert admin.call("POST", "/v1/loras", {"lora_name": "chat@main"}).status_code == 404
     assert admin.view("chat")["state"] == "blocked"
     assert admin.call("DELETE", "/v1/loras/chat").status_code == 404
     admin.done("POST", "/v1/loras", {"lora_name": "chat"})

@@ -17,6 +17,7 @@ from lora_plugins.server.desired import DesiredAdapter
 from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.served_file import ServedFile
 from lora_plugins.settings import Settings
+from lora_plugins.store.blocks import Blocks
 from lora_plugins.vllm_patches.api_server import openai_serving_models
 from tests.server.world import Request, Version, World, serving
 from tests.virtual_time import runs
@@ -86,14 +87,64 @@ async def test_a_name_is_blocked_before_its_unload_has_the_lock() -> None:
 
 
 @runs
+async def test_a_block_waits_for_no_look_up_of_the_name() -> None:
+    world = World()
+    digest = "aa" * 32
+    await serving(world, digest)
+    await world.lifecycle.load_version(f"sql@{digest}")
+    asked = asyncio.get_running_loop().time()
+    async with world.server.lock("sql"), world.server.lock(f"sql@{digest}"):  # the poller's, while its source is slow
+        assert not await world.lifecycle.unload("sql", block=True), "not all is free"
+        assert asyncio.get_running_loop().time() - asked <= 0.05
+        for name in ("sql", f"sql@{digest}"):
+            with pytest.raises(AdapterNotFound, match="blocked"):
+                await world.ask(name)
+        assert Blocks(world.resolver.store.layout).names() == {"sql"}
+    await world.settled()
+    assert world.in_workers == set()
+    assert world.resolver.leased == set()
+    assert world.lifecycle.registry.all() == []
+
+
+@runs
+async def test_a_held_request_is_refused_as_its_name_is_blocked() -> None:
+    world = World(slots=1)
+    world.resolver.has["chat"] = Version("cc")
+    await serving(world, "aa")
+    await world.lifecycle.load("chat")
+    running = world.start("chat", 30)
+    await asyncio.sleep(0.02)
+    held = asyncio.create_task(world.ask("sql"))
+    await asyncio.sleep(0.02)
+    async with world.server.lock("sql"):
+        await world.lifecycle.unload("sql", block=True)
+        with pytest.raises(AdapterNotFound, match="blocked"):
+            await asyncio.wait_for(held, 1)
+    await running
+
+
+@runs
+async def test_a_block_is_answered_while_requests_run() -> None:
+    world = World(drain_timeout_s=1)
+    await serving(world, "aa")
+    running, asked = world.start("sql", 30, "r1"), asyncio.get_running_loop().time()
+    await asyncio.sleep(0.02)
+    assert not await world.lifecycle.unload("sql", block=True)
+    assert asyncio.get_running_loop().time() - asked <= 0.05
+    await asyncio.sleep(2)
+    assert (running.cancelled(), world.in_workers) == (True, set()), "ended behind it, as without a block"
+
+
+@runs
 async def test_a_name_blocked_during_its_load_stays_blocked() -> None:
     world = World()
     world.resolver.has["sql"] = Version("aa")
     load = asyncio.create_task(world.lifecycle.load("sql"))
     await asyncio.sleep(0)
     assert await world.lifecycle.unload("sql", block=True, timeout_s=1)
-    await load
-    assert world.lifecycle.registry.blocked == {"sql"}
+    with pytest.raises(AdapterNotFound, match="blocked"):
+        await load
+    assert world.lifecycle.registry.blocked.names() == {"sql"}
     assert world.lifecycle.registry.all() == []
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from lora_plugins.errors import (
 from lora_plugins.events import AdapterSwapped, AdapterUnloaded, NotServed
 from lora_plugins.server.lifecycle import ANY_VERSION
 from lora_plugins.server.swapping import KEPT_VERSIONS
+from lora_plugins.store.blocks import Blocks
 from tests.server.world import Request, Version, World, serving
 from tests.virtual_time import runs
 
@@ -178,7 +181,7 @@ async def test_unloading_what_is_not_there_says_so() -> None:
     with pytest.raises(AdapterNotFound):
         await world.lifecycle.unload("sql", block=False, timeout_s=1)
     assert await world.lifecycle.unload("sql", block=True, timeout_s=1), "to block a name, it need not be there"
-    assert world.lifecycle.registry.blocked == {"sql"}
+    assert world.lifecycle.registry.blocked.names() == {"sql"}
 
 
 @runs
@@ -190,10 +193,79 @@ async def test_only_a_successful_load_unblocks_a_name() -> None:
     world.resolver.has["sql"] = SourceUnavailable("down")
     with pytest.raises(SourceUnavailable):
         await world.lifecycle.load("sql")
-    assert world.lifecycle.registry.blocked == {"sql"}
+    assert world.lifecycle.registry.blocked.names() == {"sql"}
     world.resolver.has["sql"] = Version("aa")
     await world.lifecycle.load("sql")
-    assert world.lifecycle.registry.blocked == set()
+    assert world.lifecycle.registry.blocked.names() == set()
+
+
+DIGEST = "ab" * 32
+REVISIONS = ("sql@main", f"sql@{DIGEST}", f"sql@{DIGEST[:8]}")
+
+
+@runs
+async def test_a_block_takes_every_revision_down() -> None:
+    world = World()
+    world.resolver.has |= {"sql@main": Version("cd" * 32), "other": Version("ef" * 32)}
+    await serving(world, DIGEST)
+    await world.lifecycle.load("other")
+    await world.lifecycle.load("sql@main")
+    for name in REVISIONS[1:]:
+        assert await world.lifecycle.load_version(name)
+    assert await world.lifecycle.unload("sql", block=True, timeout_s=1)
+    assert [one.name for one in world.lifecycle.registry.all()] == ["other"]
+    assert world.in_workers == {"ef" * 32}
+
+
+@runs
+@pytest.mark.parametrize("name", ["sql", *REVISIONS])
+async def test_no_way_but_its_own_load_serves_it(name: str) -> None:
+    world = World()
+    world.resolver.has |= dict.fromkeys(("sql", "sql@main"), Version(DIGEST))
+    await serving(world, DIGEST)
+    await world.lifecycle.unload("sql", block=True, timeout_s=1)
+    asked = list(world.resolver.asked)
+    ways: list[Callable[[str], Awaitable[object]]]
+    ways = [world.lifecycle.prefetch, world.lifecycle.pin, world.lifecycle.refresh, world.lifecycle.roll_back]
+    ways.append(functools.partial(world.lifecycle.declare, uri=None))
+    if name != "sql":
+        ways.append(world.lifecycle.load)
+    for way in ways:
+        with pytest.raises(AdapterNotFound, match=r"blocked.*load 'sql' again"):
+            await way(name)
+    assert (world.resolver.asked, world.lifecycle.registry.all()) == (asked, [])
+    await world.lifecycle.load("sql")
+    world.lifecycle.registry.blocked.refuse(name)
+
+
+@runs
+async def test_a_block_holds_on_every_server_of_the_store() -> None:
+    one, other = World(), World()
+    other.resolver.store.blocks = Blocks(one.resolver.store.layout)
+    other.lifecycle.registry.blocked = other.resolver.store.blocks
+    await serving(other, DIGEST)
+    await one.lifecycle.unload("sql", block=True)
+    with pytest.raises(AdapterNotFound, match="blocked"):
+        other.lifecycle.registry.blocked.refuse(f"sql@{DIGEST}")
+    await other.lifecycle.poll("sql")
+    await other.settled()
+    assert (other.in_workers, other.lifecycle.registry.all()) == (set(), [])
+    one.resolver.has["sql"] = Version(DIGEST)
+    await one.lifecycle.load("sql")
+    other.lifecycle.registry.blocked.refuse("sql")
+
+
+@runs
+async def test_a_block_that_cannot_be_written_says_so() -> None:
+    world = World()
+    await serving(world, DIGEST)
+    root = world.resolver.store.layout.root
+    root.rename(root.with_name(f"{root.name}-away"))
+    with pytest.raises(SourceUnavailable, match="store that answers"):
+        await world.lifecycle.unload("sql", block=True)
+    root.with_name(f"{root.name}-away").rename(root)
+    await world.settled()
+    assert ("sql" in world.lifecycle.registry.blocked, world.in_workers) == (True, set()), "it holds in this server"
 
 
 @runs

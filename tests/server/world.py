@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from lora_plugins.errors import (
@@ -20,6 +21,8 @@ from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.planner_client import PlannerClient
 from lora_plugins.server.registry import Registry, ServedAdapter
 from lora_plugins.settings import Settings
+from lora_plugins.store.blocks import Blocks
+from lora_plugins.store.layout import Layout
 from tests.server.simulated_engine import SimulatedEngine
 
 
@@ -53,6 +56,10 @@ class FakeStore:
 
     def __init__(self, needed: set[tuple[str, str]]) -> None:
         self.needed = needed
+        self._root = TemporaryDirectory()
+        self.layout = Layout(Path(self._root.name))
+        self.layout.create()
+        self.blocks = Blocks(self.layout)
 
     def release(self, name: Hashable, path: Path | str) -> None:
         if isinstance(name, str):
@@ -171,7 +178,7 @@ class World:
         self.told: list[Any] = []
         self.written = 0
         served = resolver.served if resolver else self.resolver.served_under.get
-        registry = Registry(self.table, served)
+        registry = Registry(self.table, served, self.resolver.store.blocks)
         events = resolver.events if resolver else Events()
         events.add(self.tell)
         self.planner = PlannerClient(self.engine.ask, events)

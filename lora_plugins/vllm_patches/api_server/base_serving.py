@@ -16,11 +16,13 @@ from typing import Any
 
 from lora_plugins.api.access.principals import label_of_request, principal_of_request
 from lora_plugins.api.http_errors import http_error
+from lora_plugins.errors import AdapterNotFound
 from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.process import this_process
-from lora_plugins.server.registry import blocked, no_longer_served
+from lora_plugins.server.registry import no_longer_served
 from lora_plugins.server.response import fingerprint, present
+from lora_plugins.store.blocks import blocked
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned
 from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
 from lora_plugins.vllm_patches.wrapping import wrap
@@ -119,6 +121,17 @@ def _refuse_unloaded(serving: Any, request: Any) -> None:
     raise http_error((blocked if is_blocked else no_longer_served)(name)) from None
 
 
+def _refuse_blocked(_serving: Any, _request: Any, adapter: Any) -> Any:
+    """What stands in vLLM's table may be blocked: by another server of the store, or while its unload waits."""
+    process = this_process()
+    if adapter is not None and (process.is_resolver_registered or process.is_manager_patched):
+        try:
+            process.resolver.store.blocks.refuse(adapter.lora_name)
+        except AdapterNotFound as error:
+            raise http_error(error) from None
+    return adapter
+
+
 def _withhold(_serving: Any, _request: Any, adapter: Any) -> Any:
     """An adapter with the name of a content part's type (`image`) comes without being named."""
     return adapter if adapter is None or may_use(adapter.lora_name) else None
@@ -141,7 +154,7 @@ def _hold_stream(_serving: Any, request: Any, adapter: Any) -> Any:
 
 
 # What is done with the adapter that vLLM has picked, in this order: what policy withholds is neither noted nor held.
-_OF_PICKED = (_withhold, _note_version, _hold_stream)
+_OF_PICKED = (_withhold, _refuse_blocked, _note_version, _hold_stream)
 
 
 def _filling(original: Any) -> Any:
@@ -182,7 +195,7 @@ LEDGER = (
             VLLMNotFoundError
         """,
         what="wrapped: a streamed response for an adapter begins when the engine has begun to answer. The 404 for a "
-        "name that was there a moment ago is a 503",
+        "name that was there a moment ago is a 503, and what is blocked a 404, whatever vLLM's table says",
         why="vLLM sends status 200 before it knows whether the adapter can be loaded, and looks a name up twice, "
         "between which it may be unloaded",
         remove="vLLM begins a streamed response with the engine's first output",

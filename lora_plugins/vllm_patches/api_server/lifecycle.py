@@ -28,7 +28,7 @@ def lifecycle_of(models: Any) -> Lifecycle:
     if lifecycle is None:
         server = ApiServer(
             # Not `models` itself, of which the lifecycle is a value: it would never go.
-            Registry(weakref.proxy(models), process.resolver.served),
+            Registry(weakref.proxy(models), process.resolver.served, process.resolver.store.blocks),
             planner_of(models.engine_client),
             _Server(weakref.proxy(models)),
             process.resolver,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Coroutine
+from contextlib import nullcontext
 from typing import Any
 
 from lora_plugins.adapter.names import why_absent
@@ -19,7 +20,8 @@ from lora_plugins.ledger import Patch
 from lora_plugins.process import moves_running, this_process
 from lora_plugins.resolvers.sources.uri import absolute
 from lora_plugins.server.lifecycle import Lifecycle
-from lora_plugins.server.registry import blocked, no_longer_served
+from lora_plugins.server.registry import no_longer_served
+from lora_plugins.server.response import is_for_request
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned, planner_of, snapshots_of
 from lora_plugins.vllm_patches.api_server.base_serving import may_use
 from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
@@ -80,11 +82,15 @@ class _LoadsByPath(_Client):
     error: LoRAPluginsError | None = None
 
     async def add_lora(self, request: Any) -> bool:
-        """As vLLM's, which puts the request into its table afterwards."""
-        moves = moves_running()
+        """As vLLM's, which puts the request into its table afterwards.
+
+        An operator's call ends the name's block; at the start (`--lora-modules`) nobody has asked for that.
+        """
+        moves, name = moves_running(), request.lora_name
         try:
-            if not await self._lifecycle.load_by_path(request, moves=moves):  # only workers may find it
-                await planner_of(self._client).load(request, wants_slot=False, moves=moves)
+            async with self._lifecycle.ending_block(name) if is_for_request() else nullcontext():
+                if not await self._lifecycle.load_by_path(request, moves=moves):  # only workers may find it
+                    await planner_of(self._client).load(request, wants_slot=False, moves=moves)
         except LoRAPluginsError as error:
             self.error = error
             raise
@@ -160,9 +166,8 @@ def _resolving(original: Any) -> Any:
 async def _resolved(original: Any, models: Any, lora_name: str) -> Any:
     """A blocked name is not resolved again, and whatever is resolved is written down for the next start."""
     lifecycle = lifecycle_of(models)
-    if lora_name in lifecycle.registry.blocked:
-        raise http_error(blocked(lora_name))
     try:
+        lifecycle.registry.blocked.refuse(lora_name)
         async with lifecycle.copies.shares.using(share_of_request(), lora_name):
             result = await original(_LoadsInBackground(models, lifecycle).in_place_of(models), lora_name)
             if hasattr(result, "error"):
@@ -211,6 +216,7 @@ def _listing(original: Any) -> Any:
         listed = await original(self)
         if self.lora_requests and is_planned(self.engine_client):
             registry = lifecycle_of(self).registry
+            listed.data = [card for card in listed.data if card.id not in registry.blocked]
             for card in listed.data:
                 adapter = registry.get(card.id)
                 card.root = card.root if adapter is None else adapter.given_path or card.root

@@ -27,6 +27,8 @@ from lora_plugins.process import Process
 from lora_plugins.server import response as response_module
 from lora_plugins.server.response import HEADER, AnswerForAdapters, Response
 from lora_plugins.settings import Settings
+from lora_plugins.store.blocks import Blocks
+from lora_plugins.store.layout import Layout
 from lora_plugins.vllm_patches.api_server import base_serving
 
 OLD, NEW = "a1" * 32, "b2" * 32
@@ -210,6 +212,28 @@ def test_a_name_unloaded_after_its_check_is_refused(
     one.models.engine_client = SimpleNamespace(vllm_config=SimpleNamespace(lora_config=None))
     with pytest.raises(VLLMNotFoundError, match="does not exist"):
         one._maybe_get_adapters(SimpleNamespace(model="sql", stream=True))
+
+
+@pytest.mark.parametrize("may_use", [True, False])
+def test_a_blocked_name_of_vllms_table_is_refused(
+    patched: Process, monkeypatch: pytest.MonkeyPatch, store: Path, may_use: bool
+) -> None:
+    """Another server of the store has blocked it, or its unload waits for the name's lock."""
+    layout = Layout(store)
+    layout.create()
+    other = Blocks(layout)
+    other.hold("sql")
+    other.write("sql")
+    monkeypatch.setattr(base_serving, "may_use", lambda _: may_use)
+    one = serving(**{"sql": "/adapters/sql", "sql@main": "/adapters/sql", "chat": "/adapters/chat"})
+    for name in ("sql", "sql@main"):
+        asked = SimpleNamespace(model=name)
+        if may_use:
+            with pytest.raises((HTTPException, VLLMNotFoundError), match=r"L002.*blocked"):
+                one._maybe_get_adapters(asked)
+        else:
+            assert one._maybe_get_adapters(asked) is None, "what is blocked is not said"
+    assert (one._maybe_get_adapters(SimpleNamespace(model="chat")) is not None) is may_use
 
 
 def pooling(models: Models) -> PoolingBaseServing:

@@ -148,13 +148,57 @@ async def test_an_unknown_name_stays_vllms_answer(of_this_world: Any) -> None:
 
 
 @runs
-async def test_a_blocked_name_is_not_resolved(of_this_world: Any) -> None:
+@pytest.mark.parametrize("name", ["sql", "sql@main", f"sql@{'aa' * 32}"])
+async def test_a_blocked_name_is_not_resolved(of_this_world: Any, name: str) -> None:
     world = of_this_world(World())
-    world.resolver.has["sql"] = Version("aa")
+    world.resolver.has |= dict.fromkeys(("sql", name), Version("aa" * 32))
+    await world.lifecycle.load("sql")
     await world.lifecycle.unload("sql", block=True, timeout_s=1)
     with pytest.raises(Exception, match=r"L002.*blocked"):
-        await Models(world).resolve_lora("sql")
-    assert world.resolver.asked == []
+        await Models(world).resolve_lora(name)
+    assert world.resolver.asked == ["sql"]
+
+
+async def _no_base_model() -> Any:
+    return SimpleNamespace(data=[])
+
+
+@runs
+async def test_what_another_server_has_blocked_is_not_listed(of_this_world: Any) -> None:
+    world = of_this_world(World())
+    models = Models(world)
+    for name in ("sql", "chat"):
+        world.resolver.has[name] = Version(name)
+        await models.resolve_lora(name)
+    world.resolver.store.blocks.hold("sql")
+    models.base_model_paths = [SimpleNamespace(name="base")]
+    models.registry.show_available_models = _no_base_model
+    assert [card.id for card in (await models.show_available_models()).data] == ["chat"]
+
+
+@runs
+@pytest.mark.parametrize("is_for_request", [True, False])
+async def test_an_operators_load_by_path_ends_a_block(
+    of_this_world: Any, monkeypatch: pytest.MonkeyPatch, is_for_request: bool
+) -> None:
+    """What the command line names at the next start (`--lora-modules`) does not."""
+    world = of_this_world(World())
+    world.resolver.has["/path"] = Version("aa")
+    await world.lifecycle.unload("sql", block=True, timeout_s=1)
+    monkeypatch.setattr(openai_serving_models, "is_for_request", lambda: is_for_request)
+    assert "Success" in await Models(world).load("sql", "/path")
+    assert ("sql" in world.lifecycle.registry.blocked) is not is_for_request
+
+
+@runs
+async def test_a_load_by_path_ends_no_wider_block(of_this_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = of_this_world(World())
+    world.resolver.has["/path"] = Version("aa")
+    await world.lifecycle.unload("sql", block=True, timeout_s=1)
+    monkeypatch.setattr(openai_serving_models, "is_for_request", lambda: True)
+    with pytest.raises(Exception, match=r"L002.*blocked"):
+        await Models(world).load("sql@mine", "/path")
+    assert world.table.lora_requests == {}
 
 
 @runs

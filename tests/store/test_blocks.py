@@ -1,0 +1,125 @@
+"""Blocked names: with every revision, on disk, for every server of the store, until somebody lifts just that block."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lora_plugins.errors import AdapterNotFound
+from lora_plugins.store.blocks import Blocks
+from lora_plugins.store.layout import Layout
+
+DIGEST = "1f2e3d4c" * 8
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    made = Layout(tmp_path / "store")
+    made.create()
+    return made
+
+
+def blocked(layout: Layout, *names: str) -> Blocks:
+    blocks = Blocks(layout)
+    for name in names:
+        blocks.hold(name)
+        blocks.write(name)
+    return blocks
+
+
+@pytest.mark.parametrize("name", ["team/sql", "team/sql@main", f"team/sql@{DIGEST}", f"team/sql@{DIGEST[:8]}"])
+def test_a_block_is_of_every_revision_and_digest(layout: Layout, name: str) -> None:
+    assert name in blocked(layout, "team/sql")
+
+
+@pytest.mark.parametrize("name", ["team", "team/sql2", "sql", "team/sql/x", "", "\ud800", "@", "x" * 5000, "../sql"])
+def test_other_names_are_not_blocked(layout: Layout, name: str) -> None:
+    assert name not in blocked(layout, "team/sql")
+
+
+def test_a_block_of_a_revision_is_of_it_alone(layout: Layout) -> None:
+    blocks = blocked(layout, "sql@v1")
+    assert ["sql@v1" in blocks, "sql@v2" in blocks, "sql" in blocks] == [True, False, False]
+
+
+def test_a_load_of_the_name_passes_its_own_block_only(layout: Layout) -> None:
+    blocked(layout, "sql@v1").refuse("sql@v1", but_itself=True)
+    blocks = blocked(layout, "sql")
+    blocks.refuse("sql", but_itself=True)
+    with pytest.raises(AdapterNotFound, match="load 'sql' again"):
+        blocks.refuse("sql@v1", but_itself=True)
+
+
+def test_another_process_of_the_store_sees_it(layout: Layout) -> None:
+    blocked(layout, "sql", "chat")
+    program = (
+        "import sys; from pathlib import Path; from lora_plugins.store.blocks import Blocks; "
+        "from lora_plugins.store.layout import Layout; it = Blocks(Layout(Path(sys.argv[1]))); "
+        "print(sorted(it.names()), 'sql@main' in it, 'other' in it)"
+    )
+    said = subprocess.run([sys.executable, "-c", program, layout.root], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "['chat', 'sql'] True False"
+
+
+def test_a_running_server_sees_it_at_once(layout: Layout) -> None:
+    other = Blocks(layout)
+    assert "sql" not in other
+    mine = blocked(layout, "sql")
+    assert "sql" in other
+    assert other.lift("sql", other.present("sql"))
+    assert "sql" not in mine
+    assert mine.names() == set()
+
+
+def test_it_holds_in_this_process_before_it_is_written(layout: Layout) -> None:
+    blocks = Blocks(layout)
+    blocks.hold("sql")
+    assert ("sql@main" in blocks, blocks.names()) == (True, {"sql"})
+
+
+def test_one_made_since_is_not_lifted(layout: Layout) -> None:
+    loading, other = blocked(layout, "sql"), Blocks(layout)
+    seen = loading.present("sql")
+    other.hold("sql")
+    other.write("sql")
+    assert not loading.lift("sql", seen)
+    assert "sql" in loading
+
+
+def test_one_made_during_a_load_is_not_lifted(layout: Layout) -> None:
+    loading = Blocks(layout)
+    seen = loading.present("sql")
+    loading.hold("sql")
+    assert not loading.lift("sql", seen)
+    loading.write("sql")
+    assert not loading.lift("sql", seen)
+    assert "sql" in Blocks(layout)
+
+
+def test_what_cannot_be_written_holds_here(layout: Layout) -> None:
+    blocks = Blocks(layout)
+    layout.root.rename(layout.root.with_name("away"))
+    blocks.hold("sql")
+    with pytest.raises(OSError, match="No such file"):
+        blocks.write("sql")
+    assert "sql" in blocks
+    assert not layout.root.exists()
+
+
+def test_it_holds_here_while_the_store_is_away(layout: Layout) -> None:
+    blocks = blocked(layout, "sql")
+    layout.root.rename(layout.root.with_name("away"))
+    assert "sql@main" in blocks
+
+
+def test_a_file_cut_short_blocks_its_name_still(layout: Layout) -> None:
+    blocks = blocked(layout, "sql")
+    (file,) = os.scandir(layout.folder("blocked"))
+    Path(file.path).write_text("")
+    assert ("sql" in blocks, blocks.names()) == (True, set())
+    assert blocks.lift("sql", blocks.present("sql"))
+    assert "sql" not in blocks
