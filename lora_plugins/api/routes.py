@@ -33,6 +33,7 @@ from lora_plugins.scheduler.messages import AdapterState
 from lora_plugins.server.lifecycle import ANY_VERSION, Lifecycle
 from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.registry import ServedAdapter, not_served
+from lora_plugins.store.blocks import Blocks
 from lora_plugins.store.errors import DamagedCopy
 from lora_plugins.store.layout import is_digest
 
@@ -124,7 +125,9 @@ async def load(body: LoadAdapterRequest, lifecycle: _Lifecycle, if_match: _IfMat
 async def list_all(lifecycle: _Lifecycle, reconciler: _Reconciler) -> AdapterList:
     """What is served, what still drains, which names are blocked, and what became of the declared set."""
     registry, state_of = lifecycle.registry, await lifecycle.planner.states()
-    views = [_view(adapter, state_of(adapter.engine_id), lifecycle) for adapter in registry.all()]
+    served = registry.all()
+    blocked = registry.blocked.among(adapter.name for adapter in served)
+    views = [_view(adapter, state_of(adapter.engine_id), lifecycle, _state(adapter, blocked)) for adapter in served]
     views += [
         _view(adapter, state_of(adapter.engine_id), lifecycle, ServedState.DRAINING)
         for adapter in registry.draining.values()
@@ -139,7 +142,9 @@ async def show(lora_name: str, lifecycle: _Lifecycle) -> AdapterView:
     """One adapter, as in the list."""
     registry, state = lifecycle.registry, ServedState.SERVING
     adapter = registry.get(lora_name)
-    if adapter is None:
+    if adapter is not None:
+        state = _state(adapter, registry.blocked)
+    else:
         adapter = next((one for one in registry.draining.values() if one.name == lora_name), None)
         state = ServedState.DRAINING
     if adapter is not None:
@@ -231,12 +236,15 @@ def _status(lifecycle: Lifecycle, name: str, what: str, status: str = "success")
     return AdapterStatus(status=status, message=message, lora_name=name, lora_id=lifecycle.registry.adapter_id(name))
 
 
+def _state(adapter: ServedAdapter, blocked: set[str] | Blocks) -> ServedState:
+    """Of what is registered here: another server of the store may have blocked it."""
+    return ServedState.BLOCKED if adapter.name in blocked else ServedState.SERVING
+
+
 def _view(
     adapter: ServedAdapter, in_engines: AdapterState, lifecycle: Lifecycle, state: ServedState = ServedState.SERVING
 ) -> AdapterView:
     version = adapter.version
-    if state is ServedState.SERVING and adapter.name in lifecycle.registry.blocked:
-        state = ServedState.BLOCKED  # by another server of the store
     is_stored = version is not None and lifecycle.server.resolver.store.has(version.path)
     tiers: dict[str, Any] = {"store": is_stored, "host": in_engines.is_loaded, "slot": in_engines.is_active}
     error = None

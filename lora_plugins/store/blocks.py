@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from filelock import FileLock
@@ -57,6 +57,11 @@ class Blocks:
     def names(self) -> set[str]:
         """The names that were blocked, as they were."""
         return {*self._unwritten, *self._read()}
+
+    def among(self, texts: Iterable[str]) -> set[str]:
+        """Which of these names are blocked, after one look at the folder: for lists of many."""
+        names = self.names()
+        return {text for text in texts if text in names or text.partition("@")[0] in names} if names else set()
 
     def hold(self, name: str) -> None:
         """Refuse a name in this process from here on; `write` has the others do so, and the next ones."""

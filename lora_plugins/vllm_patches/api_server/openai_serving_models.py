@@ -216,7 +216,8 @@ def _listing(original: Any) -> Any:
         listed = await original(self)
         if self.lora_requests and is_planned(self.engine_client):
             registry = lifecycle_of(self).registry
-            listed.data = [card for card in listed.data if card.id not in registry.blocked]
+            blocked = registry.blocked.among(card.id for card in listed.data)
+            listed.data = [card for card in listed.data if card.id not in blocked]
             for card in listed.data:
                 adapter = registry.get(card.id)
                 card.root = card.root if adapter is None else adapter.given_path or card.root
