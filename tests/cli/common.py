@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, Self
 import pytest
 
 from lora_plugins.cli.app import run
+from testbed.forking_vllm import run_forked
 
 GOLDEN = Path(__file__).parent / "golden"
 RENEW = "RENEW_GOLDEN"  # RENEW_GOLDEN=1 pytest tests/cli writes the files again; look at the difference before a commit
@@ -85,17 +87,24 @@ class Cli:
         return Done(code, out, err)
 
 
-def outside(*arguments: str | Path, env: Mapping[str, str], timeout_s: float = 240, before: str = "") -> Done:
-    """Run a command as a process of its own, as a shell does; `before` is Python that runs first."""
+def outside(*arguments: str | Path, env: Mapping[str, str], before: str = "") -> Done:
+    """Run a command as a process of its own, as a shell does; `before` is Python that runs first.
+
+    Without, it is forked from a process that has imported what commands import.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_OTHERS)} | dict(env)
-    done = subprocess.run(
-        [sys.executable, "-c", f"{before}\nfrom lora_plugins.cli import main; main()", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        timeout=timeout_s,
-    )
+    command = list(map(str, arguments))
+    if before:
+        code = f"{before}\nfrom lora_plugins.cli import main; main()"
+        done = subprocess.run(
+            [sys.executable, "-c", code, *command],
+            capture_output=True, text=True, check=False, env=environment, timeout=240,
+        )  # fmt: skip
+    else:
+        with tempfile.TemporaryDirectory() as home:
+            done = run_forked(
+                "lora_plugins.cli:main", ["lora-plugins", *command], environment=environment, home=Path(home)
+            )
     return Done(done.returncode, done.stdout, done.stderr)
 
 

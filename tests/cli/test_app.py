@@ -271,7 +271,9 @@ def test_colours_only_on_terminals_and_never_with_no_color(cli):
 
 def test_a_terminal_without_utf8_gets_escapes(cli):
     put(cli.adapters / "größe", adapter_files())
-    done = outside("resolve", "größe", env={**cli.env, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"})
+    done = outside(
+        "resolve", "größe", env={**cli.env, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}, before="import sys"
+    )
     done.assert_no_traceback()
     assert done.code == Exit.OK
     assert "gr\\xf6\\xdfe: would be served" in done.out
