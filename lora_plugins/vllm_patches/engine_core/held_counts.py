@@ -60,6 +60,7 @@ class HeldCounts:
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         self.planner = make_planner(vllm_config)
         self._refused: list[tuple[Any, LoRAPluginsError]] = []
+        self._counts_held = True
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
 
     @property
@@ -76,9 +77,12 @@ class HeldCounts:
         return self._is_paused and self.get_num_unfinished_requests() <= 0
 
     def get_request_counts(self) -> tuple[int, int]:
-        """Running and waiting requests, the held ones among the latter."""
+        """Running and waiting requests, the held ones among the latter; while vLLM schedules, those of its own queues.
+
+        From 0.31 on vLLM cuts long prompts, and spreads prefills, by how many requests want a turn.
+        """
         running, waiting = super().get_request_counts()  # type: ignore[misc]
-        return running, waiting + self._held
+        return running, waiting + (self._held if self._counts_held else 0)
 
     def get_num_unfinished_requests(self) -> int:
         """As vLLM's, with held requests, unless new ones are paused."""

@@ -199,8 +199,11 @@ class AdmissionMixin(FiniteAnswers):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Admit who is next, then schedule as vLLM does; commands for the workers ride on the output."""
-        commands = self.plan()
-        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        commands, self._counts_held = self.plan(), False
+        try:
+            output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._counts_held = True
         if commands:
             setattr(output, COMMANDS, commands)
         return output

@@ -92,6 +92,18 @@ def test_held_until_its_adapter_is_in_a_slot(make_engine: Make) -> None:
     assert not scheduler.has_requests()
 
 
+def test_held_requests_take_no_turn_from_those_that_are_scheduled(make_engine: Make) -> None:
+    """VLLM cuts a long prompt where others wait for its turn: a held request waits for its adapter."""
+    engine = make_engine(is_instant=False)
+    engine.holds_back = True
+    engine.scheduler.scheduler_config.long_prefill_token_threshold = 8
+    engine.scheduler.add_request(request("held", 1))
+    engine.step()
+    engine.scheduler.add_request(request("long", prompt=40))
+    assert engine.step() == {"long": 40}
+    assert engine.scheduler.get_request_counts() == (1, 1)
+
+
 def test_one_that_is_packed_is_activated_with_its_batch(make_engine: Make) -> None:
     engine = make_engine()
     engine.scheduler.add_request(request("a", 1))
