@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -79,8 +80,9 @@ class AdapterResolver:
     the name either, its error is raised, because "no such adapter" would be a guess.
 
     Remembered, each in bounded memory: what remote sources answered for a name (that it is absent, for `absent_ttl_s`;
-    where it is, for `revalidate_s`), and versions that were refused. Requests for one name at one time share one
-    answer. The same name by URI is another matter: of all this, the two share only the store.
+    where it is, for `revalidate_s`), versions that were refused, and, for its Retry-After, an outage: vLLM lets those
+    that ask for one name come one behind another, and each would wait for it again. Requests for one name at one time
+    share one answer. The same name by URI is another matter: of all this, the two share only the store.
 
     A version that is returned is leased until every name that it was returned for has been released.
 
@@ -108,6 +110,7 @@ class AdapterResolver:
         self._by_uri = UriSources(settings)
         self._versions = Versions(settings, events, store)
         self._absent: TTLCache[tuple[str, Key], Absence] = TTLCache(_REMEMBERED_NAMES, settings.absent_ttl_s)
+        self._failed: TTLCache[Key, SourceUnavailable] = TTLCache(_REMEMBERED_NAMES, SourceUnavailable.retry_after_s)
         self._fresh: TTLCache[Key, ResolvedAdapter] = TTLCache(_REMEMBERED_NAMES, settings.revalidate_s)
         self._flights: SingleFlight[Hashable, ResolvedAdapter | None] = SingleFlight(self._nobody_waits)
         self.on_abandoned: Callable[[ResolvedAdapter], None] = lambda _: None
@@ -221,7 +224,15 @@ class AdapterResolver:
         if fresh is not None and self._is_there(fresh):
             self.events.emit(AdapterConfirmed(fresh.name, fresh.source))
             return fresh
-        return await self._share(query, base_path)
+        failed = self._failed.get(query.key)
+        if failed is not None:
+            raise copy.copy(failed)  # a new one: raising an old one grows its traceback
+        try:
+            return await self._share(query, base_path)
+        except SourceUnavailable as error:
+            if not isinstance(error, LookUpsBusy | VersionChanged):  # these are no outage
+                self._failed[query.key] = error
+            raise
 
     def _is_there(self, resolved: ResolvedAdapter) -> bool:
         """Whether it is leased, and was in the store a second ago."""
@@ -269,6 +280,7 @@ class AdapterResolver:
                     continue
                 self._report(name, source, error)
                 raise
+            self._failed.pop(query.key, None)
             if source.remote:
                 self._fresh[query.key] = served
             return served

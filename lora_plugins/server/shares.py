@@ -2,12 +2,15 @@
 
 What is over a principal's share waits for its own requests that run, and is refused after a while. Others notice
 nothing: whoever has no share, such as an administrator, never waits here.
+
+Adapters enter first come, first served, so none starves behind smaller ones; a request for one in use enters at once,
+as it takes no more of the share.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -27,11 +30,18 @@ class Share:
 
 @dataclass(slots=True)
 class _Use:
-    """What the requests of one principal use: size and requests of each adapter; `waiting`, the first to come first."""
+    """What the requests of one principal use; who waits, by adapter, the first to come first: for none that is in use.
+
+    A place that is given is counted for who waits there before its task runs.
+    """
 
     sizes_bytes: dict[str, int] = field(default_factory=dict)
-    requests: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    waiting: list[asyncio.Future[None]] = field(default_factory=list)
+    requests: Counter[str] = field(default_factory=Counter)
+    waiting: dict[str, dict[asyncio.Future[None], int]] = field(default_factory=dict)
+
+    def enter(self, adapter: str, size_bytes: int) -> None:
+        self.requests[adapter] += 1
+        self.sizes_bytes[adapter] = max(size_bytes, self.sizes_bytes.get(adapter, 0))
 
 
 class Shares:
@@ -57,39 +67,56 @@ class Shares:
             yield
             return
         use = self._uses.setdefault(share.label, _Use())
+        if adapter in use.requests or (not use.waiting and self._has_room(share, use, size_bytes)):
+            use.enter(adapter, size_bytes)
+        else:
+            await self._wait(share, use, adapter, size_bytes)
         try:
-            await self._enter(share, use, adapter, size_bytes)
-            use.requests[adapter] += 1
-            use.sizes_bytes[adapter] = max(size_bytes, use.sizes_bytes.get(adapter, 0))
-            try:
-                yield
-            finally:
-                use.requests[adapter] -= 1
-                if not use.requests[adapter]:
-                    del use.requests[adapter], use.sizes_bytes[adapter]
+            yield
         finally:
-            for one in use.waiting:
-                if not one.done():
-                    one.set_result(None)
-            if not use.requests and not use.waiting:
-                self._uses.pop(share.label, None)
+            self._leave(share, use, adapter)
 
-    async def _enter(self, share: Share, use: _Use, adapter: str, size_bytes: int) -> None:
-        loop = asyncio.get_running_loop()
-        ends_at = loop.time() + self._wait_s
-        while not self._is_within(share, use, adapter, size_bytes):
-            one = loop.create_future()
-            use.waiting.append(one)
-            try:
-                async with asyncio.timeout_at(ends_at):
-                    await one
-            except TimeoutError:
+    async def _wait(self, share: Share, use: _Use, adapter: str, size_bytes: int) -> None:
+        place = asyncio.get_running_loop().create_future()
+        use.waiting.setdefault(adapter, {})[place] = size_bytes
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await place
+        except BaseException as error:
+            if place.done() and not place.cancelled():  # it was given in the moment in which its task was cancelled
+                self._leave(share, use, adapter)
+            else:
+                beside = use.waiting.get(adapter, {})
+                beside.pop(place, None)
+                if not beside:
+                    use.waiting.pop(adapter, None)
+                self._let_in(share, use)
+            if isinstance(error, TimeoutError):
                 raise self._refusal(share, use) from None
-            finally:
-                use.waiting.remove(one)
+            raise
 
-    def _is_within(self, share: Share, use: _Use, adapter: str, size_bytes: int) -> bool:
-        if not use.requests or adapter in use.requests:
+    def _leave(self, share: Share, use: _Use, adapter: str) -> None:
+        use.requests[adapter] -= 1
+        if not use.requests[adapter]:
+            del use.requests[adapter], use.sizes_bytes[adapter]
+            self._let_in(share, use)
+
+    def _let_in(self, share: Share, use: _Use) -> None:
+        """Let in those that wait and have room, and none past the first that has not."""
+        while use.waiting:
+            adapter, places = next(iter(use.waiting.items()))
+            if not self._has_room(share, use, next(iter(places.values()))):
+                return
+            del use.waiting[adapter]
+            for place, size_bytes in places.items():
+                if not place.done():  # it is, where its task has been cancelled and has not run since
+                    use.enter(adapter, size_bytes)
+                    place.set_result(None)
+        if not use.requests and self._uses.get(share.label) is use:
+            del self._uses[share.label]
+
+    def _has_room(self, share: Share, use: _Use, size_bytes: int) -> bool:
+        if not use.requests:
             return True
         if len(use.requests) + 1 > self._most_places(share):
             return False

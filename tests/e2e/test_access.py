@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
 import time
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ MAY = {
     "key-root": set(ADAPTERS),
     "unlisted": {"public/sql"},
 }
+_ATTEMPTS = 40
 
 
 @dataclass(frozen=True)
@@ -160,15 +162,32 @@ def test_only_administrators_load_and_unload(guarded: Guarded, name: str) -> Non
 
 @pytest.mark.xfail(
     strict=False,
-    reason="on a fast processor team-b waits for team-a's end in one of four runs: issue 24, row 7",
+    reason="the kernel gives the test's own process no processor meanwhile: one of 8 runs failed",
 )
 def test_a_tenant_over_its_share_waits_for_itself(guarded: Guarded) -> None:
-    """Of two places in host memory each may use one."""
+    """Of two places in host memory each may use one.
+
+    On two cores the kernel may give this process none for as long as the server computes: it asks and hears too late.
+    What it did not watch says nothing, and is done again.
+    """
+    ended_at: dict[str, float] = {}
+    for _ in range(_ATTEMPTS):
+        ended_at, is_watched = _over_its_share(guarded)
+        if is_watched:
+            break
+    else:
+        pytest.fail("this process had no processor while the server computed")
+    assert ended_at["team-b/sql"] < ended_at["team-a/sql"] < ended_at["shared began"]
+
+
+def _over_its_share(guarded: Guarded) -> tuple[dict[str, float], bool]:
+    """When each began and ended, and whether this process ran all the while."""
     for key in ("key-a", "key-b"):
         for name in sorted(MAY[key]):
             guarded.answer(name, key)
     body = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "stream": True}
     ended_at: dict[str, float] = {}
+    looked_at: list[float] = []
 
     async def ask(client: httpx.AsyncClient, name: str, key: str, tokens: int) -> None:
         headers = {"Authorization": f"Bearer {key}"}
@@ -180,15 +199,23 @@ def test_a_tenant_over_its_share_waits_for_itself(guarded: Guarded) -> None:
                 ended_at.setdefault(f"{name} began", time.monotonic())
         ended_at[name] = time.monotonic()
 
+    async def look() -> None:
+        while True:
+            looked_at.append(time.monotonic())
+            await asyncio.sleep(0.01)
+
     async def run() -> None:
+        looking = asyncio.create_task(look())
         async with httpx.AsyncClient(base_url=guarded.server.url, timeout=120) as client:
             long = asyncio.create_task(ask(client, "team-a/sql", "key-a", 200))
             while "team-a/sql began" not in ended_at:
                 await asyncio.sleep(0.01)
             await asyncio.gather(ask(client, "shared", "key-a", 1), ask(client, "team-b/sql", "key-b", 1), long)
+        looking.cancel()
 
     asyncio.run(run())
-    assert ended_at["team-b/sql"] < ended_at["team-a/sql"] < ended_at["shared began"]
+    longest_s = (ended_at["team-a/sql"] - ended_at["team-a/sql began"]) / 4
+    return ended_at, all(later - sooner < longest_s for sooner, later in itertools.pairwise(looked_at))
 
 
 def test_the_log_names_tenants_and_no_key(guarded: Guarded) -> None:

@@ -53,6 +53,7 @@ from lora_plugins.store.store import Store
 from lora_plugins.verification.children import Children
 from tests.make import BASE, adapter_files, put, weights
 from tests.resolvers.sources.contract import content, ranked, turned
+from tests.virtual_time import run_in_virtual_time
 
 Files = Mapping[str, bytes]
 BROKEN = {**adapter_files(), CONFIG_FILE: b"{"}
@@ -296,17 +297,63 @@ def test_the_first_of_two_outages_is_raised_both_reported(make, logged):
     assert len(warnings(logged)) == 2
 
 
-def test_an_outage_is_not_remembered(make):
-    source = FakeSource("one", {"sql": SourceUnavailable("no answer")})
+def test_an_outage_is_remembered_for_its_retry_after(make, clock):
+    """Of that name: the others are asked for, and so is what a refresh wants to know."""
+    source = FakeSource("one", {"sql": SourceUnavailable("no answer"), "chat": adapter_files()})
     resolver = make(source)
-    for _ in range(2):
-        with pytest.raises(SourceUnavailable):
+    for _ in range(3):
+        with pytest.raises(SourceUnavailable, match="no answer") as caught:
             resolver.ask()
+        assert caught.value.adapter == "sql"
+    assert (source.asked, resolver.kinds) == (["sql"], [SourceFailed])
+    assert resolver.ask("chat").source == "one"
     source.answers["sql"] = adapter_files()
+    clock.now_s += caught.value.retry_after_s - 0.1
+    with pytest.raises(SourceUnavailable):
+        resolver.ask()
+    clock.now_s += 0.2
     assert resolver.ask().source == "one"
 
 
-def test_an_outage_during_the_fetch_is_reported_once(make):
+def test_a_refresh_asks_past_a_remembered_outage(make):
+    source = FakeSource("one", {"sql": SourceUnavailable("no answer")})
+    resolver = make(source)
+    with pytest.raises(SourceUnavailable):
+        resolver.ask()
+    source.answers["sql"] = adapter_files()
+    assert asyncio.run(resolver.latest("sql", None, BASE.path)).source == "one"
+    assert resolver.ask().source == "one", "and what it has found is believed"
+
+
+def test_one_behind_another_wait_for_one_deadline(make):
+    """As vLLM has them, which holds a lock for the name while it is resolved."""
+
+    class Hangs(FakeSource):
+        async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | Absence:
+            self.asked.append(str(name))
+            await asyncio.sleep(30)
+            raise SourceUnavailable("no answer within 30 s")
+
+    source = Hangs("one")
+    resolver = make(source)
+
+    async def crowd() -> tuple[list[object], float]:
+        loop, lock = asyncio.get_running_loop(), asyncio.Lock()
+
+        async def ask() -> object:
+            async with lock:
+                return await resolver.resolve("sql", BASE.path)
+
+        answers = await asyncio.gather(*(ask() for _ in range(40)), return_exceptions=True)
+        return answers, loop.time()
+
+    answers, took_s = run_in_virtual_time(crowd())
+    assert {type(answer) for answer in answers} == {SourceUnavailable}
+    assert took_s < 31
+    assert source.asked == ["sql"]
+
+
+def test_an_outage_during_the_fetch_is_reported_once(make, clock):
     def fail() -> None:
         raise SourceUnavailable("broken off")
 
@@ -318,6 +365,7 @@ def test_an_outage_during_the_fetch_is_reported_once(make):
     assert caught.value.adapter == "sql"
     assert resolver.kinds == [SourceFailed]
     source.while_fetching = lambda: None
+    clock.now_s += caught.value.retry_after_s
     assert resolver.ask().source == "one"
 
 
@@ -400,7 +448,7 @@ def test_a_refusal_is_of_the_version_not_of_the_name(make):
 @pytest.mark.parametrize(
     "error", [InvalidAdapter("a pipe"), OutOfMemory("a full disk"), SourceUnavailable("x"), OSError(28, "full")]
 )
-def test_a_failed_fetch_does_not_refuse_the_version(make, error):
+def test_a_failed_fetch_does_not_refuse_the_version(make, clock, error):
     def fail() -> None:
         raise error
 
@@ -409,6 +457,7 @@ def test_a_failed_fetch_does_not_refuse_the_version(make, error):
     resolver = make(source)
     with pytest.raises(LoRAPluginsError):
         resolver.ask()
+    clock.now_s += 5
     source.while_fetching = lambda: None
     assert resolver.ask().source == "one"
 
@@ -636,12 +685,13 @@ def test_without_a_time_absence_is_not_believed(make):
     assert remote.asked == ["sql"] * 2
 
 
-def test_an_absence_says_nothing_of_other_sources(make):
+def test_an_absence_says_nothing_of_other_sources(make, clock):
     one, two = FakeSource("s3"), FakeSource("hub", {"sql": SourceUnavailable("x")})
     resolver = make(one, two)
     for _ in range(3):
-        with pytest.raises(SourceUnavailable):
+        with pytest.raises(SourceUnavailable) as caught:
             resolver.ask()
+        clock.now_s += caught.value.retry_after_s
     assert (one.asked, two.asked) == (["sql"], ["sql"] * 3)
 
 

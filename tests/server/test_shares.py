@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -54,7 +55,7 @@ async def test_who_waits_goes_on_when_another_has_ended() -> None:
     began = loop.time()
     assert await hold(shares, A, "a-1", seconds=0) == pytest.approx(began + 4)
     await first
-    assert shares._uses == {}
+    assert await hold(shares, A, "a-2", seconds=0) == loop.time(), "nothing is left in use"
 
 
 @runs
@@ -70,7 +71,6 @@ async def test_bytes_are_shared_too_and_one_is_always_allowed() -> None:
     with pytest.raises(asyncio.CancelledError):
         await holding
     await hold(shares, A, "a-1", 50, 0)
-    assert shares._uses == {}
 
 
 @runs
@@ -82,4 +82,84 @@ async def test_who_goes_away_while_waiting_leaves_nothing() -> None:
     await asyncio.sleep(1)
     waiting.cancel()
     await asyncio.gather(holding, waiting, return_exceptions=True)
-    assert shares._uses == {}
+    assert await hold(shares, A, "a-2", seconds=0) == asyncio.get_running_loop().time()
+
+
+@runs
+async def test_late_arrivals_do_not_pass_those_that_wait() -> None:
+    shares = Shares(100, 100)
+    holding = asyncio.create_task(hold(shares, A, "a-0", 30, seconds=5))
+    await asyncio.sleep(1)
+    large = asyncio.create_task(hold(shares, A, "large", 50, seconds=5))
+    await asyncio.sleep(1)
+    small = asyncio.create_task(hold(shares, A, "small", 10))
+    beside = asyncio.create_task(hold(shares, A, "a-0", 30, seconds=1))
+    began = await asyncio.gather(holding, large, small, beside)
+    assert began == pytest.approx([0, 5, 10, 2]), "one in use already takes no more of the share"
+
+
+@runs
+async def test_who_asks_again_at_once_comes_after_who_waits() -> None:
+    """A tenant's third adapter, while two requests at a time go through all others."""
+    shares = Shares(4, None)
+
+    async def loop_over(adapters: list[str]) -> None:
+        for adapter in adapters * 10:
+            await hold(shares, A, adapter, seconds=1)
+
+    loops = [asyncio.create_task(loop_over([f"{one}-0", f"{one}-1"])) for one in "xy"]
+    await asyncio.sleep(0.5)
+    assert await hold(shares, A, "third", seconds=1) == 1
+    await asyncio.gather(*loops)
+
+
+@runs
+async def test_room_that_a_leaver_does_not_take_goes_on() -> None:
+    """The first to wait wants more than is free, and goes away: the next has room at once."""
+    shares = Shares(100, 100)
+    holding = asyncio.create_task(hold(shares, A, "a-0", 30, seconds=20))
+    await asyncio.sleep(1)
+    large = asyncio.create_task(hold(shares, A, "large", 50))
+    await asyncio.sleep(1)
+    small = asyncio.create_task(hold(shares, A, "small", 10, seconds=1))
+    await asyncio.sleep(1)
+    large.cancel()
+    assert await small == 3
+    await asyncio.gather(holding, large, return_exceptions=True)
+
+
+@runs
+async def test_place_given_to_who_is_cancelled_goes_on() -> None:
+    shares = Shares(2, None)
+    leaves = asyncio.Event()
+
+    async def until_told() -> None:
+        async with shares.using(A, "a-0"):
+            await leaves.wait()
+
+    holding = asyncio.create_task(until_told())
+    await asyncio.sleep(1)
+    first, second = (asyncio.create_task(hold(shares, A, f"a-{number}", seconds=0)) for number in (1, 2))
+    await asyncio.sleep(1)
+    leaves.set()
+    await holding
+    first.cancel()
+    assert await second == 2
+    await asyncio.gather(first, return_exceptions=True)
+
+
+@runs
+async def test_an_end_costs_no_more_where_thousands_wait() -> None:
+    async def cpu_s_of_ends(waiting: int) -> float:
+        shares = Shares(2, None, wait_s=1000)
+        holding = [asyncio.create_task(hold(shares, A, f"a-{number}", seconds=1)) for number in range(waiting)]
+        await asyncio.sleep(0.5)
+        began = time.process_time()
+        await asyncio.sleep(20)  # so many end
+        took_s = time.process_time() - began
+        for one in holding:
+            one.cancel()
+        await asyncio.gather(*holding, return_exceptions=True)
+        return took_s
+
+    assert await cpu_s_of_ends(5000) < 10 * await cpu_s_of_ends(50)
