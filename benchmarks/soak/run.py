@@ -22,6 +22,7 @@ from benchmarks.soak.routes import ROUTES, ask
 from benchmarks.soak.server import Surroundings
 from benchmarks.soak.source_faults import SourceFaults
 from benchmarks.soak.world import Name, World
+from lora_plugins.errors import SourceUnavailable
 from testbed.hub import local_hub
 from testbed.proxy import fault_proxy
 from testbed.s3 import s3_server
@@ -147,6 +148,7 @@ class _Soak:
 
     async def _audit(self) -> None:
         """With nobody else about: every name is loaded, at its newest version, and answers with that one only."""
+        await asyncio.sleep(SourceUnavailable.retry_after_s)  # for as long an outage is remembered
         began, names = time.monotonic(), iter(self._world.names)
         for source in ("s3", "hub"):
             self._world.oracle.faults_of(source).close(0, began)

@@ -142,6 +142,7 @@ def test_a_fetch_that_broke_off_is_gone_on_with(world: World) -> None:
     assert (answer.status, "L006" in answer.error) == (503, True), answer.error
     world.s3_proxy.clear()
     world.s3_proxy.forget()
+    time.sleep(5)  # Retry-After: until then the outage is remembered
     assert list(complete(world.client, "broken-off", PROMPT, MAX_TOKENS).token_ids) == world.bed.answers["wide"]
     (asked,) = world.s3_proxy.requests("GET", weights)
     assert asked.range is not None
