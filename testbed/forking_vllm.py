@@ -184,9 +184,18 @@ def main() -> None:
     for module in IMPORTED:
         importlib.import_module(module)
     _sleep_while_waiting()
+    _compile_kernels()
     gc.collect()
     gc.freeze()  # else the first collection of each program copies all of it
     _serve(listener, path)
+
+
+def _compile_kernels() -> None:
+    """Have programs find our CPU kernels compiled: half a second of a core for each that does so itself."""
+    from lora_plugins.kernels.compiled import build
+
+    with contextlib.suppress(build.CannotCompile):
+        build.product()
 
 
 def _sleep_while_waiting() -> None:

@@ -1,8 +1,8 @@
-"""Run by test_plugin.py in a separate interpreter: each scenario is a fork of a process that has imported vLLM.
+"""Run by test_plugin.py: each scenario is a fork of a process that has imported vLLM.
 
-Reads scenarios as JSON from stdin, one a line: `name` or names of the entry points, `env`, `order` ("ours last" or
-"ours first"), `times`, how often the loaded functions are called, and perhaps `vllm`, the directory of another vLLM's
-metadata, which is then the installed one. Writes the outcome of each, one a line.
+Reads scenarios as JSON from the file that it is called with, one a line: `name` or names of the entry points, `env`,
+`order` ("ours last" or "ours first"), `times`, how often the loaded functions are called, and perhaps `vllm`, the
+directory of another vLLM's metadata, which is then the installed one. Writes the outcome of each, one a line.
 """
 
 from __future__ import annotations
@@ -75,14 +75,10 @@ def outcome_of(scenario: dict[str, object]) -> dict[str, object]:
 def main() -> None:
     gc.collect()
     gc.freeze()  # else the first collection of each child copies all of it
-    for line in sys.stdin:
+    for line in Path(sys.argv[1]).read_text().splitlines():
         sys.stdout.flush()
         child = os.fork()
         if not child:
             print(json.dumps(outcome_of(json.loads(line))), flush=True)
             os._exit(0)
         os.waitpid(child, 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -35,6 +35,7 @@ def test_kept_figures_are_those_of_the_formula():
         assert row["slots_bytes"] == 16 * row["slot_bytes"]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_real_layers_take_what_the_formula_says(tmp_path):
     small = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from testbed.forking_vllm import run_forked
 
 NAME = "lora_filesystem_resolver"
 ORDERS = ["ours first", "ours last"]
@@ -86,7 +86,7 @@ def root(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(root):
-    """Environment and order to the outcome; all in one process, because importing vLLM takes long."""
+    """Environment and order to the outcome; all forked from one process, because importing vLLM takes long."""
     cases = list(itertools.product(ENVIRONMENTS, ORDERS))
     lines = [
         json.dumps(
@@ -105,15 +105,11 @@ def outcomes(root):
     ]
     ours = ("VLLM_PLUGINS", "VLLM_LORA_RESOLVER_", "LORA_PLUGINS_")
     env = {key: text for key, text in os.environ.items() if not key.startswith(ours)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.plugin_scenarios"],
-        input="\n".join(lines),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-        cwd=Path(__file__).parent.parent,
-        env=env,
+    (root / "scenarios").write_text("\n".join(lines))
+    home = root / "forked"
+    home.mkdir()
+    done = run_forked(
+        "tests.plugin_scenarios:main", ["plugin_scenarios", str(root / "scenarios")], environment=env, home=home
     )
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(results) == len(cases), done.stderr[-4000:]

@@ -105,7 +105,7 @@ def test_adapters_are_read_under_a_clusters_limits(adapter: Path, limit: str, mo
 @pytest.mark.parametrize(
     ("limit", "most", "work"),
     [
-        ("RLIMIT_CPU", 3, "sum(iter(int, 1))"),
+        ("RLIMIT_CPU", 2, "sum(iter(int, 1))"),
         ("RLIMIT_DATA", 1 << 29, "bytearray(1 << 30)"),
         ("RLIMIT_AS", 1 << 31, "bytearray(1 << 31)"),
         ("RLIMIT_NOFILE", 64, OPEN),

@@ -79,7 +79,7 @@ class HeldCounts:
     def get_request_counts(self) -> tuple[int, int]:
         """Running and waiting requests, the held ones among the latter; while vLLM schedules, those of its own queues.
 
-        From 0.31 on vLLM cuts long prompts, and spreads prefills, by how many requests want a turn.
+        From 0.31 on vLLM cuts long prompts, and spreads prefills, by how many requests there are.
         """
         running, waiting = super().get_request_counts()  # type: ignore[misc]
         return running, waiting + (self._held if self._counts_held else 0)

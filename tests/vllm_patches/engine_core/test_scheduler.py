@@ -93,7 +93,7 @@ def test_held_until_its_adapter_is_in_a_slot(make_engine: Make) -> None:
 
 
 def test_held_requests_take_no_turn_from_those_that_are_scheduled(make_engine: Make) -> None:
-    """VLLM cuts a long prompt where others wait for its turn: a held request waits for its adapter."""
+    """VLLM cuts a long prompt where others wait beside it: a held request waits for its adapter."""
     engine = make_engine(is_instant=False)
     engine.holds_back = True
     engine.scheduler.scheduler_config.long_prefill_token_threshold = 8
