@@ -16,10 +16,10 @@ from lora_plugins.store.errors import DamagedCopy
 from lora_plugins.store.store import Store
 from tests.make import adapter_files
 from tests.resolvers.sources.contract import content
-from tests.resolvers.test_resolver import FakeSource, RecordingResolver, make
+from tests.resolvers.test_resolver import FakeSource, RecordingResolver, clock, make
 from tests.store.test_errors import no_descriptors
 
-_ = make
+_ = clock, make
 GOOD = adapter_files()
 
 
@@ -133,7 +133,7 @@ def test_two_names_that_find_it_both_get_good_bytes(make):
     assert resolver.store.verify(first.digest)
 
 
-def test_where_the_source_is_away_it_is_not_served(make):
+def test_where_the_source_is_away_it_is_not_served(make, clock):
     source = FakeSource("s3", {"sql": GOOD})
     flip(make(source).ask().path / WEIGHTS_FILE, 8 * len(GOOD[WEIGHTS_FILE]) - 1)
 
@@ -146,6 +146,7 @@ def test_where_the_source_is_away_it_is_not_served(make):
         with pytest.raises(SourceUnavailable, match="away"):
             resolver.ask()
     source.fetch = good_fetch
+    clock.now_s += SourceUnavailable.retry_after_s
     assert content(resolver.ask().path) == GOOD
 
 

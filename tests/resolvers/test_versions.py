@@ -19,10 +19,10 @@ from lora_plugins.verification import process as process_module
 from lora_plugins.verification.children import Children
 from tests.make import BASE, adapter_files
 from tests.resolvers.sources.contract import content, turned
-from tests.resolvers.test_resolver import FakeSource, RecordingResolver, make
+from tests.resolvers.test_resolver import FakeSource, RecordingResolver, clock, make
 from tests.verification.conftest import program
 
-_ = make
+_ = clock, make
 GOOD = adapter_files()
 
 
@@ -339,7 +339,7 @@ def test_bytes_that_end_their_process_are_refused_once(make, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ["killed", "stalled"])
-def test_a_fault_while_bytes_are_read_passes(make, monkeypatch, fault):
+def test_a_fault_while_bytes_are_read_passes(make, clock, monkeypatch, fault):
     what = "os.kill(os.getpid(), 9)" if fault == "killed" else "time.sleep(600)"
     first = "import os, time\nfrom lora_plugins.verification import child\n"
     monkeypatch.setattr(versions_module, "children", functools.cache(Children))
@@ -349,6 +349,7 @@ def test_a_fault_while_bytes_are_read_passes(make, monkeypatch, fault):
         meanwhile.setattr(process_module, "wall_s", lambda _: 0.3)
         with pytest.raises(SourceUnavailable):
             resolver.ask()
+    clock.now_s += SourceUnavailable.retry_after_s
     assert content(resolver.ask().path) == GOOD
 
 
