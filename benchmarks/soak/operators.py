@@ -93,9 +93,12 @@ class Operator:
         if one.uri is not None and not one.is_certain:
             await self._load(one)
             return
-        self._may_be_found(one)
+        was_blocked = one.is_blocked
+        if not was_blocked:
+            self._may_be_found(one)
         if await self._call("prefetch", one, "POST", f"/v1/loras/{one.name}/prefetch") == 200:
-            one.is_blocked = False
+            if was_blocked:
+                self._journal.violation("a takedown holds", "a prefetch served what is blocked", model=one.name)
             await self.look(one)
 
     async def _refresh(self, one: Name) -> None:
@@ -186,6 +189,7 @@ class Operator:
             for label in (*range(VERSIONS), Claim.UNLOADING, Claim.UNREGISTERED):
                 claims.close(label, time.monotonic())
         else:
+            one.is_blocked = one.is_blocked or None  # the answer is lost, not the block
             claims.close(Claim.UNLOADING, time.monotonic())
 
     # --- what was answered ---
@@ -260,6 +264,8 @@ class Operator:
         allowed = set()
         if what == "rollback" or (not one.is_certain and what not in ("load", "prefetch", "block")):
             allowed.add(404)  # there may be no version before; it may not be registered
+        if what == "prefetch" and one.is_blocked is not False:
+            allowed.add(404)  # only a load ends a block
         if what == "refresh" or (what in ("load", "prefetch") and not one.is_certain):
             places = (one.place,) if one.uri or one.place == "filesystem" else ("s3", "hub")
             if one.current is None and one.uri is None:

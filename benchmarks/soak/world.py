@@ -36,6 +36,7 @@ class Name:
         appeared: when the source had it again, after it had not.
         is_certain: registered for certain, so that no source is asked for it by a request.
         is_held: rolled back, so that the poller leaves it alone.
+        is_blocked: unloaded and blocked, until it is loaded; None where the answer to that was lost.
         lock: held by whoever changes the name or its source.
     """
 
@@ -48,7 +49,7 @@ class Name:
     appeared: float = -math.inf
     is_certain: bool = False
     is_held: bool = False
-    is_blocked: bool = False
+    is_blocked: bool | None = False
     is_pinned: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
