@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate
@@ -71,10 +71,10 @@ class Belady:
     def removed(self, key: int) -> None:
         del self._due[key]
 
-    def victim(self, among: Container[int]) -> int | None:
+    def victims(self, among: Container[int]) -> Generator[int, None, None]:
         while -self._heap[0][0] != self._due.get(self._heap[0][1]):
             heappop(self._heap)
-        return self._heap[0][1]
+        yield self._heap[0][1]  # whoever asks for more evicts this one first
 
     def __len__(self) -> int:
         return len(self._due)
@@ -97,7 +97,7 @@ def replay(trace: Trace, budget_bytes: int, policy: EvictionPolicy[int]) -> Outc
             policy.used(key)
             continue
         while held and held_bytes + sizes[key] > budget_bytes:
-            victim = policy.victim(held)
+            victim = next(policy.victims(held), None)
             assert victim is not None
             held.remove(victim)
             held_bytes -= sizes[victim]

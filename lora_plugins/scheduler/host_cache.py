@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import closing
 
 from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.scheduler.policies import EvictionPolicy
@@ -74,12 +75,18 @@ class HostCache:
 
         `gone`: keys that are as good as evicted.
         """
-        sizes, chosen, gone = list(sizes_bytes), list[int](), list(gone)
-        candidates: Container[int] = among
-        while not self.has_room(sizes, [*gone, *chosen]):
-            victim = self._policy.victim(candidates) if len(chosen) < len(among) else None
-            if victim is None:
-                return None
-            chosen.append(victim)
-            candidates = among.keys() - set(chosen)
+        sizes, gone = list(sizes_bytes), list(gone)
+        taken_bytes = self.used_bytes + sum(sizes) - sum(self.sizes_bytes[key] for key in gone)
+        bytes_over = 0 if self.max_bytes is None else taken_bytes - self.max_bytes
+        places_over = len(self.sizes_bytes) + len(sizes) - len(gone) - self.max_adapters
+        if places_over > len(among) or bytes_over > sum(map(self.sizes_bytes.__getitem__, among)):
+            return None
+        chosen: list[int] = []
+        with closing(self._policy.victims(among)) as victims:
+            while places_over > 0 or bytes_over > 0:
+                victim = next(victims, None)
+                if victim is None:
+                    return None
+                chosen.append(victim)
+                places_over, bytes_over = places_over - 1, bytes_over - self.sizes_bytes[victim]
         return chosen

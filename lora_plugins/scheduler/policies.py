@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Container, Hashable
+from collections.abc import Callable, Container, Generator, Hashable
 from heapq import heapify, heappop, heappush
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -31,10 +31,10 @@ class EvictionPolicy(Protocol[Key]):
     def removed(self, key: Key) -> None:
         """Note that `key` left the cache, evicted or not; a key that is not there is left alone."""
 
-    def victim(self, among: Container[Key]) -> Key | None:
-        """The key to evict first of those in `among`, or None if there is none.
+    def victims(self, among: Container[Key]) -> Generator[Key, None, None]:
+        """The keys to evict of those in `among`, the first one first, while nothing is added, used or removed.
 
-        It stays until `removed` is called. O(log n) amortised, once for each key passed over on the way.
+        They stay until `removed` is called. O(log n) for each key, and for each one passed over on the way.
         """
 
     def __len__(self) -> int:
@@ -61,9 +61,9 @@ class Lru(Generic[Key]):
         """Note a departure."""
         self._order.pop(key, None)
 
-    def victim(self, among: Container[Key]) -> Key | None:
-        """The least recently used one; O(1) for each key passed over."""
-        return next((key for key in self._order if key in among), None)
+    def victims(self, among: Container[Key]) -> Generator[Key, None, None]:
+        """The least recently used one first; O(1) for each key."""
+        return (key for key in self._order if key in among)
 
     def __len__(self) -> int:
         return len(self._order)
@@ -117,22 +117,19 @@ class Lrfu(Generic[Key]):
             self._evicted.popitem(last=False)
         self._tidy()
 
-    def victim(self, among: Container[Key]) -> Key | None:
-        """The one with the lowest value, the least recently used of equal ones."""
-        passed_over = []
-        found = None
-        while self._heap and found is None:
-            rank, tick, key = entry = self._heap[0]
-            if self._ranks.get(key) != (rank, tick):
-                heappop(self._heap)
-            elif key in among:
-                found = key
-            else:
-                passed_over.append(entry)
-                heappop(self._heap)
-        for entry in passed_over:
-            heappush(self._heap, entry)
-        return found
+    def victims(self, among: Container[Key]) -> Generator[Key, None, None]:
+        """The one with the lowest value first, the least recently used of equal ones."""
+        taken = []
+        try:
+            while self._heap:
+                rank, tick, key = entry = heappop(self._heap)
+                if self._ranks.get(key) == (rank, tick):
+                    taken.append(entry)
+                    if key in among:
+                        yield key
+        finally:
+            for entry in taken:
+                heappush(self._heap, entry)
 
     def __len__(self) -> int:
         return len(self._uses)

@@ -21,6 +21,8 @@ from tests.e2e.conftest import OneSlot
 from tests.e2e.servers import admin_server
 from tests.e2e.standing_still import LONGEST_S, TOKENS, in_state, in_the_midst_of, is_held, seen
 
+_ANSWERED_S = 30.0  # a call that waits for the resume is never answered
+
 
 async def tokens_of(client: httpx.AsyncClient, name: str, tokens: int = MAX_TOKENS) -> list[int]:
     answer = await client.post("/v1/completions", json=body(name, tokens))
@@ -125,6 +127,41 @@ def test_loading_in_place_swaps_without_changing_running_requests(one_slot: OneS
             )
 
     asyncio.run(swap())
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_a_pause_lets_a_trainer_replace_and_unload(one_slot: OneSlot, tmp_path: Path, mode: str) -> None:
+    """vLLM's default pauses let nothing begin: who waits for requests then waits for the trainer that waits for him."""
+    policy, other = f"policy-{mode}", f"other-{mode}"
+    one_slot.publish(policy, "sql", 1)
+    one_slot.publish(other, "chat", 1)
+    trained = tmp_path / "trained"
+    shutil.copytree(one_slot.bed.adapters / "chat", trained)
+    load = {"lora_name": policy, "lora_path": str(trained), "load_inplace": True}
+
+    async def train() -> tuple[list[int], httpx.Response]:
+        async with one_slot.client() as client:
+            assert await tokens_of(client, policy) == one_slot.bed.answers["sql"]
+            assert await tokens_of(client, other) == one_slot.bed.answers["chat"]
+            paused = await client.post("/pause", params={"mode": mode})
+            assert paused.status_code == 200, paused.text
+            try:
+                rollout = asyncio.create_task(tokens_of(client, policy))
+                unlucky = asyncio.create_task(client.post("/v1/completions", json=body(other, 1)))
+                await seen(lambda: is_held(client, policy))
+                await seen(lambda: is_held(client, other))
+                async with asyncio.timeout(_ANSWERED_S):
+                    loaded = await client.post("/v1/load_lora_adapter", json=load)
+                    unloaded = await client.post("/v1/unload_lora_adapter", json={"lora_name": other})
+                assert (loaded.status_code, unloaded.status_code) == (200, 200), (loaded.text, unloaded.text)
+            finally:
+                assert (await client.post("/resume")).status_code == 200
+            assert await tokens_of(client, policy) == one_slot.bed.answers["chat"]
+            return await rollout, await unlucky
+
+    rollout, unlucky = asyncio.run(train())
+    assert rollout == one_slot.bed.answers["sql"], "asked for before the policy was replaced"
+    assert unlucky.status_code in (200, 503), unlucky.text
 
 
 def test_a_restart_serves_a_version_requested_by_digest(bed: Bed, one_slot: OneSlot) -> None:

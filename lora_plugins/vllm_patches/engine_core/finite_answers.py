@@ -53,10 +53,8 @@ class FiniteAnswers(HeldCounts):
         from vllm.v1.request import RequestStatus
 
         ended: list[tuple[Any, LoRAPluginsError]] = []
-        for name in list(_without_numbers(computed)) if self._rows_are_requests else ():
-            request = self.requests.get(name)  # type: ignore[attr-defined]
-            if request is None or request.lora_request is None or request.is_finished():
-                continue
+        for request in list(self._without_numbers(computed)) if self._rows_are_requests else ():
+            name = request.request_id
             adapter = self.planner.state.of_request.get(name)  # type: ignore[union-attr]
             if adapter is not None and not _brings_numbers(request):
                 in_a_row = self._with_nan.setdefault(_version(adapter), _InARow())
@@ -67,6 +65,20 @@ class FiniteAnswers(HeldCounts):
             cache.evict_blocks(blocks)
             ended.append((request, _no_numbers(request.lora_request.lora_name, "an answer")))
         return ended
+
+    def _without_numbers(self, computed: Any) -> Iterator[Any]:
+        """The unfinished requests of adapters among what is computed that have NaN."""
+        for name, count in (computed.num_nans_in_logits or {}).items():
+            if count and (request := self._of_adapter(name)) is not None:
+                yield request
+        for name, index in computed.req_id_to_index.items() if computed.pooler_output else ():
+            pooled = computed.pooler_output[index]
+            if pooled is not None and (request := self._of_adapter(name)) is not None and _has_nan(pooled):
+                yield request
+
+    def _of_adapter(self, name: str) -> Any:
+        request = self.requests.get(name)  # type: ignore[attr-defined]
+        return None if request is None or request.lora_request is None or request.is_finished() else request
 
     def has_ended(self, output: Any) -> None:
         """Forget earlier NaN of a version that has answered a request whole."""
@@ -103,14 +115,9 @@ def _version(adapter: Adapter) -> str | tuple[str, int]:
     return path if is_in_store(path) else (path, adapter.weights)
 
 
-def _without_numbers(computed: Any) -> Iterator[str]:
-    for name, count in (computed.num_nans_in_logits or {}).items():
-        if count:
-            yield name
-    for name, index in computed.req_id_to_index.items() if computed.pooler_output else ():
-        pooled = computed.pooler_output[index]
-        if pooled is not None and pooled.is_floating_point() and bool(pooled.isnan().any()):
-            yield name
+def _has_nan(pooled: Any) -> bool:
+    """Whether there is NaN in what is pooled; a sum without NaN is the cheap proof that there is none."""
+    return bool(pooled.is_floating_point() and pooled.sum().isnan() and pooled.isnan().any())
 
 
 def _no_numbers(adapter: str, answers: str, retry: str = "") -> InvalidAdapter:
