@@ -32,6 +32,7 @@ class Response:
         error: what to answer instead.
         digests: of all versions that it was given; None stands for the base model, or for an unknown version.
         fills_fingerprint: whether `system_fingerprint` is to say the version too.
+        headers: of an error that is answered by other means than its exception.
     """
 
     is_held: bool = False
@@ -39,6 +40,7 @@ class Response:
     error: Exception | None = None
     digests: set[str | None] = field(default_factory=set)
     fills_fingerprint: bool = False
+    headers: dict[str, str] = field(default_factory=dict)
     kept: list[Message] = field(default_factory=list)
 
     @property
@@ -104,7 +106,7 @@ class AnswerForAdapters:
                 kept, response.kept = response.kept, []
                 response.is_held = False
                 for one in kept:
-                    await send(_with_digest(one, response.digest))
+                    await send(_with_headers(one, response))
 
         try:
             await self._app(scope, receive, send_when_begun)
@@ -117,8 +119,11 @@ class AnswerForAdapters:
             _present.reset(token)
 
 
-def _with_digest(message: Message, digest: str | None) -> Message:
-    """The start of a response that is no error says the digest."""
-    if digest is None or message["type"] != "http.response.start" or message["status"] >= _FIRST_ERROR:
+def _with_headers(message: Message, response: Response) -> Message:
+    """The start of a response says the digest, that of an error what is to be said with the error."""
+    if message["type"] != "http.response.start":
         return message
-    return {**message, "headers": [*message["headers"], (HEADER.encode(), digest.encode())]}
+    digests = {} if response.digest is None else {HEADER: response.digest}
+    added = response.headers if message["status"] >= _FIRST_ERROR else digests
+    headers = [(name.lower().encode(), text.encode()) for name, text in added.items()]
+    return {**message, "headers": [*message["headers"], *headers]}

@@ -20,7 +20,7 @@ def install_resolver(process: Process) -> None:
     if process.is_resolver_registered:
         return
     from lora_plugins.vllm_patches import model_modules
-    from lora_plugins.vllm_patches.api_server import app, base_serving, lora_resolver, openai_serving_models
+    from lora_plugins.vllm_patches.api_server import anthropic, app, base_serving, lora_resolver, openai_serving_models
     from lora_plugins.vllm_patches.worker import vocab_parallel_embedding
 
     for patch in (
@@ -28,6 +28,7 @@ def install_resolver(process: Process) -> None:
         vocab_parallel_embedding.patch,
         openai_serving_models.patch,
         base_serving.patch,
+        anthropic.patch,
         app.patch,
         app.patch_exception_handler,
     ):
@@ -45,7 +46,14 @@ def install_manager(process: Process) -> None:
     if process.is_manager_patched:
         return
     from lora_plugins.vllm_patches import lora_request
-    from lora_plugins.vllm_patches.api_server import app, async_llm, base_serving, llm_engine, openai_serving_models
+    from lora_plugins.vllm_patches.api_server import (
+        anthropic,
+        app,
+        async_llm,
+        base_serving,
+        llm_engine,
+        openai_serving_models,
+    )
     from lora_plugins.vllm_patches.engine_core import engine_core, scheduler
     from lora_plugins.vllm_patches.worker import model_runner, vocab_parallel_embedding, worker_base
     from lora_plugins.worker.slot_copy import patch_set_lora
@@ -66,6 +74,7 @@ def install_manager(process: Process) -> None:
         llm_engine.patch,
         openai_serving_models.patch,
         base_serving.patch,
+        anthropic.patch,
         app.patch,
     )
     for patch in in_order:

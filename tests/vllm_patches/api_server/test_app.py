@@ -18,6 +18,7 @@ from lora_plugins.errors import (
 )
 from lora_plugins.server.response import AnswerForAdapters
 from lora_plugins.settings import Settings
+from lora_plugins.vllm_patches.api_server import anthropic
 from lora_plugins.vllm_patches.api_server import app as app_module
 from tests.virtual_time import runs
 
@@ -95,3 +96,31 @@ async def test_an_error_is_answered_as_the_application_does() -> None:
         assert answer.status_code == status
         assert error.code in answer.body.decode()
     assert (await app_module._answer(scope, HTTPException(418, "tea"))).status_code == 418
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_anthropics_routes_answer_with_our_status_and_headers(monkeypatch, caplog, path) -> None:
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+    from vllm.entrypoints.anthropic import api_router
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
+    async def refuse(self, *_):
+        raise http_error(SourceUnavailable("no answer", adapter="sql"))
+
+    for step in ("create_chat_completion", "render_chat_request"):
+        monkeypatch.setattr(AnthropicServingMessages, step, refuse)
+    for method in ("create_messages", "count_tokens"):
+        monkeypatch.setattr(AnthropicServingMessages, method, getattr(AnthropicServingMessages, method))
+    anthropic.patch()
+    app = FastAPI()
+    app.state.enable_server_load_tracking = False
+    app.state.anthropic_serving_messages = serving = object.__new__(AnthropicServingMessages)
+    serving._merge_inline_system = False
+    app.include_router(api_router.router)
+    app.add_middleware(AnswerForAdapters, answer=app_module._answer)
+    message = {"model": "sql", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
+    answer = TestClient(app, raise_server_exceptions=False).post(path, json=message)
+    assert (answer.status_code, answer.headers.get("retry-after")) == (503, "5"), answer.text
+    assert (answer.json()["type"], "[L006]" in answer.json()["error"]["message"]) == ("error", True)
+    assert not caplog.records
