@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from lora_plugins.errors import InvalidSettings, LoRAPluginsError, OfAdapter
@@ -27,7 +29,7 @@ from lora_plugins.settings import Settings
 
 LOOK_INTERVAL_S = 2.0  # a mounted ConfigMap follows its change after a minute or so
 RETRY_S = 15.0
-_LOADED_AT_ONCE = 4
+_LOADED_AT_ONCE = 4  # of one bucket, organisation or directory, so that what hangs there stops nothing elsewhere
 _WRITE_DELAY_S = 0.5
 
 
@@ -64,7 +66,8 @@ class Reconciler:
         self._served = served
         self._events = events
         self._targets: dict[str, Target] = {}
-        self._places = asyncio.Semaphore(_LOADED_AT_ONCE)
+        self._places = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(_LOADED_AT_ONCE))
+        self._serving: dict[str, asyncio.Task[None]] = {}
         self._unloading: set[asyncio.Task[None]] = set()
         self._content = b""
         self._reported: DeclaredSetReconciled | None = None
@@ -93,7 +96,9 @@ class Reconciler:
             self._content = await asyncio.to_thread(read_bytes, path)
             self._declare(self._parse(self._content, path))
         awaited = [target for target in self._targets.values() if target.adapter.is_awaited]
-        await self._apply(awaited)
+        self._begin(awaited)
+        await asyncio.gather(*self._serving.values())
+        self._report()
         if awaited:
             logger.info(
                 "%d of %d adapters are served from the start, after %.1f s",
@@ -107,17 +112,22 @@ class Reconciler:
     async def follow(self) -> None:
         """Serve the rest, and whatever the file says whenever it changes; what failed is tried again.
 
-        Ends where nothing is left to be done, and there is no file.
+        Ends where nothing is left to be done, and there is no file. A source that does not answer delays nobody else.
         """
         path, waited_s = self._settings.adapters_file, 0.0
-        await self._apply(target for target in self._targets.values() if target.error is None)
-        while path is not None or not all(target.is_done for target in self._targets.values()):
-            await asyncio.sleep(LOOK_INTERVAL_S)
-            waited_s += LOOK_INTERVAL_S
-            has_changed = path is not None and await self._read_again(path)
-            if has_changed or waited_s >= RETRY_S:
-                waited_s = 0.0
-                await self._apply(self._targets.values())
+        self._begin(target for target in self._targets.values() if target.error is None)
+        try:
+            while path is not None or not all(target.is_done for target in self._targets.values()):
+                await asyncio.sleep(LOOK_INTERVAL_S)
+                waited_s += LOOK_INTERVAL_S
+                has_changed = path is not None and await self._read_again(path)
+                if has_changed or waited_s >= RETRY_S:
+                    waited_s = 0.0
+                    self._begin(self._targets.values())
+                self._report()
+        finally:
+            for task in self._serving.values():
+                task.cancel()
 
     # --- the file ---
 
@@ -148,12 +158,19 @@ class Reconciler:
             known = before.get(name)
             is_same = known is not None and known.is_declared and known.adapter == adapter
             self._targets[name] = known if known is not None and is_same else Target(adapter, is_declared=True)
-        for name in before.keys() - self._targets.keys():
-            task = asyncio.create_task(self._unload(name))
-            self._unloading.add(task)
-            task.add_done_callback(self._unloading.discard)
+        for name, target in before.items():
+            if self._targets.get(name) is target:
+                continue
+            if (serving := self._serving.pop(name, None)) is not None:
+                serving.cancel()
+            if name not in self._targets:
+                task = asyncio.create_task(self._unload(name, serving))
+                self._unloading.add(task)
+                task.add_done_callback(self._unloading.discard)
 
-    async def _unload(self, name: str) -> None:
+    async def _unload(self, name: str, serving: asyncio.Task[None] | None) -> None:
+        if serving is not None:
+            await asyncio.wait([serving])
         try:
             if self._lifecycle.registry.get(name) is not None:
                 await self._lifecycle.unload(name, block=False)
@@ -162,8 +179,21 @@ class Reconciler:
 
     # --- what is to be served ---
 
-    async def _apply(self, targets: Iterable[Target]) -> None:
-        await asyncio.gather(*(self._serve(target) for target in targets if not target.is_done))
+    def _begin(self, targets: Iterable[Target]) -> None:
+        """Have those served that are not yet, each in a task of its own."""
+        for target in targets:
+            name = target.adapter.name
+            if not (target.is_done or name in self._serving):
+                task = self._serving[name] = asyncio.create_task(self._serve(target))
+                task.add_done_callback(partial(self._ended, name))
+
+    def _ended(self, name: str, task: asyncio.Task[None]) -> None:
+        if self._serving.get(name) is task:
+            del self._serving[name]
+            if not self._serving:
+                self._report()
+
+    def _report(self) -> None:
         if (declared := self.declared) is None:
             return
         served = sum(target.is_done for target in declared.values())
@@ -175,9 +205,7 @@ class Reconciler:
 
     async def _serve(self, target: Target) -> None:
         name = target.adapter.name
-        async with self._places:
-            if self._targets.get(name) is not target:
-                return  # the file has changed meanwhile
+        async with self._places["/".join((target.adapter.uri or "").split("/")[:3])]:
             try:
                 if not self._is_decided(target):
                     await self._make_so(target)

@@ -365,6 +365,30 @@ async def test_changes_of_the_file_are_followed(tmp_path: Path) -> None:
 
 
 @runs
+async def test_a_source_that_hangs_delays_nobody_else(tmp_path: Path) -> None:
+    world, path = World(slots=3), tmp_path / "adapters.yaml"
+    hung = [f"s3://b/{number}" for number in range(5)]
+    world.resolver.hung |= set(hung)
+    world.resolver.has |= {"sql": Version("aa"), "chat": Version("cc"), hung[0]: Version("dd"), hung[1]: Version("ee")}
+    waiting = [f"{{name: n{number}, uri: '{uri}'}}" for number, uri in enumerate(hung)]
+    declare(path, *waiting, "{name: sql}")
+    async with following(world, path):
+        assert served(world) == {"sql": "aa"}
+        declare(path, *waiting, "{name: chat}")
+        await asyncio.sleep(LOOKED_S)
+        assert served(world) == {"chat": "cc"}
+        assert world.told[-1] == DeclaredSetReconciled(declared=6, served=1, failed=0)
+        declare(path, waiting[0], "{name: n1}", "{name: chat}")
+        world.resolver.has["n1"] = Version("ff")
+        await asyncio.sleep(LOOKED_S)
+        assert served(world) == {"chat": "cc", "n1": "ff"}, "another place is declared: the old one is not waited for"
+        world.resolver.hung.clear()
+        await asyncio.sleep(LOOKED_S)
+        assert served(world) == {"chat": "cc", "n1": "ff", "n0": "dd"}
+    await world.settled()
+
+
+@runs
 async def test_a_digest_is_served_and_held(tmp_path: Path) -> None:
     world, path = World(slots=3), tmp_path / "adapters.yaml"
     world.resolver.has["sql"] = Version(OLD)

@@ -95,6 +95,7 @@ class FakeResolver:
     had: dict[str, set[str]] = field(default_factory=dict)
     versions: dict[str, Version] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
+    hung: set[str] = field(default_factory=set)
     settings: Settings = field(default_factory=Settings)
 
     def __post_init__(self) -> None:
@@ -113,6 +114,8 @@ class FakeResolver:
         assert base_path == "/base"
         self.asked.append(uri or name)
         await asyncio.sleep(0.001)
+        while (uri or name) in self.hung:
+            await asyncio.sleep(1)
         found = self.has.get(uri or name)
         if isinstance(found, LoRAPluginsError):
             raise found
