@@ -38,6 +38,7 @@ def vllm_config(
         async_scheduling=is_async,
     )
     cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=False)
+    cache.kv_cache_layout = "NHD"  # which the engine core resolves before it makes a KV cache
     places = max_cpu_loras or max(2, max_loras)
     loras = LoRAConfig(max_lora_rank=8, max_loras=max_loras, max_cpu_loras=places, lora_dtype=torch.float32)
     config = VllmConfig(
@@ -56,12 +57,13 @@ def make_scheduler(
 ) -> Any:
     """The class that this configuration names, or `kind`."""
     import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.engine import core
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
-    config.cache_config.num_gpu_blocks = blocks
+    config.cache_config.num_gpu_blocks = config.cache_config.num_gpu_blocks_override = blocks
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    (cache,) = core.get_kv_cache_configs(config, [{"layer": spec}], [1 << 30])
     kind = kind or with_admission(config.scheduler_config.get_scheduler_cls())
     return kind(
         config,

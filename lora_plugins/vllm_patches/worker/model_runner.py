@@ -3,7 +3,8 @@
 A block is filled token by token, and attention reads all of it: what lies behind the last token has weight 0. After an
 adapter whose keys or values overflowed that is 0 * NaN, which is NaN for whoever has the block next, the base model's
 requests too. `KVCacheConfig.needs_kv_cache_zeroing` (vllm/v1/kv_cache_interface.py, 0.30 to 0.33) says whether the
-scheduler names new blocks and workers zero them, as vLLM does where a model has Mamba layers.
+scheduler names new blocks and workers zero them, as vLLM does where a model has Mamba layers. An engine core marks what
+`get_kv_cache_configs` makes for an engine with LoRA; scheduler and workers get copies. Other engines keep vLLM's word.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from lora_plugins.settings import default_for_children
 from lora_plugins.vllm_patches.wrapping import wrap
 
 VARIABLE = "VLLM_COMPUTE_NANS_IN_LOGITS"
+_RUNS_ADAPTERS = "lora_plugins_runs_adapters"  # an attribute of KVCacheConfig, copied and pickled with it
 
 
 def patch() -> None:
@@ -23,9 +25,13 @@ def patch() -> None:
 
     Where the operator has set `VLLM_COMPUTE_NANS_IN_LOGITS`, that stands; vLLM reads it when it makes workers.
     """
+    from vllm.v1.engine import core
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    KVCacheConfig.needs_kv_cache_zeroing = property(lambda _: True)
+    wrap(core, "get_kv_cache_configs", _marking)
+    needs_zeroing = KVCacheConfig.needs_kv_cache_zeroing
+    if not isinstance(needs_zeroing, _OrRunsAdapters):
+        KVCacheConfig.needs_kv_cache_zeroing = _OrRunsAdapters(needs_zeroing)
     default_for_children(VARIABLE, "1")
 
 
@@ -41,6 +47,23 @@ def patch_runners() -> None:
     cpu: Any = sys.modules.get("vllm.v1.worker.cpu_model_runner")
     if cpu is not None:
         wrap(cpu.CPUModelRunner, "_zero_block_ids", _zeroing)
+
+
+class _OrRunsAdapters(property):
+    """What vLLM's own property says, and true for what is marked."""
+
+    def __init__(self, vllms: property) -> None:
+        super().__init__(lambda config: getattr(config, _RUNS_ADAPTERS, False) or vllms.__get__(config))
+
+
+def _marking(original: Any) -> Any:
+    def get_kv_cache_configs(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        configs = original(vllm_config, *args, **kwargs)
+        for config in configs:
+            setattr(config, _RUNS_ADAPTERS, vllm_config.lora_config is not None)
+        return configs
+
+    return get_kv_cache_configs
 
 
 def nan_in_rows(logits: Any) -> Any:
@@ -75,10 +98,12 @@ LEDGER = (
             KVCacheConfig.needs_kv_cache_zeroing
             AttentionSpec
             FullAttentionSpec
+        vllm.v1.engine.core: get_kv_cache_configs
         vllm.v1.worker.cpu_model_runner:
             CPUModelRunner._zero_block_ids(self, block_ids)
         """,
-        what="always true, so that workers zero each KV block before a request has it; on the CPU sliding windows too",
+        what="true where get_kv_cache_configs, wrapped, has made it for an engine with LoRA, so that workers zero each "
+        "KV block before a request has it; on the CPU sliding windows too",
         why="0 * NaN: an adapter whose values overflow would reach whoever gets its blocks",
         remove="vLLM zeroes blocks, or its kernels do not read behind the last token",
     ),

@@ -2,26 +2,55 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lora_plugins.vllm_patches.worker import model_runner
-from tests.vllm_patches.engine_bed import BLOCK, Make, request
+from tests.vllm_patches.engine_bed import BLOCK, Make, request, vllm_config
 
 
-def test_workers_zero_each_block_before_it_is_used(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine import core
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    monkeypatch.setattr(core, "get_kv_cache_configs", core.get_kv_cache_configs)
     monkeypatch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", KVCacheConfig.needs_kv_cache_zeroing)
-    model_runner.patch()
-    engine = make_engine()
+    for _ in range(2):
+        model_runner.patch()
+
+
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize(("lora", "zeroed"), [(True, 2), (False, 0)])
+def test_only_engines_with_lora_zero_blocks(make_engine: Make, lora: bool, zeroed: int) -> None:
+    engine = make_engine(lora=lora)
     engine.scheduler.add_request(request("a", prompt=BLOCK + 1, tokens=BLOCK))
     engine.run()
-    zeroed = [block for output in engine.sent for block in output.new_block_ids_to_zero or ()]
-    assert len(zeroed) == len(set(zeroed)) == 2
+    blocks = [block for output in engine.sent for block in output.new_block_ids_to_zero or ()]
+    assert len(blocks) == len(set(blocks)) == zeroed
+
+
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize("model", ["Attention", "Mamba"])
+@pytest.mark.parametrize("lora", [True, False])
+def test_copies_say_what_engine_and_model_need(base: Path, model: str, lora: bool) -> None:
+    from vllm.v1.engine import core
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
+    spec = (
+        FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        if model == "Attention"
+        else MambaSpec(block_size=64, shapes=((8,),), dtypes=(torch.float32,))
+    )
+    (made,) = core.get_kv_cache_configs(vllm_config(base, lora=lora), [{"layer": spec}], [1 << 30])
+    for config in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert config.needs_kv_cache_zeroing == (lora or model == "Mamba")
 
 
 def test_blocks_of_sliding_windows_are_zeroed_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
