@@ -53,6 +53,7 @@ def install_manager(process: Process) -> None:
         base_serving,
         llm_engine,
         openai_serving_models,
+        stream_logs,
     )
     from lora_plugins.vllm_patches.engine_core import engine_core, scheduler
     from lora_plugins.vllm_patches.worker import model_runner, vocab_parallel_embedding, worker_base
@@ -75,6 +76,7 @@ def install_manager(process: Process) -> None:
         openai_serving_models.patch,
         base_serving.patch,
         anthropic.patch,
+        stream_logs.patch,
         app.patch,
     )
     for patch in in_order:

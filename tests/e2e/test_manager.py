@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -179,6 +180,9 @@ def test_one_gone_from_store_and_source_fails_in_isolation(managed: Managed, str
     assert refused.status_code == 404, refused.text  # before the first byte of a stream
     assert "L002" in refused.text
     assert name in refused.text
+    log = managed.server.log()
+    assert len(re.findall(rf"WARNING .*Adapter not loaded: .*'{name}'", log)) == 1
+    assert "stream generator" not in log, "a traceback of vLLM's for each refused stream"
     assert answers == [managed.bed.answers[other] for other in others]
     away.rename(managed.root / name)
     managed.assert_right(name)

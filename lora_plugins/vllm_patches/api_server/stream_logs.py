@@ -1,0 +1,45 @@
+"""A stream that we refuse is logged as every refusal: one line of ours, once for each name and text.
+
+vLLM's stream generators write a traceback for whatever is raised in them, so that a client could fill the log at will.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.ledger import Patch
+
+_LOGGERS = (
+    "vllm.entrypoints.openai.chat_completion.serving",
+    "vllm.entrypoints.openai.completion.serving",
+    "vllm.entrypoints.scale_out.token_in_token_out.serving",
+    "vllm.entrypoints.speech_to_text.base.serving",
+)
+
+
+def patch() -> None:
+    """Have the generators' loggers of this process do so; a second call changes nothing."""
+    for name in _LOGGERS:
+        logging.getLogger(name).addFilter(_is_not_ours)
+
+
+def _is_not_ours(record: logging.LogRecord) -> bool:
+    """Whether a record is of anything but an exception of vLLM's that stands for an error of ours."""
+    error = record.exc_info[1] if record.exc_info else None
+    return error is None or not isinstance(error.__context__, LoRAPluginsError)
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.entrypoints.openai.chat_completion.serving: logger
+        vllm.entrypoints.openai.completion.serving: logger
+        vllm.entrypoints.scale_out.token_in_token_out.serving: logger
+        vllm.entrypoints.speech_to_text.base.serving: logger
+        """,
+        what="a filter: no record of an error that async_llm has raised in the place of ours, which is logged there",
+        why="a traceback for each refused stream: a client fills the log at will",
+        remove="the stream generators write no traceback for HTTPException and VLLMClientError",
+    ),
+)
