@@ -4,12 +4,12 @@ A stream's status is sent before the engine is asked. Where a request names an a
 sent until `Response.has_begun`, or answers with the error in its place: so an error has its own status.
 
 A version is noted where a request is given its adapter, before its response begins. A swap that comes later changes
-nothing: the request goes on with the version that it was given. Pure ASGI: nothing of vLLM.
+nothing, unless it moves what runs: the engine then says which versions made the answer. Pure ASGI: nothing of vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,8 @@ Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 Receive = Callable[[], Awaitable[Message]]
 Asgi = Callable[[Message, Receive, Send], Awaitable[None]]
+
+Span = tuple[str, int]  # a version's digest, and the token of an answer that it began with
 
 HEADER = "x-lora-digest"
 _FIRST_ERROR = 400  # of the statuses
@@ -31,6 +33,7 @@ class Response:
         is_held: whether its start is held back. has_begun: whether the engine has begun to answer.
         error: what to answer instead.
         digests: of all versions that it was given; None stands for the base model, or for an unknown version.
+        spans: the versions that have made what was answered until now, of all its prompts and choices.
         fills_fingerprint: whether `system_fingerprint` is to say the version too.
         headers: of an error that is answered by other means than its exception.
     """
@@ -39,14 +42,21 @@ class Response:
     has_begun: bool = False
     error: Exception | None = None
     digests: set[str | None] = field(default_factory=set)
+    spans: list[Span] = field(default_factory=list)
     fills_fingerprint: bool = False
     headers: dict[str, str] = field(default_factory=dict)
     kept: list[Message] = field(default_factory=list)
 
     @property
     def digest(self) -> str | None:
-        """The one version that computes all of it; None where there is none, or where it is not the only one."""
-        return next(iter(self.digests)) if len(self.digests) == 1 else None
+        """The one version that all of it begins with; None where there is none, or several."""
+        began_with = {digest for digest, token in self.spans if token == 0} or self.digests
+        return next(iter(began_with)) if len(began_with) == 1 else None
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether more than one version has made it."""
+        return len(self.spans) > 1
 
     def note_version(self, digest: str | None, *, fills_fingerprint: bool = False) -> None:
         """It is given the version with this digest."""
@@ -70,7 +80,13 @@ def is_for_request() -> bool:
 def fingerprint() -> str | None:
     """What to say as the `system_fingerprint` of the present response; None where vLLM says it, or nobody."""
     response = present()
-    return response.digest if response.fills_fingerprint else None
+    return response.digest if response.fills_fingerprint and not response.has_moved else None
+
+
+def together(some: Iterable[Span], others: Iterable[Span]) -> list[Span]:
+    """The spans of several answers, or of one and what is known of it now, in the order of their tokens."""
+    every = dict.fromkeys((digest, token) for spans in (some, others) for digest, token in spans)
+    return sorted(every, key=lambda span: span[1])
 
 
 class AnswerForAdapters:

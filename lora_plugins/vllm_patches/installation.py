@@ -53,6 +53,7 @@ def install_manager(process: Process) -> None:
         base_serving,
         llm_engine,
         openai_serving_models,
+        output_processor,
         stream_logs,
     )
     from lora_plugins.vllm_patches.engine_core import engine_core, scheduler
@@ -73,6 +74,7 @@ def install_manager(process: Process) -> None:
         engine_core.patch,  # calls the scheduler's planner and the workers' `lora_plugins_step`
         async_llm.patch,  # calls the engine core's utilities
         llm_engine.patch,
+        output_processor.patch,
         openai_serving_models.patch,
         base_serving.patch,
         anthropic.patch,

@@ -6,6 +6,7 @@ One server with one slot; its prefix cache keeps most of the prompts, so that wh
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -159,9 +160,11 @@ def test_a_refresh_moves_what_runs_where_asked(served: Served, tmp_path: Path) -
     served.load("moving", directory)
     first = served.view("moving")["digest"]
     served.ask("moving")
+    long = body_of("moving", PROMPTS[0], LONG_TOKENS)
     with ThreadPoolExecutor() as threads:
-        running = threads.submit(served.call, "POST", "/v1/completions", body_of("moving", PROMPTS[0], LONG_TOKENS))
-        while not served.view("moving")["requests_in_flight"]:
+        streamed = threads.submit(served.call, "POST", "/v1/completions", {**long, "stream": True})
+        running = threads.submit(served.call, "POST", "/v1/completions", long)
+        while served.view("moving")["requests_in_flight"] < 2:
             assert not running.done()
         served.put(directory, "chat")
         moved = served.call("POST", "/v1/loras/moving/refresh", {"running": "inflight"})
@@ -171,7 +174,11 @@ def test_a_refresh_moves_what_runs_where_asked(served: Served, tmp_path: Path) -
         answer = running.result()
     (began_with, began_at), (went_on_with, moved_at) = answer.json()["kv_transfer_params"]["lora_versions"]
     assert (began_with, began_at, went_on_with) == (first, 0, second)
-    assert answer.headers["x-lora-digest"] == first
+    assert answer.headers["x-lora-digest"] == streamed.result().headers["x-lora-digest"] == first
+    chunks = [json.loads(line[6:]) for line in streamed.result().text.splitlines() if line.startswith("data: {")]
+    said = [chunk.get("kv_transfer_params") for chunk in chunks]
+    assert said[0] is None
+    assert [version for version, _ in said[-1]["lora_versions"]] == [first, second]
     assert (late.headers["x-lora-digest"], tokens_of(late)) == (second, served.answers["chat", PROMPTS[0]])
     reference = Reference(served.bed.base)
     paths = (served.bed.adapters / "sql", served.bed.adapters / "chat")

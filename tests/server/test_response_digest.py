@@ -14,7 +14,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocket
 
-from lora_plugins.server.response import HEADER, AnswerForAdapters, fingerprint, present
+from lora_plugins.server.response import HEADER, AnswerForAdapters, Span, fingerprint, present, together
 
 OLD, NEW = "a1" * 32, "b2" * 32
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -140,6 +140,31 @@ def test_a_websocket_is_left_alone() -> None:
     app.add_middleware(AnswerForAdapters, answer=None)  # type: ignore[arg-type]
     with TestClient(app).websocket_connect("/") as socket:
         assert socket.receive_text() == "None"
+
+
+@pytest.mark.parametrize(
+    ("spans", "said"),
+    [
+        ([(NEW, 0)], NEW),
+        ([(OLD, 0), (NEW, 3)], OLD),
+        ([(OLD, 0), (NEW, 0)], None),
+    ],
+    ids=["moved before it began", "moved", "two prompts"],
+)
+def test_the_header_says_what_computed_the_beginning(spans: list[Span], said: str | None) -> None:
+    async def endpoint(request: Request) -> Response:
+        present().note_version(OLD, fills_fingerprint=True)
+        present().spans = spans
+        return JSONResponse(fingerprint())
+
+    seen = client_of(endpoint).post("/")
+    assert seen.headers.get(HEADER) == said
+    assert seen.json() == (said if len(spans) == 1 else None), "no one version is all of it"
+
+
+def test_spans_of_several_answers_keep_their_order() -> None:
+    assert together([(OLD, 0), (NEW, 4)], [[OLD, 0], [NEW, 2], [OLD, 3]]) == [(OLD, 0), (NEW, 2), (OLD, 3), (NEW, 4)]
+    assert together([(NEW, 0)], [(OLD, 0)]) == [(NEW, 0), (OLD, 0)]
 
 
 def test_outside_of_a_request_nothing_is_noted() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import nullcontext
@@ -21,9 +22,9 @@ from lora_plugins.ledger import Patch
 from lora_plugins.process import moves_running, this_process
 from lora_plugins.resolvers.sources.uri import absolute
 from lora_plugins.server.planner_client import Ask, PlannerClient
-from lora_plugins.server.response import present
+from lora_plugins.server.response import Response, present, together
 from lora_plugins.server.snapshots import Snapshots
-from lora_plugins.vllm_patches.engine_core.request import VERSIONS, error_in, error_in_tensor
+from lora_plugins.vllm_patches.engine_core.request import VERSIONS, error_in, error_in_tensor, is_in_store
 from lora_plugins.vllm_patches.wrapping import wrap
 from lora_plugins.worker.lora_request import is_inplace, is_vllms
 
@@ -179,7 +180,9 @@ async def _watched(original: Any, call: inspect.BoundArguments, error_of_output:
                 call.arguments["lora_request"] = taken
                 planner_of(client).used(taken)
                 async for output in original(*call.args, **call.kwargs):
-                    _check(output, error_of_output)
+                    if (error := error_of_output(output)) is not None:
+                        raise error
+                    _note_spans(response, output, None if has_begun else taken.lora_path)
                     if not has_begun:
                         has_begun = response.has_begun = True
                         events.emit(RequestServed(name))
@@ -195,12 +198,13 @@ async def _watched(original: Any, call: inspect.BoundArguments, error_of_output:
             raise response.error from None
 
 
-def _check(output: Any, error_of_output: Callable[[Any], LoRAPluginsError | None]) -> None:
-    """Raise the error that an output carries; without one, note the version that has made it."""
-    if versions := (getattr(output, "kv_transfer_params", None) or {}).get(VERSIONS):
-        present().note_version(versions[0][0])  # and no fingerprint says that it is all
-    if (error := error_of_output(output)) is not None:
-        raise error
+def _note_spans(response: Response, output: Any, path: str | None) -> None:
+    """Note which versions have made an output: what the engine says, or else, of a first one, the version at `path`."""
+    spans = (getattr(output, "kv_transfer_params", None) or {}).get(VERSIONS)
+    if spans is None and path is not None and is_in_store(path):
+        spans = [(os.path.basename(path), 0)]
+    if spans is not None:
+        response.spans = together(response.spans, spans)
 
 
 def _error_of_completion(output: Any) -> LoRAPluginsError | None:

@@ -25,6 +25,7 @@ from lora_plugins.server.response import fingerprint, present
 from lora_plugins.store.blocks import blocked
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned
 from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
+from lora_plugins.vllm_patches.engine_core.request import VERSIONS
 from lora_plugins.vllm_patches.wrapping import wrap
 
 
@@ -163,6 +164,8 @@ def _filling(original: Any) -> Any:
     def made(self: Any, **fields: Any) -> None:
         if fields.get("system_fingerprint") is None and (digest := fingerprint()) is not None:
             fields["system_fingerprint"] = digest
+        if (response := present()).has_moved:
+            fields["kv_transfer_params"] = (fields.get("kv_transfer_params") or {}) | {VERSIONS: response.spans}
         original(self, **fields)
 
     return made
@@ -214,7 +217,8 @@ LEDGER = (
             CompletionStreamResponse{system_fingerprint}
         """,
         what="_maybe_get_adapters notes the version that a request is given; the responses' __init__ is wrapped: where "
-        "the serving class has no fingerprint (--fingerprint-mode none), they have the digest",
+        "the serving class has no fingerprint (--fingerprint-mode none), they have the digest; what was moved has its "
+        "versions in kv_transfer_params, chunks too, which have no such field",
         why="an answer must say which version made it: the name stands for another one after a swap. Clients that keep "
         "bodies and no headers can tell versions apart too, in every chunk of a stream",
         remove="vLLM's fingerprint changes with the adapter's version",

@@ -322,6 +322,16 @@ async def test_the_first_output_is_told_once(told: list[Any], response: Response
     assert asked.lora_int_id in async_llm.planner_of(client).used_at
 
 
+@runs
+async def test_a_response_knows_what_made_its_prompts(told: list[Any], response: Response) -> None:
+    old, new = "a1" * 32, "b2" * 32
+    for spans in (None, [[new, 0]], [[old, 0], [new, 2]]):
+        said = None if spans is None else {"lora_versions": spans}
+        client = Client(generate=[SimpleNamespace(kv_transfer_params=said, **vars(output("stop")))])
+        await generated(client, LoRARequest("sql", 7, f"/store/{old}"))
+    assert response.spans == [(old, 0), (new, 0), (new, 2)]
+
+
 @pytest.mark.parametrize("before", [[], [output()]], ids=["at once", "later"])
 @runs
 async def test_a_refused_request_raises_its_own_error(before: list[Any], told: list[Any], response: Response) -> None:

@@ -127,6 +127,19 @@ def test_vllms_own_fingerprint_stays(store: Path) -> None:
     assert fingerprints(seen.text) == [None, None, *["vllm-1"] * 4]
 
 
+def test_each_chunk_says_its_versions_after_a_move() -> None:
+    response = Response()
+    token = response_module._present.set(response)
+    try:
+        before = json.loads(chunk())
+        response.spans = [(OLD, 0), (NEW, 3)]
+        after = [json.loads(chunk()), *(json.loads(one.model_dump_json(exclude_none=True)) for one in whole())]
+    finally:
+        response_module._present.reset(token)
+    assert "kv_transfer_params" not in before
+    assert [one["kv_transfer_params"] for one in after] == [{"lora_versions": [[OLD, 0], [NEW, 3]]}] * 4
+
+
 def test_a_swap_after_the_pick_changes_nothing(store: Path) -> None:
     one = serving(None, sql=f"{store}/{OLD}")
     client = client_of(one, swap={"sql": f"{store}/{NEW}"})

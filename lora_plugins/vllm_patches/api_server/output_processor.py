@@ -1,0 +1,60 @@
+"""The outputs that vLLM makes of a request say which versions have made the answer, however it ends.
+
+The scheduler says so in the outputs of a request that was moved (`engine_core/request.py`). vLLM passes on one of them:
+of several choices that of the last, of a whole answer that of its end. The end that an abort makes has none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lora_plugins.ledger import Patch
+from lora_plugins.server.response import together
+from lora_plugins.vllm_patches.engine_core.request import VERSIONS
+from lora_plugins.vllm_patches.wrapping import wrap
+
+_SPANS = "lora_plugins_spans"  # an attribute of the request's state, or of the state that several choices share
+
+
+def patch() -> None:
+    """Have every client of this process do so; a second call changes nothing."""
+    from vllm.v1.engine.output_processor import RequestState
+
+    wrap(RequestState, "make_request_output", _saying_versions)
+
+
+def _saying_versions(original: Any) -> Any:
+    def make_request_output(  # noqa: PLR0917 - as vLLM has it
+        self: Any,
+        new_token_ids: Any,
+        pooling_output: Any,
+        finish_reason: Any,
+        stop_reason: Any,
+        kv_transfer_params: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        whole, said = self.parent_req or self, (kv_transfer_params or {}).get(VERSIONS, ())
+        if spans := together(getattr(whole, _SPANS, ()), said):
+            setattr(whole, _SPANS, spans)
+            kv_transfer_params = (kv_transfer_params or {}) | {VERSIONS: spans}
+        return original(
+            self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, *args, **kwargs
+        )
+
+    return make_request_output
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.v1.engine.output_processor:
+            RequestState{parent_req}
+            RequestState.make_request_output(
+                self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, ...)
+        """,
+        what="wrapped: lora_versions, once said, stand in the kv_transfer_params of every later output",
+        why="vLLM makes the output of an aborted request itself, without any; a trainer must know what made its tokens",
+        remove="vLLM's outputs have a field for the versions of an adapter",
+    ),
+)

@@ -1,0 +1,97 @@
+"""vLLM's own output processor: what it makes of the outputs of a request that was moved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
+from vllm.v1.engine.parallel_sampling import ParentRequest
+
+from lora_plugins.vllm_patches.api_server import output_processor
+from tests.vllm_patches.engine_bed import adapter
+
+OLD, NEW = "a1" * 32, "b2" * 32
+MOVED = [(OLD, 0), (NEW, 2)]
+
+
+class Asked:
+    """One request of `choices`, whose outputs the engine sends by hand."""
+
+    def __init__(self, kind: RequestOutputKind, choices: int = 1) -> None:
+        self.processor = OutputProcessor(None, log_stats=False)
+        self.queue = RequestOutputCollector(kind, "r")
+        params = SamplingParams(detokenize=False, output_kind=kind, n=choices)
+        whole = self.request("r", params)
+        parent = ParentRequest(whole) if choices > 1 else None
+        for index in range(choices):
+            name, own = parent.get_child_info(index) if parent else ("r", params)
+            self.processor.add_request(self.request(name, own), None, parent, index, self.queue)
+        self.names = list(self.processor.request_states)
+
+    @staticmethod
+    def request(name: str, params: SamplingParams) -> EngineCoreRequest:
+        return EngineCoreRequest(
+            request_id=name,
+            external_req_id="r",
+            prompt_token_ids=[3, 4],
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=adapter(1),
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+
+    def answers(self, of: int = 0, *, versions: Any = None, ends: bool = False) -> None:
+        """As decoded: lists, no tuples."""
+        said = None if versions is None else {"lora_versions": [list(span) for span in versions], "of": "a connector"}
+        reason = FinishReason.LENGTH if ends else None
+        output = EngineCoreOutput(self.names[of], [7], finish_reason=reason, kv_transfer_params=said)
+        self.processor.process_outputs([output])
+
+    def seen(self) -> list[Any]:
+        output = self.queue.get_nowait()
+        assert output is not None
+        return [(output.kv_transfer_params or {}).get("lora_versions"), output.finished]
+
+
+@pytest.fixture(autouse=True)
+def patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RequestState, "make_request_output", RequestState.make_request_output)
+    output_processor.patch()
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA])
+def test_an_aborted_answer_says_what_made_it(kind: RequestOutputKind) -> None:
+    asked = Asked(kind)
+    asked.answers()
+    asked.answers(versions=MOVED)
+    if kind is RequestOutputKind.DELTA:
+        assert asked.seen() == [MOVED, False]
+    asked.processor.abort_requests(["r"], internal=True)
+    assert asked.seen() == [MOVED, True]
+
+
+def test_several_choices_say_the_versions_of_all() -> None:
+    asked = Asked(RequestOutputKind.FINAL_ONLY, choices=2)
+    asked.answers(0, versions=MOVED, ends=True)
+    asked.answers(1, versions=[(OLD, 0), (NEW, 1)], ends=True)
+    assert asked.seen() == [[(OLD, 0), (NEW, 1), (NEW, 2)], True]
+
+
+def test_an_answer_that_came_back_names_a_version_twice() -> None:
+    asked = Asked(RequestOutputKind.FINAL_ONLY)
+    asked.answers(versions=MOVED)
+    asked.answers(versions=[*MOVED, (OLD, 3)], ends=True)
+    assert asked.seen() == [[*MOVED, (OLD, 3)], True]
+
+
+def test_what_was_not_moved_is_vllms_own() -> None:
+    asked = Asked(RequestOutputKind.FINAL_ONLY)
+    asked.answers(ends=True)
+    output = asked.queue.get_nowait()
+    assert (output.kv_transfer_params, output.finished) == (None, True)
