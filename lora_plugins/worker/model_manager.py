@@ -6,6 +6,7 @@ holds what others than the scheduler add (warm-up, dummy batches, `collective_rp
 
 from __future__ import annotations
 
+import inspect
 from contextlib import nullcontext
 from typing import Any
 
@@ -29,10 +30,12 @@ class PlannedModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
             written to the latter's rows, neither by the scheduler's commands nor by others.
     """
 
-    def __init__(self, *args: Any, lora_config: Any, max_num_seqs: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As vLLM's, whose signature this has."""
+        given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         self.planned: set[int] = set()  # slots that the scheduler has assigned
-        self.slots = slots_of(lora_config, max_num_seqs)
-        super().__init__(*args, lora_config=lora_config, max_num_seqs=max_num_seqs, **kwargs)
+        self.slots = slots_of(given["lora_config"], given["max_num_seqs"])
+        super().__init__(*args, **kwargs)
 
     @property
     def lora_slots(self) -> int:

@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from vllm.lora.request import LoRARequest
 
 from lora_plugins.errors import AdapterNotFound
 from lora_plugins.scheduler.messages import Activate, Activated, AdapterSpec, Evict, Failed, Load, Loaded
+from lora_plugins.worker.model_manager import PlannedModelManager
 from tests.worker.small_model import (
     Adapter,
     Blocked,
@@ -30,7 +32,9 @@ from tests.worker.small_model import (
     put,
     serve,
     slots_of,
+    small_model,
     step,
+    vllm_config,
     wrong_answers,
 )
 
@@ -46,6 +50,22 @@ def test_a_batch_is_computed_with_the_slots_of_its_adapters(make_manager: Make, 
     put(manager, adapters[0], 2)
     step(manager, adapters[0], adapters[1])  # the same batch again, with the first in another slot
     assert punica_indices(manager) == [2, 1]
+
+
+@pytest.mark.parametrize("is_by_name", [True, False])
+def test_the_model_manager_takes_vllms_arguments(base: Path, is_by_name: bool) -> None:
+    config = vllm_config(base, slots=3)
+    given = {
+        "model": small_model(),
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 64,
+        "vocab_size": 128,
+        "lora_config": config.lora_config,
+        "device": torch.device("cpu"),
+        "vllm_config": config,
+    }
+    made = PlannedModelManager(**given) if is_by_name else PlannedModelManager(*given.values())
+    assert len(made.lora_index_to_id) == made.lora_slots >= 3
 
 
 # --- what callers add and remove past the plan ---

@@ -66,8 +66,8 @@ def snapshots_of(client: Any) -> Snapshots:
 
 
 def has_planner(client: Any) -> bool:
-    """Whether LoRA is on."""
-    return client is not None and client.vllm_config.lora_config is not None
+    """Whether LoRA is on; an engine client that is not vLLM's own may have no configuration."""
+    return getattr(getattr(client, "vllm_config", None), "lora_config", None) is not None
 
 
 def is_planned(client: Any) -> bool:

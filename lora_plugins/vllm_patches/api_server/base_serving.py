@@ -21,10 +21,9 @@ from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.process import this_process
 from lora_plugins.server.registry import no_longer_served
-from lora_plugins.server.response import fingerprint, present
+from lora_plugins.server.response import fingerprint, is_for_request, present
 from lora_plugins.store.blocks import blocked
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned
-from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
 from lora_plugins.vllm_patches.engine_core.request import VERSIONS
 from lora_plugins.vllm_patches.wrapping import wrap
 
@@ -114,11 +113,14 @@ async def _resolve_nothing(_: str) -> None:
 
 
 def _refuse_unloaded(serving: Any, request: Any) -> None:
-    """A name that vLLM has checked, and that is unloaded before it looks it up again, is one to ask for once more."""
-    if not is_planned(serving.models.engine_client):
+    """A name that vLLM has checked, and that is unloaded before it looks it up again, is one to ask for once more.
+
+    What calls without a request has checked nothing: vLLM's own error stands.
+    """
+    if not (is_for_request() and is_planned(serving.models.engine_client)):
         return
     name = request.model
-    is_blocked = may_use(name) and name in lifecycle_of(serving.models).registry.blocked
+    is_blocked = may_use(name) and name in this_process().resolver.store.blocks
     raise http_error((blocked if is_blocked else no_longer_served)(name)) from None
 
 

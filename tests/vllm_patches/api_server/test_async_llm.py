@@ -191,6 +191,7 @@ def test_without_lora_or_an_engine_there_are_no_planners() -> None:
     assert async_llm.has_planner(Client())
     assert not async_llm.has_planner(Client(lora=None))
     assert not async_llm.has_planner(None)
+    assert not async_llm.has_planner(object()), "a framework's client, which has no configuration"
 
 
 # --- loads ---

@@ -206,16 +206,34 @@ def test_a_request_that_knows_no_streams_passes(patched: Process) -> None:
     assert serving(sql="/adapters/sql")._maybe_get_adapters(SimpleNamespace(model="sql")) is not None
 
 
+def block(store: Path, name: str) -> None:
+    """As another server of the store does."""
+    layout = Layout(store)
+    layout.create()
+    other = Blocks(layout)
+    other.hold(name)
+    other.write(name)
+
+
+def test_without_a_request_an_unknown_name_is_vllms_error(patched: Process) -> None:
+    """A framework that calls vLLM's method by itself, outside of an event loop too."""
+    patched.is_manager_patched = True
+    one = serving(sql="/adapters/sql")
+    one.models.engine_client = SimpleNamespace(vllm_config=SimpleNamespace(lora_config="on"))
+    with pytest.raises(VLLMNotFoundError, match="`sqk` does not exist"):
+        one._maybe_get_adapters(SimpleNamespace(model="sqk"))
+
+
 @pytest.mark.parametrize(("is_blocked", "status"), [(False, 503), (True, 404)])
 @pytest.mark.parametrize("may_use", [True, False])
 def test_a_name_unloaded_after_its_check_is_refused(
-    patched: Process, monkeypatch: pytest.MonkeyPatch, is_blocked: bool, status: int, may_use: bool
+    patched: Process, monkeypatch: pytest.MonkeyPatch, store: Path, is_blocked: bool, status: int, may_use: bool
 ) -> None:
     """vLLM looks a name up twice; one that an unload takes in between is no name that does not exist."""
     patched.is_manager_patched = True
-    blocked = {"sql"} if is_blocked else set()
-    registry = SimpleNamespace(registry=SimpleNamespace(blocked=blocked))
-    monkeypatch.setattr(base_serving, "lifecycle_of", lambda _: registry)
+    monkeypatch.setattr(response_module, "_present", SimpleNamespace(get=Response))
+    if is_blocked:
+        block(store, "sql")
     monkeypatch.setattr(base_serving, "may_use", lambda _: may_use)
     one = serving()
     one.models.engine_client = SimpleNamespace(vllm_config=SimpleNamespace(lora_config="on"))
@@ -232,11 +250,7 @@ def test_a_blocked_name_of_vllms_table_is_refused(
     patched: Process, monkeypatch: pytest.MonkeyPatch, store: Path, may_use: bool
 ) -> None:
     """Another server of the store has blocked it, or its unload waits for the name's lock."""
-    layout = Layout(store)
-    layout.create()
-    other = Blocks(layout)
-    other.hold("sql")
-    other.write("sql")
+    block(store, "sql")
     monkeypatch.setattr(base_serving, "may_use", lambda _: may_use)
     one = serving(**{"sql": "/adapters/sql", "sql@main": "/adapters/sql", "chat": "/adapters/chat"})
     for name in ("sql", "sql@main"):
@@ -276,8 +290,7 @@ def test_pooling_answers_404_for_a_name_nobody_has(patched: Process, monkeypatch
         models.lora_requests = known
 
     models.resolve_lora = resolve_lora
-    registry = SimpleNamespace(registry=SimpleNamespace(blocked=set()))
-    monkeypatch.setattr(base_serving, "lifecycle_of", lambda _: registry)
+    monkeypatch.setattr(response_module, "_present", SimpleNamespace(get=Response))
     io_processor: Any = SimpleNamespace(create_pooling_params=unload)
 
     def asked(name: str) -> Any:
