@@ -301,7 +301,7 @@ class Versions:
         """The one version that matches, from one of these places unless None, and leased."""
         found = []
         with store_errors():
-            for digest in self._store.layout.matching(digest_prefix):
+            for digest in self._store.published.matching(digest_prefix):
                 try:
                     manifest = Manifest.read(self._store.layout.adapter(digest))
                 except InvalidAdapter:

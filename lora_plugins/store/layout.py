@@ -91,11 +91,7 @@ class Layout:
 
     def digests(self) -> list[str]:
         """All adapters that are published."""
-        return sorted(entry.name for entry in os.scandir(self.root) if is_digest(entry.name))
-
-    def matching(self, prefix: str) -> list[str]:
-        """The published adapters whose digests begin so; none where `is_prefix` is false."""
-        return [digest for digest in self.digests() if digest.startswith(prefix)] if is_prefix(prefix) else []
+        return sorted(filter(is_digest, os.listdir(self.root)))
 
     def new_temporary(self, process: str, needed_bytes: int = 0) -> Path:
         """A new path on the store's file system, for one process."""

@@ -39,6 +39,7 @@ from lora_plugins.store.locks import fetch_lock, remove_if_dead
 from lora_plugins.store.manifest import Converted, Manifest, StoredFile, digest_of
 from lora_plugins.store.partial_download import CheckedAdapter, DownloadSpec, PartialDownload
 from lora_plugins.store.processes import Processes
+from lora_plugins.store.published import Published
 
 _T = TypeVar("_T", bound=CheckedAdapter)
 _BYTES_PER_S = 10e6  # a fetch at this rate is in time, whatever its size
@@ -89,6 +90,7 @@ class Store:
     ) -> None:
         self.layout = Layout(root)
         self.layout.create()
+        self.published = Published(self.layout)
         self.processes = Processes(self.layout.folder("processes"))
         self.leases = Leases(self.layout, self.processes)
         self.blocks = Blocks(self.layout)

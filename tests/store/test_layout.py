@@ -12,7 +12,7 @@ import pytest
 from lora_plugins.errors import NoFreeSlot
 from lora_plugins.store import store as store_module
 from lora_plugins.store.eviction import entries, pending_bytes
-from lora_plugins.store.layout import Layout, is_digest, is_prefix, key_of, write_small
+from lora_plugins.store.layout import Layout, is_digest, key_of, write_small
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, check, leftovers, obtain
@@ -42,14 +42,6 @@ def test_a_path_says_which_adapter_lies_there(path: str, digest: str | None) -> 
 def test_what_is_no_digest(name: str) -> None:
     assert is_digest(DIGEST)
     assert not is_digest(name)
-
-
-@pytest.mark.parametrize("text", ["", DIGEST[:7], DIGEST + "0", "ABCDEF01", "0123456g", "../../etc"])
-def test_what_cannot_begin_a_digest_matches_none(store: Store, text: str) -> None:
-    stored = obtain(store, DownloadSpec(adapter_files()))
-    assert store.layout.matching(stored.digest[:8]) == store.layout.matching(stored.digest) == [stored.digest]
-    assert store.layout.matching(text) == []
-    assert not is_prefix(text)
 
 
 def test_keys_of_different_texts_differ() -> None:
