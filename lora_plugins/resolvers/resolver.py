@@ -89,7 +89,7 @@ class AdapterResolver:
     Attributes:
         base: what is served, set once the server is made.
         on_abandoned: called with a version whose callers were all cancelled before they had it; it is leased.
-        principal: who the running request comes from, by which those that look up new names take turns.
+        principal: who the running request comes from, by which look-ups of new names and fetches take turns.
         describe_model: asks the engine for its model's modules, once; None answers where LoRA is off.
 
     Raises:
@@ -115,7 +115,7 @@ class AdapterResolver:
         self._flights: SingleFlight[Hashable, ResolvedAdapter | None] = SingleFlight(self._nobody_waits)
         self.on_abandoned: Callable[[ResolvedAdapter], None] = lambda _: None
         self._seen: TTLCache[Path, bool] = TTLCache(_REMEMBERED_NAMES, _SEEN_S)
-        self._look_ups: dict[str, LookUps] = {}  # by the source's label
+        self._look_ups: dict[int, LookUps] = {}  # by source
 
     def add(self, source: Source) -> None:
         """Ask this source too, in the place that the settings give it; a second one of its label changes nothing."""
@@ -273,7 +273,13 @@ class AdapterResolver:
                     is_compared = base.model is not None or self.settings.base_match is BaseMatch.STRICT
                     compared = base if is_compared or not query.is_by_path else None
                     served = await self._versions.serve(
-                        query.key, source, adapter, compared, locate_s, holder=query.holder
+                        query.key,
+                        source,
+                        adapter,
+                        compared,
+                        locate_s,
+                        holder=query.holder,
+                        principal=self.principal(),
                     )
             except LoRAPluginsError as error:
                 if isinstance(error, VersionChanged) and attempt < _VERSION_CHANGES:
@@ -348,10 +354,10 @@ class AdapterResolver:
 
     def _look_ups_at(self, source: Source) -> LookUps:
         """Each source has its own: one that does not answer keeps nobody from the others."""
-        found = self._look_ups.get(source.label)
+        found = self._look_ups.get(id(source))
         if found is None:
             limits = _REMOTE_LIMITS if source.remote else _LOCAL_LIMITS
-            found = self._look_ups[source.label] = LookUps(limits)
+            found = self._look_ups[id(source)] = LookUps(limits)
         return found
 
     def _places(self, query: _Query) -> Iterable[tuple[Source, AdapterName]]:

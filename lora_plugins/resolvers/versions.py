@@ -20,6 +20,7 @@ from lora_plugins.adapter.weight_files import INDEX_FILE, check_shards, is_shard
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, OfAdapter, describing
 from lora_plugins.events import AdapterConfirmed, AdapterFetched, AdapterResolved, Events, FetchStarted
 from lora_plugins.resolvers.conversion import ConvertedAdapter
+from lora_plugins.resolvers.fetch_places import FetchPlaces
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
 from lora_plugins.settings import Settings
 from lora_plugins.store.errors import DamagedCopy, store_errors
@@ -32,7 +33,6 @@ from lora_plugins.verification.messages import Found
 
 _REMEMBERED_NAMES = 10_000
 _REMEMBERED_REJECTIONS = 1_000
-_FETCHES_AT_ONCE = 4
 _HASHED_S = 60.0  # an entry that fails a check is not hashed again within this time
 _LABELS = {"file": "filesystem", "hf": "hub"}  # every other scheme is an object store's
 
@@ -95,7 +95,7 @@ class Versions:
         self._served: LRUCache[Key, ResolvedAdapter] = LRUCache(_REMEMBERED_NAMES)
         self._origins: LRUCache[str, frozenset[str]] = LRUCache(_REMEMBERED_NAMES)
         self._refused: LRUCache[tuple[str, str], LoRAPluginsError] = LRUCache(_REMEMBERED_REJECTIONS)
-        self._fetching = asyncio.Semaphore(_FETCHES_AT_ONCE)
+        self._places = FetchPlaces(settings.fetch_timeout_s)
         children().warm()  # so that the first fetch waits for no start
 
     def served(self, key: Key) -> ResolvedAdapter | None:
@@ -115,8 +115,11 @@ class Versions:
         locate_s: float,
         *,
         holder: Hashable = None,
+        principal: Hashable = None,
     ) -> ResolvedAdapter:
         """The located version in the store, verified against `base`, leased for `holder` or else for the name.
+
+        A fetch takes a place of `principal`.
 
         Raises:
             VersionChanged: it is to be located again. LoRAPluginsError: it cannot be had or served.
@@ -131,9 +134,13 @@ class Versions:
         started = time.perf_counter()
         attempt = object()  # holds the lease until the version is verified
         try:
-            stored, verified, obtain_s = await self._ready_from(source, adapter, base, attempt, name)
+            stored, verified, obtain_s = await self._ready_from(
+                source, adapter, base, attempt, name=name, principal=principal
+            )
         except DamagedCopy:  # it is marked, and fetched now
-            stored, verified, obtain_s = await self._ready_from(source, adapter, base, attempt, name)
+            stored, verified, obtain_s = await self._ready_from(
+                source, adapter, base, attempt, name=name, principal=principal
+            )
         if adapter.link is not None:
             await asyncio.to_thread(adapter.link.point_to, stored.directory, name)
         self._store.leases.hand_over(stored.digest, attempt, holder or name)
@@ -161,13 +168,20 @@ class Versions:
         return served
 
     async def _ready_from(
-        self, source: Source, adapter: RemoteAdapter, base: BaseModel | None, holder: object, name: str
+        self,
+        source: Source,
+        adapter: RemoteAdapter,
+        base: BaseModel | None,
+        holder: object,
+        *,
+        name: str,
+        principal: Hashable,
     ) -> tuple[StoredAdapter[Found], VerifiedAdapter, float]:
         """A located version, leased and as the engine wants it; and how long it took to have its bytes."""
         started = time.perf_counter()
         stored = await self._find_converted(adapter, base, holder)
         if stored is None:
-            stored = await self._obtain(name, source, adapter, holder)
+            stored = await self._obtain(name, source, adapter, holder, principal)
         obtain_s = time.perf_counter() - started
         stored, verified = await self._ready(stored, adapter.uri, adapter.version, base, holder)
         return stored, verified, obtain_s
@@ -218,7 +232,7 @@ class Versions:
                 wanted = await asyncio.to_thread(
                     ConvertedAdapter.of, stored, uri, version, verified.conversion, base.model.form
                 )
-            async with self._fetching:
+            async with self._places.converting.held():
                 made = await self._store.obtain(
                     wanted, wanted.write, lambda made: self._read(made).result(), holder, wanted.converted
                 )
@@ -269,7 +283,9 @@ class Versions:
             self._store.leases.release(digest, holder)
             raise
 
-    async def _obtain(self, name: str, source: Source, adapter: RemoteAdapter, holder: object) -> StoredAdapter[Found]:
+    async def _obtain(
+        self, name: str, source: Source, adapter: RemoteAdapter, holder: object, principal: Hashable
+    ) -> StoredAdapter[Found]:
         """The version in the store."""
         version = (adapter.uri, adapter.version)
         if version in self._refused:
@@ -283,7 +299,7 @@ class Versions:
             await source.fetch(selected, download)
 
         try:
-            async with self._fetching:
+            async with self._places.at(source).held(principal):
                 started = time.perf_counter()
                 stored = await self._store.obtain(selected, fetch, self._check_fetched, holder)
         except _BytesRefused as refused:

@@ -172,10 +172,10 @@ MUTANTS = (
     ),
     Mutant(
         "resolvers: one less may wait for a source",
-        "lora_plugins/resolvers/look_ups.py",
-        "if len(self._waiting) > self._limits.waiting:",
-        "if len(self._waiting) >= self._limits.waiting:",
-        ("tests/resolvers/test_look_ups.py",),
+        "lora_plugins/resolvers/places.py",
+        "if sum(map(len, self._waiting.values())) > self._limits.waiting:",
+        "if sum(map(len, self._waiting.values())) >= self._limits.waiting:",
+        ("tests/resolvers/test_places.py", "tests/resolvers/test_look_ups.py"),
     ),
     Mutant(
         "server: a load that fails keeps its lease",

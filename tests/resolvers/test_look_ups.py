@@ -189,4 +189,3 @@ async def test_a_flood_of_one_principal_does_not_hold_another() -> None:
         assert found == name
     assert max(waits) < 0.2, "the next place that is free, twenty a second"
     flood.cancel()
-    assert len(source.look_ups._held) <= 2

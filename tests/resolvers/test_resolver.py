@@ -806,6 +806,76 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
     assert len(resolver._flights) == 0
 
 
+# --- places for fetches
+
+
+class HangingSource(FakeSource):
+    """Fetches of names that begin with "hung" never end."""
+
+    async def fetch(self, located: RemoteAdapter, arriving: PartialDownload) -> None:
+        if str(located.name).startswith("hung"):
+            self.fetched.append(str(located.name))
+            await asyncio.Event().wait()
+        await super().fetch(located, arriving)
+
+
+def hanging(resolver: RecordingResolver, source: HangingSource, count: int) -> list[asyncio.Task[object]]:
+    source.answers |= {f"hung-{number}": adapter_files() for number in range(count)}
+    return [asyncio.ensure_future(resolver.resolve(f"hung-{number}", BASE.path)) for number in range(count)]
+
+
+def test_hung_fetches_stop_no_other_source(make):
+    source, other = HangingSource("s3"), FakeSource("hub", {"sql": adapter_files()})
+    resolver = make(source, other)
+
+    async def run() -> None:
+        tasks = hanging(resolver, source, 12)
+        while len(source.fetched) < 4:
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(30):
+            assert (await resolver.resolve("sql", BASE.path)).source == "hub"
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(run())
+
+
+def test_hung_fetches_stop_no_other_principal(make):
+    source = HangingSource("s3", {"sql": adapter_files()})
+    resolver = make(source)
+
+    async def run() -> None:
+        resolver.principal = lambda: "team-a"
+        tasks = hanging(resolver, source, 12)
+        while len(source.fetched) < 4:
+            await asyncio.sleep(0.01)
+        resolver.principal = lambda: "team-b"
+        async with asyncio.timeout(30):
+            assert (await resolver.resolve("sql", BASE.path)).source == "s3"
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(run())
+    assert len(source.fetched) == 5
+
+
+def test_a_fetch_waits_no_longer_than_a_fetch_may(make):
+    source = HangingSource("s3", {"sql": adapter_files()})
+    resolver = make(source, fetch_timeout_s=0.5)
+
+    async def run() -> None:
+        tasks = hanging(resolver, source, 4)
+        while len(source.fetched) < 4:
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(30):
+            with pytest.raises(SourceUnavailable, match=r"adapter 'sql'.*fetches from s3.*a turn within 0.5 s"):
+                await resolver.resolve("sql", BASE.path)
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(run())
+
+
 # --- one flight for one name
 
 

@@ -11,7 +11,9 @@ import asyncio
 import contextlib
 import errno
 import os
+import shutil
 import stat
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,6 +34,7 @@ from lora_plugins.resolvers.sources.source import (
 )
 from lora_plugins.resolvers.sources.tree import AdapterTree, LeadsElsewhere, MayLead, anywhere
 from lora_plugins.store.partial_download import PartialDownload
+from lora_plugins.store.store import fetch_timeout_s
 
 T = TypeVar("T")
 _THREADS = 8
@@ -71,7 +74,7 @@ class FilesystemSource:
         """
         self.root = root
         self._variable = variable
-        self._locate_timeout_s = look_up_timeout_s(timeout_s)
+        self._timeout_s, self._locate_timeout_s = timeout_s, look_up_timeout_s(timeout_s)
         self._tree = AdapterTree(root, follow_symlinks=follow_symlinks, may_lead=may_lead)
         # Not threads that others wait for: a mount that hangs would take them all. They start when needed.
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="lora-plugins-filesystem")
@@ -87,8 +90,16 @@ class FilesystemSource:
 
     async def fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
         """Copy the located files; see `Source` for what is raised."""
+        stop = threading.Event()
+        timeout_s = fetch_timeout_s(sum(file.size_bytes for file in adapter.files), self._timeout_s)
         with describing(place=str(self.root / str(adapter.name))):
-            await asyncio.get_running_loop().run_in_executor(self._threads, self._fetch, adapter, download)
+            try:
+                async with deadline(timeout_s, f"an answer of the file system with {self._variable}"):
+                    await asyncio.get_running_loop().run_in_executor(
+                        self._threads, self._fetch, adapter, download, stop
+                    )
+            finally:
+                stop.set()  # a thread that hangs cannot be ended
 
     async def names(self, base_model_name: str) -> Listing:  # noqa: ARG002
         """Every directory below the root with a configuration; symlinks to directories are not looked into.
@@ -150,17 +161,27 @@ class FilesystemSource:
             status = os.fstat(opened.fileno())
             return SourceFile(file, status.st_size, _etag(status))
 
-    def _fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
-        for file in adapter.files:
-            try:
-                self._fetch_file(adapter.name, file, download)
-            except AdapterNotFound as error:
-                self._check_root()
-                raise VersionChanged(
-                    "a file that is gone", expected="the located one", remedy="ask again", file=file.name
-                ) from error
+    def _fetch(self, adapter: RemoteAdapter, download: PartialDownload, stop: threading.Event) -> None:
+        """Copy until `stop` is set: nobody waits any more."""
+        try:
+            for file in adapter.files:
+                if stop.is_set():
+                    return
+                try:
+                    self._fetch_file(adapter.name, file, download, stop)
+                except AdapterNotFound as error:
+                    self._check_root()
+                    raise VersionChanged(
+                        "a file that is gone", expected="the located one", remedy="ask again", file=file.name
+                    ) from error
+        finally:
+            if stop.is_set():
+                # The directory was given up while this was hanging, which may have put a file there since.
+                shutil.rmtree(download.directory, ignore_errors=True)
 
-    def _fetch_file(self, name: AdapterName, file: SourceFile, download: PartialDownload) -> None:
+    def _fetch_file(
+        self, name: AdapterName, file: SourceFile, download: PartialDownload, stop: threading.Event
+    ) -> None:
         full: OSError | None = None
         # The target outside: what its opening raises is the store's to explain, and so is a full disk.
         with (
@@ -170,6 +191,8 @@ class FilesystemSource:
             _check_unchanged(source, file)
             try:
                 for done in _copy(source, target, file.size_bytes):
+                    if stop.is_set():
+                        return
                     download.landed(file.name, done)
             except OSError as error:
                 if error.errno not in _FULL:

@@ -185,6 +185,29 @@ def test_a_mount_that_hangs_ends_at_the_deadline(root, monkeypatch, timeout_s, l
         ended.set()
 
 
+def test_a_copy_that_hangs_ends_at_the_deadline(root, tmp_path, monkeypatch):
+    put(root / "sql", adapter_files())
+    hung, ended = threading.Event(), threading.Event()
+
+    def hang(source, target, size_bytes):
+        hung.set()
+        ended.wait(60)
+        yield target.write(source.read(size_bytes))
+
+    monkeypatch.setattr(filesystem, "_copy", hang)
+    source, store = FilesystemSource(root, timeout_s=5.0), Store(tmp_path / "store", fetch_timeout_s=5.0)
+    located = asyncio.run(source.locate(AdapterName("sql"), ""))
+    fetching = store.obtain(located, lambda download: source.fetch(located, download), lambda _: None)
+    try:
+        with pytest.raises(SourceUnavailable, match=r"within 5 s.*an answer of the file system"):
+            run_until_late(fetching, hung.is_set, 600)
+    finally:
+        ended.set()
+        source._threads.shutdown()
+    assert not [path for path in store.layout.folder("tmp").rglob("*") if path.is_file()]
+    assert store.layout.temporaries() == []
+
+
 # --- symlinks
 
 

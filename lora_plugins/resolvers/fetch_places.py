@@ -1,0 +1,37 @@
+"""How many adapters are fetched at once: from each source a few, and from none all for one principal."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from lora_plugins.errors import SourceUnavailable
+from lora_plugins.resolvers.places import PlaceLimits, Places
+from lora_plugins.resolvers.sources.source import Source
+
+_AT_ONCE, _OF_ONE = 8, 4
+_WAITING = 10_000
+
+
+class FetchPlaces:
+    """Those of one resolver; each wait ends after `wait_s` seconds, with `SourceUnavailable`.
+
+    Attributes:
+        converting: for adapters that are rewritten into the engine's form.
+    """
+
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s = wait_s
+        self._by_source: dict[int, Places] = {}  # sources of other packages need not be keys of a dict
+        self.converting = self._places("adapters that are being converted")
+
+    def at(self, source: Source) -> Places:
+        """The places of one source: what hangs there keeps nobody from others."""
+        found = self._by_source.get(id(source))
+        if found is None:
+            found = self._by_source[id(source)] = self._places(f"fetches from {source.label} that have not ended")
+        return found
+
+    def _places(self, found: str) -> Places:
+        limits = PlaceLimits(_AT_ONCE, _WAITING, self._wait_s, _OF_ONE)
+        expected = f"a turn within {self._wait_s:g} s"
+        return Places(limits, partial(SourceUnavailable, found, expected=expected, remedy="ask again"))
