@@ -10,6 +10,7 @@ was computed with damaged weights is not found.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import weakref
 from collections.abc import AsyncIterator
@@ -46,7 +47,7 @@ class Copies:
         self._next = 0
         self._pressed_at: int | None = None
         self._store.relieve = self.relieve
-        self._tried_at: dict[str, float] = {}  # when a damaged copy could not be replaced, by name
+        self._tried_at: dict[str, float] = {}  # when a copy could not be had again, by name
         noted = weakref.WeakMethod(self._noted)  # the process has its events for longer than a server
         server.events.add(lambda event: None if (note := noted()) is None else note(event))
 
@@ -93,14 +94,18 @@ class Copies:
         Raises:
             LoRAPluginsError: it cannot be had; what was served goes on.
         """
-        with updating(self._server, adapter):
-            newest = await self._newest_sound(adapter, adapter.held_digest if is_bound else None)
-            was_damaged = adapter.is_damaged
-            is_new = await swap(self._server, adapter, newest, moves=moves, again=was_damaged)
+        try:
+            with updating(self._server, adapter):
+                newest = await self._newest_sound(adapter, adapter.held_digest if is_bound else None)
+                was_damaged = adapter.is_damaged
+                is_new = await swap(self._server, adapter, newest, moves=moves, again=was_damaged)
+        except LoRAPluginsError as error:
+            adapter.is_only_copy = adapter.is_only_copy or isinstance(error, OfAdapter)
+            raise
+        self._tried_at.pop(adapter.name, None)
         if was_damaged:
             adapter.is_damaged = False
             adapter.failed(DamagedCopy.of(newest.digest, "it was fetched and loaded again"))
-            self._tried_at.pop(adapter.name, None)
         return is_new
 
     async def is_at_fault(self, request: Any, error: LoRAPluginsError) -> bool:
@@ -137,13 +142,14 @@ class Copies:
             await self.relieve()
         now = time.monotonic()
         damaged = [adapter for adapter in self._registry.all() if adapter.is_damaged]
-        due = [it for it in damaged if now - self._tried_at.get(it.name, -_RETRY_S) >= _RETRY_S]
+        due = [it for it in damaged if now - self._tried_at.get(it.name, -math.inf) >= _RETRY_S]
         await asyncio.gather(*(self._replace(adapter) for adapter in due))
 
     async def relieve(self) -> None:
         """End the names' leases of what no request uses: the store may remove it, and each has it again when asked for.
 
-        Pinned adapters keep theirs, and names theirs of the version that they stay at: no source may have that again.
+        Pinned adapters keep theirs, and names theirs of the version that they stay at, or that is the only copy: no
+        source may have that again.
         """
         used_at = self._server.planner.used_at
         idle = [
@@ -151,6 +157,7 @@ class Copies:
             for adapter in self._registry.all()
             for version in adapter.versions
             if not adapter.is_pinned and version.digest != adapter.held_digest
+            if not (adapter.is_only_copy and version is adapter.version)
         ]
         await asyncio.to_thread(self._store.end_leases, idle)
 
@@ -175,14 +182,34 @@ class Copies:
                 adapter = self._registry.get(request.lora_name)
                 if adapter is None or adapter.version is None:
                     return request  # unloaded meanwhile, which the engine answers
-                try:
-                    await self._have(adapter)
-                except SourceUnavailable:
-                    if adapter.is_damaged or not (await self._server.planner.states())(adapter.engine_id).is_loaded:
-                        raise
+                if not await self._is_had(adapter):
                     return adapter.request  # the engine need not read it
                 request = adapter.request
         raise DamagedCopy.of(digest or request.lora_path)
+
+    async def _is_had(self, adapter: ServedAdapter) -> bool:
+        """As `_have`; False where the copy cannot be had, and what the engine has in memory goes on.
+
+        The source is asked again after a while then, and not for each request.
+
+        Raises:
+            LoRAPluginsError: it cannot be had, and the engine would have to read it.
+        """
+        tried_at = self._tried_at.get(adapter.name, -math.inf)
+        if time.monotonic() - tried_at < _RETRY_S and await self._is_in_memory(adapter):
+            return adapter.version is not None and await self.has(adapter.name, adapter.version)
+        try:
+            await self._have(adapter)
+        except LoRAPluginsError as error:
+            if not isinstance(error, SourceUnavailable | OfAdapter) or not await self._is_in_memory(adapter):
+                raise
+            self._tried_at[adapter.name] = time.monotonic()
+            return False
+        return True
+
+    async def _is_in_memory(self, adapter: ServedAdapter) -> bool:
+        """Whether the engine has it, as its copy was."""
+        return not adapter.is_damaged and (await self._server.planner.states())(adapter.engine_id).is_loaded
 
     async def _have(self, adapter: ServedAdapter) -> None:
         """See that the copy of what a name stands for is leased and sound, of another version where it must be."""

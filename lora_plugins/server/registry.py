@@ -37,6 +37,7 @@ class ServedAdapter:
         held_digest: the version that it stays at: it was rolled back to it, or loaded by its path.
         is_pinned: stays in host memory and a slot.
         is_damaged: its copy in the store was found damaged; it is fetched and loaded again before the next request.
+        is_only_copy: when its source was asked last, that had another version that cannot be served, or none.
         last_error: what went wrong last, and when, in seconds since 1970.
     """
 
@@ -48,6 +49,7 @@ class ServedAdapter:
     held_digest: str | None = None
     is_pinned: bool = False
     is_damaged: bool = False
+    is_only_copy: bool = False
     last_error: tuple[LoRAPluginsError, float] | None = None
 
     @property

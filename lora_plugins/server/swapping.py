@@ -48,7 +48,7 @@ async def swap(
         path, is_3d, leased = given.lora_path, given.is_3d_lora_weight, []
     elif adapter.version is not None and adapter.version.digest == version.digest:
         if not again:
-            adapter.version, adapter.last_error = version, None
+            adapter.version, adapter.last_error, adapter.is_only_copy = version, None, False
             return False
         path, is_3d, leased = respelt(adapter.request.lora_path), version.is_3d, [version]
     else:
@@ -65,7 +65,7 @@ async def swap(
         raise
     previous = [kept for kept in adapter.versions if version is None or kept.digest != version.digest]
     adapter.request, adapter.version, adapter.last_error = request, version, None
-    adapter.previous = previous[:KEPT_VERSIONS]
+    adapter.previous, adapter.is_only_copy = previous[:KEPT_VERSIONS], False
     server.registry.put(adapter)
     used_at = server.planner.used_at.get(old_id)
     if used_at is not None:

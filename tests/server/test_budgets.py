@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from lora_plugins.errors import AdapterNotFound, NoFreeSlot, SourceUnavailable
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, NoFreeSlot, OfAdapter, SourceUnavailable
 from tests.make import adapter_files
 from tests.resolvers.sources.contract import content, turned
-from tests.server.test_copies import Bed, make_bed
+from tests.server.test_copies import GOOD, Bed, make_bed
 from tests.virtual_time import runs
 
 _ = make_bed
@@ -144,6 +145,49 @@ async def test_while_its_source_is_away_what_is_in_memory_answers(make_bed) -> N
     await bed.world.planner.retire(adapter.engine_id)
     with pytest.raises(SourceUnavailable, match="away"):
         await bed.world.ask(NAMES[0])
+
+
+BROKEN = {**GOOD, CONFIG_FILE: b"{"}
+
+
+@pytest.mark.parametrize("later", [BROKEN, None], ids=["broken", "gone"])
+@runs
+async def test_what_is_in_memory_outlives_its_source(make_bed, later) -> None:
+    bed = bed_of(make_bed, adapters=1)
+    await ask(bed, NAMES[0])
+    await ask(bed, NAMES[1])
+    bed.source.answers[NAMES[0]] = later
+    await bed.world.ask(NAMES[0])
+    asked = len(bed.source.asked)
+    await bed.world.ask(NAMES[0])
+    assert len(bed.source.asked) == asked, "the source is not asked for each request"
+    adapter = bed.world.lifecycle.registry.require(NAMES[0])
+    assert isinstance(adapter.last_error[0], OfAdapter)
+    await bed.world.planner.retire(adapter.engine_id)
+    with pytest.raises((AdapterNotFound, InvalidAdapter)):
+        await bed.world.ask(NAMES[0])
+    bed.source.answers[NAMES[0]] = FILES[NAMES[0]]
+    await ask(bed, NAMES[0])
+
+
+@pytest.mark.parametrize("later", [BROKEN, None], ids=["broken", "gone"])
+@runs
+async def test_a_copy_that_no_source_has_stays(make_bed, later) -> None:
+    bed = bed_of(make_bed, adapters=2)
+    await ask(bed, NAMES[0])
+    bed.source.answers[NAMES[0]] = later
+    await bed.world.lifecycle.poll(NAMES[0])
+    for name in NAMES[1:6]:
+        await ask(bed, name)
+    adapter = bed.world.lifecycle.registry.require(NAMES[0])
+    await bed.world.planner.retire(adapter.engine_id)
+    await ask(bed, NAMES[0])
+    bed.source.answers[NAMES[0]] = turned()
+    await bed.world.lifecycle.poll(NAMES[0])
+    await ask(bed, NAMES[1])
+    await ask(bed, NAMES[2])
+    assert not adapter.is_only_copy
+    assert adapter.version.digest not in bed.resolver.store.layout.digests()
 
 
 @runs
