@@ -105,6 +105,7 @@ class Engine:
         commands: all that the workers were sent. fails: errors of adapters that cannot be loaded, by id.
         outputs: all that clients were sent, in order, with the step. sent: all that the workers were sent.
         in_memory: adapters that the workers have. Each request that is scheduled must find its own there.
+        known: requests for which a worker keeps a place (vllm/v1/worker/gpu/model_runner.py has one for each).
     """
 
     def __init__(self, scheduler: Any, *, is_instant: bool = True, lag: int = 0) -> None:
@@ -116,6 +117,7 @@ class Engine:
         self.sent: list[Any] = []
         self.finished: list[set[str]] = []
         self.in_memory: set[int] = set()
+        self.known: set[str] = set()
         self.stats: Any = None
         self._is_instant = is_instant
         self._lag = lag
@@ -128,6 +130,7 @@ class Engine:
         self.sent.append(output)
         self._obey(getattr(output, COMMANDS, ()))
         self._check_adapters(output)
+        self._check_places(output)
         self._under_way.append((output, self._run(output)))
         if len(self._under_way) > self._lag:
             self._update()
@@ -171,6 +174,12 @@ class Engine:
         if getattr(self.scheduler, "planner", None) is not None:
             loras = (self.scheduler.requests[name].lora_request for name in output.num_scheduled_tokens)
             assert {lora.lora_int_id for lora in loras if lora is not None} <= self.in_memory
+
+    def _check_places(self, output: Any) -> None:
+        self.known -= output.finished_req_ids | (output.preempted_req_ids or set())
+        self.known |= {new.req_id for new in output.scheduled_new_reqs}
+        self.known |= output.scheduled_cached_reqs.resumed_req_ids
+        assert len(self.known) <= self.scheduler.max_num_running_reqs
 
     def _obey(self, commands: Any) -> None:
         for command in commands:

@@ -57,6 +57,7 @@ class AdmissionMixin(FiniteAnswers):
         self.given_numbers = 1  # of what workers were given past the plan
         self.uris: LRUCache[int, str] = LRUCache(_REMEMBERED)  # what adapters were loaded from, by engine id
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
+        self._held_again: dict[str, Any] = {}  # sessions with a KV cache, which wait for their adapter since this step
         super().__init__(vllm_config, *args, **kwargs)
 
     # --- requests ---
@@ -106,6 +107,22 @@ class AdmissionMixin(FiniteAnswers):
             self._refused.append((session, _replaced(session)))
         else:
             self._arrived(session, spec, is_other=False)
+            self._held_again[session.request_id] = session
+
+    def _preempt_held(self) -> None:
+        """Free what sessions keep that were not admitted: else others wait for it, whose slot these wait for.
+
+        As vLLM preempts, so that a worker frees its place too; its next part is what workers are sent again.
+        """
+        from vllm.v1.request import RequestStatus
+
+        held, self._held_again = self._held_again, {}
+        for session in held.values():
+            if session.status == RequestStatus.WAITING and session.num_computed_tokens:
+                session.status = RequestStatus.RUNNING
+                self._preempt_request(session, time.monotonic(), drop_stale_output=True)
+                self.waiting.remove_request(session)  # type: ignore[attr-defined]
+                session.status = RequestStatus.WAITING
 
     def _arrived(self, request: Any, spec: AdapterSpec, *, is_other: bool) -> None:
         planner: Planner = self.planner  # type: ignore[assignment]
@@ -219,12 +236,16 @@ class AdmissionMixin(FiniteAnswers):
             planner.answer_stopped(_in_use(), now)
         self._move(plan.moved)
         for request in plan.admitted:
-            if request.num_computed_tokens and not self._has_own_generation(request):
-                self._refused.append((request, _replaced(request)))  # a session
+            self._held_again.pop(request.request_id, None)
+            is_begun = request.num_computed_tokens or request.num_preemptions  # a session
+            if is_begun and not self._has_own_generation(request):
+                self._refused.append((request, _replaced(request)))
                 continue
             self._assign(request)  # the one that it arrived for may have failed to load
             super()._enqueue_waiting_request(request)  # type: ignore[misc]
         self._refused.extend(plan.refused)
+        if self._held_again:
+            self._preempt_held()
         return plan.commands
 
     def _has_own_generation(self, request: Any) -> bool:

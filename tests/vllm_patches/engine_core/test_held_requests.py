@@ -17,7 +17,7 @@ from vllm.config import ECTransferConfig, KVTransferConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils import random_uuid
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.engine import FinishReason
+from vllm.v1.engine import EngineCoreEventType, FinishReason
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.request import RequestStatus
@@ -273,13 +273,13 @@ def end(name: str, lora: int | None) -> Any:
 
 
 def said_to_clients(engine: Engine) -> dict[str, list[Any]]:
-    """Tokens, the reasons of ends, and events, by request."""
+    """Tokens, the reasons of ends, and events, by request; but preemptions, which sessions have that are held again."""
     said: dict[str, list[Any]] = {}
     for one in engine.outputs:
         of = said.setdefault(one.request_id, [[], [], []])
         of[0] += one.new_token_ids
         of[1] += [] if one.finish_reason is None else [one.finish_reason]
-        of[2] += [event.type for event in one.events or ()]
+        of[2] += [event.type for event in one.events or () if event.type != EngineCoreEventType.PREEMPTED]
     return said
 
 
@@ -372,6 +372,49 @@ def test_many_idle_sessions_keep_no_slot(make_engine: Make) -> None:
     assert aborted(engine, None) == {f"s{number}" for number in range(1, 8)}
     engine.run()
     assert sorted(engine.gone) == [f"s{number}" for number in range(1, 8)]
+
+
+def test_sessions_held_again_keep_no_place_of_workers(make_engine: Make) -> None:
+    engine = make_engine(max_cpu_loras=1)
+    sessions = [f"s{number}" for number in range(7)]
+    for name in sessions:
+        engine.scheduler.add_request(part(name, 1))
+    engine.run()
+    assert engine.known >= set(sessions)
+    engine.scheduler.add_request(request("b0", 2, tokens=20))
+    engine.step()
+    for name in sessions:
+        engine.scheduler.add_request(part(name, 1))
+    for number in range(1, 8):
+        engine.scheduler.add_request(request(f"b{number}", 2, tokens=20))
+    engine.run()  # which checks the places
+    assert {len(engine.tokens_of(name)) for name in sessions} == {4}
+    assert {len(engine.tokens_of(f"b{number}")) for number in range(8)} == {20}
+
+
+@pytest.mark.parametrize("is_stock", [False, True], ids=["ours", "stock"])
+def test_a_session_held_again_keeps_no_kv_cache(make_engine: Make, is_stock: bool) -> None:
+    engine = make_engine(max_cpu_loras=1, blocks=5, is_stock=is_stock)  # one of these is vLLM's own
+    engine.scheduler.add_request(part("a", 1, prompt=30))
+    engine.run()
+    engine.scheduler.add_request(request("b", 2, tokens=44))
+    engine.step()
+    for more in (part("a", 1), end("a", 1)):
+        engine.scheduler.add_request(more)
+    engine.run()
+    assert len(engine.tokens_of("a")) == 4
+    assert len(engine.tokens_of("b")) == 44
+
+
+def test_a_session_whose_adapter_is_there_keeps_its_kv_cache(make_engine: Make) -> None:
+    engine = make_engine()
+    engine.scheduler.add_request(part("a", 1, prompt=20))
+    engine.run()
+    before = len(engine.sent)
+    engine.scheduler.add_request(part("a", 1, prompt=20))
+    engine.run()
+    assert sum(output.num_scheduled_tokens.get("a", 0) for output in engine.sent[before:]) < 30
+    assert all(not output.preempted_req_ids for output in engine.sent)
 
 
 def test_a_session_whose_adapter_fails_later_gets_the_error(make_engine: Make) -> None:
