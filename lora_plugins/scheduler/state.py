@@ -143,7 +143,9 @@ class PlannerState:
         self._release_slot(adapter)
         size_bytes = self.cache.remove(adapter.key)
         self.cache.loaded(before.key, adapter.spec, size_bytes, adapter.load_s)
+        self._count_held(before, -len(before.held))  # by a name that may be another now
         before.spec, before.weights = adapter.spec, adapter.key
+        self._count_held(before, len(before.held))
         before.load_s, before.rank = adapter.load_s, adapter.rank
         before.calls, adapter.calls = [*before.calls, *adapter.calls], []
         before.is_pinned, adapter.is_pinned = before.is_pinned or adapter.is_pinned, False

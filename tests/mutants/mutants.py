@@ -178,6 +178,20 @@ MUTANTS = (
         ("tests/resolvers/test_places.py", "tests/resolvers/test_look_ups.py"),
     ),
     Mutant(
+        "engine core: keys of prefixes stay another version's",
+        "lora_plugins/vllm_patches/engine_core/request.py",
+        "    if before.lora_path != path:\n        request.block_hashes.clear()\n",
+        "    if before.lora_path != path:\n",
+        ("tests/vllm_patches/engine_core/test_request.py",),
+    ),
+    Mutant(
+        "engine core: a session that waits keeps its KV cache",
+        "lora_plugins/vllm_patches/engine_core/scheduler.py",
+        "        if self._held_again:\n            self._preempt_held()\n",
+        "",
+        ("tests/vllm_patches/engine_core/test_held_requests.py",),
+    ),
+    Mutant(
         "server: a load that fails keeps its lease",
         "lora_plugins/server/lifecycle.py",
         "            self.server.release(name, version)\n            raise\n        adapter = ServedAdapter",

@@ -137,3 +137,21 @@ def test_a_version_between_two_moves_nothing_any_more() -> None:
     engine.run_until_idle()
     assert load.done()
     assert not engine.planner.state.moving
+
+
+def test_requests_held_across_a_move_count_by_its_name() -> None:
+    """`load_inplace` may come with another name for the same engine id."""
+    engine = engine_with(slots=1, max_adapters=4)
+    engine.submit(1, tokens=1000)
+    engine.run(1)
+    engine.submit(2, tokens=1)
+    while not engine.planner.state.of_request["r0"].leaves_since:
+        engine.run(1)
+    engine.submit(1, tokens=1)
+    load = engine.planner.load(replace(spec(1), path="/new", name="renamed"), engine.now, moves=True)
+    engine.run(1)
+    assert load.done()
+    state = engine.planner.state
+    assert dict(state.held_by_name) == {"renamed": 1, "adapter-2": 1}
+    engine.run_until_idle()
+    assert dict(state.held_by_name) == {}

@@ -201,7 +201,14 @@ class AdmissionMixin(FiniteAnswers):
         is_same = known is not None and known.spec.path == spec.path and spec.lora_request is None
         if known is not None and is_same and not (known.spec.given and is_inplace):
             return known.spec
-        return replace(spec, uri=self.uris.get(spec.engine_id), size_bytes=_weights_bytes(spec.path))
+        return replace(spec, uri=self.uris.get(spec.engine_id), size_bytes=self._weights_bytes(spec))
+
+    def _weights_bytes(self, spec: AdapterSpec) -> int:
+        """What the weights will take of host memory; for what was evicted, no file system is asked that may hang."""
+        evicted = None if self.planner is None else self.planner.state.cache.known_bytes.get(spec.engine_id)
+        if evicted is not None and evicted[0].path == spec.path and is_in_store(spec.path):
+            return evicted[0].size_bytes
+        return _weights_bytes(spec.path)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
         """As vLLM's, which knows held requests too."""

@@ -6,14 +6,17 @@ Where vLLM's own class has a say, the same is asked of it: there the request wai
 from __future__ import annotations
 
 import inspect
+import os
 import random
 import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.config import ECTransferConfig, KVTransferConfig
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils import random_uuid
 from vllm.v1.core.sched.interface import PauseState
@@ -431,6 +434,23 @@ def test_a_session_whose_adapter_fails_later_gets_the_error(make_engine: Make) -
     assert "a" in engine.gone
     assert "a" not in engine.scheduler.requests
     assert not engine.scheduler.has_requests()
+
+
+def test_no_file_system_is_asked_for_what_was_evicted(make_engine: Make, tmp_path: Path, monkeypatch) -> None:
+    """The store may be a mount that hangs, and all requests wait for the scheduler."""
+    engine, listed, scandir = make_engine(max_cpu_loras=1), list[str](), os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: (listed.append(str(path)), scandir(path))[1])
+    paths = [tmp_path / (digit * 64) for digit in "12"]
+    for path in paths:
+        path.mkdir()
+        (path / "adapter_model.safetensors").write_bytes(bytes(50))
+    for name, number in (("a", 1), ("b", 2), ("c", 1), ("d", 2)):
+        asking = request(name, number)
+        asking.lora_request = LoRARequest(f"adapter-{number}", number, str(paths[number - 1]))
+        engine.scheduler.add_request(asking)
+        engine.run()
+        assert len(engine.tokens_of(name)) == 3
+    assert listed == [str(path) for path in paths]
 
 
 # --- the control: adapters that are all there ---

@@ -96,6 +96,16 @@ def test_who_had_not_begun_is_stamped_with_what_computes_it(bed) -> None:
     assert spans(engine, "waits")[0][0] == "2" * 64, "the header says the first of these"
 
 
+def test_a_request_for_a_past_version_has_the_newer_ones_keys(bed) -> None:
+    engine = bed(max_loras=2, max_cpu_loras=4)
+    load(engine, V2)
+    late = asked("late", V1, prompt=36)
+    begin(engine, late)
+    assert late.lora_request.lora_path == V2
+    begin(engine, asked("new", V2, prompt=36))
+    assert from_cache(engine, "new") == 32
+
+
 @pytest.mark.parametrize("how", ["moved beside another", "evicted"])
 def test_a_session_does_not_go_on_with_other_weights(bed, how: str) -> None:
     """Its KV cache is of V1; it should end with L002, as where the version was replaced."""
