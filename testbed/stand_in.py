@@ -39,6 +39,8 @@ class StandIn:
         name = body["model"]
         if name.startswith("unknown"):
             return JSONResponse({"error": {"message": f"no {name}", "code": 404}}, 404)
+        if name.startswith("failing"):
+            return JSONResponse({"error": {"message": f"{name} fails", "code": 500}}, 500)
         self.running += 1
         try:
             is_cold = name != self.options.model and name not in self.loaded

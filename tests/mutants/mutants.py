@@ -80,6 +80,13 @@ MUTANTS = (
         ("tests/verification/test_limits.py",),
     ),
     Mutant(
+        "verification: what takes too much memory is read again",
+        "lora_plugins/verification/child.py",
+        "        yield Refused(too_large.plain())\n",
+        "        raise\n",
+        ("tests/verification/test_limits.py",),
+    ),
+    Mutant(
         "api: a passing fault is the client's mistake",
         "lora_plugins/api/http_errors.py",
         "return HTTPException(error.http_status, text, headers)",
@@ -288,6 +295,13 @@ MUTANTS = (
         "strict=True) if owner != replica]",
         "strict=True) if owner]",
         ("tests/routing/test_rendezvous.py",),
+    ),
+    Mutant(
+        "ray: an error of a healthy server is a server that is gone",
+        "lora_plugins/ray/replica.py",
+        "answer.status_code >= 500 and not await",
+        "answer.status_code >= 500 and await",
+        ("tests/ray/test_ingress.py",),
     ),
     Mutant(
         "ray: a replica starts without its secrets",

@@ -30,13 +30,16 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def app(start: Start) -> App:
-    return start(2, places=12)
+    """Once its router knows both replicas: until then all names are one's."""
+    running = start(2, places=12)
+    wait_for(lambda: len({ask(running, "base")[1] for _ in range(8)}) == 2)
+    return running
 
 
 def test_all_adapters_are_loaded_once_and_stay(app: App) -> None:
     names = [f"stays-{number}" for number in range(24)]
     first = {name: ask(app, name) for name in names}
-    again = {name: ask(app, name) for _ in range(3) for name in names}
+    again = {name: ask(app, name) for _ in range(2) for name in names}
     assert again == first
     assert {status for status, _ in first.values()} == {200}
     cold = counted(app.noted("cold"))
@@ -52,6 +55,12 @@ def test_unmodified_client_streams(app: App) -> None:
 def test_server_refuses_what_does_not_exist(app: App) -> None:
     with pytest.raises(openai.NotFoundError, match="no unknown-adapter"):
         app.client().completions.create(model="unknown-adapter", prompt="x")
+
+
+def test_an_error_of_a_healthy_server_is_passed_on(app: App) -> None:
+    status, replica = ask(app, "failing")
+    assert status == 500
+    assert replica in app.replicas()
 
 
 def test_request_of_a_client_that_leaves_is_aborted(app: App) -> None:

@@ -45,6 +45,16 @@ def test_too_much_memory_is_refused(children: Children, tmp_path: Path, monkeypa
     assert read(children, put(tmp_path / "sql", adapter_files()))
 
 
+def test_the_memory_that_it_may_take_is_said(
+    children: Children, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(
+        monkeypatch, "from lora_plugins.verification import child; child.verify_adapter = lambda *_: bytearray(1 << 32)"
+    )
+    with pytest.raises(InvalidAdapter, match=f"more than {limits.MAX_MEMORY_BYTES >> 20} MiB of memory"):
+        read(children, adapter)
+
+
 def test_limits_of_the_process_are_set(children: Children, adapter: Path) -> None:
     assert read(children, adapter)
     (pid,) = children.pids()

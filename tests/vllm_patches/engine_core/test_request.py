@@ -96,7 +96,7 @@ def test_who_had_not_begun_is_stamped_with_what_computes_it(bed) -> None:
     assert spans(engine, "waits")[0][0] == "2" * 64, "the header says the first of these"
 
 
-def test_a_request_for_a_past_version_has_the_newer_ones_keys(bed) -> None:
+def test_a_request_for_a_past_version_has_newer_keys(bed) -> None:
     engine = bed(max_loras=2, max_cpu_loras=4)
     load(engine, V2)
     late = asked("late", V1, prompt=36)
