@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -41,6 +42,7 @@ _VERSION_CHANGES = 3
 # For so long a directory of the store that was there is taken to be there. To look lets other threads have the
 # interpreter, and beside a flood of look-ups that costs a hot name a hundred times what its answer does.
 _SEEN_S = 1.0
+_LOCATED_S = 5.0  # for so long, what was found waits for its caller to have it fetched
 _REMOTE_LIMITS = LookUpLimits()
 _LOCAL_LIMITS = replace(_REMOTE_LIMITS, absent_per_s=None)
 
@@ -112,7 +114,9 @@ class AdapterResolver:
         self._absent: TTLCache[tuple[str, Key], Absence] = TTLCache(_REMEMBERED_NAMES, settings.absent_ttl_s)
         self._failed: TTLCache[Key, SourceUnavailable] = TTLCache(_REMEMBERED_NAMES, SourceUnavailable.retry_after_s)
         self._fresh: TTLCache[Key, ResolvedAdapter] = TTLCache(_REMEMBERED_NAMES, settings.revalidate_s)
+        self._located: TTLCache[Key, tuple[Source, RemoteAdapter]] = TTLCache(_REMEMBERED_NAMES, _LOCATED_S)
         self._flights: SingleFlight[Hashable, ResolvedAdapter | None] = SingleFlight(self._nobody_waits)
+        self._finding: SingleFlight[Key, bool] = SingleFlight()
         self.on_abandoned: Callable[[ResolvedAdapter], None] = lambda _: None
         self._seen: TTLCache[Path, bool] = TTLCache(_REMEMBERED_NAMES, _SEEN_S)
         self._look_ups: dict[int, LookUps] = {}  # by source
@@ -139,6 +143,21 @@ class AdapterResolver:
             self.events.emit(AdapterUnknown(text, error.found))
             return None
         return await self._answer(_Query(name), base_path)
+
+    async def has(self, text: str, base_path: str) -> bool:
+        """Whether a source has the adapter called `text`; nothing is fetched, and `resolve` asks no source again.
+
+        Raises:
+            LoRAPluginsError: a source is unavailable, or what it has is no adapter.
+        """
+        try:
+            query = _Query(AdapterName.parse(text))
+        except AdapterNotFound:
+            return False
+        if self._known(query) is not None:
+            return True
+        with self._noting_outage(query):
+            return await self._finding.run(query.key, lambda: self._find(query, base_path))
 
     async def resolve_uri(self, name: str, uri: str, base_path: str) -> ResolvedAdapter:
         """Fetch and verify the adapter at `uri`, to be served as `name`.
@@ -220,19 +239,43 @@ class AdapterResolver:
                 raise InvalidAdapter(error.found, expected=error.expected, remedy="choose another name") from None
 
     async def _answer(self, query: _Query, base_path: str) -> ResolvedAdapter | None:
+        fresh = self._known(query)
+        if fresh is not None:
+            self.events.emit(AdapterConfirmed(fresh.name, fresh.source))
+            return fresh
+        with self._noting_outage(query):
+            return await self._share(query, base_path)
+
+    def _known(self, query: _Query) -> ResolvedAdapter | None:
+        """What its source said a moment ago.
+
+        Raises:
+            SourceUnavailable: it did not answer a moment ago.
+        """
         fresh = self._fresh.get(query.key)
         if fresh is not None and self._is_there(fresh):
-            self.events.emit(AdapterConfirmed(fresh.name, fresh.source))
             return fresh
         failed = self._failed.get(query.key)
         if failed is not None:
             raise copy.copy(failed)  # a new one: raising an old one grows its traceback
+        return None
+
+    @contextmanager
+    def _noting_outage(self, query: _Query) -> Iterator[None]:
         try:
-            return await self._share(query, base_path)
+            yield
         except SourceUnavailable as error:
             if not isinstance(error, LookUpsBusy | VersionChanged):  # these are no outage
                 self._failed[query.key] = error
             raise
+
+    async def _find(self, query: _Query, base_path: str) -> bool:
+        with describing(adapter=str(query.name)):
+            found = await self._locate(query, base_path)
+        if isinstance(found, _Nowhere):
+            return False
+        self._located[query.key] = found
+        return True
 
     def _is_there(self, resolved: ResolvedAdapter) -> bool:
         """Whether it is leased, and was in the store a second ago."""
@@ -257,8 +300,9 @@ class AdapterResolver:
         name = str(query.name)
         for attempt in range(1, _VERSION_CHANGES + 1):
             started = time.perf_counter()
+            located = None if query.force_refresh else self._located.pop(query.key, None)
             with describing(adapter=name):
-                found = await self._locate(query, base_path)
+                found = located or await self._locate(query, base_path)
             if isinstance(found, _Nowhere):
                 self._fresh.pop(query.key, None)
                 if not query.is_by_path:  # else it may be a Hub id, which vLLM looks up

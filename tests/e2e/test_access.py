@@ -184,6 +184,13 @@ def test_a_tenant_over_its_share_waits_for_itself(guarded: Guarded) -> None:
                 return long
 
             async with in_the_midst_of(client, "team-a/sql", begin) as long:
+                async with asyncio.timeout(10):
+                    unknown = await client.post(
+                        "/v1/completions",
+                        json={"model": "team-a/none", "prompt": PROMPT},
+                        headers={"Authorization": "Bearer key-a"},
+                    )
+                assert unknown.status_code == 404, "a name that does not exist takes nothing of a share"
                 own = asyncio.create_task(ask(client, "shared", "key-a"))
                 await asyncio.sleep(0.2)  # it comes first
                 others = asyncio.create_task(ask(client, "team-b/sql", "key-b"))

@@ -806,6 +806,41 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
     assert len(resolver._flights) == 0
 
 
+# --- whether there is one, before it is fetched
+
+
+def test_what_was_found_is_not_looked_for_again(make):
+    source = FakeSource("s3", {"sql": adapter_files()})
+    resolver = make(source)
+    assert asyncio.run(resolver.has("sql", BASE.path))
+    assert (source.asked, source.fetched, resolver.emitted) == (["sql"], [], [])
+    assert resolver.ask() is not None
+    assert (source.asked, source.fetched) == (["sql"], ["sql"])
+    assert asyncio.run(resolver.has("sql", BASE.path))
+    assert source.asked == ["sql"], "believed for its time"
+
+
+@pytest.mark.parametrize("answer", [None, SourceUnavailable("away"), InvalidAdapter("broken")])
+def test_what_was_not_found_is_said_once(make, answer):
+    source = FakeSource("s3", {"sql": answer} if answer else {})
+    resolver = make(source)
+    if answer is None:
+        assert not asyncio.run(resolver.has("sql", BASE.path))
+        assert resolver.ask() is None
+    else:
+        for ask in (lambda: asyncio.run(resolver.has("sql", BASE.path)), resolver.ask):
+            with pytest.raises(type(answer)):
+                ask()
+    assert source.asked == (["sql"] * 2 if isinstance(answer, InvalidAdapter) else ["sql"])
+
+
+@pytest.mark.parametrize("name", ["../sql", "", "a//b"])
+def test_what_is_no_name_is_nowhere(make, name: str):
+    source = FakeSource("s3")
+    assert not asyncio.run(make(source).has(name, BASE.path))
+    assert source.asked == []
+
+
 # --- places for fetches
 
 
