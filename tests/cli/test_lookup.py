@@ -73,7 +73,6 @@ def test_an_unavailable_source_hides_no_later_one(env):
     ("what", "source", "uri"),
     [
         ("acme/many/en", "hub", "hf://acme/many/en"),
-        ("hf://acme/many/en", "hub", "hf://acme/many/en"),
         ("hf://acme/many@main/en", "hub", "hf://acme/many/en"),
         ("s3://adapters/loras/sql", "s3", "s3://adapters/loras/sql"),
     ],

@@ -55,8 +55,11 @@ def standing_still(client: httpx.AsyncClient, name: str) -> AbstractAsyncContext
     return in_the_midst_of(client, name, begin)
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize(("block", "status", "code"), [(False, 503, "L001"), (True, 404, "L002")])
+@pytest.mark.parametrize(
+    ("stream", "block", "status", "code"),
+    [(False, True, 404, "L002"), (True, False, 503, "L001")],
+    ids=["whole, blocked", "stream"],
+)
 def test_an_unload_refuses_held_requests_at_once(
     one_slot: OneSlot, stream: bool, block: bool, status: int, code: str
 ) -> None:

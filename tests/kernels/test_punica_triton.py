@@ -116,8 +116,11 @@ def base_output(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("which", LINEAR)
+@pytest.mark.parametrize(
+    ("which", "dtype"),
+    [*((which, torch.float32) for which in LINEAR), *(("merged", dtype) for dtype in DTYPES if dtype.itemsize == 2)],
+    ids=str,
+)
 def test_linear_layers(which: str, dtype: torch.dtype) -> None:
     wrapper = make_wrapper(lora_config(dtype))
     layer, widths = layer_of(which, wrapper, dtype)
