@@ -49,6 +49,25 @@ class FetchStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class FetchGoesOn:
+    """A fetch that has started is slow: after `took_s` seconds, `arrived_bytes` of `size_bytes` are on the disk."""
+
+    name: str
+    source: str
+    took_s: float
+    arrived_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchEnded:
+    """A fetch that has started is over, however it went."""
+
+    name: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterFetched:
     """A version was fetched from its source, verified and published in the store.
 
@@ -198,6 +217,8 @@ Event = (
     AdapterResolved
     | AdapterConfirmed
     | FetchStarted
+    | FetchGoesOn
+    | FetchEnded
     | AdapterFetched
     | AdapterRejected
     | SourceFailed

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TypeVar
 
 from rich.console import RenderableType
@@ -23,6 +21,7 @@ from rich.table import Column
 
 from lora_plugins.cli.output import Output, number, printable
 from lora_plugins.events import Event, FetchStarted
+from lora_plugins.resolvers.fetch_progress import arrived_bytes
 
 T = TypeVar("T")
 
@@ -87,28 +86,6 @@ class FetchBars(Progress):
         if self._overall is not None:
             self.update(self._overall, description=text, completed=done, total=total or None)
         yield from super().get_renderables()
-
-
-def arrived_bytes(directory: str, files: Sequence[tuple[str, int]]) -> dict[str, int] | None:
-    """Bytes on disk of each file that is on its way into `directory`; None once that is gone.
-
-    Blocks are counted, not lengths: ranges arrive in any order in a file that has its full length from the start.
-    What lies in no file of these names is what a library has of the largest that is not there yet.
-    """
-    if not os.path.isdir(directory):
-        return None
-    on_disk: dict[str, int] = {}
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            with contextlib.suppress(OSError):
-                key = name if folder == directory else ""
-                on_disk[key] = on_disk.get(key, 0) + os.stat(os.path.join(folder, name)).st_blocks * 512
-    elsewhere = sum(on_disk.values()) - sum(on_disk.get(name, 0) for name, _ in files)
-    arrived = {}
-    for name, size_bytes in sorted(files, key=lambda file: -file[1]):
-        arrived[name] = min(size_bytes, on_disk.get(name) or elsewhere)
-        elsewhere -= 0 if on_disk.get(name) else arrived[name]
-    return arrived
 
 
 def counted(output: Output, items: Iterable[T], count: int, what: str) -> Iterable[T]:

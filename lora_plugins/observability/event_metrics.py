@@ -55,6 +55,9 @@ class CountEvents:
         )  # fmt: skip
         self._locate_s = histogram("locate", "Asking sources where an adapter is", _LOCATE_BUCKETS_S, "source")
         self._fetch_s = histogram("fetch", "Fetching, verifying and publishing a version", _FETCH_BUCKETS_S, "source")
+        self._fetches = Gauge(
+            "lora_plugins_fetches", "Fetches that go on", ("source",), registry=registry, multiprocess_mode="livesum"
+        )
         self._fetched_bytes = counter("fetched_bytes", "Bytes of adapters fetched", "source")
         self._store_hits = counter("store_hits", "Versions that the store had when they were resolved")
         self._store_misses = counter("store_misses", "Versions that had to be fetched")
@@ -74,7 +77,7 @@ class CountEvents:
         self._declared_errors = counter("declared_file_errors", "Contents of that file that could not be followed")
         self._aborted = counter("drain_aborted_requests", "Requests that were ended by an unload")
 
-    def __call__(self, event: events.Event) -> None:  # noqa: C901, PLR0912 - a case for each event
+    def __call__(self, event: events.Event) -> None:  # noqa: C901, PLR0912, PLR0915 - a case for each event
         match event:
             case events.AdapterResolved():
                 self._resolves.labels(event.source, "served").inc()
@@ -82,6 +85,10 @@ class CountEvents:
                 (self._store_misses if event.fetched else self._store_hits).inc()
             case events.AdapterConfirmed():
                 self._resolves.labels(event.source, "served").inc()
+            case events.FetchStarted():
+                self._fetches.labels(event.source).inc()
+            case events.FetchEnded():
+                self._fetches.labels(event.source).dec()
             case events.AdapterFetched():
                 self._fetch_s.labels(event.source).observe(event.fetch_s)
                 self._fetched_bytes.labels(event.source).inc(event.size_bytes - event.resumed_bytes)
@@ -122,8 +129,8 @@ class CountEvents:
                 self._declared.labels("waiting").set(event.declared - event.served - event.failed)
             case events.DeclaredFileInvalid():
                 self._declared_errors.inc()
-            case events.AdapterLoaded():
-                pass  # counted by the engines
+            case events.AdapterLoaded() | events.FetchGoesOn():
+                pass  # counted by the engines; logged
 
     def _count_error(self, stage: str, error: LoRAPluginsError) -> None:
         self._errors.labels(stage, error.code).inc()

@@ -47,6 +47,10 @@ class LogEvents:
         match event:
             case events.AdapterFetched():
                 self._log_fetched(event)
+            case events.FetchGoesOn():
+                text = "Adapter '%s' is still being fetched from %s after %.0f s: %.1f of %.1f MB are here"
+                done_mb, all_mb = event.arrived_bytes / 1e6, event.size_bytes / 1e6
+                logger.info(text, event.name, event.source, event.took_s, done_mb, all_mb)
             case events.AdapterResolved():
                 self._log_resolved(event)
             case events.AdapterLoaded():

@@ -21,6 +21,7 @@ from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, OfAdapter, des
 from lora_plugins.events import AdapterConfirmed, AdapterFetched, AdapterResolved, Events, FetchStarted
 from lora_plugins.resolvers.conversion import ConvertedAdapter
 from lora_plugins.resolvers.fetch_places import FetchPlaces
+from lora_plugins.resolvers.fetch_progress import reported
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
 from lora_plugins.settings import Settings
 from lora_plugins.store.errors import DamagedCopy, store_errors
@@ -295,8 +296,8 @@ class Versions:
 
         async def fetch(download: PartialDownload) -> None:
             files = tuple((file.name, file.size_bytes) for file in selected.files)
-            self._events.emit(FetchStarted(name, source.label, str(download.directory), files))
-            await source.fetch(selected, download)
+            async with reported(self._events, FetchStarted(name, source.label, str(download.directory), files)):
+                await source.fetch(selected, download)
 
         try:
             async with self._places.at(source).held(principal):

@@ -18,6 +18,7 @@ from lora_plugins.events import (
     DeclaredFileInvalid,
     DeclaredSetReconciled,
     Events,
+    FetchGoesOn,
     LookUpRefused,
     NotServed,
     RequestServed,
@@ -72,6 +73,11 @@ def test_fetch_is_logged_at_debug(logged):
     assert levels(logged) == [logging.DEBUG]
     for fact in ("'sql'", "s3://bucket/sql", "50.0 MB", "0.50 s", "100 MB/s"):
         assert fact in logged.text
+
+
+def test_a_slow_fetch_says_how_far_it_is(logged):
+    LogEvents()(FetchGoesOn("sql", "s3", 35.2, 12_340_000, 400_000_000))
+    assert logged.messages == ["Adapter 'sql' is still being fetched from s3 after 35 s: 12.3 of 400.0 MB are here"]
 
 
 def test_refused_look_ups_are_one_warning_a_minute(logged, monkeypatch):

@@ -35,6 +35,7 @@ from lora_plugins.events import (
     AdapterResolved,
     AdapterUnknown,
     Events,
+    FetchEnded,
     FetchStarted,
     LookUpRefused,
     SourceFailed,
@@ -105,7 +106,7 @@ class RecordingResolver(AdapterResolver):
         self.base = BASE
 
     def record(self, event: object) -> None:
-        if not isinstance(event, FetchStarted):
+        if not isinstance(event, FetchStarted | FetchEnded):
             self.emitted.append(event)
 
     def ask(self, name: str = "sql"):

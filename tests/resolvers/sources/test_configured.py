@@ -24,6 +24,7 @@ from lora_plugins.events import (
     AdapterResolved,
     AdapterUnknown,
     Events,
+    FetchEnded,
     FetchStarted,
     SourceFailed,
 )
@@ -69,7 +70,7 @@ class RecordingResolver(AdapterResolver):
         return asyncio.run(self.resolve(name, BASE.path))
 
     def record(self, event: Any) -> None:
-        if not isinstance(event, FetchStarted):
+        if not isinstance(event, FetchStarted | FetchEnded):
             self.emitted.append(event)
 
     @property
