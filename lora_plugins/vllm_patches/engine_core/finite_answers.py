@@ -1,4 +1,4 @@
-"""A request whose logits are not numbers ends with an error; two in a row quarantine the version for a while.
+"""A request whose logits are not finite numbers ends with an error; two in a row quarantine the version for a while.
 
 Workers count NaN in logits where `VLLM_COMPUTE_NANS_IN_LOGITS` is set (`ModelRunnerOutput.num_nans_in_logits` in
 vllm/v1/outputs.py, 0.30 to 0.33), on the device, beside the sampling. A pooled output is looked at here. What such a
@@ -122,7 +122,7 @@ def _has_nan(pooled: Any) -> bool:
 
 def _no_numbers(adapter: str, answers: str, retry: str = "") -> InvalidAdapter:
     return InvalidAdapter(
-        f"{answers} with NaN in the logits",
+        f"{answers} with NaN or infinity in the logits",
         expected="numbers that the served dtype can hold",
         remedy=f"correct lora_alpha or train it again, and load it as a new version{retry}",
         adapter=adapter,

@@ -1,4 +1,4 @@
-"""VLLM's model runners zero new KV blocks before they are used, and count NaN in logits.
+"""VLLM's model runners zero new KV blocks before they are used, and find rows of logits that are not finite.
 
 A block is filled token by token, and attention reads all of it: what lies behind the last token has weight 0. After an
 adapter whose keys or values overflowed that is 0 * NaN, which is NaN for whoever has the block next, the base model's
@@ -17,6 +17,12 @@ from lora_plugins.settings import default_for_children
 from lora_plugins.vllm_patches.wrapping import wrap
 
 VARIABLE = "VLLM_COMPUTE_NANS_IN_LOGITS"
+# Of vLLM's first model runner and of its second, by where each is called.
+_COUNTING = (
+    ("vllm.v1.worker.gpu_model_runner", "count_nans_per_row"),
+    ("vllm.v1.worker.gpu.sample.sampler", "get_num_nans"),
+    ("vllm.v1.worker.gpu.spec_decode.rejection_sampler", "get_num_nans"),
+)
 _RUNS_ADAPTERS = "lora_plugins_runs_adapters"  # an attribute of KVCacheConfig, copied and pickled with it
 
 
@@ -36,14 +42,14 @@ def patch() -> None:
 
 
 def patch_runners() -> None:
-    """The part that is done in a worker's process, once its modules are there; again, it changes nothing.
+    """The part that is done in a worker's process, once its runner is made; again, it changes nothing.
 
-    vLLM's own counting makes a tensor of the logits' size and adds it up. On the CPU its runner leaves out groups of
-    sliding windows.
+    vLLM's own counting leaves out infinity, and in the first runner makes a tensor of the logits' size and adds it up.
+    On the CPU its runner leaves out groups of sliding windows, and of layers with specs of their own.
     """
-    from vllm.v1.worker import gpu_model_runner
-
-    gpu_model_runner.count_nans_per_row = nan_in_rows
+    for module, function in _COUNTING:
+        if (loaded := sys.modules.get(module)) is not None:
+            setattr(loaded, function, not_finite_in_rows)
     cpu: Any = sys.modules.get("vllm.v1.worker.cpu_model_runner")
     if cpu is not None:
         wrap(cpu.CPUModelRunner, "_zero_block_ids", _zeroing)
@@ -66,11 +72,14 @@ def _marking(original: Any) -> Any:
     return get_kv_cache_configs
 
 
-def nan_in_rows(logits: Any) -> Any:
-    """Of each row, 1 where it holds NaN and else 0 (int32, on the device): the largest of values with NaN is NaN."""
+def not_finite_in_rows(logits: Any) -> Any:
+    """Of each row, 1 where it holds NaN or infinity and else 0 (int32, on the device).
+
+    The largest of values with NaN is NaN. A row that is masked, in part or whole, is minus infinity there.
+    """
     import torch
 
-    return logits.amax(dim=-1).isnan().to(torch.int32)
+    return (logits.amax(dim=-1) < torch.inf).logical_not().to(torch.int32)
 
 
 def _zeroing(original: Any) -> Any:
@@ -80,12 +89,13 @@ def _zeroing(original: Any) -> Any:
         original(self, block_ids)
         layers = self.compilation_config.static_forward_context
         for group in self.kv_cache_config.kv_cache_groups:
-            spec = group.kv_cache_spec
-            if isinstance(spec, FullAttentionSpec) or not isinstance(spec, AttentionSpec):
+            if isinstance(group.kv_cache_spec, FullAttentionSpec):
                 continue
+            of_layers = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs
             for name in group.layer_names:
+                spec = of_layers[name] if of_layers is not None else group.kv_cache_spec
                 blocks: Any = getattr(layers.get(name), "kv_cache", None)
-                if hasattr(blocks, "index_fill_"):  # a tensor
+                if isinstance(spec, AttentionSpec) and hasattr(blocks, "index_fill_"):  # a tensor
                     blocks[block_ids] = 0
 
     return zero_block_ids
@@ -98,6 +108,7 @@ LEDGER = (
             KVCacheConfig.needs_kv_cache_zeroing
             AttentionSpec
             FullAttentionSpec
+            UniformTypeKVCacheSpecs{kv_cache_specs}
         vllm.v1.engine.core: get_kv_cache_configs
         vllm.v1.worker.cpu_model_runner:
             CPUModelRunner._zero_block_ids(self, block_ids)
@@ -108,8 +119,12 @@ LEDGER = (
         remove="vLLM zeroes blocks, or its kernels do not read behind the last token",
     ),
     Patch(
-        "vllm.v1.worker.gpu_model_runner: count_nans_per_row(logits)",
-        what="VLLM_COMPUTE_NANS_IN_LOGITS is set, and NaN in logits is counted in one pass",
+        """
+        vllm.v1.worker.gpu_model_runner: count_nans_per_row(logits)
+        vllm.v1.worker.gpu.sample.sampler: get_num_nans
+        vllm.v1.worker.gpu.spec_decode.rejection_sampler: get_num_nans
+        """,
+        what="VLLM_COMPUTE_NANS_IN_LOGITS is set, and rows of logits with NaN or infinity are counted in one pass",
         why="an answer of such logits would be that of no weights; the scheduler ends its request",
         remove="vLLM ends requests whose logits are NaN",
     ),

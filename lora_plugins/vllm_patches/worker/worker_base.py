@@ -30,7 +30,7 @@ def patch() -> None:
     from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
     lora_model_runner_mixin.patch(settings=this_process().settings, make_resolver=_make_resolver)
-    wrap(WorkerWrapperBase, "init_worker", _initialising)
+    wrap(WorkerWrapperBase, "init_device", _initialising)
     wrap(WorkerWrapperBase, "execute_model", _executing)
     WorkerWrapperBase.sample_tokens = _sampling
     WorkerBase.lora_plugins_step = _step
@@ -57,13 +57,13 @@ def manager_of(worker: Any) -> Any:
 
 
 def _initialising(original: Any) -> Any:
-    """What workers import is there then; other processes do without."""
+    """What model runners import is there then; other processes do without."""
 
-    def init_worker(self: Any, all_kwargs: Any) -> None:
-        original(self, all_kwargs)
+    def init_device(self: Any) -> None:
+        original(self)
         model_runner.patch_runners()
 
-    return init_worker
+    return init_device
 
 
 def _executing(original: Any) -> Any:
@@ -156,7 +156,7 @@ LEDGER = (
         """
         vllm.v1.worker.worker_base:
             WorkerWrapperBase{worker}
-            WorkerWrapperBase.init_worker(self, all_kwargs)
+            WorkerWrapperBase.init_device(self)
             WorkerWrapperBase.execute_model(self, scheduler_output)
             WorkerBase{model_runner}
             WorkerBase.sample_tokens(self, grammar_output)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,8 +54,14 @@ def test_copies_say_what_engine_and_model_need(base: Path, model: str, lora: boo
         assert config.needs_kv_cache_zeroing == (lora or model == "Mamba")
 
 
-def test_blocks_of_sliding_windows_are_zeroed_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+def test_blocks_of_every_kind_are_zeroed_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        SlidingWindowSpec,
+        UniformTypeKVCacheSpecs,
+    )
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     monkeypatch.setattr(CPUModelRunner, "_zero_block_ids", CPUModelRunner._zero_block_ids)
@@ -63,8 +70,9 @@ def test_blocks_of_sliding_windows_are_zeroed_on_the_cpu(monkeypatch: pytest.Mon
     groups = [
         KVCacheGroupSpec(["full"], FullAttentionSpec(**shape)),
         KVCacheGroupSpec(["window"], SlidingWindowSpec(**shape, sliding_window=4)),
+        KVCacheGroupSpec(["own"], UniformTypeKVCacheSpecs(BLOCK, {"own": FullAttentionSpec(**shape)})),
     ]
-    layers = {name: SimpleNamespace(kv_cache=torch.ones(4, 2, BLOCK, 8)) for name in ("full", "window")}
+    layers = {name: SimpleNamespace(kv_cache=torch.ones(4, 2, BLOCK, 8)) for name in ("full", "window", "own")}
     runner = object.__new__(CPUModelRunner)
     runner.kv_cache_config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
     runner.compilation_config = SimpleNamespace(static_forward_context=layers)
@@ -73,14 +81,28 @@ def test_blocks_of_sliding_windows_are_zeroed_on_the_cpu(monkeypatch: pytest.Mon
         assert layer.kv_cache.sum(dim=(1, 2, 3)).tolist() == [2 * BLOCK * 8, 0, 2 * BLOCK * 8, 0]
 
 
-def test_nan_is_found_in_any_row() -> None:
-    logits = torch.randn(4, 1000)
-    logits[1] = float("-inf")
+def test_nan_and_infinity_are_found_in_any_row() -> None:
+    logits = torch.randn(6, 1000)
+    logits[1] = logits[2] = float("-inf")
     logits[1, 7] = 1.0  # as structured output masks them
-    logits[2, 999] = float("nan")
-    logits[3] = float("nan")
-    assert model_runner.nan_in_rows(logits).tolist() == [0, 0, 1, 1]
-    assert model_runner.nan_in_rows(logits.to(torch.bfloat16)).tolist() == [0, 0, 1, 1]
+    logits[3, 999] = float("nan")
+    logits[4] = float("nan")
+    logits[5, 3] = float("inf")  # an overflow: its softmax is NaN
+    assert model_runner.not_finite_in_rows(logits).tolist() == [0, 0, 0, 1, 1, 1]
+    assert model_runner.not_finite_in_rows(logits.to(torch.bfloat16)).tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_both_of_vllms_runners_ask_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker import gpu_model_runner
+
+    second = SimpleNamespace(get_num_nans=None)
+    monkeypatch.setattr(gpu_model_runner, "count_nans_per_row", None)
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu.sample.sampler", second)
+    monkeypatch.delitem(sys.modules, "vllm.v1.worker.gpu.spec_decode.rejection_sampler", raising=False)
+    model_runner.patch_runners()
+    assert gpu_model_runner.count_nans_per_row is second.get_num_nans is model_runner.not_finite_in_rows
+    monkeypatch.delitem(sys.modules, "vllm.v1.worker.gpu_model_runner")
+    model_runner.patch_runners()
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "1"), ("0", "0")])
