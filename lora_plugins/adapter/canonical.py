@@ -72,7 +72,7 @@ def _patterns(values: Mapping[str, _T], usual: _T) -> dict[str, _T]:
         return {}
     # The first pattern that matches decides, and one matches all names that end with it: these would get another's.
     longer = {
-        name: value for name, value in values.items() if any(named.get(end, value) != value for end in _ends(name))
+        name: value for name, value in values.items() if any(values.get(end, value) != value for end in _ends(name))
     }
     patterns = {re.escape(name): longer[name] for name in sorted(longer, key=len, reverse=True)}
     by_value: dict[_T, list[str]] = defaultdict(list)

@@ -81,8 +81,9 @@ class ApiServer:
 
         async def free() -> None:
             await self.planner.retire(adapter.engine_id, refusal)
-            del self.registry.draining[adapter.engine_id]
-            self.release(adapter.name, *adapter.versions)
+            async with self.vllm.lock(adapter.name):  # whoever loads it again has registered it by then
+                del self.registry.draining[adapter.engine_id]
+                self.release(adapter.name, *adapter.versions)
             self.events.emit(AdapterUnloaded(adapter.name, time.perf_counter() - started, aborted))
 
         task = self.in_background(free())

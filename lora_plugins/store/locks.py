@@ -34,8 +34,8 @@ async def fetch_lock(path: Path, processes: Processes, *, temporary: Path, timeo
     deadline = time.monotonic() + timeout_s
     wait_s = _FIRST_WAIT_S
     try:
-        await asyncio.to_thread(temporary.write_text, processes.me())
-        while not await asyncio.to_thread(_try, temporary, path, processes):
+        await _write(temporary, processes.me())
+        while not await _taken(temporary, path, processes):
             if time.monotonic() > deadline:
                 raise SourceUnavailable(
                     f"another process that has been fetching this adapter for {timeout_s:.0f} s",
@@ -50,6 +50,28 @@ async def fetch_lock(path: Path, processes: Processes, *, temporary: Path, timeo
             _unlink(path)
     finally:
         _unlink(temporary)
+
+
+async def _write(temporary: Path, owner: str) -> None:
+    """Write the file that becomes the lock; when cancelled, its thread has ended before this raises."""
+    writing = asyncio.ensure_future(asyncio.to_thread(temporary.write_text, owner))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait([writing])
+        raise
+
+
+async def _taken(temporary: Path, path: Path, processes: Processes) -> bool:
+    """As `_try`; when cancelled, the lock is not left taken."""
+    trying = asyncio.ensure_future(asyncio.to_thread(_try, temporary, path, processes))
+    try:
+        return await asyncio.shield(trying)
+    except asyncio.CancelledError:
+        await asyncio.wait([trying])
+        if trying.exception() is None and trying.result():
+            _unlink(path)
+        raise
 
 
 def remove_if_dead(path: Path, processes: Processes) -> None:

@@ -125,6 +125,22 @@ def test_every_module_keeps_its_rank_and_alpha(modules, data):
         assert found.alphas()(parameter_of(module), deadline) == alpha
 
 
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        {"a.c.c.a": 8, "c.a": 16, "a": 8},
+        {"b": 16, "a.a.b": 16, "a.b": 4},
+        {"c": 8, "c.c": 16, "b.b.c.c": 8, "a.c.a.c": 8},
+    ],
+)
+@pytest.mark.parametrize("usual", [4, 8, 16])
+def test_names_that_end_with_others_keep_their_ranks(ranks, usual):
+    info = TensorInfo("a", "F32", (1, 1), 0, 4)
+    pairs_of = [LoraPair(module, info, info, rank, 8.0) for module, rank in ranks.items()]
+    found = parse_config(canonical_bytes(with_exact_patterns(AdapterConfig(usual, 8.0, None), pairs_of)))
+    assert {module: as_vllm_reads(found, module)[0] for module in ranks} == ranks
+
+
 CHANGES = {"rank_pattern": {"q_proj": 8}, "alpha_pattern": {"layers.1.*": 2}, "use_rslora": True}
 
 

@@ -284,6 +284,22 @@ async def test_loaded_again_while_it_drains_it_keeps_its_lease() -> None:
 
 
 @runs
+async def test_a_drain_ends_no_lease_of_a_load_under_way() -> None:
+    for late in range(60):  # half a millisecond each, around the end of what runs
+        world = World()
+        world.resolver.has["sql"] = Version("aa")
+        await world.lifecycle.load("sql")
+        running = world.start("sql", 0.1)
+        await asyncio.sleep(0.02)
+        unloading = asyncio.create_task(world.lifecycle.unload("sql", block=False, timeout_s=5))
+        await asyncio.sleep(0.065 + late * 0.0005)
+        await world.lifecycle.load("sql")
+        await asyncio.gather(running, unloading)
+        await world.settled()
+        assert world.resolver.leased == {"aa"}, late
+
+
+@runs
 async def test_a_version_of_two_names_is_leased_for_both() -> None:
     world = World()
     world.resolver.has |= {"sql": Version("aa"), "also": Version("aa")}

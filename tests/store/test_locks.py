@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -51,6 +52,38 @@ def holder(path: Path, tmp_path: Path):
         assert process.stdout.readline() == "held\n"
         yield process
         process.kill()
+
+
+@pytest.mark.parametrize("what", ["link", "write_text"])
+def test_a_cancelled_fetch_leaves_no_lock(path, processes, monkeypatch, what):
+    begun, goes_on = threading.Event(), threading.Event()
+    where = os if what == "link" else Path
+    original = getattr(where, what)
+
+    def slow(*args):
+        if what == "link":  # the lock is taken, which its fetch has not heard of
+            original(*args)
+        begun.set()
+        goes_on.wait(LONG_S)
+        return None if what == "link" else original(*args)
+
+    monkeypatch.setattr(where, what, slow)
+
+    async def run() -> None:
+        async def fetch() -> None:
+            async with fetch_lock(path, processes, temporary=temporary(path), timeout_s=LONG_S):
+                raise AssertionError("it was cancelled before")
+
+        fetching = asyncio.create_task(fetch())
+        await asyncio.to_thread(begun.wait, LONG_S)
+        fetching.cancel()
+        await asyncio.sleep(0.01)
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+
+    asyncio.run(run())
+    assert list(path.parent.iterdir()) == []
 
 
 def temporary(path: Path) -> Path:
