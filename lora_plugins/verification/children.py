@@ -10,27 +10,30 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from lora_plugins.adapter.layouts.tensors import NewTensor
 from lora_plugins.errors import SourceUnavailable
 from lora_plugins.settings import Settings
+from lora_plugins.verification.jobs import Job, Jobs
+from lora_plugins.verification.limits import takes_long
 from lora_plugins.verification.messages import Found, Read, requests_of
 from lora_plugins.verification.process import Lost, ReadingProcess
 
-_PROCESSES = 2  # one that takes long keeps nobody waiting but another that does
+_PROCESSES = 2  # one of them for adapters that take long, which keep nobody waiting but each other
 _ATTEMPTS = 3
 _T = TypeVar("_T")
 
 
 class Children:
-    """Verifies adapters in processes of its own, in the order in which they are asked for. For any thread."""
+    """Verifies adapters in processes of its own, those first that take no time, as they come. For any thread."""
 
     def __init__(self, processes: int = _PROCESSES) -> None:
         self._processes = processes
         self._idle: queue.LifoQueue[ReadingProcess] = queue.LifoQueue()
-        self._wanted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._jobs = Jobs()
         self._starting = threading.Lock()
         self._changing = threading.Lock()
         self._has_started = False
@@ -40,7 +43,7 @@ class Children:
         """Start a process where there is none yet, so that it runs once it is needed; returns at once."""
         if not self._has_started:
             self._start()
-            self._wanted.put(self._warm)
+            self._jobs.put(Job(self._warm, takes_long=lambda: False))
 
     def read(self, directory: Path, settings: Settings) -> Future[Found]:
         """Verify the adapter in `directory` without a base model, and write the configuration that engines read of it.
@@ -51,7 +54,7 @@ class Children:
         request = Read(
             os.fsencode(directory.absolute()), settings.max_adapter_bytes, settings.allow_pickle, settings.check_finite
         )
-        return self._submit(lambda process: process.read(request))
+        return self._submit(lambda process: process.read(request), lambda: takes_long(str(directory)))
 
     def write(
         self, tensors: Sequence[NewTensor], directory: Path, target: Path, landed: Callable[[int], None]
@@ -62,9 +65,9 @@ class Children:
         """
         original = os.fsencode(directory.absolute())
         requests = list(requests_of(tensors, original, os.fsencode(target.absolute())))
-        return self._submit(lambda process: process.write(requests, original, landed))
+        return self._submit(lambda process: process.write(requests, original, landed), lambda: True)
 
-    def _submit(self, work: Callable[[ReadingProcess], _T]) -> Future[_T]:
+    def _submit(self, work: Callable[[ReadingProcess], _T], takes_long: Callable[[], bool]) -> Future[_T]:
         self._start()
         answer: Future[_T] = Future()
 
@@ -75,7 +78,7 @@ class Children:
                 except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits
                     answer.set_exception(error)
 
-        self._wanted.put(run)
+        self._jobs.put(Job(run, takes_long))
         return answer
 
     def pids(self) -> list[int]:
@@ -93,12 +96,13 @@ class Children:
         with self._changing:
             if not self._has_started:
                 for number in range(self._processes):
-                    threading.Thread(target=self._work, daemon=True, name=f"lora-plugins-verify-{number}").start()
+                    work = partial(self._work, also_long=number > 0 or self._processes == 1)
+                    threading.Thread(target=work, daemon=True, name=f"lora-plugins-verify-{number}").start()
             self._has_started = True
 
-    def _work(self) -> None:
+    def _work(self, *, also_long: bool) -> None:
         while True:
-            self._wanted.get()()
+            self._jobs.do_next(also_long=also_long)
 
     def _warm(self) -> None:
         with contextlib.suppress(SourceUnavailable), self._starting:  # an error is said to who then asks

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from pathlib import Path
+
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.files import open_regular
+from lora_plugins.errors import LoRAPluginsError
 
 MAX_MEMORY_BYTES = 2 << 30  # a header of 500,000 tensors takes half of it
 MAX_FILES = 320  # `MAX_SHARDS` of weights, and a few
@@ -11,6 +17,8 @@ _CPU_S = 30.0
 _CPU_BYTES_PER_S = 100e6
 _READ_BYTES_PER_S = 10e6
 _WAIT_S = 60.0
+_LONG_BYTES = 512 << 20
+_LONG_HEADER_BYTES = 512 << 10  # some 4,000 tensors
 
 
 def cpu_s(directory: str) -> float:
@@ -21,6 +29,19 @@ def cpu_s(directory: str) -> float:
 def wall_s(directory: str) -> float:
     """Time that it may take on a slow disk and a busy machine, in seconds."""
     return _WAIT_S + _CPU_S + _size_bytes(directory) / _READ_BYTES_PER_S
+
+
+def takes_long(directory: str) -> bool:
+    """Whether reading these files takes tenths of a second or more: many tensors, or many bytes of values."""
+    if _size_bytes(directory) > _LONG_BYTES:
+        return True
+    header_bytes = 0
+    with suppress(LoRAPluginsError, OSError):  # whatever is wrong with them, reading them says so
+        for name in os.listdir(directory):
+            if name == CONFIG_FILE or name.endswith(".safetensors"):
+                with open_regular(Path(directory, name)) as (file, size_bytes):
+                    header_bytes += size_bytes if name == CONFIG_FILE else int.from_bytes(file.read(8), "little")
+    return header_bytes > _LONG_HEADER_BYTES
 
 
 def _size_bytes(directory: str) -> int:

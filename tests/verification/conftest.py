@@ -15,6 +15,16 @@ from lora_plugins.verification.messages import Found
 from tests.make import adapter_files, put
 
 HOLD = "import time; from lora_plugins.verification import child; child.verify_adapter = lambda *_: time.sleep(600)"
+HOLD_WHERE_ASKED = """
+import os, time
+from lora_plugins.verification import child
+verify = child.verify_adapter
+def held(directory, *more):
+    while os.path.exists(os.path.join(directory, "hold")):
+        time.sleep(0.01)
+    return verify(directory, *more)
+child.verify_adapter = held
+"""
 
 
 @pytest.fixture

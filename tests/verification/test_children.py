@@ -14,10 +14,11 @@ import pytest
 
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
+from lora_plugins.errors import InvalidAdapter
 from lora_plugins.settings import Settings
 from lora_plugins.verification.children import Children
 from tests.make import adapter_files, config_bytes, put
-from tests.verification.conftest import HOLD, program, read
+from tests.verification.conftest import HOLD, HOLD_WHERE_ASKED, program, read
 
 
 def test_one_process_answers_one_after_the_other(children: Children, adapter: Path) -> None:
@@ -57,6 +58,27 @@ def test_a_slow_adapter_does_not_hold_another(
     assert not waiting.done()
     for child in started:
         child.terminate()
+
+
+def test_large_adapters_keep_no_small_one_waiting(
+    children: Children, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert read(children, adapter)
+    program(monkeypatch, HOLD_WHERE_ASKED)
+    children._idle.get_nowait().end()
+    header = json.dumps({"__metadata__": {"x": "x" * (1 << 20)}}).encode()
+    weights = len(header).to_bytes(8, "little") + header
+    files = {CONFIG_FILE: config_bytes(), WEIGHTS_FILE: weights, "hold": b""}
+    large = [put(tmp_path / f"large-{number}", files) for number in range(3)]
+    reading = [children.read(one, Settings()) for one in large]
+    for _ in range(3):
+        assert read(children, adapter)
+    assert not any(one.done() for one in reading)
+    for one in large:
+        (one / "hold").unlink()
+    for one in reading:
+        with pytest.raises(InvalidAdapter):
+            one.result()
 
 
 def test_this_process_goes_on_while_much_is_read(children: Children, tmp_path: Path) -> None:
