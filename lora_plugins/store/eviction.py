@@ -78,7 +78,7 @@ def share_of_disk(layout: Layout, sizes_bytes: dict[str, int]) -> tuple[int, int
     It is 80 % of what the store has and what is free beside it, so that it is the same after a restart.
     """
     disk = os.statvfs(layout.root)
-    stored_bytes = sum(entry.size_bytes for entry in entries(layout, sizes_bytes))
+    stored_bytes = sum(entry.size_bytes for entry in [*entries(layout, sizes_bytes), *quarantined(layout)])
     whole_bytes = stored_bytes + disk.f_bavail * disk.f_frsize
     return int(_SHARE * whole_bytes), min(_KEPT_FREE_BYTES, int(_KEPT_FREE_SHARE * disk.f_blocks * disk.f_frsize))
 
@@ -113,8 +113,9 @@ def make_room(
 ) -> None:
     """Remove adapters until `needed_bytes` more fit under `max_bytes`; `on_evict` gets the digest and bytes of each.
 
-    Before them go the parts of fetches that failed, but for those at `but_parts`, which are among `needed_bytes`.
-    Where the disk would have less than `kept_free_bytes` left, more of both go. `sizes_bytes`: see `entries`.
+    Before them go what is in quarantine, and the parts of fetches that failed, but for those at `but_parts`, which
+    are among `needed_bytes`. Where the disk would have less than `kept_free_bytes` left, more of all go. `sizes_bytes`:
+    see `entries`.
 
     Raises:
         OutOfMemory: it does not fit even in an empty store.
@@ -131,8 +132,9 @@ def make_room(
     # First the downloads: what is published meanwhile is then counted twice, not never.
     pending = pending_bytes(layout)
     known = entries(layout, sizes_bytes)
-    parts = [kept for kept in all_parts(layout) if kept.path != but_parts]
-    parts_bytes = sum(kept.size_bytes for kept in parts)
+    parts = [(kept.path, kept.size_bytes) for kept in all_parts(layout) if kept.path != but_parts]
+    parts = [*((layout.folder("quarantine") / it.digest, it.size_bytes) for it in quarantined(layout)), *parts]
+    parts_bytes = sum(size_bytes for _, size_bytes in parts)
     budget_bytes = max_bytes
     if kept_free_bytes:
         disk = os.statvfs(layout.root)
@@ -147,11 +149,11 @@ def make_room(
     room_bytes = budget_bytes - needed_bytes - pending
     _require_room(known, room_bytes, max_bytes, needed_bytes, leases)
     free_bytes = room_bytes - sum(entry.size_bytes for entry in known)
-    for kept in parts:
+    for path, size_bytes in parts:
         if parts_bytes <= free_bytes:
             break
-        discard(kept.path)
-        parts_bytes -= kept.size_bytes
+        discard(path)
+        parts_bytes -= size_bytes
     room_bytes -= parts_bytes
     eviction = evict(known, room_bytes, lambda entry: remove(layout, leases, entry.digest))
     for entry in eviction.removed:
@@ -187,16 +189,29 @@ def remove(layout: Layout, leases: Leases, digest: str) -> bool:
         if leases.holders(digest):
             return False
         removed = layout.new_quarantine(digest, ".removed")
+        index = _index_of(layout, digest)
         try:
             os.rename(layout.adapter(digest), removed)
         except FileNotFoundError:
             return True
         shutil.rmtree(layout.folder("leases") / digest, ignore_errors=True)
+        if index is not None:
+            index.unlink(missing_ok=True)
     shutil.rmtree(removed, ignore_errors=True)
     for folder in ("uses", "damaged"):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(layout.folder(folder) / digest)
     return True
+
+
+def _index_of(layout: Layout, digest: str) -> Path | None:
+    """Where the store says which version of its source an adapter is, by its manifest; None where that is not known."""
+    with contextlib.suppress(InvalidAdapter, SourceUnavailable, OSError):
+        manifest = Manifest.read(layout.adapter(digest))
+        index = layout.index(manifest.uri, manifest.version, manifest.converted.form if manifest.converted else "")
+        if index.read_text(errors="replace") == digest:
+            return index
+    return None
 
 
 def pending_bytes(layout: Layout) -> int:

@@ -107,6 +107,10 @@ class Layout:
             found.append(Temporary(Path(entry.path), process, needed_bytes))
         return found
 
+    def index(self, uri: str, version: str, form: str) -> Path:
+        """The file that says which digest a version of a source is, as its source has it or in an engine's form."""
+        return self.folder("index") / key_of(uri, version, *filter(None, [form]))
+
     def new_quarantine(self, digest: str, suffix: str = "") -> Path:
         """A path in the quarantine for an adapter."""
         return self.folder("quarantine") / f"{digest}.{os.urandom(4).hex()}{suffix}"

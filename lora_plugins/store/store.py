@@ -28,7 +28,6 @@ from lora_plugins.store.layout import (
     PRESSURE_FILE,
     Layout,
     is_digest,
-    key_of,
     make_durable,
     start_syncing,
     sync_directory,
@@ -111,7 +110,7 @@ class Store:
     def find(self, uri: str, version: str, form: str = "") -> StoredAdapter[Any] | None:
         """The published adapter of this version, as its source has it or in an engine's form, if it is there whole."""
         try:
-            digest = self._index(uri, version, form).read_text(errors="replace")
+            digest = self.layout.index(uri, version, form).read_text(errors="replace")
         except FileNotFoundError:
             return None
         if not is_digest(digest) or not self._is_whole(digest):
@@ -137,7 +136,7 @@ class Store:
             Anything that `fetch` or `check` raises.
         """
         form = converted.form if converted else ""
-        lock = self.layout.folder("locks") / f"{self._index(wanted.uri, wanted.version, form).name}.fetch"
+        lock = self.layout.folder("locks") / f"{self.layout.index(wanted.uri, wanted.version, form).name}.fetch"
         with store_errors():
             found = await asyncio.to_thread(self.find_leased, wanted.uri, wanted.version, holder, form)
             if found is not None:
@@ -265,7 +264,7 @@ class Store:
         described.write_text(Manifest(digest, wanted.uri, wanted.version, files, now, config, converted).to_json())
         make_durable([download.directory / config.name, described, download.directory])
         temporary = self.layout.new_temporary(self.processes.me())
-        index = self._index(wanted.uri, wanted.version, converted.form if converted else "")
+        index = self.layout.index(wanted.uri, wanted.version, converted.form if converted else "")
         # What a power cut makes of it names no adapter, or none that is there: it is fetched again.
         write_small(index, digest, temporary, is_durable=False)
         self._note_use(digest)
@@ -474,9 +473,6 @@ class Store:
 
     def _mark(self, digest: str) -> Path:
         return self.layout.folder("damaged") / digest
-
-    def _index(self, uri: str, version: str, form: str) -> Path:
-        return self.layout.folder("index") / key_of(uri, version, *filter(None, [form]))
 
     def _sweep(self) -> None:
         """Remove what processes that died have left behind."""

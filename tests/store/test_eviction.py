@@ -12,7 +12,7 @@ import pytest
 
 from lora_plugins.errors import NoFreeSlot, OutOfMemory
 from lora_plugins.store import eviction
-from lora_plugins.store.eviction import entries
+from lora_plugins.store.eviction import entries, quarantined
 from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, check, obtain
@@ -80,6 +80,32 @@ def test_a_shared_lease_outlives_the_first(full) -> None:
     assert store.remove(digest)
 
 
+def test_quarantine_is_in_the_budget_and_goes_first(full) -> None:
+    store, digests = full
+    for seed, digest in enumerate(digests, 1):
+        store.leases.release(digest, seed)
+    (store.layout.adapter(digests[0]) / "adapter_model.safetensors").write_bytes(b"")
+    assert not store.verify(digests[0])
+    (kept,) = quarantined(store.layout)
+    fourth = fill(store, 4)
+    assert quarantined(store.layout) in ([], [kept])
+    fill(store, 5)
+    assert quarantined(store.layout) == [], "before adapters that are whole"
+    assert len(store.layout.digests()) == 3
+    assert fourth in store.layout.digests()
+
+
+def test_what_is_removed_leaves_no_index(full) -> None:
+    store, digests = full
+    index = store.layout.folder("index")
+    assert len(list(index.iterdir())) == 3
+    for seed, digest in enumerate(digests, 1):
+        store.leases.release(digest, seed)
+    for seed in range(4, 8):
+        store.leases.release(fill(store, seed), seed)
+    assert sorted(path.read_text() for path in index.iterdir()) == store.layout.digests()
+
+
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What the file system says of itself: 100 GiB, of which 50 are free."""
@@ -126,10 +152,10 @@ def test_manifests_are_read_once_to_make_room(full, monkeypatch) -> None:
     store.end_leases([(digest, seed, None) for seed, digest in enumerate(digests, 1)])
     sizes: dict[str, int] = {}
     before = entries(store.layout, sizes)
-    monkeypatch.setattr(Manifest, "read", _unreadable)
-    assert [entry.size_bytes for entry in entries(store.layout, sizes)] == [entry.size_bytes for entry in before]
     store.remove(digests[0])
-    entries(store.layout, sizes)
+    monkeypatch.setattr(Manifest, "read", _unreadable)
+    now = entries(store.layout, sizes)
+    assert [entry.size_bytes for entry in now] == [it.size_bytes for it in before if it.digest != digests[0]]
     assert set(sizes) == set(digests[1:])
 
 
