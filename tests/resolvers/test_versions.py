@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -342,11 +343,14 @@ def test_bytes_that_end_their_process_are_refused_once(make, monkeypatch):
 def test_a_fault_while_bytes_are_read_passes(make, clock, monkeypatch, fault):
     what = "os.kill(os.getpid(), 9)" if fault == "killed" else "time.sleep(600)"
     first = "import os, time\nfrom lora_plugins.verification import child\n"
-    monkeypatch.setattr(versions_module, "children", functools.cache(Children))
-    resolver = make(FakeSource("s3", {"sql": GOOD}))
+    children = functools.cache(Children)
+    monkeypatch.setattr(versions_module, "children", children)
     with monkeypatch.context() as meanwhile:
         program(meanwhile, f"{first}child.verify_adapter = lambda *_: {what}")
         meanwhile.setattr(process_module, "wall_s", lambda _: 0.3)
+        resolver = make(FakeSource("s3", {"sql": GOOD}))
+        while not children().pids():  # the resolver warms one, which must be of the program that fails
+            time.sleep(0.01)
         with pytest.raises(SourceUnavailable):
             resolver.ask()
     clock.now_s += SourceUnavailable.retry_after_s
