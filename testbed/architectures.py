@@ -1,7 +1,7 @@
 """Tiny models of many architectures of vLLM's registry: what each is made of, and what of it adapters can be for.
 
-Adding one is a row; `make models` prints what our verdict and vLLM say of its adapters, and tests/models compares it
-with this table.
+A new architecture is a new row. `make test-models` compares our verdict, vLLM's and this table (`tests/models/`), and
+`make bench-models` writes the verdicts into `docs/reference/models.md`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One tiny model in this process: made with Transformers and PEFT, then served by vLLM's engine with our plugins.
 
-Everything that `testbed.model_engines` lets a test call; what it returns can be pickled.
+Everything that `testbed.forked_engines` lets a test call; what it returns can be pickled.
 """
 
 from __future__ import annotations

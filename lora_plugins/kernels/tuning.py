@@ -1,8 +1,8 @@
 """How the Triton kernels cut their work: a table per architecture, JSON, chosen by rows and widths; pure.
 
-A table is a list of plans; the first whose limits hold for the batch is taken. `default.json` holds for every
-architecture. `python -m benchmarks.gpu tune` makes a table for one (`sm_90.json`) on such a device. Tables are part
-of this package: tests say what they may hold, and reading one checks nothing.
+A table is a list of plans; the first whose limits hold for the batch is taken. `tuning/default.json` holds for
+every architecture. `python -m benchmarks.gpu tune` makes a table for one (`sm_90.json`) on such a device. Tables are
+part of this package: tests say what they may hold, and reading one checks nothing.
 """
 
 from __future__ import annotations

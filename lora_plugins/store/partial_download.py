@@ -13,7 +13,7 @@ from lora_plugins.store.manifest import StoredFile
 
 
 class DownloadSpec(Protocol):
-    """The part of `resolvers.source.RemoteAdapter` that the store needs."""
+    """The part of `resolvers.sources.source.RemoteAdapter` that the store needs."""
 
     @property
     def uri(self) -> str: ...

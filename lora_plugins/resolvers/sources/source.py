@@ -127,8 +127,8 @@ class Source(Protocol):
 
 @runtime_checkable
 class ListsNames(Protocol):
-    """What a source may do besides, for the command line: `ls --remote` and `check`."""
+    """A source that lists its names too, for `lora-plugins ls --remote`."""
 
     async def names(self, base_model_name: str) -> Listing:
-        """The names of what it has, as far as it can say; for people who look, not for requests."""
+        """The names of the source's adapters, as far as the source knows them; requests never need the list."""
         ...

@@ -21,7 +21,7 @@ from lora_plugins.store.layout import is_digest
 
 DEFAULT_REVISION = "main"
 _PLACEHOLDERS = ("base_model_name", "lora_name", "revision")
-# What `uris.SourceUri` writes as it stands in a URL.
+# Characters that `resolvers.sources.uri.SourceUri` writes into a URL unquoted.
 _PLAIN = "!$&'()*+,;=:~-._@/"
 
 
