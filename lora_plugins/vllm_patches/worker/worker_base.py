@@ -61,7 +61,7 @@ def _initialising(original: Any) -> Any:
 
     def init_device(self: Any) -> None:
         original(self)
-        model_runner.patch_runners()
+        model_runner.patch_runners(self.vllm_config)
 
     return init_device
 
