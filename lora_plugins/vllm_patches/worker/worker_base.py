@@ -16,8 +16,8 @@ from lora_plugins.ledger import Patch
 from lora_plugins.process import this_process
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.scheduler.messages import Change, Command, Report, Slots
-from lora_plugins.vllm_patches.engine_core.scheduler import COMMANDS, REPORTS
 from lora_plugins.vllm_patches.model_modules import model_of
+from lora_plugins.vllm_patches.riding import Commands, Reports, attach, attached
 from lora_plugins.vllm_patches.worker import lora_model_runner_mixin, model_runner
 from lora_plugins.vllm_patches.wrapping import wrap
 
@@ -72,7 +72,7 @@ def _executing(original: Any) -> Any:
         if manager is None:
             return original(self, scheduler_output)
         has_batch = bool(scheduler_output.total_num_scheduled_tokens)
-        manager.begin_step(getattr(scheduler_output, COMMANDS, ()), has_batch=has_batch)
+        manager.begin_step(attached(scheduler_output, Commands).commands, has_batch=has_batch)
         output = original(self, scheduler_output)
         wait_s = 0.0 if has_batch else EMPTY_STEP_WAIT_S
         return output if output is None else _with_reports(output, _reports(manager, wait_s))
@@ -105,7 +105,7 @@ def _with_reports(output: Any, reports: list[Report | Slots]) -> Any:
         return output
     if output is EMPTY_MODEL_RUNNER_OUTPUT:
         output = copy.copy(output)  # it is shared
-    setattr(output, REPORTS, reports)
+    attach(output, Reports(tuple(reports)))
     return output
 
 
