@@ -72,7 +72,7 @@ class _OrRunsAdapters(property):
 def _marking(original: Any) -> Any:
     def get_kv_cache_configs(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         configs = original(vllm_config, *args, **kwargs)
-        runs_adapters = vllm_config.lora_config is not None
+        runs_adapters = vllm_config.lora_config is not None and not _loads_while_zeroing(vllm_config)
         for config in configs:
             setattr(config, _RUNS_ADAPTERS, runs_adapters)
             if runs_adapters and not config.needs_kv_cache_zeroing:
@@ -80,6 +80,16 @@ def _marking(original: Any) -> Any:
         return configs
 
     return get_kv_cache_configs
+
+
+def _loads_while_zeroing(vllm_config: Any) -> bool:
+    """Whether blocks are loaded in the step that zeroes them, by transfers that do not wait for it.
+
+    MoRIIO's READ mode does (ROCm); it takes such blocks out of those to zero for models with Mamba layers only. Other
+    connectors load later, and vLLM leaves their blocks out.
+    """
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    return transfer is not None and transfer.kv_connector == "MoRIIOConnector"
 
 
 def not_finite_in_rows(logits: Any) -> Any:

@@ -23,6 +23,8 @@ from lora_plugins.vllm_patches.wrapping import wrap
 
 # While there is no batch, a step waits so long for what is being loaded: the engine need not spin.
 EMPTY_STEP_WAIT_S = 0.005
+# Beside other data-parallel ranks a dummy batch follows, for which all of them wait.
+EMPTY_STEP_OF_RANKS_WAIT_S = 0.0005
 
 
 def patch() -> None:
@@ -74,7 +76,8 @@ def _executing(original: Any) -> Any:
         has_batch = bool(scheduler_output.total_num_scheduled_tokens)
         manager.begin_step(attached(scheduler_output, Commands).commands, has_batch=has_batch)
         output = original(self, scheduler_output)
-        wait_s = 0.0 if has_batch else EMPTY_STEP_WAIT_S
+        has_ranks = self.vllm_config.parallel_config.data_parallel_size > 1
+        wait_s = 0.0 if has_batch else EMPTY_STEP_OF_RANKS_WAIT_S if has_ranks else EMPTY_STEP_WAIT_S
         return output if output is None else _with_reports(output, _reports(manager, wait_s))
 
     return execute_model
@@ -155,7 +158,7 @@ LEDGER = (
     Patch(
         """
         vllm.v1.worker.worker_base:
-            WorkerWrapperBase{worker}
+            WorkerWrapperBase{worker, vllm_config}
             WorkerWrapperBase.init_device(self)
             WorkerWrapperBase.execute_model(self, scheduler_output)
             WorkerBase{model_runner}

@@ -55,6 +55,20 @@ def test_copies_say_what_engine_and_model_need(base: Path, model: str, lora: boo
         assert config.needs_kv_cache_zeroing == (lora or model == "Mamba")
 
 
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize(("connector", "zeroed"), [("MoRIIOConnector", False), ("NixlConnector", True)])
+def test_what_a_transfer_writes_meanwhile_is_not_zeroed(base: Path, connector: str, zeroed: bool) -> None:
+    from vllm.config import KVTransferConfig
+    from vllm.v1.engine import core
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    config = vllm_config(base)
+    config.kv_transfer_config = KVTransferConfig(kv_connector=connector, kv_role="kv_both")
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    (made,) = core.get_kv_cache_configs(config, [{"layer": spec}], [1 << 30])
+    assert made.needs_kv_cache_zeroing == zeroed
+
+
 def test_blocks_of_every_kind_are_zeroed_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,

@@ -124,6 +124,14 @@ def test_vllms_shared_empty_output_is_copied() -> None:
     assert of.model_runner.lora_manager.had_batch == [False]
 
 
+def test_an_empty_step_beside_other_ranks_is_short() -> None:
+    """They wait for this rank in the dummy batch that follows it, and are computing for their own requests."""
+    of = Worker(EMPTY_MODEL_RUNNER_OUTPUT)
+    wrapper(of, ranks=2).execute_model(batch(tokens=0))
+    (waited_s,) = of.model_runner.lora_manager.waited_s
+    assert 0 < waited_s <= worker_base.EMPTY_STEP_WAIT_S / 10
+
+
 def test_an_output_that_is_made_later_has_the_reports_then() -> None:
     found = wrapper(Worker(MadeLater())).execute_model(batch())
     assert attached(found, Reports) == Reports()
