@@ -3,7 +3,7 @@
     pip download --no-deps --no-binary vllm vllm==0.32.0   # the installed version; unpack it outside the repository
     python -m benchmarks.vllm_tests DIRECTORY              # ends with 1 where the outcome of a test differs
 
-Over ours, `Scheduler` and `AsyncScheduler` are the classes that `get_scheduler_cls` returns with `lora_lru_manager`,
+Over ours, the two classes of vLLM's schedulers are those that `get_scheduler_cls` returns with `lora_lru_manager`,
 each engine runs LoRA with a planner, and KV blocks are zeroed. vLLM's tests name no adapter: they show that requests
 without one pass as they pass in vLLM. What a test needs of the Hub is not here, but for the configuration of OPT 125M;
 such a test fails on both sides and says nothing. Writes `benchmarks/results/vllm_tests.json`.

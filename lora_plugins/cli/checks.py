@@ -192,6 +192,21 @@ def kernels(context: Context) -> Iterator[Finding]:
     yield on(f"{choice.kernels} ({choice.why})")
 
 
+def or_vllms_kernels(check: Check) -> Check:
+    """The check of our kernels, with what vLLM's own do on the CPU where ours do not run."""
+
+    def both(context: Context) -> Iterator[Finding]:
+        is_cpu = context.vllm is not None and "+cpu" in versions.installed_version(context.vllm)
+        for finding in check(context):
+            if finding.state is State.OFF and is_cpu:
+                found = f"{finding.found}, and a request with prompt_logprobs beside others crashes the engine"
+                yield off(found, f"add {KERNELS} to VLLM_PLUGINS")
+            else:
+                yield finding
+
+    return both
+
+
 def admin(context: Context) -> Iterator[Finding]:
     """Whether the manager runs too, without which a server does not start."""
     why_not = context.why_off(MANAGER)

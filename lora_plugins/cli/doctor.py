@@ -55,7 +55,9 @@ CHECKS: Mapping[str, Check] = {
     "hub": of_plugin(HUB, (_REPOS,), source_checks.hub, needs=_REPOS),
     "runtime": checks.runtime,
     "manager": of_plugin(MANAGER, _OF_MANAGER, checks.manager, "vLLM's own LoRA manager runs"),
-    "kernels": of_plugin(KERNELS, _OF_KERNELS, checks.kernels, "vLLM's own kernels compute adapters"),
+    "kernels": checks.or_vllms_kernels(
+        of_plugin(KERNELS, _OF_KERNELS, checks.kernels, "vLLM's own kernels compute adapters")
+    ),
     "admin": of_plugin(ADMIN, _OF_ADMIN, checks.admin, "no admin API, no hot swap"),
     "store": checks.store,
     "policy": checks.policy,

@@ -166,8 +166,11 @@ def _filling(original: Any) -> Any:
     def made(self: Any, **fields: Any) -> None:
         if fields.get("system_fingerprint") is None and (digest := fingerprint()) is not None:
             fields["system_fingerprint"] = digest
-        if (response := present()).has_moved:
-            fields["kv_transfer_params"] = (fields.get("kv_transfer_params") or {}) | {VERSIONS: response.spans}
+        of_connector = {name: it for name, it in (fields.get("kv_transfer_params") or {}).items() if name != VERSIONS}
+        if of_connector:  # which a proxy hands to another engine as they are
+            fields["kv_transfer_params"] = of_connector
+        elif (response := present()).has_moved:
+            fields["kv_transfer_params"] = {VERSIONS: response.spans}
         original(self, **fields)
 
     return made

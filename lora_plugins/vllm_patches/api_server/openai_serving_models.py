@@ -119,6 +119,16 @@ class _LoadsInBackground(_Client):
             self._lifecycle.load_failed(request)
 
 
+class _Unloads(_Client):
+    """Leaves the engine alone: what is unloaded is retired afterwards, with the refusal for what waits for it.
+
+    For a release whose unload calls `remove_lora` (vllm-project/vllm#54939).
+    """
+
+    async def remove_lora(self, _: int) -> bool:
+        return True
+
+
 def _loading_by_path(original: Any) -> Any:
     """Where `add_lora` raises, vLLM answers a 500 with its text; with this it is our status.
 
@@ -200,7 +210,9 @@ def _unloading(original: Any) -> Any:
         if not is_planned(self.engine_client):
             return await original(self, request)
         lifecycle, name = lifecycle_of(self), request.lora_name
-        result = await original(self, request)
+        asking = _Unloads(self, lifecycle).in_place_of(self)
+        asking._check_unload_lora_adapter_request = self._check_unload_lora_adapter_request  # noqa: SLF001 - of `self`
+        result = await original(asking, request)
         adapter = None if hasattr(result, "error") else lifecycle.registry.forget(name)
         if adapter is not None:
             lifecycle.on_change()

@@ -166,12 +166,12 @@ def _listing(original: Any) -> Any:
 def _calling(original: Any) -> Any:
     """A caller's own code in workers may add adapters and remove them: the planner knows of it before it returns."""
 
-    def collective_rpc(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         planner = _planner_if_any(self)
-        if planner is None:
-            return original(self, *args, **kwargs)
+        if planner is None or method == "take_notifications":  # in vLLM's own loop (vllm-project/vllm#51433)
+            return original(self, method, *args, **kwargs)
         try:
-            result = original(self, *args, **kwargs)
+            result = original(self, method, *args, **kwargs)
         except Exception:
             _take_back(self, _changes(self))
             raise

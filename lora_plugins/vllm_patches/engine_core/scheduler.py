@@ -36,11 +36,10 @@ from lora_plugins.vllm_patches.engine_core.request import (
     tokens_of,
     weights_of,
 )
+from lora_plugins.vllm_patches.step_messages import Commands, Reports, attach, attached
 from lora_plugins.vllm_patches.wrapping import wrap
 from lora_plugins.worker.lora_request import is_inplace, is_vllms
 
-COMMANDS = "lora_plugins_commands"  # on SchedulerOutput
-REPORTS = "lora_plugins_reports"  # on ModelRunnerOutput
 _REMEMBERED = 10_000
 # The ids by which vLLM's API server divides a client's request: a token of its beams, a prompt of several, one of n.
 _BEAM = re.compile(r"(.+)-[0-9a-f]{16}-beam-\d+(-[0-9a-f]{8})?")
@@ -229,7 +228,7 @@ class AdmissionMixin(FiniteAnswers):
         finally:
             self._counts_held = True
         if commands:
-            setattr(output, COMMANDS, commands)
+            attach(output, Commands(tuple(commands)))
         return output
 
     def plan(self) -> list[Command]:
@@ -298,8 +297,8 @@ class AdmissionMixin(FiniteAnswers):
                     self.has_ended(output)
                     is_beam = _BEAM.fullmatch(output.request_id) is not None
                     planner.ended([output.request_id], now, expects_more=is_beam)
-        planner.carried_out(getattr(scheduler_output, COMMANDS, ()))
-        planner.reported(getattr(model_runner_output, REPORTS, ()), now)
+        planner.carried_out(attached(scheduler_output, Commands).commands)
+        planner.reported(attached(model_runner_output, Reports).reports, now)
         if self.lora_config.max_loras != planner.state.slots.total:  # type: ignore[has-type]
             self.lora_config = copy.copy(self.lora_config)  # type: ignore[has-type]
             self.lora_config.max_loras = planner.state.slots.total  # vLLM's own limit never binds
@@ -417,13 +416,5 @@ LEDGER = (
         "max_loras as workers have slots. Ids of requests are read, to admit what one client asked for as one",
         why="no running request waits for an adapter that is not in its slot",
         remove="vLLM's scheduler asks a plugin before it takes a request from its queue",
-    ),
-    Patch(
-        """
-        vllm.v1.core.sched.output: SchedulerOutput{total_num_scheduled_tokens}
-        vllm.v1.outputs: ModelRunnerOutput
-        """,
-        what="plain dataclasses, given the attributes lora_plugins_commands and lora_plugins_reports",
-        why="commands reach every worker with the batch that they are for, and reports the scheduler",
     ),
 )

@@ -35,24 +35,31 @@ def patch() -> None:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     wrap(core, "get_kv_cache_configs", _marking)
-    needs_zeroing = KVCacheConfig.needs_kv_cache_zeroing
-    if not isinstance(needs_zeroing, _OrRunsAdapters):
+    needs_zeroing = getattr(KVCacheConfig, "needs_kv_cache_zeroing", None)
+    if isinstance(needs_zeroing, property) and not isinstance(needs_zeroing, _OrRunsAdapters):
         KVCacheConfig.needs_kv_cache_zeroing = _OrRunsAdapters(needs_zeroing)
     default_for_children(VARIABLE, "1")
 
 
-def patch_runners() -> None:
+def patch_runners(vllm_config: Any) -> None:
     """The part that is done in a worker's process, once its runner is made; again, it changes nothing.
 
     vLLM's own counting leaves out infinity, and in the first runner makes a tensor of the logits' size and adds it up.
+    Where vLLM ends requests with NaN itself, of the base model too, its own counting says which.
     On the CPU its runner leaves out groups of sliding windows, and of layers with specs of their own.
     """
-    for module, function in _COUNTING:
+    for module, function in () if _ends_requests_with_nan(vllm_config) else _COUNTING:
         if (loaded := sys.modules.get(module)) is not None:
             setattr(loaded, function, not_finite_in_rows)
     cpu: Any = sys.modules.get("vllm.v1.worker.cpu_model_runner")
     if cpu is not None:
         wrap(cpu.CPUModelRunner, "_zero_block_ids", _zeroing)
+
+
+def _ends_requests_with_nan(vllm_config: Any) -> bool:
+    """Whether an operator has switched on `--enable-nan-fault-tolerance`, which vllm-project/vllm#50283 brings."""
+    tolerance = getattr(vllm_config, "fault_tolerance_config", None)
+    return bool(getattr(tolerance, "enable_nan_fault_tolerance", False))
 
 
 class _OrRunsAdapters(property):
@@ -65,11 +72,24 @@ class _OrRunsAdapters(property):
 def _marking(original: Any) -> Any:
     def get_kv_cache_configs(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         configs = original(vllm_config, *args, **kwargs)
+        runs_adapters = vllm_config.lora_config is not None and not _loads_while_zeroing(vllm_config)
         for config in configs:
-            setattr(config, _RUNS_ADAPTERS, vllm_config.lora_config is not None)
+            setattr(config, _RUNS_ADAPTERS, runs_adapters)
+            if runs_adapters and not config.needs_kv_cache_zeroing:
+                config.needs_kv_cache_zeroing = True  # a release in which it is a field
         return configs
 
     return get_kv_cache_configs
+
+
+def _loads_while_zeroing(vllm_config: Any) -> bool:
+    """Whether blocks are loaded in the step that zeroes them, by transfers that do not wait for it.
+
+    MoRIIO's READ mode does (ROCm); it takes such blocks out of those to zero for models with Mamba layers only. Other
+    connectors load later, and vLLM leaves their blocks out.
+    """
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    return transfer is not None and transfer.kv_connector == "MoRIIOConnector"
 
 
 def not_finite_in_rows(logits: Any) -> Any:

@@ -16,13 +16,15 @@ from lora_plugins.ledger import Patch
 from lora_plugins.process import this_process
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.scheduler.messages import Change, Command, Report, Slots
-from lora_plugins.vllm_patches.engine_core.scheduler import COMMANDS, REPORTS
 from lora_plugins.vllm_patches.model_modules import model_of
+from lora_plugins.vllm_patches.step_messages import Commands, Reports, attach, attached
 from lora_plugins.vllm_patches.worker import lora_model_runner_mixin, model_runner
 from lora_plugins.vllm_patches.wrapping import wrap
 
 # While there is no batch, a step waits so long for what is being loaded: the engine need not spin.
 EMPTY_STEP_WAIT_S = 0.005
+# Beside other data-parallel ranks a dummy batch follows, for which all of them wait.
+EMPTY_STEP_OF_RANKS_WAIT_S = 0.0005
 
 
 def patch() -> None:
@@ -61,7 +63,7 @@ def _initialising(original: Any) -> Any:
 
     def init_device(self: Any) -> None:
         original(self)
-        model_runner.patch_runners()
+        model_runner.patch_runners(self.vllm_config)
 
     return init_device
 
@@ -72,9 +74,10 @@ def _executing(original: Any) -> Any:
         if manager is None:
             return original(self, scheduler_output)
         has_batch = bool(scheduler_output.total_num_scheduled_tokens)
-        manager.begin_step(getattr(scheduler_output, COMMANDS, ()), has_batch=has_batch)
+        manager.begin_step(attached(scheduler_output, Commands).commands, has_batch=has_batch)
         output = original(self, scheduler_output)
-        wait_s = 0.0 if has_batch else EMPTY_STEP_WAIT_S
+        has_ranks = self.vllm_config.parallel_config.data_parallel_size > 1
+        wait_s = 0.0 if has_batch else EMPTY_STEP_OF_RANKS_WAIT_S if has_ranks else EMPTY_STEP_WAIT_S
         return output if output is None else _with_reports(output, _reports(manager, wait_s))
 
     return execute_model
@@ -105,7 +108,7 @@ def _with_reports(output: Any, reports: list[Report | Slots]) -> Any:
         return output
     if output is EMPTY_MODEL_RUNNER_OUTPUT:
         output = copy.copy(output)  # it is shared
-    setattr(output, REPORTS, reports)
+    attach(output, Reports(tuple(reports)))
     return output
 
 
@@ -155,7 +158,7 @@ LEDGER = (
     Patch(
         """
         vllm.v1.worker.worker_base:
-            WorkerWrapperBase{worker}
+            WorkerWrapperBase{worker, vllm_config}
             WorkerWrapperBase.init_device(self)
             WorkerWrapperBase.execute_model(self, scheduler_output)
             WorkerBase{model_runner}

@@ -78,9 +78,10 @@ def chunk(fingerprint: str | None = None, reason: str | None = None) -> str:
     return made.model_dump_json(exclude_unset=True)
 
 
-def whole(fingerprint: str | None = None) -> list[Any]:
+def whole(fingerprint: str | None = None, **more: Any) -> list[Any]:
     """The responses of the other kinds, as vLLM makes them."""
     common: dict[str, Any] = {"choices": [], "model": "m", "usage": UsageInfo(), "system_fingerprint": fingerprint}
+    common |= more
     return [
         chat.ChatCompletionResponse(**common),
         completion.CompletionResponse(**common),
@@ -138,6 +139,19 @@ def test_each_chunk_says_its_versions_after_a_move() -> None:
         response_module._present.reset(token)
     assert "kv_transfer_params" not in before
     assert [one["kv_transfer_params"] for one in after] == [{"lora_versions": [[OLD, 0], [NEW, 3]]}] * 4
+
+
+def test_what_a_connector_says_goes_on_to_another_engine_alone() -> None:
+    """A proxy puts the `kv_transfer_params` of a prefill's answer into the request to the engine that decodes."""
+    params = {"do_remote_prefill": True, "remote_block_ids": [1, 2]}
+    response = Response()
+    token = response_module._present.set(response)
+    try:
+        response.spans = [(OLD, 0), (NEW, 3)]
+        made = whole(kv_transfer_params=params | {"lora_versions": response.spans})[:2]
+    finally:
+        response_module._present.reset(token)
+    assert [one.kv_transfer_params for one in made] == [params, params]
 
 
 def test_a_swap_after_the_pick_changes_nothing(store: Path) -> None:

@@ -75,6 +75,8 @@ class Executor:
             if isinstance(args[-1], Exception):
                 raise args[-1]
             return ["done" for _ in self.changes]
+        if method == "take_notifications":
+            return [["a was loaded"] for _ in self.changes]
         if method == "lora_plugins_changes":
             changes, self.changes = self.changes, [[]]
             return changes
@@ -572,6 +574,15 @@ def test_what_callers_add_in_workers_is_planned_when_they_return(proc: tuple[Any
     assert answer_of(engine, core.collective_rpc("callers_own", args=([[Change(1)], [Change(1)]],))) == ["done"] * 2
     engine.run()
     assert 1 not in engine.in_memory
+
+
+def test_vllms_gathering_of_events_is_no_callers_code(proc: tuple[Any, Engine]) -> None:
+    """vllm-project/vllm#51433: the engine's loop asks workers for what happened, and has to have it at once."""
+    core, engine = proc
+    core.model_executor.changes = [[added(1)]]  # what somebody's thread in a worker has added meanwhile
+    assert core.collective_rpc("take_notifications") == [["a was loaded"]]
+    assert core.model_executor.changes == [[added(1)]], "the next call of a caller's finds them"
+    assert answer_of(engine, core.collective_rpc("callers_own", args=([[added(1)]],))) == ["done"]
 
 
 def test_calls_that_touch_no_adapter_return_at_once(proc: tuple[Any, Engine], core: Any) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from vllm.pooling_params import PoolingParams
-from vllm.v1.engine import FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.request import RequestStatus
 
 from lora_plugins.vllm_patches.engine_core import finite_answers
 from lora_plugins.vllm_patches.engine_core.request import error_in, error_in_tensor
+from lora_plugins.vllm_patches.engine_core.scheduler import with_admission
 from tests.vllm_patches.engine_bed import BLOCK, Engine, Make, adapter, request
 
 
@@ -47,6 +49,34 @@ def test_a_request_without_numbers_ends_alone(make_engine: Make) -> None:
     assert not engine.scheduler.requests
     assert not engine.scheduler.planner.state.of_request
     assert engine.gone.count("bad") == 1
+
+
+def ending_nan(kind: type) -> type:
+    """A scheduler class of vLLM's as vllm-project/vllm#50283 changes it: it ends requests with NaN itself."""
+
+    def update_from_output(self: Any, scheduled: Any, computed: Any) -> Any:
+        outputs = kind.update_from_output(self, scheduled, computed)  # type: ignore[attr-defined]
+        bad = [name for name, count in (computed.num_nans_in_logits or {}).items() if count and name in self.requests]
+        for name in bad:
+            index = self.requests[name].client_index
+            self.finish_requests(name, RequestStatus.FINISHED_ERROR)
+            ended = EngineCoreOutput(request_id=name, new_token_ids=[], finish_reason=FinishReason.ERROR)
+            outputs.setdefault(index, EngineCoreOutputs()).outputs.append(ended)
+        return outputs
+
+    return type("EndsNaN", (kind,), {"update_from_output": update_from_output})
+
+
+def test_where_vllm_ends_them_each_is_answered_once(make_engine: Make) -> None:
+    kind = with_admission(ending_nan(type(make_engine(is_stock=True).scheduler)))
+    engine = with_nan(make_engine(max_loras=2, kind=kind), "bad", "of-base")
+    for name, lora in (("bad", 1), ("good", 2), ("of-base", None)):
+        engine.scheduler.add_request(request(name, lora, tokens=5))
+    engine.run()
+    ends = sorted((one.request_id, str(one.finish_reason)) for one in engine.outputs if one.finish_reason is not None)
+    assert ends == [("bad", "error"), ("good", "length"), ("of-base", "error")]
+    assert error_in(engine.end_of("bad").stop_reason) is not None, "with our error"
+    assert not engine.scheduler.requests
 
 
 def test_an_answer_ends_in_the_middle(make_engine: Make) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,6 +55,20 @@ def test_copies_say_what_engine_and_model_need(base: Path, model: str, lora: boo
         assert config.needs_kv_cache_zeroing == (lora or model == "Mamba")
 
 
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize(("connector", "zeroed"), [("MoRIIOConnector", False), ("NixlConnector", True)])
+def test_what_a_transfer_writes_meanwhile_is_not_zeroed(base: Path, connector: str, zeroed: bool) -> None:
+    from vllm.config import KVTransferConfig
+    from vllm.v1.engine import core
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    config = vllm_config(base)
+    config.kv_transfer_config = KVTransferConfig(kv_connector=connector, kv_role="kv_both")
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    (made,) = core.get_kv_cache_configs(config, [{"layer": spec}], [1 << 30])
+    assert made.needs_kv_cache_zeroing == zeroed
+
+
 def test_blocks_of_every_kind_are_zeroed_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
@@ -65,7 +80,7 @@ def test_blocks_of_every_kind_are_zeroed_on_the_cpu(monkeypatch: pytest.MonkeyPa
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     monkeypatch.setattr(CPUModelRunner, "_zero_block_ids", CPUModelRunner._zero_block_ids)
-    model_runner.patch_runners()
+    model_runner.patch_runners(SimpleNamespace())
     shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
     groups = [
         KVCacheGroupSpec(["full"], FullAttentionSpec(**shape)),
@@ -99,10 +114,69 @@ def test_both_of_vllms_runners_ask_us(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_model_runner, "count_nans_per_row", None)
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu.sample.sampler", second)
     monkeypatch.delitem(sys.modules, "vllm.v1.worker.gpu.spec_decode.rejection_sampler", raising=False)
-    model_runner.patch_runners()
+    model_runner.patch_runners(SimpleNamespace())
     assert gpu_model_runner.count_nans_per_row is second.get_num_nans is model_runner.not_finite_in_rows
     monkeypatch.delitem(sys.modules, "vllm.v1.worker.gpu_model_runner")
-    model_runner.patch_runners()
+    model_runner.patch_runners(SimpleNamespace())
+
+
+# --- as vLLM's next releases will have it ---
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_vllms_own_switch_leaves_its_counting_alone(monkeypatch: pytest.MonkeyPatch, is_on: bool) -> None:
+    """vllm-project/vllm#50283: with this switch vLLM ends requests of the base model too, which may have infinity."""
+    from vllm.v1.worker import gpu_model_runner
+
+    vllms = gpu_model_runner.count_nans_per_row
+    monkeypatch.setattr(gpu_model_runner, "count_nans_per_row", vllms)
+    tolerance = SimpleNamespace(enable_nan_fault_tolerance=is_on)
+    model_runner.patch_runners(SimpleNamespace(fault_tolerance_config=tolerance))
+    assert gpu_model_runner.count_nans_per_row is (vllms if is_on else model_runner.not_finite_in_rows)
+
+
+@pytest.mark.parametrize("kind", ["property", "field"])
+@pytest.mark.parametrize("of_vllm", [True, False])
+@pytest.mark.parametrize("lora", [True, False])
+def test_what_vllm_has_zeroed_stays(
+    monkeypatch: pytest.MonkeyPatch, base: Path, kind: str, of_vllm: bool, lora: bool
+) -> None:
+    """vllm-project/vllm#50283: `needs_kv_cache_zeroing` is true for every model where its switch is on."""
+    from vllm.v1.engine import core
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+
+    vllms = of_vllm if kind == "field" else property(lambda _: of_vllm)
+    monkeypatch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", vllms)
+    monkeypatch.setattr(core, "get_kv_cache_configs", core.get_kv_cache_configs)
+    model_runner.patch()
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    (made,) = core.get_kv_cache_configs(vllm_config(base, lora=lora), [{"layer": spec}], [1 << 30])
+    for config in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert config.needs_kv_cache_zeroing == (of_vllm or lora)
+
+
+WITHOUT_THE_FIRST_RUNNER = """
+import sys
+for name in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.cpu_model_runner"):
+    sys.modules[name] = None  # an import of it raises
+from types import SimpleNamespace
+from lora_plugins.process import this_process
+from lora_plugins.vllm_patches import installation
+from lora_plugins.vllm_patches.worker import model_runner
+installation.install_manager(this_process())
+model_runner.patch_runners(SimpleNamespace())
+import lora_plugins.worker.manager
+print("installed")
+"""
+
+
+def test_the_manager_does_without_vllms_first_model_runner() -> None:
+    """vllm-project/vllm#41286 takes its module away."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_THE_FIRST_RUNNER], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["installed"], done.stderr[-2000:]
+
+
+# --- which of them is counted ---
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "1"), ("0", "0")])

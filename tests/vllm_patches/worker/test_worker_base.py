@@ -17,7 +17,7 @@ from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.scheduler.messages import Activated, Slots
-from lora_plugins.vllm_patches.engine_core.scheduler import COMMANDS, REPORTS
+from lora_plugins.vllm_patches.step_messages import Commands, Reports, attach, attached
 from lora_plugins.vllm_patches.worker import worker_base
 from lora_plugins.worker.manager import PlannedWorkerLoRAManager
 
@@ -78,8 +78,9 @@ def patched() -> Iterator[None]:
                 setattr(one, name, names[name])
 
 
-def wrapper(of: Worker) -> Any:
+def wrapper(of: Worker, *, ranks: int = 1) -> Any:
     wrapped = object.__new__(WorkerWrapperBase)
+    wrapped.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=ranks))
     wrapped.worker, wrapped.mm_receiver_cache = of, None
     return wrapped
 
@@ -92,7 +93,7 @@ def batch(*commands: Any, tokens: int = 1) -> SchedulerOutput:
     scheduled = SchedulerOutput.make_empty()
     scheduled.total_num_scheduled_tokens = tokens
     if commands:
-        setattr(scheduled, COMMANDS, list(commands))
+        attach(scheduled, Commands(commands))
     return scheduled
 
 
@@ -101,39 +102,47 @@ def test_commands_come_before_the_batch_and_reports_with_its_output() -> None:
     found = wrapper(of).execute_model(batch(COMMAND))
     assert of.events == ["commands", "batch"]
     assert of.model_runner.lora_manager.commands == [COMMAND]
-    assert getattr(found, REPORTS) == [REPORT]
+    assert attached(found, Reports).reports == (REPORT,)
     assert of.model_runner.lora_manager.had_batch == [True]
 
 
 def test_commands_and_reports_survive_the_way_between_processes() -> None:
     """Executors pickle both: they are plain dataclasses, with a `__dict__`."""
     scheduled = pickle.loads(pickle.dumps(batch("command")))
-    assert getattr(scheduled, COMMANDS) == ["command"]
+    assert attached(scheduled, Commands).commands == ("command",)
     found = pickle.loads(pickle.dumps(wrapper(Worker(output())).execute_model(batch())))
-    assert getattr(found, REPORTS) == [REPORT]
+    assert attached(found, Reports).reports == (REPORT,)
 
 
 def test_vllms_shared_empty_output_is_copied() -> None:
     of = Worker(EMPTY_MODEL_RUNNER_OUTPUT)
     found = wrapper(of).execute_model(batch(tokens=0))
-    assert getattr(found, REPORTS) == [REPORT]
-    assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, REPORTS)
+    assert attached(found, Reports).reports == (REPORT,)
+    assert attached(EMPTY_MODEL_RUNNER_OUTPUT, Reports) == Reports()
     assert found == copy.copy(EMPTY_MODEL_RUNNER_OUTPUT)
     assert of.model_runner.lora_manager.waited_s == [worker_base.EMPTY_STEP_WAIT_S]
     assert of.model_runner.lora_manager.had_batch == [False]
 
 
+def test_an_empty_step_beside_other_ranks_is_short() -> None:
+    """They wait for this rank in the dummy batch that follows it, and are computing for their own requests."""
+    of = Worker(EMPTY_MODEL_RUNNER_OUTPUT)
+    wrapper(of, ranks=2).execute_model(batch(tokens=0))
+    (waited_s,) = of.model_runner.lora_manager.waited_s
+    assert 0 < waited_s <= worker_base.EMPTY_STEP_WAIT_S / 10
+
+
 def test_an_output_that_is_made_later_has_the_reports_then() -> None:
     found = wrapper(Worker(MadeLater())).execute_model(batch())
-    assert not hasattr(found, REPORTS)
-    assert getattr(found.get_output(), REPORTS) == [REPORT]
+    assert attached(found, Reports) == Reports()
+    assert attached(found.get_output(), Reports).reports == (REPORT,)
 
 
 def test_where_tokens_are_sampled_apart_reports_come_with_them() -> None:
     wrapped = wrapper(Worker(None, sampled=output()))
     assert wrapped.execute_model(batch()) is None
     assert wrapped.worker.model_runner.lora_manager.waited_s == []
-    assert getattr(wrapped.sample_tokens(None), REPORTS) == [REPORT]
+    assert attached(wrapped.sample_tokens(None), Reports).reports == (REPORT,)
 
 
 def test_without_lora_outputs_are_vllms_own() -> None:
@@ -141,7 +150,7 @@ def test_without_lora_outputs_are_vllms_own() -> None:
     wrapped = wrapper(Worker(made, sampled=made, lora=False))
     assert wrapped.execute_model(batch()) is made
     assert wrapped.sample_tokens(None) is made
-    assert not hasattr(made, REPORTS)
+    assert attached(made, Reports) == Reports()
 
 
 def test_methods_of_ours_are_reached_by_name_through_the_wrapper() -> None:
@@ -154,7 +163,7 @@ def test_methods_of_ours_are_reached_by_name_through_the_wrapper() -> None:
 def test_a_worker_says_what_it_has_slots_of() -> None:
     wrapped = wrapper(Worker(output()))
     wrapped.worker.model_runner.lora_manager.has_told_slots = False
-    said = [getattr(wrapped.execute_model(batch()), REPORTS) for _ in range(2)]
+    said = [list(attached(wrapped.execute_model(batch()), Reports).reports) for _ in range(2)]
     assert said == [[Slots(2, 3), REPORT], [REPORT]]
 
 
