@@ -15,6 +15,7 @@ from lora_plugins.adapter.experts import check_experts, check_rank
 from lora_plugins.adapter.model_modules import Kind, ModelModules, Place, Unadapted
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.weights import LoraPair, Weights
+from lora_plugins.adapter.writers import by_keys, in_words, wrappers_in
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
 # A tensor's name → the module that it is for, and whether it is A; ValueError where it is no LoRA weight.
@@ -164,12 +165,26 @@ def _mismatch(unmatched: Sequence[str], total: int, modules: ModelModules, about
         f"{len(names)} of {total} modules {_FOUND[why]}, such as {_some(names)}" for why, names in by_reason.items()
     ]
     known = _some(_alike(unmatched, modules))
+    cause, remedies = _cause(by_reason.get(None, ())), {**_REMEDIES}
+    if cause is not None:
+        found[list(by_reason).index(None)] += f", {cause[0]}"
+        remedies[None] = cause[1]
     return IncompatibleAdapter(
         " and ".join(found or [f"0 of {total} modules {_FOUND[None]}"]) + about,
         expected=f"modules of the model, such as {known}",
-        remedy="; ".join(_REMEDIES[why] for why in by_reason or [None])
+        remedy="; ".join(remedies[why] for why in by_reason or [None])
         + (", or set LORA_PLUGINS_UNMATCHED=warn" if len(unmatched) < total else ""),
     )
+
+
+def _cause(names: Sequence[str]) -> tuple[str, str] | None:
+    """What of the adapter's writer is in names that the model does not have, and what to do; None where nothing is."""
+    wrappers = wrappers_in(names)
+    if wrappers:
+        held = "save it again from the model that the wrapper holds, or take these out of its keys; where it does not"
+        return f"with {in_words(wrappers)}", f"{held} fit then, {_REMEDY}"
+    writer = by_keys(f"{name}.lora_A.weight" for name in names)
+    return None if writer is None else (f"in {writer.name}", writer.remedy)
 
 
 def _check_matrices(pair: ReadPair) -> None:

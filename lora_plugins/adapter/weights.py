@@ -9,13 +9,14 @@ Shapes: A `(rank, in)`, B `(out, rank)`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.patterns import Deadline
 from lora_plugins.adapter.safetensors_header import TensorInfo
+from lora_plugins.adapter.writers import unwrapped
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
 PREFIX = "base_model.model."
@@ -106,6 +107,7 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
         for (module, is_looked_up), pair in paced(sides.items())
         for name in [parameter_of(module)]
     )
+    _check_wrapped(pairs, lambda name: (rank_of(name, deadline), alpha_of(name, deadline)))
     if not pairs:
         raise InvalidAdapter(
             "no pair of lora_A and lora_B", expected="at least one", remedy="save the adapter again with PEFT"
@@ -175,6 +177,20 @@ def parameter_of(module: str) -> str:
     if module.endswith(".experts.base_layer"):
         return module.removesuffix(".base_layer") + ".gate_up_proj"
     return module + ".down_proj" if module.endswith(".experts") else module
+
+
+def _check_wrapped(pairs: Iterable[LoraPair], values_of: Callable[[str], tuple[int, float]]) -> None:
+    """Refuse patterns that a wrapper in a name keeps from matching: whether they did in training, nobody can say."""
+    for pair in paced(pairs):
+        if "._" not in pair.module:
+            continue  # only `module` stands in names that are no wrapper's, and only in front of all others
+        name = parameter_of(unwrapped(pair.module))
+        if values_of(name) != (pair.rank, pair.alpha):
+            raise IncompatibleAdapter(
+                f"a rank or alpha of module '{name}' by a pattern that '{pair.module}' does not match",
+                expected="names without wrappers, or patterns that match with them and without",
+                remedy="save it again from the model that the wrapper holds",
+            )
 
 
 def _check_ranks(pairs: Iterable[LoraPair]) -> None:

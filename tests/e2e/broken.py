@@ -101,9 +101,9 @@ BROKEN = (
     ),
     Broken(
         "compiled",
-        _tensors(_rename("base_model.model.", "base_model.model._orig_mod.")),
+        _tensors(_rename("base_model.model.", "base_model.model._orig_mod.encoder.")),
         400,
-        ("L003", WEIGHTS, "_orig_mod"),
+        ("L003", WEIGHTS, "_orig_mod", "torch.compile"),
     ),
     Broken(
         "half-of-another-model", _tensors(_rename("layers.1.", "h.1.")), 400, ("L003", WEIGHTS, "h.1.", "UNMATCHED")
