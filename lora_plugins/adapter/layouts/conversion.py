@@ -110,7 +110,7 @@ def _spelled(
             plan = _by_rules([_respelled(pair, spelling.respell) for pair in left], names, model.respellings)
             pairs = (*landed, *(new.pair for new in plan.made))
             if not plan.left and _fit(replace(weights, pairs=pairs), model):
-                plan.changes[spelling.text] += len(left)
+                plan.changes[spelling.text] += sum(spelling.respell(pair.module) != pair.module for pair in left)
                 del plan.changes[_RENAMED]
                 found[tuple(names.read(new.module) for new in plan.made)] = plan
         if len(found) == 1:
@@ -149,6 +149,7 @@ _RULES: tuple[Callable[[Sequence[LoraPair], Names], Iterator[Change]], ...] = (
     fused.split,
     fused.join,
     experts.unstack,
+    experts.unshare,
     experts.stack,
 )
 

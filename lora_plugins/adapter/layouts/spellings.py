@@ -17,6 +17,7 @@ from lora_plugins.adapter.weights import LoraPair
 from lora_plugins.adapter.writers import in_words, unwrapped, wrappers_in
 
 _MODEL = "model."
+_TINKERS_HEAD = re.compile(r"\b(model\.)?unembed_tokens$")  # `build_name_remaps` of tinker-cookbook has this step too
 _NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<layers>[^.]+)\.\d+\.")
 
 
@@ -37,10 +38,13 @@ def spellings(left: Sequence[LoraPair], landed: Sequence[LoraPair], names: Names
         names: where names land.
     """
     wrappers = wrappers_in(pair.module for pair in left)
-    inner: Respell = unwrapped if wrappers else str
     texts = [f"{in_words(wrappers)} taken out of keys"] if wrappers else []
-    if wrappers:
-        yield [Spelling(inner, texts[0])]
+    inner: Respell = unwrapped if wrappers else str
+    if any(_TINKERS_HEAD.search(pair.module) for pair in left):
+        texts.append("Tinker's 'unembed_tokens' is now 'lm_head'")
+        inner = _then(inner, partial(_TINKERS_HEAD.sub, "lm_head"))
+    if texts:
+        yield [Spelling(inner, ", ".join(texts))]
     if any(_numbered(pair.module) for pair in landed) or any(names.is_unadapted(pair) for pair in left):
         return  # it has this model's names, and some modules more
     modules = [inner(pair.module) for pair in left]
