@@ -203,11 +203,24 @@ def _check_sizes(pair: ReadPair, place: Place, about: str) -> None:
     fewer = place.max_out_features and place.out_features is not None and outputs < place.out_features
     if place.in_features in (None, inputs) and (place.out_features in (None, outputs) or fewer):
         return
+    sizes = f"{inputs} inputs and {outputs} outputs in module '{pair.name}'"
+    more = _more_words(inputs, outputs, place)
     raise IncompatibleAdapter(
-        f"{inputs} inputs and {outputs} outputs in module '{pair.name}'{about}",
+        (f"{sizes}, {more} words more than the base model's vocabulary" if more else sizes) + about,
         expected=f"{place.in_features} inputs and {place.out_features} outputs",
-        remedy=_REMEDY,
+        remedy="merge the adapter into the model with these words and serve the result" if more else _REMEDY,
     )
+
+
+def _more_words(inputs: int, outputs: int, place: Place) -> int:
+    """How many words were added, as far as that is all that keeps a head or an embedding from fitting; otherwise 0."""
+    words = {Kind.HEAD: (inputs, outputs), Kind.EMBEDDING: (outputs, inputs)}
+    known = {
+        Kind.HEAD: (place.in_features, place.out_features),
+        Kind.EMBEDDING: (place.out_features, place.in_features),
+    }
+    (hidden, count), (its_hidden, its_count) = words.get(place.kind, (0, 0)), known.get(place.kind, (0, 0))
+    return max(0, count - its_count) if hidden == its_hidden and its_count is not None else 0
 
 
 def _two_for_one(name: str, one: ReadPair, other: ReadPair) -> IncompatibleAdapter:

@@ -12,11 +12,11 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from lora_plugins.adapter.config import AdapterConfig
+from lora_plugins.adapter.config import AdapterConfig, without_effect
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.patterns import Deadline
 from lora_plugins.adapter.safetensors_header import TensorInfo
-from lora_plugins.adapter.writers import unwrapped
+from lora_plugins.adapter.writers import foreign_key, unwrapped
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
 PREFIX = "base_model.model."
@@ -25,6 +25,7 @@ _NAME = re.compile(
     r"|embedding_(?P<looked_up>[AB])(?:\.(?P<its_adapter>[^.]+))?)"
 )
 _BASE_EMBEDDINGS = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
+_WHOLE_EMBEDDINGS = (".embed_tokens.weight", ".lm_head.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +108,13 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
         for (module, is_looked_up), pair in paced(sides.items())
         for name in [parameter_of(module)]
     )
-    _check_wrapped(pairs, lambda name: (rank_of(name, deadline), alpha_of(name, deadline)))
     if not pairs:
         raise InvalidAdapter(
             "no pair of lora_A and lora_B", expected="at least one", remedy="save the adapter again with PEFT"
         )
+    if not any(pair.alpha for pair in pairs):
+        raise without_effect("lora_alpha or alpha_pattern 0 for each of its modules")
+    _check_wrapped(pairs, lambda name: (rank_of(name, deadline), alpha_of(name, deadline)))
     _check_ranks(pairs)
     return Weights(pairs, tuple(embeddings), tuple(others), names.pop())
 
@@ -134,8 +137,15 @@ def _is_classifier_head(name: str, config: AdapterConfig) -> bool:
 def _split(name: str) -> tuple[str, str, bool, str | None]:
     """Module, side, whether it is an embedding's, and the adapter's name if the key holds one."""
     found = _NAME.fullmatch(_without_prefix(name))
-    if found is None:
+    if found is None and name.endswith(_WHOLE_EMBEDDINGS):
         raise IncompatibleAdapter(
+            f"tensor '{name}', a whole embedding, which PEFT saves where words were added to the vocabulary",
+            expected="A and B alone, for the base model's own vocabulary",
+            remedy="merge the adapter into the model with these words and serve the result; where none were added, "
+            "save it with save_embedding_layers=False",
+        )
+    if found is None:
+        raise foreign_key(name) or IncompatibleAdapter(
             f"tensor '{name}', which is no LoRA weight",
             expected="tensors named <module>.lora_A.weight, .lora_B.weight, .lora_embedding_A or .lora_embedding_B",
             remedy="save the adapter alone, without full weights, or merge it into the base model",

@@ -60,7 +60,7 @@ def not_finite() -> dict[str, np.ndarray]:
 CASES: dict[str, Callable[[Path], Case]] = {
     "modules": lambda _: of(weights() | pair(LAYER.format(7, "q_proj"), 4, 8, 8)),
     "ranks": lambda _: of(weights(rank=4), r=8),
-    "alpha": lambda _: of(weights(), lora_alpha=-8),
+    "alpha": lambda _: of(weights(), lora_alpha=0),
     "kinds": lambda _: of(weights(), target_modules=5),
     "ignored": lambda _: of(weights(), trainable_token_indices=[3]),
     "twice": lambda _: of(weights() | without_prefix(pair(Q, 4, 8, 8))),
