@@ -24,6 +24,7 @@ ReadName = Callable[[str], tuple[str, bool]]
 Respell = Callable[[str], str]
 
 _EXAMPLES = 3
+_NO_HEAD = "which has no classifier's head that an adapter can replace"
 _REMEDY = "serve it with the base model that it was trained on"
 _FOUND = {
     None: "that the model does not have",
@@ -85,6 +86,7 @@ def check_landing(weights: Weights, model: Model, about: str, *, refuse_unmatche
     pairs = [_read(pair, model) for pair in paced(weights.pairs) if not model.modules.skips(pair.a.name)]
     notes = check_pairs(pairs, model.modules, about=f" ({about})", refuse_unmatched=refuse_unmatched)
     _check_vocabulary(weights, model.modules)
+    _check_heads(weights, model.modules, f" ({about})")
     return notes
 
 
@@ -249,6 +251,32 @@ def _check_vocabulary(weights: Weights, modules: ModelModules) -> None:
                 f"a resized vocabulary in '{tensor.name}', shape {list(tensor.shape)}",
                 expected=f"the base model's, of {modules.vocabulary} words",
                 remedy="merge the adapter into the base model",
+            )
+
+
+def _check_heads(weights: Weights, modules: ModelModules, about: str) -> None:
+    """A classifier's whole head: the engine has one of this name, of as many labels and of as many features."""
+    heads = {name: place for name, place in modules.places.items() if place.kind is Kind.CLASSIFIER}
+    for tensor in weights.others:
+        name, part = tensor.name.split(".")[-2:]
+        labels, features = tensor.shape[0], tensor.shape[1:]
+        found = f"a classifier's head '{tensor.name}' of {labels} labels" + "".join(
+            f" and {n} features" for n in features
+        )
+        place = heads.get(name)
+        if place is None:
+            known = f"whose head is {_some(heads)}" if heads else _NO_HEAD
+            raise IncompatibleAdapter(
+                found + about,
+                expected=f"an adapter for {modules.architecture}, {known}",
+                remedy="serve it on a server of the classifier that it was trained on",
+            )
+        wanted = (place.in_features,) if part == "weight" else ()
+        if features != wanted or (labels != place.out_features and not place.max_out_features):
+            raise IncompatibleAdapter(
+                found + about,
+                expected=f"{place.out_features} labels" + "".join(f" and {n} features" for n in wanted),
+                remedy=f"{_REMEDY}; heads of other numbers of labels need --max-lora-cls-labels",
             )
 
 

@@ -69,6 +69,7 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "vocabulary": lambda _: of(
         weights() | {f"{PEFT}model.embed_tokens.base_layer.weight": np.ones((40, 8), "float32")}
     ),
+    "labels": lambda _: of(weights() | {f"{PEFT}score.weight": np.ones((2, 8), "float32")}, modules_to_save=["score"]),
     "values": lambda _: of(not_finite()),
     "magnitudes": lambda _: of(weights(), lora_alpha=1e30),
     "base": lambda _: (adapter_files(base_model_name_or_path="another"), {"base_match": BaseMatch.STRICT}),

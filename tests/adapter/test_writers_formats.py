@@ -170,3 +170,14 @@ def test_an_alpha_below_zero_survives_conversion(tmp_path):
 def test_numbers_too_large_are_refused_below_zero_too(adapter):
     (adapter / CONFIG_FILE).write_bytes(config_bytes(lora_alpha=-1e30))
     assert "numbers up to" in refused(InvalidAdapter, adapter, WEIGHTS_FILE).found
+
+
+def test_inspect_shows_the_writer_that_it_recognised(adapter):
+    from lora_plugins.cli.inspect import _look, _result
+
+    def lines() -> list[str]:
+        return [str(one) for one in _result(adapter, None, _look(adapter, Settings(), None), None).shown]
+
+    assert not any(one.startswith("recognised") for one in lines())
+    (adapter / WEIGHTS_FILE).write_bytes(safetensors(keys(".lora_a", ".lora_b")))
+    assert "recognised   MLX's form (mlx-lm)" in lines()
