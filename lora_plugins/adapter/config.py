@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from lora_plugins.adapter.json_bounds import check_json
 from lora_plugins.adapter.patterns import Deadline, SuffixPatterns
+from lora_plugins.adapter.writers import foreign_bytes, foreign_config
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
 T = TypeVar("T")
@@ -109,7 +110,13 @@ def parse_config(data: bytes) -> AdapterConfig:
     """
     if len(data) > MAX_CONFIG_BYTES:
         raise _broken(f"more than {MAX_CONFIG_BYTES} bytes", f"at most {MAX_CONFIG_BYTES}")
+    foreign = foreign_bytes(data)
+    if foreign is not None:
+        raise foreign
     raw = _json_object(data)
+    foreign_keys = foreign_config(raw)
+    if foreign_keys is not None:
+        raise foreign_keys
     kind = raw.get("peft_type") or "LORA"  # vLLM does not read it
     if not isinstance(kind, str) or kind.upper() != "LORA":
         raise IncompatibleAdapter(
@@ -126,6 +133,8 @@ def parse_config(data: bytes) -> AdapterConfig:
         alpha_pattern={key: _alpha(f"alpha_pattern[{key!r}]", value) for key, value in _mapping(raw, "alpha_pattern")},
         modules_to_save=frozenset(_text_list("modules_to_save", raw.get("modules_to_save") or [])),
     )
+    if config.alpha == 0 and not any(config.alpha_pattern.values()):
+        raise without_effect(f"lora_alpha {config.alpha:g}")
     unservable = sorted(config.modules_to_save - _CLASSIFIER_HEADS)
     if unservable:
         raise IncompatibleAdapter(
@@ -134,6 +143,13 @@ def parse_config(data: bytes) -> AdapterConfig:
             remedy="train without modules_to_save, or merge those modules into the base model",
         )
     return config
+
+
+def without_effect(why: str) -> InvalidAdapter:
+    """The error for an adapter that adds nothing, whose answers would be the base model's own."""
+    return InvalidAdapter(
+        f"an adapter without effect: {why}", expected="an alpha other than 0", remedy="correct lora_alpha"
+    )
 
 
 def _json_object(data: bytes) -> dict[str, Any]:
@@ -196,9 +212,9 @@ def _alpha(key: str, value: Any) -> float:
             number = float(value)
         except OverflowError:
             number = math.inf
-        if math.isfinite(number) and number > 0:
+        if math.isfinite(number):  # below 0 as well: it takes away what was trained, as in PEFT and vLLM
             return number
-    raise _broken(f"{key} {_short(value)}", "a number above 0")
+    raise _broken(f"{key} {_short(value)}", "a number")
 
 
 def _flag(raw: Mapping[str, Any], key: str) -> bool:

@@ -15,6 +15,7 @@ from lora_plugins.adapter.experts import check_experts, check_rank
 from lora_plugins.adapter.model_modules import Kind, ModelModules, Place, Unadapted
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.weights import LoraPair, Weights
+from lora_plugins.adapter.writers import by_keys, in_words, wrappers_in
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
 # A tensor's name → the module that it is for, and whether it is A; ValueError where it is no LoRA weight.
@@ -23,6 +24,7 @@ ReadName = Callable[[str], tuple[str, bool]]
 Respell = Callable[[str], str]
 
 _EXAMPLES = 3
+_NO_HEAD = "which has no classifier's head that an adapter can replace"
 _REMEDY = "serve it with the base model that it was trained on"
 _FOUND = {
     None: "that the model does not have",
@@ -84,6 +86,7 @@ def check_landing(weights: Weights, model: Model, about: str, *, refuse_unmatche
     pairs = [_read(pair, model) for pair in paced(weights.pairs) if not model.modules.skips(pair.a.name)]
     notes = check_pairs(pairs, model.modules, about=f" ({about})", refuse_unmatched=refuse_unmatched)
     _check_vocabulary(weights, model.modules)
+    _check_heads(weights, model.modules, f" ({about})")
     return notes
 
 
@@ -164,12 +167,26 @@ def _mismatch(unmatched: Sequence[str], total: int, modules: ModelModules, about
         f"{len(names)} of {total} modules {_FOUND[why]}, such as {_some(names)}" for why, names in by_reason.items()
     ]
     known = _some(_alike(unmatched, modules))
+    cause, remedies = _cause(by_reason.get(None, ())), {**_REMEDIES}
+    if cause is not None:
+        found[list(by_reason).index(None)] += f", {cause[0]}"
+        remedies[None] = cause[1]
     return IncompatibleAdapter(
         " and ".join(found or [f"0 of {total} modules {_FOUND[None]}"]) + about,
         expected=f"modules of the model, such as {known}",
-        remedy="; ".join(_REMEDIES[why] for why in by_reason or [None])
+        remedy="; ".join(remedies[why] for why in by_reason or [None])
         + (", or set LORA_PLUGINS_UNMATCHED=warn" if len(unmatched) < total else ""),
     )
+
+
+def _cause(names: Sequence[str]) -> tuple[str, str] | None:
+    """What of the adapter's writer is in names that the model does not have, and what to do; None where nothing is."""
+    wrappers = wrappers_in(names)
+    if wrappers:
+        held = "save it again from the model that the wrapper holds, or take these out of its keys; where it does not"
+        return f"with {in_words(wrappers)}", f"{held} fit then, {_REMEDY}"
+    writer = by_keys(f"{name}.lora_A.weight" for name in names)
+    return None if writer is None else (f"in {writer.name}", writer.remedy)
 
 
 def _check_matrices(pair: ReadPair) -> None:
@@ -188,11 +205,24 @@ def _check_sizes(pair: ReadPair, place: Place, about: str) -> None:
     fewer = place.max_out_features and place.out_features is not None and outputs < place.out_features
     if place.in_features in (None, inputs) and (place.out_features in (None, outputs) or fewer):
         return
+    sizes = f"{inputs} inputs and {outputs} outputs in module '{pair.name}'"
+    more = _more_words(inputs, outputs, place)
     raise IncompatibleAdapter(
-        f"{inputs} inputs and {outputs} outputs in module '{pair.name}'{about}",
+        (f"{sizes}, {more} words more than the base model's vocabulary" if more else sizes) + about,
         expected=f"{place.in_features} inputs and {place.out_features} outputs",
-        remedy=_REMEDY,
+        remedy="merge the adapter into the model with these words and serve the result" if more else _REMEDY,
     )
+
+
+def _more_words(inputs: int, outputs: int, place: Place) -> int:
+    """How many words were added, as far as that is all that keeps a head or an embedding from fitting; otherwise 0."""
+    words = {Kind.HEAD: (inputs, outputs), Kind.EMBEDDING: (outputs, inputs)}
+    known = {
+        Kind.HEAD: (place.in_features, place.out_features),
+        Kind.EMBEDDING: (place.out_features, place.in_features),
+    }
+    (hidden, count), (its_hidden, its_count) = words.get(place.kind, (0, 0)), known.get(place.kind, (0, 0))
+    return max(0, count - its_count) if hidden == its_hidden and its_count is not None else 0
 
 
 def _two_for_one(name: str, one: ReadPair, other: ReadPair) -> IncompatibleAdapter:
@@ -221,6 +251,32 @@ def _check_vocabulary(weights: Weights, modules: ModelModules) -> None:
                 f"a resized vocabulary in '{tensor.name}', shape {list(tensor.shape)}",
                 expected=f"the base model's, of {modules.vocabulary} words",
                 remedy="merge the adapter into the base model",
+            )
+
+
+def _check_heads(weights: Weights, modules: ModelModules, about: str) -> None:
+    """A classifier's whole head: the engine has one of this name, of as many labels and of as many features."""
+    heads = {name: place for name, place in modules.places.items() if place.kind is Kind.CLASSIFIER}
+    for tensor in weights.others:
+        name, part = tensor.name.split(".")[-2:]
+        labels, features = tensor.shape[0], tensor.shape[1:]
+        found = f"a classifier's head '{tensor.name}' of {labels} labels" + "".join(
+            f" and {n} features" for n in features
+        )
+        place = heads.get(name)
+        if place is None:
+            known = f"whose head is {_some(heads)}" if heads else _NO_HEAD
+            raise IncompatibleAdapter(
+                found + about,
+                expected=f"an adapter for {modules.architecture}, {known}",
+                remedy="serve it on a server of the classifier that it was trained on",
+            )
+        wanted = (place.in_features,) if part == "weight" else ()
+        if features != wanted or (labels != place.out_features and not place.max_out_features):
+            raise IncompatibleAdapter(
+                found + about,
+                expected=f"{place.out_features} labels" + "".join(f" and {n} features" for n in wanted),
+                remedy=f"{_REMEDY}; heads of other numbers of labels need --max-lora-cls-labels",
             )
 
 

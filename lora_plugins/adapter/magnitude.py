@@ -26,7 +26,7 @@ def check_magnitudes(pairs: Iterable[LoraPair], config: AdapterConfig, largest: 
         InvalidAdapter: A, B with its scaling, or their product may be larger.
     """
     for pair in paced(pairs):
-        scaling = config.scaling(pair.rank, pair.alpha)
+        scaling = abs(config.scaling(pair.rank, pair.alpha))
         a, b = largest[pair.a.name], largest[pair.b.name]
         worst = max(a, scaling, scaling * b, pair.rank * a * scaling * b)
         if worst > LARGEST:

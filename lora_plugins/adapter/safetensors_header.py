@@ -20,6 +20,7 @@ from operator import attrgetter
 from typing import Any, BinaryIO, TypeGuard
 
 from lora_plugins.adapter.pace import paced
+from lora_plugins.adapter.writers import foreign_bytes
 from lora_plugins.errors import InvalidAdapter
 
 LENGTH_BYTES = 8
@@ -28,6 +29,7 @@ MAX_TENSORS = 500_000  # every expert of Kimi K2: 140,000
 MAX_NAME_CHARACTERS = 512
 MAX_METADATA_CHARACTERS = 1 << 20
 _MAX_DESCRIPTION = 4096
+_QUANTISED = ("F8_", "F6_", "F4", "I", "U")
 _THREE_KEYS = "dtype, shape and data_offsets, no more"
 
 # Bytes per element of every dtype that a weight can have here.
@@ -54,9 +56,10 @@ def read_header(file: BinaryIO, file_bytes: int) -> tuple[TensorInfo, ...]:
     """
     if file_bytes < LENGTH_BYTES:
         raise _broken(f"a file of {file_bytes} bytes", "a safetensors file")
-    header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
+    length = file.read(LENGTH_BYTES)
+    header_bytes = int.from_bytes(length, "little")
     if header_bytes > min(MAX_HEADER_BYTES, file_bytes - LENGTH_BYTES):
-        raise _broken(
+        raise foreign_bytes(length) or _broken(
             f"a header of {header_bytes} bytes in a file of {file_bytes}",
             f"a header that fits in the file and in {MAX_HEADER_BYTES} bytes",
         )
@@ -190,7 +193,10 @@ def _tensor(name: str, entry: Any, start: int) -> TensorInfo:
         raise _broken(f"no description of tensor '{name}'", _THREE_KEYS)
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise _broken(f"dtype {str(dtype)[:20]} of tensor '{name}'", "one of " + ", ".join(DTYPE_BYTES))
+        error = _broken(f"dtype {str(dtype)[:20]} of tensor '{name}'", "one of " + ", ".join(DTYPE_BYTES))
+        if isinstance(dtype, str) and dtype.startswith(_QUANTISED):
+            error.remedy = "save it in BF16; if these are quantised, multiply them by their scales before"
+        raise error
     if not (_whole_numbers(shape) and all(shape) and 1 <= len(shape) <= 8):
         raise _broken(f"shape {str(shape)[:60]} of tensor '{name}'", "one to eight sizes above 0")
     if not (_whole_numbers(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from lora_plugins.adapter.layouts.conversion import Conversion, plan_conversion
 from lora_plugins.adapter.magnitude import check_magnitudes
 from lora_plugins.adapter.weight_files import INDEX_FILE, PICKLE_FILES, WEIGHTS_FILE, open_weights
 from lora_plugins.adapter.weights import Weights, pair_weights
+from lora_plugins.adapter.writers import name_format
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, describing
 from lora_plugins.settings import Settings
 
@@ -59,11 +61,16 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
         IncompatibleAdapter: well-formed, but not for this server.
         SourceUnavailable: the file system does not answer or denies.
     """
-    with open_regular(directory / CONFIG_FILE) as (file, config_bytes):
-        config = parse_config(file.read(MAX_CONFIG_BYTES + 1))
-    if os.path.lexists(directory / ORIGINAL_CONFIG_FILE):
-        config_bytes = os.lstat(directory / ORIGINAL_CONFIG_FILE).st_size
-    name = choose_weights(_present(directory), settings)
+    try:
+        with open_regular(directory / CONFIG_FILE) as (file, config_bytes):
+            config = parse_config(file.read(MAX_CONFIG_BYTES + 1))
+        if os.path.lexists(directory / ORIGINAL_CONFIG_FILE):
+            config_bytes = os.lstat(directory / ORIGINAL_CONFIG_FILE).st_size
+        name = choose_weights(_present(directory), settings)
+    except AdapterNotFound as error:
+        with suppress(OSError):
+            name_format(error, os.listdir(directory))
+        raise
     if name in PICKLE_FILES:
         with open_regular(directory / name) as (_, weights_bytes):
             check_size(config_bytes + weights_bytes, settings)

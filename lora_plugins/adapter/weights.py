@@ -9,13 +9,14 @@ Shapes: A `(rank, in)`, B `(out, rank)`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from lora_plugins.adapter.config import AdapterConfig
+from lora_plugins.adapter.config import AdapterConfig, without_effect
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.patterns import Deadline
 from lora_plugins.adapter.safetensors_header import TensorInfo
+from lora_plugins.adapter.writers import foreign_key, unwrapped
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
 PREFIX = "base_model.model."
@@ -24,6 +25,7 @@ _NAME = re.compile(
     r"|embedding_(?P<looked_up>[AB])(?:\.(?P<its_adapter>[^.]+))?)"
 )
 _BASE_EMBEDDINGS = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
+_WHOLE_EMBEDDINGS = (".embed_tokens.weight", ".lm_head.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,9 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
         raise InvalidAdapter(
             "no pair of lora_A and lora_B", expected="at least one", remedy="save the adapter again with PEFT"
         )
+    if not any(pair.alpha for pair in pairs):
+        raise without_effect("lora_alpha or alpha_pattern 0 for each of its modules")
+    _check_wrapped(pairs, lambda name: (rank_of(name, deadline), alpha_of(name, deadline)))
     _check_ranks(pairs)
     return Weights(pairs, tuple(embeddings), tuple(others), names.pop())
 
@@ -132,8 +137,15 @@ def _is_classifier_head(name: str, config: AdapterConfig) -> bool:
 def _split(name: str) -> tuple[str, str, bool, str | None]:
     """Module, side, whether it is an embedding's, and the adapter's name if the key holds one."""
     found = _NAME.fullmatch(_without_prefix(name))
-    if found is None:
+    if found is None and name.endswith(_WHOLE_EMBEDDINGS):
         raise IncompatibleAdapter(
+            f"tensor '{name}', a whole embedding, which PEFT saves where words were added to the vocabulary",
+            expected="A and B alone, for the base model's own vocabulary",
+            remedy="merge the adapter into the model with these words and serve the result; where none were added, "
+            "save it with save_embedding_layers=False",
+        )
+    if found is None:
+        raise foreign_key(name) or IncompatibleAdapter(
             f"tensor '{name}', which is no LoRA weight",
             expected="tensors named <module>.lora_A.weight, .lora_B.weight, .lora_embedding_A or .lora_embedding_B",
             remedy="save the adapter alone, without full weights, or merge it into the base model",
@@ -175,6 +187,20 @@ def parameter_of(module: str) -> str:
     if module.endswith(".experts.base_layer"):
         return module.removesuffix(".base_layer") + ".gate_up_proj"
     return module + ".down_proj" if module.endswith(".experts") else module
+
+
+def _check_wrapped(pairs: Iterable[LoraPair], values_of: Callable[[str], tuple[int, float]]) -> None:
+    """Refuse patterns that a wrapper in a name keeps from matching: whether they did in training, nobody can say."""
+    for pair in paced(pairs):
+        if "._" not in pair.module:
+            continue  # only `module` stands in names that are no wrapper's, and only in front of all others
+        name = parameter_of(unwrapped(pair.module))
+        if values_of(name) != (pair.rank, pair.alpha):
+            raise IncompatibleAdapter(
+                f"a rank or alpha of module '{name}' by a pattern that '{pair.module}' does not match",
+                expected="names without wrappers, or patterns that match with them and without",
+                remedy="save it again from the model that the wrapper holds",
+            )
 
 
 def _check_ranks(pairs: Iterable[LoraPair]) -> None:

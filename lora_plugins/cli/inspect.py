@@ -27,6 +27,7 @@ from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.verify import VerifiedAdapter, choose_weights, verify_adapter
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE, open_weights
 from lora_plugins.adapter.weights import LoraPair, pair_weights
+from lora_plugins.adapter.writers import by_keys
 from lora_plugins.cli.base_model import BasePath, MaxRank, ServedNames, read_base
 from lora_plugins.cli.names import NamesFile, is_pattern, is_several, together, wanted
 from lora_plugins.cli.output import SHOWN_CHARACTERS, Output, Result, error_fields, line, size
@@ -216,6 +217,9 @@ def _lines(fields: dict[str, Any], found: Found, base: BaseModel | None) -> Iter
         yield f"base model   {config.base_model or 'not named'}"
         patterns = f", up to {config.max_rank} by rank_pattern" if config.max_rank != config.rank else ""
         yield f"rank         {config.rank}{patterns}, alpha {config.alpha:g}{', rsLoRA' if config.use_rslora else ''}"
+    form = by_keys(tensor.name for tensor in found.tensors)
+    if form is not None:
+        yield f"recognised   {form.name}"
     if fields["dtypes"]:
         yield "tensors      " + ", ".join(f"{count} {dtype}" for dtype, count in sorted(fields["dtypes"].items()))
     if fields["modules"]:

@@ -57,10 +57,10 @@ def _places(manager: Any, name: str) -> Iterator[tuple[str, Place]]:
     if not parts:
         total = None if None in outputs else sum(size for size in outputs if size is not None)
         matrices = _matrices(module.base_layer) if kind is Kind.LINEAR else ()
-        yield (
-            name,
-            Place(name, kind, inputs, total, kind is Kind.HEAD, matrices=matrices if sum(matrices) == total else ()),
-        )
+        # With --max-lora-cls-labels, vLLM takes heads of other numbers of labels, and compares these itself.
+        is_open = kind is Kind.CLASSIFIER and bool(getattr(manager.lora_config, "max_lora_cls_labels", None))
+        is_max = kind is Kind.HEAD or is_open
+        yield name, Place(name, kind, inputs, total, is_max, matrices=matrices if sum(matrices) == total else ())
         return
     # Where vLLM has other parts than slices (`in_proj_qkvz` is two parts of four slices), only it can tell their sizes.
     known = outputs if len(outputs) == len(parts) else [None] * len(parts)
@@ -197,6 +197,8 @@ LEDGER = (
             LoRAModelManager{model, modules, packed_modules, is_pooling_model, vocab_size}
             LoRAModelManager{_is_non_gated_moe, _enable_mixed_moe_lora_format, supports_mm, mm_mapping}
             LoRAModelManager._get_text_lora_names(self, module_name)  # since 0.33
+        vllm.config.lora:
+            LoRAConfig{max_lora_cls_labels}  # since 0.31
         vllm.lora.layers.fused_moe:
             FusedMoEWithLoRA{moe_config, global_num_experts, tp_size, enable_moe_shared_loras}
             FusedMoE3DWithLoRA

@@ -60,7 +60,7 @@ def not_finite() -> dict[str, np.ndarray]:
 CASES: dict[str, Callable[[Path], Case]] = {
     "modules": lambda _: of(weights() | pair(LAYER.format(7, "q_proj"), 4, 8, 8)),
     "ranks": lambda _: of(weights(rank=4), r=8),
-    "alpha": lambda _: of(weights(), lora_alpha=-8),
+    "alpha": lambda _: of(weights(), lora_alpha=0),
     "kinds": lambda _: of(weights(), target_modules=5),
     "ignored": lambda _: of(weights(), trainable_token_indices=[3]),
     "twice": lambda _: of(weights() | without_prefix(pair(Q, 4, 8, 8))),
@@ -69,6 +69,7 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "vocabulary": lambda _: of(
         weights() | {f"{PEFT}model.embed_tokens.base_layer.weight": np.ones((40, 8), "float32")}
     ),
+    "labels": lambda _: of(weights() | {f"{PEFT}score.weight": np.ones((2, 8), "float32")}, modules_to_save=["score"]),
     "values": lambda _: of(not_finite()),
     "magnitudes": lambda _: of(weights(), lora_alpha=1e30),
     "base": lambda _: (adapter_files(base_model_name_or_path="another"), {"base_match": BaseMatch.STRICT}),

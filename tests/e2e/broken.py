@@ -80,7 +80,7 @@ BROKEN = (
     Broken("broken-json", _write(CONFIG, '{"peft_type": "LORA", '), 400, ("L005", CONFIG, "JSON", "To fix")),
     Broken("json-array", _write(CONFIG, "[1]"), 400, ("L005", CONFIG, "object")),
     Broken("missing-key", _config(r=...), 400, ("L005", CONFIG, "'r'")),
-    Broken("bad-alpha", _config(lora_alpha=0), 400, ("L005", CONFIG, "lora_alpha 0", "above 0")),
+    Broken("bad-alpha", _config(lora_alpha=0), 400, ("L005", CONFIG, "lora_alpha 0", "without effect")),
     Broken("missing-weights", _remove(WEIGHTS), 404, ("L002", WEIGHTS)),
     Broken("missing-config", _remove(CONFIG), 404, ("L002", CONFIG)),
     Broken("truncated", _truncate, 400, ("L005", WEIGHTS, "bytes")),
@@ -101,9 +101,9 @@ BROKEN = (
     ),
     Broken(
         "compiled",
-        _tensors(_rename("base_model.model.", "base_model.model._orig_mod.")),
+        _tensors(_rename("base_model.model.", "base_model.model._orig_mod.encoder.")),
         400,
-        ("L003", WEIGHTS, "_orig_mod"),
+        ("L003", WEIGHTS, "_orig_mod", "torch.compile"),
     ),
     Broken(
         "half-of-another-model", _tensors(_rename("layers.1.", "h.1.")), 400, ("L003", WEIGHTS, "h.1.", "UNMATCHED")

@@ -8,15 +8,18 @@ from dataclasses import dataclass, replace
 
 from lora_plugins.adapter.canonical import with_exact_patterns
 from lora_plugins.adapter.config import AdapterConfig
-from lora_plugins.adapter.landing import Model, Respell
+from lora_plugins.adapter.landing import Model, Respell, check_landing
 from lora_plugins.adapter.layouts import experts, fused
 from lora_plugins.adapter.layouts.moves import Same
 from lora_plugins.adapter.layouts.names import Names
+from lora_plugins.adapter.layouts.spellings import spellings
 from lora_plugins.adapter.layouts.tensors import Change, NewPair, new_pair
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.weights import LoraPair, Weights
-from lora_plugins.errors import InvalidAdapter
+from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
+
+_RENAMED = "keys renamed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +54,10 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
     for pair in paced(weights.pairs):
         (landed if names.lands(pair) else left).append(pair)
     others = tuple(tensor for _, tensor in weights.base_embeddings) + weights.others
-    made: list[NewPair] = []
-    changes: Counter[str] = Counter()
-    for respell in (_as_it_is, *model.respellings):
-        for rule in _RULES:
-            gone: set[str] = set()
-            for taken, new, text in paced(rule([_respelled(pair, respell) for pair in left], names)):
-                gone |= {pair.a.name for pair in taken}
-                made += new
-                changes[text] += len(new)
-            left = [pair for pair in left if pair.a.name not in gone]
+    plan = _by_rules(left, names, model.respellings)
+    if plan.left:
+        plan = _spelled(left, landed, names, model, weights) or plan
+    left, made, changes = plan.left, plan.made, plan.changes
     kept = tuple(tensor for pair in (*landed, *left) for tensor in (pair.a, pair.b)) + others
     files = {tensor.file for pair in weights.pairs for tensor in (pair.a, pair.b)} | {one.file for one in others}
     described = [f"{text} ({count} modules)" for text, count in sorted(changes.items())]
@@ -79,6 +76,56 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What the rules make of some pairs, and the pairs that no rule takes."""
+
+    left: list[LoraPair]
+    made: list[NewPair]
+    changes: Counter[str]
+
+
+def _by_rules(pairs: Sequence[LoraPair], names: Names, respellings: Sequence[Respell]) -> _Plan:
+    left = list(pairs)
+    made: list[NewPair] = []
+    changes: Counter[str] = Counter()
+    for respell in (_as_it_is, *respellings):
+        for rule in _RULES:
+            gone: set[str] = set()
+            for taken, new, text in paced(rule([_respelled(pair, respell) for pair in left], names)):
+                gone |= {pair.a.name for pair in taken}
+                made += new
+                changes[text] += len(new)
+            left = [pair for pair in left if pair.a.name not in gone]
+    return _Plan(left, made, changes)
+
+
+def _spelled(
+    left: Sequence[LoraPair], landed: Sequence[LoraPair], names: Names, model: Model, weights: Weights
+) -> _Plan | None:
+    """All names that land nowhere in another spelling, where one has every tensor land and fit; else None."""
+    for kind in spellings(left, landed, names):
+        found: dict[tuple[str, ...], _Plan] = {}
+        for spelling in kind:
+            plan = _by_rules([_respelled(pair, spelling.respell) for pair in left], names, model.respellings)
+            pairs = (*landed, *(new.pair for new in plan.made))
+            if not plan.left and _fit(replace(weights, pairs=pairs), model):
+                plan.changes[spelling.text] += sum(spelling.respell(pair.module) != pair.module for pair in left)
+                del plan.changes[_RENAMED]
+                found[tuple(names.read(new.module) for new in plan.made)] = plan
+        if len(found) == 1:
+            return found.popitem()[1]
+    return None
+
+
+def _fit(weights: Weights, model: Model) -> bool:
+    try:
+        check_landing(weights, model, "")
+    except (IncompatibleAdapter, InvalidAdapter):
+        return False
+    return True
+
+
 def _as_it_is(module: str) -> str:
     return module
 
@@ -94,7 +141,7 @@ def _rename(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
             continue
         a, b = (([side], side.shape, Same()) for side in (pair.a, pair.b))
         new = new_pair(pair.module, a, b, pair.rank, pair.alpha, is_looked_up=pair.is_looked_up)
-        yield [pair], [new], "keys renamed"
+        yield [pair], [new], _RENAMED
 
 
 _RULES: tuple[Callable[[Sequence[LoraPair], Names], Iterator[Change]], ...] = (
@@ -102,6 +149,7 @@ _RULES: tuple[Callable[[Sequence[LoraPair], Names], Iterator[Change]], ...] = (
     fused.split,
     fused.join,
     experts.unstack,
+    experts.unshare,
     experts.stack,
 )
 

@@ -163,6 +163,51 @@ def _stack_of(
     )
 
 
+def unshare(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
+    """Tinker's experts, for an engine that takes a pair for each: w1, w2 and w3 of three dimensions.
+
+    A side with one matrix is all experts'. Source: `expand_expert_lora_tensors` in tinker_cookbook/weights/_merge.py.
+    """
+    layers: dict[str, dict[str, LoraPair]] = defaultdict(dict)
+    for pair in pairs:
+        module, _, role = pair.module.rpartition(".")
+        if module.endswith(".experts") and role in ("w1", "w2", "w3"):
+            layers[module][role] = pair
+    for module, found in layers.items():
+        experts = names.experts(module)
+        if experts is None or ExpertFormat.PER_EXPERT not in experts.formats or len(experts.names) != 3:
+            continue
+        if not all(_is_shared(role, pair, experts) for role, pair in found.items()):
+            continue
+        made = [
+            _of_expert(f"{module}.{expert}", expert, role, found, experts)
+            for expert in range(experts.count)
+            for role in experts.names
+        ]
+        yield list(found.values()), made, "Tinker's experts split into a pair each"
+
+
+def _is_shared(role: str, pair: LoraPair, experts: Experts) -> bool:
+    inputs, outputs = _sizes(role, experts)
+    counts = {pair.a.shape[0], pair.b.shape[0]}
+    sizes = pair.a.shape[1:], pair.b.shape[1:]
+    return (
+        experts.count in counts
+        and counts <= {1, experts.count}
+        and sizes == ((pair.rank, inputs), (outputs, pair.rank))
+    )
+
+
+def _of_expert(prefix: str, expert: int, role: str, found: Mapping[str, LoraPair], experts: Experts) -> NewPair:
+    name, (inputs, outputs) = f"{prefix}.{experts.names[role]}", _sizes(role, experts)
+    pair = found.get(role)
+    if pair is None:
+        return _zeros(name, next(iter(found.values())), inputs, outputs)
+    a, b = (Rows(expert if side.shape[0] > 1 else 0, 1) for side in (pair.a, pair.b))
+    shapes = (pair.rank, inputs), (outputs, pair.rank)
+    return new_pair(name, ([pair.a], shapes[0], a), ([pair.b], shapes[1], b), pair.rank, pair.alpha)
+
+
 def _zeros(module: str, like: LoraPair, inputs: int, outputs: int) -> NewPair:
     """A pair that adds nothing."""
     a, b = (like.rank, inputs), (outputs, like.rank)

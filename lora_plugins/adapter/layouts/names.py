@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.landing import Model
@@ -28,13 +29,25 @@ class Names:
         name = ".lora_embedding_A" if is_looked_up else ".lora_A.weight"
         return self._place(f"base_model.model.{module}{name}")
 
+    @property
+    def all(self) -> Iterable[str]:
+        """The names of all modules of the engine that take an adapter."""
+        return self._model.modules.places
+
+    def read(self, module: str) -> str:
+        """The engine's name for a module; the name as it is where the engine reads none of it."""
+        try:
+            return self._model.read_name(f"base_model.model.{module}.lora_A.weight")[0]
+        except ValueError:
+            return module
+
+    def is_unadapted(self, pair: LoraPair) -> bool:
+        """Whether the model has the module of this pair, and the engine does not adapt it."""
+        return self._model.modules.why_unadapted(self.read(pair.module)) is not None
+
     def experts(self, module: str) -> Experts | None:
         """The mixture of experts that the engine has under this name of an adapter's."""
-        try:
-            name, _ = self._model.read_name(f"base_model.model.{module}.lora_A.weight")
-        except ValueError:
-            return None
-        return self._model.modules.experts.get(name)
+        return self._model.modules.experts.get(self.read(module))
 
     def _place(self, tensor: str) -> Place | None:
         try:

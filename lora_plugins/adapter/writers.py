@@ -1,0 +1,180 @@
+"""Who wrote an adapter: programs whose form is not PEFT's, and PyTorch's wrappers, by names and first bytes.
+
+Source of the rows: mlx_lm/tuner/lora.py of mlx-lm (200af25d); finetune/checkpointing.py of mistral-finetune (20704b22);
+`tune_to_peft_adapter_weights` in torchtune/models/convert_weights.py; tinker_cookbook/weights/_adapter.py and
+_merge_utils.py of tinker-cookbook (9dfcc3a2); the specifications of GGUF and of Git LFS.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter
+
+# What PyTorch's wrappers put into the names of the modules that they hold.
+WRAPPERS: Mapping[str, str] = {
+    "_orig_mod": "torch.compile",
+    "_checkpoint_wrapped_module": "checkpoint_wrapper",
+    "_fsdp_wrapped_module": "FSDP",
+    "module": "DistributedDataParallel or DeepSpeed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """A program or a format whose files vLLM does not read.
+
+    Attributes:
+        name: in words, for errors.
+        remedy: the conversion to run, or what else to do.
+        files: a pattern of names of files that only this writer makes.
+        keys: a pattern of names of tensors, with which these begin or go on.
+        config_keys: keys of `adapter_config.json` that only this writer makes.
+        magic: what its files begin with; eight bytes at most, as many as are read of a safetensors file first.
+    """
+
+    name: str
+    remedy: str
+    files: str = ""
+    keys: str = ""
+    config_keys: frozenset[str] = frozenset()
+    magic: tuple[bytes, ...] = ()
+
+
+TINKER = Writer(
+    "Tinker's own names",
+    "convert it with tinker_cookbook.weights.build_lora_adapter(base_model=..., adapter_path=..., output_path=...); "
+    "experts alone are also served with --enable-moe-shared-loras",
+    keys=r"(^|\.)unembed_tokens\.|\.experts\.w[123]\.lora_[AB]\.weight$",
+)
+WRITERS = (
+    TINKER,
+    Writer(
+        "MLX's form (mlx-lm)",
+        "merge it into its model with mlx_lm.fuse and serve that, or write PEFT's form: lora_A and lora_B are lora_a "
+        "and lora_b transposed, r is rank, lora_alpha is scale * rank",
+        files=r"(\d+_)?adapters\.(safetensors|npz)",
+        keys=r"\.lora_[ab]$",
+        config_keys=frozenset({"lora_parameters", "fine_tune_type"}),
+    ),
+    Writer(
+        "mistral-finetune's form",
+        "merge it with mistral-finetune's utils/merge_lora.py and serve that model; its queries and keys are in "
+        "another order than PEFT's, so renaming alone is wrong",
+        files=r"lora\.safetensors",
+        keys=r"(^|\.)layers\.\d+\.(attention\.w[qkvo]|feed_forward\.w[123])\.lora_[AB]\.weight$",
+    ),
+    Writer(
+        "torchtune's form",
+        "save it with torchtune's FullModelHFCheckpointer, which writes PEFT's adapter_model.safetensors and "
+        "adapter_config.json beside its own adapter_0.pt",
+        files=r"adapter_\d+\.pt",
+        keys=r"\.lora_[ab]\.weight$",
+    ),
+    Writer(
+        "GGUF",
+        "serve the adapter that llama.cpp's convert_lora_to_gguf.py has made it of; vLLM reads PEFT's form only",
+        files=r".+\.gguf",
+        magic=(b"GGUF",),
+    ),
+    Writer(
+        "a Git LFS pointer in place of the file",
+        "run 'git lfs pull' where it was cloned, and copy the file again",
+        magic=(b"version ",),
+    ),
+    Writer(
+        "a file of torch.save under another name",
+        "save it with safetensors; renaming does not convert it",
+        magic=(b"PK\x03\x04",),
+    ),
+    Writer(
+        "a web page in place of the file",
+        "download the file itself, with the rights that it needs",
+        magic=(b"<!DOCTYP", b"<!doctyp", b"<html"),
+    ),
+)
+
+
+def by_bytes(begin: bytes) -> Writer | None:
+    """The writer of a file that begins with these bytes."""
+    return next((one for one in WRITERS if one.magic and begin.startswith(one.magic)), None)
+
+
+def by_keys(names: Iterable[str]) -> Writer | None:
+    """The writer of tensors, one of which has such a name."""
+    patterns = [(one, re.compile(one.keys)) for one in WRITERS if one.keys]
+    return next((one for name in names for one, pattern in patterns if pattern.search(name)), None)
+
+
+def by_config(keys: Collection[str]) -> Writer | None:
+    """The writer of a configuration with these keys, if it is none of PEFT's."""
+    return next((one for one in WRITERS if "r" not in keys and one.config_keys.intersection(keys)), None)
+
+
+def by_files(names: Iterable[str]) -> tuple[str, Writer] | None:
+    """A file of these names that only one writer makes, and the writer."""
+    return next(
+        ((name, one) for name in sorted(names) for one in WRITERS if one.files and re.fullmatch(one.files, name)), None
+    )
+
+
+def foreign_bytes(begin: bytes) -> InvalidAdapter | None:
+    """The error for a file that begins with these bytes; None where nobody knows whose it is."""
+    writer = by_bytes(begin)
+    if writer is None:
+        return None
+    return InvalidAdapter(writer.name, expected="a file of PEFT's form", remedy=writer.remedy)
+
+
+def foreign_config(raw: Mapping[str, Any]) -> IncompatibleAdapter | None:
+    """The error for a configuration that another program than PEFT wrote; None where it may be PEFT's."""
+    writer = by_config(raw)
+    if writer is None:
+        return None
+    keys = ", ".join(sorted(writer.config_keys.intersection(raw)))
+    return IncompatibleAdapter(
+        f"{writer.name}, by the keys {keys}", expected="PEFT's form, with r and lora_alpha", remedy=writer.remedy
+    )
+
+
+def foreign_key(name: str) -> IncompatibleAdapter | None:
+    """The error for a tensor that another program than PEFT named; None where it may be PEFT's."""
+    writer = by_keys([name])
+    if writer is None:
+        return None
+    return IncompatibleAdapter(
+        f"{writer.name}, by tensor '{name}'",
+        expected="PEFT's form, with tensors named <module>.lora_A.weight and .lora_B.weight",
+        remedy=writer.remedy,
+    )
+
+
+def name_format(error: AdapterNotFound, files: Iterable[str]) -> None:
+    """Say in an error for a missing file whose files lie there instead, where their names show it."""
+    found = by_files(files)
+    if found is not None:
+        name, writer = found
+        error.found += f", but '{name}', which is of {writer.name}"
+        error.remedy = writer.remedy
+
+
+def wrappers_in(modules: Iterable[str]) -> list[str]:
+    """The wrappers whose names are parts of these, in the order of the table."""
+    parts = {part for module in modules for part in module.split(".")}
+    return [name for name in WRAPPERS if name in parts]
+
+
+def unwrapped(module: str) -> str:
+    """A module's name without the names of wrappers, and without PEFT's own prefix behind these."""
+    name = ".".join(part for part in module.split(".") if part not in WRAPPERS)
+    while name.startswith("base_model.model."):
+        name = name.removeprefix("base_model.model.")
+    return name
+
+
+def in_words(wrappers: Iterable[str]) -> str:
+    """Wrappers' names with the program that puts each there."""
+    return ", ".join(f"'{name}.' of {WRAPPERS[name]}" for name in wrappers)

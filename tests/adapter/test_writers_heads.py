@@ -1,0 +1,71 @@
+"""A classifier's head is compared with the engine's before an engine sees it: whether it has one, labels, features."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lora_plugins.adapter.model_modules import Kind, Place
+from lora_plugins.adapter.verify import verify_adapter
+from lora_plugins.errors import IncompatibleAdapter
+from lora_plugins.settings import Settings
+from tests.adapter.layouts.converted import base_of
+from tests.make import MODULES, PEFT, adapter_files, put, weights
+
+
+def classifier(name="score", **fields):
+    return base_of({**MODULES.places, name: Place(name, Kind.CLASSIFIER, 8, 3, **fields)})
+
+
+def with_head(tmp_path, *shape, name="score", bias=None):
+    head = {f"{PEFT}{name}.weight": np.ones(shape, "float32")}
+    if bias is not None:
+        head[f"{PEFT}{name}.bias"] = np.ones(bias, "float32")
+    return put(tmp_path / "head", adapter_files(weights() | head, modules_to_save=["classifier", "score"]))
+
+
+@pytest.mark.parametrize("bias", [None, 3])
+def test_a_head_like_the_engines_is_served(tmp_path, bias):
+    assert verify_adapter(with_head(tmp_path, 3, 8, bias=bias), classifier(), Settings()).weights.others
+
+
+@pytest.mark.parametrize(
+    ("shape", "bias", "found", "expected"),
+    [
+        ((4, 8), None, "4 labels and 8 features", "3 labels and 8 features"),
+        ((2, 8), None, "2 labels and 8 features", "3 labels and 8 features"),
+        ((3, 16), None, "3 labels and 16 features", "3 labels and 8 features"),
+        ((3, 8), 2, "'base_model.model.score.bias' of 2 labels", "3 labels"),
+        ((3,), None, "3 labels", "3 labels and 8 features"),
+    ],
+    ids=["more labels", "fewer labels", "another size", "a bias of fewer labels", "one dimension"],
+)
+def test_a_head_of_other_sizes_is_refused(tmp_path, shape, bias, found, expected):
+    with pytest.raises(IncompatibleAdapter) as caught:
+        verify_adapter(with_head(tmp_path, *shape, bias=bias), classifier(), Settings())
+    assert found in caught.value.found
+    assert caught.value.expected == expected
+    assert "--max-lora-cls-labels" in caught.value.remedy
+
+
+def test_other_numbers_of_labels_may_be_left_to_the_engine(tmp_path):
+    """With `--max-lora-cls-labels`, vLLM 0.32 answers each adapter with its own labels (lora/layers/classifier.py)."""
+    base = classifier(max_out_features=True)
+    assert verify_adapter(with_head(tmp_path, 2, 8), base, Settings())
+    with pytest.raises(IncompatibleAdapter, match="16 features"):
+        verify_adapter(with_head(tmp_path, 2, 16), base, Settings())
+
+
+@pytest.mark.parametrize(
+    ("base", "expected"),
+    [
+        (base_of(MODULES.places), "TinyForCausalLM, which has no classifier's head"),
+        (classifier("classifier"), "TinyForCausalLM, whose head is 'classifier'"),
+    ],
+    ids=["a generating server", "a head of another name"],
+)
+def test_a_classifiers_adapter_needs_a_classifier(tmp_path, base, expected):
+    with pytest.raises(IncompatibleAdapter) as caught:
+        verify_adapter(with_head(tmp_path, 3, 8), base, Settings())
+    assert "a classifier's head 'base_model.model.score.weight' of 3 labels" in caught.value.found
+    assert expected in caught.value.expected

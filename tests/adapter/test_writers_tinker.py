@@ -1,0 +1,90 @@
+"""Tinker's raw adapters: converted where that is exact, else refused with the conversion to run.
+
+What they are like: tinker_cookbook/weights/_adapter.py (`_expand_expert_weights`), _merge.py
+(`expand_expert_lora_tensors`) and _merge_utils.py (`build_name_remaps`) of
+thinking-machines-lab/tinker-cookbook, commit 9dfcc3a2.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lora_plugins.adapter.model_modules import ExpertFormat, Experts, Kind, Place
+from lora_plugins.adapter.verify import verify_adapter
+from lora_plugins.errors import IncompatibleAdapter
+from lora_plugins.settings import Settings
+from tests.adapter.layouts.converted import base_of, convert, delta
+from tests.make import MODULES, PEFT, adapter_files, pair, put, weights
+
+HEAD = {"lm_head": Place("lm_head", Kind.HEAD, 8, 32)}
+MOE = "model.layers.0.mlp.experts"
+COUNT, HIDDEN, INNER, RANK = 3, 8, 6, 4
+NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+SIZES = {"w1": (HIDDEN, INNER), "w2": (INNER, HIDDEN), "w3": (HIDDEN, INNER)}
+
+
+def base_with_experts(*formats):
+    places = {
+        f"{MOE}.{expert}.{name}": Place(MOE, Kind.EXPERTS, *SIZES[role], part=role)
+        for expert in range(COUNT)
+        for role, name in NAMES.items()
+    }
+    experts = {MOE: Experts(COUNT, HIDDEN, INNER, formats, NAMES)}
+    is_listed = ExpertFormat.PER_EXPERT in formats
+    return base_of(MODULES.places | (places if is_listed else {}), experts=experts)
+
+
+def raw(*roles, count=COUNT):
+    """Experts as Tinker saves them: A of w1 and w3, and B of w2, are one for all experts."""
+    values = np.random.default_rng(1)
+    tensors = {}
+    for role in roles:
+        inputs, outputs = SIZES[role]
+        of_a, of_b = (count, 1) if role == "w2" else (1, count)
+        tensors[f"{PEFT}{MOE}.{role}.lora_A.weight"] = values.normal(size=(of_a, RANK, inputs)).astype("float32")
+        tensors[f"{PEFT}{MOE}.{role}.lora_B.weight"] = values.normal(size=(of_b, outputs, RANK)).astype("float32")
+    return tensors
+
+
+def test_a_head_of_tinker_becomes_lm_head(tmp_path):
+    base = base_of({**MODULES.places, **HEAD})
+    verified, made, _ = convert(tmp_path, weights() | pair("model.unembed_tokens", 4, 8, 32), base)
+    assert verified.conversion.changes == ("Tinker's 'unembed_tokens' is now 'lm_head' (1 modules)",)
+    assert made.keys() == {*weights(), *pair("lm_head", 4, 8, 32)}
+
+
+def test_experts_of_tinker_become_a_pair_each(tmp_path):
+    tensors = raw("w1", "w2", "w3")
+    verified, made, target = convert(tmp_path, tensors, base_with_experts(ExpertFormat.PER_EXPERT))
+    assert verified.conversion.changes == ("Tinker's experts split into a pair each (9 modules)",)
+    for expert in range(COUNT):
+        for role, name in NAMES.items():
+            a, b = (tensors[f"{PEFT}{MOE}.{role}.lora_{side}.weight"].astype("float64") for side in "AB")
+            expected = b[expert if len(b) > 1 else 0] @ a[expert if len(a) > 1 else 0] * 2
+            found = delta(made, f"{MOE}.{expert}.{name}", target / "adapter_config.json")
+            assert np.array_equal(found, expected)
+
+
+def test_a_part_that_tinker_left_out_adds_nothing(tmp_path):
+    _, made, target = convert(tmp_path, raw("w2"), base_with_experts(ExpertFormat.PER_EXPERT))
+    assert not delta(made, f"{MOE}.1.gate_proj", target / "adapter_config.json").any()
+    assert delta(made, f"{MOE}.1.down_proj", target / "adapter_config.json").any()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "base"),
+    [
+        (weights() | pair("model.unembed_tokens", 4, 8, 32), base_of(MODULES.places)),
+        (weights() | pair("model.unembed_tokens", 4, 8, 40), base_of({**MODULES.places, **HEAD})),
+        (raw("w1", "w2", "w3"), base_with_experts(ExpertFormat.STACKED)),
+        (raw("w1", "w2", "w3", count=5), base_with_experts(ExpertFormat.PER_EXPERT)),
+    ],
+    ids=["no head", "another vocabulary", "stacked experts", "more experts"],
+)
+def test_what_cannot_be_exact_is_refused_with_tinkers_own_conversion(tmp_path, tensors, base):
+    with pytest.raises(IncompatibleAdapter) as caught:
+        verify_adapter(put(tmp_path / "raw", adapter_files(tensors)), base, Settings())
+    assert "in Tinker's own names" in caught.value.found
+    assert "tinker_cookbook.weights.build_lora_adapter" in caught.value.remedy
+    assert "--enable-moe-shared-loras" in caught.value.remedy
