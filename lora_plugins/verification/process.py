@@ -19,7 +19,7 @@ import msgspec
 import lora_plugins
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable, error_of
 from lora_plugins.settings import environment
-from lora_plugins.verification.limits import MAX_MEMORY_BYTES, wall_s
+from lora_plugins.verification.limits import MAX_MEMORY_BYTES, low_memory_limit, wall_s
 from lora_plugins.verification.messages import (
     LENGTH_BYTES,
     MAX_ANSWER_BYTES,
@@ -65,7 +65,7 @@ class Lost(Exception):
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
-        self.error = _killed() if code < 0 else _too_much(_words_of(code))
+        self.error = _killed() if code < 0 else low_memory_limit() or _too_much(_words_of(code))
 
 
 class ReadingProcess:
@@ -164,7 +164,7 @@ class ReadingProcess:
             code = self.end(wait_s=_EXIT_S)
             if (code < 0 and code not in _OF_BYTES) or (code == 0 and not has_answered):
                 raise Lost(code) from None
-            raise _too_much(_words_of(code)) from None
+            raise (None if code == -signal.SIGXCPU else low_memory_limit()) or _too_much(_words_of(code)) from None
 
     @property
     def is_alive(self) -> bool:
