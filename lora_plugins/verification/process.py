@@ -55,6 +55,7 @@ _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THR
 _START_S = 60.0
 _EXIT_S = 5.0
 _PIECE_BYTES = 1 << 16
+_LOOK_S = 1.0  # how often it is looked at while it says nothing
 _PAUSE_S = 0.0002  # other threads get the interpreter's lock between two messages
 # What only the bytes can bring about. Other signals come from elsewhere, SIGBUS from a disk below a file in memory.
 _OF_BYTES = frozenset({-signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE})
@@ -171,6 +172,12 @@ class ReadingProcess:
         """Whether it can be asked again."""
         return self._process.poll() is None and not self._left
 
+    def _is_stopped(self) -> bool:
+        """Whether somebody has stopped it, and nobody continues it."""
+        with contextlib.suppress(ChildProcessError):
+            return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        return False
+
     def end(self, wait_s: float = 0.0) -> int:
         """End it where it still runs after this time; how it ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -209,8 +216,13 @@ class ReadingProcess:
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         while len(self._left) < count:
-            if not poll.poll(max(0.0, ends_at - time.monotonic()) * 1000):
-                raise TimeoutError
+            left_s = ends_at - time.monotonic()
+            if not poll.poll(max(0.0, min(left_s, _LOOK_S)) * 1000):
+                if left_s <= _LOOK_S:
+                    raise TimeoutError
+                if self._is_stopped():
+                    self._process.kill()  # another is asked in its place
+                continue
             piece = os.read(descriptor, _PIECE_BYTES)
             if not piece:
                 raise EOFError

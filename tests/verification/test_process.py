@@ -18,6 +18,7 @@ from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.settings import Settings
 from lora_plugins.verification.children import Children
+from lora_plugins.verification.limits import wall_s
 from tests.make import BASE, adapter_files, put, weights
 from tests.verification.conftest import program, read
 
@@ -30,6 +31,17 @@ def test_a_process_that_was_killed_is_replaced(children: Children, adapter: Path
     os.kill(before, signal.SIGKILL)
     assert read(children, adapter)
     assert before not in children.pids()
+
+
+def test_a_process_that_was_stopped_is_replaced(children: Children, adapter: Path) -> None:
+    """It would answer when somebody continues it, and until then keep everybody waiting."""
+    assert read(children, adapter)
+    (before,) = children.pids()
+    os.kill(before, signal.SIGSTOP)
+    reading = children.read(adapter, Settings())
+    assert reading.result(wall_s(str(adapter)) / 2)
+    assert before not in children.pids()
+    assert not psutil.pid_exists(before)
 
 
 @pytest.mark.parametrize("end", ["os.abort()", "os.kill(os.getpid(), 11)", "os._exit(3)", "ctypes.string_at(0)"])
