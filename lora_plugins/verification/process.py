@@ -57,6 +57,7 @@ _EXIT_S = 5.0
 _PIECE_BYTES = 1 << 16
 _LOOK_S = 1.0  # how often it is looked at while it says nothing
 _PAUSE_S = 0.0002  # other threads get the interpreter's lock between two messages
+_EXCEPTION = 1  # Python's code of one that nobody caught: what reading the bytes raises is caught, and said
 # What only the bytes can bring about. Other signals come from elsewhere, SIGBUS from a disk below a file in memory.
 _OF_BYTES = frozenset({-signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE})
 
@@ -66,7 +67,11 @@ class Lost(Exception):
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
-        self.error = _killed() if code < 0 else low_memory_limit() or _too_much(_words_of(code))
+        self.error = (
+            _killed("is killed" if code < 0 else "fails")
+            if code < 0 or code == _EXCEPTION
+            else low_memory_limit() or _too_much(_words_of(code))
+        )
 
 
 class ReadingProcess:
@@ -163,7 +168,7 @@ class ReadingProcess:
             ) from None
         except (EOFError, BrokenPipeError, msgspec.MsgspecError):
             code = self.end(wait_s=_EXIT_S)
-            if (code < 0 and code not in _OF_BYTES) or (code == 0 and not has_answered):
+            if (code < 0 and code not in _OF_BYTES) or code == _EXCEPTION or (code == 0 and not has_answered):
                 raise Lost(code) from None
             raise (None if code == -signal.SIGXCPU else low_memory_limit()) or _too_much(_words_of(code)) from None
 
@@ -245,11 +250,11 @@ def _words_of(code: int) -> str:
     return f"that ends the process that reads it, by {how}"
 
 
-def _killed() -> SourceUnavailable:
+def _killed(how: str) -> SourceUnavailable:
     allowed_s = resource.getrlimit(resource.RLIMIT_CPU)[1]
     limit = "" if allowed_s == resource.RLIM_INFINITY else f", where RLIMIT_CPU allows it {allowed_s} s"
     return SourceUnavailable(
-        f"an adapter whose reading process is killed, each time{limit}",
+        f"an adapter whose reading process {how}, each time{limit}",
         expected="a process that may run until it has answered",
         remedy="ask again; look for what kills processes on this machine: too little memory, or such a limit",
     )

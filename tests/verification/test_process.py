@@ -65,6 +65,18 @@ def test_a_kill_each_time_is_no_fault_of_the_adapter(
         read(children, adapter)
 
 
+def test_an_exception_of_our_own_is_no_broken_adapter(
+    children: Children, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a limit of the process is lowered while it runs: the bytes have not been looked at."""
+    with monkeypatch.context() as meanwhile:
+        first = "from lora_plugins.verification import child\ndef fail(*_): raise OSError(24, 'Too many open files')"
+        program(meanwhile, f"{first}\nchild._set_limits = fail")
+        with pytest.raises(SourceUnavailable, match="reading process fails, each time"):
+            read(children, adapter)
+    assert read(children, adapter)
+
+
 def test_no_process_is_no_fault_of_the_adapter(
     children: Children, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -201,7 +201,7 @@ def test_every_error_becomes_one_of_ours_and_names_the_adapter() -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE, errno.ENOMEM])
-def test_a_file_system_that_fails_is_no_fault_of_the_adapter(number: int) -> None:
+def test_a_failing_file_system_is_no_broken_adapter(number: int) -> None:
     error = OSError(number, os.strerror(number))
     wrapped = ValueError("Loading lora sql failed")
     wrapped.__cause__ = error
