@@ -17,8 +17,9 @@ LoRAPluginsError
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from enum import StrEnum
 from typing import Any, ClassVar
 
 _FIELDS = ("found", "expected", "remedy", "adapter", "file", "place")
@@ -34,6 +35,7 @@ class LoRAPluginsError(Exception):
     code: ClassVar[str] = "L000"
     http_status: ClassVar[int] = 500
     retry_after_s: ClassVar[int | None] = None
+    is_of_one_request: ClassVar[bool] = False  # another request for the same adapter may be answered otherwise at once
 
     def __init__(
         self,
@@ -90,6 +92,7 @@ class NoFreeSlot(LoRAPluginsError, RuntimeError):
     code = "L001"
     http_status = 503
     retry_after_s = 1
+    is_of_one_request = True
 
 
 class AdapterNotFound(LoRAPluginsError, FileNotFoundError):
@@ -156,8 +159,40 @@ class VersionMismatch(LoRAPluginsError, RuntimeError):
     http_status = 412
 
 
-# What is said of an adapter itself, and holds until it changes. Every other error is about now, and passes.
-OfAdapter = AdapterNotFound | IncompatibleAdapter | InvalidAdapter
+class ErrorKind(StrEnum):
+    """What an error is about, which decides who remembers it and for how long."""
+
+    VERDICT = "verdict"  # bytes and a base model, neither of which changes: remembered with the digest or the version
+    FAULT = "fault"  # now (memory, disk, time, limits, network): remembered for a moment, `is_remembered`
+    ABSENCE = "absence"  # what a source has said: remembered for LORA_PLUGINS_ABSENT_TTL_S
+    REFUSAL = "refusal"  # a caller or a setting, and no adapter: never remembered
+
+
+# Of the tree's own classes; every other is of the kind of that which it refines.
+KINDS: Mapping[type[LoRAPluginsError], ErrorKind] = {
+    NoFreeSlot: ErrorKind.FAULT,
+    AdapterNotFound: ErrorKind.ABSENCE,
+    IncompatibleAdapter: ErrorKind.VERDICT,
+    OutOfMemory: ErrorKind.FAULT,
+    InvalidAdapter: ErrorKind.VERDICT,
+    SourceUnavailable: ErrorKind.FAULT,
+    InvalidSettings: ErrorKind.REFUSAL,
+    NotAllowed: ErrorKind.REFUSAL,
+    ReplicaLost: ErrorKind.FAULT,
+    VersionMismatch: ErrorKind.REFUSAL,
+}
+# For `isinstance`: what is said of an adapter itself, and holds until it changes.
+OfAdapter = tuple(error for error, kind in KINDS.items() if kind in (ErrorKind.VERDICT, ErrorKind.ABSENCE))
+
+
+def kind_of(error: LoRAPluginsError) -> ErrorKind:
+    """What an error is about; one of another package's that refines none of these is taken for a fault."""
+    return next((KINDS[known] for known in type(error).__mro__ if known in KINDS), ErrorKind.FAULT)
+
+
+def is_remembered(error: LoRAPluginsError) -> bool:
+    """Whether who asks for the same adapter within `SourceUnavailable.retry_after_s` gets this fault again."""
+    return kind_of(error) is ErrorKind.FAULT and not error.is_of_one_request
 
 
 def error_of(plain: dict[str, str]) -> LoRAPluginsError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import pickle
+import pkgutil
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +15,9 @@ from hypothesis import strategies as st
 import lora_plugins
 from lora_plugins import errors
 from lora_plugins.errors import (
+    KINDS,
     AdapterNotFound,
+    ErrorKind,
     IncompatibleAdapter,
     InvalidAdapter,
     InvalidSettings,
@@ -25,6 +29,8 @@ from lora_plugins.errors import (
     SourceUnavailable,
     VersionMismatch,
     describing,
+    is_remembered,
+    kind_of,
 )
 
 TABLE = {
@@ -64,6 +70,52 @@ def test_table_has_every_error_of_the_package():
     assert all(
         (kind.code, kind.http_status) == (kind.__base__.code, kind.__base__.http_status) for kind in ours - public
     )
+
+
+@pytest.fixture(scope="module")
+def every_error() -> list[type[LoRAPluginsError]]:
+    """Those of every module of the package, as no other way finds those that are raised in one place only."""
+    for module in pkgutil.walk_packages(lora_plugins.__path__, "lora_plugins."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    return [kind for kind in subclasses(LoRAPluginsError) if kind.__module__.startswith("lora_plugins.")]
+
+
+def test_each_error_is_of_one_kind(every_error):
+    assert {"LookUpsBusy", "FetchesBusy", "DamagedCopy", "VersionChanged"} <= {error.__name__ for error in every_error}
+    assert set(KINDS) == set(TABLE), "the tree's own classes, of which all others are"
+    for error in every_error:
+        assert len(set(error.__mro__) & set(KINDS)) == 1, error
+
+
+def test_another_packages_error_is_a_fault():
+    class New(LoRAPluginsError):
+        pass
+
+    assert kind_of(New("x")) is ErrorKind.FAULT
+
+
+def test_no_status_contradicts_its_kind(every_error):
+    """A fault is never the client's, and nothing that holds until the adapter changes asks for a second try."""
+    for error in every_error:
+        match kind_of(error("x")):
+            case ErrorKind.FAULT:
+                assert error.http_status in (503, 507), error
+                assert (error.http_status == 503) == (error.retry_after_s is not None), error
+            case ErrorKind.VERDICT:
+                assert (error.http_status, error.retry_after_s) == (400, None), error
+            case ErrorKind.ABSENCE:
+                assert (error.http_status, error.retry_after_s) == (404, None), error
+            case ErrorKind.REFUSAL:
+                assert error.http_status in (403, 412, 500), error
+                assert error.retry_after_s is None, error
+
+
+def test_only_faults_are_remembered_for_a_moment(every_error):
+    remembered = {error.__name__ for error in every_error if is_remembered(error("x"))}
+    assert {"SourceUnavailable", "DamagedCopy", "OutOfMemory"} <= remembered
+    assert not remembered & {"LookUpsBusy", "FetchesBusy", "VersionChanged", "NoFreeSlot"}, "of one request"
+    assert all(kind_of(error("x")) is ErrorKind.FAULT for error in every_error if is_remembered(error("x")))
 
 
 def test_code_builtin_base_and_status_are_those_of_the_docstring():

@@ -66,12 +66,12 @@ class Deadline:
             if left_s <= 0:
                 raise TimeoutError
             return compiled.fullmatch(name, timeout=left_s) is not None
-        except (TimeoutError, MemoryError):  # a recursive pattern runs out of stack before it runs out of time
+        except (TimeoutError, MemoryError) as error:  # a recursive one runs out of stack before it runs out of time
             raise InvalidAdapter(
                 f"a pattern in {field} that takes more than {self._budget_s:g} s or too much memory to match",
                 expected="patterns without nested repetition",
                 remedy=f"write {field} with plain module names",
-            ) from None
+            ) from error
         except (regex.error, OverflowError, RecursionError, ValueError, KeyError, IndexError, TypeError) as error:
             raise InvalidAdapter(
                 f"{pattern[:80]!r} in {field}, which is not a regular expression ({str(error)[:80]})",

@@ -12,8 +12,14 @@ _AT_ONCE, _OF_ONE = 8, 4
 _WAITING = 10_000
 
 
+class FetchesBusy(SourceUnavailable):
+    """L006: more adapters wait to be fetched than may, or for too long; who asks next may have a place."""
+
+    is_of_one_request = True
+
+
 class FetchPlaces:
-    """Those of one resolver; each wait ends after `wait_s` seconds, with `SourceUnavailable`.
+    """Those of one resolver; each wait ends after `wait_s` seconds, with `FetchesBusy`.
 
     Attributes:
         converting: for adapters that are rewritten into the engine's form.
@@ -34,4 +40,4 @@ class FetchPlaces:
     def _places(self, found: str) -> Places:
         limits = PlaceLimits(_AT_ONCE, _WAITING, self._wait_s, _OF_ONE)
         expected = f"a turn within {self._wait_s:g} s"
-        return Places(limits, partial(SourceUnavailable, found, expected=expected, remedy="ask again"))
+        return Places(limits, partial(FetchesBusy, found, expected=expected, remedy="ask again"))

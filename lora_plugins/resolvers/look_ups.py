@@ -25,6 +25,8 @@ _KNOWN_WAITING, _KNOWN_WAIT_S = 10_000, 30.0
 class LookUpsBusy(SourceUnavailable):
     """L006: more names wait for a source than may, or for too long; whether it has this one was not asked."""
 
+    is_of_one_request = True
+
 
 @dataclass(frozen=True, slots=True)
 class LookUpLimits:

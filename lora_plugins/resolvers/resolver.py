@@ -16,7 +16,14 @@ from lora_plugins.absence import Absence
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.landing import Model
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable, describing
+from lora_plugins.errors import (
+    AdapterNotFound,
+    InvalidAdapter,
+    LoRAPluginsError,
+    SourceUnavailable,
+    describing,
+    is_remembered,
+)
 from lora_plugins.events import (
     AbsenceRemembered,
     AdapterConfirmed,
@@ -82,8 +89,8 @@ class AdapterResolver:
     the name either, its error is raised, because "no such adapter" would be a guess.
 
     Remembered, each in bounded memory: what remote sources answered for a name (that it is absent, for `absent_ttl_s`;
-    where it is, for `revalidate_s`), versions that were refused, and, for its Retry-After, an outage: vLLM lets those
-    that ask for one name come one behind another, and each would wait for it again. Requests for one name at one time
+    where it is, for `revalidate_s`), versions that were refused, and, for its Retry-After, a fault: vLLM lets those
+    that ask for one name come one behind another, and each would meet it again. Requests for one name at one time
     share one answer. The same name by URI is another matter: of all this, the two share only the store.
 
     A version that is returned is leased until every name that it was returned for has been released.
@@ -112,7 +119,7 @@ class AdapterResolver:
         self._by_uri = UriSources(settings)
         self._versions = Versions(settings, events, store)
         self._absent: TTLCache[tuple[str, Key], Absence] = TTLCache(_REMEMBERED_NAMES, settings.absent_ttl_s)
-        self._failed: TTLCache[Key, SourceUnavailable] = TTLCache(_REMEMBERED_NAMES, SourceUnavailable.retry_after_s)
+        self._failed: TTLCache[Key, LoRAPluginsError] = TTLCache(_REMEMBERED_NAMES, SourceUnavailable.retry_after_s)
         self._fresh: TTLCache[Key, ResolvedAdapter] = TTLCache(_REMEMBERED_NAMES, settings.revalidate_s)
         self._located: TTLCache[Key, tuple[Source, RemoteAdapter]] = TTLCache(_REMEMBERED_NAMES, _LOCATED_S)
         self._flights: SingleFlight[Hashable, ResolvedAdapter | None] = SingleFlight(self._nobody_waits)
@@ -156,7 +163,7 @@ class AdapterResolver:
             return False
         if self._known(query) is not None:
             return True
-        with self._noting_outage(query):
+        with self._noting_fault(query):
             return await self._finding.run(query.key, lambda: self._find(query, base_path))
 
     async def resolve_uri(self, name: str, uri: str, base_path: str) -> ResolvedAdapter:
@@ -243,14 +250,14 @@ class AdapterResolver:
         if fresh is not None:
             self.events.emit(AdapterConfirmed(fresh.name, fresh.source))
             return fresh
-        with self._noting_outage(query):
+        with self._noting_fault(query):
             return await self._share(query, base_path)
 
     def _known(self, query: _Query) -> ResolvedAdapter | None:
         """What its source said a moment ago.
 
         Raises:
-            SourceUnavailable: it did not answer a moment ago.
+            LoRAPluginsError: the fault that was met a moment ago.
         """
         fresh = self._fresh.get(query.key)
         if fresh is not None and self._is_there(fresh):
@@ -261,11 +268,11 @@ class AdapterResolver:
         return None
 
     @contextmanager
-    def _noting_outage(self, query: _Query) -> Iterator[None]:
+    def _noting_fault(self, query: _Query) -> Iterator[None]:
         try:
             yield
-        except SourceUnavailable as error:
-            if not isinstance(error, LookUpsBusy | VersionChanged):  # these are no outage
+        except LoRAPluginsError as error:
+            if is_remembered(error):
                 self._failed[query.key] = error
             raise
 

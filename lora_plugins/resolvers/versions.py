@@ -8,6 +8,7 @@ import time
 from collections.abc import Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from cachetools import LRUCache
@@ -17,7 +18,14 @@ from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import adapter_id
 from lora_plugins.adapter.verify import VerifiedAdapter, check_size, choose_weights, fit_adapter
 from lora_plugins.adapter.weight_files import INDEX_FILE, check_shards, is_shard
-from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, OfAdapter, describing
+from lora_plugins.errors import (
+    ErrorKind,
+    InvalidAdapter,
+    LoRAPluginsError,
+    SourceUnavailable,
+    describing,
+    kind_of,
+)
 from lora_plugins.events import AdapterConfirmed, AdapterFetched, AdapterResolved, Events, FetchStarted
 from lora_plugins.resolvers.conversion import ConvertedAdapter
 from lora_plugins.resolvers.fetch_places import FetchPlaces
@@ -302,7 +310,7 @@ class Versions:
         try:
             async with self._places.at(source).held(principal):
                 started = time.perf_counter()
-                stored = await self._store.obtain(selected, fetch, self._check_fetched, holder)
+                stored = await self._store.obtain(selected, fetch, partial(self._check_fetched, selected), holder)
         except _BytesRefused as refused:
             self._refused[version] = copy.copy(refused.error)  # without the name, which may be one of several
             raise refused.error from None
@@ -329,7 +337,7 @@ class Versions:
             return None
         return found[0]
 
-    def _check_fetched(self, directory: Path) -> Found:
+    def _check_fetched(self, selected: RemoteAdapter, directory: Path) -> Found:
         """Verify what was fetched.
 
         Raises:
@@ -338,7 +346,10 @@ class Versions:
         try:
             return children().read(directory, self._settings).result()
         except LoRAPluginsError as error:
-            if isinstance(error, OfAdapter):
+            kind = kind_of(error)
+            if kind is ErrorKind.ABSENCE and not all((directory / file.name).exists() for file in selected.files):
+                raise _gone() from error  # the source has them: somebody cleans up in the store
+            if kind in (ErrorKind.VERDICT, ErrorKind.ABSENCE):
                 raise _BytesRefused(error) from error
             raise
 
@@ -363,6 +374,14 @@ def _resolved(
         size_bytes=verified.size_bytes,
         rank=verified.config.max_rank,
         is_3d=verified.is_3d,
+    )
+
+
+def _gone() -> SourceUnavailable:
+    return SourceUnavailable(
+        "fetched files that are gone from the store before they are read",
+        expected="a store in which nobody else removes files",
+        remedy="ask again; look for what cleans up in LORA_PLUGINS_STORE_DIR",
     )
 
 

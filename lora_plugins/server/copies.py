@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lora_plugins.errors import LoRAPluginsError, OfAdapter, SourceUnavailable
+from lora_plugins.errors import ErrorKind, LoRAPluginsError, OfAdapter, SourceUnavailable, kind_of
 from lora_plugins.events import Event, StoreDamaged
 from lora_plugins.log import logger
 from lora_plugins.resolvers.versions import ResolvedAdapter
@@ -201,7 +201,7 @@ class Copies:
         try:
             await self._have(adapter)
         except LoRAPluginsError as error:
-            if not isinstance(error, SourceUnavailable | OfAdapter) or not await self._is_in_memory(adapter):
+            if kind_of(error) is ErrorKind.REFUSAL or not await self._is_in_memory(adapter):
                 raise
             self._tried_at[adapter.name] = time.monotonic()
             return False

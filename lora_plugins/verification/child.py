@@ -21,7 +21,14 @@ from lora_plugins.adapter.layouts.writing import write_weights
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, SourceUnavailable
-from lora_plugins.verification.limits import MAX_FILES, MAX_MEMORY_BYTES, cpu_s
+from lora_plugins.verification.limits import (
+    MAX_FILES,
+    MAX_MEMORY_BYTES,
+    cpu_s,
+    low_memory_limit,
+    too_low,
+    too_much_memory,
+)
 from lora_plugins.verification.messages import (
     LENGTH_BYTES,
     Answer,
@@ -47,7 +54,6 @@ _LOOK_AT_PARENT_MS = 1000
 _MAX_KEPT_KIB = 256 << 10
 _NICENESS = 10  # what engines compute at the same time goes first
 _LANDED_BYTES = 4 << 20
-_MEMORY_LIMITS = {"RLIMIT_DATA": MAX_MEMORY_BYTES, "RLIMIT_AS": 2 * MAX_MEMORY_BYTES}  # code and files count there, too
 
 
 def main() -> None:
@@ -86,27 +92,27 @@ def _answer(request: Read) -> Iterator[Part | Verified | Refused]:
             )
         yield from answer_of(Found(verified, canonical))
     except LoRAPluginsError as error:
-        is_of_descriptors = getattr(error.__cause__, "errno", None) == errno.EMFILE
-        yield Refused((_too_low("RLIMIT_NOFILE", str(MAX_FILES)) if is_of_descriptors else error).plain())
+        yield Refused(_of_limits(error).plain())
     except MemoryError:
-        for name, enough in _MEMORY_LIMITS.items():
-            if 0 <= resource.getrlimit(getattr(resource, name))[0] < enough:  # unlimited is -1
-                yield Refused(_too_low(name, f"{enough} bytes").plain())
-                return
-        too_large = InvalidAdapter(
-            f"an adapter that takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory to read",
-            expected="header and configuration of an adapter",
-            remedy="save the adapter again with PEFT",
-        )
-        yield Refused(too_large.plain())
+        yield Refused(too_much_memory().plain())
     except Exception as unforeseen:  # noqa: BLE001 - a mistake of ours, and no adapter's
         what = f"a failure to read it: {type(unforeseen).__name__}: {str(unforeseen)[:200]}"
         yield Refused(SourceUnavailable(what, expected="an adapter", remedy="report it with the adapter").plain())
 
 
-def _written(request: Write, answers: BinaryIO) -> Iterator[Written | Failed]:
+def _of_limits(error: LoRAPluginsError) -> LoRAPluginsError:
+    """The limit of the server's process that has brought this about, if one has; else the error itself."""
+    if getattr(error.__cause__, "errno", None) == errno.EMFILE:
+        return too_low("RLIMIT_NOFILE", str(MAX_FILES))
+    if isinstance(error.__cause__, MemoryError):
+        return low_memory_limit() or error
+    return error
+
+
+def _written(request: Write, answers: BinaryIO) -> Iterator[Written | Failed | Refused]:
     """Write tensors, and say from time to time how far that is."""
-    _set_limits(request, 4 * request.largest_bytes)
+    more_bytes = 4 * request.largest_bytes
+    _set_limits(request, more_bytes)
     directory = Path(os.fsdecode(request.directory))
     parts = [part for _ in range(request.count) if isinstance(part := _receive(), Tensors)]
 
@@ -125,6 +131,8 @@ def _written(request: Write, answers: BinaryIO) -> Iterator[Written | Failed]:
         yield Written()
     except OSError as error:
         yield Failed(error.errno or 0, error.strerror or type(error).__name__)
+    except MemoryError:
+        yield Refused(too_much_memory(more_bytes).plain())
 
 
 def _set_limits(request: Read | Write, more_memory_bytes: int = 0) -> None:
@@ -140,14 +148,6 @@ def _limit(kind: int, most: int) -> None:
     """
     allowed = resource.getrlimit(kind)[1]
     resource.setrlimit(kind, (most if allowed == resource.RLIM_INFINITY else min(most, allowed), allowed))
-
-
-def _too_low(name: str, wanted: str) -> SourceUnavailable:
-    return SourceUnavailable(
-        f"too low a limit of the server's own process: {name}",
-        expected=f"{wanted}, or no limit",
-        remedy="raise it where the server is started: ulimit, or the job's or the container's limits",
-    )
 
 
 def _computed_s() -> float:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 from contextlib import suppress
 from pathlib import Path
 
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.files import open_regular
-from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, SourceUnavailable
 
 MAX_MEMORY_BYTES = 2 << 30  # a header of 500,000 tensors takes half of it
 MAX_FILES = 320  # `MAX_SHARDS` of weights, and a few
@@ -29,6 +30,39 @@ def cpu_s(directory: str) -> float:
 def wall_s(directory: str) -> float:
     """Time that it may take on a slow disk and a busy machine, in seconds."""
     return _WAIT_S + _CPU_S + _size_bytes(directory) / _READ_BYTES_PER_S
+
+
+def too_much_memory(more_bytes: int = 0) -> LoRAPluginsError:
+    """The error of an adapter that has taken all the memory there is for it: `MAX_MEMORY_BYTES` and `more_bytes`.
+
+    The adapter is at fault only where whoever has started this process allows it so much.
+    """
+    max_bytes = MAX_MEMORY_BYTES + more_bytes
+    return low_memory_limit(max_bytes) or InvalidAdapter(
+        f"an adapter that takes more than {max_bytes >> 20} MiB of memory to read",
+        expected="header and configuration of an adapter",
+        remedy="save the adapter again with PEFT",
+    )
+
+
+def low_memory_limit(max_bytes: int = MAX_MEMORY_BYTES) -> SourceUnavailable | None:
+    """The error that names the limit of this process which keeps it from so much memory, if there is one.
+
+    The process that reads sets RLIMIT_DATA itself, as far as its hard limit allows.
+    """
+    for name, which, enough_bytes in (("RLIMIT_DATA", 1, max_bytes), ("RLIMIT_AS", 0, max_bytes + MAX_MEMORY_BYTES)):
+        if 0 <= resource.getrlimit(getattr(resource, name))[which] < enough_bytes:  # unlimited is -1
+            return too_low(name, f"{enough_bytes} bytes")
+    return None
+
+
+def too_low(name: str, wanted: str) -> SourceUnavailable:
+    """The error that names a limit of the server's own process."""
+    return SourceUnavailable(
+        f"too low a limit of the server's own process: {name}",
+        expected=f"{wanted}, or no limit",
+        remedy="raise it where the server is started: ulimit, or the job's or the container's limits",
+    )
 
 
 def takes_long(directory: str) -> bool:

@@ -19,7 +19,7 @@ import msgspec
 import lora_plugins
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable, error_of
 from lora_plugins.settings import environment
-from lora_plugins.verification.limits import MAX_MEMORY_BYTES, wall_s
+from lora_plugins.verification.limits import MAX_MEMORY_BYTES, low_memory_limit, wall_s
 from lora_plugins.verification.messages import (
     LENGTH_BYTES,
     MAX_ANSWER_BYTES,
@@ -55,7 +55,9 @@ _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THR
 _START_S = 60.0
 _EXIT_S = 5.0
 _PIECE_BYTES = 1 << 16
+_LOOK_S = 1.0  # how often it is looked at while it says nothing
 _PAUSE_S = 0.0002  # other threads get the interpreter's lock between two messages
+_EXCEPTION = 1  # Python's code of one that nobody caught: what reading the bytes raises is caught, and said
 # What only the bytes can bring about. Other signals come from elsewhere, SIGBUS from a disk below a file in memory.
 _OF_BYTES = frozenset({-signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE})
 
@@ -65,7 +67,11 @@ class Lost(Exception):
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
-        self.error = _killed() if code < 0 else _too_much(_words_of(code))
+        self.error = (
+            _killed("is killed" if code < 0 else "fails")
+            if code < 0 or code == _EXCEPTION
+            else low_memory_limit() or _too_much(_words_of(code))
+        )
 
 
 class ReadingProcess:
@@ -162,14 +168,20 @@ class ReadingProcess:
             ) from None
         except (EOFError, BrokenPipeError, msgspec.MsgspecError):
             code = self.end(wait_s=_EXIT_S)
-            if (code < 0 and code not in _OF_BYTES) or (code == 0 and not has_answered):
+            if (code < 0 and code not in _OF_BYTES) or code == _EXCEPTION or (code == 0 and not has_answered):
                 raise Lost(code) from None
-            raise _too_much(_words_of(code)) from None
+            raise (None if code == -signal.SIGXCPU else low_memory_limit()) or _too_much(_words_of(code)) from None
 
     @property
     def is_alive(self) -> bool:
         """Whether it can be asked again."""
         return self._process.poll() is None and not self._left
+
+    def _is_stopped(self) -> bool:
+        """Whether somebody has stopped it, and nobody continues it."""
+        with contextlib.suppress(ChildProcessError):
+            return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        return False
 
     def end(self, wait_s: float = 0.0) -> int:
         """End it where it still runs after this time; how it ended."""
@@ -209,8 +221,13 @@ class ReadingProcess:
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         while len(self._left) < count:
-            if not poll.poll(max(0.0, ends_at - time.monotonic()) * 1000):
-                raise TimeoutError
+            left_s = ends_at - time.monotonic()
+            if not poll.poll(max(0.0, min(left_s, _LOOK_S)) * 1000):
+                if left_s <= _LOOK_S:
+                    raise TimeoutError
+                if self._is_stopped():
+                    self._process.kill()  # another is asked in its place
+                continue
             piece = os.read(descriptor, _PIECE_BYTES)
             if not piece:
                 raise EOFError
@@ -233,11 +250,11 @@ def _words_of(code: int) -> str:
     return f"that ends the process that reads it, by {how}"
 
 
-def _killed() -> SourceUnavailable:
+def _killed(how: str) -> SourceUnavailable:
     allowed_s = resource.getrlimit(resource.RLIMIT_CPU)[1]
     limit = "" if allowed_s == resource.RLIM_INFINITY else f", where RLIMIT_CPU allows it {allowed_s} s"
     return SourceUnavailable(
-        f"an adapter whose reading process is killed, each time{limit}",
+        f"an adapter whose reading process {how}, each time{limit}",
         expected="a process that may run until it has answered",
         remedy="ask again; look for what kills processes on this machine: too little memory, or such a limit",
     )

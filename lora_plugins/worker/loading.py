@@ -12,7 +12,14 @@ import torch
 
 from lora_plugins.adapter.landing import ReadPair, check_pairs
 from lora_plugins.adapter.model_modules import Kind, ModelModules, Place
-from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, LoRAPluginsError, OutOfMemory
+from lora_plugins.errors import (
+    AdapterNotFound,
+    IncompatibleAdapter,
+    InvalidAdapter,
+    LoRAPluginsError,
+    OutOfMemory,
+    SourceUnavailable,
+)
 from lora_plugins.kernels.layers import sides_of_slices, stacks
 from lora_plugins.worker.host_memory import tensors_of
 
@@ -183,6 +190,14 @@ def explained(error: BaseException, adapter: str) -> LoRAPluginsError:
             f"files missing ({str(error)[:300]})",
             expected="the adapter's files where it was loaded from",
             remedy="put them back, or load it again",
+            adapter=adapter,
+        )
+    failed = next((one for one in (error, error.__cause__) if isinstance(one, OSError) and one.errno), None)
+    if failed is not None:
+        return SourceUnavailable(
+            f"files that cannot be read now ({failed.strerror or type(failed).__name__})",
+            expected="a store that can be read",
+            remedy="ask again; look at the mount, the disk and the limits of LORA_PLUGINS_STORE_DIR's machine",
             adapter=adapter,
         )
     return InvalidAdapter(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import json
 import time
@@ -11,11 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, SourceUnavailable
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.errors import (
+    ErrorKind,
+    IncompatibleAdapter,
+    InvalidAdapter,
+    OutOfMemory,
+    SourceUnavailable,
+    kind_of,
+)
 from lora_plugins.events import AdapterConfirmed, AdapterFetched
+from lora_plugins.resolvers import fetch_places
 from lora_plugins.resolvers import versions as versions_module
+from lora_plugins.resolvers.fetch_places import FetchesBusy
 from lora_plugins.store.layout import replace_small
 from lora_plugins.store.manifest import Manifest, digest_of
+from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.verification import process as process_module
 from lora_plugins.verification.children import Children
 from tests.make import BASE, adapter_files
@@ -355,6 +367,73 @@ def test_a_fault_while_bytes_are_read_passes(make, clock, monkeypatch, fault):
             resolver.ask()
     clock.now_s += SourceUnavailable.retry_after_s
     assert content(resolver.ask().path) == GOOD
+
+
+@pytest.mark.parametrize("fault", ["killed", "stalled", "full"])
+def test_a_fault_is_met_once_within_its_retry_after(make, clock, monkeypatch, fault):
+    """A reading process that is killed, or does not answer, and a full disk: each request would meet them again."""
+    what = {"killed": "os.kill(os.getpid(), 9)", "stalled": "time.sleep(600)", "full": "verify(*_)"}[fault]
+    first = "import os, time\nfrom lora_plugins.verification import child\nverify = child.verify_adapter\n"
+    children = functools.cache(Children)
+    monkeypatch.setattr(versions_module, "children", children)
+    program(monkeypatch, f"{first}child.verify_adapter = lambda *_: {what}")
+    monkeypatch.setattr(process_module, "wall_s", lambda _: 0.3 if fault == "stalled" else 60)
+    source = FakeSource("s3", {"sql": GOOD})
+    if fault == "full":
+        source.while_fetching = lambda: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device"))
+    resolver = make(source)
+    for _ in range(3):
+        with pytest.raises((SourceUnavailable, OutOfMemory)) as caught:
+            resolver.ask()
+        assert (caught.value.adapter, kind_of(caught.value)) == ("sql", ErrorKind.FAULT)
+    assert source.fetched == ["sql"]
+    clock.now_s += SourceUnavailable.retry_after_s
+    with pytest.raises((SourceUnavailable, OutOfMemory)):
+        resolver.ask()
+    assert source.fetched == ["sql"] * 2
+
+
+def test_fetched_files_that_vanish_are_no_missing_adapter(make, clock, monkeypatch):
+    """As somebody removes them who cleans up in the store, before they are read."""
+    resolver = make(FakeSource("s3", {"sql": GOOD}))
+    read, complete = Children.read, PartialDownload.complete
+
+    def hashed_before(self):
+        complete(self)
+        for file in self._files.values():
+            file.finish()
+
+    def after_the_cleaner(self, directory, settings):
+        (directory / CONFIG_FILE).unlink()
+        return read(self, directory, settings)
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(Children, "read", after_the_cleaner)
+        meanwhile.setattr(PartialDownload, "complete", hashed_before)
+        with pytest.raises(SourceUnavailable, match="gone from the store"):
+            resolver.ask()
+    clock.now_s += SourceUnavailable.retry_after_s
+    assert content(resolver.ask().path) == GOOD
+
+
+def test_a_turn_that_did_not_come_is_nobody_elses_fault(make, monkeypatch):
+    """Who asks next for the same adapter may have a place at once."""
+    monkeypatch.setattr(fetch_places, "_OF_ONE", 1)
+    source = FakeSource("s3", {"sql": GOOD, "held": turned()})
+    resolver = make(source, fetch_timeout_s=0.2)
+
+    async def one_after_another():
+        source.gate = asyncio.Event()
+        held = asyncio.create_task(resolver.resolve("held", BASE.path))
+        while source.fetched != ["held"]:
+            await asyncio.sleep(0.001)
+        with pytest.raises(FetchesBusy, match="have not ended"):
+            await resolver.resolve("sql", BASE.path)
+        source.gate.set()
+        await held
+        return await resolver.resolve("sql", BASE.path)
+
+    assert asyncio.run(one_after_another()).name == "sql"
 
 
 ENDING = process_module._PROGRAM.replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 from collections import Counter
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lora_plugins.adapter.config import CONFIG_FILE
-from lora_plugins.errors import AdapterNotFound, InvalidAdapter, NoFreeSlot, OfAdapter, SourceUnavailable
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, NoFreeSlot, OfAdapter, OutOfMemory, SourceUnavailable
 from tests.make import adapter_files
 from tests.resolvers.sources.contract import content, turned
 from tests.server.test_copies import GOOD, Bed, make_bed
@@ -168,6 +169,23 @@ async def test_what_is_in_memory_outlives_its_source(make_bed, later) -> None:
         await bed.world.ask(NAMES[0])
     bed.source.answers[NAMES[0]] = FILES[NAMES[0]]
     await ask(bed, NAMES[0])
+
+
+@runs
+async def test_what_is_in_memory_outlives_a_full_disk(make_bed) -> None:
+    bed = bed_of(make_bed, adapters=1)
+    await ask(bed, NAMES[0])
+    await ask(bed, NAMES[1])
+
+    def fill() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    bed.source.while_fetching = fill
+    await bed.world.ask(NAMES[0])
+    adapter = bed.world.lifecycle.registry.require(NAMES[0])
+    assert isinstance(adapter.last_error[0], OutOfMemory)
+    bed.source.while_fetching = lambda: None
+    await ask(bed, NAMES[1])
 
 
 @pytest.mark.parametrize("later", [BROKEN, None], ids=["broken", "gone"])

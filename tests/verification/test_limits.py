@@ -13,7 +13,7 @@ import pytest
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.verification import limits, process
 from lora_plugins.verification.children import Children
-from tests.make import adapter_files, put
+from tests.make import adapter_files, put, weights
 from tests.verification.conftest import HOLD, program, read
 
 
@@ -84,8 +84,7 @@ resource.setrlimit(kind, (most, most))
 process._PROGRAM = process._PROGRAM.replace("main()", sys.argv[4] + "\\nmain()")
 made = Children()
 try:
-    for _ in range(3):
-        print(made.read(Path(sys.argv[1]), Settings()).result().adapter.size_bytes)
+    exec(sys.argv[5])
 except LoRAPluginsError as error:
     print(type(error).__name__, error)
 finally:
@@ -96,12 +95,23 @@ from contextlib import ExitStack
 from lora_plugins.adapter.files import open_regular
 from lora_plugins.verification import child
 child.verify_adapter = lambda directory, *_: """
+PATTERN = (
+    "[setattr(patterns := __import__('lora_plugins.adapter.patterns').adapter.patterns, 'MAX_REPEATS', 1 << 62), "
+    "patterns.Deadline().matches('(?:(?:(?:a+){1000}){1000}){1000}', 'a', field='rank_pattern')]"
+)
+ENDS = "__import__('os').abort()"
 OPEN = "[every.enter_context(open_regular(directory / 'adapter_config.json')) for every in [ExitStack()] * 64]"
 
 
-def limited(adapter: Path, limit: str, most: int, first: str = "") -> list[str]:
-    """What a server under this limit answers, which reads an adapter three times."""
-    command = [sys.executable, "-c", LIMITED, str(adapter), limit, str(most), first]
+THRICE = """
+for _ in range(3):
+    print(made.read(Path(sys.argv[1]), Settings()).result().adapter.size_bytes)
+"""
+
+
+def limited(adapter: Path, limit: str, most: int, first: str = "", work: str = THRICE) -> list[str]:
+    """What a server under this limit answers, which reads an adapter three times, or does other `work`."""
+    command = [sys.executable, "-c", LIMITED, str(adapter), limit, str(most), first, work]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.splitlines()
 
 
@@ -119,9 +129,39 @@ def test_adapters_are_read_under_a_clusters_limits(adapter: Path, limit: str, mo
         ("RLIMIT_DATA", 1 << 29, "bytearray(1 << 30)"),
         ("RLIMIT_AS", 1 << 31, "bytearray(1 << 31)"),
         ("RLIMIT_NOFILE", 64, OPEN),
+        ("RLIMIT_DATA", 1 << 29, PATTERN),
+        ("RLIMIT_DATA", 1 << 29, ENDS),
     ],
 )
 def test_a_limit_that_is_too_low_is_named(adapter: Path, limit: str, most: int, work: str) -> None:
     (answer,) = limited(adapter, limit, most, HELD + work)
     assert answer.startswith("SourceUnavailable [L006]")
     assert limit in answer
+
+
+CONVERTED = """
+from lora_plugins.adapter.layouts.writing import tensors_of
+from lora_plugins.adapter.verify import verify_adapter
+from tests.make import BASE
+tensors = tensors_of(verify_adapter(Path(sys.argv[1]), BASE, Settings()).conversion)
+made.write(tensors, Path(sys.argv[1]), Path(sys.argv[1], "out"), lambda _: None).result()
+"""
+
+
+def test_a_conversion_without_memory_names_the_limit(tmp_path: Path) -> None:
+    files = adapter_files({name.replace(".weight", ".default.weight"): array for name, array in weights().items()})
+    first = "from lora_plugins.verification import child\nchild.write_weights = lambda *_: bytearray(1 << 30)"
+    (answer,) = limited(put(tmp_path / "sql", files), "RLIMIT_DATA", 1 << 29, first, CONVERTED)
+    assert answer.startswith("SourceUnavailable [L006]")
+    assert "RLIMIT_DATA" in answer
+
+
+def test_a_conversion_that_takes_too_much_memory_is_refused(
+    children: Children, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(
+        monkeypatch, "from lora_plugins.verification import child; child.write_weights = lambda *_: bytearray(1 << 33)"
+    )
+    with pytest.raises(InvalidAdapter, match="MiB of memory"):
+        children.write((), tmp_path, tmp_path / "out", lambda _: None).result(120)
+    assert children.pids(), "it goes on"

@@ -18,6 +18,7 @@ from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.settings import Settings
 from lora_plugins.verification.children import Children
+from lora_plugins.verification.limits import wall_s
 from tests.make import BASE, adapter_files, put, weights
 from tests.verification.conftest import program, read
 
@@ -30,6 +31,17 @@ def test_a_process_that_was_killed_is_replaced(children: Children, adapter: Path
     os.kill(before, signal.SIGKILL)
     assert read(children, adapter)
     assert before not in children.pids()
+
+
+def test_a_process_that_was_stopped_is_replaced(children: Children, adapter: Path) -> None:
+    """It would answer when somebody continues it, and until then keep everybody waiting."""
+    assert read(children, adapter)
+    (before,) = children.pids()
+    os.kill(before, signal.SIGSTOP)
+    reading = children.read(adapter, Settings())
+    assert reading.result(wall_s(str(adapter)) / 2)
+    assert before not in children.pids()
+    assert not psutil.pid_exists(before)
 
 
 @pytest.mark.parametrize("end", ["os.abort()", "os.kill(os.getpid(), 11)", "os._exit(3)", "ctypes.string_at(0)"])
@@ -51,6 +63,18 @@ def test_a_kill_each_time_is_no_fault_of_the_adapter(
     program(monkeypatch, f"{first}\nchild.verify_adapter = lambda *_: os.kill(os.getpid(), signal.{end})")
     with pytest.raises(SourceUnavailable, match="process is killed, each time"):
         read(children, adapter)
+
+
+def test_an_exception_of_our_own_is_no_broken_adapter(
+    children: Children, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a limit of the process is lowered while it runs: the bytes have not been looked at."""
+    with monkeypatch.context() as meanwhile:
+        first = "from lora_plugins.verification import child\ndef fail(*_): raise OSError(24, 'Too many open files')"
+        program(meanwhile, f"{first}\nchild._set_limits = fail")
+        with pytest.raises(SourceUnavailable, match="reading process fails, each time"):
+            read(children, adapter)
+    assert read(children, adapter)
 
 
 def test_no_process_is_no_fault_of_the_adapter(

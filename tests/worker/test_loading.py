@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import itertools
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,15 @@ import pytest
 import torch
 
 from lora_plugins.adapter.model_modules import Kind, ModelModules, Place
-from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, NoFreeSlot, OutOfMemory
+from lora_plugins.errors import (
+    AdapterNotFound,
+    ErrorKind,
+    IncompatibleAdapter,
+    InvalidAdapter,
+    NoFreeSlot,
+    OutOfMemory,
+    kind_of,
+)
 from lora_plugins.worker import loading
 from lora_plugins.worker.host_memory import ALIGNMENT, Block, bytes_of, room
 
@@ -188,3 +198,12 @@ def test_every_error_becomes_one_of_ours_and_names_the_adapter() -> None:
     ):
         explained = loading.explained(error, "sql")
         assert (type(explained), explained.adapter) == (kind, "sql"), error
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE, errno.ENOMEM])
+def test_a_failing_file_system_is_no_broken_adapter(number: int) -> None:
+    error = OSError(number, os.strerror(number))
+    wrapped = ValueError("Loading lora sql failed")
+    wrapped.__cause__ = error
+    for one in (error, wrapped):
+        assert kind_of(loading.explained(one, "sql")) is ErrorKind.FAULT

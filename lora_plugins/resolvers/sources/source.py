@@ -88,6 +88,8 @@ def version_of(files: Iterable[SourceFile]) -> str:
 class VersionChanged(SourceUnavailable):
     """The adapter changed at its source while it was being fetched; the caller locates it again and starts over."""
 
+    is_of_one_request = True
+
 
 @dataclass(frozen=True, slots=True)
 class Listing:
