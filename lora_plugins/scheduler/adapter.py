@@ -11,6 +11,7 @@ from typing import Any
 from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.scheduler.stats import FoundIn
 
+NOWHERE = (False,) * 7
 LONGEST_LEAVE_S = 60.0  # clients choose what their requests are called: one name for all must not keep a slot for ever
 
 
@@ -71,6 +72,7 @@ class Adapter:
         moves: whether what runs with that one goes on with this one's weights. weights: the key of the generation that
             its weights were loaded as.
         load_s: what loading it took the last time. rank: what the workers said; 0 before.
+        kept_in: which of the planner's collections it is in (`PlannerState.settle`).
     """
 
     spec: AdapterSpec
@@ -95,6 +97,7 @@ class Adapter:
     retirements: list[Future[None]] = field(default_factory=list)
     load_s: float = 0.0
     rank: int = 0
+    kept_in: tuple[bool, ...] = NOWHERE
 
     @property
     def is_loaded(self) -> bool:

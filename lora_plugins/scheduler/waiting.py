@@ -26,8 +26,10 @@ class WaitingOrder:
 
     def keep(self, adapter: Adapter, *, is_in: bool) -> None:
         """See that it is where it belongs, or not there."""
-        entry = (*adapter.order, adapter.key, adapter) if is_in else None
         known = self._entries.get(adapter)
+        if known is None and not is_in:
+            return
+        entry = (*adapter.order, adapter.key, adapter) if is_in else None
         if known is not None and known != entry:
             del self._entries[adapter], self._sorted[bisect_left(self._sorted, known)]
         if entry is not None and known != entry:

@@ -308,7 +308,7 @@ class SimulatedEngine:
         state.settle(self.now)
         adapters = list(state.adapters.values())
         assert all(state.adapters[key].key == key for key in state.adapters)
-        some = [state.current.values(), state.of_request.values(), state.idle.values(), state.jobs.values()]
+        some = [state.current.values(), state.of_request.values(), state.leaving, state.jobs.values()]
         some += [state.absent, state.ready, state.calling, state.in_flight, state.pinned, state.staying, state.draining]
         some += [state.copied.owners, state.pointed.owners, [state.reserved_for] if state.reserved_for else []]
         for references in some:
@@ -322,7 +322,14 @@ class SimulatedEngine:
         for pool in (state.copied, state.pointed):
             assert len(pool.free) + len(pool.owners) == pool.size == len({*pool.free, *pool.owners.values()})
             assert all(adapter.slot == slot for adapter, slot in pool.owners.items())
-        assert set(state.idle.values()) == {it for it in adapters if it.is_idle}
+            assert set(pool.running) == {it for it in pool.owners if it.is_in_flight and not it.is_pinned}
+            assert set(pool.unused) == {it for it in pool.owners if it.can_be_displaced}
+        assert set(state.cache.idle) == {it.key for it in adapters if it.is_idle}
+        assert state.cache.idle_bytes == sum(state.cache.sizes_bytes[key] for key in state.cache.idle)
+        assert set(state.leaving) == {it for it in adapters if it.leaves_since is not None}
+        assert set(state.joined) == {it for it in adapters if it.is_in_flight and it.held}
+        assert set(state.expecting) == {it for it in adapters if it.expected}
+        assert state.loads == sum(it.residency == "loading" for it in adapters)
         assert set(state.calling) == {it for it in adapters if it.calls}
         assert set(state.pinned) == {it for it in adapters if it.is_pinned}
         assert set(state.in_flight) == {it for it in adapters if it.is_in_flight}
