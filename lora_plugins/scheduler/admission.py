@@ -10,6 +10,8 @@ _PATIENT_RUNS = 2
 
 def forget_expected(state: PlannerState, now: float) -> float:
     """Expect no more of clients' requests of which too long nothing came; returns when the next of them is due."""
+    if not state.expecting:
+        return float("inf")
     for adapter in state.expecting:
         for client in [client for client, until in adapter.expected.items() if until <= now]:
             del adapter.expected[client]

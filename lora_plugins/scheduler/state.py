@@ -12,7 +12,7 @@ from contextlib import suppress
 from itertools import count
 
 from lora_plugins.errors import LoRAPluginsError, NoFreeSlot, OutOfMemory
-from lora_plugins.scheduler.adapter import NOWHERE, Adapter, Held, HostState
+from lora_plugins.scheduler.adapter import ABSENT, LOADED, LOADING, NOWHERE, Adapter, Held
 from lora_plugins.scheduler.generations import Generations
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import Activate, Command, Evict, Load, Move, Slots
@@ -99,8 +99,8 @@ class PlannerState:
         while self.touched:
             adapter, _ = self.touched.popitem()
             is_in_flight, is_wanted = bool(adapter.running or adapter.expected), bool(adapter.held or adapter.calls)
-            is_loaded, is_absent = adapter.residency is HostState.LOADED, adapter.residency is HostState.ABSENT
-            is_pinned, stays, is_activating = adapter.is_pinned, adapter.stays, adapter.is_activating
+            is_loaded, is_absent = adapter.residency is LOADED, adapter.residency is ABSENT
+            is_pinned, stays = adapter.is_pinned, adapter.stays
             if is_in_flight or not is_wanted:
                 adapter.waits_since = None
             elif adapter.waits_since is None:
@@ -111,12 +111,15 @@ class PlannerState:
                 self.draining.pop(adapter, None)
             if adapter.leaves_since is not None and not is_in_flight and adapter not in self.draining:
                 self.leave(adapter, None)
-            self.absent.keep(adapter, is_in=is_absent and is_wanted)
-            self.ready.keep(adapter, is_in=is_loaded and not is_in_flight and bool(adapter.held))
-            is_free = is_loaded and not (is_in_flight or is_activating)
-            self.cache.set_idle(
-                adapter.key, is_idle=is_free and not (is_wanted or stays) and adapter.replaces is None
-            )
+            waits = is_absent and is_wanted, is_loaded and not is_in_flight and bool(adapter.held)
+            if waits[0] or adapter.waits_in[0]:
+                self.absent.keep(adapter, is_in=waits[0])
+            if waits[1] or adapter.waits_in[1]:
+                self.ready.keep(adapter, is_in=waits[1])
+            is_free = is_loaded and not (is_in_flight or adapter.is_activating)
+            is_idle = is_free and not (is_wanted or stays) and adapter.replaces is None
+            if is_idle is not (adapter.key in self.cache.idle):
+                self.cache.set_idle(adapter.key, is_idle=is_idle)
             if adapter.slot is not None:
                 _keep(self.pool_of(adapter).unused, adapter, is_in=is_free and not is_pinned)
             kept_in = (
@@ -132,8 +135,8 @@ class PlannerState:
                 for some, is_in, was_in in zip(self._kept, kept_in, adapter.kept_in, strict=True):
                     if is_in is not was_in:
                         _keep(some, adapter, is_in=is_in)
-                adapter.kept_in = kept_in
                 _keep(self.pool_of(adapter).running, adapter, is_in=is_in_flight and not is_pinned)
+            adapter.waits_in, adapter.kept_in = waits, kept_in
             if not (is_in_flight or is_wanted or is_pinned or adapter.job is not None):
                 self._forget(adapter)
 
@@ -145,7 +148,7 @@ class PlannerState:
     def _forget(self, adapter: Adapter) -> None:
         if adapter.is_retired and adapter.is_loaded:
             self.evict(adapter)
-        elif adapter.residency is HostState.ABSENT and self.adapters.pop(adapter.key, None) is not None:
+        elif adapter.residency is ABSENT and self.adapters.pop(adapter.key, None) is not None:
             if self.current.get(adapter.spec.engine_id) is adapter:
                 del self.current[adapter.spec.engine_id]
             if adapter.replaces is not None:
@@ -167,7 +170,7 @@ class PlannerState:
         before.load_s, before.rank = adapter.load_s, adapter.rank
         before.calls, adapter.calls = [*before.calls, *adapter.calls], []
         before.is_pinned, adapter.is_pinned = before.is_pinned or adapter.is_pinned, False
-        adapter.residency = HostState.ABSENT
+        adapter.residency = ABSENT
         self._restore(adapter, before, has_same=True)
         self.touched[adapter] = None
 
@@ -313,7 +316,7 @@ class PlannerState:
         """The workers have nothing more to do for it."""
         if adapter.job is not None:
             del self.jobs[adapter.job]
-            self.loads -= adapter.residency is HostState.LOADING
+            self.loads -= adapter.residency is LOADING
         adapter.job = None
         self.touched[adapter] = None
 
@@ -322,7 +325,7 @@ class PlannerState:
     def load(self, adapter: Adapter) -> None:
         """Have an adapter loaded that there is room for."""
         self.cache.reserve(adapter.key, self.cache.expected_bytes(adapter.spec))
-        adapter.residency = HostState.LOADING
+        adapter.residency = LOADING
         self.loads += 1
         self.commands.append(Load(adapter.spec, adapter.key, self._begin_job(adapter)))
         self.touched[adapter] = None
@@ -336,7 +339,7 @@ class PlannerState:
     def loaded(self, adapter: Adapter, size_bytes: int, cost_s: float) -> None:
         """The workers have it in host memory; where it takes more than there is room for, it is evicted."""
         self.end_job(adapter)
-        adapter.residency = HostState.LOADED
+        adapter.residency = LOADED
         self.cache.loaded(adapter.key, adapter.spec, size_bytes, cost_s)
         victims = self.cache.victims(())
         self.evict_all([adapter.key] if victims is None else victims)
@@ -354,7 +357,7 @@ class PlannerState:
         if adapter.is_loaded and not adapter.is_retired:
             self.stats.host_evictions += 1
             self.stats.host_evicted_bytes += size_bytes
-        adapter.residency = HostState.ABSENT
+        adapter.residency = ABSENT
         self.draining.pop(adapter, None)
         self.commands.append(Evict(adapter.key))
         self.evicting.setdefault(adapter.key, [])

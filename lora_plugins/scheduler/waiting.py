@@ -34,7 +34,10 @@ class WaitingOrder:
             del self._entries[adapter], self._sorted[bisect_left(self._sorted, known)]
         if entry is not None and known != entry:
             self._entries[adapter] = entry
-            insort(self._sorted, entry)
+            if self._sorted and self._sorted[-1] > entry:
+                insort(self._sorted, entry)
+            else:
+                self._sorted.append(entry)  # as most do, which came last
 
     def count_before(self, adapter: Adapter) -> int:
         """How many would be served before it."""
