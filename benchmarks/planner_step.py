@@ -2,7 +2,7 @@
 
     python -m benchmarks.planner_step [--steps N] [--runs N] [--keep]
 
-- held: 1,000 requests are held over 1,000 adapters, of which host memory has room for 100; they run in eight copied slots
+- held: 1,000 requests are held over 1,000 adapters, of which host memory has room for 100; they run in 8 copied slots
   or in 100 pointed ones. A step is one `plan`, and all that the planner is told around it: arrivals, ends, reports.
 - idle: 3,000 adapters are idle in a host cache that they fill beside one that runs. One that needs all of it waits for
   that one, and two small ones behind it. In every step a request begins and another ends, so no plan is left out. The
@@ -10,7 +10,7 @@
 
 A machine that others use makes steps longer, never shorter. Time is virtual, so step i is the same step in every run:
 each case is run several times, and of each step the least time of all runs counts. Beside these percentiles stands the
-p99 of the least disturbed single run, which is the run with the lowest. `cpu` is the thread's own time, in runs of their
+p99 of the least disturbed single run, which is the one with the lowest. `cpu` is the thread's own time, in runs of its
 own: it takes longer to ask for, which is subtracted. The garbage collector, which is not the planner's, is off. With
 `--keep` the figures of all runs go to benchmarks/results/planner_step.json.
 """

@@ -86,7 +86,8 @@ def pass_on(
 
 def _share(state: PlannerState, patience_s: float) -> float:
     """How long all that run together may pass on nothing."""
-    return max(patience_s, _PATIENT_RUNS * state.mean_run_s) / max(1, len(state.copied.running) + len(state.pointed.running))
+    passing_on = len(state.copied.running) + len(state.pointed.running)
+    return max(patience_s, _PATIENT_RUNS * state.mean_run_s) / max(1, passing_on)
 
 
 def _pass_slots_on(state: PlannerState, pool: SlotPool, waiting: list[Adapter], now: float, patience_s: float) -> float:

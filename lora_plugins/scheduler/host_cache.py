@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from contextlib import closing
 
 from lora_plugins.scheduler.messages import AdapterSpec

@@ -98,47 +98,42 @@ class PlannerState:
         """See that every adapter that was touched is where it belongs, and evict or forget those that nobody needs."""
         while self.touched:
             adapter, _ = self.touched.popitem()
-            is_in_flight, is_wanted = bool(adapter.running or adapter.expected), bool(adapter.held or adapter.calls)
-            is_loaded, is_absent = adapter.residency is LOADED, adapter.residency is ABSENT
-            is_pinned, stays = adapter.is_pinned, adapter.stays
-            if is_in_flight or not is_wanted:
+            in_flight, wanted = bool(adapter.running or adapter.expected), bool(adapter.held or adapter.calls)
+            is_absent, is_pinned = adapter.residency is ABSENT, adapter.is_pinned
+            if in_flight or not wanted:
                 adapter.waits_since = None
             elif adapter.waits_since is None:
                 adapter.waits_since = now
-            if adapter is self.reserved_for and not (is_absent and is_wanted):
+            if adapter is self.reserved_for and not (is_absent and wanted):
                 self.end_reservation()
             if is_pinned:
                 self.draining.pop(adapter, None)
-            if adapter.leaves_since is not None and not is_in_flight and adapter not in self.draining:
+            if adapter.leaves_since is not None and not in_flight and adapter not in self.draining:
                 self.leave(adapter, None)
-            waits = is_absent and is_wanted, is_loaded and not is_in_flight and bool(adapter.held)
-            if waits[0] or adapter.waits_in[0]:
-                self.absent.keep(adapter, is_in=waits[0])
-            if waits[1] or adapter.waits_in[1]:
-                self.ready.keep(adapter, is_in=waits[1])
-            is_free = is_loaded and not (is_in_flight or adapter.is_activating)
-            is_idle = is_free and not (is_wanted or stays) and adapter.replaces is None
-            if is_idle is not (adapter.key in self.cache.idle):
-                self.cache.set_idle(adapter.key, is_idle=is_idle)
-            if adapter.slot is not None:
-                _keep(self.pool_of(adapter).unused, adapter, is_in=is_free and not is_pinned)
-            kept_in = (
-                is_in_flight,
-                is_in_flight and bool(adapter.held),
-                bool(adapter.expected),
-                bool(adapter.calls),
-                is_pinned,
-                stays and (is_wanted or is_pinned or not is_absent),
-                is_loaded and adapter.replaces is not None,
-            )
-            if kept_in != adapter.kept_in:
-                for some, is_in, was_in in zip(self._kept, kept_in, adapter.kept_in, strict=True):
-                    if is_in is not was_in:
-                        _keep(some, adapter, is_in=is_in)
-                _keep(self.pool_of(adapter).running, adapter, is_in=is_in_flight and not is_pinned)
-            adapter.waits_in, adapter.kept_in = waits, kept_in
-            if not (is_in_flight or is_wanted or is_pinned or adapter.job is not None):
+            self._place(adapter, in_flight=in_flight, wanted=wanted)
+            if not (in_flight or wanted or is_pinned or adapter.job is not None):
                 self._forget(adapter)
+
+    def _place(self, adapter: Adapter, *, in_flight: bool, wanted: bool) -> None:
+        is_loaded, is_absent = adapter.residency is LOADED, adapter.residency is ABSENT
+        is_held, is_pinned, stays, moves = bool(adapter.held), adapter.is_pinned, adapter.stays, bool(adapter.replaces)
+        waits = is_absent and wanted, is_loaded and is_held and not in_flight
+        for order, is_in, was_in in zip((self.absent, self.ready), waits, adapter.waits_in, strict=True):
+            if is_in or was_in:
+                order.keep(adapter, is_in=is_in)
+        is_free = is_loaded and not (in_flight or adapter.is_activating)
+        self.cache.set_idle(adapter.key, is_idle=is_free and not (wanted or stays or moves))
+        if adapter.slot is not None:
+            _keep(self.pool_of(adapter).unused, adapter, is_in=is_free and not is_pinned)
+        is_there, is_expected = wanted or is_pinned or not is_absent, bool(adapter.expected)
+        kept_in = (in_flight, in_flight and is_held, is_expected, bool(adapter.calls), is_pinned)
+        kept_in += (stays and is_there, is_loaded and moves)
+        if kept_in != adapter.kept_in:
+            for some, is_in, was_in in zip(self._kept, kept_in, adapter.kept_in, strict=True):
+                if is_in is not was_in:
+                    _keep(some, adapter, is_in=is_in)
+            _keep(self.pool_of(adapter).running, adapter, is_in=in_flight and not is_pinned)
+        adapter.waits_in, adapter.kept_in = waits, kept_in
 
     def leave(self, adapter: Adapter, since: float | None) -> None:
         """Have an adapter take no requests of other clients from a time on; None: it takes any again."""
