@@ -126,8 +126,8 @@ class PlannerState:
         if adapter.slot is not None:
             _keep(self.pool_of(adapter).unused, adapter, is_in=is_free and not is_pinned)
         is_there, is_expected = wanted or is_pinned or not is_absent, bool(adapter.expected)
-        kept_in = (in_flight, in_flight and is_held, is_expected, bool(adapter.calls), is_pinned)
-        kept_in += (stays and is_there, is_loaded and moves)
+        is_calling, is_joined = bool(adapter.calls), in_flight and is_held
+        kept_in = (in_flight, is_joined, is_expected, is_calling, is_pinned, stays and is_there, is_loaded and moves)
         if kept_in != adapter.kept_in:
             for some, is_in, was_in in zip(self._kept, kept_in, adapter.kept_in, strict=True):
                 if is_in is not was_in:
