@@ -11,6 +11,7 @@ from typing import Any
 from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.scheduler.stats import FoundIn
 
+NOWHERE = (False,) * 7
 LONGEST_LEAVE_S = 60.0  # clients choose what their requests are called: one name for all must not keep a slot for ever
 
 
@@ -20,6 +21,10 @@ class HostState(StrEnum):
     ABSENT = "absent"
     LOADING = "loading"
     LOADED = "loaded"
+
+
+ABSENT, LOADING, LOADED = HostState  # as an attribute of its class a member takes 15 times as long to find
+_SLOT, _HOST, _STORE = FoundIn
 
 
 @dataclass(eq=False, slots=True)
@@ -71,11 +76,12 @@ class Adapter:
         moves: whether what runs with that one goes on with this one's weights. weights: the key of the generation that
             its weights were loaded as.
         load_s: what loading it took the last time. rank: what the workers said; 0 before.
+        waits_in, kept_in: in which of the planner's orders and collections it is (`PlannerState.settle`).
     """
 
     spec: AdapterSpec
     key: int
-    residency: HostState = HostState.ABSENT
+    residency: HostState = ABSENT
     is_instant: bool = False
     job: int | None = None
     slot: int | None = None
@@ -95,11 +101,13 @@ class Adapter:
     retirements: list[Future[None]] = field(default_factory=list)
     load_s: float = 0.0
     rank: int = 0
+    waits_in: tuple[bool, bool] = (False, False)
+    kept_in: tuple[bool, ...] = NOWHERE
 
     @property
     def is_loaded(self) -> bool:
         """Whether the workers have it in host memory."""
-        return self.residency is HostState.LOADED
+        return self.residency is LOADED
 
     @property
     def is_activating(self) -> bool:
@@ -144,14 +152,14 @@ class Adapter:
     @property
     def order(self) -> tuple[int, float]:
         """Its place among those that wait: the best priority of its requests, then since when it waits."""
-        return min(self.priorities, default=0), self.waits_since or 0.0
+        return min(self.priorities) if self.priorities else 0, self.waits_since or 0.0
 
     @property
     def found(self) -> FoundIn:
         """Where it is now."""
         if self.is_active:
-            return FoundIn.SLOT
-        return FoundIn.HOST if self.is_loaded else FoundIn.STORE
+            return _SLOT
+        return _HOST if self.residency is LOADED else _STORE
 
     def hold(self, request_id: str, held: Held) -> None:
         """A request waits for it."""

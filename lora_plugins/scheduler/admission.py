@@ -10,13 +10,14 @@ _PATIENT_RUNS = 2
 
 def forget_expected(state: PlannerState, now: float) -> float:
     """Expect no more of clients' requests of which too long nothing came; returns when the next of them is due."""
-    expecting = [adapter for adapter in state.in_flight if adapter.expected]
-    for adapter in expecting:
+    if not state.expecting:
+        return float("inf")
+    for adapter in state.expecting:
         for client in [client for client, until in adapter.expected.items() if until <= now]:
             del adapter.expected[client]
             state.touched[adapter] = None
     state.settle(now)
-    return min((until for adapter in expecting for until in adapter.expected.values()), default=float("inf"))
+    return min((until for adapter in state.expecting for until in adapter.expected.values()), default=float("inf"))
 
 
 def begin(state: PlannerState, now: float) -> tuple[list[object], dict[SlotPool, list[Adapter]]]:
@@ -33,9 +34,9 @@ def begin(state: PlannerState, now: float) -> tuple[list[object], dict[SlotPool,
     for adapter in state.ready:  # which changes when the state is settled
         pool = state.pool_of(adapter)
         without_slot = waiting[pool]
-        if adapter in state.draining or len(without_slot) > pool.size:
+        if len(without_slot) > pool.size or adapter in state.draining:
             continue
-        if (without_slot and adapter.slot is None) or not state.activate(adapter, displaces=True):
+        if adapter.slot is None and (without_slot or not state.activate(adapter, displaces=True)):
             without_slot.append(adapter)  # each slot is used, or being written
             left -= len(without_slot) > pool.size
             if not left:
@@ -48,7 +49,8 @@ def begin(state: PlannerState, now: float) -> tuple[list[object], dict[SlotPool,
 
 def join(state: PlannerState, now: float) -> list[object]:
     """The requests that run from now on beside others of their adapter."""
-    return [request for adapter in state.in_flight if adapter.held for request in state.admit(adapter, now)]
+    joined = state.joined if len(state.joined) < 2 else [adapter for adapter in state.in_flight if adapter.held]
+    return [request for adapter in joined for request in state.admit(adapter, now)]
 
 
 def pass_on(
@@ -68,8 +70,8 @@ def pass_on(
             next_at = min(next_at, _pass_slots_on(state, pool, adapters, now, patience_s))
         else:
             pool.passed_on_at = now
-            for adapter in pool.owners:
-                adapter.leaves_since = adapter.leaves_since if adapter in state.draining else None
+            for adapter in [it for it in state.leaving if it in pool.owners and it not in state.draining]:
+                state.leave(adapter, None)
     if state.reserved_for is not None:
         _reserve(state, state.reserved_for, now)
     elif without_room:
@@ -84,23 +86,23 @@ def pass_on(
 
 def _share(state: PlannerState, patience_s: float) -> float:
     """How long all that run together may pass on nothing."""
-    return max(patience_s, _PATIENT_RUNS * state.mean_run_s) / max(1, sum(not it.is_pinned for it in state.in_flight))
+    passing_on = len(state.copied.running) + len(state.pointed.running)
+    return max(patience_s, _PATIENT_RUNS * state.mean_run_s) / max(1, passing_on)
 
 
 def _pass_slots_on(state: PlannerState, pool: SlotPool, waiting: list[Adapter], now: float, patience_s: float) -> float:
-    running = [it for it in pool.owners if it.is_in_flight and not it.is_pinned]
-    taking = [it for it in running if it.leaves_since is None]
+    running, leaving = len(pool.running), sum(it in pool.running for it in state.leaving)
     # The last that takes any requests stays, unless nobody else would leave.
-    while len(waiting) > len(running) - len(taking) and (len(taking) > 1 or (taking and len(running) == 1)):
+    while len(waiting) > leaving and (running - leaving > 1 or running - leaving == running == 1):
         share_s = _share(state, patience_s)
         look_at = max(pool.passed_on_at, min(it.waits_since or now for it in waiting)) + share_s
         if look_at > now:
             return look_at
         pool.passed_on_at = look_at
-        leaver = min(taking, key=lambda it: len(it.running))
-        leaver.leaves_since = now
-        taking.remove(leaver)
-    if len(waiting) <= len(running) - len(taking):
+        taking = [it for it in pool.owners if it in pool.running and it.leaves_since is None]
+        state.leave(min(taking, key=lambda it: len(it.running)), now)
+        leaving += 1
+    if len(waiting) <= leaving:
         pool.passed_on_at = now
     return float("inf")
 
@@ -110,23 +112,27 @@ def _reserve(state: PlannerState, adapter: Adapter, now: float) -> None:
 
     The choice stands until it is loaded: else room that one leaves would be used again before the next has left.
     """
-    size_bytes = [state.cache.expected_bytes(adapter.spec)]
-    residents = [state.adapters[key] for key in state.cache.sizes_bytes]
+    state.reserved_for = adapter
+    gone = [it.key for it in state.draining if it.key not in state.cache.idle]
+    places_over, bytes_over = state.cache.over([state.cache.expected_bytes(adapter.spec)], gone)
+    places_over, bytes_over = places_over - len(state.cache.idle), bytes_over - state.cache.idle_bytes
+    if places_over <= 0 and bytes_over <= 0:
+        return
+    residents = [state.adapters[key] for key in state.cache.sizes_bytes if key not in state.cache.idle]
     residents = [it for it in residents if not it.stays and it not in state.draining]
-    behind = [it for it in residents if it.can_be_displaced and not it.is_idle and it.order > adapter.order]
+    behind = [it for it in residents if it.can_be_displaced and it.order > adapter.order]
     running = [it for it in residents if it.is_in_flight]
     behind.sort(key=lambda it: it.order, reverse=True)
     running.sort(key=lambda it: len(it.running))
-    gone, chosen = state.idle.keys() | {it.key for it in state.draining}, list[Adapter]()
+    chosen, sizes_bytes = list[Adapter](), state.cache.sizes_bytes
     for other in (*behind, *running):
-        if state.cache.has_room(size_bytes, gone | {it.key for it in chosen}):
+        if places_over <= 0 and bytes_over <= 0:
             break
         chosen.append(other)
-    for other in list(chosen):
-        without = [it for it in chosen if it is not other]
-        if state.cache.has_room(size_bytes, gone | {it.key for it in without}):
-            chosen = without
-    state.reserved_for = adapter
+        places_over, bytes_over = places_over - 1, bytes_over - sizes_bytes[other.key]
     for other in chosen:
-        state.draining[other] = None
-        other.leaves_since = now if other.leaves_since is None else other.leaves_since
+        if places_over < 0 and bytes_over + sizes_bytes[other.key] <= 0:  # it need not go
+            places_over, bytes_over = places_over + 1, bytes_over + sizes_bytes[other.key]
+        else:
+            state.draining[other] = None
+            state.leave(other, now if other.leaves_since is None else other.leaves_since)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection
 from contextlib import closing
 
 from lora_plugins.scheduler.messages import AdapterSpec
@@ -19,6 +19,7 @@ class HostCache:
 
     Attributes:
         sizes_bytes: of what is there. known_bytes: what adapters took when they were loaded last, by engine id.
+        idle: keys of what may be evicted at any time. idle_bytes: what these take.
     """
 
     def __init__(self, max_bytes: int | None, max_adapters: int, policy: EvictionPolicy[int]) -> None:
@@ -26,6 +27,8 @@ class HostCache:
         self.max_adapters = max_adapters
         self.used_bytes = 0
         self.sizes_bytes: dict[int, int] = {}
+        self.idle: dict[int, None] = {}
+        self.idle_bytes = 0
         self.known_bytes: dict[int, tuple[AdapterSpec, int]] = {}
         self._policy = policy
 
@@ -34,14 +37,33 @@ class HostCache:
         known = self.known_bytes.get(spec.engine_id)
         return known[1] if known is not None and known[0].path == spec.path else spec.size_bytes
 
-    def has_room(self, sizes_bytes: Iterable[int], without: Iterable[int] = ()) -> bool:
-        """Whether adapters of these sizes fit beside what is there, once those of the keys in `without` have gone."""
-        more, fewer = tuple(sizes_bytes), tuple(without)
-        if len(self.sizes_bytes) + len(more) - len(fewer) > self.max_adapters:
-            return False
+    def over(self, sizes_bytes: Collection[int], without: Collection[int] = ()) -> tuple[int, int]:
+        """How many places and bytes adapters of these sizes lack; `without`: keys that are as good as evicted."""
+        places = len(self.sizes_bytes) + len(sizes_bytes) - len(without) - self.max_adapters
         if self.max_bytes is None:
-            return True
-        return self.used_bytes + sum(more) - sum(self.sizes_bytes[key] for key in fewer) <= self.max_bytes
+            return places, 0
+        gone_bytes = sum(map(self.sizes_bytes.__getitem__, without))
+        return places, self.used_bytes + sum(sizes_bytes) - gone_bytes - self.max_bytes
+
+    def has_room(self, sizes_bytes: Collection[int], without: Collection[int] = ()) -> bool:
+        """Whether adapters of these sizes fit beside what is there, once those of the keys in `without` have gone."""
+        return max(self.over(sizes_bytes, without)) <= 0
+
+    def has_room_beside(self, sizes_bytes: Collection[int], staying: Collection[int]) -> bool:
+        """Whether adapters of these sizes fit beside those of these keys, once all others have gone."""
+        if len(staying) + len(sizes_bytes) > self.max_adapters:
+            return False
+        staying_bytes = sum(map(self.sizes_bytes.__getitem__, staying))
+        return self.max_bytes is None or staying_bytes + sum(sizes_bytes) <= self.max_bytes
+
+    def set_idle(self, key: int, *, is_idle: bool) -> None:
+        """Note whether what is there may be evicted at any time."""
+        if is_idle is not (key in self.idle):
+            self.idle_bytes += self.sizes_bytes[key] if is_idle else -self.sizes_bytes[key]
+            if is_idle:
+                self.idle[key] = None
+            else:
+                del self.idle[key]
 
     def reserve(self, key: int, size_bytes: int) -> None:
         """Count an adapter that is about to be loaded."""
@@ -53,6 +75,7 @@ class HostCache:
         self.known_bytes[spec.engine_id] = spec, size_bytes
         if len(self.known_bytes) > _REMEMBERED:
             del self.known_bytes[next(iter(self.known_bytes))]
+        self.set_idle(key, is_idle=False)
         self.used_bytes += size_bytes - self.sizes_bytes[key]
         self.sizes_bytes[key] = size_bytes
         self._policy.added(key, size_bytes, cost_s)
@@ -64,29 +87,31 @@ class HostCache:
     def remove(self, key: int) -> int:
         """Count it no longer; returns its bytes."""
         self._policy.removed(key)
+        self.set_idle(key, is_idle=False)
         size_bytes = self.sizes_bytes.pop(key)
         self.used_bytes -= size_bytes
         return size_bytes
 
     def victims(
-        self, sizes_bytes: Iterable[int], among: Mapping[int, object], gone: Iterable[int] = ()
+        self, sizes_bytes: Collection[int], also: Collection[int] = (), gone: Collection[int] = ()
     ) -> list[int] | None:
-        """Keys to evict, in the policy's order, so that these fit; None where all in `among` are not enough.
+        """Keys to evict, in the policy's order, so that these fit; None where all that may go are not enough.
 
-        `gone`: keys that are as good as evicted.
+        What is idle may go, and the keys in `also`; those in `gone`, of none comes twice, are as good as evicted.
         """
-        sizes, gone = list(sizes_bytes), list(gone)
-        taken_bytes = self.used_bytes + sum(sizes) - sum(self.sizes_bytes[key] for key in gone)
-        bytes_over = 0 if self.max_bytes is None else taken_bytes - self.max_bytes
-        places_over = len(self.sizes_bytes) + len(sizes) - len(gone) - self.max_adapters
-        if places_over > len(among) or bytes_over > sum(map(self.sizes_bytes.__getitem__, among)):
+        places_over, bytes_over = self.over(sizes_bytes, gone)
+        more, fewer = [key for key in also if key not in self.idle], [key for key in gone if key in self.idle]
+        size_of = self.sizes_bytes.__getitem__
+        free_bytes = self.idle_bytes + sum(map(size_of, more)) - sum(map(size_of, fewer))
+        if places_over > len(self.idle) + len(more) - len(fewer) or bytes_over > free_bytes:
             return None
         chosen: list[int] = []
-        with closing(self._policy.victims(among)) as victims:
+        with closing(self._policy.victims({*self.idle, *more} if more else self.idle)) as victims:
             while places_over > 0 or bytes_over > 0:
                 victim = next(victims, None)
                 if victim is None:
                     return None
-                chosen.append(victim)
-                places_over, bytes_over = places_over - 1, bytes_over - self.sizes_bytes[victim]
+                if victim not in gone:
+                    chosen.append(victim)
+                    places_over, bytes_over = places_over - 1, bytes_over - self.sizes_bytes[victim]
         return chosen

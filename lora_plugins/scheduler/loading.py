@@ -22,6 +22,8 @@ def answer_calls(state: PlannerState, *, is_paused: bool) -> list[Future[None]]:
                 is_coming = state.activate(adapter, displaces=call.needs_slot)
                 if is_coming and not adapter.is_active:
                     continue
+                if is_coming and adapter.can_be_displaced:
+                    state.pool_of(adapter).unused[adapter] = None  # by a call that comes after
             if adapter.is_active or not call.needs_slot:
                 adapter.calls.remove(call)
                 answered.append(call.future)
@@ -54,7 +56,7 @@ def load_wanted(state: PlannerState, now: float, *, is_paused: bool, is_stopped:
     for adapter in next_ones:
         if state.loads >= MAX_LOADS or len(without_room) >= MAX_LOADS:
             break
-        if without_room and not (is_stopped or state.idle or state.cache.has_room([0])):
+        if without_room and not (is_stopped or state.cache.idle or state.cache.has_room([0])):
             break
         if not adapter.calls and not _runs_soon(state, adapter):
             break
@@ -83,9 +85,9 @@ def _room_in_a_pause(state: PlannerState, adapter: Adapter) -> list[int] | None:
     own = {it.key: it for it in residents if it.spec.engine_id == adapter.spec.engine_id}
     others = {it.key: it for it in residents if not (it.is_pinned or it.spec.given or it.replaces)}
     sizes_bytes = [state.cache.expected_bytes(adapter.spec)]
-    victims = state.cache.victims(sizes_bytes, state.idle | own)
+    victims = state.cache.victims(sizes_bytes, own)
     if victims is None:
-        victims = state.cache.victims(sizes_bytes, state.idle | own | others)
+        victims = state.cache.victims(sizes_bytes, own | others)
     for key in own.keys() & set(victims or ()):
         state.take_over(adapter, own[key])
     return victims
@@ -95,20 +97,19 @@ def _victims(state: PlannerState, adapter: Adapter, before: list[Adapter]) -> li
     """Keys to evict so that an adapter fits; None where it does not, or not beside those that come before it."""
     cache, size_bytes = state.cache, state.cache.expected_bytes(adapter.spec)
     if not before:
-        victims = cache.victims([size_bytes], state.idle)
+        victims = cache.victims([size_bytes])
         if victims is None and (old := adapter.replaces) is not None and old.is_loaded and not old.is_used:
             # It is loaded again if this one cannot be; what workers were given is gone then, as its caller replaced it.
-            victims = cache.victims([size_bytes], {**state.idle, old.key: old})
+            victims = cache.victims([size_bytes], [old.key])
         if victims is not None or adapter is not state.reserved_for:
             return victims
-        drained = {other.key: other for other in state.draining if other.can_be_displaced}
-        return cache.victims([size_bytes], state.idle | drained) if drained else None
+        drained = [other.key for other in state.draining if other.can_be_displaced]
+        return cache.victims([size_bytes], drained) if drained else None
     sizes_bytes = [size_bytes, *(cache.expected_bytes(other.spec) for other in before)]
     if state.reserved_for is None:
-        leaving = [key for key in cache.sizes_bytes if not state.adapters[key].stays]
-        return cache.victims([size_bytes], state.idle) if cache.has_room(sizes_bytes, leaving) else None
-    among = {key: other for key, other in state.idle.items() if other not in state.draining}
-    victims = cache.victims(sizes_bytes, among, [other.key for other in state.draining])
+        staying = [other.key for other in state.staying if other.key in cache.sizes_bytes]
+        return cache.victims([size_bytes]) if cache.has_room_beside(sizes_bytes, staying) else None
+    victims = cache.victims(sizes_bytes, gone={other.key for other in state.draining})
     return victims if victims is not None and cache.has_room([size_bytes], victims) else None
 
 

@@ -139,9 +139,9 @@ class Planner:
         if error is not None:
             self.state.refuse(request, error)
         else:
-            order, waits_already = adapter.order, bool(adapter.held) and adapter.waits_since is not None
+            order = adapter.order if adapter.held and adapter.waits_since is not None else None
             self.state.hold(adapter, request_id, Held(request, now, adapter.found, priority, client, is_bound))
-            if waits_already and adapter.order == order:
+            if order is not None and adapter.order == order:
                 return  # one more of those that wait changes nothing
             if adapter.waits_since is None:  # the order is that of arrivals, not of adapters within a step
                 adapter.waits_since = now
@@ -401,9 +401,10 @@ class Planner:
         Requests wait for that one from now on; the one before serves what it has, and goes once the new one is loaded.
         """
         state, engine_id = self.state, spec.engine_id
-        replaces, evicted = state.known(engine_id), state.cache.known_bytes.get(engine_id)
+        replaces = state.current.get(engine_id) or state.known(engine_id)
         if replaces is not None and not begins:
             return replaces
+        evicted = state.cache.known_bytes.get(engine_id)
         if begins or (evicted is not None and evicted[0].path != spec.path):
             state.generations.begin(engine_id)
         key, is_retired = state.generations.key_of(engine_id), engine_id in self._refusals

@@ -12,7 +12,7 @@ from contextlib import suppress
 from itertools import count
 
 from lora_plugins.errors import LoRAPluginsError, NoFreeSlot, OutOfMemory
-from lora_plugins.scheduler.adapter import Adapter, Held, HostState
+from lora_plugins.scheduler.adapter import ABSENT, LOADED, LOADING, NOWHERE, Adapter, Held
 from lora_plugins.scheduler.generations import Generations
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import Activate, Command, Evict, Load, Move, Slots
@@ -28,14 +28,16 @@ class SlotPool:
     """Slots of one kind.
 
     Attributes:
-        owners: which adapter has which, the least recently used first. passed_on_at: when one passed on last, or none
-            had to.
+        owners: which adapter has which, the least recently used first. running: those in flight that are not pinned.
+        unused: those that can be displaced. passed_on_at: when one passed on last, or none had to.
     """
 
     def __init__(self, first: int, size: int) -> None:
         self.size = size
         self.free = list(range(first + size - 1, first - 1, -1))
         self.owners: dict[Adapter, int] = {}
+        self.running: dict[Adapter, None] = {}
+        self.unused: dict[Adapter, None] = {}
         self.passed_on_at = 0.0
 
 
@@ -47,9 +49,10 @@ class PlannerState:
             engine id.
         of_request: the adapter of each request that is held or in flight.
         absent: adapters that are wanted and not in host memory. ready: those that are, with held requests, and nothing
-            in flight. calling: those with calls. idle: those that could lose their host memory, by key. staying: those
-            that never do, pinned ones too. moving: those that are loaded, for what runs with the one before.
-        jobs: adapters that are being loaded, or activated in the background.
+            in flight. calling: those with calls. joined: those in flight with held requests. expecting: those in flight
+            of which more is expected. staying: those that never lose their host memory, pinned ones too. moving: those
+            that are loaded, for what runs with the one before. leaving: those with `leaves_since`.
+        jobs: adapters that are being loaded, or activated in the background. loads: how many are being loaded.
         reserved_for: the adapter that room is made for. draining: those that are evicted for it once they are not used.
         made_room_at: when an adapter that had waited for room found it last, or none waited.
         mean_run_s: of the last requests, from admission to end.
@@ -67,13 +70,11 @@ class PlannerState:
         self.held_count = 0
         self.held_by_name: Counter[str] = Counter()
         self.absent, self.ready = WaitingOrder(), WaitingOrder()
-        self.calling: dict[Adapter, None] = {}
-        self.in_flight: dict[Adapter, None] = {}
-        self.pinned: dict[Adapter, None] = {}
-        self.staying: dict[Adapter, None] = {}
-        self.moving: dict[Adapter, None] = {}
-        self.idle: dict[int, Adapter] = {}
+        self._kept = tuple(dict[Adapter, None]() for _ in NOWHERE)
+        self.in_flight, self.joined, self.expecting, self.calling, self.pinned, self.staying, self.moving = self._kept
+        self.leaving: dict[Adapter, None] = {}
         self.jobs: dict[int, Adapter] = {}
+        self.loads = 0
         self.reserved_for: Adapter | None = None
         self.draining: dict[Adapter, None] = {}
         self.made_room_at = 0.0
@@ -97,37 +98,52 @@ class PlannerState:
         """See that every adapter that was touched is where it belongs, and evict or forget those that nobody needs."""
         while self.touched:
             adapter, _ = self.touched.popitem()
-            is_in_flight, is_wanted = bool(adapter.running or adapter.expected), bool(adapter.held or adapter.calls)
-            is_loaded, is_absent = adapter.is_loaded, adapter.residency is HostState.ABSENT
-            if is_wanted and not is_in_flight:
-                adapter.waits_since = now if adapter.waits_since is None else adapter.waits_since
-            else:
+            in_flight, wanted = bool(adapter.running or adapter.expected), bool(adapter.held or adapter.calls)
+            is_absent, is_pinned = adapter.residency is ABSENT, adapter.is_pinned
+            if in_flight or not wanted:
                 adapter.waits_since = None
-            if adapter is self.reserved_for and not (is_absent and is_wanted):
+            elif adapter.waits_since is None:
+                adapter.waits_since = now
+            if adapter is self.reserved_for and not (is_absent and wanted):
                 self.end_reservation()
-            if adapter.is_pinned:
+            if is_pinned:
                 self.draining.pop(adapter, None)
-            if not is_in_flight and adapter not in self.draining:
-                adapter.leaves_since = None
-            self.absent.keep(adapter, is_in=is_absent and is_wanted)
-            self.ready.keep(adapter, is_in=is_loaded and bool(adapter.held) and not is_in_flight)
-            _keep(self.in_flight, adapter, is_in=is_in_flight)
-            _keep(self.calling, adapter, is_in=bool(adapter.calls))
-            _keep(self.pinned, adapter, is_in=adapter.is_pinned)
-            _keep(self.moving, adapter, is_in=is_loaded and adapter.replaces is not None)
-            is_there = is_wanted or adapter.is_pinned or not is_absent
-            _keep(self.staying, adapter, is_in=adapter.stays and is_there)
-            if adapter.is_idle:
-                self.idle[adapter.key] = adapter
-            else:
-                self.idle.pop(adapter.key, None)
-            if not (is_in_flight or is_wanted or adapter.is_pinned or adapter.job is not None):
+            if adapter.leaves_since is not None and not in_flight and adapter not in self.draining:
+                self.leave(adapter, None)
+            self._place(adapter, in_flight=in_flight, wanted=wanted)
+            if not (in_flight or wanted or is_pinned or adapter.job is not None):
                 self._forget(adapter)
+
+    def _place(self, adapter: Adapter, *, in_flight: bool, wanted: bool) -> None:
+        is_loaded, is_absent = adapter.residency is LOADED, adapter.residency is ABSENT
+        is_held, is_pinned, stays, moves = bool(adapter.held), adapter.is_pinned, adapter.stays, bool(adapter.replaces)
+        waits = is_absent and wanted, is_loaded and is_held and not in_flight
+        for order, is_in, was_in in zip((self.absent, self.ready), waits, adapter.waits_in, strict=True):
+            if is_in or was_in:
+                order.keep(adapter, is_in=is_in)
+        is_free = is_loaded and not (in_flight or adapter.is_activating)
+        self.cache.set_idle(adapter.key, is_idle=is_free and not (wanted or stays or moves))
+        if adapter.slot is not None:
+            _keep(self.pool_of(adapter).unused, adapter, is_in=is_free and not is_pinned)
+        is_there, is_expected = wanted or is_pinned or not is_absent, bool(adapter.expected)
+        is_calling, is_joined = bool(adapter.calls), in_flight and is_held
+        kept_in = (in_flight, is_joined, is_expected, is_calling, is_pinned, stays and is_there, is_loaded and moves)
+        if kept_in != adapter.kept_in:
+            for some, is_in, was_in in zip(self._kept, kept_in, adapter.kept_in, strict=True):
+                if is_in is not was_in:
+                    _keep(some, adapter, is_in=is_in)
+            _keep(self.pool_of(adapter).running, adapter, is_in=in_flight and not is_pinned)
+        adapter.waits_in, adapter.kept_in = waits, kept_in
+
+    def leave(self, adapter: Adapter, since: float | None) -> None:
+        """Have an adapter take no requests of other clients from a time on; None: it takes any again."""
+        adapter.leaves_since = since
+        _keep(self.leaving, adapter, is_in=since is not None)
 
     def _forget(self, adapter: Adapter) -> None:
         if adapter.is_retired and adapter.is_loaded:
             self.evict(adapter)
-        elif adapter.residency is HostState.ABSENT and self.adapters.pop(adapter.key, None) is not None:
+        elif adapter.residency is ABSENT and self.adapters.pop(adapter.key, None) is not None:
             if self.current.get(adapter.spec.engine_id) is adapter:
                 del self.current[adapter.spec.engine_id]
             if adapter.replaces is not None:
@@ -149,7 +165,7 @@ class PlannerState:
         before.load_s, before.rank = adapter.load_s, adapter.rank
         before.calls, adapter.calls = [*before.calls, *adapter.calls], []
         before.is_pinned, adapter.is_pinned = before.is_pinned or adapter.is_pinned, False
-        adapter.residency = HostState.ABSENT
+        adapter.residency = ABSENT
         self._restore(adapter, before, has_same=True)
         self.touched[adapter] = None
 
@@ -204,6 +220,7 @@ class PlannerState:
         self._count_held(adapter, -len(items))
         pool = self.pool_of(adapter)
         pool.owners[adapter] = pool.owners.pop(adapter)
+        pool.unused.pop(adapter, None)
         self.cache.used(adapter.key)
         self.touched[adapter] = None
         return [held.request for _, held in items]
@@ -268,7 +285,7 @@ class PlannerState:
         return True
 
     def _free_slot(self, pool: SlotPool, *, displaces: bool) -> bool:
-        unused = [owner for owner in pool.owners if owner.can_be_displaced]
+        unused = [owner for owner in pool.owners if owner in pool.unused] if pool.unused else []
         victim = next((owner for owner in unused if not owner.is_wanted), None)
         if victim is None and displaces:
             victim = max(unused, key=_order, default=None)
@@ -282,6 +299,7 @@ class PlannerState:
         if adapter.slot is not None:
             pool = self.copied if adapter in self.copied.owners else self.pointed
             pool.free.append(pool.owners.pop(adapter))
+            pool.unused.pop(adapter, None)
         adapter.slot, adapter.is_active = None, False
 
     def _begin_job(self, adapter: Adapter) -> int:
@@ -293,20 +311,17 @@ class PlannerState:
         """The workers have nothing more to do for it."""
         if adapter.job is not None:
             del self.jobs[adapter.job]
+            self.loads -= adapter.residency is LOADING
         adapter.job = None
         self.touched[adapter] = None
 
     # --- the host cache ---
 
-    @property
-    def loads(self) -> int:
-        """How many adapters are being loaded."""
-        return sum(job.residency is HostState.LOADING for job in self.jobs.values())
-
     def load(self, adapter: Adapter) -> None:
         """Have an adapter loaded that there is room for."""
         self.cache.reserve(adapter.key, self.cache.expected_bytes(adapter.spec))
-        adapter.residency = HostState.LOADING
+        adapter.residency = LOADING
+        self.loads += 1
         self.commands.append(Load(adapter.spec, adapter.key, self._begin_job(adapter)))
         self.touched[adapter] = None
 
@@ -319,9 +334,9 @@ class PlannerState:
     def loaded(self, adapter: Adapter, size_bytes: int, cost_s: float) -> None:
         """The workers have it in host memory; where it takes more than there is room for, it is evicted."""
         self.end_job(adapter)
-        adapter.residency = HostState.LOADED
+        adapter.residency = LOADED
         self.cache.loaded(adapter.key, adapter.spec, size_bytes, cost_s)
-        victims = self.cache.victims((), self.idle)
+        victims = self.cache.victims(())
         self.evict_all([adapter.key] if victims is None else victims)
 
     def evict_all(self, keys: Iterable[int]) -> None:
@@ -337,8 +352,7 @@ class PlannerState:
         if adapter.is_loaded and not adapter.is_retired:
             self.stats.host_evictions += 1
             self.stats.host_evicted_bytes += size_bytes
-        adapter.residency = HostState.ABSENT
-        self.idle.pop(adapter.key, None)
+        adapter.residency = ABSENT
         self.draining.pop(adapter, None)
         self.commands.append(Evict(adapter.key))
         self.evicting.setdefault(adapter.key, [])

@@ -26,13 +26,18 @@ class WaitingOrder:
 
     def keep(self, adapter: Adapter, *, is_in: bool) -> None:
         """See that it is where it belongs, or not there."""
-        entry = (*adapter.order, adapter.key, adapter) if is_in else None
         known = self._entries.get(adapter)
+        if known is None and not is_in:
+            return
+        entry = (*adapter.order, adapter.key, adapter) if is_in else None
         if known is not None and known != entry:
             del self._entries[adapter], self._sorted[bisect_left(self._sorted, known)]
         if entry is not None and known != entry:
             self._entries[adapter] = entry
-            insort(self._sorted, entry)
+            if self._sorted and self._sorted[-1] > entry:
+                insort(self._sorted, entry)
+            else:
+                self._sorted.append(entry)  # as most do, which came last
 
     def count_before(self, adapter: Adapter) -> int:
         """How many would be served before it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from heapq import heappop, heappush
 from typing import Any
 
@@ -160,6 +161,14 @@ class Request:
         return self.admitted_at - self.arrived_at
 
 
+class Pause(Enum):
+    """vLLM's `PauseState`: what waits in its queue is scheduled only without a pause."""
+
+    NONE = auto()
+    NEW = auto()  # what runs goes on
+    ALL = auto()  # nothing does
+
+
 class SimulatedEngine:
     """One step at a time; `step_s` is what a step with so many rows and so many new requests takes."""
 
@@ -174,7 +183,7 @@ class SimulatedEngine:
         self.planner = planner
         self.workers = workers or SimulatedWorkers()
         self.now = 0.0
-        self.is_paused = False
+        self.pause = Pause.NONE
         self.requests: list[Request] = []
         self.waiting: dict[str, Request] = {}  # admitted by the planner, no row yet
         self.running: dict[str, Request] = {}
@@ -232,13 +241,21 @@ class SimulatedEngine:
         self.planner.ended([request.id for request in requests], self.now, expects_more=expects_more)
 
     @property
+    def is_paused(self) -> bool:
+        return self.pause is not Pause.NONE
+
+    @property
     def is_busy(self) -> bool:
-        return bool(self.running or self.waiting or self.has_work)
+        return bool(self._batch or (self.waiting and not self.is_paused) or self.has_work)
 
     @property
     def is_stopped(self) -> bool:
-        """A pause lets what runs go on to its end; then nothing does."""
-        return self.is_paused and not (self.running or self.waiting)
+        """Whether a pause lets nothing go on, as `HeldCounts.is_stopped` says it."""
+        return self.is_paused and not self._batch
+
+    @property
+    def _batch(self) -> list[Request]:
+        return [] if self.pause is Pause.ALL else list(self.running.values())
 
     @property
     def has_work(self) -> bool:
@@ -257,11 +274,12 @@ class SimulatedEngine:
             self.waiting[request.id] = request
         self.workers.carry_out(plan.commands, self.now)
         new = 0
-        while self.waiting and len(self.running) < self._max_rows:
+        while self.waiting and len(self.running) < self._max_rows and not self.is_paused:
             request = self.waiting.pop(next(iter(self.waiting)))
             self.running[request.id] = request
             new += 1
-        duration = self._step_s(len(self.running), new) if self.running else self._idle_s()
+        batch = self._batch
+        duration = self._step_s(len(batch), new) if batch else self._idle_s()
         self.longest_step_s = max(self.longest_step_s, duration)
         self.now += duration
         self.steps += 1
@@ -269,7 +287,7 @@ class SimulatedEngine:
         self.planner.reported(self.workers.reports(self.now), self.now)
         self.check_state()
         done = []
-        for request in self.running.values():
+        for request in batch:
             if request.first_token_at is None:
                 request.first_token_at = self.now
             request.tokens -= 1
@@ -308,7 +326,7 @@ class SimulatedEngine:
         state.settle(self.now)
         adapters = list(state.adapters.values())
         assert all(state.adapters[key].key == key for key in state.adapters)
-        some = [state.current.values(), state.of_request.values(), state.idle.values(), state.jobs.values()]
+        some = [state.current.values(), state.of_request.values(), state.leaving, state.jobs.values()]
         some += [state.absent, state.ready, state.calling, state.in_flight, state.pinned, state.staying, state.draining]
         some += [state.copied.owners, state.pointed.owners, [state.reserved_for] if state.reserved_for else []]
         for references in some:
@@ -322,7 +340,14 @@ class SimulatedEngine:
         for pool in (state.copied, state.pointed):
             assert len(pool.free) + len(pool.owners) == pool.size == len({*pool.free, *pool.owners.values()})
             assert all(adapter.slot == slot for adapter, slot in pool.owners.items())
-        assert set(state.idle.values()) == {it for it in adapters if it.is_idle}
+            assert set(pool.running) == {it for it in pool.owners if it.is_in_flight and not it.is_pinned}
+            assert set(pool.unused) == {it for it in pool.owners if it.can_be_displaced}
+        assert set(state.cache.idle) == {it.key for it in adapters if it.is_idle}
+        assert state.cache.idle_bytes == sum(state.cache.sizes_bytes[key] for key in state.cache.idle)
+        assert set(state.leaving) == {it for it in adapters if it.leaves_since is not None}
+        assert set(state.joined) == {it for it in adapters if it.is_in_flight and it.held}
+        assert set(state.expecting) == {it for it in adapters if it.expected}
+        assert state.loads == sum(it.residency == "loading" for it in adapters)
         assert set(state.calling) == {it for it in adapters if it.calls}
         assert set(state.pinned) == {it for it in adapters if it.is_pinned}
         assert set(state.in_flight) == {it for it in adapters if it.is_in_flight}

@@ -8,7 +8,7 @@ import pytest
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, NoFreeSlot, OutOfMemory
 from lora_plugins.scheduler.messages import Activate, Change, Evict, Load
 from lora_plugins.scheduler.stats import FoundIn
-from tests.scheduler.simulated import SimulatedEngine, SimulatedWorkers, make_planner, spec
+from tests.scheduler.simulated import Pause, SimulatedEngine, SimulatedWorkers, make_planner, spec
 
 
 def engine_with(is_instant: bool = True, load_s: float = 0.1, fails=lambda _: False, **options) -> SimulatedEngine:
@@ -104,7 +104,7 @@ def test_a_failed_load_refuses_all_who_wait() -> None:
 
 def test_nothing_is_admitted_or_written_while_paused() -> None:
     engine = engine_with(is_instant=False, slots=3)
-    engine.is_paused = True
+    engine.pause = Pause.NEW
     request = engine.submit(1)
     call = engine.planner.load(spec(2), engine.now)
     slot = engine.planner.load(spec(3), engine.now, needs_slot=True)
@@ -114,7 +114,7 @@ def test_nothing_is_admitted_or_written_while_paused() -> None:
     assert not slot.done()
     assert not engine.workers.activations
     assert not engine.planner.has_work(is_paused=engine.is_paused)
-    engine.is_paused = False
+    engine.pause = Pause.NONE
     engine.run_until_idle()
     assert slot.done()
     assert request.ended_at is not None
@@ -338,7 +338,7 @@ def test_a_loaded_adapter_admits_nothing_while_paused() -> None:
     engine = engine_with()
     engine.submit(1, tokens=1)
     engine.run_until_idle()
-    engine.is_paused = True
+    engine.pause = Pause.NEW
     request = engine.submit(1)
     engine.run(1)
     assert request.is_held
@@ -460,11 +460,11 @@ def test_a_retry_while_a_load_fails_is_refused() -> None:
 
 def test_a_pin_in_a_pause_is_met_after_it() -> None:
     engine = engine_with(slots=2, load_s=0.1)
-    engine.is_paused = True
+    engine.pause = Pause.NEW
     pin = engine.planner.pin(spec(1), engine.now)
     engine.run(1)
     assert not pin.done()
-    engine.is_paused = False
+    engine.pause = Pause.NONE
     assert engine.is_busy
     engine.run_until_idle()
     assert pin.done()
@@ -706,14 +706,14 @@ def test_what_runs_moves_after_a_pause() -> None:
     engine = engine_with(slots=1, max_adapters=2)
     engine.submit(1, tokens=60)
     engine.run(1)
-    engine.is_paused = True
+    engine.pause = Pause.NEW
     first = engine.planner.load(replace(spec(1), path="/1"), engine.now, moves=True)
     engine.run(0.5)
     second = engine.planner.load(replace(spec(1), path="/2"), engine.now, moves=True)
     engine.run(0.5)
     assert first.done()
     assert (second.exception(timeout=0) if second.done() else None) is None
-    engine.is_paused = False
+    engine.pause = Pause.NONE
     engine.run_until_idle()
     assert second.done()
     assert [it.path for it in engine.workers.host.values()] == ["/2"]
@@ -724,11 +724,11 @@ def test_the_next_version_of_a_pin_loads_in_a_pause() -> None:
     engine = engine_with(slots=3)
     engine.planner.pin(spec(1), engine.now)
     engine.run(1)
-    engine.is_paused = True
+    engine.pause = Pause.NEW
     load = engine.planner.load(replace(spec(1), path="/elsewhere"), engine.now)
     engine.run(1)
     assert load.done(), "its slot comes after the pause"
-    engine.is_paused = False
+    engine.pause = Pause.NONE
     engine.run(1)
     (pinned,) = engine.planner.state.pinned
     assert (pinned.spec.path, pinned.is_active) == ("/elsewhere", True)
@@ -748,11 +748,11 @@ def test_who_named_a_broken_version_gets_no_other() -> None:
 
 def test_a_pin_that_leaves_held_requests_no_room_is_refused() -> None:
     engine = engine_with(slots=4, max_bytes=100)
-    engine.is_paused = True
+    engine.pause = Pause.NEW
     request = engine.submit(spec(2, 40))
     engine.step()
     assert isinstance(engine.planner.pin(spec(1, 70), engine.now).exception(), NoFreeSlot)
-    engine.is_paused = False
+    engine.pause = Pause.NONE
     engine.run_until_idle()
     assert request.ended_at is not None
 

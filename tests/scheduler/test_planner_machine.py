@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
 from lora_plugins.scheduler.messages import Activate, AdapterSpec, Change, Evict, Load, Move
 from tests.repetitions import times
-from tests.scheduler.simulated import SimulatedEngine, SimulatedWorkers, make_planner, spec
+from tests.scheduler.simulated import Pause, SimulatedEngine, SimulatedWorkers, make_planner, spec
 
 KEYS = st.integers(1, 8)
 CLIENTS = st.sampled_from(["", "", "", "a", "b"])
@@ -46,7 +46,7 @@ class PlannerMachine(RuleBasedStateMachine):
         )
         self.engine = SimulatedEngine(planner, workers)
         self.calls: list[Future[None]] = []
-        self.retirements: list[Future[None]] = []
+        self.retirements: list[tuple[int, Future[None]]] = []
         self.paths = dict.fromkeys(range(1, 9), 0)
         self.retired: set[int] = set()
 
@@ -125,25 +125,55 @@ class PlannerMachine(RuleBasedStateMachine):
     @rule(key=KEYS, is_refused=st.booleans(), is_last=st.booleans())
     def adapter_is_retired(self, key: int, is_refused: bool, is_last: bool) -> None:
         error = AdapterNotFound("a retired adapter") if is_refused else None
-        self.retirements.append(self.engine.planner.retire(key, self.engine.now, error, is_last=is_last))
+        self.retirements.append((key, self.engine.planner.retire(key, self.engine.now, error, is_last=is_last)))
         if is_last:
             self.retired.add(key)
 
-    @rule()
-    def pause_or_resume(self) -> None:
-        self.engine.is_paused = not self.engine.is_paused
+    @rule(mode=st.sampled_from(["abort", "wait", "keep", "resume"]))
+    def pause_or_resume(self, mode: str) -> None:
+        """`pause_generation` of every mode, also within a pause of another."""
+        if mode == "abort":
+            for request in self.engine.requests:
+                self.engine.abort(request)
+        self.engine.pause = {"keep": Pause.ALL, "resume": Pause.NONE}.get(mode, Pause.NEW)
+
+    @precondition(lambda self: self.engine.is_paused)
+    @rule(
+        key=KEYS,
+        call=st.sampled_from([None, "load", "replace", "move", "activate", "pin", "unpin", "retire", "refuse", "give"]),
+    )
+    def an_operator_calls_in_a_pause(self, key: int, call: str | None) -> None:
+        """A trainer resumes only after its calls."""
+        match call:
+            case "load" | "replace" | "move" | "activate":
+                options = {"replace": {"is_other"}, "move": {"is_other", "moves"}, "activate": {"wants_slot"}}
+                self.adapter_is_called_for(key, options.get(call, set()))
+            case "pin":
+                self.adapter_is_pinned(key)
+            case "unpin":
+                self.adapter_is_unpinned(key)
+            case "retire" | "refuse":
+                self.adapter_is_retired(key, call == "refuse", False)
+            case "give":
+                self.workers_are_given_an_adapter(key, False)
+        self.a_pause_has_drained()
 
     @precondition(lambda self: self.engine.is_paused)
     @rule()
     def a_pause_has_drained(self) -> None:
-        """Every call is answered while nothing runs; pins alone wait for slots, which nobody writes in a pause."""
+        """Every call is answered while nothing runs.
+
+        Pins wait for slots, which nobody writes in a pause; a removal waits for requests that stand still in flight.
+        """
         until = self.engine.now + 300
         while self.engine.is_busy:
             self.step()
             assert self.engine.now < until, "it never comes to rest"
         assert self.engine.is_stopped
-        assert all(future.done() for future in self.retirements)
-        calling = [call for adapter in self.engine.planner.state.calling for call in adapter.calls]
+        state = self.engine.planner.state
+        in_flight = {adapter.spec.engine_id for adapter in state.in_flight}
+        assert all(future.done() or key in in_flight for key, future in self.retirements)
+        calling = [call for adapter in state.calling for call in adapter.calls]
         assert all(call.needs_slot for call in calling)
 
     @rule(steps=st.integers(1, 40))
@@ -184,7 +214,7 @@ class PlannerMachine(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         engine = self.engine
-        engine.is_paused = False
+        engine.pause = Pause.NONE
         for key in range(1, 9):
             engine.planner.unpin(key, engine.now)
         for adapter in list(engine.planner.state.staying):
@@ -196,7 +226,7 @@ class PlannerMachine(RuleBasedStateMachine):
         for request in engine.requests:
             assert request.ended_at is not None or request.refusal is not None or request.was_cancelled
         assert all(call.done() for call in self.calls)
-        assert all(future.done() for future in self.retirements)
+        assert all(future.done() for _, future in self.retirements)
         resident = {it.engine_id for it in engine.workers.host.values()}
         assert not self.retired & resident, "a retired adapter stays"
         assert len(resident) == len(engine.workers.host), "an old generation stays"
