@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -41,8 +42,8 @@ class Read(msgspec.Struct, frozen=True, tag=True):
     @property
     def settings(self) -> Settings:
         """The settings that say so."""
-        return replace(
-            Settings(),
+        return Settings(
+            store_dir=Path(),  # not read here, and its default needs the home of a user who may have none
             max_adapter_bytes=self.max_adapter_bytes,
             allow_pickle=self.allow_pickle,
             check_finite=self.check_finite,

@@ -88,6 +88,13 @@ def test_no_process_is_no_fault_of_the_adapter(
         read(children, adapter)
 
 
+def test_a_user_without_a_passwd_entry_is_no_broken_adapter(
+    children: Children, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(monkeypatch, "import pwd\ndef none(*_): raise KeyError('none')\npwd.getpwuid = pwd.getpwnam = none")
+    assert read(children, adapter).adapter.config.max_rank == 4
+
+
 def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path, adapter: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from lora_plugins.settings import Settings\n"
