@@ -400,7 +400,7 @@ def test_a_write_that_breaks_off_ends_the_placing():
 
 @pytest.mark.parametrize("end", ["reset", "written", "placed"])
 @pytest.mark.parametrize("rank", [8, 100])
-def test_an_adapters_memory_is_not_copied_and_goes_with_its_slot(end, rank):
+def test_an_adapters_memory_goes_with_its_slot(end, rank):
     """Without another batch: nothing else may come for a long time."""
     layer = layer_of((19,))
     wrapper, packer, truth = wrapper_with(layer), packer_of(layer), Truth(layer)
