@@ -101,10 +101,6 @@ def test_a_key_that_may_be_missing_may_be_null(key):
     assert parse_config(config_bytes(**{key: ...})) == parse_config(config_bytes(**{key: None}))
 
 
-def test_an_empty_base_model_is_none():
-    assert parse_config(config_bytes(base_model_name_or_path="")).base_model is None
-
-
 @pytest.mark.parametrize(("key", "value"), UNSUPPORTED.items())
 def test_a_feature_that_vllm_lacks_is_refused_by_name(key, value):
     with pytest.raises(IncompatibleAdapter, match=key):
@@ -113,42 +109,36 @@ def test_a_feature_that_vllm_lacks_is_refused_by_name(key, value):
         assert parse_config(config_bytes(**{key: off})).rank == 4
 
 
-@pytest.mark.parametrize("bias", ["all", "lora_only", True, 1])
-def test_a_trained_bias_is_refused(bias):
-    with pytest.raises(IncompatibleAdapter, match="bias"):
-        parse_config(config_bytes(bias=bias))
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("bias", bias) for bias in ("all", "lora_only", True, 1)],
+        *[("init_lora_weights", init) for init in INITS_THAT_CHANGE_THE_BASE],
+        *[("peft_type", kind) for kind in ("LOHA", "PROMPT_TUNING", 1, ["LORA"], {"a": 1})],
+        *[("modules_to_save", modules) for modules in (["embed_tokens"], ["classifier", "lm_head"], ["score", ""])],
+    ],
+)
+def test_what_vllm_does_not_compute_is_refused_by_name(key, value):
+    with pytest.raises(IncompatibleAdapter, match=key):
+        parse_config(config_bytes(**{key: value}))
 
 
-@pytest.mark.parametrize("init", INITS_THAT_CHANGE_THE_BASE)
-def test_an_initialisation_that_changes_the_base_is_refused(init):
-    with pytest.raises(IncompatibleAdapter, match="init_lora_weights"):
-        parse_config(config_bytes(init_lora_weights=init))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *[{"init_lora_weights": init} for init in PLAIN_INITS],
+        *[{"peft_type": kind} for kind in ("LORA", "lora", "Lora", "", None, ...)],
+        {"r": 4.0},
+    ],
+    ids=str,
+)
+def test_what_changes_no_answer_is_not_looked_at(changes):
+    assert parse_config(config_bytes(**changes)) == parse_config(config_bytes())
 
 
-@pytest.mark.parametrize("init", PLAIN_INITS)
-def test_a_plain_initialisation_is_let_through(init):
-    assert parse_config(config_bytes(init_lora_weights=init)).rank == 4
-
-
-@pytest.mark.parametrize("kind", ["LOHA", "PROMPT_TUNING", 1, ["LORA"], {"a": 1}])
-def test_another_peft_method_is_refused(kind):
-    with pytest.raises(IncompatibleAdapter, match="peft_type"):
-        parse_config(config_bytes(peft_type=kind))
-
-
-@pytest.mark.parametrize("kind", ["LORA", "lora", "Lora", "", None, ...])
-def test_vllm_reads_no_peft_type(kind):
-    assert parse_config(config_bytes(peft_type=kind)) == parse_config(config_bytes())
-
-
-@pytest.mark.parametrize("modules", [["embed_tokens"], ["classifier", "lm_head"], ["score", ""]])
-def test_modules_to_save_are_refused_but_for_classifier_heads(modules):
-    with pytest.raises(IncompatibleAdapter, match="modules_to_save"):
-        parse_config(config_bytes(modules_to_save=modules))
-    assert parse_config(config_bytes(modules_to_save=["classifier", "score"])).modules_to_save == {
-        "classifier",
-        "score",
-    }
+def test_classifier_heads_and_an_empty_base_model_are_read():
+    heads = parse_config(config_bytes(modules_to_save=["classifier", "score"], base_model_name_or_path=""))
+    assert (heads.modules_to_save, heads.base_model) == ({"classifier", "score"}, None)
 
 
 @pytest.mark.parametrize(
@@ -162,17 +152,12 @@ def test_modules_to_save_are_refused_but_for_classifier_heads(modules):
         *[("modules_to_save", value) for value in ("score", {"score": 1}, [1], 1)],
         *[("base_model_name_or_path", value) for value in (1, ["a"], {}, True)],
         *[("use_rslora", value) for value in ("false", 1, [], 0.0)],
+        *[("base_model_name_or_path", name) for name in ("/a\0b", "a\nb", "\ud800", "\x1b[2J", "x" * 5000)],
     ],
 )
 def test_a_value_of_the_wrong_kind_is_named(key, value):
     with pytest.raises(InvalidAdapter, match=key):
         parse_config(config_bytes(**{key: value}))
-
-
-@pytest.mark.parametrize("name", ["/a\0b", "a\nb", "\ud800", "\x1b[2J", "x" * 5000], ids=ascii)
-def test_a_base_model_name_with_control_characters_is_refused(name):
-    with pytest.raises(InvalidAdapter, match="base_model_name_or_path"):
-        parse_config(config_bytes(base_model_name_or_path=name))
 
 
 @pytest.mark.parametrize(
@@ -210,10 +195,6 @@ def test_size_is_limited():
     assert parse_config(padded).rank == 4
     with pytest.raises(InvalidAdapter, match=f"at most {MAX_CONFIG_BYTES}"):
         parse_config(padded + b" ")
-
-
-def test_a_rank_may_be_written_as_a_float():
-    assert parse_config(config_bytes(r=4.0)).rank == 4
 
 
 def test_a_float_in_rank_pattern_is_refused_as_vllm_does():
@@ -263,12 +244,7 @@ def test_any_value_under_any_key_is_read_or_refused(changes):
     parsed_or_refused(json.dumps({**config(), **changes}).encode())
 
 
-@given(JSON)
-def test_any_json_is_read_or_refused(value):
-    parsed_or_refused(json.dumps(value).encode())
-
-
-@given(st.binary(max_size=200))
+@given(st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_any_bytes_are_read_or_refused(data):
     parsed_or_refused(data)
 

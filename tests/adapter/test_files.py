@@ -42,13 +42,6 @@ def test_a_path_that_cannot_exist_is_not_found(tmp_path, path):
 
 
 @pytest.mark.timeout(120)
-def test_a_named_pipe_is_refused_without_waiting_for_its_writer(tmp_path):
-    os.mkfifo(tmp_path / "a")
-    with pytest.raises(InvalidAdapter, match="not a regular file"):
-        opened(tmp_path / "a")
-
-
-@pytest.mark.timeout(120)
 def test_a_named_pipe_with_a_writer_is_refused_too(tmp_path):
     os.mkfifo(tmp_path / "a")
     writer = threading.Thread(target=lambda: open(tmp_path / "a", "wb").close(), daemon=True)
@@ -58,23 +51,16 @@ def test_a_named_pipe_with_a_writer_is_refused_too(tmp_path):
     os.close(os.open(tmp_path / "a", os.O_RDONLY | os.O_NONBLOCK))  # lets the writer go, should it come late
 
 
-def test_a_directory_is_refused(tmp_path):
-    (tmp_path / "a").mkdir()
-    with pytest.raises(InvalidAdapter, match="not a regular file"):
-        opened(tmp_path / "a")
-
-
-def test_a_socket_is_refused(tmp_path, monkeypatch):
+@pytest.mark.timeout(120)
+def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a socket's path may have 107 bytes only
+    os.mkfifo("pipe")
+    (tmp_path / "directory").mkdir()
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind("a")
-        with pytest.raises(InvalidAdapter, match="not a regular file"):
-            opened(tmp_path / "a")
-
-
-def test_a_device_is_refused():
-    with pytest.raises(InvalidAdapter, match="not a regular file"):
-        opened(files.Path("/dev/null"))
+        server.bind("socket")
+        for name in ("pipe", "directory", "socket", "/dev/null"):
+            with pytest.raises(InvalidAdapter, match="not a regular file"):
+                opened(tmp_path / name)
 
 
 def test_what_is_refused_leaves_no_descriptor_open(tmp_path):
@@ -88,17 +74,12 @@ def test_what_is_refused_leaves_no_descriptor_open(tmp_path):
     assert descriptors() == before
 
 
-def test_a_root_that_is_itself_a_symlink_is_one_root(tmp_path):
-    (tmp_path / "real").mkdir()
+def test_inside_means_below_the_real_root(tmp_path):
+    for name in ("real", "root-other"):  # "root-other" starts with "root"
+        (tmp_path / name).mkdir()
     (tmp_path / "root").symlink_to("real")
     assert is_inside(tmp_path / "root", tmp_path / "real")
     assert not is_inside(tmp_path, tmp_path / "root")
-
-
-def test_a_similarly_named_directory_is_not_inside(tmp_path):
-    # "root-other" starts with "root".
-    for name in ("root", "root-other"):
-        (tmp_path / name).mkdir()
     assert not is_inside(tmp_path / "root-other", tmp_path / "root")
 
 
@@ -130,16 +111,13 @@ def test_a_file_system_that_fails_is_an_unavailable_source(tmp_path, monkeypatch
     assert caught.value.file == "a"
 
 
-def test_a_failure_while_reading_is_an_unavailable_source(tmp_path):
+@pytest.mark.parametrize(
+    ("error", "kind"), [(OSError(errno.EIO, "Input/output"), SourceUnavailable), (InvalidAdapter("x"), InvalidAdapter)]
+)
+def test_errors_while_reading_have_the_files_name(tmp_path, error, kind):
     (tmp_path / "a").write_bytes(b"text")
-    with pytest.raises(SourceUnavailable, match="Input/output"), open_regular(tmp_path / "a"):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
-def test_our_errors_from_the_reader_pass_with_the_files_name(tmp_path):
-    (tmp_path / "a").write_bytes(b"text")
-    with pytest.raises(InvalidAdapter) as caught, open_regular(tmp_path / "a"):
-        raise InvalidAdapter("x")
+    with pytest.raises(kind) as caught, open_regular(tmp_path / "a"):
+        raise error
     assert caught.value.file == "a"
 
 

@@ -89,16 +89,12 @@ def test_a_symlink_is_the_directory_it_points_to(tmp_path):
     assert base(str(tmp_path / "real")).matches(str(tmp_path / "link"))
 
 
-def test_an_alias_is_a_name():
-    assert not base().matches("other/model")
-    assert base(aliases=("other/model",)).matches("other/model")
-    assert base(aliases=("other/model",)).matches_exactly("other/model")
-
-
 def test_exact_names_are_path_served_names_and_aliases():
-    model = base(aliases=("alias",))
-    assert all(model.matches_exactly(name) for name in ("org/tiny", "served", "alias"))
+    model = base(aliases=("other/alias",))
+    assert all(model.matches_exactly(name) for name in ("org/tiny", "served", "other/alias"))
     assert not any(model.matches_exactly(name) for name in ("Org/Tiny", "tiny", SNAPSHOT, ""))
+    assert model.matches("other/alias")
+    assert not base().matches("other/alias")
 
 
 @given(st.text(max_size=30))
@@ -118,11 +114,8 @@ def test_strict_takes_exact_names_only():
         assert caught.value.expected == "org/tiny or served"
 
 
-def test_strict_takes_an_alias():
+def test_strict_takes_an_alias_and_refuses_a_missing_name():
     assert check("x", mode=BaseMatch.STRICT, served=base(aliases=("x",))) == ()
-
-
-def test_strict_refuses_a_missing_name():
     with pytest.raises(IncompatibleAdapter, match="not named"):
         check(None, mode=BaseMatch.STRICT)
 

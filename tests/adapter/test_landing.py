@@ -137,10 +137,6 @@ def test_a_text_models_adapter_lands_in_the_multimodal_model():
         check(lora("model.model.layers.0.q_proj"), of=of)
 
 
-def test_a_name_without_pefts_prefix_lands():
-    assert check(lora(prefix="")) == ()
-
-
 def test_a_head_may_know_fewer_words_and_no_more():
     of = modules(lm_head=Place("lm_head", Kind.HEAD, 8, 64, max_out_features=True))
     assert check(lora("lm_head", 8, 64), of=of) == check(lora("lm_head", 8, 60), of=of) == ()
@@ -148,12 +144,16 @@ def test_a_head_may_know_fewer_words_and_no_more():
         check(lora("lm_head", 8, 65), of=of)
 
 
-def test_sizes_that_only_the_engine_knows_are_left_to_it():
-    assert check(lora("in_proj", 7, 9), of=modules(in_proj=Place("in_proj_qkvz"))) == ()
-
-
-def test_a_router_lands_like_any_linear_module():
-    assert check(lora("mlp.gate", 8, 4), of=modules(**{"mlp.gate": Place("mlp.gate", Kind.LINEAR, 8, 4)})) == ()
+@pytest.mark.parametrize(
+    ("pair", "place"),
+    [
+        (lora(prefix=""), None),  # without PEFT's prefix
+        (lora("in_proj", 7, 9), Place("in_proj_qkvz")),  # sizes that only the engine knows are left to it
+        (lora("mlp.gate", 8, 4), Place("mlp.gate", Kind.LINEAR, 8, 4)),  # a router, like any linear module
+    ],
+)
+def test_these_land_too(pair, place):
+    assert check(pair, of=modules(**{pair.module: place} if place else {})) == ()
 
 
 def test_what_vllm_skips_is_not_looked_for():

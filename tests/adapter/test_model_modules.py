@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from lora_plugins.adapter.model_modules import ModelModules
+from lora_plugins.adapter.model_modules import FORMAT, ModelModules
 from tests.make import MODULES
 
 
@@ -15,8 +15,16 @@ def test_a_description_survives_json():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"format": 2}', json.dumps({**MODULES.plain(), "places": {"a": 1}}), '{"format": 1}']
+    ("text", "says"),
+    [
+        ("", "Expecting value"),
+        ("[]", "not the modules of a model"),
+        ("{}", "format None, not 4"),
+        ('{"format": 2}', "format 2, not 4"),
+        (json.dumps({**MODULES.plain(), "places": {"a": 1}}), "not the modules of a model: cannot unpack"),
+        (json.dumps({"format": FORMAT}), "not the modules of a model: 'places'"),
+    ],
 )
-def test_a_file_that_is_no_description_is_a_value_error(text):
-    with pytest.raises(ValueError, match=r"."):
+def test_a_file_that_is_no_description_says_why(text, says):
+    with pytest.raises(ValueError, match=f"^{says}"):
         ModelModules.of_json(text)

@@ -85,14 +85,8 @@ def test_length_is_limited_in_characters_and_per_segment_in_bytes():
 
 @given(ANY)
 @example("a/../../b")
-def test_reading_a_name_raises_nothing_but_not_found(text):
-    name = parsed(text)
-    assert name is None or isinstance(name, AdapterName)
-
-
-@given(ANY)
 def test_a_name_is_spelled_back_as_it_was_read(text):
-    name = parsed(text)
+    name = parsed(text)  # which raises nothing but our error
     if name is not None:
         assert str(name) == text
         assert AdapterName.parse(str(name)) == name

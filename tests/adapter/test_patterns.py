@@ -38,10 +38,10 @@ def test_what_is_no_pattern_is_refused_by_its_field(pattern):
         Deadline().matches(pattern, MODULE, field="target_modules")
 
 
-@pytest.mark.parametrize("pattern", [r"(?:a|e|.|..|...)+[A-Z]", r"(.|\w)*(.|\w)*(.|\w)*[A-Z]"])
+@pytest.mark.parametrize("pattern", [r"(?:a|e|.|..|...)+[A-Z]", r"(.|\w)*(.|\w)*(.|\w)*[A-Z]", "(?R)"])
 def test_catastrophic_backtracking_is_refused_within_the_budget(pattern):
     started = time.monotonic()
-    with pytest.raises(InvalidAdapter, match=r"more than 0\.2 s"):
+    with pytest.raises(InvalidAdapter, match=None if pattern == "(?R)" else r"more than 0\.2 s"):
         Deadline(0.2).matches(pattern, MODULE * 4, field="target_modules")
     assert time.monotonic() - started < 60
 
@@ -69,11 +69,6 @@ def test_a_pattern_too_long_is_refused_before_it_is_compiled(monkeypatch):
     monkeypatch.setattr(patterns_module.regex, "compile", lambda *_, **__: pytest.fail("it is compiled"))
     with pytest.raises(InvalidAdapter, match=f"at most {MAX_PATTERN_CHARACTERS}"):
         Deadline().matches(pattern, MODULE, field="target_modules")
-
-
-def test_endless_recursion_is_refused():
-    with pytest.raises(InvalidAdapter):
-        Deadline(0.2).matches("(?R)", MODULE, field="target_modules")
 
 
 @pytest.mark.parametrize(

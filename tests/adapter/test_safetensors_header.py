@@ -63,21 +63,14 @@ def test_tensors_come_in_the_order_of_their_bytes():
     assert [tensor.name for tensor in read(with_header(reversed_header, DATA))] == ["a", "b"]
 
 
-@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16"])
-def test_floating_point_dtypes_are_read(dtype):
-    size = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}[dtype]
+@pytest.mark.parametrize(("dtype", "size"), [("F64", 8), ("F32", 4), ("F16", 2), ("BF16", 2)])
+def test_floating_point_dtypes_are_read(dtype, size):
     data = with_header({"a": entry(dtype=dtype, shape=[1], data_offsets=[0, size])}, b"\0" * size)
     assert [tensor.dtype for tensor in read(data)] == [dtype]
     assert check(data)
 
 
-@pytest.mark.parametrize("dtype", ["I64", "I8", "U8", "BOOL", "F8_E4M3", "f32", "", None, 1, ["F32"], {}])
-def test_other_dtypes_are_refused(dtype):
-    with pytest.raises(InvalidAdapter, match="dtype"):
-        read(with_header({"a": entry(dtype=dtype)}, b"\0" * 8))
-
-
-@pytest.mark.parametrize("metadata", [{}, {"format": "pt"}, None])
+@pytest.mark.parametrize("metadata", [{}, {"format": "pt"}, None, {"tags": "x" * (MAX_METADATA_CHARACTERS - 20)}])
 def test_metadata_of_texts_is_let_through(metadata):
     assert check(with_header({"__metadata__": metadata, **header_of(SMALL)}, DATA))
 
@@ -88,21 +81,23 @@ def test_other_metadata_is_refused(metadata):
         read(with_header({"__metadata__": metadata, **header_of(SMALL)}, DATA))
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [[], [0], [2, 0], [-2], [2.0], [True, 2], ["2"], None, 2, "2", {}, [1] * 9, [1 << 48], [2, None], [[2]]],
-)
-def test_wrong_shapes_are_refused(shape):
-    with pytest.raises(InvalidAdapter):
-        read(with_header({"a": entry(shape=shape)}, b"\0" * 8))
+DTYPES = ["I64", "I8", "U8", "BOOL", "F8_E4M3", "f32", "", None, 1, ["F32"], {}]
+SHAPES = [[], [0], [2, 0], [-2], [2.0], [True, 2], ["2"], None, 2, "2", {}, [1] * 9, [1 << 48], [2, None], [[2]]]
+OFFSETS = [[], [0], [0, 8, 8], [8, 0], [0, 4], [0, 9], [-8, 0], [0.0, 8.0], None, "08", [False, 8], [0, 1 << 63]]
 
 
 @pytest.mark.parametrize(
-    "offsets", [[], [0], [0, 8, 8], [8, 0], [0, 4], [0, 9], [-8, 0], [0.0, 8.0], None, "08", [False, 8], [0, 1 << 63]]
+    ("part", "says"),
+    [
+        *[(entry(dtype=dtype), "dtype") for dtype in DTYPES],
+        *[(entry(shape=shape), None) for shape in SHAPES],
+        *[(entry(data_offsets=offsets), None) for offsets in OFFSETS],
+        *[(part, None) for part in (None, 1, "x", [], {}, {"dtype": "F32"}, entry(extra=1))],
+    ],
 )
-def test_wrong_offsets_are_refused(offsets):
-    with pytest.raises(InvalidAdapter):
-        read(with_header({"a": entry(data_offsets=offsets)}, b"\0" * 8))
+def test_a_wrong_description_of_a_tensor_is_refused(part, says):
+    with pytest.raises(InvalidAdapter, match=says):
+        read(with_header({"a": part}, b"\0" * 8))
 
 
 @pytest.mark.parametrize(
@@ -121,28 +116,21 @@ def test_holes_overlaps_and_left_over_bytes_are_refused(begin, says):
         read(with_header(header, b"\0" * 24))
 
 
-def test_one_name_twice_is_refused_by_its_name():
+def test_a_name_or_key_that_stands_twice_is_refused():
+    """Two readers may disagree about which of the two counts."""
     one = json.dumps(entry())
-    with pytest.raises(InvalidAdapter, match="'the_name' twice"):
-        read(with_header(f'{{"the_name": {one}, "the_name": {one}}}'.encode(), b"\0" * 8))
-
-
-def test_one_key_twice_is_refused():
-    # Two readers may disagree about which of the two counts.
-    with pytest.raises(InvalidAdapter, match="'shape' twice"):
-        read(with_header(b'{"a":{"dtype":"F32","shape":[2],"shape":[1,2],"data_offsets":[0,8]}}', b"\0" * 8))
+    for header, says in (
+        (f'{{"the_name": {one}, "the_name": {one}}}', "'the_name' twice"),
+        ('{"a":{"dtype":"F32","shape":[2],"shape":[1,2],"data_offsets":[0,8]}}', "'shape' twice"),
+    ):
+        with pytest.raises(InvalidAdapter, match=says):
+            read(with_header(header.encode(), b"\0" * 8))
 
 
 @pytest.mark.parametrize("name", ["a\nb", "\0", "\ud800", "\u202e", "a" * 513, "a\x1b[2J"], ids=ascii)
 def test_a_name_that_no_module_has_is_refused(name):
     with pytest.raises(InvalidAdapter, match="tensor name"):
         read(with_header({name: entry()}, b"\0" * 8))
-
-
-@pytest.mark.parametrize("part", [None, 1, "x", [], {}, {"dtype": "F32"}, entry(extra=1)])
-def test_a_tensor_without_its_three_keys_is_refused(part):
-    with pytest.raises(InvalidAdapter):
-        read(with_header({"a": part}, b"\0" * 8))
 
 
 @pytest.mark.parametrize(
@@ -196,11 +184,6 @@ def test_every_truncation_is_refused():
     for length in range(len(file)):
         with pytest.raises(InvalidAdapter):
             read(file[:length])
-
-
-def test_a_byte_more_is_refused():
-    with pytest.raises(InvalidAdapter, match="last tensor"):
-        read(FILE + b"\0")
 
 
 def test_every_changed_header_byte_reads_as_in_the_library():
@@ -289,8 +272,3 @@ def test_a_long_member_is_refused_unparsed(member, says, monkeypatch):
     with pytest.raises(InvalidAdapter, match=says):
         read(with_header(f'{{{member},"a":{json.dumps(entry())}}}'.encode(), b"\0" * 8))
     assert max(lengths) <= MAX_METADATA_CHARACTERS
-
-
-def test_long_metadata_of_texts_is_let_through():
-    metadata = {"tags": "x" * (MAX_METADATA_CHARACTERS - 20)}
-    assert check(with_header({"__metadata__": metadata, **header_of(SMALL)}, DATA))

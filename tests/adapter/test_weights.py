@@ -35,8 +35,9 @@ def test_a_and_b_are_paired_under_their_modules_name():
     assert [(pair.a.shape, pair.b.shape) for pair in weights.pairs] == [((4, 8), (8, 4))] * 2
 
 
-def test_names_without_pefts_prefix_are_read_too():
-    assert paired(*both(prefix="")).pairs[0].module == Q
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_pefts_prefix_may_be_missing_or_stand_twice(times):
+    assert paired(*both(prefix="base_model.model." * times)).pairs[0].module == Q
 
 
 def test_embeddings_are_paired():
@@ -51,12 +52,9 @@ def test_one_side_alone_is_refused(side):
         paired(*both(V), both(Q)[side])
 
 
-def test_one_side_twice_is_refused():
+def test_one_side_twice_and_no_pair_are_refused():
     with pytest.raises(InvalidAdapter, match="two A tensors"):
         paired(*both(Q), *both(Q, prefix=""))
-
-
-def test_no_tensors_are_refused():
     with pytest.raises(InvalidAdapter, match="no pair"):
         paired()
 
@@ -93,10 +91,6 @@ def test_the_adapters_name_in_keys_is_read():
     assert weights.name_in_keys == "default"
 
 
-def test_pefts_prefix_may_stand_twice():
-    assert paired(*both(prefix="base_model.model." * 2)).pairs[0].module == Q
-
-
 @pytest.mark.parametrize("shape", [(4,), (4, 8, 1, 1), (4, 8, 3)])
 def test_convolutions_are_refused(shape):
     with pytest.raises(IncompatibleAdapter, match="two dimensions"):
@@ -111,26 +105,20 @@ def test_ranks_must_be_those_of_the_configuration(rank_a, rank_b):
 
 def test_rank_pattern_decides_where_it_matches():
     pattern = {"q_proj": 8}
+    assert paired(*both(), alpha_pattern={"q_proj": 64}).pairs, "an alpha changes no rank"
     assert len(paired(*both(Q, 8), *both(V, 4), rank_pattern=pattern).pairs) == 2
     with pytest.raises(InvalidAdapter, match="expected rank 8"):
         paired(*both(Q, 4), rank_pattern=pattern)
     with pytest.raises(InvalidAdapter, match="expected rank 4"):
         paired(*both(V, 8), rank_pattern=pattern)
-
-
-def test_alpha_pattern_changes_no_rank():
-    assert paired(*both(), alpha_pattern={"q_proj": 64}).pairs
+    with pytest.raises(InvalidAdapter, match="rank_pattern"):
+        paired(*both(Q), rank_pattern={"(?R)": 8})
 
 
 @pytest.mark.parametrize("targets", [["v_proj"], r".*\.v_proj", ["query_key_value"], [], "(?R)", ["q_proj"], None])
 def test_what_targets_say_is_not_compared_with_weights(targets):
     """VLLM reads the weights: Megatron's names, an empty list, an expression for a renamed tree are served."""
     assert paired(*both(Q), target_modules=targets).pairs[0].module == Q
-
-
-def test_a_rank_pattern_that_does_not_end_is_refused():
-    with pytest.raises(InvalidAdapter, match="rank_pattern"):
-        paired(*both(Q), rank_pattern={"(?R)": 8})
 
 
 def test_a_configured_classifier_head_is_accepted():

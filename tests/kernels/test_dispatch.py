@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.kernels import dispatch
+from lora_plugins.kernels import crossover, dispatch, processor, tuning
+from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.dispatch import (
     CPU_WRAPPER,
     REFERENCE_WRAPPER,
@@ -17,7 +20,9 @@ from lora_plugins.kernels.dispatch import (
     choose,
     triton_is_there,
 )
+from lora_plugins.kernels.processor import X86_64_V3, X86_64_V4, Processor
 from lora_plugins.kernels.tuning import PACKAGED
+from tests.kernels.common import FEW_COMPILED, make_case
 
 NO_COMPILER = "no C compiler is on the PATH"
 TRITON = "lora_plugins.kernels.punica_triton.TritonPunicaWrapper"
@@ -97,3 +102,106 @@ def test_nothing_is_compiled_unless_the_choice_needs_it(asked):
     asked_for = []
     choose(Kernels(asked), Machine("cpu", triton=False, cannot_compile=lambda: asked_for.append(1)))
     assert asked_for == []
+
+
+PLAN = {"chunk": 16, "shrink": {}, "expand": {}}
+
+
+def write(path: Path, content: object) -> Path:
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_every_packaged_table_can_be_read_and_written(tmp_path: Path) -> None:
+    tables = sorted(tuning.PACKAGED.glob("*.json"))
+    assert tuning.PACKAGED / "default.json" in tables
+    for path in tables:
+        table = tuning.read_table(path)
+        assert tuning.read_table(write(tmp_path / "again.json", tuning.as_json(table))).plans == table.plans
+
+
+def test_the_first_plan_whose_limits_hold_is_taken(tmp_path: Path) -> None:
+    plans = [{**PLAN, "max_rows": 4, "max_in": 64}, {**PLAN, "chunk": 32, "max_rows": 4}, {**PLAN, "chunk": 64}]
+    table = tuning.read_table(write(tmp_path / "t.json", {"plans": plans}))
+    assert [table.plan(*batch).chunk for batch in ((4, 64, 1), (4, 65, 1), (5, 64, 1))] == [16, 32, 64]
+    assert table.invariant().chunk == 64
+
+
+def test_an_architecture_without_a_table_has_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    default, own = (write(tmp_path / f"{name}.json", {"plans": [PLAN]}) for name in ("default", "sm_90"))
+    monkeypatch.setattr(tuning, "PACKAGED", tmp_path)
+    assert tuning.load_table("sm_90").origin == str(own)
+    assert tuning.load_table("sm_0").origin == str(default)
+
+
+def assert_compilable(table: tuning.Table) -> None:
+    assert table.dense_min_rows is None or table.dense_min_rows > 0
+    assert table.plans[-1].holds(tuning.ANY, tuning.ANY, tuning.ANY), "the last one has no limits"
+    for plan in table.plans:
+        assert plan.chunk in tuning.CHUNK_SIZES
+        assert plan.fused is None or plan.chunk == tuning.CHUNK_SIZES[0]
+        for tile in filter(None, (plan.shrink, plan.expand, plan.fused)):
+            for name, value in asdict(tile).items():
+                assert value >= (16 if name in {"rank", "columns", "columns_in", "columns_out"} else 1)  # tensor cores
+                assert name in {"splits", "rank_programs", "stages"} or value & (value - 1) == 0  # a power of 2
+
+
+@pytest.mark.parametrize("path", sorted(tuning.PACKAGED.glob("*.json")), ids=lambda path: path.stem)
+def test_packaged_tables_hold_what_kernels_can_be_compiled_with(path: Path) -> None:
+    assert_compilable(tuning.read_table(path))
+
+
+AMX = Processor("x86_64", X86_64_V4 | {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"})
+
+
+@pytest.mark.parametrize(
+    ("this", "rows"),
+    [
+        (AMX, 16),
+        (Processor("x86_64", X86_64_V4 | {"avx512_bf16"}), 32),
+        (Processor("x86_64", X86_64_V4), None),
+        (Processor("x86_64", X86_64_V3), None),
+        (Processor("x86_64"), None),
+        (Processor("aarch64", frozenset({"asimd", "bf16"})), 32),
+        (Processor("aarch64", frozenset({"asimd"})), None),
+        (Processor("riscv64", frozenset({"bf16"})), None),
+    ],
+)
+def test_bfloat16_goes_by_the_processors_instructions(this, rows):
+    assert crossover.torch_from_rows("bfloat16", this) == rows
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_other_dtypes_are_always_compiled(dtype):
+    assert crossover.torch_from_rows(dtype, AMX) is None
+
+
+def test_flags_are_read_as_the_kernel_writes_them(monkeypatch, tmp_path):
+    assert processor.flags_in("model name\t: a: b\nflags\t\t: fpu avx2\n\nflags : other\n") == {"fpu", "avx2"}
+    assert processor.flags_in("Features\t: fp asimd bf16\n") == {"fp", "asimd", "bf16"}
+    assert processor.flags_in("nonsense") == frozenset()
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "missing")
+    assert processor.this_processor.__wrapped__().flags == frozenset()
+
+
+def test_the_processor_is_what_pytorch_finds():
+    found = processor.this_processor()
+    has_avx2 = torch.backends.cpu.get_cpu_capability() in {"AVX2", "AVX512"}
+    assert found.has(X86_64_V3) == (found.architecture == "x86_64" and has_avx2)
+    assert (found.bfloat16 == "AMX") == torch.cpu._is_amx_tile_supported()
+
+
+@pytest.mark.skipif(build.problem() is not None, reason="there is no compiled product here")
+def test_an_adapter_of_many_rows_is_pytorchs():
+    few, many = 0, 2
+    case = make_case([few, many, -1, many, many, few, many], [(8,), (0,), (16,)], products=FEW_COMPILED)
+    weights = case.weights
+    case.computed(case.outputs())
+    assert list(weights.panels._of_slot) == [few]  # PyTorch reads the slot itself
+
+
+@pytest.mark.skipif(build.problem() is not None, reason="there is no compiled product here")
+def test_what_a_slot_points_at_stays_compiled():
+    weights = make_case([], [(8,)], products=FEW_COMPILED).weights
+    weights.panels.place(0, weights.panels.of(0))
+    assert list(weights.compiled({0: range(1000)})) == [0]

@@ -253,17 +253,23 @@ def test_what_is_larger_than_the_slot_is_refused(a, b):
         packer_of(layer).size_bytes(a, b)
 
 
-def test_one_pair_for_all_slices_is_divided_as_slots_are():
-    """A checkpoint with one weight for a module that vLLM has three slices of."""
-    widths = (12, 7, 5)
-    layer = layer_of(widths, kind=MergedColumnParallelLinearVariableSliceWithLoRA)
-    wrapper, truth = wrapper_with(layer), Truth(layer)
-    a, b = torch.randn(3, INN), torch.randn(24, 3)
-    truth.put(0, ([a] * 3, [*b.split(widths)]))
-    packer_of(layer).place(0, packer_of(layer).pack(a, b))
+@pytest.mark.parametrize("pairs", [1, 2])
+def test_one_pair_for_several_slices_is_divided_as_slots_are(pairs):
+    """A checkpoint with one weight for a module that vLLM has several slices of."""
+    widths = (12, 7, 5, 5)[: 2 + pairs]
+    layer = layer_of(widths, kind=MergedColumnParallelLinearVariableSliceWithLoRA if pairs == 1 else None)
+    wrapper, truth, packer = wrapper_with(layer), Truth(layer), packer_of(layer)
+    a, b, last_a, last_b = torch.randn(3, INN), torch.randn(24, 3), torch.randn(5, INN), torch.randn(5, 5)
+    if pairs == 1:
+        packer.place(0, packer.pack(a, b))
+        truth.put(0, ([a] * 3, [*b.split(widths)]))
+    else:
+        packer.place(0, packer.pack([a, last_a], [b, last_b], [2.0, 0.5]))
+        truth.put(0, ([a] * 3 + [last_a], [*(2 * b).split(widths[:3]), last_b / 2]))
     truth.check(wrapper, layer, [0, 0, -1])
-    layer.set_lora(0, a, b)
-    truth.check(wrapper, layer, [0, 0, -1])
+    if pairs == 1:
+        layer.set_lora(0, a, b)
+        truth.check(wrapper, layer, [0, 0, -1])
 
 
 def is_untouched(layer):
@@ -290,17 +296,6 @@ def test_a_layer_that_is_pointed_has_no_stacks(widths):
     layer.reset_lora(1)
     truth.put(1, ([None] * len(widths),) * 2)
     truth.check(wrapper, layer)
-
-
-def test_pair_for_several_slices_is_expanded_as_in_a_slot():
-    widths = (12, 7, 7, 5)
-    layer = layer_of(widths)
-    wrapper = wrapper_with(layer)
-    a, b = [torch.randn(3, INN), torch.randn(5, INN)], [torch.randn(26, 3), torch.randn(5, 5)]
-    packer_of(layer).place(0, packer_of(layer).pack(a, b, [2.0, 0.5]))
-    truth = Truth(layer)
-    truth.put(0, ([a[0]] * 3 + [a[1]], [*(2 * b[0]).split((12, 7, 7)), b[1] / 2]))
-    truth.check(wrapper, layer, [0, 0, -1])
 
 
 @pytest.mark.parametrize("rank_of_worker", [0, 1])
@@ -403,8 +398,10 @@ def test_a_write_that_breaks_off_ends_the_placing():
     assert wrapper._modules[id(layer.lora_a_stacked)].compiled({0: [0]}) == {}
 
 
+@pytest.mark.parametrize("end", ["reset", "written", "placed"])
 @pytest.mark.parametrize("rank", [8, 100])
-def test_placing_and_answering_copies_nothing(rank):
+def test_an_adapters_memory_goes_with_its_slot(end, rank):
+    """Without another batch: nothing else may come for a long time."""
     layer = layer_of((19,))
     wrapper, packer, truth = wrapper_with(layer), packer_of(layer), Truth(layer)
     sides = random_sides(rank, (19,))
@@ -415,19 +412,6 @@ def test_placing_and_answering_copies_nothing(rank):
         assert packer.panels.of(slot).flat is packed.flat
     truth.check(wrapper, layer)
     assert is_untouched(layer)
-
-
-@pytest.mark.parametrize("end", ["reset", "written", "placed"])
-def test_an_adapters_memory_goes_with_its_slot(end):
-    """Without another batch: nothing else may come for a long time."""
-    layer = layer_of((19,))
-    wrapper, packer, truth = wrapper_with(layer), packer_of(layer), Truth(layer)
-    sides = random_sides(8, (19,))
-    packed = packer.pack(*given(sides))
-    for slot in range(SLOTS):
-        packer.place(slot, packed)
-        truth.put(slot, sides)
-    truth.check(wrapper, layer)
     memory = weakref.ref(packed.flat)
     del packed
     for slot in range(SLOTS):

@@ -184,20 +184,6 @@ def test_the_lora_part_alone_as_two_streams_compute_it(shape: tuple[int, ...], m
     check(found, adapters.expected(before.view_as(found), x.view(-1, IN), MIXED), before.view_as(found), MIXED)
 
 
-def test_without_adding_what_was_there_does_not_count() -> None:
-    wrapper = make_wrapper()
-    layer, widths = layer_of("merged", wrapper)
-    adapters = Adapters.fill(layer, IN, widths, ranks={0: [16, 0], 2: [5, 5], 3: [0, 8]})
-    set_traps(layer)
-    map_rows(wrapper, MIXED)
-    x, y = torch.randn(len(MIXED), IN), torch.randn(len(MIXED), sum(widths))
-    found = y.clone()
-    wrapper.add_lora_linear(
-        found, x, layer.lora_a_stacked, layer.lora_b_stacked, 1.0, layer.output_slices, add_inputs=False
-    )
-    check(found, adapters.expected(y, x, MIXED, add_inputs=False), y, MIXED)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_embeddings(dtype: torch.dtype) -> None:
     wrapper = make_wrapper(lora_config(dtype))
@@ -280,10 +266,14 @@ def test_a_token_classification_head_with_a_whole_head() -> None:
     check(layer(x), expected, before, MIXED)
 
 
-def test_a_towers_wrapper_leaves_the_language_models_ranks_known() -> None:
-    """With --enable-tower-connector-lora vLLM makes three wrappers, and then the layers of each."""
-    wrappers = [make_wrapper() for _ in ("language model", "tower", "connector")]
+def test_several_wrappers_leave_each_other_as_they_were() -> None:
+    """A second engine's, which goes with its weights, and those of a tower and a connector, made before any layer."""
+    wrappers = [make_wrapper() for _ in ("language model", "tower", "connector", "second engine")]
     layers = [layer_of("qkv", wrapper) for wrapper in wrappers]
+    gone = weakref.ref(wrappers.pop())
+    layers.pop()
+    gc.collect()
+    assert gone() is None
     x = torch.randn(len(MIXED), IN)
     for wrapper, (layer, widths) in zip(wrappers, layers, strict=True):
         adapters = Adapters.fill(layer, IN, widths)
@@ -291,24 +281,6 @@ def test_a_towers_wrapper_leaves_the_language_models_ranks_known() -> None:
         map_rows(wrapper, MIXED)
         before = base_output(layer, x)
         check(layer(x)[0], adapters.expected(before, x, MIXED), before, MIXED)
-
-
-def test_a_second_engine_leaves_the_first_as_it_was() -> None:
-    """Its tuning table and its settings are its own, and it goes with its weights."""
-    first = make_wrapper()
-    layer, widths = layer_of("merged", first)
-    adapters = Adapters.fill(layer, IN, widths)
-    set_traps(layer)
-    second = make_wrapper()
-    other, _ = layer_of("merged", second)
-    gone = weakref.ref(second)
-    del second, other
-    gc.collect()
-    assert gone() is None
-    map_rows(first, MIXED)
-    x = torch.randn(len(MIXED), IN)
-    before = base_output(layer, x)
-    check(layer(x)[0], adapters.expected(before, x, MIXED), before, MIXED)
 
 
 @pytest.mark.parametrize("rows", [4, 1])

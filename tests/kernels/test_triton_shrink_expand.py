@@ -54,12 +54,6 @@ def test_any_split_of_the_work_gives_the_same_answer(splits: int, rank_programs:
     bed.check(run(bed, tile=ShrinkTile(columns=16, splits=splits, rank_programs=rank_programs)))
 
 
-def test_the_same_batch_gives_the_same_bits_every_time() -> None:
-    bed = Bed.make([0, 1, 0, 1], [[16], [32]], n_in=80, dtype=torch.float16)
-    tile = ShrinkTile(columns=16, splits=4)
-    assert torch.equal(run(bed, tile=tile), run(bed, tile=tile))
-
-
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
 def test_chunks_of_every_size_with_slots_that_need_several(size: int) -> None:
     slot_of_row = [row % 3 - 1 for row in range(150)]
@@ -83,22 +77,6 @@ def test_chunks_of_many_slots(slots: int) -> None:
         table = chunks.of_size(size).T.tolist()
         assert [tuple(chunk) for chunk in table[: len(want)]] == want
         assert all(chunk == [-1, 0, 0] for chunk in table[len(want) :])
-
-
-@pytest.mark.parametrize(
-    "slot_of_row",
-    [[], [0], [-1], [-1] * 5, [1] * 20],
-    ids=["empty", "one row", "one base row", "base rows", "one slot"],
-)
-def test_small_and_uniform_batches(slot_of_row: list[int]) -> None:
-    bed = Bed.make(slot_of_row, [[4], [32]], padding=2 if slot_of_row else 0)
-    bed.check(run(bed))
-
-
-def test_scale_and_writing_in_place_of_adding() -> None:
-    bed = Bed.make([0, -1, 1, 2], [[8, 8], [0, 3], [3, 0]], widths=(16, 9), padding=1)
-    bed.check(run(bed, scale=0.25), scale=0.25)
-    bed.check(run(bed, add_inputs=False), add_inputs=False)
 
 
 def test_larger_buffers_keep_nothing_of_the_batch_before() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -52,32 +53,64 @@ def levels(logged) -> list[int]:
     return [record.levelno for record in logged.records if record.name == "vllm.lora_plugins"]
 
 
-def test_resolved_adapter_is_one_line_with_its_facts(logged):
-    LogEvents()(resolved())
-    assert levels(logged) == [logging.INFO]
-    for fact in (
-        "'sql'",
-        "filesystem",
-        "rank 8",
-        "2.5 MB",
-        "1.0 ms",
-        "found in the store in 20.0 ms",
-        "3.0 ms",
-        "/adapters/sql",
-    ):
-        assert fact in logged.text
+FETCHED = AdapterFetched("sql", "s3", "s3://bucket/sql", 50_000_000, 0.5)
 
 
-def test_fetch_is_logged_at_debug(logged):
-    LogEvents()(AdapterFetched("sql", "s3", "s3://bucket/sql", 50_000_000, 0.5))
-    assert levels(logged) == [logging.DEBUG]
-    for fact in ("'sql'", "s3://bucket/sql", "50.0 MB", "0.50 s", "100 MB/s"):
-        assert fact in logged.text
-
-
-def test_a_slow_fetch_says_how_far_it_is(logged):
-    LogEvents()(FetchGoesOn("sql", "s3", 35.2, 12_340_000, 400_000_000))
-    assert logged.messages == ["Adapter 'sql' is still being fetched from s3 after 35 s: 12.3 of 400.0 MB are here"]
+@pytest.mark.parametrize(
+    ("event", "level", "facts"),
+    [
+        (
+            resolved(),
+            logging.INFO,
+            (
+                "'sql'",
+                "filesystem",
+                "rank 8",
+                "2.5 MB",
+                "1.0 ms",
+                "found in the store in 20.0 ms",
+                "3.0 ms",
+                "/adapters/sql",
+            ),
+        ),
+        (FETCHED, logging.DEBUG, ("'sql'", "s3://bucket/sql", "50.0 MB", "0.50 s", "100 MB/s")),
+        (
+            replace(FETCHED, resumed_bytes=40_000_000),
+            logging.DEBUG,
+            ("10.0 MB of 50.0 MB, the rest by an earlier fetch, in 0.50 s (20 MB/s)",),
+        ),
+        (
+            FetchGoesOn("sql", "s3", 35.2, 12_340_000, 400_000_000),
+            logging.INFO,
+            ("Adapter 'sql' is still being fetched from s3 after 35 s: 12.3 of 400.0 MB are here",),
+        ),
+        (
+            AdapterSwapped("sql", "ab" * 32, "/by/hand", 0.5),
+            logging.INFO,
+            ("'sql' swapped from abababababab to /by/hand, loaded in 0.50 s",),
+        ),
+        (
+            DeclaredSetReconciled(declared=3, served=2, failed=1),
+            logging.INFO,
+            ("2 of 3 declared adapters are served",),
+        ),
+        (
+            NotServed("declared", "sql", InvalidAdapter("x", adapter="sql")),
+            logging.WARNING,
+            ("Declared adapter 'sql' is not served as declared: [L005]",),
+        ),
+        (
+            DeclaredFileInvalid(InvalidAdapter("no YAML")),
+            logging.ERROR,
+            ("What was declared before goes on: [L005] found no YAML",),
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_event_is_one_line_with_its_facts(logged, event, level, facts):
+    LogEvents()(event)
+    assert levels(logged) == [level]
+    assert [fact for fact in facts if fact not in logged.text] == []
 
 
 def test_refused_look_ups_are_one_warning_a_minute(logged, monkeypatch):
@@ -93,11 +126,6 @@ def test_refused_look_ups_are_one_warning_a_minute(logged, monkeypatch):
     now_s += 61
     hook(LookUpRefused("sql", "hub", SourceUnavailable("too many")))
     assert levels(logged).count(logging.WARNING) == 3
-
-
-def test_fetch_that_went_on_says_what_it_brought(logged):
-    LogEvents()(AdapterFetched("sql", "s3", "s3://bucket/sql", 50_000_000, 0.5, resumed_bytes=40_000_000))
-    assert "10.0 MB of 50.0 MB, the rest by an earlier fetch, in 0.50 s (20 MB/s)" in logged.text
 
 
 def ready(name="sql", path="/adapters/sql") -> AdapterLoaded:
@@ -149,23 +177,17 @@ def test_load_of_another_version_does_not_use_the_resolved_line(logged):
     assert "rank 8" in own
 
 
+@pytest.mark.parametrize("is_resolved", [True, False])
 @pytest.mark.parametrize("stage", ["load", "request"])
-def test_adapter_refused_by_the_engine_is_one_warning(logged, stage):
-    hook = with_manager()
-    hook(resolved())
-    for _ in range(2):
-        hook(NotServed(stage, "sql", InvalidAdapter("x", adapter="sql")))
-    line, warning = infos(logged)
-    assert "rank 8" in line
-    assert "not loaded" in line
-    assert "[L005]" in warning
-
-
-def test_failed_load_and_its_request_are_one_warning(logged):
+def test_adapter_refused_by_the_engine_is_one_warning(logged, stage, is_resolved):
     hook, error = with_manager(), InvalidAdapter("x", adapter="sql")
-    hook(NotServed("load", "sql", error))
+    if is_resolved:
+        hook(resolved())
+    hook(NotServed(stage, "sql", error))
     hook(NotServed("request", "sql", error))
-    assert levels(logged) == [logging.WARNING, logging.DEBUG]
+    *line, warning = infos(logged)
+    assert [("rank 8" in text, "not loaded" in text) for text in line] == [(True, True)] * is_resolved
+    assert "[L005]" in warning
 
 
 def test_swap_unload_and_failed_update_are_a_line_each(logged):
@@ -177,26 +199,6 @@ def test_swap_unload_and_failed_update_are_a_line_each(logged):
     assert "'sql' swapped from abababababab to /by/hand, loaded in 0.50 s" in swapped
     assert "'sql' unloaded after 1.50 s; 2 requests were ended" in unloaded
     assert "goes on with its old version: [L005]" in failed
-
-
-def test_declared_set_says_what_is_served_and_what_is_not(logged):
-    hook = LogEvents()
-    hook(DeclaredSetReconciled(declared=3, served=2, failed=1))
-    hook(NotServed("declared", "sql", InvalidAdapter("x", adapter="sql")))
-    hook(DeclaredFileInvalid(InvalidAdapter("no YAML")))
-    reconciled, unserved, invalid = infos(logged)
-    assert reconciled == "2 of 3 declared adapters are served"
-    assert "Declared adapter 'sql' is not served as declared: [L005]" in unserved
-    assert "What was declared before goes on: [L005] found no YAML" in invalid
-
-
-def test_resolved_and_never_loaded_adapters_use_bounded_memory(logged, monkeypatch):
-    monkeypatch.setattr(logs, "_REMEMBERED", 3)
-    hook = with_manager()
-    for number in range(100):
-        hook(resolved(name=str(number)))
-        hook(ready(str(number), "/elsewhere"))
-    assert len(hook._resolved) == len(hook._loaded) == 3
 
 
 def test_note_about_an_adapter_is_a_warning_once(logged):
@@ -236,23 +238,21 @@ def test_unknown_name_is_one_line_that_forges_none(logged):
     assert line == r"No adapter 'a\nWARNING forged\x1b[2J': the character U+000A; no source was asked"
 
 
-def test_remembered_warnings_use_bounded_memory(logged, monkeypatch):
-    monkeypatch.setattr(logs, "_REMEMBERED", 3)
-    hook = LogEvents()
-    for number in range(100):
-        hook(rejected(name=str(number)))
-    assert len(hook._warned) == 3
-    hook(rejected(name="99"))  # remembered
-    hook(rejected(name="0"))  # forgotten
-    assert levels(logged)[-2:] == [logging.DEBUG, logging.WARNING]
-
-
-def test_repeat_keeps_a_warning_remembered(logged, monkeypatch):
+def test_what_is_remembered_is_bounded_and_kept_by_use(logged, monkeypatch):
+    """A warning that was forgotten is a warning again; so is a load, whose line names what was resolved."""
     monkeypatch.setattr(logs, "_REMEMBERED", 2)
     hook = LogEvents()
-    for name in ("a", "b", "a", "c", "a"):
+    for name in ("a", "b", "a", "c", "a", "b"):
         hook(rejected(name=name))
-    assert levels(logged) == [logging.WARNING, logging.WARNING, logging.DEBUG, logging.WARNING, logging.DEBUG]
+    warning, debug = logging.WARNING, logging.DEBUG
+    assert levels(logged) == [warning, warning, debug, warning, debug, warning]
+    logged.clear()
+    hook = with_manager()
+    for name in "abc":
+        hook(resolved(name=name))
+    for name in "abc":
+        hook(ready(name))
+    assert ["rank 8" in line for line in infos(logged)] == [False, True, True]
 
 
 def test_logger_is_a_child_of_vllms():

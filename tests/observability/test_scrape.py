@@ -41,21 +41,6 @@ def test_query_is_repeated_only_after_its_interval():
     run_in_virtual_time(run())
 
 
-def test_query_answered_with_none_is_repeated_at_once():
-    answers = iter([None, None, "there"])
-
-    async def ask():
-        return next(answers)
-
-    async def run():
-        latest = CachedAnswer(interval_s=1000.0)
-        for _ in range(5):
-            await latest.refresh(ask, 1.0)
-        assert latest.answer == "there"
-
-    run_in_virtual_time(run())
-
-
 def test_late_answer_delays_a_scrape_by_the_timeout_only():
     async def run():
         latest, go = CachedAnswer(interval_s=0.0), asyncio.Event()
@@ -76,22 +61,29 @@ def test_late_answer_delays_a_scrape_by_the_timeout_only():
     run_in_virtual_time(run())
 
 
-def test_failed_query_keeps_the_last_answer_and_is_repeated():
-    answers = iter([1, RuntimeError("no engine answers"), 3])
+@pytest.mark.parametrize(
+    ("interval_s", "answers", "known"),
+    [
+        (0.0, [1, RuntimeError("no engine answers"), 3], [1, 1, 3]),
+        (1000.0, [None, None, "there"], [None, None, "there"]),
+    ],
+    ids=["failed", "none"],
+)
+def test_query_without_an_answer_is_repeated_at_once(interval_s, answers, known):
+    left = iter(answers)
 
     async def ask():
-        answer = next(answers)
-        if isinstance(answer, Exception):
+        if isinstance(answer := next(left), Exception):
             raise answer
         return answer
 
     async def run():
-        latest = CachedAnswer(interval_s=0.0)
-        known = []
+        latest = CachedAnswer(interval_s)
+        found = []
         for _ in range(3):
             await latest.refresh(ask, 1.0)
-            known.append(latest.answer)
-        assert known == [1, 1, 3]
+            found.append(latest.answer)
+        assert found == known
 
     run_in_virtual_time(run())
 
@@ -170,6 +162,9 @@ def test_scrape_shows_current_figures_of_engines():
     assert 'lora_plugins_instant_activations_total{engine="0",model_name="llama"} 3.0' in text
     assert 0 <= float(re.search(r"^lora_plugins_figures_age_seconds (\S+)$", text, re.MULTILINE)[1]) < 60
     assert server.passed == ["/metrics"]
+    early = Server(REPORTS)
+    early.get(state=SimpleNamespace())
+    assert early.asked_of == [None], "before there is an engine"
 
 
 def test_scrape_shows_store_usage_and_its_budget_if_any():
@@ -187,18 +182,18 @@ def test_scrape_without_engine_answer_shows_the_rest(reports):
     assert "instant_activations" not in text
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/metrics2", "/", "/v1/metrics"])
-def test_other_requests_query_nothing(path):
+@pytest.mark.parametrize(
+    "other",
+    [
+        *[{"path": path} for path in ("/v1/completions", "/metrics2", "/", "/v1/metrics")],
+        *[{"kind": kind} for kind in ("lifespan", "websocket")],
+    ],
+    ids=str,
+)
+def test_other_requests_pass_and_query_nothing(other):
     server = Server(REPORTS)
-    server.get(path)
-    assert (server.asked_of, server.passed) == ([], [path])
-
-
-@pytest.mark.parametrize("kind", ["lifespan", "websocket"])
-def test_other_connections_pass_unchanged(kind):
-    server = Server(REPORTS)
-    server.get(kind=kind)
-    assert (server.asked_of, server.passed) == ([], ["/metrics"])
+    server.get(**other)
+    assert (server.asked_of, server.passed) == ([], [other.get("path", "/metrics")])
 
 
 @pytest.mark.parametrize(("path", "root_path"), [("/metrics/", ""), ("/llm/metrics", "/llm"), ("/metrics", "/llm")])
@@ -206,12 +201,6 @@ def test_scrape_is_recognised_below_any_root_path(path, root_path):
     server = Server(REPORTS)
     server.get(path, root_path=root_path)
     assert len(server.asked_of) == 1
-
-
-def test_scrape_before_the_engine_exists_passes_no_client():
-    server = Server(None)
-    server.get(state=SimpleNamespace())
-    assert server.asked_of == [None]
 
 
 def test_own_answer_replaces_the_one_of_the_app():

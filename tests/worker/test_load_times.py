@@ -56,34 +56,31 @@ def test_loads_take_a_fixed_time_and_one_by_byte(clock: Clock) -> None:
     assert times.expected_s(0) is None, "its size is not known"
 
 
-def test_loads_of_one_size_bound_the_time_by_byte(clock: Clock) -> None:
+@pytest.mark.parametrize(
+    ("loads", "size_bytes", "expected_s"),
+    [
+        ([(100, 0.01)] * 3, 100, 0.01),
+        ([(100, 0.01)] * 3, 1000, 0.1),  # all of one size: the time by byte is bounded
+        ([(100, 1.0), *[(100, 0.01)] * 60], 100, 0.01),  # later ones count more
+    ],
+)
+def test_later_loads_of_one_size_say_how_long_others_take(
+    clock: Clock, loads: list[tuple[int, float]], size_bytes: int, expected_s: float
+) -> None:
     times = LoadTimes()
-    for _ in range(3):
-        load(times, clock, 100, 0.01)
-    assert times.expected_s(100) == pytest.approx(0.01)
-    assert times.expected_s(1000) == pytest.approx(0.1)
+    for size, seconds in loads:
+        load(times, clock, size, seconds)
+    assert times.expected_s(size_bytes) == pytest.approx(expected_s, rel=0.3)
 
 
-def test_odd_measurements_promise_nothing_impossible(clock: Clock) -> None:
-    times = LoadTimes()
-    load(times, clock, 100, 0.5)
-    load(times, clock, 1000, 0.1)
-    assert 0 < times.expected_s(100) <= times.expected_s(1000)  # type: ignore[operator]
-
-
-def test_later_loads_count_more(clock: Clock) -> None:
-    times = LoadTimes()
-    load(times, clock, 100, 1.0)
-    for _ in range(60):
-        load(times, clock, 100, 0.01)
-    assert times.expected_s(100) == pytest.approx(0.01, rel=0.3)
-
-
-def test_a_load_that_fails_is_not_measured(clock: Clock) -> None:
+def test_odd_and_failed_measurements_promise_nothing_impossible(clock: Clock) -> None:
     times = LoadTimes()
     with pytest.raises(OSError, match="gone"), times.of_load(100):
         raise OSError("gone")
-    assert times.expected_s(100) is None
+    assert times.expected_s(100) is None, "a load that fails is not measured"
+    load(times, clock, 100, 0.5)
+    load(times, clock, 1000, 0.1)
+    assert 0 < times.expected_s(100) <= times.expected_s(1000)  # type: ignore[operator]
 
 
 def test_what_is_taken_is_shorter_than_the_step(clock: Clock) -> None:

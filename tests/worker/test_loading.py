@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gc
 import itertools
@@ -13,11 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from lora_plugins.adapter.model_modules import Kind, ModelModules, Place
 from lora_plugins.errors import (
     AdapterNotFound,
     ErrorKind,
-    IncompatibleAdapter,
     InvalidAdapter,
     NoFreeSlot,
     OutOfMemory,
@@ -33,108 +30,6 @@ def weights(a: Any, b: Any) -> SimpleNamespace:
 
 def model(**loras: Any) -> SimpleNamespace:
     return SimpleNamespace(loras=loras)
-
-
-def module(*high: int, wide: int = 16, rank: int = 8) -> SimpleNamespace:
-    """A module with one slot's A and B for each of its outputs."""
-    return SimpleNamespace(
-        output_slices=high,
-        lora_a_stacked=tuple(torch.zeros(2, 1, rank, wide) for _ in high),
-        lora_b_stacked=tuple(torch.zeros(2, 1, each, rank) for each in high),
-    )
-
-
-def modules_with(places: dict[str, Place]) -> ModelModules:
-    return ModelModules("Tiny", "0.32.0", places)
-
-
-def described(is_whole_model: bool = True, refuse_unmatched: bool = True, **loras: Any) -> tuple[str, ...]:
-    """What is said of an adapter of these modules, where the model has one of 16 inputs and 32 outputs, called m."""
-    manager = SimpleNamespace(lora_config=SimpleNamespace(max_lora_rank=8), packed_modules={}, modules={})
-    manager._restrict_to_local_experts = lambda name, parts: parts
-    manager._get_lora_layer_weights = lambda model, name: model.loras.get(name)
-    modules = modules_with({"m": Place("m", Kind.LINEAR, 16, 32), "q": Place("qkv", Kind.LINEAR, 16, 16)})
-    return loading.check_described(
-        model(**loras), manager, modules, is_whole_model=is_whole_model, refuse_unmatched=refuse_unmatched
-    )
-
-
-def pair(rank: int = 4, wide: int = 16, high: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.ones(rank, wide), torch.ones(high, rank)
-
-
-def test_ranks_up_to_the_slots_fit() -> None:
-    for rank, wide, high, said in (
-        (1, 16, 32, None),
-        (8, 16, 32, None),
-        (9, 16, 32, "rank 9 in module 'm'; expected at most 8"),
-        (4, 15, 32, "15 inputs and 32 outputs in module 'm'"),
-        (4, 17, 32, "17 inputs and 32 outputs in module 'm'"),
-        (4, 16, 31, "16 inputs and 31 outputs in module 'm'"),
-        (4, 16, 33, "16 inputs and 33 outputs in module 'm'"),
-    ):
-        given = weights(*pair(rank, wide, high))
-        for check, refusal in (
-            (lambda given=given: described(m=given), said),
-            (lambda given=given: loading.check_slot("m", module(32), given), said and "A and B of m"),
-        ):
-            with pytest.raises(IncompatibleAdapter, match=refusal) if refusal else contextlib.nullcontext():
-                check()
-
-
-def test_what_another_pipeline_stage_may_have_is_not_missed() -> None:
-    loras = {name: weights(*pair()) for name in "myz"}
-    with pytest.raises(IncompatibleAdapter, match="found 2 of 3 modules that the model does not have"):
-        described(**loras)
-    (note,) = described(**loras, refuse_unmatched=False)
-    assert note.startswith("served without 2 of 3 modules")
-    assert described(**loras, is_whole_model=False) == ()
-
-
-def test_every_part_of_a_packed_module_is_looked_at() -> None:
-    packed = module(16, 8, 8)
-    q, k, v = pair(high=16), pair(high=8), pair(high=8)
-    loading.check_slot("qkv", packed, weights([q[0], None, v[0]], [q[1], None, v[1]]))
-    wrong = pair(high=16)
-    with pytest.raises(IncompatibleAdapter, match=r"\(16, 4\)"):
-        loading.check_slot("qkv", packed, weights([q[0], k[0], wrong[0]], [q[1], k[1], wrong[1]]))
-    with pytest.raises(IncompatibleAdapter, match="another number of slices"):
-        loading.check_slot("qkv", packed, weights([q[0], v[0]], [q[1], v[1]]))
-
-
-def test_under_tensor_parallelism_the_shard_has_to_fit() -> None:
-    sharded = module(16)
-    sharded.tp_size, sharded.n_slices = 2, 1
-    sharded.slice_lora_a = lambda a: a
-    sharded.slice_lora_b = lambda b: b[:16]
-    loading.check_slot("m", sharded, weights(*pair(high=32)))
-    with pytest.raises(IncompatibleAdapter):
-        loading.check_slot("m", sharded, weights(*pair(high=15)))
-
-
-@pytest.mark.parametrize(
-    "given",
-    [weights(*pair(high=48)), weights([torch.ones(4, 16)] * 3, [torch.ones(16, 4)] * 3)],
-    ids=["pair", "merged"],
-)
-def test_weights_of_an_undivided_module_are_judged_by_the_slot(given: Any) -> None:
-    assert described(qkv=given) == ()
-    manager = SimpleNamespace(modules={"qkv": module(16, 16, 8)}, _get_lora_layer_weights=lambda model, name: given)
-    with pytest.raises(IncompatibleAdapter, match="of qkv"):
-        loading.check_slots(None, manager, modules_with({"q": Place("qkv", Kind.LINEAR, 16, 16)}))
-
-
-def test_slots_are_compared_where_only_the_engine_knows_the_sizes() -> None:
-    places = {"known": Place("known", Kind.LINEAR, 16, 32), "fused": Place("fused", Kind.LINEAR, 16, None)}
-    wrong = weights(*pair(high=31))
-    manager = SimpleNamespace(
-        modules=dict.fromkeys(("known", "fused"), module(32)),
-        _get_lora_layer_weights=lambda model, name: model.get(name),
-    )
-    loading.check_slots({"fused": weights(*pair())}, manager, modules_with(places))
-    loading.check_slots({"known": wrong}, manager, modules_with(places))
-    with pytest.raises(IncompatibleAdapter, match="of fused"):
-        loading.check_slots({"fused": wrong}, manager, modules_with(places))
 
 
 def test_one_value_that_is_not_finite_is_found() -> None:

@@ -158,15 +158,7 @@ def test_a_request_of_a_subclass_is_loaded_by_its_author(make_manager: Make, tmp
     assert wrong_answers(manager, hidden) == []
 
 
-def test_a_batch_whose_adapter_is_in_no_slot_is_refused(make_manager: Make, adapters: list[Adapter]) -> None:
-    manager = make_manager()
-    with pytest.raises(RuntimeError, match="in no slot"):
-        step(manager, adapters[0])  # no step reads a disk
-
-
 def dummies(count: int) -> list[Any]:
-    from vllm.lora.request import LoRARequest
-
     return [LoRARequest(f"warmup_{number}", number, "/not/a/real/path") for number in range(1, count + 1)]
 
 
@@ -329,22 +321,14 @@ def test_reports_say_size_time_and_kind(make_manager: Make, adapters: list[Adapt
         assert 0 < written.activate_s < 60
 
 
-def test_waiting_for_reports_ends_with_the_first(make_manager: Make, adapters: list[Adapter]) -> None:
-    manager = make_manager()
-    assert manager.reports(60) == [], "nothing is on its way"
-    bring(manager, adapters[0])
-    assert manager.reports(60) == []
-
-
-def test_activating_what_is_not_loaded_raises(make_manager: Make, adapters: list[Adapter]) -> None:
-    with pytest.raises(RuntimeError, match="no loaded adapter 1"):
-        make_manager().begin_step([Activate(1, 0)])
-
-
-def test_an_evict_of_what_is_not_here_does_nothing(make_manager: Make, adapters: list[Adapter]) -> None:
+def test_commands_for_what_is_not_loaded(make_manager: Make, adapters: list[Adapter]) -> None:
     manager = make_manager()
     evict(manager, adapters[0])
-    assert manager.reports() == []
+    assert manager.reports(60) == [], "nothing is on its way"
+    with pytest.raises(RuntimeError, match="no loaded adapter 1"):
+        manager.begin_step([Activate(1, 0)])
+    bring(manager, adapters[0])
+    assert manager.reports(60) == []
 
 
 def held_by(write: Any) -> list[Any]:
@@ -382,16 +366,6 @@ def test_threads_end_with_the_manager(make_manager: Make, adapters: list[Adapter
     assert {thread.name for thread in started} == {"lora-plugins-loading", "lora-plugins-fetching"}
     manager.jobs.close()
     assert not started & set(threading.enumerate())
-
-
-def test_another_path_is_another_adapter(make_manager: Make, tmp_path: Path) -> None:
-    manager = make_manager()
-    old, new = make_adapter(tmp_path / "old", 1, seed=10), make_adapter(tmp_path / "new", 1, seed=11)
-    serve(manager, old, 0)
-    evict(manager, old)
-    serve(manager, new, 0)
-    step(manager, new)
-    assert holds(manager, new)
 
 
 def test_metrics_have_three_groups_with_the_right_numbers(make_manager: Make, adapters: list[Adapter]) -> None:

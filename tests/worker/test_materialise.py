@@ -106,7 +106,7 @@ def test_new_version_is_fetched_right_after_the_old_one(here: Node, there: Node,
         assert Path(fetched).name == newest.digest
 
 
-def test_it_is_leased_until_it_has_been_read(here: Node, there: Node) -> None:
+def test_it_is_leased_until_it_has_been_read(here: Node, there: Node, root: Path) -> None:
     path = here.serve("adapter-1")
     for _ in range(2):  # fetched the first time, found in the store the second
         fetched = there.materialiser.fetch("adapter-1", str(path))
@@ -115,6 +115,8 @@ def test_it_is_leased_until_it_has_been_read(here: Node, there: Node) -> None:
         there.materialiser.release(fetched)
         assert not there.is_leased(path.name)
     there.materialiser.release(fetched)
+    shutil.rmtree(root / "adapter-1")
+    assert there.materialiser.fetch("adapter-1", str(path)) == fetched, "stored, and missing at its source"
 
 
 def test_equal_bytes_are_leased_until_both_names_are_read(here: Node, there: Node, root: Path) -> None:
@@ -128,52 +130,31 @@ def test_equal_bytes_are_leased_until_both_names_are_read(here: Node, there: Nod
     assert not there.is_leased(path.name)
 
 
-def test_other_bytes_at_the_source_are_refused(here: Node, there: Node, root: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "kind", "says"),
+    [
+        (lambda at: make_adapter(at, 1, seed=99), SourceUnavailable, "another version"),
+        (shutil.rmtree, AdapterNotFound, "adapter-1"),
+        (lambda at: (at / "adapter_model.safetensors").write_bytes(b"short"), InvalidAdapter, "adapter_model"),
+    ],
+    ids=["other bytes", "missing", "broken"],
+)
+def test_what_has_changed_at_its_source_is_refused(
+    here: Node, there: Node, root: Path, change: Callable[[Path], Any], kind: type[Exception], says: str
+) -> None:
     path = here.serve("adapter-1")
-    make_adapter(root / "adapter-1", 1, seed=99)
-    with pytest.raises(SourceUnavailable, match="another version"):
-        there.materialiser.fetch("adapter-1", str(path))
-
-
-def test_other_bytes_that_were_refused_are_not_kept_leased(here: Node, there: Node, root: Path) -> None:
-    path = here.serve("adapter-1")
-    make_adapter(root / "adapter-1", 1, seed=99)
-    with pytest.raises(SourceUnavailable):
+    change(root / "adapter-1")
+    with pytest.raises(kind, match=says):
         there.materialiser.fetch("adapter-1", str(path))
     assert not [digest for digest in there.store.layout.digests() if there.is_leased(digest)]
-
-
-def test_an_adapter_missing_at_its_source_is_not_found(here: Node, there: Node, root: Path) -> None:
-    path = here.serve("adapter-1")
-    shutil.rmtree(root / "adapter-1")
-    with pytest.raises(AdapterNotFound, match=path.name[:12]):
-        there.materialiser.fetch("adapter-1", str(path))
-
-
-def test_a_stored_adapter_missing_at_its_source_is_served(here: Node, there: Node, root: Path) -> None:
-    path = here.serve("adapter-1")
-    there.serve("adapter-1")
-    shutil.rmtree(root / "adapter-1")
-    assert there.materialiser.fetch("adapter-1", str(path)) == str(there.store.layout.adapter(path.name))
-
-
-def test_an_adapter_broken_at_its_source_is_reported(here: Node, there: Node, root: Path) -> None:
-    path = here.serve("adapter-1")
-    (root / "adapter-1" / "adapter_model.safetensors").write_bytes(b"short")
-    with pytest.raises(InvalidAdapter):
-        there.materialiser.fetch("adapter-1", str(path))
 
 
 @pytest.mark.parametrize("path", ["/somewhere/by/hand", "/store/0123"])
 def test_a_path_of_no_store_is_not_found(there: Node, path: str) -> None:
     with pytest.raises(AdapterNotFound, match="no such directory in this worker"):
         there.materialiser.fetch("adapter-1", path)
-
-
-def test_without_sources_it_is_not_found(here: Node) -> None:
-    path = here.serve("adapter-1")
     with pytest.raises(AdapterNotFound, match="name a resolver"):
-        Materialiser(BASE, lambda: None).fetch("adapter-1", str(path))
+        Materialiser(BASE, lambda: None).fetch("adapter-1", "/store/" + "a" * 64)
 
 
 def test_what_one_machine_has_converted_another_converts_alike(

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-import torch
 
 from benchmarks.gpu import check as check_module
 from benchmarks.gpu.check import Check
 from benchmarks.gpu.device import Gpu
-from benchmarks.gpu.session import Session
 from lora_plugins.kernels.triton_ops import operators
 from lora_plugins.kernels.triton_ops.operators import Operators
 from lora_plugins.kernels.tuning import Table
 from tests.benchmarks.gpu.conftest import PLAN
-
-
-def test_checks_have_every_operator_dtype_and_path() -> None:
-    for small in (True, False):
-        checks = list(check_module.checks(small=small))
-        assert len(set(checks)) == len(checks)
-        operators_of = {dtype: {check.operator for check in checks if check.dtype == dtype} for dtype in ("float32",)}
-        assert operators_of["float32"] == {"linear", "shrink", "expand", "embedding", "logits"}
-        assert {check.dtype for check in checks} == {"float32", "float16", "bfloat16"}
-    assert check_module.MOST_NORM["bfloat16"] == 5e-3
-
 
 ONE_OF_EACH = {
     "linear": Check("linear", 9, 67, (33, 16), 64, "bfloat16", "in turn", padding=2),
@@ -61,45 +46,6 @@ def test_a_check_sees_one_wrong_element(name: str, made: Operators, gpu: Gpu, mo
     assert check_module.error_of(ONE_OF_EACH[name], made, gpu, seed=1) > 1
 
 
-def test_the_check_sees_a_wrong_rank_and_a_touched_row(
-    made: Operators, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check = ONE_OF_EACH["linear"]
-    register = Operators.register
-
-    def register_with_one_rank_less(self: Operators, a: object, b: object, ranks: object) -> None:
-        register(self, a, b, ranks)
-        written = ranks.written
-        ranks.written = lambda slot, given: written(slot, [max(0, rank - 1) for rank in given])
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Operators, "register", register_with_one_rank_less)
-        patched.setattr(check_module, "RANKS", (16, 0, 5, 64, 8, 33, 48, 3))
-        call = check_module.Call(check, made, gpu.device)
-        call.fill(check_module.RANKS)
-        call.cut(check.slot_of_row())
-        call()
-        call.ranks.written = type(call.ranks).written.__get__(call.ranks)
-        for slot, rank in enumerate(check_module.RANKS):
-            call.ranks.written(slot, [rank, rank])
-        assert call.error() > 1
-    made.forget()
-    monkeypatch.setattr(
-        check_module.Call, "cut", lambda self, slots: (_cut_with_no_base_row(self.batch, slots), _fill(self, slots))
-    )
-    with pytest.raises(AssertionError, match="a row of no adapter was written"):
-        check_module.error_of(check, made, gpu, seed=1)
-
-
-def _cut_with_no_base_row(batch: operators.Batch, slots: list[int]) -> None:
-    batch.host[0], batch.host[1] = len(slots), 1
-    batch.chunks.cut(torch.tensor(slots).clamp_min(0))
-
-
-def _fill(call: check_module.Call, slots: list[int]) -> None:
-    call.slot_of_row = slots
-
-
 def test_a_graph_never_holds_the_dense_path(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels would be compiled and loaded for the first time within the capture, which CUDA refuses."""
     made = Operators(Table("", (PLAN,), dense_min_rows=1))
@@ -111,8 +57,3 @@ def test_a_graph_never_holds_the_dense_path(gpu: Gpu, monkeypatch: pytest.Monkey
     assert not taken
     assert check_module.error_of(check, made, gpu, seed=1) <= 1
     assert taken
-
-
-def test_checks_that_time_is_not_left_for_are_counted(gpu: Gpu, session: Callable[..., Session]) -> None:
-    wanted = list(check_module.checks(small=True))
-    assert check_module.all_right(session(gpu, seconds=0), lambda row: None, wanted) == ({}, [], 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -360,6 +360,9 @@ def test_other_routes_to_vllms_methods_need_admin_rights_too(world):
     assert world.send("DELETE", "/adapters/shared", "key-a").status_code == 403
     assert "shared" in world.models.lora_requests
     assert world.send("DELETE", "/adapters/shared", "key-root").status_code == 200
+    refused = world.send("GET", "/v1/mine", "key-a")
+    assert (refused.status_code, refused.json()["error"]["message"]) == (403, str(forbidden()))
+    assert world.send("GET", "/v1/mine", "key-root").json() == "root"
 
 
 def test_at_start_vllm_loads_its_static_modules(world):
@@ -369,12 +372,6 @@ def test_at_start_vllm_loads_its_static_modules(world):
     asyncio.run(world.models.init_static_loras())
     assert "team-b/static" in world.listed("key-b")
     assert "team-b/static" not in world.listed("key-a")
-
-
-def test_a_route_can_ask_for_admin_rights(world):
-    refused = world.send("GET", "/v1/mine", "key-a")
-    assert (refused.status_code, refused.json()["error"]["message"]) == (403, str(forbidden()))
-    assert world.send("GET", "/v1/mine", "key-root").json() == "root"
 
 
 def test_a_websocket_has_its_principal(world):
@@ -455,9 +452,31 @@ def may(world: World, *, key: str | None = None, **more: Any) -> list[int]:
 YES = [404, 200, 200, 200]  # this application has no /v1/loras
 
 
-@pytest.mark.parametrize("client", [("127.0.0.1", 1), ("127.9.0.1", 1), ("::1", 1), ("::ffff:127.0.0.1", 1)])
-def test_without_any_key_this_machine_may_administer(process, tmp_path, vllm_as_it_was, client):
-    assert may(World(process, tmp_path), client=client) == YES
+NO, NEAR, FAR = [403] * 4, ("127.0.0.1", 1), ("10.0.0.7", 1)
+MAY: list[
+    tuple[dict[str, Any], str | None, Any, list[int]]
+] = [  # the server, the key, the caller, and what is answered
+    *[({}, None, client, YES) for client in (NEAR, ("127.9.0.1", 1), ("::1", 1), ("::ffff:127.0.0.1", 1))],
+    ({"uds": "/run/x"}, None, None, YES),
+    ({"keys": KEYS}, "key-a", FAR, YES),
+    # vLLM asks for no key beside /v1; we do.
+    ({"keys": KEYS}, "nobodys", FAR, [401, 401, 401, 403]),
+    ({"admin_key": "the-key"}, "the-key", FAR, YES),
+    ({"admin_key": "the-key", "keys": KEYS}, "the-key", FAR, YES),
+    ({"admin_key": "the-key", "keys": KEYS}, "key-a", NEAR, NO),
+    ({"admin_key": "the-key", "keys": KEYS, "policy": "policy.toml"}, "the-key", NEAR, YES),
+    ({"admin_key": "the-key", "keys": KEYS, "policy": "policy.toml"}, "key-root", NEAR, YES),
+    ({"admin_key": "the-key", "keys": KEYS, "policy": "policy.toml"}, "key-a", NEAR, NO),
+]
+
+
+@pytest.mark.parametrize(("server", "key", "client", "answers"), MAY, ids=str)
+def test_who_may_administer(process, tmp_path, policy, vllm_as_it_was, server, key, client, answers):
+    world = World(process, tmp_path, **server | ({"policy": policy} if "policy" in server else {}))
+    assert may(world, key=key, client=client) == answers
+    if "keys" in server:
+        assert world.use("shared", key).status_code == (401 if key == "nobodys" else 200), "administrators use too"
+        assert world.use("shared", None).status_code == 401
 
 
 def test_a_page_under_a_name_of_its_own_may_not(process, tmp_path, vllm_as_it_was):
@@ -479,24 +498,6 @@ def test_without_any_key_no_other_machine_may(process, tmp_path, vllm_as_it_was,
     assert world.send("POST", "/v1/use/base", client=client, json={"model": "shared"}).json() == {"adapter": "shared"}
 
 
-def test_who_reaches_the_unix_socket_may_administer(process, tmp_path, vllm_as_it_was):
-    assert may(World(process, tmp_path, uds="/run/x"), client=None) == YES
-
-
-def test_with_vllms_keys_alone_each_may_administer(process, tmp_path, vllm_as_it_was):
-    world = World(process, tmp_path, keys=KEYS)
-    far = ("10.0.0.7", 1)
-    assert may(world, key="key-a", client=far) == YES
-    assert may(world, key="nobodys") == [401, 401, 401, 403], "vLLM asks for no key beside /v1; we do"
-
-
-@pytest.mark.parametrize("keys", [(), KEYS])
-def test_the_admin_key_lets_its_holder_in(process, tmp_path, vllm_as_it_was, keys):
-    world = World(process, tmp_path, keys=keys, admin_key="the-key")
-    assert may(world, key="the-key", client=("10.0.0.7", 1)) == YES
-    assert world.use("shared", "the-key").json() == {"adapter": "shared"}
-
-
 def test_with_an_admin_key_loopback_needs_it_too(process, tmp_path, vllm_as_it_was):
     world = World(process, tmp_path, admin_key="the-key")
     assert may(world) == [401, 403, 401, 403]
@@ -508,20 +509,6 @@ def test_with_an_admin_key_loopback_needs_it_too(process, tmp_path, vllm_as_it_w
         "To fix: send it as 'Authorization: Bearer KEY'."
     )
     assert "the-key" not in world.send("GET", "/v1/loras", "other").text
-
-
-def test_with_an_admin_key_vllms_keys_administer_nothing(process, tmp_path, vllm_as_it_was):
-    world = World(process, tmp_path, keys=KEYS, admin_key="the-key")
-    assert may(world, key="key-a") == [403] * 4
-    assert world.use("shared", "key-a").json() == {"adapter": "shared"}
-    assert world.use("shared", None).status_code == 401
-
-
-def test_with_a_policy_admin_key_and_tenants_may(process, tmp_path, policy, vllm_as_it_was):
-    world = World(process, tmp_path, policy=policy, keys=KEYS, admin_key="the-key")
-    assert may(world, key="the-key") == may(world, key="key-root") == YES
-    assert may(world, key="key-a") == [403] * 4
-    assert world.use("secret", "the-key").json() == {"adapter": "secret"}
 
 
 def test_the_environments_key_of_vllm_stays_valid(process, tmp_path, vllm_as_it_was, monkeypatch):
@@ -592,30 +579,26 @@ def test_startup_fails_where_access_is_not_guarded(process, tmp_path, policy, vl
     start()
 
 
-@pytest.fixture
-def warned(logged: pytest.LogCaptureFixture) -> Iterator[Any]:
-    return lambda: [record.getMessage() for record in logged.records if record.levelname == "WARNING"]
-
-
-def test_startup_logs_the_tenants(process, tmp_path, policy, vllm_as_it_was, logged, warned):
-    World(process, tmp_path, policy=policy, keys=KEYS)
+@pytest.mark.parametrize(
+    ("keys", "of_vllm", "warning"),
+    [
+        (KEYS, "", None),
+        ([], "", "without --api-key"),
+        (["key-a", "other"], "", "No key of b, root"),
+        ([], "key-b", "No key of a, root"),
+    ],
+)
+def test_startup_logs_tenants_and_keys_that_vllm_refuses(
+    process, tmp_path, policy, vllm_as_it_was, logged, monkeypatch, keys, of_vllm, warning
+):
+    if of_vllm:
+        monkeypatch.setenv("VLLM_API_KEY", of_vllm)
+    world = World(process, tmp_path, policy=policy, keys=keys)
     assert "3 keys of a, b, root" in logged.text
-    assert not any("--api-key" in text for text in warned())
     assert "key-a" not in logged.text
-
-
-def test_without_keys_of_vllm_it_warns(process, tmp_path, policy, vllm_as_it_was, warned):
-    world = World(process, tmp_path, policy=policy, keys=[])
-    assert any("without --api-key" in text for text in warned())
-    assert world.use("team-a/sql", None).status_code == 404
-    assert world.use("public/x", None).json() == {"adapter": "public/x"}
-    assert world.use("team-a/sql", "key-a").json() == {"adapter": "team-a/sql"}
-
-
-def test_keys_that_vllm_refuses_are_warned_of(process, tmp_path, policy, vllm_as_it_was, warned, monkeypatch):
-    World(process, tmp_path, policy=policy, keys=["key-a", "other"])
-    (text,) = [text for text in warned() if "--api-key" in text]
-    assert "No key of b, root" in text
-    monkeypatch.setenv("VLLM_API_KEY", "key-b")
-    World(process, tmp_path, policy=policy, keys=[])
-    assert any("No key of a, root" in text for text in warned())
+    warned = [record.getMessage() for record in logged.records if record.levelname == "WARNING"]
+    assert [warning in text for text in warned if "--api-key" in text] == ([] if warning is None else [True])
+    if not keys and not of_vllm:
+        assert world.use("team-a/sql", None).status_code == 404
+        assert world.use("public/x", None).json() == {"adapter": "public/x"}
+        assert world.use("team-a/sql", "key-a").json() == {"adapter": "team-a/sql"}

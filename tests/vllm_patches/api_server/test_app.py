@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from logging.handlers import BufferingHandler
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
+from vllm.entrypoints.openai.completion import serving
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+from vllm.v1.metrics.stats import SchedulerStats
 
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import (
@@ -18,9 +27,11 @@ from lora_plugins.errors import (
 )
 from lora_plugins.server.response import AnswerForAdapters
 from lora_plugins.settings import Settings
-from lora_plugins.vllm_patches.api_server import anthropic
+from lora_plugins.vllm_patches.api_server import anthropic, stream_logs
 from lora_plugins.vllm_patches.api_server import app as app_module
+from lora_plugins.vllm_patches.api_server.metrics import MOST_SERIES, NAME, forget_old_series
 from tests.virtual_time import runs
+from tests.vllm_patches.engine_bed import vllm_config
 
 
 @pytest.fixture
@@ -124,3 +135,57 @@ def test_anthropics_routes_answer_with_our_status_and_headers(monkeypatch, caplo
     assert (answer.status_code, answer.headers.get("retry-after")) == (503, "5"), answer.text
     assert (answer.json()["type"], "[L006]" in answer.json()["error"]["message"]) == ("error", True)
     assert not caplog.records
+
+
+def test_only_records_of_our_refusals_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = BufferingHandler(100)
+    monkeypatch.setattr(serving.logger, "filters", [])
+    monkeypatch.setattr(serving.logger, "handlers", [written])
+    stream_logs.patch()
+    try:
+        try:
+            raise LoRAPluginsError("no place", adapter="sql")
+        except LoRAPluginsError as refusal:
+            raise http_error(refusal) from None
+    except Exception:
+        serving.logger.exception("ours")
+    try:
+        raise ValueError("vLLM's")
+    except ValueError:
+        serving.logger.exception("another's")
+    serving.logger.error("without an exception")
+    assert [record.getMessage() for record in written.buffer] == ["another's", "without an exception"]
+
+
+@pytest.fixture
+def logger(base: Path) -> Iterator[Any]:
+    yield PrometheusStatLogger(vllm_config(base))
+    unregister_vllm_metrics()
+
+
+def record(logger: Any, running: str) -> None:
+    logger.record(SchedulerStats(running_lora_adapters=dict.fromkeys(running.split(","), 1)), None)
+
+
+def series() -> dict[str, float]:
+    forget_old_series()
+    found = next(metric for metric in REGISTRY.collect() if metric.name == NAME)
+    return {sample.labels["running_lora_adapters"]: sample.value for sample in found.samples}
+
+
+def test_sets_that_ran_long_ago_lose_their_series(logger: Any) -> None:
+    for i in range(3 * MOST_SERIES):
+        record(logger, f"sql-{i},chat")
+    assert list(series()) == [f"sql-{i},chat" for i in range(2 * MOST_SERIES, 3 * MOST_SERIES)]
+
+
+def test_set_that_runs_again_is_the_latest(logger: Any) -> None:
+    record(logger, "first")
+    for i in range(MOST_SERIES - 1):
+        record(logger, f"sql-{i}")
+    record(logger, "first")
+    record(logger, "one-more")
+    found = series()
+    assert "first" in found
+    assert "sql-0" not in found
+    assert max(found, key=found.__getitem__) == "one-more"

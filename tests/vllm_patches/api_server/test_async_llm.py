@@ -181,17 +181,12 @@ async def test_a_client_that_is_gone_is_neither_asked_nor_kept() -> None:
         await planner.unpin(1)
 
 
-def test_each_client_has_planners_of_its_own() -> None:
+def test_each_client_with_lora_has_a_planner_of_its_own() -> None:
     one, other = Client(), Client()
     assert async_llm.planner_of(one) is async_llm.planner_of(one)
     assert async_llm.planner_of(one) is not async_llm.planner_of(other)
-
-
-def test_without_lora_or_an_engine_there_are_no_planners() -> None:
-    assert async_llm.has_planner(Client())
-    assert not async_llm.has_planner(Client(lora=None))
-    assert not async_llm.has_planner(None)
-    assert not async_llm.has_planner(object()), "a framework's client, which has no configuration"
+    # The last is a framework's client, which has no configuration.
+    assert [async_llm.has_planner(it) for it in (one, Client(lora=None), None, object())] == [True, False, False, False]
 
 
 # --- loads ---
@@ -208,9 +203,10 @@ async def test_a_load_goes_to_the_planner_and_is_waited_for() -> None:
     assert client.own == []
 
 
+@pytest.mark.parametrize("lora", [None, "on"], ids=["without LoRA", "in place from elsewhere"])
 @runs
-async def test_without_lora_a_load_is_vllms_own() -> None:
-    client, asked = Client(lora=None), request(load_inplace=True)
+async def test_a_load_that_is_not_planned_is_vllms_own(lora: object | None) -> None:
+    client, asked = Client(lora=lora), request(load_inplace=True)
     assert await client.add_lora(asked) is True
     assert client.own == [asked]
 
@@ -226,13 +222,6 @@ async def test_a_load_that_fails_is_our_text_and_status(error: LoRAPluginsError,
     assert getattr(caught.value, "status_code", 400) == status
     if status == 503:
         assert caught.value.headers == {"Retry-After": "1"}
-
-
-@runs
-async def test_a_load_in_place_from_elsewhere_is_vllms_own() -> None:
-    client, asked = Client(), request(load_inplace=True)
-    await client.add_lora(asked)
-    assert client.own == [asked]
 
 
 # --- what lies at a path ---
@@ -285,7 +274,8 @@ def test_a_load_by_path_is_a_load_of_its_copy(adapter: LoRARequest, process: Pro
     one, other = asyncio.run(load())
     assert one != other
     assert all(process.resolver.store.layout.digest_of(path) for path in (one, other))
-    assert process.resolver.store.leases._holders == {}, "what was removed is not leased"
+    held = [process.resolver.store.leases.holders(Path(path).name) for path in (one, other)]
+    assert not any(held), "what was removed is not leased"
     assert client.engine_core.asked[0][1]["uri"] == adapter.lora_path
     assert client.own == []
 
@@ -347,17 +337,13 @@ async def test_a_refused_request_raises_its_own_error(before: list[Any], told: l
 
 
 @runs
-async def test_other_errors_are_left_to_vllm(told: list[Any]) -> None:
+async def test_other_errors_and_other_requests_are_left_to_vllm(told: list[Any], response: Response) -> None:
     outputs = [output("error", None), output("abort", "lora"), output("length", "1")]
     assert await generated(Client(generate=outputs), request()) == outputs
-
-
-@runs
-async def test_without_an_adapter_outputs_are_vllms_own(told: list[Any], response: Response) -> None:
+    told.clear()
     outputs = [output("error", stop_reason(FREE))]
-    assert await generated(Client(generate=outputs), None) == outputs
-    assert (told, response) == ([], response)
-    assert not response.has_begun
+    assert await generated(Client(generate=outputs), None) == outputs, "of no adapter"
+    assert told == []
 
 
 class MendedCopies:

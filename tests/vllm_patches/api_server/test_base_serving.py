@@ -116,16 +116,13 @@ def fingerprints(text: str) -> list[str | None]:
     return [json.loads(line).get("system_fingerprint") for line in text.splitlines()]
 
 
-def test_a_version_of_the_store_is_said(store: Path) -> None:
-    seen = client_of(serving(None, sql=f"{store}/{OLD}")).post("/", json={"model": "sql"})
+@pytest.mark.parametrize(
+    ("fingerprint", "said"), [(None, [OLD] * 6), ("vllm-1", [None, None, *["vllm-1"] * 4])], ids=["ours", "vLLM's"]
+)
+def test_a_version_is_said_where_vllm_says_no_fingerprint(store: Path, fingerprint: Any, said: list[Any]) -> None:
+    seen = client_of(serving(fingerprint, sql=f"{store}/{OLD}")).post("/", json={"model": "sql"})
     assert seen.headers[HEADER] == OLD
-    assert fingerprints(seen.text) == [OLD] * 6
-
-
-def test_vllms_own_fingerprint_stays(store: Path) -> None:
-    seen = client_of(serving("vllm-1", sql=f"{store}/{OLD}")).post("/", json={"model": "sql"})
-    assert seen.headers[HEADER] == OLD
-    assert fingerprints(seen.text) == [None, None, *["vllm-1"] * 4]
+    assert fingerprints(seen.text) == said
 
 
 def test_each_chunk_says_its_versions_after_a_move() -> None:
@@ -204,20 +201,21 @@ def test_an_adapter_that_policy_withholds_is_not_said(patched: Process, store: P
 
 
 @pytest.mark.parametrize(
-    ("adapter", "stream", "held"), [("sql", True, True), ("sql", False, False), ("base", True, False)]
+    ("adapter", "more", "held"),
+    [
+        ("sql", {"stream": True}, True),
+        ("sql", {"stream": False}, False),
+        ("sql", {}, False),
+        ("base", {"stream": True}, False),
+    ],
 )
-def test_only_a_stream_for_an_adapter_is_held_back(patched: Process, adapter: str, stream: bool, held: bool) -> None:
+def test_only_a_stream_for_an_adapter_is_held_back(patched: Process, adapter: str, more: Any, held: bool) -> None:
     patched.is_manager_patched = True
     response = Response()
     token = response_module._present.set(response)
-    found = serving(sql="/adapters/sql")._maybe_get_adapters(SimpleNamespace(model=adapter, stream=stream))
+    found = serving(sql="/adapters/sql")._maybe_get_adapters(SimpleNamespace(model=adapter, **more))
     response_module._present.reset(token)
     assert (found is None, response.is_held) == (adapter == "base", held)
-
-
-def test_a_request_that_knows_no_streams_passes(patched: Process) -> None:
-    patched.is_manager_patched = True
-    assert serving(sql="/adapters/sql")._maybe_get_adapters(SimpleNamespace(model="sql")) is not None
 
 
 def block(store: Path, name: str) -> None:
