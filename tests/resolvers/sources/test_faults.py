@@ -16,7 +16,7 @@ from fsspec.asyn import get_loop
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.api.hidden_paths import for_clients
-from lora_plugins.errors import LoRAPluginsError, OutOfMemory, SourceUnavailable
+from lora_plugins.errors import OutOfMemory, SourceUnavailable
 from lora_plugins.resolvers.sources.object_store import ObjectSource, object_source
 from lora_plugins.resolvers.sources.source import VersionChanged
 from lora_plugins.settings import Settings
@@ -106,6 +106,7 @@ def test_lasting_fault_is_an_outage_never_absence(bed: Bed, case: str) -> None:
     for expected in texts:
         assert expected in text
     assert f" at s3://{bed.bucket.name}/loras/sql/ on {bed.proxy.url}" in text
+    assert caught.value.remedy
     for secret in ("testing", "X-Amz", "Signature"):
         assert secret not in text
     for place in (bed.bucket.name, bed.proxy.url):
@@ -129,16 +130,6 @@ def test_etags_are_not_compared_where_the_check_is_off(bed: Bed) -> None:
     bed.proxy.plan(faults.flip(500_000, in_object=True), path=WEIGHTS_PATH, times=None)
     served = read(bed.serve(bed.source(check_md5=False)))
     assert served[WEIGHTS_FILE] != FILES[WEIGHTS_FILE]
-
-
-def test_flipped_twice_is_not_served(bed: Bed) -> None:
-    bed.put()
-    bed.proxy.plan(faults.flip(500_000, in_object=True), path=WEIGHTS_PATH, times=None)
-    with pytest.raises(SourceUnavailable, match="MD5") as caught:
-        bed.serve(bed.source())
-    assert caught.value.file == WEIGHTS_FILE
-    assert not bed.store.layout.digests()
-    bed.assert_clean()
 
 
 def test_stalls_end_at_the_deadline(bed: Bed) -> None:
@@ -196,24 +187,6 @@ def test_object_that_vanishes_meanwhile(bed: Bed) -> None:
 def test_missing_bucket_is_not_absence(bed: Bed) -> None:
     with pytest.raises(SourceUnavailable, match="no such bucket"):
         locate(bed.source("s3://no-such-bucket/{lora_name}"))
-
-
-def test_refused_connection(bed: Bed) -> None:
-    bed.put()
-    bed.proxy.refuse()
-    with pytest.raises(SourceUnavailable, match="cannot be reached"):
-        locate(bed.source())
-
-
-def test_outage_after_locate(bed: Bed) -> None:
-    bed.put()
-    source = bed.source()
-    located = locate(source)
-    assert located is not None
-    bed.proxy.refuse()
-    with pytest.raises(SourceUnavailable, match="cannot be reached"):
-        asyncio.run(bed.obtain(source, located))
-    bed.assert_clean()
 
 
 def test_unknown_host(bed: Bed) -> None:
@@ -300,16 +273,6 @@ def test_at_most_parallel_ranges_in_flight(bed: Bed) -> None:
     bed.proxy.plan(faults.run_before(enter), path="loras/sql/adapter_", times=None)
     bed.serve(bed.source(limits=replace(LIMITS, parallel=3, range_bytes=RANGE // 4)))
     assert most[0] == 3
-
-
-def test_errors_name_the_file_and_survive_pickling(bed: Bed) -> None:
-    bed.put()
-    bed.proxy.plan(faults.denied(), path=WEIGHTS_PATH, times=None)
-    with pytest.raises(LoRAPluginsError) as caught:
-        bed.serve(bed.source())
-    error = caught.value
-    assert (error.file, bool(error.expected), bool(error.remedy)) == (WEIGHTS_FILE, True, True)
-    assert error.__suppress_context__
 
 
 PEAK = """
