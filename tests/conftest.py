@@ -37,10 +37,7 @@ _ENGINES = {_E2E, _MODELS, *(Path(__file__).parent / name for name in ("deployme
 # Files of end-to-end tests that share a server run in one process: xdist would start it in each.
 _SHARED = {
     **dict.fromkeys(
-        (
-            *("test_answers", "test_refusals", "test_sources", "test_neighbours"),
-            *("test_digests_of_resolvers", "test_hostile_bytes"),
-        ),
+        ("test_answers", "test_refusals", "test_sources"),
         "world",
     ),
     **dict.fromkeys(("test_admission", "test_in_flight"), "one_slot"),

@@ -66,6 +66,7 @@ NAMES_ELSEWHERE = frozenset(
         "EnvironmentFile",
         "GetObject",
         "ListObjectsV2",
+        "AutoModel",
         "LoraConfig",
         "RequestRouterConfig",
         "EngineDeadError",

@@ -24,16 +24,8 @@ from testbed.forking_vllm import run_forked
 GOLDEN = Path(__file__).parent / "golden"
 RENEW = "RENEW_GOLDEN"  # RENEW_GOLDEN=1 pytest tests/cli writes the files again; look at the difference before a commit
 _OTHERS = (
-    "LORA_PLUGINS_",
-    "VLLM_",
-    "S3_",
-    "LOCAL_PATH",
-    "AWS_",
-    "HF_",
-    "HUGGING",
-    "COLUMNS",
-    "NO_COLOR",
-    "FORCE_COLOR",
+    *("LORA_PLUGINS_", "VLLM_", "S3_", "LOCAL_PATH", "AWS_", "HF_", "HUGGING"),
+    *("COLUMNS", "NO_COLOR", "FORCE_COLOR"),
 )
 
 

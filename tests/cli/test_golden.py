@@ -14,7 +14,7 @@ from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.settings import Settings
 from lora_plugins.store.model_file import ModelFile
 from lora_plugins.store.store import Store
-from tests.cli.common import GOLDEN, golden
+from tests.cli.common import golden
 from tests.make import MODULES, adapter_files, put, read_name, weights
 
 
@@ -73,31 +73,3 @@ def test_an_adapter_in_another_layout_before_and_after_conversion(cli):
     resolver.base = BaseModel(str(base), model=Model(MODULES, read_name))
     resolved = asyncio.run(resolver.resolve("keys", str(base)))
     golden("inspect-converted.txt", cli("inspect", resolved.digest, "--base-model", base), cli.root)
-
-
-def test_every_golden_file_belongs_to_a_test():
-    names = {file.name for file in GOLDEN.iterdir()}
-    resolved = ("sql", "cut", "nobody", "team-Poet", "dots-outside", "user@corp.com-sql")
-    resolve = {f"resolve-{name}.{how}" for name in resolved for how in ("txt", "json")}
-    stored = (
-        "pull",
-        "pull-again",
-        "ls",
-        "verify",
-        "gc-dry-run",
-        "gc",
-        "ls-empty",
-        "doctor",
-        "inspect-sql",
-        "inspect-cut",
-        "resolve-dry-run",
-        "ls-remote",
-    )
-    of_servers = {"ls-server.txt", "ls-server-narrow.txt", "changes.txt", "refresh.json"}
-    assert names == resolve | of_servers | {f"{name}.{how}" for name in stored for how in ("txt", "json")} | {
-        "inspect-base.txt",
-        "inspect-base-unknown.txt",
-        "inspect-converted.txt",
-        "inspect-to-convert.txt",
-        "resolve-base.txt",
-    }

@@ -116,26 +116,6 @@ def test_names_and_uris_come_from_a_file(cli, server):
     assert set(served(cli)) == {"other"}
 
 
-def test_if_match_changes_only_the_version_that_was_meant(cli, server):
-    cli("load", "sql")
-    server.publish("sql", NEW)
-    done = cli("refresh", "sql", "--if-match", NEW * 6)
-    assert (done.code, "[L010]" in done.err) == (Exit.WRONG, True)
-    assert served(cli)["sql"]["digest"] == OLD * 32
-    assert cli("refresh", "sql", "--if-match", OLD * 6).code == Exit.OK
-    assert cli("rollback", "sql", "--to", OLD * 32, "--if-match", NEW * 32).code == Exit.OK
-    assert served(cli)["sql"]["digest"] == OLD * 32
-
-
-def test_a_blocked_name_is_refused_until_it_is_loaded(cli, server):
-    cli("load", "sql")
-    assert cli("unload", "sql", "--block", "--drain", "1").code == Exit.OK
-    assert served(cli)["sql"]["state"] == "blocked"
-    assert cli("refresh", "sql").code == Exit.NOT_FOUND
-    assert cli("load", "sql").code == Exit.OK
-    assert served(cli)["sql"]["state"] == "serving"
-
-
 USAGE = {
     "no name": ["refresh"],
     "a file that is not there": ["load", "--file", "/no/such/file"],

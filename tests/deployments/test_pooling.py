@@ -6,7 +6,6 @@ import asyncio
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,12 +13,12 @@ import pytest
 
 from testbed.bed import Bed
 from testbed.models import DEMO_ADAPTERS, PROMPT
-from testbed.reference import Reference
 from testbed.server import Server
 from tests.deployments.quiet import assert_quiet
 from tests.e2e.broken import BROKEN
 from tests.e2e.servers import admin_server
 from tests.e2e.standing_still import LONGEST_S
+from tests.e2e.test_embeddings import vector_of
 
 pytestmark = pytest.mark.nightly
 CELL = "embeddings and pooling"
@@ -58,17 +57,6 @@ def pooling(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool
 def everything_ends(pooling: Pooling) -> Iterator[None]:
     yield
     assert_quiet(pooling.server)
-
-
-def vector_of(bed: Bed, adapter: Path | None) -> list[float]:
-    """The last token's normed hidden state, as a decoder's last-token pooling has it."""
-    import torch
-
-    reference = Reference(bed.base)
-    ids = torch.tensor([reference.prompt_ids(PROMPT)])
-    with torch.no_grad():
-        hidden = reference.load(adapter)(input_ids=ids, output_hidden_states=True).hidden_states[-1][0, -1]
-    return [float(value) for value in torch.nn.functional.normalize(hidden, dim=0)]
 
 
 async def embed(client: httpx.AsyncClient, name: str, text: str = PROMPT) -> httpx.Response:

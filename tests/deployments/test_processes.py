@@ -15,6 +15,7 @@ import pytest
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import complete, complete_all, connect
 from testbed.models import DEMO_ADAPTERS, PROMPT
+from tests.deployments.quiet import metric
 from tests.e2e.servers import ADMIN, KERNELS, MANAGER, RESOLVER, lora_server
 from tests.e2e.standing_still import LONGEST_S
 
@@ -54,10 +55,18 @@ def why_it_ends(bed: Bed, home: Path, *arguments: str, plugins: Sequence[str], *
 @pytest.mark.deployment("several API servers, static modules", "tested", "--lora-modules, answered by each server")
 def test_several_api_servers_serve_static_modules(bed: Bed, tmp_path: Path) -> None:
     modules = [f"{name}={bed.adapters / name}" for name in NAMES]
+    (tmp_path / "metrics").mkdir()
     with lora_server(
-        bed, tmp_path, "--max-loras", "2", "--api-server-count", "2", "--lora-modules", *modules,
+        bed, tmp_path, "--max-loras", "2", "--max-cpu-loras", str(len(NAMES)), "--api-server-count", "2",
+        "--lora-modules", *modules,
         plugins=(MANAGER, KERNELS), VLLM_ALLOW_RUNTIME_LORA_UPDATING="0",
+        # vLLM makes one before it spawns its API servers; a forked one has imported prometheus_client before.
+        PROMETHEUS_MULTIPROC_DIR=str(tmp_path / "metrics"),
     ) as server:  # fmt: skip
+        ends_at = time.monotonic() + LONGEST_S
+        while server.log().count("Application startup complete") < 2:  # the port answers as soon as one has started
+            assert time.monotonic() < ends_at, server.log()[-4000:]
+            time.sleep(0.2)
         asked = NAMES * 8
         answers = asyncio.run(complete_all(server, asked, PROMPT, MAX_TOKENS, at_once=20))
         assert answers == [bed.answers[name] for name in asked]
@@ -66,6 +75,12 @@ def test_several_api_servers_serve_static_modules(bed: Bed, tmp_path: Path) -> N
         assert "ApiServer_1" in log
         for _ in range(8):  # a new connection each time, so that both servers are asked
             assert complete(connect(server), "nobody", PROMPT, MAX_TOKENS).status == 404
+        seen = 0
+        while seen < 6:  # in a row: whichever is asked shows the sum of requests, and the one engine's adapters once
+            shown = [metric(server, name) for name in ("lora_plugins_requests_total", "vllm:lora_adapter_loaded")]
+            seen = seen + 1 if shown == [len(asked), len(NAMES)] else 0
+            assert time.monotonic() < ends_at, shown
+            time.sleep(0.25)
 
 
 @pytest.mark.deployment(

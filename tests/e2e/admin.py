@@ -45,11 +45,6 @@ class Admin:
     def ask(self, name: str) -> Answer:
         return complete(self.client, name, PROMPT, MAX_TOKENS)
 
-    def text_of(self, name: str, prompt: str) -> tuple[int, ...]:
-        answer = complete(self.client, name, prompt, MAX_TOKENS)
-        assert (answer.status, answer.error) == (200, "")
-        return answer.token_ids
-
     def answers_like(self, name: str, original: str) -> None:
         answer = self.ask(name)
         assert (answer.status, answer.error) == (200, "")

@@ -16,7 +16,6 @@ import pytest
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.models import PROMPT, AdapterSpec, build_adapter, build_base
 from testbed.server import Server
-from tests.e2e.broken import BROKEN, break_all
 from tests.e2e.servers import admin_server
 
 
@@ -72,7 +71,8 @@ def open_server(bed: Bed) -> Iterator[Open]:
         home = Path(directory)
         shutil.copytree(bed.base, home / "base")
         shutil.copytree(bed.adapters, home / "adapters")
-        break_all(bed.adapters / "sql", home / "adapters")
+        weightless = shutil.copytree(bed.adapters / "sql", home / "adapters" / "missing-weights")
+        (weightless / "adapter_model.safetensors").unlink()
         other = build_base(home / "other", hidden=128, layers=2)
         build_adapter(other, home / "adapters", AdapterSpec("other-base", 8), base_name="/data/train/other-7b")
         moved = replace(bed, base=home / "base")
@@ -80,17 +80,17 @@ def open_server(bed: Bed) -> Iterator[Open]:
             yield Open(server, bed, home)
 
 
-@pytest.mark.parametrize(("method", "path", "body"), ADMIN_CALLS)
-def test_another_machines_callers_may_not_administer(open_server: Open, method: str, path: str, body: Any) -> None:
+def test_another_machines_callers_may_not_administer(open_server: Open) -> None:
     open_server.answers_like("sql", "sql")
-    refused = open_server.ask(method, path, far=True, json=body)
-    assert refused.status_code == 403
-    error = refused.json()["error"]
-    assert (error["type"], error["code"]) == ("Forbidden", 403)
-    assert error["message"].startswith("[L008] found a caller on another machine; expected ")
-    assert "set LORA_PLUGINS_ADMIN_KEY for the server" in error["message"]
-    proxied = open_server.ask(method, path, json=body, headers={"X-Forwarded-For": "127.0.0.1"})
-    assert (proxied.status_code, "[L008]" in proxied.text) == (403, True)
+    for method, path, body in ADMIN_CALLS:
+        refused = open_server.ask(method, path, far=True, json=body)
+        assert refused.status_code == 403, path
+        error = refused.json()["error"]
+        assert (error["type"], error["code"]) == ("Forbidden", 403)
+        assert error["message"].startswith("[L008] found a caller on another machine; expected ")
+        assert "set LORA_PLUGINS_ADMIN_KEY for the server" in error["message"]
+        proxied = open_server.ask(method, path, json=body, headers={"X-Forwarded-For": "127.0.0.1"})
+        assert (proxied.status_code, "[L008]" in proxied.text) == (403, True), path
     assert open_server.ask("GET", "/v1/loras/sql").json()["state"] == "serving"
 
 
@@ -116,10 +116,7 @@ def _without_paths(open_server: Open, answer: httpx.Response, *texts: str) -> No
 
 
 def test_no_text_of_a_broken_adapter_shows_a_path(open_server: Open) -> None:
-    for case in BROKEN:
-        answer = open_server.complete(case.name, far=True)
-        assert answer.status_code == case.status, answer.text
-        _without_paths(open_server, answer, *case.texts)
+    _without_paths(open_server, open_server.complete("missing-weights", far=True), "L002", "adapter_model.safetensors")
     _without_paths(open_server, open_server.complete("other-base"), "L003", "served is tiny ('<path>')")
 
 
@@ -134,26 +131,3 @@ def test_an_unreadable_or_missing_root_shows_no_path(open_server: Open) -> None:
     assert answer.status_code == shown.status_code == 503
     _without_paths(open_server, answer, "no directory at '<path>'")
     assert f"no directory at '{root}'" in shown.json()["error"]["message"]
-
-
-@pytest.fixture(scope="module")
-def keyed(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
-    home = tmp_path_factory.mktemp("keyed")
-    shutil.copytree(bed.adapters, home / "adapters")
-    with admin_server(bed, home, "--api-key", "of-clients", LORA_PLUGINS_ADMIN_KEY="of-administrators") as server:
-        yield Open(server, bed, home)
-
-
-def test_only_the_admin_key_administers_where_there_is_one(keyed: Open) -> None:
-    keyed.answers_like("sql", "sql", key="of-clients")
-    for method, path, body in ADMIN_CALLS:
-        refused = keyed.ask(method, path, key="of-clients", json=body)
-        assert (refused.status_code, "[L008] found another key" in refused.text) == (403, True), path
-        assert keyed.ask(method, path, json=body).status_code == 401
-    assert keyed.ask("GET", "/v1/loras/sql", key="of-administrators").json()["state"] == "serving"
-    assert keyed.ask("DELETE", "/v1/loras/sql", key="of-administrators").status_code == 200
-    keyed.answers_like("sql", "sql", key="of-administrators")
-    assert keyed.complete("sql").status_code == 401
-    log = keyed.server.log()
-    assert "The admin API answers the key of LORA_PLUGINS_ADMIN_KEY" in log
-    assert "of-administrators" not in log

@@ -1,17 +1,21 @@
-"""Adapters that nobody registered answer as PEFT does, on every route."""
+"""Adapters that nobody registered answer as PEFT does, on every route, and vLLM's own ways of serving go on beside."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
+from pathlib import Path
 
 import httpx
+import openai
 import pytest
 
+from lora_plugins.server.response import HEADER
 from testbed.bed import MAX_TOKENS
 from testbed.client import complete, complete_all
 from testbed.models import DEMO_ADAPTERS, PROMPT, edit_config
 from tests.e2e.conftest import World
+from tests.e2e.digests import EVERY_WAY, of_files, seen_by
 
 DEMO_NAMES = [spec.name for spec in DEMO_ADAPTERS]
 CHAT = [{"role": "user", "content": "SELECT name FROM"}]
@@ -114,3 +118,58 @@ def test_fifty_first_requests_load_once(world: World) -> None:
     log = world.server.log()
     assert log.count("Adapter 'crowd' from filesystem") == 1
     assert log.count("Resolved and loaded LoRA adapter 'crowd'") == 1
+
+
+def test_models_show_lineage(world: World) -> None:
+    assert complete(world.client, "team/poet", PROMPT, 1).status == 200
+    cards = {card.id: card for card in world.client.models.list()}
+    assert Path(cards["team/poet"].root).parent == world.store
+    assert cards["team/poet"].parent == world.base
+    assert cards[world.base].parent is None
+
+
+def test_load_and_unload_by_hand(world: World) -> None:
+    url = f"{world.server.url}/v1"
+    path = str(world.bed.adapters / "chat")
+    loaded = httpx.post(f"{url}/load_lora_adapter", json={"lora_name": "by-hand", "lora_path": path}, timeout=240)
+    assert loaded.status_code == 200, loaded.text
+    assert list(complete(world.client, "by-hand", PROMPT, MAX_TOKENS).token_ids) == world.bed.answers["chat"]
+    assert httpx.post(f"{url}/unload_lora_adapter", json={"lora_name": "by-hand"}, timeout=240).status_code == 200
+    assert complete(world.client, "by-hand", PROMPT, 1).status == 404
+
+
+def test_unloaded_adapter_is_resolved_again(world: World) -> None:
+    assert complete(world.client, "stable", PROMPT, 1).status == 200
+    unloaded = httpx.post(f"{world.server.url}/v1/unload_lora_adapter", json={"lora_name": "stable"}, timeout=240)
+    assert unloaded.status_code == 200
+    assert list(complete(world.client, "stable", PROMPT, MAX_TOKENS).token_ids) == world.bed.answers["stable"]
+
+
+# --- the digest that answers say, by resolvers alone
+
+
+@EVERY_WAY
+def test_resolvers_alone_say_it_beside_vllms_fingerprint(world: World, route: str, stream: bool) -> None:
+    header, fingerprints = seen_by(world.client, route, "sql", stream=stream)
+    assert header == of_files(world.root / "sql")
+    if route != "responses":
+        assert str(fingerprints[-1]).startswith("vllm-")
+        assert set(fingerprints[:-1]) <= {None, fingerprints[-1]}, "no stream has two fingerprints"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_say_no_digest(world: World, stream: bool) -> None:
+    ask = world.client.completions.create
+    assert seen_by(world.client, "completions", "sql", stream=False)[0], "it is served"
+    refused = {}
+    for model, prompt in (("nobody/has-this", PROMPT), ("truncated", PROMPT), ("sql", "word " * 1000)):
+        with pytest.raises(openai.APIStatusError) as caught:
+            ask(model=model, prompt=prompt, max_tokens=4, stream=stream)
+        assert HEADER not in caught.value.response.headers
+        refused[model] = caught.value.status_code
+    assert refused == {"nobody/has-this": 404, "truncated": 400, "sql": 400}
+
+
+def test_a_static_module_answers_and_says_no_digest(world: World) -> None:
+    assert list(complete(world.client, "static", PROMPT, MAX_TOKENS).token_ids) == world.bed.answers["sql"]
+    assert seen_by(world.client, "completions", "static", stream=True)[0] is None

@@ -238,31 +238,3 @@ def test_loads_in_place_under_load_mix_no_versions(served: Served, tmp_path: Pat
     wrong = [one for one in answers if one[2] != served.answers[version_of[one[0]], one[1]]]
     assert (wrong, len(answers) > LOADS / 10) == ([], True)
     assert len({digest for digest, _, _ in answers}) > min(10, LOADS / 10), "too few versions have answered"
-
-
-def test_a_restart_serves_what_was_loaded_by_path(bed: Bed, served: Served, tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    shutil.copytree(bed.adapters / "sql", home / "adapters" / "sql")
-
-    def restored() -> Any:
-        return admin_server(bed, home, *ARGUMENTS, LORA_PLUGINS_RESTORE="1")
-
-    with restored() as server:
-        first = Served(server, bed, home, served.answers)
-        for name in ("gone", "changed"):
-            first.load(name, first.put(tmp_path / name, "sql"))
-        asyncio.run(_written(home / "store" / ".served", "gone", "changed"))
-    shutil.rmtree(tmp_path / "gone")
-    first.put(tmp_path / "changed", "chat")
-    with restored() as server:
-        again = Served(server, bed, home, served.answers)
-        for name in ("gone", "changed"):
-            again.answers_like(name, "sql")
-        assert again.call("POST", "/v1/loras/changed/refresh").json()["swapped"]
-        again.answers_like("changed", "chat")
-
-
-async def _written(directory: Path, *names: str) -> None:
-    async with asyncio.timeout(LONGEST_S):
-        while not any(all(f'"{name}"' in file.read_text() for name in names) for file in directory.glob("*.json")):
-            await asyncio.sleep(0.05)

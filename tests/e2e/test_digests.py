@@ -11,19 +11,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from lora_plugins.server.response import HEADER
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import connect
 from testbed.models import PROMPT
-from tests.e2e.admin import KEY, Admin
-from tests.e2e.digests import CHAT, EVERY_WAY, GREEDY, of_files, seen_by
+from tests.e2e.admin import Admin
+from tests.e2e.digests import CHAT, EVERY_WAY, of_files, seen_by
 from tests.e2e.servers import admin_server
 from tests.e2e.standing_still import LONGEST_S, TOKENS, in_state, in_the_midst_of, is_held, seen
-
-SWAPS = 12
 
 
 @pytest.fixture(scope="module")
@@ -102,53 +99,3 @@ def test_a_request_that_a_swap_overtakes_says_the_old_digest(admin: Admin) -> No
     assert (later.headers[HEADER], later.json()["system_fingerprint"]) == (new, new)
     assert later.json()["choices"][0]["token_ids"] == admin.bed.answers["chat"]
     assert new == admin.view("during")["digest"] != old
-
-
-def test_under_swaps_every_answer_has_its_versions_digest(admin: Admin) -> None:
-    """What a client is told made its answer is the version whose answer, as PEFT has it, it is."""
-    answers_of: dict[str, list[int]] = {}
-    admin.publish("rollout", "sql", 0)
-    admin.answers_like("rollout", "sql")
-    answers_of[admin.view("rollout")["digest"]] = admin.bed.answers["sql"]
-    answered: list[tuple[str | None, set[str | None], list[int]]] = []
-
-    async def traffic(client: openai.AsyncOpenAI, done: asyncio.Event, stream: bool) -> None:
-        while not done.is_set():
-            raw = await client.completions.with_raw_response.create(
-                model="rollout", prompt=PROMPT, stream=stream, **GREEDY
-            )
-            parsed = raw.parse()
-            parts = [part async for part in parsed] if stream else [parsed]
-            ids = [i for part in parts for choice in part.choices for i in getattr(choice, "token_ids", None) or ()]
-            answered.append((raw.headers.get(HEADER), {part.system_fingerprint for part in parts}, ids))
-
-    async def run() -> None:
-        done = asyncio.Event()
-        way = {"base_url": f"{admin.server.url}/v1", "api_key": KEY, "max_retries": 0, "timeout": LONGEST_S}
-        async with (
-            openai.AsyncOpenAI(**way) as client,
-            httpx.AsyncClient(base_url=admin.server.url, timeout=LONGEST_S) as control,
-            asyncio.TaskGroup() as group,
-        ):
-            for number in range(4):
-                group.create_task(traffic(client, done, stream=number % 2 == 0))
-            for number in range(1, SWAPS + 1):
-                original = ("sql", "chat")[number % 2]
-                await asyncio.to_thread(admin.publish, "rollout", original, number)
-                swapped = await control.post("/v1/loras/rollout/refresh")
-                assert swapped.json()["swapped"], swapped.text
-                answers_of[swapped.json()["digest"]] = admin.bed.answers[original]
-                before, new = len(answered), swapped.json()["digest"]
-                if number % 3 == 0:  # the others overtake answers
-                    await seen(lambda before=before, new=new: _are_among(new, answered[before:]))
-            done.set()
-
-    asyncio.run(run())
-    assert len(answers_of) == SWAPS + 1
-    assert [one for one in answered if answers_of.get(one[0] or "") != one[2]] == []
-    assert [one for one in answered if one[1] != {one[0]}] == []
-    assert len({header for header, _, _ in answered}) > SWAPS // 3
-
-
-async def _are_among(digest: str, answered: list[Any]) -> bool:
-    return any(header == digest for header, _, _ in answered)

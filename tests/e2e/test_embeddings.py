@@ -30,7 +30,7 @@ def client(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[opena
 @pytest.mark.deployment("embeddings and pooling", "tested", "without lora_lru_manager")
 @pytest.mark.parametrize("name", [None, "sql", "team/poet"])
 def test_embedding_equals_peft(client: openai.OpenAI, bed: Bed, name: str | None) -> None:
-    expected = _embedding(bed, bed.adapters / name if name else None)
+    expected = vector_of(bed, bed.adapters / name if name else None)
     answer = client.embeddings.create(model=name or str(bed.base), input=PROMPT)
     assert answer.data[0].embedding == pytest.approx(expected, abs=1e-4)
 
@@ -58,7 +58,7 @@ def test_unknown_name_is_404(client: openai.OpenAI) -> None:
         client.embeddings.create(model="nobody/has-this", input=PROMPT)
 
 
-def _embedding(bed: Bed, adapter: Path | None) -> list[float]:
+def vector_of(bed: Bed, adapter: Path | None) -> list[float]:
     """The last token's normed hidden state, as a decoder's last-token pooling has it."""
     import torch
 

@@ -112,5 +112,7 @@ def test_hostile_adapters_change_nothing_for_others(beside: Beside) -> None:
     assert {name: found for name, found in statuses.items() if not found <= expected[name]} == {}
     assert grown_bytes < MOST_GROWTH_BYTES
     assert max(together.seconds) < max(5.0, 10 * max(alone.seconds)), "everybody has waited for one"
+    server = psutil.Process(beside.server.process.pid)
+    assert (server.num_threads() < 200, server.num_fds() < 500) == (True, True)
     if IS_LONG:
         assert together.p99_s <= 1.2 * alone.p99_s

@@ -15,10 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from testbed.bed import MAX_TOKENS, Bed
+from testbed.bed import MAX_TOKENS
 from testbed.models import PROMPT
 from tests.e2e.conftest import OneSlot
-from tests.e2e.servers import admin_server
 from tests.e2e.standing_still import LONGEST_S, TOKENS, in_state, in_the_midst_of, is_held, seen
 
 _ANSWERED_S = 30.0  # a call that waits for the resume is never answered
@@ -165,32 +164,3 @@ def test_a_pause_lets_a_trainer_replace_and_unload(one_slot: OneSlot, tmp_path: 
     rollout, unlucky = asyncio.run(train())
     assert rollout == one_slot.bed.answers["sql"], "asked for before the policy was replaced"
     assert unlucky.status_code in (200, 503), unlucky.text
-
-
-def test_a_restart_serves_a_version_requested_by_digest(bed: Bed, one_slot: OneSlot) -> None:
-    one_slot.publish("versioned", "sql", 8)
-
-    async def name_it() -> str:
-        async with one_slot.client() as client:
-            await tokens_of(client, "versioned")
-            name = f"versioned@{(await view_of(client, 'versioned'))['digest'][:12]}"
-            assert await tokens_of(client, name) == bed.answers["sql"]
-            assert (await client.delete("/v1/loras/versioned")).status_code == 200
-            (file,) = (one_slot.home / "store" / ".served").glob("*.json")
-
-            async def is_written() -> bool:
-                return f'"{name}"' in file.read_text() and '"versioned"' not in file.read_text()
-
-            await seen(is_written)
-        return name
-
-    name = asyncio.run(name_it())
-    shutil.rmtree(one_slot.home / "adapters" / "versioned")  # only the store has it
-
-    async def ask_again(again: OneSlot) -> None:
-        async with again.client() as client:
-            assert (await view_of(client, name))["state"] == "serving", "before anybody has asked"
-            assert await tokens_of(client, name) == bed.answers["sql"]
-
-    with admin_server(bed, one_slot.home, "--max-loras", "1", LORA_PLUGINS_RESTORE="1") as server:
-        asyncio.run(ask_again(OneSlot(server, bed, one_slot.home)))

@@ -156,23 +156,6 @@ def test_keys_of_other_tools_equal_peft(phi3: Layouts, name: str, old: str, new:
     assert phi3.answer(name) == phi3.expected(adapter)
 
 
-def test_a_converted_adapter_is_swapped_and_rolled_back(phi3: Layouts) -> None:
-    """Also by the digest that its source's bytes have."""
-    path = phi3.root / "swapped"
-    old, new = phi3.all_linear("swapped-old"), phi3.all_linear("swapped-new", use_rslora=True)
-    rewrite(old, path, rename(".weight", ".default.weight"))
-    assert phi3.answer("swapped") == phi3.expected(old)
-    first = phi3.manifest("swapped")
-    shutil.rmtree(path)
-    rewrite(new, path, rename(".weight", ".default.weight"))
-    phi3.admin("swapped/refresh")
-    assert phi3.answer("swapped") == phi3.expected(new) != phi3.expected(old)
-    for digest in (first.digest, first.converted.original_digest):
-        phi3.admin("swapped/rollback", digest=digest)
-        assert phi3.manifest("swapped").digest == first.digest
-        assert phi3.answer("swapped") == phi3.expected(old)
-
-
 def test_weights_in_several_files_equal_peft(phi3: Layouts) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -223,18 +206,3 @@ def test_parts_of_a_fused_module_equal_peft(phi3: Layouts) -> None:
         "gate_proj, up_proj joined into gate_up_proj (2 modules)",
         "q_proj, v_proj joined into qkv_proj (2 modules)",
     )
-
-
-def test_a_converted_adapter_is_served_without_its_original(glm4: Layouts) -> None:
-    """The store may evict the original: nobody leases it."""
-    adapter = glm4.all_linear("again")
-    expected = glm4.expected(adapter)
-    assert glm4.answer("again") == expected
-    original = glm4.manifest("again").converted.original_digest
-    leases = glm4.store / ".leases"
-    assert not (leases / original).exists() or not list((leases / original).iterdir())
-    assert json.loads((glm4.store / original / "manifest.json").read_text())["converted"] is None
-    shutil.rmtree(glm4.store / original)
-    shutil.copytree(adapter, glm4.root / "again-too")
-    assert glm4.answer("again-too") == expected
-    assert glm4.answer("again") == expected

@@ -40,6 +40,8 @@ def test_a_routers_view_is_as_it_is_recorded(bed: Bed, tmp_path: Path) -> None:
         PAGE.write_text(page)
     assert lora_shape(page) == lora_shape(PAGE.read_text())
     assert places(page) == places(PAGE.read_text())
+    waiting = [labels["waiting_lora_adapters"].split(",") for labels, _ in samples(page, "vllm:lora_requests_info")]
+    assert any({RUNS, WAITS} & set(names) for names in waiting), "to a router this replica must not look idle"
 
 
 def places(page: str) -> set[tuple[str, ...]]:

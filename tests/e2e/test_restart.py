@@ -49,7 +49,18 @@ def test_the_poller_swaps_and_a_restart_serves_what_was_served(bed: Bed, tmp_pat
             first.publish("chat", original, number)
             swapped_by_the_poller(first, "chat", original)
         first.answers_like("sql", "sql")
-        asyncio.run(seen(lambda: is_written(home / "store", {"sql", "kept", "chat"}, pinned={"kept"})))
+        by_path = shutil.copytree(bed.adapters / "sql", home / "by-path")
+        load = {"lora_name": "by-path", "lora_path": str(by_path)}
+        assert first.call("POST", "/v1/load_lora_adapter", load).status_code == 200
+        first.publish("versioned", "sql", 8)
+        first.answers_like("versioned", "sql")
+        by_digest = f"versioned@{first.view('versioned')['digest'][:12]}"
+        first.answers_like(by_digest, "sql")
+        first.done("DELETE", "/v1/loras/versioned")
+        names = {"sql", "kept", "chat", "by-path", by_digest}
+        asyncio.run(seen(lambda: is_written(home / "store", names, pinned={"kept"})))
+    shutil.rmtree(home / "adapters" / "versioned")  # only the store has it
+    shutil.copytree(bed.adapters / "chat", by_path, dirs_exist_ok=True)
     with serving(bed, home, LORA_PLUGINS_RESTORE="1", LORA_PLUGINS_REFRESH_S="0.5") as server:
         second = Admin(server, connect(server), bed, home / "adapters", home / "allowed")
         assert {"sql", "kept"} <= {view["lora_name"] for view in second.done("GET", "/v1/loras")["loras"]}
@@ -59,6 +70,11 @@ def test_the_poller_swaps_and_a_restart_serves_what_was_served(bed: Bed, tmp_pat
         second.answers_like("sql", "sql")  # rolled back, also after the restart
         second.done("POST", "/v1/loras/sql/refresh")
         second.answers_like("sql", "chat")
+        assert second.view(by_digest)["state"] == "serving", "before anybody has asked"
+        for name in (by_digest, "by-path"):
+            second.answers_like(name, "sql")
+        assert second.done("POST", "/v1/loras/by-path/refresh")["swapped"]
+        second.answers_like("by-path", "chat")
 
 
 def test_a_declared_set_is_served_and_follows_its_file(bed: Bed, tmp_path: Path) -> None:

@@ -7,12 +7,10 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import pytest
 
-from testbed import faults
 from testbed.bed import MAX_TOKENS
 from testbed.client import complete
 from testbed.models import PROMPT
@@ -80,27 +78,6 @@ def test_remote_refusal_has_its_reason(world: World, name: str, status: int, tex
         assert text in answer.error
 
 
-def test_log_says_where_an_unknown_name_was_looked_for(world: World) -> None:
-    lines: list[str] = []
-    ends = time.monotonic() + 90
-    while len(lines) < 2 and time.monotonic() < ends:  # others have asked for unknown names: 20 lines a minute
-        for name in ("acme/unheard-of", "other-org/unheard-of"):
-            answer = complete(world.client, name, PROMPT, 1)
-            assert answer.status == 404
-            assert all(place not in answer.error for place in (str(world.root), "s3:", "hf:"))
-        lines = [line for line in world.server.log().splitlines() if "unheard-of'" in line and "No adapter" in line]
-        time.sleep(1)
-    assert len(lines) == 2
-    lines.sort(key=lambda line: "other-org" in line)
-    assert all("INFO" in line for line in lines)
-    for line, name in zip(lines, ("acme/unheard-of", "other-org/unheard-of"), strict=True):
-        said = line.partition(f"No adapter '{name}': ")[2]
-        assert said.startswith(f"filesystem: {world.root / name}: no such directory; ")
-        assert f"; s3: s3://{world.bucket.name}/loras/{name}/ on {world.s3_proxy.url}: no adapter_config.json" in said
-    assert "; hub: hf://acme/unheard-of@main on " in lines[0]
-    assert "; hub: not asked: VLLM_LORA_RESOLVER_HF_REPO_LIST does not name it (acme/" in lines[1]
-
-
 def test_an_outage_is_503_with_retry_after_until_it_ends(world: World) -> None:
     body = {"model": "late", "prompt": PROMPT, "max_tokens": 1}
 
@@ -137,23 +114,6 @@ def test_outage_does_not_hide_what_others_have(world: World) -> None:
             assert list(answer.token_ids) == world.bed.answers[same_as], answer.error
 
 
-def test_a_fetch_that_broke_off_is_gone_on_with(world: World) -> None:
-    files = {path.name: path.read_bytes() for path in (world.bed.adapters / "wide").iterdir()}
-    world.bucket.put_many("loras/broken-off", files)
-    weights = r"broken-off/.*\.safetensors"
-    world.s3_proxy.plan(faults.reset(1_000_000), path=weights)
-    world.s3_proxy.plan(faults.server_error(), path=weights, times=None)
-    answer = complete(world.client, "broken-off", PROMPT, 1)
-    assert (answer.status, "L006" in answer.error) == (503, True), answer.error
-    world.s3_proxy.clear()
-    world.s3_proxy.forget()
-    time.sleep(5)  # Retry-After: until then the outage is remembered
-    assert list(complete(world.client, "broken-off", PROMPT, MAX_TOKENS).token_ids) == world.bed.answers["wide"]
-    (asked,) = world.s3_proxy.requests("GET", weights)
-    assert asked.range is not None
-    assert int(asked.range.removeprefix("bytes=").split("-")[0]) >= 500_000
-
-
 def test_deleted_and_overwritten_directory_changes_nothing(world: World) -> None:
     directory = world.root / "vanishing"
     assert list(complete(world.client, "vanishing", PROMPT, MAX_TOKENS).token_ids) == world.bed.answers["sql"]
@@ -164,25 +124,6 @@ def test_deleted_and_overwritten_directory_changes_nothing(world: World) -> None
     shutil.rmtree(directory)
     _crowd_out_of_the_host_cache(world)
     assert list(complete(world.client, "vanishing", PROMPT, MAX_TOKENS).token_ids) == world.bed.answers["sql"]
-
-
-def test_a_changed_adapter_loaded_again_has_a_new_path(world: World) -> None:
-    directory = world.root / "changing"
-    shutil.copytree(world.bed.adapters / "sql", directory)
-    assert list(complete(world.client, "changing", PROMPT, MAX_TOKENS).token_ids) == world.bed.answers["sql"]
-    old = _root_of(world, "changing")
-    shutil.rmtree(directory)
-    shutil.copytree(world.bed.adapters / "chat", directory)
-    httpx.post(
-        f"{world.server.url}/v1/unload_lora_adapter", json={"lora_name": "changing"}, timeout=240
-    ).raise_for_status()
-    assert list(complete(world.client, "changing", PROMPT, MAX_TOKENS).token_ids) == world.bed.answers["chat"]
-    assert _root_of(world, "changing") != old
-    assert old.is_dir()
-
-
-def _root_of(world: World, name: str) -> Path:
-    return Path(next(card.root for card in world.client.models.list() if card.id == name))
 
 
 def _crowd_out_of_the_host_cache(world: World) -> None:

@@ -150,15 +150,6 @@ def test_where_the_source_is_away_it_is_not_served(make, clock):
     assert content(resolver.ask().path) == GOOD
 
 
-def test_by_digest_a_damaged_copy_is_not_found(make):
-    source = FakeSource("s3", {"sql": GOOD})
-    first = make(source).ask()
-    flip(first.path / WEIGHTS_FILE, 8 * len(GOOD[WEIGHTS_FILE]) - 1)
-    resolver = make(source)
-    assert asyncio.run(resolver.of_digest("sql", first.digest, of_any_name=True)) is None
-    assert not resolver.store.leases.is_held(first.digest, "sql")
-
-
 def test_a_read_only_store_does_not_serve_damage(make, monkeypatch):
     source = FakeSource("s3", {"sql": GOOD})
     first = make(source).ask()

@@ -119,5 +119,6 @@ async def test_after_the_deadline_only_admitted_requests_are_ended() -> None:
     new = world.start("sql", LONG_S, "new")
     assert await unloading
     assert world.server.aborted == ["old"]
+    assert [event.aborted for event in world.told if isinstance(event, AdapterUnloaded)] == [1]
     assert old.cancelled()
     assert (await new, await other) == ("/store/aa", "/store/bb")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lora_plugins import process as process_module
-from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, NoFreeSlot
+from lora_plugins.errors import AdapterNotFound, NoFreeSlot
 from lora_plugins.events import Events
 from lora_plugins.process import Process
 from lora_plugins.server.desired import DesiredAdapter
@@ -62,20 +62,6 @@ async def test_another_uri_ends_the_effect_of_a_rollback() -> None:
 
 
 @runs
-async def test_a_failed_load_by_uri_leaves_nothing() -> None:
-    world = World()
-    world.resolver.has["s3://b/x"] = Version("aa")
-    world.worker.broken = IncompatibleAdapter("shape")
-    for _ in range(3):
-        with pytest.raises(IncompatibleAdapter):
-            await world.lifecycle.load("sql", "s3://b/x")
-    await world.settled()
-    assert world.in_workers == set()
-    assert world.engine.planner.state.adapters == {}
-    assert world.resolver.leased == set()
-
-
-@runs
 async def test_a_name_is_blocked_before_its_unload_has_the_lock() -> None:
     world = World()
     async with world.server.lock("sql"):
@@ -104,23 +90,6 @@ async def test_a_block_waits_for_no_look_up_of_the_name() -> None:
     assert world.in_workers == set()
     assert world.resolver.leased == set()
     assert world.lifecycle.registry.all() == []
-
-
-@runs
-async def test_a_held_request_is_refused_as_its_name_is_blocked() -> None:
-    world = World(slots=1)
-    world.resolver.has["chat"] = Version("cc")
-    await serving(world, "aa")
-    await world.lifecycle.load("chat")
-    running = world.start("chat", 30)
-    await asyncio.sleep(0.02)
-    held = asyncio.create_task(world.ask("sql"))
-    await asyncio.sleep(0.02)
-    async with world.server.lock("sql"):
-        await world.lifecycle.unload("sql", block=True)
-        with pytest.raises(AdapterNotFound, match="blocked"):
-            await asyncio.wait_for(held, 1)
-    await running
 
 
 @runs

@@ -173,18 +173,6 @@ async def test_a_request_waits_for_the_good_copy(make_bed) -> None:
 
 
 @runs
-async def test_a_refresh_replaces_what_verify_found(make_bed) -> None:
-    bed = make_bed()
-    adapter = await bed.load()
-    bed.damage(adapter)
-    bed.verify(adapter)
-    assert await bed.world.lifecycle.refresh("sql")
-    assert content(adapter.version.path) == GOOD
-    assert loads(bed) == 2
-    assert not await bed.world.lifecycle.refresh("sql")
-
-
-@runs
 async def test_what_no_source_has_any_more_is_not_served(make_bed) -> None:
     bed = make_bed()
     adapter = await bed.load()

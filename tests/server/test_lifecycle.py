@@ -21,7 +21,6 @@ from lora_plugins.errors import (
 )
 from lora_plugins.events import AdapterSwapped, AdapterUnloaded, NotServed
 from lora_plugins.server.lifecycle import ANY_VERSION
-from lora_plugins.server.swapping import KEPT_VERSIONS
 from lora_plugins.store.blocks import Blocks
 from tests.server.world import Request, Version, World, serving
 from tests.virtual_time import runs
@@ -162,20 +161,6 @@ async def test_unload_waits_for_what_runs_and_frees_everything() -> None:
 
 
 @runs
-async def test_after_the_deadline_what_runs_is_ended() -> None:
-    world = World()
-    world.resolver.has["sql"] = Version("aa")
-    await world.lifecycle.load("sql")
-    running = world.start("sql", 30, "r1")
-    await asyncio.sleep(0.02)
-    assert await world.lifecycle.unload("sql", block=False, timeout_s=0.05)
-    assert world.server.aborted == ["r1"]
-    assert running.cancelled()
-    assert world.in_workers == set()
-    assert next(event for event in world.told if isinstance(event, AdapterUnloaded)).aborted == 1
-
-
-@runs
 async def test_unloading_what_is_not_there_says_so() -> None:
     world = World()
     with pytest.raises(AdapterNotFound):
@@ -269,21 +254,6 @@ async def test_a_block_that_cannot_be_written_says_so() -> None:
 
 
 @runs
-async def test_loaded_again_while_it_drains_it_keeps_its_lease() -> None:
-    world = World()
-    world.resolver.has["sql"] = Version("aa")
-    await world.lifecycle.load("sql")
-    running = world.start("sql", 0.1)
-    await asyncio.sleep(0.02)
-    unloading = asyncio.create_task(world.lifecycle.unload("sql", block=False, timeout_s=5))
-    await asyncio.sleep(0.02)
-    await world.lifecycle.load("sql")
-    await asyncio.gather(running, unloading)
-    assert world.resolver.leased == {"aa"}
-    assert await world.ask("sql") == "/store/aa"
-
-
-@runs
 async def test_a_drain_ends_no_lease_of_a_load_under_way() -> None:
     for late in range(60):  # half a millisecond each, around the end of what runs
         world = World()
@@ -368,21 +338,6 @@ async def test_an_update_that_cannot_be_served_leaves_the_old_one(found: LoRAPlu
 
 
 @runs
-async def test_an_update_that_no_worker_loads_leaves_the_old_one() -> None:
-    world = World()
-    await serving(world, "aa")
-    world.worker.broken = IncompatibleAdapter("shape")
-    world.resolver.has["sql"] = Version("bb")
-    with pytest.raises(IncompatibleAdapter):
-        await world.lifecycle.refresh("sql")
-    world.worker.broken = None
-    await world.settled()
-    assert world.resolver.leased == {"aa"}
-    assert world.in_workers == {"aa"}
-    assert await world.ask("sql") == "/store/aa"
-
-
-@runs
 async def test_a_rollback_stays_until_the_next_refresh() -> None:
     world = World()
     served = await serving(world, "aa", "bb")
@@ -417,17 +372,6 @@ async def test_with_nothing_before_it_there_is_no_rollback() -> None:
     await serving(world, "aa")
     with pytest.raises(AdapterNotFound, match="no version before"):
         await world.lifecycle.roll_back("sql")
-
-
-@runs
-async def test_only_so_many_versions_are_kept() -> None:
-    world = World()
-    digests = [f"{number:02x}" for number in range(8)]
-    served = await serving(world, *digests)
-    await world.settled()
-    assert [kept.digest for kept in served.previous] == digests[-2 : -2 - KEPT_VERSIONS : -1]
-    assert world.resolver.leased == set(digests[-1 - KEPT_VERSIONS :])
-    assert world.in_workers <= {digests[-1]}
 
 
 @pytest.mark.parametrize("is_instant", [True, False])
@@ -509,18 +453,6 @@ async def test_pins_leave_one_slot_for_all_others() -> None:
     for change in (world.lifecycle.pin, world.lifecycle.unpin):
         with pytest.raises(AdapterNotFound):
             await change("nobody")
-
-
-@runs
-async def test_a_pinned_one_is_pinned_in_its_new_version_too() -> None:
-    world = World(slots=3)
-    served = await serving(world, "aa")
-    await world.lifecycle.pin("sql")
-    world.resolver.has["sql"] = Version("bb")
-    await world.lifecycle.refresh("sql")
-    await world.settled()
-    assert world.engine.pinned == {served.request.lora_int_id}
-    assert served.is_pinned
 
 
 @runs

@@ -67,14 +67,3 @@ def test_of_many_at_once_each_name_lets_one_in():
         assert len(locks) == 0
 
     asyncio.run(run())
-
-
-def test_a_hundred_thousand_names_leave_nothing():
-    async def run() -> None:
-        locks = NameLocks()
-        for number in range(100_000):
-            async with locks[f"name-{number}"]:
-                pass
-        assert len(locks) == 0
-
-    asyncio.run(run())

@@ -14,8 +14,7 @@ from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route, WebSocketRoute
-from starlette.websockets import WebSocket
+from starlette.routing import Route
 
 from lora_plugins.server.response import AnswerForAdapters, present
 from tests.virtual_time import runs
@@ -253,12 +252,6 @@ async def test_other_methods_are_left_alone() -> None:
 
 
 @runs
-async def test_two_requests_at_once_are_not_mixed_up() -> None:
-    refused, served = await asyncio.gather(call(stream(error=REFUSED)), call(stream()))
-    assert (refused.status, served.status) == (503, 200)
-
-
-@runs
 async def test_websockets_and_what_is_no_connection_pass() -> None:
     passed: list[str] = []
 
@@ -275,24 +268,6 @@ async def test_websockets_and_what_is_no_connection_pass() -> None:
         await AnswerForAdapters(app, nobody)({"type": kind}, seen.receive, seen.send)
     assert passed == ["websocket", "lifespan"]
     assert len(seen.sent) == 2
-
-
-def test_a_websocket_is_accepted_and_answered() -> None:
-    from starlette.testclient import TestClient
-
-    async def echo(socket: WebSocket) -> None:
-        await socket.accept()
-        await socket.send_text(await socket.receive_text())
-        await socket.close()
-
-    async def nobody(scope: Any, error: Exception) -> Any:
-        raise AssertionError("there is no error")
-
-    app = Starlette(routes=[WebSocketRoute("/", echo)])
-    app.add_middleware(AnswerForAdapters, answer=nobody)  # type: ignore[arg-type]
-    with TestClient(app).websocket_connect("/") as socket:
-        socket.send_text("hello")
-        assert socket.receive_text() == "hello"
 
 
 def test_where_there_is_no_request_nobody_is_told() -> None:

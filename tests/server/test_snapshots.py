@@ -68,7 +68,9 @@ class Bed:
 
     @property
     def leased(self) -> int:
-        return sum(len(holders) for holders in self.resolver.store.leases._holders.values())
+        """How many versions."""
+        store = self.resolver.store
+        return sum(bool(store.leases.holders(digest)) for digest in store.layout.digests())
 
 
 @pytest.fixture

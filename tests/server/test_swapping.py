@@ -110,20 +110,6 @@ async def test_a_refresh_reads_the_path_again_and_polls_do_not() -> None:
     assert await world.ask("a name of its own") == "/store/bb"
 
 
-@runs
-async def test_again_and_again_leaves_nothing_of_what_was_before() -> None:
-    world = World()
-    await serving(world, "aa")
-    for number in range(20):
-        world.resolver.has["/by/hand"] = Version(f"v{number}")
-        assert await load_in_place(world, "sql", "/by/hand")
-        assert await world.ask("sql") == f"/store/v{number}"
-    await gone(world)
-    assert world.in_workers == {"v19"}
-    assert world.resolver.leased == {"v17", "v18", "v19"}
-    assert sum(isinstance(event, AdapterSwapped) for event in world.told) == 20
-
-
 @pytest.mark.parametrize("is_refused_by", ["resolver", "worker"])
 @runs
 async def test_weights_that_cannot_be_served_leave_the_old_ones(is_refused_by: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.walkthroughs.reader import Do, Step, Walk
+from tests.walkthroughs.reader import Do, Walk
 from tests.walkthroughs.test_air_gapped import AIR_GAPPED
 from tests.walkthroughs.test_hobbyist import CPU, README
 from tests.walkthroughs.test_operator import KUBERNETES
@@ -22,17 +22,3 @@ def test_every_block_is_a_step_and_substitutions_apply(walk: Walk) -> None:
 def test_what_is_left_out_or_replaced_has_a_reason(walk: Walk) -> None:
     assert all(step.note for step in walk.steps if step.do in (Do.LEAVE_OUT, Do.WRITE))
     assert all(why for _, why in walk.substitutions.values())
-
-
-@pytest.mark.parametrize(
-    ("steps", "substitutions", "wrong"),
-    [
-        ([*CPU.steps[1:]], {}, "a block that no step names: make set-up"),
-        ([*CPU.steps, Step("make coffee")], {}, "no such block: make coffee"),
-        ([*reversed(CPU.steps)], {}, "its blocks come in another order"),
-        (CPU.steps, {"localhost:9000": ("", "")}, "nothing to substitute: localhost:9000"),
-    ],
-)
-def test_a_page_that_has_changed_is_found(steps, substitutions, wrong) -> None:
-    (found,) = Walk(CPU.page, steps, substitutions).wrong()
-    assert f"{CPU.page}: {wrong}" in found

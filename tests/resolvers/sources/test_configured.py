@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ import pytest
 
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import adapter_id
-from lora_plugins.adapter.weight_files import WEIGHTS_FILE
-from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, SourceUnavailable
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, SourceUnavailable
 from lora_plugins.events import (
     AdapterFetched,
     AdapterRejected,
@@ -26,7 +24,6 @@ from lora_plugins.events import (
     Events,
     FetchEnded,
     FetchStarted,
-    SourceFailed,
 )
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources import hub as hub_module
@@ -212,15 +209,6 @@ def test_a_broken_adapter_is_refused_and_leaves_nothing(place, resolver):
     assert set(resolver.kinds) == {AdapterRejected}
 
 
-def test_it_is_validated_against_the_served_model(place, resolver):
-    place.put("v1", GOOD)
-    resolver.base = replace(BASE, max_rank=1)
-    with pytest.raises(IncompatibleAdapter):
-        resolver.load(f"{place.prefix}/v1")
-    (digest,) = resolver.store.layout.digests()
-    assert resolver.store.remove(digest), "not leased"
-
-
 def test_a_new_version_leaves_the_old_one_in_place(place, resolver):
     uri = f"{place.prefix}/v1"
     place.put("v1", GOOD)
@@ -239,21 +227,6 @@ def test_a_new_version_leaves_the_old_one_in_place(place, resolver):
     assert not resolver.store.remove(second.digest)
 
 
-def test_a_broken_new_version_leaves_the_old_one(place, resolver):
-    uri = f"{place.prefix}/v1"
-    place.put("v1", GOOD)
-    first = resolver.load(uri)
-    place.put("v1", BROKEN)
-    for _ in range(2):
-        with pytest.raises(InvalidAdapter):
-            resolver.newest(uri)
-    assert resolver.kinds.count(AdapterFetched) == 1
-    assert content(first.path) == GOOD
-    assert not resolver.store.remove(first.digest)
-    place.put("v1", turned())
-    assert content(resolver.newest(uri).path) == turned()
-
-
 def test_what_left_the_source_is_still_served(place, resolver):
     uri = f"{place.prefix}/v1"
     place.put("v1", GOOD)
@@ -267,52 +240,28 @@ def test_what_left_the_source_is_still_served(place, resolver):
         resolver.load(uri)
 
 
-def test_names_and_uris_of_the_same_bytes_share_a_directory(place, resolver):
-    for folder in ("one", "two"):
-        place.put(folder, GOOD)
-    first = resolver.load(f"{place.prefix}/one", "a")
-    assert (
-        resolver.load(f"{place.prefix}/one", "b").path == resolver.load(f"{place.prefix}/two", "c").path == first.path
-    )
-    assert len({adapter_id(name) for name in "abc"}) == 3
-    for name in "abc":
-        assert not resolver.store.remove(first.digest)
-        resolver.store.release(name, first.path)
-        resolver.store.release(name, first.path)  # a second time changes nothing
-    assert resolver.store.remove(first.digest)
-
-
-def test_what_was_released_and_evicted_is_fetched_again(place, resolver):
-    place.put("v1", GOOD)
-    first = resolver.load(f"{place.prefix}/v1")
-    resolver.store.release("sql", first.path)
-    assert resolver.store.remove(first.digest)
-    assert content(resolver.load(f"{place.prefix}/v1").path) == GOOD
-    assert not resolver.store.remove(first.digest)
-
-
-@pytest.mark.parametrize("exists", [True, False])
-@pytest.mark.parametrize("leave", ["{}x/v1", "{}/../v1", "{}/%2e%2e/v1", "{}//v1", "{}/./v1", "{}-private/v1"])
-def test_what_is_not_allowed_says_nothing_of_what_is_there(place, resolver, leave, exists, tmp_path):
-    if exists:
-        for directory in ("allowedx/v1", "v1", "allowed-private/v1"):
+def test_what_is_not_allowed_says_nothing_of_what_is_there(tmp_path):
+    resolver, prefix, said = file_resolver(tmp_path), (tmp_path / "allowed").as_uri(), []
+    for exists in (False, True):
+        for directory in ("allowedx/v1", "v1", "allowed-private/v1") if exists else ():
             put(tmp_path / directory, GOOD)
-    with pytest.raises(InvalidAdapter) as caught:
-        resolver.load(leave.format(place.prefix))
-    assert caught.value.adapter == "sql"
-    assert str(tmp_path) not in str(caught.value)
-    with pytest.raises(InvalidAdapter) as again:
-        resolver.newest(leave.format(place.prefix))
-    assert str(again.value) == str(caught.value)
-    assert resolver.emitted == []
-    assert resolver.store.layout.digests() == []
+        for leave in ("x/v1", "/../v1", "/%2e%2e/v1", "//v1", "/./v1", "-private/v1"):
+            for ask in (resolver.load, resolver.newest):
+                with pytest.raises(InvalidAdapter) as caught:
+                    ask(f"{prefix}{leave}")
+                assert caught.value.adapter == "sql"
+                assert str(tmp_path) not in str(caught.value)
+                said.append(str(caught.value))
+    assert said[: len(said) // 2] == said[len(said) // 2 :]
+    assert (resolver.emitted, resolver.store.layout.digests()) == ([], [])
 
 
-@pytest.mark.parametrize("name", ["", "../sql", "a//b", "a" * 257])
-def test_a_malformed_name_is_refused_before_anything_is_asked(place, resolver, name):
-    place.put("v1", GOOD)
-    with pytest.raises(InvalidAdapter, match="choose another name"):
-        resolver.load(f"{place.prefix}/v1", name)
+def test_a_malformed_name_is_refused_before_anything_is_asked(tmp_path):
+    put(tmp_path / "allowed" / "v1", GOOD)
+    resolver = file_resolver(tmp_path)
+    for name in ("", "../sql", "a//b", "a" * 257):
+        with pytest.raises(InvalidAdapter, match="choose another name"):
+            resolver.load((tmp_path / "allowed" / "v1").as_uri(), name)
     assert resolver.emitted == []
 
 
@@ -320,17 +269,6 @@ def test_without_prefixes_nothing_is_fetched(place, tmp_path):
     place.put("v1", GOOD)
     with pytest.raises(InvalidAdapter, match="not allowed"):
         RecordingResolver(tmp_path / "store", **place.settings).load(f"{place.prefix}/v1")
-
-
-def test_requests_at_one_time_share_one_fetch(place, resolver):
-    place.put("v1", GOOD)
-
-    async def crowd() -> list[ResolvedAdapter]:
-        uri = f"{place.prefix}/v1"
-        return await asyncio.gather(*(resolver.resolve_uri("sql", uri, BASE.path) for _ in range(20)))
-
-    assert len(set(map(id, asyncio.run(crowd())))) == 1
-    assert resolver.kinds == [AdapterFetched, AdapterResolved]
 
 
 # --- a name by URI and the same name at a source
@@ -385,36 +323,14 @@ def file_resolver(tmp_path: Path, *prefixes: str, **settings: Any) -> RecordingR
     )
 
 
-@pytest.mark.parametrize("what", ["directory", "folder above", "file"])
-def test_a_symlink_out_of_the_allowed_directory_is_refused(tmp_path, what):
-    put(tmp_path / "outside" / "team" / "sql", GOOD)
-    allowed = tmp_path / "allowed"
-    allowed.mkdir()
-    if what == "directory":
-        (allowed / "team").mkdir()
-        os.symlink(tmp_path / "outside" / "team" / "sql", allowed / "team" / "sql")
-    elif what == "folder above":
-        os.symlink(tmp_path / "outside" / "team", allowed / "team")
-    else:
-        put(allowed / "team" / "sql", {CONFIG_FILE: GOOD[CONFIG_FILE]})
-        os.symlink(tmp_path / "outside" / "team" / "sql" / WEIGHTS_FILE, allowed / "team" / "sql" / WEIGHTS_FILE)
-    uri = (allowed / "team" / "sql").as_uri()
+def test_a_symlink_out_of_the_allowed_directory_is_refused(tmp_path):
+    put(tmp_path / "outside" / "sql", GOOD)
+    (tmp_path / "allowed").mkdir()
+    os.symlink(tmp_path / "outside" / "sql", tmp_path / "allowed" / "sql")
+    uri = (tmp_path / "allowed" / "sql").as_uri()
     with pytest.raises(InvalidAdapter, match="symlink"):
         file_resolver(tmp_path).load(uri)
     assert content(file_resolver(tmp_path, follow_symlinks=True).load(uri).path) == GOOD
-
-
-def test_a_symlink_inside_the_allowed_directory_is_followed(tmp_path):
-    put(tmp_path / "allowed" / "v1", GOOD)
-    os.symlink("v1", tmp_path / "allowed" / "current")
-    resolver = file_resolver(tmp_path)
-    uri = (tmp_path / "allowed" / "current").as_uri()
-    first = resolver.load(uri)
-    put(tmp_path / "allowed" / "v2", turned())
-    os.symlink("v2", tmp_path / "allowed" / "next")
-    os.replace(tmp_path / "allowed" / "next", tmp_path / "allowed" / "current")
-    assert content(first.path) == GOOD
-    assert content(resolver.newest(uri).path) == turned()
 
 
 def test_a_prefix_may_be_the_adapter_itself(tmp_path):
@@ -458,18 +374,6 @@ def test_a_scheme_that_cannot_be_asked_here_is_no_404(tmp_path):
     resolver = RecordingResolver(tmp_path / "store", allowed_uris=("nosuch://bucket",))
     with pytest.raises(SourceUnavailable, match="nosuch://"):
         resolver.load("nosuch://bucket/x")
-
-
-def test_an_outage_is_no_404(bed, tmp_path):
-    bed.put("v1", dict(GOOD))
-    uri = f"s3://{bed.bucket.name}/loras/v1"
-    resolver = RecordingResolver(tmp_path / "store", allowed_uris=(uri,), aws=bed.s3.env(bed.proxy.url))
-    first = resolver.load(uri)
-    bed.proxy.refuse()
-    with pytest.raises(SourceUnavailable):
-        resolver.newest(uri)
-    assert SourceFailed in resolver.kinds
-    assert resolver.load(uri) == first, "within revalidate_s it is not asked"
 
 
 def test_a_local_path_template_is_for_names_only(bed, tmp_path):

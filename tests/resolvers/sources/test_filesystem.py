@@ -93,18 +93,11 @@ def tmp_of(store: Store) -> list[str]:
 
 
 def test_the_uri_is_the_name_below_the_root(root):
+    assert FilesystemSource(root).remote is False, "asking costs no round trip"
     put(root / "team" / "a b%20#?@v2", adapter_files())
     found = located(FilesystemSource(root), "team/a b%20#?@v2")
     assert found.uri == (root / "team" / "a b%20#?@v2").as_uri()
     assert found.uri.endswith("/team/a%20b%2520%23%3F%40v2")
-
-
-def test_it_costs_no_round_trip(root):
-    assert FilesystemSource(root).remote is False
-
-
-def test_its_text_names_its_root(root):
-    assert str(FilesystemSource(root)) == f"filesystem ({root})"
 
 
 @pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE, *PICKLE_FILES])
@@ -281,16 +274,6 @@ def test_a_root_that_is_a_symlink_is_a_root(root, tmp_path, rank):
     assert rank(FilesystemSource(tmp_path / "link")) == 4
 
 
-def test_a_symlink_redirected_before_the_fetch_is_refused(root, outside, store):
-    put(root / "sql", adapter_files())
-    found = located(FilesystemSource(root), "sql")
-    shutil.rmtree(root / "sql")
-    (root / "sql").symlink_to(outside)
-    with pytest.raises(InvalidAdapter, match="leaves the adapter root"):
-        obtain(store, FilesystemSource(root), found)
-    assert tmp_of(store) == []
-
-
 @pytest.mark.parametrize("what", ["file", "directory"])
 def test_a_path_exchanged_after_its_check_leads_nowhere(root, outside, store, monkeypatch, what):
     put(root / "sql", adapter_files(lora_alpha=16))
@@ -336,7 +319,7 @@ def test_a_link_exchanged_in_a_loop_serves_nothing_outside(root, outside, what):
 
     async def ask() -> None:
         started = time.monotonic()
-        while time.monotonic() - started < 3:
+        while time.monotonic() - started < 1:
             with contextlib.suppress(LoRAPluginsError):
                 found = await source.locate(name, "")
                 files = () if isinstance(found, Absence) else found.files
@@ -425,27 +408,6 @@ def test_a_file_that_may_not_be_read_is_an_outage(root, store, permissions_count
 
 
 # --- the snapshot
-
-
-@pytest.mark.parametrize("how", ["overwritten in place", "replaced", "deleted", "truncated"])
-def test_a_snapshot_outlives_its_source(root, store, how):
-    put(root / "sql", adapter_files())
-    source = FilesystemSource(root)
-    stored = obtain(store, source, located(source, "sql"))
-    weights = root / "sql" / WEIGHTS_FILE
-    if how == "overwritten in place":
-        with weights.open("r+b") as file:
-            file.write(b"x" * 500)
-    elif how == "replaced":
-        put(root / "new", turned())
-        for name in turned():
-            os.replace(root / "new" / name, root / "sql" / name)
-    elif how == "deleted":
-        shutil.rmtree(root / "sql")
-    else:
-        os.truncate(weights, 10)
-    assert content(stored.directory) == adapter_files()
-    assert store.verify(stored.digest)
 
 
 def test_a_snapshot_shares_no_file_with_its_source(root, store):
@@ -592,18 +554,6 @@ def test_a_full_store_is_no_fault_of_the_source(root, store, monkeypatch):
     with pytest.raises(OutOfMemory, match="LORA_PLUGINS_STORE_DIR"):
         obtain(store, source, found)
     assert tmp_of(store) == []
-
-
-def test_files_are_copied_in_a_thread_of_the_source(root, tmp_path):
-    put(root / "sql", adapter_files())
-    source = FilesystemSource(root)
-    found = located(source, "sql")
-    (tmp_path / "download").mkdir()
-    download = PartialDownload(tmp_path / "download", [file.name for file in found.files])
-    threads: set[str] = set()
-    download.landed = lambda *_: threads.add(threading.current_thread().name)
-    asyncio.run(source.fetch(found, download))
-    assert {name.rpartition("_")[0] for name in threads} == {"lora-plugins-filesystem"}
 
 
 # --- nothing leaves the root

@@ -80,12 +80,6 @@ def test_locating_costs_one_request(bed):
     assert [r.path for r in bed.hub.requests()] == ["/api/models/team/sql/revision/main"]
 
 
-@pytest.mark.parametrize("name", ["sql", "other/sql", "team/sql2", "team", "acme", "acme/a--b", "acme/a.git/x"])
-def test_a_name_outside_the_list_costs_no_request(bed, name):
-    assert bed.locate(name) is None
-    assert bed.hub.count() == 0
-
-
 @pytest.mark.parametrize(
     ("name", "detail"),
     [
@@ -196,15 +190,6 @@ def test_each_folder_of_a_repository_is_an_adapter(bed, server):
     assert located(bed, "acme/many/fr").uri == "hf://acme/many/fr"
     assert bed.serve("acme/many/fr") == FILES
     assert bed.serve("acme/many/de/x y%") == OTHER
-
-
-def test_what_the_hub_does_not_have_is_no_adapter(bed, server):
-    token = server.user("hf_any")
-    server.commit("acme/empty", {"README.md": b"nothing"})
-    assert bed.locate("team/sql@v9") is None
-    assert bed.locate("acme/empty") is None
-    assert bed.locate("acme/missing", token=token) is None
-    assert bed.locate("team/secret", token=token) is None
 
 
 def test_a_uri_is_located_without_the_list(bed, server):
@@ -335,32 +320,6 @@ def test_files_are_fetched_at_the_same_time(bed, server, proxy):
     found = located(bed, "team/sql")
     bed.obtain(bed.source(endpoint=proxy.url), found)
     assert not all_of_them.broken
-
-
-def test_fetching_never_holds_up_the_event_loop(bed, proxy):
-    asked, ticks, heard = threading.Event(), threading.Semaphore(0), []
-
-    def answer_after_some_ticks() -> None:
-        asked.set()
-        heard.extend(ticks.acquire(timeout=60) for _ in range(10))
-
-    proxy.plan(faults.run_before(answer_after_some_ticks), method="GET", path=WEIGHTS_FILE)
-    source = bed.source(endpoint=proxy.url)
-
-    async def tick() -> None:
-        while True:
-            await asyncio.sleep(0.001)
-            if asked.is_set():
-                ticks.release()
-
-    async def go() -> None:
-        ticking = asyncio.create_task(tick())
-        found = await source.locate(AdapterName.parse("team/sql"), "")
-        await bed.store.obtain(found, lambda arriving: source.fetch(found, arriving), check)
-        ticking.cancel()
-
-    asyncio.run(go())
-    assert heard == [True] * 10
 
 
 # What the Hub's own cache has
@@ -498,12 +457,6 @@ def cut_off(proxy):
     proxy.clear()
     proxy.refuse()
     proxy.refuse(False)
-
-
-def test_nobody_there_is_no_absence(bed, proxy):
-    proxy.refuse()
-    with pytest.raises(SourceUnavailable, match="ConnectError"):
-        bed.locate("acme/any", endpoint=proxy.url)
 
 
 @pytest.mark.parametrize(("timeout_s", "look_up_s"), [(5.0, 5), (300.0, 30), (LONG_S, 60)])
