@@ -46,7 +46,7 @@ def server() -> Iterator[AdminServer]:
 def put(world: World, name: str, engine_id: int) -> None:
     version = Version(f"{engine_id:064x}")
     request = Request(name, engine_id, str(version.path))
-    world.lifecycle.registry.put(ServedAdapter(name, request, version))
+    world.lifecycle.registry.put(ServedAdapter(name, request, version))  # type: ignore[arg-type]
 
 
 def ask(server: AdminServer, query: str = "") -> dict[str, Any]:
@@ -55,10 +55,10 @@ def ask(server: AdminServer, query: str = "") -> dict[str, Any]:
     with connection.getresponse() as answer:
         content = json.loads(answer.read())
         assert (answer.status, answer.getheader("content-type")) == (200, "application/json"), content
-        return content
+        return dict(content)
 
 
-def test_without_a_limit_everything_is_listed(server):
+def test_without_a_limit_everything_is_listed(server: AdminServer) -> None:
     listed = ask(server)
     assert [one["lora_name"] for one in listed["loras"]] == [*NAMES, "a/blocked", "z/blocked"]
     assert [one["state"] for one in listed["loras"]] == ["blocked", *["serving"] * 8, "blocked", "blocked"]
@@ -66,7 +66,7 @@ def test_without_a_limit_everything_is_listed(server):
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5, 10, 11, 12, 10_000])
-def test_the_pages_together_are_the_list(server, limit):
+def test_the_pages_together_are_the_list(server: AdminServer, limit: int) -> None:
     pages = [ask(server, f"?limit={limit}")]
     while pages[-1]["next"] is not None:
         pages.append(ask(server, f"?limit={limit}&after={quote(pages[-1]['next'], safe='')}"))
@@ -77,14 +77,14 @@ def test_the_pages_together_are_the_list(server, limit):
 
 
 @pytest.mark.parametrize("query", ["?limit=0", "?limit=10001", "?limit=x"])
-def test_a_limit_that_cannot_be_is_refused(server, query):
+def test_a_limit_that_cannot_be_is_refused(server: AdminServer, query: str) -> None:
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
     connection.request("GET", f"/v1/loras{query}", headers={"Authorization": f"Bearer {KEY}"})
     with connection.getresponse() as answer:
         assert answer.status in (400, 422)
 
 
-def test_the_command_line_follows_the_pages(server, monkeypatch):
+def test_the_command_line_follows_the_pages(server: AdminServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_line, "_PAGE", 2)
     listed = AdminClient(server.url, 60, KEY).adapters()
     assert sorted(one.lora_name for one in listed.loras) == sorted([*NAMES, "a/blocked", "z/blocked"])
