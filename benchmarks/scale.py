@@ -381,6 +381,13 @@ def wait_for_threads() -> None:
         time.sleep(0.01)
 
 
+def show(piece: Piece) -> None:
+    late, late_cpu = ("" if ms is None else f"{ms:.0f} ms" for ms in (piece.late_ms, piece.late_cpu_ms))
+    met = ("yes" if piece.is_met else "**no**") if piece.goal else ""
+    times = f"{piece.took_s:.3f} s | {piece.cpu_s:.3f} s | {late} | {late_cpu}"
+    print(f"| {piece.what} | {times} | {piece.goal} | {met} |", flush=True)
+
+
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--only", default="", help="pieces whose names have this, as listing, store, declared")
@@ -390,6 +397,8 @@ def main() -> int:
     reconciler._WRITE_DELAY_S = 0.05
     pieces: list[Piece] = []
     folder = Path(tempfile.mkdtemp(prefix="scale-"))
+    print("| what | takes | CPU | loop late | of which CPU | goal | met |")
+    print("|---|---|---|---|---|---|---|", flush=True)
     try:
         for what, measure in (
             ("", lambda: [asyncio.run(at_rest())]),
@@ -400,18 +409,12 @@ def main() -> int:
             ("store", lambda: of_store(folder, chosen.stored)),
         ):
             if not what or chosen.only in what:
-                pieces += measure()
+                for piece in measure():
+                    show(piece)
+                    pieces.append(piece)
                 gc.unfreeze()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print("| what | takes | CPU | loop late | of which CPU | goal | met |")
-    print("|---|---|---|---|---|---|---|")
-    for piece in pieces:
-        late, late_cpu = ("" if ms is None else f"{ms:.0f} ms" for ms in (piece.late_ms, piece.late_cpu_ms))
-        met = ("yes" if piece.is_met else "**no**") if piece.goal else ""
-        print(
-            f"| {piece.what} | {piece.took_s:.3f} s | {piece.cpu_s:.3f} s | {late} | {late_cpu} | {piece.goal} | {met} |"
-        )
     if not chosen.dry:
         print(f"\nMedians of {REPEATS} runs; raw: {keep('scale', [asdict(piece) for piece in pieces]).name}")
     return 0
