@@ -1,7 +1,7 @@
 """What a server does with 100,000 names and 50,000 stored adapters: what its event loop notices, and how long it takes.
 
 No engine: the real store, registry, reconciler and routes, around the planner of the tests and a made-up worker. A task
-of the loop sleeps for a millisecond again and again; how much later than that its turn comes is how late the loop is.
+of the loop sleeps for a millisecond again and again; how much later than that it goes on is how late the loop is.
 Beside wall time stands the CPU time of the whole process: what it used between two turns of the loop is what kept the
 loop waiting, whoever else uses the machine, and the goals of the loop are of it. What was made before is frozen, as
 vLLM's API server does at start. Prints a Markdown table and keeps the figures in benchmarks/results/scale.json.

@@ -494,7 +494,7 @@ class Store:
                 shutil.rmtree(entry.path, ignore_errors=True)
         kept_parts.sweep(self.layout)
         self.processes.sweep()
-        # Who leases what is judged anew each time: old leases are in nobody's way.
+        # Whether a lease's process lives is asked at each use: leases of the dead keep nothing.
         if len(os.listdir(self.layout.folder("leases"))) <= _SWEPT_AT_ONCE:
             self.leases.sweep()
         else:
