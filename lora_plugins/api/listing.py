@@ -20,6 +20,7 @@ from lora_plugins.server.registry import Registry, ServedAdapter
 
 MAX_LIMIT = 10_000
 _AT_ONCE = 100  # rows between two turns of the event loop: two milliseconds
+_LOOKED_AT = 1_000  # copies in one call of a thread
 
 _T = TypeVar("_T")
 _StateOf = Callable[[int], AdapterState]
@@ -95,7 +96,7 @@ async def json_of(
 
 async def _views(page: Page, lifecycle: Lifecycle, state_of: _StateOf) -> AsyncIterator[list[AdapterView]]:
     registry = lifecycle.registry
-    for names in _parts(page.served):
+    for names in _parts(page.served, _LOOKED_AT):
         adapters = [adapter for name in names if (adapter := registry.get(name)) is not None]
         states = [
             ServedState.BLOCKED
@@ -103,9 +104,11 @@ async def _views(page: Page, lifecycle: Lifecycle, state_of: _StateOf) -> AsyncI
             else ServedState.SERVING
             for adapter in adapters
         ]
-        yield await views_of(adapters, states, lifecycle, state_of)
-    for draining in _parts(page.draining):
-        yield await views_of(draining, [ServedState.DRAINING] * len(draining), lifecycle, state_of)
+        async for views in _looked_at(adapters, states, lifecycle, state_of):
+            yield views
+    for draining in _parts(page.draining, _LOOKED_AT):
+        async for views in _looked_at(draining, [ServedState.DRAINING] * len(draining), lifecycle, state_of):
+            yield views
     for names in _parts(page.blocked):
         yield [blocked_view(name, lifecycle) for name in names]
         await asyncio.sleep(0)
@@ -114,17 +117,26 @@ async def _views(page: Page, lifecycle: Lifecycle, state_of: _StateOf) -> AsyncI
 async def views_of(
     adapters: Sequence[ServedAdapter], states: Sequence[ServedState], lifecycle: Lifecycle, state_of: _StateOf
 ) -> list[AdapterView]:
-    """Rows of some adapters; a thread asks the store, which may be on a slow file system."""
+    """Rows of a few adapters."""
+    return [view async for views in _looked_at(adapters, states, lifecycle, state_of) for view in views]
+
+
+async def _looked_at(
+    adapters: Sequence[ServedAdapter], states: Sequence[ServedState], lifecycle: Lifecycle, state_of: _StateOf
+) -> AsyncIterator[list[AdapterView]]:
+    """Rows of some adapters, in parts; a thread asks the store, which may be on a slow file system."""
     store = lifecycle.server.resolver.store
 
     def look() -> list[bool]:
         return [it.version is not None and store.has(it.version.path) for it in adapters]
 
-    are_stored = await asyncio.to_thread(look)
-    return [
-        _view(adapter, state_of(adapter.engine_id), lifecycle, state, is_stored=is_stored)
-        for adapter, state, is_stored in zip(adapters, states, are_stored, strict=True)
-    ]
+    rows = list(zip(adapters, states, await asyncio.to_thread(look), strict=True))
+    for part in _parts(rows):
+        yield [
+            _view(adapter, state_of(adapter.engine_id), lifecycle, state, is_stored=is_stored)
+            for adapter, state, is_stored in part
+        ]
+        await asyncio.sleep(0)
 
 
 def _view(
@@ -183,5 +195,5 @@ def _declared_view(name: str, target: Target) -> DeclaredView:
     return DeclaredView(lora_name=name, state=DeclaredState.SERVED if target.is_done else state, error=error)
 
 
-def _parts(items: Sequence[_T]) -> Iterable[Sequence[_T]]:
-    return (items[begin : begin + _AT_ONCE] for begin in range(0, len(items), _AT_ONCE))
+def _parts(items: Sequence[_T], size: int = _AT_ONCE) -> Iterable[Sequence[_T]]:
+    return (items[begin : begin + size] for begin in range(0, len(items), size))
