@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo demo-ray test test-unit test-long test-models mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-fetch bench-policies bench-manager bench-admission bench-routing bench-kernels-cpu bench-access bench-faults bench-kernels-aot wheel clean
+.PHONY: help set-up demo demo-ray test test-unit test-long test-models mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-fetch bench-policies bench-manager bench-admission bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-kernels-aot wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -106,6 +106,9 @@ bench-admission: set-up ## who is admitted when, simulated with 1,000 adapters, 
 
 bench-routing: set-up ## routing policies, simulated: 100,000 adapters on 1,000 replicas (3 minutes)
 	@$(RUN) -m benchmarks.routing
+
+bench-scale: set-up ## 100,000 names and 50,000 stored adapters: what the event loop notices, start-up, fetches (5 minutes)
+	@$(RUN) -m benchmarks.scale
 
 bench-kernels-cpu: set-up ## adapters against the base model on the CPU, vLLM's kernels and ours (20 minutes)
 	@$(RUN) -m benchmarks.kernels_cpu

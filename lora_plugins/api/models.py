@@ -137,8 +137,11 @@ class DeclaredSetView(BaseModel):
 
 
 class AdapterList(BaseModel):
-    """All adapters that this server serves or has blocked."""
+    """All adapters that this server serves or has blocked, or a page of them."""
 
     loras: list[AdapterView]
-    count: int
-    declared: DeclaredSetView | None = Field(default=None, description="null without LORA_PLUGINS_ADAPTERS_FILE")
+    count: int = Field(description="of all, on every page")
+    declared: DeclaredSetView | None = Field(
+        default=None, description="null without LORA_PLUGINS_ADAPTERS_FILE, and on every page but the first"
+    )
+    next: str | None = Field(default=None, description="`after` of the next page; null where this is the last")

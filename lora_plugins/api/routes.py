@@ -8,20 +8,18 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Header, Query, Request
+from fastapi.responses import StreamingResponse
 
 from lora_plugins.api.access.principals import require_admin
 from lora_plugins.api.http_errors import http_error
+from lora_plugins.api.listing import MAX_LIMIT, blocked_view, json_of, page_of, views_of
 from lora_plugins.api.models import (
     AdapterList,
     AdapterStatus,
     AdapterView,
-    DeclaredSetView,
-    DeclaredState,
-    DeclaredView,
-    LastError,
     LoadAdapterRequest,
     RollbackRequest,
     ServedState,
@@ -29,11 +27,9 @@ from lora_plugins.api.models import (
     VersionStatus,
 )
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
-from lora_plugins.scheduler.messages import AdapterState
 from lora_plugins.server.lifecycle import ANY_VERSION, Lifecycle
 from lora_plugins.server.reconciler import Reconciler
-from lora_plugins.server.registry import ServedAdapter, not_served
-from lora_plugins.store.blocks import Blocks
+from lora_plugins.server.registry import not_served
 from lora_plugins.store.errors import DamagedCopy
 from lora_plugins.store.layout import is_digest
 
@@ -121,36 +117,36 @@ async def load(body: LoadAdapterRequest, lifecycle: _Lifecycle, if_match: _IfMat
     return change.done("loaded" if is_new else "is served")
 
 
-@router.get("")
-async def list_all(lifecycle: _Lifecycle, reconciler: _Reconciler) -> AdapterList:
+@router.get("", response_model=AdapterList)
+async def list_all(
+    lifecycle: _Lifecycle,
+    reconciler: _Reconciler,
+    limit: Annotated[
+        int | None, Query(ge=1, le=MAX_LIMIT, description="a page of so many names, by name; without it, all")
+    ] = None,
+    after: Annotated[str | None, Query(description="the page that begins after this name: `next` of the last")] = None,
+) -> StreamingResponse:
     """What is served, what still drains, which names are blocked, and what became of the declared set."""
-    registry, state_of = lifecycle.registry, await lifecycle.planner.states()
-    served = registry.all()
-    blocked = registry.blocked.among(adapter.name for adapter in served)
-    views = [_view(adapter, state_of(adapter.engine_id), lifecycle, _state(adapter, blocked)) for adapter in served]
-    views += [
-        _view(adapter, state_of(adapter.engine_id), lifecycle, ServedState.DRAINING)
-        for adapter in registry.draining.values()
-    ]
-    names = {view.lora_name for view in views}
-    views += [_blocked(name, lifecycle) for name in sorted(registry.blocked.names() - names)]
-    return AdapterList(loras=views, count=len(views), declared=_declared(reconciler))
+    page = await page_of(lifecycle.registry, limit, after)
+    state_of = await lifecycle.planner.states()
+    declared = reconciler if after is None else None
+    return StreamingResponse(json_of(page, lifecycle, state_of, declared), media_type="application/json")
 
 
 @router.get("/{lora_name:path}")
 async def show(lora_name: str, lifecycle: _Lifecycle) -> AdapterView:
     """One adapter, as in the list."""
-    registry, state = lifecycle.registry, ServedState.SERVING
+    registry = lifecycle.registry
     adapter = registry.get(lora_name)
     if adapter is not None:
-        state = _state(adapter, registry.blocked)
+        state = ServedState.BLOCKED if lora_name in registry.blocked else ServedState.SERVING
     else:
         adapter = next((one for one in registry.draining.values() if one.name == lora_name), None)
         state = ServedState.DRAINING
     if adapter is not None:
-        return _view(adapter, (await lifecycle.planner.states())(adapter.engine_id), lifecycle, state)
+        return (await views_of([adapter], [state], lifecycle, await lifecycle.planner.states()))[0]
     if lora_name in registry.blocked:
-        return _blocked(lora_name, lifecycle)
+        return blocked_view(lora_name, lifecycle)
     raise http_error(not_served(lora_name))
 
 
@@ -234,62 +230,3 @@ async def rollback(
 def _status(lifecycle: Lifecycle, name: str, what: str, status: str = "success") -> AdapterStatus:
     message = f"LoRA adapter '{name}' {what}."
     return AdapterStatus(status=status, message=message, lora_name=name, lora_id=lifecycle.registry.adapter_id(name))
-
-
-def _state(adapter: ServedAdapter, blocked: set[str] | Blocks) -> ServedState:
-    """Of what is registered here: another server of the store may have blocked it."""
-    return ServedState.BLOCKED if adapter.name in blocked else ServedState.SERVING
-
-
-def _view(
-    adapter: ServedAdapter, in_engines: AdapterState, lifecycle: Lifecycle, state: ServedState = ServedState.SERVING
-) -> AdapterView:
-    version = adapter.version
-    is_stored = version is not None and lifecycle.server.resolver.store.has(version.path)
-    tiers: dict[str, Any] = {"store": is_stored, "host": in_engines.is_loaded, "slot": in_engines.is_active}
-    error = None
-    if adapter.last_error is not None:
-        error = LastError(code=adapter.last_error[0].code, message=str(adapter.last_error[0]), at=adapter.last_error[1])
-    return AdapterView(
-        lora_name=adapter.name,
-        lora_id=lifecycle.registry.adapter_id(adapter.name),
-        state=state,
-        source=None if version is None else version.source,
-        uri=None if version is None else version.uri,
-        version=None if version is None else version.version,
-        digest=None if version is None else version.digest,
-        path=adapter.request.lora_path,
-        size_bytes=in_engines.size_bytes or (0 if version is None else version.size_bytes),
-        rank=None if version is None else version.rank,
-        tiers=[name for name, is_there in tiers.items() if is_there],
-        requests_in_flight=len(in_engines.running),
-        requests_held=len(in_engines.held),
-        last_used_at=lifecycle.planner.used_at.get(adapter.engine_id),
-        pinned=adapter.is_pinned,
-        pinned_digest=adapter.held_digest,
-        previous_digests=[kept.digest for kept in adapter.previous],
-        last_error=error,
-    )
-
-
-def _declared(reconciler: Reconciler | None) -> DeclaredSetView | None:
-    if reconciler is None or reconciler.declared is None:
-        return None
-    views = [
-        DeclaredView(
-            lora_name=name,
-            state=DeclaredState.SERVED
-            if one.is_done
-            else DeclaredState.WAITING
-            if one.error is None
-            else DeclaredState.FAILED,
-            error=None if one.error is None else str(one.error),
-        )
-        for name, one in reconciler.declared.items()
-    ]
-    error = reconciler.file_error
-    return DeclaredSetView(loras=views, file_error=None if error is None else str(error))
-
-
-def _blocked(name: str, lifecycle: Lifecycle) -> AdapterView:
-    return AdapterView(lora_name=name, lora_id=lifecycle.registry.adapter_id(name), state=ServedState.BLOCKED)

@@ -129,7 +129,7 @@ def _remote(view: StoreView, base_model: str) -> Result:
 
 
 def _served(output: Output, listed: AdapterList, url: str) -> Result:
-    return Result(listed.model_dump(mode="json"), [_view(listed, url, output.console.width)])
+    return Result(listed.model_dump(mode="json", exclude={"next"}), [_view(listed, url, output.console.width)])
 
 
 def _watch(output: Output, client: AdminClient, listed: AdapterList, interval_s: float) -> NoReturn:

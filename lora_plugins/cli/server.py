@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
 from typing import Annotated, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import typer
 from pydantic import BaseModel
@@ -26,6 +26,7 @@ DEFAULT_URL = VARIABLES["LORA_PLUGINS_URL"].default or ""
 _KEYS = ("LORA_PLUGINS_ADMIN_KEY", "VLLM_API_KEY")
 
 _PATH = "/v1/loras"
+_PAGE = 5_000  # names; a few megabytes
 _MAX_BYTES = 64 << 20
 _SHOWN_CHARACTERS = 300
 _ERROR = re.compile(
@@ -68,8 +69,13 @@ class AdminClient:
             raise UsageProblem(f"--url {self.url}: not http://host:port")
 
     def adapters(self) -> AdapterList:
-        """What the server serves, and has blocked."""
-        return self.ask(AdapterList, "GET", "")
+        """What the server serves, and has blocked: page by page, as an answer has an end."""
+        listed = page = self.ask(AdapterList, "GET", f"?limit={_PAGE}")
+        while page.next is not None:
+            page = self.ask(AdapterList, "GET", f"?limit={_PAGE}&after={quote(page.next, safe='')}")
+            listed.loras += page.loras
+        listed.count, listed.next = len(listed.loras), None
+        return listed
 
     def ask(
         self, kind: type[Model], method: str, path: str, body: BaseModel | None = None, if_match: str | None = None

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from lora_plugins.errors import InvalidSettings, LoRAPluginsError, OfAdapter
 from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, Events, NotServed
@@ -31,6 +32,10 @@ LOOK_INTERVAL_S = 2.0  # a mounted ConfigMap follows its change after a minute o
 RETRY_S = 15.0
 _LOADED_AT_ONCE = 4  # of one bucket, organisation or directory, so that what hangs there stops nothing elsewhere
 _WRITE_DELAY_S = 0.5
+_WRITE_PAUSE = 10  # times as long as the last one took: of 100,000 names it is not written all the time
+_AT_ONCE = 200  # of many that are gone through, between two turns of the event loop
+
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -96,7 +101,7 @@ class Reconciler:
             self._content = await asyncio.to_thread(read_bytes, path)
             self._declare(self._parse(self._content, path))
         awaited = [target for target in self._targets.values() if target.adapter.is_awaited]
-        self._begin(awaited)
+        await self._begin(awaited)
         await asyncio.gather(*self._serving.values())
         self._report()
         if awaited:
@@ -115,15 +120,15 @@ class Reconciler:
         Ends where nothing is left to be done, and there is no file. A source that does not answer delays nobody else.
         """
         path, waited_s = self._settings.adapters_file, 0.0
-        self._begin(target for target in self._targets.values() if target.error is None)
         try:
+            await self._begin(target for target in self._targets.values() if target.error is None)
             while path is not None or not all(target.is_done for target in self._targets.values()):
                 await asyncio.sleep(LOOK_INTERVAL_S)
                 waited_s += LOOK_INTERVAL_S
                 has_changed = path is not None and await self._read_again(path)
                 if has_changed or waited_s >= RETRY_S:
                     waited_s = 0.0
-                    self._begin(self._targets.values())
+                    await self._begin(self._targets.values())
                 self._report()
         finally:
             for task in self._serving.values():
@@ -179,11 +184,11 @@ class Reconciler:
 
     # --- what is to be served ---
 
-    def _begin(self, targets: Iterable[Target]) -> None:
+    async def _begin(self, targets: Iterable[Target]) -> None:
         """Have those served that are not yet, each in a task of its own."""
-        for target in targets:
+        async for target in _in_steps(list(targets)):
             name = target.adapter.name
-            if not (target.is_done or name in self._serving):
+            if self._targets.get(name) is target and not (target.is_done or name in self._serving):
                 task = self._serving[name] = asyncio.create_task(self._serve(target))
                 task.add_done_callback(partial(self._ended, name))
 
@@ -256,21 +261,35 @@ class Reconciler:
 
     async def _write(self) -> None:
         """Write until nothing has changed meanwhile: one writer at a time, so that the last state wins."""
-        registry = self._lifecycle.registry
+        delay_s = _WRITE_DELAY_S
         while not self._is_written:
-            await asyncio.sleep(_WRITE_DELAY_S)  # many changes come together
+            await asyncio.sleep(delay_s)  # many changes come together
             self._is_written = True
-            adapters, declared = registry.all(), self.declared or {}
-            served = [
-                DesiredAdapter(it.name, it.uri, it.held_digest, it.is_pinned)
-                for it in adapters
-                if it.version is not None and it.name not in declared  # without one, it was loaded by its Hub id
-            ]
-            known = {it.name for it in adapters}
-            open_ones = (it for it in self._targets.values() if not (it.is_done or it.is_declared))
-            open_names = (it.adapter for it in open_ones if it.adapter.name not in known)
-            served += [it for it in open_names if it.name not in registry.blocked]
+            started = time.perf_counter()
+            served = await self._what_is_served()
             try:
                 await asyncio.to_thread(self._served.write, served)
             except OSError as error:
                 logger.warning("What is served cannot be written to %s: %s", self._served.path, error)
+            delay_s = max(_WRITE_DELAY_S, _WRITE_PAUSE * (time.perf_counter() - started))
+
+    async def _what_is_served(self) -> list[DesiredAdapter]:
+        """In steps: what changes meanwhile is written the next time."""
+        registry, declared, served = self._lifecycle.registry, self.declared or {}, []
+        async for name in _in_steps(registry.names()):
+            it = registry.get(name)
+            if it is not None and it.version is not None and name not in declared:  # without one: by its Hub id
+                served.append(DesiredAdapter(name, it.uri, it.held_digest, it.is_pinned))
+        async for target in _in_steps(list(self._targets.values())):
+            is_open = not (target.is_done or target.is_declared or registry.serves(target.adapter.name))
+            if is_open and target.adapter.name not in registry.blocked:
+                served.append(target.adapter)
+        return served
+
+
+async def _in_steps(items: Sequence[_T]) -> AsyncIterator[_T]:
+    """The same, with a turn for others after each few hundred."""
+    for number, item in enumerate(items, 1):
+        yield item
+        if number % _AT_ONCE == 0:
+            await asyncio.sleep(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterable
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, OutOfMemory, SourceUnavailable
+from lora_plugins.store.inventory import Inventory
 from lora_plugins.store.kept_parts import all_parts, discard
 from lora_plugins.store.layout import Layout
 from lora_plugins.store.leases import Leases
@@ -43,42 +45,34 @@ class Eviction:
     left_bytes: int
 
 
-def entries(layout: Layout, sizes_bytes: dict[str, int] | None = None) -> list[Entry]:
-    """All published adapters, the one used longest ago first.
-
-    With `sizes_bytes`, by digest, the manifests of those are not read; others are added, and those that are gone
-    removed.
-    """
+def entries(layout: Layout) -> list[Entry]:
+    """All published adapters, the one used longest ago first."""
     found = []
     for digest in layout.digests():
-        manifest, size_bytes = None, None if sizes_bytes is None else sizes_bytes.get(digest)
-        if size_bytes is None:
+        manifest = None
+        try:
+            manifest = Manifest.read(layout.adapter(digest))
+            size_bytes = manifest.size_bytes
+        except (InvalidAdapter, SourceUnavailable):
             try:
-                manifest = Manifest.read(layout.adapter(digest))
-                size_bytes = manifest.size_bytes
-            except (InvalidAdapter, SourceUnavailable):
-                try:
-                    size_bytes = sum(entry.stat().st_size for entry in os.scandir(layout.adapter(digest)))
-                except OSError:
-                    continue  # another process has just removed it, or it is no directory
+                size_bytes = sum(entry.stat().st_size for entry in os.scandir(layout.adapter(digest)))
+            except OSError:
+                continue  # another process has just removed it, or it is no directory
         try:
             used_at = (layout.folder("uses") / digest).stat().st_mtime
         except FileNotFoundError:
             used_at = 0.0
         found.append(Entry(digest, size_bytes, used_at, manifest))
-    if sizes_bytes is not None:
-        sizes_bytes.clear()
-        sizes_bytes.update({entry.digest: entry.size_bytes for entry in found})
     return sorted(found, key=_by_use)
 
 
-def share_of_disk(layout: Layout, sizes_bytes: dict[str, int]) -> tuple[int, int]:
+def share_of_disk(layout: Layout, inventory: Inventory) -> tuple[int, int]:
     """The budget where none is set, and what is to stay free on the disk, in bytes.
 
     It is 80 % of what the store has and what is free beside it, so that it is the same after a restart.
     """
     disk = os.statvfs(layout.root)
-    stored_bytes = sum(entry.size_bytes for entry in [*entries(layout, sizes_bytes), *quarantined(layout)])
+    stored_bytes = inventory.look() + sum(entry.size_bytes for entry in quarantined(layout))
     whole_bytes = stored_bytes + disk.f_bavail * disk.f_frsize
     return int(_SHARE * whole_bytes), min(_KEPT_FREE_BYTES, int(_KEPT_FREE_SHARE * disk.f_blocks * disk.f_frsize))
 
@@ -103,19 +97,18 @@ def evict(known: Iterable[Entry], max_bytes: int, remove: Callable[[Entry], bool
 def make_room(
     layout: Layout,
     leases: Leases,
+    inventory: Inventory,
+    *,
     needed_bytes: int,
     max_bytes: int | None,
     on_evict: Callable[[str, int], None] | None = None,
-    *,
     but_parts: Path | None = None,
     kept_free_bytes: int = 0,
-    sizes_bytes: dict[str, int] | None = None,
 ) -> None:
     """Remove adapters until `needed_bytes` more fit under `max_bytes`; `on_evict` gets the digest and bytes of each.
 
     Before them go what is in quarantine, and the parts of fetches that failed, but for those at `but_parts`, which
-    are among `needed_bytes`. Where the disk would have less than `kept_free_bytes` left, more of all go. `sizes_bytes`:
-    see `entries`.
+    are among `needed_bytes`. Where the disk would have less than `kept_free_bytes` left, more of all go.
 
     Raises:
         OutOfMemory: it does not fit even in an empty store.
@@ -131,14 +124,14 @@ def make_room(
         )
     # First the downloads: what is published meanwhile is then counted twice, not never.
     pending = pending_bytes(layout)
-    known = entries(layout, sizes_bytes)
+    stored_bytes = inventory.look()
     parts = [(kept.path, kept.size_bytes) for kept in all_parts(layout) if kept.path != but_parts]
     parts = [*((layout.folder("quarantine") / it.digest, it.size_bytes) for it in quarantined(layout)), *parts]
     parts_bytes = sum(size_bytes for _, size_bytes in parts)
     budget_bytes = max_bytes
     if kept_free_bytes:
         disk = os.statvfs(layout.root)
-        used_bytes = sum(entry.size_bytes for entry in known) + parts_bytes
+        used_bytes = stored_bytes + parts_bytes
         budget_bytes = min(max_bytes, used_bytes + disk.f_bavail * disk.f_frsize - kept_free_bytes)
     if needed_bytes > budget_bytes:
         raise OutOfMemory(
@@ -147,32 +140,48 @@ def make_room(
             remedy="free space, or set LORA_PLUGINS_STORE_MAX_BYTES or LORA_PLUGINS_STORE_DIR",
         )
     room_bytes = budget_bytes - needed_bytes - pending
-    _require_room(known, room_bytes, max_bytes, needed_bytes, leases)
-    free_bytes = room_bytes - sum(entry.size_bytes for entry in known)
+    chosen = _to_go(inventory, leases, stored_bytes - room_bytes)
+    if chosen is None:  # nothing is removed where the rest would not be enough
+        raise _all_used(max_bytes, needed_bytes)
     for path, size_bytes in parts:
-        if parts_bytes <= free_bytes:
+        if parts_bytes <= room_bytes - stored_bytes:
             break
         discard(path)
         parts_bytes -= size_bytes
-    room_bytes -= parts_bytes
-    eviction = evict(known, room_bytes, lambda entry: remove(layout, leases, entry.digest))
-    for entry in eviction.removed:
-        if on_evict is not None:
-            on_evict(entry.digest, entry.size_bytes)
-    if eviction.left_bytes > room_bytes:  # leased meanwhile
-        raise _all_used(max_bytes, needed_bytes)
+    over_bytes = stored_bytes + parts_bytes - room_bytes
+    in_order = itertools.chain(chosen, inventory.oldest(leases.is_ours))
+    while over_bytes > 0:
+        digest = next(in_order, None)
+        if digest is None:  # leased meanwhile
+            raise _all_used(max_bytes, needed_bytes)
+        over_bytes -= _evicted_bytes(layout, leases, inventory, digest, on_evict)
 
 
-def _require_room(known: Iterable[Entry], room_bytes: int, max_bytes: int, needed_bytes: int, leases: Leases) -> None:
-    """Remove nothing where the rest would not be enough.
+def _evicted_bytes(
+    layout: Layout, leases: Leases, inventory: Inventory, digest: str, on_evict: Callable[[str, int], None] | None
+) -> int:
+    """Remove one adapter, unless it is leased; returns the bytes that this has freed."""
+    size_bytes = inventory.size_bytes(digest)
+    if leases.holders(digest) or not remove(layout, leases, digest):
+        return 0
+    inventory.forget(digest)
+    if on_evict is not None:
+        on_evict(digest, size_bytes)
+    return size_bytes
 
-    Raises:
-        NoFreeSlot: it would not.
-    """
-    if sum(entry.size_bytes for entry in known) <= room_bytes:
-        return
-    if sum(entry.size_bytes for entry in known if leases.holders(entry.digest)) > room_bytes:
-        raise _all_used(max_bytes, needed_bytes)
+
+def _to_go(inventory: Inventory, leases: Leases, wanted_bytes: int) -> list[str] | None:
+    """What nobody leases and was used longest ago, of so many bytes; None where all of it is not as much."""
+    chosen: list[str] = []
+    if wanted_bytes <= 0:
+        return chosen
+    for digest in inventory.oldest(leases.is_ours):
+        if not leases.holders(digest):
+            chosen.append(digest)
+            wanted_bytes -= inventory.size_bytes(digest)
+            if wanted_bytes <= 0:
+                return chosen
+    return None
 
 
 def _all_used(max_bytes: int, needed_bytes: int) -> NoFreeSlot:

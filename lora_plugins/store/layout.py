@@ -16,6 +16,7 @@
 <root>/.served/<key>.json       what servers of one base model served last
 <root>/.blocked/<key>.json      a name that every server refuses until it is loaded again
 <root>/.pressure                touched where a fetch found no room for leases of other processes
+<root>/.sizes                   what processes have read of entries' sizes, by digest
 <root>/.models/<key>.json       which modules the engine of one base model has
 ```
 """
@@ -35,6 +36,7 @@ from lora_plugins.store.threads import store_threads
 
 MANIFEST_FILE = "manifest.json"
 PRESSURE_FILE = ".pressure"
+SIZES_FILE = ".sizes"
 MIN_PREFIX = 8  # characters of a digest that may stand for all of it
 _HEXADECIMAL = frozenset("0123456789abcdef")
 _FOLDERS = (

@@ -6,6 +6,7 @@ Inside a process several holders (the names it is served under) may share that f
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Hashable
@@ -102,6 +103,10 @@ class Leases:
         """Whether `holder` has a lease in this process."""
         return holder in self._holders.get(digest, ())
 
+    def is_ours(self, digest: str) -> bool:
+        """Whether this process leases it; a microsecond."""
+        return digest in self._leased
+
     def holders(self, digest: str) -> list[str]:
         """The living processes that lease an adapter; one that cannot be judged counts as living."""
         try:
@@ -112,10 +117,11 @@ class Leases:
 
     def sweep(self) -> None:
         """Forget the leases of the dead."""
+        may_live = functools.cache(self._may_live)
         for digest in filter(is_digest, os.listdir(self._layout.folder("leases"))):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # another process removes it
                 for name in os.listdir(self._folder(digest)):
-                    if not self._may_live(name):
+                    if not may_live(name):
                         os.unlink(self._folder(digest) / name)
 
     def _remove_ended(self) -> None:

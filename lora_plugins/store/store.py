@@ -8,6 +8,7 @@ import errno
 import math
 import os
 import shutil
+import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from lora_plugins.store.eviction import make_room, remove, share_of_disk
 from lora_plugins.store.file_system import try_file_system
 from lora_plugins.store.hashed import HashedEntries, identity_of
 from lora_plugins.store.hashing import sha256_of
+from lora_plugins.store.inventory import Inventory
 from lora_plugins.store.layout import (
     MANIFEST_FILE,
     PRESSURE_FILE,
@@ -41,6 +43,7 @@ from lora_plugins.store.processes import Processes
 from lora_plugins.store.published import Published
 
 _T = TypeVar("_T", bound=CheckedAdapter)
+_SWEPT_AT_ONCE = 1_000  # entries that were ever leased
 _BYTES_PER_S = 10e6  # a fetch at this rate is in time, whatever its size
 
 
@@ -93,10 +96,10 @@ class Store:
         self.processes = Processes(self.layout.folder("processes"))
         self.leases = Leases(self.layout, self.processes)
         self.blocks = Blocks(self.layout)
-        self._sizes_bytes: dict[str, int] = {}
+        self._inventory = Inventory(self.layout)
         self.max_bytes, self._kept_free_bytes = max_bytes, 0
         if has_share and max_bytes is None:
-            self.max_bytes, self._kept_free_bytes = share_of_disk(self.layout, self._sizes_bytes)
+            self.max_bytes, self._kept_free_bytes = share_of_disk(self.layout, self._inventory)
         # Ends leases of this process that nothing uses at the moment: what they keep is in the way of a fetch.
         self.relieve: Callable[[], Awaitable[None]] | None = None
         self.on_evict: Callable[[str, int], None] | None = None  # called with digest and bytes, in a thread
@@ -210,6 +213,7 @@ class Store:
             if used_at is not None:
                 with contextlib.suppress(OSError):  # only the order of eviction is then old
                     os.utime(self.layout.folder("uses") / digest, (used_at, used_at))
+                    self._inventory.used(digest, used_at)
             self.leases.release(digest, holder)
 
     def _make_room(self, directory: Path, sizes_bytes: dict[str, int], parts: Path | None) -> kept_parts.Ranges:
@@ -221,12 +225,12 @@ class Store:
             make_room(
                 self.layout,
                 self.leases,
-                sum(sizes_bytes.values()),
-                self.max_bytes,
-                self.on_evict,
+                self._inventory,
+                needed_bytes=sum(sizes_bytes.values()),
+                max_bytes=self.max_bytes,
+                on_evict=self.on_evict,
                 but_parts=parts,
                 kept_free_bytes=self._kept_free_bytes,
-                sizes_bytes=self._sizes_bytes,
             )
             if parts is not None:
                 return kept_parts.take(parts, directory, sizes_bytes)
@@ -489,8 +493,20 @@ class Store:
             if entry.name.endswith(".removed"):
                 shutil.rmtree(entry.path, ignore_errors=True)
         kept_parts.sweep(self.layout)
-        self.leases.sweep()
         self.processes.sweep()
+        # Whether a lease's process lives is asked at each use: leases of the dead keep nothing.
+        if len(os.listdir(self.layout.folder("leases"))) <= _SWEPT_AT_ONCE:
+            self.leases.sweep()
+        else:
+            threading.Thread(target=self._sweep_later, daemon=True, name="lora-plugins-open").start()
+
+    def _sweep_later(self) -> None:
+        """What takes long in a large store, so that neither the start nor the first fetch waits for it."""
+        with contextlib.suppress(OSError):  # the store is away; the next process does it
+            if self.max_bytes is not None:
+                self._inventory.look()
+                self._inventory.order()
+            self.leases.sweep()
 
 
 def _check_promised(files: Sequence[StoredFile], wanted: DownloadSpec) -> None:

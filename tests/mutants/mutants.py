@@ -60,10 +60,10 @@ MUTANTS = (
     ),
     Mutant(
         "store: what was used last goes first",
-        "lora_plugins/store/eviction.py",
-        "    return sorted(found, key=_by_use)\n\n\ndef share_of_disk",
-        "    return sorted(found, key=_by_use, reverse=True)\n\n\ndef share_of_disk",
-        ("tests/store/test_eviction.py",),
+        "lora_plugins/store/inventory.py",
+        "            self._order = [(used_at, digest) for",
+        "            self._order = [(-used_at, digest) for",
+        ("tests/store/test_inventory.py",),
     ),
     Mutant(
         "store: a leased adapter is removed",

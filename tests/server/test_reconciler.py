@@ -574,3 +574,37 @@ async def test_an_unknown_failure_does_not_stop_the_others(
         assert served(world) == {"sql": "aa"}
         assert "unexpected ZeroDivisionError" in str(errors(declared)["broken"])
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_many_names_leave_others_their_turns(tmp_path: Path) -> None:
+    """20,000 that are begun to be served, and are written down: a hundred turns of the loop for each."""
+    file = ServedFile(tmp_path / "served.json")
+    count = 20_000
+    file.write([DesiredAdapter(f"open-{number}", "s3://b/hangs") for number in range(count)])
+
+    async def run() -> tuple[int, int]:
+        world, turns, is_over = World(), 0, False
+        world.resolver.hung.add("s3://b/hangs")
+
+        async def turn() -> None:
+            nonlocal turns
+            while not is_over:
+                turns += 1
+                await asyncio.sleep(0)
+
+        one = reconciling(world, Settings(restore=True), file)
+        starting, turning = asyncio.create_task(one.start()), asyncio.create_task(turn())
+        while len(one._serving) < count:
+            await asyncio.sleep(0)
+        begun, turns = turns, 0
+        assert len(await one._what_is_served()) == count
+        is_over = True
+        tasks = [starting, *one._serving.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait([*tasks, turning])
+        return begun, turns
+
+    begun, collected = asyncio.run(run())
+    assert begun >= 100
+    assert collected >= 100

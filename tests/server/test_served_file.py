@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lora_plugins.server import served_file
 from lora_plugins.server.desired import DesiredAdapter
 from lora_plugins.server.served_file import FORMAT, ServedFile
 
@@ -78,3 +79,31 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         ServedFile(tmp_path / "y" / "x.json").write(SERVED)
     assert file.read() == SERVED
+
+
+def test_what_has_not_changed_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, written = ServedFile(tmp_path / "x.json"), []
+    monkeypatch.setattr(served_file, "replace_small", lambda path, text: (written.append(text), path.write_text(text)))
+    for served in (SERVED, SERVED, SERVED[:1], SERVED[:1], SERVED):
+        file.write(served)
+        assert file.read() == served
+    assert len(written) == 3
+    file.path.unlink()
+    file.write(SERVED)
+    assert file.read() == SERVED, "it was away"
+
+
+def test_what_failed_to_be_written_is_tried_again(tmp_path: Path) -> None:
+    file = ServedFile(tmp_path / "y" / "x.json")
+    (tmp_path / "y").write_text("a file")
+    with pytest.raises(OSError):
+        file.write(SERVED)
+    (tmp_path / "y").unlink()
+    file.write(SERVED)
+    assert file.read() == SERVED
+
+
+def test_a_file_of_an_older_release_is_read(tmp_path: Path) -> None:
+    file = ServedFile(tmp_path / "x.json")
+    file.path.write_text(json.dumps({"format": 1, "served": [{"name": "sql", "uri": None}]}, indent=1))
+    assert file.read() == [DesiredAdapter("sql")]

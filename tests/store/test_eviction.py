@@ -12,7 +12,8 @@ import pytest
 
 from lora_plugins.errors import NoFreeSlot, OutOfMemory
 from lora_plugins.store import eviction
-from lora_plugins.store.eviction import entries, quarantined
+from lora_plugins.store.eviction import quarantined
+from lora_plugins.store.inventory import Inventory
 from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, check, obtain
@@ -150,13 +151,11 @@ def test_a_small_disk_keeps_a_twentieth_free(tmp_path, disk) -> None:
 def test_manifests_are_read_once_to_make_room(full, monkeypatch) -> None:
     store, digests = full
     store.end_leases([(digest, seed, None) for seed, digest in enumerate(digests, 1)])
-    sizes: dict[str, int] = {}
-    before = entries(store.layout, sizes)
+    inventory = Inventory(store.layout)
+    assert inventory.look() == 3 * SIZE
     store.remove(digests[0])
     monkeypatch.setattr(Manifest, "read", _unreadable)
-    now = entries(store.layout, sizes)
-    assert [entry.size_bytes for entry in now] == [it.size_bytes for it in before if it.digest != digests[0]]
-    assert set(sizes) == set(digests[1:])
+    assert inventory.look() == 2 * SIZE
 
 
 _unreadable: Callable[..., Manifest] = staticmethod(lambda *_: pytest.fail("read again"))

@@ -1,0 +1,151 @@
+"""What is published, with sizes and last uses, kept in memory: what makes room does not read 50,000 entries each time.
+
+Processes that share the store publish and remove too, so its root is listed at every look; only what is new there is
+read. The size of a digest never changes: `.sizes` has what some process has read, for the next ones to start with. Last
+uses grow, so the oldest one that is known is looked at again before it counts as the oldest; a process that lets a
+lease go may set a time back, which others see within ten minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from lora_plugins.adapter.pace import paced
+from lora_plugins.errors import InvalidAdapter, SourceUnavailable
+from lora_plugins.store.layout import SIZES_FILE, Layout, is_digest, write_small
+from lora_plugins.store.manifest import Manifest
+
+_UNWRITTEN = 500  # sizes that the next process may have to read again: a twentieth of a second
+_ORDER_KEPT_S = 600.0
+
+
+class Inventory:
+    """Of one store, for one process. Callable from any thread; it asks the file system."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._lock = threading.RLock()
+        self._sizes_bytes: dict[str, int] | None = None
+        self._total_bytes = 0
+        self._unwritten = 0
+        self._unreadable: set[str] = set()
+        self._uses: dict[str, float] = {}  # by digest, as last seen
+        self._order: list[tuple[float, str]] = []  # a heap of the same, with what is outdated among it
+        self._ordered_at = float("-inf")
+
+    def look(self) -> int:
+        """Take up what was published or removed since, by whomever; returns the bytes of all.
+
+        Raises:
+            OSError: the store cannot be read.
+        """
+        with self._lock:
+            sizes = self._sizes_bytes
+            if sizes is None:
+                sizes = self._sizes_bytes = self._read()
+                self._total_bytes = sum(sizes.values())
+            present = set(os.listdir(self._layout.root))
+            for digest in [*(sizes.keys() - present), *self._unreadable]:
+                self.forget(digest)
+            for digest in paced(filter(is_digest, present - sizes.keys())):
+                if (size_bytes := self._size_of(digest)) is None:
+                    continue
+                sizes[digest] = size_bytes
+                self._total_bytes += size_bytes
+                self._unwritten += 1
+                if self._ordered_at > float("-inf"):
+                    self.used(digest, self._used_at(digest))
+            if self._unwritten > _UNWRITTEN:
+                self._write(sizes)
+            return self._total_bytes
+
+    def size_bytes(self, digest: str) -> int:
+        """Of one that was there at the last look; 0 for others."""
+        return (self._sizes_bytes or {}).get(digest, 0)
+
+    def forget(self, digest: str) -> None:
+        """It was removed."""
+        with self._lock:
+            self._total_bytes -= (self._sizes_bytes or {}).pop(digest, 0)
+            self._uses.pop(digest, None)
+            self._unreadable.discard(digest)
+
+    def used(self, digest: str, used_at: float) -> None:
+        """Its last use, in seconds since 1970; 0 where that is not known."""
+        with self._lock:
+            self._uses[digest] = used_at
+            heapq.heappush(self._order, (used_at, digest))
+
+    def oldest(self, is_kept: Callable[[str], bool]) -> Iterator[str]:
+        """What was there at the last look, the one used longest ago first; without those that `is_kept`."""
+        self.order()
+        passed: dict[str, float] = {}
+        try:
+            while self._order:
+                with self._lock:
+                    used_at, digest = heapq.heappop(self._order)
+                    if digest not in (self._sizes_bytes or {}) or self._uses.get(digest) != used_at or digest in passed:
+                        continue
+                    if not is_kept(digest):
+                        now = self._used_at(digest)
+                        if now > used_at:
+                            self.used(digest, now)
+                            continue
+                    passed[digest] = used_at
+                if not is_kept(digest):
+                    yield digest
+        finally:
+            with self._lock:
+                for digest, used_at in passed.items():
+                    heapq.heappush(self._order, (used_at, digest))
+
+    def order(self) -> None:
+        """Have the last uses, of all at once where they were not read in the last ten minutes."""
+        with self._lock:
+            if time.monotonic() - self._ordered_at < _ORDER_KEPT_S:
+                return
+            self._uses = {digest: self._used_at(digest) for digest in paced(self._sizes_bytes or {})}
+            self._order = [(used_at, digest) for digest, used_at in self._uses.items()]
+            heapq.heapify(self._order)
+            self._ordered_at = time.monotonic()
+
+    def _used_at(self, digest: str) -> float:
+        try:
+            return os.stat(f"{self._layout.folder('uses')}/{digest}").st_mtime
+        except FileNotFoundError:
+            return 0.0
+
+    def _size_of(self, digest: str) -> int | None:
+        directory = self._layout.adapter(digest)
+        try:
+            return Manifest.read(directory).size_bytes
+        except (InvalidAdapter, SourceUnavailable):
+            self._unreadable.add(digest)  # it may be another time, and its files' sizes say nothing of its digest
+        try:
+            return sum(entry.stat().st_size for entry in os.scandir(directory))
+        except OSError:
+            return None  # another process has just removed it, or it is no directory
+
+    def _read(self) -> dict[str, int]:
+        try:
+            known = json.loads((self._layout.root / SIZES_FILE).read_bytes())
+            return {
+                digest: size_bytes
+                for digest, size_bytes in known.items()
+                if is_digest(digest) and type(size_bytes) is int and size_bytes >= 0
+            }
+        except (OSError, ValueError, AttributeError):
+            return {}
+
+    def _write(self, sizes: dict[str, int]) -> None:
+        known = {digest: size for digest, size in sizes.items() if digest not in self._unreadable}
+        with contextlib.suppress(OSError):  # the next process reads them again
+            temporary = self._layout.new_temporary("sizes")
+            write_small(self._layout.root / SIZES_FILE, json.dumps(known), temporary, is_durable=False)
+        self._unwritten = 0
