@@ -111,7 +111,7 @@ def test_the_key_is_that_of_the_environment(cli, server):
     assert server.seen[-1] == ("/v1/loras?limit=5000", "Bearer of-administrators")
     del cli.env["VLLM_API_KEY"], cli.env["LORA_PLUGINS_ADMIN_KEY"]
     shown(cli, server)
-    assert server.seen[-1] == ("/v1/loras", None)
+    assert server.seen[-1] == ("/v1/loras?limit=5000", None)
 
 
 def test_an_openai_base_url_will_do(cli, server):
