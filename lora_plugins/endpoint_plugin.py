@@ -8,6 +8,7 @@ from typing import Any
 from lora_plugins.ledger import Patch
 from lora_plugins.plugin_names import ADMIN
 from lora_plugins.process import this_process
+from lora_plugins.server.pushing import Pushes
 from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.refresh import poll
 from lora_plugins.server.served_file import ServedFile
@@ -49,6 +50,7 @@ class AdminPlugin:
         process, models = this_process(), state.openai_serving_models
         settings = process.settings
         lifecycle = state.lora_plugins_lifecycle = lifecycle_of(models)
+        state.lora_plugins_pushes = Pushes(lifecycle)
         served = ServedFile.of_store(settings.store_dir, models.model_config.model)
         reconciler = state.lora_plugins_reconciler = Reconciler(lifecycle, settings, served, process.events)
         await reconciler.start()

@@ -11,7 +11,8 @@ LoRAPluginsError
 ├── InvalidSettings      L007  ValueError         —    an environment variable that cannot be right
 ├── NotAllowed           L008  PermissionError    403  a caller who may not administer the server
 ├── ReplicaLost          L009  ConnectionError    503  the replica that should answer is gone
-└── VersionMismatch      L010  RuntimeError       412  another version is served than If-Match names
+├── VersionMismatch      L010  RuntimeError       412  another version is served than If-Match names
+└── PushSuperseded       L011  RuntimeError       409  a later push of the name came while this one waited
 ```
 """
 
@@ -159,6 +160,13 @@ class VersionMismatch(LoRAPluginsError, RuntimeError):
     http_status = 412
 
 
+class PushSuperseded(LoRAPluginsError, RuntimeError):
+    """L011: a later push of the name came while this one waited for an earlier one; nothing was changed."""
+
+    code = "L011"
+    http_status = 409
+
+
 class ErrorKind(StrEnum):
     """What an error is about, which decides who remembers it and for how long."""
 
@@ -180,6 +188,7 @@ KINDS: Mapping[type[LoRAPluginsError], ErrorKind] = {
     NotAllowed: ErrorKind.REFUSAL,
     ReplicaLost: ErrorKind.FAULT,
     VersionMismatch: ErrorKind.REFUSAL,
+    PushSuperseded: ErrorKind.REFUSAL,
 }
 # For `isinstance`: what is said of an adapter itself, and holds until it changes.
 OfAdapter = tuple(error for error, kind in KINDS.items() if kind in (ErrorKind.VERDICT, ErrorKind.ABSENCE))

@@ -25,6 +25,7 @@ from lora_plugins.errors import (
     NoFreeSlot,
     NotAllowed,
     OutOfMemory,
+    PushSuperseded,
     ReplicaLost,
     SourceUnavailable,
     VersionMismatch,
@@ -44,6 +45,7 @@ TABLE = {
     NotAllowed: ("L008", PermissionError, 403),
     ReplicaLost: ("L009", ConnectionError, 503),
     VersionMismatch: ("L010", RuntimeError, 412),
+    PushSuperseded: ("L011", RuntimeError, 409),
 }
 FIELDS = {
     "found": "7 bytes",
@@ -107,7 +109,7 @@ def test_no_status_contradicts_its_kind(every_error):
             case ErrorKind.ABSENCE:
                 assert (error.http_status, error.retry_after_s) == (404, None), error
             case ErrorKind.REFUSAL:
-                assert error.http_status in (403, 412, 500), error
+                assert error.http_status in (403, 409, 412, 500), error
                 assert error.retry_after_s is None, error
 
 

@@ -75,6 +75,27 @@ def read_header(file: BinaryIO, file_bytes: int) -> tuple[TensorInfo, ...]:
     return tuple(tensors)
 
 
+def read_metadata(file: BinaryIO) -> dict[str, str]:
+    """The texts of `__metadata__`, of a file whose header may not be read yet.
+
+    Raises:
+        InvalidAdapter: the header is no JSON object up to there.
+    """
+    header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise _broken(f"a header of {header_bytes} bytes", f"at most {MAX_HEADER_BYTES}")
+    try:
+        for name, value in _members(file.read(header_bytes).decode("utf-8")):
+            if name == "__metadata__":
+                _check_metadata(value)
+                return dict(value or {})
+    except InvalidAdapter:
+        raise
+    except (ValueError, RecursionError):
+        raise _broken("a header that is not JSON", "a JSON header") from None
+    return {}
+
+
 def _entries(data: bytes) -> Iterator[tuple[str, Any]]:
     """The members of the header's JSON object, but for `__metadata__`, each read when it is asked for."""
     try:

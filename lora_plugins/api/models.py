@@ -76,6 +76,20 @@ class VersionStatus(AdapterStatus):
     elapsed_ms: float = Field(default=0.0, description="of the call, waiting for others that change the name included")
 
 
+class PushTimings(BaseModel):
+    """Where the time of a push went, in milliseconds."""
+
+    waited_ms: float = Field(description="for an earlier push of the name")
+    received_ms: float = Field(description="until all bytes were in the store's file system")
+    served_ms: float = Field(description="until they were verified, loaded, and what new requests get")
+
+
+class PushStatus(VersionStatus):
+    """As it is after a push."""
+
+    timings: PushTimings
+
+
 class LastError(BaseModel):
     """What went wrong last with an adapter that goes on serving, or that could not be served."""
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Body, Depends, Header, Query, Request
 from fastapi.responses import StreamingResponse
@@ -21,15 +22,20 @@ from lora_plugins.api.models import (
     AdapterStatus,
     AdapterView,
     LoadAdapterRequest,
+    PushStatus,
+    PushTimings,
     RollbackRequest,
     ServedState,
     SwapRequest,
     VersionStatus,
 )
+from lora_plugins.api.push_body import receive
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
 from lora_plugins.server.lifecycle import ANY_VERSION, Lifecycle
+from lora_plugins.server.pushing import Pushes
 from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.registry import not_served
+from lora_plugins.server.swapping import KEPT_VERSIONS
 from lora_plugins.store.errors import DamagedCopy
 from lora_plugins.store.layout import is_digest
 
@@ -44,6 +50,11 @@ def _reconciler(request: Request) -> Reconciler | None:
     return getattr(request.app.state, "lora_plugins_reconciler", None)  # not yet there while the server starts
 
 
+def _pushes(request: Request) -> Pushes:
+    return request.app.state.lora_plugins_pushes  # type: ignore[no-any-return]
+
+
+_Pushes = Annotated[Pushes, Depends(_pushes)]
 _Reconciler = Annotated[Reconciler | None, Depends(_reconciler)]
 _Lifecycle = Annotated[Lifecycle, Depends(_lifecycle)]
 
@@ -96,8 +107,12 @@ class _Call:
             digest=now,
             previous_digest=self._before,
             swapped=self._before is not None and (now != self._before or is_loaded_again),
-            elapsed_ms=round((time.perf_counter() - self._started) * 1e3, 3),
+            elapsed_ms=_ms(time.perf_counter() - self._started),
         )
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
 
 
 @asynccontextmanager
@@ -131,6 +146,54 @@ async def list_all(
     state_of = await lifecycle.planner.states()
     declared = reconciler if after is None else None
     return StreamingResponse(json_of(page, lifecycle, state_of, declared), media_type="application/json")
+
+
+@router.put("/{lora_name:path}")
+async def push(
+    *,
+    lora_name: str,
+    request: Request,
+    lifecycle: _Lifecycle,
+    pushes: _Pushes,
+    mode: Annotated[
+        Literal["finish", "inflight"],
+        Query(description="whether running requests finish on the weights that they began with, or go on with the new"),
+    ] = "finish",
+    pin: Annotated[bool, Query(description="keep the adapter in host memory and in a slot")] = False,
+    keep: Annotated[
+        int, Query(ge=0, le=100, description="how many earlier versions stay in the store, as NAME@DIGEST")
+    ] = KEPT_VERSIONS,
+    if_match: _IfMatch = None,
+) -> PushStatus:
+    """Serve the adapter in the body as the next version of a name; `lora_plugins.client` sends it so.
+
+    The body is a safetensors file with adapter_config.json in its metadata, the files of a PEFT directory as
+    multipart/form-data, or a tar archive of that directory. Content-Digest is compared.
+    """
+    change, headers = _Call(lifecycle, lora_name), request.headers
+    length = headers.get("content-length", "")
+
+    async def receive_body(directory: Path) -> str:
+        return await receive(
+            request.stream(),
+            directory,
+            content_type=headers.get("content-type", ""),
+            content_bytes=int(length) if length.isdecimal() else None,
+            max_bytes=lifecycle.server.resolver.settings.max_adapter_bytes,
+            content_digest=headers.get("content-digest", ""),
+        )
+
+    async with _as_http():
+        pushed = await pushes.push(
+            lora_name, receive_body, expects=_expected(if_match), moves=mode == "inflight", kept_versions=keep
+        )
+        if pin:
+            await lifecycle.pin(lora_name)
+    timings = PushTimings(
+        waited_ms=_ms(pushed.waited_s), received_ms=_ms(pushed.received_s), served_ms=_ms(pushed.served_s)
+    )
+    done = change.done(f"serves what was pushed, {(pushed.adapter.held_digest or '')[:12]}")
+    return PushStatus(**done.model_dump(), timings=timings)
 
 
 @router.get("/{lora_name:path}")

@@ -20,6 +20,7 @@ from lora_plugins.cli.inspect import inspect
 from lora_plugins.cli.ls import ls
 from lora_plugins.cli.output import Output, Result, error_fields
 from lora_plugins.cli.pull import pull
+from lora_plugins.cli.push import push
 from lora_plugins.cli.resolve import resolve
 from lora_plugins.cli.store import gc, rm, verify
 from lora_plugins.cli.verbs import VERBS
@@ -36,6 +37,7 @@ _COMMANDS: Sequence[Callable[..., Result | None]] = (
     verify,
     gc,
     rm,
+    push,
     *(verb.command() for verb in VERBS),
 )
 # What stands at the end of each command's help.
@@ -52,6 +54,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "verify": ("verify", "verify 583503f503f1", "verify 'team/*'"),
     "gc": ("gc --dry-run --max-bytes 20GB", "gc"),
     "rm": ("rm team/sql", "rm 'old/*' --dry-run", "rm 583503f503f1"),
+    "push": ("push ./out/checkpoint-500 policy", "push ./out policy --if-match d97bd125c00b --keep 8"),
     "load": (
         "load team/sql",
         "load sql --uri s3://bucket/loras/sql",

@@ -7,6 +7,7 @@ import json
 import re
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, TypeVar
 from urllib.parse import quote, urlsplit
@@ -78,14 +79,22 @@ class AdminClient:
         return listed
 
     def ask(
-        self, kind: type[Model], method: str, path: str, body: BaseModel | None = None, if_match: str | None = None
+        self,
+        kind: type[Model],
+        method: str,
+        path: str,
+        body: BaseModel | bytes | None = None,
+        *,
+        if_match: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Model:
         """What the admin API answers at a path below `/v1/loras`."""
-        headers = {"If-Match": if_match} if if_match is not None else {}
-        content = None
-        if body is not None:
+        headers = {**(headers or {}), **({"If-Match": if_match} if if_match is not None else {})}
+        if isinstance(body, BaseModel):
             headers["Content-Type"] = "application/json"
-            content = body.model_dump_json(exclude_none=True, exclude_defaults=True).encode()
+            content: bytes | None = body.model_dump_json(exclude_none=True, exclude_defaults=True).encode()
+        else:
+            content = body
         answer = self._send(method, _PATH + path, content, headers)
         try:
             return kind.model_validate_json(answer)

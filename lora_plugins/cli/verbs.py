@@ -99,7 +99,7 @@ class Verb:
         if expected is not None:
             expected = client.whole_digest(one.name, expected)
         method, path = self.route.format(name=quote(one.name), verb=self.name).split(" ")
-        return client.ask(self.answer, method, path + _query(options), body, expected)
+        return client.ask(self.answer, method, path + _query(options), body, if_match=expected)
 
 
 def _query(options: dict[str, Any]) -> str:
@@ -180,14 +180,14 @@ def _change(
         "lora_name",
         url=client.url,
     )
-    rows = [_row(one) for one in answers if not isinstance(one, LoRAPluginsError)]
+    rows = [row_of(one) for one in answers if not isinstance(one, LoRAPluginsError)]
     versions = ("digest", "previous", "swapped", "took") if verb.answer is VersionStatus else ()
     heads = ("name", *versions, "result")
     tables = [table(heads, rows)] if rows else []
     return Result(together.fields, [*tables, *together.shown], together.code)
 
 
-def _row(one: AdapterStatus) -> tuple[str, ...]:
+def row_of(one: AdapterStatus) -> tuple[str, ...]:
     """The name, what became of its versions, and the server's sentence, without the name that stands beside it."""
     versions: tuple[str, ...] = ()
     if isinstance(one, VersionStatus):

@@ -38,6 +38,7 @@ from lora_plugins.events import (
 from lora_plugins.resolvers.look_ups import LookUpLimits, LookUps, LookUpsBusy
 from lora_plugins.resolvers.single_flight import SingleFlight
 from lora_plugins.resolvers.sources.configured import UriSources
+from lora_plugins.resolvers.sources.pushed import PushedAdapter, PushSource
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source, VersionChanged
 from lora_plugins.resolvers.sources.uri import BY_PATH, SourceUri, is_path
 from lora_plugins.resolvers.versions import Key, ResolvedAdapter, Versions
@@ -117,6 +118,7 @@ class AdapterResolver:
         self.describe_model: Callable[[], Awaitable[Model | None]] | None = None
         self._describing = asyncio.Lock()
         self._by_uri = UriSources(settings)
+        self._push_source = PushSource()
         self._versions = Versions(settings, events, store)
         self._absent: TTLCache[tuple[str, Key], Absence] = TTLCache(_REMEMBERED_NAMES, settings.absent_ttl_s)
         self._failed: TTLCache[Key, LoRAPluginsError] = TTLCache(_REMEMBERED_NAMES, SourceUnavailable.retry_after_s)
@@ -198,6 +200,14 @@ class AdapterResolver:
         query = _Query(AdapterName(name), SourceUri.of_path(path), force_refresh=True, holder=holder)
         # Not shared with who came earlier: the files may have changed since.
         return await self._flights.run((query, object()), lambda: self._resolve(query, base_path))
+
+    async def pushed(self, adapter: PushedAdapter, base_path: str) -> ResolvedAdapter:
+        """An adapter that a caller has pushed, verified and leased for its name.
+
+        Raises:
+            LoRAPluginsError: it cannot be served.
+        """
+        return await self._serve(_Query(adapter.name), self._push_source, adapter, base_path)
 
     async def latest(self, name: str, uri: str | None, base_path: str) -> ResolvedAdapter | None:
         """What is now the newest version of what `resolve` (or, with `uri`, `resolve_uri`) once returned.
@@ -318,23 +328,13 @@ class AdapterResolver:
             source, adapter = found
             locate_s = time.perf_counter() - started
             try:
-                with describing(adapter=name):
-                    base = await self._described_base() or BaseModel(base_path, aliases=self.settings.base_aliases)
-                    # By path, and without the engine's modules, only the workers can compare it.
-                    is_compared = base.model is not None or self.settings.base_match is BaseMatch.STRICT
-                    compared = base if is_compared or not query.is_by_path else None
-                    served = await self._versions.serve(
-                        query.key,
-                        source,
-                        adapter,
-                        compared,
-                        locate_s,
-                        holder=query.holder,
-                        principal=self.principal(),
-                    )
-            except LoRAPluginsError as error:
-                if isinstance(error, VersionChanged) and attempt < _VERSION_CHANGES:
+                served = await self._serve(query, source, adapter, base_path, locate_s)
+            except VersionChanged as error:
+                if attempt < _VERSION_CHANGES:
                     continue
+                self._report(name, source, error)
+                raise
+            except LoRAPluginsError as error:
                 self._report(name, source, error)
                 raise
             self._failed.pop(query.key, None)
@@ -342,6 +342,19 @@ class AdapterResolver:
                 self._fresh[query.key] = served
             return served
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _serve(
+        self, query: _Query, source: Source, adapter: RemoteAdapter, base_path: str, locate_s: float = 0.0
+    ) -> ResolvedAdapter:
+        """A located version, in the store and compared with the served model."""
+        with describing(adapter=str(query.name)):
+            base = await self._described_base() or BaseModel(base_path, aliases=self.settings.base_aliases)
+            # By path, and without the engine's modules, only the workers can compare it.
+            is_compared = base.model is not None or self.settings.base_match is BaseMatch.STRICT
+            compared = base if is_compared or not query.is_by_path else None
+            return await self._versions.serve(
+                query.key, source, adapter, compared, locate_s, holder=query.holder, principal=self.principal()
+            )
 
     async def _described_base(self) -> BaseModel | None:
         """The served model with its modules, which only a running engine can say; asked for at the first use."""

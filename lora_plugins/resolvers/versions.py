@@ -43,7 +43,7 @@ from lora_plugins.verification.messages import Found
 _REMEMBERED_NAMES = 10_000
 _REMEMBERED_REJECTIONS = 1_000
 _HASHED_S = 60.0  # an entry that fails a check is not hashed again within this time
-_LABELS = {"file": "filesystem", "hf": "hub"}  # every other scheme is an object store's
+_LABELS = {"file": "filesystem", "hf": "hub", "push": "push"}  # every other scheme is an object store's
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,14 @@ from typing import Any
 
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, VersionMismatch
+from lora_plugins.resolvers.sources.pushed import PushedAdapter
 from lora_plugins.resolvers.sources.uri import absolute, is_path
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.server.api_server import ABORT_S, ApiServer
 from lora_plugins.server.copies import Copies
 from lora_plugins.server.finding import find, find_version
 from lora_plugins.server.registry import ServedAdapter, no_longer_served, not_served
-from lora_plugins.server.swapping import swap, updating
+from lora_plugins.server.swapping import KEPT_VERSIONS, swap, updating
 from lora_plugins.store.blocks import blocked
 from lora_plugins.store.errors import store_errors
 from lora_plugins.store.layout import is_digest, is_prefix
@@ -123,6 +124,52 @@ class Lifecycle:
         adapter.request = request
         self.registry.put(adapter)
         return True
+
+    async def take(
+        self,
+        name: str,
+        pushed: PushedAdapter,
+        *,
+        expects: str | None = None,
+        moves: bool = False,
+        kept_versions: int = KEPT_VERSIONS,
+    ) -> ServedAdapter:
+        """Serve what was pushed as the next version of a name, until it is refreshed, rolled back or pushed again.
+
+        Raises:
+            VersionMismatch: another version is served than expected.
+            LoRAPluginsError: it cannot be served; what was served goes on.
+        """
+        async with self.ending_block(name), self.server.vllm.lock(name):
+            adapter = self.registry.get(name)
+            _require_version(name, adapter, expects)
+            if adapter is None:
+                version = await self.server.resolver.pushed(pushed, self.server.vllm.base_path)
+                adapter = await self._load(name, None, version)
+            else:
+                with updating(self.server, adapter):
+                    version = await self.server.resolver.pushed(pushed, self.server.vllm.base_path)
+                    await swap(self.server, adapter, version, moves=moves, kept_versions=kept_versions)
+            adapter.uri, adapter.held_digest = None, version.digest
+        self.on_change()
+        return adapter
+
+    def check_pushed(self, name: str, expects: str | None) -> None:
+        """Refuse a push before its bytes are read.
+
+        Raises:
+            InvalidAdapter: no adapter can have this name, or it names a version.
+            VersionMismatch: another version is served than expected.
+        """
+        self._check_name(name)
+        if "@" in name:
+            raise InvalidAdapter(
+                "a name with a revision",
+                expected="a name without '@'",
+                remedy="push the name; each version is served as NAME@DIGEST too",
+                adapter=name,
+            )
+        _require_version(name, self.registry.get(name), expects)
 
     @asynccontextmanager
     async def ending_block(self, name: str) -> AsyncIterator[None]:

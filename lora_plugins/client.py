@@ -1,0 +1,217 @@
+"""A client of the admin API for trainers: push an adapter to one or several servers, all or none; no vLLM, no torch.
+
+    from lora_plugins.client import push
+
+    push("policy", model.state_dict(), model.peft_config["default"].to_dict(), servers=["http://localhost:8000"])
+
+`httpx` is all that is needed; tensors are taken where torch is installed, arrays of numpy anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import io
+import json
+import os
+import tarfile
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import httpx
+
+CONFIG_FILE = "adapter_config.json"
+_T = TypeVar("_T")
+
+
+class PushFailed(Exception):
+    """Not every server serves the pushed version; each that had taken it serves again what it served before.
+
+    Attributes:
+        errors: what each server answered that did not take it.
+        not_rolled_back: servers that serve the pushed version nevertheless, as their rollback failed.
+    """
+
+    def __init__(self, errors: Mapping[str, str], not_rolled_back: Sequence[str] = ()) -> None:
+        self.errors, self.not_rolled_back = dict(errors), tuple(not_rolled_back)
+        text = "; ".join(f"{server}: {error}" for server, error in errors.items())
+        super().__init__(text + (f"; not rolled back: {', '.join(not_rolled_back)}" if not_rolled_back else ""))
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What the servers serve after a push.
+
+    Attributes:
+        digest: of the version that all of them serve.
+        previous_digests: by server, of the one before; None where the name was not served.
+    """
+
+    digest: str
+    previous_digests: Mapping[str, str | None]
+
+
+def push(name: str, adapter: Any, config: Mapping[str, Any] | None = None, **options: Any) -> Pushed:
+    """As `push_async`, for callers without an event loop."""
+    return _run(push_async(name, adapter, config, **options))
+
+
+def wait_served(name: str, digest: str, servers: Sequence[str], *, timeout_s: float = 60.0, **options: Any) -> None:
+    """Wait until each server serves this digest under the name.
+
+    Raises:
+        TimeoutError: one of them does not within `timeout_s`.
+    """
+    _run(wait_served_async(name, digest, servers, timeout_s=timeout_s, **options))
+
+
+async def push_async(
+    name: str,
+    adapter: Any,
+    config: Mapping[str, Any] | None = None,
+    *,
+    servers: Sequence[str],
+    key: str | None = None,
+    if_match: str | None = None,
+    mode: str = "finish",
+    keep: int | None = None,
+    timeout_s: float = 300.0,
+) -> Pushed:
+    """Have every server serve `adapter` as the next version of `name`.
+
+    Args:
+        name: what requests ask for.
+        adapter: a PEFT directory, or a mapping from tensor names to tensors, which needs `config`.
+        config: the content of adapter_config.json.
+        servers: base URLs.
+        key: of an administrator.
+        if_match: the digest that each must serve now, `*` for any.
+        mode: `finish`, or `inflight`: what runs goes on with the new version.
+        keep: how many earlier versions stay for `name@digest`.
+        timeout_s: of each call.
+
+    Raises:
+        PushFailed: a server did not take it; the others were rolled back to what they served.
+    """
+    body, content_headers = _body_of(adapter, config)
+    query = {"mode": mode, **({} if keep is None else {"keep": str(keep)})}
+    headers = content_headers if if_match is None else {**content_headers, "If-Match": if_match}
+    async with _client(key, timeout_s) as client:
+        calls = [client.put(_url(it, name), content=body, headers=headers, params=query) for it in servers]
+        answers = dict(zip(servers, await asyncio.gather(*calls, return_exceptions=True), strict=True))
+        errors = {server: text for server, answer in answers.items() if (text := _error(answer)) is not None}
+        if errors:
+            taken = {server: answer for server, answer in answers.items() if isinstance(answer, httpx.Response)}
+            raise PushFailed(
+                errors, await _roll_back(client, name, {it: taken[it] for it in taken if it not in errors})
+            )
+    done = {server: answer.json() for server, answer in answers.items() if isinstance(answer, httpx.Response)}
+    (digest,) = {one["digest"] for one in done.values()}
+    return Pushed(digest, {server: one["previous_digest"] for server, one in done.items()})
+
+
+async def wait_served_async(
+    name: str,
+    digest: str,
+    servers: Sequence[str],
+    *,
+    key: str | None = None,
+    timeout_s: float = 60.0,
+    interval_s: float = 0.2,
+) -> None:
+    """As `wait_served`, in an event loop."""
+    deadline, missing = time.monotonic() + timeout_s, list(servers)
+    async with _client(key, timeout_s) as client:
+        while missing:
+            calls = [client.get(_url(server, name)) for server in missing]
+            answers = zip(missing, await asyncio.gather(*calls, return_exceptions=True), strict=True)
+            missing = [server for server, answer in answers if _digest(answer) != digest]
+            if missing and time.monotonic() >= deadline:
+                raise TimeoutError(f"{', '.join(missing)}: no '{name}' with digest {digest} within {timeout_s} s")
+            if missing:
+                await asyncio.sleep(interval_s)
+
+
+async def _roll_back(client: httpx.AsyncClient, name: str, taken: Mapping[str, httpx.Response]) -> list[str]:
+    """Undo a push where it was taken, unless another came since; returns the servers where that failed."""
+    failed = []
+    for server, answer in taken.items():
+        done = answer.json()
+        headers = {"If-Match": done["digest"]}
+        if not done["swapped"] and done["previous_digest"] is not None:
+            continue  # the server had served these bytes before
+        if done["previous_digest"] is None:
+            undone = await client.delete(_url(server, name), headers=headers)
+        else:
+            body = {"digest": done["previous_digest"]}
+            undone = await client.post(f"{_url(server, name)}/rollback", json=body, headers=headers)
+        if undone.status_code not in (200, 412):
+            failed.append(server)
+    return failed
+
+
+def archive_of(directory: Path) -> tuple[bytes, dict[str, str]]:
+    """The body of a push of a PEFT directory, and the headers that describe it."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for path in sorted(directory.glob("adapter_*")):
+            tar.add(path, path.name)
+    return archive.getvalue(), _headers(archive.getvalue(), "application/x-tar")
+
+
+def _body_of(adapter: Any, config: Mapping[str, Any] | None) -> tuple[bytes, dict[str, str]]:
+    if isinstance(adapter, str | os.PathLike):
+        return archive_of(Path(adapter))
+    if config is None:
+        raise TypeError("tensors need `config`, the content of adapter_config.json")
+    metadata = {CONFIG_FILE: json.dumps(dict(config), default=_plain)}
+    if all(type(tensor).__module__.startswith("numpy") for tensor in adapter.values()):
+        import safetensors.numpy
+
+        body = safetensors.numpy.save(dict(adapter), metadata=metadata)
+    else:
+        import safetensors.torch
+
+        tensors = {tensor_name: tensor.detach().contiguous().cpu() for tensor_name, tensor in adapter.items()}
+        body = safetensors.torch.save(tensors, metadata=metadata)
+    return body, _headers(body, "application/octet-stream")
+
+
+def _headers(body: bytes, content_type: str) -> dict[str, str]:
+    digest = base64.b64encode(hashlib.sha256(body).digest()).decode()
+    return {"Content-Type": content_type, "Content-Digest": f"sha-256=:{digest}:"}
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set | frozenset) else str(getattr(value, "value", value))
+
+
+def _client(key: str | None, timeout_s: float) -> httpx.AsyncClient:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return httpx.AsyncClient(headers=headers, timeout=timeout_s)
+
+
+def _url(server: str, name: str) -> str:
+    return f"{server.rstrip('/')}/v1/loras/{quote(name)}"
+
+
+def _error(answer: httpx.Response | BaseException) -> str | None:
+    if isinstance(answer, BaseException):
+        return f"{type(answer).__name__}: {answer}"
+    return None if answer.status_code == 200 else f"{answer.status_code} {answer.text}"
+
+
+def _digest(answer: httpx.Response | BaseException) -> str | None:
+    if isinstance(answer, BaseException) or answer.status_code != 200:
+        return None
+    found: str | None = answer.json().get("digest")
+    return found
+
+
+def _run(work: Coroutine[Any, Any, _T]) -> _T:
+    return asyncio.run(work)

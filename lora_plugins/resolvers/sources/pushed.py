@@ -1,0 +1,51 @@
+"""The source of adapters that callers push: their files lie in a directory of the store until they are taken."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_plugins.absence import Absence, AbsenceKind
+from lora_plugins.adapter.names import AdapterName
+from lora_plugins.resolvers.sources.source import RemoteAdapter, SourceFile, choose_files
+from lora_plugins.store.partial_download import PartialDownload
+
+LABEL = "push"
+
+
+@dataclass(frozen=True, slots=True)
+class PushedAdapter(RemoteAdapter):
+    """What one push has brought; `directory` is on the store's file system."""
+
+    directory: Path = Path()
+
+    @classmethod
+    def of(cls, name: str, directory: Path, body_sha256: str) -> PushedAdapter:
+        """The adapter in a directory, whose version is what was pushed.
+
+        Raises:
+            AdapterNotFound: it has no configuration.
+        """
+        sizes_bytes = {file: (directory / file).stat().st_size for file in choose_files(os.listdir(directory))}
+        files = tuple(SourceFile(file, size_bytes) for file, size_bytes in sizes_bytes.items())
+        return cls(AdapterName(name), LABEL, f"{LABEL}://{name}", body_sha256, files, directory=directory)
+
+
+class PushSource:
+    """Takes what was pushed into the store; nobody can ask it for more."""
+
+    label = LABEL
+    remote = False
+
+    async def locate(self, name: AdapterName, base_model_name: str) -> Absence:  # noqa: ARG002
+        """Nothing: a push is taken as it comes."""
+        return Absence(LABEL, "", AbsenceKind.NOT_ASKED, f"'{name}' can only be pushed")
+
+    async def fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
+        """Link the files of a `PushedAdapter` into the directory of the download."""
+        if not isinstance(adapter, PushedAdapter):
+            raise TypeError(type(adapter))
+        for file in adapter.files:
+            os.link(adapter.directory / file.name, download.directory / file.name)
+            download.landed(file.name, file.size_bytes)

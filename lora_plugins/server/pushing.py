@@ -1,0 +1,143 @@
+"""Pushes: what a caller sends becomes the next version of a name, verified, loaded beside the old one, and swapped.
+
+Each name has one push at a time. The newest that comes meanwhile waits, and takes the place of any that waited: a
+trainer's step that is past is not worth loading.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_plugins.errors import PushSuperseded
+from lora_plugins.resolvers.sources.pushed import PushedAdapter
+from lora_plugins.server.lifecycle import Lifecycle
+from lora_plugins.server.registry import ServedAdapter
+from lora_plugins.server.swapping import KEPT_VERSIONS
+from lora_plugins.store.errors import store_errors
+
+# Writes what a caller sends to a directory; returns the SHA-256 of all of it.
+Receive = Callable[[Path], Awaitable[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """A push that is served.
+
+    Attributes:
+        waited_s: for the push of this name that came before. received_s: until all bytes were here.
+        served_s: until they were verified, loaded, and had taken the place of the version before.
+    """
+
+    adapter: ServedAdapter
+    waited_s: float
+    received_s: float
+    served_s: float
+
+
+class _Turns:
+    """Of one name: whether a push goes on, and the one that comes next."""
+
+    def __init__(self) -> None:
+        self.next: asyncio.Future[None] | None = None
+
+    def pass_on(self) -> bool:
+        """Let the next one begin; False where none waits."""
+        following, self.next = self.next, None
+        if following is None or following.done():
+            return False
+        following.set_result(None)
+        return True
+
+
+class Pushes:
+    """Receives adapters for one server; for one event loop."""
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
+        self._turns: dict[str, _Turns] = {}
+
+    async def push(
+        self,
+        name: str,
+        receive: Receive,
+        *,
+        expects: str | None = None,
+        moves: bool = False,
+        kept_versions: int = KEPT_VERSIONS,
+    ) -> Pushed:
+        """Serve what `receive` writes as the next version of `name`.
+
+        Args:
+            name: without a revision.
+            receive: writes the files.
+            expects: the digest that must be served now, or `ANY_VERSION`; looked at before and after the bytes came.
+            moves: what runs goes on with the new version, from one step on.
+            kept_versions: how many earlier ones stay in the store for `name@digest` and a rollback.
+
+        Raises:
+            PushSuperseded: a later push of this name came while this one waited.
+            VersionMismatch: another version is served than expected.
+            LoRAPluginsError: it cannot be served. Nothing has changed then, and nothing is left.
+        """
+        began = time.perf_counter()
+        self._lifecycle.check_pushed(name, expects)
+        async with self._turn(name):
+            waited = time.perf_counter()
+            self._lifecycle.check_pushed(name, expects)
+            async with self._directory() as directory:
+                with store_errors():
+                    body_sha256 = await receive(directory)
+                    pushed = await asyncio.to_thread(PushedAdapter.of, name, directory, body_sha256)
+                received = time.perf_counter()
+                adapter = await self._lifecycle.take(
+                    name, pushed, expects=expects, moves=moves, kept_versions=kept_versions
+                )
+        served = time.perf_counter()
+        return Pushed(adapter, waited - began, received - waited, served - received)
+
+    @asynccontextmanager
+    async def _turn(self, name: str) -> AsyncIterator[None]:
+        turns = self._turns.get(name)
+        if turns is None:
+            turns = self._turns[name] = _Turns()
+        else:
+            await self._wait(name, turns)
+        try:
+            yield
+        finally:
+            self._pass_on(name, turns)
+
+    async def _wait(self, name: str, turns: _Turns) -> None:
+        if turns.next is not None and not turns.next.done():
+            turns.next.set_exception(PushSuperseded("a later push of this name", adapter=name, remedy="push again"))
+        mine = turns.next = asyncio.get_running_loop().create_future()
+        try:
+            await mine
+        except BaseException:
+            if turns.next is mine:
+                turns.next = None
+            elif mine.done() and not mine.cancelled() and mine.exception() is None:
+                self._pass_on(name, turns)  # the turn came in the moment in which the caller left
+            raise
+
+    def _pass_on(self, name: str, turns: _Turns) -> None:
+        if not turns.pass_on():
+            del self._turns[name]
+
+    @asynccontextmanager
+    async def _directory(self) -> AsyncIterator[Path]:
+        """A directory of the store for what arrives, removed at the end."""
+        store = self._lifecycle.server.resolver.store
+        directory = store.layout.new_temporary(store.processes.me())
+        with store_errors():
+            await asyncio.to_thread(directory.mkdir)
+        try:
+            yield directory
+        finally:
+            await asyncio.shield(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True))

@@ -1,0 +1,163 @@
+"""Bodies of pushes: three forms, in pieces of any size; refused at the first byte that shows that they are broken."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load, save
+
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.weight_files import WEIGHTS_FILE
+from lora_plugins.api.push_body import receive
+from lora_plugins.errors import InvalidAdapter
+from tests.make import adapter_files
+
+FILES = adapter_files()
+ONE_FILE = save(load(FILES[WEIGHTS_FILE]), metadata={CONFIG_FILE: FILES[CONFIG_FILE].decode()})
+BOUNDARY = "b0undary"
+
+
+def parts(files: dict[str, bytes], *, end: str = "--") -> bytes:
+    body = b"".join(
+        f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="f"; filename="{name}"\r\n\r\n'.encode() + data + b"\r\n"
+        for name, data in files.items()
+    )
+    return body + f"--{BOUNDARY}{end}\r\n".encode()
+
+
+def archive(files: dict[str, bytes], *, mtime: float = 0.5, kind: bytes = tarfile.REGTYPE) -> bytes:
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as tar:
+        for name, data in files.items():
+            info = tarfile.TarInfo(f"adapter/{name}")
+            info.size, info.mtime, info.type = len(data) if kind == tarfile.REGTYPE else 0, mtime, kind
+            tar.addfile(info, io.BytesIO(data))
+    return made.getvalue()
+
+
+FORMS: dict[str, tuple[str, bytes]] = {
+    "one file": ("application/octet-stream", ONE_FILE),
+    "no type": ("", ONE_FILE),
+    "parts": (f"multipart/form-data; boundary={BOUNDARY}", parts(FILES)),
+    "archive": ("application/x-tar", archive({"README.md": b"x" * 700, **FILES, "trainer_state.json": b"{}"})),
+    "archive of whole seconds": ("application/x-tar", archive(FILES, mtime=1)),
+}
+
+
+@pytest.fixture
+def take(tmp_path: Path) -> Callable[..., str]:
+    """Receive a body in pieces of so many bytes; returns its SHA-256."""
+
+    def take(body: bytes, content_type: str, *, piece_bytes: int = 1000, announced: bool = True, **more: object) -> str:
+        async def pieces() -> AsyncIterator[bytes]:
+            for start in range(0, len(body), piece_bytes):
+                take.received = start + piece_bytes  # type: ignore[attr-defined]
+                yield body[start : start + piece_bytes]
+            yield b""  # Starlette's end
+
+        directory = tmp_path / "arrived"
+        directory.mkdir(exist_ok=True)
+        given = {"content_bytes": len(body) if announced else None, "max_bytes": 1 << 20, **more}
+        return asyncio.run(receive(pieces(), directory, content_type=content_type, **given))  # type: ignore[arg-type]
+
+    return take
+
+
+def arrived(tmp_path: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (tmp_path / "arrived").iterdir()}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("piece_bytes", [1, 7, 513, 1 << 20])
+def test_each_form_arrives_whole_in_any_pieces(tmp_path: Path, take, form: str, piece_bytes: int) -> None:
+    content_type, body = FORMS[form]
+    assert take(body, content_type, piece_bytes=piece_bytes) == hashlib.sha256(body).hexdigest()
+    files = arrived(tmp_path)
+    assert files.keys() == FILES.keys()
+    assert json.loads(files[CONFIG_FILE]) == json.loads(FILES[CONFIG_FILE])
+    assert {name: it.tobytes() for name, it in load(files[WEIGHTS_FILE]).items()} == {
+        name: it.tobytes() for name, it in load(FILES[WEIGHTS_FILE]).items()
+    }
+
+
+def test_a_body_without_announced_length_arrives_too(tmp_path: Path, take) -> None:
+    take(ONE_FILE, "application/octet-stream", announced=False)
+    assert arrived(tmp_path).keys() == FILES.keys()
+
+
+BROKEN: dict[str, tuple[str, bytes, str]] = {
+    "another type": ("application/zip", ONE_FILE, "Content-Type: application/zip"),
+    "parts without a boundary": ("multipart/form-data", parts(FILES), "Content-Type: multipart/form-data"),
+    "no safetensors": ("", b"\xff" * 5000, "a header of"),
+    "an empty body": ("", b"", "no weights"),
+    "half a length": ("", b"\x10\0\0", "3 bytes"),
+    "bytes are missing": ("", ONE_FILE[:-1], "bytes in the file"),
+    "no configuration": ("", FILES[WEIGHTS_FILE], f"no {CONFIG_FILE}"),
+    "no weights": (FORMS["parts"][0], parts({CONFIG_FILE: b"{}"}), "no weights"),
+    "a file of no adapter": (FORMS["parts"][0], parts({"../evil": b"x", **FILES}), "the file '../evil'"),
+    "a file twice": (FORMS["parts"][0], parts(FILES, end="")[: -len(BOUNDARY) - 4] + parts(FILES), "twice"),
+    "parts without their end": (FORMS["parts"][0], parts(FILES, end=""), "without its end"),
+    "no parts": (FORMS["parts"][0], ONE_FILE, "no multipart body"),
+    "no archive": ("application/x-tar", ONE_FILE, "no tar archive"),
+    "half an archive": ("application/x-tar", archive(FILES)[:-9000], "without its end"),
+    "an archive of links": ("application/x-tar", archive(FILES, kind=tarfile.SYMTYPE), "which is no file"),
+    "a pickle": ("application/x-tar", archive({CONFIG_FILE: b"{}", "adapter_model.bin": b"x"}), "no weights"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_body_is_refused_for_what_it_is(take, case: str) -> None:
+    content_type, body, found = BROKEN[case]
+    with pytest.raises(InvalidAdapter, match=found):
+        take(body, content_type)
+
+
+@pytest.mark.parametrize(
+    ("body", "seen_bytes"),
+    [
+        (b"\xff" * 100_000, 1000),  # the first eight bytes
+        (ONE_FILE + b"\0" * 100_000, 1000 * (int.from_bytes(ONE_FILE[:8], "little") // 1000 + 1)),  # the header
+    ],
+)
+def test_no_more_is_read_than_shows_the_fault(take, body: bytes, seen_bytes: int) -> None:
+    with pytest.raises(InvalidAdapter):
+        take(body, "application/octet-stream")
+    assert take.received <= seen_bytes
+
+
+def test_a_body_over_the_limit_is_not_read(take) -> None:
+    with pytest.raises(InvalidAdapter, match="at most 100"):
+        take(ONE_FILE, "", max_bytes=100)
+    assert not hasattr(take, "received")
+    with pytest.raises(InvalidAdapter, match="at most 100"):
+        take(ONE_FILE, "", max_bytes=100, announced=False, piece_bytes=60)
+    assert take.received == 120
+
+
+def digest_header(body: bytes, *algorithms: str) -> str:
+    hashes: Iterable[tuple[str, bytes]] = ((it, hashlib.new(it.replace("-", ""), body).digest()) for it in algorithms)
+    return ", ".join(f"{name}=:{base64.b64encode(digest).decode()}:" for name, digest in hashes)
+
+
+def test_content_digest_is_compared(take) -> None:
+    take(ONE_FILE, "", content_digest=digest_header(ONE_FILE, "sha-256"))
+
+
+@pytest.mark.parametrize("algorithms", [("sha-256",), ("sha-512",), ("sha-512", "sha-256")])
+def test_another_content_digest_is_refused(take, algorithms: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidAdapter, match=r"another sha-.*the one of Content-Digest"):
+        take(ONE_FILE, "", content_digest=digest_header(ONE_FILE + b"x", *algorithms))
+
+
+@pytest.mark.parametrize("header", ["sha-256", "sha-256=abc", "sha-256=:a:"])
+def test_a_malformed_content_digest_is_refused(take, header: str) -> None:
+    with pytest.raises(InvalidAdapter, match="Content-Digest: sha-256"):
+        take(ONE_FILE, "", content_digest=header)
