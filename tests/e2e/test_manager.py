@@ -121,13 +121,6 @@ def test_long_random_schedule_equals_peft(managed: Managed) -> None:
     assert managed.wrong(names) == []
 
 
-def test_hot_adapters_do_not_starve_others(managed: Managed) -> None:
-    """More hot adapters than host places, asked for without a pause: everybody is answered."""
-    hot = ["sql", "chat", "wide", "stable"] * 10
-    names = [*hot, "team/poet", *hot[:8]]
-    assert managed.wrong(names) == []
-
-
 def test_vanished_from_the_store_is_fetched_again(managed: Managed) -> None:
     """A worker that lacks the directory brings it from the source, and serves it if its digest is the same."""
     name = "stable-three"

@@ -192,15 +192,6 @@ def test_the_processor_is_what_pytorch_finds():
 
 
 @pytest.mark.skipif(build.problem() is not None, reason="there is no compiled product here")
-def test_an_adapter_of_many_rows_is_pytorchs():
-    few, many = 0, 2
-    case = make_case([few, many, -1, many, many, few, many], [(8,), (0,), (16,)], products=FEW_COMPILED)
-    weights = case.weights
-    case.computed(case.outputs())
-    assert list(weights.panels._of_slot) == [few]  # PyTorch reads the slot itself
-
-
-@pytest.mark.skipif(build.problem() is not None, reason="there is no compiled product here")
 def test_what_a_slot_points_at_stays_compiled():
     weights = make_case([], [(8,)], products=FEW_COMPILED).weights
     weights.panels.place(0, weights.panels.of(0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, SourceUnavailable
 from lora_plugins.events import (
@@ -30,6 +30,7 @@ from lora_plugins.events import (
 )
 from lora_plugins.observability.adapter_labels import OTHERS
 from lora_plugins.observability.event_metrics import CountEvents
+from lora_plugins.observability.latest_series import keep_latest
 
 
 class Counted:
@@ -148,3 +149,12 @@ def test_series_that_cannot_be_removed_are_bounded_too():
 
 def test_name_that_utf8_cannot_carry_is_escaped():
     assert b"\\\\ud800" in generate_latest(Counted().count(*served("\ud800")).registry)
+
+
+def test_a_gauge_of_times_keeps_the_series_set_last():
+    gauge = Gauge("seen", "when", ["name"], registry=CollectorRegistry())
+    for name, second in (("a", 3), ("b", 1), ("c", 2)):
+        gauge.labels(name).set(second)
+    keep_latest(gauge, 2)
+    (metric,) = gauge.collect()
+    assert {sample.labels["name"] for sample in metric.samples} == {"a", "c"}

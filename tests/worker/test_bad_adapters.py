@@ -257,37 +257,6 @@ def test_a_failing_machine_fails_one_adapter_once(
     assert holds(manager, bad)
 
 
-def test_a_second_write_that_fails_leaves_no_half_adapter(
-    make_manager: Make, tmp_path: Path, others: list[Adapter], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manager = make_manager(slots=2)
-    adapter = make_adapter(tmp_path / "a", BAD)
-    assert isinstance(bring(manager, adapter), Loaded)
-    module = next(reversed(manager._adapter_manager.modules.values()))
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "set_lora", raising(RuntimeError("odd")))
-        assert isinstance(ended(manager, activate(manager, adapter, 0)), Failed)
-    assert slots_of(manager)[0] == -1, "no batch computes with it"
-    others_are_still_served(manager, others)
-
-
-def test_files_that_vanish_while_they_are_read(
-    make_manager: Make, tmp_path: Path, others: list[Adapter], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manager = make_manager(slots=2)
-    adapter = make_adapter(tmp_path / "a", BAD)
-    parse = manager._lora_model_cls.from_local_checkpoint
-
-    def vanishing(*args: Any, **kwargs: Any) -> Any:
-        adapter.vanish()
-        return parse(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(manager._lora_model_cls, "from_local_checkpoint", vanishing)
-        assert failure(manager, adapter).adapter == adapter.name
-    others_are_still_served(manager, others)
-
-
 class SlowlyRead:
     """Holds up reading adapters until `go`."""
 
@@ -330,18 +299,3 @@ def iter_reports(manager: Any) -> list[Any]:
     while manager.jobs.is_busy:
         reports += manager.reports(0.1)
     return reports
-
-
-def test_evicted_while_its_slot_is_written(make_manager: Make, tmp_path: Path, others: list[Adapter]) -> None:
-    manager = make_manager(slots=2)
-    bad = make_adapter(tmp_path / "a", BAD)
-    bring(manager, bad)
-    blocked = Blocked(manager)
-    activate(manager, bad, 1)
-    assert blocked.entered.wait(60)
-    threading.Timer(0.05, blocked.go.set).start()
-    evict(manager, make_nothing(BAD))
-    assert blocked.go.is_set(), "the write has ended"
-    assert slots_of(manager) == [None, None]
-    blocked.end()
-    others_are_still_served(manager, others)
