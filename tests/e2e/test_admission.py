@@ -90,49 +90,6 @@ def test_failing_streams_hold_no_slot(one_slot: OneSlot) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.deployment("storms of aborts", "tested", "with one slot")
-def test_many_aborts_leave_nothing_held(one_slot: OneSlot) -> None:
-    async def run() -> None:
-        async with one_slot.client() as client:
-
-            async def give_up(number: int) -> None:
-                asked = asyncio.create_task(ids_of(client, NAMES[number % len(NAMES)], 100))
-                await asyncio.sleep(0.005 * number)
-                asked.cancel()
-                await asyncio.gather(asked, return_exceptions=True)
-
-            await asyncio.gather(*(give_up(number) for number in range(24)))
-            assert await asyncio.gather(*(ids_of(client, name) for name in NAMES)) == [
-                one_slot.bed.answers[name] for name in NAMES
-            ]
-
-            async def is_quiet() -> bool:
-                views = (await client.get("/v1/loras")).json()["loras"]
-                return not any(view["requests_held"] or view["requests_in_flight"] for view in views)
-
-            await seen(is_quiet)
-
-    asyncio.run(run())
-
-
-@pytest.mark.deployment("pause and resume", "tested", "held requests wait for the end of keep, wait and abort")
-@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_held_requests_wait_for_the_end_of_a_pause(one_slot: OneSlot, mode: str) -> None:
-    async def run() -> list[int]:
-        async with one_slot.client() as client:
-            paused = await client.post("/pause", params={"mode": mode, "clear_cache": "false"})
-            assert paused.status_code == 200, paused.text
-            try:
-                asked = asyncio.create_task(ids_of(client, "team/poet"))
-                await asyncio.sleep(1.0)
-                assert not asked.done()
-            finally:
-                assert (await client.post("/resume")).status_code == 200
-            return await asked
-
-    assert asyncio.run(run()) == one_slot.bed.answers["team/poet"]
-
-
 @pytest.mark.deployment(
     "our plugins without --enable-lora", "tested", "unknown names are 404, adapters 400 with a remedy"
 )

@@ -1,6 +1,6 @@
 """`lora_lru_manager` in a real server: more adapters than slots and host places, and every answer is PEFT's.
 
-With `lora_kernels`, so that base-model requests may share batches with adapters; `test_manager_workers.py` runs the
+With `lora_kernels`, so that base-model requests may share batches with adapters; `test_parallel.py` runs the
 manager with vLLM's kernels.
 """
 
