@@ -97,16 +97,6 @@ def test_models_show_lineage(world: World) -> None:
     assert cards[world.base].parent is None
 
 
-def test_load_and_unload_by_hand(world: World) -> None:
-    url = f"{world.server.url}/v1"
-    path = str(world.bed.adapters / "chat")
-    loaded = httpx.post(f"{url}/load_lora_adapter", json={"lora_name": "by-hand", "lora_path": path}, timeout=240)
-    assert loaded.status_code == 200, loaded.text
-    assert list(complete(world.client, "by-hand", PROMPT, MAX_TOKENS).token_ids) == world.bed.answers["chat"]
-    assert httpx.post(f"{url}/unload_lora_adapter", json={"lora_name": "by-hand"}, timeout=240).status_code == 200
-    assert complete(world.client, "by-hand", PROMPT, 1).status == 404
-
-
 def test_unloaded_adapter_is_resolved_again(world: World) -> None:
     assert complete(world.client, "stable", PROMPT, 1).status == 200
     unloaded = httpx.post(f"{world.server.url}/v1/unload_lora_adapter", json={"lora_name": "stable"}, timeout=240)

@@ -120,11 +120,6 @@ def requests(counted: Counted) -> dict[str, float]:
     return {k.split(",", 1)[1]: v for k, v in counted.all.items() if k.startswith("requests_total")}
 
 
-def test_adapters_beyond_the_limit_share_a_label():
-    counted = Counted(2).count(*served("a", 2), *served("b"), *served("c", 3), *served("d"), *served("a"))
-    assert requests(counted) == {"a": 3, "b": 1, OTHERS: 4}
-
-
 def test_name_that_was_never_served_gets_no_label():
     counted = Counted(1)
     for number in range(1000):

@@ -527,24 +527,6 @@ def test_a_request_means_what_is_there_whatever_its_path() -> None:
     assert [it.path for it in engine.workers.host.values()] == ["/adapters/1"]
 
 
-def test_what_comes_while_another_version_loads_gets_that() -> None:
-    engine = engine_with(slots=2, load_s=1.0)
-    old = engine.submit(1, tokens=60)
-    engine.run(1.5)
-    load = engine.planner.load(spec(1), engine.now, is_other=True)
-    newer = engine.submit(1, tokens=2)
-    engine.run(0.5)
-    assert newer.is_held
-    assert not load.done()
-    engine.run(1)
-    assert load.done()
-    assert newer.ended_at is not None
-    assert old.ended_at is None
-    engine.run_until_idle()
-    assert len(engine.workers.host) == 1
-    engine.check_nothing_left()
-
-
 @pytest.mark.parametrize("is_idle", [True, False])
 def test_a_version_that_fails_to_load_leaves_the_one_before(is_idle: bool) -> None:
     engine = engine_with(slots=2)
@@ -717,16 +699,6 @@ def test_the_next_adapter_is_loaded_ahead_of_its_slot() -> None:
     following = engine.submit(2)
     engine.run_until_idle()
     assert following.admitted_at == engine.requests[0].ended_at
-
-
-def test_an_idle_slot_is_written_beside_those_that_run() -> None:
-    engine = engine_with(slots=2, is_instant=False)
-    engine.submit(1, tokens=40)
-    engine.run(0.5)
-    following = engine.submit(2)
-    engine.run(0.5)
-    assert not following.is_held
-    engine.run_until_idle()
 
 
 def test_an_idle_adapter_never_keeps_the_only_slot() -> None:
