@@ -71,18 +71,6 @@ def test_it_is_found_at_every_position(dtype, small_pieces):
         bits[position] = 0
 
 
-@dtypes
-def test_it_is_found_at_the_boundary_of_the_real_piece(dtype):
-    count = finite._PIECE_BYTES // WIDTH[dtype] + 1
-    bits = np.zeros(count, dtype=KIND[dtype])
-    check(dtype, bits)
-    for position in (0, count - 2, count - 1):
-        bits[position] = NOT_FINITE[dtype][0]
-        with pytest.raises(InvalidAdapter):
-            check(dtype, bits)
-        bits[position] = 0
-
-
 def test_only_the_tensors_own_bytes_are_looked_at():
     ones = b"\xff" * 8
     data = ones + b"\0" * 8 + ones

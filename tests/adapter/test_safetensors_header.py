@@ -196,14 +196,6 @@ def test_every_changed_header_byte_reads_as_in_the_library():
     assert 0 < taken < (8 + HEADER_BYTES) * len(values) / 4
 
 
-@given(st.lists(st.tuples(st.integers(0, len(FILE) - 1), st.integers(0, 255)), min_size=2, max_size=6))
-def test_several_changed_bytes_read_as_in_the_library(changes):
-    data = bytearray(FILE)
-    for position, value in changes:
-        data[position] = value
-    check(bytes(data))
-
-
 @given(st.integers(0, len(FILE)), st.integers(0, len(FILE)), st.binary(max_size=12))
 def test_replaced_stretches_read_as_in_the_library(one, other, replacement):
     begin, end = sorted((one, other))
@@ -228,11 +220,6 @@ JSON = st.recursive(
 @example("shape", -0.0)
 def test_any_json_description_reads_as_in_the_library(key, value):
     check(with_header({"a": entry(**{key: value})}, b"\0" * 8))
-
-
-@given(st.dictionaries(st.text(max_size=6), JSON, max_size=3))
-def test_any_json_header_reads_as_in_the_library(header):
-    check(with_header(header, b"\0" * 8))
 
 
 @pytest.mark.parametrize(

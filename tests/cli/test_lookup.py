@@ -45,13 +45,14 @@ def env(cli, s3, hub) -> dict[str, str]:
     }
 
 
-def test_names_are_asked_of_every_source_in_order(env):
+def test_names_are_asked_of_every_source_in_order(env, cli):
     done = outside("resolve", "acme/many/en", "--json", env=env)
     assert done.code == Exit.OK
     steps = {step["step"]: step["verdict"] for step in done.json["steps"]}
     assert list(steps) == ["name", "filesystem", "s3", "hub", "store", "adapter", "base"]
     assert [steps[source] for source in ("filesystem", "s3", "hub")] == ["no", "no", "yes"]
-    done = outside("resolve", "sql", "--json", env={**env, "LORA_PLUGINS_SOURCES": "s3"})
+    cli.env = {**env, "LORA_PLUGINS_SOURCES": "s3"}
+    done = cli("resolve", "sql", "--json")
     steps = {step["step"]: step["verdict"] for step in done.json["steps"]}
     assert [steps[source] for source in ("s3", "filesystem", "hub")] == ["yes", "not asked", "not asked"]
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,9 +12,8 @@ import pytest
 from lora_plugins.cli.exits import Exit
 from testbed.proxy import fault_proxy
 from testbed.s3 import S3, s3_server
+from tests.cli.common import outside
 from tests.make import adapter_files, content
-
-SCRIPT = "from lora_plugins.cli import main; main()"
 
 
 @pytest.fixture(scope="module")
@@ -29,22 +26,14 @@ def s3() -> Iterator[S3]:
 def pulled_at_once(s3: S3, stores: Sequence[Path]) -> tuple[list[dict[str, object]], int]:
     """What a process with each of these stores says that it has pulled, and how often the weights were sent."""
     with fault_proxy(s3.url) as proxy:
-        base = {
-            **{name: text for name, text in os.environ.items() if not name.startswith(("AWS_", "LORA_PLUGINS_"))},
-            **s3.env(proxy.url),
-            "VLLM_PLUGINS": "lora_s3_resolver",
-            "S3_PATH_TEMPLATE": "s3://adapters/{lora_name}",
-        }
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", SCRIPT, "pull", "sql", "--json"],
-                env=base | {"LORA_PLUGINS_STORE_DIR": str(store)},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for store in stores
-        ]
-        answers = [json.loads(process.communicate(timeout=240)[0]) for process in processes]
+        env = {"VLLM_PLUGINS": "lora_s3_resolver", "S3_PATH_TEMPLATE": "s3://adapters/{lora_name}"}
+
+        def pull(store: Path) -> dict[str, object]:
+            own = {**env, **s3.env(proxy.url), "LORA_PLUGINS_STORE_DIR": str(store)}
+            return dict(outside("pull", "sql", "--json", env=own).json)
+
+        with ThreadPoolExecutor(len(stores)) as threads:
+            answers = list(threads.map(pull, stores))
         return answers, proxy.bytes_sent("adapter_model") // len(adapter_files()["adapter_model.safetensors"])
 
 

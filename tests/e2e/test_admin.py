@@ -102,19 +102,6 @@ def test_a_refused_load_leaves_nothing(admin: Admin) -> None:
     assert admin.done("GET", "/v1/loras")["count"] == before
 
 
-def test_the_key_guards_every_route(admin: Admin) -> None:
-    for method, path in [
-        ("GET", "/v1/loras"),
-        ("GET", "/v1/loras/sql"),
-        ("DELETE", "/v1/loras/sql"),
-        ("POST", "/v1/loras"),
-        *(("POST", f"/v1/loras/sql/{what}") for what in ("prefetch", "pin", "unpin", "refresh", "rollback")),
-    ]:
-        for headers in ({}, {"Authorization": "Bearer wrong"}):
-            answer = httpx.request(method, f"{admin.server.url}{path}", headers=headers, timeout=LONGEST_S)
-            assert answer.status_code == 401, (method, path)
-
-
 # --- the list ---
 
 

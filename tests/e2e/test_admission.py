@@ -6,7 +6,6 @@ Each test stands for something that went wrong while requests were held in the A
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,30 +60,6 @@ def test_one_slot_serves_every_adapter_as_peft(one_slot: OneSlot) -> None:
     assert asyncio.run(run()) == [one_slot.bed.answers[name] for name in NAMES * 6]
 
 
-@pytest.mark.deployment(
-    "preemption, tiny KV cache", "tested", "an adapter keeps its slot until the last preempted request has finished"
-)
-def test_preempted_requests_give_the_same_tokens(one_slot: OneSlot) -> None:
-    """Together they need more KV cache than there is; an adapter keeps its slot until the last of them has finished."""
-
-    async def run() -> tuple[list[int], list[list[int]]]:
-        async with one_slot.client() as client:
-
-            async def is_preempted() -> bool:
-                metrics = (await client.get("/metrics")).text
-                (preempted,) = re.findall(r"^vllm:num_preemptions_total\{.*\} (\S+)$", metrics, re.MULTILINE)
-                return float(preempted) > 0
-
-            alone = await ids_of(client, "sql", 300)
-            together = [asyncio.create_task(ids_of(client, "sql", 300)) for _ in range(8)]
-            await seen(is_preempted)  # before another adapter is asked for, which would divide them
-            await asyncio.gather(*(ids_of(client, "chat", 300) for _ in range(2)))
-            return alone, await asyncio.gather(*together)
-
-    alone, together = asyncio.run(run())
-    assert together == [alone] * 8
-
-
 def test_failing_streams_hold_no_slot(one_slot: OneSlot) -> None:
     """Prompts that are too long pass vLLM's check of the model, and fail after it."""
 
@@ -113,73 +88,6 @@ def test_failing_streams_hold_no_slot(one_slot: OneSlot) -> None:
             assert await held_of(client, "sql") == 0
 
     asyncio.run(run())
-
-
-@pytest.mark.deployment("beam search", "tested", "while others wait for its slot")
-def test_beam_search_finishes_while_others_wait_for_its_slot(one_slot: OneSlot) -> None:
-    async def run() -> tuple[str, str]:
-        async with one_slot.client() as client:
-            body = {
-                "model": "sql",
-                "prompt": PROMPT,
-                "max_tokens": 12,
-                "use_beam_search": True,
-                "n": 3,
-                "temperature": 0,
-            }
-            alone = await client.post("/v1/completions", json=body)
-            assert alone.status_code == 200, alone.text
-            others = [asyncio.create_task(ids_of(client, "chat")) for _ in range(8)]
-            beside = await client.post("/v1/completions", json=body)
-            assert beside.status_code == 200, beside.text
-            assert await asyncio.gather(*others) == [one_slot.bed.answers["chat"]] * 8
-            return alone.json()["choices"][0]["text"], beside.json()["choices"][0]["text"]
-
-    alone, beside = asyncio.run(run())
-    assert beside == alone
-
-
-@pytest.mark.deployment("storms of aborts", "tested", "with one slot")
-def test_many_aborts_leave_nothing_held(one_slot: OneSlot) -> None:
-    async def run() -> None:
-        async with one_slot.client() as client:
-
-            async def give_up(number: int) -> None:
-                asked = asyncio.create_task(ids_of(client, NAMES[number % len(NAMES)], 100))
-                await asyncio.sleep(0.005 * number)
-                asked.cancel()
-                await asyncio.gather(asked, return_exceptions=True)
-
-            await asyncio.gather(*(give_up(number) for number in range(24)))
-            assert await asyncio.gather(*(ids_of(client, name) for name in NAMES)) == [
-                one_slot.bed.answers[name] for name in NAMES
-            ]
-
-            async def is_quiet() -> bool:
-                views = (await client.get("/v1/loras")).json()["loras"]
-                return not any(view["requests_held"] or view["requests_in_flight"] for view in views)
-
-            await seen(is_quiet)
-
-    asyncio.run(run())
-
-
-@pytest.mark.deployment("pause and resume", "tested", "held requests wait for the end of keep, wait and abort")
-@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_held_requests_wait_for_the_end_of_a_pause(one_slot: OneSlot, mode: str) -> None:
-    async def run() -> list[int]:
-        async with one_slot.client() as client:
-            paused = await client.post("/pause", params={"mode": mode, "clear_cache": "false"})
-            assert paused.status_code == 200, paused.text
-            try:
-                asked = asyncio.create_task(ids_of(client, "team/poet"))
-                await asyncio.sleep(1.0)
-                assert not asked.done()
-            finally:
-                assert (await client.post("/resume")).status_code == 200
-            return await asked
-
-    assert asyncio.run(run()) == one_slot.bed.answers["team/poet"]
 
 
 @pytest.mark.deployment(

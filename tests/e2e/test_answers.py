@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from pathlib import Path
 
 import httpx
@@ -43,36 +42,6 @@ def test_unusual_adapters_equal_peft(world: World, name: str) -> None:
     answer = complete(world.client, name, PROMPT, MAX_TOKENS)
     assert answer.status == 200, answer.error
     assert list(answer.token_ids) == expected
-
-
-@pytest.mark.parametrize(
-    ("number", "changes"),
-    list(
-        enumerate(
-            [
-                {"peft_type": ...},
-                {"peft_type": "lora"},
-                {"r": 8.0},
-                {"target_modules": []},
-                {"target_modules": ["query_key_value"]},
-                {"target_modules": r".*\.attention\.query"},
-                {
-                    "rank_pattern": {
-                        f"model.layers.{layer}.self_attn.{p}_proj": 8 for layer in range(200) for p in "qkvo"
-                    }
-                },
-            ]
-        )
-    ),
-    ids=str,
-)
-def test_what_vllm_does_not_read_refuses_nothing(world: World, number: int, changes: dict[str, object]) -> None:
-    name = f"said-otherwise-{number}"
-    shutil.copytree(world.bed.adapters / "sql", world.root / name)
-    edit_config(world.root / name, **changes)
-    answer = complete(world.client, name, PROMPT, MAX_TOKENS)
-    assert answer.status == 200, answer.error
-    assert list(answer.token_ids) == world.bed.answers["sql"]
 
 
 @pytest.mark.parametrize("name", DEMO_NAMES)
@@ -126,16 +95,6 @@ def test_models_show_lineage(world: World) -> None:
     assert Path(cards["team/poet"].root).parent == world.store
     assert cards["team/poet"].parent == world.base
     assert cards[world.base].parent is None
-
-
-def test_load_and_unload_by_hand(world: World) -> None:
-    url = f"{world.server.url}/v1"
-    path = str(world.bed.adapters / "chat")
-    loaded = httpx.post(f"{url}/load_lora_adapter", json={"lora_name": "by-hand", "lora_path": path}, timeout=240)
-    assert loaded.status_code == 200, loaded.text
-    assert list(complete(world.client, "by-hand", PROMPT, MAX_TOKENS).token_ids) == world.bed.answers["chat"]
-    assert httpx.post(f"{url}/unload_lora_adapter", json={"lora_name": "by-hand"}, timeout=240).status_code == 200
-    assert complete(world.client, "by-hand", PROMPT, 1).status == 404
 
 
 def test_unloaded_adapter_is_resolved_again(world: World) -> None:

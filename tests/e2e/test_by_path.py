@@ -190,19 +190,6 @@ def test_a_refresh_moves_what_runs_where_asked(served: Served, tmp_path: Path) -
     served.answers_like("moving", "sql")
 
 
-def test_what_vllm_would_load_and_we_refuse_is_refused(served: Served, tmp_path: Path) -> None:
-    directory = served.put(tmp_path / "refused", "sql")
-    served.load("refused", directory)
-    edit_config(directory, trainable_token_indices=[3])
-    body = {"lora_name": "refused", "lora_path": str(directory), "load_inplace": True}
-    answer = served.call("POST", "/v1/load_lora_adapter", body)
-    assert (answer.status_code, "[L003]" in answer.text or "[L005]" in answer.text) == (400, True), answer.text
-    served.answers_like("refused", "sql")
-    for path in (tmp_path / "nowhere", "org/adapter"):
-        answer = served.call("POST", "/v1/load_lora_adapter", {"lora_name": "nowhere", "lora_path": str(path)})
-        assert (answer.status_code, "[L002]" in answer.text) == (404, True), answer.text
-
-
 def test_loads_in_place_under_load_mix_no_versions(served: Served, tmp_path: Path) -> None:
     """`LONG_TESTS=1`: 2,000 of them."""
     version_of: dict[str, str] = {}

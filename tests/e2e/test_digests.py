@@ -40,12 +40,6 @@ def test_header_and_every_chunk_have_the_digest(admin: Admin, route: str, stream
     assert len(fingerprints) > 1 or not stream or route == "responses"
 
 
-@EVERY_WAY
-def test_the_base_model_says_none(admin: Admin, route: str, stream: bool) -> None:
-    header, fingerprints = seen_by(admin.client, route, str(admin.bed.base), stream=stream)
-    assert (header, set(fingerprints) | {None}) == (None, {None})
-
-
 @pytest.mark.parametrize(
     "more", [{"n": 2}, {"prompt": [PROMPT, PROMPT]}, {"use_beam_search": True, "n": 2}], ids=["n", "batch", "beams"]
 )

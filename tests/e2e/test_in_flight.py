@@ -6,7 +6,6 @@ One server with one slot, whose engine is made to stand still where the order of
 from __future__ import annotations
 
 import asyncio
-import re
 import shutil
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -88,47 +87,6 @@ def test_an_unload_refuses_held_requests_at_once(
     assert (refused.status_code, f"[{code}]" in refused.text) == (status, True), refused.text
     assert ("retry-after" in refused.headers) == (status == 503)
     assert len(ran) == TOKENS, "what runs is another adapter's"
-
-
-def test_loading_in_place_swaps_without_changing_running_requests(one_slot: OneSlot, tmp_path: Path) -> None:
-    one_slot.publish("during", "sql", 7)
-    by_hand = tmp_path / "by-hand"
-    shutil.copytree(one_slot.bed.adapters / "chat", by_hand)
-    load = {"lora_name": "during", "lora_path": str(by_hand), "load_inplace": True}
-
-    async def swaps(client: httpx.AsyncClient) -> float:
-        (count,) = re.findall(r"^lora_plugins_swaps_total (\S+)$", (await client.get("/metrics")).text, re.MULTILINE)
-        return float(count)
-
-    async def swap() -> None:
-        async with one_slot.client() as client:
-            alone = await tokens_of(client, "during", TOKENS)
-            assert alone[:MAX_TOKENS] == one_slot.bed.answers["sql"]
-            old, before = await view_of(client, "during"), await swaps(client)
-            async with standing_still(client, "during") as running:
-                loaded = await client.post("/v1/load_lora_adapter", json=load)
-                assert loaded.status_code == 200, loaded.text
-                now = await view_of(client, "during")
-                assert (now["uri"], now["state"]) == (by_hand.as_uri(), "serving")
-                assert now["digest"] != old["digest"]
-                assert "host" in now["tiers"], "loaded before anybody asks for it"
-                assert one_slot.leases(old), "what runs may need its directory"
-                assert not running.done()
-            assert await running == alone, "the weights that it began with"
-            assert await tokens_of(client, "during") == one_slot.bed.answers["chat"]
-            assert await swaps(client) == before + 1
-
-            async def has_gone() -> bool:
-                listed = (await client.get("/v1/loras")).json()["loras"]
-                return [view["state"] for view in listed if view["lora_name"] == "during"] == ["serving"]
-
-            await seen(has_gone)
-            assert now["previous_digests"] == [old["digest"]], "leased for a rollback"
-            assert (
-                f"Adapter 'during' swapped from {old['digest'][:12]} to {now['digest'][:12]}" in one_slot.server.log()
-            )
-
-    asyncio.run(swap())
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])

@@ -1,6 +1,6 @@
 """`lora_lru_manager` in a real server: more adapters than slots and host places, and every answer is PEFT's.
 
-With `lora_kernels`, so that base-model requests may share batches with adapters; `test_manager_workers.py` runs the
+With `lora_kernels`, so that base-model requests may share batches with adapters; `test_parallel.py` runs the
 manager with vLLM's kernels.
 """
 
@@ -118,13 +118,6 @@ def test_long_random_schedule_equals_peft(managed: Managed) -> None:
     chance = random.Random(FIXED_SEED)
     names = [chance.choice([*ALIKE, str(managed.bed.base)]) for _ in range(160)]
     assert len(set(names)) > HOST_PLACES
-    assert managed.wrong(names) == []
-
-
-def test_hot_adapters_do_not_starve_others(managed: Managed) -> None:
-    """More hot adapters than host places, asked for without a pause: everybody is answered."""
-    hot = ["sql", "chat", "wide", "stable"] * 10
-    names = [*hot, "team/poet", *hot[:8]]
     assert managed.wrong(names) == []
 
 

@@ -182,3 +182,15 @@ def test_calls_in_any_order_answer_as_the_version_they_name(bed: Bed, tmp_path: 
     examples = str(times(60, short=12))
     said = said_by("offline_any_order", bed, tmp_path, 0, versions, ANSWERS=answers, EXAMPLES=examples)
     assert int(said["said"]) > int(examples)
+
+
+@pytest.mark.parametrize("first", ["sql", None])
+def test_prompt_logprobs_beside_others_are_those_alone(bed: Bed, tmp_path: Path, first: str | None) -> None:
+    """Which crashes vLLM's CPU engine (docs/operate/known-limits.md)."""
+    names = [first, "chat", None, "sql"]
+    adapters = [(name or "", None if name is None else str(bed.adapters / name)) for name in names]
+    (alone, answer), (beside, answers) = said_by("offline_prompt_logprobs", bed, tmp_path, 0, adapters)["said"]
+    assert beside == pytest.approx(alone, abs=1e-4)
+    assert len(set(alone)) > 1
+    assert answer == [bed.answers[first]]
+    assert answers == [bed.answers[name] for name in names]

@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -29,7 +28,7 @@ BUSY = ("chat", "stable", "team/poet")
 
 @dataclass(frozen=True)
 class OnePlace:
-    """A server with `--max-loras 1` and all else as by default; `fixed` is like `stable`, and no source has it."""
+    """A server with `--max-loras 1` and all else as by default."""
 
     server: Server
     bed: Bed
@@ -43,9 +42,8 @@ class OnePlace:
 def one_place(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnePlace]:
     home = tmp_path_factory.mktemp("one-place")
     shutil.copytree(bed.adapters, home / "adapters")
-    shutil.copytree(bed.adapters / "stable", home / "fixed")
     with lora_server(
-        bed, home, "--max-loras", "1", "--max-model-len", "1000", "--lora-modules", f"fixed={home / 'fixed'}",
+        bed, home, "--max-loras", "1", "--max-model-len", "1000",
         plugins=(RESOLVER, MANAGER, KERNELS, ADMIN), LORA_PLUGINS_REFRESH_S="0",
     ) as server:  # fmt: skip
         yield OnePlace(server, bed)
@@ -157,27 +155,5 @@ def test_a_client_that_retries_at_once_is_answered(one_place: OnePlace) -> None:
                     answer = await retry_while_room_is_made(client, "chat", trial)
                 assert answer.status_code == 200, answer.text
                 assert answer.json()["choices"][0]["token_ids"] == one_place.bed.answers["chat"], trial
-
-    asyncio.run(run())
-
-
-def test_a_retry_of_what_cannot_be_loaded_gets_its_error(one_place: OnePlace) -> None:
-    """Its store entry, and the directory that it came from, went while others had its place."""
-
-    async def run() -> None:
-        async with one_place.client() as client:
-            assert await ids_of(client, "fixed") == one_place.bed.answers["stable"]
-            models = (await client.get("/v1/models")).json()["data"]
-            given = Path(next(model["root"] for model in models if model["id"] == "fixed"))
-            stored = Path((await client.get("/v1/loras/fixed")).json()["path"])
-            assert await ids_of(client, "chat") == one_place.bed.answers["chat"]
-            for directory in (given, stored):
-                directory.rename(directory.with_name("away"))
-            for trial in range(TRIALS):
-                async with asyncio.timeout(SOON_S):
-                    answer = await retry_while_room_is_made(client, "fixed", trial)
-                assert (answer.status_code, "L002" in answer.text) == (404, True), (trial, answer.text)
-            async with asyncio.timeout(SOON_S):
-                assert await ids_of(client, "chat") == one_place.bed.answers["chat"]
 
     asyncio.run(run())

@@ -41,24 +41,6 @@ def test_unfit_adapter_is_refused_with_reason(world: World, name: str, texts: tu
         assert text in answer.error
 
 
-@pytest.mark.parametrize(
-    ("name", "texts"),
-    [
-        (".hidden/sql", ("a name that no adapter can have", "'.hidden', led by '.'")),
-        ("../outside/secret", ("a name that no adapter can have",)),
-        ("team/-sql", ("a name that no adapter can have", "'-sql', led by '-'")),
-        ("user@corp.com/sql", ("no revision 'corp.com/sql' of an adapter 'user'", "after '@'")),
-        ("sql@v9", ("no revision 'v9' of an adapter 'sql'",)),
-        ("sql/", ("an empty segment", "no leading, trailing or double slash")),
-    ],
-)
-def test_name_that_cannot_be_an_adapters_says_why(world: World, name: str, texts: tuple[str, ...]) -> None:
-    answer = complete(world.client, name, PROMPT, 1)
-    assert answer.status == 404
-    for text in (f"[L002] adapter '{name}'", *texts, "To fix"):
-        assert text in answer.error
-
-
 def test_rejection_is_logged_once_and_not_listed(world: World) -> None:
     for _ in range(3):
         assert complete(world.client, "dora", PROMPT, 1).status == 400

@@ -120,10 +120,6 @@ def test_rounded_to_the_nearest(dtype):
     assert torch.equal(case.computed(start[None])[0], (start.double() + values.double()).to(dtype))
 
 
-def test_pytorchs_threads_are_used(threads):
-    assert build.product().threads() == torch.get_num_threads() == threads
-
-
 @pytest.mark.parametrize("x", [torch.randn(4, 66)[:, ::2], torch.randn(8, 33)[::2]], ids=["columns", "rows"])
 def test_inputs_with_strides_and_outputs_with_gaps(x):
     case = make_case([0, 1, -1, 0], [(8,), (3,)], products="compiled")
@@ -163,19 +159,6 @@ def test_an_emptied_slot_leaves_no_panels():
     weights.ranks.written(1, [0])
     assert memory() is None
     assert weights.compiled({1: [0, 1, 2]}) == {}
-
-
-def test_panels_end_at_the_true_rank_and_are_zero_beyond():
-    ranks = (3, 0, LANES - 2)
-    weights = make_case([], [ranks], widths=(5, 6, 7), products="compiled", max_rank=LANES).weights
-    made = weights.panels.of(0)
-    assert made.ranks == ranks
-    assert made.flat.isfinite().all()
-    assert [(s.rank, s.top, s.first, s.width) for s in made.slices] == [(3, 0, 0, 5), (LANES - 2, 3, 11, 7)]
-    of_a = made.flat[: PANEL * 33].view(33, PANEL)
-    assert torch.equal(of_a[:, :3], weights.a[0][0, 0, :3].t())
-    assert torch.equal(of_a[:, 3 : LANES + 1], weights.a[2][0, 0, : LANES - 2].t())
-    assert not of_a[:, LANES + 1 :].any()
 
 
 # Paths for processors that this machine may not be: registers of 16 numbers, and pairs multiplied at once.

@@ -150,21 +150,6 @@ def test_a_scaling_for_each_slice():
     assert bits(pack(a, b, [2.0, None, 0.5])) == bits(pack(a, [b[0] * 2, None, b[2] * 0.5]))
 
 
-def test_what_is_packed_is_what_a_slot_is_made_into():
-    """Through the slot and directly, bit for bit, of windows into something larger that is gone afterwards."""
-    widths = (33, 16, 5)
-    layer = layer_of(widths)
-    wrapper = wrapper_with(layer)
-    wide = [(torch.randn(2 * INN, 20).t()[:, ::2], torch.randn(40, 2 * width).t()[::2, 10:30]) for width in widths]
-    a, b = [a for a, _ in wide], [b for _, b in wide]
-    packed = packer_of(layer).pack(a, b)
-    layer.set_lora(0, a, b)
-    for side in (*a, *b):
-        side.fill_(torch.nan)
-    made = wrapper._modules[id(layer.lora_a_stacked)].panels.of(0)
-    assert bits(made) == bits(packed)
-
-
 @pytest.mark.parametrize("widths", WIDTHS, ids=len)
 @pytest.mark.parametrize("rank", [1, 17, 100])
 def test_in_a_block_of_the_callers(rank, widths):

@@ -69,19 +69,6 @@ def adapter(rank: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rank, INN), torch.randn(width, rank)
 
 
-@pytest.mark.parametrize("kind", OURS)
-@batches
-def test_linear(slot_of_row, kind):
-    case = make_case(slot_of_row, [(8, 8), (3, 0), (0, 1)], inn=INN, widths=(11, 5), max_rank=MAX_RANK)
-    for part in (*case.weights.a, *case.weights.b):
-        part.nan_to_num_(0)  # vLLM pads with zeros
-    wrapper = made(kind, slot_of_row)
-    y = case.outputs(padding_rows=2)
-    found = y.clone()
-    wrapper.add_lora_linear(found, case.x, case.weights.a, case.weights.b, 1.0, case.widths)
-    assert_equal(found, case.expected(y), y, slot_of_row)
-
-
 def test_vllms_own_gives_base_rows_an_adapter_or_masks_them():
     # What the issue is about; where this fails, 0.32 is no longer supported and our warning can go.
     slot_of_row = [0, -1]
@@ -202,20 +189,6 @@ def test_logits_follow_the_sampled_rows(wrapper_for):
     found = y.clone()
     wrapper.add_lora_logits(found, case.x, case.weights.a[0], case.weights.b[0], 1.0)
     assert_equal(found, case.expected(y), y, sampled)
-
-
-@batches
-def test_embedding(slot_of_row, wrapper_for):
-    case = make_case(slot_of_row, [(8,)] * SLOTS, inn=MAX_RANK, max_rank=MAX_RANK)
-    b = case.weights.b[0]
-    y = case.outputs(padding_rows=1)
-    x = torch.randn(len(slot_of_row), MAX_RANK)
-    found, expected = y.clone(), y.clone()
-    wrapper_for(slot_of_row).add_lora_embedding(found, x, b, add_input=True)
-    for row, slot in enumerate(slot_of_row):
-        if slot >= 0:
-            expected[row] += b[slot, 0] @ x[row]
-    assert_equal(found, expected, y, slot_of_row)
 
 
 def test_embeddings_are_computed_at_their_own_rank(wrapper_for):

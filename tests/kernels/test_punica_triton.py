@@ -133,20 +133,6 @@ def test_linear_layers(which: str, dtype: torch.dtype) -> None:
     check(found, adapters.expected(before, x, MIXED), before, MIXED)
 
 
-@pytest.mark.parametrize("which", ["column", "merged", "qkv"])
-def test_mixed_ranks_of_slices_and_slices_without_an_adapter(which: str) -> None:
-    wrapper = make_wrapper()
-    layer, widths = layer_of(which, wrapper)
-    of_slices = {0: [16, 3, 0], 2: [5, 0, 16], 3: [1, 8, 7]}
-    ranks = {slot: ranks[: len(widths)] for slot, ranks in of_slices.items()}
-    adapters = Adapters.fill(layer, IN, widths, ranks=ranks)
-    set_traps(layer)
-    map_rows(wrapper, MIXED)
-    x = torch.randn(len(MIXED), IN)
-    before = base_output(layer, x)
-    check(layer(x)[0], adapters.expected(before, x, MIXED), before, MIXED)
-
-
 def test_batches_follow_each_other_and_slots_are_written_again() -> None:
     """vLLM announces a batch only when it changes; an adapter that is loaded in place changes none."""
     wrapper = make_wrapper()

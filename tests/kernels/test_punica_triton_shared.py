@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +24,7 @@ from vllm.lora.utils import from_layer
 from vllm.model_executor.layers import linear
 
 from tests.kernels.experts_layer import experts_layer
+from tests.kernels.test_punica_triton import IN, LINEAR, OUT
 from tests.kernels.triton_layers import (
     MAX_RANK,
     MIXED,
@@ -39,32 +41,13 @@ from tests.kernels.triton_layers import (
 )
 from tests.worker.small_model import one_process
 
-IN, OUT, WORKERS = 24, 32, 2
-COLUMN: dict[str, tuple[type, Callable[[], Any], tuple[int, ...], list[str]]] = {
-    "column": (
-        ColumnParallelLinearWithShardedLoRA,
-        lambda: linear.ColumnParallelLinear(IN, OUT, bias=False),
-        (OUT,),
-        ["c"],
-    ),
-    "merged": (
-        MergedColumnParallelLinearWithShardedLoRA,
-        lambda: linear.MergedColumnParallelLinear(IN, [OUT, OUT], bias=False),
-        (OUT, OUT),
-        ["left", "right"],
-    ),
-    "qkv": (
-        MergedQKVParallelLinearWithShardedLoRA,
-        lambda: linear.QKVParallelLinear(IN, 8, 4, 2, bias=False),
-        (32, 16, 16),
-        ["q", "k", "v"],
-    ),
-    "qkv, one pair": (
-        QKVParallelLinearWithShardedLoRA,
-        lambda: linear.QKVParallelLinear(IN, 8, 4, 2, bias=False),
-        (32, 16, 16),
-        ["qkv"],
-    ),
+WORKERS = 2
+# Of `LINEAR`'s layers: the class that vLLM finds where they are fully sharded, and the slices' widths.
+COLUMN: dict[str, tuple[type, tuple[int, ...]]] = {
+    "column": (ColumnParallelLinearWithShardedLoRA, (OUT,)),
+    "merged": (MergedColumnParallelLinearWithShardedLoRA, (OUT, OUT)),
+    "qkv": (MergedQKVParallelLinearWithShardedLoRA, (32, 16, 16)),
+    "qkv, one pair": (QKVParallelLinearWithShardedLoRA, (32, 16, 16)),
 }
 
 
@@ -101,19 +84,21 @@ def shrunk(worker: tuple[Any, Any], x: torch.Tensor) -> torch.Tensor:
     return buffer
 
 
+def give(layers: list[Any], slot: int, a: Any, b: Any) -> None:
+    for layer in layers:
+        layer.set_lora(slot, a, b)
+
+
 @pytest.mark.parametrize("count", [1, WORKERS])
 @pytest.mark.parametrize("which", COLUMN)
 def test_fully_sharded_columns(which: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A is divided by rank, so the slots of A and B differ in rank; the parts are gathered between the products."""
-    kind, make, widths, packed = COLUMN[which]
-    team = workers(monkeypatch, kind, make, packed, count)
+    (kind, widths), (_, make, _, packed) = COLUMN[which], LINEAR[which]
+    team = workers(monkeypatch, kind, lambda: make(bias=False), packed, count)
     layers = [layer for _, layer in team]
-
-    def give(slot: int, a: Any, b: Any) -> None:
-        for layer in layers:
-            layer.set_lora(slot, a, b)
-
-    adapters = Adapters.fill(layers[0], IN, widths, packed=len(packed) > 1 or len(widths) == 1, give=give)
+    adapters = Adapters.fill(
+        layers[0], IN, widths, packed=len(packed) > 1 or len(widths) == 1, give=partial(give, layers)
+    )
     if count == 1:
         set_traps(layers[0])
     x = torch.randn(len(MIXED) + 1, IN)
@@ -141,12 +126,7 @@ def test_fully_sharded_rows(count: int, monkeypatch: pytest.MonkeyPatch) -> None
         count,
     )
     layers = [layer for _, layer in team]
-
-    def give(slot: int, a: Any, b: Any) -> None:
-        for layer in layers:
-            layer.set_lora(slot, a, b)
-
-    adapters = Adapters.fill(layers[0], IN, (OUT,), give=give)
+    adapters = Adapters.fill(layers[0], IN, (OUT,), give=partial(give, layers))
     for layer in layers:
         set_traps(layer)
     x = torch.randn(len(MIXED) + 1, IN)

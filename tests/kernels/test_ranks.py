@@ -10,7 +10,6 @@ import torch
 from vllm.config.lora import LoRAConfig
 from vllm.lora.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 
-from lora_plugins.kernels import layers
 from lora_plugins.kernels.punica_cpu import ReferencePunicaWrapper
 from lora_plugins.kernels.ranks import SlotRanks, after_writing, at_once, true_ranks
 from tests.kernels.experts_layer import experts_layer
@@ -18,10 +17,6 @@ from tests.kernels.experts_layer import experts_layer
 
 def matrix(rank: int) -> SimpleNamespace:
     return SimpleNamespace(shape=(rank, 100))
-
-
-def test_a_slot_that_nobody_spoke_of_has_the_largest_ranks():
-    assert SlotRanks(2, [16, 8])[1] == (16, 8)
 
 
 def test_ranks_are_unknown_until_a_slot_is_written():
@@ -119,12 +114,6 @@ EXPERTS, HIDDEN, INTERMEDIATE, SLOTS, RANK = 4, 32, 16, 3, 8
 def small_layer(kind: type) -> torch.nn.Module:
     config = LoRAConfig(max_lora_rank=RANK, max_loras=SLOTS, lora_dtype=torch.float32)
     return experts_layer(kind, config, EXPERTS, HIDDEN, INTERMEDIATE)
-
-
-@pytest.mark.parametrize("kind", [FusedMoEWithLoRA, FusedMoE3DWithLoRA])
-def test_a_mixture_of_experts_is_left_to_vllm(kind):
-    layer = small_layer(kind)
-    assert layers.watch(layer) is None
 
 
 @pytest.mark.parametrize("kind", [FusedMoEWithLoRA, FusedMoE3DWithLoRA])

@@ -76,14 +76,6 @@ def test_every_path_is_right(path: str, dtype: torch.dtype, slot_of_row: list[in
     bed.check(linear(bed, add_inputs=False), add_inputs=False)
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("slot_of_row", [[], [-1, -1]], ids=["empty", "base rows"])
-def test_batches_without_an_adapter_change_nothing(path: str, slot_of_row: list[int]) -> None:
-    bed = Bed.make(slot_of_row, [[8], [8]])
-    set_up(PATHS[path]).register(bed.a, bed.b, slot_ranks(bed))
-    assert torch.equal(linear(bed), bed.y)
-
-
 @settings(max_examples=10)
 @given(data=st.data(), path=st.sampled_from(sorted(PATHS)), dtype=st.sampled_from(DTYPES), n_in=st.integers(1, 70))
 def test_any_batch_on_any_path(data: st.DataObject, path: str, dtype: torch.dtype, n_in: int) -> None:

@@ -6,8 +6,6 @@ from itertools import groupby
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton's interpreter comes with Triton, which is for Linux only")
 
@@ -38,13 +36,6 @@ def run(
     shrink(t, bed.x, module, ranks, chunks, size, tile, scale)
     expand(y, t, module, ranks, chunks, size, out, add_inputs=add_inputs)
     return y
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_mixed_ranks_among_base_rows_with_slices_of_different_widths(dtype: torch.dtype) -> None:
-    ranks = [[5, 8, 32], [0, 16, 1], [32, 3, 8]]
-    bed = Bed.make([1, -1, 0, 2, 1, 1, -1, 2], ranks, n_in=72, widths=(40, 24, 33), dtype=dtype, padding=3)
-    bed.check(run(bed))
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5])
@@ -92,29 +83,6 @@ def test_rows_beyond_y_are_left_out() -> None:
     bed = Bed.make([0, 1, 0, 1, 0, 1], [[8], [8]])
     short = Bed(bed.x[:4], bed.y[:4], bed.a, bed.b, bed.slot_of_row, bed.ranks, bed.widths, bed.max_rank)
     short.check(run(short, max_rows=8))
-
-
-@settings(max_examples=12)
-@given(
-    data=st.data(),
-    n_in=st.integers(1, 70),
-    widths=st.lists(st.integers(1, 40), min_size=1, max_size=3),
-    max_rank=st.sampled_from([8, 16, 48]),
-    dtype=st.sampled_from(DTYPES),
-)
-def test_any_shape(data: st.DataObject, n_in: int, widths: list[int], max_rank: int, dtype: torch.dtype) -> None:
-    slots = data.draw(st.integers(1, 4))
-    ranks = data.draw(
-        st.lists(
-            st.lists(st.integers(0, max_rank), min_size=len(widths), max_size=len(widths)),
-            min_size=slots,
-            max_size=slots,
-        )
-    )
-    slot_of_row = data.draw(st.lists(st.integers(-1, slots - 1), max_size=20))
-    padding = data.draw(st.integers(0, 3))
-    bed = Bed.make(slot_of_row, ranks, n_in=n_in, widths=widths, max_rank=max_rank, dtype=dtype, padding=padding)
-    bed.check(run(bed, tile=ShrinkTile(columns=32, splits=data.draw(st.integers(1, 3))), out=ExpandTile(columns=32)))
 
 
 def test_weights_that_one_launch_cannot_serve_are_refused() -> None:

@@ -215,8 +215,10 @@ MUTANTS = (
     Mutant(
         "server: a load takes no lock of its name",
         "lora_plugins/server/lifecycle.py",
-        "async with self.server.vllm.lock(name):\n            adapter = self.registry.get(name)\n            _require",
-        "if True:\n            adapter = self.registry.get(name)\n            _require",
+        ", self.server.vllm.lock(name):\n            adapter = self.registry.get(name)\n"
+        "            _require_version(name, adapter, expects)\n            is_new",
+        ":\n            adapter = self.registry.get(name)\n"
+        "            _require_version(name, adapter, expects)\n            is_new",
         ("tests/server/test_concurrent_changes.py",),
     ),
     Mutant(

@@ -7,19 +7,13 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from lora_plugins.errors import NoFreeSlot
 from lora_plugins.observability.adapter_labels import OTHERS
 from lora_plugins.observability.engine_metrics import families
 from lora_plugins.observability.store_metrics import StoreUsage, StoreUsageReader
-from lora_plugins.scheduler.host_cache import HostCache
-from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, PlannerFigures, Slots, from_plain
-from lora_plugins.scheduler.planner import Planner
-from lora_plugins.scheduler.policies import make_policy
+from lora_plugins.scheduler.messages import AdapterState, PlannerFigures
 from lora_plugins.scheduler.stats import BOUNDS_S, FoundIn, Histogram, Stats
 from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.store import Store
-from lora_plugins.vllm_patches.engine_core import engine_core
-from lora_plugins.vllm_patches.engine_core.scheduler import AdmissionMixin
 from tests.store.common import DownloadSpec, adapter_files, obtain
 
 
@@ -47,31 +41,6 @@ def shown(engines, max_adapters=10) -> dict[str, float]:
 def loaded(engines, max_adapters=10) -> dict[str, float]:
     prefix = "vllm:lora_adapter_loaded,llama,"
     return {k.removeprefix(prefix): v for k, v in shown(engines, max_adapters).items() if k.startswith(prefix)}
-
-
-class Core:
-    """An engine core with a planner, as far as the utility for figures reads it."""
-
-    def __init__(self) -> None:
-        class Scheduler(AdmissionMixin):
-            planner = Planner(Slots(2), HostCache(100, 5, make_policy("lru")))
-
-            def __init__(self) -> None:
-                pass
-
-        self.scheduler = Scheduler()
-        self.planner = self.scheduler.planner
-
-
-def test_figures_of_a_planner_are_shown():
-    core = Core()
-    assert from_plain(PlannerFigures, engine_core._figures(core)) == engine(host_max_bytes=100)
-    core.planner.arrived(AdapterSpec(1, "sql", "/store/sql"), "r", object(), 0.0)
-    core.planner.retire(2, 0.0, NoFreeSlot("gone"), is_last=True)
-    core.planner.arrived(AdapterSpec(2, "chat", "/store/chat"), "s", object(), 0.0)
-    figures = shown({0: from_plain(PlannerFigures, engine_core._figures(core))})
-    assert figures["lora_plugins_held,llama,0"] == 1
-    assert figures["lora_plugins_refused_requests_total,llama,0,L001"] == 1
 
 
 def test_loaded_adapters_are_shown_by_level():

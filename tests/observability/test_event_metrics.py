@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, SourceUnavailable
 from lora_plugins.events import (
@@ -30,6 +30,7 @@ from lora_plugins.events import (
 )
 from lora_plugins.observability.adapter_labels import OTHERS
 from lora_plugins.observability.event_metrics import CountEvents
+from lora_plugins.observability.latest_series import keep_latest
 
 
 class Counted:
@@ -119,11 +120,6 @@ def requests(counted: Counted) -> dict[str, float]:
     return {k.split(",", 1)[1]: v for k, v in counted.all.items() if k.startswith("requests_total")}
 
 
-def test_adapters_beyond_the_limit_share_a_label():
-    counted = Counted(2).count(*served("a", 2), *served("b"), *served("c", 3), *served("d"), *served("a"))
-    assert requests(counted) == {"a": 3, "b": 1, OTHERS: 4}
-
-
 def test_name_that_was_never_served_gets_no_label():
     counted = Counted(1)
     for number in range(1000):
@@ -148,3 +144,12 @@ def test_series_that_cannot_be_removed_are_bounded_too():
 
 def test_name_that_utf8_cannot_carry_is_escaped():
     assert b"\\\\ud800" in generate_latest(Counted().count(*served("\ud800")).registry)
+
+
+def test_a_gauge_of_times_keeps_the_series_set_last():
+    gauge = Gauge("seen", "when", ["name"], registry=CollectorRegistry())
+    for name, second in (("a", 3), ("b", 1), ("c", 2)):
+        gauge.labels(name).set(second)
+    keep_latest(gauge, 2)
+    (metric,) = gauge.collect()
+    assert {sample.labels["name"] for sample in metric.samples} == {"a", "c"}

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry, make_asgi_app
 
-from lora_plugins.observability import scrape
 from lora_plugins.observability.scrape import CachedAnswer, MetricsCollector, RefreshBeforeScrape, Reports
 from lora_plugins.observability.store_metrics import StoreUsage
 from tests.observability.test_engine_metrics import engine
@@ -209,11 +208,3 @@ def test_own_answer_replaces_the_one_of_the_app():
     assert server.passed == []
     server.get("/health")
     assert server.passed == ["/health"]
-
-
-def test_several_scrapes_within_the_interval_are_one_query(monkeypatch):
-    monkeypatch.setattr(scrape, "INTERVAL_S", 1000.0)
-    server = Server(REPORTS)
-    for _ in range(3):
-        assert "instant_activations" in server.get()
-    assert len(server.asked_of) == 1

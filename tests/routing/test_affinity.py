@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from lora_plugins.routing.affinity import AffinityPolicy, Limits
 from lora_plugins.routing.residency import GRACE_S, Report, Residency, Tier
@@ -101,9 +101,8 @@ def test_replica_that_leaves_moves_only_its_own():
 
 def test_base_model_goes_to_a_replica_with_few_requests():
     policy = of(3)
-    for _ in range(30):
-        send(policy, "", completes=False)
-    assert {policy._load.of(f"r{number}") for number in range(3)} == {10}
+    sent_to = Counter(send(policy, "", completes=False) for _ in range(30))
+    assert sent_to == {"r0": 10, "r1": 10, "r2": 10}
 
 
 def test_excluded_replicas_are_left_out():
@@ -127,7 +126,8 @@ def test_replica_leaves_and_joins_again():
     policy.reported("a", Report({"sql": Tier.SLOT}, 3, 3), 1.0)
     assert policy.ranked("sql", 1.0) == ["b"]
     policy.join("a")
-    assert policy._load.of("a") == 0
+    policy.routed("", "b", 1.0)
+    assert policy.ranked("", 1.0)[0] == "a", "what it had before counts no longer"
 
 
 ADAPTERS = st.sampled_from(["", "\ud800", *(f"adapter-{number}" for number in range(8))])
@@ -193,25 +193,6 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.1, 1.0, 7.0, 100.0]))
     def wait(self, seconds):
         self.now += seconds
-
-    @invariant()
-    def sums_are_right(self):
-        load = self.policy._load
-        assert load.total == sum(load.of(replica) for replica in self.there)
-
-    @invariant()
-    def both_ways_to_read_residency_agree(self):
-        residency = self.policy._residency
-        by_replica = {
-            (adapter, replica, tier) for replica, it in residency._replicas.items() for adapter, tier in it.used.items()
-        }
-        by_adapter = {
-            (adapter, replica, tier) for adapter, of in residency._where.items() for replica, tier in of.items()
-        }
-        assert by_replica == by_adapter
-        assert set(residency._replicas) == self.there
-        by_replica = {(adapter, replica) for replica, it in residency._replicas.items() for adapter in it.stored}
-        assert by_replica == {(adapter, replica) for adapter, of in residency._stored.items() for replica in of}
 
 
 TestAnyHistory = AnyHistory.TestCase

@@ -95,17 +95,6 @@ def test_true_means_done_when_the_next_version_is_broken() -> None:
     assert engine.planner.state.current[1].spec.path == "/v2"
 
 
-def test_the_next_version_is_broken_and_there_was_none_before() -> None:
-    engine = engine_with(slots=2, max_adapters=4)
-    engine.workers.fails = lambda command: isinstance(command, Load) and command.spec.path == "/v3"
-    second = engine.planner.load(replace(spec(1), path="/v2"), engine.now)
-    third = engine.planner.load(replace(spec(1), path="/v3"), engine.now)
-    engine.run(1)
-    assert second.exception(timeout=0) is None
-    assert third.exception(timeout=0) is not None
-    assert 1 in engine.planner.state.current, "its add_lora said True"
-
-
 def test_a_load_without_moves_takes_no_move_back() -> None:
     """pin_lora (or prefetch) while the version that is to move is being loaded."""
     engine = engine_with(slots=3, max_adapters=4)

@@ -29,15 +29,6 @@ def test_a_request_is_admitted_once_its_adapter_is_there() -> None:
     engine.check_nothing_left()
 
 
-def test_requests_of_a_running_adapter_join_it_at_once() -> None:
-    engine = engine_with(slots=1)
-    engine.submit(1, tokens=100)
-    engine.run(1)
-    request = engine.submit(1)
-    engine.step()
-    assert request.wait_s == 0
-
-
 def test_an_adapter_takes_no_requests_once_patience_is_over() -> None:
     engine = engine_with(slots=1, patience_s=1.0)
     engine.submit(1, tokens=100)
@@ -49,15 +40,6 @@ def test_an_adapter_takes_no_requests_once_patience_is_over() -> None:
     assert late.is_held
     engine.run_until_idle()
     assert other.admitted_at < late.admitted_at
-
-
-def test_adapters_are_loaded_beside_those_that_run() -> None:
-    engine = engine_with(slots=1)
-    engine.submit(1, tokens=100)
-    engine.run(1)
-    engine.submit(2)
-    engine.run(1)
-    assert 2 in engine.workers.host
 
 
 def test_no_more_is_loaded_than_will_run_soon() -> None:
@@ -334,17 +316,6 @@ def test_load_into_a_slot_leaves_a_pinned_adapter_its_own() -> None:
     assert call.done()
 
 
-def test_a_loaded_adapter_admits_nothing_while_paused() -> None:
-    engine = engine_with()
-    engine.submit(1, tokens=1)
-    engine.run_until_idle()
-    engine.pause = Pause.NEW
-    request = engine.submit(1)
-    engine.run(1)
-    assert request.is_held
-    assert not engine.planner.has_work(is_paused=engine.is_paused)
-
-
 def test_a_call_for_a_slot_ends_under_load_without_gaps() -> None:
     engine = engine_with(slots=1)
     engine.submit(1, tokens=20)
@@ -434,30 +405,6 @@ def test_one_name_for_all_requests_keeps_no_slot_for_ever() -> None:
     assert other.wait_s < 65
 
 
-def test_an_abort_and_a_retry_within_a_step_lose_nothing() -> None:
-    engine = engine_with(slots=1, max_adapters=1)
-    engine.submit(1, tokens=40)
-    engine.run(0.5)
-    given_up = engine.submit(2)
-    engine.run(1.5)  # room is made for it
-    engine.abort(given_up)
-    again = engine.submit(2)
-    engine.run_until_idle()
-    assert again.ended_at is not None
-    engine.check_nothing_left()
-
-
-def test_a_retry_while_a_load_fails_is_refused() -> None:
-    engine = engine_with(slots=1, fails=lambda command: isinstance(command, Load))
-    given_up = engine.submit(1)
-    engine.step()
-    engine.abort(given_up)
-    again = engine.submit(1)
-    engine.run_until_idle()
-    assert isinstance(again.refusal, InvalidAdapter)
-    engine.check_nothing_left()
-
-
 def test_a_pin_in_a_pause_is_met_after_it() -> None:
     engine = engine_with(slots=2, load_s=0.1)
     engine.pause = Pause.NEW
@@ -529,15 +476,6 @@ def test_a_pin_takes_not_the_last_slot_for_copies() -> None:
     engine.check_nothing_left()
 
 
-def test_each_pinned_version_counts() -> None:
-    engine = engine_with(slots=3)
-    first = spec(1)
-    pins = [engine.planner.pin(replace(first, engine_id=key), engine.now) for key in (1, 2)]
-    engine.run(1)
-    assert all(pin.done() for pin in pins)
-    assert isinstance(engine.planner.pin(spec(3), engine.now).exception(), NoFreeSlot)
-
-
 def test_retiring_is_done_when_the_last_generation_has_gone() -> None:
     engine = engine_with(slots=2)
     old = engine.submit(1, tokens=40)
@@ -587,24 +525,6 @@ def test_a_request_means_what_is_there_whatever_its_path() -> None:
     engine.submit(replace(spec(1), path="/a/stub"))
     engine.run_until_idle()
     assert [it.path for it in engine.workers.host.values()] == ["/adapters/1"]
-
-
-def test_what_comes_while_another_version_loads_gets_that() -> None:
-    engine = engine_with(slots=2, load_s=1.0)
-    old = engine.submit(1, tokens=60)
-    engine.run(1.5)
-    load = engine.planner.load(spec(1), engine.now, is_other=True)
-    newer = engine.submit(1, tokens=2)
-    engine.run(0.5)
-    assert newer.is_held
-    assert not load.done()
-    engine.run(1)
-    assert load.done()
-    assert newer.ended_at is not None
-    assert old.ended_at is None
-    engine.run_until_idle()
-    assert len(engine.workers.host) == 1
-    engine.check_nothing_left()
 
 
 @pytest.mark.parametrize("is_idle", [True, False])
@@ -779,16 +699,6 @@ def test_the_next_adapter_is_loaded_ahead_of_its_slot() -> None:
     following = engine.submit(2)
     engine.run_until_idle()
     assert following.admitted_at == engine.requests[0].ended_at
-
-
-def test_an_idle_slot_is_written_beside_those_that_run() -> None:
-    engine = engine_with(slots=2, is_instant=False)
-    engine.submit(1, tokens=40)
-    engine.run(0.5)
-    following = engine.submit(2)
-    engine.run(0.5)
-    assert not following.is_held
-    engine.run_until_idle()
 
 
 def test_an_idle_adapter_never_keeps_the_only_slot() -> None:

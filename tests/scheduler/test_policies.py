@@ -68,50 +68,37 @@ class NaiveLru:
         return next((key for key in self.keys if key in among), None)
 
 
-class NaiveRanked:
-    """Every rank computed again, the lowest found by looking at all of them."""
+class NaiveLrfu:
+    """Every rank computed again, as a sum over the whole history: as in the paper, nothing in logarithms."""
 
     def __init__(self):
         self.keys = {}  # key: what its rank is made of
-        self.tick = 0
+        self.now, self.tick = 0.0, 0
+        self.history = {}
 
     def removed(self, key):
         self.keys.pop(key, None)
 
     def used(self, key):
         if key in self.keys:
-            self.keys[key]["uses"] += 1
             self.touch(key)
 
     def added(self, key, size, cost):
-        self.keys[key] = {"uses": 1, "density": min(max(cost, 1e-6), 1e6) / max(size, 1)}
+        self.keys[key] = {"density": min(max(cost, 1e-6), 1e6) / max(size, 1)}
         self.touch(key)
 
     def touch(self, key):
         self.tick += 1
         self.keys[key]["tick"] = self.tick
-
-    def victim(self, among):
-        ranked = sorted((self.rank(entry), entry["tick"], key) for key, entry in self.keys.items() if key in among)
-        return ranked[0][2] if ranked else None
-
-
-class NaiveLrfu(NaiveRanked):
-    """Sums over the whole history, as in the paper; nothing in logarithms."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = 0.0
-        self.history = {}
-
-    def touch(self, key):
-        super().touch(key)
         self.now += 1 / (3 * len(self.keys))
         self.history.setdefault(key, []).append(self.now)
-        self.keys[key]["key"] = key
 
-    def rank(self, entry):
-        return sum(2 ** (at - self.now) for at in self.history[entry["key"]]) * entry["density"]
+    def victim(self, among):
+        ranked = sorted((self.rank(key), entry["tick"], key) for key, entry in self.keys.items() if key in among)
+        return ranked[0][2] if ranked else None
+
+    def rank(self, key):
+        return sum(2 ** (at - self.now) for at in self.history[key]) * self.keys[key]["density"]
 
 
 class AnyPolicy(RuleBasedStateMachine):
@@ -173,7 +160,7 @@ class LrfuMachine(AnyPolicy):
 
     def compare(self, victim, expected):
         if victim != expected:  # the same value, summed in another order
-            ranks = [self.beside.rank(self.beside.keys[key]) for key in (victim, expected)]
+            ranks = [self.beside.rank(key) for key in (victim, expected)]
             assert math.isclose(*ranks, rel_tol=1e-9)
 
 

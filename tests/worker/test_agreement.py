@@ -83,17 +83,6 @@ def test_any_workers_failure_fails_the_job_at_once(failing: int) -> None:
     assert keys_left(store) == before
 
 
-def test_two_failures_are_reported_once() -> None:
-    store = HashStore()
-    before = keys_left(store)
-    ranks = workers(2, store=store)
-    done(ranks[0], Failed(1, BROKEN))
-    done(ranks[1], Failed(1, AWAY))
-    assert [report.job for report in ranks[0].reports()] == [1]
-    assert ranks[0].reports() == []
-    assert keys_left(store) == before
-
-
 def test_early_publication_is_still_reported() -> None:
     """The job's thread publishes at any moment between two looks of the loop."""
     store = HashStore()

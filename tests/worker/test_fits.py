@@ -53,24 +53,17 @@ def embedding(rank: int, words: int, wide: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("change", "fits"),
     [
-        (linear("lm_head", 4, WIDTH, WORDS), True),
         (linear("lm_head", 4, WIDTH, WORDS - 1), True),
         (linear("lm_head", 4, WIDTH, WORDS + 1), False),
-        (linear("lm_head", 4, WIDTH - 1, WORDS), False),
         (linear("lm_head", 9, WIDTH, WORDS), False),
-        (embedding(4, WORDS, WIDTH), True),
         (embedding(4, WORDS, WIDTH + 1), False),
         (embedding(9, WORDS, WIDTH), False),
-        (linear("fused", 4, WIDTH, sum(FUSED)), True),
         (linear("fused", 9, WIDTH, sum(FUSED)), False),
-        (linear("fused", 4, WIDTH + 1, sum(FUSED)), False),
-        (linear("fused", 4, WIDTH, sum(FUSED) + 1), False),
         (linear("fused", 4, WIDTH, FUSED[0]), False),
     ],
     ids=[
-        "head", "head of fewer words", "head of more words", "narrow head", "head of a larger rank",
-        "embedding", "wide embedding", "embedding of a larger rank",
-        "fused", "fused of a larger rank", "wide fused", "high fused", "fused, its first slice only",
+        "head of fewer words", "head of more words", "head of a larger rank", "wide embedding",
+        "embedding of a larger rank", "fused of a larger rank", "fused, its first slice only",
     ],
 )  # fmt: skip
 def test_what_does_not_fit_fails_in_the_background(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -196,11 +195,3 @@ def test_what_ends_the_process_ends_it_during_a_load_too(manager: Any, adapters:
     manager.jobs._read = read
     with pytest.raises(SystemExit):
         job(manager, adapters[0], 1, 10_000, has_batch=True)
-
-
-def test_steps_are_measured_from_their_commands_to_their_reports(make_manager: Make) -> None:
-    manager = make_manager()
-    manager.begin_step([], has_batch=True)
-    time.sleep(0.02)
-    manager.reports()
-    assert 0.02 <= manager.jobs.times._step_s < 1

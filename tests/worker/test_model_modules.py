@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lora_plugins.adapter.model_modules import Kind, ModelModules
 from lora_plugins.scheduler.messages import Failed
@@ -65,10 +64,3 @@ def test_sizes_are_those_of_the_whole_model_on_several_devices(manager: Any) -> 
     layer.tp_size = 2
     place = describe(manager._adapter_manager).places["fused"]
     assert (place.in_features, place.out_features) == (small_model.WIDTH, sum(FUSED))
-
-
-def test_an_adapter_of_a_place_of_another_layer_is_refused(manager: Any, tmp_path: Path) -> None:
-    adapter = make_adapter(tmp_path / "a", 1, modules={}, change=linear("layers.7.q_proj", 4, 16, 16))
-    assert "layers.7.q_proj" not in describe(manager._adapter_manager).places
-    assert isinstance(bring(manager, adapter), Failed)
-    assert torch.is_tensor(manager._adapter_manager.modules["fused"].lora_a_stacked[0])

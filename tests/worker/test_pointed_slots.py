@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import re
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +20,6 @@ from lora_plugins.worker.model_manager import slots_of as slots_for
 from lora_plugins.worker.untouched_zeros import UntouchedZeros
 from tests.worker import small_model
 from tests.worker.small_model import (
-    LAYERS,
     WIDTH,
     Adapter,
     bring,
@@ -37,7 +34,6 @@ from tests.worker.small_model import (
     wrong_answers,
 )
 from tests.worker.test_fits import WORDS, model_with_words
-from tests.worker.test_manager import dummies, run_dummies
 
 Make = Callable[..., Any]
 
@@ -89,22 +85,6 @@ def test_all_adapters_in_host_memory_run_in_one_batch(make_manager: Make, twelve
     assert manager.lora_metrics().adapters.slots == 14
 
 
-def test_slots_take_no_memory(make_manager: Make, twelve: list[Adapter]) -> None:
-    manager = make_manager(slots=2, max_adapters=12)
-    for number, adapter in enumerate(twelve):
-        serve(manager, adapter, 2 + number)
-    step(manager, *twelve)
-    stacks = [
-        stack
-        for module in manager._adapter_manager.modules.values()
-        for stack in (*module.lora_a_stacked, *module.lora_b_stacked)
-    ]
-    assert {stack.shape[0] for stack in stacks} == {14}
-    assert all(set(stack.stride()) == {0} and not stack.any() for stack in stacks)
-    assert sum(stack.untyped_storage().nbytes() for stack in stacks) < 64 * len(stacks)
-    assert manager.lora_metrics().memory.slot_mb < 64 * len(stacks) / 1e6
-
-
 @pytest.mark.parametrize("change", ["other kernels", "AMX", "fully sharded", "float64"])
 def test_where_slots_are_written_there_are_as_many_as_vllms(
     make_manager: Make, adapters: list[Adapter], monkeypatch: pytest.MonkeyPatch, change: str
@@ -124,19 +104,6 @@ def test_where_slots_are_written_there_are_as_many_as_vllms(
 
 
 # --- beside dummies ---
-
-
-def test_dummies_use_copied_slots(make_manager: Make, twelve: list[Adapter]) -> None:
-    manager = make_manager(slots=2, max_adapters=12)
-    run_dummies(manager, 2)
-    with manager.dummy_lora_cache():
-        assert [manager.add_dummy_lora(request, rank=4) for request in dummies(2)] == [True, True]
-        manager.set_active_adapters(set(dummies(2)), None)
-    assert slots_of(manager)[2:] == [None] * 12
-    manager.remove_all_adapters()
-    serve(manager, twelve[5], 2)
-    serve(manager, twelve[6], 9)
-    assert wrong_answers(manager, twelve[6], twelve[5]) == []
 
 
 # --- layers whose slots are written ---
@@ -259,16 +226,3 @@ def test_two_generations_of_one_adapter_run_beside_each_other(make_manager: Make
     evict(manager, old)
     assert manager.list_adapters() == {1}
     assert wrong_answers(manager, later) == []
-
-
-def test_what_was_packed_goes_with_its_adapter(make_manager: Make, twelve: list[Adapter]) -> None:
-    manager = make_manager(slots=2, max_adapters=12)
-    serve(manager, twelve[6], 5)
-    entry = manager.jobs.entries[7]
-    gone = [weakref.ref(packer.panels.of(5).flat) for packer in entry.adapter.packers]
-    assert len(gone) == 6 * LAYERS
-    step(manager, twelve[6])
-    del entry
-    evict(manager, twelve[6])
-    gc.collect()
-    assert not [ref for ref in gone if ref() is not None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from lora_plugins.kernels.layers import watch
-from lora_plugins.worker.slot_copy import exact_reset_lora, exact_set_lora, patch_set_lora
+from lora_plugins.worker.slot_copy import patch_set_lora
 from tests.worker.small_model import MAX_RANK
 
 patch_set_lora()
@@ -97,27 +96,3 @@ def test_narrower_than_the_slot_goes_vllms_way(make_manager: Callable[..., Any])
     full = random_weights(module, 1, random.Random(1))
     write(module, 0, *full)
     assert all(map(torch.equal, slots_of(module, 0), expected(module, *full)))
-
-
-def test_only_what_a_larger_adapter_left_is_zeroed() -> None:
-    """Of a slot of rank 4, rank 1 is written after rank 2: rows 2 and 3 are not touched again."""
-
-    class Layer:
-        n_slices, tp_size = 1, 1
-
-        def __init__(self) -> None:
-            self.lora_a_stacked = (torch.full((1, 1, 4, 3), 7.0),)
-            self.lora_b_stacked = (torch.full((1, 1, 5, 4), 7.0),)
-
-    def unused(*_: Any) -> None:
-        raise AssertionError("vLLM's way is not needed")
-
-    layer, set_lora = Layer(), exact_set_lora(unused)
-    for rank in (2, 1):
-        set_lora(layer, 0, torch.ones(rank, 3), torch.ones(5, rank))
-        if rank == 2:
-            layer.lora_a_stacked[0][0, 0, 2:] = 9.0  # a mark where nothing may be written
-    assert layer.lora_a_stacked[0][0, 0, :, 0].tolist() == [1.0, 0.0, 9.0, 9.0]
-    assert layer.lora_b_stacked[0][0, 0, 0].tolist() == [1.0, 0.0, 0.0, 0.0]
-    exact_reset_lora(unused)(layer, 0)
-    assert list(itertools.chain(*layer.lora_a_stacked[0][0, 0].tolist()))[:6] == [0.0] * 6

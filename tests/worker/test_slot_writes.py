@@ -26,7 +26,6 @@ from tests.worker.small_model import (
     serve,
     slots_of,
     step,
-    wrong_answers,
 )
 
 Make = Callable[..., Any]
@@ -129,32 +128,6 @@ def test_remove_all_leaves_what_is_planned(make_manager: Make, adapters: list[Ad
 
 
 # --- with both kinds of kernels ---
-
-
-def test_every_batch_is_computed_with_its_own_slots(make_manager: Make, adapters: list[Adapter], kernels: str) -> None:
-    manager = make_manager(slots=2)
-    serve(manager, adapters[0], 0)
-    serve(manager, adapters[1], 1)
-    assert wrong_answers(manager, adapters[1], adapters[0], adapters[1]) == []
-    bring(manager, adapters[2])
-    put(manager, adapters[2], 0)
-    assert wrong_answers(manager, adapters[1], adapters[2]) == []
-    put(manager, adapters[0], 1)
-    assert wrong_answers(manager, adapters[2], adapters[0]) == []
-    evict(manager, adapters[2])
-    put(manager, adapters[1], 0)
-    assert wrong_answers(manager, adapters[1], adapters[0], adapters[0]) == []
-
-
-def test_a_load_takes_no_slot(make_manager: Make, adapters: list[Adapter], kernels: str) -> None:
-    manager = make_manager(slots=1)
-    report = bring(manager, adapters[0])
-    assert isinstance(report, Loaded)
-    assert report.is_instant is (kernels == "placed")
-    assert not any(slots_of(manager))
-    put(manager, adapters[0], 0)
-    assert slots_of(manager)[0] == 1
-    assert wrong_answers(manager, adapters[0]) == []
 
 
 @pytest.mark.parametrize("seed", range(3))

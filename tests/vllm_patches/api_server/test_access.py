@@ -15,7 +15,6 @@ from fastapi import Depends, FastAPI, WebSocket
 from fastapi.responses import JSONResponse
 from starlette.testclient import TestClient
 
-from lora_plugins.api.access.administrators import forbidden
 from lora_plugins.api.access.policy import Principal
 from lora_plugins.api.access.principals import principal_of_request, require_admin
 from lora_plugins.errors import InvalidSettings, SourceUnavailable
@@ -325,44 +324,6 @@ def test_without_a_request_the_default_rights_apply(world):
 
 
 # --- listing, and what administrators may
-
-
-def test_the_list_shows_what_the_key_may_use(world):
-    world.load("team-a/sql", "team-b/sql", "shared", "public/x")
-    assert world.listed("key-a") == ["tiny", "team-a/sql", "shared"]
-    assert world.listed("key-b") == ["tiny", "team-b/sql", "shared"]
-    assert world.listed("unlisted") == ["tiny", "public/x"]
-    assert world.listed("key-root") == ["tiny", "team-a/sql", "team-b/sql", "shared", "public/x"]
-
-
-@pytest.mark.parametrize("route", ["load_lora_adapter", "unload_lora_adapter"])
-def test_loading_and_unloading_need_admin_rights(world, route):
-    world.load("team-a/sql")
-    body = {"lora_name": "team-a/sql", "lora_path": "/x", "load_inplace": True}
-    for name in ("team-a/sql", "nobody"):
-        refused = world.send("POST", f"/v1/{route}", "key-a", json={**body, "lora_name": name})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (403, 403)
-    assert list(world.models.lora_requests) == ["team-a/sql"]
-    assert world.send("POST", f"/v1/{route}", "key-root", json=body).status_code == 200
-    assert world.send("POST", f"/v1/{route}", json=body).status_code == 401
-    assert world.send("POST", f"/v1/{route}", "unknown", json=body).status_code == 401
-
-
-def test_other_routes_to_vllms_methods_need_admin_rights_too(world):
-    """SageMaker's, for one."""
-    from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
-
-    @world.app.delete("/adapters/{name}")
-    async def unload(name: str) -> Any:
-        return await world.models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
-
-    world.load("shared")
-    assert world.send("DELETE", "/adapters/shared", "key-a").status_code == 403
-    assert "shared" in world.models.lora_requests
-    assert world.send("DELETE", "/adapters/shared", "key-root").status_code == 200
-    refused = world.send("GET", "/v1/mine", "key-a")
-    assert (refused.status_code, refused.json()["error"]["message"]) == (403, str(forbidden()))
-    assert world.send("GET", "/v1/mine", "key-root").json() == "root"
 
 
 def test_at_start_vllm_loads_its_static_modules(world):

@@ -162,15 +162,6 @@ def test_modules_that_are_imported_again_count_from_zero(run):
     """)
 
 
-def test_where_no_server_is_made_nothing_is_counted(run):
-    run("""
-    from prometheus_client import REGISTRY, generate_latest
-    patch_app()
-    process.events.emit(AdapterUnknown("sql"))
-    assert b"lora_plugins" not in generate_latest(REGISTRY)
-    """)
-
-
 def test_several_api_servers_show_the_sums_of_all(run_with_files, tmp_path: Path):
     """vLLM's multiprocess mode: each process counts in files, and whichever is scraped reads them all."""
     count = """
@@ -193,20 +184,6 @@ def test_several_api_servers_show_the_sums_of_all(run_with_files, tmp_path: Path
     assert absents + "4.0" in second
     assert 'lora_plugins_requests_total{adapter_name="sql"} 2.0' in second
     assert 'lora_plugins_requests_total{adapter_name="_other"} 2.0' in second
-
-
-def test_several_api_servers_show_what_engines_and_store_say(run_with_files, tmp_path: Path):
-    run_with_files(
-        """
-    from lora_plugins.vllm_patches.api_server import metrics as installation
-    from lora_plugins.observability.store_metrics import StoreUsage
-    installation._read_store_usage = lambda _: StoreUsage(1, 2, 3)
-    patch_app()
-    lines = scrape(serve())
-    assert "lora_plugins_store_adapters 1.0" in lines
-    """,
-        PROMETHEUS_MULTIPROC_DIR=str(tmp_path),
-    )
 
 
 def test_the_engines_are_asked_and_only_with_our_manager(run):
@@ -283,16 +260,3 @@ assert after == before, "all others are shown as before"
 unregister_vllm_metrics()
 assert names()["vllm:lora_adapter_loaded"] == ["sql"]
 """)
-
-
-def test_a_name_of_vllms_is_its_alone_with_several_servers(run_with_files, tmp_path: Path):
-    run_with_files(
-        f"""{UPSTREAM}
-assert names()["vllm:lora_adapter_loaded"] == ["sql"]
-labels = ["model_name", "engine", "adapter_name"]
-upstreams = Gauge("vllm:lora_adapter_loaded", "Of vLLM", labels, multiprocess_mode="mostrecent")
-upstreams.labels("llama", "0", "chat").set(1)
-assert names()["vllm:lora_adapter_loaded"] == ["chat"]
-""",
-        PROMETHEUS_MULTIPROC_DIR=str(tmp_path),
-    )

@@ -135,16 +135,6 @@ async def test_a_failed_load_leaves_the_table(of_this_world: Any) -> None:
 
 
 @runs
-async def test_a_load_that_fails_takes_nobody_else_out(of_this_world: Any) -> None:
-    world = of_this_world(World(broken=IncompatibleAdapter("rank 99")))
-    world.resolver.has["sql"] = Version("aa")
-    await Models(world).resolve_lora("sql")
-    other = world.table.lora_requests["sql"] = LoRARequest("sql", 99, "/by/hand")
-    await world.settled()
-    assert world.table.lora_requests == {"sql": other}
-
-
-@runs
 async def test_an_unknown_name_stays_vllms_answer(of_this_world: Any) -> None:
     world = of_this_world(World())
     answer = await Models(world).resolve_lora("nobody")
@@ -253,20 +243,6 @@ async def test_a_load_in_place_is_a_swap(of_this_world: Any) -> None:
     await world.settled()
     assert world.in_workers == {"hand-2"}
     assert world.written == 2
-
-
-@runs
-async def test_a_failed_load_in_place_leaves_the_old_one(of_this_world: Any) -> None:
-    world = of_this_world(World())
-    models = Models(world)
-    await models.load("mine", "org/hand-1")
-    world.worker.broken = IncompatibleAdapter("rank 99")
-    with pytest.raises(Exception, match=r"L003.*rank 99"):
-        await models.load("mine", "org/hand-2", in_place=True)
-    world.worker.broken = None
-    assert await world.ask("mine") == "org/hand-1"
-    await world.settled()
-    assert world.in_workers == {"hand-1"}
 
 
 @runs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -14,7 +13,6 @@ import msgspec
 import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.engine import FinishReason, UtilityOutput
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot
@@ -281,17 +279,6 @@ def test_remove_lora_and_pin_lora_go_by_the_plan(proc: tuple[Any, Engine]) -> No
     assert core.pin_lora(9) == "vLLM's, of 9", "which says what is wrong"
 
 
-def test_an_id_that_was_removed_comes_back(proc: tuple[Any, Engine]) -> None:
-    core, engine = proc
-    for _ in range(2):
-        assert answer_of(engine, core.add_lora(adapter(1))) is True
-        engine.scheduler.add_request(request("a", 1))
-        engine.run()
-        assert engine.end_of("a").finish_reason is FinishReason.LENGTH
-        engine.outputs.clear()
-        answer_of(engine, core.remove_lora(1))
-
-
 def test_loaded_in_place_it_is_loaded_beside_what_runs(proc: tuple[Any, Engine]) -> None:
     core, engine = proc
     engine.scheduler.add_request(request("old", 1, tokens=40))
@@ -437,16 +424,6 @@ def test_vllm_still_converts_what_its_clients_send(proc: tuple[Any, Engine]) -> 
     sent = (spec(1), True)
     assert EngineCoreProc._convert_msgspec_args(core.lora_plugins_load, sent) == sent
     assert EngineCoreProc._convert_msgspec_args(core.remove_lora, (1,)) == (1,)
-
-
-def test_vllm_answers_a_utility_when_its_future_is_done(proc: tuple[Any, Engine]) -> None:
-    core, engine = proc
-    answers: list[UtilityOutput] = []
-    load, output = functools.partial(core.add_lora, adapter(1)), UtilityOutput(call_id=7)
-    EngineCoreProc._invoke_utility_method("add_lora", load, output, answers.append)
-    assert answers == []
-    engine.run()
-    assert [answer.result.result for answer in answers] == [True]
 
 
 # --- in the caller's process, where nobody steps meanwhile ---

@@ -60,13 +60,6 @@ def test_requests_without_adapters_are_scheduled_as_by_vllm(
     assert len(ours.outputs) > 100
 
 
-def test_no_planner_where_lora_is_off(make_engine: Make) -> None:
-    engine = make_engine(lora=False)
-    assert engine.scheduler.planner is None
-    engine.scheduler.add_request(request("a"))
-    assert engine.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
-
-
 # --- held, and admitted ---
 
 
@@ -102,15 +95,6 @@ def test_held_requests_take_no_turn_from_those_that_are_scheduled(make_engine: M
     engine.scheduler.add_request(request("long", prompt=40))
     assert engine.step() == {"long": 40}
     assert engine.scheduler.get_request_counts() == (1, 1)
-
-
-def test_one_that_is_packed_is_activated_with_its_batch(make_engine: Make) -> None:
-    engine = make_engine()
-    engine.scheduler.add_request(request("a", 1))
-    while "a" not in engine.step():
-        pass
-    assert [type(command) for command in engine.commands] == [Load, Activate]
-    assert engine.commands[1] == Activate(1, 0)
 
 
 def test_free_slot_is_reused_in_the_next_step(make_engine: Make) -> None:
@@ -189,13 +173,6 @@ def test_an_aborted_running_request_gives_its_slot_away(make_engine: Make) -> No
     engine.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
     engine.run()
     assert len(engine.tokens_of("b")) == 3
-
-
-def test_vllm_knows_the_held(make_engine: Make) -> None:
-    engine = make_engine()
-    engine.scheduler.add_request(request("a", 1))
-    engine.scheduler.add_request(request("b"))
-    assert list(engine.scheduler.requests) == ["a", "b"]
 
 
 # --- refused ---
@@ -277,29 +254,6 @@ def test_while_paused_nothing_is_admitted_and_calls_go_on(make_engine: Make, sta
 
 
 # --- sessions ---
-
-
-def test_parts_of_a_session_that_is_held_follow_it(make_engine: Make) -> None:
-    engine = make_engine()
-    engine.holds_back = True
-    engine.scheduler.add_request(request("a", 1, tokens=2, resumable=True))
-    engine.scheduler.add_request(request("a", 1, tokens=2, resumable=True))
-    assert engine.scheduler.get_request_counts() == (0, 1)
-    engine.step()
-    engine.holds_back = False
-    for _ in range(15):
-        engine.step()
-    assert len(engine.tokens_of("a")) == 4
-    assert not engine.scheduler.planner.state.in_flight, "its place is free until its next part comes"
-    assert not engine.scheduler.has_requests()
-    engine.scheduler.add_request(request("b", 2))
-    engine.run()
-    assert len(engine.tokens_of("b")) == 3
-    engine.scheduler.add_request(request("a", 1, tokens=1, resumable=True))
-    engine.run()
-    assert len(engine.tokens_of("a")) == 5
-    engine.scheduler.add_request(request("a", 1, tokens=1))  # the end of it
-    assert "a" not in engine.scheduler.requests
 
 
 @pytest.mark.deployment("priority scheduling", "tested", "held requests too, where the policy says so")
