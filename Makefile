@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo demo-ray test test-unit test-long test-models mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-fetch bench-policies bench-manager bench-admission bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-kernels-aot wheel clean
+.PHONY: help set-up demo demo-ray test test-unit test-long test-models mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-fetch bench-policies bench-manager bench-admission bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-live bench-kernels-aot wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -118,6 +118,9 @@ bench-access: set-up ## whether response times reveal an adapter that a key may 
 
 bench-faults: set-up ## random faults of processes, disks, clock and sources under load; takedowns, floods (7 minutes; SEED)
 	@$(RUN) -m benchmarks.faults $(if $(SEED),--seed $(SEED))
+
+bench-live: set-up ## pushes: what one costs, what streams notice, 1,000 under load, each answer compared (10 minutes)
+	@$(RUN) -m benchmarks.live
 
 bench-kernels-aot: set-up ## what the GPU kernels compile to, without a GPU: registers, spills, shared memory
 	@$(RUN) -m benchmarks.kernels_aot

@@ -18,7 +18,7 @@ import os
 import tarfile
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -50,10 +50,12 @@ class Pushed:
     Attributes:
         digest: of the version that all of them serve.
         previous_digests: by server, of the one before; None where the name was not served.
+        timings: by server, where the time went, in milliseconds.
     """
 
     digest: str
     previous_digests: Mapping[str, str | None]
+    timings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 def push(name: str, adapter: Any, config: Mapping[str, Any] | None = None, **options: Any) -> Pushed:
@@ -112,7 +114,8 @@ async def push_async(
             )
     done = {server: answer.json() for server, answer in answers.items() if isinstance(answer, httpx.Response)}
     (digest,) = {one["digest"] for one in done.values()}
-    return Pushed(digest, {server: one["previous_digest"] for server, one in done.items()})
+    previous = {server: one["previous_digest"] for server, one in done.items()}
+    return Pushed(digest, previous, {server: one["timings"] for server, one in done.items()})
 
 
 async def wait_served_async(

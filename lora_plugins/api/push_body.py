@@ -33,6 +33,7 @@ from lora_plugins.errors import InvalidAdapter, describing
 
 OCTETS, PARTS, TAR = "application/octet-stream", "multipart/form-data", "application/x-tar"
 _BLOCK_BYTES = 512  # of a tar archive
+_AT_ONCE_BYTES = 1 << 20  # of the body
 _READ_AT_ONCE_BYTES = 1 << 20  # a header that is read here; a longer one waits for the process that verifies
 _DIGEST = re.compile(r"\s*([a-z0-9-]+)\s*=\s*:([A-Za-z0-9+/]+=*):\s*")
 _ALGORITHMS = {"sha-256": "sha256", "sha-512": "sha512"}
@@ -79,13 +80,10 @@ async def receive(
     _check_size(content_bytes or 0, max_bytes)
     async with AsyncExitStack() as stack:
         files = _Files(directory, stack, content_bytes if isinstance(form, _OneFile) else None)
-        received_bytes = 0
-        async for piece in body:
-            received_bytes += len(piece)
-            _check_size(received_bytes, max_bytes)
+        async for piece in _larger(body, max_bytes):
             for digest in hashes.values():
                 digest.update(piece)
-            for name, part in form.feed(piece) if piece else ():
+            for name, part in form.feed(piece):
                 await files.write(name, part)
         form.end()
         await files.complete()
@@ -95,6 +93,24 @@ async def receive(
     if not (directory / CONFIG_FILE).exists():
         await asyncio.to_thread(_take_config, directory)
     return hashes["sha-256"].hexdigest()
+
+
+async def _larger(body: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[bytes]:
+    """The pieces of a body; behind its first ones, which show most faults, several at once: each write is a thread's.
+
+    Raises:
+        InvalidAdapter: the body is larger than `max_bytes`.
+    """
+    received_bytes, together = 0, bytearray()
+    async for piece in body:
+        received_bytes += len(piece)
+        _check_size(received_bytes, max_bytes)
+        together += piece
+        if together and (received_bytes <= _AT_ONCE_BYTES or len(together) >= _AT_ONCE_BYTES):
+            yield bytes(together)
+            together.clear()
+    if together:
+        yield bytes(together)
 
 
 class _Files:

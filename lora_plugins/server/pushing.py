@@ -26,7 +26,7 @@ Receive = Callable[[Path], Awaitable[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Pushed:
+class ServedPush:
     """A push that is served.
 
     Attributes:
@@ -70,7 +70,7 @@ class Pushes:
         expects: str | None = None,
         moves: bool = False,
         kept_versions: int = KEPT_VERSIONS,
-    ) -> Pushed:
+    ) -> ServedPush:
         """Serve what `receive` writes as the next version of `name`.
 
         Args:
@@ -99,7 +99,7 @@ class Pushes:
                     name, pushed, expects=expects, moves=moves, kept_versions=kept_versions
                 )
         served = time.perf_counter()
-        return Pushed(adapter, waited - began, received - waited, served - received)
+        return ServedPush(adapter, waited - began, received - waited, served - received)
 
     @asynccontextmanager
     async def _turn(self, name: str) -> AsyncIterator[None]:

@@ -14,24 +14,24 @@ from lora_plugins.scheduler.messages import Command, Report, Slots
 
 
 @dataclass(frozen=True, slots=True)
-class Commands:
+class StepCommands:
     """On a `SchedulerOutput`: what every worker carries out, in this order."""
 
     commands: tuple[Command, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Reports:
+class StepReports:
     """On a `ModelRunnerOutput`: what all workers have done, and once, before it, which slots they have."""
 
     reports: tuple[Report | Slots, ...] = ()
 
 
-T = TypeVar("T", Commands, Reports)
-_NAMES = {Commands: "lora_commands", Reports: "lora_reports"}
+T = TypeVar("T", StepCommands, StepReports)
+_NAMES = {StepCommands: "lora_commands", StepReports: "lora_reports"}
 
 
-def attach(output: Any, message: Commands | Reports) -> None:
+def attach(output: Any, message: StepCommands | StepReports) -> None:
     """Have one of vLLM's messages carry one of ours."""
     setattr(output, _NAMES[type(message)], message)
 

@@ -10,7 +10,7 @@ from typing import Any
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.scheduler.messages import Activate, Activated, Command, Evict, Failed, Load, Loaded, Report
 from lora_plugins.vllm_patches.engine_core.scheduler import with_admission
-from lora_plugins.vllm_patches.step_messages import Commands, Reports, attach, attached
+from lora_plugins.vllm_patches.step_messages import StepCommands, StepReports, attach, attached
 
 BLOCK = 16
 
@@ -129,7 +129,7 @@ class Engine:
         """Schedule once; returns the tokens of each request that are computed in this step."""
         output = self.scheduler.schedule()
         self.sent.append(output)
-        self._obey(attached(output, Commands).commands)
+        self._obey(attached(output, StepCommands).commands)
         self._check_adapters(output)
         self._check_places(output)
         self._under_way.append((output, self._run(output)))
@@ -206,7 +206,7 @@ class Engine:
             sampled.append([5 + (len(name) + of.num_computed_tokens) % 50] if is_done else [])
         made = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
         if self._reports and not self.holds_back:
-            attach(made, Reports(tuple(self._reports)))
+            attach(made, StepReports(tuple(self._reports)))
             self._reports = []
         return made
 

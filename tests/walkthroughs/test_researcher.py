@@ -28,6 +28,8 @@ KEY = "researcher"
 SERVE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 \\"
 TRAINER = '"""A trainer whose policy is served while it learns: rl_loop.py BASE_MODEL ADAPTER_ROOT NAME STEPS."""'
 TRAIN = "$ export LORA_PLUGINS_ADMIN_KEY=$KEY         # where the server asks for one"
+FRAGMENT = "from lora_plugins.client import push"
+PUSH = "LORA_PLUGINS_ADMIN_KEY=$KEY lora-plugins push policy-11 policy --url http://localhost:8000 --json"
 FROM_S3 = "aws s3 cp --recursive policy-12 s3://adapters/policy/12"
 ADDED = " ".join(SMALL_ENGINE)
 
@@ -37,6 +39,8 @@ RL = Walk(
         Step(SERVE, Do.SERVE),
         Step(TRAINER, Do.WRITE, "examples/rl_loop.py"),
         Step(TRAIN),
+        Step(FRAGMENT, Do.LEAVE_OUT, "three lines of a trainer, which tests/e2e/test_push.py runs"),
+        Step(PUSH),
         Step(FROM_S3),
     ],
     {
@@ -76,7 +80,8 @@ def test_the_example_is_short_enough_to_copy() -> None:
 def test_each_step_is_served_before_its_rollouts(tmp_path: Path, bed: Bed, env: dict[str, str]) -> None:
     root = tmp_path / "adapters"
     root.mkdir()
-    shutil.copytree(bed.adapters / "sql", tmp_path / "policy-12")  # what the trainer has saved in its twelfth step
+    for step, original in ((11, "chat"), (12, "sql")):  # what the trainer has saved in its eleventh and twelfth step
+        shutil.copytree(bed.adapters / original, tmp_path / f"policy-{step}")
     with s3_server() as s3, reserved_port() as port:
         url = f"http://127.0.0.1:{port}"
         s3.bucket("adapters")
@@ -98,13 +103,14 @@ def test_each_step_is_served_before_its_rollouts(tmp_path: Path, bed: Bed, env: 
                 (number, is_swapped) for number, _, is_swapped in steps(shown)
             ]
             assert len({digest for _, digest, _ in said}) == len(said) == 3
-            swap = json.loads(reader.printed[FROM_S3])
-            assert (swap["swapped"], swap["previous_digest"][:12]) == (True, said[-1][1])
+            pushed, swap = json.loads(reader.printed[PUSH]), json.loads(reader.printed[FROM_S3])
+            assert (pushed["swapped"], pushed["previous_digest"][:12]) == (True, said[-1][1])
+            assert (swap["swapped"], swap["previous_digest"]) == (True, pushed["digest"])
             client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=240)
             asked = complete(client, "policy", PROMPT, MAX_TOKENS)
             assert (asked.error, list(asked.token_ids)) == ("", bed.answers["sql"])
-            # The trainer's last version, which is still the one below the root, is a rollback away.
-            rolled = client.post("/loras/policy/rollback", cast_to=object, body={})
+            # The trainer's last version, which is still the one below the root, is kept.
+            rolled = client.post("/loras/policy/rollback", cast_to=object, body={"digest": said[-1][1]})
             assert str(rolled["digest"]).startswith(said[-1][1])
             reference = Reference(bed.base)
             expected = reference.generate(root / "policy", reference.prompt_ids(PROMPT), MAX_TOKENS)

@@ -36,7 +36,7 @@ from lora_plugins.vllm_patches.engine_core.request import (
     tokens_of,
     weights_of,
 )
-from lora_plugins.vllm_patches.step_messages import Commands, Reports, attach, attached
+from lora_plugins.vllm_patches.step_messages import StepCommands, StepReports, attach, attached
 from lora_plugins.vllm_patches.wrapping import wrap
 from lora_plugins.worker.lora_request import is_inplace, is_vllms
 
@@ -228,7 +228,7 @@ class AdmissionMixin(FiniteAnswers):
         finally:
             self._counts_held = True
         if commands:
-            attach(output, Commands(tuple(commands)))
+            attach(output, StepCommands(tuple(commands)))
         return output
 
     def plan(self) -> list[Command]:
@@ -297,8 +297,8 @@ class AdmissionMixin(FiniteAnswers):
                     self.has_ended(output)
                     is_beam = _BEAM.fullmatch(output.request_id) is not None
                     planner.ended([output.request_id], now, expects_more=is_beam)
-        planner.carried_out(attached(scheduler_output, Commands).commands)
-        planner.reported(attached(model_runner_output, Reports).reports, now)
+        planner.carried_out(attached(scheduler_output, StepCommands).commands)
+        planner.reported(attached(model_runner_output, StepReports).reports, now)
         if self.lora_config.max_loras != planner.state.slots.total:  # type: ignore[has-type]
             self.lora_config = copy.copy(self.lora_config)  # type: ignore[has-type]
             self.lora_config.max_loras = planner.state.slots.total  # vLLM's own limit never binds

@@ -17,7 +17,7 @@ from lora_plugins.process import this_process
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.scheduler.messages import Change, Command, Report, Slots
 from lora_plugins.vllm_patches.model_modules import model_of
-from lora_plugins.vllm_patches.step_messages import Commands, Reports, attach, attached
+from lora_plugins.vllm_patches.step_messages import StepCommands, StepReports, attach, attached
 from lora_plugins.vllm_patches.worker import lora_model_runner_mixin, model_runner
 from lora_plugins.vllm_patches.wrapping import wrap
 
@@ -74,7 +74,7 @@ def _executing(original: Any) -> Any:
         if manager is None:
             return original(self, scheduler_output)
         has_batch = bool(scheduler_output.total_num_scheduled_tokens)
-        manager.begin_step(attached(scheduler_output, Commands).commands, has_batch=has_batch)
+        manager.begin_step(attached(scheduler_output, StepCommands).commands, has_batch=has_batch)
         output = original(self, scheduler_output)
         has_ranks = self.vllm_config.parallel_config.data_parallel_size > 1
         wait_s = 0.0 if has_batch else EMPTY_STEP_OF_RANKS_WAIT_S if has_ranks else EMPTY_STEP_WAIT_S
@@ -108,7 +108,7 @@ def _with_reports(output: Any, reports: list[Report | Slots]) -> Any:
         return output
     if output is EMPTY_MODEL_RUNNER_OUTPUT:
         output = copy.copy(output)  # it is shared
-    attach(output, Reports(tuple(reports)))
+    attach(output, StepReports(tuple(reports)))
     return output
 
 

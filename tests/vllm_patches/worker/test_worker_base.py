@@ -1,4 +1,4 @@
-"""Commands and reports on vLLM's own worker wrapper, outputs and mixin, with a manager that only notes them."""
+"""StepCommands and reports on vLLM's own worker wrapper, outputs and mixin, with a manager that only notes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.scheduler.messages import Activated, Slots
-from lora_plugins.vllm_patches.step_messages import Commands, Reports, attach, attached
+from lora_plugins.vllm_patches.step_messages import StepCommands, StepReports, attach, attached
 from lora_plugins.vllm_patches.worker import worker_base
 from lora_plugins.worker.manager import PlannedWorkerLoRAManager
 
@@ -93,7 +93,7 @@ def batch(*commands: Any, tokens: int = 1) -> SchedulerOutput:
     scheduled = SchedulerOutput.make_empty()
     scheduled.total_num_scheduled_tokens = tokens
     if commands:
-        attach(scheduled, Commands(commands))
+        attach(scheduled, StepCommands(commands))
     return scheduled
 
 
@@ -102,15 +102,15 @@ def test_commands_come_before_the_batch_and_reports_with_its_output() -> None:
     found = pickle.loads(pickle.dumps(wrapper(of).execute_model(pickle.loads(pickle.dumps(batch("command"))))))
     assert of.events == ["commands", "batch"]
     assert of.model_runner.lora_manager.commands == ["command"]
-    assert attached(found, Reports).reports == (REPORT,), "executors pickle both"
+    assert attached(found, StepReports).reports == (REPORT,), "executors pickle both"
     assert of.model_runner.lora_manager.had_batch == [True]
 
 
 def test_vllms_shared_empty_output_is_copied() -> None:
     of = Worker(EMPTY_MODEL_RUNNER_OUTPUT)
     found = wrapper(of).execute_model(batch(tokens=0))
-    assert attached(found, Reports).reports == (REPORT,)
-    assert attached(EMPTY_MODEL_RUNNER_OUTPUT, Reports) == Reports()
+    assert attached(found, StepReports).reports == (REPORT,)
+    assert attached(EMPTY_MODEL_RUNNER_OUTPUT, StepReports) == StepReports()
     assert found == copy.copy(EMPTY_MODEL_RUNNER_OUTPUT)
     assert of.model_runner.lora_manager.waited_s == [worker_base.EMPTY_STEP_WAIT_S]
     assert of.model_runner.lora_manager.had_batch == [False]
@@ -126,15 +126,15 @@ def test_an_empty_step_beside_other_ranks_is_short() -> None:
 
 def test_an_output_that_is_made_later_has_the_reports_then() -> None:
     found = wrapper(Worker(MadeLater())).execute_model(batch())
-    assert attached(found, Reports) == Reports()
-    assert attached(found.get_output(), Reports).reports == (REPORT,)
+    assert attached(found, StepReports) == StepReports()
+    assert attached(found.get_output(), StepReports).reports == (REPORT,)
 
 
 def test_where_tokens_are_sampled_apart_reports_come_with_them() -> None:
     wrapped = wrapper(Worker(None, sampled=output()))
     assert wrapped.execute_model(batch()) is None
     assert wrapped.worker.model_runner.lora_manager.waited_s == []
-    assert attached(wrapped.sample_tokens(None), Reports).reports == (REPORT,)
+    assert attached(wrapped.sample_tokens(None), StepReports).reports == (REPORT,)
 
 
 def test_without_lora_outputs_are_vllms_own() -> None:
@@ -142,7 +142,7 @@ def test_without_lora_outputs_are_vllms_own() -> None:
     wrapped = wrapper(Worker(made, sampled=made, lora=False))
     assert wrapped.execute_model(batch()) is made
     assert wrapped.sample_tokens(None) is made
-    assert attached(made, Reports) == Reports()
+    assert attached(made, StepReports) == StepReports()
 
 
 def test_methods_of_ours_are_reached_by_name_through_the_wrapper() -> None:
@@ -155,7 +155,7 @@ def test_methods_of_ours_are_reached_by_name_through_the_wrapper() -> None:
 def test_a_worker_says_what_it_has_slots_of() -> None:
     wrapped = wrapper(Worker(output()))
     wrapped.worker.model_runner.lora_manager.has_told_slots = False
-    said = [list(attached(wrapped.execute_model(batch()), Reports).reports) for _ in range(2)]
+    said = [list(attached(wrapped.execute_model(batch()), StepReports).reports) for _ in range(2)]
     assert said == [[Slots(2, 3), REPORT], [REPORT]]
 
 
