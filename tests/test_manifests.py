@@ -209,6 +209,34 @@ def test_compose_file_names_known_settings():
     assert {key for key in services["vllm"]["environment"] if key.startswith("LORA_PLUGINS_")} <= OWN_VARIABLES
 
 
+class ComposeLoader(yaml.SafeLoader):
+    """YAML with Compose's tag that takes away what an earlier file says."""
+
+
+ComposeLoader.add_constructor("!reset", lambda loader, node: "reset")
+
+
+def test_compose_gives_the_cuda_image_a_gpu_and_the_token():
+    vllm = yaml.safe_load((ROOT / "examples" / "docker" / "compose.yaml").read_text())["services"]["vllm"]
+    assert vllm["build"]["dockerfile"] == "examples/docker/Dockerfile"
+    (device,) = vllm["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+    assert vllm["environment"].get("HF_TOKEN", "") is None, "passed on where it is set"
+
+
+def test_compose_for_a_cpu_asks_for_no_gpu():
+    text = (ROOT / "examples" / "docker" / "compose.cpu.yaml").read_text()
+    vllm = yaml.load(text, ComposeLoader)["services"]["vllm"]
+    assert vllm == {"build": {"dockerfile": "examples/docker/Dockerfile.cpu"}, "deploy": "reset"}
+
+
+def test_page_on_docker_names_compose_files_that_exist():
+    page = (ROOT / "docs" / "guides" / "docker.md").read_text()
+    named = {name for names in re.findall(r"COMPOSE_FILE=([\w./:-]+)", page) for name in names.split(":")}
+    assert named == {f"examples/docker/{file.name}" for file in (ROOT / "examples" / "docker").glob("compose*.yaml")}
+    assert "-f examples/docker/compose" not in page
+
+
 def synced(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     script = KUBERNETES / "overlays" / "sync-from-hub" / "sync_from_hub.py"
     command = [sys.executable, str(script), "s3://adapters", *arguments]
