@@ -99,6 +99,6 @@ def test_progress_of_first_requests_is_shown_as_logged(monkeypatch, caplog):
     page = (ROOT / "docs" / "guides" / "first-request.md").read_text()
     event = events.FetchGoesOn("team/sql", "s3", arrived_bytes=350_100_000, size_bytes=1_200_000_000, took_s=35)
     monkeypatch.setattr(logger, "handlers", [caplog.handler])
-    monkeypatch.setattr(logger, "level", logging.INFO)
+    caplog.set_level(logging.INFO, logger=logger.name)
     LogEvents()(event)
     assert f"```text\n{caplog.messages[-1]}\n```" in page
