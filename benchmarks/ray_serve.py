@@ -4,7 +4,8 @@
 Ray gets another router, and all adapters are unloaded. The first request for each adapter is left out: what counts is
 whether later ones find it loaded, as the engines' planners count it. Every answer is compared with PEFT's.
 At last one replica is killed under load (SIGKILL), with our router.
-Prints a Markdown table and keeps the raw figures in benchmarks/results/ray_serve.json. `make demo-ray` runs it.
+Prints a Markdown table; `--keep` writes the raw figures to benchmarks/results/ray_serve.json. `make demo-ray` runs it
+without, so that a demo changes no tracked file.
 """
 
 from __future__ import annotations
@@ -268,6 +269,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=240)
     parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/ray_serve.json")
     options = parser.parse_args()
     try:
         import ray
@@ -324,8 +326,9 @@ def main() -> int:
         f" stream and ended with an error, {killed.failed} failed otherwise, {killed.wrong} were wrong.\n"
         f"Ray counts two replicas after {killed.replaced_s:.0f} s; its count may be late."
     )
-    rows = {"arms": [asdict(it) for it in outcomes], "killed": asdict(killed), "load": os.getloadavg()}
-    print(f"Raw: {keep('ray_serve', rows).name}")
+    if options.keep:
+        rows = {"arms": [asdict(it) for it in outcomes], "killed": asdict(killed), "load": os.getloadavg()}
+        print(f"Raw: {keep('ray_serve', rows).name}")
     ours, default = (next(it for it in outcomes if it.arm == arm) for arm in ("affinity", "default"))
     is_good = ours.cold * 2 <= default.cold and not killed.failed and not killed.wrong
     return 0 if is_good and not any(it.wrong for it in outcomes) else 1

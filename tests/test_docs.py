@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_the_readme_of_the_wheel_needs_no_repository():
     readme = (check_links.ROOT / "README.md").read_text()
-    assert len(readme.encode()) <= 6 * 1024
+    assert len(readme.encode()) <= 5 * 1024
     shown = build_wheel.without_relative_links(readme)
     assert [link["path"] for link in check_links.LINK.finditer(shown) if link["path"]] == []
     assert "](https://github.com/vllm-project/vllm)" in shown

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import subprocess
 import textwrap
 from pathlib import Path
 
+import aiohttp.client
+import httpx
+import openai
 import pytest
 
-from lora_plugins import errors
+from lora_plugins import errors, events
 from lora_plugins.api.access.policy import Policy
+from lora_plugins.log import logger
+from lora_plugins.observability.logs import LogEvents
 from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, OTHERS, S3
+from lora_plugins.resolvers.sources.retries import look_up_timeout_s
 from lora_plugins.resolvers.sources.uri import AllowedUris
 from lora_plugins.server import declared_file
-from lora_plugins.settings import VARIABLES
+from lora_plugins.settings import VARIABLES, Settings
+from lora_plugins.store.store import fetch_timeout_s as fetch_deadline_s
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted((ROOT / "docs" / "guides").glob("*.md")), *sorted((ROOT / "docs" / "operate").glob("*.md"))]
@@ -64,3 +72,33 @@ def test_permissions_of_the_page_on_kubernetes_are_json():
     page = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
     (permissions,) = [block for language, block in BLOCK.findall(page) if language == "json"]
     assert {one["Action"] for one in json.loads(permissions)["Statement"]} == {"s3:ListBucket", "s3:GetObject"}
+
+
+def test_time_outs_of_clients_are_those_of_the_page():
+    page = (ROOT / "docs" / "guides" / "first-request.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)`(?: for Python)? \| ([^|]+) \|", page, re.MULTILINE))
+    with openai.OpenAI(api_key="none", base_url="http://localhost") as client:
+        assert (client.timeout.read, client.max_retries) == (600, 2)
+    assert rows["openai"] == "600 s, then two retries"
+    with httpx.Client() as client:
+        assert rows["httpx"] == f"{client.timeout.read:g} s"
+    assert rows["aiohttp"] == f"{aiohttp.client.DEFAULT_TIMEOUT.total:g} s in all"
+
+
+def test_deadlines_for_first_requests_are_those_of_the_code():
+    page = (ROOT / "docs" / "guides" / "first-request.md").read_text()
+    fetch_timeout_s = Settings.from_env({}).fetch_timeout_s
+    assert f"`LORA_PLUGINS_FETCH_TIMEOUT_S`, {fetch_timeout_s:g} s" in page
+    ((waits_s, size_mb),) = re.findall(r"(\d+) s suffice for adapters up to (\d+) MB", page)
+    assert int(waits_s) > look_up_timeout_s(fetch_timeout_s) + fetch_deadline_s(int(size_mb) * 10**6, fetch_timeout_s)
+    assert f"proxy_read_timeout {waits_s}s;" in page
+    assert f"{look_up_timeout_s(fetch_timeout_s):g} s for each source" in page
+
+
+def test_progress_of_first_requests_is_shown_as_logged(monkeypatch, caplog):
+    page = (ROOT / "docs" / "guides" / "first-request.md").read_text()
+    event = events.FetchGoesOn("team/sql", "s3", arrived_bytes=350_100_000, size_bytes=1_200_000_000, took_s=35)
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    caplog.set_level(logging.INFO, logger=logger.name)
+    LogEvents()(event)
+    assert f"```text\n{caplog.messages[-1]}\n```" in page

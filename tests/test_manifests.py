@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,6 +26,15 @@ from tools import check_manifests
 ROOT = Path(__file__).parents[1]
 KUBERNETES = ROOT / "examples" / "kubernetes"
 NAMES = [str(path.relative_to(KUBERNETES)) for path in check_manifests.directories()]
+WITH_BASE = [name for name in NAMES if name not in ("overlays/monitoring", "overlays/sync-from-hub")]
+# In the order in which the page lists them: the autoscaler's comes last.
+COMPONENTS = ("s3-service-account", "s3-secret", "shared-store", "monitoring")
+COMBINATIONS = [
+    chosen
+    for size in range(1, len(COMPONENTS) + 1)
+    for chosen in itertools.combinations(COMPONENTS, size)
+    if not {"s3-service-account", "s3-secret"} <= set(chosen)  # two ways to the same bucket
+]
 
 
 def rendered(name: str) -> dict[tuple[str, str], dict]:
@@ -29,7 +42,7 @@ def rendered(name: str) -> dict[tuple[str, str], dict]:
     return {(one["kind"], one["metadata"]["name"]): one for one in objects}
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "sync" not in name])
+@pytest.mark.parametrize("name", WITH_BASE)
 def test_settings_are_those_of_the_package(name, tmp_path):
     objects = rendered(name)
     (data,) = [one["data"] for (kind, key), one in objects.items() if kind == "ConfigMap" and "settings" in key]
@@ -48,7 +61,7 @@ def test_settings_are_those_of_the_package(name, tmp_path):
         assert limit < int(container["resources"]["limits"]["ephemeral-storage"].removesuffix("Gi")) << 30
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "sync" not in name])
+@pytest.mark.parametrize("name", WITH_BASE)
 def test_no_source_is_named_whose_settings_are_missing(name):
     """The doctor, which the page has a reader run in the pod, would end with 1."""
     (data,) = [one["data"] for (kind, key), one in rendered(name).items() if kind == "ConfigMap" and "settings" in key]
@@ -57,20 +70,116 @@ def test_no_source_is_named_whose_settings_are_missing(name):
     assert ("S3_PATH_TEMPLATE" in data) == name.startswith("overlays/s3-")
 
 
+def combined(folder: Path, components: Sequence[str]) -> Path:
+    """The reader's own kustomization: the base, and some components, beside a copy of examples/kubernetes."""
+    shutil.copytree(KUBERNETES, folder / "kubernetes")
+    own = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": ["../kubernetes/base"],
+        "components": [f"../kubernetes/components/{name}" for name in components],
+    }
+    (folder / "own").mkdir()
+    (folder / "own" / "kustomization.yaml").write_text(yaml.safe_dump(own))
+    return folder / "own"
+
+
+def by_plain_name(objects: Sequence[dict]) -> dict[tuple[str, str], str]:
+    """Each object as text, with the hashes of generated names left out: kubectl hashes otherwise."""
+    generated = r"(lora-plugins-settings|sync-from-hub)-[a-z0-9]{10}\b"
+    texts = [re.sub(generated, r"\1", yaml.safe_dump(one, sort_keys=True)) for one in objects]
+    return {(one["kind"], one["metadata"]["name"]): text for text in texts for one in [yaml.safe_load(text)]}
+
+
+def test_components_are_those_that_are_combined_here():
+    assert {path.name for path in (KUBERNETES / "components").iterdir()} == set(COMPONENTS)
+
+
+@pytest.mark.parametrize("components", COMBINATIONS, ids="+".join)
+def test_every_combination_keeps_what_each_component_adds(tmp_path, components):
+    objects = check_manifests.render(combined(tmp_path, components))
+    for one in objects:
+        check_manifests.validate(one)
+    found = {one["kind"]: one for one in objects}
+    (data,) = [one["data"] for one in objects if one["kind"] == "ConfigMap" and "settings" in one["metadata"]["name"]]
+    (container,) = found["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert ("S3_PATH_TEMPLATE" in data) == any(name.startswith("s3-") for name in components)
+    assert ("annotations" in found["ServiceAccount"]["metadata"]) == ("s3-service-account" in components)
+    assert ("AWS_ACCESS_KEY_ID" in {one["name"] for one in container["env"]}) == ("s3-secret" in components)
+    assert ("PersistentVolumeClaim" in found) == ("shared-store" in components)
+    assert ("HorizontalPodAutoscaler" in found) == ("monitoring" in components)
+    assert ("replicas" in found["Deployment"]["spec"]) == ("monitoring" not in components), "the autoscaler's"
+
+
+def test_monitoring_changes_nothing_of_a_running_deployment():
+    kinds = {kind for kind, _ in rendered("overlays/monitoring")}
+    assert kinds == {"HorizontalPodAutoscaler", "PodMonitor", "PrometheusRule"}
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders what is compared")
+@pytest.mark.parametrize("components", [*COMBINATIONS, None], ids=lambda chosen: "+".join(chosen or ["overlays"]))
+def test_rendered_is_what_kubectl_renders(tmp_path, components):
+    folders = check_manifests.directories() if components is None else [combined(tmp_path, components)]
+    for folder in folders:
+        done = subprocess.run(
+            ["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=True, timeout=60
+        )
+        assert by_plain_name(check_manifests.render(folder)) == by_plain_name(list(yaml.safe_load_all(done.stdout)))
+
+
 def test_alerts_are_those_of_examples_prometheus():
     rule = rendered("overlays/monitoring")["PrometheusRule", "lora-plugins"]
     plain = yaml.safe_load((ROOT / "examples" / "prometheus" / "alerts.yml").read_text())
     assert rule["spec"] == plain
 
 
+GUIDE = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
+
+
+def written_by_the_guide(folder: Path) -> Path:
+    """The folder that a reader has after the guide's files, with a clone of the repository beside the overlay."""
+    (folder / "my-overlay").mkdir()
+    (folder / "lora-plugins" / "examples").mkdir(parents=True)
+    shutil.copytree(KUBERNETES, folder / "lora-plugins" / "examples" / "kubernetes")
+    for name, text in re.findall(r"^```yaml\n# (my-overlay/\S+)\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL):
+        (folder / name).write_text(text)
+    return folder / "my-overlay"
+
+
+def test_components_of_the_guide_go_with_its_overlay(tmp_path):
+    overlay = written_by_the_guide(tmp_path)
+    (listed,) = re.findall(r"^```yaml\n(components:\n.*?)^```", GUIDE, re.MULTILINE | re.DOTALL)
+    own = yaml.safe_load((overlay / "kustomization.yaml").read_text())
+    own["configMapGenerator"][0]["literals"].remove("LORA_PLUGINS_STORE_MAX_BYTES=80GiB")  # as the table says
+    (overlay / "kustomization.yaml").write_text(yaml.safe_dump(own | yaml.safe_load(listed)))
+    change = yaml.safe_load((overlay / "deployment.yaml").read_text())
+    assert [volume["name"] for volume in change["spec"]["template"]["spec"].pop("volumes")] == ["store"]
+    (overlay / "deployment.yaml").write_text(yaml.safe_dump(change))
+    found = {one["kind"]: one for one in check_manifests.render(overlay)}
+    assert {"PersistentVolumeClaim", "HorizontalPodAutoscaler"} <= set(found)
+    (store,) = [one for one in found["Deployment"]["spec"]["template"]["spec"]["volumes"] if one["name"] == "store"]
+    assert set(store) == {"name", "persistentVolumeClaim"}
+    assert "replicas" not in found["Deployment"]["spec"]
+    assert [name for name in re.findall(r"^\| `([\w-]+)` \|", GUIDE, re.MULTILINE) if name in COMPONENTS] == [
+        *COMPONENTS
+    ]
+
+
+def test_labels_of_the_guide_are_those_of_the_policy():
+    (change,) = re.findall(r"-p '(\{.*?\})'", GUIDE)
+    role = json.loads(change)["spec"]["template"]["metadata"]["labels"]
+    administrator, prometheus = (
+        yaml.safe_load(text) for text in re.findall(r"`([\w./-]+: (?:administrator|prometheus))`", GUIDE)
+    )
+    (rule,) = rendered("base")["NetworkPolicy", "lora-plugins"]["spec"]["ingress"]
+    allowed = [one["podSelector"]["matchLabels"] for one in rule["from"]]
+    assert allowed == [role, administrator, prometheus]
+    (namespace,) = [one["namespaceSelector"]["matchLabels"] for one in rule["from"] if "namespaceSelector" in one]
+    assert [f"the namespace `{name}`" in GUIDE for name in namespace.values()] == [True]
+
+
 def test_overlay_of_the_guide_renders_as_it_says(tmp_path):
-    page = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
-    files = dict(re.findall(r"^```yaml\n# (my-overlay/\S+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
-    (tmp_path / "my-overlay").mkdir()
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    objects = {one["kind"]: one for one in check_manifests.render(tmp_path / "my-overlay")}
+    objects = {one["kind"]: one for one in check_manifests.render(written_by_the_guide(tmp_path))}
     for one in objects.values():
         check_manifests.validate(one)
     pod = objects["Deployment"]["spec"]["template"]["spec"]
@@ -98,6 +207,34 @@ def test_volumes_are_mounted_where_the_images_user_may_write(name):
 def test_compose_file_names_known_settings():
     services = yaml.safe_load((ROOT / "examples" / "docker" / "compose.yaml").read_text())["services"]
     assert {key for key in services["vllm"]["environment"] if key.startswith("LORA_PLUGINS_")} <= OWN_VARIABLES
+
+
+class ComposeLoader(yaml.SafeLoader):
+    """YAML with Compose's tag that takes away what an earlier file says."""
+
+
+ComposeLoader.add_constructor("!reset", lambda loader, node: "reset")
+
+
+def test_compose_gives_the_cuda_image_a_gpu_and_the_token():
+    vllm = yaml.safe_load((ROOT / "examples" / "docker" / "compose.yaml").read_text())["services"]["vllm"]
+    assert vllm["build"]["dockerfile"] == "examples/docker/Dockerfile"
+    (device,) = vllm["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+    assert vllm["environment"].get("HF_TOKEN", "") is None, "passed on where it is set"
+
+
+def test_compose_for_a_cpu_asks_for_no_gpu():
+    text = (ROOT / "examples" / "docker" / "compose.cpu.yaml").read_text()
+    vllm = yaml.load(text, ComposeLoader)["services"]["vllm"]
+    assert vllm == {"build": {"dockerfile": "examples/docker/Dockerfile.cpu"}, "deploy": "reset"}
+
+
+def test_page_on_docker_names_compose_files_that_exist():
+    page = (ROOT / "docs" / "guides" / "docker.md").read_text()
+    named = {name for names in re.findall(r"COMPOSE_FILE=([\w./:-]+)", page) for name in names.split(":")}
+    assert named == {f"examples/docker/{file.name}" for file in (ROOT / "examples" / "docker").glob("compose*.yaml")}
+    assert "-f examples/docker/compose" not in page
 
 
 def synced(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:

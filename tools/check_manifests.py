@@ -3,7 +3,7 @@
     python tools/check_manifests.py            # every overlay, by the schemas that kubernetes-validate brings
     python tools/check_manifests.py --show DIR # what one overlay renders to
 
-Rendered is what these files use of kustomize: resources, strategic merge patches, and ConfigMap generators;
+Rendered is what these files use of kustomize: resources, components, strategic merge patches, and ConfigMap generators;
 `tests/test_manifests.py` compares the result with that of `kubectl kustomize`.
 """
 
@@ -20,7 +20,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent / "examples" / "kubernetes"
 VERSION = "1.31"  # the oldest that is still maintained somewhere; nothing newer is used
-KNOWN = {"apiVersion", "kind", "resources", "patches", "configMapGenerator"}
+KNOWN = {"apiVersion", "kind", "resources", "components", "patches", "configMapGenerator"}
 CUSTOM = {"PodMonitor", "PrometheusRule"}  # of the Prometheus operator, whose schemas are not Kubernetes'
 MERGED_BY = ("name", "mountPath", "containerPort", "port")
 
@@ -37,25 +37,28 @@ def render(directory: Path) -> list[Object]:
 
 
 def _assemble(directory: Path) -> tuple[list[Object], dict[str, dict[str, str]]]:
+    objects: list[Object] = []
+    generated: dict[str, dict[str, str]] = {}
+    _apply(directory, "Kustomization", objects, generated)
+    return objects, generated
+
+
+def _apply(directory: Path, kind: str, objects: list[Object], generated: dict[str, dict[str, str]]) -> None:
+    """Add what a kustomization names to what is there; a component changes what is there too."""
     kustomization = yaml.safe_load((directory / "kustomization.yaml").read_text())
     if unknown := set(kustomization) - KNOWN:
         raise SystemExit(
             f"{directory}: {', '.join(sorted(unknown))} is not rendered here; teach tools/check_manifests.py"
         )
-    objects: list[Object] = []
-    generated: dict[str, dict[str, str]] = {}
+    if kustomization["kind"] != kind:
+        raise SystemExit(f"{directory}: a {kustomization['kind']} stands where kustomize wants a {kind}")
     for resource in kustomization.get("resources", []):
         path = directory / resource
-        if path.is_dir():
-            more, maps = _assemble(path)
-            objects += more
-            generated |= maps
-        else:
-            objects += [one for one in yaml.safe_load_all(path.read_text()) if one]
-    for patch in kustomization.get("patches", []):
-        change = yaml.safe_load((directory / patch["path"]).read_text())
-        (target,) = [one for one in objects if _key(one) == _key(change)]
-        objects[objects.index(target)] = merged(target, change)
+        more, maps = _assemble(path) if path.is_dir() else (list(yaml.safe_load_all(path.read_text())), {})
+        objects += [one for one in more if one]
+        generated |= maps
+    for component in kustomization.get("components", []):
+        _apply(directory / component, "Component", objects, generated)
     for generator in kustomization.get("configMapGenerator", []):
         data = dict(text.split("=", 1) for text in generator.get("literals", []))
         data |= {name: (directory / name).read_text() for name in generator.get("files", [])}
@@ -63,7 +66,13 @@ def _assemble(directory: Path) -> tuple[list[Object], dict[str, dict[str, str]]]
         if bool(before) != (generator.get("behavior") == "merge"):
             raise SystemExit(f"{directory}: {generator['name']} needs behavior: merge just where there is one already")
         generated[generator["name"]] = before | data
-    return objects, generated
+    for patch in kustomization.get("patches", []):
+        change = yaml.safe_load((directory / patch["path"]).read_text())
+        found = [one for one in objects if _key(one) == _key(change)]
+        if not found and "target" in patch:
+            continue  # kustomize takes a target that selects nothing; a patch without one has to find its object
+        (target,) = found
+        objects[objects.index(target)] = merged(target, change)
 
 
 def merged(target: Any, change: Any) -> Any:

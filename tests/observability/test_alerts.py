@@ -14,7 +14,7 @@ from tests.observability.test_documents import ROOT, alerts, dashboard
 
 PAGE = ROOT / "docs" / "operate" / "monitoring.md"
 RULES = ROOT / "examples" / "prometheus" / "alerts.yml"
-OF_THE_OPERATOR = ROOT / "examples" / "kubernetes" / "overlays" / "monitoring" / "prometheusrule.yaml"
+OF_THE_OPERATOR = ROOT / "examples" / "kubernetes" / "components" / "monitoring" / "prometheusrule.yaml"
 needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian: prometheus)")
 
 

@@ -28,7 +28,7 @@ INSTALLING = "tests/installation/ installs the wheel beside a vLLM"
 AIR_GAPPED = Walk(
     "docs/get-started/air-gapped.md",
     [
-        Step("pip download -d wheels lora-plugins            # and 'vllm>=0.30,<0.34', where it is not there already",
+        Step("""pip wheel -w wheels "lora-plugins @ git+$REPOSITORY"    # 'vllm>=0.30,<0.34' too, if missing""",
              Do.LEAVE_OUT, INSTALLING),
         Step("pip install --no-index --find-links wheels lora-plugins", Do.LEAVE_OUT, INSTALLING),
         Step(CARRY),

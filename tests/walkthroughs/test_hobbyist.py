@@ -26,7 +26,7 @@ PORT = ("127.0.0.1:{port}", "other servers run beside this one")
 README = Walk(
     "README.md",
     [
-        Step("pip install lora-plugins    # beside the vLLM that is there; replaces nothing", Do.SERVE),
+        Step("pip install .    # in a checkout, beside the vLLM that is there; replaces nothing", Do.SERVE),
         Step(CURL),
         Step(
             "make demo    # a real vllm serve is asked for names it has never heard of, and answers as PEFT does",
@@ -35,7 +35,7 @@ README = Walk(
         ),
     ],
     {
-        "pip install lora-plugins ": ("true ", "no network; tests/installation/ installs the wheel beside a vLLM"),
+        "pip install . ": ("true ", "no network; tests/installation/ installs the wheel beside a vLLM"),
         "vllm serve meta-llama/Llama-3.2-3B-Instruct": (
             f"vllm serve {{base}} --host 127.0.0.1 --port {{port}} {SMALL}",
             "two cores and no network: a tiny Llama",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -28,7 +29,9 @@ from testbed.server import SMALL_ENGINE, reserved_port
 from tests.walkthroughs.kubectl import Pod
 from tests.walkthroughs.reader import ROOT, Do, Reader, Step, Walk
 
-pytestmark = pytest.mark.skipif(None in map(shutil.which, ("curl", "jq", "openssl")), reason="the page uses them")
+pytestmark = pytest.mark.skipif(
+    None in map(shutil.which, ("curl", "git", "jq", "openssl")), reason="the page uses them"
+)
 
 ADAPTERS = 300
 APPLY = "kubectl kustomize my-overlay | less"
@@ -45,13 +48,25 @@ KUBERNETES = Walk(
     "docs/guides/kubernetes.md",
     [
         Step('{"Version": "2012-10-17", "Statement": [', Do.LEAVE_OUT, "needs AWS; tests/test_guides.py reads it"),
+        Step('git clone --depth 1 "$REPOSITORY" lora-plugins'),
         Step("# my-overlay/kustomization.yaml", Do.WRITE, "my-overlay/kustomization.yaml"),
         Step("# my-overlay/deployment.yaml", Do.WRITE, "my-overlay/deployment.yaml"),
         Step("# my-overlay/adapters.yaml", Do.WRITE, "my-overlay/adapters.yaml"),
         Step("# my-overlay/role.yaml", Do.WRITE, "my-overlay/role.yaml"),
+        Step("components:", Do.LEAVE_OUT, "for another cluster; tests/test_manifests.py renders the combination"),
         Step(APPLY),
+        Step(
+            'kubectl patch deployment "$GATEWAY" \\',
+            Do.LEAVE_OUT,
+            "needs a gateway; tests/test_manifests.py compares the label with the policy",
+        ),
         Step(ASK),
         Step(DIAGNOSE, before=WRONG_NAME),  # for a reader whose request got 404
+        Step(
+            "kubectl apply -k lora-plugins/examples/kubernetes/overlays/monitoring",
+            Do.LEAVE_OUT,
+            "needs the Prometheus operator; tests/test_manifests.py renders the objects",
+        ),
     ],
     {"localhost:8000": ("127.0.0.1:{port}", "other servers run beside this one")},
 )
@@ -77,6 +92,15 @@ def fill(bucket: Bucket, bed: Bed, folder: Path) -> dict[str, Path]:
     return kept
 
 
+def published(folder: Path) -> str:
+    """The address of a git repository with the manifests of this tree, which a reader can clone."""
+    shutil.copytree(ROOT / "examples" / "kubernetes", folder / "examples" / "kubernetes")
+    git = ["git", "-C", str(folder), "-c", "user.name=tests", "-c", "user.email=tests@example.invalid"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "Publish the manifests"]):
+        subprocess.run([*git, *command], check=True, timeout=60)
+    return folder.as_uri()
+
+
 @pytest.fixture
 def short_path() -> Iterator[Path]:
     """The pod's /tmp is below it, in which vLLM makes sockets: their paths have 107 characters at most."""
@@ -87,7 +111,7 @@ def short_path() -> Iterator[Path]:
 @pytest.mark.timeout(1500)
 def test_300_adapters_in_s3_are_served_by_name(tmp_path: Path, short_path: Path, bed: Bed, env: dict[str, str]) -> None:
     pod = Pod(short_path / "pod")
-    (tmp_path / "examples").symlink_to(ROOT / "examples")  # beside a checkout of this repository
+    repository = published(tmp_path / "published")
     with s3_server() as s3, reserved_port() as port:
         url = f"http://127.0.0.1:{port}"
         bucket = s3.bucket("adapters")
@@ -101,7 +125,7 @@ def test_300_adapters_in_s3_are_served_by_name(tmp_path: Path, short_path: Path,
             url=url,
         )
         pod.install(tmp_path / "bin", sys.executable)
-        shell = {**own, "PATH": f"{tmp_path / 'bin'}:{env['PATH']}", "POD": str(pod.folder)}
+        shell = {**own, "PATH": f"{tmp_path / 'bin'}:{env['PATH']}", "POD": str(pod.folder), "REPOSITORY": repository}
         reader = Reader(KUBERNETES, tmp_path, shell, {"port": str(port)}, url)
         try:
             reader.read()

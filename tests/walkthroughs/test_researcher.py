@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import openai
@@ -57,6 +58,7 @@ RL = Walk(
 # The page's command of AWS: its client is not among what this project installs.
 AWS = """#!{python}
 import sys
+from dataclasses import replace
 from pathlib import Path
 from testbed.s3 import Bucket, make_client
 s3, cp, recursive, folder, uri = sys.argv[1:]
@@ -72,8 +74,13 @@ def steps(text: str) -> list[tuple[str, str, str]]:
     return re.findall(form, text, re.MULTILINE)
 
 
+def saved_below(root: Path) -> dict[Path, bytes]:
+    """The weights of each version that the trainer has saved."""
+    return {path: path.read_bytes() for path in (root / ".versions").glob("*/adapter_model.safetensors")}
+
+
 def test_the_example_is_short_enough_to_copy() -> None:
-    assert len((ROOT / "examples" / "rl_loop.py").read_text().splitlines()) <= 40
+    assert len((ROOT / "examples" / "rl_loop.py").read_text().splitlines()) <= 44
 
 
 @pytest.mark.timeout(1500)
@@ -116,3 +123,13 @@ def test_each_step_is_served_before_its_rollouts(tmp_path: Path, bed: Bed, env: 
             expected = reference.generate(root / "policy", reference.prompt_ids(PROMPT), MAX_TOKENS)
             asked = complete(client, "policy", PROMPT, MAX_TOKENS)
             assert (asked.error, list(asked.token_ids)) == ("", expected)
+            # Another name, run twice: the page's own name follows S3 by now.
+            (train,) = [block for block in RL.blocks() if block.first == TRAIN]
+            train = replace(train, text=train.text.replace(" policy ", " again "))
+            reader.run(train)
+            first_run = saved_below(root)
+            second = steps(reader.run(train))
+            assert [(number, is_swapped) for number, _, is_swapped in second] == [(n, "True") for n in "012"]
+            saved = saved_below(root)
+            assert {path: saved[path] for path in first_run} == first_run, "a version that is served was written again"
+            assert len(saved) == len(first_run) + len(second)
