@@ -87,15 +87,14 @@ class LogEvents:
 
     @staticmethod
     def _log_fetched(event: events.AdapterFetched) -> None:
-        fetched_mb = (event.size_bytes - event.resumed_bytes) / 1e6
+        size_mb = event.size_bytes / 1e6
         logger.debug(
-            "Adapter '%s' fetched from %s: %.1f MB%s in %.2f s (%.0f MB/s)",
+            "Adapter '%s' fetched from %s: %.1f MB in %.2f s (%.0f MB/s)",
             event.name,
             event.uri,
-            fetched_mb,
-            f" of {event.size_bytes / 1e6:.1f} MB, the rest by an earlier fetch," if event.resumed_bytes else "",
+            size_mb,
             event.fetch_s,
-            fetched_mb / max(event.fetch_s, 1e-6),
+            size_mb / max(event.fetch_s, 1e-6),
         )
 
     def _log_resolved(self, event: events.AdapterResolved) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 import pytest
 
@@ -74,11 +73,6 @@ FETCHED = AdapterFetched("sql", "s3", "s3://bucket/sql", 50_000_000, 0.5)
             ),
         ),
         (FETCHED, logging.DEBUG, ("'sql'", "s3://bucket/sql", "50.0 MB", "0.50 s", "100 MB/s")),
-        (
-            replace(FETCHED, resumed_bytes=40_000_000),
-            logging.DEBUG,
-            ("10.0 MB of 50.0 MB, the rest by an earlier fetch, in 0.50 s (20 MB/s)",),
-        ),
         (
             FetchGoesOn("sql", "s3", 35.2, 12_340_000, 400_000_000),
             logging.INFO,
