@@ -175,7 +175,8 @@ class AdapterLoaded:
 class AdapterSwapped:
     """A name points to another version; running requests go on with the old one.
 
-    Versions are digests, or Hub ids where they were loaded by these.
+    Versions are digests, or Hub ids where they were loaded by these; the same digest twice where a damaged copy was
+    replaced.
     """
 
     name: str

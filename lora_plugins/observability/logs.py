@@ -69,6 +69,9 @@ class LogEvents:
                 line = self._unknown.line(event)
                 if line is not None:
                     logger.info("%s", line)
+            case events.AdapterSwapped() if event.before == event.after:
+                text = "Adapter '%s' repaired: %s fetched and loaded again, in %.2f s"
+                logger.info(text, event.name, _short(event.after), event.load_s)
             case events.AdapterSwapped():
                 versions = _short(event.before), _short(event.after)
                 logger.info("Adapter '%s' swapped from %s to %s, loaded in %.2f s", event.name, *versions, event.load_s)

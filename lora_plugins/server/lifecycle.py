@@ -16,7 +16,7 @@ from lora_plugins.server.api_server import ABORT_S, ApiServer
 from lora_plugins.server.copies import Copies
 from lora_plugins.server.finding import find, find_version
 from lora_plugins.server.registry import ServedAdapter, no_longer_served, not_served
-from lora_plugins.server.swapping import KEPT_VERSIONS, swap, updating
+from lora_plugins.server.swapping import KEPT_VERSIONS, ChangeReason, VersionChange, swap, updating
 from lora_plugins.store.blocks import blocked
 from lora_plugins.store.errors import store_errors
 from lora_plugins.store.layout import is_digest, is_prefix
@@ -43,10 +43,8 @@ class Lifecycle:
         self.on_change: Callable[[], None] = lambda: None
         server.resolver.on_abandoned = lambda resolved: server.forget(resolved.name, resolved)
 
-    async def load(
-        self, name: str, uri: str | None = None, *, expects: str | None = None
-    ) -> tuple[ServedAdapter, bool]:
-        """Serve a name; from `uri`, or from wherever the server's sources have it. Returns whether it is new.
+    async def load(self, name: str, uri: str | None = None, *, expects: str | None = None) -> VersionChange:
+        """Serve a name; from `uri`, or from wherever the server's sources have it.
 
         Loaded already, it stays as it is; from another URI, it is swapped. Its own block ends. `expects`, here and
         below: the digest that must be served now, or `ANY_VERSION`.
@@ -58,14 +56,16 @@ class Lifecycle:
         async with self.ending_block(name), self.server.vllm.lock(name):
             adapter = self.registry.get(name)
             _require_version(name, adapter, expects)
-            is_new = adapter is None
             if adapter is None:
                 adapter = await self._load(name, uri, await find(self.server, name, uri))
+                change = VersionChange(None, adapter.digest, ChangeReason.LOADED)
             elif uri not in (None, adapter.uri):
-                await swap(self.server, adapter, await find(self.server, name, uri), uri)
+                change = await swap(self.server, adapter, await find(self.server, name, uri), uri)
                 adapter.uri, adapter.held_digest = uri, None
+            else:
+                change = VersionChange(adapter.digest, adapter.digest, ChangeReason.UNCHANGED)
         self.on_change()
-        return adapter, is_new
+        return change
 
     async def declare(self, name: str, uri: str | None, digest: str | None = None) -> ServedAdapter:
         """Serve a name from just this place, in the version of the whole `digest` where one is given, and stay there.
@@ -91,7 +91,7 @@ class Lifecycle:
                 except BaseException:
                     adapter.uri = before
                     raise
-            adapter.held_digest = adapter.version.digest if digest is not None and adapter.version else None
+            adapter.held_digest = None if digest is None else adapter.digest
         self.on_change()
         return adapter
 
@@ -133,7 +133,7 @@ class Lifecycle:
         expects: str | None = None,
         moves: bool = False,
         kept_versions: int = KEPT_VERSIONS,
-    ) -> ServedAdapter:
+    ) -> VersionChange:
         """Serve what was pushed as the next version of a name, until it is refreshed, rolled back or pushed again.
 
         Raises:
@@ -146,13 +146,14 @@ class Lifecycle:
             if adapter is None:
                 version = await self.server.resolver.pushed(pushed, self.server.vllm.base_path)
                 adapter = await self._load(name, None, version)
+                change = VersionChange(None, version.digest, ChangeReason.LOADED)
             else:
                 with updating(self.server, adapter):
                     version = await self.server.resolver.pushed(pushed, self.server.vllm.base_path)
-                    await swap(self.server, adapter, version, moves=moves, kept_versions=kept_versions)
+                    change = await swap(self.server, adapter, version, moves=moves, kept_versions=kept_versions)
             adapter.uri, adapter.held_digest = None, version.digest
         self.on_change()
-        return adapter
+        return change
 
     def check_pushed(self, name: str, expects: str | None) -> None:
         """Refuse a push before its bytes are read.
@@ -196,8 +197,9 @@ class Lifecycle:
             LoRAPluginsError: it cannot be served, or there is no room.
         """
         self.registry.blocked.refuse(name)
-        adapter, is_new = await self.load(name, expects=expects)
-        if not is_new:
+        change = await self.load(name, expects=expects)
+        adapter = self.registry.require(name)
+        if change.reason is not ChangeReason.LOADED:
             async with self.copies.using(adapter.request) as request:
                 await self.planner.load(request, uri=adapter.uri, wants_slot=False)
         return adapter
@@ -281,8 +283,8 @@ class Lifecycle:
         self.server.retire(adapter.engine_id)  # another engine may have it
         self.on_change()
 
-    async def refresh(self, name: str, *, expects: str | None = None, moves: bool = False) -> bool:
-        """Look for a new version at the source and swap to it; returns whether the engines have loaded one.
+    async def refresh(self, name: str, *, expects: str | None = None, moves: bool = False) -> VersionChange:
+        """Look for a new version at the source and swap to it.
 
         One whose copy in the store is damaged is fetched and loaded again, as the same version.
 
@@ -320,7 +322,7 @@ class Lifecycle:
 
     async def roll_back(
         self, name: str, digest: str | None = None, *, expects: str | None = None, moves: bool = False
-    ) -> ServedAdapter:
+    ) -> VersionChange:
         """Go back to the version before, or to the one whose digest begins with `digest`, and stay there.
 
         Kept are the last two versions; the store may have older ones still. Only of versions that this name has had may
@@ -346,10 +348,10 @@ class Lifecycle:
                     remedy="load it from its source",
                     adapter=name,
                 )
-            await swap(self.server, adapter, version, moves=moves)
+            change = await swap(self.server, adapter, version, moves=moves)
             adapter.held_digest = version.digest
         self.on_change()
-        return adapter
+        return change
 
     async def pin(self, name: str, *, expects: str | None = None) -> ServedAdapter:
         """Keep an adapter in host memory and in a slot until it is unpinned or unloaded; one slot stays for others.
@@ -405,7 +407,7 @@ class Lifecycle:
         self.on_change()
         return await self.server.drain(adapter, refusal, timeout_s)
 
-    async def _refresh(self, adapter: ServedAdapter, *, moves: bool = False) -> bool:
+    async def _refresh(self, adapter: ServedAdapter, *, moves: bool = False) -> VersionChange:
         if adapter.version is None:
             raise InvalidAdapter(
                 "an adapter that was loaded by its Hub id",
@@ -413,12 +415,12 @@ class Lifecycle:
                 remedy="load it with POST /v1/loras",
                 adapter=adapter.name,
             )
-        is_new = await self.copies.update(adapter, moves=moves)
+        change = await self.copies.update(adapter, moves=moves)
         if adapter.given_path is not None:
             adapter.held_digest = adapter.version.digest
-        if is_new:
+        if change.is_swap:
             self.on_change()
-        return is_new
+        return change
 
     def _check_name(self, name: str) -> None:
         if self.server.vllm.is_base_model(name):

@@ -84,6 +84,11 @@ FETCHED = AdapterFetched("sql", "s3", "s3://bucket/sql", 50_000_000, 0.5)
             ("'sql' swapped from abababababab to /by/hand, loaded in 0.50 s",),
         ),
         (
+            AdapterSwapped("sql", "ab" * 32, "ab" * 32, 0.5),
+            logging.INFO,
+            ("'sql' repaired: abababababab fetched and loaded again, in 0.50 s",),
+        ),
+        (
             DeclaredSetReconciled(declared=3, served=2, failed=1),
             logging.INFO,
             ("2 of 3 declared adapters are served",),

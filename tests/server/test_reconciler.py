@@ -201,7 +201,7 @@ async def test_an_unavailable_source_is_retried_until_it_answers(tmp_path: Path)
     await asyncio.sleep(100)
     assert world.lifecycle.registry.all() == []
     world.resolver.has |= {"sql": Version("sql"), "broken": IncompatibleAdapter("rank 99"), "taken": Version("new")}
-    taken, _ = await world.lifecycle.load("taken")
+    taken = await world.load("taken")
     await world.lifecycle.unload("never", timeout_s=1, block=True)
     asked = len(world.resolver.asked)
     await asyncio.wait_for(trying, 100)
