@@ -56,8 +56,7 @@ class LogEvents:
             case events.AdapterLoaded():
                 self._log_loaded(event)
             case events.NotServed():
-                if event.stage in ("request", "load"):
-                    self._log_not_loaded(event.name)
+                self._log_not_loaded(event.name)
                 self._warn(event.name, f"{_NOT_SERVED[event.stage].format(event.name)}: {event.error}")
             case events.AdapterRejected():
                 self._warn(event.name, f"Adapter refused ({event.source}): {event.error}")

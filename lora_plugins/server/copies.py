@@ -96,7 +96,8 @@ class Copies:
         try:
             with updating(self._server, adapter):
                 newest = await self._newest_sound(adapter, adapter.held_digest if is_bound else None)
-                change = await swap(self._server, adapter, newest, moves=moves, again=adapter.is_damaged)
+                again = adapter.is_damaged
+                change = await swap(self._server, adapter, newest, moves=moves, again=again, is_noted=True)
         except LoRAPluginsError as error:
             adapter.is_only_copy = adapter.is_only_copy or isinstance(error, OfAdapter)
             raise

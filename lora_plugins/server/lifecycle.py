@@ -67,11 +67,13 @@ class Lifecycle:
         self.on_change()
         return change
 
-    async def declare(self, name: str, uri: str | None, digest: str | None = None) -> ServedAdapter:
+    async def declare(
+        self, name: str, uri: str | None, digest: str | None = None, *, is_noted: bool = False
+    ) -> ServedAdapter:
         """Serve a name from just this place, in the version of the whole `digest` where one is given, and stay there.
 
         `uri` None stands for wherever the server's sources have the name, and may be the path of a `load_by_path`. What
-        is served otherwise is swapped.
+        is served otherwise is swapped. `is_noted`, as of `PlannerClient.load`.
 
         Raises:
             LoRAPluginsError: it cannot be served so; nothing has changed then.
@@ -82,12 +84,13 @@ class Lifecycle:
         async with self.server.vllm.lock(name):
             adapter = self.registry.get(name)
             if adapter is None:
-                adapter = await self._load(name, uri, await find_version(self.server, name, uri, digest))
+                version = await find_version(self.server, name, uri, digest)
+                adapter = await self._load(name, uri, version, is_noted=is_noted)
             elif adapter.uri != uri or (digest is not None and not _has_digest(adapter, digest)):
                 version = await find_version(self.server, name, uri, digest)
                 before, adapter.uri = adapter.uri, uri
                 try:
-                    await swap(self.server, adapter, version)
+                    await swap(self.server, adapter, version, is_noted=is_noted)
                 except BaseException:
                     adapter.uri = before
                     raise
@@ -116,7 +119,7 @@ class Lifecycle:
             with updating(self.server, adapter):
                 version = await self.server.resolver.snapshot(name, path, self.server.vllm.base_path)
                 uri = None if version is None else path
-                await swap(self.server, adapter, version, uri, request, moves=moves)
+                await swap(self.server, adapter, version, uri, request, moves=moves, is_noted=True)
         adapter.uri, adapter.held_digest = (None, None) if version is None else (path, version.digest)
         served = adapter.request
         request.lora_int_id, request.lora_path = served.lora_int_id, served.lora_path
@@ -150,7 +153,9 @@ class Lifecycle:
             else:
                 with updating(self.server, adapter):
                     version = await self.server.resolver.pushed(pushed, self.server.vllm.base_path)
-                    change = await swap(self.server, adapter, version, moves=moves, kept_versions=kept_versions)
+                    change = await swap(
+                        self.server, adapter, version, moves=moves, kept_versions=kept_versions, is_noted=True
+                    )
             adapter.uri, adapter.held_digest = None, version.digest
         self.on_change()
         return change
@@ -383,10 +388,12 @@ class Lifecycle:
         self.on_change()
         return adapter
 
-    async def _load(self, name: str, uri: str | None, version: ResolvedAdapter) -> ServedAdapter:
+    async def _load(
+        self, name: str, uri: str | None, version: ResolvedAdapter, *, is_noted: bool = False
+    ) -> ServedAdapter:
         request = self.server.vllm.new_request(name, str(version.path), is_3d=version.is_3d)
         try:
-            await self.planner.load(request, uri=uri)
+            await self.planner.load(request, uri=uri, is_noted=is_noted)
         except BaseException:
             self.server.retire(request.lora_int_id)  # nobody will ask for this id again
             self.server.release(name, version)

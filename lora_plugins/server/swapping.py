@@ -63,12 +63,13 @@ async def swap(
     moves: bool = False,
     again: bool = False,
     kept_versions: int = KEPT_VERSIONS,
+    is_noted: bool = False,
 ) -> VersionChange:
     """Have new requests for a name enter the engine with `version`, which is leased for it; with the name's lock.
 
     Where that is None, with what the workers find at the path of `given`, a request of vLLM's. With `moves`, what runs
     goes on with the new one too, from one step on. The version that is served already is loaded only `again`, after its
-    copy was damaged. Of the versions before, `kept_versions` stay.
+    copy was damaged. Of the versions before, `kept_versions` stay. `is_noted`, as of `PlannerClient.load`.
 
     Raises:
         LoRAPluginsError: it cannot be loaded; the old one goes on, and the lease has ended.
@@ -91,7 +92,7 @@ async def swap(
     else:
         request = server.vllm.new_request(adapter.name, path, is_3d=is_3d)
     try:
-        await _load_beside(server, adapter, request, uri or adapter.uri)
+        await _load_beside(server, adapter, request, uri or adapter.uri, is_noted=is_noted)
     except BaseException:
         server.release(adapter.name, *leased)
         raise
@@ -111,7 +112,7 @@ async def swap(
 
 @contextmanager
 def updating(server: ApiServer, adapter: ServedAdapter) -> Iterator[None]:
-    """Inside, an adapter is to be updated: where that fails, it is noted, and the old version goes on."""
+    """Inside, an adapter is updated by calls that are `is_noted`; a failure is noted, and the old version goes on."""
     try:
         yield
     except LoRAPluginsError as error:
@@ -120,11 +121,13 @@ def updating(server: ApiServer, adapter: ServedAdapter) -> Iterator[None]:
         raise
 
 
-async def _load_beside(server: ApiServer, adapter: ServedAdapter, request: Any, uri: str | None) -> None:
+async def _load_beside(
+    server: ApiServer, adapter: ServedAdapter, request: Any, uri: str | None, *, is_noted: bool
+) -> None:
     """Load what will take the place of `adapter`, pinned if that is; a failure leaves nothing in the workers."""
     moves = request.lora_int_id == adapter.engine_id  # the planner has the old one go on then, where it fails
     try:
-        await server.planner.load(request, uri=uri, wants_slot=False, moves=moves)
+        await server.planner.load(request, uri=uri, wants_slot=False, moves=moves, is_noted=is_noted)
         if adapter.is_pinned and not moves:
             await server.planner.pin(request, uri=uri)
     except BaseException:

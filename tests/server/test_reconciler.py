@@ -435,6 +435,16 @@ async def test_another_version_than_declared_is_not_served(tmp_path: Path) -> No
 
 
 @runs
+async def test_a_declared_adapter_that_no_worker_loads_is_one_event(tmp_path: Path) -> None:
+    world, path = World(broken=IncompatibleAdapter("rank 99")), tmp_path / "adapters.yaml"
+    world.resolver.has["sql"] = Version("aa")
+    declare(path, "{name: sql, preload: true}")
+    async with following(world, path):
+        assert served(world) == {}
+    assert [event.stage for event in world.told if isinstance(event, NotServed)] == ["declared"]
+
+
+@runs
 async def test_one_that_fails_is_told_once_and_tried_again(tmp_path: Path) -> None:
     world, path = World(), tmp_path / "adapters.yaml"
     world.resolver.has |= {

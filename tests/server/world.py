@@ -190,8 +190,8 @@ class World:
         self.lifecycle.on_change = self.count
 
     def tell(self, event: Any) -> None:
-        """Note what happens, but for loads, of which there are many."""
-        if not isinstance(event, AdapterLoaded) and getattr(event, "stage", "") != "load":
+        """Note what happens, but for loads that succeed, of which there are many."""
+        if not isinstance(event, AdapterLoaded):
             self.told.append(event)
 
     def count(self) -> None:
