@@ -69,17 +69,13 @@ class FetchEnded:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFetched:
-    """A version was fetched from its source, verified and published in the store.
-
-    Of its `size_bytes`, an earlier fetch that had failed has left `resumed_bytes`; the rest was fetched in `fetch_s`.
-    """
+    """A version was fetched from its source, verified and published in the store."""
 
     name: str
     source: str
     uri: str
     size_bytes: int
     fetch_s: float
-    resumed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +175,8 @@ class AdapterLoaded:
 class AdapterSwapped:
     """A name points to another version; running requests go on with the old one.
 
-    Versions are digests, or Hub ids where they were loaded by these.
+    Versions are digests, or Hub ids where they were loaded by these; the same digest twice where a damaged copy was
+    replaced.
     """
 
     name: str

@@ -35,8 +35,7 @@ from lora_plugins.server.lifecycle import ANY_VERSION, Lifecycle
 from lora_plugins.server.pushing import Pushes
 from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.registry import not_served
-from lora_plugins.server.swapping import KEPT_VERSIONS
-from lora_plugins.store.errors import DamagedCopy
+from lora_plugins.server.swapping import KEPT_VERSIONS, ChangeReason, VersionChange
 from lora_plugins.store.layout import is_digest
 
 router = APIRouter(prefix="/v1/loras", tags=["LoRA adapters"], dependencies=[Depends(require_admin)])
@@ -86,29 +85,11 @@ def _expected(if_match: list[str] | None) -> str | None:
     return digest
 
 
-class _Call:
-    """One call that may exchange the version of a name: what was served before it, and when it began."""
-
-    def __init__(self, lifecycle: Lifecycle, name: str) -> None:
-        self._lifecycle = lifecycle
-        self._name = name
-        self._before = self._digest
-        self._started = time.perf_counter()
-
-    @property
-    def _digest(self) -> str | None:
-        adapter = self._lifecycle.registry.get(self._name)
-        return None if adapter is None or adapter.version is None else adapter.version.digest
-
-    def done(self, what: str, *, is_loaded_again: bool = False) -> VersionStatus:
-        now = self._digest
-        return VersionStatus(
-            **_status(self._lifecycle, self._name, what).model_dump(),
-            digest=now,
-            previous_digest=self._before,
-            swapped=self._before is not None and (now != self._before or is_loaded_again),
-            elapsed_ms=_ms(time.perf_counter() - self._started),
-        )
+_REFRESHED = {
+    ChangeReason.SWAPPED: "swapped to a new version",
+    ChangeReason.REPAIRED: "was fetched and loaded again, as its copy was damaged",
+    ChangeReason.UNCHANGED: "serves the newest version",
+}
 
 
 def _ms(seconds: float) -> float:
@@ -116,9 +97,10 @@ def _ms(seconds: float) -> float:
 
 
 @asynccontextmanager
-async def _as_http() -> AsyncIterator[None]:
+async def _as_http() -> AsyncIterator[float]:
+    """Inside, our errors become HTTP; gives when the call began, by `time.perf_counter`."""
     try:
-        yield
+        yield time.perf_counter()
     except LoRAPluginsError as error:
         raise http_error(error, shows_paths=True) from None
 
@@ -126,10 +108,11 @@ async def _as_http() -> AsyncIterator[None]:
 @router.post("")
 async def load(body: LoadAdapterRequest, lifecycle: _Lifecycle, if_match: _IfMatch = None) -> VersionStatus:
     """Serve an adapter under a name, from a URI or from wherever the server's sources have it. Idempotent."""
-    change, uri = _Call(lifecycle, body.lora_name), None if body.source is None else body.source.uri
-    async with _as_http():
-        _, is_new = await lifecycle.load(body.lora_name, uri, expects=_expected(if_match))
-    return change.done("loaded" if is_new else "is served")
+    uri = None if body.source is None else body.source.uri
+    async with _as_http() as began:
+        change = await lifecycle.load(body.lora_name, uri, expects=_expected(if_match))
+    done = "loaded" if change.reason is ChangeReason.LOADED else "is served"
+    return _version_status(lifecycle, body.lora_name, done, change, began)
 
 
 @router.get("", response_model=AdapterList)
@@ -170,7 +153,7 @@ async def push(
     The body is a safetensors file with adapter_config.json in its metadata, the files of a PEFT directory as
     multipart/form-data, or a tar archive of that directory. Content-Digest is compared.
     """
-    change, headers = _Call(lifecycle, lora_name), request.headers
+    headers = request.headers
     length = headers.get("content-length", "")
 
     async def receive_body(directory: Path) -> str:
@@ -183,7 +166,7 @@ async def push(
             content_digest=headers.get("content-digest", ""),
         )
 
-    async with _as_http():
+    async with _as_http() as began:
         pushed = await pushes.push(
             lora_name, receive_body, expects=_expected(if_match), moves=mode == "inflight", kept_versions=keep
         )
@@ -192,7 +175,8 @@ async def push(
     timings = PushTimings(
         waited_ms=_ms(pushed.waited_s), received_ms=_ms(pushed.received_s), served_ms=_ms(pushed.served_s)
     )
-    done = change.done(f"serves what was pushed, {(pushed.adapter.held_digest or '')[:12]}")
+    serves = f"serves what was pushed, {(pushed.change.after or '')[:12]}"
+    done = _version_status(lifecycle, lora_name, serves, pushed.change, began)
     return PushStatus(**done.model_dump(), timings=timings)
 
 
@@ -267,13 +251,10 @@ async def refresh(
     if_match: _IfMatch = None,
 ) -> VersionStatus:
     """Look for a new version at the source now, and swap to it; ends the effect of a rollback."""
-    change, body = _Call(lifecycle, lora_name), body or SwapRequest()
-    async with _as_http():
-        is_swapped = await lifecycle.refresh(lora_name, expects=_expected(if_match), moves=body.moves)
-    adapter = lifecycle.registry.get(lora_name)
-    if is_swapped and adapter is not None and isinstance(adapter.last_error and adapter.last_error[0], DamagedCopy):
-        return change.done("was fetched and loaded again, as its copy was damaged", is_loaded_again=True)
-    return change.done("swapped to a new version" if is_swapped else "serves the newest version")
+    body = body or SwapRequest()
+    async with _as_http() as began:
+        change = await lifecycle.refresh(lora_name, expects=_expected(if_match), moves=body.moves)
+    return _version_status(lifecycle, lora_name, _REFRESHED[change.reason], change, began)
 
 
 @router.post("/{lora_name:path}/rollback")
@@ -284,10 +265,20 @@ async def rollback(
     if_match: _IfMatch = None,
 ) -> VersionStatus:
     """Go back to the version before, or to a kept one, and stay there until the next refresh."""
-    change, body = _Call(lifecycle, lora_name), body or RollbackRequest()
-    async with _as_http():
-        adapter = await lifecycle.roll_back(lora_name, body.digest, expects=_expected(if_match), moves=body.moves)
-    return change.done(f"rolled back to {(adapter.held_digest or '')[:12]}")
+    body = body or RollbackRequest()
+    async with _as_http() as began:
+        change = await lifecycle.roll_back(lora_name, body.digest, expects=_expected(if_match), moves=body.moves)
+    return _version_status(lifecycle, lora_name, f"rolled back to {(change.after or '')[:12]}", change, began)
+
+
+def _version_status(lifecycle: Lifecycle, name: str, done: str, change: VersionChange, began: float) -> VersionStatus:
+    return VersionStatus(
+        **_status(lifecycle, name, done).model_dump(),
+        digest=change.after,
+        previous_digest=change.before,
+        swapped=change.is_swap,
+        elapsed_ms=_ms(time.perf_counter() - began),
+    )
 
 
 def _status(lifecycle: Lifecycle, name: str, what: str, status: str = "success") -> AdapterStatus:

@@ -91,7 +91,7 @@ class CountEvents:
                 self._fetches.labels(event.source).dec()
             case events.AdapterFetched():
                 self._fetch_s.labels(event.source).observe(event.fetch_s)
-                self._fetched_bytes.labels(event.source).inc(event.size_bytes - event.resumed_bytes)
+                self._fetched_bytes.labels(event.source).inc(event.size_bytes)
             case events.AdapterRejected():
                 self._resolves.labels(event.source, "refused").inc()
                 self._count_error("resolve", event.error)

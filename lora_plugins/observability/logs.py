@@ -56,8 +56,7 @@ class LogEvents:
             case events.AdapterLoaded():
                 self._log_loaded(event)
             case events.NotServed():
-                if event.stage in ("request", "load"):
-                    self._log_not_loaded(event.name)
+                self._log_not_loaded(event.name)
                 self._warn(event.name, f"{_NOT_SERVED[event.stage].format(event.name)}: {event.error}")
             case events.AdapterRejected():
                 self._warn(event.name, f"Adapter refused ({event.source}): {event.error}")
@@ -69,6 +68,9 @@ class LogEvents:
                 line = self._unknown.line(event)
                 if line is not None:
                     logger.info("%s", line)
+            case events.AdapterSwapped() if event.before == event.after:
+                text = "Adapter '%s' repaired: %s fetched and loaded again, in %.2f s"
+                logger.info(text, event.name, _short(event.after), event.load_s)
             case events.AdapterSwapped():
                 versions = _short(event.before), _short(event.after)
                 logger.info("Adapter '%s' swapped from %s to %s, loaded in %.2f s", event.name, *versions, event.load_s)
@@ -87,15 +89,14 @@ class LogEvents:
 
     @staticmethod
     def _log_fetched(event: events.AdapterFetched) -> None:
-        fetched_mb = (event.size_bytes - event.resumed_bytes) / 1e6
+        size_mb = event.size_bytes / 1e6
         logger.debug(
-            "Adapter '%s' fetched from %s: %.1f MB%s in %.2f s (%.0f MB/s)",
+            "Adapter '%s' fetched from %s: %.1f MB in %.2f s (%.0f MB/s)",
             event.name,
             event.uri,
-            fetched_mb,
-            f" of {event.size_bytes / 1e6:.1f} MB, the rest by an earlier fetch," if event.resumed_bytes else "",
+            size_mb,
             event.fetch_s,
-            fetched_mb / max(event.fetch_s, 1e-6),
+            size_mb / max(event.fetch_s, 1e-6),
         )
 
     def _log_resolved(self, event: events.AdapterResolved) -> None:

@@ -318,7 +318,7 @@ class Versions:
             return stored
         size_bytes = sum(file.size_bytes for file in selected.files)
         fetch_s = time.perf_counter() - started
-        fetched = AdapterFetched(name, source.label, adapter.uri, size_bytes, fetch_s, stored.resumed_bytes)
+        fetched = AdapterFetched(name, source.label, adapter.uri, size_bytes, fetch_s)
         self._events.emit(fetched)
         return stored
 

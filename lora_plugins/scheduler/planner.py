@@ -68,14 +68,13 @@ class StepPlan:
     """What is to be done in one step.
 
     Attributes:
-        commands: for the workers. admitted: requests to admit. refused: requests that are answered with an error.
+        commands: for the workers. admitted: requests to admit.
         moved: adapters whose running requests go on with other weights.
     """
 
     commands: list[Command] = field(default_factory=list)
     moved: list[Adapter] = field(default_factory=list)
     admitted: list[Any] = field(default_factory=list)
-    refused: list[tuple[Any, LoRAPluginsError]] = field(default_factory=list)
 
 
 class Planner:
@@ -100,7 +99,7 @@ class Planner:
         self._look_at = float("inf")
 
     def has_work(self, *, is_paused: bool, is_stopped: bool = False) -> bool:
-        """Whether a step without any request would do something."""
+        """Whether a step without any request would do something but answer what was refused."""
         state = self.state
         has_resumed = self._was_paused and not is_paused and (state.held_count or state.calling)
         has_stopped = is_stopped and not self._was_stopped and (state.calling or self._retiring)
@@ -108,7 +107,7 @@ class Planner:
             waits = state.absent or state.ready or state.calling or any(it.is_retired for it in state.in_flight)
         else:
             waits = False
-        return self.is_busy or bool(state.refused or has_resumed or has_stopped or waits)
+        return self.is_busy or bool(has_resumed or has_stopped or waits)
 
     @property
     def is_busy(self) -> bool:
@@ -341,7 +340,6 @@ class Planner:
                 self._look_at = min(self._look_at, look_at)
                 plan.admitted += join(state, now)
                 state.settle(now)
-        plan.refused = self.take_refused()
         plan.commands, state.commands = state.commands, []
         return plan
 
@@ -389,7 +387,7 @@ class Planner:
                 resolve(self.state.evicting.pop(command.key, ()))
 
     def take_refused(self) -> list[tuple[Any, LoRAPluginsError]]:
-        """Requests that were refused since the last plan, which does not return them again."""
+        """Return the requests that were refused since the last call, with the errors that answer them."""
         refused, self.state.refused = self.state.refused, []
         return refused
 

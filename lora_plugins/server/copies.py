@@ -25,7 +25,7 @@ from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.server.api_server import ApiServer
 from lora_plugins.server.registry import ServedAdapter, gone_from_source
 from lora_plugins.server.shares import Share, Shares
-from lora_plugins.server.swapping import swap, updating
+from lora_plugins.server.swapping import VersionChange, swap, updating
 from lora_plugins.store.errors import DamagedCopy
 
 _CHANGES = 3  # a name may be given another version, or be damaged again, while a request waits for its copy
@@ -85,11 +85,10 @@ class Copies:
         """Whether the store still has a version, which is leased for the name then, and sound."""
         return await asyncio.to_thread(self._store.acquire_sound, version.digest, name) is not None
 
-    async def update(self, adapter: ServedAdapter, *, moves: bool = False, is_bound: bool = False) -> bool:
+    async def update(self, adapter: ServedAdapter, *, moves: bool = False, is_bound: bool = False) -> VersionChange:
         """Swap to the newest version at the source; a damaged copy is replaced and read again, though it is the same.
 
         The caller holds the name's lock. With `is_bound`, to none but the one that the name stays at, if it does.
-        Returns whether the engines have loaded anything.
 
         Raises:
             LoRAPluginsError: it cannot be had; what was served goes on.
@@ -97,16 +96,13 @@ class Copies:
         try:
             with updating(self._server, adapter):
                 newest = await self._newest_sound(adapter, adapter.held_digest if is_bound else None)
-                was_damaged = adapter.is_damaged
-                is_new = await swap(self._server, adapter, newest, moves=moves, again=was_damaged)
+                again = adapter.is_damaged
+                change = await swap(self._server, adapter, newest, moves=moves, again=again, is_noted=True)
         except LoRAPluginsError as error:
             adapter.is_only_copy = adapter.is_only_copy or isinstance(error, OfAdapter)
             raise
         self._tried_at.pop(adapter.name, None)
-        if was_damaged:
-            adapter.is_damaged = False
-            adapter.failed(DamagedCopy.of(newest.digest, "it was fetched and loaded again"))
-        return is_new
+        return change
 
     async def is_at_fault(self, request: Any, error: LoRAPluginsError) -> bool:
         """Whether an engine could not load what a request asked for as its copy is damaged; it is had again then."""

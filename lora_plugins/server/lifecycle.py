@@ -16,7 +16,7 @@ from lora_plugins.server.api_server import ABORT_S, ApiServer
 from lora_plugins.server.copies import Copies
 from lora_plugins.server.finding import find, find_version
 from lora_plugins.server.registry import ServedAdapter, no_longer_served, not_served
-from lora_plugins.server.swapping import KEPT_VERSIONS, swap, updating
+from lora_plugins.server.swapping import KEPT_VERSIONS, ChangeReason, VersionChange, swap, updating
 from lora_plugins.store.blocks import blocked
 from lora_plugins.store.errors import store_errors
 from lora_plugins.store.layout import is_digest, is_prefix
@@ -43,10 +43,8 @@ class Lifecycle:
         self.on_change: Callable[[], None] = lambda: None
         server.resolver.on_abandoned = lambda resolved: server.forget(resolved.name, resolved)
 
-    async def load(
-        self, name: str, uri: str | None = None, *, expects: str | None = None
-    ) -> tuple[ServedAdapter, bool]:
-        """Serve a name; from `uri`, or from wherever the server's sources have it. Returns whether it is new.
+    async def load(self, name: str, uri: str | None = None, *, expects: str | None = None) -> VersionChange:
+        """Serve a name; from `uri`, or from wherever the server's sources have it.
 
         Loaded already, it stays as it is; from another URI, it is swapped. Its own block ends. `expects`, here and
         below: the digest that must be served now, or `ANY_VERSION`.
@@ -58,20 +56,24 @@ class Lifecycle:
         async with self.ending_block(name), self.server.vllm.lock(name):
             adapter = self.registry.get(name)
             _require_version(name, adapter, expects)
-            is_new = adapter is None
             if adapter is None:
                 adapter = await self._load(name, uri, await find(self.server, name, uri))
+                change = VersionChange(None, adapter.digest, ChangeReason.LOADED)
             elif uri not in (None, adapter.uri):
-                await swap(self.server, adapter, await find(self.server, name, uri), uri)
+                change = await swap(self.server, adapter, await find(self.server, name, uri), uri)
                 adapter.uri, adapter.held_digest = uri, None
+            else:
+                change = VersionChange(adapter.digest, adapter.digest, ChangeReason.UNCHANGED)
         self.on_change()
-        return adapter, is_new
+        return change
 
-    async def declare(self, name: str, uri: str | None, digest: str | None = None) -> ServedAdapter:
+    async def declare(
+        self, name: str, uri: str | None, digest: str | None = None, *, is_noted: bool = False
+    ) -> ServedAdapter:
         """Serve a name from just this place, in the version of the whole `digest` where one is given, and stay there.
 
         `uri` None stands for wherever the server's sources have the name, and may be the path of a `load_by_path`. What
-        is served otherwise is swapped.
+        is served otherwise is swapped. `is_noted`, as of `PlannerClient.load`.
 
         Raises:
             LoRAPluginsError: it cannot be served so; nothing has changed then.
@@ -82,16 +84,17 @@ class Lifecycle:
         async with self.server.vllm.lock(name):
             adapter = self.registry.get(name)
             if adapter is None:
-                adapter = await self._load(name, uri, await find_version(self.server, name, uri, digest))
+                version = await find_version(self.server, name, uri, digest)
+                adapter = await self._load(name, uri, version, is_noted=is_noted)
             elif adapter.uri != uri or (digest is not None and not _has_digest(adapter, digest)):
                 version = await find_version(self.server, name, uri, digest)
                 before, adapter.uri = adapter.uri, uri
                 try:
-                    await swap(self.server, adapter, version)
+                    await swap(self.server, adapter, version, is_noted=is_noted)
                 except BaseException:
                     adapter.uri = before
                     raise
-            adapter.held_digest = adapter.version.digest if digest is not None and adapter.version else None
+            adapter.held_digest = None if digest is None else adapter.digest
         self.on_change()
         return adapter
 
@@ -116,7 +119,7 @@ class Lifecycle:
             with updating(self.server, adapter):
                 version = await self.server.resolver.snapshot(name, path, self.server.vllm.base_path)
                 uri = None if version is None else path
-                await swap(self.server, adapter, version, uri, request, moves=moves)
+                await swap(self.server, adapter, version, uri, request, moves=moves, is_noted=True)
         adapter.uri, adapter.held_digest = (None, None) if version is None else (path, version.digest)
         served = adapter.request
         request.lora_int_id, request.lora_path = served.lora_int_id, served.lora_path
@@ -133,7 +136,7 @@ class Lifecycle:
         expects: str | None = None,
         moves: bool = False,
         kept_versions: int = KEPT_VERSIONS,
-    ) -> ServedAdapter:
+    ) -> VersionChange:
         """Serve what was pushed as the next version of a name, until it is refreshed, rolled back or pushed again.
 
         Raises:
@@ -146,13 +149,16 @@ class Lifecycle:
             if adapter is None:
                 version = await self.server.resolver.pushed(pushed, self.server.vllm.base_path)
                 adapter = await self._load(name, None, version)
+                change = VersionChange(None, version.digest, ChangeReason.LOADED)
             else:
                 with updating(self.server, adapter):
                     version = await self.server.resolver.pushed(pushed, self.server.vllm.base_path)
-                    await swap(self.server, adapter, version, moves=moves, kept_versions=kept_versions)
+                    change = await swap(
+                        self.server, adapter, version, moves=moves, kept_versions=kept_versions, is_noted=True
+                    )
             adapter.uri, adapter.held_digest = None, version.digest
         self.on_change()
-        return adapter
+        return change
 
     def check_pushed(self, name: str, expects: str | None) -> None:
         """Refuse a push before its bytes are read.
@@ -196,8 +202,9 @@ class Lifecycle:
             LoRAPluginsError: it cannot be served, or there is no room.
         """
         self.registry.blocked.refuse(name)
-        adapter, is_new = await self.load(name, expects=expects)
-        if not is_new:
+        change = await self.load(name, expects=expects)
+        adapter = self.registry.require(name)
+        if change.reason is not ChangeReason.LOADED:
             async with self.copies.using(adapter.request) as request:
                 await self.planner.load(request, uri=adapter.uri, wants_slot=False)
         return adapter
@@ -281,8 +288,8 @@ class Lifecycle:
         self.server.retire(adapter.engine_id)  # another engine may have it
         self.on_change()
 
-    async def refresh(self, name: str, *, expects: str | None = None, moves: bool = False) -> bool:
-        """Look for a new version at the source and swap to it; returns whether the engines have loaded one.
+    async def refresh(self, name: str, *, expects: str | None = None, moves: bool = False) -> VersionChange:
+        """Look for a new version at the source and swap to it.
 
         One whose copy in the store is damaged is fetched and loaded again, as the same version.
 
@@ -320,7 +327,7 @@ class Lifecycle:
 
     async def roll_back(
         self, name: str, digest: str | None = None, *, expects: str | None = None, moves: bool = False
-    ) -> ServedAdapter:
+    ) -> VersionChange:
         """Go back to the version before, or to the one whose digest begins with `digest`, and stay there.
 
         Kept are the last two versions; the store may have older ones still. Only of versions that this name has had may
@@ -346,10 +353,10 @@ class Lifecycle:
                     remedy="load it from its source",
                     adapter=name,
                 )
-            await swap(self.server, adapter, version, moves=moves)
+            change = await swap(self.server, adapter, version, moves=moves)
             adapter.held_digest = version.digest
         self.on_change()
-        return adapter
+        return change
 
     async def pin(self, name: str, *, expects: str | None = None) -> ServedAdapter:
         """Keep an adapter in host memory and in a slot until it is unpinned or unloaded; one slot stays for others.
@@ -381,10 +388,12 @@ class Lifecycle:
         self.on_change()
         return adapter
 
-    async def _load(self, name: str, uri: str | None, version: ResolvedAdapter) -> ServedAdapter:
+    async def _load(
+        self, name: str, uri: str | None, version: ResolvedAdapter, *, is_noted: bool = False
+    ) -> ServedAdapter:
         request = self.server.vllm.new_request(name, str(version.path), is_3d=version.is_3d)
         try:
-            await self.planner.load(request, uri=uri)
+            await self.planner.load(request, uri=uri, is_noted=is_noted)
         except BaseException:
             self.server.retire(request.lora_int_id)  # nobody will ask for this id again
             self.server.release(name, version)
@@ -405,7 +414,7 @@ class Lifecycle:
         self.on_change()
         return await self.server.drain(adapter, refusal, timeout_s)
 
-    async def _refresh(self, adapter: ServedAdapter, *, moves: bool = False) -> bool:
+    async def _refresh(self, adapter: ServedAdapter, *, moves: bool = False) -> VersionChange:
         if adapter.version is None:
             raise InvalidAdapter(
                 "an adapter that was loaded by its Hub id",
@@ -413,12 +422,12 @@ class Lifecycle:
                 remedy="load it with POST /v1/loras",
                 adapter=adapter.name,
             )
-        is_new = await self.copies.update(adapter, moves=moves)
+        change = await self.copies.update(adapter, moves=moves)
         if adapter.given_path is not None:
             adapter.held_digest = adapter.version.digest
-        if is_new:
+        if change.is_swap:
             self.on_change()
-        return is_new
+        return change
 
     def _check_name(self, name: str) -> None:
         if self.server.vllm.is_base_model(name):

@@ -64,12 +64,18 @@ class PlannerClient:
         self.used_at[request.lora_int_id] = time.time()
 
     async def load(
-        self, request: Request, *, uri: str | None = None, wants_slot: bool = True, moves: bool = False
+        self,
+        request: Request,
+        *,
+        uri: str | None = None,
+        wants_slot: bool = True,
+        moves: bool = False,
+        is_noted: bool = False,
     ) -> None:
         """Bring an adapter into every engine's host memory, and into a slot where one is idle.
 
         `uri`: what it was loaded from, for workers that lack its files; None where its name says it. `moves`: what runs
-        with its id goes on with it too.
+        with its id goes on with it too. `is_noted`: the caller emits the event of a failure, under a stage of its own.
 
         Raises:
             LoRAPluginsError: an engine cannot have it.
@@ -77,7 +83,8 @@ class PlannerClient:
         try:
             answers = await self._answers("lora_plugins_load", _spec(request, uri), wants_slot, moves)
         except LoRAPluginsError as error:
-            self._events.emit(NotServed("load", request.lora_name, error))
+            if not is_noted:
+                self._events.emit(NotServed("load", request.lora_name, error))
             raise
         loads = [(answer.size_bytes, answer.load_s) for answer in answers if answer.load_s is not None]
         if loads:

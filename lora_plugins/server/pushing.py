@@ -17,8 +17,7 @@ from pathlib import Path
 from lora_plugins.errors import PushSuperseded
 from lora_plugins.resolvers.sources.pushed import PushedAdapter
 from lora_plugins.server.lifecycle import Lifecycle
-from lora_plugins.server.registry import ServedAdapter
-from lora_plugins.server.swapping import KEPT_VERSIONS
+from lora_plugins.server.swapping import KEPT_VERSIONS, VersionChange
 from lora_plugins.store.errors import store_errors
 
 # Writes what a caller sends to a directory; returns the SHA-256 of all of it.
@@ -34,7 +33,7 @@ class ServedPush:
         served_s: until they were verified, loaded, and had taken the place of the version before.
     """
 
-    adapter: ServedAdapter
+    change: VersionChange
     waited_s: float
     received_s: float
     served_s: float
@@ -95,11 +94,11 @@ class Pushes:
                     body_sha256 = await receive(directory)
                     pushed = await asyncio.to_thread(PushedAdapter.of, name, directory, body_sha256)
                 received = time.perf_counter()
-                adapter = await self._lifecycle.take(
+                change = await self._lifecycle.take(
                     name, pushed, expects=expects, moves=moves, kept_versions=kept_versions
                 )
         served = time.perf_counter()
-        return ServedPush(adapter, waited - began, received - waited, served - received)
+        return ServedPush(change, waited - began, received - waited, served - received)
 
     @asynccontextmanager
     async def _turn(self, name: str) -> AsyncIterator[None]:

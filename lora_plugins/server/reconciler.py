@@ -234,7 +234,9 @@ class Reconciler:
         adapter = target.adapter
         served = self._lifecycle.registry.get(adapter.name)
         if served is None or target.is_declared:  # else vLLM has loaded it: --lora-modules
-            served = await self._lifecycle.declare(adapter.name, adapter.uri, adapter.held_digest)
+            served = await self._lifecycle.declare(
+                adapter.name, adapter.uri, adapter.held_digest, is_noted=target.is_declared
+            )
         if adapter.is_pinned:
             await self._lifecycle.pin(adapter.name)
         elif target.is_declared and served.is_pinned:

@@ -58,6 +58,11 @@ class ServedAdapter:
         return int(self.request.lora_int_id)
 
     @property
+    def digest(self) -> str | None:
+        """Of the version that new requests get; None for an adapter that was loaded by its Hub id."""
+        return None if self.version is None else self.version.digest
+
+    @property
     def versions(self) -> list[ResolvedAdapter]:
         """All that are leased for it: the present one, and those to roll back to."""
         return self.previous if self.version is None else [self.version, *self.previous]

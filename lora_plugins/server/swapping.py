@@ -12,6 +12,8 @@ import copy
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError
@@ -24,6 +26,33 @@ from lora_plugins.store.layout import respelt
 KEPT_VERSIONS = 2
 
 
+class ChangeReason(Enum):
+    """Why a name serves another version than before a call, or the same version."""
+
+    LOADED = auto()
+    """The name was not served before."""
+    SWAPPED = auto()
+    """The name was served in another version, or from another path."""
+    REPAIRED = auto()
+    """The store's copy was damaged: the engines have loaded the same version again, from a sound copy."""
+    UNCHANGED = auto()
+    """The version was served already."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionChange:
+    """Digests that a name has served before and after a call; None where nothing, or an adapter by its Hub id, is."""
+
+    before: str | None
+    after: str | None
+    reason: ChangeReason
+
+    @property
+    def is_swap(self) -> bool:
+        """Whether the engines have loaded weights in the place of the weights that were served before."""
+        return self.reason in (ChangeReason.SWAPPED, ChangeReason.REPAIRED)
+
+
 async def swap(
     server: ApiServer,
     adapter: ServedAdapter,
@@ -34,23 +63,26 @@ async def swap(
     moves: bool = False,
     again: bool = False,
     kept_versions: int = KEPT_VERSIONS,
-) -> bool:
+    is_noted: bool = False,
+) -> VersionChange:
     """Have new requests for a name enter the engine with `version`, which is leased for it; with the name's lock.
 
     Where that is None, with what the workers find at the path of `given`, a request of vLLM's. With `moves`, what runs
     goes on with the new one too, from one step on. The version that is served already is loaded only `again`, after its
-    copy was damaged. Of the versions before, `kept_versions` stay. Returns whether anything was loaded.
+    copy was damaged. Of the versions before, `kept_versions` stay. `is_noted`, as of `PlannerClient.load`.
 
     Raises:
         LoRAPluginsError: it cannot be loaded; the old one goes on, and the lease has ended.
     """
-    started, old_id, before = time.perf_counter(), adapter.engine_id, _in_words(adapter)
+    started, old_id, before, old = time.perf_counter(), adapter.engine_id, adapter.digest, _in_words(adapter)
+    reason = ChangeReason.SWAPPED
     if version is None:
         path, is_3d, leased = given.lora_path, given.is_3d_lora_weight, []
-    elif adapter.version is not None and adapter.version.digest == version.digest:
+    elif before == version.digest:
         if not again:
             adapter.version, adapter.last_error, adapter.is_only_copy = version, None, False
-            return False
+            return VersionChange(before, before, ChangeReason.UNCHANGED)
+        reason = ChangeReason.REPAIRED
         path, is_3d, leased = respelt(adapter.request.lora_path), version.is_3d, [version]
     else:
         path, is_3d, leased = str(version.path), version.is_3d, [version]
@@ -60,13 +92,13 @@ async def swap(
     else:
         request = server.vllm.new_request(adapter.name, path, is_3d=is_3d)
     try:
-        await _load_beside(server, adapter, request, uri or adapter.uri)
+        await _load_beside(server, adapter, request, uri or adapter.uri, is_noted=is_noted)
     except BaseException:
         server.release(adapter.name, *leased)
         raise
     previous = [kept for kept in adapter.versions if version is None or kept.digest != version.digest]
     adapter.request, adapter.version, adapter.last_error = request, version, None
-    adapter.previous, adapter.is_only_copy = previous[:kept_versions], False
+    adapter.previous, adapter.is_only_copy, adapter.is_damaged = previous[:kept_versions], False, False
     server.registry.put(adapter)
     used_at = server.planner.used_at.get(old_id)
     if used_at is not None:
@@ -74,13 +106,13 @@ async def swap(
     server.release(adapter.name, *previous[kept_versions:])
     if not moves:
         server.retire(old_id)
-    server.events.emit(AdapterSwapped(adapter.name, before, _in_words(adapter), time.perf_counter() - started))
-    return True
+    server.events.emit(AdapterSwapped(adapter.name, old, _in_words(adapter), time.perf_counter() - started))
+    return VersionChange(before, adapter.digest, reason)
 
 
 @contextmanager
 def updating(server: ApiServer, adapter: ServedAdapter) -> Iterator[None]:
-    """Inside, an adapter is to be updated: where that fails, it is noted, and the old version goes on."""
+    """Inside, an adapter is updated by calls that are `is_noted`; a failure is noted, and the old version goes on."""
     try:
         yield
     except LoRAPluginsError as error:
@@ -89,11 +121,13 @@ def updating(server: ApiServer, adapter: ServedAdapter) -> Iterator[None]:
         raise
 
 
-async def _load_beside(server: ApiServer, adapter: ServedAdapter, request: Any, uri: str | None) -> None:
+async def _load_beside(
+    server: ApiServer, adapter: ServedAdapter, request: Any, uri: str | None, *, is_noted: bool
+) -> None:
     """Load what will take the place of `adapter`, pinned if that is; a failure leaves nothing in the workers."""
     moves = request.lora_int_id == adapter.engine_id  # the planner has the old one go on then, where it fails
     try:
-        await server.planner.load(request, uri=uri, wants_slot=False, moves=moves)
+        await server.planner.load(request, uri=uri, wants_slot=False, moves=moves, is_noted=is_noted)
         if adapter.is_pinned and not moves:
             await server.planner.pin(request, uri=uri)
     except BaseException:
@@ -103,4 +137,4 @@ async def _load_beside(server: ApiServer, adapter: ServedAdapter, request: Any, 
 
 
 def _in_words(adapter: ServedAdapter) -> str:
-    return str(adapter.request.lora_path) if adapter.version is None else adapter.version.digest
+    return adapter.digest or str(adapter.request.lora_path)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, OutOfMemory, SourceUnavailable
 from lora_plugins.store.inventory import Inventory
-from lora_plugins.store.kept_parts import all_parts, discard
 from lora_plugins.store.layout import Layout
 from lora_plugins.store.leases import Leases
 from lora_plugins.store.manifest import Manifest
@@ -102,13 +101,11 @@ def make_room(
     needed_bytes: int,
     max_bytes: int | None,
     on_evict: Callable[[str, int], None] | None = None,
-    but_parts: Path | None = None,
     kept_free_bytes: int = 0,
 ) -> None:
     """Remove adapters until `needed_bytes` more fit under `max_bytes`; `on_evict` gets the digest and bytes of each.
 
-    Before them go what is in quarantine, and the parts of fetches that failed, but for those at `but_parts`, which
-    are among `needed_bytes`. Where the disk would have less than `kept_free_bytes` left, more of all go.
+    Before them goes what is in quarantine. Where the disk would have less than `kept_free_bytes` left, more of both go.
 
     Raises:
         OutOfMemory: it does not fit even in an empty store.
@@ -125,13 +122,12 @@ def make_room(
     # First the downloads: what is published meanwhile is then counted twice, not never.
     pending = pending_bytes(layout)
     stored_bytes = inventory.look()
-    parts = [(kept.path, kept.size_bytes) for kept in all_parts(layout) if kept.path != but_parts]
-    parts = [*((layout.folder("quarantine") / it.digest, it.size_bytes) for it in quarantined(layout)), *parts]
-    parts_bytes = sum(size_bytes for _, size_bytes in parts)
+    damaged = quarantined(layout)
+    damaged_bytes = sum(entry.size_bytes for entry in damaged)
     budget_bytes = max_bytes
     if kept_free_bytes:
         disk = os.statvfs(layout.root)
-        used_bytes = stored_bytes + parts_bytes
+        used_bytes = stored_bytes + damaged_bytes
         budget_bytes = min(max_bytes, used_bytes + disk.f_bavail * disk.f_frsize - kept_free_bytes)
     if needed_bytes > budget_bytes:
         raise OutOfMemory(
@@ -143,12 +139,12 @@ def make_room(
     chosen = _to_go(inventory, leases, stored_bytes - room_bytes)
     if chosen is None:  # nothing is removed where the rest would not be enough
         raise _all_used(max_bytes, needed_bytes)
-    for path, size_bytes in parts:
-        if parts_bytes <= room_bytes - stored_bytes:
+    for entry in damaged:
+        if damaged_bytes <= room_bytes - stored_bytes:
             break
-        discard(path)
-        parts_bytes -= size_bytes
-    over_bytes = stored_bytes + parts_bytes - room_bytes
+        discard_quarantined(layout, entry.digest)
+        damaged_bytes -= entry.size_bytes
+    over_bytes = stored_bytes + damaged_bytes - room_bytes
     in_order = itertools.chain(chosen, inventory.oldest(leases.is_ours))
     while over_bytes > 0:
         digest = next(in_order, None)

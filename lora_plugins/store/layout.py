@@ -4,7 +4,6 @@
 <root>/<digest>/                an adapter: its files and manifest.json; immutable once there
 <root>/.index/<key>             which digest a version of a source is
 <root>/.tmp/<process>.<n>.<bytes>  temporary: owner, random, room it will need; swept when its owner is dead
-<root>/.parts/<key>.<key>/      what a fetch that failed has brought, for the next one of that version
 <root>/.locks/<key>.fetch       names the process that fetches this version
 <root>/.locks/<xx>.guard        file locks, held for moments
 <root>/.leases/<digest>/        one empty file for each process whose engine may read the adapter
@@ -40,7 +39,7 @@ SIZES_FILE = ".sizes"
 MIN_PREFIX = 8  # characters of a digest that may stand for all of it
 _HEXADECIMAL = frozenset("0123456789abcdef")
 _FOLDERS = (
-    *("index", "tmp", "parts", "locks", "leases", "processes"),
+    *("index", "tmp", "locks", "leases", "processes"),
     *("uses", "damaged", "quarantine", "served", "blocked"),
 )
 

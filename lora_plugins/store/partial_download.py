@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from lora_plugins.store import kept_parts
 from lora_plugins.store.hashing import GrowingFile
 from lora_plugins.store.manifest import StoredFile
 
@@ -37,17 +36,11 @@ class CheckedAdapter(Protocol):
 class PartialDownload:
     """A directory that an adapter is being fetched into, hashed as its files grow.
 
-    The source that fetches calls `landed`, `start_over` and `leave`; the store calls the others.
-
-    Attributes:
-        kept: which ranges of its files an earlier fetch of the same version has left there, in order.
-        left: which ranges this fetch has brought; a later one may go on from them.
+    The source that fetches calls `landed` and `start_over`; the store calls the others.
     """
 
-    def __init__(self, directory: Path, names: Sequence[str], kept: kept_parts.Ranges | None = None) -> None:
+    def __init__(self, directory: Path, names: Sequence[str]) -> None:
         self.directory = directory
-        self.kept = dict(kept or {})
-        self.left: kept_parts.Ranges = {}
         self._names = tuple(names)
         self._files: dict[str, GrowingFile] = {}
         self._first = threading.Lock()
@@ -59,21 +52,10 @@ class PartialDownload:
                 self._files[name] = GrowingFile(self.directory / name)
         self._files[name].landed(size_bytes)
 
-    def start_over(self, names: Iterable[str]) -> None:
-        """Forget what has landed, and what was kept of these files: they are fetched again from their beginning."""
+    def start_over(self) -> None:
+        """Forget the hashes of all files: the source has found damage, and fetches damaged files again."""
         self.finish_quietly()
         self._files = {}
-        for name in names:
-            self.kept.pop(name, None)
-
-    def leave(self, ranges: kept_parts.Ranges) -> None:
-        """Report, as the fetch fails, which ranges are whole and of the located version."""
-        self.left = ranges
-
-    @property
-    def resumed_bytes(self) -> int:
-        """What was not fetched, as an earlier fetch had."""
-        return sum(end - begin for ranges in self.kept.values() for begin, end in ranges)
 
     def complete(self) -> None:
         """Report that all files are complete; what is left of them is hashed meanwhile."""

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, SourceUnavailable
-from lora_plugins.store import kept_parts
 from lora_plugins.store.blocks import Blocks
 from lora_plugins.store.canonical import put_canonical
-from lora_plugins.store.errors import FULL, is_damage, store_errors
+from lora_plugins.store.errors import is_damage, store_errors
 from lora_plugins.store.eviction import make_room, remove, share_of_disk
 from lora_plugins.store.file_system import try_file_system
 from lora_plugins.store.hashed import HashedEntries, identity_of
@@ -58,13 +57,11 @@ class StoredAdapter(Generic[_T]):
 
     Attributes:
         arrived: what the check has found, where it was fetched just now.
-        resumed_bytes: what an earlier fetch had left of it then.
     """
 
     digest: str
     directory: Path
     arrived: _T | None = None
-    resumed_bytes: int = 0
 
     @property
     def fetched(self) -> bool:
@@ -163,39 +160,29 @@ class Store:
     ) -> StoredAdapter[_T]:
         sizes_bytes = {name: size for name, size, _ in wanted.promised}
         directory = self.layout.new_temporary(self.processes.me(), sum(sizes_bytes.values()))
-        parts = None if converted else kept_parts.place_of(self.layout, wanted.uri, wanted.version)
-        making = asyncio.create_task(self._have_room(directory, sizes_bytes, parts))
-        download: PartialDownload | None = None
-        is_full = False
+        download = PartialDownload(directory, list(sizes_bytes))
+        making = asyncio.create_task(self._have_room(directory, sum(sizes_bytes.values())))
         try:
-            download = PartialDownload(directory, list(sizes_bytes), await asyncio.shield(making))
+            await asyncio.shield(making)
             await fetch(download)
             return await asyncio.to_thread(self._publish, wanted, download, check, holder, converted)
-        except OSError as error:
-            is_full = error.errno in FULL
-            raise
         finally:
             await asyncio.wait([making])  # a cancelled fetch must not leave what its thread makes afterwards
-            if download is not None:
-                await asyncio.to_thread(download.finish_quietly)
-            if is_full:  # the next fetch needs the room
-                await asyncio.to_thread(kept_parts.discard_all, self.layout)
-            elif parts is not None and download is not None and download.left:
-                await asyncio.to_thread(self._keep, parts, download)
+            await asyncio.to_thread(download.finish_quietly)
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
-    async def _have_room(self, directory: Path, sizes_bytes: dict[str, int], parts: Path | None) -> kept_parts.Ranges:
+    async def _have_room(self, directory: Path, needed_bytes: int) -> None:
         """As `_make_room`; where leases are in the way, those that nothing uses end, of this process and then others.
 
         Others see a mark, and end theirs before this is asked for again.
         """
         try:
-            return await asyncio.to_thread(self._make_room, directory, sizes_bytes, parts)
+            await asyncio.to_thread(self._make_room, directory, needed_bytes)
         except NoFreeSlot:
             if self.relieve is not None:
                 await self.relieve()
             try:
-                return await asyncio.to_thread(self._make_room, directory, sizes_bytes, parts)
+                await asyncio.to_thread(self._make_room, directory, needed_bytes)
             except NoFreeSlot:
                 await asyncio.to_thread((self.layout.root / PRESSURE_FILE).touch)
                 raise
@@ -216,26 +203,19 @@ class Store:
                     self._inventory.used(digest, used_at)
             self.leases.release(digest, holder)
 
-    def _make_room(self, directory: Path, sizes_bytes: dict[str, int], parts: Path | None) -> kept_parts.Ranges:
-        """Make room and the directory that announces its use, before another fetch counts what is there.
-
-        What an earlier fetch of this version has left at `parts` is in it, and returned.
-        """
+    def _make_room(self, directory: Path, needed_bytes: int) -> None:
+        """Make room and the directory that announces its use, before another fetch counts what is there."""
         with self.leases.guard("room"):
             make_room(
                 self.layout,
                 self.leases,
                 self._inventory,
-                needed_bytes=sum(sizes_bytes.values()),
+                needed_bytes=needed_bytes,
                 max_bytes=self.max_bytes,
                 on_evict=self.on_evict,
-                but_parts=parts,
                 kept_free_bytes=self._kept_free_bytes,
             )
-            if parts is not None:
-                return kept_parts.take(parts, directory, sizes_bytes)
             directory.mkdir()
-            return {}
 
     def _publish(
         self,
@@ -275,13 +255,7 @@ class Store:
         with self.leases.guard(digest):  # leased before another fetch could remove it to make room
             self._put_in_place(download.directory, digest)
             self.leases.acquire_guarded(digest, holder)
-        return StoredAdapter(digest, self.layout.adapter(digest), arrived, download.resumed_bytes)
-
-    def _keep(self, parts: Path, download: PartialDownload) -> None:
-        """Keep at `parts` what a later fetch may go on from; where that cannot be, it begins from the start."""
-        with contextlib.suppress(OSError):
-            kept_parts.sweep(self.layout)
-            kept_parts.keep(parts, download.directory, download.left)
+        return StoredAdapter(digest, self.layout.adapter(digest), arrived)
 
     def _put_in_place(self, arrived: Path, digest: str) -> None:
         target, damaged = self.layout.adapter(digest), self._mark(digest)
@@ -492,7 +466,8 @@ class Store:
         for entry in list(os.scandir(self.layout.folder("quarantine"))):
             if entry.name.endswith(".removed"):
                 shutil.rmtree(entry.path, ignore_errors=True)
-        kept_parts.sweep(self.layout)
+        for parts in (self.layout.root / ".parts").glob("*"):  # earlier versions left these, and list the folder
+            shutil.rmtree(parts, ignore_errors=True)
         self.processes.sweep()
         # Whether a lease's process lives is asked at each use: leases of the dead keep nothing.
         if len(os.listdir(self.layout.folder("leases"))) <= _SWEPT_AT_ONCE:

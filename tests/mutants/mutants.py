@@ -215,11 +215,13 @@ MUTANTS = (
     Mutant(
         "server: a load takes no lock of its name",
         "lora_plugins/server/lifecycle.py",
-        ", self.server.vllm.lock(name):\n            adapter = self.registry.get(name)\n"
-        "            _require_version(name, adapter, expects)\n            is_new",
-        ":\n            adapter = self.registry.get(name)\n"
-        "            _require_version(name, adapter, expects)\n            is_new",
-        ("tests/server/test_concurrent_changes.py",),
+        "lock(name):\n            adapter = self.registry.get(name)\n"
+        "            _require_version(name, adapter, expects)\n"
+        "            if adapter is None:\n                adapter = await self._load(name, uri, ",
+        "lock(object()):\n            adapter = self.registry.get(name)\n"
+        "            _require_version(name, adapter, expects)\n"
+        "            if adapter is None:\n                adapter = await self._load(name, uri, ",
+        ("tests/server/test_lifecycle.py",),
     ),
     Mutant(
         "server: a share takes one adapter more",

@@ -75,8 +75,6 @@ def test_all_counters_start_at_zero():
         (FetchEnded("sql", "s3"), {"fetches,s3": -1}),
         (AdapterFetched("sql", "s3", "s3://b/sql", 500, 2.0),
          {"fetch_seconds_count,s3": 1, "fetch_seconds_sum,s3": 2.0, "fetched_bytes_total,s3": 500}),
-        (AdapterFetched("sql", "s3", "s3://b/sql", 500, 2.0, resumed_bytes=400),
-         {"fetch_seconds_count,s3": 1, "fetch_seconds_sum,s3": 2.0, "fetched_bytes_total,s3": 100}),
         (AdapterRejected("sql", "s3", InvalidAdapter("x")),
          {"resolves_total,s3,refused": 1, "errors_total,resolve,L005": 1}),
         (SourceFailed("sql", "s3", SourceUnavailable("x")),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 import pytest
 
@@ -75,11 +74,6 @@ FETCHED = AdapterFetched("sql", "s3", "s3://bucket/sql", 50_000_000, 0.5)
         ),
         (FETCHED, logging.DEBUG, ("'sql'", "s3://bucket/sql", "50.0 MB", "0.50 s", "100 MB/s")),
         (
-            replace(FETCHED, resumed_bytes=40_000_000),
-            logging.DEBUG,
-            ("10.0 MB of 50.0 MB, the rest by an earlier fetch, in 0.50 s (20 MB/s)",),
-        ),
-        (
             FetchGoesOn("sql", "s3", 35.2, 12_340_000, 400_000_000),
             logging.INFO,
             ("Adapter 'sql' is still being fetched from s3 after 35 s: 12.3 of 400.0 MB are here",),
@@ -88,6 +82,11 @@ FETCHED = AdapterFetched("sql", "s3", "s3://bucket/sql", 50_000_000, 0.5)
             AdapterSwapped("sql", "ab" * 32, "/by/hand", 0.5),
             logging.INFO,
             ("'sql' swapped from abababababab to /by/hand, loaded in 0.50 s",),
+        ),
+        (
+            AdapterSwapped("sql", "ab" * 32, "ab" * 32, 0.5),
+            logging.INFO,
+            ("'sql' repaired: abababababab fetched and loaded again, in 0.50 s",),
         ),
         (
             DeclaredSetReconciled(declared=3, served=2, failed=1),

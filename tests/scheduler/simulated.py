@@ -188,6 +188,7 @@ class SimulatedEngine:
         self.waiting: dict[str, Request] = {}  # admitted by the planner, no row yet
         self.running: dict[str, Request] = {}
         self.held: dict[str, Request] = {}
+        self.refused: list[tuple[Request, LoRAPluginsError]] = []  # in the last step
         self.steps = 0
         self.longest_step_s = 0.0
         self.is_watched = True
@@ -265,7 +266,8 @@ class SimulatedEngine:
         plan = self.planner.plan(self.now, is_paused=self.is_paused, is_stopped=self.is_stopped)
         if self.is_stopped and not self.has_work:
             self.planner.answer_stopped(NoFreeSlot("no room before this pause ends"), self.now)
-        for request, error in plan.refused:
+        self.refused = self.planner.take_refused()
+        for request, error in self.refused:
             request.refusal = error
             self.held.pop(request.id, None)
         for request in plan.admitted:

@@ -191,7 +191,9 @@ def test_what_comes_later_and_fits_beside_no_pin_is_refused() -> None:
     engine.run_until_idle()
     assert pin.exception() is None
     assert held.ended_at is not None
-    assert isinstance(engine.submit(spec(1, 90)).refusal or engine.step().refused[0][1], NoFreeSlot)
+    refused = engine.submit(spec(1, 90))
+    engine.step()
+    assert isinstance(refused.refusal, NoFreeSlot)
 
 
 def test_a_retired_adapter_serves_first_and_then_goes() -> None:

@@ -202,7 +202,7 @@ class PlannerMachine(RuleBasedStateMachine):
         if engine.is_paused:
             assert not plan.admitted
             assert not written
-        for error in (error for _, error in plan.refused):
+        for error in (error for _, error in engine.refused):
             assert isinstance(error, LoRAPluginsError)
 
     @precondition(lambda self: hasattr(self, "engine"))

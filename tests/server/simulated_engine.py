@@ -174,7 +174,7 @@ class SimulatedEngine:
     async def _steps(self) -> None:
         while True:
             state = self.planner.state
-            if not (self.planner.has_work(is_paused=False) or state.held_count or state.in_flight):
+            if not (self.planner.has_work(is_paused=False) or state.refused or state.held_count or state.in_flight):
                 self._has_news.clear()
                 await self._has_news.wait()
             plan = self.planner.plan(time.monotonic())
@@ -182,7 +182,7 @@ class SimulatedEngine:
             for admitted in plan.admitted:
                 if not admitted.done():
                     admitted.set_result(None)
-            self._refuse(plan.refused)
+            self._refuse(self.planner.take_refused())
             await asyncio.sleep(STEP_S)
             self.planner.carried_out(plan.commands)
             self.planner.reported(self.worker.reports(), time.monotonic())

@@ -73,7 +73,7 @@ async def test_a_late_request_for_an_unloaded_adapter_is_refused() -> None:
     """It has read the table before; its adapter's lease in the store has ended, so it must not be loaded again."""
     world = World()
     world.resolver.has["sql"] = Version("aa")
-    served, _ = await world.lifecycle.load("sql")
+    served = await world.load("sql")
     await world.lifecycle.unload("sql", block=False, timeout_s=LONG_S)
     with pytest.raises(NoFreeSlot):
         await world.engine.run(served.request)
@@ -87,7 +87,7 @@ async def test_a_swap_refuses_nobody() -> None:
     world = World(slots=1)
     running, held = await one_runs_and_one_is_held(world)
     world.resolver.has["sql"] = Version("cc")
-    assert await world.lifecycle.refresh("sql")
+    assert (await world.lifecycle.refresh("sql")).is_swap
     assert not held.done()
     await ended(running)
     assert await held == "/store/aa"

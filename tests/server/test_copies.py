@@ -13,8 +13,11 @@ import pytest
 
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.api import routes
+from lora_plugins.api.models import AdapterList
+from lora_plugins.cli import doctor
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, NoFreeSlot, SourceUnavailable
 from lora_plugins.events import StoreDamaged
+from lora_plugins.findings import State
 from lora_plugins.server.copies import watch
 from lora_plugins.server.registry import ServedAdapter
 from lora_plugins.store.errors import DamagedCopy
@@ -41,7 +44,7 @@ class Bed:
         self.copies = self.world.lifecycle.copies
 
     async def load(self, name: str = "sql") -> ServedAdapter:
-        adapter, _ = await self.world.lifecycle.load(name)
+        adapter = await self.world.load(name)
         await self.copies.look()
         return adapter
 
@@ -84,8 +87,7 @@ async def test_what_another_process_finds_damaged_is_loaded_again(make_bed) -> N
     assert bed.resolver.store.digest_at(again) == digest
     assert Path(again).samefile(adapter.version.path)
     assert (loads(bed), bed.world.worker.loads[again]) == (2, 1)
-    error, _ = adapter.last_error
-    assert "fetched and loaded again" in str(error)
+    assert adapter.last_error is None, "the repair has succeeded"
     await bed.copies.look()
     assert (loads(bed), bed.source.fetched) == (2, ["sql"] * 2)
     assert bed.verify(adapter)
@@ -312,6 +314,48 @@ async def test_a_refresh_says_that_it_has_loaded_again(make_bed) -> None:
     again = await routes.refresh("sql", bed.world.lifecycle)
     assert (again.swapped, again.message.endswith("serves the newest version.")) == (False, True)
     view = await routes.show("sql", bed.world.lifecycle)
-    assert "store" in view.tiers
+    assert (view.last_error, "store" in view.tiers) == (None, True)
     shutil.rmtree(adapter.version.path)
     assert "store" not in (await routes.show("sql", bed.world.lifecycle)).tiers
+
+
+@runs
+async def test_the_doctor_is_silent_about_a_repaired_adapter(make_bed) -> None:
+    bed = make_bed()
+    adapter = await bed.load()
+    bed.damage(adapter)
+    bed.verify(adapter)
+    await routes.refresh("sql", bed.world.lifecycle)
+    view = await routes.show("sql", bed.world.lifecycle)
+    found = doctor._adapters(AdapterList(loras=[view], count=1), bed.root)
+    assert [one for one in found if one.state is not State.OK] == []
+
+
+@runs
+async def test_a_refresh_from_a_damaged_copy_to_another_version(make_bed) -> None:
+    bed = make_bed()
+    adapter = await bed.load()
+    bed.damage(adapter)
+    bed.verify(adapter)
+    bed.source.answers["sql"] = adapter_files(lora_alpha=32)
+    done = await routes.refresh("sql", bed.world.lifecycle)
+    assert (done.swapped, done.digest) == (True, adapter.version.digest)
+    assert done.digest != done.previous_digest
+    assert done.message.endswith("swapped to a new version.")
+
+
+@runs
+async def test_a_rollback_from_a_damaged_version_needs_no_source(make_bed) -> None:
+    bed = make_bed()
+    adapter = await bed.load()
+    old = adapter.version.digest
+    bed.source.answers["sql"] = adapter_files(lora_alpha=32)
+    await bed.world.lifecycle.refresh("sql")
+    bed.source.answers.clear()
+    bed.damage(adapter)
+    bed.verify(adapter)
+    await bed.copies.look()
+    assert adapter.is_damaged
+    await bed.world.lifecycle.roll_back("sql")
+    assert (adapter.version.digest, adapter.is_damaged, adapter.last_error) == (old, False, None)
+    assert bed.resolver.store.digest_at(await bed.world.ask("sql")) == old

@@ -21,6 +21,7 @@ from lora_plugins.errors import (
 )
 from lora_plugins.events import AdapterSwapped, AdapterUnloaded, NotServed
 from lora_plugins.server.lifecycle import ANY_VERSION
+from lora_plugins.server.swapping import ChangeReason, VersionChange
 from lora_plugins.store.blocks import Blocks
 from tests.server.world import Request, Version, World, serving
 from tests.virtual_time import runs
@@ -32,10 +33,11 @@ from tests.virtual_time import runs
 async def test_a_loaded_name_is_served_from_its_source() -> None:
     world = World()
     world.resolver.has["sql"] = Version("aa")
-    served, is_new = await world.lifecycle.load("sql")
-    assert (served.name, is_new, served.version, served.uri) == ("sql", True, Version("aa"), None)
+    assert await world.lifecycle.load("sql") == VersionChange(None, "aa", ChangeReason.LOADED)
+    served = world.lifecycle.registry.require("sql")
+    assert (served.name, served.version, served.uri) == ("sql", Version("aa"), None)
     assert await world.ask("sql") == "/store/aa"
-    assert (await world.lifecycle.load("sql")) == (served, False)
+    assert await world.lifecycle.load("sql") == VersionChange("aa", "aa", ChangeReason.UNCHANGED)
     assert world.resolver.asked == ["sql"], "asked once"
     assert world.worker.loads.total() == 1
 
@@ -44,12 +46,12 @@ async def test_a_loaded_name_is_served_from_its_source() -> None:
 async def test_from_a_uri_and_from_another_one() -> None:
     world = World()
     world.resolver.has |= {"s3://b/1": Version("aa"), "s3://b/2": Version("bb")}
-    served, _ = await world.lifecycle.load("sql", "s3://b/1")
+    served = await world.load("sql", "s3://b/1")
     assert served.uri == "s3://b/1"
     await world.lifecycle.load("sql", "s3://b/1")
     assert world.resolver.asked == ["s3://b/1"]
-    again, is_new = await world.lifecycle.load("sql", "s3://b/2")
-    assert (again is served, is_new, again.uri) == (True, False, "s3://b/2")
+    assert await world.lifecycle.load("sql", "s3://b/2") == VersionChange("aa", "bb", ChangeReason.SWAPPED)
+    assert (world.lifecycle.registry.get("sql"), served.uri) == (served, "s3://b/2")
     assert await world.ask("sql") == "/store/bb"
 
 
@@ -81,8 +83,8 @@ async def test_a_name_that_nobody_can_have_is_refused(name: str) -> None:
 async def test_loads_at_once_are_one() -> None:
     world = World(delay_s=0.02)
     world.resolver.has["sql"] = Version("aa")
-    results = await asyncio.gather(*(world.lifecycle.load("sql") for _ in range(20)))
-    assert sum(is_new for _, is_new in results) == 1
+    changes = await asyncio.gather(*(world.lifecycle.load("sql") for _ in range(20)))
+    assert sum(change.reason is ChangeReason.LOADED for change in changes) == 1
     assert world.worker.loads.total() == 1
 
 
@@ -291,7 +293,7 @@ async def test_running_requests_keep_their_version_through_a_swap() -> None:
     running = world.start("sql", 0.15)
     await asyncio.sleep(0.02)
     world.resolver.has["sql"] = Version("bb", version="2")
-    assert await world.lifecycle.refresh("sql")
+    assert (await world.lifecycle.refresh("sql")).is_swap
     assert world.planner.used_at[served.request.lora_int_id] > 0, "the name has been used"
     assert await world.ask("sql") == "/store/bb"
     assert not running.done()
@@ -310,7 +312,7 @@ async def test_nothing_new_is_no_swap() -> None:
     world = World()
     served = await serving(world, "aa")
     world.resolver.has["sql"] = Version("aa", version="touched")
-    assert not await world.lifecycle.refresh("sql")
+    assert not (await world.lifecycle.refresh("sql")).is_swap
     assert served.version is not None
     assert served.version.version == "touched"
     assert world.told == []
@@ -333,7 +335,7 @@ async def test_an_update_that_cannot_be_served_leaves_the_old_one(found: LoRAPlu
     assert served.last_error[0].code == (found.code if found else "L002")
     assert [(type(event), event.stage) for event in world.told] == [(NotServed, "update")]
     world.resolver.has["sql"] = Version("bb")
-    assert await world.lifecycle.refresh("sql")
+    assert (await world.lifecycle.refresh("sql")).is_swap
     assert served.last_error is None
 
 
@@ -346,7 +348,7 @@ async def test_a_rollback_stays_until_the_next_refresh() -> None:
     assert [kept.digest for kept in served.previous] == ["bb"]
     await world.lifecycle.poll("sql")
     assert await world.ask("sql") == "/store/aa", "the poller leaves it alone"
-    assert await world.lifecycle.refresh("sql")
+    assert (await world.lifecycle.refresh("sql")).is_swap
     assert (served.held_digest, await world.ask("sql")) == (None, "/store/bb")
 
 
@@ -389,7 +391,7 @@ async def test_two_hundred_swaps_under_load_leave_nothing(is_instant: bool) -> N
     tasks = [asyncio.create_task(traffic()) for _ in range(5)]
     for number in range(1, 201):
         world.resolver.has["sql"] = Version(f"v{number}")
-        assert await world.lifecycle.refresh("sql")
+        assert (await world.lifecycle.refresh("sql")).is_swap
     stop.set()
     await asyncio.gather(*tasks)
     await world.settled()
@@ -509,7 +511,7 @@ async def test_each_version_says_itself_whether_experts_are_stacked() -> None:
 
     assert is_3d("sql")
     world.resolver.has["sql"] = other
-    assert await world.lifecycle.refresh("sql")
+    assert (await world.lifecycle.refresh("sql")).is_swap
     assert not is_3d("sql")
     await world.lifecycle.roll_back("sql")
     assert is_3d("sql")

@@ -201,7 +201,7 @@ async def test_an_unavailable_source_is_retried_until_it_answers(tmp_path: Path)
     await asyncio.sleep(100)
     assert world.lifecycle.registry.all() == []
     world.resolver.has |= {"sql": Version("sql"), "broken": IncompatibleAdapter("rank 99"), "taken": Version("new")}
-    taken, _ = await world.lifecycle.load("taken")
+    taken = await world.load("taken")
     await world.lifecycle.unload("never", timeout_s=1, block=True)
     asked = len(world.resolver.asked)
     await asyncio.wait_for(trying, 100)
@@ -432,6 +432,16 @@ async def test_another_version_than_declared_is_not_served(tmp_path: Path) -> No
         world.resolver.has["sql"] = Version(OLD)
         await asyncio.sleep(RETRY_S + LOOKED_S)
         assert served(world) == {"sql": OLD}
+
+
+@runs
+async def test_a_declared_adapter_that_no_worker_loads_is_one_event(tmp_path: Path) -> None:
+    world, path = World(broken=IncompatibleAdapter("rank 99")), tmp_path / "adapters.yaml"
+    world.resolver.has["sql"] = Version("aa")
+    declare(path, "{name: sql, preload: true}")
+    async with following(world, path):
+        assert served(world) == {}
+    assert [event.stage for event in world.told if isinstance(event, NotServed)] == ["declared"]
 
 
 @runs

@@ -103,7 +103,7 @@ async def test_a_refresh_reads_the_path_again_and_polls_do_not() -> None:
     world.resolver.has["/by/hand"] = Version("bb")
     await world.lifecycle.poll("a name of its own")
     assert await world.ask("a name of its own") == "/store/aa"
-    assert await world.lifecycle.refresh("a name of its own", expects="aa")
+    assert (await world.lifecycle.refresh("a name of its own", expects="aa")).is_swap
     assert await world.ask("a name of its own") == "/store/bb"
     world.resolver.has["/by/hand"] = Version("cc")
     await world.lifecycle.poll("a name of its own")

@@ -190,8 +190,8 @@ class World:
         self.lifecycle.on_change = self.count
 
     def tell(self, event: Any) -> None:
-        """Note what happens, but for loads, of which there are many."""
-        if not isinstance(event, AdapterLoaded) and getattr(event, "stage", "") != "load":
+        """Note what happens, but for loads that succeed, of which there are many."""
+        if not isinstance(event, AdapterLoaded):
             self.told.append(event)
 
     def count(self) -> None:
@@ -203,6 +203,10 @@ class World:
             self.planner.used(request)
             await self.engine.run(request, seconds, request_id)
         return str(request.lora_path)
+
+    async def load(self, name: str, uri: str | None = None) -> ServedAdapter:
+        await self.lifecycle.load(name, uri)
+        return self.lifecycle.registry.require(name)
 
     def start(self, name: str, seconds: float, request_id: str = "running") -> asyncio.Task[str]:
         task = asyncio.create_task(self.ask(name, seconds, request_id))
@@ -220,8 +224,8 @@ class World:
 async def serving(world: World, *digests: str) -> ServedAdapter:
     """The name `sql`, which had these versions one after the other."""
     world.resolver.has["sql"] = Version(digests[0], version=digests[0])
-    served, _ = await world.lifecycle.load("sql")
+    served = await world.load("sql")
     for digest in digests[1:]:
         world.resolver.has["sql"] = Version(digest, version=digest)
-        assert await world.lifecycle.refresh("sql")
+        assert (await world.lifecycle.refresh("sql")).is_swap
     return served

@@ -32,7 +32,7 @@ class TestPartialDownload:
         growing = PartialDownload(tmp_path, ["a"])
         (tmp_path / "a").write_bytes(b"old" * 1000)
         growing.landed("a", 3000)
-        growing.start_over(["a"])
+        growing.start_over()
         (tmp_path / "a").write_bytes(b"new")
         growing.landed("a", 3)
         (file,) = growing.finish()

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from lora_plugins.store import kept_parts, layout
+from lora_plugins.store import layout
 from lora_plugins.store import store as store_module
-from lora_plugins.store.kept_parts import place_of, take
 from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.store import Store
 from tests.make import content
@@ -172,19 +171,6 @@ def test_a_lost_index_is_fetched_again(store: Store, disk: Disk) -> None:
     assert index.read_bytes() == b""  # nobody has waited for it
     again = obtain(after(disk.cuts[-1]), wanted)
     assert (again.fetched, again.digest) == (True, stored.digest)
-
-
-def test_kept_parts_are_what_they_say_after_a_power_cut(store: Store, disk: Disk, tmp_path: Path) -> None:
-    ranges = {"adapter_model.safetensors": [(0, 300)]}
-    directory = tmp_path / "store" / ".tmp" / "arriving"
-    directory.mkdir()
-    (directory / "adapter_model.safetensors").write_bytes(b"x" * 300)
-    disk._note(directory)
-    place = place_of(store.layout, "test://adapter", "v1")
-    kept_parts.keep(place, directory, ranges)
-    tree = disk.cuts[-1]
-    found = take(tree / place.relative_to(store.layout.root), tmp_path / "next", {"adapter_model.safetensors": 300})
-    assert not found or (tmp_path / "next" / "adapter_model.safetensors").read_bytes() == b"x" * 300
 
 
 def test_all_syncs_of_a_publish_are_asked_for_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,15 @@ def test_same_bytes_from_two_sources_are_stored_once(store: Store) -> None:
     assert len(store.layout.digests()) == 1
 
 
+def test_parts_of_an_earlier_release_are_removed_at_start(store: Store) -> None:
+    parts = store.layout.root / ".parts" / f"{'a' * 64}.{'b' * 64}"
+    parts.mkdir(parents=True)
+    (parts / "adapter_model.safetensors").write_bytes(b"half")
+    Store(store.layout.root)
+    assert not parts.exists()
+    assert parts.parent.is_dir(), "a server of that release that is still up lists the folder"
+
+
 @pytest.mark.parametrize("promise", ["size", "sha256"])
 def test_broken_promise_is_refused_and_leaves_nothing(store: Store, promise: str) -> None:
     wanted = DownloadSpec(adapter_files())

@@ -187,10 +187,6 @@ class LoopReader:
         """No file system but S3 promises it."""
         return False
 
-    def is_exact(self, file: SourceFile) -> bool:
-        """Whether every range was asked for under the condition of a strong ETag."""
-        return file.etag.startswith('"')
-
     def stop(self) -> None:
         """Cancel what runs."""
         self._stopped = True
@@ -259,10 +255,6 @@ class _PieceReader(LoopReader):
         self._filesystem = filesystem
         self._uri = uri
 
-    def is_exact(self, file: SourceFile) -> bool:  # noqa: ARG002 - there are no conditions
-        """No: that a file has not changed is seen by looking again at the end."""
-        return False
-
     def read(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
         """See `RangeReader`."""
         path = _path(self._filesystem, self._uri, file.name)
@@ -295,7 +287,7 @@ class _WebReader(StreamReader):
 
         options = dict(self._filesystem.kwargs)
         headers = {**options.pop("headers", {}), "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
-        if self.is_exact(file):
+        if file.etag.startswith('"'):  # a strong ETag; `If-Match` never matches a weak one
             headers["If-Match"] = file.etag
         options.setdefault("timeout", aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=15))
         session = await self._filesystem.set_session()

@@ -1,10 +1,10 @@
 """Download a set of files in ranges, in parallel, straight to disk, in bounded memory.
 
-A range is read by one thread of a pool and written where it belongs; what has arrived is never asked for again. At
-most `parallel` ranges of one download are in flight, small files first, and at first one for each file: on a fast
-network a small adapter is there before more connections would be. The pool's size bounds all downloads that share it:
-memory is at most (threads of the pool) x (buffer of the reader), 8 x 256 KiB as `ObjectSource` sets it up for S3 and
-HTTP.
+A thread of a pool reads a range and writes the bytes to the file. A range that breaks off is asked for again from the
+byte at which it broke off; a download that fails leaves nothing to a later download. At most `parallel` ranges of one
+download are in flight, small files first, and at first one for each file: on a fast network a small adapter is there
+before more connections would be. The pool's size bounds all downloads that share it: memory is at most (threads of the
+pool) x (buffer of the reader), 8 x 256 KiB as `ObjectSource` sets it up for S3 and HTTP.
 
 Only what may pass is retried, with exponential backoff and jitter, and every download has one deadline. An error of the
 disk is not retried: it is raised as the OSError that it is.
@@ -18,7 +18,7 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol
@@ -51,10 +51,6 @@ class RangeReader(Protocol):
         """Whether a file's ETag, where it looks like an MD5, is the MD5 of its bytes."""
         ...
 
-    def is_exact(self, file: SourceFile) -> bool:
-        """Whether what was read of a file is of this version for sure, so that a later fetch may go on from it."""
-        ...
-
     def stop(self) -> None:
         """Make every `read`, now and later, fail soon."""
         ...
@@ -81,18 +77,13 @@ class _DiskError(Exception):
         self.error = error
 
 
-class _Damaged(SourceUnavailable):
-    """What has arrived is not what the ETag says: nothing to go on from."""
-
-
 class _Part:
     """A range of a file and how far it has come."""
 
-    def __init__(self, file: _File, begin: int, end: int, at: int | None = None) -> None:
+    def __init__(self, file: _File, begin: int, end: int) -> None:
         self.file = file
-        self.begin = begin
+        self.at = begin
         self.end = end
-        self.at = begin if at is None else at
 
 
 class _File:
@@ -107,35 +98,16 @@ class _File:
         self.expected_md5 = found[1].lower() if found else ""
         self._lock = threading.Lock()
         self.descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-        self.parts: list[_Part] = []
-        self.begin(download.kept.get(source.name, ()))
+        self.begin()
 
-    def begin(self, kept: Iterable[tuple[int, int]] = ()) -> None:
-        """Start (over) with nothing of the file there but the ranges that are `kept`, which are in order."""
-        size, at = self.source.size_bytes, 0
-        self.parts = []
-        for begin, end in (*kept, (size, size)):
-            for start in range(at, begin, self._range_bytes):
-                self.parts.append(_Part(self, start, min(start + self._range_bytes, begin)))
-            if begin < end:
-                self.parts.append(_Part(self, begin, end, end))
-            at = end
+    def begin(self) -> None:
+        """Start (over) with nothing of the file there."""
+        size, step = self.source.size_bytes, self._range_bytes
+        self.parts = [_Part(self, start, min(start + step, size)) for start in range(0, size, step)]
         os.ftruncate(self.descriptor, size)
         self._first = 0  # the first part that is not complete
         self._reported = 0
         self._md5 = GrowingFile(self._path, hashlib.md5(usedforsecurity=False))
-
-    def landed(self) -> list[tuple[int, int]]:
-        """The ranges that are there."""
-        ranges: list[tuple[int, int]] = []
-        for part in self.parts:
-            if part.at == part.begin:
-                continue
-            if ranges and ranges[-1][1] == part.begin:
-                ranges[-1] = (ranges[-1][0], part.at)
-            else:
-                ranges.append((part.begin, part.at))
-        return ranges
 
     def write(self, part: _Part, data: memoryview) -> None:
         if len(data) > part.end - part.at:
@@ -186,7 +158,7 @@ async def download_ranges(
     limits: DownloadLimits,
     md5: bool,
 ) -> None:
-    """Write `files` to `download.directory`, all together, but for what an earlier fetch has left there.
+    """Write `files` to `download.directory`, all together.
 
     With `md5`, a file whose ETag is an MD5 is compared with it, and fetched once more where it differs.
 
@@ -203,16 +175,11 @@ async def download_ranges(
             damaged = await asyncio.to_thread(_damaged, opened, reader)
             if damaged:
                 # The hashes that follow have seen the damaged bytes; ending their threads may wait for a disk.
-                await asyncio.to_thread(download.start_over, [file.source.name for file in damaged])
+                await asyncio.to_thread(download.start_over)
                 for file in damaged:
                     file.begin()
                 await _fetch(damaged, reader, pool, limits, state)
                 await asyncio.to_thread(_refuse_damaged, damaged)
-    except SourceUnavailable as error:
-        if not isinstance(error, (VersionChanged, _Damaged)):
-            exact = (file for file in opened if reader.is_exact(file.source))
-            download.leave({file.source.name: landed for file in exact if (landed := file.landed())})
-        raise
     finally:
         await asyncio.to_thread(_close, opened)
 
@@ -229,7 +196,7 @@ def _damaged(files: Sequence[_File], reader: RangeReader) -> list[_File]:
 def _refuse_damaged(files: Sequence[_File]) -> None:
     for file in files:
         if file.is_damaged():
-            raise _Damaged(
+            raise SourceUnavailable(
                 f"bytes with MD5 {file.md5()}, twice",
                 expected=f"MD5 {file.expected_md5}, the object's ETag",
                 remedy="upload the file again; where the store's ETags are no MD5, set LORA_PLUGINS_CHECK_MD5=0",
@@ -241,9 +208,7 @@ async def _fetch(
     files: Sequence[_File], reader: RangeReader, pool: Executor, limits: DownloadLimits, state: Deadline
 ) -> None:
     """Fetch every part of `files`; when this returns or raises, no thread works on them any more."""
-    for file in files:
-        file.report()  # what is there already is hashed meanwhile
-    waiting = deque(part for file in files for part in file.parts if part.at < part.end)
+    waiting = deque(part for file in files for part in file.parts)
 
     async def work() -> None:
         while waiting:

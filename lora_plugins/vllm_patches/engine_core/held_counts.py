@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lora_plugins.errors import InvalidSettings, LoRAPluginsError
+from lora_plugins.errors import InvalidSettings
 from lora_plugins.ledger import Patch
 from lora_plugins.process import this_process
 from lora_plugins.scheduler.host_cache import HostCache
@@ -59,7 +59,6 @@ class HeldCounts:
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         self.planner = make_planner(vllm_config)
-        self._refused: list[tuple[Any, LoRAPluginsError]] = []
         self._counts_held = True
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
 
@@ -100,7 +99,7 @@ class HeldCounts:
     def has_requests(self) -> bool:
         """Whether to go on with steps: also for what the workers do, or are to do, without any request."""
         return bool(super().has_requests()) or (  # type: ignore[misc]
-            self.planner is not None and (self._has_work or bool(self._refused))
+            self.planner is not None and (self._has_work or bool(self.planner.state.refused))
         )
 
     @property

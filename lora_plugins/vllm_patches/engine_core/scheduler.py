@@ -103,7 +103,7 @@ class AdmissionMixin(FiniteAnswers):
         is_current = spec is not None and generations.key_of(spec.engine_id) == key
         adapter = self.planner.state.adapters.get(key)  # type: ignore[union-attr]
         if spec is None or not is_current or not has_weights_of(session, adapter, spec):
-            self._refused.append((session, _replaced(session)))
+            self.planner.state.refuse(session, _replaced(session))  # type: ignore[union-attr]
         else:
             self._arrived(session, spec, is_other=False)
             self._held_again[session.request_id] = session
@@ -138,7 +138,7 @@ class AdmissionMixin(FiniteAnswers):
         adapter = planner.state.of_request.get(request.request_id)
         if adapter is not None and (error := self.why_quarantined(adapter)) is not None:
             planner.ended([request.request_id], time.monotonic())
-            self._refused.append((request, error))
+            planner.state.refuse(request, error)
             return
         self._assign(request)
 
@@ -245,11 +245,10 @@ class AdmissionMixin(FiniteAnswers):
             self._held_again.pop(request.request_id, None)
             is_begun = request.num_computed_tokens or request.num_preemptions  # a session
             if is_begun and not self._has_own_generation(request):
-                self._refused.append((request, _replaced(request)))
+                planner.state.refuse(request, _replaced(request))
                 continue
             self._assign(request)  # the one that it arrived for may have failed to load
             super()._enqueue_waiting_request(request)  # type: ignore[misc]
-        self._refused.extend(plan.refused)
         if self._held_again:
             self._preempt_held()
         return plan.commands
@@ -302,9 +301,7 @@ class AdmissionMixin(FiniteAnswers):
         if self.lora_config.max_loras != planner.state.slots.total:  # type: ignore[has-type]
             self.lora_config = copy.copy(self.lora_config)  # type: ignore[has-type]
             self.lora_config.max_loras = planner.state.slots.total  # vLLM's own limit never binds
-        self._refused.extend(planner.take_refused())
-        if self._refused:
-            self._answer_refused(outputs)
+        self._answer_refused(outputs, planner.take_refused())
         return outputs
 
     def _has_ended(self, request_id: str) -> bool:
@@ -314,10 +311,9 @@ class AdmissionMixin(FiniteAnswers):
         request = self.requests.get(request_id)  # type: ignore[attr-defined]
         return request is None or request.is_finished() or request.status == RequestStatus.WAITING_FOR_STREAMING_REQ
 
-    def _answer_refused(self, outputs: dict[int, Any]) -> None:
+    def _answer_refused(self, outputs: dict[int, Any], refused: list[tuple[Any, LoRAPluginsError]]) -> None:
         from vllm.v1.request import RequestStatus
 
-        refused, self._refused = self._refused, []
         for request, error in refused:
             if self.requests.get(request.request_id) is not request:  # type: ignore[attr-defined]
                 continue  # it has been aborted

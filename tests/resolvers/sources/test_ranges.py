@@ -56,9 +56,6 @@ class Shelf:
     def has_md5_etag(self, name: str) -> bool:
         return True
 
-    def is_exact(self, file: SourceFile) -> bool:
-        return True
-
     def stop(self) -> None:
         self.stopped.set()
 
@@ -132,29 +129,6 @@ def test_more_connections_join_a_slow_one(tmp_path: Path) -> None:
     shelf = Counting({"weights": bytes(9000)}, meet=3)
     run(shelf, tmp_path, DownloadLimits(range_bytes=1000, parallel=3))
     assert shelf.most == 3
-
-
-def test_what_was_there_before_is_counted_apart(tmp_path: Path) -> None:
-    data = os.urandom(5000)
-    (tmp_path / "weights").write_bytes(data[:3000] + bytes(2000))
-    download = PartialDownload(tmp_path, ["weights"], {"weights": [(0, 3000)]})
-    shelf = Shelf({"weights": data})
-    files = [SourceFile("weights", 5000, _md5(data))]
-    with ThreadPoolExecutor(3) as pool:
-        asyncio.run(download_ranges(files, shelf, download, pool=pool, limits=FAST, md5=True))
-    assert download.finish()[0].sha256 == hashlib.sha256(data).hexdigest()
-    assert (download.resumed_bytes, shelf.sent) == (3000, 2000)
-
-
-def test_what_was_there_and_damaged_is_not_counted(tmp_path: Path) -> None:
-    data = os.urandom(5000)
-    (tmp_path / "weights").write_bytes(bytes(5000))
-    download = PartialDownload(tmp_path, ["weights"], {"weights": [(0, 3000)]})
-    files = [SourceFile("weights", 5000, _md5(data))]
-    with ThreadPoolExecutor(3) as pool:
-        asyncio.run(download_ranges(files, Shelf({"weights": data}), download, pool=pool, limits=FAST, md5=True))
-    assert download.finish()[0].sha256 == hashlib.sha256(data).hexdigest()
-    assert download.resumed_bytes == 0
 
 
 def test_a_range_that_never_gets_on_is_given_up(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ async def test_a_version_by_its_digest_is_served_beside(of_this_world: Any) -> N
     world.resolver.has["sql"] = Version(old)
     await models.resolve_lora("sql")
     world.resolver.has["sql"] = Version(new)
-    assert await world.lifecycle.refresh("sql")
+    assert (await world.lifecycle.refresh("sql")).is_swap
     request = await models.resolve_lora(f"sql@{old[:8]}")
     assert request.lora_path == f"/store/{old}"
     assert await world.ask(f"sql@{old[:8]}") == f"/store/{old}"

@@ -200,6 +200,13 @@ def test_a_quarantine_ends_by_itself_until_the_next_nan(make_engine: Make, monke
     assert ended_well(engine) == {"sixth", "seventh"}
 
 
+def test_requests_for_a_quarantined_version_are_counted(make_engine: Make) -> None:
+    engine = with_nan(make_engine(), "first", "second")
+    answers(engine, "first", "second", "third", "fourth")
+    assert "answers in a row" in error_of(engine, "fourth")
+    assert engine.scheduler.planner.stats.refused == {"L005": 2}
+
+
 def test_blocks_of_what_has_ended_leave_the_prefix_cache(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     evicted: list[set[int]] = []
