@@ -287,8 +287,6 @@ async def restored(folder: Path) -> Piece:
             took_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu
         runs.append((took_s, cpu_s, *lateness.longest))
         starting.cancel()
-        for task in list(one._serving.values()):
-            task.cancel()
         await asyncio.wait([starting])
     return of_loop(f"{NAMES:,} names to be restored, their source hangs: 3 s", runs)
 

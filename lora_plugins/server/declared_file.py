@@ -16,11 +16,12 @@ adapters:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -97,6 +98,26 @@ def parse(content: bytes, path: Path, allowed: AllowedUris) -> Mapping[str, Desi
         except (AdapterNotFound, InvalidAdapter) as error:
             raise _invalid(path, f"'{each.name}': {error.found}", error.expected, error.remedy) from None
     return adapters
+
+
+def answer(asked: BinaryIO, answers: BinaryIO) -> None:
+    """As `parse`, in a process that is asked by another: JSON with path and prefixes on a line, then the content.
+
+    It answers each adapter on a line, and their number on the last; or what is wrong.
+    """
+
+    def say(value: Any) -> None:
+        answers.write(json.dumps(value).encode() + b"\n")
+
+    question = json.loads(asked.readline())
+    try:
+        found = parse(asked.read(), Path(question["path"]), AllowedUris.parse(question["allowed_uris"]))
+    except InvalidSettings as error:
+        say({"error": error.plain()})
+        return
+    for it in found.values():
+        say([it.name, it.uri, it.held_digest, it.is_pinned, it.is_awaited])
+    say({"count": len(found)})
 
 
 def _desired(declared: _Declared, allowed: AllowedUris) -> DesiredAdapter:

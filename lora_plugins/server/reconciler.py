@@ -10,20 +10,19 @@ next server.
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
 
 from lora_plugins.errors import InvalidSettings, LoRAPluginsError, OfAdapter
 from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, Events, NotServed
 from lora_plugins.log import logger
 from lora_plugins.resolvers.sources.uri import AllowedUris
 from lora_plugins.server.declared_file import parse, read_bytes
-from lora_plugins.server.desired import DesiredAdapter
+from lora_plugins.server.declared_file_process import parse_apart
+from lora_plugins.server.desired import DesiredAdapter, Target
+from lora_plugins.server.few_at_once import FewAtOnce, in_steps
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.served_file import ServedFile
 from lora_plugins.settings import Settings
@@ -33,25 +32,7 @@ RETRY_S = 15.0
 _LOADED_AT_ONCE = 4  # of one bucket, organisation or directory, so that what hangs there stops nothing elsewhere
 _WRITE_DELAY_S = 0.5
 _WRITE_PAUSE = 10  # times as long as the last one took: of 100,000 names it is not written all the time
-_AT_ONCE = 200  # of many that are gone through, between two turns of the event loop
-
-_T = TypeVar("_T")
-
-
-@dataclass(slots=True)
-class Target:
-    """One adapter that is to be served, and what became of it.
-
-    Attributes:
-        is_declared: the file says so; else the start did.
-        is_done: it is served as it is to be; or the start has it no more, as it never can be, or somebody else decided.
-        error: why it could not be served the last time.
-    """
-
-    adapter: DesiredAdapter
-    is_declared: bool = False
-    is_done: bool = False
-    error: LoRAPluginsError | None = None
+_FROZEN_FROM = 5_000  # names that are restored: else garbage collections go through all of them again and again
 
 
 class Reconciler:
@@ -71,10 +52,16 @@ class Reconciler:
         self._served = served
         self._events = events
         self._targets: dict[str, Target] = {}
-        self._places = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(_LOADED_AT_ONCE))
-        self._serving: dict[str, asyncio.Task[None]] = {}
+        self._serving = FewAtOnce(
+            self._serve,
+            lambda target: "/".join((target.adapter.uri or "").split("/")[:3]),
+            limit=_LOADED_AT_ONCE,
+            is_wanted=lambda name, target: self._targets.get(name) is target,
+            on_idle=self._report,
+        )
         self._unloading: set[asyncio.Task[None]] = set()
         self._content = b""
+        self._refused: tuple[bytes, InvalidSettings] | None = None  # the last content that cannot be right, and why
         self._reported: DeclaredSetReconciled | None = None
         self._is_written = True
         self._writing: asyncio.Task[None] | None = None
@@ -93,16 +80,19 @@ class Reconciler:
             InvalidSettings: the file of declared adapters cannot be right.
         """
         started, path = time.perf_counter(), self._settings.adapters_file
-        wanted = {name: DesiredAdapter(name) for name in self._settings.preload}
+        self._targets = {name: Target(DesiredAdapter(name)) for name in self._settings.preload}
         if self._settings.restore:
-            wanted |= {adapter.name: adapter for adapter in await asyncio.to_thread(self._served.read)}
-        self._targets = {name: Target(adapter) for name, adapter in wanted.items()}
+            await self._restore()
         if path is not None:
             self._content = await asyncio.to_thread(read_bytes, path)
-            self._declare(self._parse(self._content, path))
+            await self._declare(parse(self._content, path, AllowedUris.parse(self._settings.allowed_uris)))
         awaited = [target for target in self._targets.values() if target.adapter.is_awaited]
-        await self._begin(awaited)
-        await asyncio.gather(*self._serving.values())
+        try:
+            await self._begin(awaited)
+            await self._serving.idle()
+        except asyncio.CancelledError:
+            self._serving.end_all()
+            raise
         self._report()
         if awaited:
             logger.info(
@@ -131,8 +121,15 @@ class Reconciler:
                     await self._begin(self._targets.values())
                 self._report()
         finally:
-            for task in self._serving.values():
-                task.cancel()
+            self._serving.end_all()
+
+    async def _restore(self) -> None:
+        pieces, count = self._served.pieces(), 0
+        while piece := await asyncio.to_thread(next, pieces, None):
+            self._targets |= {adapter.name: Target(adapter) for adapter in piece}
+            count += len(piece)
+            if count >= _FROZEN_FROM:  # vLLM does so too, as soon as it has started
+                gc.freeze()
 
     # --- the file ---
 
@@ -140,35 +137,41 @@ class Reconciler:
         """Take up what the file says now; returns whether that is new. One that cannot be right changes nothing."""
         try:
             content = await asyncio.to_thread(read_bytes, path)
-            if content == self._content and self.file_error is None:
-                return False
-            entries = self._parse(content, path)
+            if content == self._content:
+                is_back, self.file_error = self.file_error is not None, None
+                return is_back
+            if self._refused is not None and self._refused[0] == content:
+                raise self._refused[1]
+            try:
+                entries = await asyncio.to_thread(parse_apart, content, path, self._settings.allowed_uris)
+            except InvalidSettings as error:
+                self._refused = content, error
+                raise
         except InvalidSettings as error:
             if str(self.file_error) != str(error):
                 self._events.emit(DeclaredFileInvalid(error))
             self.file_error = error
             return False
         self._content, self.file_error = content, None
-        self._declare(entries)
+        await self._declare(entries)
         return True
 
-    def _parse(self, content: bytes, path: Path) -> Mapping[str, DesiredAdapter]:
-        return parse(content, path, AllowedUris.parse(self._settings.allowed_uris))
-
-    def _declare(self, entries: Mapping[str, DesiredAdapter]) -> None:
+    async def _declare(self, entries: Mapping[str, DesiredAdapter]) -> None:
         """Note what the file declares now, and begin to unload what it declares no more."""
-        before = self._targets
-        self._targets = {name: it for name, it in before.items() if not (it.is_declared or name in entries)}
-        for name, adapter in entries.items():
+        before, targets = self._targets, dict[str, Target]()
+        async for name, target in in_steps(list(before.items())):
+            if not (target.is_declared or name in entries):
+                targets[name] = target
+        async for name, adapter in in_steps(list(entries.items())):
             known = before.get(name)
             is_same = known is not None and known.is_declared and known.adapter == adapter
-            self._targets[name] = known if known is not None and is_same else Target(adapter, is_declared=True)
-        for name, target in before.items():
-            if self._targets.get(name) is target:
+            targets[name] = known if known is not None and is_same else Target(adapter, is_declared=True)
+        self._targets = targets
+        async for name, target in in_steps(list(before.items())):
+            if targets.get(name) is target:
                 continue
-            if (serving := self._serving.pop(name, None)) is not None:
-                serving.cancel()
-            if name not in self._targets:
+            serving = self._serving.end(name)
+            if name not in targets:
                 task = asyncio.create_task(self._unload(name, serving))
                 self._unloading.add(task)
                 task.add_done_callback(self._unloading.discard)
@@ -185,18 +188,11 @@ class Reconciler:
     # --- what is to be served ---
 
     async def _begin(self, targets: Iterable[Target]) -> None:
-        """Have those served that are not yet, each in a task of its own."""
-        async for target in _in_steps(list(targets)):
+        """Have those served that are not yet."""
+        async for target in in_steps(list(targets)):
             name = target.adapter.name
-            if self._targets.get(name) is target and not (target.is_done or name in self._serving):
-                task = self._serving[name] = asyncio.create_task(self._serve(target))
-                task.add_done_callback(partial(self._ended, name))
-
-    def _ended(self, name: str, task: asyncio.Task[None]) -> None:
-        if self._serving.get(name) is task:
-            del self._serving[name]
-            if not self._serving:
-                self._report()
+            if self._targets.get(name) is target and not target.is_done:
+                self._serving.begin(name, target)
 
     def _report(self) -> None:
         if (declared := self.declared) is None:
@@ -210,17 +206,16 @@ class Reconciler:
 
     async def _serve(self, target: Target) -> None:
         name = target.adapter.name
-        async with self._places["/".join((target.adapter.uri or "").split("/")[:3])]:
-            try:
-                if not self._is_decided(target):
-                    await self._make_so(target)
-            except LoRAPluginsError as error:
-                self._failed(target, error)
-            except Exception as error:  # noqa: BLE001 - what is broken in an unknown way does not stop the others
-                logger.exception("Serving adapter '%s' failed", name)
-                self._failed(target, LoRAPluginsError(f"an unexpected {type(error).__name__}", adapter=name))
-            else:
-                target.is_done, target.error = True, None
+        try:
+            if not self._is_decided(target):
+                await self._make_so(target)
+        except LoRAPluginsError as error:
+            self._failed(target, error)
+        except Exception as error:  # noqa: BLE001 - what is broken in an unknown way does not stop the others
+            logger.exception("Serving adapter '%s' failed", name)
+            self._failed(target, LoRAPluginsError(f"an unexpected {type(error).__name__}", adapter=name))
+        else:
+            target.is_done, target.error = True, None
         if target.is_done:
             self._lifecycle.on_change()
 
@@ -278,20 +273,12 @@ class Reconciler:
     async def _what_is_served(self) -> list[DesiredAdapter]:
         """In steps: what changes meanwhile is written the next time."""
         registry, declared, served = self._lifecycle.registry, self.declared or {}, []
-        async for name in _in_steps(registry.names()):
+        async for name in in_steps(registry.names()):
             it = registry.get(name)
             if it is not None and it.version is not None and name not in declared:  # without one: by its Hub id
                 served.append(DesiredAdapter(name, it.uri, it.held_digest, it.is_pinned))
-        async for target in _in_steps(list(self._targets.values())):
+        async for target in in_steps(list(self._targets.values())):
             is_open = not (target.is_done or target.is_declared or registry.serves(target.adapter.name))
             if is_open and target.adapter.name not in registry.blocked:
                 served.append(target.adapter)
         return served
-
-
-async def _in_steps(items: Sequence[_T]) -> AsyncIterator[_T]:
-    """The same, with a turn for others after each few hundred."""
-    for number, item in enumerate(items, 1):
-        yield item
-        if number % _AT_ONCE == 0:
-            await asyncio.sleep(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from lora_plugins.adapter.pace import paced
@@ -14,6 +14,10 @@ from lora_plugins.store.layout import Layout, key_of, replace_small
 
 FORMAT = 1
 _FIELDS = ("name", "uri", "held_digest", "is_pinned")
+# JSON with an entry on each line: whoever knows that need not parse all of it at once.
+_FIRST_LINE = f'{{"format": {FORMAT}, "served": [\n'.encode()
+_LAST_LINE = b"]}"
+_PIECE = 500  # entries: a few milliseconds
 
 
 class ServedFile:
@@ -29,17 +33,19 @@ class ServedFile:
         return cls(Layout(root).folder("served") / f"{key_of(base_path)}.json")
 
     def read(self) -> list[DesiredAdapter]:
-        """What was written last; nothing, with a warning, where the file cannot be read."""
+        """What was written last; less of it or nothing, with a warning, where the file cannot be read."""
+        return [adapter for piece in self.pieces() for adapter in piece]
+
+    def pieces(self) -> Iterator[list[DesiredAdapter]]:
+        """The same in pieces, each of which takes a thread a few milliseconds."""
         try:
-            content = json.loads(self.path.read_text())
-            if content["format"] != FORMAT:
-                raise ValueError(f"format {content['format']}")
-            return [name for one in content["served"] if (name := _served_name(one)) is not None]
+            with self.path.open("rb") as file:
+                first = file.readline()
+                yield from _by_lines(file) if first == _FIRST_LINE else [_of_document(first + file.read())]
         except FileNotFoundError:
-            return []
+            return
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning("What was served before cannot be read from %s: %s", self.path, error)
-            return []
 
     def write(self, served: Sequence[DesiredAdapter]) -> None:
         """Put this in the place of what was written before, unless this process has written just that.
@@ -50,13 +56,42 @@ class ServedFile:
             OSError: it cannot be written; what was written before stays.
         """
         entries = (json.dumps({field: getattr(adapter, field) for field in _FIELDS}) for adapter in paced(served))
-        text = f'{{"format": {FORMAT}, "served": [\n' + ",\n".join(entries) + "\n]}\n"
+        text = _FIRST_LINE.decode() + ",\n".join(entries) + "\n]}\n"
         digest = hashlib.sha256(text.encode()).digest()  # without the interpreter's lock
         if digest == self._written and self.path.exists():
             return
         self._written = b""
         replace_small(self.path, text)
         self._written = digest
+
+
+def _by_lines(lines: Iterable[bytes]) -> Iterator[list[DesiredAdapter]]:
+    """The entries of a file whose first line was read; what stands before a broken line counts."""
+    piece: list[DesiredAdapter] = []
+    for line in lines:
+        if (text := line.strip()) == _LAST_LINE:
+            yield piece
+            return
+        try:
+            adapter = _served_name(json.loads(text.removesuffix(b",") or b"{}"))
+        except (ValueError, AttributeError):
+            yield piece
+            raise
+        if adapter is not None:
+            piece.append(adapter)
+        if len(piece) == _PIECE:
+            yield piece
+            piece = []
+    yield piece
+    raise ValueError("its end is missing")
+
+
+def _of_document(text: bytes) -> list[DesiredAdapter]:
+    """The entries of a file that another release has written."""
+    content = json.loads(text)
+    if content["format"] != FORMAT:
+        raise ValueError(f"format {content['format']}")
+    return [name for one in content["served"] if (name := _served_name(one)) is not None]
 
 
 def _served_name(entry: dict[str, object]) -> DesiredAdapter | None:

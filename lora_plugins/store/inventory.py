@@ -10,19 +10,46 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import itertools
 import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
+
 from lora_plugins.adapter.pace import paced
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
-from lora_plugins.store.layout import SIZES_FILE, Layout, is_digest, write_small
+from lora_plugins.store.layout import MANIFEST_FILE, SIZES_FILE, Layout, is_digest, write_small
 from lora_plugins.store.manifest import Manifest
 
 _UNWRITTEN = 500  # sizes that the next process may have to read again: a twentieth of a second
 _ORDER_KEPT_S = 600.0
+_MOST_BYTES = 1 << 16  # of a manifest that is read for its sizes only: a cut one is no JSON
+
+
+class _File(msgspec.Struct):
+    name: str
+    size_bytes: int
+
+
+class _Manifest(msgspec.Struct):
+    """What of a manifest says how large its adapter is: a third of the time that all of it takes."""
+
+    files: list[_File]
+
+
+_DECODER = msgspec.json.Decoder(_Manifest)
+
+
+def _read_size(path: str) -> int:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        content = os.read(descriptor, _MOST_BYTES)
+    finally:
+        os.close(descriptor)
+    return sum(file.size_bytes for file in _DECODER.decode(content).files)
 
 
 class Inventory:
@@ -50,10 +77,14 @@ class Inventory:
             if sizes is None:
                 sizes = self._sizes_bytes = self._read()
                 self._total_bytes = sum(sizes.values())
-            present = set(os.listdir(self._layout.root))
-            for digest in [*(sizes.keys() - present), *self._unreadable]:
+            listed = os.listdir(self._layout.root)
+            for digest in self._unreadable.copy():
                 self.forget(digest)
-            for digest in paced(filter(is_digest, present - sizes.keys())):
+            others = list(itertools.filterfalse(sizes.__contains__, listed))
+            if len(listed) - len(others) < len(sizes):
+                for digest in sizes.keys() - listed:
+                    self.forget(digest)
+            for digest in paced(filter(is_digest, others)):
                 if (size_bytes := self._size_of(digest)) is None:
                     continue
                 sizes[digest] = size_bytes
@@ -123,6 +154,8 @@ class Inventory:
 
     def _size_of(self, digest: str) -> int | None:
         directory = self._layout.adapter(digest)
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            return _read_size(f"{directory}/{MANIFEST_FILE}")
         try:
             return Manifest.read(directory).size_bytes
         except (InvalidAdapter, SourceUnavailable):

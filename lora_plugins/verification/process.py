@@ -82,14 +82,13 @@ class ReadingProcess:
     """
 
     def __init__(self) -> None:
-        variables = {name: value for name, value in environment().items() if name in _VARIABLES}
         try:
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter
-                [sys.executable, "-I", "-c", _PROGRAM, json.dumps(_import_path())],
+                [sys.executable, "-I", "-c", _PROGRAM, json.dumps(import_path())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env={**variables, **_ONE_THREAD},
+                env={**variables_of_children(), **_ONE_THREAD},
                 cwd="/",
                 start_new_session=True,  # no Ctrl-C of a terminal reaches it
             )
@@ -237,7 +236,13 @@ class ReadingProcess:
         return data
 
 
-def _import_path() -> list[str]:
+def variables_of_children() -> dict[str, str]:
+    """The environment of a process that needs none of the server's own variables."""
+    return {name: value for name, value in environment().items() if name in _VARIABLES}
+
+
+def import_path() -> list[str]:
+    """`sys.path` for a child of another working directory that imports what this process does."""
     root = str(Path(lora_plugins.__file__).resolve().parents[1])
     path = [entry for entry in sys.path if entry]  # "" is the working directory, which is another there
     return path if root in path else [*path, root]

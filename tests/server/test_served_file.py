@@ -107,3 +107,34 @@ def test_a_file_of_an_older_release_is_read(tmp_path: Path) -> None:
     file = ServedFile(tmp_path / "x.json")
     file.path.write_text(json.dumps({"format": 1, "served": [{"name": "sql", "uri": None}]}, indent=1))
     assert file.read() == [DesiredAdapter("sql")]
+
+
+def test_many_names_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No piece of JSON is long enough to keep the interpreter's lock from others."""
+    file, served = ServedFile(tmp_path / "x.json"), [DesiredAdapter(f"sql-{number}") for number in range(2_000)]
+    file.write(served)
+    parsed, loads = [], json.loads
+    monkeypatch.setattr(json, "loads", lambda text: (parsed.append(len(text)), loads(text))[1])
+    pieces = list(file.pieces())
+    assert [adapter for piece in pieces for adapter in piece] == served
+    assert max(map(len, pieces)) <= 500
+    assert max(parsed) < 1_000
+    assert json.loads(file.path.read_text())["format"] == 1, "older releases read it too"
+
+
+def test_what_stands_before_a_broken_line_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = ServedFile(tmp_path / "x.json")
+    file.write([DesiredAdapter("sql"), DesiredAdapter("chat"), DesiredAdapter("code")])
+    file.path.write_text(file.path.read_text().replace('"chat"', '"chat'))
+    with caplog.at_level(logging.WARNING, "vllm.lora_plugins"):
+        assert file.read() == [DesiredAdapter("sql")]
+    assert "cannot be read" in caplog.text
+
+
+def test_a_file_that_was_cut_off_logs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = ServedFile(tmp_path / "x.json")
+    file.write(SERVED)
+    file.path.write_text(file.path.read_text().removesuffix("]}\n"))
+    with caplog.at_level(logging.WARNING, "vllm.lora_plugins"):
+        assert file.read() == SERVED
+    assert "cannot be read" in caplog.text

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,9 +93,47 @@ def test_the_next_process_reads_no_manifest_again(store: Store, monkeypatch: pyt
     Inventory(store.layout).look()
     known = json.loads((store.layout.root / SIZES_FILE).read_text())
     assert known == dict.fromkeys(by_use(store), SIZE)
-    monkeypatch.setattr(Manifest, "read", staticmethod(lambda _: pytest.fail("read again")))
+    monkeypatch.setattr(Inventory, "_size_of", lambda *_: pytest.fail("read again"))
     assert Inventory(store.layout).look() == 4 * SIZE
     assert Store(store.layout.root, has_share=True).max_bytes
+
+
+def test_the_first_process_reads_sizes_only(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 50,000 manifests: all that they say takes three times as long to read."""
+    monkeypatch.setattr(Manifest, "read", staticmethod(lambda _: pytest.fail("read as a whole")))
+    assert Inventory(store.layout).look() == 4 * SIZE
+
+
+def test_a_look_compares_each_name_once(store: Store) -> None:
+    """A fetch into a store of 50,000 waits for it."""
+
+    class Known(dict[str, int]):
+        looked_up = 0
+
+        def __contains__(self, digest: object) -> bool:
+            self.looked_up += 1
+            return super().__contains__(digest)
+
+        def keys(self) -> Any:
+            pytest.fail("gone through as a whole")
+
+        __iter__ = keys
+
+    here = Inventory(store.layout)
+    here.look()
+    here._sizes_bytes = known = Known(here._sizes_bytes or {})
+    assert here.look() == 4 * SIZE
+    assert known.looked_up == len(os.listdir(store.layout.root))
+
+
+def test_what_comes_as_another_goes_is_seen(store: Store) -> None:
+    here, other = Inventory(store.layout), Store(store.layout.root)
+    here.look()
+    gone = by_use(store)[0]
+    assert other.remove(gone)
+    come = fill(other, 9)
+    here.look()
+    assert (here.size_bytes(gone), here.size_bytes(come)) == (0, SIZE)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"x": 1}', "\x00\xff", '{"%s": -1}', '{"%s": true}'])
