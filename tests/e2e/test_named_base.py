@@ -11,7 +11,8 @@ from lora_plugins.server.response import HEADER, WARNING_HEADER
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import complete, connect
 from testbed.models import PROMPT, edit_config
-from tests.e2e.admin import Admin
+from tests.cli.common import outside
+from tests.e2e.admin import KEY, Admin
 from tests.e2e.digests import CHAT
 from tests.e2e.servers import admin_server
 
@@ -47,6 +48,14 @@ def test_another_variant_is_served_with_a_warning(admin: Admin) -> None:
     lines = [line for line in admin.server.log().splitlines() if SAID in line]
     assert len(lines) == 1
     assert "WARNING" in lines[0]
+
+
+def test_compare_finds_it_served_as_trained_all_the_same(admin: Admin) -> None:
+    asked = ("compare", "coder", "--url", admin.server.url, "--base", str(admin.bed.base))
+    right = outside(*asked, "--peft", admin.bed.adapters / "sql", env={"VLLM_API_KEY": KEY})
+    assert (right.code, right.out.splitlines()[-1]) == (0, "coder: served as trained"), right.out + right.err
+    wrong = outside(*asked, "--peft", admin.bed.adapters / "chat", env={"VLLM_API_KEY": KEY})
+    assert (wrong.code, wrong.out.splitlines()[-1]) == (1, "coder: not shown to be served as trained")
 
 
 @pytest.mark.parametrize("name", ["stored", "step", SERVED])
