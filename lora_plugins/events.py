@@ -14,7 +14,7 @@ class AdapterResolved:
     """A name was found and its adapter verified; `path` is what the engine will read.
 
     `locate_s` was spent asking sources, `obtain_s` finding it in the store or fetching it there (`fetched`), `check_s`
-    validating it against the base model.
+    validating it against the base model. `notes` are what was let through, `warnings` what clients see too.
     """
 
     name: str
@@ -28,6 +28,7 @@ class AdapterResolved:
     fetched: bool
     notes: tuple[str, ...] = ()
     uri: str = ""
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

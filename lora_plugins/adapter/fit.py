@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
+from lora_plugins.adapter.base_names import HUB_CACHE, differences, known, shown
 from lora_plugins.adapter.config import AdapterConfig
+from lora_plugins.adapter.files import open_regular
 from lora_plugins.adapter.landing import Model, check_landing
 from lora_plugins.adapter.weights import Weights
-from lora_plugins.errors import IncompatibleAdapter
+from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError
 from lora_plugins.settings import BaseMatch
 
-# The Hub's cache: models--<org>--<name>/snapshots/<commit>
-_HUB_CACHE = re.compile(r"(?:^|/)models--(?P<repo>[^/]+)/snapshots/[0-9a-f]{7,64}/?$")
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 # What vLLM takes for --max-lora-rank (`MaxLoRARanks` in vllm/config/lora.py, 0.32 and 0.33).
 _SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_MODEL_CONFIG, _MAX_CONFIG_BYTES = "config.json", 1 << 20
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class BaseModel:
         max_rank: `--max-lora-rank`; None where it is not known.
         lora_enabled: whether the server runs with `--enable-lora`.
         model: what the engine says of its modules; None where it has not been asked.
+        original_name: `_name_or_path` of a local model's `config.json`; empty where it has none.
     """
 
     path: str
@@ -38,6 +42,7 @@ class BaseModel:
     max_rank: int | None = None
     lora_enabled: bool = True
     model: Model | None = None
+    original_name: str = ""
 
     @property
     def in_words(self) -> str:
@@ -88,10 +93,39 @@ def check_base(
             remedy="set LORA_PLUGINS_BASE_ALIASES to the name that the adapter uses, or LORA_PLUGINS_BASE_MATCH=off"
             + ("" if weights is None else ", or start a server of this model with this store once"),
         )
-    if named or mode is BaseMatch.OFF:
+    if named or mode is BaseMatch.OFF or warnings_of(config, base, mode):
         return notes
     note = f"names base model '{config.base_model}'" if config.base_model else "names no base model"
     return (*notes, f"{note}, served is '{base.path}'; accepted because {'the rest' if notes else 'every shape'} fits")
+
+
+def warnings_of(config: AdapterConfig, base: BaseModel, mode: BaseMatch) -> tuple[str, ...]:
+    """What is to be said of an adapter by whose own word it was trained on another family, size or variant.
+
+    For clients too: of a path on this machine only the last part is shown.
+    """
+    name = config.base_model
+    if name is None or mode is BaseMatch.OFF or base.matches(name):
+        return ()
+    if any(known(alias) and not differences(name, alias) for alias in base.aliases):
+        return ()
+    names = (base.path, *base.served_names, *base.aliases)
+    served = max(names, key=known)
+    if not known(served):
+        served = base.original_name
+    found = differences(name, served)
+    return (f"trained on {shown(name)}, served on {shown(served)}: {', '.join(found)}",) if found else ()
+
+
+def original_name_of(path: str) -> str:
+    """`_name_or_path` of the `config.json` in a directory; empty where there is none, or it cannot be read."""
+    try:
+        with open_regular(Path(path) / _MODEL_CONFIG) as (file, _):
+            raw = json.loads(file.read(_MAX_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError, LoRAPluginsError):
+        return ""
+    name = raw.get("_name_or_path") if isinstance(raw, dict) else None
+    return name if isinstance(name, str) else ""
 
 
 def without_lora() -> IncompatibleAdapter:
@@ -140,7 +174,7 @@ def _same_model(one: str, other: str) -> bool:
 
 
 def _plain_name(name: str) -> str:
-    cached = _HUB_CACHE.search(name)
+    cached = HUB_CACHE.search(name)
     return cached["repo"].replace("--", "/", 1) if cached else name.rstrip("/")
 
 

@@ -18,7 +18,7 @@ from lora_plugins.adapter.config import (
 )
 from lora_plugins.adapter.files import open_regular
 from lora_plugins.adapter.finite import check_finite
-from lora_plugins.adapter.fit import BaseModel, check_base
+from lora_plugins.adapter.fit import BaseModel, check_base, warnings_of
 from lora_plugins.adapter.layouts.conversion import Conversion, plan_conversion
 from lora_plugins.adapter.magnitude import check_magnitudes
 from lora_plugins.adapter.weight_files import INDEX_FILE, PICKLE_FILES, WEIGHTS_FILE, open_weights
@@ -37,6 +37,7 @@ class VerifiedAdapter:
             where they are a pickle, which is not read here, and the patterns are the adapter's own then.
         size_bytes: of configuration and weights as their source has them.
         notes: what was let through.
+        warnings: that it was trained on another base model, by the names of both; clients may see them.
         conversion: into the engine's form; None where it is in that form, or the engine's modules are not known.
     """
 
@@ -45,6 +46,7 @@ class VerifiedAdapter:
     size_bytes: int
     notes: tuple[str, ...] = ()
     conversion: Conversion | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def is_3d(self) -> bool:
@@ -106,7 +108,8 @@ def fit_adapter(verified: VerifiedAdapter, base: BaseModel, settings: Settings) 
             conversion = planned if planned.changes else None
         config, weights = (conversion or verified).config, (conversion or verified).weights
         notes = check_base(config, weights, base, settings.base_match, refuse_unmatched=settings.refuse_unmatched)
-    return replace(verified, notes=(*notes, *verified.notes), conversion=conversion)
+    warnings = warnings_of(verified.config, base, settings.base_match)
+    return replace(verified, notes=(*notes, *verified.notes), conversion=conversion, warnings=warnings)
 
 
 def choose_weights(names: Collection[str], settings: Settings) -> str:

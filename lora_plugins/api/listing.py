@@ -167,6 +167,7 @@ def _view(
         pinned_digest=adapter.held_digest,
         previous_digests=[kept.digest for kept in adapter.previous],
         last_error=error,
+        warnings=[] if version is None else list(version.warnings),
     )
 
 

@@ -125,6 +125,9 @@ class AdapterView(BaseModel):
         default_factory=list, description="versions that a rollback can go to, the last one first"
     )
     last_error: LastError | None = None
+    warnings: list[str] = Field(
+        default_factory=list, description="that it was trained on another base model, by the names of both"
+    )
 
 
 class DeclaredState(StrEnum):

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from lora_plugins.adapter.files import map_os_error
+from lora_plugins.cli.compare import compare
 from lora_plugins.cli.doctor import doctor
 from lora_plugins.cli.exits import Exit, UsageProblem, exit_of
 from lora_plugins.cli.inspect import inspect
@@ -38,6 +39,7 @@ _COMMANDS: Sequence[Callable[..., Result | None]] = (
     gc,
     rm,
     push,
+    compare,
     *(verb.command() for verb in VERBS),
 )
 # What stands at the end of each command's help.
@@ -55,6 +57,10 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "gc": ("gc --dry-run --max-bytes 20GB", "gc"),
     "rm": ("rm team/sql", "rm 'old/*' --dry-run", "rm 583503f503f1"),
     "push": ("push ./out/checkpoint-500 policy", "push ./out policy --if-match d97bd125c00b --keep 8"),
+    "compare": (
+        "compare team/sql --peft ./out/checkpoint-500",
+        "compare policy --trainer logprobs.jsonl --url http://gpu-7:8000",
+    ),
     "load": (
         "load team/sql",
         "load sql --uri s3://bucket/loras/sql",

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from lora_plugins.adapter.fit import BaseModel
+from lora_plugins.adapter.fit import BaseModel, original_name_of
 from lora_plugins.adapter.landing import Model
 from lora_plugins.cli.exits import UsageProblem
 from lora_plugins.settings import Settings
@@ -51,6 +51,7 @@ def read_base(
         aliases=settings.base_aliases,
         max_rank=max_rank,
         model=_read_model(settings, path),
+        original_name=original_name_of(path),
     )
 
 

@@ -22,7 +22,7 @@ from lora_plugins.adapter.config import (
     parse_config,
 )
 from lora_plugins.adapter.files import open_regular
-from lora_plugins.adapter.fit import BaseModel
+from lora_plugins.adapter.fit import BaseModel, warnings_of
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.verify import VerifiedAdapter, choose_weights, verify_adapter
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE, open_weights
@@ -49,6 +49,7 @@ class Found:
     pairs: tuple[LoraPair, ...]
     verified: VerifiedAdapter | None
     error: LoRAPluginsError | None
+    warnings: tuple[str, ...] = ()
 
 
 def inspect(
@@ -131,10 +132,11 @@ def _look(path: Path, settings: Settings, base: BaseModel | None) -> Found:
     if config is not None and tensors:
         with suppress(LoRAPluginsError):
             pairs = pair_weights(tensors, config).pairs
+    named = () if config is None or base is None else warnings_of(config, base, settings.base_match)
     try:
-        return Found(config, tensors, pairs, verify_adapter(path, base, settings), None)
+        return Found(config, tensors, pairs, verify_adapter(path, base, settings), None, named)
     except LoRAPluginsError as error:
-        return Found(config, tensors, pairs, None, error)
+        return Found(config, tensors, pairs, None, error, named)
 
 
 def _of_source(path: Path, name: str) -> Path:
@@ -172,6 +174,7 @@ def _fields(path: Path, uri: str | None, found: Found, base: BaseModel | None) -
         "base": None if base is None else _base(base),
         "verdict": "served" if found.error is None else "refused",
         "notes": list(verified.notes) if verified else [],
+        "warnings": list(found.warnings),
         "to_convert": list(conversion.changes) if conversion else [],
         "converted": _converted(path),
     }
@@ -241,5 +244,5 @@ def _lines(fields: dict[str, Any], found: Found, base: BaseModel | None) -> Iter
         yield f"converted    from {original}: {', '.join(converted['changes'])}"
     if fields["to_convert"]:
         yield f"to convert   {', '.join(fields['to_convert'])}; the store does so when it is served"
-    for note in fields["notes"]:
-        yield f"note         {note}"
+    for head in ("warning", "note"):
+        yield from (f"{head:12} {text}" for text in fields[f"{head}s"])

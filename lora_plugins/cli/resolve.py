@@ -106,7 +106,8 @@ def _steps(asked: LookUp, labels: Sequence[str], base: BaseModel | None) -> Iter
         if base is None:
             yield Step("base", "not checked", "no --base-model was given")
         else:
-            yield Step("base", "ok", "; ".join(event.notes) or f"fits {base.path}")
+            verdict = "warning" if event.warnings else "ok"
+            yield Step("base", verdict, "; ".join((*event.warnings, *event.notes)) or f"fits {base.path}")
     elif asked.error is None and (reason := why_absent(asked.name)) is not None:
         asked.error = reason
         yield Step("revision", "failed", str(reason))

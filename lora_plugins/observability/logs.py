@@ -111,6 +111,8 @@ class LogEvents:
             _remember(self._resolved, event.name, (event.path, line))
         else:
             logger.info("%s, %s", line, event.path)
+        for warning in event.warnings:  # once for each version
+            self._warn(event.name, f"Adapter '{event.name}' ({os.path.basename(event.path)[:12]}): {warning}")
         for note in event.notes:
             self._warn(event.name, f"Adapter '{event.name}': {note}")
 

@@ -229,6 +229,10 @@ class AdapterResolver:
             return None
         return await self._share(replace(query, force_refresh=True), base_path)
 
+    def warnings_of(self, digest: str) -> tuple[str, ...]:
+        """See `Versions.warnings_of`."""
+        return self._versions.warnings_of(digest)
+
     async def of_digest(self, name: str, digest_prefix: str, *, of_any_name: bool = False) -> ResolvedAdapter | None:
         """A version that the store still has, verified and leased for `name`; no source is asked.
 

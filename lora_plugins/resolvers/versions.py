@@ -42,6 +42,7 @@ from lora_plugins.verification.messages import Found
 
 _REMEMBERED_NAMES = 10_000
 _REMEMBERED_REJECTIONS = 1_000
+_REMEMBERED_WARNINGS = 100_000
 _HASHED_S = 60.0  # an entry that fails a check is not hashed again within this time
 _LABELS = {"file": "filesystem", "hf": "hub", "push": "push"}  # every other scheme is an object store's
 
@@ -57,6 +58,7 @@ class ResolvedAdapter:
         asked_uri: the URI that it was asked for by; empty where it was asked for by name.
         size_bytes: of configuration and weights. rank: the largest of any module.
         is_3d: whether it holds experts stacked, which vLLM's requests say (`is_3d_lora_weight`).
+        warnings: what its answers say beside, see `VerifiedAdapter`.
         holder: who has its lease; None for its name.
     """
 
@@ -70,6 +72,7 @@ class ResolvedAdapter:
     rank: int
     asked_uri: str = ""
     is_3d: bool = False
+    warnings: tuple[str, ...] = ()
     holder: Hashable = None
 
     @property
@@ -104,12 +107,17 @@ class Versions:
         self._served: LRUCache[Key, ResolvedAdapter] = LRUCache(_REMEMBERED_NAMES)
         self._origins: LRUCache[str, frozenset[str]] = LRUCache(_REMEMBERED_NAMES)
         self._refused: LRUCache[tuple[str, str], LoRAPluginsError] = LRUCache(_REMEMBERED_REJECTIONS)
+        self._warnings: LRUCache[str, tuple[str, ...]] = LRUCache(_REMEMBERED_WARNINGS)
         self._places = FetchPlaces(settings.fetch_timeout_s)
         children().warm()  # so that the first fetch waits for no start
 
     def served(self, key: Key) -> ResolvedAdapter | None:
         """What this was resolved to last, whether it is still there or not."""
         return self._served.get(key)
+
+    def warnings_of(self, digest: str) -> tuple[str, ...]:
+        """What answers of a version say beside; nothing of one that was not resolved here."""
+        return self._warnings.get(digest, ())
 
     def is_leased(self, resolved: ResolvedAdapter) -> bool:
         """Whether it is still leased for its name; a microsecond."""
@@ -166,6 +174,7 @@ class Versions:
                 fetched=stored.fetched,
                 notes=verified.notes,
                 uri=adapter.uri,
+                warnings=verified.warnings,
             )
         )
         served = self._served[key] = replace(
@@ -270,6 +279,8 @@ class Versions:
         if isinstance(checked, LoRAPluginsError) and is_sound is True:
             is_sound = await asyncio.to_thread(self._store.is_sound, digest, max_age_s=_HASHED_S)
         if is_sound is True and not isinstance(checked, BaseException):
+            if checked.warnings:
+                self._warnings[digest] = checked.warnings
             return checked
         self._store.leases.release(digest, holder)
         if is_sound is False:
@@ -374,6 +385,7 @@ def _resolved(
         size_bytes=verified.size_bytes,
         rank=verified.config.max_rank,
         is_3d=verified.is_3d,
+        warnings=verified.warnings,
     )
 
 

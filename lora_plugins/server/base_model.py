@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lora_plugins.adapter.fit import BaseModel
+from lora_plugins.adapter.fit import BaseModel, original_name_of
 from lora_plugins.settings import Settings
 
 
@@ -18,4 +18,5 @@ def describe_base(models: Any, settings: Settings) -> BaseModel:
         aliases=settings.base_aliases,
         max_rank=None if lora_config is None else lora_config.max_lora_rank,
         lora_enabled=lora_config is not None,
+        original_name=original_name_of(models.model_config.model),
     )

@@ -22,6 +22,8 @@ Asgi = Callable[[Message, Receive, Send], Awaitable[None]]
 Span = tuple[str, int]  # a version's digest, and the token of an answer that it began with
 
 HEADER = "x-lora-digest"
+WARNING_HEADER = "x-lora-warning"
+_LONGEST_WARNING = 1000  # characters
 _FIRST_ERROR = 400  # of the statuses
 
 
@@ -33,6 +35,7 @@ class Response:
         is_held: whether its start is held back. has_begun: whether the engine has begun to answer.
         error: what to answer instead.
         digests: of all versions that it was given; None stands for the base model, or for an unknown version.
+        warnings: what is to be said of these versions.
         spans: the versions that have made what was answered until now, of all its prompts and choices.
         fills_fingerprint: whether `system_fingerprint` is to say the version too.
         headers: of an error that is answered by other means than its exception.
@@ -42,6 +45,7 @@ class Response:
     has_begun: bool = False
     error: Exception | None = None
     digests: set[str | None] = field(default_factory=set)
+    warnings: dict[str, None] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     fills_fingerprint: bool = False
     headers: dict[str, str] = field(default_factory=dict)
@@ -58,9 +62,12 @@ class Response:
         """Whether more than one version has made it."""
         return len(self.spans) > 1
 
-    def note_version(self, digest: str | None, *, fills_fingerprint: bool = False) -> None:
-        """It is given the version with this digest."""
+    def note_version(
+        self, digest: str | None, *, warnings: Iterable[str] = (), fills_fingerprint: bool = False
+    ) -> None:
+        """It is given the version with this digest, of which this is to be said."""
         self.digests.add(digest)
+        self.warnings |= dict.fromkeys(warnings)
         self.fills_fingerprint = fills_fingerprint
 
 
@@ -139,7 +146,15 @@ def _with_headers(message: Message, response: Response) -> Message:
     """The start of a response says the digest, that of an error what is to be said with the error."""
     if message["type"] != "http.response.start":
         return message
-    digests = {} if response.digest is None else {HEADER: response.digest}
-    added = response.headers if message["status"] >= _FIRST_ERROR else digests
+    said = {} if response.digest is None else {HEADER: response.digest}
+    if response.warnings:
+        said[WARNING_HEADER] = _one_line(response.warnings)
+    added = response.headers if message["status"] >= _FIRST_ERROR else said
     headers = [(name.lower().encode(), text.encode()) for name, text in added.items()]
     return {**message, "headers": [*message["headers"], *headers]}
+
+
+def _one_line(texts: Iterable[str]) -> str:
+    """In printable ASCII, as headers are."""
+    characters = (c if c.isascii() and c.isprintable() else ascii(c)[1:-1] for c in "; ".join(texts))
+    return "".join(characters)[:_LONGEST_WARNING]

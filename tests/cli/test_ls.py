@@ -30,6 +30,7 @@ ADAPTER = {
     "pinned_digest": None,
     "previous_digests": [],
     "last_error": None,
+    "warnings": [],
 }
 TROUBLED = {
     **ADAPTER,

@@ -35,6 +35,7 @@ class Version:
     size_bytes: int = 10
     rank: int = 8
     is_3d: bool = False
+    warnings: tuple[str, ...] = ()
 
     @property
     def path(self) -> Path:

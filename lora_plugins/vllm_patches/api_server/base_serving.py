@@ -145,7 +145,9 @@ def _note_version(serving: Any, _request: Any, adapter: Any) -> Any:
     process = this_process()
     if process.is_resolver_registered:
         digest = None if adapter is None else process.resolver.store.layout.digest_of(adapter.lora_path)
-        present().note_version(digest, fills_fingerprint=getattr(serving, "system_fingerprint", "") is None)
+        warnings = () if digest is None else process.resolver.warnings_of(digest)
+        fills = getattr(serving, "system_fingerprint", "") is None
+        present().note_version(digest, warnings=warnings, fills_fingerprint=fills)
     return adapter
 
 

@@ -1,0 +1,111 @@
+"""An adapter that names another base model than the one that is served: accepted by its shapes, with a warning."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_plugins.adapter.fit import BaseModel, check_base, original_name_of, warnings_of
+from lora_plugins.adapter.verify import verify_adapter
+from lora_plugins.adapter.weights import Weights
+from lora_plugins.errors import IncompatibleAdapter
+from lora_plugins.settings import BaseMatch, Settings
+from tests.adapter.test_fit import adapter, lora
+from tests.make import BASE, adapter_files, put
+
+INSTRUCT, PLAIN = "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"
+SAID = f"trained on {PLAIN}, served on {INSTRUCT}: another variant (plain, not instruct)"
+
+
+def warned(name: str | None, path: str, mode: BaseMatch = BaseMatch.COMPATIBLE, **changes: Any) -> tuple[str, ...]:
+    return warnings_of(adapter(name), BaseModel(path, **changes), mode)
+
+
+def test_another_variant_is_said_with_both_names() -> None:
+    assert warned(PLAIN, INSTRUCT) == (SAID,)
+    assert warned(INSTRUCT, INSTRUCT) == warned("unsloth/llama-3.1-8b-instruct-bnb-4bit", INSTRUCT) == ()
+
+
+@pytest.mark.parametrize("name", [None, "", "/checkpoints/step-500", "model", "acme/own"])
+def test_a_name_that_says_nothing_is_not_warned_of(name: str | None) -> None:
+    assert warned(name or None, INSTRUCT) == ()
+
+
+@pytest.mark.parametrize("path", ["/models/base", "org/tiny", "/models/step-500"])
+def test_a_served_model_of_unknown_name_is_not_compared(path: str) -> None:
+    assert warned(PLAIN, path) == warned(PLAIN, path, served_names=("gpt-4",)) == ()
+
+
+def test_the_served_name_that_says_most_is_compared() -> None:
+    assert warned(PLAIN, "/models/base", served_names=("default", INSTRUCT)) == (SAID,)
+    assert warned(PLAIN, INSTRUCT, served_names=("llama", "llama-8b")) == (SAID,)
+
+
+def test_an_original_name_counts_where_no_other_is_known() -> None:
+    assert warned(PLAIN, "/models/base", original_name=INSTRUCT) == (SAID,)
+    assert warned(PLAIN, "/models/Llama-3.1-8B-copy", original_name=INSTRUCT) == ()
+
+
+def test_an_alias_is_believed() -> None:
+    assert warned(PLAIN, INSTRUCT, aliases=(PLAIN,)) == ()
+    assert warned("unsloth/llama-3.1-8b-bnb-4bit", INSTRUCT, aliases=(PLAIN,)) == ()
+    assert warned("Qwen/Qwen2.5-7B", INSTRUCT, aliases=(PLAIN, "mine")) != ()
+
+
+def test_off_compares_no_names() -> None:
+    assert warned(PLAIN, INSTRUCT, BaseMatch.OFF) == ()
+
+
+def test_directories_of_a_machine_are_not_shown() -> None:
+    (said,) = warned("/home/someone/secret/Llama-3.1-8B", "/data/place/Llama-3.1-70B")
+    assert said == "trained on Llama-3.1-8B, served on Llama-3.1-70B: another size (8b, not 70b)"
+
+
+def test_a_warning_stands_in_the_place_of_the_note() -> None:
+    base, weights = dataclasses.replace(BASE, path=INSTRUCT), Weights((lora(),))
+    assert check_base(adapter(PLAIN), weights, base, BaseMatch.COMPATIBLE) == ()
+    (note,) = check_base(adapter("acme/own"), weights, base, BaseMatch.COMPATIBLE)
+    assert "names base model 'acme/own'" in note
+
+
+def test_a_known_name_opens_nothing_that_was_refused() -> None:
+    base = dataclasses.replace(BASE, path=INSTRUCT)
+    with pytest.raises(IncompatibleAdapter, match="cannot be compared"):
+        check_base(adapter("unsloth/llama-3.1-8b-instruct"), None, base, BaseMatch.COMPATIBLE)
+    with pytest.raises(IncompatibleAdapter, match="cannot be compared"):
+        check_base(adapter(PLAIN), None, base, BaseMatch.COMPATIBLE)
+    with pytest.raises(IncompatibleAdapter, match="base model meta-llama"):
+        check_base(adapter(PLAIN), None, base, BaseMatch.STRICT)
+
+
+def test_verification_carries_the_warning(tmp_path: Path) -> None:
+    put(tmp_path / "one", adapter_files(base_model_name_or_path=PLAIN))
+    base = dataclasses.replace(BASE, path=INSTRUCT)
+    verified = verify_adapter(tmp_path / "one", base, Settings())
+    assert (verified.warnings, verified.notes) == ((SAID,), ())
+    assert verify_adapter(tmp_path / "one", None, Settings()).warnings == ()
+    with pytest.raises(IncompatibleAdapter):
+        verify_adapter(tmp_path / "one", base, Settings(base_match=BaseMatch.STRICT))
+
+
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        (json.dumps({"_name_or_path": INSTRUCT}), INSTRUCT),
+        ("{}", ""),
+        ('{"_name_or_path": 5}', ""),
+        ("[]", ""),
+        ("{", ""),
+        ("[" * 100_000, ""),
+        ("\0", ""),
+        (None, ""),
+    ],
+)
+def test_the_original_name_is_read_of_the_model(tmp_path: Path, content: str | None, name: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    assert original_name_of(str(tmp_path)) == name
