@@ -35,7 +35,7 @@ class _File(msgspec.Struct):
 
 
 class _Manifest(msgspec.Struct):
-    """What of a manifest says how large its adapter is: a third of the time that all of it takes."""
+    """What of a manifest says how large its adapter is: two fifths of the time that all of it takes."""
 
     files: list[_File]
 
@@ -153,9 +153,9 @@ class Inventory:
             return 0.0
 
     def _size_of(self, digest: str) -> int | None:
-        directory = self._layout.adapter(digest)
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            return _read_size(f"{directory}/{MANIFEST_FILE}")
+            return _read_size(f"{self._layout.root}/{digest}/{MANIFEST_FILE}")
+        directory = self._layout.adapter(digest)
         try:
             return Manifest.read(directory).size_bytes
         except (InvalidAdapter, SourceUnavailable):

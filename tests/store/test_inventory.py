@@ -99,7 +99,7 @@ def test_the_next_process_reads_no_manifest_again(store: Store, monkeypatch: pyt
 
 
 def test_the_first_process_reads_sizes_only(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 50,000 manifests: all that they say takes three times as long to read."""
+    """Of 50,000 manifests: all that they say takes more than twice as long to read."""
     monkeypatch.setattr(Manifest, "read", staticmethod(lambda _: pytest.fail("read as a whole")))
     assert Inventory(store.layout).look() == 4 * SIZE
 
