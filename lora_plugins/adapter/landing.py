@@ -31,12 +31,14 @@ _FOUND = {
     Unadapted.TOWER: "of the multimodal tower or connector, which need --enable-tower-connector-lora",
     Unadapted.TARGET: "that this server's --lora-target-modules leaves out",
     Unadapted.KIND: "that vLLM cannot adapt in this model",
+    Unadapted.ABSORBED: "that this engine never computes with an adapter",
 }
 _REMEDIES = {
     None: _REMEDY,
     Unadapted.TOWER: "restart the server with --enable-tower-connector-lora",
     Unadapted.TARGET: "restart the server with these in --lora-target-modules, or without it",
     Unadapted.KIND: "train it without these modules",
+    Unadapted.ABSORBED: "train it without these modules, or merge the adapter into the model (vllm-project/vllm#48974)",
 }
 
 

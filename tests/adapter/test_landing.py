@@ -93,6 +93,7 @@ def test_half_an_adapter_is_refused_or_served_with_a_note():
         (Unadapted.TOWER, "need --enable-tower-connector-lora", "server with --enable-tower-connector-lora"),
         (Unadapted.TARGET, "--lora-target-modules leaves out", "server with these in --lora-target-modules"),
         (Unadapted.KIND, "vLLM cannot adapt in this model", "train it without these modules"),
+        (Unadapted.ABSORBED, "never computes with an adapter", "merge the adapter into the model"),
         (None, "the model does not have", "the base model that it was trained on"),
     ],
 )

@@ -1,0 +1,58 @@
+"""Modules that vLLM wraps for LoRA and whose wrapper attention passes by: adapters of these are without effect.
+
+With multi-head latent attention (MLA: DeepSeek-V2 and -V3, Kimi, GLM-5), attention calls the `kv_b_proj` that it was
+made with, before vLLM wrapped the layer, for prompts, and computes decode with weights that are made of it (`W_UK`,
+`W_UV`). Source: `MLAAttention` in vllm/model_executor/layers/attention/mla_attention.py, 0.30 to 0.33; vllm#48974.
+
+Calls are not counted while an engine starts: of a compiled model that comes from a cache no module is called from Python,
+vLLM's profiling run has no attention metadata, so that attention itself computes nothing, and an eager engine on the CPU
+has no such run. An MLA layer may also call the wrapper for prompts and not for decode. Who holds a layer is the same in
+each engine, and `tests/models/test_computed_modules.py` compares that with the calls of real requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lora_plugins.ledger import Patch
+
+
+def absorbed(manager: Any) -> frozenset[str]:
+    """Their names, of those in `manager.modules`.
+
+    Args:
+        manager: vLLM's `LoRAModelManager`, or a subclass of it.
+    """
+    names = {}
+    for name, module in manager.modules.items():
+        names[id(module)] = name
+        names[id(getattr(module, "base_layer", module))] = name
+    return frozenset(names[id(held)] for held in _held_by_attention(manager.model) if id(held) in names)
+
+
+def _held_by_attention(model: Any) -> Iterator[Any]:
+    """What implementations of attention have: they are no modules, so vLLM wraps nothing inside them.
+
+    `kv_b_proj` of their layers too, which some implementations leave to the layer.
+    """
+    for layer in model.modules():
+        implementation = vars(layer).get("impl")
+        if hasattr(implementation, "__dict__"):
+            yield from vars(implementation).values()
+            yield getattr(layer, "kv_b_proj", None)
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.model_executor.layers.attention.mla_attention:
+            MLAAttention{impl, kv_b_proj}
+        vllm.lora.model_manager:
+            LoRAModelManager{model, modules}
+        """,
+        what="read: which wrapped layers an attention layer's implementation holds as they were before",
+        why="vLLM takes an adapter of these and computes nothing of it; it is refused by name",
+        remove="vLLM computes adapters of kv_b_proj with MLA (vllm#48974)",
+    ),
+)
