@@ -152,9 +152,11 @@ def check_pairs(
         elsewhere=elsewhere,
         about=about,
     )
-    if matched and not (unmatched and is_whole_model):
+    # A stage of a pipeline knows of no other stage's modules, but which of its own are absorbed.
+    lost = [name for name in unmatched if is_whole_model or modules.why_unadapted(name) is Unadapted.ABSORBED]
+    if matched and not lost:
         return ()
-    error = _mismatch(unmatched, len(matched) + len(unmatched), modules, about)
+    error = _mismatch(lost or unmatched, len(matched) + len(unmatched), modules, about)
     if refuse_unmatched or not matched:
         raise error
     return (f"served without {error.found}",)

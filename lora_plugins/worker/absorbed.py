@@ -4,10 +4,10 @@ With multi-head latent attention (MLA: DeepSeek-V2 and -V3, Kimi, GLM-5), attent
 made with, before vLLM wrapped the layer, for prompts, and computes decode with weights that are made of it (`W_UK`,
 `W_UV`). Source: `MLAAttention` in vllm/model_executor/layers/attention/mla_attention.py, 0.30 to 0.33; vllm#48974.
 
-Calls are not counted while an engine starts: of a compiled model that comes from a cache no module is called from Python,
-vLLM's profiling run has no attention metadata, so that attention itself computes nothing, and an eager engine on the CPU
-has no such run. An MLA layer may also call the wrapper for prompts and not for decode. Who holds a layer is the same in
-each engine, and `tests/models/test_computed_modules.py` compares that with the calls of real requests.
+Calls are not counted while an engine starts: of a compiled model that comes from a cache Python calls no module; vLLM's
+profiling run has no attention metadata, so attention itself computes nothing; an eager engine on the CPU has no such
+run. A layer may also call its wrapper for prompts and not for decode, as that of vllm/models/kimi_k3 would. Who
+holds a layer is the same in each engine, and `tests/models/test_computed_modules.py` compares that with real requests.
 """
 
 from __future__ import annotations
