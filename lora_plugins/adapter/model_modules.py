@@ -27,7 +27,7 @@ class Unadapted(StrEnum):
     TOWER = "tower"  # of a tower or connector, and the engine runs without --enable-tower-connector-lora
     TARGET = "target"  # left out by --lora-target-modules
     KIND = "kind"  # vLLM adapts none of this kind in this model
-    ABSORBED = "absorbed"  # vLLM wraps the module, and attention computes with weights made of the raw one
+    UNCALLED = "uncalled"  # vLLM wraps the module, and computes with the raw layer or with its weight
 
 
 class ExpertFormat(StrEnum):

@@ -10,8 +10,8 @@ from typing import Any
 
 from lora_plugins.adapter.model_modules import ExpertFormat, Experts, Kind, ModelModules, Place, Unadapted
 from lora_plugins.ledger import Patch
-from lora_plugins.worker.absorbed import absorbed
 from lora_plugins.worker.unadapted import unadapted
+from lora_plugins.worker.uncalled import uncalled
 
 
 def describe(manager: Any) -> ModelModules:
@@ -23,7 +23,7 @@ def describe(manager: Any) -> ModelModules:
     from vllm import __version__
 
     model = manager.model
-    without_effect = absorbed(manager)
+    without_effect = uncalled(manager)
     computed = [name for name in manager.modules if name not in without_effect]
     return ModelModules(
         architecture=type(model).__name__,
@@ -38,7 +38,7 @@ def describe(manager: Any) -> ModelModules:
         },
         model_type=str(getattr(getattr(model, "config", None), "model_type", "")),
         text_prefix=_text_prefix(manager),
-        unadapted={**unadapted(manager), **dict.fromkeys(without_effect, Unadapted.ABSORBED)},
+        unadapted={**unadapted(manager), **dict.fromkeys(without_effect, Unadapted.UNCALLED)},
     )
 
 

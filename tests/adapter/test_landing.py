@@ -93,7 +93,7 @@ def test_half_an_adapter_is_refused_or_served_with_a_note():
         (Unadapted.TOWER, "need --enable-tower-connector-lora", "server with --enable-tower-connector-lora"),
         (Unadapted.TARGET, "--lora-target-modules leaves out", "server with these in --lora-target-modules"),
         (Unadapted.KIND, "vLLM cannot adapt in this model", "train it without these modules"),
-        (Unadapted.ABSORBED, "never computes with an adapter", "merge the adapter into the model"),
+        (Unadapted.UNCALLED, "never computes with an adapter", "merge the adapter into the model"),
         (None, "the model does not have", "the base model that it was trained on"),
     ],
 )
@@ -111,14 +111,14 @@ def test_what_does_not_land_is_named_with_the_reason(why, found, remedy):
 
 
 def test_a_stage_of_a_pipeline_knows_what_it_never_computes():
-    of = dataclasses.replace(MODULES, unadapted={"kv_b_proj": Unadapted.ABSORBED, "tower": Unadapted.TOWER})
-    here, later, tower, absorbed = (
+    of = dataclasses.replace(MODULES, unadapted={"kv_b_proj": Unadapted.UNCALLED, "tower": Unadapted.TOWER})
+    here, later, tower, uncalled = (
         ReadPair(name, name, (4, 8), (8, 4), 4) for name in (Q, "later", "tower", "kv_b_proj")
     )
     assert check_pairs([here, later, tower], of, is_whole_model=False) == ()
     with pytest.raises(IncompatibleAdapter, match=r"^.*1 of 3 modules that this engine never computes.*'kv_b_proj'"):
-        check_pairs([here, later, absorbed], of, is_whole_model=False)
-    (note,) = check_pairs([here, later, absorbed], of, is_whole_model=False, refuse_unmatched=False)
+        check_pairs([here, later, uncalled], of, is_whole_model=False)
+    (note,) = check_pairs([here, later, uncalled], of, is_whole_model=False, refuse_unmatched=False)
     assert "'kv_b_proj'" in note
 
 

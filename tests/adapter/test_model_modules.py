@@ -18,10 +18,10 @@ def test_a_description_survives_json():
 def test_stages_of_a_pipeline_say_together_what_takes_no_adapter():
     """A module that one of them computes is computed."""
     name = next(iter(MODULES.places))
-    absorbed = dict.fromkeys(("layers.0.kv_b_proj", name), Unadapted.ABSORBED)
-    first = dataclasses.replace(MODULES, places={}, unadapted=absorbed)
-    whole = first.joined(dataclasses.replace(MODULES, unadapted={"layers.1.kv_b_proj": Unadapted.ABSORBED}))
-    assert {whole.why_unadapted(f"layers.{layer}.kv_b_proj") for layer in (0, 1)} == {Unadapted.ABSORBED}
+    uncalled = dict.fromkeys(("layers.0.kv_b_proj", name), Unadapted.UNCALLED)
+    first = dataclasses.replace(MODULES, places={}, unadapted=uncalled)
+    whole = first.joined(dataclasses.replace(MODULES, unadapted={"layers.1.kv_b_proj": Unadapted.UNCALLED}))
+    assert {whole.why_unadapted(f"layers.{layer}.kv_b_proj") for layer in (0, 1)} == {Unadapted.UNCALLED}
     assert whole.key(name) == name
 
 

@@ -1,4 +1,4 @@
-"""What attention computes with absorbed weights of takes no adapter, though vLLM wraps the module (vllm#48974)."""
+"""What vLLM wraps and never calls takes no adapter: it computes with the raw layer or its weight (vllm#48974)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ KV_B = "model.layers.0.self_attn.kv_b_proj"
 RANK = 4
 
 
-def absorbed(modules: ModelModules) -> set[str]:
-    return {name for name, why in modules.unadapted.items() if why is Unadapted.ABSORBED}
+def uncalled(modules: ModelModules) -> set[str]:
+    return {name for name, why in modules.unadapted.items() if why is Unadapted.UNCALLED}
 
 
 def test_kv_b_proj_is_wrapped_and_takes_no_adapter(make_real_manager: Any) -> None:
     manager = make_real_manager("deepseek-v2")
     modules = describe(manager._adapter_manager)
     assert KV_B in manager._adapter_manager.modules
-    assert absorbed(modules) == {KV_B}
+    assert uncalled(modules) == {KV_B}
     assert {name.rpartition(".")[2] for name in modules.places} == {
         "q_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj"
     }  # fmt: skip
@@ -56,9 +56,9 @@ def test_a_worker_refuses_an_adapter_of_it(
 def test_each_worker_of_two_says_so(make_real_manager: Any) -> None:
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     manager = make_real_manager("deepseek-v2", parallel=two)
-    assert absorbed(describe(manager._adapter_manager)) == {KV_B}
+    assert uncalled(describe(manager._adapter_manager)) == {KV_B}
 
 
 @pytest.mark.parametrize("name", sorted(set(CONFIGS) - {"deepseek-v2", "idefics3", "paligemma"}))
-def test_models_without_absorbed_weights_keep_every_module(make_real_manager: Any, name: str) -> None:
-    assert absorbed(describe(make_real_manager(name)._adapter_manager)) == set()
+def test_models_that_call_every_module_keep_all(make_real_manager: Any, name: str) -> None:
+    assert uncalled(describe(make_real_manager(name)._adapter_manager)) == set()
