@@ -287,5 +287,24 @@ _VLLM_ALONE = (
     ),
 )
 
+# With multi-head latent attention (MLA) and without experts; the head sizes are the only ones of vLLM's CPU kernel. Not
+# among `ARCHITECTURES`: that kernel (0.32) answers equal requests of one batch, of the base model too, differently.
+_MLA = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "head_dim": 64,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "first_k_dense_replace": 2,
+}
+_MLA_ATTENTION = ("kv_b_proj",)
+MLA = (
+    Architecture("DeepseekV2ForCausalLM", "deepseek_v2", _MLA, attention=_MLA_ATTENTION),
+    Architecture("DeepseekV3ForCausalLM", "deepseek_v3", {**_MLA, "q_lora_rank": 64}, attention=_MLA_ATTENTION),
+)
+
 ARCHITECTURES = (*_TRANSFORMERS, *_VLLM_ALONE)
-BY_NAME = {one.name: one for one in ARCHITECTURES}
+BY_NAME = {one.name: one for one in (*ARCHITECTURES, *MLA)}

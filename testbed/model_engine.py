@@ -141,6 +141,31 @@ class ModelEngine:
             found[name] = list(output.outputs[0].token_ids) or str(output.outputs[0].stop_reason)
         return found
 
+    def prompt_logprobs(self, names: Sequence[str]) -> list[list[float]]:
+        """Of each token of the prompt but the first: of the base model, then of each adapter, alone in its batch."""
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        found = []
+        for request in (None, *self._requests(names).values()):
+            prompt = {"prompt_token_ids": PROMPT}
+            (output,) = self._llm.generate(prompt, parameters, lora_request=request, use_tqdm=False)
+            given = zip(output.prompt_logprobs[1:], PROMPT[1:], strict=True)
+            found.append([one[token].logprob for one, token in given])
+        return found
+
+    def never_called(self) -> list[str]:
+        """Which of the modules that vLLM has wrapped a request does not call, neither in its prompt nor in decode."""
+        modules = self._worker_manager._adapter_manager.modules
+        called: set[str] = set()
+        hooks = [
+            module.register_forward_pre_hook(lambda *_, name=name: called.add(name)) for name, module in modules.items()
+        ]
+        self.answers([])
+        for hook in hooks:
+            hook.remove()
+        return sorted(modules.keys() - called)
+
     def verdict(self, name: str) -> tuple[str, str, str]:
         """Texts, empty where all is well: our error for this adapter, why vLLM's own loading does not take it whole,
 

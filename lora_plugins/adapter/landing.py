@@ -31,12 +31,14 @@ _FOUND = {
     Unadapted.TOWER: "of the multimodal tower or connector, which need --enable-tower-connector-lora",
     Unadapted.TARGET: "that this server's --lora-target-modules leaves out",
     Unadapted.KIND: "that vLLM cannot adapt in this model",
+    Unadapted.UNCALLED: "that this engine never computes with an adapter",
 }
 _REMEDIES = {
     None: _REMEDY,
     Unadapted.TOWER: "restart the server with --enable-tower-connector-lora",
     Unadapted.TARGET: "restart the server with these in --lora-target-modules, or without it",
     Unadapted.KIND: "train it without these modules",
+    Unadapted.UNCALLED: "train it without these modules, or merge the adapter into the model (vllm-project/vllm#48974)",
 }
 
 
@@ -150,9 +152,11 @@ def check_pairs(
         elsewhere=elsewhere,
         about=about,
     )
-    if matched and not (unmatched and is_whole_model):
+    # A stage of a pipeline knows of no other stage's modules, but which of its own are never called.
+    lost = [name for name in unmatched if is_whole_model or modules.why_unadapted(name) is Unadapted.UNCALLED]
+    if matched and not lost:
         return ()
-    error = _mismatch(unmatched, len(matched) + len(unmatched), modules, about)
+    error = _mismatch(lost or unmatched, len(matched) + len(unmatched), modules, about)
     if refuse_unmatched or not matched:
         raise error
     return (f"served without {error.found}",)

@@ -8,7 +8,7 @@ from dataclasses import asdict, astuple, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-FORMAT = 4
+FORMAT = 5
 
 
 class Kind(StrEnum):
@@ -27,6 +27,7 @@ class Unadapted(StrEnum):
     TOWER = "tower"  # of a tower or connector, and the engine runs without --enable-tower-connector-lora
     TARGET = "target"  # left out by --lora-target-modules
     KIND = "kind"  # vLLM adapts none of this kind in this model
+    UNCALLED = "uncalled"  # vLLM wraps the module, and computes with the raw layer or with its weight
 
 
 class ExpertFormat(StrEnum):

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lora_plugins.adapter.model_modules import ExpertFormat, Experts, Kind, ModelModules, Place
+from lora_plugins.adapter.model_modules import ExpertFormat, Experts, Kind, ModelModules, Place, Unadapted
 from lora_plugins.ledger import Patch
 from lora_plugins.worker.unadapted import unadapted
+from lora_plugins.worker.uncalled import uncalled
 
 
 def describe(manager: Any) -> ModelModules:
@@ -22,10 +23,12 @@ def describe(manager: Any) -> ModelModules:
     from vllm import __version__
 
     model = manager.model
+    without_effect = uncalled(manager)
+    computed = [name for name in manager.modules if name not in without_effect]
     return ModelModules(
         architecture=type(model).__name__,
         vllm_version=__version__,
-        places={name: place for module in manager.modules for name, place in _places(manager, module)},
+        places={name: place for module in computed for name, place in _places(manager, module)},
         vocabulary=getattr(manager, "vocab_size", None),
         renames=_renames(model),
         skipped=tuple(getattr(model, "lora_skip_prefixes", None) or ()),
@@ -35,7 +38,7 @@ def describe(manager: Any) -> ModelModules:
         },
         model_type=str(getattr(getattr(model, "config", None), "model_type", "")),
         text_prefix=_text_prefix(manager),
-        unadapted=unadapted(manager),
+        unadapted={**unadapted(manager), **dict.fromkeys(without_effect, Unadapted.UNCALLED)},
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_plugins.adapter.landing import Model, check_landing
+from lora_plugins.adapter.landing import Model, ReadPair, check_landing, check_pairs
 from lora_plugins.adapter.model_modules import Kind, ModelModules, Place, Unadapted
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.weights import LoraPair, Weights
@@ -93,6 +93,7 @@ def test_half_an_adapter_is_refused_or_served_with_a_note():
         (Unadapted.TOWER, "need --enable-tower-connector-lora", "server with --enable-tower-connector-lora"),
         (Unadapted.TARGET, "--lora-target-modules leaves out", "server with these in --lora-target-modules"),
         (Unadapted.KIND, "vLLM cannot adapt in this model", "train it without these modules"),
+        (Unadapted.UNCALLED, "never computes with an adapter", "merge the adapter into the model"),
         (None, "the model does not have", "the base model that it was trained on"),
     ],
 )
@@ -107,6 +108,18 @@ def test_what_does_not_land_is_named_with_the_reason(why, found, remedy):
     assert "LORA_PLUGINS_UNMATCHED=warn" in caught.value.remedy
     (note,) = check(lora(), lora(name), of=of, refuse_unmatched=False)
     assert note.startswith("served without 1 of 2 modules ")
+
+
+def test_a_stage_of_a_pipeline_knows_what_it_never_computes():
+    of = dataclasses.replace(MODULES, unadapted={"kv_b_proj": Unadapted.UNCALLED, "tower": Unadapted.TOWER})
+    here, later, tower, uncalled = (
+        ReadPair(name, name, (4, 8), (8, 4), 4) for name in (Q, "later", "tower", "kv_b_proj")
+    )
+    assert check_pairs([here, later, tower], of, is_whole_model=False) == ()
+    with pytest.raises(IncompatibleAdapter, match=r"^.*1 of 3 modules that this engine never computes.*'kv_b_proj'"):
+        check_pairs([here, later, uncalled], of, is_whole_model=False)
+    (note,) = check_pairs([here, later, uncalled], of, is_whole_model=False, refuse_unmatched=False)
+    assert "'kv_b_proj'" in note
 
 
 def test_each_reason_is_named_once_with_its_remedy():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
-from lora_plugins.adapter.model_modules import FORMAT, ModelModules
+from lora_plugins.adapter.model_modules import FORMAT, ModelModules, Unadapted
 from tests.make import MODULES
 
 
@@ -14,13 +15,23 @@ def test_a_description_survives_json():
     assert ModelModules.of_json(json.dumps(MODULES.plain())) == MODULES
 
 
+def test_stages_of_a_pipeline_say_together_what_takes_no_adapter():
+    """A module that one of them computes is computed."""
+    name = next(iter(MODULES.places))
+    uncalled = dict.fromkeys(("layers.0.kv_b_proj", name), Unadapted.UNCALLED)
+    first = dataclasses.replace(MODULES, places={}, unadapted=uncalled)
+    whole = first.joined(dataclasses.replace(MODULES, unadapted={"layers.1.kv_b_proj": Unadapted.UNCALLED}))
+    assert {whole.why_unadapted(f"layers.{layer}.kv_b_proj") for layer in (0, 1)} == {Unadapted.UNCALLED}
+    assert whole.key(name) == name
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("", "Expecting value"),
         ("[]", "not the modules of a model"),
-        ("{}", "format None, not 4"),
-        ('{"format": 2}', "format 2, not 4"),
+        ("{}", f"format None, not {FORMAT}"),
+        ('{"format": 2}', f"format 2, not {FORMAT}"),
         (json.dumps({**MODULES.plain(), "places": {"a": 1}}), "not the modules of a model: cannot unpack"),
         (json.dumps({"format": FORMAT}), "not the modules of a model: 'places'"),
     ],

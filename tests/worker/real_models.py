@@ -68,6 +68,18 @@ CONFIGS["nemotron-h"] = {  # whose experts have no gate_proj
     "norm_topk_prob": True,
     "mlp_hidden_act": "relu2",
 }
+CONFIGS["deepseek-v2"] = {  # whose attention computes with absorbed weights of kv_b_proj
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "head_dim": 64,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": EXPERTS,
+    "first_k_dense_replace": 1,
+}
 _TEXT = {key: value for key, value in _COMMON.items() if key not in ("num_experts_per_tok", "torch_dtype")}
 _SIGHT = {
     "hidden_size": HIDDEN,

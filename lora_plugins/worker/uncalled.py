@@ -1,0 +1,70 @@
+"""Modules that vLLM wraps for LoRA and whose wrapper it never calls: adapters of these are without effect.
+
+With multi-head latent attention (MLA: DeepSeek-V2 and -V3, Kimi, GLM-5), attention calls the `kv_b_proj` that it was
+made with, before vLLM wrapped the layer, for prompts, and computes decode with weights that are made of it (`W_UK`,
+`W_UV`). Source: `MLAAttention` in vllm/model_executor/layers/attention/mla_attention.py, 0.30 to 0.33; vllm#48974.
+
+Layers of state spaces and linear attention read the weight of their depthwise convolution (`conv1d`) and call a kernel.
+
+Calls are not counted while an engine starts: of a compiled model that comes from a cache Python calls no module; vLLM's
+profiling run has no attention metadata, so attention itself computes nothing; an eager engine on the CPU has no such
+run. A layer may also call its wrapper for prompts and not for decode, as that of vllm/models/kimi_k3 would. Who
+holds a layer is the same in each engine, and `tests/models/test_computed_modules.py` compares that with real requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lora_plugins.ledger import Patch
+
+
+def uncalled(manager: Any) -> frozenset[str]:
+    """Their names, of those in `manager.modules`.
+
+    Args:
+        manager: vLLM's `LoRAModelManager`, or a subclass of it.
+    """
+    names, found = {}, set()
+    for name, module in manager.modules.items():
+        layer = getattr(module, "base_layer", module)
+        names |= {id(module): name, id(layer): name}
+        if _is_convolution(layer):
+            found.add(name)
+    found.update(names[id(held)] for held in _held_by_attention(manager.model) if id(held) in names)
+    return frozenset(found)
+
+
+def _is_convolution(layer: Any) -> bool:
+    """Whether a linear layer only holds a depthwise convolution's weight, which vLLM makes (channels, 1, kernel)."""
+    shape = getattr(getattr(layer, "weight", None), "shape", ())
+    return len(shape) == 3 and shape[1] == 1
+
+
+def _held_by_attention(model: Any) -> Iterator[Any]:
+    """What implementations of attention have: they are no modules, so vLLM wraps nothing inside them.
+
+    `kv_b_proj` of their layers too, which some implementations leave to the layer.
+    """
+    for layer in model.modules():
+        implementation = vars(layer).get("impl")
+        if hasattr(implementation, "__dict__"):
+            yield from vars(implementation).values()
+            yield getattr(layer, "kv_b_proj", None)
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.model_executor.layers.attention.mla_attention:
+            MLAAttention{impl, kv_b_proj}
+        vllm.lora.model_manager:
+            LoRAModelManager{model, modules}
+        """,
+        what="read: which wrapped layers an attention layer's implementation holds as they were before, and which are "
+        "convolutions",
+        why="vLLM takes an adapter of these and computes nothing of it; it is refused by name",
+        remove="vLLM computes adapters of kv_b_proj with MLA (vllm#48974)",
+    ),
+)

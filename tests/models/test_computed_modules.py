@@ -1,0 +1,58 @@
+"""Modules that vLLM wraps and no request calls are exactly those described as uncalled, and take no adapter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+from lora_plugins.adapter.model_modules import ModelModules, Unadapted
+from testbed.architectures import ARCHITECTURES, MLA, Architecture
+from testbed.forked_engines import ForkedEngines
+
+
+def rows(architectures: tuple[Architecture, ...], quick: Collection[str]) -> list[object]:
+    return [
+        pytest.param(one, id=one.name, marks=[] if one.name in quick else [pytest.mark.nightly])
+        for one in architectures
+    ]
+
+
+UNCALLED = {one.name: {"kv_b_proj"} for one in MLA} | {
+    name: {"conv1d"} for name in ("FalconH1ForCausalLM", "NemotronHForCausalLM", "GraniteMoeHybridForCausalLM")
+}
+QUICK = MLA[0].name, "OlmoeForCausalLM"
+
+
+@pytest.mark.parametrize("architecture", rows((*MLA, *ARCHITECTURES), QUICK))
+def test_what_is_never_called_is_described(engines: ForkedEngines, architecture: Architecture, tmp_path: Path) -> None:
+    with engines.engine(architecture, tmp_path) as engine:
+        engine.call("build")
+        modules = ModelModules.of_plain(engine.call("start"))
+        never_called = engine.call("never_called")
+    uncalled = {name for name, why in modules.unadapted.items() if why is Unadapted.UNCALLED}
+    assert set(never_called) == uncalled
+    assert {name.rpartition(".")[2] for name in uncalled} == UNCALLED.get(architecture.name, set())
+
+
+@pytest.mark.parametrize("architecture", rows(MLA, QUICK))
+def test_an_adapter_without_effect_in_vllm_is_refused(
+    engines: ForkedEngines, architecture: Architecture, tmp_path: Path
+) -> None:
+    with engines.engine(architecture, tmp_path, with_plugins=False) as engine:
+        engine.call("build")
+        engine.call("start")
+        base, kv_b, all_linear = engine.call("prompt_logprobs", ["attention", "all-linear"])
+    assert kv_b == base  # vLLM takes the adapter, and computes nothing of it
+    assert all_linear != base
+    with engines.engine(architecture, tmp_path) as engine:
+        engine.call("start")
+        refused, vllm, _ = engine.call("verdict", "attention")
+        assert vllm == ""
+        assert "2 of 2 modules that this engine never computes with an adapter" in refused
+        assert "model.layers.0.self_attn.kv_b_proj" in refused
+        refused, _, _ = engine.call("verdict", "all-linear")
+        assert re.search(r"found 2 of \d+ modules that this engine never computes with an adapter", refused)
+        assert "LORA_PLUGINS_UNMATCHED=warn" in refused
