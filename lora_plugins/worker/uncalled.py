@@ -26,7 +26,8 @@ def uncalled(manager: Any) -> frozenset[str]:
     Args:
         manager: vLLM's `LoRAModelManager`, or a subclass of it.
     """
-    names, found = {}, set()
+    names: dict[int, str] = {}
+    found: set[str] = set()
     for name, module in manager.modules.items():
         layer = getattr(module, "base_layer", module)
         names |= {id(module): name, id(layer): name}
@@ -38,7 +39,7 @@ def uncalled(manager: Any) -> frozenset[str]:
 
 def _is_convolution(layer: Any) -> bool:
     """Whether a linear layer only holds a depthwise convolution's weight, which vLLM makes (channels, 1, kernel)."""
-    shape = getattr(getattr(layer, "weight", None), "shape", ())
+    shape: tuple[int, ...] = tuple(getattr(getattr(layer, "weight", None), "shape", ()))
     return len(shape) == 3 and shape[1] == 1
 
 

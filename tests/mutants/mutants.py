@@ -19,8 +19,8 @@ MUTANTS = (
     Mutant(
         "planner: the adapter that runs the most leaves",
         "lora_plugins/scheduler/admission.py",
-        "leaver = min(taking, key=lambda it: len(it.running))",
-        "leaver = max(taking, key=lambda it: len(it.running))",
+        "state.leave(min(taking, key=lambda it: len(it.running)), now)",
+        "state.leave(max(taking, key=lambda it: len(it.running)), now)",
         ("tests/scheduler/test_planner.py",),
     ),
     Mutant(
