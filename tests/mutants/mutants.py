@@ -26,8 +26,8 @@ MUTANTS = (
     Mutant(
         "planner: a full host cache takes one more",
         "lora_plugins/scheduler/host_cache.py",
-        "- len(fewer) > self.max_adapters:",
-        "- len(fewer) > self.max_adapters + 1:",
+        "while places_over > 0 or bytes_over > 0:",
+        "while places_over > 1 or bytes_over > 0:",
         ("tests/scheduler/test_host_cache.py",),
     ),
     Mutant(
@@ -82,7 +82,7 @@ MUTANTS = (
     Mutant(
         "verification: what takes too much memory is read again",
         "lora_plugins/verification/child.py",
-        "        yield Refused(too_large.plain())\n",
+        "        yield Refused(too_much_memory().plain())\n",
         "        raise\n",
         ("tests/verification/test_limits.py",),
     ),

@@ -76,7 +76,7 @@ def test_without_another_process_it_is_parsed_here(
 ) -> None:
     monkeypatch.setattr(sys, "executable", executable)
     with caplog.at_level(logging.WARNING, "vllm.lora_plugins"):
-        assert parse_apart(text_of("{name: sql}"), PATH, URIS) == {"sql": DesiredAdapter("sql")}
+        assert parse_apart(text_of("{name: sql}"), Path("/etc/adapters.yaml"), URIS) == {"sql": DesiredAdapter("sql")}
     assert "the server itself does" in caplog.text
 
 
