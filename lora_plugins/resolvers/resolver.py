@@ -27,6 +27,7 @@ from lora_plugins.errors import (
 from lora_plugins.events import (
     AbsenceRemembered,
     AdapterConfirmed,
+    AdapterDenied,
     AdapterRejected,
     AdapterUnknown,
     Events,
@@ -38,6 +39,7 @@ from lora_plugins.events import (
 from lora_plugins.resolvers.look_ups import LookUpLimits, LookUps, LookUpsBusy
 from lora_plugins.resolvers.single_flight import SingleFlight
 from lora_plugins.resolvers.sources.configured import UriSources
+from lora_plugins.resolvers.sources.errors import FailureKind, RemoteFailure
 from lora_plugins.resolvers.sources.pushed import PushedAdapter, PushSource
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source, VersionChanged
 from lora_plugins.resolvers.sources.uri import BY_PATH, SourceUri, is_path
@@ -51,6 +53,8 @@ _VERSION_CHANGES = 3
 # interpreter, and beside a flood of look-ups that costs a hot name a hundred times what its answer does.
 _SEEN_S = 1.0
 _LOCATED_S = 5.0  # for so long, what was found waits for its caller to have it fetched
+# Answers of a source that works, about one adapter; no outage that an operator is called for.
+_OF_ONE_ADAPTER = frozenset({FailureKind.HIDDEN, FailureKind.GATED})
 _REMOTE_LIMITS = LookUpLimits()
 _LOCAL_LIMITS = replace(_REMOTE_LIMITS, absent_per_s=None)
 
@@ -439,5 +443,8 @@ class AdapterResolver:
         return served is not None and served.source == source.label
 
     def _report(self, name: str, source: Source, error: LoRAPluginsError) -> None:
-        kind = SourceFailed if isinstance(error, SourceUnavailable) else AdapterRejected
+        kind: type[AdapterDenied | AdapterRejected | SourceFailed] = AdapterRejected
+        if isinstance(error, SourceUnavailable):
+            is_denied = isinstance(error, RemoteFailure) and error.kind in _OF_ONE_ADAPTER
+            kind = AdapterDenied if is_denied else SourceFailed
         self.events.emit(kind(name, source.label, error))
