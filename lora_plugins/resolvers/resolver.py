@@ -42,7 +42,7 @@ from lora_plugins.resolvers.sources.configured import UriSources
 from lora_plugins.resolvers.sources.errors import FailureKind, RemoteFailure
 from lora_plugins.resolvers.sources.pushed import PushedAdapter, PushSource
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source, VersionChanged
-from lora_plugins.resolvers.sources.uri import BY_PATH, SourceUri, is_path
+from lora_plugins.resolvers.sources.uri import BY_PATH, SourceUri, is_from, is_path
 from lora_plugins.resolvers.versions import Key, ResolvedAdapter, Versions
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.store import Store
@@ -250,6 +250,29 @@ class AdapterResolver:
         with describing(adapter=name):
             base = await self._described_base()
             return await self._versions.of_digest(name, digest_prefix, base, of_any_name=of_any_name)
+
+    async def restored(self, name: str, uri: str | None, digest: str, place: str) -> ResolvedAdapter | None:
+        """The version that a server before this one served, verified and leased for `name`; no source is asked.
+
+        Its source counts as where this server found the name last. None where the store does not have the version any
+        more, or this server would look for the name in other places than `place`, which is `place_of` that source.
+
+        Raises:
+            LoRAPluginsError: it does not fit the served model, or its URI is not allowed any more.
+        """
+        query = self._uri_query(name, uri) if uri is not None else _Query(AdapterName.parse(name))
+        if uri is None and place not in {str(source) for source in self.sources}:
+            return None
+        found = await self.of_digest(name, digest, of_any_name=True)
+        if found is None or (uri is not None and not is_from(found.uri, uri)):
+            if found is not None:
+                self.store.release(name, found.path)
+            return None
+        return self._versions.note(query.key, found)
+
+    def place_of(self, version: ResolvedAdapter) -> str:
+        """Where the source of a version looks for names: its root, template or repositories, without credentials."""
+        return next((str(source) for source in self.sources if source.label == version.source), "")
 
     def served(self, name: str) -> ResolvedAdapter | None:
         """What a name was resolved to last, by itself and not by a URI; it may have left the store since."""

@@ -76,6 +76,9 @@ class FakeSource:
         self.while_fetching: Callable[[], object] = lambda: None
         self.gate: asyncio.Event | None = None
 
+    def __str__(self) -> str:
+        return f"{self.label} ({self.label}://)"
+
     async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | Absence:
         self.asked.append(str(name))
         self.asked_for_base.append(base_model_name)
