@@ -102,7 +102,7 @@ class Lifecycle:
     async def restore(self, adapter: DesiredAdapter) -> ServedAdapter | None:
         """Serve a name in the version that a server before this one served, from the store, without asking a source.
 
-        What is served under the name already stays. None where the store cannot say: the version is gone or damaged,
+        What is served under the name already stays. None where the version is gone from the store or damaged,
         does not fit the model, or came from where this server does not look.
 
         Raises:

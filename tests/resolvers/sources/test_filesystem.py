@@ -502,7 +502,7 @@ def test_what_has_landed_is_reported_while_copying(root, tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize(("grain_s", "gap_s"), [(2.0, 0.3), (0.01, 0.0)])
-def test_a_second_write_within_the_grain_of_the_clock_is_another_version(tmp_path, monkeypatch, grain_s, gap_s):
+def test_a_write_within_the_clocks_grain_is_another_version(tmp_path, monkeypatch, grain_s, gap_s):
     """Linux before 6.13 has a grain of 1 to 10 ms, older NFS servers have 1 s, FAT has 2 s."""
     grain_ns = int(grain_s * 1e9)
     exact = os.fstat
