@@ -38,7 +38,7 @@ from typing import Any
 
 from cachetools import LRUCache
 
-from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
 from lora_plugins.scheduler.adapter import Adapter, Held, LoadCall
 from lora_plugins.scheduler.admission import begin, forget_expected, join, pass_on
 from lora_plugins.scheduler.host_cache import HostCache
@@ -222,18 +222,17 @@ class Planner:
         idle = (adapter for adapter in self.state.adapters.values() if not adapter.is_in_flight)
         return [it for adapter in idle for it in adapter.retirements if not it.done()]
 
-    def answer_stopped(self, error: LoRAPluginsError, now: float) -> None:
-        """Answer those who wait for requests that do not go on during a pause.
+    def _answer_stopped(self, now: float) -> None:
+        """Answer callers who wait for requests that do not go on during a pause.
 
-        Who wants an adapter removed that no request runs has that done: no request that comes finds it. A drain waits
-        for what is in flight. Who waits for room gets this error;
-        those that wait for a slot go on waiting.
+        A removal of an adapter that no request runs with is done: later requests do not find the adapter. A drain waits
+        for requests in flight. A caller who waits for room gets an error; one who waits for a slot goes on waiting.
         """
         resolve(self._retiring)
         for adapter in list(self.state.calling):
             for call in [] if adapter.is_loaded else list(adapter.calls):
                 if not call.needs_slot:
-                    self.withdraw(call.future, error, now)
+                    self.withdraw(call.future, _in_use(), now)
 
     def withdraw(self, future: Future[None], error: LoRAPluginsError, now: float) -> None:
         """A caller waits no more: it gets this error, and a pin is undone."""
@@ -341,6 +340,8 @@ class Planner:
                 plan.admitted += join(state, now)
                 state.settle(now)
         plan.commands, state.commands = state.commands, []
+        if is_stopped and not self.has_work(is_paused=is_paused, is_stopped=is_stopped):
+            self._answer_stopped(now)
         return plan
 
     def reported(self, reports: Iterable[Report | Slots], now: float) -> None:
@@ -457,6 +458,14 @@ class Planner:
                     self.state.fail(adapter, error)
                     self._changed(adapter, now)
                     is_new = True
+
+
+def _in_use() -> NoFreeSlot:
+    return NoFreeSlot(
+        "room that requests use, which do not go on during this pause",
+        expected="room for one more adapter",
+        remedy="resume before, or raise --max-cpu-loras or LORA_PLUGINS_HOST_MAX_BYTES",
+    )
 
 
 def _all_of(futures: list[Future[None]]) -> Future[None]:

@@ -16,3 +16,15 @@ def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
         wrapped = functools.wraps(original)(wrapper(original))
         setattr(wrapped, _OURS, True)
         setattr(owner, name, wrapped)
+
+
+def wrap_where(owner: Any, name: str, is_ours: Callable[[Any], bool], method: Callable[..., Any]) -> None:
+    """Have `method(original, self, ...)` answer for objects that are `is_ours`; others keep vLLM's method."""
+
+    def wrapper(original: Any) -> Any:
+        def answer(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return method(original, self, *args, **kwargs) if is_ours(self) else original(self, *args, **kwargs)
+
+        return answer
+
+    wrap(owner, name, wrapper)

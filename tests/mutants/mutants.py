@@ -261,7 +261,7 @@ MUTANTS = (
     Mutant(
         "engine core: an aborted request keeps its slot",
         "lora_plugins/vllm_patches/engine_core/scheduler.py",
-        "            self.planner.ended([request.request_id for request in finished], time.monotonic())\n",
+        "        self.planner.ended([request.request_id for request in finished], time.monotonic())\n",
         "",
         ("tests/vllm_patches/engine_core/test_scheduler.py",),
     ),

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from heapq import heappop, heappush
 from typing import Any
 
-from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, NoFreeSlot
+from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import (
     Activate,
@@ -251,7 +251,7 @@ class SimulatedEngine:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a pause lets nothing go on, as `HeldCounts.is_stopped` says it."""
+        """Whether a pause lets nothing go on, as `AdmittingScheduler.is_stopped` says it."""
         return self.is_paused and not self._batch
 
     @property
@@ -264,8 +264,6 @@ class SimulatedEngine:
 
     def step(self) -> StepPlan:
         plan = self.planner.plan(self.now, is_paused=self.is_paused, is_stopped=self.is_stopped)
-        if self.is_stopped and not self.has_work:
-            self.planner.answer_stopped(NoFreeSlot("no room before this pause ends"), self.now)
         self.refused = self.planner.take_refused()
         for request, error in self.refused:
             request.refusal = error

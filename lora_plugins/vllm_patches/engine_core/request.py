@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError, error_of
@@ -20,6 +21,10 @@ from lora_plugins.worker.lora_request import lora_request
 
 VERSIONS = "lora_versions"  # in the kv_transfer_params of a last output: the one place for more that vLLM answers with
 _PREFIX = "lora-plugins:"  # of the stop reason
+# The ids by which vLLM's API server divides a client's request: a token of its beams, a prompt of several, one of n.
+_BEAM = re.compile(r"(.+)-[0-9a-f]{16}-beam-\d+(-[0-9a-f]{8})?")
+_PROMPT = re.compile(r"(cmpl-.+)-\d+-[0-9a-f]{8}")
+_OF_SEVERAL = re.compile(r"\d+_(.+)")
 
 
 def is_in_store(path: str) -> bool:
@@ -63,6 +68,23 @@ def has_weights_of(request: Any, adapter: Adapter | None, spec: AdapterSpec) -> 
     """Whether a request was computed with what this generation has, or had when it was evicted."""
     key = request.lora_request.lora_int_id
     return bool(request.lora_request.lora_path == _path_of(spec, key if adapter is None else adapter.weights))
+
+
+def is_beam(request_id: str) -> bool:
+    """Whether a request is one token of a client's beams, so that more of the same client's come soon."""
+    return _BEAM.fullmatch(request_id) is not None
+
+
+def client_of(request_id: str) -> str:
+    """What a client's request is called in all the requests that vLLM divides it into; empty where it does not.
+
+    Source: vllm/entrypoints/generate/beam_search/online.py, vllm/entrypoints/openai/completion/serving.py,
+    vllm/v1/engine/{parallel_sampling,input_processor}.py, 0.30 to 0.33.
+    """
+    of_several = _OF_SEVERAL.fullmatch(request_id)
+    request_id = of_several.group(1) if of_several else request_id
+    part = _BEAM.fullmatch(request_id) or _PROMPT.fullmatch(request_id)
+    return part.group(1) if part else request_id if of_several else ""
 
 
 def tokens_of(request: Any) -> int:

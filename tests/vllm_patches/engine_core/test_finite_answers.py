@@ -134,7 +134,7 @@ def ended_well(engine: Engine) -> set[str]:
 def load_again(engine: Engine) -> None:
     """The same path, with other bytes."""
     planner = engine.scheduler.planner
-    future = planner.load(engine.scheduler.spec_of(adapter(1)), time.monotonic(), is_other=True)
+    future = planner.load(engine.scheduler.specs.of(adapter(1)), time.monotonic(), is_other=True)
     engine.run()
     assert future.result(timeout=0) is None
 
