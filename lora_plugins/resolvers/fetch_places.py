@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from lora_plugins.errors import SourceUnavailable
-from lora_plugins.resolvers.places import PlaceLimits, Places
+from lora_plugins.resolvers.places import Most, PlaceLimits, Places
 from lora_plugins.resolvers.sources.source import Source
 
 _AT_ONCE, _OF_ONE = 8, 4
@@ -38,6 +38,7 @@ class FetchPlaces:
         return found
 
     def _places(self, found: str) -> Places:
-        limits = PlaceLimits(_AT_ONCE, _WAITING, self._wait_s, _OF_ONE)
+        limits = PlaceLimits(_AT_ONCE, _WAITING, self._wait_s)
         expected = f"a turn within {self._wait_s:g} s"
-        return Places(limits, partial(FetchesBusy, found, expected=expected, remedy="ask again"))
+        refusal = partial(FetchesBusy, found, expected=expected, remedy="ask again")
+        return Places(limits, lambda *_: refusal(), lambda _: Most(_OF_ONE))
