@@ -22,12 +22,14 @@ class FetchPlaces:
     """Those of one resolver; each wait ends after `wait_s` seconds, with `FetchesBusy`.
 
     Attributes:
+        reading: for adapters of the store that a process reads, beside those that are being fetched.
         converting: for adapters that are rewritten into the engine's form.
     """
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s
         self._by_source: dict[int, Places] = {}  # sources of other packages need not be keys of a dict
+        self.reading = self._places("adapters that are being read")
         self.converting = self._places("adapters that are being converted")
 
     def at(self, source: Source) -> Places:

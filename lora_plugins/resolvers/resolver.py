@@ -245,7 +245,9 @@ class AdapterResolver:
         """
         with describing(adapter=name):
             base = await self._described_base()
-            return await self._versions.of_digest(name, digest_prefix, base, of_any_name=of_any_name)
+            return await self._versions.of_digest(
+                name, digest_prefix, base, of_any_name=of_any_name, principal=self.principal()
+            )
 
     def served(self, name: str) -> ResolvedAdapter | None:
         """What a name was resolved to last, by itself and not by a URI; it may have left the store since."""
