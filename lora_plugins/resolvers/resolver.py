@@ -249,7 +249,9 @@ class AdapterResolver:
         """
         with describing(adapter=name):
             base = await self._described_base()
-            return await self._versions.of_digest(name, digest_prefix, base, of_any_name=of_any_name)
+            return await self._versions.of_digest(
+                name, digest_prefix, base, of_any_name=of_any_name, principal=self.principal()
+            )
 
     async def restored(self, name: str, uri: str | None, digest: str, place: str) -> ResolvedAdapter | None:
         """The version that a server before this one served, verified and leased for `name`; no source is asked.

@@ -136,7 +136,7 @@ class Versions:
     ) -> ResolvedAdapter:
         """The located version in the store, verified against `base`, leased for `holder` or else for the name.
 
-        A fetch takes a place of `principal`.
+        What is fetched, read or converted takes a place of `principal`.
 
         Raises:
             VersionChanged: it is to be located again. LoRAPluginsError: it cannot be had or served.
@@ -202,11 +202,17 @@ class Versions:
         if stored is None:
             stored = await self._obtain(name, source, adapter, holder, principal)
         obtain_s = time.perf_counter() - started
-        stored, verified = await self._ready(stored, adapter.uri, adapter.version, base, holder)
+        stored, verified = await self._ready(stored, adapter.uri, adapter.version, base, holder, principal=principal)
         return stored, verified, obtain_s
 
     async def of_digest(
-        self, name: str, digest_prefix: str, base: BaseModel | None, *, of_any_name: bool
+        self,
+        name: str,
+        digest_prefix: str,
+        base: BaseModel | None,
+        *,
+        of_any_name: bool,
+        principal: Hashable = None,
     ) -> ResolvedAdapter | None:
         """See `AdapterResolver.of_digest`."""
         if of_any_name and not is_digest(digest_prefix):
@@ -218,7 +224,9 @@ class Versions:
             return None
         found: StoredAdapter[Found] = StoredAdapter(manifest.digest, self._store.layout.adapter(manifest.digest))
         try:
-            stored, verified = await self._ready(found, manifest.uri, manifest.version, base, attempt)
+            stored, verified = await self._ready(
+                found, manifest.uri, manifest.version, base, attempt, principal=principal
+            )
         except DamagedCopy:
             return None
         self._store.leases.hand_over(stored.digest, attempt, name)
@@ -241,9 +249,11 @@ class Versions:
         version: str,
         base: BaseModel | None,
         holder: object,
+        *,
+        principal: Hashable,
     ) -> tuple[StoredAdapter[Found], VerifiedAdapter]:
         """A leased version as the engine wants it: itself, or what it is converted into, leased in its place."""
-        verified = await self._check_sound(stored.digest, base, holder, _verified(stored))
+        verified = await self._check_sound(stored.digest, base, holder, principal, _verified(stored))
         if verified.conversion is None or base is None or base.model is None:
             return stored, verified
         try:
@@ -251,18 +261,18 @@ class Versions:
                 wanted = await asyncio.to_thread(
                     ConvertedAdapter.of, stored, uri, version, verified.conversion, base.model.form
                 )
-            async with self._places.converting.held():
+            async with self._places.converting.held(principal):
                 made = await self._store.obtain(
                     wanted, wanted.write, lambda made: self._read(made).result(), holder, wanted.converted
                 )
         finally:
             self._store.leases.release(stored.digest, holder)
-        again = await self._check_sound(made.digest, base, holder, _verified(made))
+        again = await self._check_sound(made.digest, base, holder, principal, _verified(made))
         changes = "converted into the engine's form: " + ", ".join(wanted.converted.changes)
         return replace(made, arrived=stored.arrived), replace(again, notes=(*again.notes, changes))
 
     async def _check_sound(
-        self, digest: str, base: BaseModel | None, holder: object, arrived: VerifiedAdapter | None = None
+        self, digest: str, base: BaseModel | None, holder: object, principal: Hashable, arrived: VerifiedAdapter | None
     ) -> VerifiedAdapter:
         """As `_check`, of the bytes that the digest says: they are hashed meanwhile, once per process.
 
@@ -273,7 +283,7 @@ class Versions:
             LoRAPluginsError: it does not fit. No lease is left.
         """
         checked, is_sound = await asyncio.gather(
-            self._check(digest, base, holder, arrived),
+            self._check(digest, base, holder, principal, arrived),
             asyncio.to_thread(self._store.is_sound, digest),
             return_exceptions=True,
         )
@@ -289,7 +299,7 @@ class Versions:
         raise next(error for error in (is_sound, checked) if isinstance(error, BaseException))
 
     async def _check(
-        self, digest: str, base: BaseModel | None, holder: object, arrived: VerifiedAdapter | None = None
+        self, digest: str, base: BaseModel | None, holder: object, principal: Hashable, arrived: VerifiedAdapter | None
     ) -> VerifiedAdapter:
         """Validate a leased version against the base model; what it was found to be as it `arrived` is not read again.
 
@@ -298,7 +308,8 @@ class Versions:
         directory = self._store.layout.adapter(digest)
         try:
             if arrived is None:
-                arrived = (await asyncio.wrap_future(self._read(directory))).adapter
+                async with self._places.reading.held(principal):
+                    arrived = (await asyncio.wrap_future(self._read(directory))).adapter
             return await asyncio.to_thread(self._check_fits, base, arrived)
         except LoRAPluginsError:
             self._store.leases.release(digest, holder)

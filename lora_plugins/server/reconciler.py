@@ -33,7 +33,7 @@ from lora_plugins.server.served_file import ServedFile
 from lora_plugins.settings import Settings
 
 LOOK_INTERVAL_S = 2.0  # a mounted ConfigMap follows its change after a minute or so
-RETRY_S = 15.0
+RETRY_S = 4.0  # with the time for which a fault is remembered, less than 5 s
 _LOADED_AT_ONCE = 4  # of one bucket, organisation or directory, so that what hangs there stops nothing elsewhere
 _WRITE_DELAY_S = 0.5
 _WRITE_PAUSE = 10  # times as long as the last one took: of 100,000 names it is not written all the time

@@ -1106,7 +1106,7 @@ def test_a_name_beyond_the_bound_is_no_404(make, few):
         flood = await flooded(resolver, source)
         with pytest.raises(LookUpsBusy, match="adapter 'sql'") as caught:
             await resolver.resolve("sql", BASE.path)
-        assert (caught.value.code, caught.value.http_status, caught.value.retry_after_s) == ("L006", 503, 5)
+        assert (caught.value.code, caught.value.http_status, caught.value.retry_after_s) == ("L006", 503, 2)
         assert resolver.emitted == [LookUpRefused("sql", "s3", caught.value)]
         assert later.asked == []  # which source has it is not for a flood to decide
         source.answering.set()

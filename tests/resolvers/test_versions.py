@@ -442,6 +442,35 @@ ENDING = process_module._PROGRAM.replace(
 )
 
 
+def test_one_principals_copies_are_read_in_turns(make, monkeypatch):
+    """After a restart each stored version is read before it is served, in two processes for everybody."""
+    answers = {f"sql-{number}": adapter_files(lora_alpha=number + 1) for number in range(12)}
+    source = FakeSource("s3", answers)
+    before = make(source)
+    for name in answers:
+        before.ask(name)
+    reading, read = set(), Children.read
+    most = 0
+
+    def counted(self, directory, settings):
+        nonlocal most
+        answer = read(self, directory, settings)
+        reading.add(answer)
+        answer.add_done_callback(reading.discard)
+        most = max(most, len(reading))
+        return answer
+
+    monkeypatch.setattr(Children, "read", counted)
+    after = make(source)
+    after.principal = lambda: "team-a"
+
+    async def run() -> None:
+        await asyncio.gather(*(after.resolve(name, BASE.path) for name in answers))
+
+    asyncio.run(run())
+    assert (most, len(source.fetched)) == (4, 12)
+
+
 # --- restored from the store by a later server
 
 

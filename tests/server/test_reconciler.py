@@ -276,7 +276,7 @@ async def test_an_unavailable_source_is_retried_until_it_answers(tmp_path: Path)
     start = reconciling(world, Settings(restore=True), file)
     await start.start()
     trying = asyncio.create_task(start.follow())
-    await asyncio.sleep(100)
+    await asyncio.sleep(101)  # between two tries
     assert world.lifecycle.registry.all() == []
     world.resolver.has |= {"sql": Version("sql"), "broken": IncompatibleAdapter("rank 99"), "taken": Version("new")}
     taken = await world.load("taken")
@@ -762,3 +762,29 @@ async def test_a_file_is_parsed_once_for_each_change(tmp_path: Path, monkeypatch
     following.cancel()
     assert parsed == [b"adapters: []", b"adapters: 7", b"adapters: [{name: sql}]"]
     assert sum(isinstance(event, DeclaredFileInvalid) for event in said) == 4, "each time the file turned wrong"
+
+
+@pytest.mark.parametrize("outage_s", [1.0, 4.5, 17.0, 33.3])
+@runs
+async def test_all_are_served_five_seconds_after_an_outage(tmp_path: Path, outage_s: float) -> None:
+    """With what remembers a fault for each name: a failure in the last moment of the outage counts too."""
+    world, path, loop = World(slots=4), tmp_path / "adapters.yaml", asyncio.get_running_loop()
+    names, ends_at = ("sql", "chat", "poet"), loop.time() + outage_s
+    declare(path, *(f"{{name: {name}, preload: true}}" for name in names))
+    asked = type(world.resolver).resolve
+    failed: dict[str, float] = {}
+
+    async def resolve(name: str, base_path: str) -> Version | None:
+        if loop.time() < ends_at:
+            await asyncio.sleep(0.4)
+            failed[name] = loop.time()
+        if loop.time() - failed.get(name, -99) < SourceUnavailable.retry_after_s:
+            raise SourceUnavailable("no answer")
+        return await asked(world.resolver, name, base_path)
+
+    world.resolver.resolve = resolve
+    for name in names:
+        world.resolver.has[name] = Version(name)
+    async with following(world, path):
+        await asyncio.sleep(max(0.0, ends_at - loop.time()) + 5)
+        assert set(served(world)) == set(names)

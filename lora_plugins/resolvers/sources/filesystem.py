@@ -265,7 +265,7 @@ def _settled(opened: BinaryIO) -> os.stat_result:
 
 def _etag(status: os.stat_result) -> str:
     """Changes whenever the file is written, replaced or touched."""
-    return f"{status.st_dev}-{status.st_ino}-{status.st_size}-{status.st_mtime_ns}-{status.st_ctime_ns}"
+    return f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}-{status.st_ctime_ns}"
 
 
 def _check_unchanged(source: BinaryIO, file: SourceFile) -> None:

@@ -323,7 +323,7 @@ def test_a_link_exchanged_in_a_loop_serves_nothing_outside(root, outside, what):
             with contextlib.suppress(LoRAPluginsError):
                 found = await source.locate(name, "")
                 files = () if isinstance(found, Absence) else found.files
-                seen.update(int(file.etag.split("-")[1]) for file in files)
+                seen.update(int(file.etag.split("-")[0]) for file in files)
 
     exchanging = subprocess.Popen([sys.executable, "-c", EXCHANGE, str(path), str(root / "link")])
     try:
@@ -608,3 +608,18 @@ def test_no_name_reaches_an_adapter_outside(tmp_path, spelling):
     if not isinstance(found, Absence):
         directory = unquote(found.uri.removeprefix("file://"))
         assert os.path.relpath(os.path.realpath(directory), root) == spelling
+
+
+def test_a_version_is_the_same_on_each_host(tmp_path: Path) -> None:
+    """Each host and remount gives a shared file system another number of a device; each copied all adapters anew."""
+    file = tmp_path / "file"
+    file.write_bytes(b"x")
+    seen = os.stat(file)
+    fields = list(seen)
+    elsewhere = os.stat_result(
+        [*fields[:2], fields[2] + 1, *fields[3:]], {"st_mtime_ns": seen.st_mtime_ns, "st_ctime_ns": seen.st_ctime_ns}
+    )
+    assert elsewhere.st_dev != seen.st_dev
+    assert filesystem._etag(elsewhere) == filesystem._etag(seen)
+    file.write_bytes(b"xy")
+    assert filesystem._etag(os.stat(file)) != filesystem._etag(seen)
