@@ -53,7 +53,7 @@ def join(state: PlannerState, now: float) -> list[object]:
     return [request for adapter in joined for request in state.admit(adapter, now)]
 
 
-def pass_on(
+def start_draining(
     state: PlannerState,
     now: float,
     waiting: dict[SlotPool, list[Adapter]],
@@ -99,7 +99,7 @@ def _pass_slots_on(state: PlannerState, pool: SlotPool, waiting: list[Adapter], 
         if look_at > now:
             return look_at
         pool.passed_on_at = look_at
-        taking = [it for it in pool.owners if it in pool.running and it.leaves_since is None]
+        taking = [it for it in pool.owners if it in pool.running and it.draining_since is None]
         state.leave(min(taking, key=lambda it: len(it.running)), now)
         leaving += 1
     if len(waiting) <= leaving:
@@ -119,7 +119,7 @@ def _reserve(state: PlannerState, adapter: Adapter, now: float) -> None:
     if places_over <= 0 and bytes_over <= 0:
         return
     residents = [state.adapters[key] for key in state.cache.sizes_bytes if key not in state.cache.idle]
-    residents = [it for it in residents if not it.stays and it not in state.draining]
+    residents = [it for it in residents if not it.is_unevictable and it not in state.draining]
     behind = [it for it in residents if it.can_be_displaced and it.order > adapter.order]
     running = [it for it in residents if it.is_in_flight]
     behind.sort(key=lambda it: it.order, reverse=True)
@@ -135,4 +135,4 @@ def _reserve(state: PlannerState, adapter: Adapter, now: float) -> None:
             places_over, bytes_over = places_over + 1, bytes_over + sizes_bytes[other.key]
         else:
             state.draining[other] = None
-            state.leave(other, now if other.leaves_since is None else other.leaves_since)
+            state.leave(other, now if other.draining_since is None else other.draining_since)

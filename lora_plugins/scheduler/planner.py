@@ -6,7 +6,7 @@ one is loaded beside it. Its rules:
 
 - An adapter with admitted requests keeps its slot until the last of them has ended; it takes further ones at once.
   Adapters whose activation costs a copy use the copied slots, all others the pointed ones, where there are any. A copy
-  that is short beside a step is made before one (`step_times.py`).
+  that is short beside a step is made before one (`StepTimes`).
 - Slots pass on first come, first served, vLLM's priorities before that. Where adapters wait and no slot has passed on
   for max(patience, 2 * the mean run) / the adapters that run, the one that runs the fewest requests takes no more but
   parts of what runs, and leaves with the last of them. The last that takes any stays, unless it is the only one.
@@ -40,7 +40,7 @@ from cachetools import LRUCache
 
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
 from lora_plugins.scheduler.adapter import Adapter, Held, LoadCall
-from lora_plugins.scheduler.admission import begin, forget_expected, join, pass_on
+from lora_plugins.scheduler.admission import begin, forget_expected, join, start_draining
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.loading import answer_calls, load_wanted, take_loaded
 from lora_plugins.scheduler.messages import (
@@ -103,10 +103,9 @@ class Planner:
         state = self.state
         has_resumed = self._was_paused and not is_paused and (state.held_count or state.calling)
         has_stopped = is_stopped and not self._was_stopped and (state.calling or self._retiring)
-        if self._look_at < float("inf"):  # somebody may wait for a client of whom more is expected
-            waits = state.absent or state.ready or state.calling or any(it.is_retired for it in state.in_flight)
-        else:
-            waits = False
+        waits = self._look_at < float("inf") and (  # for a client of whom more is expected
+            state.absent or state.ready or state.calling or any(it.is_retired for it in state.in_flight)
+        )
         return self.is_busy or bool(has_resumed or has_stopped or waits)
 
     @property
@@ -186,11 +185,9 @@ class Planner:
         adapter = self._generation(spec, begins=is_other or (known is not None and known.spec.path != spec.path))
         is_pinned = known is not None and known.is_pinned
         adapter.moves = adapter.replaces is not None and (moves or (adapter is known and adapter.moves))
-        future: Future[None] = Future()
         error = self._refusals.get(spec.engine_id) or self.state.never_fits(adapter)
-        if error is not None:
-            future.set_exception(error)
-        else:
+        future = Future[None]() if error is None else _failed(error)
+        if error is None:
             adapter.is_pinned = is_pinned
             adapter.calls.append(LoadCall(future, wants_slot, needs_slot))
             if is_pinned and adapter is not known:  # its slot comes as soon as there is one, which nobody waits for
@@ -208,14 +205,15 @@ class Planner:
                 futures.append(self.load(change.spec, now, is_other=True))
         self._refuse_what_never_fits(now)
         whole = _all_of(futures)
-        whole.add_done_callback(lambda done: self._withdraw_rest(done, futures, now))
-        return whole
 
-    def _withdraw_rest(self, done: Future[None], futures: list[Future[None]], now: float) -> None:
-        error = None if done.cancelled() else done.exception()
-        for future in futures:
-            if isinstance(error, LoRAPluginsError) and not future.done():
-                self.withdraw(future, error, now)
+        def withdraw_rest(done: Future[None]) -> None:
+            error = None if done.cancelled() else done.exception()
+            for future in [it for it in futures if not it.done()]:
+                if isinstance(error, LoRAPluginsError):
+                    self.withdraw(future, error, now)
+
+        whole.add_done_callback(withdraw_rest)
+        return whole
 
     @property
     def _retiring(self) -> list[Future[None]]:
@@ -250,15 +248,11 @@ class Planner:
         The future raises NoFreeSlot where too little would be left for others, AdapterNotFound for a retired one, or
         what `load` raises.
         """
-        is_retired = spec.engine_id in self._refusals
-        retired = self._refusals.get(spec.engine_id) or AdapterNotFound(
-            "a version that is being removed", adapter=spec.name
-        )
-        error = retired if is_retired else why_not(self.state, spec)
-        if error is not None:
-            future: Future[None] = Future()
-            future.set_exception(error)
-            return future
+        if spec.engine_id in self._refusals:
+            going = AdapterNotFound("a version that is being removed", adapter=spec.name)
+            return _failed(self._refusals[spec.engine_id] or going)
+        if (error := why_not(self.state, spec)) is not None:
+            return _failed(error)
         future = self.load(spec, now, needs_slot=True)
         if not future.done():
             adapter = self.state.current[spec.engine_id]
@@ -335,7 +329,7 @@ class Planner:
             if not is_paused:
                 plan.admitted, waiting = begin(state, now)
                 state.settle(now)
-                look_at = pass_on(state, now, waiting, without_room, self._patience_s)
+                look_at = start_draining(state, now, waiting, without_room, self._patience_s)
                 self._look_at = min(self._look_at, look_at)
                 plan.admitted += join(state, now)
                 state.settle(now)
@@ -361,7 +355,7 @@ class Planner:
                     adapter.load_s, adapter.rank, adapter.is_instant = report.load_s, report.rank, report.is_instant
                     state.loaded(adapter, report.size_bytes, report.load_s)
                     self._check_pinned(adapter, now)
-                    if adapter.stays or not adapter.is_loaded:
+                    if adapter.is_unevictable or not adapter.is_loaded:
                         self._refuse_what_never_fits(now)
                     if adapter.is_loaded:
                         if adapter.replaces is not None and not adapter.moves:
@@ -407,7 +401,7 @@ class Planner:
         if begins or (evicted is not None and evicted[0].path != spec.path):
             state.generations.begin(engine_id)
         key, is_retired = state.generations.key_of(engine_id), engine_id in self._refusals
-        adapter = state.adapters[key] = Adapter(spec, key, weights=key, is_retired=is_retired, replaces=replaces)
+        adapter = state.adapters[key] = Adapter(spec, key, weights_key=key, is_retired=is_retired, replaces=replaces)
         if not is_retired:
             state.current[engine_id] = adapter
         return adapter
@@ -458,6 +452,12 @@ class Planner:
                     self.state.fail(adapter, error)
                     self._changed(adapter, now)
                     is_new = True
+
+
+def _failed(error: LoRAPluginsError) -> Future[None]:
+    future: Future[None] = Future()
+    future.set_exception(error)
+    return future
 
 
 def _in_use() -> NoFreeSlot:

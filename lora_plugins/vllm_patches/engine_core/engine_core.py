@@ -260,15 +260,11 @@ LEDGER = (
         why="they run in the engine's loop, and would load there and then",
     ),
     Patch(
-        "vllm.v1.engine.core: EngineCoreProc EngineCore.sleep(self, level, mode)",
-        what="wrapped: where the engine is in the caller's process, what workers write to slots ends first",
-        why="a thread that writes a slot of a sleeping GPU would end the process",
-        remove="vLLM has adapters loaded again after a sleep",
-    ),
-    Patch(
-        "vllm.v1.engine.core: EngineCore.wake_up(self, tags)",
-        what="wrapped: once nothing sleeps, every worker writes its slots again",
-        why="sleep may discard or unmap the memory that slots lie in",
+        "vllm.v1.engine.core: EngineCoreProc EngineCore.sleep(self, level, mode) EngineCore.wake_up(self, tags)",
+        what="wrapped: where the engine is in the caller's process, what workers write to slots ends before a sleep; "
+        "once nothing sleeps, every worker writes its slots again",
+        why="a thread that writes a slot of a sleeping GPU would end the process, and sleep may discard or unmap the "
+        "memory that slots lie in",
         remove="vLLM has adapters loaded again after a sleep",
     ),
 )

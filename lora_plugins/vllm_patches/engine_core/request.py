@@ -67,7 +67,7 @@ def move(request: Any, adapter: Adapter, hash_block_size: int) -> None:
 def has_weights_of(request: Any, adapter: Adapter | None, spec: AdapterSpec) -> bool:
     """Whether a request was computed with what this generation has, or had when it was evicted."""
     key = request.lora_request.lora_int_id
-    return bool(request.lora_request.lora_path == _path_of(spec, key if adapter is None else adapter.weights))
+    return bool(request.lora_request.lora_path == _path_of(spec, key if adapter is None else adapter.weights_key))
 
 
 def is_beam(request_id: str) -> bool:
@@ -87,13 +87,8 @@ def client_of(request_id: str) -> str:
     return part.group(1) if part else request_id if of_several else ""
 
 
-def tokens_of(request: Any) -> int:
-    """How many tokens of its answer are computed, or on their way."""
-    return int(request.num_output_tokens + request.num_output_placeholders)
-
-
 def _path(adapter: Adapter) -> str:
-    return _path_of(adapter.spec, adapter.weights)
+    return _path_of(adapter.spec, adapter.weights_key)
 
 
 def _path_of(spec: AdapterSpec, weights: int) -> str:

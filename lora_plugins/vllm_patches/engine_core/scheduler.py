@@ -38,7 +38,6 @@ from lora_plugins.vllm_patches.engine_core.request import (
     move,
     name_of,
     refused_output,
-    tokens_of,
     weights_of,
 )
 from lora_plugins.vllm_patches.step_messages import StepCommands, StepReports, attach, attached
@@ -208,7 +207,8 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
                     self._versions[name] = [(weights_of(adapter), 0)]
                     continue
                 versions = self._versions.setdefault(name, [(name_of(request.lora_request.lora_path), 0)])
-                versions.append((weights_of(adapter), tokens_of(request)))
+                begins_at = request.num_output_tokens + request.num_output_placeholders  # computed, or on the way
+                versions.append((weights_of(adapter), begins_at))
                 move(request, adapter, self.hash_block_size)
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
