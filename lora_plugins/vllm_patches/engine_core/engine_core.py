@@ -20,7 +20,7 @@ from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.state import PlannerState
 from lora_plugins.vllm_patches.engine_core.scheduler import AdmittingScheduler
 from lora_plugins.vllm_patches.engine_core.utilities import answer_of, then, true_or_raise, utility
-from lora_plugins.vllm_patches.wrapping import wrap_where
+from lora_plugins.vllm_patches.wrapping import where, wrap
 
 
 def patch() -> None:
@@ -30,7 +30,7 @@ def patch() -> None:
     for added in (_load, _pin, _unpin, _retire, _residency, _figures):
         setattr(EngineCore, f"lora_plugins{added.__name__}", added)
     for method in _METHODS:
-        wrap_where(EngineCore, method.__name__.removeprefix("_"), _has_planner, method)
+        wrap(EngineCore, method.__name__.removeprefix("_"), where(_has_planner, method))
 
 
 # `self` is an EngineCore.

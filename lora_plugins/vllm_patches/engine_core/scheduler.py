@@ -26,10 +26,10 @@ from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import AdapterSpec, Command, Slots
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.policies import make_policy
+from lora_plugins.vllm_patches.answer_messages import VERSIONS, refused_output
 from lora_plugins.vllm_patches.engine_core.adapter_specs import AdapterSpecs
 from lora_plugins.vllm_patches.engine_core.finite_answers import FiniteAnswers, no_numbers
 from lora_plugins.vllm_patches.engine_core.request import (
-    VERSIONS,
     assign,
     client_of,
     has_weights_of,
@@ -37,7 +37,6 @@ from lora_plugins.vllm_patches.engine_core.request import (
     is_in_store,
     move,
     name_of,
-    refused_output,
     weights_of,
 )
 from lora_plugins.vllm_patches.step_messages import StepCommands, StepReports, attach, attached

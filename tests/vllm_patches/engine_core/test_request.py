@@ -11,8 +11,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.engine.core import EngineCore
 
 from lora_plugins.scheduler.messages import AdapterSpec
+from lora_plugins.vllm_patches.answer_messages import error_in
 from lora_plugins.vllm_patches.engine_core import engine_core
-from lora_plugins.vllm_patches.engine_core.request import error_in
 from tests.vllm_patches.engine_bed import BLOCK, Engine, make_scheduler, vllm_config
 from tests.vllm_patches.engine_bed import request as request_of
 from tests.worker.small_model import base_directory
