@@ -138,11 +138,6 @@ class Adapter:
         return self.is_pinned or (self.spec.given > 0 and not self.is_retired)
 
     @property
-    def is_idle(self) -> bool:
-        """Whether an eviction from host memory disturbs nobody: loaded, unused, and part of no replacement."""
-        return self.is_loaded and not self.is_used and not self.is_unevictable and self.replaces is None
-
-    @property
     def is_used(self) -> bool:
         """Whether requests run or wait, or a slot is being written."""
         return self.is_in_flight or self.is_wanted or self.is_activating

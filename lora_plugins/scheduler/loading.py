@@ -1,11 +1,13 @@
-"""What is loaded into the host cache, and when: for held requests, and for calls that ask for an adapter."""
+"""What is loaded into the host cache, and when, for held requests and for calls; which pins leave others too little."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 from itertools import islice
 
+from lora_plugins.errors import NoFreeSlot
 from lora_plugins.scheduler.adapter import Adapter
+from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.scheduler.state import MAX_LOADS, PlannerState
 
 _MOST_LOOKED_AT = 2 * MAX_LOADS
@@ -119,3 +121,47 @@ def _runs_soon(state: PlannerState, adapter: Adapter) -> bool:
     It does where too few wait in host memory to take all slots next, or where few of these come before it.
     """
     return state.ready.count_before(adapter) < state.slots.total + MAX_LOADS - state.loads
+
+
+def why_not_pinned(state: PlannerState, spec: AdapterSpec) -> NoFreeSlot | None:
+    """Why an adapter cannot be pinned; None where it can."""
+    cache = state.cache
+    # Two versions of one name are pinned for as long as the old one drains.
+    staying = [adapter for adapter in state.staying if adapter.spec.name != spec.name]
+    pinned = [adapter for adapter in staying if adapter.is_pinned]
+    places = min(state.slots.pointed or state.slots.copied, cache.max_adapters)
+    if len(pinned) + 1 >= places:
+        return _no_slot_left(places, len(pinned), spec.name)
+    if cache.max_bytes is None:
+        return None
+    free_bytes = cache.max_bytes - sum(cache.expected_bytes(it) for it in [spec, *(it.spec for it in staying)])
+    served = [adapter.spec for adapter in state.current.values()]
+    served += [known for known, _ in cache.known_bytes.values()]
+    kept = {spec.name, *(adapter.spec.name for adapter in staying)}
+    names = sorted({it.name for it in served if cache.expected_bytes(it) > free_bytes} - kept)
+    if not names:
+        return None
+    return NoFreeSlot(
+        f"a pin that would leave {max(0, free_bytes)} bytes of host memory, too few for {', '.join(names)}",
+        expected="room for each adapter that is served",
+        remedy="unpin or unload an adapter, or raise LORA_PLUGINS_HOST_MAX_BYTES",
+        adapter=spec.name,
+    )
+
+
+def takes_last_slot(state: PlannerState, adapter: Adapter) -> NoFreeSlot | None:
+    """Why a pin has to be undone, which is known only once it is loaded; None where it may stay."""
+    pool, name = state.pool_of(adapter), adapter.spec.name
+    others = [it for it in state.pinned if it.spec.name != name and state.pool_of(it) is pool]
+    if not (adapter.is_pinned and adapter.is_loaded) or len(others) + 1 < pool.size:
+        return None
+    return _no_slot_left(pool.size, len(others), name)
+
+
+def _no_slot_left(slots: int, pinned: int, name: str) -> NoFreeSlot:
+    return NoFreeSlot(
+        f"{slots} slots, of which {pinned} are pinned",
+        expected="one slot at least that is left for all others",
+        remedy="unpin an adapter, or raise --max-loras",
+        adapter=name,
+    )

@@ -1,32 +1,32 @@
 """Which adapters are loaded, which have slots, and which requests may run: one planner for each engine.
 
-It is notified of requests, of what the workers report, and of the time, and answers with commands for the workers and
-with the requests that are admitted. Its unit is a generation of an adapter: an engine id finds the current one, a later
-one is loaded beside it. Its rules:
+The engine's loop tells the planner of requests, reports of workers, and the time. The planner answers with commands for
+the workers, and with admitted requests. The unit is a generation of an adapter: an engine id finds the current
+generation, and a later one is loaded beside it. The rules:
 
-- An adapter with admitted requests keeps its slot until the last of them has ended; it takes further ones at once.
-  Adapters whose activation costs a copy use the copied slots, all others the pointed ones, where there are any. A copy
-  that is short beside a step is made before one (`StepTimes`).
-- Slots pass on first come, first served, vLLM's priorities before that. Where adapters wait and no slot has passed on
-  for max(patience, 2 * the mean run) / the adapters that run, the one that runs the fewest requests takes no more but
-  parts of what runs, and leaves with the last of them. The last that takes any stays, unless it is the only one.
-- Adapters are loaded as soon as they are asked for, unless enough wait in host memory to take all slots before them.
-  Where one finds no room for that long, room is reserved for it: as few as needed leave, and do not begin again.
-- What can never fit, for its size or for what is pinned, is refused at once, and delays no other.
+- An adapter with admitted requests keeps its slot until the last of them has ended, and takes further requests at once.
+  Adapters whose activation costs a copy use the copied slots, others the pointed slots, if there are any. A copy that
+  is short beside a step is made before the step (`StepTimes`).
+- Slots pass on first come, first served, after vLLM's priorities. Where adapters wait and no slot has passed on for
+  max(patience, 2 * the mean run) / the running adapters, the adapter with the fewest running requests drains: only
+  parts of its running requests still join. The last adapter that takes any request stays, unless no other runs.
+- A wanted adapter is loaded at once, unless enough adapters wait in host memory to take all slots before. An adapter
+  that finds no room for the time above gets room reserved: as few adapters as needed drain, and do not begin again.
+- An adapter that can never fit, by size or beside pins, is refused at once, and delays no other.
 
-No adapter starves. Let Q be max(patience, 2 * the mean run), R the longest run of a client's request (as parts of one
-may join for a minute, at most that longer), D the longest load and A the longest activation, each with the steps that
-it takes to be noticed. Let an adapter begin to wait, and k others that came before it; for a request whose adapter
-still runs and leaves, that is R later at most. Among requests of one priority, while none is pinned,
+No adapter starves. Let Q be max(patience, 2 * the mean run), R the longest run of a client's request (parts of a
+request may join for a minute, so at most a minute longer), D the longest load and A the longest activation, each with
+the steps to notice its end. Let an adapter begin to wait, and k others before it; for a request of a draining adapter
+the wait begins R later at most. Among requests of one priority, while none is pinned,
 
-- where the host cache has room for all: with `slots` of them, while others wait, `slots - 1` leave (one, if it is the
-  only one) within Q and as much again for those that passed on meanwhile, and end R later. It has a slot within
+- with room for all in the host cache: of `slots` adapters, while others wait, `slots - 1` (or the only one) drain
+  within Q, and as much again for slots that passed on meanwhile, and end R later. The adapter has a slot within
   D * (1 + ceil((k + 1) / MAX_LOADS)) + (2 * Q + R + A) * ceil((k + 1) / max(1, slots - 1));
-- where it has not, room is reserved for the first within Q, and made R later; then it has a slot R + 2 * Q after that
-  at most: within (k + 1) * (D + A + 3 * Q + 2 * R), in the worst case of a cache that holds one adapter. One that turns
-  out larger than its files said counts twice.
+- otherwise room is reserved for the first adapter within Q, and free R later; a slot follows within R + 2 * Q: in all
+  (k + 1) * (D + A + 3 * Q + 2 * R), the worst case of a cache for one adapter. An adapter larger than its files said
+  counts twice.
 
-Times are seconds of a clock that never goes back. Not thread-safe: the engine's loop calls it.
+Times are seconds of a clock that never goes back. Not thread-safe: the engine's loop calls the planner.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
 from lora_plugins.scheduler.adapter import Adapter, Held, LoadCall
 from lora_plugins.scheduler.admission import begin, forget_expected, join, start_draining
 from lora_plugins.scheduler.host_cache import HostCache
-from lora_plugins.scheduler.loading import answer_calls, load_wanted, take_loaded
+from lora_plugins.scheduler.loading import answer_calls, load_wanted, take_loaded, takes_last_slot, why_not_pinned
 from lora_plugins.scheduler.messages import (
     Activated,
     AdapterSpec,
@@ -54,7 +54,6 @@ from lora_plugins.scheduler.messages import (
     Report,
     Slots,
 )
-from lora_plugins.scheduler.pins import takes_last_slot, why_not
 from lora_plugins.scheduler.state import PlannerState, resolve
 from lora_plugins.scheduler.stats import Stats
 
@@ -86,7 +85,7 @@ class Planner:
         patience_s: how long all slots together may pass on to nobody while others wait, if requests are shorter.
 
     Attributes:
-        state: what is known; others only read it.
+        state: read by others, changed only here.
     """
 
     def __init__(self, slots: Slots, cache: HostCache, *, patience_s: float = PATIENCE_S) -> None:
@@ -251,7 +250,7 @@ class Planner:
         if spec.engine_id in self._refusals:
             going = AdapterNotFound("a version that is being removed", adapter=spec.name)
             return _failed(self._refusals[spec.engine_id] or going)
-        if (error := why_not(self.state, spec)) is not None:
+        if (error := why_not_pinned(self.state, spec)) is not None:
             return _failed(error)
         future = self.load(spec, now, needs_slot=True)
         if not future.done():
@@ -322,9 +321,8 @@ class Planner:
                 plan.moved = self._move_all(now)  # before what comes is given a slot of its own
             resolve(answer_calls(state, is_paused=is_paused))
             state.settle(now)
-            without_room = load_wanted(  # before those to be evicted run again
-                state, now, is_paused=is_paused, is_stopped=is_stopped
-            )
+            # Before `begin`, which would let the adapters to be evicted run again.
+            without_room = load_wanted(state, now, is_paused=is_paused, is_stopped=is_stopped)
             state.settle(now)
             if not is_paused:
                 plan.admitted, waiting = begin(state, now)

@@ -342,7 +342,8 @@ class SimulatedEngine:
             assert all(adapter.slot == slot for adapter, slot in pool.owners.items())
             assert set(pool.running) == {it for it in pool.owners if it.is_in_flight and not it.is_pinned}
             assert set(pool.unused) == {it for it in pool.owners if it.can_be_displaced}
-        assert set(state.cache.idle) == {it.key for it in adapters if it.is_idle}
+        free = [it for it in adapters if it.is_loaded and not it.is_used and it.replaces is None]
+        assert set(state.cache.idle) == {it.key for it in free if not it.is_unevictable}
         assert state.cache.idle_bytes == sum(state.cache.sizes_bytes[key] for key in state.cache.idle)
         assert set(state.leaving) == {it for it in adapters if it.draining_since is not None}
         assert set(state.joined) == {it for it in adapters if it.is_in_flight and it.held}

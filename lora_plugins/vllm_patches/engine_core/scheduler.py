@@ -380,7 +380,9 @@ LEDGER = (
             Scheduler.__init__(self, vllm_config, ...)
             Scheduler._enqueue_waiting_request(self, request)
             Scheduler._preempt_request(self, request, timestamp, drop_stale_output)
-            Scheduler{requests, waiting, lora_config, hash_block_size, kv_cache_manager}
+            Scheduler{
+                requests, waiting, lora_config, hash_block_size, kv_cache_manager, finished_req_ids,
+                num_waiting_for_streaming_input}
         vllm.v1.core.kv_cache_manager:
             KVCacheManager.get_block_ids(self, request_id)
             KVCacheManager.evict_blocks(self, block_ids)
@@ -391,6 +393,15 @@ LEDGER = (
             SchedulerInterface.finish_requests(self, request_ids, finished_status)
             SchedulerInterface.schedule(self, throttle_prefills)
             SchedulerInterface.update_from_output(self, scheduler_output, model_runner_output)
+            SchedulerInterface.get_request_counts(self)
+            SchedulerInterface.get_num_unfinished_requests(self)
+            SchedulerInterface.has_finished_requests(self)
+            SchedulerInterface.has_requests(self)
+            SchedulerInterface.make_stats(self)
+            SchedulerInterface.pause_state(self)
+            PauseState{UNPAUSED}
+        vllm.v1.metrics.stats:
+            SchedulerStats{num_waiting_reqs, num_skipped_waiting_reqs, waiting_lora_adapters}
         vllm.v1.request:
             Request{request_id, lora_request, client_index, priority, status, pooling_params, trace_headers}
             Request.take_events(self)
@@ -401,28 +412,12 @@ LEDGER = (
             EngineCoreOutput{kv_transfer_params}
         """,
         what="get_scheduler_cls returns a subclass (Admission) of what it names; its methods are extended: a request "
-        "that names an adapter enters no queue until the planner admits it; lora_config is copied, with as many "
-        "max_loras as workers have slots. Ids of requests are read, to admit what one client asked for as one",
-        why="no running request waits for an adapter that is not in its slot",
+        "that names an adapter enters no queue until the planner admits it, and waits and is unfinished until then; "
+        "has_requests is also true while workers load; lora_config is copied, with as many max_loras as workers have "
+        "slots. Ids of requests are read, to admit what one client asked for as one",
+        why="no running request waits for an adapter that is not in its slot; vLLM's metrics and load balancer know of "
+        "held requests, and the engine's loop goes on for them",
         remove="vLLM's scheduler asks a plugin before it takes a request from its queue",
-    ),
-    Patch(
-        """
-        vllm.v1.core.sched.interface:
-            SchedulerInterface.get_request_counts(self)
-            SchedulerInterface.get_num_unfinished_requests(self)
-            SchedulerInterface.has_finished_requests(self)
-            SchedulerInterface.has_requests(self)
-            SchedulerInterface.make_stats(self)
-            SchedulerInterface.pause_state(self)
-            PauseState{UNPAUSED}
-        vllm.v1.core.sched.scheduler:
-            Scheduler{requests, finished_req_ids, num_waiting_for_streaming_input}
-        vllm.v1.metrics.stats:
-            SchedulerStats{num_waiting_reqs, num_skipped_waiting_reqs, waiting_lora_adapters}
-        """,
-        what="extended: held requests wait and are unfinished; has_requests is also true while workers load",
-        why="vLLM's metrics and load balancer know of held requests, and the engine's loop goes on for them",
     ),
     Patch(
         "vllm.v1.executor.abstract: Executor.get_class(vllm_config)",
