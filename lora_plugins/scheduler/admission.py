@@ -21,10 +21,9 @@ def forget_expected(state: PlannerState, now: float) -> float:
 
 
 def begin(state: PlannerState, now: float) -> tuple[list[object], dict[SlotPool, list[Adapter]]]:
-    """Give slots to those that are next, as far as they can be had.
+    """Give slots to the next adapters, as far as slots can be had.
 
-    Returns the requests that run from now on, and for each kind of slot adapters that wait for one: the first ones,
-    and more than could have one.
+    Returns the requests to run, and for each kind of slot the first waiting adapters, more than the slots.
     """
     admitted: list[object] = []
     waiting: dict[SlotPool, list[Adapter]] = {pool: [] for pool in (state.copied, state.pointed) if pool.size}
@@ -60,9 +59,9 @@ def start_draining(
     without_room: list[Adapter],
     patience_s: float,
 ) -> float:
-    """Have one more adapter leave, where others wait and nothing has passed on for a while; returns when to look again.
+    """Have one more adapter drain where others wait and nothing has passed on for a while; returns when to look again.
 
-    `waiting`: for slots, as `begin` says. `without_room`: for room in the host cache, in order.
+    `waiting`: for slots, as `begin` returns. `without_room`: for room in the host cache, in order.
     """
     next_at = float("inf")
     for pool, adapters in waiting.items():
@@ -108,9 +107,9 @@ def _pass_slots_on(state: PlannerState, pool: SlotPool, waiting: list[Adapter], 
 
 
 def _reserve(state: PlannerState, adapter: Adapter, now: float) -> None:
-    """Choose who is evicted for an adapter once it is not used: who came later, then who runs the fewest requests.
+    """Choose adapters to evict, once unused, for another: later arrivals, then those with the fewest running requests.
 
-    The choice stands until it is loaded: else room that one leaves would be used again before the next has left.
+    The choice stands until the load: else freed room would be used again before enough room is free.
     """
     state.reserved_for = adapter
     gone = [it.key for it in state.draining if it.key not in state.cache.idle]
