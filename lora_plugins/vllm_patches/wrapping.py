@@ -18,8 +18,8 @@ def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
         setattr(owner, name, wrapped)
 
 
-def wrap_where(owner: Any, name: str, is_ours: Callable[[Any], bool], method: Callable[..., Any]) -> None:
-    """Have `method(original, self, ...)` answer for objects that are `is_ours`; others keep vLLM's method."""
+def where(is_ours: Callable[[Any], bool], method: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A wrapper for `wrap`: `method(original, self, ...)` answers for `is_ours` objects, else vLLM's method."""
 
     def wrapper(original: Any) -> Any:
         def answer(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -27,4 +27,4 @@ def wrap_where(owner: Any, name: str, is_ours: Callable[[Any], bool], method: Ca
 
         return answer
 
-    wrap(owner, name, wrapper)
+    return wrapper

@@ -20,7 +20,7 @@ from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.state import PlannerState
 from lora_plugins.vllm_patches.engine_core.scheduler import AdmittingScheduler
 from lora_plugins.vllm_patches.engine_core.utilities import answer_of, then, true_or_raise, utility
-from lora_plugins.vllm_patches.wrapping import wrap_where
+from lora_plugins.vllm_patches.wrapping import where, wrap
 
 
 def patch() -> None:
@@ -30,7 +30,7 @@ def patch() -> None:
     for added in (_load, _pin, _unpin, _retire, _residency, _figures):
         setattr(EngineCore, f"lora_plugins{added.__name__}", added)
     for method in _METHODS:
-        wrap_where(EngineCore, method.__name__.removeprefix("_"), _has_planner, method)
+        wrap(EngineCore, method.__name__.removeprefix("_"), where(_has_planner, method))
 
 
 # `self` is an EngineCore.
@@ -260,15 +260,11 @@ LEDGER = (
         why="they run in the engine's loop, and would load there and then",
     ),
     Patch(
-        "vllm.v1.engine.core: EngineCoreProc EngineCore.sleep(self, level, mode)",
-        what="wrapped: where the engine is in the caller's process, what workers write to slots ends first",
-        why="a thread that writes a slot of a sleeping GPU would end the process",
-        remove="vLLM has adapters loaded again after a sleep",
-    ),
-    Patch(
-        "vllm.v1.engine.core: EngineCore.wake_up(self, tags)",
-        what="wrapped: once nothing sleeps, every worker writes its slots again",
-        why="sleep may discard or unmap the memory that slots lie in",
+        "vllm.v1.engine.core: EngineCoreProc EngineCore.sleep(self, level, mode) EngineCore.wake_up(self, tags)",
+        what="wrapped: where the engine is in the caller's process, what workers write to slots ends before a sleep; "
+        "once nothing sleeps, every worker writes its slots again",
+        why="a thread that writes a slot of a sleeping GPU would end the process, and sleep may discard or unmap the "
+        "memory that slots lie in",
         remove="vLLM has adapters loaded again after a sleep",
     ),
 )

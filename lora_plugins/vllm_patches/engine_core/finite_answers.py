@@ -97,7 +97,7 @@ def _brings_numbers(request: Any) -> bool:
 def _version(adapter: Adapter) -> str | tuple[str, int]:
     """Which weights an adapter has: the bytes of the store's digest, or what one load has read from another path."""
     path = adapter.spec.path
-    return path if is_in_store(path) else (path, adapter.weights)
+    return path if is_in_store(path) else (path, adapter.weights_key)
 
 
 def _has_nan(pooled: Any) -> bool:

@@ -26,10 +26,10 @@ from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import AdapterSpec, Command, Slots
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.policies import make_policy
+from lora_plugins.vllm_patches.answer_messages import VERSIONS, refused_output
 from lora_plugins.vllm_patches.engine_core.adapter_specs import AdapterSpecs
 from lora_plugins.vllm_patches.engine_core.finite_answers import FiniteAnswers, no_numbers
 from lora_plugins.vllm_patches.engine_core.request import (
-    VERSIONS,
     assign,
     client_of,
     has_weights_of,
@@ -37,8 +37,6 @@ from lora_plugins.vllm_patches.engine_core.request import (
     is_in_store,
     move,
     name_of,
-    refused_output,
-    tokens_of,
     weights_of,
 )
 from lora_plugins.vllm_patches.step_messages import StepCommands, StepReports, attach, attached
@@ -208,7 +206,8 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
                     self._versions[name] = [(weights_of(adapter), 0)]
                     continue
                 versions = self._versions.setdefault(name, [(name_of(request.lora_request.lora_path), 0)])
-                versions.append((weights_of(adapter), tokens_of(request)))
+                begins_at = request.num_output_tokens + request.num_output_placeholders  # computed, or on the way
+                versions.append((weights_of(adapter), begins_at))
                 move(request, adapter, self.hash_block_size)
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -381,7 +380,9 @@ LEDGER = (
             Scheduler.__init__(self, vllm_config, ...)
             Scheduler._enqueue_waiting_request(self, request)
             Scheduler._preempt_request(self, request, timestamp, drop_stale_output)
-            Scheduler{requests, waiting, lora_config, hash_block_size, kv_cache_manager}
+            Scheduler{
+                requests, waiting, lora_config, hash_block_size, kv_cache_manager, finished_req_ids,
+                num_waiting_for_streaming_input}
         vllm.v1.core.kv_cache_manager:
             KVCacheManager.get_block_ids(self, request_id)
             KVCacheManager.evict_blocks(self, block_ids)
@@ -392,6 +393,15 @@ LEDGER = (
             SchedulerInterface.finish_requests(self, request_ids, finished_status)
             SchedulerInterface.schedule(self, throttle_prefills)
             SchedulerInterface.update_from_output(self, scheduler_output, model_runner_output)
+            SchedulerInterface.get_request_counts(self)
+            SchedulerInterface.get_num_unfinished_requests(self)
+            SchedulerInterface.has_finished_requests(self)
+            SchedulerInterface.has_requests(self)
+            SchedulerInterface.make_stats(self)
+            SchedulerInterface.pause_state(self)
+            PauseState{UNPAUSED}
+        vllm.v1.metrics.stats:
+            SchedulerStats{num_waiting_reqs, num_skipped_waiting_reqs, waiting_lora_adapters}
         vllm.v1.request:
             Request{request_id, lora_request, client_index, priority, status, pooling_params, trace_headers}
             Request.take_events(self)
@@ -402,28 +412,12 @@ LEDGER = (
             EngineCoreOutput{kv_transfer_params}
         """,
         what="get_scheduler_cls returns a subclass (Admission) of what it names; its methods are extended: a request "
-        "that names an adapter enters no queue until the planner admits it; lora_config is copied, with as many "
-        "max_loras as workers have slots. Ids of requests are read, to admit what one client asked for as one",
-        why="no running request waits for an adapter that is not in its slot",
+        "that names an adapter enters no queue until the planner admits it, and waits and is unfinished until then; "
+        "has_requests is also true while workers load; lora_config is copied, with as many max_loras as workers have "
+        "slots. Ids of requests are read, to admit what one client asked for as one",
+        why="no running request waits for an adapter that is not in its slot; vLLM's metrics and load balancer know of "
+        "held requests, and the engine's loop goes on for them",
         remove="vLLM's scheduler asks a plugin before it takes a request from its queue",
-    ),
-    Patch(
-        """
-        vllm.v1.core.sched.interface:
-            SchedulerInterface.get_request_counts(self)
-            SchedulerInterface.get_num_unfinished_requests(self)
-            SchedulerInterface.has_finished_requests(self)
-            SchedulerInterface.has_requests(self)
-            SchedulerInterface.make_stats(self)
-            SchedulerInterface.pause_state(self)
-            PauseState{UNPAUSED}
-        vllm.v1.core.sched.scheduler:
-            Scheduler{requests, finished_req_ids, num_waiting_for_streaming_input}
-        vllm.v1.metrics.stats:
-            SchedulerStats{num_waiting_reqs, num_skipped_waiting_reqs, waiting_lora_adapters}
-        """,
-        what="extended: held requests wait and are unfinished; has_requests is also true while workers load",
-        why="vLLM's metrics and load balancer know of held requests, and the engine's loop goes on for them",
     ),
     Patch(
         "vllm.v1.executor.abstract: Executor.get_class(vllm_config)",
