@@ -93,6 +93,7 @@ bench-models: set-up ## adapters of every kind on 48 architectures; writes docs/
 
 bench-mutants: set-up ## adapters with one fault each: refused, caught by compare, or silent (15 minutes)
 	@$(RUN) -m benchmarks.mutants
+	@$(RUN) -m benchmarks.models --page
 
 bench-fetch: set-up ## cold fetches against others, warm resolves, crowds and floods (15 minutes)
 	@$(RUN) -m benchmarks.fetch
