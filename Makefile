@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo demo-ray test test-unit test-long test-models mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-fetch bench-policies bench-manager bench-admission bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-live bench-kernels-aot wheel clean
+.PHONY: help set-up demo demo-ray test test-unit test-long test-models mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-fetch bench-policies bench-manager bench-admission bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-live bench-kernels-aot wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -90,6 +90,10 @@ bench-verify: set-up ## what verification costs, by adapter size, and what an ev
 
 bench-models: set-up ## adapters of every kind on 48 architectures; writes docs/reference/models.md (10 minutes)
 	@$(RUN) -m benchmarks.models
+
+bench-mutants: set-up ## adapters with one fault each: refused, caught by compare, or silent (15 minutes)
+	@$(RUN) -m benchmarks.mutants
+	@$(RUN) -m benchmarks.models --page
 
 bench-fetch: set-up ## cold fetches against others, warm resolves, crowds and floods (15 minutes)
 	@$(RUN) -m benchmarks.fetch

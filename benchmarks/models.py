@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import mutants
 from benchmarks.record import RESULTS, keep
 from testbed.architectures import BY_NAME, Architecture
 from testbed.forked_engines import EngineError, ForkedEngines
@@ -99,7 +100,8 @@ def page(result: Mapping[str, Any]) -> str:
     )
     lines = [f"| architecture | {' | '.join(KINDS.values())} |", "|---" * (len(KINDS) + 1) + "|"]
     lines += [f"| {name} | {' | '.join(cell(by_place.get((name, kind))) for kind in KINDS)} |" for name in names]
-    return "\n".join([text, *lines, _LEGEND, *_reasons(rows)]) + "\n"
+    faults = mutants.section(json.loads(mutants.KEPT.read_text())) if mutants.KEPT.exists() else []
+    return "\n".join([text, *lines, _LEGEND, *_reasons(rows), *faults]) + "\n"
 
 
 def _reasons(rows: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -111,7 +113,7 @@ def _reasons(rows: Iterable[Mapping[str, Any]]) -> list[str]:
         f"| {row['architecture']} | {KINDS[row['kind']]} | {BY_NAME[row['architecture']].refused[row['kind']]} |"
         for row in refused
     ]
-    return lines
+    return [*lines, ""]
 
 
 def measure(architectures: Sequence[Architecture]) -> list[Row]:

@@ -28,6 +28,9 @@ MAX_RANK = 1 << 16
 _PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica", "lora_ga"})
 _CLASSIFIER_HEADS = frozenset({"classifier", "score"})
 
+# Beside `target_modules`: modules that these leave out were not trained, although it names them.
+_LEAVE_OUT = ("exclude_modules", "layers_to_transform")
+
 # PEFT features that change what an adapter computes and that vLLM does not implement (it refuses or ignores them).
 _UNSUPPORTED = {
     "use_dora": "DoRA (use_dora)",
@@ -49,8 +52,8 @@ class AdapterConfig:
 
     Attributes:
         rank: `r`, where `rank_pattern` has no other.
-        targets: module names (a set), one regular expression (a string), or None where the file leaves it open; what
-            they say is not compared with the weights, as vLLM reads the weights alone.
+        targets: module names (a set), one regular expression (a string), or None where the file leaves it open, or has
+            more keys that leave modules out; vLLM reads the weights alone.
         base_model: `base_model_name_or_path`, or None where the file has none.
     """
 
@@ -123,10 +126,11 @@ def parse_config(data: bytes) -> AdapterConfig:
             f"peft_type {_short(kind)}", expected="LORA", remedy="train or convert it with PEFT's LoRA"
         )
     _refuse_unsupported(raw)
+    targets = _targets(_required(raw, "target_modules"))
     config = AdapterConfig(
         rank=_rank("r", _whole(_required(raw, "r"))),
         alpha=_alpha("lora_alpha", _required(raw, "lora_alpha")),
-        targets=_targets(_required(raw, "target_modules")),
+        targets=None if any(raw.get(key) is not None for key in _LEAVE_OUT) else targets,
         base_model=_base_model(raw),
         use_rslora=_flag(raw, "use_rslora"),
         rank_pattern={key: _rank(f"rank_pattern[{key!r}]", value) for key, value in _mapping(raw, "rank_pattern")},

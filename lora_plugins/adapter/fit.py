@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_plugins.adapter.base_names import HUB_CACHE, differences, known, shown
+from lora_plugins.adapter.complete import lost, lost_modules
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.files import open_regular
-from lora_plugins.adapter.landing import Model, check_landing
+from lora_plugins.adapter.landing import Model, check_landing, landed
 from lora_plugins.adapter.weights import Weights
 from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError
 from lora_plugins.settings import BaseMatch
@@ -86,6 +87,11 @@ def check_base(
     if weights is not None and base.model is not None:
         about = f"base model {config.base_model or 'not named'}, served is {base.in_words}"
         notes = check_landing(weights, base.model, about, refuse_unmatched=refuse_unmatched)
+        missing = lost_modules(config, landed(weights, base.model), base.model.modules)
+        if missing and refuse_unmatched:
+            raise lost(missing, f" ({about})")
+        if missing:
+            notes = (*notes, f"served with {lost(missing, '').found}")
     elif not named and mode is BaseMatch.COMPATIBLE:
         raise IncompatibleAdapter(
             f"base model {config.base_model or 'not named'}, and modules that cannot be compared with the model's",

@@ -92,6 +92,12 @@ def check_landing(weights: Weights, model: Model, about: str, *, refuse_unmatche
     return notes
 
 
+def landed(weights: Weights, model: Model) -> frozenset[str]:
+    """The engine's modules for which an adapter has a pair, by their names in `ModelModules.places`."""
+    found = (model.modules.key(_read(pair, model).name) for pair in paced(weights.pairs))
+    return frozenset(name for name in found if name is not None)
+
+
 def _read(pair: LoraPair, model: Model) -> ReadPair:
     try:
         name, _ = model.read_name(pair.a.name)

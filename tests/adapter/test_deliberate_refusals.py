@@ -59,6 +59,10 @@ def not_finite() -> dict[str, np.ndarray]:
 
 CASES: dict[str, Callable[[Path], Case]] = {
     "modules": lambda _: of(weights() | pair(LAYER.format(7, "q_proj"), 4, 8, 8)),
+    "lost": lambda _: of(
+        {name: array for name, array in weights().items() if "layers.1.self_attn.q" not in name},
+        target_modules=["q_proj", "v_proj"],
+    ),
     "ranks": lambda _: of(weights(rank=4), r=8),
     "alpha": lambda _: of(weights(), lora_alpha=0),
     "kinds": lambda _: of(weights(), target_modules=5),

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from lora_plugins.cli.compare import AS_BASE, OK, OTHER_BASE, OUT, UNSEEN
 from lora_plugins.cli.exits import Exit
+from lora_plugins.cli.judging import AS_BASE, OK, OTHER_BASE, OUT, UNSEEN
 from tests.cli.common import Cli
 
 IDS = [5, 6, 7, 8]

@@ -38,6 +38,7 @@ def convert(tmp_path: Path, tensors, base, files=None, **config) -> tuple[Verifi
     """The adapter verified and written in the engine's form: the tensors of the new file, read by safetensors."""
     from safetensors.numpy import load_file
 
+    config = {"target_modules": "all-linear", **config}  # no names, which would have to be there
     original = put(tmp_path / "original", files or adapter_files(tensors, **config))
     verified = verify_adapter(original, base, Settings())
     assert verified.conversion is not None

@@ -1,0 +1,148 @@
+"""Which modules of an adapter are at fault where what is served is not what was trained.
+
+What is served is compared with what the adapter would answer with a group of its modules left out, or scaled: the group
+with which both agree is at fault. Groups are a projection of all layers, a layer, and one module of a layer.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from lora_plugins.cli.judging import Trained, apart
+
+_MOST_GROUPS = 3  # that are at fault together; each costs a pass over all of them
+_CLEARLY = 0.7  # of the distance that is left: a group whose omission takes away less explains nothing
+
+
+class Adapted(Protocol):
+    """A model with the adapter, as `by_peft.ByPeft` has it."""
+
+    @property
+    def modules(self) -> Sequence[str]: ...
+    def rank_of(self, module: str, /) -> int: ...
+    def logprobs(self, ids: Sequence[int], /) -> Sequence[float]: ...
+    def scaled(self, factors: Mapping[str, float], /) -> AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True)
+class _Cause:
+    """What may have been done to the adapter: by how much each module is scaled, 0 where it is left out."""
+
+    text: str
+    factors: Mapping[str, float]
+
+
+def at_fault(
+    trained: Sequence[Trained], served: Sequence[Sequence[float]], right: float, model: Adapted
+) -> tuple[str, ...]:
+    """Lines that name the cause, or what comes closest.
+
+    Args:
+        trained: the prompts, with what the whole adapter computes.
+        served: logarithms of probabilities of each prompt.
+        right: a difference up to which two answers are the same.
+        model: the adapter, parts of which are left out.
+    """
+    away = [max(apart(one.logprobs, answer)) for one, answer in zip(trained, served, strict=True)]
+    if not all(map(math.isfinite, away)):
+        return ("at fault: the server's answers are not finite",)
+    search = _Search(trained, served, right, model, away.index(max(away)))
+    for cause in _whole(model):
+        if search.explains(cause.factors):
+            return (f"at fault: served as if {cause.text}",)
+    begin = search.distance({})
+    best = begin, list[_Cause]()
+    for groups in _groupings(model.modules):
+        left, chosen = search.of(groups, begin)
+        if left <= right and search.explains(_together(chosen)):
+            return (f"at fault: served as if missing: {_named(chosen)}",)
+        best = min(best, (left, chosen), key=lambda one: one[0])
+    left, chosen = best
+    if not chosen:
+        return ("at fault: no group of modules; swapped, renamed or other weights, or another base model",)
+    gone = 100 * (1 - left / begin)
+    return (f"at fault, in part: {_named(chosen)}; without them {gone:.0f} % of the difference is gone",)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Looks for the causes that make the adapter answer as the server does, by the prompt `worst` first."""
+
+    trained: Sequence[Trained]
+    served: Sequence[Sequence[float]]
+    right: float
+    model: Adapted
+    worst: int
+
+    def distance(self, factors: Mapping[str, float]) -> float:
+        """Mean over the tokens of the worst prompt, with modules scaled by these factors."""
+        answer = self.served[self.worst]
+        with self.model.scaled(factors):
+            return sum(apart(self.model.logprobs(self.trained[self.worst].token_ids), answer)) / len(answer)
+
+    def explains(self, factors: Mapping[str, float]) -> bool:
+        """Whether the adapter then answers every prompt as the server does."""
+        if self.distance(factors) > self.right:
+            return False
+        with self.model.scaled(factors):
+            both = zip(self.trained, self.served, strict=True)
+            return all(max(apart(self.model.logprobs(one.token_ids), answer)) <= self.right for one, answer in both)
+
+    def of(self, groups: Sequence[_Cause], begin: float) -> tuple[float, list[_Cause]]:
+        """The groups that, left out one after the other, bring the adapter closest; and what distance is left."""
+        left, chosen, others = begin, list[_Cause](), list(groups)
+        while others and left > self.right and len(chosen) < _MOST_GROUPS:
+            tried = [self.distance(_together([*chosen, group])) for group in others]
+            if min(tried) > _CLEARLY * left:
+                break
+            left = min(tried)
+            chosen.append(others.pop(tried.index(left)))
+        return left, chosen
+
+
+def _groupings(modules: Sequence[str]) -> Iterator[list[_Cause]]:
+    yield _by(modules, _projection_of, "`{}` of all layers")
+    layers = _by(modules, _layer_of, "layer {}")
+    yield layers
+    yield [_Cause(f"the last {at} layers", _together(layers[-at:])) for at in range(2, len(layers))]
+    yield _by(modules, str, "`{}`")
+
+
+def _whole(model: Adapted) -> Iterator[_Cause]:
+    """Scalings of the whole adapter that a wrong configuration gives."""
+    for factor, text in ((2.0, "alpha were doubled"), (0.5, "alpha were halved"), (-1.0, "alpha had the other sign")):
+        yield _Cause(text, dict.fromkeys(model.modules, factor))
+    roots = {name: math.sqrt(model.rank_of(name)) for name in model.modules}
+    yield _Cause("the whole adapter were missing", dict.fromkeys(model.modules, 0.0))
+    yield _Cause("use_rslora were false, and it was trained with true", {name: 1 / one for name, one in roots.items()})
+    yield _Cause("use_rslora were true, and it was trained with false", roots)
+
+
+def _by(modules: Sequence[str], key: Callable[[str], str], text: str) -> list[_Cause]:
+    """Groups of modules of one key each; those of none are in no group."""
+    groups: dict[str, dict[str, float]] = {}
+    for name in modules:
+        groups.setdefault(key(name), {})[name] = 0.0
+    return [_Cause(text.format(one), group) for one, group in groups.items() if one]
+
+
+def _layer_of(module: str) -> str:
+    found = re.search(r"\.(\d+)\.", module)
+    return found[1] if found else ""
+
+
+def _projection_of(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
+def _together(causes: Iterable[_Cause]) -> dict[str, float]:
+    return {name: factor for cause in causes for name, factor in cause.factors.items()}
+
+
+def _named(causes: Iterable[_Cause]) -> str:
+    return ", ".join(cause.text for cause in causes)
