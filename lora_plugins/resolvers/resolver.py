@@ -237,6 +237,10 @@ class AdapterResolver:
         """See `Versions.warnings_of`."""
         return self._versions.warnings_of(digest)
 
+    def note_warnings(self, digest: str, warnings: Iterable[str]) -> None:
+        """Another API server has found a version worth these."""
+        self._versions.note_warnings(digest, tuple(warnings))
+
     async def of_digest(self, name: str, digest_prefix: str, *, of_any_name: bool = False) -> ResolvedAdapter | None:
         """A version that the store still has, verified and leased for `name`; no source is asked.
 

@@ -119,6 +119,11 @@ class Versions:
         """What answers of a version say beside; nothing of one that was not resolved here."""
         return self._warnings.get(digest, ())
 
+    def note_warnings(self, digest: str, warnings: tuple[str, ...]) -> None:
+        """Have `warnings_of` say these of a version that another process has verified."""
+        if warnings:
+            self._warnings[digest] = warnings
+
     def is_leased(self, resolved: ResolvedAdapter) -> bool:
         """Whether it is still leased for its name; a microsecond."""
         return self._store.leases.is_held(resolved.digest, resolved.holder or resolved.name)
@@ -290,8 +295,7 @@ class Versions:
         if isinstance(checked, LoRAPluginsError) and is_sound is True:
             is_sound = await asyncio.to_thread(self._store.is_sound, digest, max_age_s=_HASHED_S)
         if is_sound is True and not isinstance(checked, BaseException):
-            if checked.warnings:
-                self._warnings[digest] = checked.warnings
+            self.note_warnings(digest, checked.warnings)
             return checked
         self._store.leases.release(digest, holder)
         if is_sound is False:

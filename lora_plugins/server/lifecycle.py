@@ -37,10 +37,10 @@ class Lifecycle:
         copies: of what is served, in the store.
     """
 
-    def __init__(self, server: ApiServer) -> None:
+    def __init__(self, server: ApiServer, copies: Copies | None = None) -> None:
         self.server = server
         self.registry, self.planner = server.registry, server.planner
-        self.copies = Copies(server)
+        self.copies = copies or Copies(server)
         self.on_change: Callable[[], None] = lambda: None
         server.resolver.on_abandoned = lambda resolved: server.forget(resolved.name, resolved)
 
