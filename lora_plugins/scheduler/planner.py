@@ -1,6 +1,6 @@
 """Which adapters are loaded, which have slots, and which requests may run: one planner for each engine.
 
-The engine's loop tells the planner of requests, reports of workers, and the time. The planner answers with commands for
+The engine's loop hands the planner requests, reports of workers, and the time. The planner answers with commands for
 the workers, and with admitted requests. The unit is a generation of an adapter: an engine id finds the current
 generation, and a later one is loaded beside it. The rules:
 

@@ -611,7 +611,7 @@ def test_no_name_reaches_an_adapter_outside(tmp_path, spelling):
 
 
 def test_a_version_is_the_same_on_each_host(tmp_path: Path) -> None:
-    """Each host and remount gives a shared file system another number of a device; each copied all adapters anew."""
+    """Each host and remount gives a shared file system another number of a device; each copied all adapters again."""
     file = tmp_path / "file"
     file.write_bytes(b"x")
     seen = os.stat(file)
