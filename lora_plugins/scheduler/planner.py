@@ -352,7 +352,7 @@ class Planner:
                     self.stats.load_seconds.observe(report.load_s)
                     adapter.load_s, adapter.rank, adapter.is_instant = report.load_s, report.rank, report.is_instant
                     state.loaded(adapter, report.size_bytes, report.load_s)
-                    self._check_pinned(adapter, now)
+                    self._undo_pin_of_last_slot(adapter, now)
                     if adapter.is_unevictable or not adapter.is_loaded:
                         self._refuse_what_never_fits(now)
                     if adapter.is_loaded:
@@ -433,8 +433,7 @@ class Planner:
         self.state.touched[adapter] = None
         self.state.settle(now)
 
-    def _check_pinned(self, adapter: Adapter, now: float) -> None:
-        """Undo a pin that turns out to take the last slot of its kind."""
+    def _undo_pin_of_last_slot(self, adapter: Adapter, now: float) -> None:
         if (error := takes_last_slot(self.state, adapter)) is not None:
             adapter.is_pinned = False
             for call in [call for call in adapter.calls if call.needs_slot]:
