@@ -1,7 +1,7 @@
 """Which adapters are loaded, which have slots, and which requests may run: one planner for each engine.
 
-The engine's loop tells the planner of requests, reports of workers, and the time. The planner answers with commands for
-the workers, and with admitted requests. The unit is a generation of an adapter: an engine id finds the current
+The planner is notified of requests, reports of workers and the time, and answers with commands and admitted requests.
+Commands are for the workers. The unit is a generation of an adapter: an engine id finds the current
 generation, and a later one is loaded beside it. The rules:
 
 - An adapter with admitted requests keeps its slot until the last of them has ended, and takes further requests at once.
@@ -23,8 +23,7 @@ the wait begins R later at most. Among requests of one priority, while none is p
   within Q, and as much again for slots that passed on meanwhile, and end R later. The adapter has a slot within
   D * (1 + ceil((k + 1) / MAX_LOADS)) + (2 * Q + R + A) * ceil((k + 1) / max(1, slots - 1));
 - otherwise room is reserved for the first adapter within Q, and free R later; a slot follows within R + 2 * Q: in all
-  (k + 1) * (D + A + 3 * Q + 2 * R), the worst case of a cache for one adapter. An adapter larger than its files said
-  counts twice.
+  (k + 1) * (D + A + 3 * Q + 2 * R), for a cache of one adapter. An adapter larger than its files said counts twice.
 
 Times are seconds of a clock that never goes back. Not thread-safe: the engine's loop calls the planner.
 """
