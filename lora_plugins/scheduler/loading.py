@@ -68,7 +68,8 @@ def load_wanted(state: PlannerState, now: float, *, is_paused: bool, is_stopped:
             continue
         if not without_room:
             state.made_room_at = now
-        state.evict_all(victims)
+        for key in victims:
+            state.evict(state.adapters[key])
         state.load(adapter)
     return without_room
 
@@ -91,7 +92,9 @@ def _room_in_a_pause(state: PlannerState, adapter: Adapter) -> list[int] | None:
     if victims is None:
         victims = state.cache.victims(sizes_bytes, own | others)
     for key in own.keys() & set(victims or ()):
-        state.take_over(adapter, own[key])
+        for request_id in list(own[key].held):
+            state.hold(adapter, request_id, state.release(own[key], request_id))
+        state.touched |= {adapter: None, own[key]: None}
     return victims
 
 

@@ -1,7 +1,7 @@
 """Which adapters are loaded, which have slots, and which requests may run: one planner for each engine.
 
-The engine's loop hands the planner requests, reports of workers, and the time. The planner answers with commands for
-the workers, and with admitted requests. The unit is a generation of an adapter: an engine id finds the current
+The planner is notified of requests, reports of workers and the time, and answers with commands and admitted requests.
+Commands are for the workers. The unit is a generation of an adapter: an engine id finds the current
 generation, and a later one is loaded beside it. The rules:
 
 - An adapter with admitted requests keeps its slot until the last of them has ended, and takes further requests at once.
@@ -23,8 +23,7 @@ the wait begins R later at most. Among requests of one priority, while none is p
   within Q, and as much again for slots that passed on meanwhile, and end R later. The adapter has a slot within
   D * (1 + ceil((k + 1) / MAX_LOADS)) + (2 * Q + R + A) * ceil((k + 1) / max(1, slots - 1));
 - otherwise room is reserved for the first adapter within Q, and free R later; a slot follows within R + 2 * Q: in all
-  (k + 1) * (D + A + 3 * Q + 2 * R), the worst case of a cache for one adapter. An adapter larger than its files said
-  counts twice.
+  (k + 1) * (D + A + 3 * Q + 2 * R), for a cache of one adapter. An adapter larger than its files said counts twice.
 
 Times are seconds of a clock that never goes back. Not thread-safe: the engine's loop calls the planner.
 """
@@ -352,7 +351,7 @@ class Planner:
                     self.stats.load_seconds.observe(report.load_s)
                     adapter.load_s, adapter.rank, adapter.is_instant = report.load_s, report.rank, report.is_instant
                     state.loaded(adapter, report.size_bytes, report.load_s)
-                    self._check_pinned(adapter, now)
+                    self._undo_pin_of_last_slot(adapter, now)
                     if adapter.is_unevictable or not adapter.is_loaded:
                         self._refuse_what_never_fits(now)
                     if adapter.is_loaded:
@@ -433,8 +432,7 @@ class Planner:
         self.state.touched[adapter] = None
         self.state.settle(now)
 
-    def _check_pinned(self, adapter: Adapter, now: float) -> None:
-        """Undo a pin that turns out to take the last slot of its kind."""
+    def _undo_pin_of_last_slot(self, adapter: Adapter, now: float) -> None:
         if (error := takes_last_slot(self.state, adapter)) is not None:
             adapter.is_pinned = False
             for call in [call for call in adapter.calls if call.needs_slot]:

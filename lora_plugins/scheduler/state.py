@@ -198,12 +198,6 @@ class PlannerState:
         adapter.unhold([request_id])
         return held
 
-    def take_over(self, adapter: Adapter, before: Adapter) -> None:
-        """Have what waits for an earlier generation, which has no place any more, wait for this one."""
-        for request_id in list(before.held):
-            self.hold(adapter, request_id, self.release(before, request_id))
-        self.touched |= {adapter: None, before: None}
-
     def admit(self, adapter: Adapter, now: float) -> list[object]:
         """Have an adapter run what is held for it, as far as it may; returns these requests."""
         items = adapter.joining(now)
@@ -329,11 +323,7 @@ class PlannerState:
         adapter.residency = LOADED
         self.cache.loaded(adapter.key, adapter.spec, size_bytes, cost_s)
         victims = self.cache.victims(())
-        self.evict_all([adapter.key] if victims is None else victims)
-
-    def evict_all(self, keys: Iterable[int]) -> None:
-        """Remove adapters from the workers."""
-        for key in keys:
+        for key in [adapter.key] if victims is None else victims:
             self.evict(self.adapters[key])
 
     def evict(self, adapter: Adapter) -> None:
