@@ -2,8 +2,8 @@
 
 Mutants are made of adapters that PEFT has saved (`testbed/mutants.py`). One `vllm serve` with our plugins is asked for
 each; what it serves is compared with the unharmed adapter as `lora-plugins compare --peft` does it. Result in
-benchmarks/results/mutants.json; `python -m benchmarks.models --page` writes the table into docs/reference/models.md.
-With a word, only the faults that have it are made, and nothing is kept.
+benchmarks/results/mutants.json, which `python -m benchmarks.models --page` prints in docs/reference/models.md. With a
+word, only the faults that have it are made, and nothing is kept.
 """
 
 from __future__ import annotations

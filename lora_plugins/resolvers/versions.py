@@ -18,7 +18,9 @@ from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import adapter_id
 from lora_plugins.adapter.verify import VerifiedAdapter, check_size, choose_weights, fit_adapter
 from lora_plugins.adapter.weight_files import INDEX_FILE, check_shards, is_shard
+from lora_plugins.adapter.writers import name_format
 from lora_plugins.errors import (
+    AdapterNotFound,
     ErrorKind,
     InvalidAdapter,
     LoRAPluginsError,
@@ -428,7 +430,12 @@ def select_files(adapter: RemoteAdapter, settings: Settings) -> RemoteAdapter:
         AdapterNotFound: it has no weights.
         InvalidAdapter: its weights are a pickle, which is not allowed, or its files are too many or too large together.
     """
-    weights = choose_weights({file.name for file in adapter.files}, settings)
+    names = {file.name for file in adapter.files}
+    try:
+        weights = choose_weights(names, settings)
+    except AdapterNotFound as error:
+        name_format(error, names)
+        raise
     if weights == INDEX_FILE:
         check_shards(file.name for file in adapter.files if is_shard(file.name))
     files = tuple(

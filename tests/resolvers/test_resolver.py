@@ -1242,3 +1242,14 @@ def test_not_finite_weights_are_refused_once_and_never_published(make):
             resolver.ask()
     assert source.fetched == ["sql"]
     assert resolver.store.layout.digests() == []
+
+
+@pytest.mark.parametrize(
+    ("file", "writer"), [("adapters.safetensors", "MLX's form"), ("lora.safetensors", "mistral-finetune's form")]
+)
+def test_a_directory_of_another_writer_is_answered_with_its_name(make, tmp_path, file, writer):
+    """`adapters.safetensors` is what mlx_lm/tuner/trainer.py of mlx-lm (200af25d) saves, beside adapter_config.json."""
+    put(tmp_path / "root" / "sql", {CONFIG_FILE: b"{}", file: b"x"})
+    with pytest.raises(AdapterNotFound, match=f"no weights, but '{file}', which is of {writer}") as caught:
+        make(FilesystemSource(tmp_path / "root")).ask()
+    assert "merge it" in caught.value.remedy

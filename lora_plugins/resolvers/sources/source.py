@@ -10,6 +10,7 @@ from lora_plugins.absence import Absence
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import INDEX_FILE, PICKLE_FILES, WEIGHTS_FILE, is_shard
+from lora_plugins.adapter.writers import by_files
 from lora_plugins.errors import AdapterNotFound, SourceUnavailable
 from lora_plugins.resolvers.sources.templates import LocalLink
 from lora_plugins.store.layout import key_of
@@ -74,9 +75,12 @@ def needs_shards(names: Collection[str]) -> bool:
 
 
 def choose_files(names: Iterable[str]) -> list[str]:
-    """The files of an adapter among all those that lie beside each other."""
+    """The files of an adapter among all those beside each other; without weights, another writer's file, to name it."""
     present = set(names)
     chosen = [name for name in ADAPTER_FILES if name in present]
+    foreign = by_files(present) if chosen == [CONFIG_FILE] else None
+    if foreign is not None:
+        return [CONFIG_FILE, foreign[0]]
     return [*chosen, *(sorted(filter(is_shard, present)) if needs_shards(chosen) else ())]
 
 

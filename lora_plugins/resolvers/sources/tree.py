@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.files import is_below, open_regular
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, SourceUnavailable
@@ -66,7 +67,12 @@ class AdapterTree:
                 return None
             present = [file for file in ADAPTER_FILES if _is_in(at, file)]
             # Listing needs the right to read, which looking hides: denied is not the same as absent.
-            return choose_files(_names_in(at)) if needs_shards(present) or not present else present
+            if needs_shards(present) or not present:
+                return choose_files(_names_in(at))
+            if present == [CONFIG_FILE]:
+                with contextlib.suppress(PermissionError):
+                    return choose_files(_names_in(at))
+            return present
         finally:
             os.close(at)
 
