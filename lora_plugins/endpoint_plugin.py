@@ -15,7 +15,7 @@ from lora_plugins.server.refresh import poll
 from lora_plugins.server.served_file import ServedFile
 from lora_plugins.vllm_patches.api_server.access import install
 from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
-from lora_plugins.vllm_patches.api_server.serve_command import refuse_several
+from lora_plugins.vllm_patches.api_server.serve_command import FOLDER, refuse_several
 
 
 class AdminPlugin:
@@ -51,7 +51,7 @@ class AdminPlugin:
         if isinstance(process.role, Follower):
             await process.role.ready()
             return  # the leader answers the routes, and serves what is to be served
-        if process.role is None:
+        if getattr(args, FOLDER, None) is None:
             refuse_several(getattr(args, "api_server_count", None) or 1, ADMIN)
         models = state.openai_serving_models
         settings = process.settings

@@ -58,7 +58,7 @@ async def answer_carried(app: Asgi, first: Frame, reader: asyncio.StreamReader, 
     scope = {
         **first["scope"],
         "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "headers": [tuple(header) for header in first["scope"]["headers"]],
+        "headers": _pairs(first["scope"]["headers"]),
         "client": first["scope"]["client"] and tuple(first["scope"]["client"]),
         "server": first["scope"]["server"] and tuple(first["scope"]["server"]),
         "state": {},
@@ -75,6 +75,11 @@ async def answer_carried(app: Asgi, first: Frame, reader: asyncio.StreamReader, 
     await app(scope, receive_, send_)
     with suppress(ConnectionError):
         await writer.drain()
+
+
+def _pairs(headers: list[list[bytes]]) -> list[tuple[bytes, bytes]]:
+    """As ASGI has them: messages have no tuples."""
+    return [(name, value) for name, value in headers]
 
 
 def _is_carried(scope: Message) -> bool:
@@ -115,6 +120,8 @@ async def _carry(follower: Follower, scope: Message, receive_: Receive, send_: S
     try:
         while (message := await receive(reader)) is not None:
             has_begun = True
+            if "headers" in message:
+                message["headers"] = _pairs(message["headers"])
             await send_(message)
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 return

@@ -75,6 +75,11 @@ class Follower:
         self._reading = asyncio.create_task(self._read(reader))
         await self._has_all.wait()
 
+    def close(self) -> None:
+        """Follow no more; nothing is served then."""
+        if self._writer is not None:
+            self._writer.close()
+
     async def ready(self) -> None:
         """Wait until the leader serves what is to be served from the start."""
         await self._is_ready.wait()

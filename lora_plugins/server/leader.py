@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import UserDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class Leader:
         self.number = 0
         self.plain_of = plain_of
         self._followers: set[_Follower] = set()
-        self._calls: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # the event loop itself keeps no task alive
         self._server: asyncio.Server | None = None
         self._is_ready = False
 
@@ -85,7 +85,17 @@ class Leader:
             finally:
                 writer.close()
 
-        self._server = await asyncio.start_unix_server(connected, folder / SOCKET)
+        # With a coroutine function, asyncio would log a traceback for each connection where the process ends.
+        self._server = await asyncio.start_unix_server(
+            lambda *streams: self._in_background(connected(*streams)), folder / SOCKET
+        )
+
+    def close(self) -> None:
+        """Let nobody follow any more."""
+        if self._server is not None:
+            self._server.close()
+        for follower in self._followers:
+            follower.writer.close()
 
     def say_ready(self) -> None:
         """What is to be served from the start is served, or has failed."""
@@ -112,6 +122,11 @@ class Leader:
                 expected="all API servers of this deployment",
                 remedy="look at what is served (GET /v1/loras), and call again",
             ) from None
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _tell(self, name: str, request: Any) -> None:
         adapter = None if request is None else self.plain_of(request)
@@ -143,9 +158,7 @@ class Leader:
                     follower.has = frame["has"]
                     follower.news.set()
                 else:
-                    task = asyncio.create_task(_answer(writer, frame, call))
-                    self._calls.add(task)
-                    task.add_done_callback(self._calls.discard)
+                    self._in_background(_answer(writer, frame, call))
         finally:
             self._followers.discard(follower)
             follower.is_gone = True

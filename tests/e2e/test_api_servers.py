@@ -7,7 +7,10 @@ connections, so that each API server is asked; each answer says which has sent i
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -27,9 +30,15 @@ from tests.e2e.standing_still import LONGEST_S
 
 WAYS = {"three API servers": ("--api-server-count", "3"), "two engines": ("--data-parallel-size", "2")}
 COUNTS = {"three API servers": 3, "two engines": 2}
+CELLS = {"three API servers": "several API servers", "two engines": "data parallel, several API servers"}
+_every: dict[str, set[str]] = {}  # the API servers, by the address that they share
+SAID = "names, swaps, pushes, pins, unloads and blocks are the same on each"
 
 
-@pytest.fixture(scope="module", params=[pytest.param(way, id=way) for way in WAYS])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(way, id=way, marks=pytest.mark.deployment(CELLS[way], "tested", SAID)) for way in WAYS],
+)
 def admin(request: pytest.FixtureRequest, bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admin]:
     home = tmp_path_factory.mktemp("api-servers")
     (home / "metrics").mkdir()
@@ -40,17 +49,19 @@ def admin(request: pytest.FixtureRequest, bed: Bed, tmp_path_factory: pytest.Tem
         PROMETHEUS_MULTIPROC_DIR=str(home / "metrics"),
     ) as server:  # fmt: skip
         admin = Admin(server, connect(server), bed, home / "adapters", home)
-        asyncio.run(_all_started(admin, COUNTS[request.param]))
+        _every[server.url] = asyncio.run(_all_started(admin, COUNTS[request.param]))
         yield admin
 
 
-async def _all_started(admin: Admin, count: int) -> None:
+async def _all_started(admin: Admin, count: int) -> set[str]:
     """Wait until each API server listens: the port answers as soon as one does."""
+    every: set[str] = set()
     async with asyncio.timeout(LONGEST_S):
         while admin.server.log().count("Application startup complete") < count:
             await asyncio.sleep(0.2)
-        while len(await by_server(admin, None)) < count:
-            await asyncio.sleep(0.2)
+        while len(every) < count:
+            every |= set(await by_server(admin, None))
+    return every
 
 
 async def asked(admin: Admin, name: str | None, *, max_tokens: int = MAX_TOKENS) -> httpx.Response:
@@ -75,7 +86,7 @@ async def by_server(
 
 def servers(admin: Admin) -> set[str]:
     """Every API server of the deployment."""
-    return {server for _ in range(3) for server in asyncio.run(by_server(admin, None))}
+    return _every[admin.server.url]
 
 
 def everywhere(admin: Admin, name: str) -> list[httpx.Response]:
@@ -221,3 +232,14 @@ def test_vllms_own_endpoints_reach_every_server(admin: Admin) -> None:
         gone = admin.call("POST", "/v1/unload_lora_adapter", {"lora_name": "by-path"})
         assert gone.status_code == 200, gone.text
         assert {answer.status_code for answer in everywhere(admin, "by-path")} == {404}
+
+
+def test_vllm_ends_every_server_where_one_is_killed(admin: Admin) -> None:
+    """The last test: with it the server ends. vLLM starts none again, so nothing is served that has been forgotten."""
+    killed = max(servers(admin), key=int)
+    os.kill(int(killed), signal.SIGKILL)
+    ends_at = time.monotonic() + LONGEST_S
+    while admin.server.process.poll() is None:
+        assert time.monotonic() < ends_at, admin.server.log()[-2000:]
+        time.sleep(0.2)
+    assert f"(PID: {killed}) died with exit code" in admin.server.log()

@@ -37,16 +37,17 @@ def patch(settings: Settings) -> None:
         InvalidSettings: this process is such a server, or the engine of one.
     """
     asked = [name for name in (FILESYSTEM, S3, HUB, OTHERS, ADMIN) if named_in_environment(name)] + configured(settings)
+    cli: Any = sys.modules.get(_CLI)
+    if cli is not None and (asked or named_in_environment(MANAGER)):
+        wrap(cli, "run_multi_api_server", functools.partial(_sharing, settings=settings))
     if not asked:
         return
     if _GRPC in sys.modules:
         raise _refusal("vLLM's gRPC server", asked, "start vllm serve without --grpc")
     if _parent() == _RUST:
         raise _refusal(f"{_RUST} serve", asked, "start vllm serve")
-    cli: Any = sys.modules.get(_CLI)
     if cli is not None:
         wrap(cli.ServeSubcommand, "validate", functools.partial(_refusing_front_ends, asked=asked))
-        wrap(cli, "run_multi_api_server", functools.partial(_sharing, settings=settings))
 
 
 def refuse_several(count: int, asked: str, why: str = "which do not know of each other") -> None:
@@ -105,16 +106,14 @@ def _sharing(original: Any, settings: Settings) -> Any:
     """Several API servers get a folder in which they find each other, and vLLM starts them with runtime updating."""
 
     def run_multi_api_server(args: Any) -> Any:
-        count = args.api_server_count or 1
-        asked = ADMIN if named_in_environment(ADMIN) else None
-        if asked is None and settings.runtime_lora_updating:
-            asked = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
-        if count < 2 or asked is None:
+        count, changes = args.api_server_count or 1, _that_changes(settings)
+        is_of_hosts = args.data_parallel_hybrid_lb or args.data_parallel_start_rank is not None
+        if changes is not None and is_of_hosts:
+            refuse_several(count, changes, "of several hosts, each of which reaches its own engines only")
+        if changes is not None and not named_in_environment(MANAGER):
+            refuse_several(count, changes, "without lora_lru_manager, whose engine ids would collide")
+        if count < 2 or is_of_hosts or not named_in_environment(MANAGER):
             return original(args)
-        if not named_in_environment(MANAGER):
-            refuse_several(count, asked, "without lora_lru_manager, whose engine ids would collide")
-        if args.data_parallel_hybrid_lb or args.data_parallel_start_rank is not None:
-            refuse_several(count, asked, "of several hosts, each of which reaches its own engines only")
         cli: Any = sys.modules[_CLI]
         envs = cli.envs
         with tempfile.TemporaryDirectory(prefix="lora-plugins-") as folder:
@@ -126,6 +125,13 @@ def _sharing(original: Any, settings: Settings) -> Any:
                 cli.envs = envs
 
     return run_multi_api_server
+
+
+def _that_changes(settings: Settings) -> str | None:
+    """What was asked for with which the adapters change that a server knows; None where they stay as at the start."""
+    if named_in_environment(ADMIN):
+        return ADMIN
+    return "VLLM_ALLOW_RUNTIME_LORA_UPDATING" if settings.runtime_lora_updating else None
 
 
 class _WithoutUpdating:
@@ -175,9 +181,9 @@ LEDGER = (
         vllm.entrypoints.cli.serve: run_multi_api_server(args) envs
         vllm.envs: VLLM_ALLOW_RUNTIME_LORA_UPDATING
         """,
-        what="wrapped: with lora_admin, or where adapters may change, the arguments name a folder, in which the API "
-        "servers find each other; meanwhile the module's envs says that runtime updating is off. Without "
-        "lora_lru_manager, or with API servers on several hosts, it raises before an engine is started",
+        what="wrapped: with lora_lru_manager the arguments name a folder, in which several API servers find each "
+        "other; meanwhile the module's envs says that runtime updating is off. Where adapters may change, without "
+        "lora_lru_manager or on several hosts, it raises before an engine is started",
         why="vLLM refuses runtime updating with several API servers, as each has a table of its own; data parallelism "
         "starts one API server for each engine, unless --api-server-count 1 is given",
         remove="API servers share what they serve",

@@ -134,12 +134,25 @@ def test_startup_fails_with_several_servers_that_cannot_share(
     assert started == []
 
 
-def test_several_servers_that_change_nothing_share_nothing(
-    serve: Serve, started: list[tuple[int, bool | None, bool]]
+@pytest.mark.parametrize(
+    ("plugins", "args", "is_shared"),
+    [
+        (f"{MANAGER},{RESOLVER}", servers(2), True),
+        (MANAGER, servers(2), True),
+        (MANAGER, servers(2, data_parallel_hybrid_lb=True), None),
+        (RESOLVER, servers(2), None),
+    ],
+)
+def test_several_servers_of_static_modules_start_anyway(
+    serve: Serve,
+    started: list[tuple[int, bool | None, bool]],
+    plugins: str,
+    args: SimpleNamespace,
+    is_shared: bool | None,
 ) -> None:
-    serve(f"{MANAGER},{RESOLVER}")
-    cli.run_multi_api_server(servers(2))
-    assert started == [(2, None, False)]
+    serve(plugins)
+    cli.run_multi_api_server(args)
+    assert started == [(2, is_shared, False)]
 
 
 @pytest.mark.deployment("gRPC server", "refused", "`python -m vllm.entrypoints.grpc_server` with a resolver: L007")
