@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.model_modules import Kind, ModelModules
+from lora_plugins.adapter.pace import paced
 from lora_plugins.errors import IncompatibleAdapter
 
 _EXAMPLES = 3
@@ -25,19 +26,19 @@ def lost_modules(config: AdapterConfig, names: Collection[str], modules: ModelMo
     """Modules of the engine that the adapter's own configuration names, and for which it has nothing.
 
     Args:
-        config: whose `targets` are None where it leaves layers or modules out on purpose.
+        config: whose `trained` is empty where it leaves layers or modules out on purpose.
         names: keys of `modules.places` for which the adapter has a pair.
         modules: the engine's.
     """
-    if not isinstance(config.targets, frozenset):
+    if not config.trained:
         return ()
-    targets = {target for target in config.targets if "." not in target}
-    trained = {_leaf(name) for name in names}
-    kinds = {_layerless(name) for name in names}
+    leaves, kinds = {_leaf(name) for name in names}, {_layerless(name) for name in names}
     return tuple(
         name
         for name in _expected(modules)
-        if _leaf(name) in targets and name not in names and (_layerless(name) in kinds or _leaf(name) not in trained)
+        if _leaf(name) in config.trained
+        and name not in names
+        and (_layerless(name) in kinds or _leaf(name) not in leaves)
     )
 
 
@@ -59,7 +60,7 @@ def _expected(modules: ModelModules) -> Iterator[str]:
     share them), and the engine's fused module has a place for them all the same.
     """
     fused: set[str] = set()
-    for name, place in modules.places.items():
+    for name, place in paced(modules.places.items()):
         if place.kind in _KINDS and place.module not in fused:
             yield name
         fused.add(place.module)

@@ -30,6 +30,7 @@ _CLASSIFIER_HEADS = frozenset({"classifier", "score"})
 
 # Beside `target_modules`: modules that these leave out were not trained, although it names them.
 _LEAVE_OUT = ("exclude_modules", "layers_to_transform")
+_MAX_KINDS = 256  # kinds of modules, and characters of a name
 
 # PEFT features that change what an adapter computes and that vLLM does not implement (it refuses or ignores them).
 _UNSUPPORTED = {
@@ -55,6 +56,7 @@ class AdapterConfig:
         targets: module names (a set), one regular expression (a string), or None where the file leaves it open, or has
             more keys that leave modules out; vLLM reads the weights alone.
         base_model: `base_model_name_or_path`, or None where the file has none.
+        trained: of `targets` the plain names of modules, all of which must be there; empty where that cannot be told.
     """
 
     rank: int
@@ -65,6 +67,7 @@ class AdapterConfig:
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     modules_to_save: frozenset[str] = frozenset()
+    trained: frozenset[str] = frozenset()
 
     @property
     def max_rank(self) -> int:
@@ -127,15 +130,18 @@ def parse_config(data: bytes) -> AdapterConfig:
         )
     _refuse_unsupported(raw)
     targets = _targets(_required(raw, "target_modules"))
+    if any(raw.get(key) is not None for key in _LEAVE_OUT):
+        targets = None
     config = AdapterConfig(
         rank=_rank("r", _whole(_required(raw, "r"))),
         alpha=_alpha("lora_alpha", _required(raw, "lora_alpha")),
-        targets=None if any(raw.get(key) is not None for key in _LEAVE_OUT) else targets,
+        targets=targets,
         base_model=_base_model(raw),
         use_rslora=_flag(raw, "use_rslora"),
         rank_pattern={key: _rank(f"rank_pattern[{key!r}]", value) for key, value in _mapping(raw, "rank_pattern")},
         alpha_pattern={key: _alpha(f"alpha_pattern[{key!r}]", value) for key, value in _mapping(raw, "alpha_pattern")},
         modules_to_save=frozenset(_text_list("modules_to_save", raw.get("modules_to_save") or [])),
+        trained=_plain_names(targets),
     )
     if config.alpha == 0 and not any(config.alpha_pattern.values()):
         raise without_effect(f"lora_alpha {config.alpha:g}")
@@ -232,6 +238,13 @@ def _targets(value: Any) -> frozenset[str] | str | None:
     if value is None or isinstance(value, str):
         return value
     return frozenset(_text_list("target_modules", value))
+
+
+def _plain_names(targets: frozenset[str] | str | None) -> frozenset[str]:
+    """Those that are the last part of a module's name; none where they are more than a model has kinds of modules."""
+    if not isinstance(targets, frozenset) or len(targets) > _MAX_KINDS:
+        return frozenset()
+    return frozenset(name for name in targets if name and "." not in name and len(name) <= _MAX_KINDS)
 
 
 def _text_list(key: str, value: Any) -> list[str]:

@@ -43,6 +43,7 @@ def test_what_peft_saves_is_read():
         use_rslora=True,
         rank_pattern={"q_proj": 8},
         alpha_pattern={"q_proj": 1.5},
+        trained=frozenset({"q_proj", "v_proj"}),
     )
     assert parsed.max_rank == 8
 

@@ -1253,3 +1253,14 @@ def test_a_directory_of_another_writer_is_answered_with_its_name(make, tmp_path,
     with pytest.raises(AdapterNotFound, match=f"no weights, but '{file}', which is of {writer}") as caught:
         make(FilesystemSource(tmp_path / "root")).ask()
     assert "merge it" in caught.value.remedy
+
+
+def test_an_adapter_that_has_lost_a_layer_is_refused(make):
+    """`target_modules` names q_proj and v_proj, which both layers of the model have."""
+    tensors = {name: array for name, array in weights().items() if ".layers.1." not in name}
+    resolver = make(FakeSource("one", {"sql": adapter_files(tensors)}))
+    with pytest.raises(IncompatibleAdapter, match="no tensors for 1 modules that target_modules names") as caught:
+        resolver.ask()
+    assert "'model.layers.1.self_attn.q_proj'" in caught.value.found
+    warned = make(FakeSource("one", {"sql": adapter_files(tensors)}), unmatched="warn").ask()
+    assert warned is not None
