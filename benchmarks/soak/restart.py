@@ -75,6 +75,7 @@ class Lives:
                 one.is_held, one.is_pinned, one.is_certain = is_held, is_pinned, is_certain
             await self._start()
             world.oracle.down.close(0, time.monotonic())
+            await self._has_asked(before)
             await self._compare(before, await self._views(), world, operator)
 
     async def _ends(self) -> None:
@@ -85,6 +86,18 @@ class Lives:
                 return
             await asyncio.sleep(0.2)
         self._journal.write("server", "end after that", 0, time.monotonic() - began)
+
+    async def _has_asked(self, before: dict[str, dict[str, Any]]) -> None:
+        """Wait until the server has asked the sources of what it serves from the store."""
+        if all(view["pinned_digest"] is not None for view in before.values()):
+            return
+        began = time.monotonic()
+        while "The sources of all restored adapters have answered" not in self.server.log():
+            if time.monotonic() - began > LONGEST_END_S:
+                self._journal.violation("a restart restores", "sources were not asked for newer versions")
+                return
+            await asyncio.sleep(0.2)
+        await asyncio.sleep(_WRITTEN_S)  # what a source has no more is unloaded
 
     async def _compare(
         self, before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]], world: World, operator: Operator

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from lora_plugins.errors import InvalidSettings, LoRAPluginsError, OfAdapter, SourceUnavailable
+from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError, OfAdapter, SourceUnavailable
 from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, Events, NotServed
 from lora_plugins.log import logger
 from lora_plugins.resolvers.sources.uri import AllowedUris
@@ -145,8 +145,11 @@ class Reconciler:
                 gc.freeze()
 
     async def _ask_for_newer(self) -> None:
-        """Ask the sources for newer versions of what was restored, until each has answered once."""
-        places = asyncio.Semaphore(_LOADED_AT_ONCE)
+        """Ask the sources for newer versions of what was restored, until each has answered once.
+
+        A name that its source has no more is unloaded, as a start without the store would not have found the name.
+        """
+        places, asked = asyncio.Semaphore(_LOADED_AT_ONCE), len(self._stale)
 
         async def ask(name: str, adapter: ServedAdapter) -> None:
             async with places:
@@ -155,10 +158,15 @@ class Reconciler:
                         await self._lifecycle.poll(name)
                 except Exception:  # noqa: BLE001 - the others are asked
                     logger.exception("Looking for a newer version of adapter '%s' failed", name)
-                if adapter.last_error is None or not isinstance(adapter.last_error[0], SourceUnavailable):
+                error = None if adapter.last_error is None else adapter.last_error[0]
+                if not isinstance(error, SourceUnavailable):
                     self._stale.pop(name, None)
+                if isinstance(error, AdapterNotFound) and self._lifecycle.registry.get(name) is adapter:
+                    self._unload_soon(name, None)
 
         await asyncio.gather(*(ask(name, adapter) for name, adapter in list(self._stale.items())))
+        if asked and not self._stale:
+            logger.info("The sources of all restored adapters have answered")
 
     # --- the file ---
 
@@ -201,9 +209,12 @@ class Reconciler:
                 continue
             serving = self._serving.end(name)
             if name not in targets:
-                task = asyncio.create_task(self._unload(name, serving))
-                self._unloading.add(task)
-                task.add_done_callback(self._unloading.discard)
+                self._unload_soon(name, serving)
+
+    def _unload_soon(self, name: str, serving: asyncio.Task[None] | None) -> None:
+        task = asyncio.create_task(self._unload(name, serving))
+        self._unloading.add(task)
+        task.add_done_callback(self._unloading.discard)
 
     async def _unload(self, name: str, serving: asyncio.Task[None] | None) -> None:
         if serving is not None:
@@ -212,7 +223,7 @@ class Reconciler:
             if self._lifecycle.registry.get(name) is not None:
                 await self._lifecycle.unload(name, block=False)
         except LoRAPluginsError as error:  # somebody else has unloaded it at the same moment
-            logger.debug("Adapter '%s', declared no more, was not unloaded: %s", name, error)
+            logger.debug("Adapter '%s' was not unloaded: %s", name, error)
 
     # --- what is to be served ---
 

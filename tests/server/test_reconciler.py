@@ -180,16 +180,19 @@ async def test_what_came_from_elsewhere_is_not_restored(tmp_path: Path) -> None:
 
 
 @runs
-async def test_what_its_source_has_no_more_goes_on(tmp_path: Path) -> None:
+async def test_a_restored_name_that_its_source_has_no_more_is_unloaded(tmp_path: Path) -> None:
     path = tmp_path / "served.json"
     world = restoring(path, None)
     start = reconciling(world, Settings(restore=True), ServedFile(path))
     await start.start()
-    await asyncio.wait_for(start.follow(), 2 * RETRY_S)
     assert served(world) == {"sql": BEFORE.digest}
     await asyncio.sleep(1)
-    (written,) = ServedFile(path).read()
+    (written, lost) = ServedFile(path).read()
     assert (written.name, written.last_digest, written.last_place) == ("sql", BEFORE.digest, PLACE)
+    assert lost.name == "lost"
+    await asyncio.wait_for(start.follow(), 2 * RETRY_S)
+    await asyncio.sleep(1)
+    assert (served(world), ServedFile(path).read()) == ({}, [])
 
 
 @runs
