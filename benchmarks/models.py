@@ -25,6 +25,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "models.m
 KEPT = RESULTS / "models.json"
 KINDS = {
     "all-linear": "all-linear",
+    "usual": "usual names",
     "attention": "attention",
     "rslora": "rsLoRA",
     "patterns": "patterns",
@@ -58,7 +59,8 @@ computed: fused experts with adapters need Triton, which vLLM's CPU build has no
 | no adapter | PEFT refuses to make it |
 | · | the model has no such module, or vLLM adapts none |
 
-The kinds: `all-linear` as PEFT's `target_modules`; attention alone; the same with rsLoRA; the same with `rank_pattern`
+The kinds: `all-linear` as PEFT's `target_modules`; the names of most recipes, of which PEFT passes over those that the
+model has not; attention alone; the same with rsLoRA; the same with `rank_pattern`
 and `alpha_pattern`; embeddings and head, of those that vLLM adapts; the router of a mixture of experts, and its
 experts, as PEFT's `target_parameters`. A mixture of experts is computed with `--lora-target-modules` that leave
 its experts out. Models without a class in Transformers have adapters made from what the engine says of its modules.

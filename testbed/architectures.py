@@ -27,6 +27,8 @@ _SMALL: Mapping[str, Any] = {
     "pad_token_id": 1,
 }
 _QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
+# The list of most recipes, whatever the model has of these names: PEFT passes over what the model has not.
+_USUAL = (*_QKVO, "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Architecture:
         attention = list(self.attention)
         kinds: dict[str, dict[str, Any]] = {
             "all-linear": {"target_modules": "all-linear"},
+            "usual": {"target_modules": list(_USUAL)},
             "attention": {"target_modules": attention},
             "rslora": {"target_modules": attention, "use_rslora": True},
             "patterns": {
@@ -219,7 +222,7 @@ _TRANSFORMERS = (
         "glm4_moe",
         {**_EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1},
         router="mlp.gate",
-        only_made=_EXPERTS_KINDS,
+        only_made=(*_EXPERTS_KINDS, "usual"),
     ),
 )
 

@@ -2,13 +2,19 @@
 
 PEFT trains every module that `target_modules` names, so a name without tensors, or a layer without, was lost when the
 adapter was saved, converted or copied, or belongs to a base model with more layers; vLLM computes it as if it had not
-been trained. Regular expressions and whole paths are not compared: they are in the names of another program.
+been trained. Regular expressions and whole paths are not compared: they are in the names of another program. Nor are
+
+- parts of a fused module (`gate_up_proj`) of which the adapter has no part at all: the model that PEFT trained may have
+  that module whole, under a name that its list does not have (GLM-4);
+- modules that the engine names otherwise than the checkpoint (Nemotron-H's `embeddings` is its `embed_tokens`);
+- other layers' parts of a fused module but the first: models may have no keys or values of their own in some layers,
+  where the engine's fused module has a place for them all the same (Gemma 3n and 4).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.model_modules import Kind, ModelModules
@@ -33,13 +39,26 @@ def lost_modules(config: AdapterConfig, names: Collection[str], modules: ModelMo
     if not config.trained:
         return ()
     leaves, kinds = {_leaf(name) for name in names}, {_layerless(name) for name in names}
-    return tuple(
-        name
-        for name in _expected(modules)
-        if _leaf(name) in config.trained
-        and name not in names
-        and (_layerless(name) in kinds or _leaf(name) not in leaves)
-    )
+    joined = {_layerless(modules.places[name].module) for name in names}
+    renamed = " ".join(_texts(modules.renames))
+    first: dict[str, str] = {}
+    missing = []
+    for name, place in paced(modules.places.items()):
+        if place.kind not in _KINDS:
+            continue
+        is_first = first.setdefault(place.module, name) == name
+        if name in names or _leaf(name) not in config.trained:
+            continue
+        is_alone = place.module == name
+        if _leaf(name) in leaves:  # of other layers, or of another part of the model
+            is_lost = is_first and _layerless(name) in kinds
+        elif _leaf(name) in renamed:
+            is_lost = False
+        else:
+            is_lost = is_alone or _layerless(place.module) in joined
+        if is_lost:
+            missing.append(name)
+    return tuple(missing)
 
 
 def lost(missing: Collection[str], about: str) -> IncompatibleAdapter:
@@ -53,17 +72,14 @@ def lost(missing: Collection[str], about: str) -> IncompatibleAdapter:
     )
 
 
-def _expected(modules: ModelModules) -> Iterator[str]:
-    """The modules that every layer has which has them at all.
-
-    Of a fused module the first part alone: a model may have no keys or values of its own in some layers (Gemma 3n and 4
-    share them), and the engine's fused module has a place for them all the same.
-    """
-    fused: set[str] = set()
-    for name, place in paced(modules.places.items()):
-        if place.kind in _KINDS and place.module not in fused:
-            yield name
-        fused.add(place.module)
+def _texts(values: object) -> Iterator[str]:
+    """All texts in plain values."""
+    if isinstance(values, str):
+        yield values
+    elif isinstance(values, Mapping):
+        yield from (text for value in values.values() for text in _texts(value))
+    elif isinstance(values, list | tuple):
+        yield from (text for value in values for text in _texts(value))
 
 
 def _leaf(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 
@@ -31,8 +32,8 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "lm_head"]
 WHOLE = {*ATTENTION, "lm_head"}
 
 
-def missing(names: set[str], **config: object) -> tuple[str, ...]:
-    return lost_modules(parse_config(config_bytes(**{"target_modules": ALL, **config})), names, MODEL)
+def missing(names: set[str], model: ModelModules = MODEL, **config: object) -> tuple[str, ...]:
+    return lost_modules(parse_config(config_bytes(**{"target_modules": ALL, **config})), names, model)
 
 
 def without(pattern: str) -> set[str]:
@@ -51,6 +52,8 @@ def test_an_adapter_with_all_that_it_names_is_complete() -> None:
         (r"layers\.1\.", ("model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.o_proj")),
         (r"layers\.2\..*o_proj", ("model.layers.2.self_attn.o_proj",)),
         ("o_proj", tuple(f"model.layers.{layer}.self_attn.o_proj" for layer in LAYERS)),
+        ("q_proj", tuple(f"model.layers.{layer}.self_attn.q_proj" for layer in LAYERS)),
+        ("v_proj", tuple(f"model.layers.{layer}.self_attn.v_proj" for layer in LAYERS)),
     ],
 )
 def test_what_was_lost_is_named(gone: str, found: tuple[str, ...]) -> None:
@@ -59,6 +62,19 @@ def test_what_was_lost_is_named(gone: str, found: tuple[str, ...]) -> None:
 
 def test_layers_without_keys_and_values_of_their_own_are_complete() -> None:
     assert missing(without(r"layers\.2\..*[kv]_proj")) == ()
+
+
+def test_a_module_that_peft_knows_whole_is_no_lost_part() -> None:
+    """As GLM-4's `gate_up_proj`, with a list of usual names: `gate_proj` is none of its model, and is passed over."""
+    assert missing(without("[qkv]_proj")) == ()
+
+
+def test_a_module_that_the_engine_names_otherwise_is_not_lost() -> None:
+    """As Nemotron-H's `embeddings`, which are vLLM's `embed_tokens`: PEFT passes over `embed_tokens`."""
+    names = [*ALL, "embed_tokens"]
+    renames = {"orig_to_new_substr": {"embeddings": "embed_tokens"}}
+    assert missing(WHOLE, target_modules=names) == ("model.embed_tokens",)
+    assert missing(WHOLE, dataclasses.replace(MODEL, renames=renames), target_modules=names) == ()
 
 
 @pytest.mark.parametrize(
