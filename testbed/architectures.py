@@ -107,7 +107,7 @@ _EMBEDDINGS = ("embed_tokens",)
 _TIED = {"tie_word_embeddings": True}
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _MAMBA = {"mamba_n_heads": 16, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 16, "mamba_d_ssm": 128}
-_EXPERTS_KINDS = ("experts", "all-linear")
+_EXPERTS_KINDS = ("experts", "all-linear", "usual")
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
 
 _TRANSFORMERS = (
@@ -222,7 +222,7 @@ _TRANSFORMERS = (
         "glm4_moe",
         {**_EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1},
         router="mlp.gate",
-        only_made=(*_EXPERTS_KINDS, "usual"),
+        only_made=_EXPERTS_KINDS,
     ),
 )
 
