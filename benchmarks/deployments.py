@@ -35,6 +35,7 @@ CELLS: dict[str, tuple[str, ...]] = {
         "tensor parallel",
         "data parallel, one API server",
         "data parallel, several API servers",
+        "several API servers",
         "pipeline parallel",
         "several API servers, static modules",
         "front end in Rust",

@@ -65,19 +65,20 @@ from lora_plugins.plugin import register_lru_manager
 register_lru_manager()
 from vllm.config.lora import LoRAConfig
 from vllm.v1.core.sched import async_scheduler, scheduler
-from lora_plugins.vllm_patches.engine_core.scheduler import with_admission
+from lora_plugins.vllm_patches.engine_core.scheduler import AdmittingScheduler, with_admission
 
 def with_lora(original):
     @functools.wraps(original)
-    def init(self, vllm_config, *args, **kwargs):
+    def make(cls, vllm_config, *args, **kwargs):
         vllm_config.lora_config = vllm_config.lora_config or LoRAConfig(max_loras=2, max_cpu_loras=4, max_lora_rank=8)
-        original(self, vllm_config, *args, **kwargs)
-        assert self.planner is not None
-    return init
+        made = original(cls, vllm_config, *args, **kwargs)
+        assert isinstance(made, AdmittingScheduler)
+        return made
+    return make
 
 for module, name in ((scheduler, "Scheduler"), (async_scheduler, "AsyncScheduler")):
     ours = with_admission(getattr(module, name))
-    ours.__init__ = with_lora(ours.__init__)
+    ours.__new__ = staticmethod(with_lora(ours.__new__))
     setattr(module, name, ours)
 """
 

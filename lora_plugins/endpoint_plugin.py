@@ -8,13 +8,14 @@ from typing import Any
 from lora_plugins.ledger import Patch
 from lora_plugins.plugin_names import ADMIN
 from lora_plugins.process import this_process
+from lora_plugins.server.follower import Follower
 from lora_plugins.server.pushing import Pushes
 from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.refresh import poll
 from lora_plugins.server.served_file import ServedFile
 from lora_plugins.vllm_patches.api_server.access import install
 from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
-from lora_plugins.vllm_patches.api_server.serve_command import refuse_several
+from lora_plugins.vllm_patches.api_server.serve_command import FOLDER, refuse_several
 
 
 class AdminPlugin:
@@ -41,19 +42,26 @@ class AdminPlugin:
         """Serve what is to be served from the start, and begin to poll for new versions.
 
         Raises:
-            InvalidSettings: several API servers, of which each would know its own adapters only; or the file of
-            declared adapters cannot be right.
+            InvalidSettings: several API servers that do not know of each other; or the file of declared adapters
+            cannot be right.
         """
         if engine_client is None:
             return  # the render server has no engine
-        refuse_several(getattr(args, "api_server_count", None) or 1, ADMIN)
-        process, models = this_process(), state.openai_serving_models
+        process = this_process()
+        if isinstance(process.role, Follower):
+            await process.role.ready()
+            return  # the leader answers the routes, and serves what is to be served
+        if getattr(args, FOLDER, None) is None:
+            refuse_several(getattr(args, "api_server_count", None) or 1, ADMIN)
+        models = state.openai_serving_models
         settings = process.settings
         lifecycle = state.lora_plugins_lifecycle = lifecycle_of(models)
         state.lora_plugins_pushes = Pushes(lifecycle)
         served = ServedFile.of_store(settings.store_dir, models.model_config.model)
         reconciler = state.lora_plugins_reconciler = Reconciler(lifecycle, settings, served, process.events)
         await reconciler.start()
+        if process.role is not None:
+            process.role.say_ready()
         self._tasks.append(asyncio.create_task(reconciler.follow()))
         if settings.refresh_s:
             self._tasks.append(asyncio.create_task(poll(lifecycle, settings.refresh_s)))

@@ -129,7 +129,7 @@ class SourceUnavailable(LoRAPluginsError, ConnectionError):
 
     code = "L006"
     http_status = 503
-    retry_after_s = 5
+    retry_after_s = 2
 
 
 class InvalidSettings(LoRAPluginsError, ValueError):

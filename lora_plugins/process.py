@@ -25,6 +25,8 @@ from lora_plugins.plugin_names import OURS
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.server.copies import Copies
+from lora_plugins.server.follower import Follower
+from lora_plugins.server.leader import Leader
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.planner_client import PlannerClient
 from lora_plugins.server.snapshots import Snapshots
@@ -47,6 +49,8 @@ class Process:
         planners, lifecycles: by vLLM's `AsyncLLM`, and by its `OpenAIServingModels`.
         copies: of what is served, by vLLM's `AsyncLLM`.
         snapshots: by vLLM's `AsyncLLM` or `LLMEngine`.
+        app: its API server's application.
+        role: of its API server among several; None where it is the only one.
     """
 
     def __init__(self, settings: Settings | None = None, known_sources: Sequence[Source] = ()) -> None:
@@ -65,6 +69,8 @@ class Process:
         self.lifecycles: WeakKeyDictionary[Any, Lifecycle] = WeakKeyDictionary()
         self.copies: WeakKeyDictionary[Any, Copies] = WeakKeyDictionary()
         self.snapshots: WeakKeyDictionary[Any, Snapshots] = WeakKeyDictionary()
+        self.app: Any = None
+        self.role: Leader | Follower | None = None
         self._known_sources = list(known_sources)
         self._warned_of_plugins = False
 

@@ -129,11 +129,12 @@ def parse_config(data: bytes) -> AdapterConfig:
             f"peft_type {_short(kind)}", expected="LORA", remedy="train or convert it with PEFT's LoRA"
         )
     _refuse_unsupported(raw)
+    rank = _rank("r", _whole(_required(raw, "r")))
     targets = _targets(_required(raw, "target_modules"))
     if any(raw.get(key) is not None for key in _LEAVE_OUT):
         targets = None
     config = AdapterConfig(
-        rank=_rank("r", _whole(_required(raw, "r"))),
+        rank=rank,
         alpha=_alpha("lora_alpha", _required(raw, "lora_alpha")),
         targets=targets,
         base_model=_base_model(raw),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from lora_plugins.errors import SourceUnavailable
-from lora_plugins.resolvers.places import PlaceLimits, Places
+from lora_plugins.resolvers.places import Most, PlaceLimits, Places
 from lora_plugins.resolvers.sources.source import Source
 
 _AT_ONCE, _OF_ONE = 8, 4
@@ -22,12 +22,14 @@ class FetchPlaces:
     """Those of one resolver; each wait ends after `wait_s` seconds, with `FetchesBusy`.
 
     Attributes:
+        reading: for adapters of the store that a process reads, beside those that are being fetched.
         converting: for adapters that are rewritten into the engine's form.
     """
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s
         self._by_source: dict[int, Places] = {}  # sources of other packages need not be keys of a dict
+        self.reading = self._places("adapters that are being read")
         self.converting = self._places("adapters that are being converted")
 
     def at(self, source: Source) -> Places:
@@ -38,6 +40,7 @@ class FetchPlaces:
         return found
 
     def _places(self, found: str) -> Places:
-        limits = PlaceLimits(_AT_ONCE, _WAITING, self._wait_s, _OF_ONE)
+        limits = PlaceLimits(_AT_ONCE, _WAITING, self._wait_s)
         expected = f"a turn within {self._wait_s:g} s"
-        return Places(limits, partial(FetchesBusy, found, expected=expected, remedy="ask again"))
+        refusal = partial(FetchesBusy, found, expected=expected, remedy="ask again")
+        return Places(limits, lambda *_: refusal(), lambda _: Most(_OF_ONE))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 from lora_plugins.absence import Absence
@@ -75,7 +74,7 @@ class LookUps:
         if is_known:
             async with self._known.held(principal):
                 return await look_up()
-        await self._unknown.enter(principal)
+        place = await self._unknown.enter(principal)
         is_absent = False
         try:
             found = await look_up()
@@ -85,11 +84,11 @@ class LookUps:
             if is_absent and self._absent_per_s is not None:
                 loop = asyncio.get_running_loop()
                 self._rests_until = max(loop.time(), self._rests_until) + 1 / self._absent_per_s
-                loop.call_at(self._rests_until, self._unknown.leave, principal)
+                loop.call_at(self._rests_until, self._unknown.leave, place)
             else:
-                self._unknown.leave(principal)
+                self._unknown.leave(place)
 
 
 def _places(limits: PlaceLimits, found: str) -> Places:
     expected = f"a turn within {limits.wait_s:g} s"
-    return Places(limits, partial(LookUpsBusy, found, expected=expected, remedy="ask again"))
+    return Places(limits, lambda *_: LookUpsBusy(found, expected=expected, remedy="ask again"))

@@ -1,18 +1,18 @@
-"""Places for what only a few may do at once: each wait is bounded in time, and the queue in length.
+"""Places for what only a few may do, or use, at once: each wait is bounded in time, and the queue in length.
 
 Principals take turns: of those that wait, the principal with the fewest places is next, and of the principal with the
-most names waiting the last is refused. Those of one principal enter as they came. Where `of_one` is less than
-`at_once`, no principal holds all places, however long it keeps them.
+most names waiting the last is refused. Those of one principal enter as they came, so none starves behind smaller ones.
+Where one principal may have less than all, it never holds all places, however long it keeps them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lora_plugins.errors import LoRAPluginsError
 
@@ -22,99 +22,172 @@ class PlaceLimits:
     """How many places there are, and who may wait for them.
 
     Attributes:
-        at_once: places. of_one: those of one principal at most; None for all.
+        at_once: places; None where only those of one principal are limited.
         waiting: how many wait at most. wait_s: for how long each does, in seconds.
     """
 
-    at_once: int
+    at_once: int | None
     waiting: int
     wait_s: float
-    of_one: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Most:
+    """What one principal may have at most: places, and bytes of what it has them for; None for all."""
+
+    places: int | None = None
+    size_bytes: float | None = None
 
 
 @dataclass(eq=False, slots=True)
-class _Waiting:
+class Place:
+    """One caller's, for a thing that others of its principal may use in the same place."""
+
     principal: Hashable
+    thing: Hashable
+    size_bytes: int
     number: int
-    place: asyncio.Future[None]
+    given: asyncio.Future[None]
+
+
+@dataclass(slots=True)
+class _Use:
+    """What one principal has, and its callers that wait, by thing, the first to come first."""
+
+    held: Counter[Hashable] = field(default_factory=Counter)
+    sizes_bytes: dict[Hashable, int] = field(default_factory=dict)
+    waiting: dict[Hashable, dict[Place, None]] = field(default_factory=dict)
+    count: int = 0  # of those that wait
+
+    def first(self) -> Place:
+        return next(iter(next(iter(self.waiting.values()))))
+
+    def last(self) -> Place:
+        return next(reversed(next(reversed(self.waiting.values()))))
 
 
 class Places:
     """Those of one kind of work. For one event loop.
 
     Args:
-        refusal: makes the error of whoever has waited too long, or of one too many that wait.
+        refusal: makes the error of a principal that has waited too long, or of one too many that wait, from the places
+            that it has.
+        most_of: what a principal may have.
     """
 
-    def __init__(self, limits: PlaceLimits, refusal: Callable[[], LoRAPluginsError]) -> None:
+    def __init__(
+        self,
+        limits: PlaceLimits,
+        refusal: Callable[[Hashable, int], LoRAPluginsError],
+        most_of: Callable[[Hashable], Most] = lambda _: Most(),
+    ) -> None:
         self._limits = limits
         self._refusal = refusal
-        self._free = limits.at_once
-        self._most = limits.at_once if limits.of_one is None else limits.of_one
-        self._waiting: dict[Hashable, deque[_Waiting]] = {}  # by principal, the first to come first
+        self._most_of = most_of
+        self._taken = self._waiting = 0
         self._numbers = itertools.count()
-        self._held: Counter[Hashable] = Counter()  # places, by principal
+        self._uses: dict[Hashable, _Use] = {}  # by principal
 
     @asynccontextmanager
-    async def held(self, principal: Hashable = None) -> AsyncIterator[None]:
+    async def held(
+        self, principal: Hashable = None, thing: Hashable = None, size_bytes: int = 0
+    ) -> AsyncIterator[None]:
         """Inside, `principal` has a place; raises what `enter` raises."""
-        await self.enter(principal)
+        place = await self.enter(principal, thing, size_bytes)
         try:
             yield
         finally:
-            self.leave(principal)
+            self.leave(place)
 
-    async def enter(self, principal: Hashable) -> None:
+    async def enter(self, principal: Hashable = None, thing: Hashable = None, size_bytes: int = 0) -> Place:
         """Take a place for `principal`, at once or when others have left theirs.
+
+        Callers of one principal share a place for the same `thing`; None is nobody else's. The first place is allowed
+        for a thing of any size.
 
         Raises:
             LoRAPluginsError: of `refusal`: the wait is over, or too many wait.
         """
-        if self._free and self._held[principal] < self._most:  # nobody waits who could enter
-            self._free -= 1
-            self._held[principal] += 1
-            return
         loop = asyncio.get_running_loop()
-        one = _Waiting(principal, next(self._numbers), loop.create_future())
-        self._waiting.setdefault(principal, deque()).append(one)
-        if sum(map(len, self._waiting.values())) > self._limits.waiting:
-            self._refuse(max(self._waiting.values(), key=len)[-1])
-        timer = loop.call_later(self._limits.wait_s, self._refuse, one)
+        one = object() if thing is None else thing
+        place = Place(principal, one, size_bytes, next(self._numbers), loop.create_future())
+        use = self._uses.setdefault(principal, _Use())
+        if one in use.held or (not use.waiting and self._has_room(use, place)):
+            self._take(use, place)
+            return place
+        use.waiting.setdefault(one, {})[place] = None
+        use.count += 1
+        self._waiting += 1
+        if self._waiting > self._limits.waiting:
+            self._refuse(max(self._uses.values(), key=lambda use: use.count).last())
+        timer = loop.call_later(self._limits.wait_s, self._refuse, place)
         try:
-            await one.place
+            await place.given
         except asyncio.CancelledError:
-            if not one.place.done() or one.place.cancelled():
-                self._forget(one)
-            elif one.place.exception() is None:
-                self.leave(principal)  # it got its place in the moment in which it was cancelled
+            if place.given.done() and not place.given.cancelled() and place.given.exception() is None:
+                self.leave(place)  # it was given in the moment in which its task was cancelled
+            else:
+                self._forget(place)
             raise
         finally:
             timer.cancel()
+        return place
 
-    def leave(self, principal: Hashable) -> None:
-        """Give a place of `principal` to whoever is next."""
-        self._held -= Counter({principal: 1})
-        self._free += 1
-        while self._free:
-            able = [queue[0] for principal, queue in self._waiting.items() if self._held[principal] < self._most]
+    def leave(self, place: Place) -> None:
+        """Give a place to whoever is next."""
+        use = self._uses[place.principal]
+        use.held[place.thing] -= 1
+        if not use.held[place.thing]:
+            del use.held[place.thing], use.sizes_bytes[place.thing]
+            self._taken -= 1
+            self._let_in(place.principal)
+
+    def _take(self, use: _Use, place: Place) -> None:
+        self._taken += place.thing not in use.held
+        use.held[place.thing] += 1
+        use.sizes_bytes[place.thing] = max(place.size_bytes, use.sizes_bytes.get(place.thing, 0))
+
+    def _has_room(self, use: _Use, place: Place) -> bool:
+        if self._limits.at_once is not None and self._taken >= self._limits.at_once:
+            return False
+        if not use.held:
+            return True
+        most = self._most_of(place.principal)
+        if most.places is not None and len(use.held) >= most.places:
+            return False
+        return most.size_bytes is None or sum(use.sizes_bytes.values()) + place.size_bytes <= most.size_bytes
+
+    def _let_in(self, principal: Hashable) -> None:
+        """Let in those that wait and have room, once one of `principal` has left, or waits no more."""
+        while True:
+            uses = [self._uses[principal]] if self._limits.at_once is None else self._uses.values()
+            able = [use for use in uses if use.waiting and self._has_room(use, use.first())]
             if not able:
-                return
-            one = min(able, key=lambda waiting: (self._held[waiting.principal], waiting.number))
-            self._forget(one)
-            if not one.place.done():  # it is, where its task has been cancelled and has not run since
-                self._free -= 1
-                self._held[one.principal] += 1
-                one.place.set_result(None)
+                break
+            use = min(able, key=lambda use: (len(use.held), use.first().number))
+            for place in use.waiting.pop(use.first().thing):
+                use.count -= 1
+                self._waiting -= 1
+                if not place.given.done():  # it is, where its task has been cancelled and has not run since
+                    self._take(use, place)
+                    place.given.set_result(None)
+        use = self._uses[principal]
+        if not use.held and not use.waiting:
+            del self._uses[principal]
 
-    def _refuse(self, one: _Waiting) -> None:
-        if not one.place.done():
-            self._forget(one)
-            one.place.set_exception(self._refusal())
+    def _refuse(self, place: Place) -> None:
+        if not place.given.done():
+            place.given.set_exception(self._refusal(place.principal, len(self._uses[place.principal].held)))
+            self._forget(place)
 
-    def _forget(self, one: _Waiting) -> None:
+    def _forget(self, place: Place) -> None:
         """End its wait, if it has not ended."""
-        queue = self._waiting.get(one.principal, deque())
-        if one in queue:
-            queue.remove(one)
-        if not queue:
-            self._waiting.pop(one.principal, None)
+        use = self._uses.get(place.principal, _Use())
+        beside = use.waiting.get(place.thing, {})
+        if place in beside:
+            del beside[place]
+            if not beside:
+                del use.waiting[place.thing]
+            use.count -= 1
+            self._waiting -= 1
+            self._let_in(place.principal)

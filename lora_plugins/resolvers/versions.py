@@ -121,6 +121,11 @@ class Versions:
         """What answers of a version say beside; nothing of one that was not resolved here."""
         return self._warnings.get(digest, ())
 
+    def note_warnings(self, digest: str, warnings: tuple[str, ...]) -> None:
+        """Have `warnings_of` say these of a version that another process has verified."""
+        if warnings:
+            self._warnings[digest] = warnings
+
     def is_leased(self, resolved: ResolvedAdapter) -> bool:
         """Whether it is still leased for its name; a microsecond."""
         return self._store.leases.is_held(resolved.digest, resolved.holder or resolved.name)
@@ -138,13 +143,12 @@ class Versions:
     ) -> ResolvedAdapter:
         """The located version in the store, verified against `base`, leased for `holder` or else for the name.
 
-        A fetch takes a place of `principal`.
+        What is fetched, read or converted takes a place of `principal`.
 
         Raises:
             VersionChanged: it is to be located again. LoRAPluginsError: it cannot be had or served.
         """
-        name, asked_uri = key
-        served = self._served.get(key)
+        name, served = key[0], self._served.get(key)
         wanted = adapter.uri, adapter.version, holder
         is_same = served is not None and (served.uri, served.version, served.holder) == wanted
         if served is not None and is_same and self.is_leased(served) and self._store.has(served.path):
@@ -179,12 +183,14 @@ class Versions:
                 warnings=verified.warnings,
             )
         )
-        served = self._served[key] = replace(
-            _resolved(name, stored, verified, source=source.label, uri=adapter.uri, version=adapter.version),
-            asked_uri=asked_uri,
-            holder=holder,
-        )
-        self._origins[name] = self._origins.get(name, frozenset()) | {adapter.uri}
+        found = _resolved(name, stored, verified, source=source.label, uri=adapter.uri, version=adapter.version)
+        return self.note(key, replace(found, holder=holder))
+
+    def note(self, key: Key, version: ResolvedAdapter) -> ResolvedAdapter:
+        """Remember what a name, or a name by its URI, was resolved to; the same with the URI that it was asked by."""
+        name, asked_uri = key
+        served = self._served[key] = replace(version, asked_uri=asked_uri)
+        self._origins[name] = self._origins.get(name, frozenset()) | {version.uri}
         return served
 
     async def _ready_from(
@@ -203,11 +209,17 @@ class Versions:
         if stored is None:
             stored = await self._obtain(name, source, adapter, holder, principal)
         obtain_s = time.perf_counter() - started
-        stored, verified = await self._ready(stored, adapter.uri, adapter.version, base, holder)
+        stored, verified = await self._ready(stored, adapter.uri, adapter.version, base, holder, principal=principal)
         return stored, verified, obtain_s
 
     async def of_digest(
-        self, name: str, digest_prefix: str, base: BaseModel | None, *, of_any_name: bool
+        self,
+        name: str,
+        digest_prefix: str,
+        base: BaseModel | None,
+        *,
+        of_any_name: bool,
+        principal: Hashable = None,
     ) -> ResolvedAdapter | None:
         """See `AdapterResolver.of_digest`."""
         if of_any_name and not is_digest(digest_prefix):
@@ -219,7 +231,9 @@ class Versions:
             return None
         found: StoredAdapter[Found] = StoredAdapter(manifest.digest, self._store.layout.adapter(manifest.digest))
         try:
-            stored, verified = await self._ready(found, manifest.uri, manifest.version, base, attempt)
+            stored, verified = await self._ready(
+                found, manifest.uri, manifest.version, base, attempt, principal=principal
+            )
         except DamagedCopy:
             return None
         self._store.leases.hand_over(stored.digest, attempt, name)
@@ -242,9 +256,11 @@ class Versions:
         version: str,
         base: BaseModel | None,
         holder: object,
+        *,
+        principal: Hashable,
     ) -> tuple[StoredAdapter[Found], VerifiedAdapter]:
         """A leased version as the engine wants it: itself, or what it is converted into, leased in its place."""
-        verified = await self._check_sound(stored.digest, base, holder, _verified(stored))
+        verified = await self._check_sound(stored.digest, base, holder, principal, _verified(stored))
         if verified.conversion is None or base is None or base.model is None:
             return stored, verified
         try:
@@ -252,18 +268,18 @@ class Versions:
                 wanted = await asyncio.to_thread(
                     ConvertedAdapter.of, stored, uri, version, verified.conversion, base.model.form
                 )
-            async with self._places.converting.held():
+            async with self._places.converting.held(principal):
                 made = await self._store.obtain(
                     wanted, wanted.write, lambda made: self._read(made).result(), holder, wanted.converted
                 )
         finally:
             self._store.leases.release(stored.digest, holder)
-        again = await self._check_sound(made.digest, base, holder, _verified(made))
+        again = await self._check_sound(made.digest, base, holder, principal, _verified(made))
         changes = "converted into the engine's form: " + ", ".join(wanted.converted.changes)
         return replace(made, arrived=stored.arrived), replace(again, notes=(*again.notes, changes))
 
     async def _check_sound(
-        self, digest: str, base: BaseModel | None, holder: object, arrived: VerifiedAdapter | None = None
+        self, digest: str, base: BaseModel | None, holder: object, principal: Hashable, arrived: VerifiedAdapter | None
     ) -> VerifiedAdapter:
         """As `_check`, of the bytes that the digest says: they are hashed meanwhile, once per process.
 
@@ -274,15 +290,14 @@ class Versions:
             LoRAPluginsError: it does not fit. No lease is left.
         """
         checked, is_sound = await asyncio.gather(
-            self._check(digest, base, holder, arrived),
+            self._check(digest, base, holder, principal, arrived),
             asyncio.to_thread(self._store.is_sound, digest),
             return_exceptions=True,
         )
         if isinstance(checked, LoRAPluginsError) and is_sound is True:
             is_sound = await asyncio.to_thread(self._store.is_sound, digest, max_age_s=_HASHED_S)
         if is_sound is True and not isinstance(checked, BaseException):
-            if checked.warnings:
-                self._warnings[digest] = checked.warnings
+            self.note_warnings(digest, checked.warnings)
             return checked
         self._store.leases.release(digest, holder)
         if is_sound is False:
@@ -290,7 +305,7 @@ class Versions:
         raise next(error for error in (is_sound, checked) if isinstance(error, BaseException))
 
     async def _check(
-        self, digest: str, base: BaseModel | None, holder: object, arrived: VerifiedAdapter | None = None
+        self, digest: str, base: BaseModel | None, holder: object, principal: Hashable, arrived: VerifiedAdapter | None
     ) -> VerifiedAdapter:
         """Validate a leased version against the base model; what it was found to be as it `arrived` is not read again.
 
@@ -299,7 +314,8 @@ class Versions:
         directory = self._store.layout.adapter(digest)
         try:
             if arrived is None:
-                arrived = (await asyncio.wrap_future(self._read(directory))).adapter
+                async with self._places.reading.held(principal):
+                    arrived = (await asyncio.wrap_future(self._read(directory))).adapter
             return await asyncio.to_thread(self._check_fits, base, arrived)
         except LoRAPluginsError:
             self._store.leases.release(digest, holder)

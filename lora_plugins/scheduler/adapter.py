@@ -1,18 +1,24 @@
-"""One generation of an adapter as the planner knows it: where it is, who waits for it, and who runs with it."""
+"""Generations of adapters as the planner knows them: key, place, waiting and running requests, order of service."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import count
 from typing import Any
+
+from cachetools import LRUCache
 
 from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.scheduler.stats import FoundIn
 
 NOWHERE = (False,) * 7
-LONGEST_LEAVE_S = 60.0  # clients choose what their requests are called: one name for all must not keep a slot for ever
+_REMEMBERED = 10_000
+_LATER_KEYS = 1 << 30  # above the ids that API servers give; batches hold them as int32
+LONGEST_DRAIN_S = 60.0  # clients choose what their requests are called: one name for all must not keep a slot for ever
 
 
 class HostState(StrEnum):
@@ -29,10 +35,12 @@ _SLOT, _HOST, _STORE = FoundIn
 
 @dataclass(eq=False, slots=True)
 class Held:
-    """A request that is not admitted yet; `request` is the scheduler's own object, of which nothing is read here.
+    """A request that is not admitted yet.
 
-    `client`: the client's request that it is part of, as beams are; empty where it is all of it. `is_bound`: it named
-    this generation, and no earlier one may answer it.
+    Attributes:
+        request: the scheduler's own object; the planner reads none of its attributes.
+        client: the client's request of which a beam or a choice is a part; empty where vLLM divides nothing.
+        is_bound: the request named this generation, so no earlier generation may answer.
     """
 
     request: Any
@@ -48,7 +56,7 @@ class LoadCall:
     """A caller that waits for an adapter to be in host memory, or in a slot, without a request.
 
     Attributes:
-        wants_slot: an idle slot is acquired, where there is one. needs_slot: it is done only once it is in a slot.
+        wants_slot: take a slot if one is idle. needs_slot: the call ends only once the adapter is in a slot.
     """
 
     future: Future[None]
@@ -61,22 +69,22 @@ class Adapter:
     """One generation of an adapter.
 
     Attributes:
-        key: what workers know it by.
-        is_instant: whether activating it costs no copy.
-        job: the number of what the workers do for it in the background.
-        slot: its own from the moment that it is asked for. is_active: whether the slot holds it.
-        held: requests by id that are not admitted. priorities: how many of them have each.
-        running: when requests were admitted, and of which client's request they are part, by id.
-        expected: until when more of a client's request is expected, of which nothing runs at the moment.
-        waits_since: since when it has held requests or calls, and nothing admitted.
-        leaves_since: since when it takes no requests of other clients, so that its slot or room passes on.
-        is_pinned: it keeps host memory and slot, whether it is asked for or not.
-        is_retired: it is evicted once it is not used; then `retirements` are done.
-        replaces: the generation whose place it takes once it is loaded, and which has that again if it cannot be.
-        moves: whether what runs with that one goes on with this one's weights. weights: the key of the generation that
-            its weights were loaded as.
-        load_s: what loading it took the last time. rank: what the workers said; 0 before.
-        waits_in, kept_in: in which of the planner's orders and collections it is (`PlannerState.settle`).
+        key: the number by which workers know this generation.
+        is_instant: whether an activation costs no copy.
+        job: the number of the workers' present background job.
+        slot: the number of its slot, from the activation's begin. is_active: whether the weights are in the slot.
+        held: requests that are not admitted, by id. priorities: how many held requests have each priority.
+        running: the time of admission and the client's request of each admitted request, by id.
+        expected: clients' requests of which nothing runs now and more is expected, each until a time.
+        waits_since: since when requests or calls wait, and nothing is admitted.
+        draining_since: since when other clients' requests are not admitted, so that slot or room passes on.
+        is_pinned: keeps host memory and slot without any request.
+        is_retired: evicted once unused; the eviction answers `retirements`.
+        replaces: the generation before, which goes once this one is loaded, and is current again if the load fails.
+        moves: whether requests that run with `replaces` go on with this generation's weights.
+        weights_key: the key of the generation whose weights these are; after a move, another than `key`.
+        load_s: the duration of the last load. rank: as workers report it; 0 before.
+        waits_in, kept_in: the planner's orders and collections that hold this adapter (`PlannerState.settle`).
     """
 
     spec: AdapterSpec
@@ -92,12 +100,12 @@ class Adapter:
     expected: dict[str, float] = field(default_factory=dict)
     calls: list[LoadCall] = field(default_factory=list)
     waits_since: float | None = None
-    leaves_since: float | None = None
+    draining_since: float | None = None
     is_pinned: bool = False
     is_retired: bool = False
     replaces: Adapter | None = None
     moves: bool = False
-    weights: int = 0
+    weights_key: int = 0
     retirements: list[Future[None]] = field(default_factory=list)
     load_s: float = 0.0
     rank: int = 0
@@ -106,68 +114,63 @@ class Adapter:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the workers have it in host memory."""
+        """Whether the workers have the weights in host memory."""
         return self.residency is LOADED
 
     @property
     def is_activating(self) -> bool:
-        """Whether its slot is being written."""
+        """Whether the workers write the slot now."""
         return self.slot is not None and not self.is_active
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether requests run with it, or the next part of one is expected."""
+        """Whether requests run, or the next part of a client's request is expected."""
         return bool(self.running or self.expected)
 
     @property
     def is_wanted(self) -> bool:
-        """Whether requests or calls wait for it."""
+        """Whether requests or calls wait."""
         return bool(self.held or self.calls)
 
     @property
-    def stays(self) -> bool:
-        """Whether it keeps its host memory: pinned, or nobody could load it again."""
+    def is_unevictable(self) -> bool:
+        """Whether host memory stays: the adapter is pinned, or nobody could load the weights again."""
         return self.is_pinned or (self.spec.given > 0 and not self.is_retired)
 
     @property
-    def is_idle(self) -> bool:
-        """Whether it could lose its host memory: it is loaded, and nothing uses it, waits for it, or moves it."""
-        return self.is_loaded and not self.is_used and not self.stays and self.replaces is None
-
-    @property
     def is_used(self) -> bool:
-        """Whether something runs with it, waits for it, or moves it."""
+        """Whether requests run or wait, or a slot is being written."""
         return self.is_in_flight or self.is_wanted or self.is_activating
 
     @property
     def can_be_displaced(self) -> bool:
-        """Whether it could lose slot or host memory: it waits, or nothing uses it."""
+        """Whether slot or host memory may be taken: requests wait at most, and none runs."""
         return self.is_loaded and not self.is_in_flight and not self.is_activating and not self.is_pinned
 
     @property
     def needs_slot(self) -> bool:
-        """Whether it is loaded, and a call waits for its slot."""
+        """Whether a call waits for a slot, and only the slot is missing."""
         return self.is_loaded and self.slot is None and any(call.needs_slot for call in self.calls)
 
     @property
     def order(self) -> tuple[int, float]:
-        """Its place among those that wait: the best priority of its requests, then since when it waits."""
+        """The place among waiting adapters: the best priority of held requests, then the time since when they wait."""
         return min(self.priorities) if self.priorities else 0, self.waits_since or 0.0
 
     @property
     def found(self) -> FoundIn:
-        """Where it is now."""
+        """How near the weights are now."""
         if self.is_active:
             return _SLOT
         return _HOST if self.residency is LOADED else _STORE
 
     def hold(self, request_id: str, held: Held) -> None:
-        """A request waits for it."""
+        """Add a waiting request."""
         self.held[request_id] = held
         self.priorities[held.priority] = self.priorities.get(held.priority, 0) + 1
 
     def unhold(self, request_ids: Iterable[str]) -> None:
-        """Requests wait for it no more."""
+        """Remove waiting requests."""
         for request_id in request_ids:
             held = self.held.pop(request_id)
             self.priorities[held.priority] -= 1
@@ -175,10 +178,75 @@ class Adapter:
                 del self.priorities[held.priority]
 
     def joining(self, now: float) -> list[tuple[str, Held]]:
-        """The held requests that may run: any, until it leaves; then parts of what runs, for a while."""
-        if self.leaves_since is None:
+        """The held requests that may run: all; while draining, parts of running clients' requests, for a while."""
+        if self.draining_since is None:
             return list(self.held.items())
-        if now - self.leaves_since > LONGEST_LEAVE_S:
+        if now - self.draining_since > LONGEST_DRAIN_S:
             return []
         clients = (self.expected.keys() | {client for _, client in self.running.values()}) - {""}
         return [item for item in self.held.items() if item[1].client in clients] if clients else []
+
+
+class Generations:
+    """The key of each engine id's current generation: the engine id itself, until another generation begins.
+
+    No key comes again.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = count(_LATER_KEYS)
+        self._keys: LRUCache[int, int] = LRUCache(_REMEMBERED)  # by engine id
+        self._engine_ids: LRUCache[int, int] = LRUCache(_REMEMBERED)  # by key
+
+    def begin(self, engine_id: int) -> None:
+        """Begin another generation, under a key that batches have never seen."""
+        key = next(self._numbers)
+        self._keys[engine_id], self._engine_ids[key] = key, engine_id
+
+    def restore(self, engine_id: int, key: int) -> None:
+        """Make an earlier generation the current one again."""
+        self._keys[engine_id] = key
+
+    def key_of(self, engine_id: int) -> int:
+        """The key of the current generation."""
+        return int(self._keys.get(engine_id, engine_id))
+
+    def engine_id_of(self, key: int) -> int:
+        """The engine id of a generation, current or not."""
+        return int(self._engine_ids.get(key, key))
+
+
+class WaitingOrder:
+    """Waiting adapters in the order of service: vLLM's priorities first, then first come, first served."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Adapter, tuple[int, float, int, Adapter]] = {}
+        self._sorted: list[tuple[int, float, int, Adapter]] = []  # priority, since, key: equal for no two
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, adapter: Adapter) -> bool:
+        return adapter in self._entries
+
+    def __iter__(self) -> Iterator[Adapter]:
+        return (entry[3] for entry in self._sorted)
+
+    def keep(self, adapter: Adapter, *, is_in: bool) -> None:
+        """Put an adapter where its present order says, or take it out."""
+        known = self._entries.get(adapter)
+        if known is None and not is_in:
+            return
+        entry = (*adapter.order, adapter.key, adapter) if is_in else None
+        if known is not None and known != entry:
+            del self._entries[adapter], self._sorted[bisect_left(self._sorted, known)]
+        if entry is not None and known != entry:
+            self._entries[adapter] = entry
+            if self._sorted and self._sorted[-1] > entry:
+                insort(self._sorted, entry)
+            else:
+                self._sorted.append(entry)  # as most do, which came last
+
+    def count_before(self, adapter: Adapter) -> int:
+        """How many adapters are served before this one."""
+        return bisect_left(self._sorted, (*adapter.order, adapter.key))

@@ -21,10 +21,9 @@ def forget_expected(state: PlannerState, now: float) -> float:
 
 
 def begin(state: PlannerState, now: float) -> tuple[list[object], dict[SlotPool, list[Adapter]]]:
-    """Give slots to those that are next, as far as they can be had.
+    """Give slots to the next adapters, as far as slots can be had.
 
-    Returns the requests that run from now on, and for each kind of slot adapters that wait for one: the first ones,
-    and more than could have one.
+    Returns the requests to run, and for each kind of slot the first waiting adapters, more than the slots.
     """
     admitted: list[object] = []
     waiting: dict[SlotPool, list[Adapter]] = {pool: [] for pool in (state.copied, state.pointed) if pool.size}
@@ -53,16 +52,16 @@ def join(state: PlannerState, now: float) -> list[object]:
     return [request for adapter in joined for request in state.admit(adapter, now)]
 
 
-def pass_on(
+def start_draining(
     state: PlannerState,
     now: float,
     waiting: dict[SlotPool, list[Adapter]],
     without_room: list[Adapter],
     patience_s: float,
 ) -> float:
-    """Have one more adapter leave, where others wait and nothing has passed on for a while; returns when to look again.
+    """Have one more adapter drain where others wait and nothing has passed on for a while; returns when to look again.
 
-    `waiting`: for slots, as `begin` says. `without_room`: for room in the host cache, in order.
+    `waiting`: for slots, as `begin` returns. `without_room`: for room in the host cache, in order.
     """
     next_at = float("inf")
     for pool, adapters in waiting.items():
@@ -99,7 +98,7 @@ def _pass_slots_on(state: PlannerState, pool: SlotPool, waiting: list[Adapter], 
         if look_at > now:
             return look_at
         pool.passed_on_at = look_at
-        taking = [it for it in pool.owners if it in pool.running and it.leaves_since is None]
+        taking = [it for it in pool.owners if it in pool.running and it.draining_since is None]
         state.leave(min(taking, key=lambda it: len(it.running)), now)
         leaving += 1
     if len(waiting) <= leaving:
@@ -108,9 +107,9 @@ def _pass_slots_on(state: PlannerState, pool: SlotPool, waiting: list[Adapter], 
 
 
 def _reserve(state: PlannerState, adapter: Adapter, now: float) -> None:
-    """Choose who is evicted for an adapter once it is not used: who came later, then who runs the fewest requests.
+    """Choose adapters to evict, once unused, for another: later arrivals, then those with the fewest running requests.
 
-    The choice stands until it is loaded: else room that one leaves would be used again before the next has left.
+    The choice stands until the load: else freed room would be used again before enough room is free.
     """
     state.reserved_for = adapter
     gone = [it.key for it in state.draining if it.key not in state.cache.idle]
@@ -119,7 +118,7 @@ def _reserve(state: PlannerState, adapter: Adapter, now: float) -> None:
     if places_over <= 0 and bytes_over <= 0:
         return
     residents = [state.adapters[key] for key in state.cache.sizes_bytes if key not in state.cache.idle]
-    residents = [it for it in residents if not it.stays and it not in state.draining]
+    residents = [it for it in residents if not it.is_unevictable and it not in state.draining]
     behind = [it for it in residents if it.can_be_displaced and it.order > adapter.order]
     running = [it for it in residents if it.is_in_flight]
     behind.sort(key=lambda it: it.order, reverse=True)
@@ -135,4 +134,4 @@ def _reserve(state: PlannerState, adapter: Adapter, now: float) -> None:
             places_over, bytes_over = places_over + 1, bytes_over + sizes_bytes[other.key]
         else:
             state.draining[other] = None
-            state.leave(other, now if other.leaves_since is None else other.leaves_since)
+            state.leave(other, now if other.draining_since is None else other.draining_since)

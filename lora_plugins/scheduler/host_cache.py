@@ -12,14 +12,12 @@ _REMEMBERED = 10_000
 
 
 class HostCache:
-    """Bytes and number of what is loaded or being loaded, by key; the policy says which one is evicted first.
-
-    Args:
-        max_bytes: None for no limit. max_adapters: vLLM's `--max-cpu-loras`.
+    """Bytes and number of loaded and loading adapters, by key; the policy names the first to evict.
 
     Attributes:
-        sizes_bytes: of what is there. known_bytes: what adapters took when they were loaded last, by engine id.
-        idle: keys of what may be evicted at any time. idle_bytes: what these take.
+        max_bytes: None for no limit. max_adapters: vLLM's `--max-cpu-loras`.
+        sizes_bytes: of present adapters. known_bytes: spec and size at the last load, by engine id.
+        idle: keys of adapters that may be evicted at any time. idle_bytes: their sum.
     """
 
     def __init__(self, max_bytes: int | None, max_adapters: int, policy: EvictionPolicy[int]) -> None:
@@ -33,12 +31,12 @@ class HostCache:
         self._policy = policy
 
     def expected_bytes(self, spec: AdapterSpec) -> int:
-        """What an adapter will take: what it took when it was loaded last, else what its files say."""
+        """The size that an adapter will have: as at its last load, else as its files say."""
         known = self.known_bytes.get(spec.engine_id)
         return known[1] if known is not None and known[0].path == spec.path else spec.size_bytes
 
     def over(self, sizes_bytes: Collection[int], without: Collection[int] = ()) -> tuple[int, int]:
-        """How many places and bytes adapters of these sizes lack; `without`: keys that are as good as evicted."""
+        """How many places and bytes adapters of these sizes lack; `without`: keys counted as evicted."""
         places = len(self.sizes_bytes) + len(sizes_bytes) - len(without) - self.max_adapters
         if self.max_bytes is None:
             return places, 0
@@ -46,18 +44,18 @@ class HostCache:
         return places, self.used_bytes + sum(sizes_bytes) - gone_bytes - self.max_bytes
 
     def has_room(self, sizes_bytes: Collection[int], without: Collection[int] = ()) -> bool:
-        """Whether adapters of these sizes fit beside what is there, once those of the keys in `without` have gone."""
+        """Whether adapters of these sizes fit beside all present adapters but `without`."""
         return max(self.over(sizes_bytes, without)) <= 0
 
     def has_room_beside(self, sizes_bytes: Collection[int], staying: Collection[int]) -> bool:
-        """Whether adapters of these sizes fit beside those of these keys, once all others have gone."""
+        """Whether adapters of these sizes fit beside the keys `staying` alone."""
         if len(staying) + len(sizes_bytes) > self.max_adapters:
             return False
         staying_bytes = sum(map(self.sizes_bytes.__getitem__, staying))
         return self.max_bytes is None or staying_bytes + sum(sizes_bytes) <= self.max_bytes
 
     def set_idle(self, key: int, *, is_idle: bool) -> None:
-        """Note whether what is there may be evicted at any time."""
+        """Note whether an adapter may be evicted at any time."""
         if is_idle is not (key in self.idle):
             self.idle_bytes += self.sizes_bytes[key] if is_idle else -self.sizes_bytes[key]
             if is_idle:
@@ -71,7 +69,7 @@ class HostCache:
         self.used_bytes += size_bytes
 
     def loaded(self, key: int, spec: AdapterSpec, size_bytes: int, cost_s: float) -> None:
-        """Count what it really takes."""
+        """Count an adapter's real size."""
         self.known_bytes[spec.engine_id] = spec, size_bytes
         if len(self.known_bytes) > _REMEMBERED:
             del self.known_bytes[next(iter(self.known_bytes))]
@@ -81,11 +79,11 @@ class HostCache:
         self._policy.added(key, size_bytes, cost_s)
 
     def used(self, key: int) -> None:
-        """A request uses it."""
+        """Note a use by a request."""
         self._policy.used(key)
 
     def remove(self, key: int) -> int:
-        """Count it no longer; returns its bytes."""
+        """Count an adapter no longer; returns its bytes."""
         self._policy.removed(key)
         self.set_idle(key, is_idle=False)
         size_bytes = self.sizes_bytes.pop(key)
@@ -95,9 +93,9 @@ class HostCache:
     def victims(
         self, sizes_bytes: Collection[int], also: Collection[int] = (), gone: Collection[int] = ()
     ) -> list[int] | None:
-        """Keys to evict, in the policy's order, so that these fit; None where all that may go are not enough.
+        """Keys to evict, in the policy's order, so that adapters of these sizes fit; None where no choice is enough.
 
-        What is idle may go, and the keys in `also`; those in `gone`, of none comes twice, are as good as evicted.
+        Idle keys and the keys in `also` may go; the keys in `gone`, each once, count as evicted.
         """
         places_over, bytes_over = self.over(sizes_bytes, gone)
         more, fewer = [key for key in also if key not in self.idle], [key for key in gone if key in self.idle]

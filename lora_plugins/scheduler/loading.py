@@ -1,11 +1,13 @@
-"""What is loaded into the host cache, and when: for held requests, and for calls that ask for an adapter."""
+"""What is loaded into the host cache, and when, for held requests and for calls; which pins leave others too little."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 from itertools import islice
 
+from lora_plugins.errors import NoFreeSlot
 from lora_plugins.scheduler.adapter import Adapter
+from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.scheduler.state import MAX_LOADS, PlannerState
 
 _MOST_LOOKED_AT = 2 * MAX_LOADS
@@ -32,18 +34,18 @@ def answer_calls(state: PlannerState, *, is_paused: bool) -> list[Future[None]]:
 
 
 def take_loaded(adapter: Adapter) -> list[Future[None]]:
-    """Take the calls off an adapter for which it is enough that it is loaded; returns their futures."""
+    """Remove the calls that a load alone answers; returns their futures."""
     done = [call for call in adapter.calls if not (call.wants_slot or call.needs_slot)]
     adapter.calls = [call for call in adapter.calls if call not in done]
     return [call.future for call in done]
 
 
 def load_wanted(state: PlannerState, now: float, *, is_paused: bool, is_stopped: bool = False) -> list[Adapter]:
-    """Have the workers load what is next in order, as far as there is room; returns those for which there is none.
+    """Have the workers load the next adapters, as far as there is room; returns adapters without room.
 
-    What comes after one without room is loaded only where room for that one is left, once `draining` ones have gone.
-    While paused, held requests wait for its end; calls do not. Where it `is_stopped`, adapters that requests are held
-    for make room for calls, and are loaded again after the pause.
+    A later adapter is loaded only if room stays for an earlier adapter without room, once `draining` adapters have
+    gone. During a pause held requests wait, calls do not. Where the pause `is_stopped`, adapters with held requests
+    make room for calls, and are loaded again afterwards.
     """
     waiting = [adapter for adapter in state.calling if adapter in state.absent] if is_paused else state.absent
     next_ones = list(islice(waiting, _MOST_LOOKED_AT))
@@ -66,16 +68,17 @@ def load_wanted(state: PlannerState, now: float, *, is_paused: bool, is_stopped:
             continue
         if not without_room:
             state.made_room_at = now
-        state.evict_all(victims)
+        for key in victims:
+            state.evict(state.adapters[key])
         state.load(adapter)
     return without_room
 
 
 def _room_in_a_pause(state: PlannerState, adapter: Adapter) -> list[int] | None:
-    """Keys to evict so that an adapter fits, also of adapters that requests are only held for; None where it does not.
+    """Keys to evict so that an adapter fits, adapters with held requests too; None where no choice is enough.
 
-    Its own earlier generations go first; what waits for these waits for this one then. What nobody could load again
-    stays, and what is to replace another.
+    Earlier generations of the adapter go first, and their requests wait for the adapter then. Adapters stay that nobody
+    could load again, and adapters that are to replace others.
     """
     victims = _victims(state, adapter, [])
     if victims is not None:
@@ -89,12 +92,14 @@ def _room_in_a_pause(state: PlannerState, adapter: Adapter) -> list[int] | None:
     if victims is None:
         victims = state.cache.victims(sizes_bytes, own | others)
     for key in own.keys() & set(victims or ()):
-        state.take_over(adapter, own[key])
+        for request_id in list(own[key].held):
+            state.hold(adapter, request_id, state.release(own[key], request_id))
+        state.touched |= {adapter: None, own[key]: None}
     return victims
 
 
 def _victims(state: PlannerState, adapter: Adapter, before: list[Adapter]) -> list[int] | None:
-    """Keys to evict so that an adapter fits; None where it does not, or not beside those that come before it."""
+    """Keys to evict so that an adapter fits, beside the adapters `before`; None where no choice is enough."""
     cache, size_bytes = state.cache, state.cache.expected_bytes(adapter.spec)
     if not before:
         victims = cache.victims([size_bytes])
@@ -114,8 +119,49 @@ def _victims(state: PlannerState, adapter: Adapter, before: list[Adapter]) -> li
 
 
 def _runs_soon(state: PlannerState, adapter: Adapter) -> bool:
-    """Whether an adapter will run soon once it is loaded: one that is loaded too early evicts others for nothing.
-
-    It does where too few wait in host memory to take all slots next, or where few of these come before it.
-    """
+    """Whether a loaded adapter would run soon: few adapters in host memory come before. Early loads evict others."""
     return state.ready.count_before(adapter) < state.slots.total + MAX_LOADS - state.loads
+
+
+def why_not_pinned(state: PlannerState, spec: AdapterSpec) -> NoFreeSlot | None:
+    """Why an adapter cannot be pinned; None where it can."""
+    cache = state.cache
+    # Two versions of one name are pinned for as long as the old one drains.
+    staying = [adapter for adapter in state.staying if adapter.spec.name != spec.name]
+    pinned = [adapter for adapter in staying if adapter.is_pinned]
+    places = min(state.slots.pointed or state.slots.copied, cache.max_adapters)
+    if len(pinned) + 1 >= places:
+        return _no_slot_left(places, len(pinned), spec.name)
+    if cache.max_bytes is None:
+        return None
+    free_bytes = cache.max_bytes - sum(cache.expected_bytes(it) for it in [spec, *(it.spec for it in staying)])
+    served = [adapter.spec for adapter in state.current.values()]
+    served += [known for known, _ in cache.known_bytes.values()]
+    kept = {spec.name, *(adapter.spec.name for adapter in staying)}
+    names = sorted({it.name for it in served if cache.expected_bytes(it) > free_bytes} - kept)
+    if not names:
+        return None
+    return NoFreeSlot(
+        f"a pin that would leave {max(0, free_bytes)} bytes of host memory, too few for {', '.join(names)}",
+        expected="room for each adapter that is served",
+        remedy="unpin or unload an adapter, or raise LORA_PLUGINS_HOST_MAX_BYTES",
+        adapter=spec.name,
+    )
+
+
+def takes_last_slot(state: PlannerState, adapter: Adapter) -> NoFreeSlot | None:
+    """Why a pin has to be undone, which is known only once it is loaded; None where it may stay."""
+    pool, name = state.pool_of(adapter), adapter.spec.name
+    others = [it for it in state.pinned if it.spec.name != name and state.pool_of(it) is pool]
+    if not (adapter.is_pinned and adapter.is_loaded) or len(others) + 1 < pool.size:
+        return None
+    return _no_slot_left(pool.size, len(others), name)
+
+
+def _no_slot_left(slots: int, pinned: int, name: str) -> NoFreeSlot:
+    return NoFreeSlot(
+        f"{slots} slots, of which {pinned} are pinned",
+        expected="one slot at least that is left for all others",
+        remedy="unpin an adapter, or raise --max-loras",
+        adapter=name,
+    )

@@ -1,9 +1,8 @@
 """What passes between the processes: commands and reports, and the questions and answers of vLLM's utilities.
 
-Commands ride on vLLM's `SchedulerOutput`, in the order in which every worker has to carry them out; reports ride on its
-`ModelRunnerOutput`. An adapter is named by its `key`, one for each generation: the `lora_int_id` that batches know it
-by. A `job` is what takes longer than the step that it comes with, and is reported by its number when it is done. Both
-are pickled with vLLM's own messages.
+vLLM's `SchedulerOutput` carries commands, in the order in which every worker executes them, and its `ModelRunnerOutput`
+carries reports; both are pickled. A `key` names a generation of an adapter: the `lora_int_id` of batches. A `job` may
+take longer than the step of its command, and is reported by number when done.
 
 API servers (`server/planner_client.py`) call utilities of the engine core (`vllm_patches/engine_core/engine_core.py`).
 vLLM carries their arguments and answers as msgpack without types (vllm/v1/serial_utils.py, 0.30 to 0.33), so both sides
@@ -31,11 +30,11 @@ class AdapterSpec:
     Attributes:
         engine_id: vLLM's `lora_int_id`, one for each version.
         path: the adapter's directory, as the API server knows it.
-        uri: where it was loaded from, for a worker that lacks the directory; None where its name says it.
-        is_3d: whether it holds its experts' weights in one tensor each, as vLLM's `is_3d_lora_weight` says.
-        size_bytes: what its files say that it will take of host memory.
-        lora_request: the caller's own, where it is of a subclass of vLLM's: who wrote that knows how to load it.
-        given: the number by which workers know what they were given past the plan, and nobody could load again.
+        uri: the source, for a worker that lacks the directory; None where the name is enough.
+        is_3d: whether each tensor holds all experts, as vLLM's `is_3d_lora_weight` says.
+        size_bytes: host memory for the weights, as the files say.
+        lora_request: the caller's own object of a subclass of vLLM's class, whose author knows how to load it.
+        given: the workers' number for weights that a caller gave past the plan, which nobody could load again.
     """
 
     engine_id: int
@@ -89,10 +88,8 @@ class Loaded:
     """Every worker has it in host memory.
 
     Attributes:
-        size_bytes: host memory that it takes, of the worker where it takes most.
-        is_instant: whether activating it costs no copy on any worker.
-        load_s: the time that loading took.
-        rank: the largest of any module.
+        size_bytes: of host memory, on the worker that needs most. is_instant: whether no worker copies to activate.
+        load_s: the slowest worker's time. rank: the largest of any module.
     """
 
     job: int
@@ -112,7 +109,7 @@ class Activated:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A worker could not load or activate it; it is in no slot, and in no host memory once it is evicted."""
+    """A worker could not load or activate the adapter, which is in no slot, and leaves host memory with `Evict`."""
 
     job: int
     error: LoRAPluginsError
@@ -120,7 +117,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """What a worker has slots of: `copied` ones are written, and come first; `pointed` ones point at packed weights."""
+    """The slots of a worker: `copied` slots are written, and come first; `pointed` slots point at packed weights."""
 
     copied: int
     pointed: int = 0
@@ -143,7 +140,7 @@ Report = Loaded | Activated | Failed
 
 
 def merged(reports: Sequence[Report]) -> Report:
-    """One report of all workers' for the same job: it takes as much, and took as long, as where it is most."""
+    """One report of all workers for the same job: the largest size and rank, the longest time."""
     loaded = [report for report in reports if isinstance(report, Loaded)]
     if loaded:
         return Loaded(
@@ -159,7 +156,7 @@ def merged(reports: Sequence[Report]) -> Report:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a load, a pin or a retirement: `load_s` is None where it was loaded before."""
+    """The result of a load, a pin or a retirement; `load_s` is None if the adapter was loaded before."""
 
     size_bytes: int = 0
     load_s: float | None = None
@@ -168,10 +165,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class AdapterState:
-    """One adapter in one engine: where it is, and the ids of the requests that are held and that run.
-
-    `rank` is 0 until it has been loaded.
-    """
+    """One adapter in one engine: its place, and the ids of held and running requests; `rank` is 0 before a load."""
 
     engine_id: int
     name: str
@@ -186,7 +180,7 @@ class AdapterState:
 
 @dataclass(frozen=True, slots=True)
 class PlannerFigures:
-    """What one engine's planner says for metrics; `slots`: adapters that can run at once; `loaded`: no request ids."""
+    """One planner's figures for metrics; `slots`: adapters that can run at once; `loaded`: without ids of requests."""
 
     slots: int
     held: int

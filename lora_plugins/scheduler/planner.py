@@ -1,32 +1,31 @@
 """Which adapters are loaded, which have slots, and which requests may run: one planner for each engine.
 
-It is notified of requests, of what the workers report, and of the time, and answers with commands for the workers and
-with the requests that are admitted. Its unit is a generation of an adapter: an engine id finds the current one, a later
-one is loaded beside it. Its rules:
+The planner is notified of requests, reports of workers and the time, and answers with commands and admitted requests.
+Commands are for the workers. The unit is a generation of an adapter: an engine id finds the current
+generation, and a later one is loaded beside it. The rules:
 
-- An adapter with admitted requests keeps its slot until the last of them has ended; it takes further ones at once.
-  Adapters whose activation costs a copy use the copied slots, all others the pointed ones, where there are any. A copy
-  that is short beside a step is made before one (`step_times.py`).
-- Slots pass on first come, first served, vLLM's priorities before that. Where adapters wait and no slot has passed on
-  for max(patience, 2 * the mean run) / the adapters that run, the one that runs the fewest requests takes no more but
-  parts of what runs, and leaves with the last of them. The last that takes any stays, unless it is the only one.
-- Adapters are loaded as soon as they are asked for, unless enough wait in host memory to take all slots before them.
-  Where one finds no room for that long, room is reserved for it: as few as needed leave, and do not begin again.
-- What can never fit, for its size or for what is pinned, is refused at once, and delays no other.
+- An adapter with admitted requests keeps its slot until the last of them has ended, and takes further requests at once.
+  Adapters whose activation costs a copy use the copied slots, others the pointed slots, if there are any. A copy that
+  is short beside a step is made before the step (`StepTimes`).
+- Slots pass on first come, first served, after vLLM's priorities. Where adapters wait and no slot has passed on for
+  max(patience, 2 * the mean run) / the running adapters, the adapter with the fewest running requests drains: only
+  parts of its running requests still join. The last adapter that takes any request stays, unless no other runs.
+- A wanted adapter is loaded at once, unless enough adapters wait in host memory to take all slots before. An adapter
+  that finds no room for the time above gets room reserved: as few adapters as needed drain, and do not begin again.
+- An adapter that can never fit, by size or beside pins, is refused at once, and delays no other.
 
-No adapter starves. Let Q be max(patience, 2 * the mean run), R the longest run of a client's request (as parts of one
-may join for a minute, at most that longer), D the longest load and A the longest activation, each with the steps that
-it takes to be noticed. Let an adapter begin to wait, and k others that came before it; for a request whose adapter
-still runs and leaves, that is R later at most. Among requests of one priority, while none is pinned,
+No adapter starves. Let Q be max(patience, 2 * the mean run), R the longest run of a client's request (parts of a
+request may join for a minute, so at most a minute longer), D the longest load and A the longest activation, each with
+the steps to notice its end. Let an adapter begin to wait, and k others before it; for a request of a draining adapter
+the wait begins R later at most. Among requests of one priority, while none is pinned,
 
-- where the host cache has room for all: with `slots` of them, while others wait, `slots - 1` leave (one, if it is the
-  only one) within Q and as much again for those that passed on meanwhile, and end R later. It has a slot within
+- with room for all in the host cache: of `slots` adapters, while others wait, `slots - 1` (or the only one) drain
+  within Q, and as much again for slots that passed on meanwhile, and end R later. The adapter has a slot within
   D * (1 + ceil((k + 1) / MAX_LOADS)) + (2 * Q + R + A) * ceil((k + 1) / max(1, slots - 1));
-- where it has not, room is reserved for the first within Q, and made R later; then it has a slot R + 2 * Q after that
-  at most: within (k + 1) * (D + A + 3 * Q + 2 * R), in the worst case of a cache that holds one adapter. One that turns
-  out larger than its files said counts twice.
+- otherwise room is reserved for the first adapter within Q, and free R later; a slot follows within R + 2 * Q: in all
+  (k + 1) * (D + A + 3 * Q + 2 * R), for a cache of one adapter. An adapter larger than its files said counts twice.
 
-Times are seconds of a clock that never goes back. Not thread-safe: the engine's loop calls it.
+Times are seconds of a clock that never goes back. Not thread-safe: the engine's loop calls the planner.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from typing import Any
 
 from cachetools import LRUCache
 
-from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
 from lora_plugins.scheduler.adapter import Adapter, Held, LoadCall
-from lora_plugins.scheduler.admission import begin, forget_expected, join, pass_on
+from lora_plugins.scheduler.admission import begin, forget_expected, join, start_draining
 from lora_plugins.scheduler.host_cache import HostCache
-from lora_plugins.scheduler.loading import answer_calls, load_wanted, take_loaded
+from lora_plugins.scheduler.loading import answer_calls, load_wanted, take_loaded, takes_last_slot, why_not_pinned
 from lora_plugins.scheduler.messages import (
     Activated,
     AdapterSpec,
@@ -54,7 +53,6 @@ from lora_plugins.scheduler.messages import (
     Report,
     Slots,
 )
-from lora_plugins.scheduler.pins import takes_last_slot, why_not
 from lora_plugins.scheduler.state import PlannerState, resolve
 from lora_plugins.scheduler.stats import Stats
 
@@ -86,7 +84,7 @@ class Planner:
         patience_s: how long all slots together may pass on to nobody while others wait, if requests are shorter.
 
     Attributes:
-        state: what is known; others only read it.
+        state: read by others, changed only here.
     """
 
     def __init__(self, slots: Slots, cache: HostCache, *, patience_s: float = PATIENCE_S) -> None:
@@ -103,10 +101,9 @@ class Planner:
         state = self.state
         has_resumed = self._was_paused and not is_paused and (state.held_count or state.calling)
         has_stopped = is_stopped and not self._was_stopped and (state.calling or self._retiring)
-        if self._look_at < float("inf"):  # somebody may wait for a client of whom more is expected
-            waits = state.absent or state.ready or state.calling or any(it.is_retired for it in state.in_flight)
-        else:
-            waits = False
+        waits = self._look_at < float("inf") and (  # for a client of whom more is expected
+            state.absent or state.ready or state.calling or any(it.is_retired for it in state.in_flight)
+        )
         return self.is_busy or bool(has_resumed or has_stopped or waits)
 
     @property
@@ -186,11 +183,9 @@ class Planner:
         adapter = self._generation(spec, begins=is_other or (known is not None and known.spec.path != spec.path))
         is_pinned = known is not None and known.is_pinned
         adapter.moves = adapter.replaces is not None and (moves or (adapter is known and adapter.moves))
-        future: Future[None] = Future()
         error = self._refusals.get(spec.engine_id) or self.state.never_fits(adapter)
-        if error is not None:
-            future.set_exception(error)
-        else:
+        future = Future[None]() if error is None else _failed(error)
+        if error is None:
             adapter.is_pinned = is_pinned
             adapter.calls.append(LoadCall(future, wants_slot, needs_slot))
             if is_pinned and adapter is not known:  # its slot comes as soon as there is one, which nobody waits for
@@ -208,32 +203,32 @@ class Planner:
                 futures.append(self.load(change.spec, now, is_other=True))
         self._refuse_what_never_fits(now)
         whole = _all_of(futures)
-        whole.add_done_callback(lambda done: self._withdraw_rest(done, futures, now))
-        return whole
 
-    def _withdraw_rest(self, done: Future[None], futures: list[Future[None]], now: float) -> None:
-        error = None if done.cancelled() else done.exception()
-        for future in futures:
-            if isinstance(error, LoRAPluginsError) and not future.done():
-                self.withdraw(future, error, now)
+        def withdraw_rest(done: Future[None]) -> None:
+            error = None if done.cancelled() else done.exception()
+            for future in [it for it in futures if not it.done()]:
+                if isinstance(error, LoRAPluginsError):
+                    self.withdraw(future, error, now)
+
+        whole.add_done_callback(withdraw_rest)
+        return whole
 
     @property
     def _retiring(self) -> list[Future[None]]:
         idle = (adapter for adapter in self.state.adapters.values() if not adapter.is_in_flight)
         return [it for adapter in idle for it in adapter.retirements if not it.done()]
 
-    def answer_stopped(self, error: LoRAPluginsError, now: float) -> None:
-        """Answer those who wait for requests that do not go on during a pause.
+    def _answer_stopped(self, now: float) -> None:
+        """Answer callers who wait for requests that do not go on during a pause.
 
-        Who wants an adapter removed that no request runs has that done: no request that comes finds it. A drain waits
-        for what is in flight. Who waits for room gets this error;
-        those that wait for a slot go on waiting.
+        A removal of an adapter that no request runs with is done: later requests do not find the adapter. A drain waits
+        for requests in flight. A caller who waits for room gets an error; one who waits for a slot goes on waiting.
         """
         resolve(self._retiring)
         for adapter in list(self.state.calling):
             for call in [] if adapter.is_loaded else list(adapter.calls):
                 if not call.needs_slot:
-                    self.withdraw(call.future, error, now)
+                    self.withdraw(call.future, _in_use(), now)
 
     def withdraw(self, future: Future[None], error: LoRAPluginsError, now: float) -> None:
         """A caller waits no more: it gets this error, and a pin is undone."""
@@ -251,15 +246,11 @@ class Planner:
         The future raises NoFreeSlot where too little would be left for others, AdapterNotFound for a retired one, or
         what `load` raises.
         """
-        is_retired = spec.engine_id in self._refusals
-        retired = self._refusals.get(spec.engine_id) or AdapterNotFound(
-            "a version that is being removed", adapter=spec.name
-        )
-        error = retired if is_retired else why_not(self.state, spec)
-        if error is not None:
-            future: Future[None] = Future()
-            future.set_exception(error)
-            return future
+        if spec.engine_id in self._refusals:
+            going = AdapterNotFound("a version that is being removed", adapter=spec.name)
+            return _failed(self._refusals[spec.engine_id] or going)
+        if (error := why_not_pinned(self.state, spec)) is not None:
+            return _failed(error)
         future = self.load(spec, now, needs_slot=True)
         if not future.done():
             adapter = self.state.current[spec.engine_id]
@@ -329,18 +320,19 @@ class Planner:
                 plan.moved = self._move_all(now)  # before what comes is given a slot of its own
             resolve(answer_calls(state, is_paused=is_paused))
             state.settle(now)
-            without_room = load_wanted(  # before those to be evicted run again
-                state, now, is_paused=is_paused, is_stopped=is_stopped
-            )
+            # Before `begin`, which would let the adapters to be evicted run again.
+            without_room = load_wanted(state, now, is_paused=is_paused, is_stopped=is_stopped)
             state.settle(now)
             if not is_paused:
                 plan.admitted, waiting = begin(state, now)
                 state.settle(now)
-                look_at = pass_on(state, now, waiting, without_room, self._patience_s)
+                look_at = start_draining(state, now, waiting, without_room, self._patience_s)
                 self._look_at = min(self._look_at, look_at)
                 plan.admitted += join(state, now)
                 state.settle(now)
         plan.commands, state.commands = state.commands, []
+        if is_stopped and not self.has_work(is_paused=is_paused, is_stopped=is_stopped):
+            self._answer_stopped(now)
         return plan
 
     def reported(self, reports: Iterable[Report | Slots], now: float) -> None:
@@ -359,8 +351,8 @@ class Planner:
                     self.stats.load_seconds.observe(report.load_s)
                     adapter.load_s, adapter.rank, adapter.is_instant = report.load_s, report.rank, report.is_instant
                     state.loaded(adapter, report.size_bytes, report.load_s)
-                    self._check_pinned(adapter, now)
-                    if adapter.stays or not adapter.is_loaded:
+                    self._undo_pin_of_last_slot(adapter, now)
+                    if adapter.is_unevictable or not adapter.is_loaded:
                         self._refuse_what_never_fits(now)
                     if adapter.is_loaded:
                         if adapter.replaces is not None and not adapter.moves:
@@ -406,7 +398,7 @@ class Planner:
         if begins or (evicted is not None and evicted[0].path != spec.path):
             state.generations.begin(engine_id)
         key, is_retired = state.generations.key_of(engine_id), engine_id in self._refusals
-        adapter = state.adapters[key] = Adapter(spec, key, weights=key, is_retired=is_retired, replaces=replaces)
+        adapter = state.adapters[key] = Adapter(spec, key, weights_key=key, is_retired=is_retired, replaces=replaces)
         if not is_retired:
             state.current[engine_id] = adapter
         return adapter
@@ -440,8 +432,7 @@ class Planner:
         self.state.touched[adapter] = None
         self.state.settle(now)
 
-    def _check_pinned(self, adapter: Adapter, now: float) -> None:
-        """Undo a pin that turns out to take the last slot of its kind."""
+    def _undo_pin_of_last_slot(self, adapter: Adapter, now: float) -> None:
         if (error := takes_last_slot(self.state, adapter)) is not None:
             adapter.is_pinned = False
             for call in [call for call in adapter.calls if call.needs_slot]:
@@ -457,6 +448,20 @@ class Planner:
                     self.state.fail(adapter, error)
                     self._changed(adapter, now)
                     is_new = True
+
+
+def _failed(error: LoRAPluginsError) -> Future[None]:
+    future: Future[None] = Future()
+    future.set_exception(error)
+    return future
+
+
+def _in_use() -> NoFreeSlot:
+    return NoFreeSlot(
+        "room that requests use, which do not go on during this pause",
+        expected="room for one more adapter",
+        remedy="resume before, or raise --max-cpu-loras or LORA_PLUGINS_HOST_MAX_BYTES",
+    )
 
 
 def _all_of(futures: list[Future[None]]) -> Future[None]:

@@ -38,9 +38,6 @@ class EvictionPolicy(Protocol[Key]):
         They stay until `removed` is called. O(log n) for each key, and for each one passed over on the way.
         """
 
-    def __len__(self) -> int:
-        """How many keys are there."""
-
 
 class Lru(Generic[Key]):
     """Evicts the least recently used; blind to size and cost."""
@@ -65,9 +62,6 @@ class Lru(Generic[Key]):
     def victims(self, among: Container[Key]) -> Generator[Key, None, None]:
         """The least recently used one first; O(1) for each key."""
         return (key for key in self._order if key in among)
-
-    def __len__(self) -> int:
-        return len(self._order)
 
 
 class Lrfu(Generic[Key]):
@@ -134,9 +128,6 @@ class Lrfu(Generic[Key]):
         finally:
             for entry in taken:
                 heappush(self._heap, entry)
-
-    def __len__(self) -> int:
-        return len(self._uses)
 
     def _use(self, key: Key) -> None:
         self._now += 1 / (self._half_life * len(self._uses))

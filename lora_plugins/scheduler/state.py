@@ -1,6 +1,6 @@
-"""What is loaded, reserved, leaving, pinned, held and in flight: the one place of it, and the moves that change it.
+"""The state of the planner: adapters that are loaded, reserved, draining, pinned, held and in flight.
 
-Whatever changes an adapter names it in `touched`; `settle` then brings everything that is derived from it up to date.
+A change of an adapter is noted in `touched`; `settle` then updates the collections that are derived from the adapter.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ from contextlib import suppress
 from itertools import count
 
 from lora_plugins.errors import LoRAPluginsError, NoFreeSlot, OutOfMemory
-from lora_plugins.scheduler.adapter import ABSENT, LOADED, LOADING, NOWHERE, Adapter, Held
-from lora_plugins.scheduler.generations import Generations
+from lora_plugins.scheduler.adapter import ABSENT, LOADED, LOADING, NOWHERE, Adapter, Generations, Held, WaitingOrder
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import Activate, Command, Evict, Load, Move, Slots
-from lora_plugins.scheduler.stats import Stats
-from lora_plugins.scheduler.step_times import StepTimes
-from lora_plugins.scheduler.waiting import WaitingOrder
+from lora_plugins.scheduler.stats import Stats, StepTimes
 
 MAX_LOADS = 4
 _AVERAGED = 20
@@ -45,19 +42,17 @@ class PlannerState:
     """See the module; what is in slots and in the host cache is as it will be once the commands are carried out.
 
     Attributes:
-        adapters: all that are known, by key; `generations` says which is which. current: those that requests get, by
-            engine id.
-        of_request: the adapter of each request that is held or in flight.
-        absent: adapters that are wanted and not in host memory. ready: those that are, with held requests, and nothing
-            in flight. calling: those with calls. joined: those in flight with held requests. expecting: those in flight
-            of which more is expected. staying: those that never lose their host memory, pinned ones too. moving: those
-            that are loaded, for what runs with the one before. leaving: those with `leaves_since`.
-        jobs: adapters that are being loaded, or activated in the background. loads: how many are being loaded.
-        reserved_for: the adapter that room is made for. draining: those that are evicted for it once they are not used.
-        made_room_at: when an adapter that had waited for room found it last, or none waited.
-        mean_run_s: of the last requests, from admission to end.
-        evicting: who waits for evictions that are not carried out yet, by key.
-        refused: requests that are answered with an error.
+        adapters: all generations, by key (`generations`). current: the generation that new requests get, by engine id.
+        of_request: the adapter of each held or running request.
+        absent: wanted and not in host memory. ready: in host memory, with held requests, and nothing in flight.
+        calling: with calls. joined: in flight with held requests. expecting: in flight, with more expected.
+        staying: unevictable. moving: loaded, for requests that run with the generation before.
+        leaving: with `draining_since`.
+        jobs: adapters that workers load, or activate in the background. loads: the number of loads among these.
+        reserved_for: the adapter for which room is made. draining: adapters to evict for it once unused.
+        made_room_at: when an adapter that waited for room found room last, or none waited.
+        mean_run_s: the mean of the last requests' times, from admission to end.
+        evicting: futures of callers who wait for an eviction, by key. refused: requests to answer with an error.
     """
 
     def __init__(self, slots: Slots, cache: HostCache, stats: Stats) -> None:
@@ -105,10 +100,12 @@ class PlannerState:
             elif adapter.waits_since is None:
                 adapter.waits_since = now
             if adapter is self.reserved_for and not (is_absent and wanted):
-                self.end_reservation()
+                self.reserved_for = None  # loaded, or not wanted any more
+                self.touched.update(self.draining)
+                self.draining.clear()
             if is_pinned:
                 self.draining.pop(adapter, None)
-            if adapter.leaves_since is not None and not in_flight and adapter not in self.draining:
+            if adapter.draining_since is not None and not in_flight and adapter not in self.draining:
                 self.leave(adapter, None)
             self._place(adapter, in_flight=in_flight, wanted=wanted)
             if not (in_flight or wanted or is_pinned or adapter.job is not None):
@@ -116,7 +113,8 @@ class PlannerState:
 
     def _place(self, adapter: Adapter, *, in_flight: bool, wanted: bool) -> None:
         is_loaded, is_absent = adapter.residency is LOADED, adapter.residency is ABSENT
-        is_held, is_pinned, stays, moves = bool(adapter.held), adapter.is_pinned, adapter.stays, bool(adapter.replaces)
+        is_held, is_pinned, moves = bool(adapter.held), adapter.is_pinned, bool(adapter.replaces)
+        stays = adapter.is_unevictable
         waits = is_absent and wanted, is_loaded and is_held and not in_flight
         for order, is_in, was_in in zip((self.absent, self.ready), waits, adapter.waits_in, strict=True):
             if is_in or was_in:
@@ -137,7 +135,7 @@ class PlannerState:
 
     def leave(self, adapter: Adapter, since: float | None) -> None:
         """Have an adapter take no requests of other clients from a time on; None: it takes any again."""
-        adapter.leaves_since = since
+        adapter.draining_since = since
         _keep(self.leaving, adapter, is_in=since is not None)
 
     def _forget(self, adapter: Adapter) -> None:
@@ -160,7 +158,7 @@ class PlannerState:
         size_bytes = self.cache.remove(adapter.key)
         self.cache.loaded(before.key, adapter.spec, size_bytes, adapter.load_s)
         self._count_held(before, -len(before.held))  # by a name that may be another now
-        before.spec, before.weights = adapter.spec, adapter.key
+        before.spec, before.weights_key = adapter.spec, adapter.key
         self._count_held(before, len(before.held))
         before.load_s, before.rank = adapter.load_s, adapter.rank
         before.calls, adapter.calls = [*before.calls, *adapter.calls], []
@@ -199,12 +197,6 @@ class PlannerState:
         held = adapter.held[request_id]
         adapter.unhold([request_id])
         return held
-
-    def take_over(self, adapter: Adapter, before: Adapter) -> None:
-        """Have what waits for an earlier generation, which has no place any more, wait for this one."""
-        for request_id in list(before.held):
-            self.hold(adapter, request_id, self.release(before, request_id))
-        self.touched |= {adapter: None, before: None}
 
     def admit(self, adapter: Adapter, now: float) -> list[object]:
         """Have an adapter run what is held for it, as far as it may; returns these requests."""
@@ -325,23 +317,13 @@ class PlannerState:
         self.commands.append(Load(adapter.spec, adapter.key, self._begin_job(adapter)))
         self.touched[adapter] = None
 
-    def end_reservation(self) -> None:
-        """The adapter that room is reserved for is loaded, or not wanted any more."""
-        self.reserved_for = None
-        self.touched.update(self.draining)
-        self.draining.clear()
-
     def loaded(self, adapter: Adapter, size_bytes: int, cost_s: float) -> None:
         """The workers have it in host memory; where it takes more than there is room for, it is evicted."""
         self.end_job(adapter)
         adapter.residency = LOADED
         self.cache.loaded(adapter.key, adapter.spec, size_bytes, cost_s)
         victims = self.cache.victims(())
-        self.evict_all([adapter.key] if victims is None else victims)
-
-    def evict_all(self, keys: Iterable[int]) -> None:
-        """Remove adapters from the workers."""
-        for key in keys:
+        for key in [adapter.key] if victims is None else victims:
             self.evict(self.adapters[key])
 
     def evict(self, adapter: Adapter) -> None:

@@ -1,4 +1,4 @@
-"""What the planner counts for metrics: since the engine started."""
+"""What the planner measures: counts for metrics since the engine started, and how long steps and copies take."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from enum import StrEnum
 
 # From an activation that costs no copy to an adapter that is fetched again from a slow source.
 BOUNDS_S = (0.0001, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_AVERAGED = 20
 
 
 class FoundIn(StrEnum):
@@ -50,3 +51,32 @@ class Stats:
     slot_evictions: int = 0
     instant_activations: int = 0
     background_activations: int = 0
+
+
+class StepTimes:
+    """Means of the last steps with requests, and of the last copies into slots, by byte.
+
+    A copy in the background leaves other requests alone, and costs its adapter a step or two without the slot. A copy
+    before a step delays all requests that run. So a copy that is short beside a step is made before the step.
+    """
+
+    def __init__(self) -> None:
+        self._step_s = 0.0
+        self._s_per_byte: float | None = None
+        self._began_at: float | None = None
+
+    def step_begins(self, now: float, *, is_running: bool) -> None:
+        """A step begins; whether requests run in it."""
+        if self._began_at is not None:
+            self._step_s += (now - self._began_at - self._step_s) / _AVERAGED
+        self._began_at = now if is_running else None
+
+    def copied(self, size_bytes: int, copy_s: float) -> None:
+        """A slot was written in the background."""
+        s_per_byte = copy_s / max(1, size_bytes)
+        before = s_per_byte if self._s_per_byte is None else self._s_per_byte
+        self._s_per_byte = before + (s_per_byte - before) / _AVERAGED
+
+    def is_short(self, size_bytes: int, running: int) -> bool:
+        """Whether a copy costs the `running` adapters together less than the step that its own would wait."""
+        return self._s_per_byte is not None and self._s_per_byte * size_bytes * running <= self._step_s

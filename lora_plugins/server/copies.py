@@ -28,7 +28,7 @@ from lora_plugins.server.shares import Share, Shares
 from lora_plugins.server.swapping import VersionChange, swap, updating
 from lora_plugins.store.errors import DamagedCopy
 
-_CHANGES = 3  # a name may be given another version, or be damaged again, while a request waits for its copy
+CHANGES = 3  # a name may be given another version, or be damaged again, while a request waits for its copy
 LOOK_S = 2.0
 _LOOKED_AT = 200  # copies in one look: a thousand system calls
 _RETRY_S = 15.0
@@ -71,7 +71,7 @@ class Copies:
     async def keeping(self, adapter: ServedAdapter) -> AsyncIterator[Any]:
         """As `using`, of the present version, for whoever has the name's lock."""
         holder = object()
-        for _ in range(_CHANGES):
+        for _ in range(CHANGES):
             await self._have(adapter)
             if self._store.share(adapter.request.lora_path, holder):
                 break
@@ -166,7 +166,7 @@ class Copies:
 
     async def _with_copy(self, request: Any, holder: object) -> Any:
         self._loop, digest = self._loop or asyncio.get_running_loop(), None
-        for _ in range(_CHANGES):
+        for _ in range(CHANGES):
             adapter = self._registry.get(request.lora_name)
             is_damaged = adapter is not None and adapter.is_damaged and adapter.engine_id == request.lora_int_id
             if not is_damaged and self._store.share(request.lora_path, holder):
@@ -182,6 +182,18 @@ class Copies:
                     return adapter.request  # the engine need not read it
                 request = adapter.request
         raise DamagedCopy.of(digest or request.lora_path)
+
+    async def have(self, name: str, engine_id: int) -> bool:
+        """Have the copy of a version again for a follower; False where what the engine has in memory goes on.
+
+        Raises:
+            LoRAPluginsError: it cannot be had, and the engine would have to read it.
+        """
+        async with self._server.vllm.lock(name):
+            adapter = self._registry.get(name)
+            if adapter is None or adapter.version is None or adapter.engine_id != engine_id:
+                return True  # the name stands for something else by now, as the follower has been told
+            return await self._is_had(adapter)
 
     async def _is_had(self, adapter: ServedAdapter) -> bool:
         """As `_have`; False where the copy cannot be had, and what the engine has in memory goes on.

@@ -1,6 +1,7 @@
 """Work that is begun for many at once and done for a few of each place at a time, without a task for each that waits.
 
-100,000 tasks that wait make every garbage collection go through a million objects: half a second of the event loop.
+100,000 tasks that wait make every garbage collection go through a million objects: half a second of the event loop. So
+these are no `Places` of `resolvers/places.py`: no caller waits, nothing is refused, an item ends by name.
 """
 
 from __future__ import annotations

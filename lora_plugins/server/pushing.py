@@ -7,7 +7,6 @@ trainer's step that is past is not worth loading.
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -18,7 +17,7 @@ from lora_plugins.errors import PushSuperseded
 from lora_plugins.resolvers.sources.pushed import PushedAdapter
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.swapping import KEPT_VERSIONS, VersionChange
-from lora_plugins.store.errors import store_errors
+from lora_plugins.store.errors import FullDisk, store_errors
 
 # Writes what a caller sends to a directory; returns the SHA-256 of all of it.
 Receive = Callable[[Path], Awaitable[str]]
@@ -138,5 +137,9 @@ class Pushes:
             await asyncio.to_thread(directory.mkdir)
         try:
             yield directory
+        except FullDisk:  # what is pushed cannot be read again, but there is room for the next push
+            arrived_bytes = sum(file.stat().st_size for file in directory.iterdir())
+            await asyncio.to_thread(store.give_way, arrived_bytes, 0)
+            raise
         finally:
-            await asyncio.shield(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True))
+            await asyncio.shield(asyncio.to_thread(store.remove_temporary, directory))

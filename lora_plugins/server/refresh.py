@@ -7,23 +7,34 @@ import random
 from typing import NoReturn
 
 from lora_plugins.log import logger
+from lora_plugins.server.few_at_once import FewAtOnce, in_steps
 from lora_plugins.server.lifecycle import Lifecycle
 
 _JITTER = 0.2
-_POLLED_AT_ONCE = 4
+_POLLED_AT_ONCE = 4  # of one source: one that does not answer keeps only its own names waiting
 
 
 async def poll(lifecycle: Lifecycle, interval_s: float) -> NoReturn:
     """Ask the sources for new versions every `interval_s`, give or take a fifth: replicas shall not ask at once."""
-    places = asyncio.Semaphore(_POLLED_AT_ONCE)
+    registry = lifecycle.registry
 
     async def one(name: str) -> None:
-        async with places:
-            try:
-                await lifecycle.poll(name)
-            except Exception:  # noqa: BLE001 - the poller goes on
-                logger.exception("Looking for a new version of adapter '%s' failed", name)
+        try:
+            await lifecycle.poll(name)
+        except Exception:  # noqa: BLE001 - the poller goes on
+            logger.exception("Looking for a new version of adapter '%s' failed", name)
 
-    while True:
-        await asyncio.sleep(interval_s * random.uniform(1 - _JITTER, 1 + _JITTER))  # noqa: S311 - no secret
-        await asyncio.gather(*(one(adapter.name) for adapter in lifecycle.registry.all() if adapter.version))
+    def source_of(name: str) -> str:
+        adapter = registry.get(name)
+        return "" if adapter is None or adapter.version is None else adapter.version.source
+
+    polling = FewAtOnce(
+        one, source_of, limit=_POLLED_AT_ONCE, is_wanted=lambda name, _: bool(source_of(name)), on_idle=lambda: None
+    )
+    try:
+        while True:
+            await asyncio.sleep(interval_s * random.uniform(1 - _JITTER, 1 + _JITTER))  # noqa: S311 - no secret
+            async for adapter in in_steps(registry.all()):
+                polling.begin(adapter.name, adapter.name)
+    finally:
+        polling.end_all()

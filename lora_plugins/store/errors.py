@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Self
 
 from lora_plugins.adapter.files import map_os_error
@@ -12,6 +14,7 @@ from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, OutOfMemory, S
 
 # The system's ways of saying that there is no room.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FEW_INODES = 64  # an adapter takes some ten
 
 
 class DamagedCopy(SourceUnavailable):
@@ -27,6 +30,10 @@ class DamagedCopy(SourceUnavailable):
         )
 
 
+class FullDisk(OutOfMemory):
+    """L004: the file system below the store has no bytes or no inodes left, or a quota or a limit is reached."""
+
+
 def is_damage(error: Exception) -> bool:
     """Whether what cannot be read of an entry is not there, or no file; else it cannot be read at the moment."""
     if isinstance(error, InvalidAdapter):
@@ -39,7 +46,7 @@ def store_errors() -> Iterator[None]:
     """Raise what is inside, its OSErrors as ours.
 
     Raises:
-        OutOfMemory: the disk is full.
+        FullDisk: there is no room.
         SourceUnavailable: the store cannot be read or written.
     """
     try:
@@ -48,13 +55,30 @@ def store_errors() -> Iterator[None]:
         raise
     except OSError as error:
         if error.errno in FULL:
-            raise OutOfMemory(
-                f"a full disk below the store ({error.strerror})",
-                expected="room for the adapter",
-                remedy="free space, or set LORA_PLUGINS_STORE_MAX_BYTES or LORA_PLUGINS_STORE_DIR",
+            lacks_inodes = _lacks_inodes(error)
+            raise FullDisk(
+                f"{'a disk without free inodes' if lacks_inodes else 'a full disk'} below the store ({error.strerror})",
+                expected="inodes for the adapter's files" if lacks_inodes else "room for the adapter",
+                remedy="remove files that nobody needs, or set LORA_PLUGINS_STORE_DIR"
+                if lacks_inodes
+                else "free space, or set LORA_PLUGINS_STORE_MAX_BYTES or LORA_PLUGINS_STORE_DIR",
             ) from error
         raise SourceUnavailable(
             f"a store that answers '{error.strerror or type(error).__name__}'",
             expected="a store that can be read and written",
             remedy="check LORA_PLUGINS_STORE_DIR, its mount and its permissions",
         ) from error
+
+
+def _lacks_inodes(error: OSError) -> bool:
+    """Whether a file could not be made for want of inodes; only what makes a file names one.
+
+    Those of the files that were made before may be free again by now.
+    """
+    if error.errno != errno.ENOSPC or not isinstance(error.filename, (str, os.PathLike)):
+        return False
+    with contextlib.suppress(OSError, StopIteration):
+        disk = os.statvfs(next(folder for folder in Path(error.filename).parents if folder.is_dir()))
+        # File systems that make inodes as they are needed say 0 of 0.
+        return disk.f_files > 0 and disk.f_favail < _FEW_INODES
+    return False

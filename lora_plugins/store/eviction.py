@@ -18,6 +18,8 @@ from lora_plugins.store.manifest import Manifest
 
 _SHARE = 0.8
 _KEPT_FREE_SHARE, _KEPT_FREE_BYTES = 0.05, 1 << 30
+_OWN_FILES = 6  # of an adapter: its directory, manifest, index, time of use, and a lease in a directory
+_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,39 @@ def make_room(
         over_bytes -= _evicted_bytes(layout, leases, inventory, digest, on_evict)
 
 
+def give_way(
+    layout: Layout,
+    leases: Leases,
+    inventory: Inventory,
+    *,
+    needed_bytes: int,
+    needed_files: int,
+    on_evict: Callable[[str, int], None] | None = None,
+    kept: str = "",
+) -> bool:
+    """Remove adapters, but `kept`, from a full disk until so many bytes and files more have room; whether any is gone.
+
+    Before them goes what is in quarantine. Nothing is removed where the rest would not be enough. A quota does not say
+    how much is missing: one adapter goes.
+    """
+    damaged = quarantined(layout)
+    for entry in damaged:
+        discard_quarantined(layout, entry.digest)
+    inventory.look()
+    disk = os.statvfs(layout.root)
+    wanted_bytes = needed_bytes + needed_files * _PAGE_BYTES - disk.f_bavail * disk.f_frsize
+    wanted_files = needed_files + _OWN_FILES - disk.f_favail if disk.f_files else 0
+    least = max(1, -(-wanted_files // (_OWN_FILES + 2)))
+    chosen = _to_go(inventory, leases, wanted_bytes, least=0 if damaged else least, kept=kept)
+    if chosen is None:
+        return bool(damaged)
+    has_gone = bool(damaged)
+    for digest in chosen:
+        with contextlib.suppress(OSError):  # its guard may need an inode itself
+            has_gone = _evicted_bytes(layout, leases, inventory, digest, on_evict) > 0 or has_gone
+    return has_gone
+
+
 def _evicted_bytes(
     layout: Layout, leases: Leases, inventory: Inventory, digest: str, on_evict: Callable[[str, int], None] | None
 ) -> int:
@@ -166,16 +201,21 @@ def _evicted_bytes(
     return size_bytes
 
 
-def _to_go(inventory: Inventory, leases: Leases, wanted_bytes: int) -> list[str] | None:
-    """What nobody leases and was used longest ago, of so many bytes; None where all of it is not as much."""
+def _to_go(
+    inventory: Inventory, leases: Leases, wanted_bytes: int, *, least: int = 0, kept: str = ""
+) -> list[str] | None:
+    """What nobody leases and was used longest ago, but `kept`: of so many bytes, and `least` adapters.
+
+    None where all of it is not as much.
+    """
     chosen: list[str] = []
-    if wanted_bytes <= 0:
+    if wanted_bytes <= 0 and least <= 0:
         return chosen
     for digest in inventory.oldest(leases.is_ours):
-        if not leases.holders(digest):
+        if digest != kept and not leases.holders(digest):
             chosen.append(digest)
             wanted_bytes -= inventory.size_bytes(digest)
-            if wanted_bytes <= 0:
+            if wanted_bytes <= 0 and len(chosen) >= least:
                 return chosen
     return None
 

@@ -22,6 +22,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -42,6 +43,7 @@ _FOLDERS = (
     *("index", "tmp", "locks", "leases", "processes"),
     *("uses", "damaged", "quarantine", "served", "blocked"),
 )
+_MADE_AGAIN = tuple(name for name in _FOLDERS if name != "blocked")  # an empty one would end the blocks that were in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,19 @@ class Layout:
             close_to_others(self.root)
         for name in _FOLDERS:
             self.folder(name).mkdir(parents=True, exist_ok=True)
+
+    def make_again(self) -> list[str]:
+        """Make the folders that somebody has removed, such as a cleaner of old files; returns which.
+
+        Raises:
+            FileNotFoundError: none is there: the store is away, and a folder made now would hide below its next mount.
+        """
+        missing = [name for name in _MADE_AGAIN if not self.folder(name).is_dir()]
+        if len(missing) == len(_MADE_AGAIN):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.root))
+        for name in missing:
+            self.folder(name).mkdir(exist_ok=True)
+        return missing
 
     def folder(self, name: str) -> Path:
         """One of the folders that are not adapters."""

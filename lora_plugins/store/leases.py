@@ -35,10 +35,15 @@ class Leases:
         Raises:
             FileNotFoundError: the store is not there.
         """
-        locks = self._layout.folder("locks")
-        locks.stat()  # FileLock would make it, in the place of a store that is away
+        self.make_again()  # FileLock would make the folder of locks, in the place of a store that is away
         # A fixed number of files, however many adapters come and go.
-        return FileLock(locks / f"{digest[:2]}.guard", timeout=30)
+        return FileLock(self._layout.folder("locks") / f"{digest[:2]}.guard", timeout=30)
+
+    def make_again(self) -> None:
+        """As `Layout.make_again`; leases that were removed with their folder are written again."""
+        if "leases" in self._layout.make_again():
+            for digest in self._leased.copy():
+                self._write(digest)
 
     def acquire(self, digest: str, holder: Hashable = "") -> bool:
         """Lease an adapter for `holder` in this process; False where it is not there (any more)."""
@@ -55,10 +60,8 @@ class Leases:
         if not self._layout.adapter(digest).is_dir():
             self.release(digest, holder)
             return False
-        folder = self._folder(digest)
         try:
-            folder.mkdir(exist_ok=True)
-            (folder / self._processes.me()).touch()
+            self._write(digest)
         except OSError:
             if is_new:  # else the lease that it had is as good as before
                 self.release(digest, holder)
@@ -123,6 +126,11 @@ class Leases:
                 for name in os.listdir(self._folder(digest)):
                     if not may_live(name):
                         os.unlink(self._folder(digest) / name)
+
+    def _write(self, digest: str) -> None:
+        """Have other processes see that this one leases an adapter."""
+        self._folder(digest).mkdir(exist_ok=True)
+        (self._folder(digest) / self._processes.me()).touch()
 
     def _remove_ended(self) -> None:
         for digest in list(self._ended):

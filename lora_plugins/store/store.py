@@ -18,8 +18,8 @@ from typing import Any, Generic, TypeVar
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, SourceUnavailable
 from lora_plugins.store.blocks import Blocks
 from lora_plugins.store.canonical import put_canonical
-from lora_plugins.store.errors import is_damage, store_errors
-from lora_plugins.store.eviction import make_room, remove, share_of_disk
+from lora_plugins.store.errors import FullDisk, is_damage, store_errors
+from lora_plugins.store.eviction import give_way, make_room, remove, share_of_disk
 from lora_plugins.store.file_system import try_file_system
 from lora_plugins.store.hashed import HashedEntries, identity_of
 from lora_plugins.store.hashing import sha256_of
@@ -44,6 +44,7 @@ from lora_plugins.store.published import Published
 _T = TypeVar("_T", bound=CheckedAdapter)
 _SWEPT_AT_ONCE = 1_000  # entries that were ever leased
 _BYTES_PER_S = 10e6  # a fetch at this rate is in time, whatever its size
+_TRIES_OF_FULL_DISK = 3  # other fetches may take the room that was made
 
 
 def fetch_timeout_s(size_bytes: int, least_s: float) -> float:
@@ -102,6 +103,7 @@ class Store:
         self.on_evict: Callable[[str, int], None] | None = None  # called with digest and bytes, in a thread
         self.on_damage: Callable[[str], None] | None = None  # called with the digest of a damaged entry, in a thread
         self._hashed = HashedEntries()
+        self._unremoved: set[Path] = set()  # temporary directories, as of a fetch without a file descriptor left
         self._fetch_timeout_s = fetch_timeout_s
         probe, link = (self.layout.new_temporary(self.processes.me()) for _ in range(2))
         try_file_system(probe, link, folder=self.layout.folder("tmp"))
@@ -131,13 +133,31 @@ class Store:
         differ from what the source has.
 
         Raises:
-            NoFreeSlot, OutOfMemory: there is no room.
+            NoFreeSlot, OutOfMemory: there is no room, though what nobody leases was removed from a full disk.
             SourceUnavailable: the store cannot be written, or what arrived is not what the source promised.
             Anything that `fetch` or `check` raises.
         """
+        size_bytes, files = sum(size for _, size, _ in wanted.promised), len(wanted.promised)
+        for _ in range(_TRIES_OF_FULL_DISK):
+            try:
+                return await self._obtain(wanted, fetch, check, holder, converted)
+            except FullDisk:
+                if not await self._give_way_or_press(size_bytes, files):
+                    raise
+        return await self._obtain(wanted, fetch, check, holder, converted)
+
+    async def _obtain(
+        self,
+        wanted: DownloadSpec,
+        fetch: Callable[[PartialDownload], Awaitable[None]],
+        check: Callable[[Path], _T],
+        holder: Hashable,
+        converted: Converted | None,
+    ) -> StoredAdapter[_T]:
         form = converted.form if converted else ""
         lock = self.layout.folder("locks") / f"{self.layout.index(wanted.uri, wanted.version, form).name}.fetch"
         with store_errors():
+            await asyncio.to_thread(self.leases.make_again)
             found = await asyncio.to_thread(self.find_leased, wanted.uri, wanted.version, holder, form)
             if found is not None:
                 return found
@@ -169,7 +189,29 @@ class Store:
         finally:
             await asyncio.wait([making])  # a cancelled fetch must not leave what its thread makes afterwards
             await asyncio.to_thread(download.finish_quietly)
-            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+            await asyncio.to_thread(self.remove_temporary, directory)
+
+    def remove_temporary(self, directory: Path) -> None:
+        """Remove it now, or before the next fetch announces what it needs: this one counts until it is gone."""
+        shutil.rmtree(directory, ignore_errors=True)
+        if directory.exists():
+            self._unremoved.add(directory)
+        else:
+            self._unremoved.discard(directory)
+
+    def give_way(self, needed_bytes: int, needed_files: int, kept: str = "") -> bool:
+        """See `give_way`; False where the store cannot be read."""
+        with contextlib.suppress(OSError):
+            return give_way(
+                self.layout,
+                self.leases,
+                self._inventory,
+                needed_bytes=needed_bytes,
+                needed_files=needed_files,
+                on_evict=self.on_evict,
+                kept=kept,
+            )
+        return False
 
     async def _have_room(self, directory: Path, needed_bytes: int) -> None:
         """As `_make_room`; where leases are in the way, those that nothing uses end, of this process and then others.
@@ -186,6 +228,18 @@ class Store:
             except NoFreeSlot:
                 await asyncio.to_thread((self.layout.root / PRESSURE_FILE).touch)
                 raise
+
+    async def _give_way_or_press(self, needed_bytes: int, needed_files: int) -> bool:
+        """As `give_way`; leases that nothing uses end as in `_have_room`."""
+        if await asyncio.to_thread(self.give_way, needed_bytes, needed_files):
+            return True
+        if self.relieve is not None:
+            await self.relieve()
+            if await asyncio.to_thread(self.give_way, needed_bytes, needed_files):
+                return True
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread((self.layout.root / PRESSURE_FILE).touch)
+        return False
 
     def pressed_at(self) -> int:
         """When some process found no room for the leases of others, in the file system's ns; 0 where none ever has."""
@@ -205,6 +259,8 @@ class Store:
 
     def _make_room(self, directory: Path, needed_bytes: int) -> None:
         """Make room and the directory that announces its use, before another fetch counts what is there."""
+        for temporary in self._unremoved.copy():
+            self.remove_temporary(temporary)
         with self.leases.guard("room"):
             make_room(
                 self.layout,
@@ -373,8 +429,8 @@ class Store:
             return False
         if self.on_damage is not None:
             self.on_damage(digest)
-        self._mark(digest).touch()
         with self.leases.guard(digest):
+            self._mark(digest).touch()
             if not self.leases.holders(digest) and directory.exists():
                 os.rename(directory, self.layout.new_quarantine(digest))
         return False
@@ -414,7 +470,14 @@ class Store:
             return found if found is not None and self._lease(found.digest, holder) else None
 
     def _lease(self, digest: str, holder: Hashable) -> bool:
-        if not self.leases.acquire(digest, holder):
+        try:
+            with store_errors():
+                is_leased = self.leases.acquire(digest, holder)
+        except FullDisk:  # a lease is a file, which needs an inode
+            if not self.give_way(0, 0, kept=digest):
+                raise
+            is_leased = self.leases.acquire(digest, holder)
+        if not is_leased:
             return False
         with contextlib.suppress(OSError):  # only the order of eviction is then old
             self._note_use(digest)

@@ -25,7 +25,7 @@ from lora_plugins.verification.limits import (
     MAX_FILES,
     MAX_MEMORY_BYTES,
     cpu_s,
-    low_memory_limit,
+    lack_of_memory,
     too_low,
     too_much_memory,
 )
@@ -101,11 +101,11 @@ def _answer(request: Read) -> Iterator[Part | Verified | Refused]:
 
 
 def _of_limits(error: LoRAPluginsError) -> LoRAPluginsError:
-    """The limit of the server's process that has brought this about, if one has; else the error itself."""
+    """What of the server's process or its machine has brought this about, if anything has; else the error itself."""
     if getattr(error.__cause__, "errno", None) == errno.EMFILE:
         return too_low("RLIMIT_NOFILE", str(MAX_FILES))
     if isinstance(error.__cause__, MemoryError):
-        return low_memory_limit() or error
+        return lack_of_memory() or error
     return error
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lora_plugins.adapter.layouts.tensors import NewTensor
-from lora_plugins.errors import SourceUnavailable
+from lora_plugins.errors import ErrorKind, LoRAPluginsError, SourceUnavailable, kind_of
 from lora_plugins.settings import Settings
 from lora_plugins.verification.jobs import Job, Jobs
 from lora_plugins.verification.limits import takes_long
@@ -49,7 +49,8 @@ class Children:
         """Verify the adapter in `directory` without a base model, and write the configuration that engines read of it.
 
         The future raises what `verify_adapter` raises; `InvalidAdapter` also where reading it takes too much memory or
-        computing, and `SourceUnavailable` where no process starts, or where it is killed or does not answer in time.
+        computing, or crashes each process with memory to spare; and `SourceUnavailable` where no process starts, is
+        killed or does not answer in time.
         """
         request = Read(
             os.fsencode(directory.absolute()), settings.max_adapter_bytes, settings.allow_pickle, settings.check_finite
@@ -110,16 +111,17 @@ class Children:
                 self._put_back(ReadingProcess())
 
     def _with_process(self, work: Callable[[ReadingProcess], _T]) -> _T:
-        for attempt in range(1, _ATTEMPTS + 1):
+        """Do it; where all processes are lost, the adapter is at fault only if nothing else may have ended one."""
+        errors: list[LoRAPluginsError] = []
+        for _ in range(_ATTEMPTS):
             process = self._take()
             try:
                 return work(process)
             except Lost as lost:
-                if attempt == _ATTEMPTS:
-                    raise lost.error from None
+                errors.append(lost.error)
             finally:
                 self._put_back(process)
-        raise AssertionError("unreachable: the last attempt returns or raises")
+        raise next((error for error in errors if kind_of(error) is ErrorKind.FAULT), errors[-1])
 
     def _take(self) -> ReadingProcess:
         with contextlib.suppress(queue.Empty):

@@ -1,4 +1,8 @@
-"""What waits for a process that reads adapters: small adapters are never behind large ones."""
+"""What waits for a process that reads adapters: small adapters are never behind large ones.
+
+No queue of callers, as `resolvers/places.py` is: threads hand over work here, and take work. Who is next among
+principals, how many may wait, and for how long, was decided before: whatever comes here has a place of its principal.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,8 @@ from lora_plugins.adapter.files import open_regular
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, SourceUnavailable
 
 MAX_MEMORY_BYTES = 2 << 30  # a header of 500,000 tensors takes half of it
+_MEMORY = Path("/proc/meminfo")
+_STACK_BYTES = 1 << 20  # Python's own limit of recursion comes first
 MAX_FILES = 320  # `MAX_SHARDS` of weights, and a few
 # Every expert of Kimi K2 takes 5 s, and the values of 8 GiB another 2 s, on a core of an AMD EPYC of 2021.
 _CPU_S = 30.0
@@ -35,25 +38,36 @@ def wall_s(directory: str) -> float:
 def too_much_memory(more_bytes: int = 0) -> LoRAPluginsError:
     """The error of an adapter that has taken all the memory there is for it: `MAX_MEMORY_BYTES` and `more_bytes`.
 
-    The adapter is at fault only where whoever has started this process allows it so much.
+    The adapter is at fault only where this process may have so much, and the machine has it.
     """
     max_bytes = MAX_MEMORY_BYTES + more_bytes
-    return low_memory_limit(max_bytes) or InvalidAdapter(
+    return lack_of_memory(max_bytes) or InvalidAdapter(
         f"an adapter that takes more than {max_bytes >> 20} MiB of memory to read",
         expected="header and configuration of an adapter",
         remedy="save the adapter again with PEFT",
     )
 
 
-def low_memory_limit(max_bytes: int = MAX_MEMORY_BYTES) -> SourceUnavailable | None:
-    """The error that names the limit of this process which keeps it from so much memory, if there is one.
+def lack_of_memory(max_bytes: int = MAX_MEMORY_BYTES) -> SourceUnavailable | None:
+    """The error that names what keeps this process from so much memory, a limit or the machine, if anything does.
 
     The process that reads sets RLIMIT_DATA itself, as far as its hard limit allows.
     """
-    for name, which, enough_bytes in (("RLIMIT_DATA", 1, max_bytes), ("RLIMIT_AS", 0, max_bytes + MAX_MEMORY_BYTES)):
+    for name, which, enough_bytes in (
+        ("RLIMIT_DATA", 1, max_bytes),
+        ("RLIMIT_AS", 0, max_bytes + MAX_MEMORY_BYTES),
+        ("RLIMIT_STACK", 0, _STACK_BYTES),
+    ):
         if 0 <= resource.getrlimit(getattr(resource, name))[which] < enough_bytes:  # unlimited is -1
             return too_low(name, f"{enough_bytes} bytes")
-    return None
+    found = re.search(r"^MemAvailable: *(\d+) kB$", _MEMORY.read_text(), re.MULTILINE)
+    if found is None or int(found[1]) << 10 >= max_bytes:
+        return None
+    return SourceUnavailable(
+        f"{found[1]} kB of memory on this machine that nothing uses",
+        expected=f"{max_bytes >> 10}, which reading an adapter may take",
+        remedy="ask again once there is memory, or give the machine more",
+    )
 
 
 def too_low(name: str, wanted: str) -> SourceUnavailable:

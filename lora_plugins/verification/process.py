@@ -17,9 +17,9 @@ from pathlib import Path
 import msgspec
 
 import lora_plugins
-from lora_plugins.errors import InvalidAdapter, SourceUnavailable, error_of
+from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, SourceUnavailable, error_of
 from lora_plugins.settings import environment
-from lora_plugins.verification.limits import MAX_MEMORY_BYTES, low_memory_limit, wall_s
+from lora_plugins.verification.limits import MAX_MEMORY_BYTES, lack_of_memory, wall_s
 from lora_plugins.verification.messages import (
     LENGTH_BYTES,
     MAX_ANSWER_BYTES,
@@ -58,19 +58,22 @@ _PIECE_BYTES = 1 << 16
 _LOOK_S = 1.0  # how often it is looked at while it says nothing
 _PAUSE_S = 0.0002  # other threads get the interpreter's lock between two messages
 _EXCEPTION = 1  # Python's code of one that nobody caught: what reading the bytes raises is caught, and said
-# What only the bytes can bring about. Other signals come from elsewhere, SIGBUS from a disk below a file in memory.
-_OF_BYTES = frozenset({-signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE})
+# Crashes, which bytes may bring about that some library cannot read; so may a lack of memory or a faulty machine, so
+# they count where each process crashes that is given the same bytes, with memory to spare. Other signals come from
+# elsewhere, SIGBUS from a disk below a file in memory.
+_CRASHES = frozenset({-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE})
 
 
 class Lost(Exception):
-    """It had ended before it was asked, or somebody else has ended it; `error` is for where that is so each time."""
+    """It has ended before it has answered; `error` is for where that is so each time, and may be of the bytes."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
-        self.error = (
-            _killed("is killed" if code < 0 else "fails")
-            if code < 0 or code == _EXCEPTION
-            else low_memory_limit() or _too_much(_words_of(code))
+        is_of_bytes = code in _CRASHES or (code >= 0 and code != _EXCEPTION)
+        self.error: LoRAPluginsError = (
+            lack_of_memory() or _too_much(_words_of(code))
+            if is_of_bytes
+            else _killed("is killed" if code < 0 else "fails")
         )
 
 
@@ -146,7 +149,6 @@ class ReadingProcess:
     def _conversation(self, requests: Sequence[Request], directory: bytes) -> Iterator[Answer]:
         """Its answers to this, which is about the files in `directory`."""
         limit_s = wall_s(os.fsdecode(directory))
-        has_answered = False
         try:
             for request in requests:
                 self._ask(request)
@@ -155,7 +157,6 @@ class ReadingProcess:
                     raise error_of(answer.error)
                 if isinstance(answer, Ready):  # only once
                     break
-                has_answered = True
                 yield answer
             raise EOFError
         except TimeoutError:
@@ -167,9 +168,9 @@ class ReadingProcess:
             ) from None
         except (EOFError, BrokenPipeError, msgspec.MsgspecError):
             code = self.end(wait_s=_EXIT_S)
-            if (code < 0 and code not in _OF_BYTES) or code == _EXCEPTION or (code == 0 and not has_answered):
-                raise Lost(code) from None
-            raise (None if code == -signal.SIGXCPU else low_memory_limit()) or _too_much(_words_of(code)) from None
+            if code == -signal.SIGXCPU:  # at our limit, of time that it has computed: that of the host kills
+                raise _too_much("that takes too long to read") from None
+            raise Lost(code) from None
 
     @property
     def is_alive(self) -> bool:
@@ -249,10 +250,8 @@ def import_path() -> list[str]:
 
 
 def _words_of(code: int) -> str:
-    if code == -signal.SIGXCPU:
-        return "that takes too long to read"
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
-    return f"that ends the process that reads it, by {how}"
+    return f"that ends the process that reads it, each time, by {how}"
 
 
 def _killed(how: str) -> SourceUnavailable:

@@ -16,3 +16,15 @@ def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
         wrapped = functools.wraps(original)(wrapper(original))
         setattr(wrapped, _OURS, True)
         setattr(owner, name, wrapped)
+
+
+def where(is_ours: Callable[[Any], bool], method: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A wrapper for `wrap`: `method(original, self, ...)` answers for `is_ours` objects, else vLLM's method."""
+
+    def wrapper(original: Any) -> Any:
+        def answer(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return method(original, self, *args, **kwargs) if is_ours(self) else original(self, *args, **kwargs)
+
+        return answer
+
+    return wrapper

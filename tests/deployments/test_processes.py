@@ -84,20 +84,22 @@ def test_several_api_servers_serve_static_modules(bed: Bed, tmp_path: Path) -> N
 
 
 @pytest.mark.deployment(
-    "data parallel, several API servers", "refused", "vLLM starts one for each engine; L007 says `--api-server-count 1`"
+    "several API servers", "refused", "without `lora_lru_manager`, or on several hosts (hybrid load balancing): L007"
 )
 @pytest.mark.parametrize(
-    ("plugins", "updating"),
-    [((RESOLVER, MANAGER), "1"), ((RESOLVER, MANAGER, ADMIN), "1"), ((RESOLVER, MANAGER, ADMIN), "0")],
-    ids=["resolver", "admin", "admin without updating"],
+    ("plugins", "more", "why"),
+    [
+        ((RESOLVER,), (), "without lora_lru_manager"),
+        ((RESOLVER, MANAGER, ADMIN), ("--data-parallel-hybrid-lb", "--data-parallel-size-local", "2"), "several hosts"),
+    ],
+    ids=["resolver", "hosts"],
 )
-def test_several_api_servers_cannot_change_what_is_served(
-    bed: Bed, tmp_path: Path, plugins: Sequence[str], updating: str
+def test_several_api_servers_that_cannot_share_do_not_start(
+    bed: Bed, tmp_path: Path, plugins: Sequence[str], more: Sequence[str], why: str
 ) -> None:
-    said = why_it_ends(
-        bed, tmp_path, "--data-parallel-size", "2", plugins=plugins, VLLM_ALLOW_RUNTIME_LORA_UPDATING=updating
-    )
+    said = why_it_ends(bed, tmp_path, "--data-parallel-size", "2", *more, plugins=plugins)
     assert "[L007]" in said
+    assert why in said
     assert "--api-server-count 1" in said
     assert "Starting to load model" not in said, "it is refused before anything is loaded"
 

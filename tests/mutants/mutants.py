@@ -180,8 +180,8 @@ MUTANTS = (
     Mutant(
         "resolvers: one less may wait for a source",
         "lora_plugins/resolvers/places.py",
-        "if sum(map(len, self._waiting.values())) > self._limits.waiting:",
-        "if sum(map(len, self._waiting.values())) >= self._limits.waiting:",
+        "if self._waiting > self._limits.waiting:",
+        "if self._waiting >= self._limits.waiting:",
         ("tests/resolvers/test_places.py", "tests/resolvers/test_look_ups.py"),
     ),
     Mutant(
@@ -226,8 +226,8 @@ MUTANTS = (
     Mutant(
         "server: a share takes one adapter more",
         "lora_plugins/server/shares.py",
-        "if len(use.requests) + 1 > self._most_places(share):",
-        "if len(use.requests) > self._most_places(share):",
+        "return Most(max(1, int(part * self._all)),",
+        "return Most(1 + max(1, int(part * self._all)),",
         ("tests/server/test_shares.py",),
     ),
     Mutant(
@@ -261,7 +261,7 @@ MUTANTS = (
     Mutant(
         "engine core: an aborted request keeps its slot",
         "lora_plugins/vllm_patches/engine_core/scheduler.py",
-        "            self.planner.ended([request.request_id for request in finished], time.monotonic())\n",
+        "        self.planner.ended([request.request_id for request in finished], time.monotonic())\n",
         "",
         ("tests/vllm_patches/engine_core/test_scheduler.py",),
     ),

@@ -7,17 +7,17 @@ import asyncio
 import pytest
 
 from lora_plugins.errors import SourceUnavailable
-from lora_plugins.resolvers.places import PlaceLimits, Places
+from lora_plugins.resolvers.places import Most, PlaceLimits, Places
 from tests.virtual_time import runs
 
-LIMITS = PlaceLimits(at_once=4, of_one=2, waiting=10, wait_s=5.0)
+LIMITS = PlaceLimits(at_once=4, waiting=10, wait_s=5.0)
 
 
 class Work:
     """Tasks that hold a place until they are told to end."""
 
     def __init__(self, limits: PlaceLimits = LIMITS) -> None:
-        self.places = Places(limits, lambda: SourceUnavailable("busy"))
+        self.places = Places(limits, lambda *_: SourceUnavailable("busy"), lambda _: Most(2))
         self.begun: list[str] = []
         self._ends: dict[str, asyncio.Event] = {}
 

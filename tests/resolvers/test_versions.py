@@ -440,3 +440,69 @@ ENDING = process_module._PROGRAM.replace(
     "main()",
     "import os\nfrom lora_plugins.verification import child\nchild.verify_adapter = lambda *_: os.abort()\nmain()",
 )
+
+
+def test_one_principals_copies_are_read_in_turns(make, monkeypatch):
+    """After a restart each stored version is read before it is served, in two processes for everybody."""
+    answers = {f"sql-{number}": adapter_files(lora_alpha=number + 1) for number in range(12)}
+    source = FakeSource("s3", answers)
+    before = make(source)
+    for name in answers:
+        before.ask(name)
+    reading, read = set(), Children.read
+    most = 0
+
+    def counted(self, directory, settings):
+        nonlocal most
+        answer = read(self, directory, settings)
+        reading.add(answer)
+        answer.add_done_callback(reading.discard)
+        most = max(most, len(reading))
+        return answer
+
+    monkeypatch.setattr(Children, "read", counted)
+    after = make(source)
+    after.principal = lambda: "team-a"
+
+    async def run() -> None:
+        await asyncio.gather(*(after.resolve(name, BASE.path) for name in answers))
+
+    asyncio.run(run())
+    assert (most, len(source.fetched)) == (4, 12)
+
+
+# --- restored from the store by a later server
+
+
+def restored(resolver: RecordingResolver, name: str, uri: str | None, digest: str, place: str):
+    return asyncio.run(resolver.restored(name, uri, digest, place))
+
+
+def test_a_later_server_restores_a_version_without_asking_its_source(make):
+    before = make(FakeSource("s3", {"sql": adapter_files()}))
+    version = before.ask()
+    place = before.place_of(version)
+    away = FakeSource("s3", {"sql": SourceUnavailable("no answer")})
+    other = FakeSource("hub", {"sql": turned()})
+    after = make(away, other)
+    found = restored(after, "sql", None, version.digest, place)
+    assert (found.path, found.source, found.uri) == (version.path, "s3", version.uri)
+    assert (away.asked, other.asked) == ([], [])
+    assert leased(after, found)
+    with pytest.raises(SourceUnavailable):  # the Hub does not stand in for the source that the version came from
+        newest(after, "sql")
+    assert of_digest(after, "sql", version.digest[:12]).path == version.path
+
+
+def test_nothing_is_restored_that_this_server_would_not_find(make):
+    before = make(FakeSource("s3", {"sql": adapter_files()}))
+    version = before.ask()
+    place = before.place_of(version)
+    after = make(FakeSource("s3", {"sql": adapter_files()}))
+    holders = set(after.store.leases.holders(version.digest))
+    assert restored(after, "sql", None, version.digest, "s3 (s3://another/bucket)") is None
+    assert restored(after, "sql", None, "ab" * 32, place) is None
+    assert restored(make(FakeSource("hub")), "sql", None, version.digest, place) is None
+    with pytest.raises(InvalidAdapter):
+        restored(after, "sql", "s3://not/allowed", version.digest, place)
+    assert set(after.store.leases.holders(version.digest)) == holders

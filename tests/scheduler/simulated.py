@@ -12,7 +12,7 @@ from enum import Enum, auto
 from heapq import heappop, heappush
 from typing import Any
 
-from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, NoFreeSlot
+from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import (
     Activate,
@@ -251,7 +251,7 @@ class SimulatedEngine:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a pause lets nothing go on, as `HeldCounts.is_stopped` says it."""
+        """Whether a pause lets nothing go on, as `AdmittingScheduler.is_stopped` says it."""
         return self.is_paused and not self._batch
 
     @property
@@ -264,8 +264,6 @@ class SimulatedEngine:
 
     def step(self) -> StepPlan:
         plan = self.planner.plan(self.now, is_paused=self.is_paused, is_stopped=self.is_stopped)
-        if self.is_stopped and not self.has_work:
-            self.planner.answer_stopped(NoFreeSlot("no room before this pause ends"), self.now)
         self.refused = self.planner.take_refused()
         for request, error in self.refused:
             request.refusal = error
@@ -344,9 +342,10 @@ class SimulatedEngine:
             assert all(adapter.slot == slot for adapter, slot in pool.owners.items())
             assert set(pool.running) == {it for it in pool.owners if it.is_in_flight and not it.is_pinned}
             assert set(pool.unused) == {it for it in pool.owners if it.can_be_displaced}
-        assert set(state.cache.idle) == {it.key for it in adapters if it.is_idle}
+        free = [it for it in adapters if it.is_loaded and not it.is_used and it.replaces is None]
+        assert set(state.cache.idle) == {it.key for it in free if not it.is_unevictable}
         assert state.cache.idle_bytes == sum(state.cache.sizes_bytes[key] for key in state.cache.idle)
-        assert set(state.leaving) == {it for it in adapters if it.leaves_since is not None}
+        assert set(state.leaving) == {it for it in adapters if it.draining_since is not None}
         assert set(state.joined) == {it for it in adapters if it.is_in_flight and it.held}
         assert set(state.expecting) == {it for it in adapters if it.expected}
         assert state.loads == sum(it.residency == "loading" for it in adapters)
@@ -360,13 +359,13 @@ class SimulatedEngine:
             if it.held
         ), "held, and nowhere in order"
         assert all((it.waits_since is not None) == (it.is_wanted and not it.is_in_flight) for it in adapters)
-        assert set(state.draining) <= {it for it in adapters if it.leaves_since is not None}
+        assert set(state.draining) <= {it for it in adapters if it.draining_since is not None}
         replaced = {it.replaces for it in adapters if it.replaces is not None}
         for adapter in adapters:
             is_current = state.current.get(adapter.spec.engine_id) is adapter
             assert is_current + (adapter.is_retired or adapter in replaced) == 1
             assert not (adapter.replaces and adapter.is_loaded and not adapter.moves)
-        assert set(state.staying) == {it for it in adapters if it.stays}
+        assert set(state.staying) == {it for it in adapters if it.is_unevictable}
         assert set(state.moving) == {it for it in adapters if it.replaces and it.is_loaded}
 
     def check(self) -> None:

@@ -18,13 +18,13 @@ def test_found_says_how_near_the_adapter_is() -> None:
     assert loaded(slot=0, is_active=True).found is FoundIn.SLOT
 
 
-def test_an_adapter_in_use_is_not_idle() -> None:
-    assert loaded().is_idle
-    assert not Adapter(spec(1), 1).is_idle
-    assert not loaded(running={"r": (0.0, "")}).is_idle
-    assert not loaded(is_pinned=True).is_idle
-    assert not loaded(slot=0).is_idle
-    assert not loaded(calls=[LoadCall(Future())]).is_idle
+def test_an_adapter_that_runs_waits_or_is_written_is_used() -> None:
+    assert not loaded().is_used
+    assert not Adapter(spec(1), 1).is_used
+    assert loaded(running={"r": (0.0, "")}).is_used
+    assert loaded(slot=0).is_used
+    assert loaded(calls=[LoadCall(Future())]).is_used
+    assert loaded(is_pinned=True).is_unevictable
 
 
 def test_who_only_waits_can_be_displaced() -> None:
@@ -52,6 +52,6 @@ def test_only_parts_of_what_runs_join_an_adapter_that_leaves() -> None:
     for client in ("beams", "others", "third", ""):
         adapter.hold(f"of {client}", Held(None, 0.0, FoundIn.SLOT, client=client))
     assert len(adapter.joining(5.0)) == 4
-    adapter.leaves_since = 4.0
+    adapter.draining_since = 4.0
     assert [name for name, _ in adapter.joining(5.0)] == ["of beams", "of others"]
     assert adapter.joining(65.0) == []

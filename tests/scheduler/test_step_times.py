@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lora_plugins.scheduler.step_times import StepTimes
+from lora_plugins.scheduler.stats import StepTimes
 from tests.scheduler.simulated import SimulatedEngine, SimulatedWorkers, make_planner
 
 

@@ -22,7 +22,8 @@ from lora_plugins.scheduler.messages import Activate, Activated, Command, Evict,
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.policies import make_policy
 from lora_plugins.vllm_patches.engine_core import engine_core
-from lora_plugins.vllm_patches.engine_core.scheduler import AdmissionMixin
+from lora_plugins.vllm_patches.engine_core.adapter_specs import AdapterSpecs
+from lora_plugins.vllm_patches.engine_core.scheduler import AdmittingScheduler
 
 STEP_S = 0.002
 COPY_S = 0.003  # to write a slot, where that takes a copy
@@ -98,12 +99,12 @@ class Worker:
     _writing: dict[int, int] = field(default_factory=dict)  # slot by job
 
 
-class _Scheduler(AdmissionMixin):
+class _Scheduler(AdmittingScheduler):
     """The planner, and nothing of vLLM's scheduler."""
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
-        self.uris = {}
+        self.specs = AdapterSpecs(planner.state)
 
 
 class SimulatedEngine:
@@ -137,7 +138,7 @@ class SimulatedEngine:
         """What becomes of a request: held, admitted, and finished after some time; or refused, or ended."""
         request_id = request_id or f"request-{next(self._numbers)}"
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        spec = self._core.scheduler.spec_of(request)
+        spec = self._core.scheduler.specs.of(request)
         self.planner.arrived(spec, request_id, admitted, time.monotonic())
         self._go_on()
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from lora_plugins.resolvers.sources.pushed import PushedAdapter
 from lora_plugins.server.pushing import Pushes
 from lora_plugins.store.store import Store
 from tests.make import adapter_files, put
+from tests.store.common import DownloadSpec, obtain
 
 
 class Names:
@@ -118,3 +120,23 @@ def test_a_push_that_ends_early_leaves_nothing(
     asyncio.run(run())
     assert names.taken == ["next"]
     assert not names.store.layout.temporaries()
+
+
+def test_a_push_on_a_full_disk_makes_room(names: Names) -> None:
+    """Nobody sends its body twice but the trainer, and without more room each push would be 507."""
+    stored = obtain(names.store, DownloadSpec(adapter_files()))
+    names.store.release("", stored.directory)
+
+    async def fill(_: Path) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def run() -> None:
+        pushes, trainer = Pushes(names), Trainer("1")  # type: ignore[arg-type]
+        with pytest.raises(OutOfMemory):
+            await pushes.push("policy", fill)
+        trainer.sends.set()
+        await pushes.push("policy", trainer.receive)
+
+    asyncio.run(run())
+    assert names.store.layout.digests() == []
+    assert names.taken == ["1"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
@@ -55,3 +56,26 @@ async def test_replicas_do_not_poll_at_the_same_moment(monkeypatch: pytest.Monke
         await poll(World().lifecycle, 60)
     assert len(set(waits)) == 50
     assert all(48 <= seconds <= 72 for seconds in waits)
+
+
+@runs
+async def test_a_source_that_hangs_keeps_only_its_own_names_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    hung = [f"hung-{number}" for number in range(10)]
+    world = world_with("sql", *hung)
+    for name in (*hung, "sql"):
+        adapter = (await world.lifecycle.load(name), world.lifecycle.registry.require(name))[1]
+        adapter.version = dataclasses.replace(adapter.version, source="s3" if name in hung else "filesystem")
+    latest, asked = world.resolver.latest, []
+
+    async def hang(name: str, uri: str | None, base_path: str) -> Version | None:
+        asked.append(name)
+        if name in hung:
+            await asyncio.sleep(3600)
+        return await latest(name, uri, base_path)
+
+    monkeypatch.setattr(world.resolver, "latest", hang)
+    task = asyncio.create_task(poll(world.lifecycle, 10))
+    await asyncio.sleep(60)
+    assert asked.count("sql") >= 4, "asked at each interval"
+    assert len(set(asked) & set(hung)) == 4, "few at once, and each once"
+    task.cancel()

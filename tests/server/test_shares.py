@@ -8,6 +8,7 @@ import time
 import pytest
 
 from lora_plugins.errors import NoFreeSlot
+from lora_plugins.server import shares as shares_module
 from lora_plugins.server.shares import Share, Shares
 from tests.virtual_time import runs
 
@@ -163,3 +164,22 @@ async def test_an_end_costs_no_more_where_thousands_wait() -> None:
         return took_s
 
     assert await cpu_s_of_ends(5000) < 10 * await cpu_s_of_ends(50)
+
+
+@runs
+async def test_a_flood_of_one_principal_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares_module, "_WAITING", 5)
+    shares, loop = Shares(2, None), asyncio.get_running_loop()
+    began = loop.time()
+    holding = asyncio.create_task(hold(shares, A, "a-0", seconds=20))
+    other = [asyncio.create_task(hold(shares, B, f"b-{number}", seconds=5)) for number in range(2)]
+    await asyncio.sleep(1)
+    flood = [asyncio.create_task(hold(shares, A, f"a-{number}")) for number in range(1, 50)]
+    await asyncio.sleep(1)
+    refused = [one for one in flood if one.done()]
+    assert (len(refused), loop.time() - began) == (45, 2)
+    assert all(isinstance(one.exception(), NoFreeSlot) for one in refused)
+    assert await other[1] == began + 5, "the other principal keeps its place in the queue"
+    for one in (holding, *flood):
+        one.cancel()
+    await asyncio.gather(holding, *flood, *other, return_exceptions=True)

@@ -100,6 +100,7 @@ PATTERN = (
     "patterns.Deadline().matches('(?:(?:(?:a+){1000}){1000}){1000}', 'a', field='rank_pattern')]"
 )
 ENDS = "__import__('os').abort()"
+DEEP = "repr(__import__('functools').reduce(lambda inner, _: [inner], range(900), []))"  # within Python's own limit
 OPEN = "[every.enter_context(open_regular(directory / 'adapter_config.json')) for every in [ExitStack()] * 64]"
 
 
@@ -131,6 +132,7 @@ def test_adapters_are_read_under_a_clusters_limits(adapter: Path, limit: str, mo
         ("RLIMIT_NOFILE", 64, OPEN),
         ("RLIMIT_DATA", 1 << 29, PATTERN),
         ("RLIMIT_DATA", 1 << 29, ENDS),
+        ("RLIMIT_STACK", 1 << 17, DEEP),
     ],
 )
 def test_a_limit_that_is_too_low_is_named(adapter: Path, limit: str, most: int, work: str) -> None:

@@ -17,6 +17,7 @@ from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.settings import Settings
+from lora_plugins.verification import limits
 from lora_plugins.verification.children import Children
 from lora_plugins.verification.limits import wall_s
 from tests.make import BASE, adapter_files, put, weights
@@ -50,6 +51,58 @@ def test_what_ends_the_process_is_refused(
 ) -> None:
     first = "import ctypes, os; from lora_plugins.verification import child"
     program(monkeypatch, f"{first}\nchild.verify_adapter = lambda *_: {end}")
+    before = set(psutil.Process().children())
+    with pytest.raises(InvalidAdapter, match="ends the process that reads it, each time"):
+        read(children, adapter)
+    assert set(psutil.Process().children()) <= before
+
+
+CRASH_WHERE_ASKED = """
+import os, signal
+from lora_plugins.verification import child
+verify = child.verify_adapter
+def crashed(directory, *more):
+    path = os.path.join(directory, "crashes")
+    left = os.path.exists(path) and open(path).read().split()
+    if left:
+        open(path, "w").write(" ".join(left[1:]))
+        os.kill(os.getpid(), getattr(signal, left[0]))
+    return verify(directory, *more)
+child.verify_adapter = crashed
+"""
+
+
+@pytest.mark.parametrize("ends", ["SIGSEGV", "SIGABRT SIGSEGV", "SIGILL", "SIGKILL SIGSEGV"])
+def test_a_crash_that_does_not_repeat_says_nothing(
+    children: Children, adapter: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """As by a watchdog, a faulty memory module, or a thread that could not start at that moment."""
+    program(monkeypatch, CRASH_WHERE_ASKED)
+    (adapter / "crashes").write_text(ends)
+    assert read(children, adapter).adapter.config.max_rank == 4
+    assert (adapter / "crashes").read_text() == ""
+
+
+def test_crashes_beside_a_kill_are_a_fault(children: Children, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the OOM killer is at work, an allocation that fails may be what has ended the others."""
+    program(monkeypatch, CRASH_WHERE_ASKED)
+    (adapter / "crashes").write_text("SIGKILL SIGABRT SIGSEGV")
+    with pytest.raises(SourceUnavailable, match="is killed"):
+        read(children, adapter)
+    assert read(children, adapter)
+
+
+def test_crashes_without_memory_to_spare_are_a_fault(
+    children: Children, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = "import os; from lora_plugins.verification import child"
+    program(monkeypatch, f"{first}\nchild.verify_adapter = lambda *_: os.abort()")
+    memory = tmp_path / "meminfo"
+    memory.write_text("MemTotal: 8000000 kB\nMemAvailable: 900000 kB\n")
+    monkeypatch.setattr(limits, "_MEMORY", memory)
+    with pytest.raises(SourceUnavailable, match="900000 kB of memory on this machine"):
+        read(children, adapter)
+    memory.write_text("MemTotal: 8000000 kB\nMemAvailable: 3000000 kB\n")
     with pytest.raises(InvalidAdapter, match="ends the process that reads it"):
         read(children, adapter)
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from lora_plugins.vllm_patches.wrapping import wrap
+from lora_plugins.vllm_patches.wrapping import where, wrap
 
 
 def louder(original: Callable[[Any, str], str]) -> Callable[[Any, str], str]:
@@ -42,3 +42,11 @@ def test_another_packages_wrapper_around_ours_is_kept() -> None:
     kind.say = theirs
     wrap(kind, "say", louder)
     assert kind().say("x") == "(x!)"
+
+
+def test_objects_that_are_not_ours_keep_vllms_method() -> None:
+    kind = type("Kind", (), {"say": Speaker.say, "is_loud": True})
+    wrap(kind, "say", where(lambda one: one.is_loud, lambda original, one, text: original(one, text) + "!"))
+    loud, quiet = kind(), kind()
+    quiet.is_loud = False
+    assert (loud.say("x"), quiet.say(text="x")) == ("x!", "x")

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from lora_plugins.api.http_errors import http_error
+from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.ledger import Patch
 from lora_plugins.process import this_process
+from lora_plugins.server.carrying import CarryToLeader
 from lora_plugins.server.response import AnswerForAdapters
 from lora_plugins.vllm_patches.api_server.metrics import serve_metrics
+from lora_plugins.vllm_patches.api_server.roles import folder_of
 from lora_plugins.vllm_patches.wrapping import wrap
 
 
@@ -33,11 +37,18 @@ def _attaching(original: Any) -> Any:
     def attach_router(app: Any) -> None:
         original(app)
         process = this_process()
+        process.app = app
         serve_metrics(app, process)
         if process.is_resolver_registered or process.is_manager_patched:
             app.add_middleware(AnswerForAdapters, answer=_answer)
+            if folder_of(app) is not None:
+                app.add_middleware(CarryToLeader, role=lambda: process.role, answer=_answer_ours)
 
     return attach_router
+
+
+async def _answer_ours(scope: Any, error: LoRAPluginsError) -> Any:
+    return await _answer(scope, http_error(error))
 
 
 async def _answer(scope: Any, error: Exception) -> Any:

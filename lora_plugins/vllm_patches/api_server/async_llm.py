@@ -24,8 +24,9 @@ from lora_plugins.resolvers.sources.uri import absolute
 from lora_plugins.server.planner_client import Ask, PlannerClient
 from lora_plugins.server.response import Response, present, together
 from lora_plugins.server.snapshots import Snapshots
-from lora_plugins.vllm_patches.engine_core.request import VERSIONS, error_in, error_in_tensor, is_in_store
-from lora_plugins.vllm_patches.wrapping import wrap
+from lora_plugins.vllm_patches.answer_messages import VERSIONS, error_in, error_in_tensor
+from lora_plugins.vllm_patches.engine_core.request import is_in_store
+from lora_plugins.vllm_patches.wrapping import where, wrap
 from lora_plugins.worker.lora_request import is_inplace, is_vllms
 
 _DEATH_IS_SEEN_S = 1.0
@@ -35,7 +36,7 @@ def patch() -> None:
     """Have every client of this process do so."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    wrap(AsyncLLM, "add_lora", _adding)
+    wrap(AsyncLLM, "add_lora", where(has_planner, _add_lora))
     wrap(AsyncLLM, "remove_lora", removing)
     wrap(AsyncLLM, "generate", _answering(_error_of_completion))
     wrap(AsyncLLM, "encode", _answering(_error_of_pooling))
@@ -119,21 +120,16 @@ async def _unless_dead(client: Any, answers: asyncio.Future[list[Any]]) -> list[
         answers.cancel()
 
 
-def _adding(original: Any) -> Any:
-    async def add_lora(self: Any, lora_request: Any) -> Any:
-        if not has_planner(self):
-            return await original(self, lora_request)
-        try:
-            async with snapshots_of(self).adding(lora_request) as taken:
-                if taken is lora_request and (is_inplace(taken) or not is_vllms(taken)):  # no directory
-                    return await original(self, taken)
-                uri = None if taken is lora_request else absolute(lora_request.lora_path)
-                await planner_of(self).load(taken, uri=uri, wants_slot=False, moves=moves_running())
-        except LoRAPluginsError as error:
-            raise http_error(error) from None
-        return True
-
-    return add_lora
+async def _add_lora(original: Any, client: Any, lora_request: Any) -> Any:
+    try:
+        async with snapshots_of(client).adding(lora_request) as taken:
+            if taken is lora_request and (is_inplace(taken) or not is_vllms(taken)):  # no directory
+                return await original(client, taken)
+            uri = None if taken is lora_request else absolute(lora_request.lora_path)
+            await planner_of(client).load(taken, uri=uri, wants_slot=False, moves=moves_running())
+    except LoRAPluginsError as error:
+        raise http_error(error) from None
+    return True
 
 
 def removing(original: Any) -> Any:

@@ -10,6 +10,9 @@ from lora_plugins.ledger import Patch
 from lora_plugins.process import this_process
 from lora_plugins.server.api_server import ApiServer
 from lora_plugins.server.copies import watch
+from lora_plugins.server.followed_copies import FollowedCopies
+from lora_plugins.server.follower import Follower, not_here
+from lora_plugins.server.leader import Leader
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.registry import Registry
 from lora_plugins.vllm_patches.api_server.async_llm import planner_of
@@ -35,7 +38,8 @@ def lifecycle_of(models: Any) -> Lifecycle:
             process.events,
             process.settings.drain_timeout_s,
         )
-        lifecycle = process.lifecycles[models] = Lifecycle(server)
+        copies = FollowedCopies(server, process.role) if isinstance(process.role, Follower) else None
+        lifecycle = process.lifecycles[models] = Lifecycle(server, copies)
         process.copies[models.engine_client] = lifecycle.copies
         task = asyncio.get_running_loop().create_task(watch(weakref.ref(lifecycle.copies)))
         _watching.add(task)
@@ -67,6 +71,8 @@ class _Server:
     def new_request(self, name: str, path: str, *, is_3d: bool = False) -> Any:
         from vllm.lora.request import LoRARequest
 
+        if isinstance(this_process().role, Follower):
+            raise not_here(name)  # the leader gives engine ids
         return LoRARequest(
             lora_name=name,
             lora_int_id=self._models.lora_id_counter.inc(1),
@@ -77,6 +83,8 @@ class _Server:
 
     async def abort(self, request_ids: list[str]) -> None:
         await self._models.engine_client.abort(request_ids, internal=True)  # the ids are those of the engine core
+        if isinstance(role := this_process().role, Leader):
+            role.abort(request_ids)
 
 
 LEDGER = (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import inspect
 import itertools
 from collections.abc import Coroutine
@@ -19,14 +20,15 @@ from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.process import this_process
+from lora_plugins.vllm_patches.answer_messages import error_in, error_in_tensor
 from lora_plugins.vllm_patches.api_server.async_llm import has_planner, removing, snapshots_of
-from lora_plugins.vllm_patches.engine_core.request import error_in, error_in_tensor
-from lora_plugins.vllm_patches.wrapping import wrap
+from lora_plugins.vllm_patches.wrapping import where, wrap
 
 T = TypeVar("T")
 _thread = ThreadPoolExecutor(1, "lora-plugins-snapshots")
 # Of requests that the engine is about to refuse, by their ids.
 _refused: LRUCache[str, LoRAPluginsError] = LRUCache(10_000)
+_signature = functools.cache(inspect.signature)
 # An engine id and a path for each of these, by which the engine can find nothing.
 _NOWHERE, _refused_ids = "/dev/null/refused", itertools.count(1 << 29)
 
@@ -35,43 +37,33 @@ def patch() -> None:
     """Have every offline engine of this process do so."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    wrap(LLMEngine, "add_lora", _adding)
+    wrap(LLMEngine, "add_lora", where(has_planner, _add_lora))
     wrap(LLMEngine, "remove_lora", removing)
-    wrap(LLMEngine, "add_request", _requesting)
+    wrap(LLMEngine, "add_request", where(has_planner, _add_request))
     wrap(LLMEngine, "step", _stepping)
 
 
-def _adding(original: Any) -> Any:
-    def add_lora(self: Any, lora_request: Any) -> Any:
-        if not has_planner(self):
-            return original(self, lora_request)
-        snapshots = snapshots_of(self)
-        with snapshots.trying(lora_request, _waited_for(snapshots.take(lora_request))) as taken:
-            return original(self, taken)
-
-    return add_lora
+def _add_lora(original: Any, engine: Any, lora_request: Any) -> Any:
+    snapshots = snapshots_of(engine)
+    with snapshots.trying(lora_request, _waited_for(snapshots.take(lora_request))) as taken:
+        return original(engine, taken)
 
 
-def _requesting(original: Any) -> Any:
-    """An adapter that cannot be copied ends its own request, as one does that the engine cannot load."""
-    signature = inspect.signature(original)
-
-    def add_request(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        engine, given = call.args[0], call.arguments.get("lora_request")
-        if given is None or not has_planner(engine):
-            return original(*args, **kwargs)
-        snapshots = snapshots_of(engine)
-        try:
-            taken = snapshots.known(given) or _waited_for(snapshots.of(given))
-        except LoRAPluginsError as error:
-            _refused[call.arguments["request_id"]] = error
-            taken = copy.copy(given)
-            taken.lora_int_id, taken.lora_path = next(_refused_ids), _NOWHERE
-        call.arguments["lora_request"] = taken
-        return original(*call.args, **call.kwargs)
-
-    return add_request
+def _add_request(original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """An adapter that cannot be copied ends its own request, as an adapter does that the engine cannot load."""
+    call = _signature(original).bind(engine, *args, **kwargs)
+    given = call.arguments.get("lora_request")
+    if given is None:
+        return original(engine, *args, **kwargs)
+    snapshots = snapshots_of(engine)
+    try:
+        taken = snapshots.known(given) or _waited_for(snapshots.of(given))
+    except LoRAPluginsError as error:
+        _refused[call.arguments["request_id"]] = error
+        taken = copy.copy(given)
+        taken.lora_int_id, taken.lora_path = next(_refused_ids), _NOWHERE
+    call.arguments["lora_request"] = taken
+    return original(*call.args, **call.kwargs)
 
 
 def _waited_for(work: Coroutine[Any, Any, T]) -> T:

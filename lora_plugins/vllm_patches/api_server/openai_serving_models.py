@@ -19,6 +19,7 @@ from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 from lora_plugins.ledger import Patch
 from lora_plugins.process import moves_running, this_process
 from lora_plugins.resolvers.sources.uri import absolute
+from lora_plugins.server.follower import Follower
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.registry import no_longer_served
 from lora_plugins.server.response import is_for_request
@@ -26,6 +27,7 @@ from lora_plugins.vllm_patches.api_server.async_llm import is_planned, planner_o
 from lora_plugins.vllm_patches.api_server.base_serving import may_use
 from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
 from lora_plugins.vllm_patches.api_server.lora_resolver import begin_serving
+from lora_plugins.vllm_patches.api_server.roles import listen, resolved_by_leader, take_role
 from lora_plugins.vllm_patches.api_server.serve_command import require_in_force
 from lora_plugins.vllm_patches.wrapping import wrap
 from lora_plugins.worker.lora_request import is_vllms
@@ -53,6 +55,20 @@ def _making(original: Any) -> Any:
             begin_serving(self, process)
 
     return made
+
+
+def _starting(original: Any) -> Any:
+    """Several API servers share vLLM's table before the first name is in it; the leader's modules are all servers'."""
+
+    async def init_static_loras(self: Any) -> None:
+        role = await take_role(self)
+        if isinstance(role, Follower):
+            return
+        await original(self)
+        if role is not None:
+            await listen(self, role)
+
+    return init_static_loras
 
 
 class _Client:
@@ -159,7 +175,10 @@ def _resolving(original: Any) -> Any:
     """
 
     async def resolve_lora(self: Any, lora_name: str) -> Any:
-        if is_planned(self.engine_client):
+        role = this_process().role
+        if isinstance(role, Follower):
+            result = await _resolved_by_leader(role, lora_name)
+        elif is_planned(self.engine_client):
             result = await _resolved(original, self, lora_name)
         else:
             result = await original(self, lora_name)
@@ -171,6 +190,13 @@ def _resolving(original: Any) -> Any:
         return result
 
     return resolve_lora
+
+
+async def _resolved_by_leader(follower: Follower, lora_name: str) -> Any:
+    try:
+        return await resolved_by_leader(follower, lora_name)
+    except LoRAPluginsError as error:
+        raise http_error(error) from None
 
 
 async def _resolved(original: Any, models: Any, lora_name: str) -> Any:
@@ -243,6 +269,7 @@ def _listing(original: Any) -> Any:
 
 WRAPPERS = {
     "__init__": _making,
+    "init_static_loras": _starting,
     "load_lora_adapter": _loading_by_path,
     "resolve_lora": _resolving,
     "_check_unload_lora_adapter_request": _checking_unload,
@@ -256,6 +283,7 @@ LEDGER = (
         vllm.entrypoints.openai.models.serving:
             OpenAIServingModels.__init__(self, engine_client, base_model_paths, lora_modules)
             OpenAIServingModels{engine_client}
+            OpenAIServingModels.init_static_loras(self)
             OpenAIServingModels.load_lora_adapter(self, request, base_model_name)
             OpenAIServingModels.resolve_lora(self, lora_name)
         vllm.entrypoints.serve.lora.protocol:

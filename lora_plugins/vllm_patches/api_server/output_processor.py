@@ -10,7 +10,7 @@ from typing import Any
 
 from lora_plugins.ledger import Patch
 from lora_plugins.server.response import together
-from lora_plugins.vllm_patches.engine_core.request import VERSIONS
+from lora_plugins.vllm_patches.answer_messages import VERSIONS
 from lora_plugins.vllm_patches.wrapping import wrap
 
 _SPANS = "lora_plugins_spans"  # an attribute of the request's state, or of the state that several choices share

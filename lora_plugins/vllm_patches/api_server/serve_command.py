@@ -1,8 +1,9 @@
-"""What `vllm serve` refuses: front ends without our code, and several API servers that would serve different names.
+"""How `vllm serve` starts several API servers, and what it refuses: front ends without our code.
 
-In front ends other than vLLM's API server in Python, resolvers, admin API and access policy are not there. Of several
-API servers each has a table of adapters of its own, so none of them may change. `ServeSubcommand.validate` and
-`run_multi_api_server` (vllm/entrypoints/cli/serve.py, 0.30 to 0.33) are wrapped: startup fails before an engine loads.
+In front ends other than vLLM's API server in Python, resolvers, admin API and access policy are not there. Several API
+servers share what they serve (`roles.py`) where our manager plans it; else none of them may change it.
+`ServeSubcommand.validate` and `run_multi_api_server` (vllm/entrypoints/cli/serve.py, 0.30 to 0.33) are wrapped: startup
+fails before an engine loads.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from lora_plugins.api.access.administrators import ADMIN_KEY
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.ledger import Patch
-from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, OTHERS, S3
+from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, MANAGER, OTHERS, S3
 from lora_plugins.process import Process
 from lora_plugins.server import declared_file
 from lora_plugins.settings import Settings, named_in_environment
@@ -25,6 +27,7 @@ from lora_plugins.vllm_patches.wrapping import wrap
 _CLI = "vllm.entrypoints.cli.serve"
 _GRPC = "smg_grpc_servicer.vllm.servicer"  # vLLM's gRPC server imports it before plugins are loaded
 _RUST = "vllm-rs"
+FOLDER = "lora_plugins_folder"  # of the arguments: where the API servers of one command find each other
 
 
 def patch(settings: Settings) -> None:
@@ -34,26 +37,27 @@ def patch(settings: Settings) -> None:
         InvalidSettings: this process is such a server, or the engine of one.
     """
     asked = [name for name in (FILESYSTEM, S3, HUB, OTHERS, ADMIN) if named_in_environment(name)] + configured(settings)
+    cli: Any = sys.modules.get(_CLI)
+    if cli is not None and (asked or named_in_environment(MANAGER)):
+        wrap(cli, "run_multi_api_server", functools.partial(_sharing, settings=settings))
     if not asked:
         return
     if _GRPC in sys.modules:
         raise _refusal("vLLM's gRPC server", asked, "start vllm serve without --grpc")
     if _parent() == _RUST:
         raise _refusal(f"{_RUST} serve", asked, "start vllm serve")
-    cli: Any = sys.modules.get(_CLI)
     if cli is not None:
         wrap(cli.ServeSubcommand, "validate", functools.partial(_refusing_front_ends, asked=asked))
-        wrap(cli, "run_multi_api_server", functools.partial(_refusing_several, settings=settings))
 
 
-def refuse_several(count: int, asked: str) -> None:
+def refuse_several(count: int, asked: str, why: str = "which do not know of each other") -> None:
     """Raise InvalidSettings where what was asked for has several API servers."""
     if count > 1:
         raise InvalidSettings(
-            f"{asked} with --api-server-count {count}: each server would know its own adapters only",
-            expected="one API server, which knows all adapters",
-            remedy="set --api-server-count 1 (with data parallelism vLLM starts one for each engine), or leave "
-            "lora_admin and VLLM_ALLOW_RUNTIME_LORA_UPDATING out and name adapters with --lora-modules",
+            f"{asked} with --api-server-count {count}: API servers {why}",
+            expected="one API server, or several of one vllm serve with lora_lru_manager",
+            remedy="set --api-server-count 1 (with data parallelism vLLM starts one for each engine), or name "
+            "lora_lru_manager in VLLM_PLUGINS",
         )
 
 
@@ -98,15 +102,48 @@ def _refusing_front_ends(original: Any, asked: list[str]) -> Any:
     return validate
 
 
-def _refusing_several(original: Any, settings: Settings) -> Any:
+def _sharing(original: Any, settings: Settings) -> Any:
+    """Several API servers get a folder in which they find each other, and vLLM starts them with runtime updating."""
+
     def run_multi_api_server(args: Any) -> Any:
-        if named_in_environment(ADMIN):
-            refuse_several(args.api_server_count or 1, ADMIN)
-        elif settings.runtime_lora_updating:
-            refuse_several(args.api_server_count or 1, "VLLM_ALLOW_RUNTIME_LORA_UPDATING")
-        return original(args)
+        count, changes = args.api_server_count or 1, _that_changes(settings)
+        is_of_hosts = args.data_parallel_hybrid_lb or args.data_parallel_start_rank is not None
+        if changes is not None and is_of_hosts:
+            refuse_several(count, changes, "of several hosts, each of which reaches its own engines only")
+        if changes is not None and not named_in_environment(MANAGER):
+            refuse_several(count, changes, "without lora_lru_manager, whose engine ids would collide")
+        if count < 2 or is_of_hosts or not named_in_environment(MANAGER):
+            return original(args)
+        cli: Any = sys.modules[_CLI]
+        envs = cli.envs
+        with tempfile.TemporaryDirectory(prefix="lora-plugins-") as folder:
+            setattr(args, FOLDER, folder)
+            cli.envs = _WithoutUpdating(envs)
+            try:
+                return original(args)
+            finally:
+                cli.envs = envs
 
     return run_multi_api_server
+
+
+def _that_changes(settings: Settings) -> str | None:
+    """What was asked for with which the adapters change that a server knows; None where they stay as at the start."""
+    if named_in_environment(ADMIN):
+        return ADMIN
+    return "VLLM_ALLOW_RUNTIME_LORA_UPDATING" if settings.runtime_lora_updating else None
+
+
+class _WithoutUpdating:
+    """vLLM's `envs` for the command alone, which refuses runtime updating with several API servers."""
+
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING = False
+
+    def __init__(self, envs: Any) -> None:
+        self._envs = envs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._envs, name)
 
 
 def _refusal(front_end: str, asked: list[str], remedy: str) -> InvalidSettings:
@@ -140,10 +177,15 @@ LEDGER = (
         remove="these front ends ask resolvers, and have endpoint plugins",
     ),
     Patch(
-        "vllm.entrypoints.cli.serve: run_multi_api_server(args)",
-        what="wrapped: with lora_admin, or where adapters may change, it raises before an engine is started",
-        why="vLLM says that runtime updating cannot be used, not what to do: data parallelism starts one API server "
-        "for each engine, unless --api-server-count 1 is given",
+        """
+        vllm.entrypoints.cli.serve: run_multi_api_server(args) envs
+        vllm.envs: VLLM_ALLOW_RUNTIME_LORA_UPDATING
+        """,
+        what="wrapped: with lora_lru_manager the arguments name a folder, in which several API servers find each "
+        "other; meanwhile the module's envs says that runtime updating is off. Where adapters may change, without "
+        "lora_lru_manager or on several hosts, it raises before an engine is started",
+        why="vLLM refuses runtime updating with several API servers, as each has a table of its own; data parallelism "
+        "starts one API server for each engine, unless --api-server-count 1 is given",
         remove="API servers share what they serve",
     ),
 )

@@ -18,9 +18,9 @@ from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, Change, Outcome, PlannerFigures
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.state import PlannerState
-from lora_plugins.vllm_patches.engine_core.scheduler import AdmissionMixin
+from lora_plugins.vllm_patches.engine_core.scheduler import AdmittingScheduler
 from lora_plugins.vllm_patches.engine_core.utilities import answer_of, then, true_or_raise, utility
-from lora_plugins.vllm_patches.wrapping import wrap
+from lora_plugins.vllm_patches.wrapping import where, wrap
 
 
 def patch() -> None:
@@ -29,8 +29,8 @@ def patch() -> None:
 
     for added in (_load, _pin, _unpin, _retire, _residency, _figures):
         setattr(EngineCore, f"lora_plugins{added.__name__}", added)
-    for name, wrapper in _WRAPPERS.items():
-        wrap(EngineCore, name, wrapper)
+    for method in _METHODS:
+        wrap(EngineCore, method.__name__.removeprefix("_"), where(_has_planner, method))
 
 
 # `self` is an EngineCore.
@@ -39,8 +39,8 @@ def patch() -> None:
 @utility
 def _load(self: Any, spec: AdapterSpec, wants_slot: bool, moves: bool = False) -> Future[Outcome] | Outcome:
     """Load an adapter into host memory, and into a slot if one is idle; what runs with its id moves to it, or not."""
-    scheduler = _scheduler(self)
-    planned, state = scheduler.planned(spec), scheduler.planner.state
+    planner = _planner(self)
+    planned, state = self.scheduler.specs.complete(spec), planner.state
     known = state.current.get(planned.engine_id)
     was_loaded = known is not None and known.is_loaded and known.spec.path == planned.path
 
@@ -50,7 +50,7 @@ def _load(self: Any, spec: AdapterSpec, wants_slot: bool, moves: bool = False) -
             return answer
         return Outcome(state.cache.expected_bytes(adapter.spec), None if was_loaded else adapter.load_s)
 
-    load = scheduler.planner.load(planned, time.monotonic(), wants_slot=wants_slot, moves=moves)
+    load = planner.load(planned, time.monotonic(), wants_slot=wants_slot, moves=moves)
     answer: Future[Outcome] | Outcome = then(answer_of(self, load), with_size)
     return answer
 
@@ -58,20 +58,20 @@ def _load(self: Any, spec: AdapterSpec, wants_slot: bool, moves: bool = False) -
 @utility
 def _pin(self: Any, spec: AdapterSpec) -> Future[Outcome] | Outcome:
     """Keep an adapter in host memory and in a slot."""
-    scheduler = _scheduler(self)
-    return answer_of(self, scheduler.planner.pin(scheduler.planned(spec), time.monotonic()))
+    planner = _planner(self)
+    return answer_of(self, planner.pin(self.scheduler.specs.complete(spec), time.monotonic()))
 
 
 @utility
 def _unpin(self: Any, engine_id: int) -> bool:
     """Allow a pinned adapter to be evicted; returns whether it was pinned."""
-    return bool(_scheduler(self).planner.unpin(engine_id, time.monotonic()))
+    return bool(_planner(self).unpin(engine_id, time.monotonic()))
 
 
 @utility
 def _retire(self: Any, engine_id: int, refusal: LoRAPluginsError | None) -> Future[Outcome] | Outcome:
     """Evict an adapter as soon as it is not used; API servers give its id to no other."""
-    retired = _scheduler(self).planner.retire(engine_id, time.monotonic(), refusal, is_last=True)
+    retired = _planner(self).retire(engine_id, time.monotonic(), refusal, is_last=True)
     return answer_of(self, retired, is_enough_to_begin=True)
 
 
@@ -113,88 +113,66 @@ def _figures(self: Any) -> PlannerFigures:
     )
 
 
-def _adding(original: Any) -> Any:
-    def add_lora(self: Any, lora_request: Any) -> Any:
-        planner = _planner_if_any(self)
-        if planner is None:
-            return original(self, lora_request)
-        spec, is_other = self.scheduler.spec_of(lora_request), self.scheduler.is_other(lora_request)
-        load = planner.load(spec, time.monotonic(), is_other=is_other, wants_slot=True, moves=moves_running())
-        return then(answer_of(self, load), true_or_raise)
-
-    return add_lora
+# Methods of vLLM's, where the engine has a planner; `original` is vLLM's own.
 
 
-def _removing(original: Any) -> Any:
-    def remove_lora(self: Any, lora_id: int) -> Any:
-        planner = _planner_if_any(self)
-        if planner is None:
-            return original(self, lora_id)
-        is_known = lora_id in planner.state.current
-        retired = planner.retire(lora_id, time.monotonic())
-        if self.scheduler.is_stopped and not retired.done() and self.scheduler.get_request_counts()[0]:
-            return is_known  # what runs does not end during this pause
-        return then(answer_of(self, retired, is_enough_to_begin=True), lambda _: is_known)
-
-    return remove_lora
+def _add_lora(_: Any, self: Any, lora_request: Any) -> Any:
+    specs = self.scheduler.specs
+    spec, is_other = specs.of(lora_request), specs.is_other(lora_request)
+    load = _planner(self).load(spec, time.monotonic(), is_other=is_other, wants_slot=True, moves=moves_running())
+    return then(answer_of(self, load), true_or_raise)
 
 
-def _pinning(original: Any) -> Any:
-    def pin_lora(self: Any, lora_id: int) -> Any:
-        planner = _planner_if_any(self)
-        known = None if planner is None else planner.state.current.get(lora_id)
-        if planner is None or known is None:
-            return original(self, lora_id)
-        return then(answer_of(self, planner.pin(known.spec, time.monotonic())), true_or_raise)
-
-    return pin_lora
+def _remove_lora(_: Any, self: Any, lora_id: int) -> Any:
+    planner = _planner(self)
+    is_known = lora_id in planner.state.current
+    retired = planner.retire(lora_id, time.monotonic())
+    if self.scheduler.is_stopped and not retired.done() and self.scheduler.get_request_counts()[0]:
+        return is_known  # what runs does not end during this pause
+    return then(answer_of(self, retired, is_enough_to_begin=True), lambda _: is_known)
 
 
-def _listing(original: Any) -> Any:
-    """What later requests find: not what was removed, or replaced, and still runs."""
-
-    def list_loras(self: Any) -> Any:
-        planner = _planner_if_any(self)
-        if planner is None:
-            return original(self)
-        current = planner.state.current.items()
-        return {engine_id for engine_id, it in current if it.is_loaded or it.replaces is not None}
-
-    return list_loras
+def _pin_lora(original: Any, self: Any, lora_id: int) -> Any:
+    planner = _planner(self)
+    known = planner.state.current.get(lora_id)
+    if known is None:
+        return original(self, lora_id)
+    return then(answer_of(self, planner.pin(known.spec, time.monotonic())), true_or_raise)
 
 
-def _calling(original: Any) -> Any:
-    """A caller's own code in workers may add adapters and remove them: the planner knows of it before it returns."""
+def _list_loras(_: Any, self: Any) -> Any:
+    """The ids that later requests find: none of an adapter that was removed, or replaced, and still runs."""
+    current = _planner(self).state.current.items()
+    return {engine_id for engine_id, it in current if it.is_loaded or it.replaces is not None}
 
-    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        planner = _planner_if_any(self)
-        if planner is None or method == "take_notifications":  # in vLLM's own loop (vllm-project/vllm#51433)
-            return original(self, method, *args, **kwargs)
-        try:
-            result = original(self, method, *args, **kwargs)
-        except Exception:
-            _take_back(self, _changes(self))
-            raise
-        of_workers = _changes(self)
-        if not any(of_workers):
-            return result
-        agreed = _agreed(of_workers)
-        if agreed is None:
-            _take_back(self, of_workers)
-            raise InvalidAdapter(
-                "workers that were given different adapters, or in another order",
-                expected="the same in each worker",
-                remedy="give every worker the same, in one collective_rpc",
-            )
 
-        def end(answer: Outcome) -> Any:
-            if answer.error is not None:
-                _take_back(self, of_workers, is_planned=True)
-            return true_or_raise(answer) and result
+def _collective_rpc(original: Any, self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+    """A caller's own code in workers may add and remove adapters: the planner hears of them before the call returns."""
+    if method == "take_notifications":  # in vLLM's own loop (vllm-project/vllm#51433)
+        return original(self, method, *args, **kwargs)
+    try:
+        result = original(self, method, *args, **kwargs)
+    except Exception:
+        _take_back(self, _changes(self))
+        raise
+    of_workers = _changes(self)
+    if not any(of_workers):
+        return result
+    agreed = _agreed(of_workers)
+    if agreed is None:
+        _take_back(self, of_workers)
+        raise InvalidAdapter(
+            "workers that were given different adapters, or in another order",
+            expected="the same in each worker",
+            remedy="give every worker the same, in one collective_rpc",
+        )
 
-        return then(answer_of(self, planner.given(agreed, time.monotonic())), end)
+    def end(answer: Outcome) -> Any:
+        if answer.error is not None:
+            _take_back(self, of_workers, is_planned=True)
+        return true_or_raise(answer) and result
 
-    return collective_rpc
+    return then(answer_of(self, _planner(self).given(agreed, time.monotonic())), end)
 
 
 def _changes(core: Any) -> list[list[Change]]:
@@ -206,7 +184,7 @@ def _changes(core: Any) -> list[list[Change]]:
 
 
 def _take_back(core: Any, of_workers: list[list[Change]], *, is_planned: bool = False) -> None:
-    """What not all workers have, or there is no room for, none keeps; what one has removed, none has."""
+    """Remove everywhere the adapters that some workers lack, that have no room, or that one worker has removed."""
     changes = [change for of_worker in of_workers for change in of_worker]
     given = {change.spec.given for change in changes if change.spec is not None}
     if given:
@@ -228,61 +206,39 @@ def _agreed(of_workers: list[list[Change]]) -> list[Change] | None:
     return agreed
 
 
-def _sleeping(original: Any) -> Any:
-    """While the engine sleeps nothing is written to slots: what workers are doing ends first.
+def _sleep(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """While the engine sleeps nothing writes to slots: the work of the workers ends first.
 
-    An engine in a process of its own goes on with steps until they are done; one in the caller's makes none.
+    An engine in a process of its own goes on with steps until that work is done; one in the caller's makes no steps.
     """
+    from vllm.v1.engine.core import EngineCoreProc
 
-    def sleep(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm.v1.engine.core import EngineCoreProc
-
-        if _planner_if_any(self) is not None and not isinstance(self, EngineCoreProc):
-            self.model_executor.collective_rpc("lora_plugins_finish_jobs")
-        return original(self, *args, **kwargs)
-
-    return sleep
+    if not isinstance(self, EngineCoreProc):
+        self.model_executor.collective_rpc("lora_plugins_finish_jobs")
+    return original(self, *args, **kwargs)
 
 
-def _waking(original: Any) -> Any:
-    """While the engine slept, what lay in slots may have been lost; the host cache was not."""
-
-    def wake_up(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        if _planner_if_any(self) is not None and not self.model_executor.is_sleeping:
-            self.model_executor.collective_rpc("lora_plugins_rewrite_slots")
-        return result
-
-    return wake_up
+def _wake_up(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """While the engine slept, the contents of slots may have been lost; the host cache was not."""
+    result = original(self, *args, **kwargs)
+    if not self.model_executor.is_sleeping:
+        self.model_executor.collective_rpc("lora_plugins_rewrite_slots")
+    return result
 
 
-def _scheduler(core: Any) -> Any:
-    scheduler = core.scheduler
-    if not isinstance(scheduler, AdmissionMixin) or scheduler.planner is None:
-        raise RuntimeError("lora_plugins: this engine has no planner, as LoRA is off")
-    return scheduler
-
-
-def _planner_if_any(core: Any) -> Planner | None:
+def _has_planner(core: Any) -> bool:
     scheduler = getattr(core, "scheduler", None)  # none yet, where vLLM calls workers while it makes an engine
-    planner: Planner | None = getattr(scheduler, "planner", None)
-    return planner
+    return isinstance(scheduler, AdmittingScheduler)
 
 
 def _planner(core: Any) -> Planner:
-    planner: Planner = _scheduler(core).planner
+    if not _has_planner(core):
+        raise RuntimeError("lora_plugins: this engine has no planner, as LoRA is off")
+    planner: Planner = core.scheduler.planner
     return planner
 
 
-_WRAPPERS = {
-    "add_lora": _adding,
-    "remove_lora": _removing,
-    "pin_lora": _pinning,
-    "list_loras": _listing,
-    "collective_rpc": _calling,
-    "sleep": _sleeping,
-    "wake_up": _waking,
-}
+_METHODS = (_add_lora, _remove_lora, _pin_lora, _list_loras, _collective_rpc, _sleep, _wake_up)
 
 LEDGER = (
     Patch(
@@ -304,15 +260,11 @@ LEDGER = (
         why="they run in the engine's loop, and would load there and then",
     ),
     Patch(
-        "vllm.v1.engine.core: EngineCoreProc EngineCore.sleep(self, level, mode)",
-        what="wrapped: where the engine is in the caller's process, what workers write to slots ends first",
-        why="a thread that writes a slot of a sleeping GPU would end the process",
-        remove="vLLM has adapters loaded again after a sleep",
-    ),
-    Patch(
-        "vllm.v1.engine.core: EngineCore.wake_up(self, tags)",
-        what="wrapped: once nothing sleeps, every worker writes its slots again",
-        why="sleep may discard or unmap the memory that slots lie in",
+        "vllm.v1.engine.core: EngineCoreProc EngineCore.sleep(self, level, mode) EngineCore.wake_up(self, tags)",
+        what="wrapped: where the engine is in the caller's process, what workers write to slots ends before a sleep; "
+        "once nothing sleeps, every worker writes its slots again",
+        why="a thread that writes a slot of a sleeping GPU would end the process, and sleep may discard or unmap the "
+        "memory that slots lie in",
         remove="vLLM has adapters loaded again after a sleep",
     ),
 )

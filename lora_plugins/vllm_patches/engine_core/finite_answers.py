@@ -12,7 +12,7 @@ client may hold NaN, or overflow the base model. A finite answer in between show
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from cachetools import LRUCache
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
 from lora_plugins.ledger import Patch
 from lora_plugins.scheduler.adapter import Adapter
-from lora_plugins.vllm_patches.engine_core.held_counts import HeldCounts
 from lora_plugins.vllm_patches.engine_core.request import is_in_store
 
 _MOST = 2
@@ -31,54 +30,40 @@ QUARANTINE_S = 300.0
 
 @dataclass
 class _InARow:
-    """Answers of one version that had NaN, without a finite one since, and when the last of them ended."""
+    """Answers of one version with NaN, without a finite answer between them, and when the last of them ended."""
 
     count: int = 0
     last_at: float = 0.0
 
 
-class FiniteAnswers(HeldCounts):
-    """Of a scheduler class of vLLM's that follows in a subclass."""
+class FiniteAnswers:
+    """The versions of one engine that answered with NaN lately.
 
-    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        self._with_nan: LRUCache[str | tuple[str, int], _InARow] = LRUCache(_REMEMBERED)  # by what `_version` says
-        self._rows_are_requests = vllm_config.speculative_config is None
-        super().__init__(vllm_config, *args, **kwargs)
+    Args:
+        adapters: the planner's, by id of request.
+        rows_are_requests: whether workers count NaN by request.
+    """
 
-    def end_without_numbers(self, computed: Any) -> list[tuple[Any, LoRAPluginsError]]:
-        """End the requests of adapters for which the workers have computed no numbers, before vLLM takes these.
+    def __init__(self, adapters: Mapping[str, Adapter], *, rows_are_requests: bool) -> None:
+        self._adapters = adapters
+        self._rows_are_requests = rows_are_requests
+        self._with_nan: LRUCache[str | tuple[str, int], _InARow] = LRUCache(_REMEMBERED)  # by `_version`
 
-        Returns the requests, with the errors that they are to be answered with.
-        """
-        from vllm.v1.request import RequestStatus
-
-        ended: list[tuple[Any, LoRAPluginsError]] = []
-        for request in list(self._without_numbers(computed)) if self._rows_are_requests else ():
-            name = request.request_id
-            adapter = self.planner.state.of_request.get(name)  # type: ignore[union-attr]
-            if adapter is not None and not _brings_numbers(request):
-                in_a_row = self._with_nan.setdefault(_version(adapter), _InARow())
-                in_a_row.count, in_a_row.last_at = in_a_row.count + 1, time.monotonic()
-            cache = self.kv_cache_manager  # type: ignore[attr-defined]
-            blocks = {block for of_group in cache.get_block_ids(name) for block in of_group}
-            self.finish_requests(name, RequestStatus.FINISHED_ERROR)  # type: ignore[attr-defined]
-            cache.evict_blocks(blocks)
-            ended.append((request, _no_numbers(request.lora_request.lora_name, "an answer")))
-        return ended
-
-    def _without_numbers(self, computed: Any) -> Iterator[Any]:
-        """The unfinished requests of adapters among what is computed that have NaN."""
-        for name, count in (computed.num_nans_in_logits or {}).items():
-            if count and (request := self._of_adapter(name)) is not None:
-                yield request
-        for name, index in computed.req_id_to_index.items() if computed.pooler_output else ():
-            pooled = computed.pooler_output[index]
-            if pooled is not None and (request := self._of_adapter(name)) is not None and _has_nan(pooled):
-                yield request
-
-    def _of_adapter(self, name: str) -> Any:
-        request = self.requests.get(name)  # type: ignore[attr-defined]
-        return None if request is None or request.lora_request is None or request.is_finished() else request
+    def without_numbers(self, requests: Mapping[str, Any], computed: Any) -> list[Any]:
+        """The unfinished requests of adapters with NaN in a `ModelRunnerOutput`; each counts against its version."""
+        counts, pooled, found = computed.num_nans_in_logits or {}, computed.pooler_output, []
+        suspects = [name for name, count in counts.items() if count]
+        suspects += computed.req_id_to_index if pooled else ()
+        for name in dict.fromkeys(suspects) if self._rows_are_requests else ():
+            request = requests.get(name)
+            if request is None or request.lora_request is None or request.is_finished():
+                continue
+            if counts.get(name) or _has_nan(pooled[computed.req_id_to_index[name]]):
+                found.append(request)
+                if (adapter := self._adapters.get(name)) is not None and not _brings_numbers(request):
+                    in_a_row = self._with_nan.setdefault(_version(adapter), _InARow())
+                    in_a_row.count, in_a_row.last_at = in_a_row.count + 1, time.monotonic()
+        return found
 
     def has_ended(self, output: Any) -> None:
         """Forget earlier NaN of a version that has answered a request whole."""
@@ -86,14 +71,14 @@ class FiniteAnswers(HeldCounts):
             return
         from vllm.v1.engine import FinishReason
 
-        adapter = self.planner.state.of_request.get(output.request_id)  # type: ignore[union-attr]
+        adapter = self._adapters.get(output.request_id)
         if adapter is not None and output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._with_nan.pop(_version(adapter), None)
 
     def why_quarantined(self, adapter: Adapter) -> LoRAPluginsError | None:
-        """Why requests are not answered with this generation now; None where they are.
+        """Why a generation answers no requests now; None where it does.
 
-        After `QUARANTINE_S` requests are answered again, until the next one with NaN.
+        After `QUARANTINE_S` the generation answers again, until the next NaN.
         """
         in_a_row = self._with_nan.get(_version(adapter))
         if in_a_row is None or in_a_row.count < _MOST:
@@ -101,7 +86,7 @@ class FiniteAnswers(HeldCounts):
         left_s = in_a_row.last_at + QUARANTINE_S - time.monotonic()
         if left_s <= 0:
             return None
-        return _no_numbers(adapter.spec.name, f"{in_a_row.count} answers in a row", f", or ask again in {left_s:.0f} s")
+        return no_numbers(adapter.spec.name, f"{in_a_row.count} answers in a row", f", or ask again in {left_s:.0f} s")
 
 
 def _brings_numbers(request: Any) -> bool:
@@ -112,15 +97,15 @@ def _brings_numbers(request: Any) -> bool:
 def _version(adapter: Adapter) -> str | tuple[str, int]:
     """Which weights an adapter has: the bytes of the store's digest, or what one load has read from another path."""
     path = adapter.spec.path
-    return path if is_in_store(path) else (path, adapter.weights)
+    return path if is_in_store(path) else (path, adapter.weights_key)
 
 
 def _has_nan(pooled: Any) -> bool:
-    """Whether there is NaN in what is pooled; a sum without NaN is the cheap proof that there is none."""
-    return bool(pooled.is_floating_point() and pooled.sum().isnan() and pooled.isnan().any())
+    """Whether a pooled output has NaN; a sum without NaN proves cheaply that it has none."""
+    return bool(pooled is not None and pooled.is_floating_point() and pooled.sum().isnan() and pooled.isnan().any())
 
 
-def _no_numbers(adapter: str, answers: str, retry: str = "") -> InvalidAdapter:
+def no_numbers(adapter: str, answers: str, retry: str = "") -> InvalidAdapter:
     return InvalidAdapter(
         f"{answers} with NaN or infinity in the logits",
         expected="numbers that the served dtype can hold",
@@ -134,11 +119,6 @@ LEDGER = (
         """
         vllm.v1.outputs:
             ModelRunnerOutput{num_nans_in_logits, pooler_output, req_id_to_index}
-        vllm.v1.core.sched.scheduler:
-            Scheduler{kv_cache_manager}
-        vllm.v1.core.kv_cache_manager:
-            KVCacheManager.get_block_ids(self, request_id)
-            KVCacheManager.evict_blocks(self, block_ids)
         vllm.v1.engine:
             FinishReason{STOP, LENGTH}
         vllm.v1.request:

@@ -1,25 +1,25 @@
-"""A request of the engine core: the weights that compute it, and the error that ends it.
+"""A request of the engine core: the weights that compute it, and the client's request of which it is a part.
 
 vLLM's `Request` (vllm/v1/request.py, 0.30 to 0.33) is given a `LoRARequest` of its adapter's generation. By its id
-batches find the slot; by its path the keys of cached prefixes differ from those of other weights. An error travels in
-the last output to the API server, as the stop reason, or as a tensor of bytes where the request is a pooling one.
+batches find the slot; by its path the keys of cached prefixes differ from those of other weights.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from typing import Any
 
-from lora_plugins.errors import LoRAPluginsError, error_of
 from lora_plugins.ledger import Patch
 from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.store.layout import is_digest
 from lora_plugins.worker.lora_request import lora_request
 
-VERSIONS = "lora_versions"  # in the kv_transfer_params of a last output: the one place for more that vLLM answers with
-_PREFIX = "lora-plugins:"  # of the stop reason
+# The ids by which vLLM's API server divides a client's request: a token of its beams, a prompt of several, one of n.
+_BEAM = re.compile(r"(.+)-[0-9a-f]{16}-beam-\d+(-[0-9a-f]{8})?")
+_PROMPT = re.compile(r"(cmpl-.+)-\d+-[0-9a-f]{8}")
+_OF_SEVERAL = re.compile(r"\d+_(.+)")
 
 
 def is_in_store(path: str) -> bool:
@@ -62,65 +62,34 @@ def move(request: Any, adapter: Adapter, hash_block_size: int) -> None:
 def has_weights_of(request: Any, adapter: Adapter | None, spec: AdapterSpec) -> bool:
     """Whether a request was computed with what this generation has, or had when it was evicted."""
     key = request.lora_request.lora_int_id
-    return bool(request.lora_request.lora_path == _path_of(spec, key if adapter is None else adapter.weights))
+    return bool(request.lora_request.lora_path == _path_of(spec, key if adapter is None else adapter.weights_key))
 
 
-def tokens_of(request: Any) -> int:
-    """How many tokens of its answer are computed, or on their way."""
-    return int(request.num_output_tokens + request.num_output_placeholders)
+def is_beam(request_id: str) -> bool:
+    """Whether a request is one token of a client's beams, so that more of the same client's come soon."""
+    return _BEAM.fullmatch(request_id) is not None
+
+
+def client_of(request_id: str) -> str:
+    """What a client's request is called in all the requests that vLLM divides it into; empty where it does not.
+
+    Source: vllm/entrypoints/generate/beam_search/online.py, vllm/entrypoints/openai/completion/serving.py,
+    vllm/v1/engine/{parallel_sampling,input_processor}.py, 0.30 to 0.33.
+    """
+    of_several = _OF_SEVERAL.fullmatch(request_id)
+    request_id = of_several.group(1) if of_several else request_id
+    part = _BEAM.fullmatch(request_id) or _PROMPT.fullmatch(request_id)
+    return part.group(1) if part else request_id if of_several else ""
 
 
 def _path(adapter: Adapter) -> str:
-    return _path_of(adapter.spec, adapter.weights)
+    return _path_of(adapter.spec, adapter.weights_key)
 
 
 def _path_of(spec: AdapterSpec, weights: int) -> str:
     """A path that no other weights have: where it is not in the store, with the load that read it."""
     is_enough = is_in_store(spec.path) or weights == spec.engine_id
     return spec.path if is_enough else f"{spec.path}#{weights}"
-
-
-def refused_output(request: Any, error: LoRAPluginsError) -> Any:
-    """The last output of a request, which ends with this error; vLLM's `EngineCoreOutput`."""
-    from vllm.v1.engine import EngineCoreOutput, FinishReason
-    from vllm.v1.request import RequestStatus
-
-    request.status = RequestStatus.FINISHED_ERROR
-    return EngineCoreOutput(
-        request_id=request.request_id,
-        new_token_ids=[],
-        pooling_output=None if request.pooling_params is None else error_tensor(error),
-        finish_reason=FinishReason.ERROR,
-        stop_reason=stop_reason(error),
-        events=request.take_events(),
-        trace_headers=request.trace_headers,
-    )
-
-
-def stop_reason(error: LoRAPluginsError) -> str:
-    """An error as vLLM's outputs can carry it."""
-    return _PREFIX + json.dumps(error.plain())
-
-
-def error_tensor(error: LoRAPluginsError) -> Any:
-    """An error as the output of a pooling request can carry it: vLLM asks for a tensor, and drops the stop reason."""
-    import torch
-
-    return torch.frombuffer(bytearray(stop_reason(error).encode()), dtype=torch.uint8)
-
-
-def error_in_tensor(pooled: Any) -> LoRAPluginsError | None:
-    """The error that a pooled output carries; None where it is a result, which is none of bytes."""
-    if str(getattr(pooled, "dtype", "")) != "torch.uint8":
-        return None
-    return error_in(bytes(pooled.tolist()).decode(errors="replace"))
-
-
-def error_in(reason: object) -> LoRAPluginsError | None:
-    """The error that a stop reason carries; None where it is another one."""
-    if isinstance(reason, str) and reason.startswith(_PREFIX):
-        return error_of(json.loads(reason.removeprefix(_PREFIX)))
-    return None
 
 
 LEDGER = (
@@ -135,17 +104,5 @@ LEDGER = (
         "again from where that changes its path",
         why="batches find slots, and cached prefixes their weights, by vLLM's id and path, which callers give again",
         remove="vLLM's keys of cached prefixes hold the identity of an adapter's bytes (vllm-project/vllm#48352)",
-    ),
-    Patch(
-        """
-        vllm.v1.request:
-            RequestStatus{FINISHED_ERROR}
-        vllm.v1.engine:
-            EngineCoreOutput{
-                request_id, new_token_ids, pooling_output, finish_reason, stop_reason, events, trace_headers}
-            FinishReason{ERROR}
-        """,
-        what="made for a request whose adapter cannot be loaded: a stop reason, or a tensor for pooling, has the error",
-        why="it is answered with our status and text",
     ),
 )

@@ -323,7 +323,7 @@ def test_a_link_exchanged_in_a_loop_serves_nothing_outside(root, outside, what):
             with contextlib.suppress(LoRAPluginsError):
                 found = await source.locate(name, "")
                 files = () if isinstance(found, Absence) else found.files
-                seen.update(int(file.etag.split("-")[1]) for file in files)
+                seen.update(int(file.etag.split("-")[0]) for file in files)
 
     exchanging = subprocess.Popen([sys.executable, "-c", EXCHANGE, str(path), str(root / "link")])
     try:
@@ -501,6 +501,36 @@ def test_what_has_landed_is_reported_while_copying(root, tmp_path, monkeypatch, 
     assert len(reported[WEIGHTS_FILE]) >= 4
 
 
+@pytest.mark.parametrize(("grain_s", "gap_s"), [(2.0, 0.3), (0.01, 0.0)])
+def test_a_write_within_the_clocks_grain_is_another_version(tmp_path, monkeypatch, grain_s, gap_s):
+    """Linux before 6.13 has a grain of 1 to 10 ms, older NFS servers have 1 s, FAT has 2 s."""
+    grain_ns = int(grain_s * 1e9)
+    exact = os.fstat
+
+    def coarse(number: int) -> os.stat_result:
+        status = exact(number)
+        times = {
+            name: value // grain_ns * grain_ns
+            for name in ("st_atime_ns", "st_mtime_ns", "st_ctime_ns")
+            for value in [getattr(status, name)]
+        }
+        return os.stat_result(tuple(status), times)
+
+    monkeypatch.setattr(os, "fstat", coarse)
+    put(tmp_path / "sql", adapter_files())
+    source = FilesystemSource(tmp_path)
+    while time.time_ns() % grain_ns > grain_ns / 4:
+        time.sleep(grain_s / 100)
+    weights = tmp_path / "sql" / WEIGHTS_FILE
+    weights.write_bytes(weights.read_bytes())
+    before = locate(source, "sql")
+    time.sleep(gap_s)
+    with weights.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x7f")
+    assert locate(source, "sql").version != before.version
+
+
 @pytest.mark.parametrize("how", ["replaced", "overwritten in place", "grown", "truncated", "deleted"])
 def test_a_file_that_changes_while_copied_is_a_version_change(root, store, monkeypatch, how):
     weights = root / "sql" / WEIGHTS_FILE
@@ -578,3 +608,18 @@ def test_no_name_reaches_an_adapter_outside(tmp_path, spelling):
     if not isinstance(found, Absence):
         directory = unquote(found.uri.removeprefix("file://"))
         assert os.path.relpath(os.path.realpath(directory), root) == spelling
+
+
+def test_a_version_is_the_same_on_each_host(tmp_path: Path) -> None:
+    """Each host and remount gives a shared file system another number of a device; each copied all adapters again."""
+    file = tmp_path / "file"
+    file.write_bytes(b"x")
+    seen = os.stat(file)
+    fields = list(seen)
+    elsewhere = os.stat_result(
+        [*fields[:2], fields[2] + 1, *fields[3:]], {"st_mtime_ns": seen.st_mtime_ns, "st_ctime_ns": seen.st_ctime_ns}
+    )
+    assert elsewhere.st_dev != seen.st_dev
+    assert filesystem._etag(elsewhere) == filesystem._etag(seen)
+    file.write_bytes(b"xy")
+    assert filesystem._etag(os.stat(file)) != filesystem._etag(seen)

@@ -65,7 +65,7 @@ def answered(monkeypatch):
         (AdapterNotFound, 404, None),
         (IncompatibleAdapter, 400, None),
         (InvalidAdapter, 400, None),
-        (SourceUnavailable, 503, "5"),
+        (SourceUnavailable, 503, "2"),
         (NoFreeSlot, 503, "1"),
         (OutOfMemory, 507, None),
     ],
@@ -132,7 +132,7 @@ def test_anthropics_routes_answer_with_our_status_and_headers(monkeypatch, caplo
     app.add_middleware(AnswerForAdapters, answer=app_module._answer)
     message = {"model": "sql", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
     answer = TestClient(app, raise_server_exceptions=False).post(path, json=message)
-    assert (answer.status_code, answer.headers.get("retry-after")) == (503, "5"), answer.text
+    assert (answer.status_code, answer.headers.get("retry-after")) == (503, "2"), answer.text
     assert (answer.json()["type"], "[L006]" in answer.json()["error"]["message"]) == ("error", True)
     assert not caplog.records
 

@@ -25,8 +25,9 @@ from lora_plugins.scheduler.messages import AdapterState
 from lora_plugins.server import response as response_module
 from lora_plugins.server.response import Response
 from lora_plugins.settings import Settings
+from lora_plugins.vllm_patches.answer_messages import error_tensor, stop_reason
 from lora_plugins.vllm_patches.api_server import async_llm
-from lora_plugins.vllm_patches.engine_core.request import error_tensor, stop_reason
+from lora_plugins.vllm_patches.wrapping import where
 from tests.make import adapter_files, put
 from tests.virtual_time import runs
 
@@ -90,7 +91,7 @@ class Client:
         for output in self.outputs["encode"]:
             yield output
 
-    add_lora = async_llm._adding(_add_lora)
+    add_lora = where(async_llm.has_planner, async_llm._add_lora)(_add_lora)
     remove_lora = async_llm.removing(_remove_lora)
     generate = async_llm._answering(async_llm._error_of_completion)(_generate)
     encode = async_llm._answering(async_llm._error_of_pooling)(_encode)

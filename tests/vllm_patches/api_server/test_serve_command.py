@@ -81,27 +81,78 @@ def test_vllms_own_server_is_not_refused(serve: Serve) -> None:
     serve(f"{MANAGER},{RESOLVER},{ADMIN}", VLLM_USE_RUST_FRONTEND="0")
 
 
+UPDATING = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool | None, bool]]:
+    """What vLLM would start: how many API servers, whether their folder is there, and whether updating is on."""
+    seen: list[tuple[int, bool | None, bool]] = []
+
+    def start(args: Any) -> None:
+        folder = getattr(args, serve_command.FOLDER, None)
+        is_there = None if folder is None else Path(folder).is_dir()
+        seen.append((args.api_server_count, is_there, cli.envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING))
+
+    monkeypatch.setattr(cli, "run_multi_api_server", start)
+    return seen
+
+
+def servers(count: int, **more: Any) -> SimpleNamespace:
+    of_hosts = {"data_parallel_hybrid_lb": False, "data_parallel_start_rank": None}
+    return SimpleNamespace(api_server_count=count, **{**of_hosts, **more})
+
+
+@pytest.mark.parametrize("plugins", [f"{MANAGER},{RESOLVER}", f"{MANAGER},{RESOLVER},{ADMIN}"])
+def test_several_servers_get_a_folder_and_may_update(
+    serve: Serve, started: list[tuple[int, bool | None, bool]], plugins: str
+) -> None:
+    serve(plugins, **UPDATING)
+    several = servers(2)
+    cli.run_multi_api_server(servers(1))
+    cli.run_multi_api_server(several)
+    assert started == [(1, None, True), (2, True, False)], "vLLM's command refuses updating with several"
+    assert not Path(getattr(several, serve_command.FOLDER)).exists(), "it is removed at the end"
+    assert cli.envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING
+
+
 @pytest.mark.parametrize(
-    ("plugins", "env", "asked"),
+    ("plugins", "args", "why"),
     [
-        (f"{MANAGER},{RESOLVER}", {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
-        (f"{MANAGER},{RESOLVER},{ADMIN}", {}, ADMIN),
-        (f"{MANAGER},{RESOLVER}", {}, None),
+        (RESOLVER, servers(2), "without lora_lru_manager"),
+        (f"{MANAGER},{RESOLVER}", servers(2, data_parallel_hybrid_lb=True), "of several hosts"),
+        (f"{MANAGER},{RESOLVER},{ADMIN}", servers(2, data_parallel_start_rank=2), "of several hosts"),
     ],
 )
-def test_startup_fails_with_several_servers_that_may_change(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, plugins: str, env: dict[str, str], asked: str | None
+def test_startup_fails_with_several_servers_that_cannot_share(
+    serve: Serve, started: list[tuple[int, bool | None, bool]], plugins: str, args: SimpleNamespace, why: str
 ) -> None:
-    started: list[int] = []
-    monkeypatch.setattr(cli, "run_multi_api_server", lambda args: started.append(args.api_server_count))
-    serve(plugins, **env)
-    cli.run_multi_api_server(SimpleNamespace(api_server_count=1))
-    if asked is None:
-        cli.run_multi_api_server(SimpleNamespace(api_server_count=2))
-    else:
-        with pytest.raises(InvalidSettings, match=f"{asked} with --api-server-count 2"):
-            cli.run_multi_api_server(SimpleNamespace(api_server_count=2))
-    assert started == ([1] if asked else [1, 2])
+    serve(plugins, **UPDATING)
+    with pytest.raises(InvalidSettings, match=f"--api-server-count 2: .*{why}") as caught:
+        cli.run_multi_api_server(args)
+    assert "--api-server-count 1" in caught.value.remedy
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    ("plugins", "args", "is_shared"),
+    [
+        (f"{MANAGER},{RESOLVER}", servers(2), True),
+        (MANAGER, servers(2), True),
+        (MANAGER, servers(2, data_parallel_hybrid_lb=True), None),
+        (RESOLVER, servers(2), None),
+    ],
+)
+def test_several_servers_of_static_modules_start_anyway(
+    serve: Serve,
+    started: list[tuple[int, bool | None, bool]],
+    plugins: str,
+    args: SimpleNamespace,
+    is_shared: bool | None,
+) -> None:
+    serve(plugins)
+    cli.run_multi_api_server(args)
+    assert started == [(2, is_shared, False)]
 
 
 @pytest.mark.deployment("gRPC server", "refused", "`python -m vllm.entrypoints.grpc_server` with a resolver: L007")

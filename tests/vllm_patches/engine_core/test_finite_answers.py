@@ -11,8 +11,8 @@ from vllm.pooling_params import PoolingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
+from lora_plugins.vllm_patches.answer_messages import error_in, error_in_tensor
 from lora_plugins.vllm_patches.engine_core import finite_answers
-from lora_plugins.vllm_patches.engine_core.request import error_in, error_in_tensor
 from lora_plugins.vllm_patches.engine_core.scheduler import with_admission
 from tests.vllm_patches.engine_bed import BLOCK, Engine, Make, adapter, request
 
@@ -98,6 +98,18 @@ def test_a_pooled_result_without_numbers_is_an_error(make_engine: Make) -> None:
     assert engine.end_of("good").pooling_output.tolist() == [1.0, 1.0]
 
 
+def test_pooled_outputs_of_the_base_model_are_not_looked_at(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are megabytes each, and the look is in the engine's loop."""
+    looked_at = []
+    monkeypatch.setattr(finite_answers, "_has_nan", lambda pooled: looked_at.append(pooled.tolist()))
+    engine = make_engine(max_loras=2)
+    for name, lora in (("good", 1), ("of-base", None)):
+        engine.scheduler.add_request(request(name, lora, pooling_params=PoolingParams(task="embed")))
+    with_nan(engine, "of-base").run()
+    assert looked_at == [[1.0, 1.0]]
+    assert engine.end_of("of-base").pooling_output.isnan().any(), "as vLLM computed it"
+
+
 def test_the_second_time_the_version_is_served_no_more(make_engine: Make) -> None:
     engine = with_nan(make_engine(max_loras=2), "first", "second")
     for name in ("first", "second", "third"):
@@ -134,7 +146,7 @@ def ended_well(engine: Engine) -> set[str]:
 def load_again(engine: Engine) -> None:
     """The same path, with other bytes."""
     planner = engine.scheduler.planner
-    future = planner.load(engine.scheduler.spec_of(adapter(1)), time.monotonic(), is_other=True)
+    future = planner.load(engine.scheduler.specs.of(adapter(1)), time.monotonic(), is_other=True)
     engine.run()
     assert future.result(timeout=0) is None
 

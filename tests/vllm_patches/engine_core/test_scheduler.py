@@ -14,9 +14,9 @@ from vllm.v1.request import RequestStatus
 
 from lora_plugins.errors import InvalidAdapter, InvalidSettings
 from lora_plugins.scheduler.messages import Activate, AdapterSpec, Evict, Load, Slots
-from lora_plugins.vllm_patches.engine_core.held_counts import make_planner
-from lora_plugins.vllm_patches.engine_core.request import error_in, error_in_tensor
-from lora_plugins.vllm_patches.engine_core.scheduler import AdmissionMixin, client_of, with_admission
+from lora_plugins.vllm_patches.answer_messages import error_in, error_in_tensor
+from lora_plugins.vllm_patches.engine_core.request import client_of
+from lora_plugins.vllm_patches.engine_core.scheduler import AdmittingScheduler, make_planner, with_admission
 from tests.vllm_patches.engine_bed import Engine, Make, adapter, make_scheduler, request, vllm_config
 
 
@@ -33,8 +33,9 @@ def test_requests_without_adapters_are_scheduled_as_by_vllm(
     make_engine: Make, base: Path, blocks: int, lora: bool
 ) -> None:
     ours = make_engine(blocks=blocks, lora=lora)
-    vllms = make_engine(kind=type(ours.scheduler).__bases__[1], blocks=blocks, lora=lora)
-    assert not isinstance(vllms.scheduler, AdmissionMixin)
+    assert isinstance(ours.scheduler, AdmittingScheduler) is lora
+    vllms = make_engine(is_stock=True, blocks=blocks, lora=lora)
+    assert not isinstance(vllms.scheduler, AdmittingScheduler)
     choose, known = random.Random(blocks), 0
     for _ in range(200):
         if choose.random() < 0.4:
@@ -296,8 +297,8 @@ def test_a_users_own_scheduler_gets_admission_too(make_engine: Make, base: Path)
 
 def test_a_new_path_of_an_id_is_another_spec(make_engine: Make) -> None:
     scheduler = make_engine().scheduler
-    scheduler.uris[1] = "s3://bucket/a"
-    assert scheduler.spec_of(adapter(1)) == AdapterSpec(1, "adapter-1", "/store/1", "s3://bucket/a")
+    scheduler.specs.uris[1] = "s3://bucket/a"
+    assert scheduler.specs.of(adapter(1)) == AdapterSpec(1, "adapter-1", "/store/1", "s3://bucket/a")
 
 
 def test_another_adapter_with_an_id_in_use_runs_beside_it(make_engine: Make, tmp_path: Path) -> None:

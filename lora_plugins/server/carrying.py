@@ -1,0 +1,132 @@
+"""Requests that change what is served, or list it, are carried to the leader as they came; pure ASGI, no vLLM.
+
+A load balancer, or the kernel, chooses the API server. A follower sends such a request to the leader on a connection of
+its own, body and all, and passes the leader's response on. The leader's application handles the request as one of its
+own: with the same headers and the same caller, so authentication and policy say the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.server.follower import Follower, gone
+from lora_plugins.server.frames import Frame, receive, send
+from lora_plugins.server.leader import Leader
+from lora_plugins.server.response import Asgi, Message, Receive, Send
+
+# Ours; vLLM's; SageMaker's; and what vLLM lists, so that all servers list the same in the same order.
+_PATHS = ("/v1/loras", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/v1/models")
+_OF_SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "root_path", "query_string")
+
+
+class CarryToLeader:
+    """ASGI middleware of each API server: a follower carries, the leader answers when all have its changes.
+
+    Args:
+        role: this process's; None where it is the only API server.
+        answer: makes the response for an error, as the application would for one that is raised.
+    """
+
+    def __init__(
+        self,
+        app: Asgi,
+        role: Callable[[], Leader | Follower | None],
+        answer: Callable[[Message, LoRAPluginsError], Awaitable[Asgi]],
+    ) -> None:
+        self._app, self._role, self._answer = app, role, answer
+
+    async def __call__(self, scope: Message, receive_: Receive, send_: Send) -> None:
+        """Handle one connection."""
+        role = self._role() if scope["type"] == "http" and _is_carried(scope) else None
+        try:
+            if isinstance(role, Follower):
+                await _carry(role, scope, receive_, send_)
+            elif role is None or scope["method"] == "GET":
+                await self._app(scope, receive_, send_)
+            else:
+                await self._app(scope, receive_, _when_all_have(role, send_))
+        except LoRAPluginsError as error:
+            await (await self._answer(scope, error))(scope, receive_, send_)
+
+
+async def answer_carried(app: Asgi, first: Frame, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Have the leader's application answer a request that a follower has carried here."""
+    scope = {
+        **first["scope"],
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "headers": _pairs(first["scope"]["headers"]),
+        "client": first["scope"]["client"] and tuple(first["scope"]["client"]),
+        "server": first["scope"]["server"] and tuple(first["scope"]["server"]),
+        "state": {},
+    }
+
+    async def receive_() -> Message:
+        return await receive(reader) or {"type": "http.disconnect"}
+
+    async def send_(message: Message) -> None:
+        send(writer, dict(message))
+        with suppress(ConnectionError):
+            await writer.drain()
+
+    await app(scope, receive_, send_)
+    with suppress(ConnectionError):
+        await writer.drain()
+
+
+def _pairs(headers: list[list[bytes]]) -> list[tuple[bytes, bytes]]:
+    """As ASGI has them: messages have no tuples."""
+    return [(name, value) for name, value in headers]
+
+
+def _is_carried(scope: Message) -> bool:
+    path, root = scope["path"], scope.get("root_path", "")
+    return any(
+        candidate == carried or candidate.startswith(f"{carried}/")
+        for candidate in (path, path.removeprefix(root))
+        for carried in _PATHS
+    )
+
+
+def _when_all_have(leader: Leader, send_: Send) -> Send:
+    async def send_when_all_have(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await leader.all_have()
+        await send_(message)
+
+    return send_when_all_have
+
+
+async def _carry(follower: Follower, scope: Message, receive_: Receive, send_: Send) -> None:
+    reader, writer = await follower.open()
+
+    async def pass_on() -> None:
+        while True:
+            message = await receive_()
+            send(writer, dict(message))
+            with suppress(ConnectionError):
+                await writer.drain()
+            if message["type"] == "http.disconnect":
+                return
+
+    plain: dict[str, Any] = {name: scope[name] for name in _OF_SCOPE if name in scope}
+    plain |= {"headers": list(scope["headers"]), "client": scope.get("client"), "server": scope.get("server")}
+    send(writer, {"scope": plain})
+    passing = asyncio.create_task(pass_on())
+    has_begun = False
+    try:
+        while (message := await receive(reader)) is not None:
+            has_begun = True
+            if "headers" in message:
+                message["headers"] = _pairs(message["headers"])
+            await send_(message)
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                return
+        if not has_begun:
+            raise gone()
+    finally:
+        passing.cancel()
+        writer.close()

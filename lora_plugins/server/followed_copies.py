@@ -1,0 +1,66 @@
+"""The copies in the store that a follower's requests need: leased here, and had again by the leader."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+from lora_plugins.errors import SourceUnavailable, error_of
+from lora_plugins.server.api_server import ApiServer
+from lora_plugins.server.copies import CHANGES, Copies
+from lora_plugins.server.follower import Follower
+from lora_plugins.store.errors import DamagedCopy
+
+
+class FollowedCopies(Copies):
+    """As `Copies`; a name's lease is of this process's own, and ends when the name stands for another version."""
+
+    def __init__(self, server: ApiServer, follower: Follower) -> None:
+        super().__init__(server)
+        self._follower = follower
+
+    def changed(self, name: str, before: Any) -> None:
+        """A name stands for something else than the request `before`, or for nothing."""
+        now = self._follower.table.get(name)
+        if before is not None and (now is None or now.lora_path != before.lora_path):
+            self._store.release(name, before.lora_path)
+
+    async def relieve(self) -> None:
+        """End all names' leases: what must stay in the store, the leader leases."""
+        idle = [(digest, name, None) for name, request in list(self._follower.table.items())
+                if (digest := self._store.digest_at(request.lora_path)) is not None]  # fmt: skip
+        await asyncio.to_thread(self._store.end_leases, idle)
+
+    async def _with_copy(self, request: Any, holder: object) -> Any:
+        with suppress(SourceUnavailable):  # the leader is gone, so vLLM ends this server
+            self._follower.used(request.lora_int_id)
+        digest = None
+        for _ in range(CHANGES):
+            digest = self._store.digest_at(request.lora_path)
+            if digest is None or await self._is_leased(request, digest, holder):
+                return request
+            answer = await self._follower.call("have", name=request.lora_name, engine_id=request.lora_int_id)
+            if "error" in answer:
+                raise error_of(answer["error"])
+            present = self._follower.table.get(request.lora_name)
+            if present is None:
+                return request  # unloaded meanwhile, which the engine answers
+            if not answer["is_had"]:
+                return present  # the engine need not read it
+            request = present
+        raise DamagedCopy.of(digest or request.lora_path)
+
+    async def _is_leased(self, request: Any, digest: str, holder: object) -> bool:
+        if self._store.is_marked(digest):
+            return False
+        if self._store.share(request.lora_path, holder):
+            return True
+        name = request.lora_name
+        if await asyncio.to_thread(self._store.acquire, digest, name) is None:
+            return False
+        is_shared = self._store.share(request.lora_path, holder)
+        present = self._follower.table.get(name)
+        if present is None or present.lora_path != request.lora_path:
+            self._store.release(name, request.lora_path)
+        return is_shared

@@ -1,0 +1,191 @@
+"""An API server beside the leader (`leader.py`): it serves what the leader says, and asks the leader for all else."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cachetools import LRUCache
+
+from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
+from lora_plugins.log import logger
+from lora_plugins.server.frames import Frame, receive, send
+from lora_plugins.server.leader import SOCKET
+
+_RETRY_S = 0.05
+_USED_AGAIN_S = 1.0
+_REMEMBERED = 10_000
+
+
+class FollowedTable(dict[str, Any]):
+    """vLLM's table of names in a follower, which only the leader changes."""
+
+    def __setitem__(self, name: str, request: Any) -> None:
+        raise not_here(name)
+
+    def __delitem__(self, name: str) -> None:
+        raise not_here(name)
+
+    def follow(self, name: str, request: Any) -> None:
+        """Have a name stand for a request, or for nothing."""
+        if request is None:
+            self.pop(name, None)
+        else:
+            super().__setitem__(name, request)
+
+
+class Follower:
+    """Keeps a copy of the leader's table.
+
+    Args:
+        request_of: makes a request of vLLM's of what the leader says of an adapter under a name.
+        on_change: called with a name, and what stood in the table for it before, after each change.
+        abort: ends those requests of the engine that are of this process.
+
+    Attributes:
+        table: what is served; the leader's copy. Empty once the leader is gone.
+    """
+
+    def __init__(
+        self,
+        request_of: Callable[[str, Frame], Any],
+        on_change: Callable[[str, Any], None],
+        abort: Callable[[list[str]], None],
+    ) -> None:
+        self.table = FollowedTable()
+        self._request_of, self._on_change, self._abort = request_of, on_change, abort
+        self._folder = Path()
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._has_all, self._is_ready = asyncio.Event(), asyncio.Event()
+        self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Future[Frame]] = {}
+        self._told_used: LRUCache[int, float] = LRUCache(_REMEMBERED)
+
+    async def connect(self, folder: Path) -> None:
+        """Follow the leader of this folder, once that listens; returns with the whole table."""
+        self._folder = folder
+        reader, self._writer = await self._connection()
+        send(self._writer, {"follows": True})
+        self._reading = asyncio.create_task(self._read(reader))
+        await self._has_all.wait()
+
+    def close(self) -> None:
+        """Follow no more; nothing is served then."""
+        if self._writer is not None:
+            self._writer.close()
+
+    async def ready(self) -> None:
+        """Wait until the leader serves what is to be served from the start."""
+        await self._is_ready.wait()
+
+    async def call(self, name: str, /, **arguments: Any) -> Frame:
+        """Have the leader do something; what it changes is in the table when this returns.
+
+        Raises:
+            SourceUnavailable: the leader is gone, or cannot do it.
+        """
+        number = next(self._numbers)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send({"call": name, "id": number, **arguments})
+            frame: Frame = await answer
+        finally:
+            del self._answers[number]
+        if frame.get("failed"):
+            raise SourceUnavailable(
+                "the first API server, which could not answer",
+                expected="its answer",
+                remedy="see the server's log, and ask again",
+            )
+        return frame
+
+    def used(self, engine_id: int) -> None:
+        """Tell the leader, once in a second, that a request for an adapter has come."""
+        now = time.monotonic()
+        if now - self._told_used.get(engine_id, -math.inf) >= _USED_AGAIN_S:
+            self._told_used[engine_id] = now
+            self._send({"call": "used", "engine_id": engine_id})
+
+    async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection of its own to the leader, for one request.
+
+        Raises:
+            SourceUnavailable: the leader is gone.
+        """
+        try:
+            return await asyncio.open_unix_connection(self._folder / SOCKET)
+        except OSError:
+            raise gone() from None
+
+    def _send(self, frame: Frame) -> None:
+        if self._writer is None or self._writer.is_closing():
+            raise gone()
+        send(self._writer, frame)
+
+    async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        while True:  # vLLM ends this process where the leader cannot start
+            try:
+                return await asyncio.open_unix_connection(self._folder / SOCKET)
+            except (FileNotFoundError, ConnectionRefusedError):
+                await asyncio.sleep(_RETRY_S)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while (frame := await receive(reader)) is not None:
+                self._take(frame)
+        except Exception:  # noqa: BLE001 - it serves nothing any more
+            logger.exception("What the first API server says cannot be followed")
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+            self.table.clear()  # it may have changed: rather nothing than another version than the name's
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_exception(gone())
+            logger.info("The first API server is gone: this one serves no adapters any more")
+
+    def _take(self, frame: Frame) -> None:
+        if "change" in frame:
+            self._change(frame["name"], frame["adapter"])
+            if self._has_all.is_set():
+                self._send({"has": frame["change"]})
+        elif "id" in frame:
+            if (answer := self._answers.get(frame["id"])) is not None and not answer.done():
+                answer.set_result(frame)
+        elif "abort" in frame:
+            self._abort(frame["abort"])
+        elif "all" in frame:
+            self._send({"has": frame["all"]})
+            self._has_all.set()
+        elif "ready" in frame:
+            self._is_ready.set()
+
+    def _change(self, name: str, adapter: Frame | None) -> None:
+        before = self.table.get(name)
+        self.table.follow(name, None if adapter is None else self._request_of(name, adapter))
+        self._on_change(name, before)
+
+
+def not_here(name: str) -> LoRAPluginsError:
+    """What to raise where something changes what is served in a follower."""
+    return LoRAPluginsError(
+        "a change of what is served, past the first API server",
+        expected="the routes of /v1/loras, which the first API server answers",
+        remedy="use these, or set --api-server-count 1",
+        adapter=name,
+    )
+
+
+def gone() -> SourceUnavailable:
+    """What to raise where the leader cannot be asked."""
+    return SourceUnavailable(
+        "no first API server any more, which knows what is served",
+        expected="all API servers of this deployment",
+        remedy="ask again once vllm serve has been started again",
+    )

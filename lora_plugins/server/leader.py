@@ -1,0 +1,185 @@
+"""Of several API servers of one deployment, the one that changes what is served, and has the others follow.
+
+`vllm serve` starts all of them on one host, as children of one process. The first, the leader, has the only lifecycle:
+it gives engine ids, leases versions for names, and runs every change. Each other, a follower, keeps a copy of the
+leader's table of names. A change is one message with a number. Followers apply changes in the order of their numbers,
+and say which they have; an administrator is answered when each follower has all changes that came before the answer.
+
+A follower that connects is told the whole table first. One that is gone is not waited for: vLLM ends all API servers
+where one ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import UserDict
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from lora_plugins.errors import InvalidAdapter, SourceUnavailable
+from lora_plugins.log import logger
+from lora_plugins.server.frames import Frame, receive, send
+
+SOCKET = "api-servers.sock"
+_ALL_HAVE_S = 60.0
+
+Call = Callable[[Frame], Awaitable[Frame]]
+Carried = Callable[[Frame, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class ToldTable(UserDict[str, Any]):
+    """vLLM's table of names in the leader: whoever changes it, followers are told before anything else happens."""
+
+    def __init__(self, tell: Callable[[str, Any], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def __setitem__(self, name: str, request: Any) -> None:
+        self._tell(name, request)
+        super().__setitem__(name, request)
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        self._tell(name, None)
+
+
+class _Follower:
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self.writer = writer
+        self.has = 0
+        self.is_gone = False
+        self.news = asyncio.Event()
+
+
+class Leader:
+    """Sends followers what changes, and does what they ask for.
+
+    Args:
+        plain_of: what a follower makes a request of vLLM's of; None where another process cannot have it.
+
+    Attributes:
+        table: what is served.
+        number: of the last change.
+    """
+
+    def __init__(self, plain_of: Callable[[Any], Frame | None]) -> None:
+        self.table = ToldTable(self._tell)
+        self.number = 0
+        self.plain_of = plain_of
+        self._followers: set[_Follower] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # the event loop itself keeps no task alive
+        self._server: asyncio.Server | None = None
+        self._is_ready = False
+
+    async def listen(self, folder: Path, call: Call, carried: Carried) -> None:
+        """Begin to answer followers: their calls with what `call` returns, requests that they carry by `carried`."""
+
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                first = await receive(reader)
+                if first is not None and "scope" in first:
+                    await carried(first, reader, writer)
+                elif first is not None:
+                    await self._follow(reader, writer, call)
+            finally:
+                writer.close()
+
+        # With a coroutine function, asyncio would log a traceback for each connection where the process ends.
+        self._server = await asyncio.start_unix_server(
+            lambda *streams: self._in_background(connected(*streams)), folder / SOCKET
+        )
+
+    def close(self) -> None:
+        """Let nobody follow any more."""
+        if self._server is not None:
+            self._server.close()
+        for follower in self._followers:
+            follower.writer.close()
+
+    def say_ready(self) -> None:
+        """What is to be served from the start is served, or has failed."""
+        self._is_ready = True
+        self._send_all({"ready": True})
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Have followers end those requests that are theirs."""
+        self._send_all({"abort": request_ids})
+
+    async def all_have(self) -> None:
+        """Wait until each follower has every change that there is by now.
+
+        Raises:
+            SourceUnavailable: one has not said so after a minute; the changes are made, and it will have them.
+        """
+        number = self.number
+        try:
+            async with asyncio.timeout(_ALL_HAVE_S):
+                await asyncio.gather(*(_has(follower, number) for follower in self._followers))
+        except TimeoutError:
+            raise SourceUnavailable(
+                f"an API server that has not taken up a change within {_ALL_HAVE_S:.0f} s; the others have it",
+                expected="all API servers of this deployment",
+                remedy="look at what is served (GET /v1/loras), and call again",
+            ) from None
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _tell(self, name: str, request: Any) -> None:
+        adapter = None if request is None else self.plain_of(request)
+        if adapter is None and request is not None:
+            raise InvalidAdapter(
+                "an adapter that only this process has",
+                expected="one in a directory, which every API server can name",
+                remedy="serve it with --api-server-count 1",
+                adapter=name,
+            )
+        self.number += 1
+        self._send_all(_change(self.number, name, adapter))
+
+    def _send_all(self, frame: Frame) -> None:
+        for follower in self._followers:
+            send(follower.writer, frame)
+
+    async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, call: Call) -> None:
+        follower = _Follower(writer)
+        for name, request in self.table.items():
+            send(writer, _change(self.number, name, self.plain_of(request)))
+        send(writer, {"all": self.number})
+        if self._is_ready:
+            send(writer, {"ready": True})
+        self._followers.add(follower)
+        try:
+            while (frame := await receive(reader)) is not None:
+                if "has" in frame:
+                    follower.has = frame["has"]
+                    follower.news.set()
+                else:
+                    self._in_background(_answer(writer, frame, call))
+        finally:
+            self._followers.discard(follower)
+            follower.is_gone = True
+            follower.news.set()
+
+
+def _change(number: int, name: str, adapter: Frame | None) -> Frame:
+    return {"change": number, "name": name, "adapter": adapter}
+
+
+async def _has(follower: _Follower, number: int) -> None:
+    while follower.has < number and not follower.is_gone:
+        follower.news.clear()
+        await follower.news.wait()
+
+
+async def _answer(writer: asyncio.StreamWriter, frame: Frame, call: Call) -> None:
+    try:
+        answer = await call(frame)
+    except Exception:  # noqa: BLE001 - the caller is told
+        logger.exception("An API server's call '%s' failed", frame.get("call"))
+        answer = {"failed": True}
+    if "id" in frame:
+        send(writer, {**answer, "id": frame["id"]})

@@ -1,0 +1,75 @@
+"""What the engine core attaches to vLLM's outputs for the API server: versions, and the error that ends a request.
+
+An error travels in the last output of its request: as the stop reason, or as a tensor of bytes where the request is a
+pooling one (`EngineCoreOutput` in vllm/v1/engine/__init__.py, 0.30 to 0.33).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from lora_plugins.errors import LoRAPluginsError, error_of
+from lora_plugins.ledger import Patch
+
+VERSIONS = "lora_versions"  # in the kv_transfer_params of an output: vLLM answers with no other field of ours
+_PREFIX = "lora-plugins:"  # of the stop reason
+
+
+def refused_output(request: Any, error: LoRAPluginsError) -> Any:
+    """The last output of a request, which ends with this error; vLLM's `EngineCoreOutput`."""
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+    from vllm.v1.request import RequestStatus
+
+    request.status = RequestStatus.FINISHED_ERROR
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[],
+        pooling_output=None if request.pooling_params is None else error_tensor(error),
+        finish_reason=FinishReason.ERROR,
+        stop_reason=stop_reason(error),
+        events=request.take_events(),
+        trace_headers=request.trace_headers,
+    )
+
+
+def stop_reason(error: LoRAPluginsError) -> str:
+    """An error as vLLM's outputs can carry it."""
+    return _PREFIX + json.dumps(error.plain())
+
+
+def error_tensor(error: LoRAPluginsError) -> Any:
+    """An error as the output of a pooling request can carry it: vLLM asks for a tensor, and drops the stop reason."""
+    import torch
+
+    return torch.frombuffer(bytearray(stop_reason(error).encode()), dtype=torch.uint8)
+
+
+def error_in_tensor(pooled: Any) -> LoRAPluginsError | None:
+    """The error that a pooled output carries; None where it is a result, which is none of bytes."""
+    if str(getattr(pooled, "dtype", "")) != "torch.uint8":
+        return None
+    return error_in(bytes(pooled.tolist()).decode(errors="replace"))
+
+
+def error_in(reason: object) -> LoRAPluginsError | None:
+    """The error that a stop reason carries; None where it is another one."""
+    if isinstance(reason, str) and reason.startswith(_PREFIX):
+        return error_of(json.loads(reason.removeprefix(_PREFIX)))
+    return None
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.v1.request:
+            RequestStatus{FINISHED_ERROR}
+        vllm.v1.engine:
+            EngineCoreOutput{
+                request_id, new_token_ids, pooling_output, finish_reason, stop_reason, events, trace_headers}
+            FinishReason{ERROR}
+        """,
+        what="made for a request whose adapter cannot be loaded: a stop reason, or a tensor for pooling, has the error",
+        why="it is answered with our status and text",
+    ),
+)

@@ -1,0 +1,220 @@
+"""Which of several API servers this process is: the leader, which changes what is served, or one that follows.
+
+`serve_command.py` gives all of them a folder; vLLM's engine client knows the number of its own. With that, vLLM's table
+of names is the leader's or a copy of it (`server/leader.py`, `server/follower.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from lora_plugins.api.access.policy import Principal
+from lora_plugins.api.access.principals import principal_of_request
+from lora_plugins.errors import InvalidSettings, LoRAPluginsError
+from lora_plugins.ledger import Patch
+from lora_plugins.process import Process, this_process
+from lora_plugins.server.carrying import answer_carried
+from lora_plugins.server.followed_copies import FollowedCopies
+from lora_plugins.server.follower import Follower
+from lora_plugins.server.frames import Frame
+from lora_plugins.server.leader import Leader
+from lora_plugins.vllm_patches.api_server.async_llm import is_planned
+from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
+from lora_plugins.vllm_patches.api_server.serve_command import FOLDER
+from lora_plugins.worker.lora_request import is_vllms
+
+_aborting: set[asyncio.Task[None]] = set()  # the event loop itself keeps no task alive
+
+
+def folder_of(app: Any) -> Path | None:
+    """Where the API servers of this deployment find each other; None where there is one only."""
+    folder = getattr(getattr(app.state, "args", None), FOLDER, None)
+    return None if folder is None else Path(folder)
+
+
+async def take_role(models: Any) -> Leader | Follower | None:
+    """Lead, or follow: vLLM's table of names in `models` is shared from here on. None where there is one server.
+
+    Raises:
+        InvalidSettings: one of several that do not know of each other, and may change what is served.
+    """
+    process, core = this_process(), getattr(models.engine_client, "engine_core", None)
+    count = getattr(core, "client_count", 1)
+    if core is None or count < 2 or not is_planned(models.engine_client):
+        return None
+    folder = None if process.app is None else folder_of(process.app)
+    if folder is None:
+        if process.settings.runtime_lora_updating:
+            raise InvalidSettings(
+                f"{count} API servers that vllm serve has not started",
+                expected="those of vllm serve, which know of each other",
+                remedy="start vllm serve, with one API server",
+            )
+        return None
+    if core.client_index == 0:
+        process.role = leader = _leader(models, process)
+        return leader
+    process.role = follower = _follower(models, process)
+    models.lora_requests = follower.table
+    await follower.connect(folder)
+    return follower
+
+
+async def listen(models: Any, leader: Leader) -> None:
+    """Let followers in."""
+    app = this_process().app
+
+    async def call(frame: Frame) -> Frame:
+        return await _CALLS[frame["call"]](models, leader, frame)
+
+    async def carried(first: Frame, *streams: Any) -> None:
+        await answer_carried(app, first, *streams)
+
+    await leader.listen(Path(getattr(app.state.args, FOLDER)), call, carried)
+
+
+async def resolved_by_leader(follower: Follower, name: str) -> Any:
+    """What vLLM's `resolve_lora` gives in the leader: a request of the name, or an error response; or it raises."""
+    principal = principal_of_request.get()
+    who = None if principal is None else [principal.label, principal.share]
+    answer = await follower.call("resolve", name=name, who=who)
+    if "raises" in answer:
+        raise _exception_of(*answer["raises"])
+    if "error" in answer:
+        from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+
+        return ErrorResponse(**answer["error"])
+    return _request_of(name, answer["adapter"])
+
+
+def _leader(models: Any, process: Process) -> Leader:
+    def plain_of(request: Any) -> Frame | None:
+        if not is_vllms(request):
+            return None
+        digest = process.resolver.store.digest_at(request.lora_path)
+        return {
+            "engine_id": request.lora_int_id,
+            "path": request.lora_path,
+            "base": request.base_model_name,
+            "is_3d": request.is_3d_lora_weight,
+            "warnings": [] if digest is None else process.resolver.warnings_of(digest),
+        }
+
+    leader = Leader(plain_of)
+    leader.table.update(models.lora_requests)
+    models.lora_requests = leader.table
+    return leader
+
+
+def _follower(models: Any, process: Process) -> Follower:
+    def request_of(name: str, adapter: Frame) -> Any:
+        digest = process.resolver.store.digest_at(adapter["path"])
+        if digest is not None:
+            process.resolver.note_warnings(digest, adapter["warnings"])
+        return _request_of(name, adapter)
+
+    def changed(name: str, before: Any) -> None:
+        copies = lifecycle_of(models).copies
+        if isinstance(copies, FollowedCopies):
+            copies.changed(name, before)
+
+    def abort(request_ids: list[str]) -> None:
+        task = asyncio.create_task(models.engine_client.abort(request_ids, internal=True))
+        _aborting.add(task)
+        task.add_done_callback(_aborting.discard)
+
+    return Follower(request_of, changed, abort)
+
+
+def _request_of(name: str, adapter: Frame) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(
+        lora_name=name,
+        lora_int_id=adapter["engine_id"],
+        lora_path=adapter["path"],
+        base_model_name=adapter["base"],
+        is_3d_lora_weight=adapter["is_3d"],
+    )
+
+
+# --- what a follower asks of the leader ---
+
+
+async def _resolve(models: Any, leader: Leader, frame: Frame) -> Frame:
+    from fastapi import HTTPException
+    from vllm.exceptions import VLLMClientError, VLLMNotFoundError
+
+    if frame["who"] is not None:  # each call has a context of its own
+        label, share = frame["who"]
+        principal_of_request.set(Principal(label, share=share))
+    try:
+        result = await models.resolve_lora(frame["name"])
+    except HTTPException as error:
+        return {"raises": [error.status_code, str(error.detail), dict(error.headers or {})]}
+    except VLLMNotFoundError as error:
+        return {"raises": [int(HTTPStatus.NOT_FOUND), str(error), {}]}
+    except VLLMClientError as error:
+        return {"raises": [int(HTTPStatus.BAD_REQUEST), str(error), {}]}
+    if hasattr(result, "error"):
+        return {"error": result.model_dump(mode="json")}
+    return {"adapter": leader.plain_of(result)}
+
+
+def _exception_of(status: int, text: str, headers: dict[str, str]) -> Exception:
+    from fastapi import HTTPException
+    from vllm.exceptions import VLLMClientError, VLLMNotFoundError
+
+    if status == HTTPStatus.NOT_FOUND:
+        return VLLMNotFoundError(text)  # type: ignore[no-any-return]
+    if status == HTTPStatus.BAD_REQUEST:
+        return VLLMClientError(text)  # type: ignore[no-any-return]
+    return HTTPException(status, text, headers)
+
+
+async def _have(models: Any, _: Leader, frame: Frame) -> Frame:
+    try:
+        return {"is_had": await lifecycle_of(models).copies.have(frame["name"], frame["engine_id"])}
+    except LoRAPluginsError as error:
+        return {"error": error.plain()}
+
+
+async def _used(models: Any, _: Leader, frame: Frame) -> Frame:
+    lifecycle_of(models).planner.used_at[frame["engine_id"]] = time.time()
+    return {}
+
+
+_CALLS = {"resolve": _resolve, "have": _have, "used": _used}
+
+LEDGER = (
+    Patch(
+        """
+        vllm.v1.engine.core_client:
+            AsyncMPClient{client_count, client_index}
+        vllm.entrypoints.openai.models.serving:
+            OpenAIServingModels{lora_requests, engine_client}
+            OpenAIServingModels.resolve_lora(self, lora_name)
+        vllm.lora.request:
+            LoRARequest{lora_name, lora_int_id, lora_path, base_model_name, is_3d_lora_weight}
+        vllm.v1.engine.async_llm:
+            AsyncLLM.abort(self, request_id, internal)
+            AsyncLLM{engine_core}
+        """,
+        what="lora_requests is replaced, with several API servers: by a table whose changes followers get, or a copy",
+        why="each of several API servers of vLLM has a table of its own, and engine ids that others give too",
+        remove="API servers share what they serve",
+    ),
+    Patch(
+        """
+        vllm.entrypoints.serve.engine.protocol: ErrorResponse{error}
+        vllm.exceptions: VLLMNotFoundError VLLMClientError
+        """,
+        what="what resolving a name raises or gives in the leader is raised or given in the follower",
+        why="its client shall see the same, whichever API server it has asked",
+        remove="API servers share what they serve",
+    ),
+)

@@ -1,0 +1,373 @@
+"""One API server leads, others follow, over a real socket: what is served, in which order, and what breaks off."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable
+from lora_plugins.server import leader as leading
+from lora_plugins.server.carrying import CarryToLeader, answer_carried
+from lora_plugins.server.follower import Follower
+from lora_plugins.server.frames import Frame
+from lora_plugins.server.leader import Leader
+
+NAMES = ["sql", "chat", "team/poet"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """In the place of vLLM's: what a name stands for."""
+
+    name: str
+    number: int
+
+
+class Servers:
+    """A leader with an application, and the followers that have joined."""
+
+    def __init__(self, folder: Path, app: Any = None) -> None:
+        self.folder = folder
+        self.leader = Leader(lambda request: {"number": request.number} if isinstance(request, Request) else None)
+        self.calls: list[Frame] = []
+        self.changed: list[tuple[str, Any]] = []
+        self.aborted: list[str] = []
+        self._app = app
+
+    async def start(self, folder: Path) -> None:
+        async def carried(first: Frame, *streams: Any) -> None:
+            await answer_carried(self._app, first, *streams)
+
+        await self.leader.listen(folder, self._call, carried)
+
+    async def _call(self, frame: Frame) -> Frame:
+        self.calls.append(frame)
+        if frame["call"] == "fail":
+            raise ValueError("not for followers")
+        if frame["call"] == "resolve":
+            self.leader.table[frame["name"]] = Request(frame["name"], 7)
+        return {"said": frame["call"]}
+
+    async def join(self) -> Follower:
+        follower = Follower(
+            lambda name, adapter: Request(name, adapter["number"]),
+            lambda name, before: self.changed.append((name, before)),
+            self.aborted.extend,
+        )
+        await follower.connect(self.folder)
+        return follower
+
+
+@asynccontextmanager
+async def servers(folder: Path, app: Any = None) -> AsyncIterator[Servers]:
+    some = Servers(folder, app)
+    await some.start(folder)
+    try:
+        yield some
+    finally:
+        some.leader.close()
+
+
+def run(folder: Path, steps: Callable[[Servers], Awaitable[None]], app: Any = None) -> None:
+    async def started() -> None:
+        async with asyncio.timeout(60), servers(folder, app) as some:
+            await steps(some)
+
+    asyncio.run(started())
+
+
+def test_followers_have_every_change_when_it_is_answered(tmp_path: Path) -> None:
+    async def steps(some: Servers) -> None:
+        followers = [await some.join() for _ in range(3)]
+        rng = random.Random(5)
+        for number in range(300):
+            name = rng.choice(NAMES)
+            if name in some.leader.table and rng.random() < 0.3:
+                del some.leader.table[name]
+            else:
+                some.leader.table[name] = Request(name, number)
+            if rng.random() < 0.1:
+                await some.leader.all_have()
+                assert all(follower.table == dict(some.leader.table) for follower in followers)
+        await some.leader.all_have()
+        assert all(follower.table == dict(some.leader.table) for follower in followers)
+        assert some.leader.number >= 300
+
+    run(tmp_path, steps)
+
+
+def test_a_follower_that_starts_late_is_told_everything_first(tmp_path: Path) -> None:
+    async def steps(some: Servers) -> None:
+        for number, name in enumerate(NAMES):
+            some.leader.table[name] = Request(name, number)
+        follower = await some.join()
+        assert follower.table == dict(some.leader.table)
+        assert list(follower.table) == NAMES, "in the same order, as they are listed"
+        some.leader.say_ready()
+        await follower.ready()
+        await (await some.join()).ready()
+
+    run(tmp_path, steps)
+
+
+def test_followers_wait_for_a_leader_that_starts_later(tmp_path: Path) -> None:
+    async def steps(some: Servers) -> None:
+        later = Servers(tmp_path / "later")
+        (tmp_path / "later").mkdir()
+        joining = asyncio.create_task(later.join())
+        await asyncio.sleep(0.2)
+        assert not joining.done()
+        await later.start(tmp_path / "later")
+        assert (await joining).table == {}
+        later.leader.close()
+
+    run(tmp_path, steps)
+
+
+def test_what_a_call_changes_is_there_before_its_answer(tmp_path: Path) -> None:
+    async def steps(some: Servers) -> None:
+        follower = await some.join()
+        assert (await follower.call("resolve", name="sql"))["said"] == "resolve"
+        assert follower.table["sql"] == Request("sql", 7)
+        assert some.changed == [("sql", None)]
+        with pytest.raises(SourceUnavailable):
+            await follower.call("fail")
+        assert (await follower.call("again"))["said"] == "again"
+
+    run(tmp_path, steps)
+
+
+def test_a_follower_says_each_second_which_adapters_are_used(tmp_path: Path) -> None:
+    async def steps(some: Servers) -> None:
+        follower = await some.join()
+        for engine_id in (1, 1, 2, 1):
+            follower.used(engine_id)
+        await follower.call("done")
+        assert [frame["engine_id"] for frame in some.calls if frame["call"] == "used"] == [1, 2]
+
+    run(tmp_path, steps)
+
+
+def test_aborts_reach_every_follower(tmp_path: Path) -> None:
+    async def steps(some: Servers) -> None:
+        followers = [await some.join() for _ in range(2)]
+        some.leader.abort(["a", "b"])
+        for follower in followers:
+            await follower.call("done")
+        assert some.aborted == ["a", "b"] * 2
+
+    run(tmp_path, steps)
+
+
+def test_a_follower_without_a_leader_serves_nothing(tmp_path: Path) -> None:
+    async def steps(some: Servers) -> None:
+        some.leader.table["sql"] = Request("sql", 1)
+        follower = await some.join()
+        some.leader.close()
+        while follower.table:
+            await asyncio.sleep(0.01)
+        with pytest.raises(SourceUnavailable):
+            await follower.call("resolve", name="chat")
+        with pytest.raises(SourceUnavailable):
+            follower.used(1)
+
+    run(tmp_path, steps)
+
+
+def test_a_call_ends_with_the_leader(tmp_path: Path) -> None:
+    async def steps(some: Servers) -> None:
+        asked = asyncio.Event()
+
+        async def never(frame: Frame) -> Frame:
+            asked.set()
+            return await asyncio.Future()
+
+        some._call = never  # type: ignore[method-assign]
+        (tmp_path / "hangs").mkdir()
+        await some.start(tmp_path / "hangs")
+        some.folder = tmp_path / "hangs"
+        follower = await some.join()
+        call = asyncio.create_task(follower.call("resolve", name="sql"))
+        await asked.wait()
+        some.leader.close()
+        with pytest.raises(SourceUnavailable):
+            await call
+
+    run(tmp_path, steps)
+
+
+def test_a_follower_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+    async def steps(some: Servers) -> None:
+        follower, other = await some.join(), await some.join()
+        follower.close()
+        some.leader.table["sql"] = Request("sql", 1)
+        await some.leader.all_have()
+        assert other.table == {"sql": Request("sql", 1)}
+
+    run(tmp_path, steps)
+
+
+def test_one_that_does_not_take_a_change_up_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leading, "_ALL_HAVE_S", 0.2)
+
+    async def steps(some: Servers) -> None:
+        reader, writer = await asyncio.open_unix_connection(tmp_path / leading.SOCKET)
+        from lora_plugins.server.frames import receive, send
+
+        send(writer, {"follows": True})
+        await receive(reader)  # all, and says nothing
+        some.leader.table["sql"] = Request("sql", 1)
+        with pytest.raises(SourceUnavailable, match="has not taken up a change"):
+            await some.leader.all_have()
+        writer.close()
+
+    run(tmp_path, steps)
+
+
+def test_only_the_leader_changes_what_is_served(tmp_path: Path) -> None:
+    async def steps(some: Servers) -> None:
+        some.leader.table["sql"] = Request("sql", 1)
+        follower = await some.join()
+        with pytest.raises(LoRAPluginsError):
+            follower.table["chat"] = Request("chat", 1)
+        with pytest.raises(LoRAPluginsError):
+            del follower.table["sql"]
+        with pytest.raises(InvalidAdapter, match="only this process"):
+            some.leader.table["weights"] = object()
+        assert list(some.leader.table) == list(follower.table) == ["sql"]
+
+    run(tmp_path, steps)
+
+
+# --- requests that are carried ---
+
+
+class Application:
+    """Answers with what it was asked; `/v1/loras/slow` waits until its caller has left."""
+
+    def __init__(self) -> None:
+        self.leader: Leader | None = None
+        self.left = asyncio.Event()
+        self.has_changed: list[bool] = []
+        self.followers: list[Follower] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        size = 0
+        while (message := await receive()).get("more_body"):
+            size += len(message["body"])
+        size += len(message["body"])
+        if scope["path"].endswith("slow"):
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self.left.set()
+            return
+        if scope["path"].endswith("missing"):
+            raise AdapterNotFound("no such adapter", expected="one", remedy="load it", adapter="missing")
+        if self.leader is not None and scope["method"] != "GET":
+            self.leader.table["sql"] = Request("sql", size)
+        said = f"{scope['method']} {scope['path']}?{scope['query_string'].decode()} {size} {scope['client'][0]}"
+        await send({"type": "http.response.start", "status": 201, "headers": scope["headers"]})
+        for part in (said.encode(), b"!"):
+            await send({"type": "http.response.body", "body": part, "more_body": part != b"!"})
+
+
+async def asked(app: Any, method: str, path: str, body: list[bytes], *, leaves: bool = False) -> list[Any]:
+    """What an application sends for a request whose body comes in pieces."""
+    messages = [{"type": "http.request", "body": part, "more_body": part is not body[-1]} for part in body]
+    sent: list[Any] = []
+    scope = {
+        "type": "http", "http_version": "1.1", "method": method, "scheme": "http", "path": path, "root_path": "",
+        "raw_path": path.encode(), "query_string": b"x=%20", "headers": [(b"authorization", b"Bearer \xff")],
+        "client": ("192.0.2.7", 1), "server": ("127.0.0.1", 8000), "app": object(),
+    }  # fmt: skip
+
+    async def receive() -> Any:
+        if messages:
+            return messages.pop(0)
+        if not leaves:
+            await asyncio.Future()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    return sent
+
+
+async def _answer(_: Any, error: LoRAPluginsError) -> Any:
+    async def respond(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "error", "error": error})
+
+    return respond
+
+
+async def not_asked(*_: Any) -> None:
+    raise AssertionError("the follower's own application is not asked")
+
+
+def test_a_carried_request_is_answered_when_all_have_its_change(tmp_path: Path) -> None:
+    app = Application()
+
+    async def steps(some: Servers) -> None:
+        app.leader = some.leader
+        carrier, other = await some.join(), await some.join()
+        body = [b"x" * 200_000, b"y" * 100_000, b""]
+        sent = await asked(CarryToLeader(not_asked, lambda: carrier, _answer), "PUT", "/v1/loras/sql", body)
+        assert sent[0] == {
+            "type": "http.response.start",
+            "status": 201,
+            "headers": [(b"authorization", b"Bearer \xff")],
+        }
+        assert b"".join(one["body"] for one in sent[1:]) == b"PUT /v1/loras/sql?x=%20 300000 192.0.2.7!"
+        assert carrier.table == other.table == {"sql": Request("sql", 300_000)}
+
+    async def leading_app(*connection: Any) -> None:
+        await CarryToLeader(app, lambda: app.leader, _answer)(*connection)
+
+    run(tmp_path, steps, leading_app)
+
+
+def test_what_serves_is_not_carried(tmp_path: Path) -> None:
+    app = Application()
+
+    async def steps(some: Servers) -> None:
+        follower = await some.join()
+        for path in ("/v1/completions", "/v1/loras-of-another", "/health"):
+            sent = await asked(CarryToLeader(app, lambda: follower, _answer), "POST", path, [b""])
+            assert sent[0]["status"] == 201
+        sent = await asked(CarryToLeader(app, lambda: None, _answer), "POST", "/v1/loras", [b""])
+        assert sent[0]["status"] == 201, "the only API server answers all"
+
+    run(tmp_path, steps, not_asked)
+
+
+def test_a_caller_that_leaves_has_left_the_leader_too(tmp_path: Path) -> None:
+    app = Application()
+
+    async def steps(some: Servers) -> None:
+        follower = await some.join()
+        carrying = CarryToLeader(not_asked, lambda: follower, _answer)
+        sent = await asked(carrying, "POST", "/v1/loras/slow", [b""], leaves=True)
+        await app.left.wait()
+        assert [one["type"] for one in sent] == ["error"]
+
+    run(tmp_path, steps, app)
+
+
+def test_without_a_leader_a_carried_request_is_refused(tmp_path: Path) -> None:
+    async def steps(some: Servers) -> None:
+        follower = await some.join()
+        some.leader.close()
+        (tmp_path / leading.SOCKET).unlink(missing_ok=True)
+        (sent,) = await asked(CarryToLeader(not_asked, lambda: follower, _answer), "GET", "/v1/loras", [b""])
+        assert isinstance(sent["error"], SourceUnavailable)
+
+    run(tmp_path, steps)
