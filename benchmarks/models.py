@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks import mutants, threads
 from benchmarks.record import RESULTS, keep
-from testbed.architectures import BY_NAME, Architecture
+from testbed.architectures import ARCHITECTURES, BY_NAME, Architecture
 from testbed.forked_engines import EngineError, ForkedEngines
 from testbed.matrix import Row, examine
 
@@ -141,10 +141,10 @@ def measure(architectures: Sequence[Architecture]) -> list[Row]:
 def main(arguments: list[str]) -> int:
     kept = json.loads(KEPT.read_text())["rows"] if arguments else []
     if arguments != ["--page"]:
-        names = arguments or list(BY_NAME)
+        names = arguments or [one.name for one in ARCHITECTURES]
         found = [dataclasses.asdict(row) for row in measure([BY_NAME[name] for name in names])]
-        rows = found + [row for row in kept if row["architecture"] not in names and row["architecture"] in BY_NAME]
-        order = list(BY_NAME)
+        order = [one.name for one in ARCHITECTURES]
+        rows = found + [row for row in kept if row["architecture"] not in names and row["architecture"] in order]
         keep("models", sorted(rows, key=lambda row: order.index(row["architecture"])))
     text = page(json.loads(KEPT.read_text()))
     PAGE.write_text(text)

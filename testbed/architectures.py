@@ -84,7 +84,6 @@ class Architecture:
         attention = list(self.attention)
         kinds: dict[str, dict[str, Any]] = {
             "all-linear": {"target_modules": "all-linear"},
-            "usual": {"target_modules": list(_USUAL)},
             "attention": {"target_modules": attention},
             "rslora": {"target_modules": attention, "use_rslora": True},
             "patterns": {
@@ -93,6 +92,8 @@ class Architecture:
                 "alpha_pattern": {attention[-1]: 4},
             },
         }
+        if self.has_peft or set(attention) & set(_USUAL):
+            kinds["usual"] = {"target_modules": list(_USUAL)}
         if self.words:
             kinds["embeddings-head"] = {"target_modules": list(self.words)}
         if self.router:
