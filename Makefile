@@ -91,7 +91,8 @@ bench-verify: set-up ## what verification costs, by adapter size, and what an ev
 bench-models: set-up ## adapters of every kind on 48 architectures; writes docs/reference/models.md (10 minutes)
 	@$(RUN) -m benchmarks.models
 
-bench-mutants: set-up ## adapters with one fault each: refused, caught by compare, or silent (15 minutes)
+bench-mutants: set-up ## adapters with a fault, and of threads on stock vLLM: refused, caught, or silent (6 minutes)
+	@$(RUN) -m benchmarks.threads
 	@$(RUN) -m benchmarks.mutants
 	@$(RUN) -m benchmarks.models --page
 

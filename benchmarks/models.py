@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import mutants
+from benchmarks import mutants, threads
 from benchmarks.record import RESULTS, keep
-from testbed.architectures import BY_NAME, Architecture
+from testbed.architectures import ARCHITECTURES, BY_NAME, Architecture
 from testbed.forked_engines import EngineError, ForkedEngines
 from testbed.matrix import Row, examine
 
@@ -25,6 +25,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "models.m
 KEPT = RESULTS / "models.json"
 KINDS = {
     "all-linear": "all-linear",
+    "usual": "usual names",
     "attention": "attention",
     "rslora": "rsLoRA",
     "patterns": "patterns",
@@ -58,7 +59,8 @@ computed: fused experts with adapters need Triton, which vLLM's CPU build has no
 | no adapter | PEFT refuses to make it |
 | · | the model has no such module, or vLLM adapts none |
 
-The kinds: `all-linear` as PEFT's `target_modules`; attention alone; the same with rsLoRA; the same with `rank_pattern`
+The kinds: `all-linear` as PEFT's `target_modules`; the names of most recipes, of which PEFT passes over those that the
+model has not; attention alone; the same with rsLoRA; the same with `rank_pattern`
 and `alpha_pattern`; embeddings and head, of those that vLLM adapts; the router of a mixture of experts, and its
 experts, as PEFT's `target_parameters`. A mixture of experts is computed with `--lora-target-modules` that leave
 its experts out. Models without a class in Transformers have adapters made from what the engine says of its modules.
@@ -99,9 +101,12 @@ def page(result: Mapping[str, Any]) -> str:
         commit=result["commit"],
     )
     lines = [f"| architecture | {' | '.join(KINDS.values())} |", "|---" * (len(KINDS) + 1) + "|"]
+    refused_and_more = _reasons(rows)
     lines += [f"| {name} | {' | '.join(cell(by_place.get((name, kind))) for kind in KINDS)} |" for name in names]
-    faults = mutants.section(json.loads(mutants.KEPT.read_text())) if mutants.KEPT.exists() else []
-    return "\n".join([text, *lines, _LEGEND, *_reasons(rows), *faults]) + "\n"
+    for part in (threads, mutants):
+        if part.KEPT.exists():
+            refused_and_more += part.section(json.loads(part.KEPT.read_text()))
+    return "\n".join([text, *lines, _LEGEND, *refused_and_more]) + "\n"
 
 
 def _reasons(rows: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -136,10 +141,10 @@ def measure(architectures: Sequence[Architecture]) -> list[Row]:
 def main(arguments: list[str]) -> int:
     kept = json.loads(KEPT.read_text())["rows"] if arguments else []
     if arguments != ["--page"]:
-        names = arguments or list(BY_NAME)
+        names = arguments or [one.name for one in ARCHITECTURES]
         found = [dataclasses.asdict(row) for row in measure([BY_NAME[name] for name in names])]
-        rows = found + [row for row in kept if row["architecture"] not in names and row["architecture"] in BY_NAME]
-        order = list(BY_NAME)
+        order = [one.name for one in ARCHITECTURES]
+        rows = found + [row for row in kept if row["architecture"] not in names and row["architecture"] in order]
         keep("models", sorted(rows, key=lambda row: order.index(row["architecture"])))
     text = page(json.loads(KEPT.read_text()))
     PAGE.write_text(text)

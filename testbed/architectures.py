@@ -27,6 +27,8 @@ _SMALL: Mapping[str, Any] = {
     "pad_token_id": 1,
 }
 _QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
+# The list of most recipes, whatever the model has of these names: PEFT passes over what the model has not.
+_USUAL = (*_QKVO, "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class Architecture:
                 "alpha_pattern": {attention[-1]: 4},
             },
         }
+        if self.has_peft or set(attention) & set(_USUAL):
+            kinds["usual"] = {"target_modules": list(_USUAL)}
         if self.words:
             kinds["embeddings-head"] = {"target_modules": list(self.words)}
         if self.router:
@@ -104,7 +108,7 @@ _EMBEDDINGS = ("embed_tokens",)
 _TIED = {"tie_word_embeddings": True}
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _MAMBA = {"mamba_n_heads": 16, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 16, "mamba_d_ssm": 128}
-_EXPERTS_KINDS = ("experts", "all-linear")
+_EXPERTS_KINDS = ("experts", "all-linear", "usual")
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
 
 _TRANSFORMERS = (

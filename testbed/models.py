@@ -54,7 +54,7 @@ def build_base(
 ) -> Path:
     """Write a random float32 Llama (1.4 M parameters by default) with a byte-level tokenizer to `directory`."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -74,6 +74,14 @@ def build_base(
     )
     model = LlamaForCausalLM(config).to(torch.float32)
     model.save_pretrained(directory)
+    write_tokenizer(directory, vocab)
+    return directory
+
+
+def write_tokenizer(directory: Path, vocab: int) -> None:
+    """Write a byte-level tokenizer of at most `vocab` tokens to a model's directory."""
+    from transformers import PreTrainedTokenizerFast
+
     PreTrainedTokenizerFast(
         tokenizer_object=_byte_tokenizer(vocab),
         bos_token="<s>",
@@ -81,7 +89,6 @@ def build_base(
         pad_token="</s>",
         chat_template=_CHAT_TEMPLATE,
     ).save_pretrained(directory)
-    return directory
 
 
 def _byte_tokenizer(vocab: int) -> Any:
