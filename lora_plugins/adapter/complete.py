@@ -38,8 +38,11 @@ def lost_modules(config: AdapterConfig, names: Collection[str], modules: ModelMo
     """
     if not config.trained:
         return ()
-    leaves, kinds = {_leaf(name) for name in names}, {_layerless(name) for name in names}
-    joined = {_layerless(modules.places[name].module) for name in names}
+    leaves, kinds, joined = set[str](), set[str](), set[str]()
+    for name in paced(names):
+        leaves.add(_leaf(name))
+        kinds.add(_layerless(name))
+        joined.add(_layerless(modules.places[name].module))
     renamed = " ".join(_texts(modules.renames))
     first: dict[str, str] = {}
     missing = []
