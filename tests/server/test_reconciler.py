@@ -180,7 +180,7 @@ async def test_what_came_from_elsewhere_is_not_restored(tmp_path: Path) -> None:
 
 
 @runs
-async def test_a_restored_name_that_its_source_has_no_more_is_unloaded(tmp_path: Path) -> None:
+async def test_a_restored_name_gone_from_its_source_is_unloaded(tmp_path: Path) -> None:
     path = tmp_path / "served.json"
     world = restoring(path, None)
     start = reconciling(world, Settings(restore=True), ServedFile(path))
