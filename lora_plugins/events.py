@@ -98,6 +98,15 @@ class SourceFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterDenied:
+    """A source answered that this server may not read the adapter, which is private or gated."""
+
+    name: str
+    source: str
+    error: LoRAPluginsError
+
+
+@dataclass(frozen=True, slots=True)
 class LookUpRefused:
     """A source was not asked, because too many names that are not known here wait for it."""
 
@@ -220,6 +229,7 @@ Event = (
     | AdapterFetched
     | AdapterRejected
     | SourceFailed
+    | AdapterDenied
     | LookUpRefused
     | AdapterUnknown
     | AbsenceRemembered

@@ -98,6 +98,9 @@ class CountEvents:
             case events.SourceFailed():
                 self._resolves.labels(event.source, "failed").inc()
                 self._count_error("resolve", event.error)
+            case events.AdapterDenied():
+                self._resolves.labels(event.source, "denied").inc()
+                self._count_error("resolve", event.error)
             case events.LookUpRefused():
                 self._resolves.labels(event.source, "busy").inc()
                 self._count_error("resolve", event.error)

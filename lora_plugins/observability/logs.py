@@ -62,6 +62,8 @@ class LogEvents:
                 self._warn(event.name, f"Adapter refused ({event.source}): {event.error}")
             case events.SourceFailed():
                 self._warn(event.name, f"Source did not answer ({event.source}): {event.error}")
+            case events.AdapterDenied():
+                self._warn(event.name, f"Adapter denied ({event.source}): {event.error}")
             case events.LookUpRefused():
                 self._log_busy(event)
             case events.AdapterUnknown():

@@ -27,6 +27,7 @@ from lora_plugins.errors import (
 from lora_plugins.events import (
     AbsenceRemembered,
     AdapterConfirmed,
+    AdapterDenied,
     AdapterRejected,
     AdapterUnknown,
     Events,
@@ -38,9 +39,10 @@ from lora_plugins.events import (
 from lora_plugins.resolvers.look_ups import LookUpLimits, LookUps, LookUpsBusy
 from lora_plugins.resolvers.single_flight import SingleFlight
 from lora_plugins.resolvers.sources.configured import UriSources
+from lora_plugins.resolvers.sources.errors import FailureKind, RemoteFailure
 from lora_plugins.resolvers.sources.pushed import PushedAdapter, PushSource
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source, VersionChanged
-from lora_plugins.resolvers.sources.uri import BY_PATH, SourceUri, is_path
+from lora_plugins.resolvers.sources.uri import BY_PATH, SourceUri, is_from, is_path
 from lora_plugins.resolvers.versions import Key, ResolvedAdapter, Versions
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.store import Store
@@ -51,6 +53,8 @@ _VERSION_CHANGES = 3
 # interpreter, and beside a flood of look-ups that costs a hot name a hundred times what its answer does.
 _SEEN_S = 1.0
 _LOCATED_S = 5.0  # for so long, what was found waits for its caller to have it fetched
+# Answers of a source that works, about one adapter; no outage that an operator is called for.
+_OF_ONE_ADAPTER = frozenset({FailureKind.HIDDEN, FailureKind.GATED})
 _REMOTE_LIMITS = LookUpLimits()
 _LOCAL_LIMITS = replace(_REMOTE_LIMITS, absent_per_s=None)
 
@@ -251,6 +255,29 @@ class AdapterResolver:
             base = await self._described_base()
             return await self._versions.of_digest(name, digest_prefix, base, of_any_name=of_any_name)
 
+    async def restored(self, name: str, uri: str | None, digest: str, place: str) -> ResolvedAdapter | None:
+        """The version that a server before this one served, verified and leased for `name`; no source is asked.
+
+        Its source counts as where this server found the name last. None where the store does not have the version any
+        more, or this server would look for the name in other places than `place`, which is `place_of` that source.
+
+        Raises:
+            LoRAPluginsError: it does not fit the served model, or its URI is not allowed any more.
+        """
+        query = self._uri_query(name, uri) if uri is not None else _Query(AdapterName.parse(name))
+        if uri is None and place not in {str(source) for source in self.sources}:
+            return None
+        found = await self.of_digest(name, digest, of_any_name=True)
+        if found is None or (uri is not None and not is_from(found.uri, uri)):
+            if found is not None:
+                self.store.release(name, found.path)
+            return None
+        return self._versions.note(query.key, found)
+
+    def place_of(self, version: ResolvedAdapter) -> str:
+        """Where the source of a version looks for names: its root, template or repositories, without credentials."""
+        return next((str(source) for source in self.sources if source.label == version.source), "")
+
     def served(self, name: str) -> ResolvedAdapter | None:
         """What a name was resolved to last, by itself and not by a URI; it may have left the store since."""
         return self._versions.served((name, ""))
@@ -443,5 +470,8 @@ class AdapterResolver:
         return served is not None and served.source == source.label
 
     def _report(self, name: str, source: Source, error: LoRAPluginsError) -> None:
-        kind = SourceFailed if isinstance(error, SourceUnavailable) else AdapterRejected
+        kind: type[AdapterDenied | AdapterRejected | SourceFailed] = AdapterRejected
+        if isinstance(error, SourceUnavailable):
+            is_denied = isinstance(error, RemoteFailure) and error.kind in _OF_ONE_ADAPTER
+            kind = AdapterDenied if is_denied else SourceFailed
         self.events.emit(kind(name, source.label, error))

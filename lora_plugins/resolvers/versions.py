@@ -146,8 +146,7 @@ class Versions:
         Raises:
             VersionChanged: it is to be located again. LoRAPluginsError: it cannot be had or served.
         """
-        name, asked_uri = key
-        served = self._served.get(key)
+        name, served = key[0], self._served.get(key)
         wanted = adapter.uri, adapter.version, holder
         is_same = served is not None and (served.uri, served.version, served.holder) == wanted
         if served is not None and is_same and self.is_leased(served) and self._store.has(served.path):
@@ -182,12 +181,14 @@ class Versions:
                 warnings=verified.warnings,
             )
         )
-        served = self._served[key] = replace(
-            _resolved(name, stored, verified, source=source.label, uri=adapter.uri, version=adapter.version),
-            asked_uri=asked_uri,
-            holder=holder,
-        )
-        self._origins[name] = self._origins.get(name, frozenset()) | {adapter.uri}
+        found = _resolved(name, stored, verified, source=source.label, uri=adapter.uri, version=adapter.version)
+        return self.note(key, replace(found, holder=holder))
+
+    def note(self, key: Key, version: ResolvedAdapter) -> ResolvedAdapter:
+        """Remember what a name, or a name by its URI, was resolved to; the same with the URI that it was asked by."""
+        name, asked_uri = key
+        served = self._served[key] = replace(version, asked_uri=asked_uri)
+        self._origins[name] = self._origins.get(name, frozenset()) | {version.uri}
         return served
 
     async def _ready_from(

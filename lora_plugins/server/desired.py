@@ -16,6 +16,8 @@ class DesiredAdapter:
         held_digest: of the one version that is to be served.
         is_pinned: it stays in host memory and a slot.
         is_awaited: the server is ready only when it was tried; nothing of a server that runs.
+        last_digest: of the version that a server before this one served last; None where no server wrote that down.
+        last_place: where that version came from, as `AdapterResolver.place_of` says.
     """
 
     name: str
@@ -23,6 +25,8 @@ class DesiredAdapter:
     held_digest: str | None = None
     is_pinned: bool = False
     is_awaited: bool = field(default=True, compare=False)
+    last_digest: str | None = field(default=None, compare=False)
+    last_place: str = field(default="", compare=False)
 
 
 @dataclass(slots=True)

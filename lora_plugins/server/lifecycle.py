@@ -14,6 +14,7 @@ from lora_plugins.resolvers.sources.uri import absolute, is_path
 from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.server.api_server import ABORT_S, ApiServer
 from lora_plugins.server.copies import Copies
+from lora_plugins.server.desired import DesiredAdapter
 from lora_plugins.server.finding import find, find_version
 from lora_plugins.server.registry import ServedAdapter, no_longer_served, not_served
 from lora_plugins.server.swapping import KEPT_VERSIONS, ChangeReason, VersionChange, swap, updating
@@ -97,6 +98,29 @@ class Lifecycle:
             adapter.held_digest = None if digest is None else adapter.digest
         self.on_change()
         return adapter
+
+    async def restore(self, adapter: DesiredAdapter) -> ServedAdapter | None:
+        """Serve a name in the version that a server before this one served, from the store, without asking a source.
+
+        What is served under the name already stays. None where the version is gone from the store or damaged,
+        does not fit the model, or came from where this server does not look.
+
+        Raises:
+            LoRAPluginsError: it is blocked, or the engine cannot load it.
+        """
+        name, uri, digest = adapter.name, adapter.uri, adapter.last_digest
+        self.registry.blocked.refuse(name)
+        async with self.server.vllm.lock(name):
+            served = self.registry.get(name)
+            if served is None and digest is not None:
+                try:
+                    version = await self.server.resolver.restored(name, uri, digest, adapter.last_place)
+                except LoRAPluginsError:
+                    return None
+                if version is not None:
+                    served = await self._load(name, uri, version)
+        self.on_change()
+        return served
 
     async def load_by_path(self, request: Any, *, moves: bool = False) -> bool:
         """Serve what lies now at the path of a request that vLLM is about to put into its table, under the name's lock.

@@ -5,6 +5,10 @@ Three places say it: `LORA_PLUGINS_PRELOAD`, what the last server wrote down (`L
 two are read at the start, and only add names. Between two changes of the file only what failed is tried again: what an
 administrator swaps, unloads or rolls back meanwhile stays so. What is served beside the file is written down for the
 next server.
+
+What the last server served is served from the store before the server is ready, and only then are the sources asked for
+newer versions: an outage of a source neither takes away an adapter that lies in the store, nor holds back the start.
+What the store has no more is fetched once the server is ready.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from lora_plugins.errors import InvalidSettings, LoRAPluginsError, OfAdapter
+from lora_plugins.errors import InvalidSettings, LoRAPluginsError, OfAdapter, SourceUnavailable
 from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, Events, NotServed
 from lora_plugins.log import logger
 from lora_plugins.resolvers.sources.uri import AllowedUris
@@ -24,6 +28,7 @@ from lora_plugins.server.declared_file_process import parse_apart
 from lora_plugins.server.desired import DesiredAdapter, Target
 from lora_plugins.server.few_at_once import FewAtOnce, in_steps
 from lora_plugins.server.lifecycle import Lifecycle
+from lora_plugins.server.registry import ServedAdapter
 from lora_plugins.server.served_file import ServedFile
 from lora_plugins.settings import Settings
 
@@ -65,6 +70,9 @@ class Reconciler:
         self._reported: DeclaredSetReconciled | None = None
         self._is_written = True
         self._writing: asyncio.Task[None] | None = None
+        self._is_started = False
+        # Restored from the store, whose sources have not said yet whether there is a newer version.
+        self._stale: dict[str, ServedAdapter] = {}
 
     @property
     def declared(self) -> dict[str, Target] | None:
@@ -93,6 +101,7 @@ class Reconciler:
         except asyncio.CancelledError:
             self._serving.end_all()
             raise
+        self._is_started = True
         self._report()
         if awaited:
             logger.info(
@@ -110,17 +119,21 @@ class Reconciler:
         Ends where nothing is left to be done, and there is no file. A source that does not answer delays nobody else.
         """
         path, waited_s = self._settings.adapters_file, 0.0
+        asking = asyncio.create_task(self._ask_for_newer())
         try:
             await self._begin(target for target in self._targets.values() if target.error is None)
-            while path is not None or not all(target.is_done for target in self._targets.values()):
+            while path is not None or self._stale or not all(target.is_done for target in self._targets.values()):
                 await asyncio.sleep(LOOK_INTERVAL_S)
                 waited_s += LOOK_INTERVAL_S
                 has_changed = path is not None and await self._read_again(path)
                 if has_changed or waited_s >= RETRY_S:
                     waited_s = 0.0
                     await self._begin(self._targets.values())
+                    if asking.done():
+                        asking = asyncio.create_task(self._ask_for_newer())
                 self._report()
         finally:
+            asking.cancel()
             self._serving.end_all()
 
     async def _restore(self) -> None:
@@ -130,6 +143,22 @@ class Reconciler:
             count += len(piece)
             if count >= _FROZEN_FROM:  # vLLM does so too, as soon as it has started
                 gc.freeze()
+
+    async def _ask_for_newer(self) -> None:
+        """Ask the sources for newer versions of what was restored, until each has answered once."""
+        places = asyncio.Semaphore(_LOADED_AT_ONCE)
+
+        async def ask(name: str, adapter: ServedAdapter) -> None:
+            async with places:
+                try:
+                    if self._lifecycle.registry.get(name) is adapter:
+                        await self._lifecycle.poll(name)
+                except Exception:  # noqa: BLE001 - the others are asked
+                    logger.exception("Looking for a newer version of adapter '%s' failed", name)
+                if adapter.last_error is None or not isinstance(adapter.last_error[0], SourceUnavailable):
+                    self._stale.pop(name, None)
+
+        await asyncio.gather(*(ask(name, adapter) for name, adapter in list(self._stale.items())))
 
     # --- the file ---
 
@@ -207,7 +236,9 @@ class Reconciler:
     async def _serve(self, target: Target) -> None:
         name = target.adapter.name
         try:
-            if not self._is_decided(target):
+            if not (self._is_decided(target) or await self._restored(target)):
+                if not self._is_started and _was_served(target):
+                    return  # the store has lost the version: its source is asked once the server is ready
                 await self._make_so(target)
         except LoRAPluginsError as error:
             self._failed(target, error)
@@ -224,6 +255,18 @@ class Reconciler:
         name, registry = target.adapter.name, self._lifecycle.registry
         is_retried = target.error is not None and not target.is_declared
         return is_retried and (name in registry.blocked or registry.get(name) is not None)
+
+    async def _restored(self, target: Target) -> bool:
+        """Whether what the last server served is served from the store; pinned, if it was."""
+        adapter = target.adapter
+        served = await self._lifecycle.restore(adapter) if _was_served(target) else None
+        if served is None:
+            return False
+        if adapter.is_pinned:
+            await self._lifecycle.pin(adapter.name)
+        if served.digest == adapter.last_digest:
+            self._stale[adapter.name] = served
+        return True
 
     async def _make_so(self, target: Target) -> None:
         adapter = target.adapter
@@ -276,9 +319,18 @@ class Reconciler:
         async for name in in_steps(registry.names()):
             it = registry.get(name)
             if it is not None and it.version is not None and name not in declared:  # without one: by its Hub id
-                served.append(DesiredAdapter(name, it.uri, it.held_digest, it.is_pinned))
+                place = self._lifecycle.server.resolver.place_of(it.version)
+                served.append(
+                    DesiredAdapter(name, it.uri, it.held_digest, it.is_pinned, last_digest=it.digest, last_place=place)
+                )
         async for target in in_steps(list(self._targets.values())):
             is_open = not (target.is_done or target.is_declared or registry.serves(target.adapter.name))
             if is_open and target.adapter.name not in registry.blocked:
                 served.append(target.adapter)
         return served
+
+
+def _was_served(target: Target) -> bool:
+    """Whether the last server wrote down which version it served, as the newest of its source."""
+    adapter = target.adapter
+    return not target.is_declared and adapter.last_digest is not None and adapter.held_digest is None

@@ -13,7 +13,7 @@ from lora_plugins.server.desired import DesiredAdapter
 from lora_plugins.store.layout import Layout, key_of, replace_small
 
 FORMAT = 1
-_FIELDS = ("name", "uri", "held_digest", "is_pinned")
+_FIELDS = ("name", "uri", "held_digest", "is_pinned", "last_digest", "last_place")
 # JSON with an entry on each line: whoever knows that need not parse all of it at once.
 _FIRST_LINE = f'{{"format": {FORMAT}, "served": [\n'.encode()
 _LAST_LINE = b"]}"
@@ -95,7 +95,7 @@ def _of_document(text: bytes) -> list[DesiredAdapter]:
 
 
 def _served_name(entry: dict[str, object]) -> DesiredAdapter | None:
-    name, uri, held_digest, is_pinned = (entry.get(field) for field in _FIELDS)
+    name, uri, held_digest, is_pinned, last_digest, last_place = (entry.get(field) for field in _FIELDS)
     if not isinstance(name, str):
         return None
     return DesiredAdapter(
@@ -103,4 +103,6 @@ def _served_name(entry: dict[str, object]) -> DesiredAdapter | None:
         uri if isinstance(uri, str) else None,
         held_digest if isinstance(held_digest, str) else None,
         is_pinned is True,
+        last_digest=last_digest if isinstance(last_digest, str) else None,
+        last_place=last_place if isinstance(last_place, str) else "",
     )

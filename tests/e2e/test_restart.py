@@ -61,8 +61,15 @@ def test_the_poller_swaps_and_a_restart_serves_what_was_served(bed: Bed, tmp_pat
         asyncio.run(seen(lambda: is_written(home / "store", names, pinned={"kept"})))
     shutil.rmtree(home / "adapters" / "versioned")  # only the store has it
     shutil.copytree(bed.adapters / "chat", by_path, dirs_exist_ok=True)
+    weights = home / "adapters" / "chat" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])  # a trainer was stopped while it wrote
     with serving(bed, home, LORA_PLUGINS_RESTORE="1", LORA_PLUGINS_REFRESH_S="0.5") as server:
         second = Admin(server, connect(server), bed, home / "adapters", home / "allowed")
+        second.answers_like("chat", "chat")  # as the last server did; the source's version is broken
+        asyncio.run(seen(lambda: asyncio.to_thread(lambda: "L005" in str(second.view("chat")["last_error"]))))
+        second.publish("chat", "stable", 2)
+        swapped_by_the_poller(second, "chat", "stable")
+        assert second.view("chat")["last_error"] is None
         assert {"sql", "kept"} <= {view["lora_name"] for view in second.done("GET", "/v1/loras")["loras"]}
         assert second.view("kept")["pinned"]
         assert second.view("kept")["uri"] == uri

@@ -9,6 +9,7 @@ from lora_plugins.errors import InvalidAdapter, NoFreeSlot, SourceUnavailable
 from lora_plugins.events import (
     AbsenceRemembered,
     AdapterConfirmed,
+    AdapterDenied,
     AdapterFetched,
     AdapterLoaded,
     AdapterRejected,
@@ -79,6 +80,8 @@ def test_all_counters_start_at_zero():
          {"resolves_total,s3,refused": 1, "errors_total,resolve,L005": 1}),
         (SourceFailed("sql", "s3", SourceUnavailable("x")),
          {"resolves_total,s3,failed": 1, "errors_total,resolve,L006": 1}),
+        (AdapterDenied("sql", "hub", SourceUnavailable("x")),
+         {"resolves_total,hub,denied": 1, "errors_total,resolve,L006": 1}),
         (LookUpRefused("sql", "s3", SourceUnavailable("x")),
          {"resolves_total,s3,busy": 1, "errors_total,resolve,L006": 1}),
         (AdapterUnknown("sql"), {"resolves_total,none,absent": 1}),

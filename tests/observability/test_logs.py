@@ -8,6 +8,7 @@ import pytest
 
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.events import (
+    AdapterDenied,
     AdapterFetched,
     AdapterLoaded,
     AdapterRejected,
@@ -210,7 +211,11 @@ def test_note_about_an_adapter_is_a_warning_once(logged):
 
 @pytest.mark.parametrize(
     ("event", "code"),
-    [(rejected(), "L005"), (SourceFailed("sql", "filesystem", SourceUnavailable("x", adapter="sql")), "L006")],
+    [
+        (rejected(), "L005"),
+        (SourceFailed("sql", "filesystem", SourceUnavailable("x", adapter="sql")), "L006"),
+        (AdapterDenied("sql", "filesystem", SourceUnavailable("x", adapter="sql")), "L006"),
+    ],
 )
 def test_repeated_failure_is_one_warning_and_then_debug(logged, event, code):
     hook = LogEvents()

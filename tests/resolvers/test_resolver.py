@@ -30,6 +30,7 @@ from lora_plugins.errors import (
 from lora_plugins.events import (
     AbsenceRemembered,
     AdapterConfirmed,
+    AdapterDenied,
     AdapterFetched,
     AdapterRejected,
     AdapterResolved,
@@ -46,6 +47,7 @@ from lora_plugins.resolvers import resolver as resolver_module
 from lora_plugins.resolvers import versions as versions_module
 from lora_plugins.resolvers.look_ups import LookUpLimits, LookUpsBusy
 from lora_plugins.resolvers.resolver import AdapterResolver
+from lora_plugins.resolvers.sources.errors import Failure, FailureKind
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.source import RemoteAdapter, SourceFile, VersionChanged, version_of
 from lora_plugins.settings import BaseMatch, Settings
@@ -73,6 +75,9 @@ class FakeSource:
         self.fetched_files: list[str] = []
         self.while_fetching: Callable[[], object] = lambda: None
         self.gate: asyncio.Event | None = None
+
+    def __str__(self) -> str:
+        return f"{self.label} ({self.label}://)"
 
     async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | Absence:
         self.asked.append(str(name))
@@ -277,6 +282,18 @@ def test_an_unavailable_source_does_not_hide_a_later_one(make, logged):
     (warning,) = warnings(logged)
     assert "[L006]" in warning
     assert "one" in warning
+
+
+@pytest.mark.parametrize(
+    ("kind", "event"),
+    [(FailureKind.HIDDEN, AdapterDenied), (FailureKind.GATED, AdapterDenied), (FailureKind.DENIED, SourceFailed)],
+)
+def test_one_private_adapter_is_no_outage_of_its_source(make, kind, event):
+    """The alert of an outage counts `SourceFailed`; credentials that are refused everywhere are an outage."""
+    resolver = make(FakeSource("hub", {"sql": Failure(kind).as_error("a Hub")}))
+    with pytest.raises(SourceUnavailable):
+        resolver.ask()
+    assert resolver.kinds == [event]
 
 
 def test_an_unavailable_source_is_no_404(make, logged):

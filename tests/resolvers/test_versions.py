@@ -440,3 +440,40 @@ ENDING = process_module._PROGRAM.replace(
     "main()",
     "import os\nfrom lora_plugins.verification import child\nchild.verify_adapter = lambda *_: os.abort()\nmain()",
 )
+
+
+# --- restored from the store by a later server
+
+
+def restored(resolver: RecordingResolver, name: str, uri: str | None, digest: str, place: str):
+    return asyncio.run(resolver.restored(name, uri, digest, place))
+
+
+def test_a_later_server_restores_a_version_without_asking_its_source(make):
+    before = make(FakeSource("s3", {"sql": adapter_files()}))
+    version = before.ask()
+    place = before.place_of(version)
+    away = FakeSource("s3", {"sql": SourceUnavailable("no answer")})
+    other = FakeSource("hub", {"sql": turned()})
+    after = make(away, other)
+    found = restored(after, "sql", None, version.digest, place)
+    assert (found.path, found.source, found.uri) == (version.path, "s3", version.uri)
+    assert (away.asked, other.asked) == ([], [])
+    assert leased(after, found)
+    with pytest.raises(SourceUnavailable):  # the Hub does not stand in for the source that the version came from
+        newest(after, "sql")
+    assert of_digest(after, "sql", version.digest[:12]).path == version.path
+
+
+def test_nothing_is_restored_that_this_server_would_not_find(make):
+    before = make(FakeSource("s3", {"sql": adapter_files()}))
+    version = before.ask()
+    place = before.place_of(version)
+    after = make(FakeSource("s3", {"sql": adapter_files()}))
+    holders = set(after.store.leases.holders(version.digest))
+    assert restored(after, "sql", None, version.digest, "s3 (s3://another/bucket)") is None
+    assert restored(after, "sql", None, "ab" * 32, place) is None
+    assert restored(make(FakeSource("hub")), "sql", None, version.digest, place) is None
+    with pytest.raises(InvalidAdapter):
+        restored(after, "sql", "s3://not/allowed", version.digest, place)
+    assert set(after.store.leases.holders(version.digest)) == holders

@@ -79,7 +79,7 @@ async def test_what_was_served_is_served_again_if_asked(tmp_path: Path) -> None:
 
     again = World(slots=3)
     again.resolver.has |= {"sql": Version("bb" * 32), "s3://b/x": Version("cc")}
-    again.resolver.versions["aa" * 32] = Version("aa" * 32)
+    again.resolver.versions |= {"aa" * 32: Version("aa" * 32), "cc": Version("cc")}
     await reconciling(again, Settings(), ServedFile(tmp_path / "other.json")).start()
     assert again.lifecycle.registry.all() == [], "not asked to"
     await reconciling(again, Settings(restore=True), file).start()
@@ -113,6 +113,83 @@ async def test_what_was_loaded_by_its_path_is_restored(
     await reconciling(again, Settings(restore=True), file).start()
     adapter = again.lifecycle.registry.get(name)
     assert (adapter and adapter.held_digest, adapter and adapter.given_path) == (served, served and "/by/hand")
+
+
+PLACE = World().resolver.place_of(None)
+BEFORE, NEWER = Version("aa" * 32), Version("bb" * 32)
+
+
+def restoring(path: Path, at_source: Version | LoRAPluginsError | None, *, place: str = PLACE) -> World:
+    """A world whose last server served `sql` and `lost`, and whose store has lost the second."""
+    ServedFile(path).write(
+        [
+            DesiredAdapter("sql", last_digest=BEFORE.digest, last_place=place),
+            DesiredAdapter("lost", last_digest="cc" * 32, last_place=place),
+        ]
+    )
+    world = World()
+    world.resolver.versions[BEFORE.digest] = BEFORE
+    world.resolver.has |= {} if at_source is None else {"sql": at_source, "lost": at_source}
+    return world
+
+
+@runs
+async def test_an_outage_takes_no_restored_adapter_away(tmp_path: Path) -> None:
+    path = tmp_path / "served.json"
+    world = restoring(path, SourceUnavailable("no answer"))
+    start = reconciling(world, Settings(restore=True), ServedFile(path))
+    await start.start()
+    assert world.resolver.asked == [], "the server is ready before a source is asked"
+    assert served(world) == {"sql": BEFORE.digest}
+    following = asyncio.create_task(start.follow())
+    await asyncio.sleep(1)
+    sql = world.lifecycle.registry.require("sql")
+    assert sql.last_error is not None, "the outage shows"
+    assert served(world) == {"sql": BEFORE.digest}
+    world.resolver.has |= {"sql": NEWER, "lost": NEWER}
+    await asyncio.wait_for(following, 2 * RETRY_S + 10)
+    assert served(world) == {"sql": NEWER.digest, "lost": NEWER.digest}
+    assert world.lifecycle.registry.require("sql").last_error is None
+
+
+@runs
+async def test_a_source_that_hangs_holds_back_no_start(tmp_path: Path) -> None:
+    path = tmp_path / "served.json"
+    world = restoring(path, NEWER)
+    world.resolver.hung |= {"sql", "lost"}
+    start = reconciling(world, Settings(restore=True), ServedFile(path))
+    await asyncio.wait_for(start.start(), 1)
+    following = asyncio.create_task(start.follow())
+    await asyncio.sleep(100)
+    assert await asyncio.wait_for(world.ask("sql"), 10) == f"/store/{BEFORE.digest}"
+    world.resolver.hung.clear()
+    await asyncio.wait_for(following, 2 * RETRY_S)
+    assert served(world) == {"sql": NEWER.digest, "lost": NEWER.digest}
+
+
+@runs
+async def test_what_came_from_elsewhere_is_not_restored(tmp_path: Path) -> None:
+    """The operator has named another bucket: what the old one had is not what the name says now."""
+    path = tmp_path / "served.json"
+    world = restoring(path, NEWER, place="s3 (s3://before)")
+    start = reconciling(world, Settings(restore=True), ServedFile(path))
+    await start.start()
+    assert served(world) == {}
+    await asyncio.wait_for(start.follow(), 2 * RETRY_S)
+    assert served(world) == {"sql": NEWER.digest, "lost": NEWER.digest}
+
+
+@runs
+async def test_what_its_source_has_no_more_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "served.json"
+    world = restoring(path, None)
+    start = reconciling(world, Settings(restore=True), ServedFile(path))
+    await start.start()
+    await asyncio.wait_for(start.follow(), 2 * RETRY_S)
+    assert served(world) == {"sql": BEFORE.digest}
+    await asyncio.sleep(1)
+    (written,) = ServedFile(path).read()
+    assert (written.name, written.last_digest, written.last_place) == ("sql", BEFORE.digest, PLACE)
 
 
 @runs

@@ -234,7 +234,10 @@ def diagnose(error: BaseException) -> Failure:
     if answer is not None:
         status, code, retry_after_s = answer
         detail = f"HTTP {status} {code}" if code and code != str(status) else f"HTTP {status}"
-        return Failure(_BY_CODE.get(code) or kind_of_status(status), detail, retry_after_s)
+        kind = _BY_CODE.get(code) or kind_of_status(status)
+        if kind is FailureKind.MISSING and _must_have_code(error) and code in ("", str(status)):
+            kind = FailureKind.BROKEN_ANSWER
+        return Failure(kind, detail, retry_after_s)
     kind = kind_of_type(type(error)) or FailureKind.UNKNOWN
     if isinstance(error, OSError) and kind is FailureKind.UNREACHABLE and error.errno in _PERMANENT_OS_ERRORS:
         kind = FailureKind.BAD_REQUEST
@@ -246,6 +249,12 @@ def map_error(error: BaseException, *, file: str = "") -> LoRAPluginsError:
     if isinstance(error, LoRAPluginsError):
         return error
     return diagnose(error).as_error("an object store", file=file)
+
+
+def _must_have_code(error: BaseException) -> bool:
+    """Whether S3 says its own error code in such an answer: in all with a body. A proxy's 404 has no code of S3."""
+    operation = getattr(error, "operation_name", "")  # botocore's ClientError has one
+    return bool(operation) and not operation.startswith("Head")
 
 
 def _answer_of(error: BaseException) -> tuple[int, str, float | None] | None:

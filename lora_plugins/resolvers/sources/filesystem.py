@@ -14,6 +14,7 @@ import os
 import shutil
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,6 +43,9 @@ _LISTED = 10_000
 _PIECE_BYTES = 64 << 20
 # What the kernel answers where it cannot copy between these two files by itself.
 _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM})
+_GRAIN_NS = 20_000_000  # twice a tick of the slowest kernel
+_COARSE_GRAIN_NS = 2_000_000_000  # FAT has 2 s, older NFS servers have 1 s
+_LOOKS = 5  # at a file that somebody goes on writing
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -158,7 +162,7 @@ class FilesystemSource:
     def _describe(self, name: AdapterName, file: str) -> SourceFile:
         # Opened: of a file that is not, NFS may say what it was seconds ago.
         with self._tree.opened(name, file) as opened:
-            status = os.fstat(opened.fileno())
+            status = _settled(opened)
             return SourceFile(file, status.st_size, _etag(status))
 
     def _fetch(self, adapter: RemoteAdapter, download: PartialDownload, stop: threading.Event) -> None:
@@ -241,6 +245,22 @@ def _copy(source: BinaryIO, target: BinaryIO, size_bytes: int) -> Iterator[int]:
             return
         done += count
         yield done
+
+
+def _settled(opened: BinaryIO) -> os.stat_result:
+    """The status of a file, once a further write must change the file's times.
+
+    File systems know the time to a grain only: a write in the same grain as this look, of the same size, would leave
+    the status as it is, and nobody would ever notice (git calls such files racily clean).
+    """
+    for _ in range(_LOOKS):
+        status = os.fstat(opened.fileno())
+        grain_ns = _GRAIN_NS if status.st_ctime_ns % 1_000_000_000 else _COARSE_GRAIN_NS
+        wait_ns = status.st_ctime_ns + grain_ns - time.time_ns()
+        if not 0 < wait_ns <= grain_ns:
+            break
+        time.sleep(wait_ns / 1e9)
+    return status
 
 
 def _etag(status: os.stat_result) -> str:

@@ -17,7 +17,7 @@ import fsspec
 
 from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, shards_of
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.resolvers.sources.errors import FailureKind, ObjectChanged, diagnose
+from lora_plugins.resolvers.sources.errors import BrokenAnswer, FailureKind, ObjectChanged, diagnose
 from lora_plugins.resolvers.sources.fsspec import BUFFER_BYTES, StreamReader, write_range
 from lora_plugins.resolvers.sources.ranges import RangeReader
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES, SourceFile, choose_files, needs_shards
@@ -118,7 +118,7 @@ class S3Files:
         asked: dict[str, Any] = {"Bucket": bucket, "Prefix": f"{prefix}/" if prefix else ""}
         found: list[str] = []
         while True:
-            page = await client.list_objects_v2(**asked)
+            page = await _page(client, asked)
             found += (f"s3://{bucket}/{item['Key']}" for item in page.get("Contents", []))
             if not page.get("IsTruncated") or not page.get("NextContinuationToken"):
                 return found
@@ -154,13 +154,26 @@ def _staying_session() -> Any:
     return StayingSession
 
 
+async def _page(client: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """One page of a LIST.
+
+    Raises:
+        BrokenAnswer: an answer of status 200 that is no LIST. Botocore takes a page of HTML, or an empty body, for a
+            LIST without objects.
+    """
+    page: dict[str, Any] = await client.list_objects_v2(**asked)
+    if "IsTruncated" not in page and "Name" not in page:
+        raise BrokenAnswer
+    return page
+
+
 async def _list(client: Any, bucket: str, prefix: str) -> list[SourceFile]:
     # All adapter files begin alike, so that one page holds them, however many checkpoints lie beside them.
     stem = os.path.commonprefix(ADAPTER_FILES)  # noqa: RUF071 - of characters
     asked: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix + stem, "Delimiter": "/"}
     found: dict[str, SourceFile] = {}
     while True:
-        page = await client.list_objects_v2(**asked)
+        page = await _page(client, asked)
         for item in page.get("Contents", []):
             name = item["Key"].removeprefix(prefix)
             if "/" not in name:

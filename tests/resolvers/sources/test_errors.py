@@ -76,10 +76,10 @@ def test_an_unknown_exception_is_neither_absence_nor_retried() -> None:
     assert "Signature" not in str(mapped)
 
 
-def client_error(status: int, code: str) -> ClientError:
+def client_error(status: int, code: str, operation: str = "GetObject") -> ClientError:
     return ClientError(
         {"Error": {"Code": code, "Message": "m"}, "ResponseMetadata": {"HTTPStatusCode": status, "HTTPHeaders": {}}},
-        "op",
+        operation,
     )
 
 
@@ -88,7 +88,9 @@ REQUEST = aiohttp.RequestInfo(URL("http://h/k?token=secret"), "GET", {}, URL("ht
 
 CASES = [
     (client_error(404, "NoSuchKey"), FailureKind.MISSING),
-    (client_error(404, "404"), FailureKind.MISSING),
+    (client_error(404, "404", "HeadObject"), FailureKind.MISSING),  # no answer to a HEAD has a body
+    (client_error(404, "404", "ListObjectsV2"), FailureKind.BROKEN_ANSWER),  # a proxy's
+    (client_error(410, "Gone"), FailureKind.MISSING),
     (client_error(404, "NoSuchBucket"), FailureKind.NO_BUCKET),
     (client_error(403, "AccessDenied"), FailureKind.DENIED),
     (client_error(403, "403"), FailureKind.DENIED),

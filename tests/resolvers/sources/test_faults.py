@@ -42,6 +42,8 @@ _ = (bed, s3, shared_proxy)
 WEIGHTS_PATH = r"\.safetensors"
 LIST = "list-type=2"
 LONG_S = 600.0
+PAGE = b"<html><head><title>Sign in</title></head><body>A captive portal</body></html>"
+BUCKETS = b"<ListAllMyBucketsResult><Owner><ID>1</ID></Owner><Buckets/></ListAllMyBucketsResult>"
 
 PASSING: dict[str, Callable[[Bed], None]] = {
     "500 at list": lambda b: b.proxy.plan(faults.server_error(), path=LIST, times=2),
@@ -78,6 +80,13 @@ LASTING: dict[str, tuple[Fault, str, tuple[str, ...]]] = {
     "denied": (faults.denied(), "", ("denies", "HTTP 403", "AccessDenied")),
     "expired (400)": (faults.expired_token(), "", ("expired", "renew")),
     "not XML": (faults.status(200, b"<html>"), LIST, ("fails",)),
+    "a page in the place of a LIST": (faults.status(200, PAGE), LIST, ("malformed", "proxies")),
+    "nothing in the place of a LIST": (faults.status(200, b""), LIST, ("malformed", "proxies")),
+    "another answer in the place of a LIST": (faults.status(200, BUCKETS), LIST, ("malformed", "proxies")),
+    "a proxy's 404": (faults.status(404, PAGE), LIST, ("malformed", "HTTP 404", "proxies")),
+    "an empty 404": (faults.status(404, b""), LIST, ("malformed", "HTTP 404", "proxies")),
+    "a proxy's 404 in ranges": (faults.status(404, PAGE), WEIGHTS_PATH, ("malformed", "HTTP 404", WEIGHTS_FILE)),
+    "a proxy's 410": (faults.status(410, PAGE), LIST, ("malformed", "HTTP 410", "proxies")),
     "denied ranges": (faults.denied(), WEIGHTS_PATH, ("denies", WEIGHTS_FILE)),
     "reset": (faults.reset(), WEIGHTS_PATH, ("broke off", WEIGHTS_FILE)),
     "short": (faults.short(10), WEIGHTS_PATH, ("broke off", WEIGHTS_FILE)),

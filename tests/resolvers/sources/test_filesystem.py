@@ -501,6 +501,36 @@ def test_what_has_landed_is_reported_while_copying(root, tmp_path, monkeypatch, 
     assert len(reported[WEIGHTS_FILE]) >= 4
 
 
+@pytest.mark.parametrize(("grain_s", "gap_s"), [(2.0, 0.3), (0.01, 0.0)])
+def test_a_write_within_the_clocks_grain_is_another_version(tmp_path, monkeypatch, grain_s, gap_s):
+    """Linux before 6.13 has a grain of 1 to 10 ms, older NFS servers have 1 s, FAT has 2 s."""
+    grain_ns = int(grain_s * 1e9)
+    exact = os.fstat
+
+    def coarse(number: int) -> os.stat_result:
+        status = exact(number)
+        times = {
+            name: value // grain_ns * grain_ns
+            for name in ("st_atime_ns", "st_mtime_ns", "st_ctime_ns")
+            for value in [getattr(status, name)]
+        }
+        return os.stat_result(tuple(status), times)
+
+    monkeypatch.setattr(os, "fstat", coarse)
+    put(tmp_path / "sql", adapter_files())
+    source = FilesystemSource(tmp_path)
+    while time.time_ns() % grain_ns > grain_ns / 4:
+        time.sleep(grain_s / 100)
+    weights = tmp_path / "sql" / WEIGHTS_FILE
+    weights.write_bytes(weights.read_bytes())
+    before = locate(source, "sql")
+    time.sleep(gap_s)
+    with weights.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x7f")
+    assert locate(source, "sql").version != before.version
+
+
 @pytest.mark.parametrize("how", ["replaced", "overwritten in place", "grown", "truncated", "deleted"])
 def test_a_file_that_changes_while_copied_is_a_version_change(root, store, monkeypatch, how):
     weights = root / "sql" / WEIGHTS_FILE
