@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo demo-ray test test-unit test-long test-models mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-fetch bench-policies bench-manager bench-admission bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-live bench-kernels-aot wheel clean
+.PHONY: help set-up demo demo-ray test test-unit test-long test-models test-api-servers mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-fetch bench-policies bench-manager bench-admission bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-live bench-kernels-aot wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -35,6 +35,12 @@ test-models: set-up ## every architecture of testbed/architectures.py on the rea
 
 test-long: set-up ## all tests, nightly ones too, with as many examples and repetitions as before a release
 	@LONG_TESTS=1 $(RUN) -m pytest $(PARALLEL)
+
+OF_API_SERVERS := access admin by_path damaged_and_full_stores digests in_flight push restart
+API_SERVERS = 2
+test-api-servers: set-up ## what must hold with several API servers too: admin, pushes, swaps, damage, restarts (API_SERVERS=4)
+	@API_SERVERS=$(API_SERVERS) $(RUN) -m pytest $(OF_API_SERVERS:%=tests/e2e/test_%.py) \
+		--deselect tests/e2e/test_access.py::test_a_tenant_over_its_share_waits_for_itself
 
 ONLY =
 mutants: set-up ## mistakes in the product that its tests must catch, each in a copy of the tree (10 minutes; ONLY="its name")

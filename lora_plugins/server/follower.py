@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class Follower:
         request_of: makes a request of vLLM's of what the leader says of an adapter under a name.
         on_change: called with a name, and what stood in the table for it before, after each change.
         abort: ends those requests of the engine that are of this process.
+        relieve: ends the leases of what no request uses.
 
     Attributes:
         table: what is served; the leader's copy. Empty once the leader is gone.
@@ -56,9 +57,10 @@ class Follower:
         request_of: Callable[[str, Frame], Any],
         on_change: Callable[[str, Any], None],
         abort: Callable[[list[str]], None],
+        relieve: Callable[[], Awaitable[None]],
     ) -> None:
         self.table = FollowedTable()
-        self._request_of, self._on_change, self._abort = request_of, on_change, abort
+        self._request_of, self._on_change, self._abort, self._relieve = request_of, on_change, abort, relieve
         self._folder = Path()
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -138,7 +140,7 @@ class Follower:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while (frame := await receive(reader)) is not None:
-                self._take(frame)
+                await self._take(frame)
         except Exception:  # noqa: BLE001 - it serves nothing any more
             logger.exception("What the first API server says cannot be followed")
         finally:
@@ -150,11 +152,14 @@ class Follower:
                     answer.set_exception(gone())
             logger.info("The first API server is gone: this one serves no adapters any more")
 
-    def _take(self, frame: Frame) -> None:
+    async def _take(self, frame: Frame) -> None:
         if "change" in frame:
             self._change(frame["name"], frame["adapter"])
             if self._has_all.is_set():
                 self._send({"has": frame["change"]})
+        elif "relieve" in frame:  # before what comes after it, of which it is said that this follower has it
+            await self._relieve()
+            self._send({"has": frame["relieve"]})
         elif "id" in frame:
             if (answer := self._answers.get(frame["id"])) is not None and not answer.done():
                 answer.set_result(frame)

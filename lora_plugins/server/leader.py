@@ -102,6 +102,12 @@ class Leader:
         self._is_ready = True
         self._send_all({"ready": True})
 
+    async def relieve(self) -> None:
+        """Have followers end the leases of what no request of theirs uses, and wait for that; raises as `all_have`."""
+        self.number += 1
+        self._send_all({"relieve": self.number})
+        await self.all_have()
+
     def abort(self, request_ids: list[str]) -> None:
         """Have followers end those requests that are theirs."""
         self._send_all({"abort": request_ids})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,11 +17,18 @@ BLOCKS = ("--num-gpu-blocks-override", "160")
 # One thread that computes, bound to no core: vLLM would bind that of each server to the same one.
 ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
+# `make test-api-servers`: how many API servers each server has that does not say it itself.
+API_SERVERS = os.environ.get("API_SERVERS", "")
+
 
 def lora_server(
     bed: Bed, home: Path, *arguments: str, plugins: Sequence[str], is_forking: bool = True, **env: str
 ) -> AbstractContextManager[Server]:
     """Over `home / "adapters"` and `home / "store"`; each one started there logs into a file of its own."""
+    if API_SERVERS and "--api-server-count" not in arguments:
+        (home / "metrics").mkdir(exist_ok=True)
+        env = {"PROMETHEUS_MULTIPROC_DIR": str(home / "metrics"), **env}
+        arguments = (*arguments, "--api-server-count", API_SERVERS)
     return vllm_server(
         bed.base,
         home / f"server-{len(list(home.glob('server-*')))}.log",

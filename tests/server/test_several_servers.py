@@ -39,6 +39,7 @@ class Servers:
         self.calls: list[Frame] = []
         self.changed: list[tuple[str, Any]] = []
         self.aborted: list[str] = []
+        self.relieved = 0
         self._app = app
 
     async def start(self, folder: Path) -> None:
@@ -55,11 +56,16 @@ class Servers:
             self.leader.table[frame["name"]] = Request(frame["name"], 7)
         return {"said": frame["call"]}
 
+    async def _relieve(self) -> None:
+        await asyncio.sleep(0.05)
+        self.relieved += 1
+
     async def join(self) -> Follower:
         follower = Follower(
             lambda name, adapter: Request(name, adapter["number"]),
             lambda name, before: self.changed.append((name, before)),
             self.aborted.extend,
+            self._relieve,
         )
         await follower.connect(self.folder)
         return follower
@@ -162,6 +168,15 @@ def test_aborts_reach_every_follower(tmp_path: Path) -> None:
         for follower in followers:
             await follower.call("done")
         assert some.aborted == ["a", "b"] * 2
+
+    run(tmp_path, steps)
+
+
+def test_room_is_looked_for_when_every_follower_has_ended_leases(tmp_path: Path) -> None:
+    async def steps(some: Servers) -> None:
+        followers = [await some.join() for _ in range(2)]
+        await some.leader.relieve()
+        assert some.relieved == len(followers)
 
     run(tmp_path, steps)
 

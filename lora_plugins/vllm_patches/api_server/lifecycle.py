@@ -9,12 +9,12 @@ from typing import Any
 from lora_plugins.ledger import Patch
 from lora_plugins.process import this_process
 from lora_plugins.server.api_server import ApiServer
-from lora_plugins.server.copies import watch
-from lora_plugins.server.followed_copies import FollowedCopies
+from lora_plugins.server.copies import Copies, watch
 from lora_plugins.server.follower import Follower, not_here
 from lora_plugins.server.leader import Leader
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.registry import Registry
+from lora_plugins.server.shared_copies import FollowedCopies, LedCopies
 from lora_plugins.vllm_patches.api_server.async_llm import planner_of
 
 _watching: set[asyncio.Task[None]] = set()  # the event loop itself keeps no task alive
@@ -38,13 +38,18 @@ def lifecycle_of(models: Any) -> Lifecycle:
             process.events,
             process.settings.drain_timeout_s,
         )
-        copies = FollowedCopies(server, process.role) if isinstance(process.role, Follower) else None
-        lifecycle = process.lifecycles[models] = Lifecycle(server, copies)
+        lifecycle = process.lifecycles[models] = Lifecycle(server, _copies_of(server, process.role))
         process.copies[models.engine_client] = lifecycle.copies
         task = asyncio.get_running_loop().create_task(watch(weakref.ref(lifecycle.copies)))
         _watching.add(task)
         task.add_done_callback(_watching.discard)
     return lifecycle
+
+
+def _copies_of(server: ApiServer, role: Leader | Follower | None) -> Copies:
+    if isinstance(role, Follower):
+        return FollowedCopies(server, role)
+    return Copies(server) if role is None else LedCopies(server, role)
 
 
 class _Server:

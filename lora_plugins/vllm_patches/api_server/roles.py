@@ -18,10 +18,10 @@ from lora_plugins.errors import InvalidSettings, LoRAPluginsError
 from lora_plugins.ledger import Patch
 from lora_plugins.process import Process, this_process
 from lora_plugins.server.carrying import answer_carried
-from lora_plugins.server.followed_copies import FollowedCopies
 from lora_plugins.server.follower import Follower
 from lora_plugins.server.frames import Frame
 from lora_plugins.server.leader import Leader
+from lora_plugins.server.shared_copies import FollowedCopies
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned
 from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
 from lora_plugins.vllm_patches.api_server.serve_command import FOLDER
@@ -127,7 +127,10 @@ def _follower(models: Any, process: Process) -> Follower:
         _aborting.add(task)
         task.add_done_callback(_aborting.discard)
 
-    return Follower(request_of, changed, abort)
+    async def relieve() -> None:
+        await lifecycle_of(models).copies.relieve()
+
+    return Follower(request_of, changed, abort, relieve)
 
 
 def _request_of(name: str, adapter: Frame) -> Any:

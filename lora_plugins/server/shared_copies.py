@@ -1,4 +1,7 @@
-"""The copies in the store that a follower's requests need: leased here, and had again by the leader."""
+"""Copies in the store where several API servers share what they serve.
+
+The leader leases versions for names. A follower leases what its requests need, and has the leader fetch what lacks.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,26 @@ from lora_plugins.errors import SourceUnavailable, error_of
 from lora_plugins.server.api_server import ApiServer
 from lora_plugins.server.copies import CHANGES, Copies
 from lora_plugins.server.follower import Follower
+from lora_plugins.server.leader import Leader
 from lora_plugins.store.errors import DamagedCopy
 
 
+class LedCopies(Copies):
+    """The leader's: where room is needed, followers end the leases of what no request uses before it is looked for."""
+
+    def __init__(self, server: ApiServer, leader: Leader) -> None:
+        super().__init__(server)
+        self._leader = leader
+
+    async def relieve(self) -> None:
+        """As `Copies.relieve`, in every API server of this deployment."""
+        await super().relieve()
+        with suppress(SourceUnavailable):  # one that does not answer ends its leases later
+            await self._leader.relieve()
+
+
 class FollowedCopies(Copies):
-    """As `Copies`; a name's lease is of this process's own, and ends when the name stands for another version."""
+    """A follower's: a name's lease is of this process's own, and ends when the name stands for another version."""
 
     def __init__(self, server: ApiServer, follower: Follower) -> None:
         super().__init__(server)

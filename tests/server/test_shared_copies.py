@@ -1,4 +1,4 @@
-"""A follower's requests: their copies are leased in its own process, and had again by the leader where they lack."""
+"""Copies of several API servers: a follower leases its own, and has the leader fetch those that lack."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import Events
 from lora_plugins.server.api_server import ApiServer
-from lora_plugins.server.followed_copies import FollowedCopies
 from lora_plugins.server.frames import Frame
 from lora_plugins.server.planner_client import PlannerClient
 from lora_plugins.server.registry import Registry
+from lora_plugins.server.shared_copies import FollowedCopies, LedCopies
 from lora_plugins.store.leases import Leases
 from lora_plugins.store.store import Store
 from tests.make import adapter_files
@@ -62,6 +62,11 @@ class Beside:
         planner = PlannerClient(self.leader.world.engine.ask, Events())
         server = ApiServer(registry, planner, Server(), resolver, Events())
         self.copies = FollowedCopies(server, self.following)  # type: ignore[arg-type]
+        self.led = LedCopies(self.leader.world.lifecycle.server, self)  # type: ignore[arg-type]
+
+    async def relieve(self) -> None:
+        """As the leader has its only follower do."""
+        await self.copies.relieve()
 
     @property
     def request(self) -> Any:
@@ -110,10 +115,16 @@ async def test_a_name_that_stands_for_another_version_ends_its_lease(beside: Bes
 async def test_room_is_made_by_ending_what_no_request_uses(beside: Beside) -> None:
     adapter = await beside.leader.load()
     assert adapter.version is not None
+    digest, of_leader = adapter.version.digest, beside.leader.resolver.store.leases
     async with beside.copies.using(beside.request):
-        await beside.copies.relieve()
-        assert beside.leases.is_ours(adapter.version.digest)
-    assert not beside.leases.is_ours(adapter.version.digest)
+        await beside.led.relieve()
+        assert beside.leases.is_ours(digest)
+        assert not of_leader.is_ours(digest)
+    assert not beside.leases.is_ours(digest)
+    async with beside.copies.using(beside.request):
+        pass
+    await beside.led.relieve()
+    assert not beside.leases.is_ours(digest)
 
 
 @runs
