@@ -1,4 +1,4 @@
-"""Which instructions this machine's processor has, as the kernel of Linux says; pure."""
+"""Which instructions this machine's processor has, as Linux says, and what PyTorch makes of bfloat16; pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
-# Names of /proc/cpuinfo; the levels are those of the x86-64 psABI.
+# Names as in /proc/cpuinfo; the levels are the levels of the x86-64 psABI.
 X86_64_V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"})
 X86_64_V4 = X86_64_V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 AVX512_BF16 = frozenset({"avx512_bf16"})
@@ -29,7 +29,7 @@ class Processor:
 
     @property
     def bfloat16(self) -> str | None:
-        """What multiplies bfloat16 here, None where only sums of float32 do."""
+        """The instructions that multiply bfloat16 here, None where the processor only sums float32."""
         if self.architecture == "x86_64" and self.has(AMX_BF16):
             return "AMX"
         if self.architecture == "x86_64" and self.has(X86_64_V4 | AVX512_BF16):
@@ -39,13 +39,14 @@ class Processor:
         return None
 
     def description(self) -> str:
-        """For results: the architecture, and what multiplies bfloat16."""
+        """Return architecture and bfloat16 instructions, for results."""
         return f"{self.architecture}, {self.bfloat16 or 'without AVX-512 BF16 or AMX'}"
 
 
 @functools.cache
 def this_processor() -> Processor:
-    """The one that this process runs on; without flags where the system does not tell them."""
+    """Return the processor of this process, without flags where the system does not tell the flags."""
+    # Inside a sandbox /proc may be missing. Without flags no x86 object is used, and -march=native compiles.
     try:
         text = CPUINFO.read_text(errors="replace")
     except OSError:
@@ -54,7 +55,7 @@ def this_processor() -> Processor:
 
 
 def flags_in(cpuinfo: str) -> frozenset[str]:
-    """The flags of the first processor in the text of /proc/cpuinfo."""
+    """Return the flags of the first processor in the text of /proc/cpuinfo: `flags` on x86, `Features` on ARM."""
     for line in cpuinfo.splitlines():
         name, _, values = line.partition(":")
         if name.strip() in {"flags", "Features"}:

@@ -1,8 +1,8 @@
-"""One module of one adapter as the compiled product reads it: panels of columns, at the true ranks.
+"""One module of one adapter as the compiled product reads the module: panels of columns, at the true ranks.
 
-A panel holds `Product.panel` columns of the product's result, one row of them for each step of the sum. The last one
-may be narrow, `Product.lanes` columns, and is filled up with zeros, of which nothing reaches `y`. In bfloat16 the steps
-go in pairs (`Product.pair`), a last odd one with a zero beside it.
+A panel holds `Product.panel` columns of the product's result, and a row of the columns for each step of the sum. The
+last panel may be narrow, `Product.lanes` columns, filled up with zeros; no zero reaches `y`. In bfloat16 the steps go
+in pairs (`Product.pair`); a zero stands beside a last odd step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lora_plugins.kernels.ranks import SlotRanks
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a layer: columns of `x`, of each slice of `y`, and the dtype."""
+    """The shape of a layer: columns of `x`, columns of each slice of `y`, and the dtype."""
 
     inn: int
     widths: tuple[int, ...]
@@ -25,17 +25,17 @@ class Shape:
 
     @classmethod
     def of(cls, a: Sequence[Any], b: Sequence[Any]) -> Shape:
-        """That of stacks `[slots, 1, max_rank, in]` and `[slots, 1, out, max_rank]`, one of each for a slice."""
+        """Return the shape of stacks `[slots, 1, max_rank, in]` and `[slots, 1, out, max_rank]`, a pair for a slice."""
         return cls(int(a[0].shape[-1]), tuple(int(b_i.shape[2]) for b_i in b), a[0].dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Panels:
-    """One module of one adapter; it owns its memory, or holds on to the block that it was given.
+    """One module of one adapter; the panels own their memory, or keep the given block alive.
 
     Attributes:
-        shape: of the layers that can compute with it. ranks: of each slice.
-        flat: all panels, those of A first. slices: those that have a rank, as `lora.c` wants them.
+        shape: of the layers that can compute with the panels. ranks: of each slice.
+        flat: all panels, A's first. slices: the slices with a rank, as `lora.c` wants the slices.
     """
 
     shape: Shape
@@ -50,14 +50,14 @@ class Panels:
 
 
 def size(product: Product, shape: Shape, ranks: Sequence[int]) -> int:
-    """Elements of the panels of a module of this shape and these ranks."""
+    """Return the number of elements in the panels of a module of this shape and these ranks."""
     return _side(product, sum(ranks), shape.inn) + sum(
         _side(product, width, rank) for width, rank in zip(shape.widths, ranks, strict=True)
     )
 
 
 def fill(product: Product, flat: Any, shape: Shape, sides: Sequence[tuple[Any, Any]]) -> Panels:
-    """Write A `[rank, in]` and B `[out, rank]` of each slice into `flat`.
+    """Write A `[rank, in]` and B `[out, rank]` of each slice into `flat`, and return the panels.
 
     The rows of A and B are contiguous. `flat` has `size` elements of their dtype, of any content.
     """
@@ -68,6 +68,7 @@ def fill(product: Product, flat: Any, shape: Shape, sides: Sequence[tuple[Any, A
     into_a = flat.data_ptr()
     into_b = into_a + _side(product, total, shape.inn) * flat.element_size()
     top = 0
+    # `lora.c` computes the A's of all slices as a single product: `top` is the slice's first row in the shared A.
     for place, i in zip(slices, own, strict=True):
         (a, b), rank, width = sides[i], ranks[i], shape.widths[i]
         product.pack(a.data_ptr(), a.stride(0), rank, shape.inn, into_a, top, total)
@@ -80,18 +81,18 @@ def fill(product: Product, flat: Any, shape: Shape, sides: Sequence[tuple[Any, A
 
 
 def _side(product: Product, columns: int, depth: int) -> int:
-    """Elements of the panels of so many columns, each the sum of `depth` steps."""
+    """Return the elements in the panels of so many columns, each column a sum of `depth` steps."""
     return filled(product, columns) * -(-depth // product.pair) * product.pair
 
 
 def filled(product: Product, columns: int) -> int:
-    """So many columns, up to a whole register."""
+    """Return the number of columns, up to a whole register."""
     return -(-columns // product.lanes) * product.lanes
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What a slot has: panels, whether they are an adapter's own, and `SlotRanks.stamp` of when it got them."""
+    """A slot's panels, whether the panels are an adapter's own, and `SlotRanks.stamp` at the time of the entry."""
 
     panels: Panels
     is_placed: bool
@@ -99,12 +100,12 @@ class _Held:
 
 
 class SlotPanels:
-    """The panels of a module's slots: an adapter's own that the slot points at, or made once of what the slot holds.
+    """The panels of a module's slots: an adapter's own panels, or panels made once of the slot's content.
 
     Args:
-        product: whose panels.
+        product: the compiled product that reads the panels.
         a, b: vLLM's stacks, as for `Shape.of`; read only.
-        ranks: what lies in them.
+        ranks: true ranks of the stacks' content.
     """
 
     def __init__(self, product: Product, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks) -> None:
@@ -112,10 +113,13 @@ class SlotPanels:
         self.shape = Shape.of(a, b)
         self._stacks = tuple(zip(a, b, strict=True))
         self._of_slot: dict[int, _Held] = {}
-        ranks.listen(self._forget)  # what an unloaded adapter left behind is memory
+        ranks.listen(self._forget)  # an unloaded adapter's panels must not keep memory
 
     def of(self, slot: int) -> Panels:
-        """The panels of what this slot holds now, copied at the first call; nobody is writing the slot."""
+        """Return the panels of the slot's content, copied at the first call.
+
+        Callers ensure that no thread writes the slot.
+        """
         held = self._current(slot)
         if held is None:
             ranks, stamp = self.ranks[slot], self.ranks.stamp(slot)
@@ -127,18 +131,20 @@ class SlotPanels:
         return held.panels
 
     def place(self, slot: int, panels: Panels | None) -> None:
-        """Point the slot at these panels, or at nothing, until it is written or placed again."""
+        """Point the slot at `panels`, or at nothing, until the next write or placement."""
+        # `written` first: `written` changes the stamp and calls `_forget`, which would drop a new entry.
         self.ranks.written(slot, panels.ranks if panels else (0,) * len(self.shape.widths))
         if panels and panels.slices:
             self._of_slot[slot] = _Held(panels, True, self.ranks.stamp(slot))
 
     def is_placed(self, slot: int) -> bool:
-        """Whether the slot points at an adapter's own panels: its stacks hold something else."""
+        """Whether the slot points at an adapter's own panels; the stacks then hold other content."""
         held = self._current(slot)
         return held is not None and held.is_placed
 
     def _current(self, slot: int) -> _Held | None:
         held = self._of_slot.get(slot)
+        # A stamp that differs means a write since: the panels are of earlier content.
         return held if held is not None and held.stamp == self.ranks.stamp(slot) else None
 
     def _forget(self, slot: int) -> None:

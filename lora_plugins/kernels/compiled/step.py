@@ -15,15 +15,15 @@ Take = Callable[[tuple[int, ...]], Any]
 def step(
     product: Product, panels: Mapping[int, Panels], rows: Mapping[int, Any], inn: int, scale: float, take: Take
 ) -> Callable[[Any, Any], None]:
-    """`run(y, x)`, which adds to `y` `[rows, out]` what these slots make of `x` `[rows, inn]`.
+    """Return `run(y, x)`, which adds to `y` `[rows, out]` the outputs of these slots for `x` `[rows, inn]`.
 
     Args:
-        product: for the dtype that `x`, `y` and the panels have.
+        product: for the dtype of `x`, `y` and the panels.
         panels: by slot.
-        rows: by slot, the batch's rows that it adapts, int32, ascending.
+        rows: by slot, the rows of the batch with this adapter, int32, ascending.
         inn: columns of `x`.
-        scale: factor of what is added.
-        take: gives a float32 buffer of a shape, undefined in content, that is nobody else's until `run` has returned.
+        scale: factor of the addition.
+        take: gives a float32 buffer of a shape, undefined in content, that no other code uses until `run` has returned.
     """
     groups = (Group * len(panels))()
     for group, (slot, found) in zip(groups, panels.items(), strict=True):
@@ -37,16 +37,19 @@ def step(
     shrunk = buffer.data_ptr()
     for group, size in zip(groups, sizes, strict=True):
         group.shrunk = shrunk
+        # 4 bytes: shrunk rows are float32 in every dtype.
         shrunk += 4 * size
     n_rows = 1 + max(int(rows[slot][-1]) for slot in panels)
     width = max(place.first + place.width for found in panels.values() for place in found.slices)
-    kept = (groups, dict(panels), dict(rows), buffer)  # what the addresses point to
+    # The structures hold addresses only; `run` keeps the tensors behind the addresses alive.
+    kept = (groups, dict(panels), dict(rows), buffer)
 
     def run(y: Any, x: Any, _kept: Any = kept) -> None:
         if x.stride(1) != 1:
             x = x.contiguous()
         x_rows, x_width = x.shape
         y_rows, y_width = y.shape
+        # The compiled product checks nothing: a shape beyond these bounds would write outside of `y`.
         if x_rows < n_rows or y_rows < n_rows or x_width != inn or y_width < width or y.stride(1) != 1:
             raise ValueError(
                 f"x {tuple(x.shape)} and y {tuple(y.shape)} with strides {y.stride()}: "
