@@ -1,4 +1,4 @@
-"""What the model of this worker has for LoRA, read off vLLM's own manager once it has wrapped the model's layers.
+"""The modules for LoRA in this worker's model, read off vLLM's manager after vLLM has wrapped the model's layers.
 
 Source: `LoRAModelManager` in vllm/lora/model_manager.py, the layers in vllm/lora/layers, 0.30 to 0.33.
 """
@@ -15,10 +15,10 @@ from lora_plugins.worker.uncalled import uncalled
 
 
 def describe(manager: Any) -> ModelModules:
-    """The modules that adapters can be for.
+    """Return the modules that adapters can be for.
 
     Args:
-        manager: vLLM's `LoRAModelManager`, or a subclass of it.
+        manager: vLLM's `LoRAModelManager`, or a subclass.
     """
     from vllm import __version__
 
@@ -43,7 +43,7 @@ def describe(manager: Any) -> ModelModules:
 
 
 def _text_prefix(manager: Any) -> str:
-    """From 0.33 on, a text model's adapter fits the multimodal model that it is part of."""
+    """Return the prefix of a multimodal model's text model; since vLLM 0.33 a text model's adapter fits there."""
     if not hasattr(manager, "_get_text_lora_names") or not manager.supports_mm:
         return ""
     return str(manager.mm_mapping.language_model[0]).rstrip(".")
@@ -60,19 +60,20 @@ def _places(manager: Any, name: str) -> Iterator[tuple[str, Place]]:
     if not parts:
         total = None if None in outputs else sum(size for size in outputs if size is not None)
         matrices = _matrices(module.base_layer) if kind is Kind.LINEAR else ()
-        # With --max-lora-cls-labels, vLLM takes heads of other numbers of labels, and compares these itself.
+        # With --max-lora-cls-labels, vLLM takes heads of other numbers of labels, and compares the numbers itself.
         is_open = kind is Kind.CLASSIFIER and bool(getattr(manager.lora_config, "max_lora_cls_labels", None))
         is_max = kind is Kind.HEAD or is_open
         yield name, Place(name, kind, inputs, total, is_max, matrices=matrices if sum(matrices) == total else ())
         return
-    # Where vLLM has other parts than slices (`in_proj_qkvz` is two parts of four slices), only it can tell their sizes.
+    # Where vLLM's parts are no slices (`in_proj_qkvz` is two parts of four slices), only vLLM can tell the parts'
+    # sizes.
     known = outputs if len(outputs) == len(parts) else [None] * len(parts)
     for part, size in zip(parts, known, strict=True):
         yield part, Place(name, kind, inputs, size)
 
 
 def _places_of_experts(manager: Any, name: str) -> Iterator[tuple[str, Place]]:
-    """Per expert where the engine wants them so, and as PEFT stacks them: `experts` and `experts.base_layer`."""
+    """Yield places per expert where the engine wants so, and as PEFT stacks: `experts` and `experts.base_layer`."""
     experts = _experts(manager, name)
     hidden, inner = experts.hidden_size, experts.intermediate_size
     sizes = {"w1": (hidden, inner), "w2": (inner, hidden), "w3": (hidden, inner), "w13": (hidden, 2 * inner)}
@@ -89,7 +90,7 @@ def _experts(manager: Any, name: str) -> Experts:
     parts = [part.rsplit(".", 1)[-1] for part in manager.packed_modules.get(name, ())]
     return Experts(
         count=int(module.global_num_experts),
-        # A backend may have padded them.
+        # A backend may have padded the sizes.
         hidden_size=int(moe.hidden_dim_unpadded or moe.hidden_dim),
         intermediate_size=module.tp_size
         * int(moe.intermediate_size_per_partition_unpadded or moe.intermediate_size_per_partition),
@@ -110,14 +111,14 @@ def _formats(manager: Any, module: Any) -> tuple[ExpertFormat, ...]:
 
 
 def _roles(manager: Any, name: str) -> list[str]:
-    """What each packed part of experts is, by its position, as vLLM packs them (`PackedLoRALayerWeights.pack_moe`)."""
+    """Return each packed part's role, by position, as vLLM packs experts (`PackedLoRALayerWeights.pack_moe`)."""
     parts = manager.packed_modules.get(name, ())
     roles = ("w1", "w2", "w3") if len(parts) == 3 or not manager._is_non_gated_moe else ("w1", "w2")  # noqa: SLF001
     return [roles[i % len(roles)] for i in range(len(parts))]
 
 
 def _names_of_experts(model: Any) -> dict[str, str]:
-    """What an adapter per expert would call the parts, where the engine takes none; empty where it cannot tell."""
+    """Return an adapter's names for the parts of an expert, where the engine packs none; empty where unknown."""
     from vllm.model_executor.utils import get_moe_expert_mapping
 
     try:
@@ -129,6 +130,7 @@ def _names_of_experts(model: Any) -> dict[str, str]:
 
 
 def _kind(module: Any) -> Kind:
+    # By attributes, not classes: subclasses, such as fully sharded layers, keep the attributes of their kind.
     if hasattr(module, "w2_lora_a_stacked"):
         return Kind.EXPERTS
     if hasattr(module, "full_weight_stacked"):
@@ -139,7 +141,7 @@ def _kind(module: Any) -> Kind:
 
 
 def _sizes(module: Any, kind: Kind) -> tuple[int | None, list[int | None]]:
-    """Inputs, and the outputs of each slice, of the whole layer."""
+    """Return the inputs, and the outputs of each slice, of the whole layer."""
     if kind is Kind.EMBEDDING:
         return int(module.lora_a_stacked.shape[1]), [int(module.lora_b_stacked.shape[2])]
     if kind is Kind.HEAD:
@@ -152,8 +154,10 @@ def _sizes(module: Any, kind: Kind) -> tuple[int | None, list[int | None]]:
 
 
 def _whole_sizes(layer: Any, slices: Sequence[int]) -> tuple[int | None, list[int | None]]:
-    """As `_sizes`, of a layer that is divided among workers."""
+    """Return the sizes of a layer that is divided among workers, as `_sizes` does."""
     inputs = getattr(layer, "input_size", None)
+    # QKVParallelLinear's `output_sizes` count key and value heads that are replicated among workers (vLLM's linear.py);
+    # the total numbers of heads do not.
     if hasattr(layer, "total_num_kv_heads"):
         query = layer.total_num_heads * layer.head_size
         key = layer.total_num_kv_heads * layer.head_size
@@ -166,7 +170,7 @@ def _whole_sizes(layer: Any, slices: Sequence[int]) -> tuple[int | None, list[in
 
 
 def _matrices(layer: Any) -> tuple[int, ...]:
-    """Outputs of each matrix that a fused layer joins; empty for a layer of one."""
+    """Return the outputs of each matrix that a fused layer joins; empty for a layer of a single matrix."""
     if hasattr(layer, "total_num_kv_heads"):
         _, outputs = _whole_sizes(layer, (0, 0, 0))
         return tuple(size for size in outputs if size is not None)
@@ -175,7 +179,7 @@ def _matrices(layer: Any) -> tuple[int, ...]:
 
 
 def _renames(model: Any) -> dict[str, Any]:
-    """The model's mapping of checkpoint names, as `WorkerLoRAManager._load_adapter` takes it, in plain values."""
+    """Return the model's mapping of checkpoint names, as `WorkerLoRAManager._load_adapter` uses it, in plain values."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return {}
