@@ -191,7 +191,7 @@ class Jobs:
         entry.adapter = adapter
         if adapter is None:
             error = AdapterNotFound("an adapter that workers were given, and have lost", remedy="add it again")
-            # Callers' adapters are in no store: the failed load tells them to add the adapter again.
+            # Callers' adapters are in no store: the error of the failed load asks for the adapter again.
             self._fail(job, entry, error)
         else:
             self._finish(_Done(entry, Loaded(job, adapter.size_bytes, adapter.is_instant, 0.0, adapter.rank)))

@@ -46,7 +46,7 @@ def check_described(
     Raises:
         IncompatibleAdapter, InvalidAdapter: as `check_pairs`.
     """
-    # A single pair for a module that adapters usually name by its parts: vLLM divides the pair, so only the slot tells.
+    # A single pair for a module that adapters usually name by its parts: vLLM divides the pair, so only the slot knows.
     undivided = {id(manager._get_lora_layer_weights(model, name)) for name in _modules_of_parts(modules)}  # noqa: SLF001
     pairs = [
         ReadPair(name, name, _shape(weights.lora_a), _shape(weights.lora_b), int(weights.rank))
@@ -112,7 +112,7 @@ def _check_padding(name: str, module: Any) -> None:
 def check_slots(model: Any, manager: Any, modules: ModelModules) -> None:
     """Compare merged weights with the slots of the modules whose sizes only the engine knows.
 
-    A copy that fails in the engine loop ends the engine, and there is no idle slot for a trial copy.
+    A copy that fails in the engine loop crashes the engine, and there is no idle slot for a trial copy.
 
     Raises:
         IncompatibleAdapter: too large a rank, or other sizes than the module's.
@@ -198,7 +198,7 @@ def explained(error: BaseException, adapter: str) -> LoRAPluginsError:
             remedy="put them back, or load it again",
             adapter=adapter,
         )
-    # vLLM wraps an OSError in a ValueError; the errno is on the cause then.
+    # vLLM may raise another error from the OSError; the errno is on the cause then.
     failed = next((one for one in (error, error.__cause__) if isinstance(one, OSError) and one.errno), None)
     if failed is not None:
         return SourceUnavailable(
