@@ -1,4 +1,4 @@
-"""The logging hook: one line for an adapter's whole way into the engine, and a rejection's warning once."""
+"""The logging hook: a line for an adapter's whole way into the engine, and a rejection's warning once."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _V = TypeVar("_V")
 class LogEvents:
     """Writes events to the `vllm.lora_plugins` logger.
 
-    A broken adapter that is requested again and again is worth one warning, not a flood: a repeat of the same name
+    A broken adapter that is requested again and again is worth a single warning, not a flood: a repeat of the same name
     and text is logged at DEBUG. The last 1024 warnings are remembered.
 
     Attributes:
-        waits_for_load: whether an event follows when the engine has loaded an adapter, so that the line about it can
-            wait for that; else it is written once the adapter is resolved.
+        waits_for_load: whether an event follows when the engine has loaded an adapter, so that the adapter's line can
+            wait; otherwise the line is written once the adapter is resolved.
     """
 
     def __init__(self) -> None:
@@ -120,6 +120,7 @@ class LogEvents:
 
     def _log_loaded(self, event: events.AdapterLoaded) -> None:
         key = (event.name, event.path)
+        # Versions differ by path: a swap resolves the next version while the first is still loading.
         path, line = self._resolved.get(event.name, ("", ""))
         if path == event.path:
             del self._resolved[event.name]
@@ -136,7 +137,7 @@ class LogEvents:
         )
 
     def _log_busy(self, event: events.LookUpRefused) -> None:
-        """Once a minute: a flood of names has as many refusals."""
+        """Log a refusal once a minute for each source: a flood of names has as many refusals."""
         now = time.monotonic()
         is_repeat = now - self._said_busy.get(event.source, -_BUSY_EVERY_S) < _BUSY_EVERY_S
         if not is_repeat:
@@ -168,5 +169,5 @@ def _remember(memory: OrderedDict[_K, _V], key: _K, value: _V) -> None:
 
 
 def _short(version: str) -> str:
-    """A digest's beginning; a path as it is."""
+    """Return a digest's beginning, or a path unchanged."""
     return version if os.sep in version else version[:12]

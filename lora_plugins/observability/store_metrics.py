@@ -1,4 +1,4 @@
-"""How full the store is, read from disk: other servers and the command line change it too."""
+"""How full the store is, read from disk, because other servers and the command line change the store too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lora_plugins.store.store import Store
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """What the store holds; `max_bytes` is None where it has no budget."""
+    """The store's content; `max_bytes` is None without a budget."""
 
     adapters: int
     size_bytes: int
@@ -19,13 +19,13 @@ class StoreUsage:
 
 
 class StoreUsageReader:
-    """Reads one store; as the content of a digest never changes, each manifest is read once."""
+    """Reads a store; as the content of a digest never changes, each manifest is read once."""
 
     def __init__(self) -> None:
         self._sizes: dict[str, int] = {}  # by digest
 
     def read(self, store: Store) -> StoreUsage:
-        """Count the published adapters and their bytes; one whose manifest cannot be read is left out."""
+        """Count the published adapters and their bytes; an adapter with an unreadable manifest is left out."""
         sizes = {}
         for digest in store.layout.digests():
             size_bytes = self._sizes.get(digest)

@@ -1,4 +1,4 @@
-"""Which requests for unknown names are worth a line in the log: clients choose the names and how many they send."""
+"""Chooses the requests for unknown names that are logged: clients choose names, and the number of requests."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _SHOWN_PLACE_CHARACTERS = 500
 
 
 class UnknownNames:
-    """A line for each name once a minute, and at most 20 lines a minute for all of them together.
+    """A line for each name once a minute, and at most 20 lines a minute for all names together.
 
-    What is left out is counted, and the next line says how many it were.
+    Requests without a line are counted, and the next line has the count.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -30,7 +30,7 @@ class UnknownNames:
         self._left_out = 0
 
     def line(self, event: AdapterUnknown) -> str | None:
-        """What to log of it; None where it is left out."""
+        """Return the line to log, or None."""
         now = self._clock()
         if now - self._minute_began >= 60:
             self._minute_began, self._lines = now, 0
@@ -55,7 +55,7 @@ def _reasons(event: AdapterUnknown) -> str:
 
 
 def _shortened(text: str, characters: int) -> str:
-    """With everything escaped that could forge a line, and of limited length."""
+    """Return the text with a limited length, and with every character escaped that could forge a line."""
     cut = text[:characters]
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)
     return shown if len(text) <= characters else f"{shown}… ({len(text)} characters)"
