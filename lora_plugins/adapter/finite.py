@@ -1,7 +1,7 @@
-"""One pass over the weights that refuses NaN and infinity, and finds the largest value of each tensor.
+"""A single pass over the weights that refuses NaN and infinity, and finds the largest value of each tensor.
 
-Cost: every byte of the file is read once, in pieces of 256 KiB, with one integer maximum per element; memory does
-not grow with the file. `make bench-verify` measures it; the figure stands in docs/reference/verification.md.
+Cost: every byte of the file is read once, in pieces of 256 KiB, with an integer maximum per element; memory does not
+grow with the file. `make bench-verify` measures the cost; docs/reference/verification.md has the figure.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from lora_plugins.errors import InvalidAdapter
 # Small enough to stay in a core's own cache: in pieces of 4 MiB, the pass takes three times as long.
 _PIECE_BYTES = 1 << 18
 
-# (unsigned integer of the same width, infinity in it): without the sign, larger floats are larger integers, and NaN is
-# larger than infinity.
+# (Unsigned integer of the same width, infinity as such an integer.) Without the sign, larger floats are larger
+# integers, and NaN is larger than infinity.
 _INFINITIES: dict[str, tuple[str, int]] = {
     "F64": ("<u8", 0x7FF0 << 48),
     "F32": ("<u4", 0x7F80_0000),
@@ -27,7 +27,7 @@ _INFINITIES: dict[str, tuple[str, int]] = {
 
 
 def check_finite(file: BinaryIO, tensors: Iterable[TensorInfo]) -> dict[str, float]:
-    """Read the bytes of `tensors` from `file`, and check every element; returns the largest magnitude in each, by name.
+    """Read the bytes of `tensors` from `file`, check every element, and return the largest magnitude by tensor name.
 
     Raises:
         InvalidAdapter: an element is NaN or infinite, or the file ends early.
@@ -63,10 +63,11 @@ def check_finite(file: BinaryIO, tensors: Iterable[TensorInfo]) -> dict[str, flo
 
 
 def _value(bits: int, dtype: str) -> float:
-    """The number that these bits are."""
+    """Return the number with these bits."""
     import numpy as np
 
     if dtype == "BF16":
+        # numpy has no bfloat16: bfloat16 is the upper half of a float32.
         bits, dtype = bits << 16, "F32"
     kind, _ = _INFINITIES[dtype]
     return float(np.array([bits], dtype=kind).view(kind.replace("u", "f"))[0])

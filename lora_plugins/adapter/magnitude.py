@@ -1,10 +1,11 @@
-"""Whether an adapter's numbers are so large that what is computed with them leaves what the engine can hold.
+"""Whether an adapter's numbers are so large that computed values leave the range of the engine's dtypes.
 
-vLLM multiplies B by the scaling when it loads it, in the served dtype, and adds `x A' (scaling B)'` to what a layer
-computes. An element of `scaling B A` is at most `rank * scaling * max|A| * max|B|`; the largest float16 is 65504, of
-which no base model's weight has a thousandth. Beyond it sums become infinite, their differences NaN, and NaN in a key
-or value reaches whoever gets its KV block next (`vllm_patches/worker/model_runner.py`). Below it they may still
-overflow, by what they are multiplied with: `vllm_patches/engine_core/finite_answers.py` finds that while it runs.
+vLLM multiplies B by the scaling at load, in the served dtype, and adds `x A' (scaling B)'` to a layer's output. An
+element of `scaling B A` is at most `rank * scaling * max|A| * max|B|`. The largest float16 is 65504, and no base
+model's weight has a thousandth. Beyond 65504 sums become infinite, their differences NaN, and NaN in a key or value
+reaches the next request with the same KV block (`vllm_patches/worker/model_runner.py`). Below 65504 sums may still
+overflow, by the layer's input: `vllm_patches/engine_core/finite_answers.py` detects such an overflow in a running
+engine.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.weights import LoraPair
 from lora_plugins.errors import InvalidAdapter
 
-LARGEST = 65504.0  # of float16, the narrowest dtype that is served
+LARGEST = 65504.0  # of float16, the narrowest served dtype
 
 
 def check_magnitudes(pairs: Iterable[LoraPair], config: AdapterConfig, largest: Mapping[str, float]) -> None:
-    """Compare each pair, by the largest magnitude in each of its tensors, with what every served dtype holds.
+    """Compare the largest magnitudes of each pair with the range of every served dtype.
 
     Raises:
         InvalidAdapter: A, B with its scaling, or their product may be larger.
