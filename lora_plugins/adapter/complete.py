@@ -18,14 +18,14 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 
 from lora_plugins.adapter.config import AdapterConfig
-from lora_plugins.adapter.model_modules import Kind, ModelModules
+from lora_plugins.adapter.model_modules import ModelModules, ModuleKind
 from lora_plugins.adapter.pace import paced
 from lora_plugins.errors import IncompatibleAdapter
 
 _EXAMPLES = 3
 # Experts are checked in experts.py, all or none; `gate_proj` in `target_modules` does not mean experts that PEFT sees
 # as a single parameter. A classifier's head is saved whole.
-_KINDS = frozenset({Kind.LINEAR, Kind.EMBEDDING, Kind.HEAD})
+_KINDS = frozenset({ModuleKind.LINEAR, ModuleKind.EMBEDDING, ModuleKind.HEAD})
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lora_plugins.adapter.json_bounds import check_json
-from lora_plugins.adapter.patterns import Deadline, SuffixPatterns
+from lora_plugins.adapter.patterns import PatternBudget, SuffixPatterns
 from lora_plugins.adapter.writers import foreign_bytes, foreign_config
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
@@ -74,11 +74,11 @@ class AdapterConfig:
         """The largest rank of any module; vLLM compares `max_rank` with `--max-lora-rank`."""
         return max([self.rank, *self.rank_pattern.values()])
 
-    def ranks(self) -> Callable[[str, Deadline], int]:
+    def ranks(self) -> Callable[[str, PatternBudget], int]:
         """A function from a module's name in the checkpoint, without `base_model.model.`, to its rank."""
         return _valued(self.rank_pattern, "rank_pattern", self.rank)
 
-    def alphas(self) -> Callable[[str, Deadline], float]:
+    def alphas(self) -> Callable[[str, PatternBudget], float]:
         """A function from a module's name in the checkpoint, without `base_model.model.`, to its alpha."""
         return _valued(self.alpha_pattern, "alpha_pattern", self.alpha)
 
@@ -86,22 +86,22 @@ class AdapterConfig:
         """Refuse patterns that do not compile within their time.
 
         Raises:
-            InvalidAdapter: see `Deadline.matches`.
+            InvalidAdapter: see `PatternBudget.matches`.
         """
-        deadline = Deadline()
-        self.ranks()("", deadline)
-        self.alphas()("", deadline)
+        budget = PatternBudget()
+        self.ranks()("", budget)
+        self.alphas()("", budget)
 
     def scaling(self, rank: int, alpha: float) -> float:
         """Return the factor of B's product (rsLoRA: arXiv 2312.03732)."""
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
-def _valued(pattern: Mapping[str, T], field_name: str, default: T) -> Callable[[str, Deadline], T]:
+def _valued(pattern: Mapping[str, T], field_name: str, default: T) -> Callable[[str, PatternBudget], T]:
     patterns = SuffixPatterns(pattern, field_name)
 
-    def value_of(module: str, deadline: Deadline) -> T:
-        found = patterns.first(module, deadline)
+    def value_of(module: str, budget: PatternBudget) -> T:
+        found = patterns.first(module, budget)
         return default if found is None else found
 
     return value_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from lora_plugins.adapter.model_modules import ExpertFormat, Kind, ModelModules, Place
+from lora_plugins.adapter.model_modules import ExpertFormat, ModelModules, ModuleKind, ModulePlace
 from lora_plugins.adapter.pace import paced
 from lora_plugins.errors import IncompatibleAdapter
 
@@ -42,7 +42,7 @@ def check_experts(
     found: dict[str, set[bool]] = {}
     for name, (a, b) in paced(shapes.items()):
         place = modules.places.get(name)
-        if place is None or place.kind is not Kind.EXPERTS:
+        if place is None or place.kind is not ModuleKind.EXPERTS:
             continue
         found.setdefault(place.module, set()).add(place.stacked > 1)
         rank = ranks[name]
@@ -70,7 +70,7 @@ def check_rank(name: str, rank: int, max_rank: int | None) -> None:
         )
 
 
-def _shapes(place: Place, modules: ModelModules, rank: int) -> Shapes:
+def _shapes(place: ModulePlace, modules: ModelModules, rank: int) -> Shapes:
     inputs, outputs = place.in_features or 0, place.out_features or 0
     experts = modules.experts[place.module]
     # Tinker's form shares a side among all experts: w1 and w3 share A, w2 shares B.
@@ -89,7 +89,7 @@ def _check_whole(
 ) -> None:
     """Refuse a part of a layer's experts: vLLM takes all parts of all experts, or none, in a single format."""
     for name, place in paced(modules.places.items()):
-        if place.kind is not Kind.EXPERTS or place.module not in found:
+        if place.kind is not ModuleKind.EXPERTS or place.module not in found:
             continue
         of_formats = found[place.module]
         if len(of_formats) > 1:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from lora_plugins.adapter.experts import check_experts, check_rank
-from lora_plugins.adapter.model_modules import Kind, ModelModules, Place, Unadapted
+from lora_plugins.adapter.model_modules import ModelModules, ModuleKind, ModulePlace, Unadapted
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.weights import LoraPair, Weights
 from lora_plugins.adapter.writers import by_keys, in_words, wrappers_in
@@ -145,7 +145,7 @@ def check_pairs(
             continue
         place = modules.places[key]
         _check_looked_up(key, pair, place, modules)
-        if place.kind is not Kind.EXPERTS:
+        if place.kind is not ModuleKind.EXPERTS:
             _check_matrices(pair)
             _check_sizes(pair, place, about)
             check_rank(pair.name, pair.a[0], max_rank)
@@ -212,7 +212,7 @@ def _check_matrices(pair: ReadPair) -> None:
     )
 
 
-def _check_sizes(pair: ReadPair, place: Place, about: str) -> None:
+def _check_sizes(pair: ReadPair, place: ModulePlace, about: str) -> None:
     inputs, outputs = pair.a[1], pair.b[0]
     fewer = place.max_out_features and place.out_features is not None and outputs < place.out_features
     if place.in_features in (None, inputs) and (place.out_features in (None, outputs) or fewer):
@@ -226,12 +226,12 @@ def _check_sizes(pair: ReadPair, place: Place, about: str) -> None:
     )
 
 
-def _more_words(inputs: int, outputs: int, place: Place) -> int:
+def _more_words(inputs: int, outputs: int, place: ModulePlace) -> int:
     """Return how many words were added, if added words alone keep a head or an embedding from fitting; otherwise 0."""
-    words = {Kind.HEAD: (inputs, outputs), Kind.EMBEDDING: (outputs, inputs)}
+    words = {ModuleKind.HEAD: (inputs, outputs), ModuleKind.EMBEDDING: (outputs, inputs)}
     known = {
-        Kind.HEAD: (place.in_features, place.out_features),
-        Kind.EMBEDDING: (place.out_features, place.in_features),
+        ModuleKind.HEAD: (place.in_features, place.out_features),
+        ModuleKind.EMBEDDING: (place.out_features, place.in_features),
     }
     (hidden, count), (its_hidden, its_count) = words.get(place.kind, (0, 0)), known.get(place.kind, (0, 0))
     return max(0, count - its_count) if hidden == its_hidden and its_count is not None else 0
@@ -245,9 +245,9 @@ def _two_for_one(name: str, one: ReadPair, other: ReadPair) -> IncompatibleAdapt
     )
 
 
-def _check_looked_up(name: str, pair: ReadPair, place: Place, modules: ModelModules) -> None:
+def _check_looked_up(name: str, pair: ReadPair, place: ModulePlace, modules: ModelModules) -> None:
     """Refuse as vLLM does: `from_lora_tensors` compares an embedding's A with the vocabulary for any module."""
-    if pair.is_looked_up and place.kind is not Kind.EMBEDDING and pair.a[-1] != modules.vocabulary:
+    if pair.is_looked_up and place.kind is not ModuleKind.EMBEDDING and pair.a[-1] != modules.vocabulary:
         raise IncompatibleAdapter(
             f"an embedding's tensors for module '{name}', which is none",
             expected="tensors named <module>.lora_A.weight and .lora_B.weight",
@@ -268,7 +268,7 @@ def _check_vocabulary(weights: Weights, modules: ModelModules) -> None:
 
 def _check_heads(weights: Weights, modules: ModelModules, about: str) -> None:
     """Refuse a classifier's whole head unless the engine has the head, with as many labels and features."""
-    heads = {name: place for name, place in modules.places.items() if place.kind is Kind.CLASSIFIER}
+    heads = {name: place for name, place in modules.places.items() if place.kind is ModuleKind.CLASSIFIER}
     for tensor in weights.others:
         name, part = tensor.name.split(".")[-2:]
         labels, features = tensor.shape[0], tensor.shape[1:]

@@ -12,7 +12,7 @@ from typing import Any
 FORMAT = 5
 
 
-class Kind(StrEnum):
+class ModuleKind(StrEnum):
     """A kind of module, as far as the shapes of an adapter's tensors differ."""
 
     LINEAR = "linear"
@@ -61,7 +61,7 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ModulePlace:
     """The module and the sizes of a pair of A and B; sizes of the whole model, not of a worker's part.
 
     Attributes:
@@ -74,7 +74,7 @@ class Place:
     """
 
     module: str
-    kind: Kind = Kind.LINEAR
+    kind: ModuleKind = ModuleKind.LINEAR
     in_features: int | None = None
     out_features: int | None = None
     max_out_features: bool = False
@@ -103,7 +103,7 @@ class ModelModules:
 
     architecture: str
     vllm_version: str
-    places: Mapping[str, Place]
+    places: Mapping[str, ModulePlace]
     vocabulary: int | None = None
     renames: Mapping[str, Any] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
@@ -117,7 +117,7 @@ class ModelModules:
         """Return the name in `places` for weights of this name; None where the model has no such module."""
         return next((key for key in self._spellings(name) if key in self.places), None)
 
-    def place(self, name: str) -> Place | None:
+    def place(self, name: str) -> ModulePlace | None:
         """Return the place of weights of this name; None where the model has no such module."""
         key = self.key(name)
         return None if key is None else self.places[key]
@@ -183,7 +183,7 @@ class ModelModules:
             raise ValueError(f"format {plain.get('format')!r}, not {FORMAT}")
         try:
             places = {
-                name: replace(Place(module, Kind(kind), *others), matrices=tuple(matrices))
+                name: replace(ModulePlace(module, ModuleKind(kind), *others), matrices=tuple(matrices))
                 for name, (module, kind, *others, matrices) in plain["places"].items()
             }
             experts = {

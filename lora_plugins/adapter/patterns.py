@@ -33,7 +33,7 @@ _BRACES = regex.compile(r"\{([^}]*)")
 T = TypeVar("T")
 
 
-class Deadline:
+class PatternBudget:
     """Time of this thread's processor for all matches of one adapter together, on a busy machine or not."""
 
     def __init__(self, budget_s: float = BUDGET_S) -> None:
@@ -119,7 +119,7 @@ class SuffixPatterns(Generic[T]):
             if not names:
                 self._others.append((place, rf"(.*\.)?({pattern})", value))
 
-    def first(self, module: str, deadline: Deadline) -> T | None:
+    def first(self, module: str, budget: PatternBudget) -> T | None:
         """Return the value for a module; None where no pattern matches.
 
         Raises:
@@ -132,7 +132,7 @@ class SuffixPatterns(Generic[T]):
             # Patterns keep their order: a plain name that matches earlier ends the search.
             if found is not None and place > found[0]:
                 break
-            if deadline.matches(pattern, module, field=self._field):
+            if budget.matches(pattern, module, field=self._field):
                 return value
         return None if found is None else found[1]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from lora_plugins.adapter.config import AdapterConfig, without_effect
 from lora_plugins.adapter.pace import paced
-from lora_plugins.adapter.patterns import Deadline
+from lora_plugins.adapter.patterns import PatternBudget
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.writers import foreign_key, unwrapped
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
@@ -103,9 +103,9 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
         pair[side] = tensor
     _check_one_adapter(names)
     # One budget for all patterns of an adapter: many cheap matches must not add up either.
-    deadline, rank_of, alpha_of = Deadline(), config.ranks(), config.alphas()
+    budget, rank_of, alpha_of = PatternBudget(), config.ranks(), config.alphas()
     pairs = tuple(
-        _pair(module, pair, rank_of(name, deadline), alpha_of(name, deadline), is_looked_up)
+        _pair(module, pair, rank_of(name, budget), alpha_of(name, budget), is_looked_up)
         for (module, is_looked_up), pair in paced(sides.items())
         for name in [parameter_of(module)]
     )
@@ -115,7 +115,7 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
         )
     if not any(pair.alpha for pair in pairs):
         raise without_effect("lora_alpha or alpha_pattern 0 for each of its modules")
-    _check_wrapped(pairs, lambda name: (rank_of(name, deadline), alpha_of(name, deadline)))
+    _check_wrapped(pairs, lambda name: (rank_of(name, budget), alpha_of(name, budget)))
     _check_ranks(pairs)
     return Weights(pairs, tuple(embeddings), tuple(others), names.pop())
 

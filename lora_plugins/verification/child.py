@@ -32,17 +32,17 @@ from lora_plugins.verification.limits import (
 from lora_plugins.verification.messages import (
     LENGTH_BYTES,
     Answer,
-    Failed,
-    Found,
     Landed,
     Part,
     Read,
+    ReadAdapter,
     Ready,
     Refused,
     Request,
     Tensors,
     Verified,
     Write,
+    WriteFailed,
     Written,
     answer_of,
     decode_request,
@@ -91,7 +91,7 @@ def _answer(request: Read) -> Iterator[Part | Verified | Refused]:
                 expected=f"at most {MAX_CONFIG_BYTES}",
                 remedy="train it with one rank and alpha",
             )
-        yield from answer_of(Found(verified, canonical))
+        yield from answer_of(ReadAdapter(verified, canonical))
     except LoRAPluginsError as error:
         yield Refused(_of_limits(error).plain())
     # Of the limit RLIMIT_DATA, or of the machine; `too_much_memory` finds out.
@@ -111,7 +111,7 @@ def _of_limits(error: LoRAPluginsError) -> LoRAPluginsError:
     return error
 
 
-def _written(request: Write, answers: BinaryIO) -> Iterator[Written | Failed | Refused]:
+def _written(request: Write, answers: BinaryIO) -> Iterator[Written | WriteFailed | Refused]:
     """Write tensors, and report the bytes written from time to time."""
     more_bytes = 4 * request.largest_bytes
     _set_limits(request, more_bytes)
@@ -132,7 +132,7 @@ def _written(request: Write, answers: BinaryIO) -> Iterator[Written | Failed | R
         write_weights(tensors, lambda file: directory / (file or WEIGHTS_FILE), target, landed)
         yield Written()
     except OSError as error:
-        yield Failed(error.errno or 0, error.strerror or type(error).__name__)
+        yield WriteFailed(error.errno or 0, error.strerror or type(error).__name__)
     except MemoryError:
         yield Refused(too_much_memory(more_bytes).plain())
 

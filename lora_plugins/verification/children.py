@@ -17,9 +17,9 @@ from typing import TypeVar
 from lora_plugins.adapter.layouts.tensors import NewTensor
 from lora_plugins.errors import ErrorKind, LoRAPluginsError, SourceUnavailable, kind_of
 from lora_plugins.settings import Settings
-from lora_plugins.verification.jobs import Job, Jobs
+from lora_plugins.verification.jobs import Job, JobQueue
 from lora_plugins.verification.limits import takes_long
-from lora_plugins.verification.messages import Found, Read, requests_of
+from lora_plugins.verification.messages import Read, ReadAdapter, requests_of
 from lora_plugins.verification.process import Lost, ReadingProcess
 
 _PROCESSES = 2  # one process takes long adapters, which delay only each other
@@ -33,7 +33,7 @@ class Children:
     def __init__(self, processes: int = _PROCESSES) -> None:
         self._processes = processes
         self._idle: queue.LifoQueue[ReadingProcess] = queue.LifoQueue()
-        self._jobs = Jobs()
+        self._jobs = JobQueue()
         self._starting = threading.Lock()
         self._changing = threading.Lock()
         self._has_started = False
@@ -45,7 +45,7 @@ class Children:
             self._start()
             self._jobs.put(Job(self._warm, takes_long=lambda: False))
 
-    def read(self, directory: Path, settings: Settings) -> Future[Found]:
+    def read(self, directory: Path, settings: Settings) -> Future[ReadAdapter]:
         """Verify the adapter in `directory` without a base model, and make the configuration that engines read.
 
         The future raises the errors of `verify_adapter`; `InvalidAdapter` also where reading takes too much memory or

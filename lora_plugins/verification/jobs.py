@@ -20,7 +20,7 @@ class Job:
     takes_long: Callable[[], bool]
 
 
-class Jobs:
+class JobQueue:
     """The waiting jobs, first come, first served. For any thread."""
 
     def __init__(self) -> None:

@@ -103,7 +103,7 @@ class Written(msgspec.Struct, frozen=True, tag=True):
     """The end of an answer: everything is written."""
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class WriteFailed(msgspec.Struct, frozen=True, tag=True):
     """The end of an answer: the file system has failed."""
 
     errno: int
@@ -117,7 +117,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ReadAdapter:
     """An adapter that was read, without its `target_modules`, and the configuration that engines read."""
 
     adapter: VerifiedAdapter
@@ -125,7 +125,7 @@ class Found:
 
 
 Request = Read | Write | Tensors
-Answer = Ready | Part | Verified | Landed | Written | Failed | Refused
+Answer = Ready | Part | Verified | Landed | Written | WriteFailed | Refused
 encode = msgspec.msgpack.Encoder().encode
 decode_request: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 decode_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
@@ -144,7 +144,7 @@ def requests_of(tensors: Sequence[NewTensor], directory: bytes, target: bytes) -
     yield from parts
 
 
-def answer_of(found: Found) -> Iterator[Part | Verified]:
+def answer_of(found: ReadAdapter) -> Iterator[Part | Verified]:
     """Yield the messages of an answer."""
     verified, canonical = found.adapter, found.canonical
     weights, config = verified.weights or Weights(()), verified.config
@@ -166,7 +166,7 @@ def answer_of(found: Found) -> Iterator[Part | Verified]:
     yield Verified(small, verified.size_bytes, verified.notes, has_weights, weights.name_in_keys)
 
 
-def found_of(parts: Sequence[Part], end: Verified) -> Found:
+def found_of(parts: Sequence[Part], end: Verified) -> ReadAdapter:
     """Return the argument of `answer_of`, without the targets."""
     weights = Weights(
         tuple(pair for part in parts for pair in part.pairs),
@@ -180,7 +180,7 @@ def found_of(parts: Sequence[Part], end: Verified) -> Found:
         alpha_pattern=dict(item for part in parts for item in part.alphas),
     )
     verified = VerifiedAdapter(config, weights if end.has_weights else None, end.size_bytes, end.notes)
-    return Found(verified, b"".join(part.canonical for part in parts))
+    return ReadAdapter(verified, b"".join(part.canonical for part in parts))
 
 
 def _some(items: tuple[_T, ...], count: int) -> Iterator[tuple[_T, ...]]:

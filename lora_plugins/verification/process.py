@@ -25,17 +25,17 @@ from lora_plugins.verification.messages import (
     MAX_ANSWER_BYTES,
     MAX_FRAME_BYTES,
     Answer,
-    Failed,
-    Found,
     Landed,
     Part,
     Read,
+    ReadAdapter,
     Ready,
     Refused,
     Request,
     Tensors,
     Verified,
     Write,
+    WriteFailed,
     Written,
     decode_answer,
     encode,
@@ -115,7 +115,7 @@ class ReadingProcess:
         """The process's id."""
         return self._process.pid
 
-    def read(self, request: Read) -> Found:
+    def read(self, request: Read) -> ReadAdapter:
         """Return the adapter, and the configuration that engines read; see `verify_adapter`.
 
         After a breach of a limit `is_alive` is false.
@@ -145,7 +145,7 @@ class ReadingProcess:
         for answer in self._conversation(requests, directory):
             if isinstance(answer, Landed):
                 landed(answer.size_bytes)
-            elif isinstance(answer, Failed):
+            elif isinstance(answer, WriteFailed):
                 raise OSError(answer.errno, answer.strerror)
             elif isinstance(answer, Written):
                 return

@@ -36,7 +36,7 @@ from lora_plugins.worker.background import BackgroundThread
 from lora_plugins.worker.load_times import LoadTimes
 from lora_plugins.worker.loaded_adapter import LoadedAdapter
 from lora_plugins.worker.loading import explained
-from lora_plugins.worker.materialise import Materialiser
+from lora_plugins.worker.materialise import MissingFilesFetcher
 from lora_plugins.worker.slot_stream import SlotStream
 
 # Seconds: several workers' results are polled in the store; a local thread wakes the loop by its event.
@@ -52,7 +52,7 @@ class SlotOwners(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class HeldAdapter:
+class WorkerAdapter:
     """An adapter that this worker loads, or has loaded, for the scheduler.
 
     Attributes:
@@ -75,7 +75,7 @@ class HeldAdapter:
 class _Done:
     """The end of a job."""
 
-    entry: HeldAdapter
+    entry: WorkerAdapter
     report: Report
     written_event: Any = None
 
@@ -95,12 +95,12 @@ class Jobs:
     def __init__(
         self,
         read: Callable[[AdapterSpec, str], LoadedAdapter],
-        files: Materialiser,
+        files: MissingFilesFetcher,
         owners: SlotOwners,
         stream: SlotStream,
         agreement: Agreement,
     ) -> None:
-        self.entries: dict[int, HeldAdapter] = {}
+        self.entries: dict[int, WorkerAdapter] = {}
         self.given: dict[int, tuple[int, LoadedAdapter]] = {}
         self.times = LoadTimes()
         self._read = read
@@ -173,7 +173,7 @@ class Jobs:
         self._fetcher.close()
 
     def _load(self, command: Load) -> None:
-        entry = self.entries[command.key] = HeldAdapter(command.key, command.spec)
+        entry = self.entries[command.key] = WorkerAdapter(command.key, command.spec)
         # A load beside running jobs goes to the loader thread too, behind the earlier loads.
         is_alone = not self._running
         self._running.add(command.job)
@@ -186,7 +186,7 @@ class Jobs:
         else:
             self._loader.submit(partial(self._run_load, command.job, entry))
 
-    def _take_given(self, job: int, entry: HeldAdapter) -> None:
+    def _take_given(self, job: int, entry: WorkerAdapter) -> None:
         _, adapter = self.given.pop(entry.spec.given, (0, None))
         entry.adapter = adapter
         if adapter is None:
@@ -251,7 +251,7 @@ class Jobs:
             if entry.slot is not None and entry.adapter is not None:
                 entry.adapter.write(entry.slot)
 
-    def _leave(self, entry: HeldAdapter, adapter: LoadedAdapter | None) -> None:
+    def _leave(self, entry: WorkerAdapter, adapter: LoadedAdapter | None) -> None:
         if entry.slot is not None:
             self._owners.own(entry.slot, None)
             if adapter is not None:
@@ -274,7 +274,7 @@ class Jobs:
 
     # --- in the background ---
 
-    def _run_load(self, job: int, entry: HeldAdapter) -> None:
+    def _run_load(self, job: int, entry: WorkerAdapter) -> None:
         path = entry.spec.path
         if entry.spec.lora_request is not None or self._files.is_here(path):
             self._read_from(job, entry, path)
@@ -283,7 +283,7 @@ class Jobs:
         else:
             self._fetcher.submit(partial(self._read_from, job, entry, path))  # vLLM expands ~, and fetches from the Hub
 
-    def _fetch(self, job: int, entry: HeldAdapter) -> None:
+    def _fetch(self, job: int, entry: WorkerAdapter) -> None:
         spec = entry.spec
         try:
             path = self._files.fetch(spec.name, spec.path, spec.uri)
@@ -292,7 +292,7 @@ class Jobs:
             return
         self._loader.submit(partial(self._read_from, job, entry, path))
 
-    def _read_from(self, job: int, entry: HeldAdapter, path: str) -> None:
+    def _read_from(self, job: int, entry: WorkerAdapter, path: str) -> None:
         """Read the adapter in `path`, in the background or in the engine loop."""
         spec, began_at = entry.spec, time.perf_counter()
         try:
@@ -315,7 +315,7 @@ class Jobs:
         load_s = time.perf_counter() - began_at
         self._finish(_Done(entry, Loaded(job, adapter.size_bytes, adapter.is_instant, load_s, adapter.rank)))
 
-    def _write(self, job: int, entry: HeldAdapter, slot: int, idle_event: Any) -> None:
+    def _write(self, job: int, entry: WorkerAdapter, slot: int, idle_event: Any) -> None:
         began_at = time.perf_counter()
         try:
             with entry.writing:
@@ -329,7 +329,7 @@ class Jobs:
             return
         self._finish(_Done(entry, Activated(job, time.perf_counter() - began_at), event))
 
-    def _fail(self, job: int, entry: HeldAdapter, error: BaseException) -> None:
+    def _fail(self, job: int, entry: WorkerAdapter, error: BaseException) -> None:
         # `explained` makes one of our errors: the report crosses processes, and a class of vLLM's or torch's may not
         # unpickle.
         self._finish(_Done(entry, Failed(job, explained(error, entry.spec.name))))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lora_plugins.adapter.landing import ReadPair, check_pairs
-from lora_plugins.adapter.model_modules import Kind, ModelModules, Place
+from lora_plugins.adapter.model_modules import ModelModules, ModuleKind, ModulePlace
 from lora_plugins.errors import (
     AdapterNotFound,
     IncompatibleAdapter,
@@ -66,9 +66,9 @@ def check_described(
     )
     landed = [(pair, place) for pair in pairs if (place := modules.place(pair.name)) is not None]
     for pair, place in landed:
-        if place.kind is Kind.EXPERTS:
+        if place.kind is ModuleKind.EXPERTS:
             _check_sharding(pair, place, manager.modules[place.module])
-    for name in {place.module for _, place in landed if place.kind is Kind.EXPERTS}:
+    for name in {place.module for _, place in landed if place.kind is ModuleKind.EXPERTS}:
         _check_padding(name, manager.modules[name])
     return notes
 
@@ -84,7 +84,7 @@ def _experts_elsewhere(manager: Any, modules: ModelModules) -> set[str]:
     return {part for name, parts in named.items() for part in set(parts).difference(restrict(name, parts))}
 
 
-def _check_sharding(pair: ReadPair, place: Place, module: Any) -> None:
+def _check_sharding(pair: ReadPair, place: ModulePlace, module: Any) -> None:
     """Refuse a rank of experts' w13 that `--fully-sharded-loras` cannot divide among workers; vLLM only asserts."""
     if module.fully_sharded and module.tp_size > 1 and place.part != "w2" and pair.rank % module.tp_size:
         raise IncompatibleAdapter(
@@ -126,7 +126,7 @@ def check_slots(model: Any, manager: Any, modules: ModelModules) -> None:
 
 def _modules_of_parts(modules: ModelModules) -> set[str]:
     """Return modules that `places` has by their parts only; not experts, whose formats vLLM itself knows."""
-    linear = {place.module for place in modules.places.values() if place.kind is Kind.LINEAR}
+    linear = {place.module for place in modules.places.values() if place.kind is ModuleKind.LINEAR}
     return linear.difference(modules.places)
 
 

@@ -31,7 +31,7 @@ from lora_plugins.worker.jobs import Jobs
 from lora_plugins.worker.loaded_adapter import LoadedAdapter, build, rank_of, take_scalings
 from lora_plugins.worker.lora_request import is_inplace
 from lora_plugins.worker.lora_request import lora_request as request_of
-from lora_plugins.worker.materialise import Materialiser, Resolver
+from lora_plugins.worker.materialise import MissingFilesFetcher, Resolver
 from lora_plugins.worker.metrics import WorkerMetrics, metrics_of
 from lora_plugins.worker.model_manager import PlannedModelManager
 from lora_plugins.worker.model_modules import describe
@@ -80,7 +80,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         path = vllm_config.model_config.model
         self.jobs = Jobs(
             self._read,
-            Materialiser(path, lambda: self._make_resolver(path, self._modules_of_model())),
+            MissingFilesFetcher(path, lambda: self._make_resolver(path, self._modules_of_model())),
             self._adapter_manager,
             SlotStream(torch.device(self.device)),
             agreement_of(vllm_config),

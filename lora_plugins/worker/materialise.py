@@ -37,7 +37,7 @@ class Resolver(Protocol):
         """This machine's store."""
 
 
-class Materialiser:
+class MissingFilesFetcher:
     """Finds or fetches the directory of a path, in a single thread, which may wait.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lora_plugins.scheduler.messages import Slots
-from lora_plugins.worker.jobs import HeldAdapter
+from lora_plugins.worker.jobs import WorkerAdapter
 
 _MB = 1e6
 _STACKS = ("lora_a_stacked", "lora_b_stacked")
@@ -58,7 +58,7 @@ class WorkerMetrics:
     performance: PerformanceMetrics
 
 
-def metrics_of(entries: Mapping[int, HeldAdapter], manager: Any, device: Any) -> WorkerMetrics:
+def metrics_of(entries: Mapping[int, WorkerAdapter], manager: Any, device: Any) -> WorkerMetrics:
     """Return the metrics of the adapters that the scheduler had loaded; `manager` is our `PlannedModelManager`."""
     loaded = [(entry, entry.adapter.size_bytes) for entry in entries.values() if entry.adapter is not None]
     active = [key for key in manager.lora_index_to_id if key is not None and key > 0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lora_plugins.adapter.model_modules import ExpertFormat, Experts, Kind, ModelModules, Place, Unadapted
+from lora_plugins.adapter.model_modules import ExpertFormat, Experts, ModelModules, ModuleKind, ModulePlace, Unadapted
 from lora_plugins.ledger import Patch
 from lora_plugins.worker.unadapted import unadapted
 from lora_plugins.worker.uncalled import uncalled
@@ -34,7 +34,9 @@ def describe(manager: Any) -> ModelModules:
         skipped=tuple(getattr(model, "lora_skip_prefixes", None) or ()),
         without_model_prefix=bool(manager.is_pooling_model),
         experts={
-            name: _experts(manager, name) for name, module in manager.modules.items() if _kind(module) is Kind.EXPERTS
+            name: _experts(manager, name)
+            for name, module in manager.modules.items()
+            if _kind(module) is ModuleKind.EXPERTS
         },
         model_type=str(getattr(getattr(model, "config", None), "model_type", "")),
         text_prefix=_text_prefix(manager),
@@ -49,39 +51,42 @@ def _text_prefix(manager: Any) -> str:
     return str(manager.mm_mapping.language_model[0]).rstrip(".")
 
 
-def _places(manager: Any, name: str) -> Iterator[tuple[str, Place]]:
+def _places(manager: Any, name: str) -> Iterator[tuple[str, ModulePlace]]:
     module = manager.modules[name]
     kind = _kind(module)
-    if kind is Kind.EXPERTS:
+    if kind is ModuleKind.EXPERTS:
         yield from _places_of_experts(manager, name)
         return
     inputs, outputs = _sizes(module, kind)
     parts: Sequence[str] = manager.packed_modules.get(name, ())
     if not parts:
         total = None if None in outputs else sum(size for size in outputs if size is not None)
-        matrices = _matrices(module.base_layer) if kind is Kind.LINEAR else ()
+        matrices = _matrices(module.base_layer) if kind is ModuleKind.LINEAR else ()
         # With --max-lora-cls-labels, vLLM takes heads of other numbers of labels, and compares the numbers itself.
-        is_open = kind is Kind.CLASSIFIER and bool(getattr(manager.lora_config, "max_lora_cls_labels", None))
-        is_max = kind is Kind.HEAD or is_open
-        yield name, Place(name, kind, inputs, total, is_max, matrices=matrices if sum(matrices) == total else ())
+        is_open = kind is ModuleKind.CLASSIFIER and bool(getattr(manager.lora_config, "max_lora_cls_labels", None))
+        is_max = kind is ModuleKind.HEAD or is_open
+        yield name, ModulePlace(name, kind, inputs, total, is_max, matrices=matrices if sum(matrices) == total else ())
         return
     # Where vLLM's parts are no slices (`in_proj_qkvz` is two parts of four slices), only vLLM can tell the parts'
     # sizes.
     known = outputs if len(outputs) == len(parts) else [None] * len(parts)
     for part, size in zip(parts, known, strict=True):
-        yield part, Place(name, kind, inputs, size)
+        yield part, ModulePlace(name, kind, inputs, size)
 
 
-def _places_of_experts(manager: Any, name: str) -> Iterator[tuple[str, Place]]:
+def _places_of_experts(manager: Any, name: str) -> Iterator[tuple[str, ModulePlace]]:
     """Yield places per expert where the engine wants so, and as PEFT stacks: `experts` and `experts.base_layer`."""
     experts = _experts(manager, name)
     hidden, inner = experts.hidden_size, experts.intermediate_size
     sizes = {"w1": (hidden, inner), "w2": (inner, hidden), "w3": (hidden, inner), "w13": (hidden, 2 * inner)}
     for part, role in zip(manager.packed_modules.get(name, ()), _roles(manager, name), strict=True):
-        yield part, Place(name, Kind.EXPERTS, *sizes[role], part=role)
+        yield part, ModulePlace(name, ModuleKind.EXPERTS, *sizes[role], part=role)
     if ExpertFormat.STACKED in experts.formats:
-        yield name, Place(name, Kind.EXPERTS, *sizes["w2"], part="w2", stacked=experts.count)
-        yield f"{name}.base_layer", Place(name, Kind.EXPERTS, *sizes["w13"], part="w13", stacked=experts.count)
+        yield name, ModulePlace(name, ModuleKind.EXPERTS, *sizes["w2"], part="w2", stacked=experts.count)
+        yield (
+            f"{name}.base_layer",
+            ModulePlace(name, ModuleKind.EXPERTS, *sizes["w13"], part="w13", stacked=experts.count),
+        )
 
 
 def _experts(manager: Any, name: str) -> Experts:
@@ -129,22 +134,22 @@ def _names_of_experts(model: Any) -> dict[str, str]:
     return {role: name.rsplit(".", 1)[-1] for role, name in names.items()}
 
 
-def _kind(module: Any) -> Kind:
+def _kind(module: Any) -> ModuleKind:
     # By attributes, not classes: subclasses, such as fully sharded layers, keep the attributes of their kind.
     if hasattr(module, "w2_lora_a_stacked"):
-        return Kind.EXPERTS
+        return ModuleKind.EXPERTS
     if hasattr(module, "full_weight_stacked"):
-        return Kind.CLASSIFIER
+        return ModuleKind.CLASSIFIER
     if hasattr(module, "lora_a_stacked_2d"):
-        return Kind.EMBEDDING
-    return Kind.LINEAR if isinstance(module.lora_a_stacked, tuple) else Kind.HEAD
+        return ModuleKind.EMBEDDING
+    return ModuleKind.LINEAR if isinstance(module.lora_a_stacked, tuple) else ModuleKind.HEAD
 
 
-def _sizes(module: Any, kind: Kind) -> tuple[int | None, list[int | None]]:
+def _sizes(module: Any, kind: ModuleKind) -> tuple[int | None, list[int | None]]:
     """Return the inputs, and the outputs of each slice, of the whole layer."""
-    if kind is Kind.EMBEDDING:
+    if kind is ModuleKind.EMBEDDING:
         return int(module.lora_a_stacked.shape[1]), [int(module.lora_b_stacked.shape[2])]
-    if kind is Kind.HEAD:
+    if kind is ModuleKind.HEAD:
         return int(module.lora_a_stacked.shape[-1]), [int(module.lora_b_stacked.shape[2])]
     slots_a, slots_b = module.lora_a_stacked, module.lora_b_stacked
     slices = [int(slot.shape[2]) for slot in slots_b]

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from lora_plugins.adapter.layouts.moves import OnDiagonal, Rows, Same, Stacked
 from lora_plugins.adapter.layouts.names import Names
 from lora_plugins.adapter.layouts.tensors import Change, NewPair, new_pair
-from lora_plugins.adapter.model_modules import Kind
+from lora_plugins.adapter.model_modules import ModuleKind
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.weights import LoraPair
 
@@ -58,7 +58,7 @@ def join(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
     for module, found in groups.items():
         parts = _PARTS[module.rpartition(".")[2]]
         place = names.place(module)
-        if place is None or place.kind is not Kind.LINEAR or len(place.matrices) != len(parts):
+        if place is None or place.kind is not ModuleKind.LINEAR or len(place.matrices) != len(parts):
             continue
         sizes = dict(zip(parts, place.matrices, strict=True))
         taken = [(part, found[part]) for part in parts if part in found]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.landing import Model
-from lora_plugins.adapter.model_modules import Experts, Place
+from lora_plugins.adapter.model_modules import Experts, ModulePlace
 from lora_plugins.adapter.weights import LoraPair
 
 
@@ -24,7 +24,7 @@ class Names:
             return True
         return self._place(pair.a.name) is not None
 
-    def place(self, module: str, *, is_looked_up: bool = False) -> Place | None:
+    def place(self, module: str, *, is_looked_up: bool = False) -> ModulePlace | None:
         """Return where the pair of a module lands, under the names that PEFT gives the pair."""
         name = ".lora_embedding_A" if is_looked_up else ".lora_A.weight"
         return self._place(f"base_model.model.{module}{name}")
@@ -49,7 +49,7 @@ class Names:
         """Return the engine's mixture of experts for an adapter's name of a module."""
         return self._model.modules.experts.get(self.read(module))
 
-    def _place(self, tensor: str) -> Place | None:
+    def _place(self, tensor: str) -> ModulePlace | None:
         try:
             return self._model.modules.place(self._model.read_name(tensor)[0])
         except ValueError:
