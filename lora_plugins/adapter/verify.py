@@ -17,10 +17,9 @@ from lora_plugins.adapter.config import (
     parse_config,
 )
 from lora_plugins.adapter.files import open_regular
-from lora_plugins.adapter.finite import check_finite
+from lora_plugins.adapter.finite import check_finite, check_magnitudes
 from lora_plugins.adapter.fit import BaseModel, check_base, warnings_of
 from lora_plugins.adapter.layouts.conversion import Conversion, plan_conversion
-from lora_plugins.adapter.magnitude import check_magnitudes
 from lora_plugins.adapter.weight_files import INDEX_FILE, PICKLE_FILES, WEIGHTS_FILE, open_weights
 from lora_plugins.adapter.weights import Weights, pair_weights
 from lora_plugins.adapter.writers import name_format

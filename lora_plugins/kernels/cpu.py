@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from lora_plugins.kernels.compiled.panels import Panels, SlotPanels
-from lora_plugins.kernels.compiled.step import step
+from lora_plugins.kernels.compiled.panels import Panels, SlotPanels, step
 from lora_plugins.kernels.ranks import SlotRanks
 
 Step = Callable[[Any, Any], None]

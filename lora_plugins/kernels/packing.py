@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lora_plugins.errors import InvalidAdapter
-from lora_plugins.kernels import crossover
+from lora_plugins.kernels import processor
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.compiled.library import Product
 from lora_plugins.kernels.compiled.panels import Panels, SlotPanels, fill, size
@@ -143,7 +143,7 @@ def are_pointed(dtype: Any, *, fully_sharded: bool) -> bool:
     expand apart.
     """
     name = str(dtype).removeprefix("torch.")
-    return name in build.ELEMENTS and crossover.torch_from_rows(name) is None and not fully_sharded
+    return name in build.ELEMENTS and processor.torch_from_rows(name) is None and not fully_sharded
 
 
 def give_packer(module: Any, product: Callable[[str], Product]) -> None:

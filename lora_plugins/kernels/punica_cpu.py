@@ -15,7 +15,7 @@ import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.kernels import cpu, crossover, layers, packing, reference
+from lora_plugins.kernels import cpu, layers, packing, processor, reference
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.compiled.library import Product
 from lora_plugins.kernels.compiled.panels import SlotPanels
@@ -60,7 +60,7 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
             return
         a, b, ranks = layer
         if all(a_i.ndim == 4 and a_i.shape[2] == b_i.shape[3] for a_i, b_i in zip(a, b, strict=True)):
-            by_torch = crossover.torch_from_rows(str(a[0].dtype).removeprefix("torch."))
+            by_torch = processor.torch_from_rows(str(a[0].dtype).removeprefix("torch."))
             slots = cpu.ModuleSlots(*layer, self._panels(module, layer), by_torch)
             # A classification head hands its only pair to add_lora_logits without the tuple, so both ids must find the
             # slots.

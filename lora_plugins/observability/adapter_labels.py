@@ -1,6 +1,8 @@
-"""Metric labels with adapters' names, never more than the settings allow."""
+"""Bounds on the series of metrics: labels with adapters' names, and a gauge of the latest settings."""
 
 from __future__ import annotations
+
+from prometheus_client import Gauge
 
 OTHERS = "_other"
 
@@ -34,3 +36,11 @@ class AdapterLabels:
 def label_of(name: str) -> str:
     """Return a name as text that UTF-8 can carry: a name that was loaded by hand may be anything."""
     return name[:_MAX_LENGTH].encode(errors="backslashreplace").decode()
+
+
+def keep_latest(gauge: Gauge, most: int) -> None:
+    """Remove all series of the gauge except the `most` latest series; a value is the time of its setting."""
+    samples = [sample for metric in gauge.collect() for sample in metric.samples]
+    samples.sort(key=lambda sample: sample.value, reverse=True)
+    for sample in samples[most:]:
+        gauge.remove(*sample.labels.values())

@@ -15,10 +15,12 @@ from typing import Any
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.log import logger
 from lora_plugins.observability import engine_metrics as of_engines
-from lora_plugins.observability.store_metrics import StoreUsage
 from lora_plugins.scheduler.messages import PlannerFigures
+from lora_plugins.store.manifest import Manifest
+from lora_plugins.store.store import Store
 
 INTERVAL_S = 1.0
 TIMEOUT_S = 2.0
@@ -27,6 +29,36 @@ STORE_INTERVAL_S = 5.0
 
 _Message = MutableMapping[str, Any]
 Asgi = Callable[[_Message, Callable[[], Awaitable[_Message]], Callable[[_Message], Awaitable[None]]], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """The store's content; `max_bytes` is None without a budget."""
+
+    adapters: int
+    size_bytes: int
+    max_bytes: int | None
+
+
+class StoreUsageReader:
+    """Reads a store; as the content of a digest never changes, each manifest is read once."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[str, int] = {}  # by digest
+
+    def read(self, store: Store) -> StoreUsage:
+        """Count the published adapters and their bytes; an adapter with an unreadable manifest is left out."""
+        sizes = {}
+        for digest in store.layout.digests():
+            size_bytes = self._sizes.get(digest)
+            if size_bytes is None:
+                try:
+                    size_bytes = Manifest.read(store.layout.adapter(digest)).size_bytes
+                except (InvalidAdapter, SourceUnavailable):
+                    continue
+            sizes[digest] = size_bytes
+        self._sizes = sizes
+        return StoreUsage(len(sizes), sum(sizes.values()), store.max_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,9 @@
-"""The reading processes of this server: a few, each with one adapter at a time, replaced when they end."""
+"""The reading processes of this server: a few, each with one adapter at a time, replaced when they end.
+
+Small adapters are never behind large adapters (`JobQueue`). Unlike `resolvers/places.py`, `JobQueue` is no queue of
+callers: threads hand over jobs, and threads take jobs. The resolver has already decided which principal is next, how
+many may wait, and for how long.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,10 @@ import functools
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -17,7 +24,6 @@ from typing import TypeVar
 from lora_plugins.adapter.layouts.tensors import NewTensor
 from lora_plugins.errors import ErrorKind, LoRAPluginsError, SourceUnavailable, kind_of
 from lora_plugins.settings import Settings
-from lora_plugins.verification.jobs import Job, JobQueue
 from lora_plugins.verification.limits import takes_long
 from lora_plugins.verification.messages import Read, ReadAdapter, requests_of
 from lora_plugins.verification.process import Lost, ReadingProcess
@@ -25,6 +31,44 @@ from lora_plugins.verification.process import Lost, ReadingProcess
 _PROCESSES = 2  # one process takes long adapters, which delay only each other
 _ATTEMPTS = 3
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`run` does the job; `takes_long` looks at the job's files. A reading thread calls both."""
+
+    run: Callable[[], None]
+    takes_long: Callable[[], bool]
+
+
+class JobQueue:
+    """The waiting jobs, first come, first served. For any thread."""
+
+    def __init__(self) -> None:
+        self._new: deque[Job] = deque()
+        self._long: deque[Job] = deque()  # jobs for which `takes_long` was true
+        self._changed = threading.Condition()
+
+    def put(self, job: Job) -> None:
+        """Add a job."""
+        with self._changed:
+            self._new.append(job)
+            self._changed.notify_all()
+
+    def do_next(self, *, also_long: bool) -> None:
+        """Wait for a job and run the job; a long job only after all others, and only with `also_long`."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._new or (also_long and self._long))
+                is_long = not self._new
+                job = (self._long if is_long else self._new).popleft()
+            # Outside of the lock: `takes_long` reads a directory, and callers of `put` must not wait for a disk.
+            if is_long or not job.takes_long():
+                job.run()
+                return
+            with self._changed:
+                self._long.append(job)
+                self._changed.notify_all()
 
 
 class Children:

@@ -1,21 +1,27 @@
-"""A single block of host memory for each adapter: loading costs few page faults, and freeing costs one call.
+"""Host memory with few page faults: a single block for each adapter, and zeros that take no memory.
 
 A tensor of safetensors is a window into the mapped file: each page of the window is a fault at the first read, and
 folding the scaling in makes a private copy of each page. Tensors allocated one by one change the kernel's map of the
-process hundreds of times while the engine runs.
+process hundreds of times while the engine runs. A `Block` costs few page faults, and one call to free.
+
+torch.zeros writes the memory that it returns. `UntouchedZeros`, for rows of slots that nobody ever writes, returns
+memory that the system has only promised: the system fills a page with zeros at the first write, and a page that is only
+read takes no memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 # Bytes: `packing.ALIGNMENT`, which panels need.
 ALIGNMENT = 64
@@ -91,3 +97,25 @@ def tensors_of(side: Any) -> Iterator[torch.Tensor]:
 def bytes_of(side: Any) -> int:
     """Return the bytes that a copy of one side takes of a block."""
     return sum(room(tensor.numel() * tensor.element_size()) for tensor in tensors_of(side))
+
+
+_MAP_NORESERVE = 0x4000  # Linux's value; Python's mmap has the name since 3.13
+
+
+class UntouchedZeros(TorchFunctionMode):  # type: ignore[misc]
+    """Makes `torch.zeros` of CPU tensors return memory without pages, within the context."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_on_cpu = torch.device(kwargs.get("device") or "cpu").type == "cpu"
+        # Other arguments (out, layout, requires_grad, pin_memory) keep torch's own zeros.
+        if func is torch.zeros and is_on_cpu and kwargs.keys() <= {"size", "dtype", "device"}:
+            shape = kwargs["size"] if "size" in kwargs else args[0] if isinstance(args[0], Sequence) else args
+            dtype = kwargs.get("dtype") or torch.get_default_dtype()
+            n_bytes = math.prod(shape) * dtype.itemsize
+            if n_bytes:
+                memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+                return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8)).view(dtype).view(tuple(shape))
+        return func(*args, **kwargs)

@@ -19,7 +19,7 @@ from lora_plugins.kernels.packing import are_pointed
 from lora_plugins.kernels.ranks import at_once
 from lora_plugins.ledger import Patch
 from lora_plugins.scheduler.messages import Slots
-from lora_plugins.worker.untouched_zeros import UntouchedZeros
+from lora_plugins.worker.host_memory import UntouchedZeros
 
 
 class PlannedModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
