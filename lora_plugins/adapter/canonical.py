@@ -45,6 +45,7 @@ def canonical_bytes(config: AdapterConfig) -> bytes:
         "r": config.rank,
         "lora_alpha": _plain(config.alpha),
         "target_modules": None if config.targets is None or is_long else targets,
+        # `parse_config` has refused every other value.
         "bias": "none",
         "use_rslora": config.use_rslora,
         "rank_pattern": dict(config.rank_pattern),

@@ -121,6 +121,7 @@ def parse_config(data: bytes) -> AdapterConfig:
     if foreign is not None:
         raise foreign
     raw = _json_object(data)
+    # Before the checks of PEFT's keys: another program's file should be named as such.
     foreign_keys = foreign_config(raw)
     if foreign_keys is not None:
         raise foreign_keys
@@ -132,6 +133,7 @@ def parse_config(data: bytes) -> AdapterConfig:
     _refuse_unsupported(raw)
     rank = _rank("r", _whole(_required(raw, "r")))
     targets = _targets(_required(raw, "target_modules"))
+    # A target may then lack tensors on purpose, so targets say nothing about completeness.
     if any(raw.get(key) is not None for key in _LEAVE_OUT):
         targets = None
     config = AdapterConfig(

@@ -71,6 +71,7 @@ def check_rank(name: str, rank: int, max_rank: int | None) -> None:
 
 
 def _shapes(place: ModulePlace, modules: ModelModules, rank: int) -> Shapes:
+    # Experts always have both sizes; 0 matches no tensor.
     inputs, outputs = place.in_features or 0, place.out_features or 0
     experts = modules.experts[place.module]
     # Tinker's form shares a side among all experts: w1 and w3 share A, w2 shares B.

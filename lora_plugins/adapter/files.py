@@ -16,6 +16,7 @@ from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsErro
 ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG})
 
 
+# Real paths on both sides: a symlink below the root may lead out of the root.
 def is_inside(path: Path, root: Path) -> bool:
     """Whether the real path of `path` is the real path of `root` or below it.
 

@@ -104,6 +104,7 @@ def check_magnitudes(pairs: Iterable[LoraPair], config: AdapterConfig, largest: 
     for pair in paced(pairs):
         scaling = abs(config.scaling(pair.rank, pair.alpha))
         a, b = largest[pair.a.name], largest[pair.b.name]
+        # Each factor alone is an operand in the served dtype, so each must fit by itself.
         worst = max(a, scaling, scaling * b, pair.rank * a * scaling * b)
         if worst > LARGEST:
             raise InvalidAdapter(

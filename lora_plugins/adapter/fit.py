@@ -114,6 +114,7 @@ def warnings_of(config: AdapterConfig, base: BaseModel, mode: BaseMatch) -> tupl
     name = config.base_model
     if name is None or mode is BaseMatch.OFF or base.matches(name):
         return ()
+    # An alias is the operator's word that the named model is this model.
     if any(known(alias) and not differences(name, alias) for alias in base.aliases):
         return ()
     names = (base.path, *base.served_names, *base.aliases)
@@ -177,6 +178,7 @@ def _same_model(one: str, other: str) -> bool:
         return True
     if _HUB_ID.fullmatch(one) and _HUB_ID.fullmatch(other):
         return one.lower() == other.lower()
+    # At least one of the two is a path: compare last parts, as a download keeps the repository's name.
     return os.path.basename(one).lower() == os.path.basename(other).lower()
 
 

@@ -102,6 +102,7 @@ def landed(weights: Weights, model: Model) -> frozenset[str]:
 def _read(pair: LoraPair, model: Model) -> ReadPair:
     try:
         name, _ = model.read_name(pair.a.name)
+    # Not a name of vLLM's grammar: `check_pairs` reports the name as unmatched.
     except ValueError:
         name = pair.module
     return ReadPair(name, pair.a.name, pair.a.shape, pair.b.shape, pair.rank, pair.is_looked_up)
@@ -149,6 +150,7 @@ def check_pairs(
             _check_matrices(pair)
             _check_sizes(pair, place, about)
             check_rank(pair.name, pair.a[0], max_rank)
+        # vLLM would keep the last pair silently, and answers would depend on the order of tensors.
         if key in matched:
             raise _two_for_one(key, matched[key], pair)
         matched[key] = pair

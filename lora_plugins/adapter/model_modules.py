@@ -180,6 +180,7 @@ class ModelModules:
             ValueError: another format, or other values.
         """
         if plain.get("format") != FORMAT:
+            # A store or a worker of another release may hold an older form.
             raise ValueError(f"format {plain.get('format')!r}, not {FORMAT}")
         try:
             places = {

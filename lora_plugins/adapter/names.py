@@ -42,6 +42,7 @@ class AdapterName:
         """
         if len(text) > MAX_CHARACTERS:
             raise _malformed(f"a name of {len(text)} characters", f"at most {MAX_CHARACTERS}")
+        # A composed and a decomposed name look alike, and would be two adapters.
         if not unicodedata.is_normalized("NFC", text):
             raise _malformed("a name in decomposed Unicode", "Unicode's composed form (NFC)")
         path, at, revision = text.partition("@")
@@ -83,6 +84,7 @@ def why_absent(text: str) -> AdapterNotFound | None:
 
 def adapter_id(name: str) -> int:
     """Return a number for a name, the same on every replica and after every restart: 1 to 2**31 - 1."""
+    # Not `hash()`: Python salts string hashes in each process.
     digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:4], "big") % (2**31 - 1) + 1
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 _T = TypeVar("_T")
 _PIECE_S = 0.0005
 _PAUSE_S = 0.0005  # Python does not give the lock up reliably in less
+# Reading the clock for each item would cost as much as a cheap item.
 _BETWEEN_LOOKS = 16
 
 

@@ -129,6 +129,7 @@ def _members(text: str) -> Iterator[tuple[str, Any]]:
         if follows not in ("", ",") or text[at : at + 1] != '"':
             raise ValueError(at)
         name, at = _DECODER.raw_decode(text, at)
+        # JSON readers differ on duplicates: the engine could read another tensor than the one checked here.
         if name in names:
             raise _twice(name)
         names.add(name)
@@ -240,6 +241,7 @@ def _check_layout(tensors: list[TensorInfo], start: int, file_bytes: int) -> Non
         if tensor.begin != expected:
             raise _broken(f"tensor '{tensor.name}' at byte {tensor.begin}", f"byte {expected}, without hole or overlap")
         expected = tensor.end
+    # Trailing bytes belong to no tensor, and safetensors refuses such a file too.
     if expected != file_bytes:
         raise _broken(f"{file_bytes} bytes in the file", f"{expected}, where the last tensor ends")
 

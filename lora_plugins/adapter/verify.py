@@ -73,6 +73,7 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
         with suppress(OSError):
             name_format(error, os.listdir(directory))
         raise
+    # Loading a pickle runs code, so only size and configuration are checked.
     if name in PICKLE_FILES:
         with open_regular(directory / name) as (_, weights_bytes):
             check_size(config_bytes + weights_bytes, settings)

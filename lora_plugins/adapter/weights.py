@@ -101,6 +101,7 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
                 f"two {side} tensors for module '{module}'", expected="one", remedy="save the adapter again with PEFT"
             )
         pair[side] = tensor
+    # Before pairing: an A of the first adapter must not meet a B of the second.
     _check_one_adapter(names)
     # One budget for all patterns of an adapter: many cheap matches must not add up either.
     budget, rank_of, alpha_of = PatternBudget(), config.ranks(), config.alphas()

@@ -119,6 +119,7 @@ class ModulePlan:
         if not self.steps:
             return
         dtype = self.dtype
+        # vLLM may hand over rows of another dtype than the adapters'.
         if x.dtype is not dtype:
             x = x.to(dtype)
         if y.dtype is dtype and y.shape[1] == self.width and y.stride(1) == 1:
@@ -129,6 +130,7 @@ class ModulePlan:
             delta = torch.zeros(y.shape[0], self.width, dtype=dtype)
             for each in self.steps:
                 each(delta, x)
+            # Columns of padding have no weights in B, and keep the base model's value.
             width = min(self.width, y.shape[1])
             y[:, :width] += delta[:, :width]
 
@@ -136,6 +138,7 @@ class ModulePlan:
 def _steps(module: ModuleSlots, batch: BatchRows, buffers: Buffers, scale: float) -> Iterator[Step]:
     compiled = module.compiled(batch.rows)
     for slot, rows in batch.rows.items():
+        # Slots without a rank add nothing: an adapter need not adapt every module.
         if slot not in compiled and any(module.ranks[slot]):
             yield _by_torch(module, slot, rows, buffers, scale)
     if module.panels is not None and compiled:

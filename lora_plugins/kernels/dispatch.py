@@ -14,6 +14,7 @@ from lora_plugins.errors import InvalidSettings
 from lora_plugins.kernels import tuning
 from lora_plugins.settings import Kernels
 
+# Dotted names: vLLM imports the class by name, and only the chosen platform's module is importable.
 CPU_WRAPPER = "lora_plugins.kernels.punica_cpu.CompiledPunicaWrapperCPU"
 REFERENCE_WRAPPER = "lora_plugins.kernels.punica_cpu.ReferencePunicaWrapper"
 TRITON_WRAPPER = "lora_plugins.kernels.punica_triton.TritonPunicaWrapper"

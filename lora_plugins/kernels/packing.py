@@ -42,6 +42,7 @@ class Packer:
 
     def size_bytes(self, lora_a: Any, lora_b: Any) -> int:
         """Return the bytes that `pack` needs for these weights, up to a multiple of 64."""
+        # A multiple of the alignment: the next piece of a block then begins aligned too.
         n_bytes = self._size(self._sides(lora_a, lora_b)) * int(self.shape.dtype.itemsize)
         return -(-n_bytes // ALIGNMENT) * ALIGNMENT
 
@@ -124,6 +125,7 @@ class Packer:
                 expected=f"at most {(most, inn)} and {(width, most)}",
                 remedy="serve it with the base model that it was trained on, or raise --max-lora-rank",
             )
+        # vLLM copies both sides into a zeroed slot: ranks beyond the smaller side multiply zeros.
         rank = min(a.shape[0], b.shape[1])
         a, b = a[:rank], b[:, :rank]
         if a.shape[1] < inn:

@@ -93,6 +93,7 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
     def update_metadata(self, mapping: Any, *args: Any, **kwargs: Any) -> None:
         """Group the rows of the next batch; vLLM calls this method when the rows' adapters change."""
         super().update_metadata(mapping, *args, **kwargs)
+        # Plans hold row numbers of the old batch, so both plans go below.
         self._batch = cpu.BatchRows(self.token_lora_indices)
         self._logits_batch = cpu.BatchRows(self.sampler_indices)
         self._plans.clear()
@@ -176,6 +177,7 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
         """Compute `y[:, slice i] += B_i x[i]` in place, for fully sharded layers, which gather before the expand."""
         y = y.view(-1, y.shape[-1])
         if not add_inputs:
+            # Rows of the base model keep their value even without `add_inputs`.
             self._adapted_rows_to_zero(y[:, offset_start:], sum(output_slices))
         for x_i, b_i, width in zip(x, lora_b_stacked, output_slices, strict=True):
             columns = slice(offset_start, min(offset_start + width, y.shape[1]))

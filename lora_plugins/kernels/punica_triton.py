@@ -124,6 +124,7 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
     ) -> None:
         """Compute `y += scale * B A x` in place, with the adapter of each sampled row."""
         # vLLM pads the vocabulary of B or of `y`; the narrower width has all real columns.
+        # Logits may be padded, or B may: the smaller width has every real word.
         width = min(lora_b_stacked.shape[-2], y.shape[-1])
         self._linear(self._sampled, y, x, (lora_a_stacked,), (lora_b_stacked,), scale, (width,), add_inputs=True)
 

@@ -77,6 +77,7 @@ def lora_linear(
     add_inputs: bool = True,
 ) -> None:
     """Compute `y += scale * B A x` for every row with its slot's adapter."""
+    # vLLM may show a layer fewer rows than the batch has, or pad `y` beyond the batch.
     rows = min(len(slot_of_row), y.shape[0])
     shrunk = shrink(x[:rows], a, slot_of_row[:rows], ranks, scale)
     expand(y[:rows], shrunk, b, slot_of_row[:rows], ranks, output_slices, add_inputs=add_inputs)

@@ -15,6 +15,7 @@ from typing import Any
 
 PACKAGED = Path(__file__).with_name("tuning")
 CHUNK_SIZES = (16, 32, 64, 128)
+# Left out in JSON, so that a table of limits stays readable.
 ANY = 1 << 62  # no limit
 
 

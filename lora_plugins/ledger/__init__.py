@@ -75,6 +75,7 @@ class Patch:
             yield Symbol(f"{module}:{found['name']}", parameters, attributes, found["since"] or self.since)
 
 
+# By `ast`, without import: the ledger is also read where vLLM and torch are missing.
 def entries(package: Path = PACKAGE) -> Mapping[str, Sequence[Patch]]:
     """Return every entry, by the path of its file within the package; nothing is imported."""
     found: dict[str, Sequence[Patch]] = {}

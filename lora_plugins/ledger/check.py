@@ -20,6 +20,7 @@ def check(symbol: Symbol, sources: Path) -> str:
     A function must have exactly the noted parameters, in order, or begin with them where they end with "..."; a class
     must have at least the noted attributes. A symbol with a later `since` than the sources' release is not looked for.
     """
+    # The code that uses a newer symbol tests for the symbol at run time.
     if _is_before(_release(sources), symbol.since):
         return ""
     module, _, qualified = symbol.name.partition(":")
@@ -53,6 +54,7 @@ def _release(sources: Path) -> str:
         if number:
             return number[1]
     file = sources / "vllm" / "_version.py"
+    # Unpacked sources have no metadata; a build writes `_version.py`.
     number = re.search(r"version = '([^']+)'", file.read_text(encoding="utf-8")) if file.is_file() else None
     return number[1] if number else ""
 

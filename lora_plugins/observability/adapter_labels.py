@@ -23,6 +23,7 @@ class AdapterLabels:
         """Return the label of a served adapter."""
         label = self._labels.get(name)
         if label is None:
+            # First come, first served: exchanging labels would begin and end series all the time.
             if len(self._labels) >= self._max_adapters:
                 return OTHERS
             label = self._labels[name] = label_of(name)

@@ -50,6 +50,7 @@ def families(model_name: str, engines: Mapping[int, PlannerFigures], max_adapter
     for key, text in _GAUGES:
         gauge = GaugeMetricFamily(f"lora_plugins_{key}", text, labels=_LABELS)
         for labels, figures in reports:
+            # None: the engine has no such limit, and 0 would read as a limit.
             if (value := getattr(figures, key)) is not None:
                 gauge.add_metric(labels, value)
         yield gauge

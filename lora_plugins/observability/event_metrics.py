@@ -30,6 +30,7 @@ class CountEvents:
     """
 
     def __init__(self, registry: CollectorRegistry, max_adapters: int, *, can_forget: bool = True) -> None:
+        # Only labels with adapters' names need a bound: every other label has few values.
         self._labels = AdapterLabels(max_adapters)
         self._can_forget = can_forget
 

@@ -162,6 +162,7 @@ class LogEvents:
             logger.info("%s, not loaded, %s", line, path)
 
     def _warn(self, name: str, text: str) -> None:
+        # By text too: a new reason for the same name is a new warning.
         is_repeat = (name, text) in self._warned
         _remember(self._warned, (name, text), None)
         logger.log(logging.DEBUG if is_repeat else logging.WARNING, "%s", text)
@@ -201,6 +202,7 @@ class UnknownNames:
     def line(self, event: AdapterUnknown) -> str | None:
         """Return the line to log, or None."""
         now = self._clock()
+        # A fixed window: the bound needs no list of times.
         if now - self._minute_began >= 60:
             self._minute_began, self._lines = now, 0
         name = _shortened(event.name, _SHOWN_CHARACTERS)

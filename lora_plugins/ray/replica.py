@@ -78,6 +78,7 @@ class VllmReplica:
         command: Sequence[str] | None = None,
         secrets: Sequence[str] = (),
     ) -> None:
+        # Before the server starts: an open server for a moment is an open server.
         require_secrets(secrets)
         self.name = serve.get_replica_context().replica_id.unique_id
         self._server = ServerProcess((*(command or vllm_serve()), *arguments), env)

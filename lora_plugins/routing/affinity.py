@@ -88,6 +88,7 @@ class AffinityPolicy:
         """Return the replicas to try, best first; a single replica where no reason speaks for others."""
         if not adapter:
             return self._least_loaded(excluded)
+        # A load of more replicas than there are cannot spread further.
         wanted = min(self._estimator.replicas(adapter, now_s), len(self._replicas))
         where = self._residency.of(adapter)
         if excluded:

@@ -54,6 +54,7 @@ class Rendezvous:
         if replica not in self._replicas:
             return
         self._replicas.remove(replica)
+        # Linear, as joins and leaves are rare beside requests.
         kept = [(point, owner) for point, owner in zip(self._points, self._owners, strict=True) if owner != replica]
         self._points = array("Q", (point for point, _ in kept))
         self._owners = [owner for _, owner in kept]

@@ -106,6 +106,7 @@ class Residency:
             state.used.move_to_end(adapter)
             return
         self._put(adapter, replica, state, Tier.LOADING)
+        # The replica's own cache evicts in the same order, so the forecast mostly holds until the next report.
         while len(state.used) > state.capacity:
             self._forget(next(iter(state.used)), replica, state)
 

@@ -101,6 +101,7 @@ class ReadingProcess:
             )
         except OSError as error:
             raise _not_started(str(error)) from error
+        # Bytes of a message that `os.read` cut; bytes left at the end make the process unusable.
         self._left = bytearray()
         try:
             first = next(self._answers(time.monotonic() + _START_S))

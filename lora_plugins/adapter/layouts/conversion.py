@@ -67,6 +67,7 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
     if not described:
         return Conversion(weights, config)
     pairs = (*landed, *left, *(new.pair for new in made))
+    # A rule may make a pair for a module that another pair already has.
     _check_once(pairs)
     return Conversion(
         replace(weights, pairs=pairs, name_in_keys=None),
@@ -97,6 +98,7 @@ def _by_rules(pairs: Sequence[LoraPair], names: Names, respellings: Sequence[Res
                 gone |= {pair.a.name for pair in taken}
                 made += new
                 changes[text] += len(new)
+            # By A's name in the file: a spelling changes modules' names, never tensors' names.
             left = [pair for pair in left if pair.a.name not in gone]
     return _Plan(left, made, changes)
 

@@ -32,6 +32,7 @@ def unstack(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
         if experts is None or ExpertFormat.PER_EXPERT not in experts.formats or len(experts.names) != 3:
             continue
         by_role = {role: pair for pair in found if (role := _stacked_role(pair, experts)) is not None}
+        # A pair of neither shape, or two of the same role: leave the layer to `check_landing`.
         if len(by_role) != len(found):
             continue
         yield found, list(_unstacked(module, by_role, experts)), "stacked experts split into a pair each"
@@ -79,6 +80,7 @@ def stack(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
         experts = names.experts(module)
         if experts is None or experts.formats != (ExpertFormat.STACKED,):
             continue
+        # A pair that does not fit stays as it is, so that the error names the pair.
         if not all(_fits(expert, role, pair, experts) for (expert, role), pair in found.items()):
             continue
         first = next(iter(found.values()))

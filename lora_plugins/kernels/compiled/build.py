@@ -21,8 +21,10 @@ from lora_plugins.log import logger
 
 COMPILERS = ("cc", "gcc", "clang")
 ELEMENTS = {"float32": "FLOAT32", "bfloat16": "BFLOAT16", "float16": "FLOAT16"}  # dtypes, as lora.c names them
+# Without -ffast-math: an overflow must stay an infinity, and NaN must stay NaN.
 ANY_PROCESSOR = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-shared", "-fPIC")
 FLAGS = (*ANY_PROCESSOR, "-march=native")
+# Seconds of a compiler run; a slow machine with a stalled disk must not hold up the start for ever.
 TIMEOUT_S = 60
 _EMPTY_FILE = ("-x", "c", "/dev/null")
 
@@ -86,6 +88,7 @@ def _compiled(*source: str) -> ctypes.CDLL:
         raise CannotCompile(f"no C compiler is on the PATH ({', '.join(COMPILERS)})")
     try:
         with tempfile.TemporaryDirectory(prefix="lora-plugins-") as directory:
+            # The file may go once the library is mapped: Linux keeps the mapping.
             return _compiled_to(Path(directory) / "lora.so", compiler, *source)
     except OSError as error:
         raise CannotCompile(f"there is no temporary directory to compile in: {error}") from error

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 
+# Fields in the order and with the widths of the C structures: lora.c reads the memory directly.
 class Slice(ctypes.Structure):
     """`struct slice` of `lora.c`."""
 

@@ -65,6 +65,7 @@ def fill(product: Product, flat: Any, shape: Shape, sides: Sequence[tuple[Any, A
     ranks = tuple(int(a.shape[0]) for a, _ in sides)
     own = [i for i, rank in enumerate(ranks) if rank]
     slices = (Slice * len(own))()
+    # Slices without a rank get no entry: the product would compute nothing for such a slice.
     total = sum(ranks)
     into_a = flat.data_ptr()
     into_b = into_a + _side(product, total, shape.inn) * flat.element_size()

@@ -84,6 +84,7 @@ def find(dtype: str, processor: Processor, folder: Path | None = None) -> Path |
     file = folder / wanted.file_name(dtype)
     try:
         listed = json.loads((folder / LIST).read_bytes())
+        # The list names the digest of the source too: after an edit of lora.c the objects are stale.
         made_of, digest = listed["source"], listed["objects"][file.name]
         found = digest_of(file)
         own = digest_of(SOURCE)

@@ -40,6 +40,7 @@ class Chunks:
         self.capacity = max(1, chunks_at_most(max_rows, SIZES[0], slots))
         self.order = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.table = torch.zeros(len(SIZES), 3, self.capacity, dtype=torch.int32, device=device)
+        # Old slots beyond `rows` stay: `_first_not_below` reads up to `rows` only.
         self._sorted = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
 
     @classmethod
@@ -100,6 +101,7 @@ def _cut_kernel(
     # Sizes double from `SMALLEST` on: a shift gives the size without a load.
     size = SMALLEST << tl.program_id(0)
     slot = tl.arange(0, SLOTS)
+    # Rows of the base model have negative slots, sort first, and lie before every `begin`.
     begin = _first_not_below(sorted_slots, slot, rows, SLOTS, STEPS)
     count = _first_not_below(sorted_slots, slot + 1, rows, SLOTS, STEPS) - begin
     full = (count + size - 1) // size

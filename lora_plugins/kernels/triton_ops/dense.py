@@ -40,6 +40,7 @@ def dense(
     for a_i, b_i, rank, width in zip(a, b, ranks, output_slices, strict=True):
         into = y[:, offset : offset + width]
         offset += width
+        # Rank 0 adds nothing; a product with an inner size of 0 would launch a kernel for nothing.
         if rank:
             t = torch.mm(x, a_i[:rank].t())
             torch.addmm(into, t, b_i[:width, :rank].t(), beta=int(add_inputs), alpha=scale, out=into)

@@ -108,6 +108,7 @@ def _launch(
     add_inputs: bool,
 ) -> None:
     rows = y.shape[0]
+    # Tiles of the widest slice for every slice: programs beyond a narrow slice leave at once.
     tiles = triton.cdiv(module.widest, cut["OUT"])
     grid = (chunks.at_most(rows, size) * module.slices * tiles,)
     if not grid[0]:
@@ -179,6 +180,7 @@ def _expand_kernel(
     width = number(module, 2 * SLICES + slice_, ALIGNED)
     if tile * OUT >= width:
         return
+    # int64: slot times stride exceeds 2³¹ elements for large vocabularies.
     slot = tl.load(chunks + chunk).to(tl.int64)
     rank = tl.load(ranks + slice_ * ranks_stride + slot * ranks_slot_stride)
     # Without ADD a rank of 0 still stores zeros: the columns must not keep old content.

@@ -110,6 +110,7 @@ class Operators:
             return
         known = _Known(self._device_ranks(b[0].device).follow(ranks, b[0].shape[0]), ranks, (*a, *b))
         self._known[b[0].data_ptr()] = known
+        # An embedding's A is no operand of a kernel: only B's address names the module.
         if not embedding:
             self._known[a[0].data_ptr()] = known
 
@@ -223,6 +224,7 @@ def lora_linear(
     if not x.shape[0]:
         return
     operators = in_use(batch[3])
+    # No row has an adapter, as in vLLM's profiling run: nothing to add.
     if not batch[1]:
         operators.reserve(x, a, b, output_slices, offset)
         return
@@ -264,6 +266,7 @@ def lora_shrink(
     scale: float,
 ) -> None:
     """Compute `y[i] = scale * A_i x`, 0 beyond the rank and in base rows: float32 `y` `[slices, rows, max_rank]`."""
+    # The caller gathers `y` from all workers: rows without an adapter must be zeros, not old memory.
     y.zero_()
     batch = host.tolist()
     if not batch[1] or not x.shape[0]:

@@ -53,6 +53,7 @@ class PackedModule:
         """
         a, b = tuple(_three_axes(part) for part in a), tuple(_three_axes(part) for part in b)
         check_stacks(a, b, output_slices)
+        # Either side has the slots and the dtype; `check_stacks` has compared both.
         first = (a or b)[0]
         self.slices, self.slots = len(a or b), first.shape[0]
         self.dtype = first.dtype
@@ -69,6 +70,7 @@ class PackedModule:
             value % 8 == 0 for value in (*widths, *columns)
         )
         rows = [of_a, of_b, widths, columns, [part.shape[1] for part in b] or none]
+        # Built on the host and copied once: reading addresses back from the device would wait.
         self.table = torch.tensor(rows, dtype=torch.int64).to(first.device)
 
 

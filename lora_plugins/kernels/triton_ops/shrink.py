@@ -106,8 +106,10 @@ def _shrink_kernel(
     rows_here = tl.load(chunks + 2 * capacity + chunk)
     if rows_here == 0:
         return
+    # int64: slot times stride exceeds 2³¹ elements for large vocabularies.
     slot = tl.load(chunks + chunk).to(tl.int64)
     rank = tl.load(ranks + slice_ * ranks_stride + slot * ranks_slot_stride)
+    # The grid is made for the largest rank: programs beyond the slot's rank leave.
     if rank_program * RANK >= rank:
         return
     row, mine = rows_of_chunk(order, chunks, capacity, chunk, rows_here, rows, ROWS)

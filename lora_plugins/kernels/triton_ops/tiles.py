@@ -41,6 +41,7 @@ def load_to_rank(pointers: tl.tensor, rank_index: tl.tensor, rank: tl.tensor, ma
 @triton.jit
 def product(left: tl.tensor, right: tl.tensor, total: tl.tensor, PRECISION: tl.constexpr) -> tl.tensor:
     """Return `total + left @ right`; PRECISION is Triton's, or "widened" (see `packed.precision`)."""
+    # constexpr: Triton compiles only the chosen branch.
     if PRECISION == "widened":
         total = tl.dot(left.to(tl.float32), right.to(tl.float32), total, input_precision="ieee")
     else:
@@ -86,6 +87,7 @@ def shrink_tile(
 ) -> tl.tensor:
     """Return `A x` `[ROWS, RANK]` of the rows for the ranks `r`: over `IN` columns of every `STEP`, from `first` on."""
     total = tl.zeros((ROWS, RANK), dtype=tl.float32)
+    # Splits interleave: a split takes every STEP-th tile, so tails spread evenly.
     for begin in range(first, n_in, STEP):
         k = begin + tl.arange(0, IN)
         x_tile = tl.load(x + row[:, None] * x_stride + k[None, :], mask=mine[:, None] & (k[None, :] < n_in), other=0.0)
