@@ -54,7 +54,7 @@ def _release(sources: Path) -> str:
         if number:
             return number[1]
     file = sources / "vllm" / "_version.py"
-    # Unpacked sources have no metadata; a build writes `_version.py`.
+    # Unpacked sources have no metadata; a build writes `vllm/_version.py`.
     number = re.search(r"version = '([^']+)'", file.read_text(encoding="utf-8")) if file.is_file() else None
     return number[1] if number else ""
 
