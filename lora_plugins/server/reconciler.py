@@ -17,6 +17,7 @@ import asyncio
 import gc
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError, OfAdapter, SourceUnavailable
@@ -29,7 +30,7 @@ from lora_plugins.server.desired import DesiredAdapter, Target
 from lora_plugins.server.few_at_once import FewAtOnce, in_steps
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.registry import ServedAdapter
-from lora_plugins.server.served_file import ServedFile
+from lora_plugins.server.served_file import KEEP_S, ServedFile
 from lora_plugins.settings import Settings
 
 LOOK_INTERVAL_S = 2.0  # a mounted ConfigMap follows its change after a minute or so
@@ -135,6 +136,15 @@ class Reconciler:
         finally:
             asking.cancel()
             self._serving.end_all()
+
+    async def keep_list(self) -> None:
+        """Have other replicas see that this one lives."""
+        with suppress(OSError):
+            await asyncio.to_thread(self._served.clean)
+        while True:
+            await asyncio.sleep(KEEP_S)
+            with suppress(OSError):
+                await asyncio.to_thread(self._served.touch)
 
     async def _restore(self) -> None:
         pieces, count = self._served.pieces(), 0

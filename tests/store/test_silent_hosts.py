@@ -109,9 +109,7 @@ def test_a_host_that_wakes_asserts_its_leases_again(store: Store, digest: str, o
     assert other.says("store.share(path, 'request')") == "True"
 
 
-def test_what_was_removed_for_room_is_known_to_be_gone_by_the_first_look(
-    store: Store, digest: str, other: OtherHost
-) -> None:
+def test_what_went_in_a_silence_is_known_to_be_gone(store: Store, digest: str, other: OtherHost) -> None:
     assert other.says("store.share(path, 'request before')") == "True"
     with other.frozen():
         assert store.give_way(10**18, 0) is False, "nothing is removed where the rest would not be enough"
